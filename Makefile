@@ -1,0 +1,40 @@
+# Everything runs in .venv, which `make setup` fills from constraints.txt. Nothing else need be installed but Python 3.11+ and pip.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: help setup quickstart test test-fast lint bench clean
+
+help:            ## this list
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+setup: $(VENV)/.for-users  ## a virtual environment that trains
+
+quickstart: setup  ## train a tiny model on a generated task, on 2 CPU ranks
+	$(BIN)/fsdp-trainer quickstart
+
+test: $(VENV)/.for-developers  ## all tests
+	$(BIN)/python -m pytest -q
+
+test-fast: $(VENV)/.for-developers  ## the quick half
+	$(BIN)/python -m pytest -q -m "not slow"
+
+lint: $(VENV)/.for-developers  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.for-developers  ## CPU benchmarks
+	$(BIN)/python -m benchmarks.import_memory
+
+clean:           ## the environment, runs and caches
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache dist
+
+$(VENV)/.for-users: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.for-developers: $(VENV)/.for-users
+	$(BIN)/pip install -q -c constraints.txt -e ".[test,lint]"
+	@touch $@

@@ -1,0 +1,25 @@
+"""Models by their name on the hub."""
+
+from pathlib import Path
+
+from fsdp_trainer.config.paths import is_hub_id
+from fsdp_trainer.errors import Problem, UserError
+
+FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model"]
+
+
+def fetch(name: str) -> Path:
+    """The local folder of a model: a path as it is, a hub id downloaded into the hub's own cache. Raises UserError."""
+    if not is_hub_id(name):
+        return Path(name).expanduser()
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        why = "looks like a hub id; to fetch it:  pip install 'fsdp_trainer[hub]'.  Or give a folder that exists"
+        raise UserError("cannot fetch the model", [Problem(f"model.init_from={name}", why)]) from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES))
+    except Exception as error:  # network, rights, a name that does not exist: all are the caller's to mend
+        raise UserError(
+            "cannot fetch the model", [Problem(f"model.init_from={name}", f"{type(error).__name__}: {str(error).splitlines()[0]}")]
+        ) from None

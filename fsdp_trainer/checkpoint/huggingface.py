@@ -1,0 +1,111 @@
+"""Hugging Face folders in: headers checked as a whole first, then every rank reads only its slices."""
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fsdp_trainer.errors import Problem, UserError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass
+class Stored:
+    """One tensor of a safetensors file: dtype as safetensors spells it."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_headers(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a Hugging Face folder. Raises UserError listing all files that are missing or broken."""
+    found, problems = {}, []
+    for path in _weight_files(folder):
+        try:
+            found.update(_read_header(path))
+        except (OSError, ValueError, KeyError, struct.error) as error:
+            problems.append(Problem(str(path), str(error)))
+    if problems:
+        raise UserError(f"cannot read the weights in {folder}", problems)
+    return found
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / INDEX).is_file():
+        try:
+            return sorted({folder / name for name in json.loads((folder / INDEX).read_text())["weight_map"].values()})
+        except (ValueError, KeyError, AttributeError) as error:
+            raise UserError(
+                "cannot read the index of the weights", [Problem(str(folder / INDEX), f"{type(error).__name__}: {error}")]
+            ) from None
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    raise UserError("there are no weights", [Problem(str(folder), f"has neither {SINGLE} nor {INDEX}; only safetensors are read")])
+
+
+def _read_header(path: Path) -> dict[str, Stored]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > size:
+            raise ValueError("is no safetensors file, or was cut")
+        header: dict[str, Any] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size != end:
+        raise ValueError(f"has {size:,} bytes; its header says {end:,}: copied or downloaded in part")
+    return {name: Stored(path, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+
+
+def check_tensors(model: nn.Module, stored: dict[str, Stored]) -> list[Problem]:
+    """Missing, unexpected, mis-shaped and unreadable tensors, all together."""
+    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    ignored = set(model.state_dict()) - set(wanted)  # a tied head that was stored all the same
+    problems = [
+        Problem(name, f"is missing; the model has it with shape {list(shape)}") for name, shape in wanted.items() if name not in stored
+    ]
+    for name, tensor in stored.items():
+        if name not in wanted:
+            if name not in ignored and not name.endswith("rotary_emb.inv_freq"):  # old exports stored this constant
+                problems.append(Problem(name, f"in {tensor.file.name} is not part of this model"))
+        elif tensor.shape != wanted[name]:
+            problems.append(Problem(name, f"in {tensor.file.name} has shape {list(tensor.shape)}; the model has {list(wanted[name])}"))
+        elif tensor.dtype not in DTYPES:
+            problems.append(Problem(name, f"in {tensor.file.name} is stored as {tensor.dtype}; read are {', '.join(DTYPES)}"))
+    return problems
+
+
+@torch.no_grad()
+def import_weights(model: nn.Module, folder: Path) -> dict[str, str]:
+    """Fill a materialised model, sharded or not, from a Hugging Face folder; returns each parameter's stored dtype by torch's name.
+
+    Host memory: the shard itself and one slice. Raises UserError before anything is read if the folder does not fit the model.
+    """
+    stored = read_headers(folder)
+    if problems := check_tensors(model, stored):
+        raise UserError(f"the weights in {folder} do not fit the model", problems[:20])
+    for name, parameter in model.named_parameters():
+        local, index = _local_part(parameter)
+        if local.numel():
+            # opened for one tensor at a time: pages of a mapped file count as this process's memory until it is closed
+            with safe_open(stored[name].file, framework="pt") as file:
+                local.copy_(file.get_slice(name)[index])
+    return {name: str(DTYPES[stored[name].dtype]).removeprefix("torch.") for name, _ in model.named_parameters()}
+
+
+def _local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """This rank's part of a parameter, and where in the whole it lies."""
+    if not isinstance(parameter, DTensor):
+        return parameter, tuple(slice(0, n) for n in parameter.shape)
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return parameter.to_local(), tuple(slice(o, o + n) for n, o in zip(shape, offset, strict=True))

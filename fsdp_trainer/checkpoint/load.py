@@ -1,0 +1,25 @@
+"""A whole model in one process, for inference and comparison."""
+
+from pathlib import Path
+
+import torch
+
+from fsdp_trainer.checkpoint.huggingface import import_weights
+from fsdp_trainer.checkpoint.state import weights
+from fsdp_trainer.checkpoint.store import load
+from fsdp_trainer.config.paths import find_checkpoint, model_folder
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder
+
+
+def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
+    """A decoder from a Hugging Face folder, a checkpoint or a run; `model.logits(tokens)` computes. Raises UserError."""
+    with torch.device("meta"):
+        model = Decoder(ModelConfig.from_hf(model_folder(path))).to(dtype)
+    model.to_empty(device=device)
+    model.tie_weights()
+    if checkpoint := find_checkpoint(path):
+        load(checkpoint, weights(model), alone=True)
+    else:
+        import_weights(model, Path(path).expanduser())
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,176 @@
+"""The front door: a verb, a composed configuration, and mistakes told as people want to read them. Imports no torch."""
+
+import argparse
+import importlib
+import itertools
+import os
+import shlex
+import sys
+from typing import NoReturn
+
+from fsdp_trainer import __version__
+from fsdp_trainer.errors import Problem, RunFailed, UserError
+
+VERBS = {
+    "train": "fsdp_trainer.launch.start:train",
+    "preview": "fsdp_trainer.data.preview:preview",
+    "export": "fsdp_trainer.checkpoint.export:export",
+    "verify": "fsdp_trainer.checkpoint.verify:verify",
+    "generate": "fsdp_trainer.generate:generate",
+    "quickstart": "fsdp_trainer.quickstart:quickstart",
+    "recipes": "fsdp_trainer.config.document:recipes",
+    "config": "fsdp_trainer.config.document:explain",
+}
+LATER = ("plan", "doctor", "prepare", "report")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line. Returns the exit code: 0 done, 1 failed, 2 a mistake by the user, 3 the answer is no, 75 start it again."""
+    try:
+        code = _dispatch(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read this, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (UserError, RunFailed) as error:
+        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+            print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def run_verb(verb: str, overrides: list[str], config_dir: str | None = None) -> int:
+    """Compose the configuration of `verb` and do it."""
+    from fsdp_trainer.config.compose import compose
+
+    cfg = compose(verb, overrides, config_dir)
+    module, name = VERBS[verb].split(":")
+    do = getattr(importlib.import_module(module), name)
+    if verb == "train":  # the ranks that it starts compose for themselves
+        return do(cfg, [*(["--config-dir", config_dir] if config_dir else []), *overrides])
+    return do(cfg, config_dir) if verb == "recipes" else do(cfg)
+
+
+def _dispatch(argv: list[str]) -> int:
+    flags, words = _parser().parse_known_args(argv)
+    if flags.version:
+        print(f"fsdp-trainer {__version__}")
+        return 0
+    if flags.shell_completion:
+        return _completion(words)
+    verb, overrides = _verb(words)
+    if flags.help:
+        from fsdp_trainer.config.document import help_text
+
+        print(help_text(verb if words[:1] == [verb] else None, flags.config_dir))
+        return 0
+    if flags.multirun:
+        _refuse_sweep(verb, overrides)
+    if flags.info:
+        return _hydra_info(flags.info, verb, overrides, flags.config_dir)
+    if flags.cfg:
+        from fsdp_trainer.config.compose import as_yaml, compose
+
+        print(as_yaml(compose(verb, overrides, flags.config_dir, inputs=False)), end="")
+        return 0
+    return run_verb(verb, overrides, flags.config_dir)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(
+            "the command line cannot be read", [Problem(shlex.join(sys.argv[1:]), f"{message}\nfsdp-trainer --help  lists what there is")]
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="fsdp-trainer", add_help=False, allow_abbrev=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--version", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument(
+        "--info", "-i", nargs="?", const="all", choices=["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+    )
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--shell-completion", "-sc", action="store_true")
+    return parser
+
+
+def _verb(words: list[str]) -> tuple[str, list[str]]:
+    """The verb and its overrides. Raises UserError for a verb that is misspelt, not first, or not there yet."""
+    first, rest = (words[0], words[1:]) if words and _bare(words[0]) else (None, words)
+    misplaced = next((w for w in rest if w in VERBS or w in LATER), None)
+    if first in LATER:
+        raise UserError("no such verb yet", [Problem(str(first), f"this version does not have it yet. There are: {' '.join(VERBS)}")])
+    if first is not None and first not in VERBS:
+        raise UserError("no such verb", [Problem(first, _why_no_verb(first))])
+    if misplaced:
+        line = shlex.join(["fsdp-trainer", misplaced, *(w for w in rest if w != misplaced)])
+        why = f"the verb comes first:  {line}" if first is None else f"one verb at a time; {first} came first.\nFor {misplaced}:  {line}"
+        raise UserError("the verb comes first", [Problem(misplaced, why)])
+    return first or "train", rest
+
+
+def _why_no_verb(word: str) -> str:
+    from fsdp_trainer.config.names import nearest
+
+    close = nearest(word, VERBS)
+    return f"there is no such verb.{f' Did you mean  {close} ?' if close else ''}\nThere are: {' '.join(VERBS)}; settings are  key=value"
+
+
+def _bare(word: str) -> bool:
+    return "=" not in word and word[:1] not in "+~-"
+
+
+def _refuse_sweep(verb: str, overrides: list[str]) -> NoReturn:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        choices = [
+            [f"{o.key_or_group}={v}" for v in o.sweep_string_iterator()] if o.is_sweep_override() else [str(o.input_line)] for o in parsed
+        ]
+    except Exception:  # whatever Hydra cannot read is told when the job itself is started
+        choices = []
+    start = "torchrun … -m fsdp_trainer" if "RANK" in os.environ else "fsdp-trainer"
+    jobs = [[*([verb] if verb != "train" else []), *job] for job in itertools.islice(itertools.product(*choices), 8)]
+    lines = [f"{start} {shlex.join(job)} run.name=sweep-{i}" for i, job in enumerate(jobs)]
+    raise UserError(
+        "no sweeps yet", [Problem("--multirun", "\n".join(["this version runs one job at a time: start one command per value", *lines]))]
+    )
+
+
+def _hydra_info(what: str, verb: str, overrides: list[str], config_dir: str | None) -> int:
+    from hydra.core.global_hydra import GlobalHydra
+
+    from fsdp_trainer.config.compose import composable, hydra
+
+    with hydra(composable(verb, overrides, config_dir), config_dir) as given:
+        GlobalHydra.instance().hydra.show_info(what, verb, given)  # type: ignore[union-attr]
+    return 0
+
+
+def _completion(words: list[str]) -> int:
+    """Hydra's own shell completion (`-sc install=bash`), taught the verbs."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    from fsdp_trainer.config.compose import hydra
+
+    program, *typed = os.environ.get("COMP_LINE", "").split(" ")
+    verb = typed[0] if len(typed) > 1 and typed[0] in VERBS else None
+    if verb:
+        os.environ["COMP_LINE"] = " ".join([program, *typed[1:]])
+    elif len(typed) == 1:
+        print(*(v for v in VERBS if v.startswith(typed[0])), end=" ")
+    with hydra([], None):
+        try:
+            GlobalHydra.instance().hydra.shell_completion(verb or "train", words)  # type: ignore[union-attr]
+        except ValueError as error:
+            raise UserError(
+                "no such completion", [Problem(shlex.join(["-sc", *words]), f"{error}\nUse  -sc install=bash  (zsh, fish)")]
+            ) from None
+    return 0

@@ -1,0 +1,154 @@
+"""From a verb and overrides to a checked configuration. Hydra composes; it never runs, so no rank writes Hydra's files or logs."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fsdp_trainer.config.check import Report, build, flatten
+from fsdp_trainer.config.overrides import contents, owner_of, read_overrides, why_forbidden, why_unknown
+from fsdp_trainer.config.rules import check_inputs, check_rules
+from fsdp_trainer.config.schema import GROUPS, PRIMARY, SELECTORS, TrainConfig
+from fsdp_trainer.errors import Problem, UserError
+
+PACKAGE = Path(__file__).parents[1]
+CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # in the wheel; in a checkout
+
+YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def compose(verb: str, overrides: list[str], config_dir: str | None = None, *, inputs: bool = True) -> Any:
+    """The checked configuration of `verb`: an instance of its dataclass in schema.PRIMARY.
+
+    config_dir: a folder with more groups and recipes. inputs=False: what is to be read need not be there. Raises UserError with all problems.
+    """
+    keys = flatten(PRIMARY[verb])
+    line = read_overrides(overrides, keys, options(verb, config_dir))
+    report = Report(line.typed, line.problems, line.settled - line.typed.keys())
+    tree = _compose_files(verb, line.hydra, config_dir, report)
+    cfg = build(PRIMARY[verb], tree, report)
+    if isinstance(cfg, TrainConfig) and cfg.run.name is None:
+        cfg.run.name = str(line.recipes[-1]).split("/")[-1] if line.recipes else "run"
+    check_rules(cfg, report)
+    if inputs and line.whole:
+        check_inputs(cfg, report)
+    report.close()
+    return cfg
+
+
+def options(verb: str, config_dir: str | None = None) -> dict[str, list[str]]:
+    """The names in each group of `verb`, `recipe` among them. Raises UserError for a name that exists twice."""
+    folders = _folders(config_dir)
+    if not issubclass(PRIMARY[verb], TrainConfig):
+        return {}
+    return {
+        group: sorted(
+            f.relative_to(folder / group).with_suffix("").as_posix() for folder in folders for f in (folder / group).rglob("*.yaml")
+        )
+        for group in (*GROUPS, "recipe")
+    }
+
+
+def find_file(path: str, config_dir: str | None = None) -> Path | None:
+    """The file of a group's option or a recipe, e.g. `recipe/quickstart`; None if it is not ours (Hydra has some of its own)."""
+    return next((f for folder in _folders(config_dir) if (f := folder / f"{path}.yaml").is_file()), None)
+
+
+def composable(verb: str, overrides: list[str], config_dir: str | None = None) -> list[str]:
+    """The overrides as Hydra is to be given them. Raises UserError for what the command line alone shows to be wrong."""
+    line = read_overrides(overrides, flatten(PRIMARY[verb]), options(verb, config_dir))
+    Report(line.typed, line.problems, set()).close()
+    return line.hydra
+
+
+def as_yaml(cfg: Any) -> str:
+    """A configuration as YAML, every key in the schema's order."""
+    return yaml.safe_dump(asdict(cfg), sort_keys=False, allow_unicode=True, width=140)
+
+
+@contextmanager
+def hydra(overrides: list[str], config_dir: str | None) -> Iterator[list[str]]:
+    """Hydra set up over conf/ and `config_dir`; yields the overrides to give it."""
+    if config_dir:
+        overrides = [f'hydra.searchpath=["file://{Path(config_dir).resolve()}"]', *overrides]
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF.resolve()), version_base="1.3", job_name="fsdp_trainer"):
+        yield overrides
+
+
+def _compose_files(verb: str, overrides: list[str], config_dir: str | None, report: Report) -> dict[str, Any]:
+    try:
+        with hydra(overrides, config_dir) as given:
+            defaults = GlobalHydra.instance().config_loader().compute_defaults_list(verb, given, RunMode.RUN).defaults
+            keys, groups = flatten(PRIMARY[verb]), options(verb, config_dir)
+            for default in defaults:
+                if file := find_file(default.config_path or "", config_dir):
+                    _check_file(file, default.package or "", keys, groups, report)
+            tree = OmegaConf.to_container(hydra_compose(verb, given), resolve=True)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        told = re.sub(r"\n\t", " ", str(error).split("\nConfig search path")[0].strip())
+        report.problems.append(Problem("composing", re.sub(r"\n\s*\n", "\n", told)))
+        report.close()
+    return tree  # type: ignore[return-value]
+
+
+def _check_file(file: Path, package: str, keys: dict[str, Any], groups: dict[str, list[str]], report: Report) -> None:
+    tree = yaml.load(file.read_text(), YAML_LOADER) or {}
+    if not isinstance(tree, dict):
+        report.problems.append(Problem(str(file), "is not a mapping of keys to values"))
+        return
+    defaults = tree.pop("defaults", None) or []
+    refused = {
+        name: why for d in defaults if isinstance(d, dict) for name in d if (why := why_forbidden(name.split()[-1].lstrip("/"), None))
+    }
+    for key, value in _leaves(tree, f"{package}." if package else "", keys):
+        report.origins[key] = str(file)
+        if why := _why_refused(key, value, "recipe" in file.parts, keys, groups):
+            refused[key] = why
+    report.problems += [Problem(f"{key} in {file}", why) for key, why in refused.items()]
+
+
+def _why_refused(key: str, value: Any, in_recipe: bool, keys: dict[str, Any], groups: dict[str, list[str]]) -> str | None:
+    group, _, name = key.partition(".")
+    if why := why_forbidden(key, value):
+        return why
+    if group == "hydra":
+        return None
+    if any(k.startswith(f"{key}.") for k in keys):
+        return f"is a group of keys: set some of them, or choose it under defaults:  - override /{key}: NAME\n{contents(key, keys)}"
+    if owner_of(key, keys) is None:
+        return why_unknown(key, None, keys, groups)
+    if in_recipe and SELECTORS.get(group) == name:
+        return f"would undo  {group}=…  on the command line. A recipe chooses it under defaults:  - override /{group}: NAME"
+    return None
+
+
+def _leaves(tree: dict[str, Any], prefix: str, keys: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value and f"{prefix}{name}" not in keys:
+            yield from _leaves(value, f"{prefix}{name}.", keys)
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _folders(config_dir: str | None) -> list[Path]:
+    if config_dir is None:
+        return [CONF]
+    own = Path(config_dir)
+    if not own.is_dir():
+        raise UserError("a problem in the configuration", [Problem(f"--config-dir {config_dir}", "there is no such folder")])
+    if twins := [f for f in sorted(own.rglob("*.yaml")) if (CONF / f.relative_to(own)).exists()]:
+        why = "exists twice, and Hydra would silently take the packaged one: rename yours.\nThe other is "
+        raise UserError("a name exists twice", [Problem(str(f), f"{why}{CONF / f.relative_to(own)}") for f in twins])
+    return [CONF, own]

@@ -1,0 +1,186 @@
+"""The schema as people read it: YAML comments, docs/configuration.md, `config key=…`, `recipes`.
+
+`python -m fsdp_trainer.config.document` writes conf/ and docs/configuration.md again after a change of the schema.
+"""
+
+import re
+import textwrap
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from fsdp_trainer.config.check import describe, flatten, limits, show
+from fsdp_trainer.config.compose import CONF, find_file, options
+from fsdp_trainer.config.overrides import why_unknown
+from fsdp_trainer.config.schema import GROUPS, PRIMARY, SELECTORS, ConfigConfig, PreviewConfig, RecipesConfig, TrainConfig, default_of
+from fsdp_trainer.errors import Problem, UserError
+
+WIDTH = 140
+
+
+def written(value: Any) -> str:
+    """A default as it is written in YAML."""
+    return f"[{', '.join(map(show, value))}]" if isinstance(value, list) else show(value)
+
+
+def comment(f: Field) -> str:
+    """What a key is for and what it takes, on one line."""
+    return f.metadata["text"] + (f" [{limits(f)}]" if limits(f) else "")
+
+
+def yaml_block(cls: Any) -> str:
+    """Every key of a group with its default and an aligned comment."""
+    settings = [f"{f.name}: {written(default_of(f))}" for f in fields(cls)]
+    column = max(map(len, settings), default=0) + 2
+    lines = []
+    for setting, f in zip(settings, fields(cls), strict=True):
+        first, *rest = textwrap.wrap(comment(f), WIDTH - column - 2, break_long_words=False, break_on_hyphens=False)
+        lines += [f"{setting:{column}}# {first}", *(f"{'':{column}}# {line}" for line in rest)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def yaml_file(head: str, cls: Any) -> str:
+    """A complete option file or a small verb's primary file: what stands above the first empty line, then every key."""
+    return f"{head.split(chr(10) * 2)[0].rstrip()}\n\n{yaml_block(cls)}"
+
+
+def main_options(conf: Path) -> dict[str, str]:
+    """The option of each group that training starts from. Its file is complete, with a comment on every key."""
+    defaults: Any = OmegaConf.to_container(OmegaConf.load(conf / "train.yaml"))["defaults"]  # type: ignore[index, call-overload]
+    return {group: option for default in defaults if isinstance(default, dict) for group, option in default.items()}
+
+
+def documented_files(conf: Path) -> dict[Path, str]:
+    """Every file in conf/ that is written from the schema, with what it must say."""
+    groups: dict[str, Any] = {f.name: f.type for f in fields(TrainConfig)}
+    found = {conf / group / f"{option}.yaml": groups[group] for group, option in main_options(conf).items()}
+    found |= {conf / f"{verb}.yaml": cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)}
+    texts = {path: yaml_file(path.read_text(), cls) for path, cls in found.items()}
+    for verb, nodes in {"train": ("run", "batch", "train"), "preview": ("preview",)}.items():
+        text = (conf / f"{verb}.yaml").read_text()
+        for node in nodes:
+            body = textwrap.indent(yaml_block(PreviewConfig.__dataclass_fields__[node].type), "  ")
+            head, _, tail = text.partition(f"\n{node}:\n")
+            below = re.sub(r"^( .*\n)*", "", tail)
+            text = f"{head}\n{node}:\n{body}{below}"
+        texts[conf / f"{verb}.yaml"] = text
+    return texts
+
+
+def markdown(options: dict[str, list[str]]) -> str:
+    """docs/configuration.md."""
+    parts = [
+        "# Configuration\n\nWritten from `fsdp_trainer/config/schema.py` by `python -m fsdp_trainer.config.document`.\n\n"
+        "Set a key with `key=value`, choose an option of a group with `group=option`, lay a recipe over everything with `+recipe=NAME`. "
+        "`fsdp-trainer --cfg job …` prints what comes of it.\n"
+    ]
+    for f in fields(PreviewConfig):
+        chosen = f"\nOptions: {', '.join(f'`{f.name}={name}`' for name in options[f.name])}\n" if f.name in GROUPS else ""
+        parts.append(_section(f.name, f.type, f"{f.name}.", chosen))
+    small: dict[str, Any] = {verb: cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)}
+    for verb, cls in small.items():
+        if fields(cls):
+            parts.append(_section(f"The verb {verb}", cls, "", ""))
+    return "\n".join(parts)
+
+
+def _section(title: str, cls: Any, prefix: str, chosen: str) -> str:
+    rows = [f"| `{prefix}{f.name}` | `{written(default_of(f))}` | {comment(f)} |" for f in fields(cls)]
+    return "\n".join([f"## {title}\n\n{cls.__doc__}\n{chosen}\n| key | default | meaning |\n|---|---|---|", *rows, ""])
+
+
+def explain(cfg: ConfigConfig) -> int:
+    """`fsdp-trainer config`: one key, a group's keys, or all."""
+    keys = {key: f for cls in PRIMARY.values() if issubclass(cls, TrainConfig) for key, f in flatten(cls).items()}
+    wanted = [key for key in keys if cfg.key in (None, key) or key.startswith(f"{cfg.key}.")]
+    if not wanted:
+        raise UserError("no such key", [Problem(f"key={cfg.key}", why_unknown(str(cfg.key), None, keys, dict.fromkeys(GROUPS)))])
+    if len(wanted) > 1:
+        for key in wanted:
+            print(f"{key:40}{written(default_of(keys[key])):14}{comment(keys[key])}")
+        return 0
+    key, f = wanted[0], keys[wanted[0]]
+    print(f"{key}\n  {comment(f)}\n\n  type     {describe(f.type)}\n  default  {written(default_of(f))}")
+    group = key.split(".")[0]
+    if SELECTORS.get(group) == f.name:
+        print(f"  choose   {group}=OPTION, which sets the keys that belong together: {' '.join(options('train')[group])}")
+    return 0
+
+
+def recipes(cfg: RecipesConfig, config_dir: str | None = None) -> int:
+    """`fsdp-trainer recipes`: what each is for, on what hardware, and how to start it."""
+    for name, (does, hardware, start) in recipe_heads(config_dir).items():
+        print(f"{name}\n  {does}\n  hardware  {hardware}\n  start     {start}\n")
+    return 0
+
+
+HELP = """\
+fsdp-trainer [VERB] [+recipe=NAME] [group=option] [key=value] …
+torchrun … -m fsdp_trainer [+recipe=NAME] …
+
+verbs (train, if none is given)
+{verbs}
+
+options
+  --help, VERB --help            this page; what a verb takes
+  --cfg job                      print the composed configuration instead of running
+  --info defaults                where it comes from (also: searchpath, defaults-tree, config)
+  --config-dir DIR               a folder with more groups and recipes (DIR/recipe/NAME.yaml)
+  -sc install=bash               shell completion:  eval "$(fsdp-trainer -sc install=bash)"
+  --version
+
+groups
+{groups}
+
+recipes
+{recipes}
+
+fsdp-trainer config key=optim.lr  explains a key; docs/configuration.md has them all."""
+
+
+def help_text(verb: str | None, config_dir: str | None) -> str:
+    """`--help`, and `VERB --help`."""
+    found = options("train", config_dir)
+    recipes = "\n".join(f"  {name:22} {does}" for name, (does, *_) in recipe_heads(config_dir).items())
+    groups = "\n".join(f"  {group:22} {' '.join(found[group])}" for group in GROUPS)
+    if verb is None:
+        return HELP.format(
+            verbs="\n".join(f"  {name:11}{_first_line(cls)}" for name, cls in PRIMARY.items()), groups=groups, recipes=recipes
+        )
+    cls: Any = PRIMARY[verb]
+    usage = f"{_first_line(cls)}\n\nfsdp-trainer {verb} "
+    if not issubclass(cls, TrainConfig):
+        return f"{usage}{'key=value …' if fields(cls) else ''}\n\n{textwrap.indent(yaml_block(cls), '  ')}".rstrip()
+    keys = [key.split(".") for key in flatten(cls)]
+    nodes = "\n".join(f"  {f.name:22} {' '.join(name for node, name in keys if node == f.name)}" for f in fields(cls))
+    return f"{usage}[+recipe=NAME] [group=option] [key=value] …\n\nkeys\n{nodes}\n\ngroups\n{groups}\n\nrecipes\n{recipes}"
+
+
+def _first_line(cls: type) -> str:
+    return (cls.__doc__ or "").splitlines()[0]
+
+
+def recipe_heads(config_dir: str | None = None) -> dict[str, tuple[str, str, str]]:
+    """What each recipe does, its hardware and its command, from the head of its file."""
+    heads = {}
+    for name in options("train", config_dir)["recipe"]:
+        text = (find_file(f"recipe/{name}", config_dir) or Path()).read_text()
+        lines = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#") and "@package" not in line]
+        hardware = next((line.partition(":")[2].strip() for line in lines if line.startswith("hardware:")), "not said")
+        command = re.search(r"(?m)^#   ((?:.*\\\n)*.*)", text)
+        start = re.sub(r"\s*\\\n#\s*", " ", command[1]) if command else f"fsdp-trainer +recipe={name}"
+        heads[name] = (lines[0] if lines else "not said", hardware, start)
+    return heads
+
+
+def write() -> None:
+    """Bring conf/ and docs/configuration.md up to the schema."""
+    for path, text in documented_files(CONF).items():
+        path.write_text(text)
+    (CONF.parent / "docs" / "configuration.md").write_text(markdown(options("train")))
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,113 @@
+"""What somebody meant who typed a key that does not exist: other trainers' names first, then spelling."""
+
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+
+_ACCUMULATION = "gradient accumulation follows from batch.rows: a step has rows / (micro_rows x ranks) micro-batches"
+_PRECISION = "use  precision=bf16  or  precision=fp32"
+_LORA = "this version trains all weights; it has no adapters yet"
+_WORLD = "how many ranks there are is torchrun's --nproc_per_node and --nnodes, or  launch.nproc_per_node=2  without torchrun"
+
+# Names from Hugging Face's Trainer and TRL, axolotl, LLaMA-Factory, torchtitan, torchtune, NeMo and Lightning. The right side is a key
+# or group, which keeps the value; with a "=", the whole override; with a space, what to say.
+SYNONYMS = {
+    "run_name": "run.name", "experiment_name": "run.name", "output_dir": "run.root", "save_dir": "run.root", "dump_folder": "run.root",
+    "out_dir": "run.root", "logging_dir": "run.root", "random_seed": "run.seed", "data_seed": "run.seed",
+    "overwrite_output_dir": "run.overwrite",
+    "max_length": "batch.seq_len", "max_seq_length": "batch.seq_len", "max_seq_len": "batch.seq_len", "sequence_len": "batch.seq_len",
+    "sequence_length": "batch.seq_len", "seq_length": "batch.seq_len", "context_length": "batch.seq_len", "block_size": "batch.seq_len",
+    "cutoff_len": "batch.seq_len", "model_max_length": "batch.seq_len", "max_tokens": "batch.seq_len",
+    "batch_size": "batch.rows", "global_batch_size": "batch.rows", "train_batch_size": "batch.rows",
+    "micro_batch_size": "batch.micro_rows", "per_device_train_batch_size": "batch.micro_rows", "local_batch_size": "batch.micro_rows",
+    "device_batch_size": "batch.micro_rows", "mbs": "batch.micro_rows", "gbs": "batch.rows",
+    "per_device_eval_batch_size": "batch.micro_rows", "eval_batch_size": "batch.micro_rows",
+    "gradient_accumulation_steps": _ACCUMULATION, "gradient_accumulation": _ACCUMULATION, "grad_accum": _ACCUMULATION,
+    "accumulate_grad_batches": _ACCUMULATION, "gradient_accumulation_iters": _ACCUMULATION,
+    "max_steps": "train.steps", "num_steps": "train.steps", "train_steps": "train.steps", "training_steps": "train.steps",
+    "max_iters": "train.steps", "num_iterations": "train.steps", "total_steps": "train.steps", "iterations": "train.steps",
+    "num_epochs": "train.epochs", "num_train_epochs": "train.epochs", "max_epochs": "train.epochs", "epoch": "train.epochs",
+    "eval_steps": "train.validate_every", "eval_interval": "train.validate_every", "val_check_interval": "train.validate_every",
+    "validation_interval": "train.validate_every", "eval_every": "train.validate_every", "validate_interval": "train.validate_every",
+    "max_time": "train.time_limit", "timeout_seconds": "train.time_limit", "max_duration": "train.time_limit",
+    "model_name_or_path": "model.init_from", "base_model": "model.init_from", "pretrained_model_name_or_path": "model.init_from",
+    "model_path": "model.init_from", "hf_assets_path": "model.init_from", "checkpoint_path": "model.init_from",
+    "load_from": "model.init_from", "pretrained": "model.init_from", "model_name": "model", "model_type": "model.family", "flavor": "model",
+    "dim": "model.hidden_size", "d_model": "model.hidden_size", "n_embd": "model.hidden_size", "n_layers": "model.num_hidden_layers",
+    "n_layer": "model.num_hidden_layers", "num_layers": "model.num_hidden_layers", "n_heads": "model.num_attention_heads",
+    "n_head": "model.num_attention_heads", "num_heads": "model.num_attention_heads", "n_kv_heads": "model.num_key_value_heads",
+    "num_kv_heads": "model.num_key_value_heads", "num_query_groups": "model.num_key_value_heads", "ffn_dim": "model.intermediate_size",
+    "hidden_dim": "model.intermediate_size", "rope_base": "model.rope_theta", "norm_eps": "model.rms_norm_eps",
+    "tie_embeddings": "model.tie_word_embeddings", "attn_implementation": "model.attention", "flash_attention": "model.attention",
+    "sample_packing": "data.packing", "pack": "data.packing", "group_by_length": "data.packing",
+    "dataset": "data.path", "datasets": "data.path", "dataset_path": "data.path", "dataset_name": "data.path", "data_path": "data.path",
+    "train_file": "data.path", "train_files": "data.path", "data_files": "data.path", "train_data": "data.path", "dataset_dir": "data.path",
+    "validation_file": "data.validation", "eval_dataset": "data.validation", "val_size": "data.validation", "test_size": "data.validation",
+    "val_set_size": "data.validation", "eval_file": "data.validation", "validation_split": "data.validation", "val_data": "data.validation",
+    "dataset_format": "data.format", "columns": "data.fields", "field_map": "data.fields", "dataset_text_field": "data.fields",
+    "chat_template": "data.template", "conversation_template": "data.template", "train_on_inputs": "data.loss_on",
+    "train_on_prompt": "data.loss_on", "completion_only_loss": "data.loss_on", "assistant_only_loss": "data.loss_on",
+    "truncation": "data.too_long", "dataset_prepared_path": "data.cache", "cache_dir": "data.cache",
+    "tokenizer_path": "tokenizer.path", "tokenizer_name": "tokenizer.path", "tokenizer_name_or_path": "tokenizer.path",
+    "tokenizer_model": "tokenizer.path",
+    "fsdp_strategy": "sharding", "sharding_strategy": "sharding", "distributed_strategy": "sharding", "parallelism": "sharding",
+    "strategy": "sharding", "fsdp_reshard_after_forward": "sharding.reshard_after_forward", "offload": "sharding.cpu_offload",
+    "fsdp_offload_params": "sharding.cpu_offload", "enable_cpu_offload": "sharding.cpu_offload",
+    "data_parallel_replicate_degree": "sharding.replicas", "dp_replicate": "sharding.replicas", "num_replicas": "sharding.replicas",
+    "gradient_checkpointing": "activation_checkpoint=full", "enable_activation_checkpointing": "activation_checkpoint=full",
+    "activation_checkpointing": "activation_checkpoint=full", "recompute": "activation_checkpoint=full", "ac": "activation_checkpoint",
+    "bf16": _PRECISION, "fp16": _PRECISION, "tf32": _PRECISION, "mixed_precision": _PRECISION, "dtype": _PRECISION, "torch_dtype": _PRECISION,
+    "torch_compile": "compile=enabled", "use_compile": "compile=enabled",
+    "learning_rate": "optim.lr", "max_lr": "optim.lr", "peak_lr": "optim.lr", "wd": "optim.weight_decay", "decay": "optim.weight_decay",
+    "max_grad_norm": "optim.grad_clip", "max_norm": "optim.grad_clip", "clip_grad": "optim.grad_clip",
+    "gradient_clip_val": "optim.grad_clip", "gradient_clipping": "optim.grad_clip", "clip_grad_norm": "optim.grad_clip",
+    "adam_epsilon": "optim.eps", "epsilon": "optim.eps", "adam_beta1": "optim.betas=[0.9,0.95]", "adam_beta2": "optim.betas=[0.9,0.95]",
+    "beta1": "optim.betas=[0.9,0.95]", "beta2": "optim.betas=[0.9,0.95]", "optimizer": "optim", "optimizer_type": "optim",
+    "scheduler": "schedule", "lr_scheduler": "schedule", "lr_scheduler_type": "schedule", "lr_schedule": "schedule", "decay_type": "schedule",
+    "warmup": "schedule.warmup_steps", "num_warmup_steps": "schedule.warmup_steps", "lr_warmup_steps": "schedule.warmup_steps",
+    "warmup_iters": "schedule.warmup_steps",
+    "warmup_ratio": "warm-up is counted in steps:  schedule.warmup_steps=100", "min_lr": "the floor is a share of optim.lr:  schedule.min_ratio=0.1",
+    "min_lr_ratio": "schedule.min_ratio", "lr_min": "the floor is a share of optim.lr:  schedule.min_ratio=0.1", "decay_ratio": "schedule.decay_share",
+    "save_steps": "checkpoint.every", "save_interval": "checkpoint.every", "save_every": "checkpoint.every", "ckpt_interval": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep", "keep_latest_k": "checkpoint.keep", "keep_last": "checkpoint.keep",
+    "async_mode": "checkpoint.mode", "save_strategy": "checkpoint.every",
+    "resume_from_checkpoint": "checkpoint.resume", "resume_from": "checkpoint.resume", "auto_resume": "checkpoint.resume",
+    "logging_steps": "logging.every", "log_every": "logging.every", "log_interval": "logging.every", "log_freq": "logging.every",
+    "log_every_n_steps": "logging.every", "use_wandb": "logging.wandb=online", "enable_wandb": "logging.wandb=online",
+    "report_to": "trackers are switched on one by one:  logging.wandb=online  logging.tensorboard=true", "wandb_mode": "logging.wandb",
+    "wandb_project": "logging.project", "project_name": "logging.project", "enable_tensorboard": "logging.tensorboard",
+    "devices": "launch.nproc_per_node", "nproc": "launch.nproc_per_node", "num_gpus": "launch.nproc_per_node", "n_gpus": "launch.nproc_per_node",
+    "gpus": "launch.nproc_per_node", "num_processes": "launch.nproc_per_node", "world_size": _WORLD, "nnodes": _WORLD, "num_nodes": _WORLD,
+    "num_machines": _WORLD, "accelerator": "launch.device", "ddp_timeout": "launch.timeout", "nccl_timeout": "launch.timeout",
+    "use_lora": _LORA, "lora_r": _LORA, "lora_rank": _LORA, "peft": _LORA, "finetuning_type": _LORA, "adapter": _LORA, "load_in_4bit": _LORA,
+}  # fmt: skip
+
+OPTION_SYNONYMS = {
+    "compile": {"true": "enabled", "on": "enabled", "false": "disabled", "off": "disabled"},
+    "activation_checkpoint": {"true": "full", "on": "full", "false": "none", "off": "none"},
+    "precision": {"bfloat16": "bf16", "float32": "fp32", "float16": "bf16", "fp16": "bf16"},
+    "sharding": {"fsdp2": "fsdp", "zero3": "fsdp", "full_shard": "fsdp", "hybrid_shard": "hsdp", "no_shard": "ddp"},
+    "model": {"llama3_1_8b": "llama3_8b", "llama3.1_8b": "llama3_8b", "llama3_3_70b": "llama3_70b", "llama3_1b": "llama3_2_1b"},
+    "data": {"chat": "sft", "text": "pretrain"},
+}
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The best-spelt match, if there is one."""
+    return next(iter(get_close_matches(name.lower(), list(names), 1)), None)
+
+
+def meant_by(key: str, keys: Collection[str], groups: Collection[str]) -> str | None:
+    """What `key` should have been: a real key or group, an override (has a `=`), a sentence (has a space), or None."""
+    *_, leaf = path = key.lower().replace("-", "_").replace("/", ".").split(".")
+    synonym = SYNONYMS.get(leaf)
+    if synonym and (" " in synonym or (target := synonym.split("=")[0]) in keys or target in groups):
+        return synonym
+    if same := [k for k in keys if k.split(".")[-1] == leaf]:
+        return nearest(key, same) or same[0]
+    siblings = {k.split(".")[-1]: k for k in keys if path[:-1] and k.startswith(path[0] + ".")}
+    if close := nearest(leaf, siblings):
+        return siblings[close]
+    leaves = {k.split(".")[-1]: k for k in keys} | {g: g for g in groups}
+    if close := nearest(leaf, leaves):
+        return leaves[close]
+    return nearest(key, keys)

@@ -1,0 +1,176 @@
+"""The command line's overrides, checked before Hydra sees them: Hydra stops at the first mistake, and lets `+` add keys that nobody reads."""
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from fsdp_trainer.config.check import show, takes_text
+from fsdp_trainer.config.names import OPTION_SYNONYMS, meant_by, nearest
+from fsdp_trainer.errors import Problem
+
+PROSE = ("prompt", "system")  # keys of `generate` whose text is taken as it is, commas and all
+HYDRA_ALLOWED = re.compile(r"hydra[./](launcher|sweeper)\b")
+
+
+@dataclass
+class CommandLine:
+    """What the overrides ask for."""
+
+    hydra: list[str] = field(default_factory=list)  # what Hydra is given
+    typed: dict[str, str] = field(default_factory=dict)  # key → as the user wrote it
+    recipes: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    settled: set[str] = field(default_factory=set)  # keys with a problem: what follows from it is not told
+    whole: bool = True  # no recipe or group option is missing
+
+    def refuse(self, argument: str, why: str, *keys: str) -> None:
+        """Leave an argument out and say why."""
+        self.problems.append(Problem(argument, why))
+        self.settled |= {argument.lstrip("+~").split("=")[0], *keys}
+
+
+def read_overrides(arguments: list[str], keys: Mapping[str, Any], options: Mapping[str, list[str]]) -> CommandLine:
+    """Check every argument by itself. `keys`: the primary configuration's; `options`: the names in each group, `recipe` among them."""
+    line = CommandLine()
+    parser = OverridesParser.create()
+    for argument in arguments:
+        name, _, text = argument.partition("=")
+        prose = name in PROSE and name in keys and text != "null" and text[:1] not in ("'", '"')
+        try:
+            override = parser.parse_override(f"{name}={_quote(text)}" if prose else argument)
+        except HydraException:
+            line.refuse(argument, _why_unparsable(argument, parser, keys, options))
+            continue
+        key = override.key_or_group + (f"@{override.package}" if override.package else "")
+        if override.is_delete():
+            line.refuse(argument, "keys are not deleted. To switch something off write  key=null  or choose another option of its group")
+        elif override.is_sweep_override():
+            line.refuse(argument, _why_no_sweep(argument))
+        elif why := why_forbidden(key, override.value()):
+            line.refuse(argument, why)
+        elif key in options:
+            _choose(line, argument, key, override.value(), options)
+        else:
+            _set(line, str(override.input_line), key, override.value(), keys, options)
+    return line
+
+
+def why_forbidden(key: str, value: Any) -> str | None:
+    """Why neither the command line nor a file may set `key`: Hydra's own settings can run code."""
+    if re.match(r"hydra\b", key) and not HYDRA_ALLOWED.match(key):
+        return "hydra.* is closed: only hydra/launcher, hydra/sweeper and their parameters may be set"
+    if "_target_" in key.split(".") or _has_target(value):
+        return "a configuration cannot run code: _target_ is refused everywhere"
+    if re.search(r"\$\{(now|hydra)\b", str(value)):
+        return "differs between ranks and restarts: write the value itself"
+    return None
+
+
+def why_unknown(key: str, text: str | None, keys: Mapping[str, Any], groups: Mapping[str, Any]) -> str:
+    """Why `key` is refused: the nearest real one, with the value's `text`, and what its group has."""
+    suggestion = meant_by(key, keys, groups) or ""
+    if " " in suggestion:
+        return f"there is no such key: {suggestion}"
+    meant = suggestion if "=" in suggestion or text is None else f"{suggestion}={text}"
+    node = re.split(r"[.=]", suggestion or key)[0]
+    return f"there is no such key.{f' Did you mean  {meant} ?' if suggestion else ''}\n{contents(node, keys)}"
+
+
+def contents(node: str, keys: Mapping[str, Any]) -> str:
+    """What can be set under a group or node; the groups themselves if it is neither."""
+    if names := [key.removeprefix(f"{node}.") for key in keys if key.startswith(f"{node}.")]:
+        return f"{node} has: {' '.join(names)}"
+    return f"the first part is one of: {' '.join(dict.fromkeys(key.split('.')[0] for key in keys))}" if keys else "this verb takes no keys"
+
+
+def owner_of(key: str, keys: Mapping[str, Any]) -> str | None:
+    """The schema's key that `key` is, or lies in (`data.fields.prompt` lies in `data.fields`)."""
+    if key in keys:
+        return key
+    return next((k for k, f in keys.items() if key.startswith(f"{k}.") and "dict" in str(f.type)), None)
+
+
+def _set(line: CommandLine, argument: str, key: str, value: Any, keys: Mapping[str, Any], groups: Mapping[str, Any]) -> None:
+    text = argument.partition("=")[2]
+    owner = owner_of(key, keys)
+    if HYDRA_ALLOWED.match(key):
+        line.hydra.append(argument if "/" in key else f"++{key}={text}")
+    elif owner is None and any(k.startswith(f"{key}.") for k in keys):
+        line.refuse(argument, f"{key} is a group of keys: set one of them, as  {key}.KEY=value\n{contents(key, keys)}")
+    elif owner is None:
+        line.refuse(argument, why_unknown(key, text, keys, groups), (meant_by(key, keys, groups) or "").split("=")[0])
+    else:
+        if isinstance(value, int | float) and not isinstance(value, bool) and takes_text(keys[owner].type):
+            text = f'"{text}"'  # run.name=1e3 is a name
+        line.typed[key] = argument
+        line.hydra.append(f"++{key}={text}")
+
+
+def _choose(line: CommandLine, argument: str, group: str, chosen: Any, options: Mapping[str, list[str]]) -> None:
+    names = chosen if group == "recipe" and isinstance(chosen, list) else [chosen]
+    unknown = [name for name in names if name not in options[group]]
+    if group == "recipe" and not argument.startswith("+"):
+        line.refuse(argument, f"a recipe is laid over the configuration: write  +{argument}")
+    elif any(o.lstrip("+").startswith(f"{group}=") for o in line.hydra):
+        line.refuse(argument, f"{group} is chosen twice" + (": write  +recipe=[first,second]" if group == "recipe" else ""))
+    elif unknown:
+        line.refuse(argument, _why_no_option(group, unknown[0], options), f"{group}.path", f"{group}.init_from")
+    else:
+        line.recipes += names if group == "recipe" else []
+        line.hydra.append(argument if group == "recipe" else argument.lstrip("+"))
+        return
+    line.whole = False
+
+
+def _why_no_option(group: str, name: Any, options: Mapping[str, list[str]]) -> str:
+    text, synonyms = show(name), OPTION_SYNONYMS.get(group, {})
+    listed = f"{'recipes' if group == 'recipe' else f'{group} has'}: {' '.join(options[group])}"
+    if isinstance(name, dict | list) or name is None:
+        return f"{group} is a group: choose an option, or set its keys one by one, as  {group}.KEY=value\n{listed}"
+    if group in ("model", "data", "tokenizer") and re.search(r"[/.:]", text) and text not in synonyms:
+        meant = f"{group}.{'init_from' if group == 'model' else 'path'}={text}"
+    elif close := synonyms.get(text.lower()) or nearest(text, options[group]):
+        meant = f"{'+' if group == 'recipe' else ''}{group}={close}"
+    else:
+        meant = ""
+    return f"{group} has no option {text}.{f' Did you mean  {meant} ?' if meant else ''}\n{listed}"
+
+
+def _why_unparsable(argument: str, parser: OverridesParser, keys: Mapping[str, Any], groups: Mapping[str, Any]) -> str:
+    key, equals, value = argument.partition("=")
+    if argument.startswith("-"):
+        name = key.lstrip("-").replace("-", "_")
+        meant = name if name in keys or name in groups else meant_by(name, keys, groups) or "key"
+        return f"settings are written without dashes:  {meant if re.search('[ =]', meant) else meant + '=' + (value or 'VALUE')}"
+    if not equals:
+        return "is neither a verb nor key=value"
+    quoted = f"[{','.join(_quote(item) for item in value[1:-1].split(','))}]" if re.fullmatch(r"\[.*\]", value) else _quote(value)
+    try:
+        parser.parse_override(f"{key}={quoted}")
+    except HydraException:
+        return "cannot be read. A setting is  key=value , a list  key=[1,2] , a mapping  'key={a: b}'"
+    return f"has characters that must be quoted, for Hydra and for the shell. Write  {shlex.quote(f'{key}={quoted}')}"
+
+
+def _why_no_sweep(argument: str) -> str:
+    key, _, text = argument.lstrip("+").partition("=")
+    return (
+        "commas mean a sweep, and this is one run: start one command per value.\n"
+        f"A list is written  {key}=[{text}]  , a text with commas  {shlex.quote(f'{key}={_quote(text)}')}"
+    )
+
+
+def _quote(text: str) -> str:
+    escaped = text.strip().strip("\"'").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _has_target(value: Any) -> bool:
+    if isinstance(value, dict):
+        return "_target_" in value or any(map(_has_target, value.values()))
+    return isinstance(value, list) and any(map(_has_target, value))

@@ -1,0 +1,32 @@
+"""What a path given as `source` or `model.init_from` is: a Hugging Face folder, a checkpoint, or a run that holds checkpoints."""
+
+import re
+from pathlib import Path
+
+MANIFEST = "MANIFEST.json"
+
+
+def committed_checkpoints(run: str | Path) -> list[Path]:
+    """The committed checkpoints of a run, oldest first. A folder without a manifest was never committed."""
+    folders = (Path(run) / "checkpoints").glob("step-*")
+    return sorted(f for f in folders if re.fullmatch(r"step-\d+", f.name) and (f / MANIFEST).is_file())
+
+
+def find_checkpoint(path: str | Path) -> Path | None:
+    """The checkpoint that `path` is, or the newest one of the run that it is; None if it is neither."""
+    path = Path(path).expanduser()
+    if (path / MANIFEST).is_file():
+        return path
+    committed = committed_checkpoints(path)
+    return committed[-1] if committed else None
+
+
+def model_folder(path: str | Path) -> Path:
+    """The folder with config.json and tokenizer for a Hugging Face folder, a checkpoint or a run."""
+    checkpoint = find_checkpoint(path)
+    return checkpoint / "hf" if checkpoint else Path(path).expanduser()
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether `path` can only be the name of a model on the hub: `org/name`, and no such folder here."""
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", path)) and not path.startswith((".", "~")) and not Path(path).exists()

@@ -1,0 +1,171 @@
+"""What must hold between keys, and what must be there to be read. No torch."""
+
+import glob
+import re
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.config.check import Report
+from fsdp_trainer.config.names import nearest
+from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
+from fsdp_trainer.config.schema import ExportConfig, GenerateConfig, Train, TrainConfig, VerifyConfig
+from fsdp_trainer.config.units import parse_duration
+from fsdp_trainer.models.config import model_problems
+
+DEMOS = {"data.path": ("demo:backwards",), "data.validation": ("demo:backwards/heldout",), "tokenizer.path": ("demo:bytes",)}
+PATHS = (
+    "run.root", "data.path", "data.validation", "data.template", "data.cache", "tokenizer.path", "model.init_from", "checkpoint.resume",
+    "source", "out", "hf", "root",
+)  # fmt: skip
+
+
+def check_rules(cfg: Any, report: Report) -> None:
+    """Keys that must agree with one another. Also expands `~` in paths."""
+    for key in PATHS:
+        _expand_home(cfg, key)
+    if not isinstance(cfg, TrainConfig):
+        return
+    run, train, model, sharding = cfg.run, cfg.train, cfg.model, cfg.sharding
+    _settle_length(train, report)
+    if sharding.strategy == "hsdp" and sharding.replicas == 1:
+        report.add("sharding.replicas", 1, "hsdp replicates across groups: say how many, e.g.  sharding.replicas=2")
+    if sharding.strategy != "hsdp" and sharding.replicas > 1:
+        report.add(
+            "sharding.replicas",
+            sharding.replicas,
+            f"{sharding.strategy} has no replica groups.\nUse  sharding=hsdp  or  sharding.replicas=1",
+        )
+    if sharding.strategy == "ddp" and sharding.cpu_offload:
+        report.add("sharding.cpu_offload", True, "ddp keeps everything on the device.\nUse  sharding=fsdp  or  sharding.cpu_offload=false")
+    if run.overwrite and cfg.checkpoint.resume != "never":
+        report.add("run.overwrite", True, "only counts together with  checkpoint.resume=never")
+    if model.hidden_size and model.num_attention_heads and model.head_dim is None and model.hidden_size % model.num_attention_heads:
+        report.add(
+            "model.hidden_size",
+            model.hidden_size,
+            f"not a multiple of num_attention_heads={model.num_attention_heads}; else set model.head_dim",
+        )
+    if isinstance(cfg.data.validation, float) and not 0 < cfg.data.validation < 1:
+        report.add("data.validation", cfg.data.validation, "a share lies between 0 and 1, e.g.  data.validation=0.02 ; null: none")
+    for key in ("train.time_limit", "launch.timeout", "launch.data_timeout"):
+        _check_duration(key, _get(cfg, key), report)
+    if not any(key.startswith(("model.", "batch.seq_len")) for key in report.settled):  # what follows from a wrong key is not told
+        report.problems += model_problems(cfg)
+
+
+def _settle_length(train: Train, report: Report) -> None:
+    """Steps or epochs: what is typed wins over what a recipe says; both from one side is a mistake."""
+    if train.steps is None or train.epochs is None:
+        return
+    typed = [name for name in ("steps", "epochs") if f"train.{name}" in report.typed]
+    if len(typed) == 1:
+        setattr(train, "epochs" if typed == ["steps"] else "steps", None)
+    else:
+        report.add("train.epochs", train.epochs, "train.steps and train.epochs are both set: keep one, as in  train.steps=null")
+
+
+def check_inputs(cfg: Any, report: Report) -> None:
+    """Everything that will be read was named, and is there."""
+    if isinstance(cfg, TrainConfig):
+        _check_training_inputs(cfg, report)
+    elif isinstance(cfg, ExportConfig | VerifyConfig | GenerateConfig):
+        _require("source", cfg.source, "say what to read: a run or a checkpoint, e.g.  source=runs/quickstart", report)
+        _check_exists("source", cfg.source, report)
+    if isinstance(cfg, ExportConfig):
+        _require("out", cfg.out, "say where to write, e.g.  out=hf", report)
+    if isinstance(cfg, VerifyConfig):
+        _check_exists("hf", cfg.hf, report)
+
+
+def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
+    _require(
+        "data.path",
+        cfg.data.path,
+        "say what to train on, e.g.  data.path=chats.jsonl  or, to try it out,  data.path=demo:backwards",
+        report,
+    )
+    for key in ("data.path", "data.validation", "tokenizer.path"):
+        value = _get(cfg, key)
+        for path in value if isinstance(value, list) else [value] if isinstance(value, str) else []:
+            _check_readable(key, path, report)
+    if cfg.model.init_from is None:
+        why = "say which tokenizer, e.g.  tokenizer.path=tokenizer.json  or  demo:bytes ; with model.init_from it is the model's"
+        _require("tokenizer.path", cfg.tokenizer.path, why, report)
+    elif not _looks_like_hub_id(cfg.model.init_from):
+        _check_weights(cfg.model.init_from, report)
+    if cfg.data.template and cfg.data.template.endswith((".jinja", ".j2")):
+        _check_exists("data.template", cfg.data.template, report)
+    if cfg.checkpoint.resume not in ("auto", "never") and find_checkpoint(cfg.checkpoint.resume) is None:
+        report.add("checkpoint.resume", cfg.checkpoint.resume, "is neither auto nor never, nor a run or checkpoint that was committed")
+
+
+def _check_weights(path: str, report: Report) -> None:
+    if not Path(path).exists():
+        report.add("model.init_from", path, f"there is no such folder{_near(path)}")
+    elif not (Path(path) / "config.json").is_file() and find_checkpoint(path) is None:
+        report.add("model.init_from", path, "has neither config.json (a Hugging Face folder) nor a committed checkpoint (a run)")
+
+
+def _check_readable(key: str, path: str, report: Report) -> None:
+    if path.startswith("demo:"):
+        if path not in DEMOS[key]:
+            report.add(key, path, f"there is no such demo. Use  {key}={DEMOS[key][0]}")
+    elif "://" in path:
+        report.add(key, path, "this version reads local files only: download it first")
+    elif re.search(r"[*?\[]", path) and not Path(path).exists():
+        if not glob.glob(path, recursive=True):
+            report.add(key, path, f"no file matches (looked in {Path.cwd()})")
+    elif key == "tokenizer.path" and _looks_like_hub_id(path):
+        report.add(key, path, "there is no such file or folder. The tokenizer of a model on the hub comes with  model.init_from")
+    else:
+        _check_exists(key, path, report)
+
+
+def _check_exists(key: str, path: str | None, report: Report) -> None:
+    if path is not None and not Path(path).exists():
+        looked = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
+        report.add(key, path, f"there is no such file or folder{looked}{_near(path)}")
+
+
+def _near(path: str) -> str:
+    folder = Path(path).parent
+    close = nearest(Path(path).name, (f.name for f in folder.iterdir())) if folder.is_dir() else None
+    return f"\nDid you mean  {folder / close} ?" if close else ""
+
+
+def _looks_like_hub_id(path: str) -> bool:
+    return is_hub_id(path) and not Path(path.split("/")[0]).is_dir()  # runs/typo is a folder that is not there
+
+
+def _check_duration(key: str, text: str | None, report: Report) -> None:
+    if text is None:
+        return
+    try:
+        if parse_duration(text) <= 0:
+            report.add(
+                key, text, "must be longer than nothing; null: no limit" if key == "train.time_limit" else "must be longer than nothing"
+            )
+    except ValueError as error:
+        report.add(key, text, str(error))
+
+
+def _require(key: str, value: Any, why: str, report: Report) -> None:
+    if value is None:
+        report.origins.pop(key, None)  # the null of the defaults
+        report.add(key, value, f"is required: {why}")
+
+
+def _get(cfg: Any, key: str) -> Any:
+    for name in key.split("."):
+        cfg = getattr(cfg, name, None)
+    return cfg
+
+
+def _expand_home(cfg: Any, key: str) -> None:
+    *nodes, name = key.split(".")
+    owner = _get(cfg, ".".join(nodes)) if nodes else cfg
+    value = getattr(owner, name, None)
+    if isinstance(value, str) and value.startswith("~"):
+        setattr(owner, name, str(Path(value).expanduser()))
+    elif isinstance(value, list):
+        setattr(owner, name, [str(Path(v).expanduser()) if isinstance(v, str) and v.startswith("~") else v for v in value])

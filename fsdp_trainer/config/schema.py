@@ -1,0 +1,362 @@
+"""The configuration: one dataclass per group, one documented field per key.
+
+The text of a field is the comment in `conf/`, the line in `docs/configuration.md`, the answer of `fsdp-trainer config key=…` and a part of
+every error about it. This file imports nothing heavy: a mistake must be answered before torch is.
+"""
+
+from dataclasses import MISSING, dataclass, field
+from typing import Any, Literal
+
+# fmt: off  (a key is a line)
+
+
+def key(
+    default: Any, text: str, *, choices: tuple = (), minimum: float | None = None, above: float | None = None, maximum: float | None = None
+) -> Any:
+    """A documented key. `minimum` and `maximum` are inclusive, `above` is not; all hold for every element of a list."""
+    metadata = {"text": text, "choices": choices, "minimum": minimum, "above": above, "maximum": maximum}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def default_of(f: Any) -> Any:
+    """The default of a dataclass field, whichever way it was given."""
+    return f.default if f.default is not MISSING else f.default_factory()
+
+
+@dataclass
+class Run:
+    """Where a run lives. The folder is the same on every rank and at every restart: there is no time stamp in it."""
+
+    name: str | None = key(None, "the run lives in root/name; null: the recipe's name, else `run`")
+    root: str = key("runs", "folder that holds the runs")
+    seed: int = key(0, "the only source of randomness: weights at the start, data order, sampling", minimum=0)
+    overwrite: bool = key(False, "with checkpoint.resume=never: delete what a used folder holds")
+
+
+@dataclass
+class Batch:
+    """How much one optimizer step sees. Independent of the number of ranks."""
+
+    seq_len: int = key(1024, "tokens in a packed row", minimum=16)
+    rows: int = key(32, "rows per optimizer step, over the whole world", minimum=1)
+    micro_rows: int = key(1, "rows per rank and forward; the rest of a step is gradient accumulation", minimum=1)
+
+
+@dataclass
+class Train:
+    """How long to train, and what to do on the way."""
+
+    steps: int | None = key(None, "optimizer steps in all; null: train.epochs decides", minimum=0)
+    epochs: int | None = key(
+        None, "passes over the data, the last partial step included; null: train.steps decides (both null: 1 epoch)", minimum=1
+    )
+    validate_every: int | None = key(None, "optimizer steps between validations; null: only at the end", minimum=1)
+    time_limit: str | None = key(
+        None, "commit a checkpoint and exit 75 after this long: `90s`, `30m`, `1h30m` or plain seconds; null: no limit"
+    )
+    max_skipped: int = key(10, "steps skipped in a row for a non-finite loss or gradient before the run stops with exit code 1", minimum=1)
+
+
+@dataclass
+class Model:
+    """The architecture, and where its weights come from. Keys left null come from init_from's config.json, else from the tiny model."""
+
+    name: str = key("auto", "label of the named size; `auto`: the architecture of init_from, without one the tiny model's")
+    init_from: str | None = key(None, "weights at the start: a Hugging Face folder or hub id, a run or a checkpoint; null: random")
+    family: str | None = key(None, "which family of config.json this is", choices=("llama", "qwen3"))
+    vocab_size: int | None = key(None, "rows of the embedding; null: the tokenizer's (random weights) or config.json's", minimum=1)
+    hidden_size: int | None = key(None, "width of the residual stream", minimum=1)
+    intermediate_size: int | None = key(None, "width of the feed-forward layer", minimum=1)
+    num_hidden_layers: int | None = key(None, "decoder blocks", minimum=1)
+    num_attention_heads: int | None = key(None, "query heads", minimum=1)
+    num_key_value_heads: int | None = key(None, "key and value heads; fewer than query heads is grouped-query attention", minimum=1)
+    head_dim: int | None = key(None, "channels per head; null: hidden_size / num_attention_heads", minimum=2)
+    max_position_embeddings: int | None = key(None, "longest context in tokens; batch.seq_len may not exceed it", minimum=1)
+    rope_theta: float | None = key(None, "base of the rotary position embedding", above=0)
+    rope_scaling: dict[str, Any] | None = key(
+        None, "longer context: {rope_type: llama3, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings}"
+    )
+    rms_norm_eps: float | None = key(None, "added to the mean square under the root", above=0)
+    tie_word_embeddings: bool | None = key(None, "embedding and output head share one matrix")
+    initializer_range: float | None = key(None, "standard deviation of random weights", above=0)
+    attention: str = key(
+        "auto",
+        "`documents`: one kernel call per packed document, cost by Σ length²; `mask`: one call per row under a block mask, fixed shapes for compile; `auto` picks",
+        choices=("auto", "documents", "mask"),
+    )
+
+
+@dataclass
+class Data:
+    """What to train on."""
+
+    path: str | list[str] | None = key(
+        None, "a file, folder, glob, or a list of them; `demo:backwards` is a small task generated on the spot"
+    )
+    format: str = key(
+        "auto",
+        "how rows are read; `auto` finds it out and says so",
+        choices=("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"),
+    )
+    fields: dict[str, Any] | None = key(None, "which columns mean what, e.g. {prompt: question, completion: answer}; null: found out")
+    template: str | None = key(None, "chat template: chatml, llama3, plain, or a .jinja file; null: the tokenizer's own, else plain")
+    loss_on: str = key(
+        "assistant",
+        "which turns are learnt: every assistant turn, everything, or the last assistant turn",
+        choices=("assistant", "all", "last"),
+    )
+    too_long: str = key(
+        "drop",
+        "samples longer than batch.seq_len: leave out, cut at the end, or cut into pieces (text)",
+        choices=("drop", "truncate", "split"),
+    )
+    on_error: str = key("fail", "a row that cannot be read: stop and name it, or leave it out and count it", choices=("fail", "skip"))
+    packing: str = key(
+        "best_fit", "fill rows with whole samples that never see each other; `none`: one sample a row, padded", choices=("best_fit", "none")
+    )
+    shuffle: bool = key(True, "a new order every epoch, from run.seed")
+    validation: float | str | list[str] | None = key(
+        None, "a path like data.path, or a share of the samples such as 0.02, chosen by their content; null: none"
+    )
+    cache: str | None = key(None, "folder for tokenised data, shared by all ranks and runs; null: run.root/.data")
+
+
+@dataclass
+class Tokenizer:
+    """Text to tokens."""
+
+    path: str | None = key(
+        None, "a SentencePiece .model, a tokenizer.json, or a folder with either; `demo:bytes` is made on the spot; null: model.init_from's"
+    )
+
+
+@dataclass
+class Sharding:
+    """Who holds which part of parameters, gradients and optimizer state."""
+
+    strategy: str = key(
+        "fsdp",
+        "`fsdp`: fully_shard over all ranks; `hsdp`: shard within groups, replicate across them; `ddp`: every rank holds all",
+        choices=("fsdp", "hsdp", "ddp"),
+    )
+    replicas: int = key(1, "hsdp: how many groups; must divide the number of ranks", minimum=1)
+    reshard_after_forward: bool | Literal["auto"] = key(
+        "auto", "free a unit's gathered parameters after forward and gather again in backward; `auto`: true"
+    )
+    blocks_per_unit: int = key(1, "decoder blocks gathered together: larger messages, more memory", minimum=1)
+    prefetch: int = key(1, "units gathered ahead of the one that computes; 0: FSDP2's own order", minimum=0)
+    cpu_offload: bool = key(False, "keep parameters, gradients and optimizer state in host memory")
+    accumulate: str = key(
+        "sharded",
+        "between micro-batches: `sharded` reduces each one's gradient (hsdp's all-reduce waits for the last); `unsharded` reduces once, but every rank holds the whole gradient",
+        choices=("sharded", "unsharded"),
+    )
+
+
+@dataclass
+class ActivationCheckpoint:
+    """Trade compute for activation memory."""
+
+    mode: str = key("none", "`full`: keep only each block's input and compute the block again in backward", choices=("none", "full"))
+
+
+@dataclass
+class Precision:
+    """Number formats of compute, reduction and the stored weights."""
+
+    param_dtype: str = key("bfloat16", "forward and backward, and the all-gather", choices=("bfloat16", "float32"))
+    reduce_dtype: str = key("float32", "the gradients' reduce-scatter", choices=("float32", "bfloat16"))
+    master_dtype: str = key("float32", "sharded weights, gradients and optimizer state", choices=("float32", "bfloat16"))
+
+
+@dataclass
+class Compile:
+    """torch.compile, block by block."""
+
+    enabled: bool = key(False, "compile each decoder block; needs a C++ compiler on the machine")
+
+
+@dataclass
+class Optim:
+    """The optimizer. Weight decay never applies to norms and biases."""
+
+    name: str = key("adamw", "which optimizer", choices=("adamw",))
+    lr: float = key(1e-5, "peak learning rate", minimum=0)
+    weight_decay: float = key(0.0, "decoupled weight decay", minimum=0)
+    betas: list[float] = key([0.9, 0.95], "decay of the running mean and mean square", minimum=0, maximum=1)
+    eps: float = key(1e-8, "added to the root of the mean square", above=0)
+    grad_clip: float | None = key(1.0, "largest global gradient norm; null: off", above=0)
+    grad_clip_value: float | None = key(None, "largest absolute value of a gradient's element, applied before the norm; null: off", above=0)
+
+
+@dataclass
+class Schedule:
+    """The learning rate over the run, as a share of optim.lr."""
+
+    name: str = key("cosine", "shape after the warm-up", choices=("constant", "linear", "cosine", "wsd"))
+    warmup_steps: int = key(0, "linear rise from 0", minimum=0)
+    min_ratio: float = key(0.0, "share of optim.lr that linear, cosine and wsd end at", minimum=0, maximum=1)
+    decay_share: float = key(0.2, "wsd: share of the run that the final decay takes", minimum=0, maximum=1)
+
+
+@dataclass
+class Checkpoint:
+    """Committed by rename; MANIFEST.json holds the size and checksum of every file."""
+
+    every: int | None = key(500, "optimizer steps between checkpoints; one is always written at the end; null: only then", minimum=1)
+    keep: int = key(2, "how many committed checkpoints stay; older ones are deleted", minimum=1)
+    mode: str = key("sync", "training waits for the write", choices=("sync",))
+    export_hf: bool = key(False, "also write the run's hf/ folder at the end")
+    resume: str = key("auto", "`auto`: go on from the newest good checkpoint if what is trained is the same; `never`; or a path")
+    allow_changes: list[str] = key([], "keys that may differ from the checkpoint's, e.g. [optim.lr]")
+
+
+@dataclass
+class Logging:
+    """What is written down while training."""
+
+    every: int | None = key(
+        None, "optimizer steps between writes; each step has its own line all the same; null: 1 on CPU, 10 on GPU", minimum=1
+    )
+    wandb: str = key("disabled", "Weights & Biases; a restarted run goes on in the same one", choices=("online", "offline", "disabled"))
+    project: str = key("fsdp_trainer", "Weights & Biases project")
+    tensorboard: bool = key(False, "write TensorBoard events to the run folder (extra: tensorboard)")
+
+
+@dataclass
+class Launch:
+    """How ranks start. Under torchrun, or an srun step of several tasks, only timeout applies."""
+
+    nproc_per_node: int | Literal["auto"] = key("auto", "ranks to start when no launcher did; `auto`: every visible GPU, else 1", minimum=1)
+    device: str = key("auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda"))
+    timeout: str = key("30m", "longest wait in a collective before the run is given up")
+    data_timeout: str = key("24h", "longest wait of the other ranks for data preparation and downloads")
+    env: dict[str, str] = key({}, "environment variables for the ranks that are started, e.g. {OMP_NUM_THREADS: 4}")
+
+
+@dataclass
+class Preview:
+    """What `preview` shows."""
+
+    format: str = key("text", "`text` for people; `json`: one row a line, in the order and form of training", choices=("text", "json"))
+    rows: int = key(4, "how many rows", minimum=1)
+
+
+@dataclass
+class TrainConfig:
+    """Trains, on as many ranks as a launcher made, or starts its own."""
+
+    run: Run = field(default_factory=Run)
+    batch: Batch = field(default_factory=Batch)
+    train: Train = field(default_factory=Train)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    tokenizer: Tokenizer = field(default_factory=Tokenizer)
+    sharding: Sharding = field(default_factory=Sharding)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    precision: Precision = field(default_factory=Precision)
+    compile: Compile = field(default_factory=Compile)
+    optim: Optim = field(default_factory=Optim)
+    schedule: Schedule = field(default_factory=Schedule)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    logging: Logging = field(default_factory=Logging)
+    launch: Launch = field(default_factory=Launch)
+
+
+@dataclass
+class PreviewConfig(TrainConfig):
+    """Shows what the model sees: tokens, the loss mask, how rows are packed."""
+
+    preview: Preview = field(default_factory=Preview)
+
+
+@dataclass
+class ExportConfig:
+    """Writes a complete Hugging Face folder from a run or a checkpoint."""
+
+    source: str | None = key(None, "a run or a checkpoint")
+    out: str | None = key(None, "the folder to write; must not exist or be empty")
+    dtype: str | None = key(
+        None,
+        "number format of the weights; null: as they were imported, else precision.param_dtype",
+        choices=("float32", "bfloat16", "float16"),
+    )
+    shard_gib: float = key(4.0, "largest safetensors file, in GiB", above=0)
+
+
+@dataclass
+class VerifyConfig:
+    """Says whether a checkpoint is whole; with hf, whether both give the same logits."""
+
+    source: str | None = key(None, "a run or a checkpoint")
+    hf: str | None = key(None, "a Hugging Face folder to compare logits with")
+
+
+@dataclass
+class GenerateConfig:
+    """Answers a prompt, or chats at the terminal."""
+
+    source: str | None = key(None, "a run, a checkpoint or a Hugging Face folder")
+    prompt: str | None = key(None, "what the user says; null: a chat at the terminal")
+    system: str | None = key(None, "a system turn before it")
+    raw: bool = key(False, "continue the prompt as plain text, without the chat template")
+    max_tokens: int = key(256, "longest answer in tokens", minimum=1)
+    temperature: float = key(0.0, "0: always the likeliest token", minimum=0)
+    top_p: float = key(1.0, "sample from the smallest set of tokens with this probability", above=0, maximum=1)
+    seed: int = key(0, "of the sampling", minimum=0)
+    device: str = key("auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda"))
+    dtype: str = key("float32", "number format of the weights", choices=("float32", "bfloat16"))
+
+
+@dataclass
+class ConfigConfig:
+    """Explains a key of the configuration."""
+
+    key: str | None = key(None, "the key to explain, e.g. optim.lr; null: all of them")
+
+
+@dataclass
+class RecipesConfig:
+    """Lists the recipes and their hardware."""
+
+
+@dataclass
+class QuickstartConfig:
+    """Trains a small model on a generated task and shows that it learnt it."""
+
+    steps: int | None = key(None, "optimizer steps; null: the recipe's", minimum=1)
+    root: str = key("runs", "folder that holds the run")
+    questions: int = key(100, "held-out questions to ask before and after", minimum=1)
+
+
+PRIMARY: dict[str, type] = {
+    "train": TrainConfig, "preview": PreviewConfig, "export": ExportConfig, "verify": VerifyConfig, "generate": GenerateConfig,
+    "recipes": RecipesConfig, "config": ConfigConfig, "quickstart": QuickstartConfig,
+}  # fmt: skip
+
+GROUPS = (
+    "model",
+    "data",
+    "tokenizer",
+    "sharding",
+    "activation_checkpoint",
+    "precision",
+    "compile",
+    "optim",
+    "schedule",
+    "checkpoint",
+    "logging",
+    "launch",
+)
+SELECTORS = {
+    "model": "name",
+    "sharding": "strategy",
+    "activation_checkpoint": "mode",
+    "precision": "param_dtype",
+    "optim": "name",
+    "schedule": "name",
+    "checkpoint": "mode",
+    "compile": "enabled",
+}

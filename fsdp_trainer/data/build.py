@@ -1,0 +1,38 @@
+"""From the configuration to tokenizer, template and prepared data."""
+
+from pathlib import Path
+
+from fsdp_trainer.config.paths import model_folder
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.data.store import Prepared, Progress, prepare
+from fsdp_trainer.data.templates import Template, load_template
+from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
+from fsdp_trainer.errors import Problem, UserError
+
+
+def tokenizer_path(cfg: TrainConfig) -> str:
+    """`tokenizer.path`, else what `model.init_from` carries: a Hugging Face folder, or the hf/ of a run or checkpoint."""
+    if cfg.tokenizer.path:
+        return cfg.tokenizer.path
+    if not cfg.model.init_from:
+        why = "random weights need one: a SentencePiece .model, a tokenizer.json, or a folder with either.\nTo try the trainer out:  "
+        raise UserError("there is no tokenizer", [Problem("tokenizer.path=null", why + "tokenizer.path=demo:bytes")])
+    return str(model_folder(cfg.model.init_from))
+
+
+def build_tokenizer(cfg: TrainConfig) -> TextTokenizer:
+    """The tokenizer of a run."""
+    return load_tokenizer(tokenizer_path(cfg))
+
+
+def build_template(cfg: TrainConfig, tokenizer: TextTokenizer) -> Template:
+    """The chat template of a run."""
+    return load_template(cfg.data.template, tokenizer)
+
+
+def build_data(cfg: TrainConfig, progress: Progress | None = None) -> tuple[TextTokenizer, Template, Prepared]:
+    """Tokenizer, template and tokenised data; the latter from `data.cache` if the same was prepared before."""
+    tokenizer = build_tokenizer(cfg)
+    template = build_template(cfg, tokenizer)
+    root = Path(cfg.data.cache or Path(cfg.run.root) / ".data").expanduser()
+    return tokenizer, template, prepare(cfg.data, cfg.batch, tokenizer, template, root, progress)

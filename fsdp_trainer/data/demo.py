@@ -1,0 +1,55 @@
+"""A task and a tokenizer made on the spot: what the quickstart trains on, with nothing to download."""
+
+import hashlib
+from functools import lru_cache
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+TOKENIZER = "demo:bytes"
+TASKS = {"demo:backwards": slice(0, 4000), "demo:backwards/heldout": slice(4000, 4200)}
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+CHATML = """{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}
+{% generation %}
+{{- message['content'] + '<|im_end|>' }}
+{%- endgeneration %}
+{%- else %}
+{{- message['content'] + '<|im_end|>' }}
+{%- endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+
+
+@lru_cache
+def words() -> list[str]:
+    """4,200 different words of 3 to 6 letters, the same on every machine."""
+    found: dict[str, None] = {}
+    i = 0
+    while len(found) < 4200:
+        length, *letters = hashlib.blake2b(str(i).encode(), digest_size=7).digest()
+        found["".join(chr(ord("a") + letter % 26) for letter in letters[: 3 + length % 4])] = None
+        i += 1
+    return list(found)
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    """The chats of a task: spell a word backwards."""
+    return [
+        {"messages": [{"role": "user", "content": f"Spell {word} backwards."}, {"role": "assistant", "content": word[::-1]}]}
+        for word in words()[TASKS[name]]
+    ]
+
+
+def byte_tokenizer() -> tuple[Tokenizer, dict[str, str], set[int], str, bytes]:
+    """One token a byte, and ChatML: (tokenizer, special tokens by name, stop ids, chat template, what identifies it)."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: id for id, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS])
+    return tokenizer, {"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}, set(), CHATML, TOKENIZER.encode()

@@ -1,0 +1,119 @@
+"""The global order of rows: row i of an epoch is a pure function of (data, packing, seed, epoch), on every rank alike."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from fsdp_trainer.data.packing import best_fit, one_per_row
+from fsdp_trainer.data.store import TokenStore
+
+
+@dataclass
+class RowData:
+    """A row as training sees it. Position i is trained to predict `labels[i]`, with weight `weights[i]`."""
+
+    tokens: np.ndarray  # [seq_len] int64, zero behind the last document
+    labels: np.ndarray  # [seq_len] int64: the next token of the same document, -100 where none is learnt
+    weights: np.ndarray  # [seq_len] float32: 0 where none is learnt
+    documents: list[int]
+    """Lengths of the documents, in order; what remains of seq_len is padding."""
+
+
+@dataclass
+class Epoch:
+    """All rows of an epoch, and what each weighs."""
+
+    documents: np.ndarray  # [samples] int64: sample ids, row by row
+    offsets: np.ndarray  # [rows + 1] int64
+    weight: np.ndarray  # [rows] float64
+    tokens: np.ndarray  # [rows] int64
+    supervised: np.ndarray  # [rows] int64
+    squares: np.ndarray  # [rows] int64: Σ length² of the documents
+
+
+class RowOrder:
+    """Rows over all epochs, by one running index. The state of a loader is that index and nothing else."""
+
+    def __init__(self, store: TokenStore, seq_len: int, packing: str, shuffle: bool, seed: int):
+        self.store, self.seq_len, self.shuffle = store, seq_len, shuffle
+        self._key = f"{store.fingerprint}/{packing}/{seq_len}/{seed}"
+        lengths = np.asarray(store.lengths)
+        self._packing = one_per_row(lengths) if packing == "none" else best_fit(lengths, seq_len)
+        self.rows_per_epoch: int = len(self._packing.offsets) - 1
+        """The same for every epoch: it depends on the lengths only."""
+        self.fill: float = float(lengths.sum() / (self.rows_per_epoch * seq_len))
+        """Share of positions that hold a token."""
+        self.epoch = lru_cache(maxsize=2)(self._epoch)
+
+    def row(self, index: int) -> list[int]:
+        """Sample ids of row `index`, which counts over all epochs."""
+        epoch, i = divmod(index, self.rows_per_epoch)
+        plan = self.epoch(epoch)
+        return plan.documents[plan.offsets[i] : plan.offsets[i + 1]].tolist()
+
+    def read(self, index: int) -> RowData:
+        """The tokens of row `index`."""
+        row = RowData(np.zeros(self.seq_len, np.int64), np.full(self.seq_len, -100), np.zeros(self.seq_len, np.float32), [])
+        start = 0
+        for sample in self.row(index):
+            tokens, weights = self.store.read(sample)
+            end = start + len(tokens)
+            row.tokens[start:end] = tokens
+            row.labels[start : end - 1] = np.where(weights[1:] > 0, tokens[1:], -100)
+            row.weights[start : end - 1] = weights[1:]
+            row.documents.append(len(tokens))
+            start = end
+        return row
+
+    def totals(self, start: int, stop: int) -> tuple[float, int, int, int]:
+        """(Σ weight, tokens, supervised tokens, Σ length² of the documents) of rows [start, stop), without reading one."""
+        weight, tokens, supervised, squares = 0.0, 0, 0, 0
+        while start < stop:
+            epoch, i = divmod(start, self.rows_per_epoch)
+            part = slice(i, min(i + stop - start, self.rows_per_epoch))
+            plan = self.epoch(epoch)
+            weight += float(plan.weight[part].sum())
+            tokens += int(plan.tokens[part].sum())
+            supervised += int(plan.supervised[part].sum())
+            squares += int(plan.squares[part].sum())
+            start += part.stop - part.start
+        return weight, tokens, supervised, squares
+
+    def _epoch(self, epoch: int) -> Epoch:
+        documents, offsets = self._shuffled(epoch) if self.shuffle else self._in_order()
+        store, starts = self.store, offsets[:-1]
+        sums = (
+            np.add.reduceat(values[documents], starts)
+            for values in (store.weight_sums, store.lengths, store.supervised, np.square(store.lengths))
+        )
+        return Epoch(documents, offsets, *sums)
+
+    def _shuffled(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Samples of one length change places, which leaves every row as full as it was; then the rows change places."""
+        lengths = self.store.lengths
+        documents = np.empty_like(self._packing.documents)
+        # The i-th longest sample gives its place to the i-th longest in an order that is random among equals.
+        place = np.argsort(-lengths[self._packing.documents], kind="stable")
+        documents[place] = np.lexsort((self._random("samples", epoch, len(lengths)), -lengths))
+        return _take_rows(documents, self._packing.offsets, np.argsort(self._random("rows", epoch, self.rows_per_epoch), kind="stable"))
+
+    def _in_order(self) -> tuple[np.ndarray, np.ndarray]:
+        """Samples of a row by index, rows by their first sample."""
+        offsets = self._packing.offsets
+        row_of = np.repeat(np.arange(self.rows_per_epoch), np.diff(offsets))
+        documents = self._packing.documents[np.lexsort((self._packing.documents, row_of))]
+        return _take_rows(documents, offsets, np.argsort(documents[offsets[:-1]], kind="stable"))
+
+    def _random(self, purpose: str, epoch: int, n: int) -> np.ndarray:
+        """[n] uint64. Raw bits: numpy promises their stream for every version, but not that of `permutation`."""
+        key = hashlib.blake2b(f"{self._key}/{epoch}/{purpose}".encode(), digest_size=16).digest()
+        return np.random.Philox(key=int.from_bytes(key, "little")).random_raw(n)
+
+
+def _take_rows(documents: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Documents and offsets with the rows in the order `rows`."""
+    sizes = np.diff(offsets)[rows]
+    taken = np.concatenate([[0], np.cumsum(sizes)])
+    return documents[np.repeat(offsets[:-1][rows] - taken[:-1], sizes) + np.arange(len(documents))], taken

@@ -1,0 +1,78 @@
+"""Which samples share a row: best-fit decreasing, from the lengths alone."""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass
+class Packing:
+    """Row r holds the samples `documents[offsets[r]:offsets[r + 1]]`."""
+
+    documents: np.ndarray  # [samples] int64: sample ids, row by row
+    offsets: np.ndarray  # [rows + 1] int64
+
+
+def one_per_row(lengths: np.ndarray) -> Packing:
+    """Every sample has a row of its own."""
+    return Packing(np.arange(len(lengths)), np.arange(len(lengths) + 1))
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
+    """Best-fit decreasing: the longest sample first, each into the fullest row that still has room for it; equal lengths by index.
+
+    Samples of one length are placed at once: a row with `free` room takes `free // length` of them before another row gets any, as it
+    would one by one. So the work grows with the number of different lengths, not of samples.
+    """
+    assert len(lengths) == 0 or 0 < lengths.min() <= lengths.max() <= capacity
+    by_length = np.argsort(-lengths.astype(np.int64), kind="stable")
+    row_of = np.empty(len(lengths), np.int64)  # row of the i-th longest sample
+    room, rows, placed = Room(), 0, 0
+    for length, count in zip(*(a[::-1].tolist() for a in np.unique(lengths, return_counts=True)), strict=True):
+        end = placed + count
+        while placed < end:
+            free = room.tightest(length) or capacity
+            each = free // length
+            wanted = -(-(end - placed) // each)
+            used = room.take(free, wanted)
+            if used is None:
+                used = np.arange(rows, rows + wanted)
+                rows += wanted
+            n = min(end - placed, len(used) * each)
+            row_of[placed : placed + n] = np.repeat(used, each)[:n]
+            placed += n
+            filled, rest = divmod(n, each)
+            room.add(free - each * length, used[:filled])
+            room.add(free - rest * length, used[filled:])
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=rows))])
+    return Packing(by_length[np.argsort(row_of, kind="stable")], offsets)
+
+
+class Room:
+    """Rows that have room left, grouped by how much."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, list[np.ndarray]] = {}
+        self._sizes: list[int] = []  # the keys, ascending
+
+    def tightest(self, length: int) -> int | None:
+        """The least room that `length` fits into; None: there is none."""
+        i = bisect_left(self._sizes, length)
+        return self._sizes[i] if i < len(self._sizes) else None
+
+    def add(self, free: int, rows: np.ndarray) -> None:
+        """Rows with `free` room each."""
+        if len(rows) and free:
+            if free not in self._rows:
+                insort(self._sizes, free)
+            self._rows.setdefault(free, []).append(rows)
+
+    def take(self, free: int, wanted: int) -> np.ndarray | None:
+        """At most `wanted` of the rows with `free` room, the first added first; None: there are none."""
+        if free not in self._rows:
+            return None
+        self._sizes.remove(free)
+        rows = np.concatenate(self._rows.pop(free))
+        self.add(free, rows[wanted:])
+        return rows[:wanted]

@@ -1,0 +1,240 @@
+"""Tokenised once: flat memory-mapped files, named by what they were made from, written aside and renamed when whole."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdp_trainer.config.schema import Batch, Data
+from fsdp_trainer.data.conversations import Conversation, Document, make_reader
+from fsdp_trainer.data.samples import Rendered, Sample, SampleBuilder
+from fsdp_trainer.data.sources import Problems, RowError, content_hash, find_files, read_rows
+from fsdp_trainer.data.templates import Template
+from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.errors import Problem, UserError
+
+CODE_VERSION = 1  # raise it when the same input gives other tokens or weights
+CHUNK = 1000  # texts per call of the tokenizer
+COLUMNS = {"tokens": np.int32, "weights": np.float32, "lengths": np.int64, "weight_sums": np.float64, "supervised": np.int64}
+
+Progress = Callable[[int, int], None]
+"""Called with (rows read, tokens written) so far."""
+
+
+class TokenStore:
+    """Samples on disk. `weights` belongs to `tokens` one to one: the weight with which that token is learnt, as a target."""
+
+    def __init__(self, folder: Path, fingerprint: str):
+        self.fingerprint = fingerprint
+        columns = {name: _map(folder / f"{name}.bin", dtype) for name, dtype in COLUMNS.items()}
+        self.tokens: np.ndarray = columns["tokens"]  # [all tokens] int32
+        self.weights: np.ndarray = columns["weights"]  # [all tokens] float32
+        self.lengths: np.ndarray = columns["lengths"]  # [samples] int64
+        self.weight_sums: np.ndarray = columns["weight_sums"]  # [samples] float64
+        self.supervised: np.ndarray = columns["supervised"]  # [samples] int64: tokens with a weight
+        self.offsets: np.ndarray = np.concatenate([[0], np.cumsum(self.lengths)])  # [samples + 1] int64
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def read(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, weights) of a sample."""
+        part = slice(self.offsets[sample], self.offsets[sample + 1])
+        return self.tokens[part], self.weights[part]
+
+
+def _map(file: Path, dtype: Any) -> np.ndarray:
+    return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.empty(0, dtype)
+
+
+@dataclass
+class Prepared:
+    """What `prepare` leaves behind."""
+
+    folder: Path
+    fingerprint: str
+    train: TokenStore
+    validation: TokenStore | None
+    report: list[str]
+    """Short lines for people."""
+
+
+def open_prepared(folder: str | Path) -> Prepared:
+    """What another rank, or an earlier run, has prepared."""
+    folder = Path(folder)
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    stores = {name: TokenStore(folder / name, f"{meta['fingerprint']}-{name}") for name in meta["stores"]}
+    return Prepared(folder, meta["fingerprint"], stores["train"], stores.get("validation"), meta["report"])
+
+
+def prepare(
+    data: Data, batch: Batch, tokenizer: TextTokenizer, template: Template, root: Path, progress: Progress | None = None
+) -> Prepared:
+    """Tokenise what `data` names into `root/FINGERPRINT`, unless that is there already. UserError if the data cannot be used."""
+    train = find_files(data.path, "data.path")
+    apart = find_files(data.validation, "data.validation") if _is_path(data.validation) else []
+    fingerprint = _fingerprint(train, apart, data, batch.seq_len, tokenizer, template)
+    folder = Path(root) / fingerprint
+    if not (folder / "meta.json").exists():
+        Path(root).mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{fingerprint}-", dir=root))
+        try:
+            Preparation(data, batch.seq_len, tokenizer, template, aside, progress).run(train, apart, fingerprint)
+            _commit(aside, folder)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    return open_prepared(folder)
+
+
+def _commit(aside: Path, folder: Path) -> None:
+    aside.chmod(0o755)  # mkdtemp's folder is for its owner only, the cache is shared
+    try:
+        os.replace(aside, folder)
+    except OSError:
+        if not (folder / "meta.json").exists():  # else another run was faster, with the same content
+            raise
+
+
+def _is_path(validation: Any) -> bool:
+    return validation is not None and not isinstance(validation, int | float)
+
+
+def _fingerprint(train: list[str], apart: list[str], data: Data, seq_len: int, tokenizer: TextTokenizer, template: Template) -> str:
+    options = [data.format, data.fields, data.loss_on, data.too_long, data.on_error, seq_len, None if apart else data.validation]
+    files = [[content_hash(file) for file in files] for files in (train, apart)]
+    parts = [CODE_VERSION, options, files, tokenizer.fingerprint, template.source]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=10).hexdigest()
+
+
+class StoreWriter:
+    """Appends samples to the files of a store."""
+
+    def __init__(self, folder: Path):
+        folder.mkdir()
+        self._files = {name: open(folder / f"{name}.bin", "wb") for name in COLUMNS}  # noqa: SIM115
+        self.samples = self.tokens = self.supervised = self.longest = 0
+
+    def write(self, samples: list[Sample]) -> None:
+        """Append, in order."""
+        if not samples:
+            return
+        lengths = np.array([len(s.tokens) for s in samples])
+        supervised = np.array([np.count_nonzero(s.weights) for s in samples])
+        columns = {
+            "tokens": np.concatenate([s.tokens for s in samples]),
+            "weights": np.concatenate([s.weights for s in samples]),
+            "lengths": lengths,
+            "weight_sums": np.array([s.weights.sum(dtype=np.float64) for s in samples]),
+            "supervised": supervised,
+        }
+        for name, dtype in COLUMNS.items():
+            columns[name].astype(dtype).tofile(self._files[name])
+        self.samples += len(samples)
+        self.tokens += int(lengths.sum())
+        self.supervised += int(supervised.sum())
+        self.longest = max(self.longest, int(lengths.max()))
+
+    def close(self) -> None:
+        """Everything is on disk."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+
+
+class Preparation:
+    """One pass over the data: rows → conversations → samples → files, in bounded memory."""
+
+    def __init__(self, data: Data, seq_len: int, tokenizer: TextTokenizer, template: Template, folder: Path, progress: Progress | None):
+        self.data, self.seq_len, self.tokenizer, self.template = data, seq_len, tokenizer, template
+        self.folder, self.progress = folder, progress or (lambda rows, tokens: None)
+        self.report: list[str] = []
+        self.rows = 0
+
+    def run(self, train: list[str], apart: list[str], fingerprint: str) -> None:
+        """Write the stores, and last of all meta.json."""
+        share = self.data.validation if isinstance(self.data.validation, int | float) else 0.0
+        self.writers = {name: StoreWriter(self.folder / name) for name in (("train", "validation") if apart or share else ("train",))}
+        self._read(train, lambda row: "validation" if _place(row) < share else "train")
+        self._read(apart, lambda row: "validation")
+        for name, writer in self.writers.items():
+            writer.close()
+            self._check(name, writer)
+        self.report += [f"note: {note}" for note in sorted(self.template.adapted)]
+        meta = {"fingerprint": fingerprint, "stores": list(self.writers), "report": self.report}
+        (self.folder / "meta.json").write_text(json.dumps(meta, indent=2, ensure_ascii=False), encoding="utf-8")
+
+    def _read(self, files: list[str], store_of: Callable[[Conversation | Document], str]) -> None:
+        """Tokenise all files, each row into the store that it belongs to."""
+        self.found: dict[str, list[tuple[str, int]]] = {}  # format → files and their rows
+        problems = Problems(self.data.on_error)
+        builder = SampleBuilder(self.data, self.seq_len, self.tokenizer, self.template)
+        for file in files:
+            texts = self._texts(file, builder, problems, store_of)
+            while chunk := list(islice(texts, CHUNK)):
+                samples: dict[str, list[Sample]] = {name: [] for name in self.writers}
+                for (name, _), made in zip(chunk, builder.tokenize([text for _, text in chunk]), strict=True):
+                    samples[name] += made
+                for name, writer in self.writers.items():
+                    writer.write(samples[name])
+                self.progress(self.rows, sum(writer.tokens for writer in self.writers.values()))
+            problems.raise_if_failing()
+        for format, found in self.found.items():
+            named = found[0][0] if len(found) == 1 else f"{len(found):,} files"
+            self.report.append(f"{named}: {sum(rows for _, rows in found):,} rows, {format}")
+        self.report += problems.report() + [sentence.format(count) for sentence, count in builder.counts.items()]
+
+    def _texts(
+        self, file: str, builder: SampleBuilder, problems: Problems, store_of: Callable[[Conversation | Document], str]
+    ) -> Iterator[tuple[str, Rendered]]:
+        """(store, text) for every text of a file; after a problem that will be raised, only further problems are looked for."""
+        reader, before = None, self.rows
+        for row in read_rows(file):
+            self.rows += 1
+            try:
+                if row.error:
+                    raise RowError(row.error)
+                if reader is None:
+                    reader = make_reader(row.columns, self.data.format, self.data.fields, file)
+                    self._check_split(reader.format)
+                read = reader.read(row)
+                texts = builder.render(read)
+            except RowError as e:
+                problems.add(row.where, str(e))
+                continue
+            if not problems.will_raise:
+                name = store_of(read)
+                yield from ((name, text) for text in texts)
+        if self.rows == before:
+            problems.add((file, 1), "the file holds no rows")
+        self.found.setdefault(str(reader or "of no known format"), []).append((file, self.rows - before))
+
+    def _check_split(self, format: str) -> None:
+        if self.data.too_long == "split" and format != "text":
+            why = "only text can be cut into pieces, a conversation cannot.\nUse  data.too_long=drop  or  data.too_long=truncate"
+            raise UserError("the data cannot be used", [Problem("data.too_long=split", why)])
+
+    def _check(self, name: str, writer: StoreWriter) -> None:
+        """Something must be left to learn; then a line about it."""
+        if not writer.samples:
+            key, value = ("data.validation", self.data.validation) if name == "validation" else ("data.path", self.data.path)
+            why = "the share is so small that no sample is in it" if isinstance(value, float) else "there is nothing in it to learn:"
+            raise UserError("the data cannot be used", [Problem(f"{key}={value}", "\n".join([why, *self.report]))])
+        learnt = 100 * writer.supervised / writer.tokens
+        self.report.append(
+            f"{name}: {writer.samples:,} samples, {writer.tokens:,} tokens, {learnt:.1f}% learnt, longest {writer.longest:,}"
+        )
+
+
+def _place(row: Conversation | Document) -> float:
+    """Of a row's content, evenly spread over [0, 1): which rows are held out depends on nothing else, least of all on their order."""
+    content = row.text if isinstance(row, Document) else json.dumps([row.messages, row.tools], sort_keys=True)
+    return int.from_bytes(hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") / 2**64

@@ -1,0 +1,205 @@
+"""Text to tokens and back, for every tokenizer that a Hugging Face folder or a SentencePiece model can hold."""
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer
+
+from fsdp_trainer.data import demo
+from fsdp_trainer.data.sentencepiece_model import read_sentencepiece
+from fsdp_trainer.errors import Problem, UserError
+
+FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+END_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "<|end|>", "</s>", "<eos>")
+# What a tokenizer.json without tokenizer_config.json most likely means; the first that exists.
+USUAL = {
+    "bos_token": ("<s>", "<|begin_of_text|>", "<bos>"),
+    "eos_token": ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>"),
+    "pad_token": ("<pad>", "<|pad|>"),
+}
+
+
+@dataclass
+class Encoding:
+    """Tokens of one text. A token covers the characters `starts[i]:ends[i]`; bytes of one character share its place."""
+
+    ids: np.ndarray  # [tokens] int32
+    starts: np.ndarray  # [tokens] int64
+    ends: np.ndarray  # [tokens] int64
+
+
+class TextTokenizer:
+    """A tokenizer that adds nothing of its own: no bos, no eos, no padding, no truncation. Special tokens in a text are recognised."""
+
+    def __init__(
+        self,
+        backend: Tokenizer,
+        special: dict[str, str],
+        stop_ids: set[int],
+        chat_template: str | None,
+        content: bytes,
+        files: dict[str, Path] | None = None,
+    ):
+        self._saved = backend.to_str()  # as it came, post-processor included
+        self._files = files or {}
+        self.backend = backend
+        backend.no_truncation()
+        backend.no_padding()
+        backend.post_processor = None  # ByteLevel's trims the offsets, templates add bos
+        added = backend.get_added_tokens_decoder()
+        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        """Number of ids, the largest id + 1."""
+        self.special = {name: text for name, text in special.items() if backend.token_to_id(text) is not None}
+        """bos_token, eos_token, pad_token, unk_token: those that exist."""
+        ends = (*END_TOKENS, *self.special.values())  # some tokenizers do not mark them as special
+        self.special_tokens: dict[str, int] = {token.content: id for id, token in added.items() if token.special or token.content in ends}
+        """Text and id of every special token."""
+        self.bos_token, self.eos_token = self.special.get("bos_token"), self.special.get("eos_token")
+        self.bos_id, self.eos_id, self.pad_id = (self._id(name) for name in ("bos_token", "eos_token", "pad_token"))
+        self.stop_ids: set[int] = stop_ids | {id for text, id in self.special_tokens.items() if text in END_TOKENS or id == self.eos_id}
+        """Any of these ends a turn when generating."""
+        self.chat_template = chat_template
+        self.fingerprint: str = hashlib.blake2b(content + json.dumps(self.special, sort_keys=True).encode(), digest_size=16).hexdigest()
+        """Of everything that decides which tokens a text gets."""
+
+    def _id(self, name: str) -> int | None:
+        return self.backend.token_to_id(self.special[name]) if name in self.special else None
+
+    def encode_batch(self, texts: list[str]) -> list[Encoding]:
+        """Tokens with their place in the text, in parallel threads."""
+        return [_encoding(e) for e in self.backend.encode_batch(texts, add_special_tokens=False)]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int], skip_special: bool = True) -> str:
+        """Text of token ids."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def save(self, folder: str | Path, chat_template: str | None = None) -> None:
+        """Write what `transformers.AutoTokenizer.from_pretrained(folder)` needs; `chat_template` replaces the tokenizer's own."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, file in self._files.items():
+            shutil.copyfile(file, folder / name)
+        if not (folder / "tokenizer.json").exists():
+            (folder / "tokenizer.json").write_text(self._saved, encoding="utf-8")
+        config = folder / "tokenizer_config.json"
+        if not config.exists():
+            values = {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                **self.special,
+                "clean_up_tokenization_spaces": False,
+                "model_max_length": 10**30,
+            }
+            config.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        if chat_template not in (None, self.chat_template):
+            values = {k: v for k, v in json.loads(config.read_text(encoding="utf-8")).items() if k != "chat_template"}
+            config.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        if template := chat_template or self.chat_template:
+            (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def _encoding(encoding: Any) -> Encoding:
+    offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    return Encoding(np.array(encoding.ids, dtype=np.int32), offsets[:, 0], offsets[:, 1])
+
+
+def load_tokenizer(path: str) -> TextTokenizer:
+    """A tokenizer from a SentencePiece `.model`, a `tokenizer.json`, a folder with either, or `demo:bytes`."""
+    if path == demo.TOKENIZER:
+        return TextTokenizer(*demo.byte_tokenizer())
+    given = Path(path).expanduser()
+    file = _tokenizer_file(given)
+    try:
+        if file.suffix == ".model":
+            backend, special = read_sentencepiece(file)
+        else:
+            backend, special = Tokenizer.from_file(str(file)), {}
+    except Exception as e:  # tokenizers raises bare Exception
+        raise _bad(path, f"{file.name} cannot be read: {e}") from None
+    folder = file.parent if given.is_dir() or file.name in ("tokenizer.json", "tokenizer.model") else None
+    special_map, config, generation = (
+        _json(folder, f"{name}.json") for name in ("special_tokens_map", "tokenizer_config", "generation_config")
+    )
+    if file.suffix == ".model":
+        _add_tokens(backend, config.get("added_tokens_decoder", {}), path)
+    stop_ids = generation.get("eos_token_id") or []
+    return TextTokenizer(
+        backend,
+        special=_special_tokens(backend, special, special_map, config),
+        stop_ids=set(stop_ids if isinstance(stop_ids, list) else [stop_ids]),
+        chat_template=_chat_template(folder, config),
+        content=file.read_bytes() + json.dumps(config.get("added_tokens_decoder", {})).encode(),
+        files={"tokenizer" + file.suffix: file} | {name: folder / name for name in FILES if folder and (folder / name).is_file()},
+    )
+
+
+def _tokenizer_file(path: Path) -> Path:
+    if path.is_dir():
+        found = [path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()] or sorted(path.glob("*.model"))
+        if not found:
+            raise _bad(path, "this folder has neither a tokenizer.json nor a SentencePiece .model. Name one that has:  tokenizer.path=…")
+        return found[0]
+    if not path.is_file():
+        raise _bad(
+            path,
+            "there is no such file or folder.\nUse a SentencePiece .model, a tokenizer.json, a folder with either, or  demo:bytes",
+        )
+    if path.suffix not in (".model", ".json"):
+        raise _bad(path, "this is neither a SentencePiece .model nor a tokenizer.json")
+    return path
+
+
+def _json(folder: Path | None, name: str) -> dict:
+    if folder is None or not (folder / name).is_file():
+        return {}
+    try:
+        return json.loads((folder / name).read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise _bad(folder, f"{name} cannot be read: {e}") from None
+
+
+def _special_tokens(backend: Tokenizer, *sources: dict) -> dict[str, str]:
+    """bos_token, eos_token …: the last source counts; a token is its text or an object with `content`. Without any: the usual ones."""
+    named = {name: source[name] for source in sources for name in SPECIAL if source.get(name)}
+    if not named:
+        return {
+            name: text for name, texts in USUAL.items() if (text := next((t for t in texts if backend.token_to_id(t) is not None), None))
+        }
+    return {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
+
+
+def _add_tokens(backend: Tokenizer, added: dict[str, dict], path: str) -> None:
+    """Tokens that were added to a SentencePiece model later, e.g. those of a chat template; their ids follow the pieces."""
+    for id, token in sorted(added.items(), key=lambda item: int(item[0])):
+        if backend.token_to_id(token["content"]) is None:
+            backend.add_tokens([AddedToken(token["content"], special=token.get("special", False), normalized=False)])
+        if backend.token_to_id(token["content"]) != int(id):
+            raise _bad(
+                path, f"tokenizer_config.json gives {token['content']} the id {id}, the model has {backend.token_to_id(token['content'])}"
+            )
+
+
+def _chat_template(folder: Path | None, config: dict) -> str | None:
+    if folder and (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    template = config.get("chat_template") or _json(folder, "chat_template.json").get("chat_template")
+    if isinstance(template, list):  # several by name
+        by_name = {entry["name"]: entry["template"] for entry in template}
+        return by_name.get("default") or next(iter(by_name.values()), None)
+    return template
+
+
+def _bad(path: Any, why: str) -> UserError:
+    return UserError("the tokenizer cannot be used", [Problem(f"tokenizer.path={path}", why)])

@@ -1,0 +1,40 @@
+"""Errors that a user can mend. Each carries everything that is wrong, and what to type instead."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Problem:
+    """One thing that is wrong: what (key=value, a file and line, a tensor), why, and the way out (may span lines)."""
+
+    what: str
+    why: str
+
+
+class UserError(Exception):
+    """The configuration or the input is wrong: exit code 2, one message, no traceback."""
+
+    exit_code = 2
+
+    def __init__(self, title: str, problems: list[Problem] | None = None):
+        self.title, self.problems = title, problems or []
+        super().__init__(title, self.problems)  # both arguments, so that it pickles across ranks
+
+    def __str__(self) -> str:
+        lines = [f"fsdp-trainer: {self.title}"]
+        width = min(34, max((len(p.what) for p in self.problems), default=0))
+        for p in self.problems:
+            first, *rest = p.why.splitlines()
+            lines.append("")
+            if len(p.what) > width:
+                lines += [f"  {p.what}", f"  {'':{width}}  {first}"]
+            else:
+                lines.append(f"  {p.what:{width}}  {first}")
+            lines += [f"  {'':{width}}  {line}" for line in rest]
+        return "\n".join(lines)
+
+
+class RunFailed(Exception):
+    """The run cannot go on through no fault of the input: exit code 1, one message, no traceback."""
+
+    exit_code = 1

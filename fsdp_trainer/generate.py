@@ -1,0 +1,116 @@
+"""The verb `generate`: text from a model, token by token, with a cache of keys and values."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fsdp_trainer.checkpoint.load import load_model
+from fsdp_trainer.config.paths import model_folder
+from fsdp_trainer.config.schema import GenerateConfig
+from fsdp_trainer.data.templates import Template, load_template
+from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.attention import Cache
+from fsdp_trainer.models.decoder import Decoder
+
+
+@dataclass
+class Speaker:
+    """A model with its tokenizer and template."""
+
+    model: Decoder
+    tokenizer: TextTokenizer
+    template: Template
+
+    @classmethod
+    def load(cls, source: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> "Speaker":
+        """From a run, a checkpoint or a Hugging Face folder. Raises UserError."""
+        tokenizer = load_tokenizer(str(model_folder(source)))
+        return cls(load_model(source, device, dtype), tokenizer, load_template(None, tokenizer))
+
+    def answer(self, messages: list[dict], cfg: GenerateConfig) -> Iterator[str]:
+        """The next assistant turn, in pieces of text."""
+        return self.say(self.template.render(messages, add_generation_prompt=True), cfg)
+
+    def say(self, text: str, cfg: GenerateConfig) -> Iterator[str]:
+        """What follows `text`, in pieces; a piece never ends within a character."""
+        tokens, told = [], ""
+        for token in continue_tokens(self.model, self.tokenizer.encode(text), self.tokenizer.stop_ids, cfg):
+            tokens.append(token)
+            whole = self.tokenizer.decode(tokens)
+            if not whole.endswith("\ufffd"):
+                yield whole[len(told) :]
+                told = whole
+
+
+def continue_tokens(model: Decoder, prompt: list[int], stop_ids: set[int], cfg: GenerateConfig) -> Iterator[int]:
+    """Up to cfg.max_tokens token ids after `prompt`, a stop id and what follows it left out."""
+    device = model.lm_head.weight.device
+    caches = [Cache() for _ in model.model.layers]
+    generator = torch.Generator().manual_seed(cfg.seed)
+    new = torch.tensor([prompt], device=device)
+    room = model.config.max_position_embeddings - len(prompt)
+    for _ in range(min(cfg.max_tokens, room)):
+        token = sample(model.next_logits(new, caches)[0], cfg.temperature, cfg.top_p, generator)
+        if token in stop_ids:
+            return
+        yield token
+        new = torch.tensor([[token]], device=device)
+
+
+def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
+    """One token id from logits [vocabulary]. top_p: nucleus sampling (Holtzman et al. 2020)."""
+    if temperature == 0:
+        return int(logits.argmax())
+    likely, tokens = torch.softmax(logits.float().cpu() / temperature, -1).sort(descending=True)
+    likely[likely.cumsum(0) - likely >= top_p] = 0  # the token that crosses top_p stays
+    return int(tokens[torch.multinomial(likely, 1, generator=generator)])
+
+
+def generate(cfg: GenerateConfig) -> int:
+    """The verb: answer `prompt=`, or chat at the terminal."""
+    if cfg.source is None:
+        raise UserError(
+            "nothing to generate from",
+            [Problem("source=null", "is needed: a run, a checkpoint or a Hugging Face folder, e.g.  source=runs/quickstart")],
+        )
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
+    speaker = Speaker.load(cfg.source, device, getattr(torch, cfg.dtype))
+    if cfg.prompt is None:
+        return chat(speaker, cfg)
+    show(speaker.say(cfg.prompt, cfg) if cfg.raw else speaker.answer([*system_turn(cfg), {"role": "user", "content": cfg.prompt}], cfg))
+    return 0
+
+
+def chat(speaker: Speaker, cfg: GenerateConfig) -> int:
+    """Turn by turn until the input ends; `/new` forgets what was said."""
+    messages = system_turn(cfg)
+    while True:
+        try:
+            text = input("\n> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return 0
+        if text.strip() == "/new":
+            messages = system_turn(cfg)
+        elif text.strip():
+            messages.append({"role": "user", "content": text})
+            messages.append({"role": "assistant", "content": show(speaker.answer(messages, cfg))})
+
+
+def system_turn(cfg: GenerateConfig) -> list[dict]:
+    """The messages that a conversation begins with."""
+    return [{"role": "system", "content": cfg.system}] if cfg.system else []
+
+
+def show(pieces: Iterator[str]) -> str:
+    """Print as it comes; returns the whole."""
+    text = ""
+    for piece in pieces:
+        print(piece, end="", flush=True)
+        text += piece
+    print()
+    return text

@@ -1,0 +1,89 @@
+"""The verb `train`: join the ranks that a launcher started, or start them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from glob import glob
+
+from fsdp_trainer.config.schema import Launch, TrainConfig
+
+GRACE_SECONDS = 10.0
+
+
+def train(cfg: TrainConfig, overrides: list[str]) -> int:
+    """Train as one rank of a world that torchrun or srun made, else start launch.nproc_per_node ranks. Returns the exit code."""
+    os.environ.update({name: str(value) for name, value in cfg.launch.env.items() if name not in os.environ})
+    launched = "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+    ranks = 1 if launched else ranks_to_start(cfg.launch)
+    if ranks > 1:
+        return start_ranks(ranks, overrides)
+    from fsdp_trainer.train.run import run_rank  # imports torch, which the launching process has no use for
+
+    return run_rank(cfg)
+
+
+def ranks_to_start(cfg: Launch) -> int:
+    """How many ranks this node gets."""
+    if cfg.nproc_per_node != "auto":
+        return cfg.nproc_per_node
+    if cfg.device == "cpu" or not glob("/dev/nvidia[0-9]*") + glob("/dev/kfd"):
+        return 1
+    import torch  # only where there may be a GPU to count
+
+    return max(1, torch.cuda.device_count())
+
+
+def start_ranks(count: int, overrides: list[str]) -> int:
+    """Start `count` ranks of this command on this node and wait. Returns the exit code of the first that failed, else 0.
+
+    What torchrun does, but the codes come through, and the parent needs no torch.
+    """
+    env = {
+        **os.environ,
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "FSDP_TRAINER_PARENT": str(os.getpid()),
+    }
+    env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
+    command = [sys.executable, "-m", "fsdp_trainer", "train", *overrides]
+    ranks = [subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(count)]
+
+    def pass_on(signum: int, _frame: object) -> None:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.send_signal(signum)
+
+    # Ctrl-C at a terminal reaches the ranks by itself; the parent only has to wait for them
+    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: pass_on, signal.SIGUSR1: pass_on}
+    before = {s: signal.signal(s, handler) for s, handler in handlers.items()}
+    try:
+        return wait_for_ranks(ranks)
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
+def wait_for_ranks(ranks: list[subprocess.Popen]) -> int:
+    """Wait until all have ended. The first to fail decides the code; the others get a little time, then are killed."""
+    first_failure, deadline = 0, float("inf")
+    while any(rank.poll() is None for rank in ranks):
+        failed = [rank.returncode for rank in ranks if rank.returncode]
+        if failed and not first_failure:
+            first_failure, deadline = failed[0], time.monotonic() + GRACE_SECONDS
+        if time.monotonic() > deadline:
+            for rank in ranks:
+                rank.kill()
+        time.sleep(0.05)
+    first_failure = first_failure or next((rank.returncode for rank in ranks if rank.returncode), 0)
+    return 1 if first_failure < 0 else first_failure
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]

@@ -1,0 +1,127 @@
+"""This process's place among the ranks, and what they agree on before the first collective."""
+
+import ctypes
+import os
+import pickle
+import re
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fsdp_trainer.errors import RunFailed, UserError
+
+PARENT = "FSDP_TRAINER_PARENT"  # set by our own launcher: the process that a rank must not outlive
+T = TypeVar("T")
+
+
+@dataclass
+class World:
+    """rank: of size; local_rank: on this node; attempt: how often the launcher has restarted the ranks."""
+
+    rank: int
+    size: int
+    local_rank: int
+    node: int
+    attempt: int
+    store: dist.Store
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        """Whether this rank speaks and writes for all."""
+        return self.rank == 0
+
+    def node_by_node(self, name: str, work: Callable[[], T], timeout: float) -> T:
+        """Run `work` on rank 0, then on one rank of every node, then on all: the later ones find what the first left on disk.
+
+        Waits outside any collective, so that hours of tokenising time nothing out. A failure of one is the failure of all.
+        """
+        mine = f"{name}/rank0" if self.rank == 0 else f"{name}/node{self.node}"
+        for key in [] if self.rank == 0 else [f"{name}/rank0"] if self.local_rank == 0 else [f"{name}/rank0", f"{name}/node{self.node}"]:
+            if self.node == 0 and key.endswith("node0"):
+                continue  # rank 0 is node 0's
+            self.store.wait([key], timedelta(seconds=timeout))
+            if failure := pickle.loads(bytes.fromhex(self.store.get(key).decode())):
+                raise failure
+        failure = None
+        try:
+            return work()
+        except UserError as error:
+            failure = error
+            raise
+        except BaseException as error:
+            failure = RunFailed(f"{name} failed on rank {self.rank}: {type(error).__name__}: {error}")
+            raise
+        finally:
+            if self.local_rank == 0:
+                self.store.set(mine, pickle.dumps(failure).hex())
+
+
+def environment_of_ranks(env: Mapping[str, str]) -> dict[str, str] | None:
+    """RANK, WORLD_SIZE … as torchrun sets them; made from Slurm's variables in an srun step of several tasks; None without a launcher."""
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return dict(env)
+    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return {
+            **env,
+            "RANK": env["SLURM_PROCID"],
+            "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
+            "LOCAL_RANK": env["SLURM_LOCALID"],
+            "GROUP_RANK": env.get("SLURM_NODEID", "0"),
+            "MASTER_ADDR": env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"]),
+            "MASTER_PORT": env.get("MASTER_PORT") or str(20_000 + int(env["SLURM_JOB_ID"]) % 20_000),
+        }
+    return None
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list such as `gpu[003-007,9],login1`."""
+    match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
+    assert match, nodes
+    return match[1] + (match[2] or "")
+
+
+def join(env: Mapping[str, str], device: str, timeout: float) -> World:
+    """Find this process's place and open the store that all ranks share. No process group yet."""
+    if PARENT in env:
+        _die_with_parent(int(env[PARENT]))
+    rank, size, local_rank = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1)), int(env.get("LOCAL_RANK", 0))
+    attempt = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
+    store: dist.Store
+    if size == 1 and "MASTER_ADDR" not in env:
+        store = dist.HashStore()
+    else:
+        hosted = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent keeps the store, with the keys of earlier attempts
+        address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+        store = dist.TCPStore(
+            address, port, size, is_master=rank == 0 and not hosted, timeout=timedelta(seconds=timeout), wait_for_workers=False
+        )
+    chosen = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
+    place = torch.device(chosen, local_rank) if chosen == "cuda" else torch.device("cpu")
+    if chosen == "cuda":
+        torch.cuda.set_device(place)
+    return World(rank, size, local_rank, int(env.get("GROUP_RANK", 0)), attempt, dist.PrefixStore(f"attempt{attempt}", store), place)
+
+
+def connect(world: World, timeout: float) -> None:
+    """Make the default process group: gloo for the host, and NCCL where ranks compute on GPUs."""
+    options: dict[str, Any] = {"device_id": world.device} if world.device.type == "cuda" else {}
+    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=world.store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout), **options
+    )
+
+
+def _die_with_parent(parent: int) -> None:
+    """Ranks that outlive a launcher killed hard would go on writing into a run that a new launch has taken over."""
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    except (OSError, AttributeError):
+        return  # not Linux
+    if os.getppid() != parent:
+        os._exit(1)

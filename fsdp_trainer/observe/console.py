@@ -1,0 +1,65 @@
+"""The line that says everything: redrawn in a terminal, one plain line per logging step in a file."""
+
+import sys
+from typing import Any, TextIO
+
+
+class Console:
+    """Speaks for the run; only rank 0 has one that is not quiet."""
+
+    def __init__(self, quiet: bool, stream: TextIO | None = None):
+        self.quiet, self.stream = quiet, stream or sys.stdout
+        self.live = not quiet and self.stream.isatty()
+        self._drawn = 0
+
+    def say(self, text: str) -> None:
+        """A lasting line."""
+        if not self.quiet:
+            self._clear()
+            print(text, file=self.stream, flush=True)
+
+    def progress(self, text: str, last: bool = False) -> None:
+        """The line of a logging step."""
+        if self.live and not last:
+            print("\r" + text + " " * (self._drawn - len(text)), end="", file=self.stream, flush=True)
+            self._drawn = len(text)
+        else:
+            self.say(text)
+
+    def _clear(self) -> None:
+        if self._drawn:
+            print("\r" + " " * self._drawn + "\r", end="", file=self.stream)
+            self._drawn = 0
+
+
+def progress_line(line: dict[str, Any], total_steps: int, seconds_left: float) -> str:
+    """From a line of metrics.jsonl, e.g. ` 1,240/5,000 25%  loss 1.8342  lr 2.7e-05  |g| 0.91  41.2k tok/s  61.30 GiB  2.41 s  eta 2h31m`."""
+    loss, norm = (("not finite" if line[k] is None else f"{line[k]:{f}}") for k, f in (("loss", ".4f"), ("grad_norm", ".2f")))
+    parts = [
+        f"{line['step']:>{len(f'{total_steps:,}')},}/{total_steps:,} {100 * line['step'] // max(1, total_steps):3}%",
+        f"loss {loss}",
+        f"lr {line['lr']:.1e}",
+        f"|g| {norm}",
+        f"{short(line['tokens_per_second'])} tok/s",
+        *([f"MFU {line['mfu_palm']:.1%} (causal {line['mfu_causal']:.1%})"] if "mfu_palm" in line else []),
+        f"{line['memory_gib']:.2f} GiB",
+        f"{line['step_seconds']:.2f} s",
+        f"eta {duration(seconds_left)}",
+        *([f"validation {line['validation_loss']:.4f}"] if "validation_loss" in line else []),
+    ]
+    return "  ".join(parts)
+
+
+def short(number: float) -> str:
+    """41,234 → 41.2k."""
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{suffix}"
+    return f"{number:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """9061 → 2h31m."""
+    minutes, s = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{s:02}s" if minutes else f"{s}s"

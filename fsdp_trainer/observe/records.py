@@ -1,0 +1,47 @@
+"""metrics.jsonl and events.jsonl: append-only, one JSON object a line, written through."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Records:
+    """The two files of a run. Only rank 0 has one."""
+
+    def __init__(self, run: Path):
+        self.metrics, self.events = run / "metrics.jsonl", run / "events.jsonl"
+
+    def cut_after(self, step: int) -> None:
+        """Drop metrics of steps that a resume will do again, and a half line that a crash left. Never two lines for one step."""
+        if self.metrics.exists():
+            kept = [text for text in self.metrics.read_text().splitlines(keepends=True) if (line := parse(text)) and line["step"] <= step]
+            partial = self.metrics.with_suffix(".partial")
+            partial.write_text("".join(kept))
+            partial.replace(self.metrics)
+
+    def write(self, lines: list[dict[str, Any]]) -> None:
+        """Append metrics and make them durable."""
+        with self.metrics.open("a") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def event(self, name: str, **details: Any) -> None:
+        """Append an event with the time."""
+        with self.events.open("a") as file:
+            file.write(json.dumps({"event": name, "time": round(time.time(), 3), **details}) + "\n")
+
+    def last_event(self) -> dict[str, Any]:
+        """The last whole event of an existing file, else {}."""
+        lines = self.events.read_text().splitlines() if self.events.exists() else []
+        return next((line for text in reversed(lines) if (line := parse(text))), {})
+
+
+def parse(text: str) -> dict[str, Any] | None:
+    """A line of JSON, None where it was cut."""
+    try:
+        return json.loads(text) if text.endswith("}\n") or text.endswith("}") else None
+    except ValueError:
+        return None

@@ -1,0 +1,74 @@
+"""Where metrics go besides metrics.jsonl. A tracker that fails is reported once and left alone: it never stops a run."""
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdp_trainer.config.schema import Logging
+from fsdp_trainer.errors import Problem, UserError
+
+
+class Tracker(NamedTuple):
+    """An open tracker: log(values, step), close(exit_code)."""
+
+    name: str
+    log: Callable[[dict[str, Any], int], Any]
+    close: Callable[[int], Any]
+
+
+class Trackers:
+    """All trackers of a run; rank 0's business alone."""
+
+    def __init__(self, cfg: Logging, run: Path, config: dict[str, Any], say: Callable[[str], None]):
+        self.say, self.open = say, []
+        if cfg.wandb != "disabled":
+            self.open.append(_wandb(cfg, run, config))
+        if cfg.tensorboard:
+            self.open.append(_tensorboard(run))
+
+    def log(self, line: dict[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+        values = {name: value for name, value in line.items() if name != "step" and value is not None}
+        for tracker in list(self.open):
+            try:
+                tracker.log(values, line["step"])
+            except Exception as error:  # whatever an outside service throws
+                self.open.remove(tracker)
+                self.say(f"{tracker.name}: {error}. It gets no more metrics of this run; metrics.jsonl goes on.")
+
+    def close(self, exit_code: int) -> None:
+        """Flush; a run that is to go on is not marked as failed."""
+        for tracker in self.open:
+            try:
+                tracker.close(0 if exit_code == 75 else exit_code)
+            except Exception as error:
+                self.say(f"{tracker.name} did not close: {error}")
+
+
+def _wandb(cfg: Logging, run: Path, config: dict[str, Any]) -> Tracker:
+    """Weights & Biases. The run's id is kept in the run's folder, so that a restart goes on in the same one."""
+    import wandb
+
+    kept = run / "wandb_id"
+    if not kept.exists():
+        kept.write_text(secrets.token_hex(4))
+    mode: Any = cfg.wandb
+    tracked = wandb.init(project=cfg.project, name=run.name, id=kept.read_text(), resume="allow", mode=mode, dir=run, config=config)
+    return Tracker("wandb", lambda values, step: tracked.log(values, step=step), lambda code: tracked.finish(exit_code=code))
+
+
+def _tensorboard(run: Path) -> Tracker:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError(
+            "TensorBoard is not installed", [Problem("logging.tensorboard=true", "pip install 'fsdp_trainer[tensorboard]'")]
+        ) from None
+    writer = SummaryWriter(str(run / "tensorboard"))
+
+    def log(values: dict[str, Any], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return Tracker("tensorboard", log, lambda code: writer.close())

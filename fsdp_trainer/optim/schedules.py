@@ -1,0 +1,29 @@
+"""Learning rate as a function of the step: no state, nothing to save."""
+
+import math
+
+from fsdp_trainer.config.schema import Schedule
+
+
+def learning_rate(cfg: Schedule, peak: float, step: int, steps: int) -> float:
+    """The learning rate of optimizer step `step` (1 is the first) out of `steps`.
+
+    It rises linearly over the warm-up steps and reaches the peak at the last of them, then follows the shape down to
+    min_ratio × peak at the last step. wsd: warm-up, stable, then a linear decay over the last decay_share (Hu et al. 2024).
+    """
+    if step <= cfg.warmup_steps:
+        return peak * step / cfg.warmup_steps
+    progress = (step - cfg.warmup_steps) / max(1, steps - cfg.warmup_steps)
+    return peak * (cfg.min_ratio + (1 - cfg.min_ratio) * SHAPES[cfg.name](min(1.0, progress), cfg))
+
+
+def _wsd(progress: float, cfg: Schedule) -> float:
+    return min(1.0, (1 - progress) / cfg.decay_share) if cfg.decay_share else 1.0
+
+
+SHAPES = {
+    "constant": lambda progress, cfg: 1.0,
+    "linear": lambda progress, cfg: 1 - progress,
+    "cosine": lambda progress, cfg: (1 + math.cos(math.pi * progress)) / 2,
+    "wsd": _wsd,
+}

@@ -1,0 +1,84 @@
+"""From a decoder on the meta device to this rank's share of it, in one visible list."""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_trainer.config.schema import ActivationCheckpoint, Compile, Precision, Sharding, TrainConfig
+from fsdp_trainer.models.decoder import Decoder
+
+
+def parallelize(model: Decoder, mesh: DeviceMesh, cfg: TrainConfig) -> Decoder:
+    """Shard a meta-device model; its parameters come out as DTensors without storage. The order matters."""
+    model.to(getattr(torch, cfg.precision.master_dtype))
+    checkpoint_activations(model, cfg.activation_checkpoint)
+    compile_blocks(model, cfg.compile)  # inside fully_shard, so that its hooks stay out of the graph
+    shard(model, mesh, cfg.sharding, cfg.precision)
+    return model
+
+
+def checkpoint_activations(model: Decoder, cfg: ActivationCheckpoint) -> None:
+    """Keep only each block's input. The block's forward is wrapped, not the block: names stay as they are."""
+    if cfg.mode == "full":
+        for block in model.model.layers.values():
+            # there is no randomness in a block, so there is no random state to keep
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def compile_blocks(model: Decoder, cfg: Compile) -> None:
+    """One graph per block; all blocks share it."""
+    if cfg.enabled:
+        for block in model.model.layers.values():
+            block.compile(fullgraph=True)
+
+
+def shard(model: Decoder, mesh: DeviceMesh, cfg: Sharding, precision: Precision) -> None:
+    """One unit per `blocks_per_unit` blocks, the embedding, and [norm, head]; the root keeps nothing of its own.
+
+    [norm, head] stay gathered after forward, since backward begins with them. Tied weights must be in one unit.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, precision.param_dtype), reduce_dtype=getattr(torch, precision.reduce_dtype))
+    options: dict = {"mesh": mesh, "mp_policy": policy}
+    if cfg.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    reshard = cfg.strategy != "ddp" if cfg.reshard_after_forward == "auto" else cfg.reshard_after_forward
+
+    blocks = list(model.model.layers.values())
+    units = [blocks[i : i + cfg.blocks_per_unit] for i in range(0, len(blocks), cfg.blocks_per_unit)]
+    ends: list[nn.Module] = [model.model.norm, model.lm_head]
+    if model.config.tie_word_embeddings:
+        fully_shard([model.model.embed_tokens, *ends], reshard_after_forward=False, **options)
+    else:
+        fully_shard(model.model.embed_tokens, reshard_after_forward=reshard, **options)
+        fully_shard(ends, reshard_after_forward=False, **options)
+    for unit in units:
+        fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+
+    for module in fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)  # the loss is divided by the step's global weight already
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+    prefetch([unit[0] for unit in units], cfg.prefetch)
+
+
+def prefetch(units: list, ahead: int) -> None:
+    """Gather `ahead` units before they are needed, in forward and, in reverse order, in backward."""
+    if ahead:
+        for i, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
+            unit.set_modules_to_backward_prefetch(units[max(0, i - ahead) : i][::-1])
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Every module that fully_shard manages, the root first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered parameters that no backward will: those of units that stay gathered after a forward alone."""
+    for module in fsdp_modules(model):
+        module.reshard()

@@ -1,0 +1,62 @@
+"""The verb `quickstart`: random weights, a minute or two of training, and proof that something was learnt."""
+
+from pathlib import Path
+
+import torch
+
+from fsdp_trainer.config.compose import compose
+from fsdp_trainer.config.schema import GenerateConfig, QuickstartConfig
+from fsdp_trainer.data.build import build_template, build_tokenizer
+from fsdp_trainer.data.demo import rows
+from fsdp_trainer.generate import Speaker
+from fsdp_trainer.launch.start import ranks_to_start, start_ranks
+from fsdp_trainer.models.config import resolve_model
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.initialize import initialize_whole
+
+NEXT = """
+Where everything lies
+  {run}/metrics.jsonl, events.jsonl, config.yaml     what happened, step by step
+  {run}/checkpoints/                                 the same command goes on from the newest
+  {run}/hf/                                          AutoModelForCausalLM.from_pretrained("{run}/hf")
+
+What to type next (a chat at the terminal; your own data, first looked at, then trained on)
+  fsdp-trainer generate source={run}
+  fsdp-trainer preview +recipe=quickstart data.path=chats.jsonl data.validation=0.02
+  fsdp-trainer +recipe=qwen3_0_6b_sft data.path=chats.jsonl model.init_from=FOLDER_OR_HUB_ID
+"""
+
+
+def quickstart(cfg: QuickstartConfig) -> int:
+    """Ask held-out questions, train, ask them again of the exported model."""
+    overrides = ["+recipe=quickstart", f"run.root={cfg.root}", *([f"train.steps={cfg.steps}"] if cfg.steps else [])]
+    recipe = compose("train", overrides)
+    run = Path(cfg.root) / recipe.run.name
+    tokenizer = build_tokenizer(recipe)
+    model = Decoder(resolve_model(recipe.model, tokenizer.vocab_size))
+    initialize_whole(model, recipe.run.seed, model.config.initializer_range)
+    questions = rows("demo:backwards/heldout")[: cfg.questions]
+
+    before, example = ask(Speaker(model, tokenizer, build_template(recipe, tokenizer)), questions)
+    print(f"before training: {before} of {len(questions)} held-out questions right, e.g. {example}\n", flush=True)
+    if code := start_ranks(ranks_to_start(recipe.launch), overrides):
+        return code
+    after, example = ask(Speaker.load(run / "hf"), questions)
+    print(f"\nbefore training: {before} of {len(questions)} held-out questions right")
+    print(f"after training:  {after} of {len(questions)}, asked of the exported folder, e.g. {example}")
+    print(NEXT.format(run=run), end="")
+    return 0
+
+
+@torch.no_grad()
+def ask(speaker: Speaker, questions: list[dict]) -> tuple[int, str]:
+    """How many are answered right, and an example: a right answer if there is one."""
+    right, example = 0, ""
+    for row in questions:
+        question, wanted = row["messages"]
+        answer = "".join(speaker.answer([question], GenerateConfig(max_tokens=16)))
+        correct = answer.strip() == wanted["content"]
+        if not example or (correct and not right):
+            example = f"{question['content']!r} → {answer!r}"
+        right += correct
+    return right, example

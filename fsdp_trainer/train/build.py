@@ -1,0 +1,182 @@
+"""From a configuration to a trainer, in the order in which data flows. Collective: every rank builds its part."""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import yaml
+
+from fsdp_trainer.checkpoint.assets import write_hf_assets
+from fsdp_trainer.checkpoint.huggingface import import_weights
+from fsdp_trainer.checkpoint.state import optimizer_state, prepare_optimizer, weights
+from fsdp_trainer.checkpoint.store import CheckpointStore, load, read_progress
+from fsdp_trainer.config.paths import find_checkpoint, model_folder
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.data.order import RowOrder
+from fsdp_trainer.data.store import Prepared, TokenStore
+from fsdp_trainer.data.templates import Template
+from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.launch.world import World
+from fsdp_trainer.models.config import ModelConfig, resolve_model
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.observe.console import short
+from fsdp_trainer.observe.observer import Observer
+from fsdp_trainer.optim.optimizers import build_optimizer
+from fsdp_trainer.parallel.materialize import allocate, draw_weights
+from fsdp_trainer.parallel.mesh import build_mesh
+from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.train.batches import Batches
+from fsdp_trainer.train.gradients import GradientSync
+from fsdp_trainer.train.resume import check_unchanged, find_start
+from fsdp_trainer.train.stop import StopRequests
+from fsdp_trainer.train.trainer import Progress, Trainer
+
+
+@dataclass
+class Material:
+    """What a run is made of, ready on this machine. init_from: model.init_from, fetched."""
+
+    tokenizer: TextTokenizer
+    template: Template
+    data: Prepared
+    init_from: Path | None
+
+
+def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: StopRequests) -> Trainer:
+    """A trainer that stands where the run's newest checkpoint does, or at its beginning. Raises UserError on every rank alike."""
+    config = resolve_architecture(cfg, material)
+    mesh = build_mesh(cfg.sharding, world.device.type)
+    with torch.device("meta"):
+        model = Decoder(config)
+    model = parallelize(model, mesh, cfg)
+
+    def batches(store: TokenStore, shuffle: bool) -> Batches:
+        order = RowOrder(store, cfg.batch.seq_len, cfg.data.packing, shuffle, cfg.run.seed)
+        masked = cfg.model.attention == "mask" or (cfg.model.attention == "auto" and cfg.compile.enabled)
+        return Batches(order, cfg.batch.micro_rows, world.rank, world.size, world.device, masked)
+
+    train = batches(material.data.train, cfg.data.shuffle)
+    total_steps, last_row = length_of_run(cfg, train.order.rows_per_epoch)
+    every = cfg.logging.every or (10 if world.device.type == "cuda" else 1)
+    observer = Observer(run, world.main, world.device, config, cfg.batch.seq_len, every, total_steps)
+    dtypes: dict[str, str] = {}
+    checkpoints = CheckpointStore(run, cfg.checkpoint.keep, assets_writer(cfg, material, config, dtypes))
+    start = find_start(cfg, checkpoints, observer)
+    if start:
+        check_unchanged(cfg, material.data.train.fingerprint, start)
+    describe(observer, cfg, config, world, train, material, total_steps, run)
+
+    allocate(model, torch.device("cpu") if cfg.sharding.cpu_offload else world.device)
+    optimizer = build_optimizer(model, cfg.optim)
+    trainer = Trainer(
+        cfg=cfg,
+        model=model,
+        optimizer=optimizer,
+        gradient_sync=GradientSync(model, cfg.sharding.accumulate, replicated="replicate" in (mesh.mesh_dim_names or ())),
+        batches=train,
+        validation=batches(material.data.validation, shuffle=False) if material.data.validation else None,
+        progress=Progress(),
+        total_steps=total_steps,
+        last_row=last_row,
+        checkpoints=checkpoints,
+        dtypes=dtypes,
+        observer=observer,
+        stop=stop,
+    )
+    if start:
+        restore(trainer, start)
+    else:
+        dtypes |= fill(model, cfg, material.init_from)
+    return trainer
+
+
+def resolve_architecture(cfg: TrainConfig, material: Material) -> ModelConfig:
+    """The model's configuration, checked against the tokenizer."""
+    model = cfg.model if material.init_from is None else type(cfg.model)(**{**asdict(cfg.model), "init_from": str(material.init_from)})
+    config = resolve_model(model, material.tokenizer.vocab_size)
+    if material.tokenizer.vocab_size > config.vocab_size:
+        why = f"the tokenizer has {material.tokenizer.vocab_size:,} tokens, more than the model's embedding. Use the model's own tokenizer"
+        raise UserError("tokenizer and model do not fit", [Problem(f"vocabulary={config.vocab_size:,}", why)])
+    return config
+
+
+def length_of_run(cfg: TrainConfig, rows_per_epoch: int) -> tuple[int, int | None]:
+    """Optimizer steps in all, and the row at which the data ends (None where steps are what counts)."""
+    if cfg.train.steps is not None:
+        return cfg.train.steps, None
+    last_row = (cfg.train.epochs or 1) * rows_per_epoch
+    return math.ceil(last_row / cfg.batch.rows), last_row
+
+
+def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, str]:
+    """Weights at the start. Returns the number formats of the export: by parameter, and for all others `default`."""
+    default = cfg.precision.param_dtype
+    if init_from is None:
+        draw_weights(model, cfg.run.seed)
+        return {"default": default}
+    if checkpoint := find_checkpoint(init_from):
+        load(checkpoint, weights(model))
+        return read_progress(checkpoint)["dtypes"]
+    formats = import_weights(model, init_from)
+    default = max(set(formats.values()), key=list(formats.values()).count)
+    return {"default": default} | {name: found for name, found in formats.items() if found != default}
+
+
+def restore(trainer: Trainer, checkpoint: Path) -> None:
+    """Weights, optimizer state and progress as they were, on any number of ranks."""
+    prepare_optimizer(trainer.model, trainer.optimizer, str(checkpoint))
+    load(checkpoint, weights(trainer.model) | optimizer_state(trainer.model, trainer.optimizer))
+    kept = read_progress(checkpoint)
+    trainer.progress = Progress(**{name: kept[name] for name in asdict(Progress())})
+    trainer.dtypes |= kept["dtypes"]
+    trainer.saved = trainer.progress.step if checkpoint.parent == trainer.checkpoints.folder else -1
+
+
+def assets_writer(cfg: TrainConfig, material: Material, config: ModelConfig, dtypes: dict[str, str]) -> Callable[[Path], None]:
+    """Writes what a checkpoint holds besides tensors and progress: the configuration, and a Hugging Face folder without weights."""
+
+    def write(folder: Path) -> None:
+        (folder / "config.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False))
+        source = model_folder(material.init_from) if material.init_from else None
+        template = material.template.source if cfg.data.template or not material.tokenizer.chat_template else None
+        write_hf_assets(folder / "hf", config, material.tokenizer, template, dtypes["default"], source)
+
+    return write
+
+
+def describe(
+    observer: Observer,
+    cfg: TrainConfig,
+    config: ModelConfig,
+    world: World,
+    batches: Batches,
+    material: Material,
+    total_steps: int,
+    run: Path,
+) -> None:
+    """What is about to happen, once, above the progress line."""
+    slots = cfg.batch.micro_rows * world.size
+    micro_batches = math.ceil(cfg.batch.rows / slots)
+    empty = micro_batches * slots - cfg.batch.rows
+    say = observer.console.say
+    say(f"run    {run}")
+    say(
+        f"model  {config.family}, {short(config.parameters())} parameters, {config.num_hidden_layers} blocks, {config.vocab_size:,} tokens, from {cfg.model.init_from or 'random weights'}"
+    )
+    say(
+        f"world  {world.size} × {world.device.type}, {cfg.sharding.strategy}, {cfg.precision.param_dtype} (weights {cfg.precision.master_dtype})"
+    )
+    for line in material.data.report:
+        say(f"data   {line}")
+    order = batches.order
+    say(
+        f"rows   {order.rows_per_epoch:,} an epoch of {cfg.batch.seq_len:,} tokens, {order.fill:.1%} full, attention by {'mask' if batches.masked else 'documents'}"
+    )
+    say(
+        f"step   {cfg.batch.rows} rows = {micro_batches} micro-batches × {cfg.batch.micro_rows} rows × {world.size} ranks"
+        + (f", {empty} of the slots empty" if empty else "")
+        + f"; {total_steps:,} steps, {total_steps * cfg.batch.rows / order.rows_per_epoch:.2f} epochs"
+    )

@@ -1,0 +1,90 @@
+"""Where a run goes on, and whether it may: what is trained must be what was trained."""
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import yaml
+
+from fsdp_trainer.checkpoint.files import damage
+from fsdp_trainer.checkpoint.store import CheckpointStore, gather, read_progress
+from fsdp_trainer.config.paths import find_checkpoint
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.observe.observer import Observer
+
+COMPARED = ("model", "data", "tokenizer", "batch", "optim", "schedule")
+# How something is read or computed, not what; the data's and the tokenizer's content is in the fingerprint.
+FREE = {"model.attention", "data.cache", "data.path", "data.validation", "tokenizer.path"}
+
+
+def claim_folder(cfg: TrainConfig, run: Path) -> None:
+    """Make the run's folder; with checkpoint.resume=never refuse or empty a used one. Rank 0's task, before anyone writes. Raises UserError."""
+    try:
+        used = run.exists() and any(run.iterdir())
+        if cfg.checkpoint.resume == "never" and used:
+            if not cfg.run.overwrite:
+                raise UserError(
+                    "the run's folder is in use",
+                    [
+                        Problem(
+                            f"{run}",
+                            "holds an earlier run. Use  run.name=NEW,  run.overwrite=true  to delete it,  or  checkpoint.resume=auto  to go on",
+                        )
+                    ],
+                )
+            shutil.rmtree(run)
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            "the run's folder cannot be used", [Problem(f"run.root={cfg.run.root}", f"{error}. Use  run.root=FOLDER")]
+        ) from None
+
+
+def find_start(cfg: TrainConfig, store: CheckpointStore, observer: Observer) -> Path | None:
+    """The checkpoint to go on from: the one asked for, else the newest good one, else None. Collective."""
+    if cfg.checkpoint.resume == "never":
+        return None
+    if cfg.checkpoint.resume != "auto":
+        return _asked_for(cfg.checkpoint.resume)
+
+    def tell(checkpoint: Path, found: list[Problem]) -> None:
+        observer.event("damaged", path=str(checkpoint), problems=[f"{p.what} {p.why}" for p in found])
+        observer.console.say(f"{checkpoint} is damaged and left aside: {found[0].what} {found[0].why}")
+
+    return store.newest_good(tell)
+
+
+def _asked_for(path: str) -> Path:
+    checkpoint = find_checkpoint(path)
+    if checkpoint is None:
+        raise UserError(
+            "there is no checkpoint to go on from", [Problem(f"checkpoint.resume={path}", "is neither a checkpoint nor a run with one")]
+        )
+    if problems := [p for part in gather(damage(checkpoint, dist.get_rank(), dist.get_world_size())) for p in part]:
+        raise UserError(f"the checkpoint {checkpoint} is damaged", problems)
+    return checkpoint
+
+
+def check_unchanged(cfg: TrainConfig, fingerprint: str, checkpoint: Path) -> None:
+    """Raise UserError listing everything that differs from what the checkpoint was trained with and is not in allow_changes."""
+    stored, now = yaml.safe_load((checkpoint / "config.yaml").read_text()), asdict(cfg)
+    before, after = _compared(stored), _compared(now)
+    before["data.fingerprint"], after["data.fingerprint"] = read_progress(checkpoint)["data"], fingerprint
+    allowed = set(cfg.checkpoint.allow_changes)
+    problems = [
+        Problem(f"{key}={after.get(key)}", f"the checkpoint was trained with {before.get(key)}")
+        for key in sorted(before | after)
+        if before.get(key) != after.get(key) and key not in allowed and key.split(".")[0] not in allowed
+    ]
+    if problems:
+        keys = ",".join(p.what.split("=")[0] for p in problems)
+        problems[-1].why += f"\nStart another run with  run.name=NEW  or go on all the same with  'checkpoint.allow_changes=[{keys}]'"
+        raise UserError(f"this is not the run that {checkpoint} belongs to", problems)
+
+
+def _compared(config: dict[str, Any]) -> dict[str, Any]:
+    flat = {f"{group}.{key}": value for group in COMPARED for key, value in config.get(group, {}).items()}
+    return {key: value for key, value in flat.items() if key not in FREE} | {"run.seed": config["run"]["seed"]}

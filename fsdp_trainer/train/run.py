@@ -1,0 +1,112 @@
+"""One rank's life: join, prepare data, build, train, leave with the right exit code."""
+
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch.distributed as dist
+import yaml
+
+from fsdp_trainer.checkpoint.export import export_checkpoint
+from fsdp_trainer.checkpoint.hub import fetch
+from fsdp_trainer.config.paths import committed_checkpoints
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.units import parse_duration
+from fsdp_trainer.data.build import build_data
+from fsdp_trainer.errors import UserError
+from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
+from fsdp_trainer.observe.records import Records
+from fsdp_trainer.observe.trackers import Trackers
+from fsdp_trainer.train.build import Material, build
+from fsdp_trainer.train.resume import claim_folder
+from fsdp_trainer.train.stop import StopRequests
+from fsdp_trainer.train.trainer import Outcome, Trainer
+
+
+def run_rank(cfg: TrainConfig) -> int:
+    """Train as one rank. Returns the exit code; raises UserError and RunFailed for the front door to tell."""
+    waiting = parse_duration(cfg.launch.data_timeout)
+    world = join(environment_of_ranks(os.environ) or os.environ, cfg.launch.device, waiting)
+    run = Path(cfg.run.root).expanduser() / str(cfg.run.name)
+    if (code := already_stopped(run, world)) is not None:
+        return code
+    records = Records(run) if world.main else None
+    stop = StopRequests(parse_duration(cfg.train.time_limit) if cfg.train.time_limit else None)
+    trainer, reason, code = None, "failed", 1
+    try:
+        material = world.node_by_node("preparing the data", lambda: prepare(cfg, world, run), waiting)
+        connect(world, parse_duration(cfg.launch.timeout))
+        trainer = build(cfg, material, world, run, stop)
+        reason, code = train(trainer, world, run)
+    except UserError as error:
+        reason, code = error.title, error.exit_code
+        raise
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        leave(trainer, records if run.is_dir() else None, reason, code)
+    return code
+
+
+def already_stopped(run: Path, world: World) -> int | None:
+    """The code with which this launch stopped in order, if this is torchrun restarting it: it restarts every non-zero exit."""
+    last = Records(run).last_event() if world.attempt else {}
+    return last["exit_code"] if last.get("event") == "end" and last["exit_code"] in (75, 2) else None
+
+
+def prepare(cfg: TrainConfig, world: World, run: Path) -> Material:
+    """Fetch the model and tokenise the data; what an earlier rank or run did is found on disk."""
+    if world.main:
+        claim_folder(cfg, run)
+    init_from = fetch(cfg.model.init_from) if cfg.model.init_from else None
+    local = replace(cfg, model=replace(cfg.model, init_from=str(init_from) if init_from else None))
+    return Material(*build_data(local), init_from)
+
+
+def train(trainer: Trainer, world: World, run: Path) -> Outcome:
+    """Open the records where the run stands, fit, and export at the end. Collective."""
+    cfg, observer, step = trainer.cfg, trainer.observer, trainer.progress.step
+    if step >= trainer.total_steps and committed_checkpoints(run):
+        observer.console.say(
+            f"{run} is already finished: {step:,} of {trainer.total_steps:,} steps. More with  train.steps=…,  anew with  run.name=NEW"
+        )
+        if not (run / "hf").exists():
+            export_hf(trainer, world, run)
+        return "already finished", 0
+    if observer.records:
+        observer.records.cut_after(step)
+        (run / "config.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False, allow_unicode=True))
+        observer.trackers = Trackers(cfg.logging, run, asdict(cfg), observer.console.say)
+    observer.event("resume" if step else "start", step=step, rows=trainer.progress.rows, world_size=world.size, attempt=world.attempt)
+    if step:
+        observer.console.say(f"goes on after step {step:,}")
+    outcome = trainer.fit()
+    if outcome[1] == 0:
+        export_hf(trainer, world, run)
+        observer.console.say(f"done: {run}")
+    else:
+        observer.console.say(
+            f"stopped by {outcome[0]} after step {trainer.progress.step:,}, checkpoint committed: the same command goes on"
+        )
+    return outcome
+
+
+def export_hf(trainer: Trainer, world: World, run: Path) -> None:
+    """checkpoint.export_hf: the finished run as a Hugging Face folder."""
+    if not trainer.cfg.checkpoint.export_hf:
+        return
+    if world.main:
+        export_checkpoint(committed_checkpoints(run)[-1], run / "hf")
+        trainer.observer.event("export", path=str(run / "hf"))
+    dist.barrier()
+
+
+def leave(trainer: Trainer | None, records: Records | None, reason: str, code: int) -> None:
+    """The last line of events.jsonl, trackers closed, the process group gone."""
+    if trainer and trainer.observer.trackers:
+        trainer.observer.trackers.close(code)
+    if records:
+        records.event("end", reason=reason, exit_code=code)
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,34 @@
+"""Stopping in order: a signal or a time limit on any rank becomes a decision of all ranks at the next step boundary."""
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class StopRequests:
+    """Listens from its creation on; a second signal ends the process at once, which no committed checkpoint minds."""
+
+    def __init__(self, time_limit: float | None):
+        self.deadline = None if time_limit is None else time.monotonic() + time_limit
+        self.received = 0
+        for signum in SIGNALS:
+            signal.signal(signum, self._receive)
+
+    def _receive(self, signum: int, _frame: object) -> None:
+        if self.received:
+            os._exit(128 + signum)
+        self.received = signum
+
+    def agreed(self) -> str | None:
+        """Why all ranks stop now: a signal's name or `time_limit`; None to go on. Collective, over the host's gloo: no device waits."""
+        late = self.deadline is not None and time.monotonic() > self.deadline
+        mine = torch.tensor([self.received, int(late)])
+        dist.all_reduce(mine, dist.ReduceOp.MAX)
+        if mine[0]:
+            return signal.Signals(int(mine[0])).name
+        return "time_limit" if mine[1] else None

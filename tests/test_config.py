@@ -1,0 +1,383 @@
+"""Configuration through its doors: the command line and `compose`. Nothing here imports torch."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fsdp_trainer import __version__
+from fsdp_trainer.cli import VERBS, main
+from fsdp_trainer.config.check import flatten
+from fsdp_trainer.config.compose import CONF, compose, options
+from fsdp_trainer.config.document import documented_files, markdown
+from fsdp_trainer.config.names import OPTION_SYNONYMS, SYNONYMS
+from fsdp_trainer.config.schema import GROUPS, PRIMARY, TrainConfig
+from fsdp_trainer.config.units import parse_duration
+from fsdp_trainer.errors import UserError
+
+REPO = Path(__file__).parents[1]
+DEMO = ["data.path=demo:backwards", "tokenizer.path=demo:bytes"]
+
+
+@pytest.fixture
+def refused(capsys):
+    """Run a command line that must be refused with exit code 2; gives its message."""
+
+    def run(*argv: str) -> str:
+        assert main(list(argv)) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        return said.err
+
+    return run
+
+
+def answers(message: str) -> dict[str, str]:
+    """What a message says about each thing that was typed."""
+    found: dict[str, str] = {}
+    for part in message.split("\n\n")[1:]:
+        head, _, rest = part.strip().partition("  ") if "  " in part.strip().split("\n")[0] else part.strip().partition("\n")
+        found[head] = rest
+    return found
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Write files into a --config-dir; gives the folder."""
+
+    def write(**files: str) -> str:
+        for name, text in files.items():
+            path = tmp_path / "own" / (name.replace("__", "/") + ".yaml")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return str(tmp_path / "own")
+
+    return write
+
+
+# --- what is typed arrives ---------------------------------------------------------------------------------------------------------
+
+
+def test_recipe_then_command_line_are_laid_over_the_defaults():
+    cfg = compose("train", ["+recipe=quickstart", "optim.lr=1e-5", "train.steps=1e4", "sharding=ddp", "data.path=[demo:backwards]"])
+    assert (cfg.run.name, cfg.precision.param_dtype, cfg.sharding.strategy) == ("quickstart", "float32", "ddp")
+    assert cfg.optim.lr == 1e-5 and cfg.train.steps == 10_000 and isinstance(cfg.train.steps, int)
+    assert cfg.data.path == ["demo:backwards"]
+    assert cfg.optim.betas == [0.9, 0.95]
+
+
+@pytest.mark.parametrize("typed", ["007", "1e3", "2024", "1_000"])
+def test_a_name_stays_as_it_was_typed(typed):
+    assert compose("train", [*DEMO, f"run.name={typed}"]).run.name == typed
+
+
+def test_numbers_written_as_text_are_numbers(own, monkeypatch):
+    monkeypatch.setenv("ROWS", "48")
+    folder = own(recipe__mine="# @package _global_\noptim: {lr: '1e-4', grad_clip: 2}\nbatch: {rows: '${oc.env:ROWS}'}\n")
+    cfg = compose("train", ["+recipe=mine", *DEMO], folder)
+    assert (cfg.optim.lr, cfg.optim.grad_clip, cfg.batch.rows, cfg.run.name) == (1e-4, 2.0, 48, "mine")
+
+
+def test_keys_inside_a_mapping_can_be_set_one_by_one():
+    cfg = compose("train", [*DEMO, "data.fields.prompt=question", "launch.env.OMP_NUM_THREADS=4"])
+    assert cfg.data.fields == {"prompt": "question"} and cfg.launch.env == {"OMP_NUM_THREADS": "4"}
+
+
+@pytest.mark.parametrize("prompt", ["Hello, world", "What's 2 + 2?", 'Say "hi" (twice)', "a=b", "null and void", "line\none"])
+def test_a_prompt_needs_no_quotes(prompt):
+    assert compose("generate", [f"prompt={prompt}"], inputs=False).prompt == prompt
+    assert compose("generate", ["prompt=null"], inputs=False).prompt is None
+
+
+def test_home_is_expanded_in_paths(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "chats.jsonl").touch()
+    cfg = compose("train", ['data.path="~/chats.jsonl"', "tokenizer.path=demo:bytes", 'run.root="~/runs"'])
+    assert cfg.data.path == str(tmp_path / "chats.jsonl") and cfg.run.root == str(tmp_path / "runs")
+
+
+def test_preview_shares_trainings_groups_and_adds_its_own():
+    cfg = compose("preview", ["+recipe=quickstart", "preview.format=json", "preview.rows=2", "sharding=ddp"])
+    assert cfg.preview.rows == 2 and cfg.sharding.strategy == "ddp" and cfg.run.name == "quickstart"
+
+
+def test_durations_are_read_as_people_write_them():
+    assert [parse_duration(t) for t in ("90s", "30m", "1h30m", "2d", "45", "1.5h")] == [90, 1800, 5400, 172_800, 45, 5400]
+
+
+# --- what is wrong is told, all at once -------------------------------------------------------------------------------------------
+
+
+def test_all_problems_are_told_at_once(refused):
+    said = refused(
+        "optim.learning_rate=3e-5",
+        "++optm.wd=1",
+        "batch.rows=abc",
+        "batch.seq_len=16384",
+        "data.path=nope.jsonl",
+        "tokenizer.path=demo:bytes",
+    )
+    assert "5 problems in the configuration" in said
+    for part in ("Did you mean  optim.lr=3e-5 ?", "optim.weight_decay=1", "must be a whole number", "context", "no such file"):
+        assert part in said
+
+
+MEANT = {
+    "learning_rate=1": "optim.lr=1",
+    "training.batch_size=8": "batch.rows=8",
+    "per_device_train_batch_size=8": "batch.micro_rows=8",
+    "data.max_length=8": "batch.seq_len=8",
+    "++num_train_epochs=3": "train.epochs=3",
+    "+model_name_or_path=x/y": "model.init_from=x/y",
+    "gradient_checkpointing=true": "activation_checkpoint=full",
+    "gradient_accumulation_steps=4": "follows from batch.rows",
+    "optimizer=adamw": "optim=adamw",
+    "seed=1": "run.seed=1",
+    "optim.warmup_steps=10": "schedule.warmup_steps=10",
+    "optim.weigth_decay=0.1": "optim.weight_decay=0.1",
+    "bach.rows=1": "batch.rows=1",
+    "--learning-rate=1e-4": "optim.lr=1e-4",
+    "recipe=quickstart": "+recipe=quickstart",
+    "+recipe=quickstrat": "+recipe=quickstart",
+    "model=qwen3_06b": "model=qwen3_0_6b",
+    "model=Qwen/Qwen3-0.6B": "model.init_from=Qwen/Qwen3-0.6B",
+    "data=chats.jsonl": "data.path=chats.jsonl",
+    "compile=true": "compile=enabled",
+}
+
+
+def test_an_unknown_name_is_refused_and_the_right_one_named(refused):
+    said = answers(refused(*MEANT))
+    assert list(said) == list(MEANT)
+    for typed, meant in MEANT.items():
+        assert meant in said[typed], typed
+
+
+MISTAKES = [
+    {
+        "data.path=~/x.jsonl": """'data.path="~/x.jsonl"'""",
+        "data.path=a(1).jsonl": """'data.path="a(1).jsonl"'""",
+        "data.path=https://host/a?b=c": """'data.path="https://host/a?b=c"'""",
+        "data.path=[~/a,~/b]": """'data.path=["~/a","~/b"]'""",
+        "optim.betas=0.9,0.95": "optim.betas=[0.9,0.95]",
+        "~optim": "not deleted",
+        "optim.lr": "neither a verb nor key=value",
+        "batch=3": "batch has: seq_len rows micro_rows",
+        "hydra.run.dir=x": "hydra.* is closed",
+        "+hydra.callbacks.x._target_=os.system": "hydra.* is closed",
+        "data.fields={_target_: os.system}": "_target_",
+        "run.name=${now:%H}": "differs between ranks",
+    },
+    {
+        "optim.lr=-1": "at least 0",
+        "optim.betas=[0.9,2]": "at most 1",
+        "optim.grad_clip=0": "write null",
+        "optim.eps=null": "optim.eps=1e-8",
+        "batch.rows=1.5": "whole number",
+        "run.overwrite=3": "true or false",
+        "logging.wandb=false": "online, offline, disabled",
+        "data.validation=1.5": "data.validation=0.02",
+        "train.time_limit=soon": "1h30m",
+        "sharding.replicas=2": "sharding=hsdp",
+        "tokenizer.path=Qwen/Qwen3-0.6B": "model.init_from",
+        "model.init_from=nowhere/": "no such folder",
+        "data.path=demo:sums": "demo:backwards",
+        "data.template=mine.jinja": "no such file",
+        "checkpoint.resume=runs/none": "neither auto nor never",
+    },
+    {"data.path=*.nothing": "no file matches", "tokenizer.path=no.model": "no such file"},
+    {"sharding.replicas=1": "sharding.replicas=2", "sharding=hsdp": ""},
+    {"train.epochs=2": "keep one", "train.steps=3": ""},
+    {"model.hidden_size=100": "multiple", "model.num_attention_heads=3": ""},
+    {"model=auto": "chosen twice", "model=tiny": ""},
+]
+
+
+@pytest.mark.parametrize("mistakes", MISTAKES, ids=lambda m: next(iter(m)))
+def test_a_mistake_says_what_to_type_instead(refused, mistakes):
+    said = answers(refused(*reversed(mistakes), *(d for d in DEMO if d.split("=")[0] not in " ".join(mistakes))))
+    for typed, why in mistakes.items():
+        assert why in said.get(typed, ""), typed
+
+
+def test_what_is_required_is_asked_for_with_an_example(refused):
+    assert "data.path=demo:backwards" in refused() and "runs/quickstart" in refused("export")
+
+
+def test_a_mistake_is_not_told_twice(refused):
+    said = refused("dataset=demo:backwards", "tokenizer.path=demo:bytes")  # data.path is not also missing
+    assert "a problem in the configuration" in said
+
+
+# --- files: recipes and --config-dir ------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_is_checked_as_the_command_line_is(own, refused):
+    folder = own(
+        recipe__bad="""\
+# @package _global_
+defaults: [override /hydra/job_logging: disabled]
+optim: {learning_rate: 1, lr: fast}
+sharding: {strategy: ddp}
+train:
+hydra: {callbacks: {x: {_target_: os.system}}}
+foo: {bar: 1}
+model: {rope_scaling: {_target_: x}}
+logging: {wandb: off}
+"""
+    )
+    said = refused("--config-dir", folder, "+recipe=bad", *DEMO)
+    for part in (
+        "Did you mean  optim.lr ?", "must be a number", "override /sharding: NAME", "train has: steps", "hydra.callbacks.x._target_ in", "foo.bar in",
+        "_target_ is refused", "put it in quotes", "/hydra/job_logging in", "recipe/bad.yaml",
+    ):  # fmt: skip
+        assert part in said
+
+
+def test_a_folder_of_ones_own_adds_options_and_recipes(own):
+    folder = own(model__mine="name: mine\nhidden_size: 64\n", recipe__mine="# @package _global_\ndefaults: [override /model: mine]\n")
+    cfg = compose("train", ["+recipe=[quickstart,mine]"], folder)
+    assert (cfg.model.name, cfg.model.hidden_size, cfg.run.name, cfg.data.path) == ("mine", 64, "mine", "demo:backwards")
+
+
+def test_a_name_that_exists_twice_is_refused_and_both_files_named(own, refused):
+    said = refused("--config-dir", own(recipe__quickstart="a: 1"), "+recipe=quickstart")
+    assert "own/recipe/quickstart.yaml" in said and str(CONF / "recipe" / "quickstart.yaml") in said
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: [1\nb: }", "- a", "# @package _global_\ndefaults: [override /model: none_such]", "# @package _global_\nrun: {name: '${no.key}'}"],
+)
+def test_a_broken_recipe_is_one_message(own, refused, text):
+    assert "Traceback" not in refused("--config-dir", own(recipe__broken=text), "+recipe=broken", *DEMO)
+
+
+# --- verbs and options --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_verb_that_is_not_first_is_shown_in_the_right_order(refused):
+    assert "fsdp-trainer preview +recipe=quickstart" in refused("+recipe=quickstart", "preview")
+
+
+def test_a_misspelt_verb_and_one_that_is_not_there_yet(refused):
+    assert "Did you mean  export ?" in refused("exprot", "source=x")
+    for verb in ("plan", "doctor", "prepare", "report"):
+        assert "does not have it yet" in refused(verb)
+
+
+def test_a_sweep_is_answered_with_one_command_per_value(refused, monkeypatch):
+    said = refused("-m", "+recipe=quickstart", "optim.lr=1,2")
+    assert "fsdp-trainer +recipe=quickstart optim.lr=1 run.name=" in said and "optim.lr=2" in said
+    monkeypatch.setenv("RANK", "0")
+    assert "torchrun … -m fsdp_trainer +recipe" in refused("-m", "+recipe=quickstart", "optim.lr=1,2")
+
+
+def test_only_rank_0_speaks(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "3")
+    assert main(["nonsense=1"]) == 2 and capsys.readouterr().err == ""
+
+
+def test_python_gets_the_error_itself():
+    import fsdp_trainer
+
+    with pytest.raises(UserError, match=r"optim\.lr"):
+        fsdp_trainer.train(["learning_rate=1"])
+
+
+def test_cfg_job_prints_the_composed_configuration_and_writes_nothing(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for argv in (["--cfg", "job"], ["-c", "job", "--resolve"], ["--cfg", "job", "data.path=not_there_yet.jsonl"]):
+        assert main([*argv, "+recipe=quickstart", "sharding=ddp"]) == 0
+        printed = yaml.safe_load(capsys.readouterr().out)
+        assert printed["sharding"]["strategy"] == "ddp" and list(printed) == [
+            key.split(".")[0] for key in dict.fromkeys(k.split(".")[0] for k in flatten(TrainConfig))
+        ]
+    assert not list(tmp_path.iterdir())
+
+
+def test_hydras_own_view_is_there(capsys):
+    assert main(["--info", "defaults", "+recipe=quickstart"]) == 0
+    assert "recipe/quickstart" in capsys.readouterr().out
+
+
+def test_help_lists_verbs_groups_and_recipes(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in (*VERBS, *GROUPS, *options("train")["recipe"], "qwen3_0_6b"))
+    for verb in VERBS:
+        assert main([verb, "--help"]) == 0
+    assert main(["--version"]) == 0 and __version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("ex", "export"),
+        ("preview preview.", "preview.rows="),
+        ("+recipe=qu", "+recipe=quickstart"),
+        ("export so", "source="),
+        ("train sharding=", "sharding=hsdp"),
+    ],
+)
+def test_completion_knows_verbs_recipes_and_keys(capsys, monkeypatch, line, offered):
+    monkeypatch.setenv("COMP_LINE", f"fsdp-trainer {line}")
+    assert main(["-sc", "query=bash"]) == 0
+    assert offered in capsys.readouterr().out.split()
+
+
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["optim.learning_rate=1"], ["--cfg", "job", "+recipe=llama70b_sft"], ["recipes"], ["config", "key=optim.lr"]]
+)
+def test_answers_come_within_two_seconds_and_without_torch(argv):
+    code = f"import sys; from fsdp_trainer.cli import main; main({argv}); assert 'torch' not in sys.modules"
+    for last_try in (False, False, True):  # other tests may run beside this one
+        start = time.monotonic()
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO, capture_output=True, env={**os.environ, "PYTHONPATH": str(REPO)})
+        if (seconds := time.monotonic() - start) < 2:
+            return
+        assert not last_try, f"took {seconds:.1f} s"
+
+
+# --- the schema is the documentation -----------------------------------------------------------------------------------------------
+
+
+def test_comments_and_values_in_conf_are_the_schemas():
+    for path, text in documented_files(CONF).items():
+        assert path.read_text() == text, f"{path}: run  python -m fsdp_trainer.config.document"
+
+
+def test_the_configuration_page_is_the_schemas():
+    assert (REPO / "docs" / "configuration.md").read_text() == markdown(options("train"))
+
+
+def test_every_key_is_explained(capsys):
+    assert main(["config"]) == 0
+    every = capsys.readouterr().out
+    assert all(f"{key} " in every for key in flatten(TrainConfig))
+    assert main(["config", "key=optim.lr"]) == 0
+    assert "peak learning rate" in capsys.readouterr().out
+
+
+def test_the_recipes_verb_names_hardware_and_command(capsys):
+    assert main(["recipes"]) == 0
+    text = capsys.readouterr().out
+    assert "not said" not in text and all(f"+recipe={name}" in text for name in options("train")["recipe"])
+
+
+def test_every_synonym_leads_to_something_real():
+    keys, groups = flatten(TrainConfig), options("train")
+    for name, meant in SYNONYMS.items():
+        target = meant.split("=")[0]
+        assert " " in meant or target in keys or target in groups, name
+        assert f"{name}" not in groups, name
+    for group, names in OPTION_SYNONYMS.items():
+        assert set(names.values()) <= set(groups[group])
+
+
+def test_every_verb_has_a_configuration():
+    assert set(VERBS) == set(PRIMARY)

@@ -1,0 +1,253 @@
+"""What is learnt: every assistant turn with its end, and nothing else."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+
+from fsdp_trainer.config.schema import Data
+from fsdp_trainer.data.conversations import Conversation, Document, make_reader
+from fsdp_trainer.data.samples import SampleBuilder
+from fsdp_trainer.data.sources import Row, RowError, read_rows
+from fsdp_trainer.data.templates import BUILT_IN, Template, load_template
+from fsdp_trainer.data.tokenizer import load_tokenizer
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+WHERE = ("chats.jsonl", 1)
+
+# As Qwen3's own: earlier turns lose their thinking, the last one always has a <think> block.
+REWRITING = """{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' %}
+{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\\n') if '</think>' in m.content else '' %}
+{%- if loop.last %}{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}{%- endif %}
+{{- m.content.split('</think>')[-1].lstrip('\\n') }}
+{%- else %}{{- m.content }}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+# As DeepSeek-R1's: the prompt opens a <think> that finished turns do not have.
+OPENED_THINK = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content.split('</think>')[-1] + '<|im_end|>' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("demo:bytes")
+
+
+def turn(role, content, **others):
+    return {"role": role, "content": content, **others}
+
+
+CHAT = [turn("system", "Be brief."), turn("user", "Hi"), turn("assistant", "Hello!"), turn("user", "2+2?"), turn("assistant", "4")]
+
+
+def samples_of(tokenizer, row, template=None, seq_len=1000, **options):
+    """All samples of a row, and the builder with its counts."""
+    template = template or load_template("chatml", tokenizer)
+    builder = SampleBuilder(Data(**options), seq_len, tokenizer, template)
+    return [sample for made in builder.tokenize(builder.render(row)) for sample in made], builder
+
+
+def learnt(tokenizer, sample):
+    """The learnt stretches of a sample, as text."""
+    texts, previous = [], 0.0
+    for token, weight in zip(sample.tokens.tolist(), sample.weights.tolist(), strict=True):
+        if weight:
+            texts = texts if previous else [*texts, []]
+            texts[-1].append(token)
+        previous = weight
+    return [tokenizer.decode(t, skip_special=False) for t in texts]
+
+
+def test_every_assistant_turn_is_learnt_with_its_end_but_not_the_newline_after_it(tokenizer):
+    (sample,), _ = samples_of(tokenizer, Conversation(CHAT, None, WHERE))
+    assert learnt(tokenizer, sample) == ["Hello!<|im_end|>", "4<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_templates_mask_as_they_mark_generation(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    backend = made_tokenizer()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>", chat_template=BUILT_IN[name]
+    )
+    fast.save_pretrained(tmp_path)
+    ours = load_tokenizer(str(tmp_path))
+    for messages in (CHAT, CHAT[1:], [*CHAT[:3], turn("tool", "ok"), turn("assistant", ""), turn("user", "end")]):
+        (sample,), _ = samples_of(ours, Conversation(messages, None, WHERE), load_template(name, ours))
+        assert_same_as_transformers(sample, fast, messages)
+
+
+def made_tokenizer():
+    """A small byte-level BPE with the special tokens of Llama 3 and ChatML."""
+    special = ["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|im_start|>", "<|im_end|>"]
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator([str(CHAT)] * 3, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False))
+    backend.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in special])
+    return backend
+
+
+def assert_same_as_transformers(sample, tokenizer, messages, tools=None):
+    theirs = tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    assert sample.tokens.tolist() == theirs["input_ids"]
+    assert (sample.weights > 0).astype(int).tolist() == theirs["assistant_masks"]
+
+
+@pytest.mark.parametrize("file", ["gsm8k_train.jsonl", "alpaca_en_demo.json", "alpaca_zh_demo.json", "glaive_toolcall_en_demo.json"])
+def test_masks_equal_those_of_transformers_on_real_data(file):
+    transformers = pytest.importorskip("transformers")
+    if not SHARED.is_dir():
+        pytest.skip("needs shared/data")
+    theirs = transformers.AutoTokenizer.from_pretrained(SHARED / "bpe4k")
+    ours = load_tokenizer(str(SHARED / "bpe4k"))
+    template = load_template(None, ours)
+    rows = [row for _, row in zip(range(300), read_rows(str(SHARED / file)), strict=False)]
+    reader = make_reader(rows[0].columns, "auto", None, file)
+    for row in rows:
+        (sample,), _ = samples_of(ours, reader.read(row), template, seq_len=100_000)
+        assert_same_as_transformers(sample, theirs, as_messages(row.columns))
+
+
+def as_messages(columns):
+    """A row of shared/data as a person would write it for `apply_chat_template`."""
+    roles = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+    if "conversations" in columns:
+        return [turn(roles[t["from"]], t["value"]) for t in columns["conversations"]]
+    if "question" in columns:
+        return [turn("user", columns["question"]), turn("assistant", columns["answer"])]
+    question = columns["instruction"] + ("\n" + columns["input"] if columns["input"] else "")
+    return [turn("user", question), turn("assistant", columns["output"])]
+
+
+def test_a_template_that_rewrites_earlier_turns_gives_one_sample_per_turn_as_at_inference(tokenizer):
+    template = Template("rewriting", REWRITING, tokenizer.special)
+    chat = [turn("user", "a"), turn("assistant", "<think>\nwhy\n</think>\n\nb"), turn("user", "c"), turn("assistant", "d")]
+    first, second = samples_of(tokenizer, Conversation(chat, None, WHERE), template)[0]
+    assert learnt(tokenizer, first) == ["<think>\nwhy\n</think>\n\nb<|im_end|>"]
+    assert learnt(tokenizer, second) == ["<think>\n\n</think>\n\nd<|im_end|>"]
+    prompt = template.render(chat[:3], add_generation_prompt=True)
+    assert tokenizer.decode(second.tokens.tolist(), skip_special=False).startswith(prompt)
+    assert "why" not in prompt
+
+
+def test_a_template_that_rewrites_gives_one_sample_where_nothing_is_rewritten(tokenizer):
+    template = Template("rewriting", REWRITING, tokenizer.special)
+    samples, _ = samples_of(tokenizer, Conversation(CHAT[:3], None, WHERE), template)
+    assert [learnt(tokenizer, s) for s in samples] == [["<think>\n\n</think>\n\nHello!<|im_end|>"]]
+    samples, _ = samples_of(tokenizer, Conversation(CHAT, None, WHERE), template, loss_on="last")
+    assert [learnt(tokenizer, s) for s in samples] == [["<think>\n\n</think>\n\n4<|im_end|>"]]
+
+
+@pytest.mark.parametrize("answer", ["Hello", "<th", "<think>\nwhy\n</think>Hello", "1", "A"])
+def test_a_prompt_that_opens_a_think_block_does_not_shift_the_mask(tokenizer, answer):
+    template = Template("opened", OPENED_THINK, tokenizer.special)
+    (sample,), builder = samples_of(tokenizer, Conversation([turn("user", "a"), turn("assistant", answer)], None, WHERE), template)
+    assert learnt(tokenizer, sample) == [answer.split("</think>")[-1] + "<|im_end|>"]
+    assert any("generation prompt" in sentence for sentence in builder.counts)
+
+
+def test_an_assistant_that_speaks_first_is_learnt(tokenizer):
+    (sample,), _ = samples_of(
+        tokenizer, Conversation([turn("assistant", "Welcome"), turn("user", "a"), turn("assistant", "b")], None, WHERE)
+    )
+    assert learnt(tokenizer, sample) == ["Welcome<|im_end|>", "b<|im_end|>"]
+
+
+def test_loss_on_last_and_all(tokenizer):
+    (sample,), _ = samples_of(tokenizer, Conversation(CHAT, None, WHERE), loss_on="last")
+    assert learnt(tokenizer, sample) == ["4<|im_end|>"]
+    (sample,), _ = samples_of(tokenizer, Conversation(CHAT, None, WHERE), loss_on="all")
+    assert sample.weights[1:].all() and not sample.weights[0]
+
+
+def test_weights_of_turns_are_honoured(tokenizer):
+    chat = [turn("user", "a"), turn("assistant", "b", weight=0.0), turn("user", "c"), turn("assistant", "d", weight=0.5)]
+    (sample,), _ = samples_of(tokenizer, Conversation(chat, None, WHERE))
+    assert learnt(tokenizer, sample) == ["d<|im_end|>"]
+    assert set(sample.weights.tolist()) == {0.0, 0.5}
+    (sample,), _ = samples_of(tokenizer, Conversation(chat, None, WHERE), loss_on="all")
+    assert set(sample.weights.tolist()) == {0.0, 0.5, 1.0}
+    assert "b<|im_end|>" not in "".join(learnt(tokenizer, sample))
+
+
+def test_a_token_across_the_edge_of_a_turn_is_not_learnt(tmp_path):
+    made_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    # The prompt ends in a space, which this vocabulary may join with the first letter of the answer.
+    source = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    (sample,), _ = samples_of(
+        tokenizer, Conversation([turn("user", "a"), turn("assistant", "Be brief.")], None, WHERE), Template("t", source, {})
+    )
+    assert " " not in learnt(tokenizer, sample)[0][:1]
+    assert learnt(tokenizer, sample)[0].endswith("<|eot_id|>")
+
+
+def test_a_template_without_end_tokens_is_reported(tokenizer):
+    source = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    _, builder = samples_of(tokenizer, Conversation(CHAT[1:3], None, WHERE), Template("t", source, {}))
+    assert any("does not learn to stop" in sentence for sentence in builder.counts)
+
+
+@pytest.mark.parametrize(("policy", "lengths"), [("drop", []), ("truncate", [4]), ("split", [4, 4, 3])])
+def test_a_long_document_is_dropped_cut_or_split_without_loss(tokenizer, policy, lengths):
+    samples, _ = samples_of(tokenizer, Document("0123456789", WHERE), seq_len=4, too_long=policy)
+    assert [len(s.tokens) for s in samples] == lengths
+    if policy == "split":
+        assert tokenizer.decode([t for s in samples for t in s.tokens.tolist()], skip_special=False) == "0123456789<|im_end|>"
+
+
+def test_a_document_has_one_bos_and_one_eos_and_all_else_is_learnt():
+    tokenizer = load_tokenizer("demo:bytes")
+    tokenizer.bos_id = tokenizer.special_tokens["<|endoftext|>"]
+    for text in ("hi", "<|endoftext|>hi"):
+        (sample,), _ = samples_of(tokenizer, Document(text, WHERE))
+        assert tokenizer.decode(sample.tokens.tolist(), skip_special=False) == "<|endoftext|>hi<|im_end|>"
+        assert sample.weights.tolist() == [0, 1, 1, 1]
+
+
+def test_a_conversation_without_an_answer_is_dropped_and_counted(tokenizer):
+    samples, builder = samples_of(tokenizer, Conversation(CHAT[:2], None, WHERE))
+    assert samples == [] and builder.counts == {"dropped {:,} samples with nothing to learn": 1}
+
+
+def test_what_a_template_cannot_render_becomes_text(tokenizer):
+    source = """{%- for m in messages %}{%- if m.role not in ('user', 'assistant') %}{{- raise_exception('only user and assistant') }}{%- endif %}
+{{- m.role + ':' + m.content + '<|im_end|>' }}{%- endfor %}"""
+    template = Template("strict", source, {})
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    chat = [turn("system", "S"), turn("user", "U"), turn("assistant", "", tool_calls=[call]), turn("tool", "1"), turn("assistant", "A")]
+    text = template.render(template.adapt(chat, None))
+    assert text == "user:S\n\nU<|im_end|>assistant:" + json.dumps(call["function"]) + "<|im_end|>user:1<|im_end|>assistant:A<|im_end|>"
+    assert len(template.adapted) == 3
+
+
+def test_tool_calls_and_descriptions_are_rendered_where_the_template_knows_them(tokenizer):
+    source = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}
+{%- for call in m.tool_calls or [] %}{{ '<call>' + call.function.name + call.function.arguments | tojson }}{% endfor %}
+{{- '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+    template = Template("tools", source, tokenizer.special)
+    call = '{"name": "add", "arguments": {"a": 1}}'
+    chat = [
+        {"from": "human", "value": "q"},
+        {"from": "function_call", "value": call},
+        {"from": "observation", "value": "2"},
+        {"from": "gpt", "value": "a"},
+    ]
+    columns = {"conversations": chat, "tools": '[{"name": "add"}]'}
+    row = make_reader(columns, "auto", None, "f").read(Row(columns, WHERE))
+    (sample,), _ = samples_of(tokenizer, row, template)
+    assert learnt(tokenizer, sample) == ['<call>add{"a": 1}<|im_end|>', "a<|im_end|>"]
+    assert not template.adapted and '"name": "add"}}]<|im_start|>' in tokenizer.decode(sample.tokens.tolist(), skip_special=False)
+
+
+def test_a_template_that_refuses_a_conversation_says_so_in_its_own_words(tokenizer):
+    source = "{% if messages[0].role != 'user' %}{{ raise_exception('must start with user') }}{% endif %}"
+    with pytest.raises(RowError, match="must start with user"):
+        samples_of(tokenizer, Conversation([turn("assistant", "A")], None, WHERE), Template("strict", source, {}))

@@ -1,0 +1,172 @@
+"""Rows: well filled, each sample once an epoch, and the same order for everyone."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_trainer.config.schema import Batch, Data, PreviewConfig
+from fsdp_trainer.data.order import RowOrder
+from fsdp_trainer.data.packing import best_fit
+from fsdp_trainer.data.preview import preview
+from fsdp_trainer.data.samples import Sample
+from fsdp_trainer.data.store import StoreWriter, TokenStore, prepare
+from fsdp_trainer.data.templates import load_template
+from fsdp_trainer.data.tokenizer import load_tokenizer
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+
+
+@dataclass
+class Lengths:
+    """A store that has lengths only."""
+
+    lengths: np.ndarray
+    fingerprint: str = "f"
+
+    @property
+    def weight_sums(self):
+        return self.lengths * 0.5
+
+    @property
+    def supervised(self):
+        return self.lengths - 1
+
+
+def one_by_one(lengths, capacity):
+    """Best-fit decreasing as the textbook has it: how full each row is."""
+    free: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [f for f in free if f >= length]
+        if fitting:
+            free[free.index(min(fitting))] -= length
+        else:
+            free.append(capacity - length)
+    return sorted(free)
+
+
+@given(st.lists(st.integers(1, 20), max_size=60), st.integers(20, 40))
+def test_placing_equal_lengths_together_is_best_fit_decreasing(lengths, capacity):
+    packing = best_fit(np.array(lengths, np.int64), capacity)
+    assert sorted(packing.documents.tolist()) == list(range(len(lengths)))
+    rows = np.split(packing.documents, packing.offsets[1:-1]) if lengths else []
+    assert sorted(capacity - sum(lengths[i] for i in row) for row in rows) == one_by_one(lengths, capacity)
+
+
+def test_a_million_samples_are_packed_in_seconds_and_full():
+    lengths = np.random.default_rng(0).integers(2, 4096, 1_000_000)
+    packing = best_fit(lengths, 8192)
+    assert lengths.sum() / (8192 * (len(packing.offsets) - 1)) > 0.999
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(2, 16), min_size=1, max_size=40), st.booleans(), st.sampled_from(["best_fit", "none"]), st.integers(0, 3))
+def test_an_epoch_has_every_sample_once_and_no_row_is_too_long(lengths, shuffle, packing, seed):
+    store = Lengths(np.array(lengths))
+    order = RowOrder(store, 16, packing, shuffle, seed)
+    for epoch in range(2):
+        rows = [order.row(epoch * order.rows_per_epoch + i) for i in range(order.rows_per_epoch)]
+        assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
+        assert all(sum(lengths[i] for i in row) <= 16 for row in rows)
+        again = RowOrder(store, 16, packing, shuffle, seed)
+        assert [again.row(epoch * order.rows_per_epoch + i) for i in reversed(range(len(rows)))] == rows[::-1]
+    total = order.totals(1, 2 * order.rows_per_epoch)
+    parts = [order.totals(i, i + 1) for i in range(1, 2 * order.rows_per_epoch)]
+    assert np.allclose(total, np.sum(parts, axis=0) if parts else (0, 0, 0, 0))
+
+
+def test_the_order_differs_between_epochs_seeds_and_data():
+    lengths = np.full(100, 8)
+    rows = lambda order, epoch: [order.row(epoch * order.rows_per_epoch + i) for i in range(order.rows_per_epoch)]  # noqa: E731
+    order = RowOrder(Lengths(lengths), 16, "best_fit", True, 0)
+    others = [RowOrder(Lengths(lengths), 16, "best_fit", True, 1), RowOrder(Lengths(lengths, "g"), 16, "best_fit", True, 0)]
+    assert all(rows(order, 0) != other for other in [rows(order, 1), *(rows(o, 0) for o in others)])
+
+
+def test_the_order_is_the_same_in_every_version():
+    order = RowOrder(Lengths(np.array([3, 3, 3, 5, 5, 8])), 8, "best_fit", True, 0)
+    assert [order.row(i) for i in range(8)] == [[3, 2], [5], [4, 1], [0], [4, 1], [2], [3, 0], [5]]
+
+
+def test_without_shuffling_rows_follow_the_data():
+    order = RowOrder(Lengths(np.array([3, 8, 5, 8, 2])), 8, "best_fit", False, 0)
+    assert [order.row(i) for i in range(order.rows_per_epoch)] == [[0, 2], [1], [3], [4]]
+
+
+def test_labels_are_the_next_token_of_the_same_document(tmp_path):
+    writer = StoreWriter(tmp_path / "s")
+    writer.write(
+        [
+            Sample(np.array([1, 2, 3], np.int32), np.array([0, 1, 1], np.float32)),
+            Sample(np.array([4, 5, 6], np.int32), np.array([0, 0, 0.5], np.float32)),
+        ]
+    )
+    writer.close()
+    order = RowOrder(TokenStore(tmp_path / "s", "f"), 8, "best_fit", False, 0)
+    row = order.read(0)
+    assert row.tokens.tolist() == [1, 2, 3, 4, 5, 6, 0, 0] and row.tokens.dtype == np.int64
+    assert row.labels.tolist() == [2, 3, -100, -100, 6, -100, -100, -100] and row.labels.dtype == np.int64
+    assert row.weights.tolist() == [1, 1, 0, 0, 0.5, 0, 0, 0]
+    assert row.documents == [3, 3]
+    assert order.totals(0, 1) == (2.5, 6, 3, 18)
+
+
+def prepared(tmp_path, seq_len=64, tokenizer="demo:bytes", **data):
+    tokenizer = load_tokenizer(tokenizer)
+    return prepare(Data(**data), Batch(seq_len=seq_len), tokenizer, load_template(None, tokenizer), tmp_path / "cache")
+
+
+def test_totals_are_those_of_the_rows(tmp_path):
+    order = RowOrder(prepared(tmp_path, path="demo:backwards").train, 64, "best_fit", True, 0)
+    n = order.rows_per_epoch
+    rows = [order.read(i) for i in range(n - 3, n + 3)]
+    weight, supervised = sum(float(r.weights.sum()) for r in rows), sum(int((r.labels != -100).sum()) for r in rows)
+    lengths = [n for r in rows for n in r.documents]
+    assert order.totals(n - 3, n + 3) == (weight, sum(lengths), supervised, sum(n * n for n in lengths))
+
+
+def test_gsm8k_fills_98_percent_of_its_rows(tmp_path):
+    if not SHARED.is_dir():
+        pytest.skip("needs shared/data")
+    store = prepared(tmp_path, 1024, str(SHARED / "bpe4k"), path=str(SHARED / "gsm8k_train.jsonl")).train
+    assert RowOrder(store, 1024, "best_fit", True, 0).fill > 0.98
+
+
+def test_preview_json_is_what_training_reads_and_nothing_else(tmp_path, capsys):
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0.5}]
+    rows = [{"messages": chat}] + [{"messages": [chat[0], {"role": "assistant", "content": "b" * i}]} for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    cfg = PreviewConfig()
+    cfg.data.path, cfg.tokenizer.path, cfg.data.cache, cfg.batch.seq_len = str(tmp_path / "a.jsonl"), "demo:bytes", str(tmp_path / "c"), 128
+    cfg.preview.format, cfg.preview.rows = "json", 8
+    assert preview(cfg) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    order = RowOrder(prepared(tmp_path / "other", 128, path=cfg.data.path).train, 128, "best_fit", True, 0)
+    weighted = 0
+    for index, line in enumerate(lines):
+        row, n = order.read(index), sum(line["documents"])
+        assert line["row"] == index and line["documents"] == row.documents
+        assert line["tokens"] == row.tokens[:n].tolist() and line["labels"] == row.labels[:n].tolist()
+        weighted += "weights" in line
+        assert line.get("weights", (row.labels[:n] != -100).astype(float).tolist()) == row.weights[:n].tolist()
+    assert len(lines) == 8 and 0 < weighted < 8
+
+
+def test_preview_text_marks_what_is_learnt(tmp_path, capsys):
+    cfg = PreviewConfig()
+    cfg.data.path, cfg.tokenizer.path, cfg.data.cache, cfg.preview.rows, cfg.batch.seq_len = (
+        "demo:backwards",
+        "demo:bytes",
+        str(tmp_path),
+        1,
+        64,
+    )
+    cfg.data.shuffle = False
+    assert preview(cfg) == 0
+    shown = capsys.readouterr().out
+    assert "4,000 rows, messages" in shown and "filled" in shown
+    assert "<|im_start|>assistant\n[[" in shown and "<|im_end|>]]\n" in shown

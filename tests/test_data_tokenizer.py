@@ -1,0 +1,186 @@
+"""Our tokens are those of SentencePiece and of `transformers`, and what we save loads there."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdp_trainer.data.sources import RowError
+from fsdp_trainer.data.templates import Template, load_template
+from fsdp_trainer.data.tokenizer import load_tokenizer
+from fsdp_trainer.errors import UserError
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+TEXTS = ["Hello world", "two  spaces\n\nand\ttabs ", "细胞理论 é ü 🙂", "", "x" * 300, "for i in range(10):\n    print(i)"]
+
+
+@pytest.fixture(scope="module", params=["bpe", "unigram"])
+def sentencepiece_file(request, tmp_path_factory):
+    spm = pytest.importorskip("sentencepiece")
+    model = io.BytesIO()
+    words = (
+        f"the {a} {b} of {c}s\n"
+        for a in ("small", "large", "Hello")
+        for b in ("world", "range", "theory")
+        for c in ("cell", "print", "number")
+    )
+    # As Llama 2's: no normalisation, byte fallback.
+    options = (
+        {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "split_digits": True} if request.param == "bpe" else {}
+    )
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(list(words) * 5), model_writer=model, vocab_size=330, model_type=request.param, byte_fallback=True,
+        hard_vocab_limit=False, minloglevel=2, user_defined_symbols=["<|tool|>"], **options,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp(request.param) / "spm.model"
+    path.write_bytes(model.getvalue())
+    return path
+
+
+def test_a_sentencepiece_model_gives_the_pieces_of_sentencepiece(sentencepiece_file):
+    spm = pytest.importorskip("sentencepiece")
+    theirs = spm.SentencePieceProcessor(model_file=str(sentencepiece_file))
+    ours = load_tokenizer(str(sentencepiece_file))
+    assert ours.vocab_size == theirs.get_piece_size()
+    assert (ours.bos_id, ours.eos_id, ours.pad_id) == (theirs.bos_id(), theirs.eos_id(), None)
+    for text in [*TEXTS, "a<|tool|>b"]:
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
+
+
+def test_llama_2_gives_the_pieces_of_sentencepiece_on_real_text():
+    spm = pytest.importorskip("sentencepiece")
+    if not SHARED.is_dir():
+        pytest.skip("needs shared/data")
+    path = str(SHARED / "llama2_tokenizer.model")
+    rows = (
+        json.loads((SHARED / "alpaca_zh_demo.json").read_text())[:200]
+        + json.loads((SHARED / "glaive_toolcall_en_demo.json").read_text())[:100]
+    )
+    texts = [json.dumps(row, ensure_ascii=False) for row in rows]
+    ours = [e.ids.tolist() for e in load_tokenizer(path).encode_batch(texts)]
+    assert ours == spm.SentencePieceProcessor(model_file=path).encode(texts)
+
+
+def test_after_a_special_token_no_space_is_put(sentencepiece_file):
+    tokenizer = load_tokenizer(str(sentencepiece_file))
+    assert tokenizer.decode(tokenizer.encode("<s>Hello</s>world"), skip_special=False) == "<s>Hello</s>world"
+    assert tokenizer.encode("<s>Hello")[0] == tokenizer.bos_id
+
+
+def test_what_is_saved_gives_the_same_tokens_in_transformers(sentencepiece_file, tmp_path):
+    saved_and_compared(load_tokenizer(str(sentencepiece_file)), tmp_path, [*TEXTS, "<s>Hello</s>world"])
+
+
+@pytest.mark.parametrize("name", ["llama2_tokenizer.model", "bpe4k", "demo:bytes"])
+def test_real_tokenizers_are_saved_for_transformers(name, tmp_path):
+    if name != "demo:bytes" and not SHARED.is_dir():
+        pytest.skip("needs shared/data")
+    tokenizer = load_tokenizer(name if name == "demo:bytes" else str(SHARED / name))
+    special = list(tokenizer.special_tokens)
+    theirs = saved_and_compared(tokenizer, tmp_path, [*TEXTS, f"a{special[0]} b{special[-1]}c {special[1]}"])
+    assert theirs.eos_token_id == tokenizer.eos_id and theirs.chat_template == tokenizer.chat_template
+
+
+def saved_and_compared(tokenizer, folder, texts):
+    transformers = pytest.importorskip("transformers")
+    tokenizer.save(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert [theirs(t, add_special_tokens=False)["input_ids"] for t in texts] == [e.ids.tolist() for e in tokenizer.encode_batch(texts)]
+    again = load_tokenizer(str(folder))
+    assert [again.encode(t) for t in texts] == [tokenizer.encode(t) for t in texts]
+    assert (again.bos_id, again.eos_id, again.vocab_size, again.stop_ids) == (
+        tokenizer.bos_id,
+        tokenizer.eos_id,
+        tokenizer.vocab_size,
+        tokenizer.stop_ids,
+    )
+    return theirs
+
+
+def test_another_template_is_saved_with_the_tokenizer(tmp_path):
+    load_tokenizer("demo:bytes").save(tmp_path, chat_template="{{ messages }}")
+    assert load_tokenizer(str(tmp_path)).chat_template == "{{ messages }}"
+    assert "chat_template" not in json.loads((tmp_path / "tokenizer_config.json").read_text())
+
+
+def test_offsets_cover_the_text():
+    tokenizer = load_tokenizer("demo:bytes")
+    (encoding,) = tokenizer.encode_batch(["é<|im_end|>x"])
+    assert encoding.starts.tolist() == [0, 0, 1, 11] and encoding.ends.tolist() == [1, 1, 11, 12]
+
+
+def test_stored_truncation_and_offset_trimming_are_undone(tmp_path):
+    load_tokenizer("demo:bytes").save(tmp_path)
+    stored = json.loads((tmp_path / "tokenizer.json").read_text())
+    stored["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    stored["post_processor"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    (encoding,) = load_tokenizer(str(tmp_path)).encode_batch(["a b c"])
+    assert encoding.starts.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_special_tokens_and_templates_are_read_in_every_spelling(tmp_path):
+    load_tokenizer("demo:bytes").save(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    template = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    config = {"eos_token": {"content": "<|im_end|>"}, "bos_token": None, "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<|im_start|>"}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 7]}))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_id) == ("<|im_start|>", "<|im_end|>", None)
+    assert tokenizer.chat_template == "D" and tokenizer.stop_ids == {256, 258, 7}
+
+
+def test_tokens_added_to_a_sentencepiece_model_later_have_their_ids(sentencepiece_file, tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_file.read_bytes())
+    size = load_tokenizer(str(sentencepiece_file)).vocab_size
+    for id in (size, size + 1):
+        added = {"1": {"content": "<s>", "special": True}, str(id): {"content": "<|im_end|>", "special": True}}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "added_tokens_decoder": added}))
+        if id == size:
+            tokenizer = load_tokenizer(str(tmp_path))
+            assert (tokenizer.eos_id, tokenizer.vocab_size, tokenizer.encode("<|im_end|>")) == (size, size + 1, [size])
+        else:
+            with pytest.raises(UserError, match="im_end"):
+                load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"\x0a\xff\xff", bytes(100)])
+def test_a_bad_model_file_is_refused_by_name(tmp_path, content):
+    (tmp_path / "bad.model").write_bytes(content)
+    with pytest.raises(UserError, match=r"bad\.model"):
+        load_tokenizer(str(tmp_path / "bad.model"))
+
+
+def test_a_model_file_that_is_cut_short_is_refused(sentencepiece_file, tmp_path):
+    whole = sentencepiece_file.read_bytes()
+    for size in range(0, len(whole) - 40, 997):
+        (tmp_path / "cut.model").write_bytes(whole[:size])
+        with pytest.raises(UserError, match=r"cut\.model"):
+            load_tokenizer(str(tmp_path / "cut.model"))
+
+
+@pytest.mark.parametrize("name", ["missing", ".", "notes.txt", "tokenizer.json"])
+def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, name):
+    (tmp_path / "notes.txt").write_text("x")
+    if name == "tokenizer.json":
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match=r"tokenizer\.path="):
+        load_tokenizer(str(tmp_path / name))
+
+
+def test_a_template_whose_markers_the_tokenizer_lacks_is_refused():
+    with pytest.raises(UserError, match=r"<\|eot_id\|>"):
+        load_template("llama3", load_tokenizer("demo:bytes"))
+    with pytest.raises(UserError, match="no template of this name"):
+        load_template("lama3", load_tokenizer("demo:bytes"))
+
+
+def test_templates_do_not_know_the_day_and_cannot_reach_python():
+    tokenizer = load_tokenizer("demo:bytes")
+    assert Template("t", "{{ strftime_now('%d %b %Y') }}{{ {'a': '<'} | tojson }}", tokenizer.special).render([]) == '26 Jul 2024{"a": "<"}'
+    with pytest.raises(RowError):
+        Template("t", "{{ ''.__class__.__mro__ }}", {}).render([])

@@ -88,7 +88,7 @@ def split_into_files(names: list[str], sizes: dict[str, int], limit: int) -> dic
 def read_tensors(checkpoint: Path, entries: dict[str, tuple[torch.dtype, torch.Size]]) -> Iterator[Tensor]:
     """The entries' tensors in order, in the asked dtype, a group at a time."""
     group: dict[str, Tensor] = {}
-    for i, (name, (dtype, shape)) in enumerate(entries.items(), 1):
+    for i, (name, (_, shape)) in enumerate(entries.items(), 1):
         group[WEIGHTS + name] = torch.empty(shape)
         if i == len(entries) or sum(t.numel() * 4 for t in group.values()) >= GROUP_BYTES:
             load(checkpoint, group, alone=True)

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # ModelProto.SentencePiece.Type
 UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
+PROBES = ("The quick brown fox, 1984.", "a  b\tc\nd", "naïve Ωμέγα 東京 🙂", "def f(x):\n    return x**2  # ½")
 
 
 def read_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
@@ -48,7 +50,16 @@ def read_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     tokenizer.add_tokens(added)
     if bos := special.get("bos_token"):
         tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", [(bos, tokenizer.token_to_id(bos))])
+    _check(tokenizer, path)
     return tokenizer, special
+
+
+def _check(tokenizer: Tokenizer, path: Path) -> None:
+    """SentencePiece itself is the judge of whether it was read right."""
+    original = SentencePieceProcessor(model_file=str(path))
+    for text in PROBES:
+        if (ours := tokenizer.encode(text, add_special_tokens=False).ids) != (theirs := original.encode(text)):
+            raise ValueError(f"it uses something that is not read: {text!r} would become {ours} instead of {theirs}")
 
 
 def _model(pieces: list[tuple[str, float, int]], trainer: dict, unk_id: int) -> models.Model:

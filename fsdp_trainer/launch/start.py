@@ -11,6 +11,7 @@ from glob import glob
 from fsdp_trainer.config.schema import Launch, TrainConfig
 
 GRACE_SECONDS = 10.0
+STOPPED = 75  # on a signal or a time limit, with a checkpoint committed
 
 
 def train(cfg: TrainConfig, overrides: list[str]) -> int:
@@ -50,16 +51,19 @@ def start_ranks(count: int, overrides: list[str]) -> int:
     }
     env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     command = [sys.executable, "-m", "fsdp_trainer", "train", *overrides]
-    ranks = [subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(count)]
+    # a session of their own: Ctrl-C at a terminal reaches them through us alone, and once
+    ranks = [subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, start_new_session=True) for r in range(count)]
+    received: list[int] = []
 
     def pass_on(signum: int, _frame: object) -> None:
-        for rank in ranks:
-            if rank.poll() is None:
+        received.append(signum)
+        for rank in (rank for rank in ranks if rank.poll() is None):
+            if len(received) > 1:
+                rank.kill()  # a rank that waits for a dead one would not hear it
+            else:
                 rank.send_signal(signum)
 
-    # Ctrl-C at a terminal reaches the ranks by itself; the parent only has to wait for them
-    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: pass_on, signal.SIGUSR1: pass_on}
-    before = {s: signal.signal(s, handler) for s, handler in handlers.items()}
+    before = {signum: signal.signal(signum, pass_on) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
         return wait_for_ranks(ranks)
     finally:
@@ -73,7 +77,9 @@ def wait_for_ranks(ranks: list[subprocess.Popen]) -> int:
     while any(rank.poll() is None for rank in ranks):
         failed = [rank.returncode for rank in ranks if rank.returncode]
         if failed and not first_failure:
-            first_failure, deadline = failed[0], time.monotonic() + GRACE_SECONDS
+            first_failure = failed[0]
+            if first_failure != STOPPED:  # those that stop in order may still be closing their trackers
+                deadline = time.monotonic() + GRACE_SECONDS
         if time.monotonic() > deadline:
             for rank in ranks:
                 rank.kill()

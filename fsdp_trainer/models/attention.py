@@ -53,7 +53,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
     pieces = []
     for row, lengths in enumerate(layout.lengths):
         start = 0
-        for length in lengths:
+        for length in lengths or [1]:  # an empty row: keys and values without a gradient would leave this rank's reduction shorter
             document = slice(start, start + length)
             pieces.append(_kernel(q[row : row + 1, document], k[row : row + 1, document], v[row : row + 1, document], is_causal=True)[0])
             start += length

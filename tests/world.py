@@ -1,0 +1,176 @@
+"""A pool of worker processes that are the ranks of a world: a training on 2 ranks costs what it computes, not what importing torch does."""
+
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PRELOAD = ["torch", "torch.distributed.checkpoint", "fsdp_trainer.config.compose", "fsdp_trainer.train.run", "fsdp_trainer.data.preview"]
+RANKS = 4
+DEMO = ["data.path=demo:backwards", "tokenizer.path=demo:bytes"]
+SMALL = [
+    "model=tiny", "model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=3", "model.head_dim=8", "precision=fp32",
+    "model.initializer_range=0.1", "batch.seq_len=128", "batch.rows=8", "batch.micro_rows=8", "optim.lr=3e-3", "optim.weight_decay=0.1",
+    "schedule.warmup_steps=3", "launch.timeout=60s", "launch.data_timeout=60s",
+]  # fmt: skip
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or got stuck; the pool has been rebuilt."""
+
+
+@dataclass
+class Told:
+    """What one rank's command line gave."""
+
+    code: Any
+    out: str = ""
+    err: str = ""
+
+
+@dataclass
+class Run:
+    """A run's folder as its records tell it."""
+
+    folder: Path
+    ranks: list[Told] = field(default_factory=list)
+
+    @property
+    def out(self) -> str:
+        return self.ranks[0].out
+
+    @property
+    def err(self) -> str:
+        return self.ranks[0].err
+
+    @property
+    def metrics(self) -> list[dict]:
+        return read_lines(self.folder / "metrics.jsonl")
+
+    @property
+    def events(self) -> list[dict]:
+        return read_lines(self.folder / "events.jsonl")
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / "checkpoints").glob("*"))
+
+    def column(self, name: str) -> list:
+        return [line[name] for line in self.metrics]
+
+    def event(self, name: str) -> list[dict]:
+        return [line for line in self.events if line["event"] == name]
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+class World:
+    """`call` runs a function on every rank; `command` runs a command line on every rank."""
+
+    def __init__(self):
+        os.environ["OMP_NUM_THREADS"] = "1"
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOAD)
+        self.workers: list = []
+
+    def call(self, ranks: int, function: Callable, *args: Any, env: dict[str, str] | None = None, timeout: float = 120) -> list:
+        """`function(*args)` on each rank with torchrun's variables set; what it returned. Raises RankFailed."""
+        from fsdp_trainer.launch.start import free_port
+
+        while len(self.workers) < ranks:
+            ours, theirs = self.context.Pipe()
+            process = self.context.Process(target=work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.workers.append((process, ours))
+        workers = self.workers[:ranks]
+        port = str(free_port())
+        for rank, (_, pipe) in enumerate(workers):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            pipe.send((pickle.dumps((function, args)), place | (env or {})))
+        answers: dict[int, tuple[str, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < ranks and time.monotonic() < deadline:
+            waiting = {workers[rank][1]: rank for rank in range(ranks) if rank not in answers}
+            for pipe in multiprocessing.connection.wait(list(waiting), timeout=0.5):
+                rank = waiting[pipe]
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = ("died", workers[rank][0].exitcode)
+                if answers[rank][0] != "done":
+                    deadline = min(deadline, time.monotonic() + 5)
+        if any(kind != "done" for kind, _ in answers.values()) or len(answers) < ranks:
+            self.close()
+            told = [f"rank {r}: {' '.join(map(str, answers.get(r, ('stuck',))))}" for r in range(ranks)]
+            raise RankFailed("\n".join(told))
+        return [answers[rank][1] for rank in range(ranks)]
+
+    def command(self, *argv: str, ranks: int = 1, code: int = 0, seam: Callable | None = None, **options: Any) -> list[Told]:
+        """The command line on every rank, each of which must exit with `code`. seam: a context manager, entered on every rank."""
+        told = self.call(ranks, command, list(argv), seam, **options)
+        assert [t.code for t in told] == [code] * ranks, "\n".join(f"rank {i} exit {t.code}\n{t.out}{t.err}" for i, t in enumerate(told))
+        return told
+
+    def train(self, folder: Path, *overrides: str, ranks: int = 1, base: list[str] | None = None, **options: Any) -> Run:
+        """A small training into `folder`."""
+        place = [f"run.root={folder.parent}", f"run.name={folder.name}"]
+        told = self.command("train", *(SMALL if base is None else base), *place, *overrides, ranks=ranks, **options)
+        return Run(folder, told)
+
+    def close(self) -> None:
+        """End the workers; the next call makes new ones."""
+        for process, pipe in self.workers:
+            process.kill()
+            process.join()
+            pipe.close()
+        self.workers = []
+
+
+def work(pipe) -> None:
+    """A worker's life: one job after the other."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before, handlers = dict(os.environ), [signal.getsignal(s) for s in signals]
+    while True:
+        try:
+            job, env = pipe.recv()
+        except (EOFError, OSError):
+            return
+        os.environ.update(env)
+        try:
+            function, args = pickle.loads(job)
+            answer = ("done", function(*args))
+        except BaseException:
+            answer = ("raised", traceback.format_exc())
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(before)
+        for s, handler in zip(signals, handlers, strict=True):
+            signal.signal(s, handler)
+        pipe.send(answer)
+
+
+def command(argv: list[str], seam: Callable | None) -> Told:
+    """A command line in this process, with what it printed."""
+    from fsdp_trainer.cli import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with seam() if seam else contextlib.nullcontext(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(argv)
+    return Told(code, out.getvalue(), err.getvalue())

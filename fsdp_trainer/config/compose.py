@@ -41,8 +41,8 @@ def compose(verb: str, overrides: list[str], config_dir: str | None = None, *, i
     if isinstance(cfg, TrainConfig) and cfg.run.name is None:
         cfg.run.name = str(line.recipes[-1]).split("/")[-1] if line.recipes else "run"
     check_rules(cfg, report)
-    if inputs and line.whole:
-        check_inputs(cfg, report)
+    if inputs:
+        check_inputs(cfg, report, line.whole)
     report.close()
     return cfg
 

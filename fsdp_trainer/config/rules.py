@@ -64,9 +64,11 @@ def _settle_length(train: Train, report: Report) -> None:
         report.add("train.epochs", train.epochs, "train.steps and train.epochs are both set: keep one, as in  train.steps=null")
 
 
-def check_inputs(cfg: Any, report: Report) -> None:
-    """Everything that will be read was named, and is there."""
+def check_inputs(cfg: Any, report: Report, whole: bool = True) -> None:
+    """Everything that will be read was named, and is there. whole: no recipe or group is missing that may have named it."""
     if isinstance(cfg, TrainConfig):
+        if whole:
+            _require_training_inputs(cfg, report)
         _check_training_inputs(cfg, report)
     elif isinstance(cfg, ExportConfig | VerifyConfig | GenerateConfig):
         _require("source", cfg.source, "say what to read: a run or a checkpoint, e.g.  source=runs/quickstart", report)
@@ -77,21 +79,20 @@ def check_inputs(cfg: Any, report: Report) -> None:
         _check_exists("hf", cfg.hf, report)
 
 
+def _require_training_inputs(cfg: TrainConfig, report: Report) -> None:
+    why = "say what to train on, e.g.  data.path=chats.jsonl  or, to try it out,  data.path=demo:backwards"
+    _require("data.path", cfg.data.path, why, report)
+    if cfg.model.init_from is None:
+        why = "say which tokenizer, e.g.  tokenizer.path=tokenizer.json  or  demo:bytes ; with model.init_from it is the model's"
+        _require("tokenizer.path", cfg.tokenizer.path, why, report)
+
+
 def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
-    _require(
-        "data.path",
-        cfg.data.path,
-        "say what to train on, e.g.  data.path=chats.jsonl  or, to try it out,  data.path=demo:backwards",
-        report,
-    )
     for key in ("data.path", "data.validation", "tokenizer.path"):
         value = _get(cfg, key)
         for path in value if isinstance(value, list) else [value] if isinstance(value, str) else []:
             _check_readable(key, path, report)
-    if cfg.model.init_from is None:
-        why = "say which tokenizer, e.g.  tokenizer.path=tokenizer.json  or  demo:bytes ; with model.init_from it is the model's"
-        _require("tokenizer.path", cfg.tokenizer.path, why, report)
-    elif not _looks_like_hub_id(cfg.model.init_from):
+    if cfg.model.init_from and not _looks_like_hub_id(cfg.model.init_from):
         _check_weights(cfg.model.init_from, report)
     if cfg.data.template and cfg.data.template.endswith((".jinja", ".j2")):
         _check_exists("data.template", cfg.data.template, report)

@@ -161,13 +161,14 @@ def resolve_model(model: Model, vocab_size: int | None = None) -> ModelConfig:
 
 
 def _differences(model: Model, asked: dict[str, Any], found: ModelConfig) -> list[Problem]:
-    free = CONTEXT_KEYS if model.name == "auto" else ()
-    way_out = "drop it" if model.name == "auto" else "use  model=auto  to take the folder's"
-    return [
-        Problem(f"model.{name}={value}", f"config.json of {model.init_from} has {getattr(found, name)}: {way_out}")
-        for name, value in asked.items()
-        if name not in (*free, "initializer_range", "vocab_size") and value != getattr(found, name)
-    ]
+    named = model.name != "auto"
+    free = {"initializer_range", "vocab_size", *(() if named else CONTEXT_KEYS)}
+    different = {name: getattr(found, name) for name, value in asked.items() if name not in free and value != getattr(found, name)}
+    where = f"config.json of {model.init_from}"
+    if named and different:
+        details = "\n".join(f"{name} is {value}, not {asked[name]}" for name, value in different.items())
+        return [Problem(f"model={model.name}", f"{where} is another model's: use  model=auto  to take it as it is\n{details}")]
+    return [Problem(f"model.{name}={asked[name]}", f"{where} has {value}: drop it") for name, value in different.items()]
 
 
 def model_problems(cfg: TrainConfig) -> list[Problem]:

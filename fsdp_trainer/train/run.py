@@ -1,6 +1,8 @@
 """One rank's life: join, prepare data, build, train, leave with the right exit code."""
 
 import os
+import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,12 +17,15 @@ from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.build import build_data
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
+from fsdp_trainer.observe.console import Console, short
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.trackers import Trackers
 from fsdp_trainer.train.build import Material, build
 from fsdp_trainer.train.resume import claim_folder
 from fsdp_trainer.train.stop import StopRequests
 from fsdp_trainer.train.trainer import Outcome, Trainer
+
+TELL_EVERY_SECONDS = 5.0
 
 
 def run_rank(cfg: TrainConfig) -> int:
@@ -61,7 +66,20 @@ def prepare(cfg: TrainConfig, world: World, run: Path) -> Material:
         claim_folder(cfg, run)
     init_from = fetch(cfg.model.init_from) if cfg.model.init_from else None
     local = replace(cfg, model=replace(cfg.model, init_from=str(init_from) if init_from else None))
-    return Material(*build_data(local), init_from)
+    return Material(*build_data(local, tokenising(Console(quiet=not world.main))), init_from)
+
+
+def tokenising(console: Console) -> Callable[[int, int], None]:
+    """Tells how far the data is, from time to time."""
+    told = time.monotonic()
+
+    def tell(rows: int, tokens: int) -> None:
+        nonlocal told
+        if time.monotonic() - told > TELL_EVERY_SECONDS:
+            console.progress(f"data   {rows:,} rows read, {short(tokens)} tokens")
+            told = time.monotonic()
+
+    return tell
 
 
 def train(trainer: Trainer, world: World, run: Path) -> Outcome:

@@ -38,3 +38,6 @@ class RunFailed(Exception):
     """The run cannot go on through no fault of the input: exit code 1, one message, no traceback."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return f"fsdp-trainer: {super().__str__()}"

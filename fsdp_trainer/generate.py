@@ -13,7 +13,6 @@ from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.config.schema import GenerateConfig
 from fsdp_trainer.data.templates import Template, load_template
 from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
-from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.attention import Cache
 from fsdp_trainer.models.decoder import Decoder
 
@@ -73,13 +72,8 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
 
 def generate(cfg: GenerateConfig) -> int:
     """The verb: answer `prompt=`, or chat at the terminal."""
-    if cfg.source is None:
-        raise UserError(
-            "nothing to generate from",
-            [Problem("source=null", "is needed: a run, a checkpoint or a Hugging Face folder, e.g.  source=runs/quickstart")],
-        )
     device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
-    speaker = Speaker.load(cfg.source, device, getattr(torch, cfg.dtype))
+    speaker = Speaker.load(str(cfg.source), device, getattr(torch, cfg.dtype))
     if cfg.prompt is None:
         return chat(speaker, cfg)
     show(speaker.say(cfg.prompt, cfg) if cfg.raw else speaker.answer([*system_turn(cfg), {"role": "user", "content": cfg.prompt}], cfg))

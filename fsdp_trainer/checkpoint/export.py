@@ -15,7 +15,7 @@ from fsdp_trainer.checkpoint.state import WEIGHTS, stored_tensors
 from fsdp_trainer.checkpoint.store import load, read_progress
 from fsdp_trainer.config.paths import find_checkpoint
 from fsdp_trainer.config.schema import ExportConfig
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 
@@ -25,16 +25,13 @@ GROUP_BYTES = 2**28  # read from the checkpoint at once
 
 def export(cfg: ExportConfig) -> int:
     """The verb: `source=` a run or a checkpoint, `out=` the folder to write."""
-    if problems := [
-        Problem(f"{name}=null", f"is needed: {name}={example}")
-        for name, example in (("source", "runs/NAME"), ("out", "hf/"))
-        if not getattr(cfg, name)
-    ]:
-        raise UserError("nothing to export", problems)
     checkpoint, out = require_checkpoint(str(cfg.source)), Path(str(cfg.out)).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError("the export would overwrite something", [Problem(f"out={cfg.out}", "exists; choose another folder or delete it")])
-    export_checkpoint(checkpoint, out, cfg.dtype, cfg.shard_gib)
+    try:
+        export_checkpoint(checkpoint, out, cfg.dtype, cfg.shard_gib)
+    except OSError as error:
+        raise RunFailed(f"cannot write the export {out}: {error}") from None
     print(f"exported {checkpoint} to {out}")
     return 0
 

@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.errors import Problem, RunFailed, UserError
 
 PARENT = "FSDP_TRAINER_PARENT"  # set by our own launcher: the process that a rank must not outlive
 T = TypeVar("T")
@@ -51,11 +52,12 @@ class World:
         failure = None
         try:
             return work()
-        except UserError as error:
-            failure = error
-            raise
         except BaseException as error:
-            failure = RunFailed(f"{name} failed on rank {self.rank}: {type(error).__name__}: {error}")
+            failure = (
+                error if isinstance(error, UserError) else RunFailed(f"{name} failed on rank {self.rank}: {type(error).__name__}: {error}")
+            )
+            if not self.main:  # rank 0, which tells what all have in common, does not know
+                print(f"rank {self.rank}: {failure}", file=sys.stderr)
             raise
         finally:
             if self.local_rank == 0:
@@ -100,6 +102,10 @@ def join(env: Mapping[str, str], device: str, timeout: float) -> World:
         address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
         store = dist.TCPStore(
             address, port, size, is_master=rank == 0 and not hosted, timeout=timedelta(seconds=timeout), wait_for_workers=False
+        )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "there is no GPU", [Problem("launch.device=cuda", "torch sees none here. Use  launch.device=cpu  or a CUDA build of torch")]
         )
     chosen = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
     place = torch.device(chosen, local_rank) if chosen == "cuda" else torch.device("cpu")

@@ -60,6 +60,8 @@ class ModelConfig:
         path = Path(folder) / "config.json"
         try:
             raw = json.loads(path.read_text())
+            if not isinstance(raw, dict):
+                raise ValueError("is not a JSON object")
         except (OSError, ValueError) as error:
             raise UserError("cannot read the model's configuration", [Problem(str(path), str(error))]) from None
         if problems := _unsupported(raw):

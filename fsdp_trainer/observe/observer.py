@@ -41,12 +41,9 @@ class Observer:
         self._pending.append((line, torch.stack([loss.float(), grad_norm.float(), not_finite.float()])))
 
     def validated(self, step: int, loss: float) -> None:
-        """The validation loss belongs to the line of the step it followed, if that is not yet written."""
+        """The validation loss belongs to the line of the step it followed, which is not yet written."""
         self.event("evaluation", step=step, loss=loss)
-        if self._pending:
-            self._pending[-1][0]["validation_loss"] = loss
-        else:
-            self.console.say(f"validation loss {loss:.4f} after step {step:,}")
+        self._pending[-1][0]["validation_loss"] = loss
 
     def event(self, name: str, **details: Any) -> None:
         """Into events.jsonl."""

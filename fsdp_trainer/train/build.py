@@ -30,7 +30,7 @@ from fsdp_trainer.parallel.mesh import build_mesh
 from fsdp_trainer.parallel.parallelize import parallelize
 from fsdp_trainer.train.batches import Batches
 from fsdp_trainer.train.gradients import GradientSync
-from fsdp_trainer.train.resume import check_unchanged, find_start
+from fsdp_trainer.train.resume import check_unchanged, find_start, require_whole
 from fsdp_trainer.train.stop import StopRequests
 from fsdp_trainer.train.trainer import Progress, Trainer
 
@@ -118,6 +118,7 @@ def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, 
         draw_weights(model, cfg.run.seed)
         return {"default": default}
     if checkpoint := find_checkpoint(init_from):
+        require_whole(checkpoint)
         load(checkpoint, weights(model))
         return read_progress(checkpoint)["dtypes"]
     formats = import_weights(model, init_from)

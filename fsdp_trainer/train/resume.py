@@ -63,9 +63,14 @@ def _asked_for(path: str) -> Path:
         raise UserError(
             "there is no checkpoint to go on from", [Problem(f"checkpoint.resume={path}", "is neither a checkpoint nor a run with one")]
         )
+    require_whole(checkpoint)
+    return checkpoint
+
+
+def require_whole(checkpoint: Path) -> None:
+    """Raise UserError naming the damaged files of a checkpoint. Collective: each rank looks at its part of them."""
     if problems := [p for part in gather(damage(checkpoint, dist.get_rank(), dist.get_world_size())) for p in part]:
         raise UserError(f"the checkpoint {checkpoint} is damaged", problems)
-    return checkpoint
 
 
 def check_unchanged(cfg: TrainConfig, fingerprint: str, checkpoint: Path) -> None:

@@ -11,6 +11,7 @@ import yaml
 
 from fsdp_trainer.checkpoint.export import export_checkpoint
 from fsdp_trainer.checkpoint.hub import fetch
+from fsdp_trainer.checkpoint.store import everywhere
 from fsdp_trainer.config.paths import committed_checkpoints
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
@@ -35,6 +36,8 @@ def run_rank(cfg: TrainConfig) -> int:
     run = Path(cfg.run.root).expanduser() / str(cfg.run.name)
     if (code := already_stopped(run, world)) is not None:
         return code
+    if world.attempt and committed_checkpoints(run):
+        cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))  # restarted by the launcher: what is there is our own
     records = Records(run) if world.main else None
     stop = StopRequests(parse_duration(cfg.train.time_limit) if cfg.train.time_limit else None)
     trainer, reason, code = None, "failed", 1
@@ -51,6 +54,7 @@ def run_rank(cfg: TrainConfig) -> int:
         raise
     finally:
         leave(trainer, records if run.is_dir() else None, reason, code)
+        stop.close()
     return code
 
 
@@ -114,10 +118,8 @@ def export_hf(trainer: Trainer, world: World, run: Path) -> None:
     """checkpoint.export_hf: the finished run as a Hugging Face folder."""
     if not trainer.cfg.checkpoint.export_hf:
         return
-    if world.main:
-        export_checkpoint(committed_checkpoints(run)[-1], run / "hf")
-        trainer.observer.event("export", path=str(run / "hf"))
-    dist.barrier()
+    everywhere("export the model", lambda: export_checkpoint(committed_checkpoints(run)[-1], run / "hf") if world.main else None)
+    trainer.observer.event("export", path=str(run / "hf"))
 
 
 def leave(trainer: Trainer | None, records: Records | None, reason: str, code: int) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import torch
@@ -16,8 +17,14 @@ class StopRequests:
     def __init__(self, time_limit: float | None):
         self.deadline = None if time_limit is None else time.monotonic() + time_limit
         self.received = 0
-        for signum in SIGNALS:
-            signal.signal(signum, self._receive)
+        # only the main thread may listen: in a notebook's worker thread the time limit alone counts
+        listens = threading.current_thread() is threading.main_thread()
+        self._before = {signum: signal.signal(signum, self._receive) for signum in SIGNALS} if listens else {}
+
+    def close(self) -> None:
+        """Listen no longer."""
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
 
     def _receive(self, signum: int, _frame: object) -> None:
         if self.received:

@@ -103,8 +103,8 @@ class Trainer:
         return not_finite
 
     def due(self, every: int | None) -> bool:
-        """Whether something that happens every so many steps happens after this one."""
-        return every is not None and self.progress.step % every == 0
+        """Whether something that happens every so many steps, and at the end, happens after this one."""
+        return self.progress.step == self.total_steps or (every is not None and self.progress.step % every == 0)
 
     @torch.no_grad()
     def validate(self) -> None:
@@ -139,7 +139,7 @@ class Trainer:
         """Raise RunFailed after train.max_skipped skipped steps in a row; known where the observer has read the device."""
         if self.observer.skipped_in_a_row >= self.cfg.train.max_skipped:
             raise RunFailed(
-                f"fsdp-trainer: the loss or gradient was not finite for {self.observer.skipped_in_a_row} steps in a row, up to step {self.progress.step}.\n"
+                f"the loss or gradient was not finite for {self.observer.skipped_in_a_row} steps in a row, up to step {self.progress.step}.\n"
                 f"Nothing was learnt from them. The last good checkpoint is that of step {self.saved if self.saved >= 0 else 'none'}. Try a lower optim.lr, "
                 "more schedule.warmup_steps, or look at the data with  fsdp-trainer preview"
             )
@@ -155,8 +155,5 @@ class Trainer:
 
     def finish(self) -> Outcome:
         """The end of the data or of the steps."""
-        if not self.due(self.cfg.train.validate_every):
-            self.validate()
-            self.observer.write_if_due(self.progress.step, last=True)
         self.save()
         return "finished", 0

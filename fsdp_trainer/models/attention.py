@@ -21,9 +21,8 @@ class Layout:
     @classmethod
     def masked(cls, lengths: list[list[int]], row: int, device: torch.device) -> "Layout":
         """The same documents as a block mask. Each padded position looks at itself alone: an empty row of a softmax is NaN."""
-        document = torch.stack([torch.repeat_interleave(torch.tensor([*lens, *[1] * (row - sum(lens))])) for lens in lengths])
-        same = document[:, None, :, None] == document[:, None, None, :]
-        return cls(mask=same.tril().to(device, non_blocking=True))
+        document = torch.stack([torch.repeat_interleave(torch.tensor([*lens, *[1] * (row - sum(lens))])) for lens in lengths]).to(device)
+        return cls(mask=(document[:, None, :, None] == document[:, None, None, :]).tril())
 
 
 @dataclass

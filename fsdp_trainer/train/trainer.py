@@ -68,7 +68,9 @@ class Trainer:
             plan = next(steps)
             lr = learning_rate(self.cfg.schedule, self.cfg.optim.lr, plan.step, self.total_steps)
             loss = self.forward_backward(plan)
-            grad_norm = clip(self.model, self.cfg.optim.grad_clip, self.cfg.optim.grad_clip_value)
+            grad_norm = clip(self.model, self.cfg.optim.grad_clip, self.cfg.optim.grad_clip_value).to(
+                loss.device
+            )  # cpu_offload: from the host
             not_finite = self.update(lr, loss, grad_norm)
             self.progress.advance(plan)
             self.observer.step(plan, self.progress, lr, loss, grad_norm, not_finite)

@@ -27,8 +27,8 @@ lint: $(VENV)/.for-developers  ## ruff and mypy
 bench: $(VENV)/.for-developers  ## CPU benchmarks
 	$(BIN)/python -m benchmarks.import_memory
 
-clean:           ## the environment, runs and caches
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache dist
+clean:           ## the environment and caches; runs stay
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache dist
 
 $(VENV)/.for-users: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -111,7 +111,7 @@ def _verb(words: list[str]) -> tuple[str, list[str]]:
     if misplaced:
         line = shlex.join(["fsdp-trainer", misplaced, *(w for w in rest if w != misplaced)])
         why = f"the verb comes first:  {line}" if first is None else f"one verb at a time; {first} came first.\nFor {misplaced}:  {line}"
-        raise UserError("the verb comes first", [Problem(misplaced, why)])
+        raise UserError("the command line cannot be read", [Problem(misplaced, why)])
     return first or "train", rest
 
 

@@ -4,10 +4,9 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: the machine's cores are for the ranks
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["WANDB_MODE"] = "offline"
 
 import pytest
-from world import DEMO, Run, World
+from world import Run, World, write_chats
 
 
 @pytest.fixture(scope="session")
@@ -18,18 +17,25 @@ def world():
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    """Tokenised data, shared by all tests."""
-    return f"data.cache={tmp_path_factory.mktemp('cache')}"
+def chats(tmp_path_factory):
+    """A hundred short chats."""
+    return write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl", 100)
+
+
+@pytest.fixture(scope="session")
+def inputs(chats, tmp_path_factory):
+    """Data, tokenizer and a cache that all tests share, as overrides by key."""
+    return {"data.path": chats, "tokenizer.path": "demo:bytes", "data.cache": tmp_path_factory.mktemp("cache")}
 
 
 @pytest.fixture
-def train(world, cache, tmp_path):
-    """`train("name", *overrides, ranks=2)`: a small training of the demo task; gives the Run."""
+def train(world, inputs, tmp_path):
+    """`train("name", *overrides, ranks=2, code=0)`: a small training; gives the Run."""
 
     def start(name: str, *overrides: str, ranks: int = 1, **options) -> Run:
-        data = [] if any(o.startswith("data.path=") for o in overrides) else DEMO[:1]
-        tokenizer = [] if any(o.startswith(("tokenizer.path=", "model.init_from=")) for o in overrides) else DEMO[1:]
-        return world.train(tmp_path / name, *data, *tokenizer, cache, *overrides, ranks=ranks, **options)
+        given = {o.split("=")[0] for o in overrides}
+        if "model.init_from" in given:
+            given.add("tokenizer.path")
+        return world.train(tmp_path / name, *(f"{k}={v}" for k, v in inputs.items() if k not in given), *overrides, ranks=ranks, **options)
 
     return start

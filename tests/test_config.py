@@ -380,3 +380,8 @@ def test_every_synonym_leads_to_something_real():
 
 def test_every_verb_has_a_configuration():
     assert set(VERBS) == set(PRIMARY)
+
+
+def test_an_allowed_change_must_be_a_key(capsys):
+    assert main(["+recipe=quickstart", "checkpoint.allow_changes=[optim.lrr]"]) == 2
+    assert "optim.lr ?" in capsys.readouterr().err

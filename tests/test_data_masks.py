@@ -104,7 +104,7 @@ def assert_same_as_transformers(sample, tokenizer, messages, tools=None):
 def test_masks_equal_those_of_transformers_on_real_data(file):
     transformers = pytest.importorskip("transformers")
     if not SHARED.is_dir():
-        pytest.skip("needs shared/data")
+        pytest.skip("needs real data, which is not shipped")
     theirs = transformers.AutoTokenizer.from_pretrained(SHARED / "bpe4k")
     ours = load_tokenizer(str(SHARED / "bpe4k"))
     template = load_template(None, ours)

@@ -131,7 +131,7 @@ def test_totals_are_those_of_the_rows(tmp_path):
 
 def test_gsm8k_fills_98_percent_of_its_rows(tmp_path):
     if not SHARED.is_dir():
-        pytest.skip("needs shared/data")
+        pytest.skip("needs real data, which is not shipped")
     store = prepared(tmp_path, 1024, str(SHARED / "bpe4k"), path=str(SHARED / "gsm8k_train.jsonl")).train
     assert RowOrder(store, 1024, "best_fit", True, 0).fill > 0.98
 

@@ -52,7 +52,7 @@ def test_a_sentencepiece_model_gives_the_pieces_of_sentencepiece(sentencepiece_f
 def test_llama_2_gives_the_pieces_of_sentencepiece_on_real_text():
     spm = pytest.importorskip("sentencepiece")
     if not SHARED.is_dir():
-        pytest.skip("needs shared/data")
+        pytest.skip("needs real data, which is not shipped")
     path = str(SHARED / "llama2_tokenizer.model")
     rows = (
         json.loads((SHARED / "alpaca_zh_demo.json").read_text())[:200]
@@ -76,7 +76,7 @@ def test_what_is_saved_gives_the_same_tokens_in_transformers(sentencepiece_file,
 @pytest.mark.parametrize("name", ["llama2_tokenizer.model", "bpe4k", "demo:bytes"])
 def test_real_tokenizers_are_saved_for_transformers(name, tmp_path):
     if name != "demo:bytes" and not SHARED.is_dir():
-        pytest.skip("needs shared/data")
+        pytest.skip("needs real data, which is not shipped")
     tokenizer = load_tokenizer(name if name == "demo:bytes" else str(SHARED / name))
     special = list(tokenizer.special_tokens)
     theirs = saved_and_compared(tokenizer, tmp_path, [*TEXTS, f"a{special[0]} b{special[-1]}c {special[1]}"])

@@ -1,19 +1,177 @@
-"""The same data gives the same losses, however the work is split into ranks, micro-batches, rows and recomputation."""
+"""The same data gives the same losses and gradient norms, however the work is split into ranks, micro-batches, rows and recomputation."""
+
+import json
 
 import pytest
+import torch
+import torch.nn.functional as F
+from world import write_chats
+
+import fsdp_trainer
+
+COMMON = ["schedule=constant", "optim.grad_clip=0.5"]  # so that the first steps of a long run are those of a short one
 
 
-def test_x(train):
-    import time
+@pytest.fixture(scope="module")
+def alone(world, inputs, tmp_path_factory):
+    """The reference: one rank, one micro-batch a step, nothing recomputed. By its overrides."""
+    runs: dict[tuple, tuple] = {}
 
-    for ranks in (2, 2, 1, 2, 4):
-        s = time.time()
-        run = train(f"r{ranks}-{s}", "train.steps=20", ranks=ranks)
-        print(
-            ranks,
-            time.time() - s,
-            run.column("loss")[::5],
-            run.column("loss")[-1],
-            run.column("grad_norm")[-1],
-            run.column("step_seconds")[3:6],
-        )
+    def reference(*overrides: str) -> tuple[list[float], list[float]]:
+        if overrides not in runs:
+            folder = tmp_path_factory.mktemp("alone") / "run"
+            run = world.train(folder, *(f"{k}={v}" for k, v in inputs.items()), *COMMON, "train.steps=20", *overrides)
+            runs[overrides] = run.column("loss"), run.column("grad_norm")
+        return runs[overrides]
+
+    return reference
+
+
+@pytest.fixture
+def same(train, alone):
+    """A training on `ranks` with `how` has the reference's losses and norms."""
+
+    def check(ranks: int, *how: str, common: tuple[str, ...] = (), steps: int = 8) -> None:
+        run = train("other", *COMMON, f"train.steps={steps}", *common, *how, ranks=ranks)
+        loss, norm = alone(*common)
+        assert run.column("step") == list(range(1, steps + 1))
+        assert run.column("loss") == pytest.approx(loss[:steps], rel=1e-5)
+        assert run.column("grad_norm") == pytest.approx(norm[:steps], rel=1e-4)
+        assert loss[-1] < loss[0] - 0.5 and max(norm) > 0.5, "the reference must learn and be clipped, else this shows nothing"
+
+    return check
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_any_number_of_ranks(same, ranks):
+    same(ranks, steps=20)  # with one micro-batch of 6 rows the other ranks have nothing but empty rows
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro_rows"),
+    [(1, 2), (2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 1), (2, 2), (4, 1), (4, 2)])],
+)
+def test_with_accumulation_and_rows_that_do_not_divide(same, ranks, micro_rows):
+    same(ranks, f"batch.micro_rows={micro_rows}", common=("batch.rows=7",), steps=20)
+
+
+MORE_WAYS = [
+    (1, ["activation_checkpoint=full"]),
+    (2, ["sharding=ddp", "sharding.accumulate=unsharded"]),
+    (2, ["sharding.reshard_after_forward=false"]),
+    (2, ["sharding.blocks_per_unit=2", "sharding.prefetch=0"]),
+    (2, ["sharding.prefetch=2", "activation_checkpoint=full", "model.attention=mask"]),
+    (2, ["sharding.cpu_offload=true"]),
+    (4, ["sharding=hsdp", "sharding.replicas=2", "sharding.accumulate=unsharded"]),
+    (4, ["sharding=ddp"]),
+    (4, ["activation_checkpoint=full", "sharding.blocks_per_unit=2", "sharding.accumulate=unsharded"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        (2, ["activation_checkpoint=full"]),
+        (2, ["model.attention=mask"]),
+        (2, ["sharding.accumulate=unsharded"]),
+        (2, ["sharding=ddp"]),
+        (4, ["sharding=hsdp", "sharding.replicas=2"]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_WAYS),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_every_way_of_sharding_and_recomputing(same, ranks, how):
+    same(ranks, "batch.micro_rows=1", *how, common=("batch.rows=7",))
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_an_untied_model(same, ranks):
+    same(ranks, "batch.micro_rows=2", common=("model.tie_word_embeddings=false",))
+
+
+def test_a_qwen3(same):
+    same(2, "batch.micro_rows=2", common=("model.family=qwen3", "model.head_dim=16"))
+
+
+def test_values_are_clipped_before_the_norm_on_shards_as_in_one_process(same):
+    same(2, common=("optim.grad_clip_value=0.01",))
+
+
+def test_packed_as_unpacked(train, tmp_path):
+    """A step that holds all samples does not depend on how they are laid into rows."""
+    data = f"data.path={write_chats(tmp_path / 'few.jsonl', 24)}"
+    packed_rows = int(train("probe", data, "train.steps=0").out.split("rows   ")[1].split()[0])
+    assert packed_rows < 20
+    packed = train("packed", data, "train.epochs=6", f"batch.rows={packed_rows}", "batch.micro_rows=1")
+    alone = train("alone", data, "train.epochs=6", "batch.rows=24", "batch.micro_rows=4", "data.packing=none", ranks=2)
+    long = train("long", data, "train.epochs=1", "batch.rows=1000", "batch.micro_rows=1", "batch.seq_len=512")
+    assert packed.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
+    assert packed.column("grad_norm") == pytest.approx(alone.column("grad_norm"), rel=1e-4)
+    assert packed.column("supervised_tokens") == alone.column("supervised_tokens")
+    assert packed.column("tokens") == alone.column("tokens"), "padding is not counted"
+    assert long.column("loss")[0] == pytest.approx(alone.column("loss")[0], rel=1e-5)
+
+
+def test_weights_of_messages_count_in_numerator_and_divisor(train, tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": "q" * (i % 5)}, {"role": "assistant", "content": f"{i}", "weight": 0.25 * (1 + i % 4)}]}
+        for i in range(40)
+    ]
+    (tmp_path / "weighted.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = [f"data.path={tmp_path / 'weighted.jsonl'}", "train.steps=4"]
+    one, two = train("one", *data), train("two", *data, "batch.micro_rows=1", ranks=2)
+    assert one.column("loss") == pytest.approx(two.column("loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_bf16_is_near_fp32(train, alone, ranks):
+    run = train("bf16", *COMMON, "train.steps=20", "precision.param_dtype=bfloat16", ranks=ranks)
+    assert run.column("loss") == pytest.approx(alone()[0], rel=0.02)
+    assert run.column("loss") != alone()[0]
+
+
+def test_weights_at_the_start_do_not_depend_on_ranks_nor_sharding(train):
+    runs = [
+        train(f"{r}{how}", "train.steps=0", f"sharding={how}", ranks=r) for r, how in ((1, "fsdp"), (2, "fsdp"), (4, "fsdp"), (2, "ddp"))
+    ]
+    first, *others = [fsdp_trainer.load_model(run.folder).state_dict() for run in runs]
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+    other_seed = fsdp_trainer.load_model(train("seed", "train.steps=0", "run.seed=1").folder).state_dict()
+    assert not torch.equal(first["model.layers.0.mlp.up_proj.weight"], other_seed["model.layers.0.mlp.up_proj.weight"])
+    assert len({tensor.float().sum().item() for name, tensor in first.items() if "proj" in name}) == 14, "every matrix has its own numbers"
+
+
+def test_the_validation_loss_is_the_mean_over_exactly_the_validation_set(train, tmp_path, inputs, world):
+    held_out = write_chats(tmp_path / "held_out.jsonl", 13, start=500)
+    runs = [
+        train(f"r{r}", "train.steps=4", f"data.validation={held_out}", "train.validate_every=2", "batch.micro_rows=2", ranks=r)
+        for r in (1, 2, 4)
+    ]
+    losses = [[line["loss"] for line in run.event("evaluation")] for run in runs]
+    assert len(losses[0]) == 2 and runs[0].metrics[1]["validation_loss"] == losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6) and losses[2] == pytest.approx(losses[0], rel=1e-6)
+    shown = world.command("preview", "preview.format=json", "preview.rows=13", f"data.path={held_out}", "tokenizer.path=demo:bytes", "batch.seq_len=64",
+                          "data.packing=none", "data.shuffle=false", f"data.cache={inputs['data.cache']}")[0].out  # fmt: skip
+    model, total, count = fsdp_trainer.load_model(runs[0].folder), 0.0, 0
+    for row in map(json.loads, shown.splitlines()):
+        labels = torch.tensor(row["labels"])
+        total += F.cross_entropy(model.logits(torch.tensor([row["tokens"]]))[0], labels, reduction="sum").item()
+        count += int((labels != -100).sum())
+    assert losses[0][-1] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_validating_changes_nothing_of_training(train, tmp_path):
+    held_out = f"data.validation={write_chats(tmp_path / 'h.jsonl', 5, 500)}"
+    often, once = (
+        train(name, held_out, "train.steps=5", *how, ranks=2) for name, how in (("often", ["train.validate_every=1"]), ("once", []))
+    )
+    assert often.column("loss") == once.column("loss") and len(often.event("evaluation")) == 5 and len(once.event("evaluation")) == 1
+    assert often.metrics[-1]["validation_loss"] == once.metrics[-1]["validation_loss"] == once.event("evaluation")[0]["loss"]
+
+
+def test_a_run_in_epochs_ends_with_the_partial_step(train, tmp_path):
+    data = f"data.path={write_chats(tmp_path / 'few.jsonl', 10)}"
+    run = train("epochs", data, "data.packing=none", "train.epochs=2", ranks=2)
+    assert run.column("step") == [1, 2, 3, 4] and "4 steps" in run.out
+    again = train("once", data, "data.packing=none", "train.epochs=1", "batch.rows=10")
+    assert run.column("tokens")[-1] == 2 * again.column("tokens")[-1]

@@ -16,11 +16,10 @@ from typing import Any
 
 PRELOAD = ["torch", "torch.distributed.checkpoint", "fsdp_trainer.config.compose", "fsdp_trainer.train.run", "fsdp_trainer.data.preview"]
 RANKS = 4
-DEMO = ["data.path=demo:backwards", "tokenizer.path=demo:bytes"]
 SMALL = [
-    "model=tiny", "model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=3", "model.head_dim=8", "precision=fp32",
-    "model.initializer_range=0.1", "batch.seq_len=128", "batch.rows=8", "batch.micro_rows=8", "optim.lr=3e-3", "optim.weight_decay=0.1",
-    "schedule.warmup_steps=3", "launch.timeout=60s", "launch.data_timeout=60s",
+    "model=tiny", "model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=2", "model.head_dim=8", "precision=fp32",
+    "model.initializer_range=0.1", "batch.seq_len=64", "batch.rows=6", "batch.micro_rows=6", "optim.lr=3e-3", "optim.weight_decay=0.1",
+    "schedule.warmup_steps=3", "checkpoint.every=null", "launch.timeout=60s", "launch.data_timeout=60s",
 ]  # fmt: skip
 
 
@@ -69,6 +68,13 @@ class Run:
 
     def event(self, name: str) -> list[dict]:
         return [line for line in self.events if line["event"] == name]
+
+
+def write_chats(path: Path, count: int, start: int = 0) -> Path:
+    """Short questions and answers of 26 to 41 tokens."""
+    rows = [{"prompt": chr(97 + i % 26) * (1 + i % 9), "completion": f"{i * i % 97}" + "!" * (i % 7)} for i in range(start, start + count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def read_lines(path: Path) -> list[dict]:

@@ -35,10 +35,12 @@ def compare(checkpoint: Path, folder: Path) -> int:
     """Logits of the checkpoint, its weights rounded as the folder's are, against transformers' on the folder."""
     try:
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
     except ImportError:
         raise UserError(
             "transformers is not installed", [Problem(f"hf={folder}", "is compared by transformers:  pip install transformers")]
         ) from None
+    disable_progress_bar()
     ours = load_model(checkpoint)
     stored = read_headers(folder)
     for name, parameter in ours.named_parameters():

@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.check import Report
+from fsdp_trainer.config.check import Report, flatten
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
-from fsdp_trainer.config.schema import ExportConfig, GenerateConfig, Train, TrainConfig, VerifyConfig
+from fsdp_trainer.config.schema import GROUPS, ExportConfig, GenerateConfig, Train, TrainConfig, VerifyConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.models.config import model_problems
 
@@ -47,6 +47,12 @@ def check_rules(cfg: Any, report: Report) -> None:
         )
     if isinstance(cfg.data.validation, float) and not 0 < cfg.data.validation < 1:
         report.add("data.validation", cfg.data.validation, "a share lies between 0 and 1, e.g.  data.validation=0.02 ; null: none")
+    known = {"data.fingerprint", *GROUPS, "batch", *flatten(TrainConfig)}
+    for name in cfg.checkpoint.allow_changes:
+        if name not in known:
+            close = nearest(name, known)
+            why = f"{name} is no key.{f' Did you mean  {close} ?' if close else ''}"
+            report.add("checkpoint.allow_changes", cfg.checkpoint.allow_changes, why)
     for key in ("train.time_limit", "launch.timeout", "launch.data_timeout"):
         _check_duration(key, _get(cfg, key), report)
     if not any(key.startswith(("model.", "batch.seq_len")) for key in report.settled):  # what follows from a wrong key is not told

@@ -8,16 +8,17 @@ from fsdp_trainer.data.store import Prepared, Progress, prepare
 from fsdp_trainer.data.templates import Template, load_template
 from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.hub import fetch
 
 
 def tokenizer_path(cfg: TrainConfig) -> str:
-    """`tokenizer.path`, else what `model.init_from` carries: a Hugging Face folder, or the hf/ of a run or checkpoint."""
+    """`tokenizer.path`, else what `model.init_from` carries: a Hugging Face folder or hub id, or the hf/ of a run or checkpoint."""
     if cfg.tokenizer.path:
         return cfg.tokenizer.path
     if not cfg.model.init_from:
         why = "random weights need one: a SentencePiece .model, a tokenizer.json, or a folder with either.\nTo try the trainer out:  "
         raise UserError("there is no tokenizer", [Problem("tokenizer.path=null", why + "tokenizer.path=demo:bytes")])
-    return str(model_folder(cfg.model.init_from))
+    return str(model_folder(fetch(cfg.model.init_from, weights=False)))
 
 
 def build_tokenizer(cfg: TrainConfig) -> TextTokenizer:

@@ -49,7 +49,8 @@ def start_ranks(count: int, overrides: list[str]) -> int:
         "MASTER_PORT": str(free_port()),
         "FSDP_TRAINER_PARENT": str(os.getpid()),
     }
-    env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    env.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))
     command = [sys.executable, "-m", "fsdp_trainer", "train", *overrides]
     # a session of their own: Ctrl-C at a terminal reaches them through us alone, and once
     ranks = [subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, start_new_session=True) for r in range(count)]

@@ -83,9 +83,9 @@ def environment_of_ranks(env: Mapping[str, str]) -> dict[str, str] | None:
 
 def first_host(nodes: str) -> str:
     """The first host of a Slurm node list such as `gpu[003-007,9],login1`."""
-    match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
-    assert match, nodes
-    return match[1] + (match[2] or "")
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)  # up to a comma that is in no brackets
+    assert first, nodes
+    return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first[0])
 
 
 def join(env: Mapping[str, str], device: str, timeout: float) -> World:

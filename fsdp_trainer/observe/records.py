@@ -30,8 +30,9 @@ class Records:
 
     def event(self, name: str, **details: Any) -> None:
         """Append an event with the time."""
+        half = self.events.exists() and self.events.read_bytes()[-1:] not in (b"", b"\n")  # a crash left part of a line
         with self.events.open("a") as file:
-            file.write(json.dumps({"event": name, "time": round(time.time(), 3), **details}) + "\n")
+            file.write("\n" * half + json.dumps({"event": name, "time": round(time.time(), 3), **details}) + "\n")
 
     def last_event(self) -> dict[str, Any]:
         """The last whole event of an existing file, else {}."""

@@ -8,13 +8,13 @@ from fsdp_trainer.config.schema import Schedule
 def learning_rate(cfg: Schedule, peak: float, step: int, steps: int) -> float:
     """The learning rate of optimizer step `step` (1 is the first) out of `steps`.
 
-    It rises linearly over the warm-up steps and reaches the peak at the last of them, then follows the shape down to
-    min_ratio × peak at the last step. wsd: warm-up, stable, then a linear decay over the last decay_share (Hu et al. 2024).
+    It rises linearly over the warm-up steps and reaches the peak at the last of them. Then it follows the shape from the peak
+    towards min_ratio × peak, which it would reach one step after the last: no step is spent on a rate of 0. wsd: warm-up, stable, then a linear decay over the last decay_share (Hu et al. 2024).
     """
     if step <= cfg.warmup_steps:
         return peak * step / cfg.warmup_steps
-    progress = (step - cfg.warmup_steps) / max(1, steps - cfg.warmup_steps)
-    return peak * (cfg.min_ratio + (1 - cfg.min_ratio) * SHAPES[cfg.name](min(1.0, progress), cfg))
+    progress = (step - 1 - cfg.warmup_steps) / (steps - cfg.warmup_steps)
+    return peak * (cfg.min_ratio + (1 - cfg.min_ratio) * SHAPES[cfg.name](progress, cfg))
 
 
 def _wsd(progress: float, cfg: Schedule) -> float:

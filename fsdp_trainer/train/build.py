@@ -67,7 +67,6 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     start = find_start(cfg, checkpoints, observer)
     if start:
         check_unchanged(cfg, material.data.train.fingerprint, start)
-    describe(observer, cfg, config, world, train, material, total_steps, run)
 
     allocate(model, torch.device("cpu") if cfg.sharding.cpu_offload else world.device)
     optimizer = build_optimizer(model, cfg.optim)
@@ -86,6 +85,8 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         observer=observer,
         stop=stop,
     )
+    for line in describe(trainer, world, material):
+        observer.console.say(line)
     if start:
         restore(trainer, start)
     else:
@@ -148,36 +149,26 @@ def assets_writer(cfg: TrainConfig, material: Material, config: ModelConfig, dty
     return write
 
 
-def describe(
-    observer: Observer,
-    cfg: TrainConfig,
-    config: ModelConfig,
-    world: World,
-    batches: Batches,
-    material: Material,
-    total_steps: int,
-    run: Path,
-) -> None:
-    """What is about to happen, once, above the progress line."""
+def describe(trainer: Trainer, world: World, material: Material) -> list[str]:
+    """What is about to happen: the lines above the progress line."""
+    cfg, config, order = trainer.cfg, trainer.model.config, trainer.batches.order
     slots = cfg.batch.micro_rows * world.size
     micro_batches = math.ceil(cfg.batch.rows / slots)
-    empty = micro_batches * slots - cfg.batch.rows
-    say = observer.console.say
-    say(f"run    {run}")
-    say(
-        f"model  {config.family}, {short(config.parameters())} parameters, {config.num_hidden_layers} blocks, {config.vocab_size:,} tokens, from {cfg.model.init_from or 'random weights'}"
-    )
-    say(
-        f"world  {world.size} × {world.device.type}, {cfg.sharding.strategy}, {cfg.precision.param_dtype} (weights {cfg.precision.master_dtype})"
-    )
-    for line in material.data.report:
-        say(f"data   {line}")
-    order = batches.order
-    say(
-        f"rows   {order.rows_per_epoch:,} an epoch of {cfg.batch.seq_len:,} tokens, {order.fill:.1%} full, attention by {'mask' if batches.masked else 'documents'}"
-    )
-    say(
+    surplus = micro_batches * slots - cfg.batch.rows
+    epochs = (trainer.last_row or trainer.total_steps * cfg.batch.rows) / order.rows_per_epoch
+    origin = cfg.model.init_from or "random weights"
+    size = f"{short(config.parameters())} parameters, {config.num_hidden_layers} blocks, {config.vocab_size:,} tokens"
+    numbers = f"{cfg.precision.param_dtype} (weights {cfg.precision.master_dtype})"
+    slow = world.device.type == "cpu" and cfg.precision.param_dtype == "bfloat16"
+    return [
+        f"run    {trainer.checkpoints.run}",
+        f"model  {config.family}, {size}, from {origin}",
+        f"world  {world.size} × {world.device.type}, {cfg.sharding.strategy}, {numbers}",
+        *(["       few CPUs have instructions for bfloat16; without them  precision=fp32  is ten times faster"] if slow else []),
+        *(f"data   {line}" for line in material.data.report),
+        f"rows   {order.rows_per_epoch:,} an epoch of {order.seq_len:,} tokens, {order.fill:.1%} full, "
+        f"attention by {'mask' if trainer.batches.masked else 'documents'}",
         f"step   {cfg.batch.rows} rows = {micro_batches} micro-batches × {cfg.batch.micro_rows} rows × {world.size} ranks"
-        + (f", {empty} of the slots empty" if empty else "")
-        + f"; {total_steps:,} steps, {total_steps * cfg.batch.rows / order.rows_per_epoch:.2f} epochs"
-    )
+        + (f", {surplus} of the slots empty" if surplus else ""),
+        f"train  {trainer.total_steps:,} steps, {epochs:.2f} epochs",
+    ]

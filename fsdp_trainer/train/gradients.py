@@ -23,7 +23,7 @@ class GradientSync:
             self.root.set_requires_all_reduce(last)
 
 
-def clip(model: nn.Module, max_norm: float | None, max_value: float | None) -> Tensor:
+def clip_gradients(model: nn.Module, max_norm: float | None, max_value: float | None) -> Tensor:
     """Clip in place: every element to ±max_value, then the global norm to max_norm. Returns the global norm before both, a scalar on the device."""
     parameters = [p for p in model.parameters() if p.grad is not None]
     norm = _global_norm(parameters)

@@ -1,9 +1,10 @@
 """Where a run goes on, and whether it may: what is trained must be what was trained."""
 
+import fcntl
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch.distributed as dist
 import yaml
@@ -20,8 +21,11 @@ COMPARED = ("model", "data", "tokenizer", "batch", "optim", "schedule")
 FREE = {"model.attention", "data.cache", "data.path", "data.validation", "tokenizer.path"}
 
 
-def claim_folder(cfg: TrainConfig, run: Path) -> None:
-    """Make the run's folder; with checkpoint.resume=never refuse or empty a used one. Rank 0's task, before anyone writes. Raises UserError."""
+def claim_folder(cfg: TrainConfig, run: Path) -> TextIO:
+    """Make the run's folder; with checkpoint.resume=never refuse or empty a used one. Rank 0's task, before anyone writes. Raises UserError.
+
+    Returns the lock that keeps a second run out while it is open; the system lets go of it whatever ends the process.
+    """
     try:
         used = run.exists() and any(run.iterdir())
         if cfg.checkpoint.resume == "never" and used:
@@ -37,6 +41,11 @@ def claim_folder(cfg: TrainConfig, run: Path) -> None:
                 )
             shutil.rmtree(run)
         run.mkdir(parents=True, exist_ok=True)
+        lock = (run / ".lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock
+    except BlockingIOError:
+        raise UserError("the run's folder is in use", [Problem(str(run), "another process trains in it now. Use  run.name=NEW  or wait")]) from None
     except OSError as error:
         raise UserError(
             "the run's folder cannot be used", [Problem(f"run.root={cfg.run.root}", f"{error}. Use  run.root=FOLDER")]

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import yaml
 
 from fsdp_trainer.checkpoint.export import export_checkpoint
-from fsdp_trainer.checkpoint.hub import fetch
 from fsdp_trainer.checkpoint.store import everywhere
 from fsdp_trainer.config.paths import committed_checkpoints
 from fsdp_trainer.config.schema import TrainConfig
@@ -18,6 +17,7 @@ from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.build import build_data
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
+from fsdp_trainer.models.hub import fetch
 from fsdp_trainer.observe.console import Console, short
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.trackers import Trackers
@@ -39,10 +39,11 @@ def run_rank(cfg: TrainConfig) -> int:
     if world.attempt and committed_checkpoints(run):
         cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))  # restarted by the launcher: what is there is our own
     records = Records(run) if world.main else None
-    stop = StopRequests(parse_duration(cfg.train.time_limit) if cfg.train.time_limit else None)
+    console = Console(quiet=not world.main)
+    stop = StopRequests(parse_duration(cfg.train.time_limit) if cfg.train.time_limit else None, console.say)
     trainer, reason, code = None, "failed", 1
     try:
-        material = world.node_by_node("preparing the data", lambda: prepare(cfg, world, run), waiting)
+        material = world.node_by_node("preparing the data", lambda: prepare(cfg, world, run, console), waiting)
         connect(world, parse_duration(cfg.launch.timeout))
         trainer = build(cfg, material, world, run, stop)
         reason, code = train(trainer, world, run)
@@ -64,13 +65,12 @@ def already_stopped(run: Path, world: World) -> int | None:
     return last["exit_code"] if last.get("event") == "end" and last["exit_code"] in (75, 2) else None
 
 
-def prepare(cfg: TrainConfig, world: World, run: Path) -> Material:
+def prepare(cfg: TrainConfig, world: World, run: Path, console: Console) -> Material:
     """Fetch the model and tokenise the data; what an earlier rank or run did is found on disk."""
     if world.main:
         claim_folder(cfg, run)
     init_from = fetch(cfg.model.init_from) if cfg.model.init_from else None
-    local = replace(cfg, model=replace(cfg.model, init_from=str(init_from) if init_from else None))
-    return Material(*build_data(local, tokenising(Console(quiet=not world.main))), init_from)
+    return Material(*build_data(cfg, tokenising(console)), init_from)
 
 
 def tokenising(console: Console) -> Callable[[int, int], None]:

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 class StopRequests:
     """Listens from its creation on; a second signal ends the process at once, which no committed checkpoint minds."""
 
-    def __init__(self, time_limit: float | None):
+    def __init__(self, time_limit: float | None, say: Callable[[str], None]):
         self.deadline = None if time_limit is None else time.monotonic() + time_limit
-        self.received = 0
+        self.received, self.say = 0, say
         # only the main thread may listen: in a notebook's worker thread the time limit alone counts
         listens = threading.current_thread() is threading.main_thread()
         self._before = {signum: signal.signal(signum, self._receive) for signum in SIGNALS} if listens else {}
@@ -27,9 +28,12 @@ class StopRequests:
             signal.signal(signum, handler)
 
     def _receive(self, signum: int, _frame: object) -> None:
+        name = signal.Signals(signum).name
         if self.received:
+            self.say(f"second signal ({name}): ended at once; what is committed stays")
             os._exit(128 + signum)
         self.received = signum
+        self.say(f"{name}: stops after this step, with a checkpoint; a second signal ends at once")
 
     def agreed(self) -> str | None:
         """Why all ranks stop now: a signal's name or `time_limit`; None to go on. Collective, over the host's gloo: no device waits."""

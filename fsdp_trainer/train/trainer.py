@@ -18,7 +18,7 @@ from fsdp_trainer.optim.optimizers import set_learning_rate, step_unless
 from fsdp_trainer.optim.schedules import learning_rate
 from fsdp_trainer.parallel.parallelize import reshard
 from fsdp_trainer.train.batches import Batches, StepPlan
-from fsdp_trainer.train.gradients import GradientSync, any_not_finite, clip
+from fsdp_trainer.train.gradients import GradientSync, any_not_finite, clip_gradients
 from fsdp_trainer.train.objective import cross_entropy
 from fsdp_trainer.train.stop import StopRequests
 
@@ -68,9 +68,7 @@ class Trainer:
             plan = next(steps)
             lr = learning_rate(self.cfg.schedule, self.cfg.optim.lr, plan.step, self.total_steps)
             loss = self.forward_backward(plan)
-            grad_norm = clip(self.model, self.cfg.optim.grad_clip, self.cfg.optim.grad_clip_value).to(
-                loss.device
-            )  # cpu_offload: from the host
+            grad_norm = self.clip()
             not_finite = self.update(lr, loss, grad_norm)
             self.progress.advance(plan)
             self.observer.step(plan, self.progress, lr, loss, grad_norm, not_finite)
@@ -95,6 +93,10 @@ class Trainer:
             total += loss.detach()
         dist.all_reduce(total)
         return total
+
+    def clip(self) -> Tensor:
+        """Clip the gradients; returns their global norm before, a scalar on the device (offloaded gradients lie on the host)."""
+        return clip_gradients(self.model, self.cfg.optim.grad_clip, self.cfg.optim.grad_clip_value).to(self.batches.device)
 
     def update(self, lr: float, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """One optimizer step, or none on any rank if a number is not finite; returns which, a bool scalar on the device."""

@@ -5,11 +5,15 @@ from pathlib import Path
 from fsdp_trainer.config.paths import is_hub_id
 from fsdp_trainer.errors import Problem, UserError
 
-FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model"]
+TEXTS = ["*.json", "*.jinja", "tokenizer.model"]
+WEIGHTS = ["*.safetensors"]
 
 
-def fetch(name: str) -> Path:
-    """The local folder of a model: a path as it is, a hub id downloaded into the hub's own cache. Raises UserError."""
+def fetch(name: str, weights: bool = True) -> Path:
+    """The local folder of a model: a path as it is, a hub id downloaded into the hub's own cache. Raises UserError.
+
+    weights=False: configuration and tokenizer only.
+    """
     if not is_hub_id(name):
         return Path(name).expanduser()
     try:
@@ -18,7 +22,7 @@ def fetch(name: str) -> Path:
         why = "looks like a hub id; to fetch it:  pip install 'fsdp_trainer[hub]'.  Or give a folder that exists"
         raise UserError("cannot fetch the model", [Problem(f"model.init_from={name}", why)]) from None
     try:
-        return Path(snapshot_download(name, allow_patterns=FILES))
+        return Path(snapshot_download(name, allow_patterns=TEXTS + (WEIGHTS if weights else [])))
     except Exception as error:  # network, rights, a name that does not exist: all are the caller's to mend
         raise UserError(
             "cannot fetch the model", [Problem(f"model.init_from={name}", f"{type(error).__name__}: {str(error).splitlines()[0]}")]

@@ -1,0 +1,95 @@
+"""The trainer against plain transformers: one process, one document at a time, nothing packed, torch's AdamW."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+transformers = pytest.importorskip("transformers")
+
+STEPS, ROWS, PEAK, WARMUP, CLIP, DECAY, FLOOR = 10, 6, 3e-3, 3, 0.5, 0.1, 0.1
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"tie_word_embeddings": True}),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"tie_word_embeddings": False, "head_dim": 16}),
+}
+
+
+@pytest.fixture(params=["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+def folder(request, tmp_path):
+    """A Hugging Face folder with random weights."""
+    config, model, options = FAMILIES[request.param]
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model(config(vocab_size=264, **sizes, max_position_embeddings=128, initializer_range=0.1, **options)).save_pretrained(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+@pytest.fixture
+def weighted(tmp_path):
+    """Chats of two turns; some answers count less."""
+    rows = [
+        {"messages": [
+            {"role": "user", "content": "ab"[: i % 3]}, {"role": "assistant", "content": str(i), "weight": [1, 0, 0.5][i % 3]},
+            {"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * (i % 9)},
+        ]}
+        for i in range(60)
+    ]  # fmt: skip
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path / "chats.jsonl"
+
+
+def test_ten_steps_of_packed_training_on_two_ranks_are_those_of_plain_transformers(train, world, inputs, weighted, folder):
+    common = [f"model.init_from={folder}", "tokenizer.path=demo:bytes", f"data.path={weighted}", "batch.seq_len=128", f"batch.rows={ROWS}"]
+    run = train(
+        "ours", *common, "model=auto", f"train.steps={STEPS}", "batch.micro_rows=2", f"optim.lr={PEAK}", f"schedule.warmup_steps={WARMUP}", f"schedule.min_ratio={FLOOR}",
+        f"optim.grad_clip={CLIP}", f"optim.weight_decay={DECAY}", "precision=fp32", "logging.every=5", ranks=2, base=["launch.timeout=60s"],
+    )  # fmt: skip
+    shown = world.command("preview", *common, f"data.cache={inputs['data.cache']}", "preview.format=json", f"preview.rows={STEPS * ROWS}")[
+        0
+    ].out
+    rows = [json.loads(line) for line in shown.splitlines()]
+    assert [row["row"] for row in rows] == list(range(STEPS * ROWS)) and max(len(row["documents"]) for row in rows) > 1
+    assert any("weights" in row for row in rows)
+    loss, norm, tokens = plain_training(folder, rows)
+    assert run.column("loss") == pytest.approx(loss, rel=1e-4)
+    assert run.column("grad_norm") == pytest.approx(norm, rel=1e-4)
+    assert run.column("tokens") == tokens
+
+
+def plain_training(folder, rows):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0}], lr=1, betas=(0.9, 0.95), eps=1e-8
+    )
+    losses, norms, tokens = [], [], []
+    for step in range(1, STEPS + 1):
+        batch = rows[(step - 1) * ROWS : step * ROWS]
+        weight = sum(sum(weights_of(row)) for row in batch)
+        loss = 0.0
+        for row in batch:
+            start = 0
+            for length in row["documents"]:
+                part = slice(start, start + length)
+                logits = model(torch.tensor([row["tokens"][part]])).logits[0]
+                nll = F.cross_entropy(logits, torch.tensor(row["labels"][part]), reduction="none", ignore_index=-100)
+                share = (nll * torch.tensor(weights_of(row)[part])).sum() / weight
+                share.backward()
+                loss += share.item()
+                start += length
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        losses.append(loss)
+        tokens.append((tokens or [0])[-1] + sum(len(row["tokens"]) for row in batch))
+        shape = (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP))) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = PEAK * (step / WARMUP if step < WARMUP else FLOOR + (1 - FLOOR) * shape)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, tokens
+
+
+def weights_of(row):
+    return row.get("weights") or [float(label != -100) for label in row["labels"]]

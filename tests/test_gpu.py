@@ -1,0 +1,72 @@
+"""On a GPU: the same numbers, and no wait for the host inside a step."""
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        [],
+        ["sharding.accumulate=unsharded"],
+        ["activation_checkpoint=full"],
+        ["model.attention=mask"],
+        ["compile=enabled"],
+        ["sharding.cpu_offload=true"],
+    ],
+    ids=str,
+)
+def test_a_bf16_run_is_near_fp32_on_the_cpu(train, how):
+    common = ["train.steps=10", "schedule=constant", "batch.micro_rows=2"]
+    cpu = train("cpu", *common, "launch.device=cpu")
+    gpu = train("gpu", *common, "launch.device=cuda", "precision.param_dtype=bfloat16", *how, timeout=300)
+    exact = train("exact", *common, "launch.device=cuda", *how, timeout=300)
+    assert gpu.column("loss") == pytest.approx(cpu.column("loss"), rel=0.02)
+    assert exact.column("loss") == pytest.approx(cpu.column("loss"), rel=2e-3)
+    assert gpu.column("step") == list(range(1, 11)) and all(line["memory_gib"] > 0 for line in gpu.metrics)
+
+
+def test_a_run_goes_on_bitwise(train):
+    from test_resume import assert_bitwise_equal, newest, stored
+
+    how = ["schedule=constant", "launch.device=cuda", "precision.param_dtype=bfloat16", "checkpoint.every=3"]
+    train("run", *how, "train.steps=3")
+    assert_bitwise_equal(stored(newest(train("run", *how, "train.steps=6"))), stored(newest(train("whole", *how, "train.steps=6"))))
+
+
+def no_waiting():
+    """Any host synchronisation inside a step is an error."""
+    from contextlib import contextmanager
+    from unittest.mock import patch
+
+    from fsdp_trainer.train import trainer
+
+    def watched(real):
+        def call(*args, **kwargs):
+            first = args[0].progress.step == 0  # lazy initialisation may wait
+            torch.cuda.set_sync_debug_mode("default" if first else "error")
+            try:
+                return real(*args, **kwargs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return call
+
+    @contextmanager
+    def all_of_it():
+        with (
+            patch.object(trainer.Trainer, "forward_backward", watched(trainer.Trainer.forward_backward)),
+            patch.object(trainer.Trainer, "update", watched(trainer.Trainer.update)),
+            patch.object(trainer.Trainer, "clip", watched(trainer.Trainer.clip)),
+        ):
+            yield
+
+    return all_of_it()
+
+
+@pytest.mark.parametrize("how", [[], ["activation_checkpoint=full"], ["model.attention=mask"], ["optim.grad_clip_value=1.0"]], ids=str)
+def test_no_step_waits_for_the_host(train, how):
+    run = train("run", "train.steps=5", "launch.device=cuda", "precision.param_dtype=bfloat16", "batch.micro_rows=2", *how, seam=no_waiting)
+    assert run.column("step") == [1, 2, 3, 4, 5]

@@ -1,0 +1,68 @@
+"""Models by their name on the hub; a folder that the test makes stands in for the download."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+
+from fsdp_trainer.cli import main
+from fsdp_trainer.data.tokenizer import load_tokenizer
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub that knows `org/tiny`; gives the patterns of each download."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=260, **sizes)).save_pretrained(tmp_path / "theirs")
+    load_tokenizer("demo:bytes").save(tmp_path / "theirs")
+    asked = []
+
+    def snapshot_download(name, allow_patterns):
+        assert name == "org/tiny", f"no such model: {name}"
+        asked.append(allow_patterns)
+        fetched = tmp_path / f"fetched-{len(asked)}"
+        shutil.copytree(
+            tmp_path / "theirs",
+            fetched,
+            ignore=lambda _, names: [n for n in names if "*.safetensors" not in allow_patterns and n.endswith(".safetensors")],
+        )
+        return str(fetched)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    return asked
+
+
+def test_preview_of_a_hub_model_fetches_no_weights(hub, capsys):
+    assert (
+        main(
+            ["preview", "model.init_from=org/tiny", "data.path=demo:backwards", "batch.seq_len=64", "preview.format=json", "preview.rows=1"]
+        )
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out)["row"] == 0
+    assert hub and not any("*.safetensors" in patterns for patterns in hub)
+
+
+def test_training_starts_from_a_hub_models_weights(hub, tmp_path):
+    shared = ["data.path=demo:backwards", "batch.seq_len=64", "batch.rows=2", "train.steps=1", "precision=fp32", "launch.device=cpu"]
+    assert main(["model.init_from=org/tiny", "run.name=hub", *shared]) == 0
+    assert main([f"model.init_from={tmp_path}/theirs", "run.name=folder", *shared]) == 0
+    losses = [json.loads((tmp_path / "runs" / name / "metrics.jsonl").read_text())["loss"] for name in ("hub", "folder")]
+    assert losses[0] == losses[1]
+
+
+def test_a_model_that_cannot_be_fetched_is_named(hub, capsys):
+    assert main(["model.init_from=org/none", "data.path=demo:backwards"]) == 2
+    assert "model.init_from=org/none" in capsys.readouterr().err
+
+
+def test_without_the_extra_it_says_what_to_install(hub, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert main(["model.init_from=org/tiny", "data.path=demo:backwards"]) == 2
+    assert "fsdp_trainer[hub]" in capsys.readouterr().err

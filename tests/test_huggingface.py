@@ -1,0 +1,292 @@
+"""Hugging Face folders in and out: nothing lost, nothing half-read, nothing half-written."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import fsdp_trainer
+from fsdp_trainer.data.templates import load_template
+from fsdp_trainer.data.tokenizer import load_tokenizer
+
+transformers = pytest.importorskip("transformers")
+
+HF = [
+    "model=auto",
+    "precision=fp32",
+    "batch.seq_len=64",
+    "batch.rows=6",
+    "batch.micro_rows=3",
+    "launch.timeout=60s",
+    "launch.data_timeout=60s",
+]
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.1,
+}
+
+
+def make_folder(folder, family="llama", dtype=torch.float32, shard="1GB", vocab_size=264, **options):
+    """As transformers saves it, with a tokenizer."""
+    torch.manual_seed(0)
+    name = {"llama": "Llama", "qwen3": "Qwen3"}[family]
+    config = getattr(transformers, f"{name}Config")(vocab_size=vocab_size, **SIZES, max_position_embeddings=128, **options)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    load_tokenizer("demo:bytes").save(folder)
+    return folder
+
+
+def tensors(folder):
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def assert_byte_equal(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype and torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
+
+
+@pytest.fixture
+def export(world, tmp_path):
+    def run(source, *overrides, name="out", **options):
+        world.command("export", f"source={source}", f"out={tmp_path / name}", *overrides, **options)
+        return tmp_path / name
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ranks", "made"),
+    [
+        (1, {"tie_word_embeddings": True}),
+        (2, {"dtype": torch.bfloat16, "shard": "20KB"}),
+        (1, {"dtype": torch.float16, "tie_word_embeddings": True, "shard": "20KB"}),
+        (2, {"family": "qwen3", "dtype": torch.bfloat16, "head_dim": 16}),
+    ],
+    ids=["fp32 tied", "bf16 untied sharded", "fp16 tied sharded", "qwen3 bf16"],
+)
+def test_import_then_export_without_a_step_is_byte_equal(train, export, tmp_path, ranks, made):
+    folder = make_folder(tmp_path / "in", **made)
+    assert ("shard" in made) == (folder / "model.safetensors.index.json").exists()
+    run = train("run", f"model.init_from={folder}", "train.steps=0", base=HF, ranks=ranks)
+    out = export(run.folder)
+    assert_byte_equal(tensors(folder), tensors(out))
+    before, after = (json.loads((f / "config.json").read_text()) for f in (folder, out))
+    assert {k: after.get(k) for k in before if k not in ("transformers_version",)} == {
+        k: v for k, v in before.items() if k != "transformers_version"
+    }
+    again = make_folder(tmp_path / "again", **made)  # what we export, transformers reads, saves, and we read again
+    transformers.AutoModelForCausalLM.from_pretrained(out).save_pretrained(again)
+    assert_byte_equal(tensors(folder), tensors(again))
+
+
+def test_each_tensor_keeps_its_own_number_format(train, export, tmp_path):
+    folder = make_folder(tmp_path / "in", dtype=torch.bfloat16)
+    mixed = {name: tensor.float() + 1e-5 if "norm" in name else tensor for name, tensor in tensors(folder).items()}
+    save_file(mixed, folder / "model.safetensors", {"format": "pt"})
+    run = train("run", f"model.init_from={folder}", "train.steps=0", base=HF)
+    assert_byte_equal(mixed, tensors(export(run.folder)))
+    assert {t.dtype for t in tensors(export(run.folder, "dtype=float16", name="half")).values()} == {torch.float16}
+
+
+@pytest.mark.parametrize(
+    "made",
+    [{"tie_word_embeddings": True}, pytest.param({"family": "qwen3", "head_dim": 16}, marks=pytest.mark.slow)],
+    ids=["llama tied", "qwen3"],
+)
+def test_what_was_trained_computes_the_same_everywhere(train, export, world, tmp_path, made):
+    folder = make_folder(tmp_path / "in", **made)
+    run = train("run", f"model.init_from={folder}", "train.steps=3", "optim.lr=1e-2", "checkpoint.export_hf=true", base=HF, ranks=2)
+    out = export(run.folder)
+    tokens = torch.randint(264, (2, 50), generator=torch.Generator().manual_seed(0))
+    ours = fsdp_trainer.load_model(run.folder).logits(tokens)
+    for path in (run.folder / "checkpoints" / run.checkpoints[-1], out, run.folder / "hf"):
+        assert torch.equal(fsdp_trainer.load_model(path).logits(tokens), ours), path
+    assert fsdp_trainer.load_model(out, dtype=torch.bfloat16).logits(tokens).dtype == torch.bfloat16
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    with torch.no_grad():
+        assert (theirs(tokens).logits - ours).abs().max() < 1e-4
+        assert (transformers.AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits - ours).abs().max() > 1e-2, "it was trained"
+    assert "whole" in world.command("verify", f"source={run.folder}", f"hf={out}", timeout=200)[0].out
+    assert "DIFFER" in world.command("verify", f"source={run.folder}", f"hf={folder}", code=3)[0].out
+
+
+def test_the_exported_tokenizer_and_template_are_those_of_training(train, export):
+    run = train("run", "train.steps=0")
+    out = export(run.folder)
+    ours, theirs = load_tokenizer("demo:bytes"), transformers.AutoTokenizer.from_pretrained(out)
+    for text in ("Hello wörld", "<|im_start|>user\nhi<|im_end|>\n"):
+        assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
+    messages = [{"role": "user", "content": "hi"}]
+    rendered = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert rendered == load_template(None, ours).render(messages, add_generation_prompt=True)
+    generation = json.loads((out / "generation_config.json").read_text())
+    assert ours.special_tokens["<|im_end|>"] in generation["eos_token_id"]
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == ours.vocab_size, (
+        "with random weights the vocabulary follows the tokenizer"
+    )
+
+
+def test_a_template_that_was_chosen_is_exported(train, export):
+    run = train("plain", "train.steps=0", "data.template=plain")
+    out = export(run.folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    messages = [{"role": "user", "content": "hi"}]
+    ours = load_template("plain", load_tokenizer("demo:bytes")).render(messages, add_generation_prompt=True)
+    assert theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == ours
+
+
+def test_the_export_is_split_with_a_right_index(train, export):
+    run = train("run", "train.steps=0", "model.tie_word_embeddings=false")
+    out = export(run.folder, "shard_gib=2e-5")
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    assert all(name in load_file(out / file) for name, file in index["weight_map"].items())
+    assert set(tensors(out)) == set(index["weight_map"])
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(out).values())
+    assert all(file.stat().st_size < 2e-5 * 2**30 + 4000 or len(load_file(file)) == 1 for file in out.glob("*.safetensors"))
+    assert_byte_equal(tensors(out), tensors(export(run.folder, name="whole")))
+    transformers.AutoModelForCausalLM.from_pretrained(out)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_that_is_wrong_with_weights_is_told_at_once(train, tmp_path, ranks):
+    folder = make_folder(tmp_path / "in")
+    state = tensors(folder)
+    del state["model.layers.0.mlp.up_proj.weight"], state["lm_head.weight"]
+    state["model.layers.1.self_attn.q_proj.bias"] = torch.zeros(32)
+    state["model.norm.weight"] = torch.zeros(31)
+    state["model.layers.0.input_layernorm.weight"] = torch.zeros(32, dtype=torch.int64)
+    save_file(state, folder / "model.safetensors")
+    told = train("run", f"model.init_from={folder}", "train.steps=1", base=HF, ranks=ranks, code=2)
+    for name in (
+        "model.layers.0.mlp.up_proj.weight",
+        "lm_head.weight",
+        "self_attn.q_proj.bias",
+        "model.norm.weight",
+        "0.input_layernorm.weight",
+    ):
+        assert name in told.err
+    assert "[31]" in told.err and "[32]" in told.err and "I64" in told.err and "Traceback" not in told.err
+    assert all(rank.err == "" for rank in told.ranks[1:]), "only rank 0 speaks"
+    assert told.events[-1]["event"] == "end" and told.events[-1]["exit_code"] == 2 and told.metrics == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_files_cut_short_or_missing_are_listed_together(train, tmp_path, ranks):
+    folder = make_folder(tmp_path / "in", shard="20KB")
+    first, second, third, *_ = sorted(folder.glob("*.safetensors"))
+    with first.open("r+b") as file:
+        file.truncate(first.stat().st_size - 5)
+    second.unlink()
+    third.write_bytes(b"<html>not found</html>")
+    told = train("run", f"model.init_from={folder}", "train.steps=1", base=HF, ranks=ranks, code=2)
+    assert all(path.name in told.err for path in (first, second, third))
+
+
+@pytest.mark.parametrize("broken", ["index", "nothing", "bin"])
+def test_folders_without_readable_weights_are_refused(train, tmp_path, broken):
+    folder = make_folder(tmp_path / "in", shard="20KB")
+    index = folder / "model.safetensors.index.json"
+    index.write_text("{}") if broken == "index" else index.unlink()
+    if broken == "bin":
+        (folder / "pytorch_model.bin").write_bytes(b"")
+    assert "safetensors" in train("run", f"model.init_from={folder}", "train.steps=1", base=HF, code=2).err
+
+
+def test_a_tied_head_that_was_stored_all_the_same_is_no_mistake(train, export, tmp_path):
+    folder = make_folder(tmp_path / "in", tie_word_embeddings=True)
+    state = tensors(folder)
+    save_file({**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}, folder / "model.safetensors", {"format": "pt"})
+    assert_byte_equal(state, tensors(export(train("run", f"model.init_from={folder}", "train.steps=0", base=HF).folder)))
+
+
+def test_a_named_model_that_differs_from_the_folder_is_refused(train, tmp_path):
+    folder = make_folder(tmp_path / "in")
+    told = train("run", "model=tiny", f"model.init_from={folder}", "train.steps=1", base=[], code=2)
+    assert "model=tiny" in told.err and "hidden_size" in told.err and "128" in told.err and "32" in told.err
+    told = train("run", "model=auto", "model.num_hidden_layers=3", f"model.init_from={folder}", "train.steps=1", base=[], code=2)
+    assert "model.num_hidden_layers=3" in told.err
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(train, tmp_path):
+    folder = make_folder(tmp_path / "in", vocab_size=200)
+    told = train("run", f"model.init_from={folder}", "train.steps=1", base=HF, code=2, ranks=2)
+    assert "200" in told.err and "260" in told.err
+
+
+@pytest.mark.slow
+def test_training_starts_from_a_run_a_checkpoint_and_its_export_alike(train, export, tmp_path):
+    first = train("first", "train.steps=3")
+    sources = [first.folder, first.folder / "checkpoints" / first.checkpoints[-1], export(first.folder, "dtype=float32")]
+    runs = [train(f"from{i}", f"model.init_from={source}", "train.steps=2", base=HF, ranks=1 + i % 2) for i, source in enumerate(sources)]
+    assert runs[1].column("loss") == pytest.approx(runs[0].column("loss"), rel=1e-5)
+    assert runs[2].column("loss") == pytest.approx(runs[0].column("loss"), rel=1e-5)
+    assert runs[0].column("step") == [1, 2] and runs[0].column("loss")[0] < first.column("loss")[0]
+
+
+def failing_write():
+    """The disk is full at the second file."""
+    from unittest.mock import patch
+
+    from fsdp_trainer.checkpoint import export
+
+    real, seen = export.write_safetensors, []
+
+    def write(path, entries, tensors):
+        seen.append(path)
+        if len(seen) == 2:
+            raise OSError(28, "No space left on device")
+        real(path, entries, tensors)
+
+    return patch.object(export, "write_safetensors", write)
+
+
+def killed_write():
+    """Killed hard at the commit."""
+    from unittest.mock import patch
+
+    from fsdp_trainer.checkpoint import files
+
+    return patch.object(files, "commit", lambda *_: os._exit(9))
+
+
+def test_an_export_that_fails_leaves_no_folder(train, world, export, tmp_path):
+    run = train("run", "train.steps=0")
+    with pytest.raises(AssertionError, match="No space left"):
+        export(run.folder, "shard_gib=2e-5", seam=failing_write)
+    assert not (tmp_path / "out").exists() and not [p for p in tmp_path.iterdir() if "partial" in p.name]
+
+
+@pytest.mark.slow
+def test_an_export_that_is_killed_leaves_nothing_that_looks_like_one(train, export, tmp_path):
+    run = train("run", "train.steps=0")
+    with pytest.raises(AssertionError, match="died"):
+        export(run.folder, seam=killed_write)
+    assert not (tmp_path / "out").exists()
+    export(run.folder)
+    assert not [p for p in tmp_path.iterdir() if "partial" in p.name]
+
+
+def test_an_export_overwrites_nothing_and_reads_nothing_damaged(train, world, export, tmp_path):
+    run = train("run", "train.steps=0")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "thesis.txt").write_text("mine")
+    assert "exists" in world.command("export", f"source={run.folder}", f"out={tmp_path / 'used'}", code=2)[0].err
+    copy = shutil.copytree(run.folder, tmp_path / "copy")
+    data = next((copy / "checkpoints").glob("*/*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1] + b"\x55")
+    assert "checksum" in world.command("export", f"source={copy}", f"out={tmp_path / 'out'}", code=2)[0].err
+    assert "damaged" in world.command("verify", f"source={copy}", code=3)[0].out
+    assert world.command("verify", f"source={run.folder}")[0].out.count("checksums right") == 1
+    assert not (tmp_path / "out").exists()

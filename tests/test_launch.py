@@ -1,0 +1,248 @@
+"""Ranks that torchrun, Slurm or the trainer itself starts: one folder, one voice, the contract's exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from world import SMALL, Run
+
+from fsdp_trainer.launch.start import ranks_to_start
+from fsdp_trainer.launch.world import environment_of_ranks, first_host
+
+SELF = [sys.executable, "-m", "fsdp_trainer"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0"]
+
+
+@pytest.fixture
+def start(inputs, tmp_path):
+    """Start a command line of its own in an empty folder."""
+
+    def run(launcher, *overrides, **options):
+        cwd = tmp_path / "cwd"
+        cwd.mkdir(exist_ok=True)
+        given = {o.split("=")[0] for o in overrides}
+        words = [*launcher, *SMALL, *(f"{k}={v}" for k, v in inputs.items() if k not in given), "run.root=runs", "run.name=run", *overrides]
+        return subprocess.Popen(
+            words, cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+        )
+
+    return run
+
+
+@pytest.fixture
+def done(start, tmp_path):
+    """The same, waited for: (exit code, stdout, stderr, the run)."""
+
+    def run(launcher, *overrides):
+        process = start(launcher, *overrides)
+        out, err = process.communicate(timeout=150)
+        return process.returncode, out, err, Run(tmp_path / "cwd" / "runs" / "run")
+
+    return run
+
+
+def no_hydra_files(folder):
+    found = [p for p in folder.rglob("*") if p.name == ".hydra" or p.suffix == ".log" or p.name in ("outputs", "multirun")]
+    assert not found, found
+
+
+def test_torchrun_trains_with_one_folder_one_voice_and_no_files_of_hydra(done, tmp_path):
+    code, out, err, run = done([*TORCHRUN, "-m", "fsdp_trainer"], "train.steps=3")
+    assert code == 0, out + err
+    assert run.column("step") == [1, 2, 3] and run.event("start")[0]["world_size"] == 2 and run.events[-1]["exit_code"] == 0
+    assert out.count("3/3 100%") == 1 and out.count("done: runs/run") == 1
+    assert sorted(p.name for p in (tmp_path / "cwd").iterdir()) == ["runs"] and sorted(
+        p.name for p in (tmp_path / "cwd" / "runs").iterdir()
+    ) == ["run"]
+    no_hydra_files(tmp_path / "cwd")
+
+
+@pytest.mark.slow
+def test_the_trainer_starts_its_ranks_itself(done, tmp_path):
+    code, out, err, run = done(SELF, "train.steps=3", "launch.nproc_per_node=2")
+    assert code == 0, out + err
+    assert run.event("start")[0]["world_size"] == 2 and out.count("done: runs/run") == 1 and "Traceback" not in err
+    no_hydra_files(tmp_path / "cwd")
+
+
+BROKEN = '{"prompt": "a", "completion": "b"}\n{"prompt": "a", \n'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["self", "torchrun"])
+def test_a_broken_line_is_told_once_and_no_traceback(done, tmp_path, launcher):
+    (tmp_path / "broken.jsonl").write_text(BROKEN)
+    how = {"self": SELF, "torchrun": [*TORCHRUN, "-m", "fsdp_trainer"]}[launcher]
+    more = ["launch.nproc_per_node=2"] if launcher == "self" else []
+    code, out, err, run = done(how, "train.steps=3", f"data.path={tmp_path / 'broken.jsonl'}", *more)
+    assert code == (2 if launcher == "self" else 1)
+    assert err.count("broken.jsonl:2") == 1 and "broken.jsonl" not in out and "fsdp_trainer/" not in err, "no traceback of ours"
+    assert run.events[-1]["event"] == "end" and run.events[-1]["exit_code"] == 2
+
+
+@pytest.mark.slow
+def test_a_run_that_learns_nothing_ends_with_exit_1_from_all_ranks(done):
+    code, _, err, run = done(
+        SELF, "train.steps=20", "launch.nproc_per_node=2", "optim.lr=1e38", "schedule.warmup_steps=0", "train.max_skipped=3"
+    )
+    assert code == 1 and err.count("not finite for 3 steps") == 1 and "Traceback" not in err
+    assert run.events[-1]["exit_code"] == 1 and len(run.event("skipped")) == 3
+
+
+def test_a_data_error_is_told_by_one_rank_of_two_and_all_exit_2(train, tmp_path):
+    (tmp_path / "broken.jsonl").write_text(BROKEN)
+    run = train("run", f"data.path={tmp_path / 'broken.jsonl'}", "train.steps=1", ranks=2, code=2)
+    assert "broken.jsonl:2" in run.err and run.ranks[1].err == run.ranks[1].out == ""
+
+
+def test_replicas_that_do_not_divide_the_world_are_refused(train):
+    assert "sharding.replicas" in train("run", "train.steps=1", "sharding=hsdp", "sharding.replicas=2", ranks=1, code=2).err
+
+
+# --- restarts ----------------------------------------------------------------------------------------------------------------------
+
+
+def ranks_below(pid):
+    """pid by RANK of every process that descends from `pid`."""
+    found = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        try:
+            env = dict(item.partition("=")[::2] for item in Path(f"/proc/{child}/environ").read_text().split("\0"))
+            found |= {env["RANK"]: int(child)} if "RANK" in env else {}
+            found |= ranks_below(child)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_world_whose_rank_was_killed_and_it_finishes(start, tmp_path):
+    process = start([*TORCHRUN, "--max-restarts=2", "-m", "fsdp_trainer"], "train.steps=60", "checkpoint.every=5", "batch.micro_rows=1")
+    run, deadline = Run(tmp_path / "cwd" / "runs" / "run"), time.monotonic() + 100
+    while not (run.folder / "checkpoints" / "step-00000010").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(ranks_below(process.pid)["1"], signal.SIGKILL)
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, out + err
+    assert run.column("step") == list(range(1, 61))
+    resumed = run.event("resume")
+    assert [e["attempt"] for e in resumed] == [1] and resumed[0]["step"] >= 10
+    assert run.events[-1] | {"time": 0} == {"event": "end", "time": 0, "reason": "finished", "exit_code": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("why", ["time_limit", "mistake"])
+def test_torchrun_does_not_train_again_what_stopped_in_order(done, tmp_path, why):
+    """--max-restarts restarts any non-zero exit; the second attempt leaves at once."""
+    how = (
+        ["train.time_limit=1s", "train.steps=100000"]
+        if why == "time_limit"
+        else ["train.steps=2", f"data.path={tmp_path / 'broken.jsonl'}"]
+    )
+    (tmp_path / "broken.jsonl").write_text(BROKEN)
+    code, _, err, run = done([*TORCHRUN, "--max-restarts=1", "-m", "fsdp_trainer"], *how)
+    assert code == 1 and [e["exit_code"] for e in run.event("end")][-1] == {"time_limit": 75, "mistake": 2}[why]
+    assert not run.event("resume") and err.count("broken.jsonl:2") <= 1
+
+
+def test_a_restarted_attempt_that_finds_an_orderly_stop_leaves_in_the_same_way(train):
+    stopped = train("run", "train.steps=100000", "train.time_limit=1s", code=75)
+    again = train("run", "train.steps=100000", "train.time_limit=1s", code=75, env={"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert again.metrics == stopped.metrics and not again.event("resume")
+
+
+# --- Slurm -------------------------------------------------------------------------------------------------------------------------
+
+SLURM = {
+    "SLURM_STEP_NUM_TASKS": "16",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NODELIST": "gpu[003-007,9]",
+    "SLURM_JOB_ID": "123456",
+}
+
+
+def test_an_srun_step_of_several_tasks_makes_a_world():
+    env = environment_of_ranks(SLURM)
+    assert {k: env[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR")} == {
+        "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "GROUP_RANK": "1", "MASTER_ADDR": "gpu003",
+    }  # fmt: skip
+    assert 1024 < int(env["MASTER_PORT"]) < 65536
+    assert env["MASTER_PORT"] == environment_of_ranks({**SLURM, "SLURM_PROCID": "0"})["MASTER_PORT"]
+    assert environment_of_ranks({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "5"})["MASTER_PORT"] == "5"
+
+
+def test_torchrun_wins_over_slurm_and_a_single_task_is_no_world():
+    assert environment_of_ranks({**SLURM, "RANK": "1", "WORLD_SIZE": "2"})["RANK"] == "1"
+    assert environment_of_ranks({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert environment_of_ranks({}) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("gpu1", "gpu1"), ("gpu[003-007,9]", "gpu003"), ("a-1,b2", "a-1"), ("gpu[9,11]", "gpu9"), ("n[1-2],login1", "n1"), ("gpu-a[01-04]", "gpu-a01"), ("r[1-2]n[3-4]", "r1n3"), ("n[1-4]-ib", "n1-ib")],
+)  # fmt: skip
+def test_the_first_host_of_a_node_list(nodes, host):
+    assert first_host(nodes) == host
+
+
+def test_slurm_ranks_train(world, inputs, tmp_path):
+    """Real ranks with nothing but Slurm's variables."""
+    from fsdp_trainer.launch.start import free_port
+
+    told = world.call(
+        2,
+        slurm_rank,
+        [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), f"run.root={tmp_path}", "run.name=run", "train.steps=2"],
+        str(free_port()),
+    )
+    assert told == [0, 0] and Run(tmp_path / "run").event("start")[0]["world_size"] == 2
+
+
+def slurm_rank(argv, port):
+    import world
+
+    rank = os.environ.pop("RANK")
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+        os.environ.pop(name)
+    os.environ |= SLURM | {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_PROCID": rank,
+        "SLURM_LOCALID": rank,
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NODELIST": "localhost",
+        "MASTER_PORT": port,
+    }
+    return world.command(["train", *argv], None).code
+
+
+def test_how_many_ranks_a_node_gets():
+    from fsdp_trainer.config.schema import Launch
+
+    assert ranks_to_start(Launch(nproc_per_node=3)) == 3 and ranks_to_start(Launch(device="cpu")) == 1
+
+
+def test_training_from_python_gives_the_exit_code_or_raises(world, inputs, tmp_path):
+    words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), f"run.root={tmp_path}"]
+    assert world.call(1, from_python, [*words, "run.name=a", "train.steps=2"]) == [0]
+    assert world.call(1, from_python, [*words, "run.name=b", "train.stepz=2"]) == ["UserError"]
+    assert [json.loads(line)["step"] for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
+def from_python(overrides):
+    import fsdp_trainer
+    from fsdp_trainer.errors import UserError
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name)
+    try:
+        return fsdp_trainer.train(overrides)
+    except UserError:
+        return "UserError"

@@ -1,0 +1,303 @@
+"""The decoder computes what transformers computes: logits, gradients, generation; and refuses by name what it does not know."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fsdp_trainer
+from fsdp_trainer.errors import UserError
+from fsdp_trainer.models import head as heads
+from fsdp_trainer.models.attention import Cache, Layout
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.head import Head
+from fsdp_trainer.models.initialize import BLOCK, draw_normal, initialize_whole
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CASES = {
+    "llama": ("Llama", {}),
+    "llama tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama all heads": ("Llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
+    "llama one kv head": ("Llama", {"num_key_value_heads": 1}),
+    "llama head_dim": ("Llama", {"head_dim": 16}),
+    "llama theta": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "llama 3.1": ("Llama", {"rope_parameters": LLAMA3}),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3 untied": ("Qwen3", {"head_dim": 8, "num_key_value_heads": 4}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request, tmp_path_factory):
+    """Ours and theirs with the same random weights, norms included."""
+    transformers = pytest.importorskip("transformers")
+    name, options = CASES[request.param]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, "max_position_embeddings": 64, **options})
+    theirs = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p, 1.0 if p.ndim == 1 else 0.0, 0.2)
+    folder = tmp_path_factory.mktemp("hf")
+    theirs.save_pretrained(folder)
+    return fsdp_trainer.load_model(folder).requires_grad_(True), theirs
+
+
+def random_tokens(*shape):
+    return torch.randint(SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(0))
+
+
+def positions_of(lengths, row):
+    return torch.stack([F.pad(torch.cat([torch.arange(n) for n in lens]), (0, row - sum(lens))) for lens in lengths])
+
+
+def test_logits_are_those_of_transformers_also_past_the_original_context(pair):
+    ours, theirs = pair
+    tokens = random_tokens(2, 150)
+    with torch.no_grad():
+        assert (ours.logits(tokens) - theirs(tokens).logits).abs().max() <= 1e-4
+
+
+LENGTHS = [[5, 1, 17, 9], [40], [3, 3]]
+
+
+@pytest.mark.parametrize("layout", ["documents", "mask"])
+def test_packed_documents_never_see_each_other(pair, layout):
+    ours, theirs = pair
+    tokens, row = random_tokens(3, 40), 40
+    where = Layout(LENGTHS) if layout == "documents" else Layout.masked(LENGTHS, row, torch.device("cpu"))
+    with torch.no_grad():
+        packed = F.linear(ours.model.norm(ours.hidden(tokens, positions_of(LENGTHS, row), where)), ours.lm_head.weight)
+        for i, lengths in enumerate(LENGTHS):
+            start = 0
+            for length in lengths:
+                document = tokens[i : i + 1, start : start + length]
+                assert (packed[i, start : start + length] - theirs(document).logits[0]).abs().max() <= 1e-4
+                start += length
+    assert packed.isfinite().all(), "padding too"
+
+
+@pytest.mark.parametrize("layout", ["documents", "mask"])
+def test_gradients_of_all_parameters_are_those_of_transformers(pair, layout):
+    ours, theirs = pair
+    tokens, row = random_tokens(3, 40), 40
+    index, targets = torch.tensor([0, 3, 7, 25, 50, 79, 80, 84]), torch.tensor([1, 96, 5, 5, 0, 7, 3, 2])
+    weights = torch.tensor([1, 0.5, 1, 1, 2, 1, 1, 1])
+    where = Layout(LENGTHS) if layout == "documents" else Layout.masked(LENGTHS, row, torch.device("cpu"))
+    ours.zero_grad()
+    scores = ours(MicroBatch(tokens, positions_of(LENGTHS, row), where, index, targets, weights))
+    (-(scores.log_probability * weights).sum()).backward()
+    theirs.zero_grad()
+    loss = torch.zeros(())
+    for i, lengths in enumerate(LENGTHS):
+        start = 0
+        for length in lengths:
+            logits = theirs(tokens[i : i + 1, start : start + length]).logits[0]
+            for at, target, weight in zip(index.tolist(), targets, weights, strict=True):
+                if 0 <= at - (i * row + start) < length:
+                    loss = loss + weight * F.cross_entropy(logits[at - (i * row + start)], target)
+            start += length
+    loss.backward()
+    wanted = dict(theirs.named_parameters())
+    assert dict(ours.named_parameters()).keys() == wanted.keys()
+    for name, parameter in ours.named_parameters():
+        difference = (parameter.grad - wanted[name].grad).abs().max()
+        assert difference <= 1e-4 * max(1, wanted[name].grad.abs().max()), name
+
+
+def test_an_empty_row_gives_every_parameter_a_gradient_of_zero(pair):
+    ours, _ = pair
+    ours.zero_grad()
+    nothing = torch.zeros(128, dtype=torch.int64)
+    zeros = torch.zeros(2, 40, dtype=torch.int64)
+    (
+        ours(MicroBatch(zeros, zeros, Layout([[], []]), nothing, nothing, torch.zeros(128))).log_probability * torch.zeros(128)
+    ).sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in ours.parameters())
+
+
+def test_the_cache_gives_what_recomputing_gives(pair):
+    ours, _ = pair
+    tokens, caches = random_tokens(2, 30), [Cache() for _ in range(2)]
+    with torch.no_grad():
+        whole = ours.logits(tokens)
+        assert (ours.next_logits(tokens[:, :20], caches) - whole[:, 19]).abs().max() <= 1e-4
+        for i in range(20, 30):
+            assert (ours.next_logits(tokens[:, i : i + 1], caches) - whole[:, i]).abs().max() <= 1e-4
+
+
+def test_parameters_are_counted_without_building(pair):
+    ours, theirs = pair
+    assert ours.config.parameters() == sum(p.numel() for p in theirs.parameters()) == sum(p.numel() for p in ours.parameters())
+
+
+# --- the head ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 7, 100])
+def test_chunked_scores_and_gradients_are_plain_cross_entropy(monkeypatch, rows_at_once):
+    monkeypatch.setattr(heads, "LOGITS_BYTES", 4 * 211 * rows_at_once)
+    torch.manual_seed(0)
+    head, hidden, targets = Head(211, 24), torch.randn(40, 24), torch.randint(211, (40,))
+    torch.nn.init.normal_(head.weight)
+    weights, zweights = torch.rand(40), torch.rand(40)
+    weights[::3] = 0  # padding
+    hidden.requires_grad_()
+    scores = head(hidden, targets)
+    (-(scores.log_probability * weights).sum() + (scores.log_normalizer * zweights).sum()).backward()
+    exact_hidden, exact_weight = hidden.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_()
+    logits = exact_hidden @ exact_weight.T
+    nll = F.cross_entropy(logits, targets, reduction="none")
+    ((nll * weights).sum() + (logits.logsumexp(-1) * zweights).sum()).backward()
+    assert torch.allclose(-scores.log_probability.double(), nll, atol=1e-5)
+    assert torch.allclose(hidden.grad.double(), exact_hidden.grad, atol=1e-5)
+    assert torch.allclose(head.weight.grad.double(), exact_weight.grad, atol=1e-5)
+
+
+def test_the_head_in_bfloat16_accumulates_its_gradient_in_float32(monkeypatch):
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(512, 16).bfloat16(), torch.randn(50, 16).bfloat16(), torch.randint(50, (512,))
+    exact = weight.double().requires_grad_()
+    F.cross_entropy(hidden.double() @ exact.T, targets, reduction="sum").backward()
+    errors = []
+    for rows_at_once in (512, 4):
+        monkeypatch.setattr(heads, "LOGITS_BYTES", 4 * 50 * rows_at_once)
+        head = Head(50, 16)
+        head.weight = torch.nn.Parameter(weight.clone())
+        head(hidden, targets).log_probability.sum().neg().backward()
+        errors.append(((head.weight.grad.double() - exact.grad).norm() / exact.grad.norm()).item())
+    assert max(errors) < 0.01, errors
+
+
+def test_the_peak_of_the_head_does_not_grow_with_the_tokens(monkeypatch):
+    """No tensor of tokens × vocabulary is ever made."""
+    monkeypatch.setattr(heads, "LOGITS_BYTES", 4 * 1000 * 8)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            largest = max(largest, out.numel() if isinstance(out, torch.Tensor) else 0)
+            return out
+
+    head, hidden = Head(1000, 8), torch.randn(200, 8, requires_grad=True)
+    torch.nn.init.normal_(head.weight)
+    with Watch():
+        head(hidden, torch.zeros(200, dtype=torch.int64)).log_probability.sum().backward()
+    assert largest <= 8 * 1000
+
+
+# --- random weights ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 10), (BLOCK - 3, 6), (BLOCK, BLOCK), (5, 2 * BLOCK + 7)])
+def test_any_part_of_a_random_matrix_can_be_drawn_alone(start, count):
+    whole = draw_normal(0, "a", 0, 3 * BLOCK, 0.5)
+    assert torch.equal(draw_normal(0, "a", start, count, 0.5), whole[start : start + count])
+    assert abs(whole.std() - 0.5) < 0.01 and abs(whole.mean()) < 0.01
+    assert not torch.equal(draw_normal(0, "b", start, count, 0.5), whole[start : start + count])
+
+
+def test_norms_start_at_one_and_matrices_with_the_models_deviation():
+    model = Decoder(ModelConfig(family="qwen3", vocab_size=500, initializer_range=0.05))
+    initialize_whole(model, 0, 0.05)
+    for name, p in model.named_parameters():
+        assert (p == 1).all() if name.endswith("norm.weight") else abs(p.std() - 0.05) < 0.003, name
+
+
+# --- config.json -------------------------------------------------------------------------------------------------------------------
+
+
+def config_json(folder, **values):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES, **values}))
+    return folder
+
+
+def test_the_spellings_of_transformers_4_and_5_read_equal(tmp_path):
+    scaling = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
+    four = config_json(tmp_path / "4", rope_theta=5e5, rope_scaling=scaling, torch_dtype="bfloat16")
+    older = config_json(tmp_path / "3", rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
+    five = config_json(tmp_path / "5", rope_parameters=LLAMA3, dtype="bfloat16")
+    assert ModelConfig.from_hf(four) == ModelConfig.from_hf(five)
+    assert ModelConfig.from_hf(five).rope_theta == 5e5 and ModelConfig.from_hf(five).rope_scaling == scaling
+    assert ModelConfig.from_hf(older).rope_scaling == {"rope_type": "linear", "factor": 2.0}
+    assert ModelConfig.from_hf(config_json(tmp_path / "none", rope_scaling=None)).rope_theta == 10_000
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {"rope_parameters": LLAMA3}, {"head_dim": 8}],
+)
+def test_what_is_written_is_what_was_read(tmp_path, values):
+    config = ModelConfig.from_hf(config_json(tmp_path / "in", **values))
+    written = config.to_hf("bfloat16")
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert ModelConfig.from_hf(tmp_path) == config
+    assert written["torch_dtype"] == written["dtype"] == "bfloat16" and written["rope_parameters"]["rope_theta"] == written["rope_theta"]
+
+
+UNSUPPORTED = {
+    "model_type": "gemma",
+    "architectures": ["LlamaForSequenceClassification"],
+    "attention_bias": True,
+    "mlp_bias": True,
+    "hidden_act": "gelu",
+    "quantization_config": {"quant_method": "fp8"},
+    "use_sliding_window": True,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "partial_rotary_factor": 0.5,
+    "attention_dropout": 0.1,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+    "rope_parameters": {"rope_type": "dynamic", "factor": 4.0},
+    "hidden_size": None,
+    "num_attention_heads": None,
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_not_supported_is_refused_by_name(tmp_path, name):
+    family = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]} if "sliding" in name or name == "layer_types" else {}
+    extra = {"use_sliding_window": True} if name == "sliding_window" else {}
+    with pytest.raises(UserError) as raised:
+        ModelConfig.from_hf(config_json(tmp_path, **family, **extra, **{name: UNSUPPORTED[name]}))
+    said = str(raised.value)
+    assert {"rope_scaling": "yarn", "rope_parameters": "dynamic", "model_type": "gemma"}.get(name, name) in said
+
+
+def test_all_that_is_not_supported_is_told_at_once_with_exit_2(tmp_path, train):
+    from test_huggingface import make_folder
+
+    folder = make_folder(tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({**config, "attention_bias": True, "hidden_act": "gelu", "rope_parameters": {"rope_type": "yarn"}})
+    )
+    told = train("run", f"model.init_from={folder}", "train.steps=1", base=[], code=2)
+    assert all(text in told.err for text in ("attention_bias", "gelu", "yarn"))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"model_type": "llama"}'])
+def test_a_broken_config_json_is_named(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json"):
+        ModelConfig.from_hf(tmp_path)

@@ -1,0 +1,153 @@
+"""Schedules, decay, clipping, and steps that are skipped everywhere when a number anywhere is not finite."""
+
+import contextlib
+import os
+from unittest.mock import patch
+
+import pytest
+import torch
+from test_resume import assert_bitwise_equal, stored
+
+from fsdp_trainer.config.schema import Optim, Schedule
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.initialize import initialize_whole
+from fsdp_trainer.optim.optimizers import build_optimizer, step_unless
+from fsdp_trainer.optim.schedules import learning_rate
+
+
+@pytest.mark.parametrize(
+    ("schedule", "values"),
+    [
+        (Schedule("constant", 4), {1: 0.25, 4: 1, 5: 1, 100: 1}),
+        (Schedule("linear", 0), {1: 0.99, 50: 0.5, 100: 0}),
+        (Schedule("linear", 20, min_ratio=0.1), {10: 0.5, 20: 1, 60: 0.55, 100: 0.1}),
+        (Schedule("cosine", 0), {50: 0.5, 100: 0}),
+        (Schedule("cosine", 20, min_ratio=0.2), {1: 0.05, 20: 1, 60: 0.6, 100: 0.2, 101: 0.2}),
+        (Schedule("wsd", 0, decay_share=0.2), {1: 1, 80: 1, 90: 0.5, 100: 0}),
+        (Schedule("wsd", 0, min_ratio=0.5, decay_share=0), {100: 1}),
+        (Schedule("cosine", 200), {100: 0.5}),
+    ],
+    ids=lambda value: f"{value.name}" if isinstance(value, Schedule) else "",
+)
+def test_the_learning_rate_at_the_corners(schedule, values):
+    for step, share in values.items():
+        assert learning_rate(schedule, 2.0, step, 100) == pytest.approx(2.0 * share, abs=1e-12), step
+
+
+def small():
+    model = Decoder(ModelConfig(vocab_size=50, hidden_size=16, head_dim=4, intermediate_size=16, num_hidden_layers=1, family="qwen3"))
+    initialize_whole(model, 0, 0.1)
+    return model
+
+
+def test_matrices_decay_and_norms_do_not():
+    model = small()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = build_optimizer(model, Optim(lr=0.1, weight_decay=0.5))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    step_unless(optimizer, torch.tensor(False))
+    for name, p in model.named_parameters():
+        assert torch.allclose(p, before[name] * (1 if "norm" in name else 0.95)), name
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(before)
+
+
+def test_a_skipped_step_leaves_weights_moments_and_counts():
+    model = small()
+    optimizer = build_optimizer(model, Optim(lr=0.1))
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    step_unless(optimizer, torch.tensor(False))
+    before = [p.detach().clone() for p in model.parameters()] + [v.clone() for s in optimizer.state.values() for v in s.values()]
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float("nan"))
+    step_unless(optimizer, torch.tensor(True))
+    after = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@contextlib.contextmanager
+def bad_numbers(kind, steps):
+    """On rank 1 (or the only one), in the first micro-batch of the given optimizer steps: a loss, or only a gradient, that is not finite."""
+    from fsdp_trainer.train import trainer
+
+    real_objective, real_forward, state = trainer.cross_entropy, trainer.Trainer.forward_backward, {"step": 0}
+
+    def forward_backward(self, plan):
+        state["step"] = plan.step
+        return real_forward(self, plan)
+
+    def objective(scores, weights):
+        mine = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+        loss = real_objective(scores, weights)
+        if state["step"] not in steps or not mine or not torch.is_grad_enabled():
+            return loss
+        if kind == "loss":
+            return loss * float("inf")
+        scores.log_probability.register_hook(lambda gradient: gradient * float("nan"))
+        return loss
+
+    with patch.object(trainer, "cross_entropy", objective), patch.object(trainer.Trainer, "forward_backward", forward_backward):
+        yield
+
+
+def bad_gradient():
+    return bad_numbers("gradient", {3})
+
+
+def bad_loss():
+    return bad_numbers("loss", {3})
+
+
+def bad_for_long():
+    return bad_numbers("gradient", {2, 4, 5, 6, 7, 8})
+
+
+@pytest.mark.parametrize("seam", [bad_gradient, bad_loss])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("how", [[], ["sharding=ddp"]], ids=["fsdp", "ddp"])
+def test_a_number_that_is_not_finite_on_one_rank_skips_the_step_everywhere(train, seam, ranks, how):
+    if how and ranks == 1:
+        pytest.skip("the same")
+    run = train("run", "train.steps=5", "checkpoint.every=1", "checkpoint.keep=9", "batch.micro_rows=1", *how, ranks=ranks, seam=seam)
+    two, three, four = (stored(run.folder / "checkpoints" / f"step-0000000{i}") for i in (2, 3, 4))
+    assert_bitwise_equal(two, three)
+    assert all(t.isfinite().all() for t in four.values()) and not torch.equal(
+        three["weights/model.norm.weight"], four["weights/model.norm.weight"]
+    )
+    assert run.column("step") == [1, 2, 3, 4, 5] and [e["step"] for e in run.event("skipped")] == [3]
+    assert run.metrics[2]["grad_norm"] is None and "NaN" not in (run.folder / "metrics.jsonl").read_text() and "not finite" in run.out
+    assert (run.metrics[2]["loss"] is None) == (seam is bad_loss)
+    assert run.column("tokens")[2] > run.column("tokens")[1], "its rows are not trained again"
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(train):
+    run = train(
+        "run", "train.steps=9", "train.max_skipped=3", "checkpoint.every=1", "checkpoint.keep=2", ranks=2, seam=bad_for_long, code=1
+    )
+    assert [e["step"] for e in run.event("skipped")] == [2, 4, 5, 6] and run.events[-1]["exit_code"] == 1
+    assert "3 steps in a row" in run.err and "Traceback" not in run.err and run.column("step") == [1, 2, 3, 4, 5, 6]
+
+
+def test_elements_are_clipped_before_the_norm_and_the_norm_told_is_that_before_both():
+    from fsdp_trainer.train.gradients import clip_gradients
+
+    model = small()
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    whole = torch.cat([p.grad.flatten() for p in model.parameters()])
+    norm = clip_gradients(model, 1.0, 0.5)
+    wanted = whole.clamp(-0.5, 0.5)
+    wanted = wanted / wanted.norm()
+    assert torch.allclose(norm, whole.norm()) and torch.allclose(
+        torch.cat([p.grad.flatten() for p in model.parameters()]), wanted, atol=1e-5
+    )
+
+
+def test_without_clipping_the_norm_is_told_all_the_same(train):
+    free, clipped = (
+        train("free", "train.steps=2", "optim.grad_clip=null"),
+        train("clipped", "train.steps=2", "optim.grad_clip=0.01", ranks=2),
+    )
+    assert free.column("grad_norm")[0] == pytest.approx(clipped.column("grad_norm")[0], rel=1e-4) and free.column("grad_norm")[0] > 0.01

@@ -1,0 +1,352 @@
+"""A run that was stopped, killed or damaged goes on as if nothing had happened, or says why it does not."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from world import SMALL, Run, read_lines, write_chats
+
+
+def stored(checkpoint):
+    """Every tensor of a checkpoint: weights, moments, step counts."""
+    metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    return state
+
+
+def newest(run):
+    return sorted((run.folder / "checkpoints").glob("step-*"))[-1]
+
+
+def assert_bitwise_equal(a, b):
+    assert a.keys() == b.keys() and any("exp_avg_sq" in name for name in a)
+    for name in a:
+        assert a[name].dtype == b[name].dtype and a[name].numpy().tobytes() == b[name].numpy().tobytes(), name
+
+
+def end_of(run):
+    return run.events[-1]["event"], run.events[-1]["exit_code"]
+
+
+# --- killed hard -------------------------------------------------------------------------------------------------------------------
+
+
+def started(folder, inputs, *overrides):
+    """A command line of its own that starts its ranks itself."""
+    words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), f"run.root={folder.parent}", f"run.name={folder.name}", *overrides]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "fsdp_trainer", *words],
+        start_new_session=True,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for(condition, process, seconds=90):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "took too long"
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_killed_hard_and_started_again_ends_bitwise_where_an_uninterrupted_run_does(train, inputs, tmp_path):
+    how = ["train.steps=40", "checkpoint.every=5", "batch.micro_rows=2"]
+    process = started(tmp_path / "killed", inputs, *how, "launch.nproc_per_node=2")
+    killed = Run(tmp_path / "killed")
+    wait_for((killed.folder / "checkpoints" / "step-00000010").exists, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert "end" not in [e["event"] for e in killed.events] and 10 <= len(killed.metrics) < 40
+    with (killed.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "lo')  # a half line
+    killed = train("killed", *how, ranks=2)
+    whole = train("whole", *how, ranks=2)
+    assert killed.column("step") == list(range(1, 41))
+    for column in ("loss", "grad_norm", "lr", "tokens", "supervised_tokens"):
+        assert killed.column(column) == whole.column(column), column
+    assert_bitwise_equal(stored(newest(killed)), stored(newest(whole)))
+    assert [e["event"] for e in killed.events if e["event"] in ("start", "resume", "end")] == ["start", "resume", "end"]
+    assert end_of(killed) == ("end", 0) and len(killed.checkpoints) == 2
+
+
+def running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_a_launcher_that_was_killed_hard(inputs, tmp_path):
+    process = started(tmp_path / "run", inputs, "train.steps=100000", "launch.nproc_per_node=2")
+    wait_for((tmp_path / "run" / "metrics.jsonl").exists, process)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) == 2
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while any(running(pid) for pid in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.stdout.close()
+
+
+# --- stopped in order --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_sigterm_commits_a_checkpoint_exits_75_and_the_same_command_goes_on(train, inputs, tmp_path):
+    how = ["train.steps=100000", "schedule=constant", "launch.nproc_per_node=2"]
+    process = started(tmp_path / "run", inputs, *how)
+    run = Run(tmp_path / "run")
+    wait_for(lambda: len(run.metrics) > 3, process)
+    process.send_signal(signal.SIGTERM)
+    out = process.communicate(timeout=60)[0]
+    assert process.returncode == 75, out
+    stopped = run.metrics[-1]["step"]
+    assert end_of(run) == ("end", 75) and run.event("signal")[0]["reason"] == "SIGTERM" and run.checkpoints == [f"step-{stopped:08d}"]
+    assert "the same command goes on" in out and out.count("checkpoint committed") == 1
+    again = train("run", f"train.steps={stopped + 3}", "schedule=constant", ranks=2)
+    assert again.column("step") == list(range(1, stopped + 4)) and end_of(again) == ("end", 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_time_limit_exits_75_with_a_checkpoint(train, ranks):
+    run = train("run", "train.steps=100000", "train.time_limit=1s", "logging.every=1000", ranks=ranks, code=75)
+    step = run.metrics[-1]["step"]
+    assert end_of(run) == ("end", 75) and run.event("time_limit") and run.checkpoints == [f"step-{step:08d}"]
+    assert run.column("step") == list(range(1, step + 1)), "what was not yet written is written before leaving"
+
+
+# --- another world -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "worlds", [(2, 1), pytest.param((4, 2, 1), marks=pytest.mark.slow), pytest.param((1, 4, 2), marks=pytest.mark.slow)]
+)
+def test_any_number_of_ranks_goes_on_and_no_row_is_lost_or_repeated(train, worlds):
+    how = ["schedule=constant", "batch.rows=7", "batch.micro_rows=7"]
+    for i, ranks in enumerate(worlds, 1):
+        run = train("run", *how, f"train.steps={4 * i}", ranks=ranks)
+    whole = train("whole", *how, f"train.steps={4 * len(worlds)}", ranks=2)
+    assert run.column("step") == list(range(1, 4 * len(worlds) + 1))
+    assert run.column("tokens") == whole.column("tokens") and run.column("supervised_tokens") == whole.column("supervised_tokens")
+    assert run.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5)
+    assert run.column("grad_norm") == pytest.approx(whole.column("grad_norm"), rel=1e-4)
+    assert json.loads((newest(run) / "trainer.json").read_text())["rows"] == 7 * 4 * len(worlds)
+    assert [e["world_size"] for e in run.events if e["event"] in ("start", "resume")] == list(worlds)
+
+
+def test_a_resume_is_bitwise_also_across_shardings_of_one_world(train):
+    how = ["schedule=constant", "checkpoint.every=4"]
+    whole = train("whole", *how, "train.steps=8", ranks=2)
+    train("run", *how, "train.steps=4", ranks=2)
+    run = train("run", *how, "train.steps=8", "sharding.blocks_per_unit=2", "activation_checkpoint=full", ranks=2)
+    assert_bitwise_equal(stored(newest(run)), stored(newest(whole)))
+
+
+# --- may it go on ------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_trained_may_not_change_unless_it_is_allowed(train, tmp_path):
+    train("run", "train.steps=2", "schedule=constant")
+    told = train("run", "train.steps=4", "schedule=linear", "optim.lr=1e-4", "batch.rows=4", "run.seed=5", ranks=2, code=2)
+    for text in (
+        "optim.lr=0.0001",
+        "0.003",
+        "batch.rows=4",
+        "schedule.name=linear",
+        "run.seed=5",
+        "run.name=NEW",
+        "checkpoint.allow_changes=[",
+    ):
+        assert text in told.err, text
+    assert "train.steps" not in told.err and told.column("step") == [1, 2] and end_of(told) == ("end", 2)
+    told = train("run", "train.steps=4", "schedule=constant", f"data.path={write_chats(tmp_path / 'other.jsonl', 90)}", code=2)
+    assert "data.fingerprint" in told.err
+    run = train(
+        "run",
+        "train.steps=4",
+        "schedule=constant",
+        "optim.lr=1e-4",
+        "checkpoint.allow_changes=[optim.lr]",
+        "logging.every=2",
+        "run.name=run",
+    )
+    assert run.column("lr")[:2] == [0.001, 0.002] and run.column("lr")[3] == pytest.approx(1e-4)
+    assert run.column("step") == [1, 2, 3, 4]
+
+
+def test_the_same_data_at_another_place_is_the_same_data(train, chats, tmp_path):
+    train("run", "train.steps=2")
+    shutil.copy(chats, tmp_path / "moved.jsonl")
+    assert train("run", "train.steps=3", f"data.path={tmp_path / 'moved.jsonl'}").column("step") == [1, 2, 3]
+
+
+def test_a_finished_run_says_so_and_goes_on_only_for_more_steps(train):
+    train("run", "train.steps=2", ranks=2)
+    again = train("run", "train.steps=2", ranks=2)
+    assert "already finished" in again.out and again.column("step") == [1, 2] and end_of(again) == ("end", 0)
+    assert train("run", "train.steps=4", "checkpoint.keep=1", ranks=2).checkpoints == ["step-00000004"]
+
+
+def test_a_finished_run_can_still_be_exported(train):
+    train("run", "train.steps=2")
+    run = train("run", "train.steps=2", "checkpoint.export_hf=true", ranks=2)
+    assert (run.folder / "hf" / "model.safetensors").exists() and run.event("export")
+
+
+def test_never_refuses_a_used_folder_and_overwrite_starts_anew(train):
+    first_loss = train("run", "train.steps=3").column("loss")[0]
+    told = train("run", "train.steps=3", "checkpoint.resume=never", code=2, ranks=2)
+    assert "run.overwrite=true" in told.err and told.column("step") == [1, 2, 3] and told.checkpoints == ["step-00000003"]
+    anew = train("run", "train.steps=2", "checkpoint.resume=never", "run.overwrite=true", ranks=2)
+    assert anew.column("step") == [1, 2] and anew.checkpoints == ["step-00000002"]
+    assert anew.events[0]["event"] == "start" and anew.column("loss")[0] == pytest.approx(first_loss)
+
+
+def test_a_run_goes_on_from_the_checkpoint_of_another(train):
+    first = train("first", "train.steps=4", "checkpoint.every=2", "schedule=constant")
+    whole = train("first", "train.steps=6", "checkpoint.every=2", "schedule=constant")
+    branch = train("branch", "train.steps=6", "schedule=constant", f"checkpoint.resume={first.folder}/checkpoints/step-00000004")
+    assert branch.column("step") == [5, 6] and branch.column("loss") == whole.column("loss")[4:] and branch.checkpoints == ["step-00000006"]
+
+
+def test_the_same_command_goes_on_also_when_it_names_the_checkpoint_it_began_with(train):
+    first = train("first", "train.steps=2", "schedule=constant")
+    how = ["schedule=constant", "checkpoint.every=1", f"checkpoint.resume={first.folder}"]
+    train("branch", "train.steps=4", *how)
+    again = train("branch", "train.steps=6", *how)
+    assert again.column("step") == [3, 4, 5, 6] and [e["step"] for e in again.event("resume")] == [2, 4]
+
+
+# --- what is on disk ---------------------------------------------------------------------------------------------------------------
+
+
+def test_keep_counts_committed_checkpoints_only(train, tmp_path):
+    partial = tmp_path / "run" / "checkpoints" / "step-00000099"  # looks like one, but has no manifest
+    partial.mkdir(parents=True)
+    (partial / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "run" / "checkpoints" / ".step-00000002.partial").mkdir()
+    run = train("run", "train.steps=6", "checkpoint.every=1", "checkpoint.keep=2", ranks=2)
+    assert run.column("step") == [1, 2, 3, 4, 5, 6]
+    assert [c for c in run.checkpoints if c != partial.name] == ["step-00000005", "step-00000006"]
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGES = [("__0_0.distcp", cut), (".metadata", flip), ("trainer.json", os.remove), ("hf/config.json", cut)]
+
+
+@pytest.mark.parametrize(("name", "damage"), [("__1_0.distcp", flip), *(pytest.param(*case, marks=pytest.mark.slow) for case in DAMAGES)],
+                         ids=lambda value: value if isinstance(value, str) else value.__name__)  # fmt: skip
+def test_a_damaged_checkpoint_is_left_aside_and_the_one_before_is_used(train, broken_run, tmp_path, name, damage):
+    shutil.copytree(broken_run.folder, tmp_path / "run")
+    damage(tmp_path / "run" / "checkpoints" / "step-00000004" / name)
+    run = train("run", "train.steps=6", "schedule=constant", "checkpoint.every=2", ranks=2)
+    assert run.event("damaged")[0]["path"].endswith("step-00000004") and run.event("resume")[0]["step"] == 2
+    assert run.column("step") == [1, 2, 3, 4, 5, 6] and "damaged" in run.out
+    assert run.column("loss")[:4] == broken_run.column("loss"), "the same steps again"
+
+
+@pytest.fixture(scope="module")
+def broken_run(world, inputs, tmp_path_factory):
+    """Two checkpoints by two ranks, to be broken."""
+    where = tmp_path_factory.mktemp("broken") / "run"
+    return world.train(where, *(f"{k}={v}" for k, v in inputs.items()), "train.steps=4", "schedule=constant", "checkpoint.every=2", ranks=2)
+
+
+def test_a_damaged_manifest_too(train, broken_run, tmp_path):
+    shutil.copytree(broken_run.folder, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step-00000004" / "MANIFEST.json").write_text('{"files"')
+    assert train("run", "train.steps=5", "schedule=constant", "checkpoint.every=2").event("resume")[0]["step"] == 2
+
+
+def test_where_everything_is_damaged_the_run_starts_at_its_beginning(train, broken_run, tmp_path):
+    shutil.copytree(broken_run.folder, tmp_path / "run")
+    for checkpoint in (tmp_path / "run" / "checkpoints").iterdir():
+        cut(checkpoint / "__0_0.distcp")
+    run = train("run", "train.steps=5", "schedule=constant", "checkpoint.every=2")
+    assert (
+        len(run.event("damaged")) == 2
+        and run.column("step") == [1, 2, 3, 4, 5]
+        and run.column("loss")[0] == pytest.approx(broken_run.column("loss")[0])
+    )
+
+
+def test_a_damaged_checkpoint_never_drives_out_a_good_one(train, broken_run, tmp_path):
+    shutil.copytree(broken_run.folder, tmp_path / "run")
+    cut(tmp_path / "run" / "checkpoints" / "step-00000004" / "__0_0.distcp")
+    run = train("run", "train.steps=3", "schedule=constant", "checkpoint.every=1", "checkpoint.keep=1", ranks=2)
+    assert "step-00000003" in run.checkpoints
+    again = train("run", "train.steps=5", "schedule=constant", "checkpoint.every=1", "checkpoint.keep=1", ranks=2)
+    assert again.event("resume")[-1]["step"] == 3 and again.checkpoints[-1] == "step-00000005"
+
+
+def test_going_back_to_an_older_checkpoint_makes_it_the_run(train, broken_run, tmp_path):
+    shutil.copytree(broken_run.folder, tmp_path / "run")
+    older = tmp_path / "run" / "checkpoints" / "step-00000002"
+    how = ["schedule=constant", "optim.lr=1e-4", "checkpoint.allow_changes=[optim.lr]", "checkpoint.keep=1"]
+    run = train("run", "train.steps=3", *how, f"checkpoint.resume={older}")
+    assert run.column("step") == [1, 2, 3] and "step-00000003" in run.checkpoints
+    again = train("run", "train.steps=5", *how)
+    assert again.event("resume")[-1]["step"] == 3, "the newest checkpoint is that of the branch, not the one that was left behind"
+
+
+def full_disk():
+    """Writing a checkpoint fails on rank 1."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    real = FileSystemWriter.write_data
+
+    def write(self, *args, **kwargs):
+        if os.environ["RANK"] == "1":
+            raise OSError(28, "No space left on device")
+        return real(self, *args, **kwargs)
+
+    return patch.object(FileSystemWriter, "write_data", write)
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_on_all_ranks_and_leaves_none(train):
+    run = train("run", "train.steps=4", "checkpoint.every=2", ranks=2, seam=full_disk, code=1)
+    assert "No space left" in run.err and "Traceback" not in run.err and run.checkpoints == [] and end_of(run) == ("end", 1)
+    assert train("run", "train.steps=4", "checkpoint.every=2", ranks=2).column("step") == [1, 2, 3, 4]
+
+
+def test_the_manifest_lists_every_file_with_size_and_checksum(broken_run):
+    import zlib
+
+    for checkpoint in (broken_run.folder / "checkpoints").iterdir():
+        listed = json.loads((checkpoint / "MANIFEST.json").read_text())["files"]
+        found = {str(p.relative_to(checkpoint)): p for p in checkpoint.rglob("*") if p.is_file() and p.name != "MANIFEST.json"}
+        assert listed.keys() == found.keys() and {"config.yaml", "trainer.json", "hf/config.json"} <= listed.keys()
+        for name, path in found.items():
+            assert listed[name] == {"bytes": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())}
+    assert read_lines(broken_run.folder / "events.jsonl")[-1]["reason"] == "finished"

@@ -83,9 +83,9 @@ def plain_training(folder, rows):
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         losses.append(loss)
         tokens.append((tokens or [0])[-1] + sum(len(row["tokens"]) for row in batch))
-        shape = (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP))) / 2
+        shape = (1 + math.cos(math.pi * (step - 1 - WARMUP) / (STEPS - WARMUP))) / 2
         for group in optimizer.param_groups:
-            group["lr"] = PEAK * (step / WARMUP if step < WARMUP else FLOOR + (1 - FLOOR) * shape)
+            group["lr"] = PEAK * (step / WARMUP if step <= WARMUP else FLOOR + (1 - FLOOR) * shape)
         optimizer.step()
         optimizer.zero_grad()
     return losses, norms, tokens

@@ -129,6 +129,7 @@ def test_totals_are_those_of_the_rows(tmp_path):
     assert order.totals(n - 3, n + 3) == (weight, sum(lengths), supervised, sum(n * n for n in lengths))
 
 
+@pytest.mark.slow
 def test_gsm8k_fills_98_percent_of_its_rows(tmp_path):
     if not SHARED.is_dir():
         pytest.skip("needs real data, which is not shipped")

@@ -41,7 +41,7 @@ def no_waiting():
     from contextlib import contextmanager
     from unittest.mock import patch
 
-    from fsdp_trainer.train import trainer
+    from fsdp_trainer.training import trainer
 
     def watched(real):
         def call(*args, **kwargs):

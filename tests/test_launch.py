@@ -51,6 +51,7 @@ def no_hydra_files(folder):
     assert not found, found
 
 
+@pytest.mark.slow
 def test_torchrun_trains_with_one_folder_one_voice_and_no_files_of_hydra(done, tmp_path):
     code, out, err, run = done([*TORCHRUN, "-m", "fsdp_trainer"], "train.steps=3")
     assert code == 0, out + err

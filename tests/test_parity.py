@@ -42,14 +42,14 @@ def same(train, alone):
     return check
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_number_of_ranks(same, ranks):
     same(ranks, steps=20)  # with one micro-batch of 6 rows the other ranks have nothing but empty rows
 
 
 @pytest.mark.parametrize(
     ("ranks", "micro_rows"),
-    [(1, 2), (2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 1), (2, 2), (4, 1), (4, 2)])],
+    [(1, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)])],
 )
 def test_with_accumulation_and_rows_that_do_not_divide(same, ranks, micro_rows):
     same(ranks, f"batch.micro_rows={micro_rows}", common=("batch.rows=7",), steps=20)
@@ -130,6 +130,7 @@ def test_bf16_is_near_fp32(train, alone, ranks):
     assert run.column("loss") != alone()[0]
 
 
+@pytest.mark.slow
 def test_weights_at_the_start_do_not_depend_on_ranks_nor_sharding(train):
     runs = [
         train(f"{r}{how}", "train.steps=0", f"sharding={how}", ranks=r) for r, how in ((1, "fsdp"), (2, "fsdp"), (4, "fsdp"), (2, "ddp"))
@@ -141,6 +142,7 @@ def test_weights_at_the_start_do_not_depend_on_ranks_nor_sharding(train):
     assert len({tensor.float().sum().item() for name, tensor in first.items() if "proj" in name}) == 14, "every matrix has its own numbers"
 
 
+@pytest.mark.slow
 def test_the_validation_loss_is_the_mean_over_exactly_the_validation_set(train, tmp_path, inputs, world):
     held_out = write_chats(tmp_path / "held_out.jsonl", 13, start=500)
     runs = [
@@ -160,6 +162,7 @@ def test_the_validation_loss_is_the_mean_over_exactly_the_validation_set(train, 
     assert losses[0][-1] == pytest.approx(total / count, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_validating_changes_nothing_of_training(train, tmp_path):
     held_out = f"data.validation={write_chats(tmp_path / 'h.jsonl', 5, 500)}"
     often, once = (

@@ -156,6 +156,7 @@ def test_any_number_of_ranks_goes_on_and_no_row_is_lost_or_repeated(train, world
     assert [e["world_size"] for e in run.events if e["event"] in ("start", "resume")] == list(worlds)
 
 
+@pytest.mark.slow
 def test_a_resume_is_bitwise_also_across_shardings_of_one_world(train):
     how = ["schedule=constant", "checkpoint.every=4"]
     whole = train("whole", *how, "train.steps=8", ranks=2)
@@ -224,6 +225,7 @@ def test_never_refuses_a_used_folder_and_overwrite_starts_anew(train):
     assert anew.events[0]["event"] == "start" and anew.column("loss")[0] == pytest.approx(first_loss)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_checkpoint_of_another(train):
     first = train("first", "train.steps=4", "checkpoint.every=2", "schedule=constant")
     whole = train("first", "train.steps=6", "checkpoint.every=2", "schedule=constant")
@@ -301,6 +303,7 @@ def test_where_everything_is_damaged_the_run_starts_at_its_beginning(train, brok
     )
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_never_drives_out_a_good_one(train, broken_run, tmp_path):
     shutil.copytree(broken_run.folder, tmp_path / "run")
     cut(tmp_path / "run" / "checkpoints" / "step-00000004" / "__0_0.distcp")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.checkpoint", "fsdp_trainer.config.compose", "fsdp_trainer.train.run", "fsdp_trainer.data.preview"]
+PRELOAD = ["torch", "torch.distributed.checkpoint", "fsdp_trainer.config.compose", "fsdp_trainer.training.run", "fsdp_trainer.data.preview"]
 RANKS = 4
 SMALL = [
     "model=tiny", "model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=2", "model.head_dim=8", "precision=fp32",

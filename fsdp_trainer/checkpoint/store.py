@@ -72,6 +72,14 @@ class CheckpointStore:
             tell(candidate, found)
         return None
 
+    def leave_aside_after(self, step: int) -> None:
+        """Rename checkpoints of later steps, which a run that goes on from `step` replaces: damaged ones, or another branch's. Rank 0's task."""
+        for later in committed_checkpoints(self.run):
+            if int(later.name.removeprefix("step-")) > step:
+                aside = later.with_name(later.name + ".left")
+                shutil.rmtree(aside, ignore_errors=True)
+                later.rename(aside)
+
     def _candidates(self) -> list[Path]:
         """Rank 0's listing: another node's view of a shared disk may lag."""
         listing = [committed_checkpoints(self.run) if dist.get_rank() == 0 else None]

@@ -1,6 +1,7 @@
 """What must hold between keys, and what must be there to be read. No torch."""
 
 import glob
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,8 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
         _check_weights(cfg.model.init_from, report)
     if cfg.data.template and cfg.data.template.endswith((".jinja", ".j2")):
         _check_exists("data.template", cfg.data.template, report)
+    if cfg.logging.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        report.add("logging.tensorboard", True, "TensorBoard is not installed:  pip install 'fsdp_trainer[tensorboard]'")
     if cfg.checkpoint.resume not in ("auto", "never") and find_checkpoint(cfg.checkpoint.resume) is None:
         report.add("checkpoint.resume", cfg.checkpoint.resume, "is neither auto nor never, nor a run or checkpoint that was committed")
 

@@ -21,7 +21,7 @@ from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 
-CODE_VERSION = 1  # raise it when the same input gives other tokens or weights
+CODE_VERSION = 2  # raise it when the same input gives other tokens or weights
 CHUNK = 1000  # texts per call of the tokenizer
 COLUMNS = {"tokens": np.int32, "weights": np.float32, "lengths": np.int64, "weight_sums": np.float64, "supervised": np.int64}
 
@@ -71,7 +71,7 @@ def open_prepared(folder: str | Path) -> Prepared:
     """What another rank, or an earlier run, has prepared."""
     folder = Path(folder)
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    stores = {name: TokenStore(folder / name, f"{meta['fingerprint']}-{name}") for name in meta["stores"]}
+    stores = {name: TokenStore(folder / name, fingerprint) for name, fingerprint in meta["stores"].items()}
     return Prepared(folder, meta["fingerprint"], stores["train"], stores.get("validation"), meta["report"])
 
 
@@ -87,7 +87,9 @@ def prepare(
         Path(root).mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{fingerprint}-", dir=root))
         try:
-            Preparation(data, batch.seq_len, tokenizer, template, aside, progress).run(train, apart, fingerprint)
+            # each store has its own: to name a held-out file, or another, changes nothing about what is trained on
+            parts = {"train": _fingerprint(train, [], data, batch.seq_len, tokenizer, template), "validation": f"{fingerprint}-validation"}
+            Preparation(data, batch.seq_len, tokenizer, template, aside, progress).run(train, apart, fingerprint, parts)
             _commit(aside, folder)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -108,7 +110,8 @@ def _is_path(validation: Any) -> bool:
 
 
 def _fingerprint(train: list[str], apart: list[str], data: Data, seq_len: int, tokenizer: TextTokenizer, template: Template) -> str:
-    options = [data.format, data.fields, data.loss_on, data.too_long, data.on_error, seq_len, None if apart else data.validation]
+    share = None if _is_path(data.validation) else data.validation  # of the training files, held out
+    options = [data.format, data.fields, data.loss_on, data.too_long, data.on_error, seq_len, share]
     files = [[content_hash(file) for file in files] for files in (train, apart)]
     parts = [CODE_VERSION, options, files, tokenizer.fingerprint, template.source]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=10).hexdigest()
@@ -159,7 +162,7 @@ class Preparation:
         self.report: list[str] = []
         self.rows = 0
 
-    def run(self, train: list[str], apart: list[str], fingerprint: str) -> None:
+    def run(self, train: list[str], apart: list[str], fingerprint: str, fingerprints: dict[str, str]) -> None:
         """Write the stores, and last of all meta.json."""
         share = self.data.validation if isinstance(self.data.validation, int | float) else 0.0
         self.writers = {name: StoreWriter(self.folder / name) for name in (("train", "validation") if apart or share else ("train",))}
@@ -169,7 +172,7 @@ class Preparation:
             writer.close()
             self._check(name, writer)
         self.report += [f"note: {note}" for note in sorted(self.template.adapted)]
-        meta = {"fingerprint": fingerprint, "stores": list(self.writers), "report": self.report}
+        meta = {"fingerprint": fingerprint, "stores": {name: fingerprints[name] for name in self.writers}, "report": self.report}
         (self.folder / "meta.json").write_text(json.dumps(meta, indent=2, ensure_ascii=False), encoding="utf-8")
 
     def _read(self, files: list[str], store_of: Callable[[Conversation | Document], str]) -> None:

@@ -21,7 +21,7 @@ def train(cfg: TrainConfig, overrides: list[str]) -> int:
     ranks = 1 if launched else ranks_to_start(cfg.launch)
     if ranks > 1:
         return start_ranks(ranks, overrides)
-    from fsdp_trainer.train.run import run_rank  # imports torch, which the launching process has no use for
+    from fsdp_trainer.training.run import run_rank  # imports torch, which the launching process has no use for
 
     return run_rank(cfg)
 

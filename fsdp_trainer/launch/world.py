@@ -6,6 +6,7 @@ import pickle
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 
 PARENT = "FSDP_TRAINER_PARENT"  # set by our own launcher: the process that a rank must not outlive
+LINGER_SECONDS = 30.0
 T = TypeVar("T")
 
 
@@ -47,6 +49,7 @@ class World:
             if self.node == 0 and key.endswith("node0"):
                 continue  # rank 0 is node 0's
             self.store.wait([key], timedelta(seconds=timeout))
+            self.store.add(f"{name}/heard", 1)
             if failure := pickle.loads(bytes.fromhex(self.store.get(key).decode())):
                 raise failure
         failure = None
@@ -62,6 +65,14 @@ class World:
         finally:
             if self.local_rank == 0:
                 self.store.set(mine, pickle.dumps(failure).hex())
+            if failure and self.main:
+                self._linger(name)
+
+    def _linger(self, name: str) -> None:
+        """The store ends with rank 0: give the others time to hear why."""
+        deadline = time.monotonic() + LINGER_SECONDS
+        while self.store.add(f"{name}/heard", 0) < self.size - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 def environment_of_ranks(env: Mapping[str, str]) -> dict[str, str] | None:

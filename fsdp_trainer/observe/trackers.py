@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdp_trainer.config.schema import Logging
-from fsdp_trainer.errors import Problem, UserError
 
 
 class Tracker(NamedTuple):
@@ -22,10 +21,12 @@ class Trackers:
 
     def __init__(self, cfg: Logging, run: Path, config: dict[str, Any], say: Callable[[str], None]):
         self.say, self.open = say, []
-        if cfg.wandb != "disabled":
-            self.open.append(_wandb(cfg, run, config))
-        if cfg.tensorboard:
-            self.open.append(_tensorboard(run))
+        openers = {"wandb": lambda: _wandb(cfg, run, config), "tensorboard": lambda: _tensorboard(run)}
+        for name in [n for n, wanted in (("wandb", cfg.wandb != "disabled"), ("tensorboard", cfg.tensorboard)) if wanted]:
+            try:
+                self.open.append(openers[name]())
+            except Exception as error:
+                say(f"{name} cannot be opened: {error}. metrics.jsonl has everything.")
 
     def log(self, line: dict[str, Any]) -> None:
         """A line of metrics.jsonl."""
@@ -59,12 +60,8 @@ def _wandb(cfg: Logging, run: Path, config: dict[str, Any]) -> Tracker:
 
 
 def _tensorboard(run: Path) -> Tracker:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UserError(
-            "TensorBoard is not installed", [Problem("logging.tensorboard=true", "pip install 'fsdp_trainer[tensorboard]'")]
-        ) from None
+    from torch.utils.tensorboard import SummaryWriter
+
     writer = SummaryWriter(str(run / "tensorboard"))
 
     def log(values: dict[str, Any], step: int) -> None:

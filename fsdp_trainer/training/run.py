@@ -21,10 +21,10 @@ from fsdp_trainer.models.hub import fetch
 from fsdp_trainer.observe.console import Console, short
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.trackers import Trackers
-from fsdp_trainer.train.build import Material, build
-from fsdp_trainer.train.resume import claim_folder
-from fsdp_trainer.train.stop import StopRequests
-from fsdp_trainer.train.trainer import Outcome, Trainer
+from fsdp_trainer.training.build import Material, build
+from fsdp_trainer.training.resume import claim_folder
+from fsdp_trainer.training.stop import StopRequests
+from fsdp_trainer.training.trainer import Outcome, Trainer
 
 TELL_EVERY_SECONDS = 5.0
 
@@ -32,18 +32,18 @@ TELL_EVERY_SECONDS = 5.0
 def run_rank(cfg: TrainConfig) -> int:
     """Train as one rank. Returns the exit code; raises UserError and RunFailed for the front door to tell."""
     waiting = parse_duration(cfg.launch.data_timeout)
-    world = join(environment_of_ranks(os.environ) or os.environ, cfg.launch.device, waiting)
+    world = join(environment_of_ranks(os.environ) or os.environ, cfg.launch.device, parse_duration(cfg.launch.timeout))
     run = Path(cfg.run.root).expanduser() / str(cfg.run.name)
     if (code := already_stopped(run, world)) is not None:
         return code
     if world.attempt and committed_checkpoints(run):
         cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))  # restarted by the launcher: what is there is our own
-    records = Records(run) if world.main else None
     console = Console(quiet=not world.main)
     stop = StopRequests(parse_duration(cfg.train.time_limit) if cfg.train.time_limit else None, console.say)
-    trainer, reason, code = None, "failed", 1
+    lock, trainer, reason, code = None, None, "failed", 1
     try:
-        material = world.node_by_node("preparing the data", lambda: prepare(cfg, world, run, console), waiting)
+        lock = world.node_by_node("claiming the run's folder", lambda: claim_folder(cfg, run) if world.main else None, waiting)
+        material = world.node_by_node("preparing the data", lambda: prepare(cfg, console), waiting)
         connect(world, parse_duration(cfg.launch.timeout))
         trainer = build(cfg, material, world, run, stop)
         reason, code = train(trainer, world, run)
@@ -54,21 +54,27 @@ def run_rank(cfg: TrainConfig) -> int:
         reason = f"{type(error).__name__}: {error}"
         raise
     finally:
-        leave(trainer, records if run.is_dir() else None, reason, code)
+        leave(trainer, Records(run) if lock else None, reason, code)
         stop.close()
+        if lock:
+            lock.close()
     return code
 
 
 def already_stopped(run: Path, world: World) -> int | None:
     """The code with which this launch stopped in order, if this is torchrun restarting it: it restarts every non-zero exit."""
     last = Records(run).last_event() if world.attempt else {}
-    return last["exit_code"] if last.get("event") == "end" and last["exit_code"] in (75, 2) else None
+    stopped = last.get("event") == "end" and last["exit_code"] in (75, 2) and last["launch"] == launch_id()
+    return last["exit_code"] if stopped else None
 
 
-def prepare(cfg: TrainConfig, world: World, run: Path, console: Console) -> Material:
+def launch_id() -> str | None:
+    """What torchrun calls this launch, through all its restarts; None without torchrun."""
+    return os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def prepare(cfg: TrainConfig, console: Console) -> Material:
     """Fetch the model and tokenise the data; what an earlier rank or run did is found on disk."""
-    if world.main:
-        claim_folder(cfg, run)
     init_from = fetch(cfg.model.init_from) if cfg.model.init_from else None
     return Material(*build_data(cfg, tokenising(console)), init_from)
 
@@ -88,7 +94,7 @@ def tokenising(console: Console) -> Callable[[int, int], None]:
 
 def train(trainer: Trainer, world: World, run: Path) -> Outcome:
     """Open the records where the run stands, fit, and export at the end. Collective."""
-    cfg, observer, step = trainer.cfg, trainer.observer, trainer.progress.step
+    observer, step = trainer.observer, trainer.progress.step
     if step >= trainer.total_steps and committed_checkpoints(run):
         observer.console.say(
             f"{run} is already finished: {step:,} of {trainer.total_steps:,} steps. More with  train.steps=…,  anew with  run.name=NEW"
@@ -96,10 +102,7 @@ def train(trainer: Trainer, world: World, run: Path) -> Outcome:
         if not (run / "hf").exists():
             export_hf(trainer, world, run)
         return "already finished", 0
-    if observer.records:
-        observer.records.cut_after(step)
-        (run / "config.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False, allow_unicode=True))
-        observer.trackers = Trackers(cfg.logging, run, asdict(cfg), observer.console.say)
+    everywhere("open the run's records", lambda: open_records(trainer, run) if world.main else None)
     observer.event("resume" if step else "start", step=step, rows=trainer.progress.rows, world_size=world.size, attempt=world.attempt)
     if step:
         observer.console.say(f"goes on after step {step:,}")
@@ -114,11 +117,26 @@ def train(trainer: Trainer, world: World, run: Path) -> Outcome:
     return outcome
 
 
+def open_records(trainer: Trainer, run: Path) -> None:
+    """Bring the run's files to where it stands. Rank 0's task."""
+    cfg, observer, step = trainer.cfg, trainer.observer, trainer.progress.step
+    Records(run).cut_after(step)
+    trainer.checkpoints.leave_aside_after(step)
+    (run / "config.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False, allow_unicode=True))
+    observer.trackers = Trackers(cfg.logging, run, asdict(cfg), observer.console.say)
+
+
 def export_hf(trainer: Trainer, world: World, run: Path) -> None:
     """checkpoint.export_hf: the finished run as a Hugging Face folder."""
     if not trainer.cfg.checkpoint.export_hf:
         return
-    everywhere("export the model", lambda: export_checkpoint(committed_checkpoints(run)[-1], run / "hf") if world.main else None)
+
+    def export() -> None:
+        if world.main:
+            export_checkpoint(committed_checkpoints(run)[-1], run / "hf")
+
+    # outside any collective: a large model takes longer than launch.timeout
+    world.node_by_node("exporting the model", export, parse_duration(trainer.cfg.launch.data_timeout))
     trainer.observer.event("export", path=str(run / "hf"))
 
 
@@ -127,6 +145,6 @@ def leave(trainer: Trainer | None, records: Records | None, reason: str, code: i
     if trainer and trainer.observer.trackers:
         trainer.observer.trackers.close(code)
     if records:
-        records.event("end", reason=reason, exit_code=code)
+        records.event("end", reason=reason, exit_code=code, launch=launch_id())
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -11,11 +11,12 @@ import yaml
 
 from fsdp_trainer.checkpoint.files import damage
 from fsdp_trainer.checkpoint.store import CheckpointStore, gather, read_progress
-from fsdp_trainer.config.paths import find_checkpoint
+from fsdp_trainer.config.paths import committed_checkpoints, find_checkpoint
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.observer import Observer
 
+LOCK = ".lock"
 COMPARED = ("model", "data", "tokenizer", "batch", "optim", "schedule")
 # How something is read or computed, not what; the data's and the tokenizer's content is in the fingerprint.
 FREE = {"model.attention", "data.cache", "data.path", "data.validation", "tokenizer.path"}
@@ -27,37 +28,43 @@ def claim_folder(cfg: TrainConfig, run: Path) -> TextIO:
     Returns the lock that keeps a second run out while it is open; the system lets go of it whatever ends the process.
     """
     try:
-        used = run.exists() and any(run.iterdir())
-        if cfg.checkpoint.resume == "never" and used:
-            if not cfg.run.overwrite:
-                raise UserError(
-                    "the run's folder is in use",
-                    [
-                        Problem(
-                            f"{run}",
-                            "holds an earlier run. Use  run.name=NEW,  run.overwrite=true  to delete it,  or  checkpoint.resume=auto  to go on",
-                        )
-                    ],
-                )
-            shutil.rmtree(run)
         run.mkdir(parents=True, exist_ok=True)
-        lock = (run / ".lock").open("w")
+        lock = (run / LOCK).open("w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if cfg.checkpoint.resume == "never":
+            empty_folder(cfg, run)
         return lock
     except BlockingIOError:
-        raise UserError("the run's folder is in use", [Problem(str(run), "another process trains in it now. Use  run.name=NEW  or wait")]) from None
-    except OSError as error:
         raise UserError(
-            "the run's folder cannot be used", [Problem(f"run.root={cfg.run.root}", f"{error}. Use  run.root=FOLDER")]
+            "the run's folder is in use", [Problem(str(run), "another process trains in it. Use  run.name=NEW  or wait")]
         ) from None
+    except OSError as error:
+        why = f"{error}. Use  run.root=FOLDER"
+        raise UserError("the run's folder cannot be used", [Problem(f"run.root={cfg.run.root}", why)]) from None
+
+
+def empty_folder(cfg: TrainConfig, run: Path) -> None:
+    """Delete what an earlier run left, if run.overwrite allows it."""
+    used = [path for path in run.iterdir() if path.name != LOCK]
+    if used and not cfg.run.overwrite:
+        why = "holds an earlier run. Use  run.name=NEW,  run.overwrite=true  to delete it,  or  checkpoint.resume=auto  to go on"
+        raise UserError("the run's folder is in use", [Problem(str(run), why)])
+    for path in used:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def find_start(cfg: TrainConfig, store: CheckpointStore, observer: Observer) -> Path | None:
-    """The checkpoint to go on from: the one asked for, else the newest good one, else None. Collective."""
+    """The checkpoint to go on from: the one asked for, else the newest good one, else None. Collective.
+
+    A path outside this run is where the run began; once it has checkpoints of its own, the same command goes on from those.
+    """
     if cfg.checkpoint.resume == "never":
         return None
     if cfg.checkpoint.resume != "auto":
-        return _asked_for(cfg.checkpoint.resume)
+        asked = _asked_for(cfg.checkpoint.resume)
+        if asked.resolve().is_relative_to(store.run.resolve()) or not committed_checkpoints(store.run):
+            require_whole(asked)
+            return asked
 
     def tell(checkpoint: Path, found: list[Problem]) -> None:
         observer.event("damaged", path=str(checkpoint), problems=[f"{p.what} {p.why}" for p in found])
@@ -72,7 +79,6 @@ def _asked_for(path: str) -> Path:
         raise UserError(
             "there is no checkpoint to go on from", [Problem(f"checkpoint.resume={path}", "is neither a checkpoint nor a run with one")]
         )
-    require_whole(checkpoint)
     return checkpoint
 
 

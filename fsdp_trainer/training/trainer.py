@@ -17,10 +17,10 @@ from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.optim.optimizers import set_learning_rate, step_unless
 from fsdp_trainer.optim.schedules import learning_rate
 from fsdp_trainer.parallel.parallelize import reshard
-from fsdp_trainer.train.batches import Batches, StepPlan
-from fsdp_trainer.train.gradients import GradientSync, any_not_finite, clip_gradients
-from fsdp_trainer.train.objective import cross_entropy
-from fsdp_trainer.train.stop import StopRequests
+from fsdp_trainer.training.batches import Batches, StepPlan
+from fsdp_trainer.training.gradients import GradientSync, any_not_finite, clip_gradients
+from fsdp_trainer.training.objective import cross_entropy
+from fsdp_trainer.training.stop import StopRequests
 
 Outcome = tuple[str, int]
 """Why training ended, and the exit code."""

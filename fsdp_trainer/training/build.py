@@ -28,11 +28,11 @@ from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.parallel.materialize import allocate, draw_weights
 from fsdp_trainer.parallel.mesh import build_mesh
 from fsdp_trainer.parallel.parallelize import parallelize
-from fsdp_trainer.train.batches import Batches
-from fsdp_trainer.train.gradients import GradientSync
-from fsdp_trainer.train.resume import check_unchanged, find_start, require_whole
-from fsdp_trainer.train.stop import StopRequests
-from fsdp_trainer.train.trainer import Progress, Trainer
+from fsdp_trainer.training.batches import Batches
+from fsdp_trainer.training.gradients import GradientSync
+from fsdp_trainer.training.resume import check_unchanged, find_start, require_whole
+from fsdp_trainer.training.stop import StopRequests
+from fsdp_trainer.training.trainer import Progress, Trainer
 
 
 @dataclass

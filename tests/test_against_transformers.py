@@ -16,7 +16,7 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(params=["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.fixture(params=["llama", "qwen3"])
 def folder(request, tmp_path):
     """A Hugging Face folder with random weights."""
     config, model, options = FAMILIES[request.param]
@@ -40,6 +40,7 @@ def weighted(tmp_path):
     return tmp_path / "chats.jsonl"
 
 
+@pytest.mark.slow
 def test_ten_steps_of_packed_training_on_two_ranks_are_those_of_plain_transformers(train, world, inputs, weighted, folder):
     common = [f"model.init_from={folder}", "tokenizer.path=demo:bytes", f"data.path={weighted}", "batch.seq_len=128", f"batch.rows={ROWS}"]
     run = train(

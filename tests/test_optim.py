@@ -121,6 +121,7 @@ def test_a_number_that_is_not_finite_on_one_rank_skips_the_step_everywhere(train
     assert run.column("tokens")[2] > run.column("tokens")[1], "its rows are not trained again"
 
 
+@pytest.mark.slow
 def test_too_many_skipped_steps_in_a_row_end_the_run(train):
     run = train(
         "run", "train.steps=9", "train.max_skipped=3", "checkpoint.every=1", "checkpoint.keep=2", ranks=2, seam=bad_for_long, code=1

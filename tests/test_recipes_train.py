@@ -11,7 +11,9 @@ SMALLER = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", options("train")["recipe"])
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=[] if name == "quickstart" else pytest.mark.slow) for name in options("train")["recipe"]]
+)
 def test_every_recipe_trains_and_ends_with_a_checkpoint(world, tmp_path, recipe):
     run = world.train(tmp_path / "run", f"+recipe={recipe}", *SMALLER, ranks=2, base=[])
     assert run.column("step") == [1, 2]

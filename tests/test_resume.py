@@ -233,6 +233,7 @@ def test_a_run_goes_on_from_the_checkpoint_of_another(train):
     assert branch.column("step") == [5, 6] and branch.column("loss") == whole.column("loss")[4:] and branch.checkpoints == ["step-00000006"]
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_also_when_it_names_the_checkpoint_it_began_with(train):
     first = train("first", "train.steps=2", "schedule=constant")
     how = ["schedule=constant", "checkpoint.every=1", f"checkpoint.resume={first.folder}"]

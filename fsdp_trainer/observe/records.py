@@ -34,10 +34,10 @@ class Records:
         with self.events.open("a") as file:
             file.write("\n" * half + json.dumps({"event": name, "time": round(time.time(), 3), **details}) + "\n")
 
-    def last_event(self) -> dict[str, Any]:
-        """The last whole event of an existing file, else {}."""
+    def last_event(self, name: str | None = None) -> dict[str, Any]:
+        """The last whole event, of that name if one is given; {} if there is none."""
         lines = self.events.read_text().splitlines() if self.events.exists() else []
-        return next((line for text in reversed(lines) if (line := parse(text))), {})
+        return next((line for text in reversed(lines) if (line := parse(text)) and name in (None, line["event"])), {})
 
 
 def parse(text: str) -> dict[str, Any] | None:

@@ -43,6 +43,8 @@ def run_rank(cfg: TrainConfig) -> int:
     lock, trainer, reason, code = None, None, "failed", 1
     try:
         lock = world.node_by_node("claiming the run's folder", lambda: claim_folder(cfg, run) if world.main else None, waiting)
+        if lock:
+            Records(run).event("launch", id=launch_id(), attempt=world.attempt)
         material = world.node_by_node("preparing the data", lambda: prepare(cfg, console), waiting)
         connect(world, parse_duration(cfg.launch.timeout))
         trainer = build(cfg, material, world, run, stop)
@@ -63,8 +65,11 @@ def run_rank(cfg: TrainConfig) -> int:
 
 def already_stopped(run: Path, world: World) -> int | None:
     """The code with which this launch stopped in order, if this is torchrun restarting it: it restarts every non-zero exit."""
-    last = Records(run).last_event() if world.attempt else {}
-    stopped = last.get("event") == "end" and last["exit_code"] in (75, 2) and last["launch"] == launch_id()
+    if not world.attempt:
+        return None
+    records = Records(run)
+    last, launch = records.last_event(), records.last_event("launch")
+    stopped = last.get("event") == "end" and last["exit_code"] in (75, 2) and launch.get("id") == launch_id()
     return last["exit_code"] if stopped else None
 
 
@@ -137,6 +142,7 @@ def export_hf(trainer: Trainer, world: World, run: Path) -> None:
 
     # outside any collective: a large model takes longer than launch.timeout
     world.node_by_node("exporting the model", export, parse_duration(trainer.cfg.launch.data_timeout))
+    dist.barrier()  # the store ends with rank 0: all must have heard
     trainer.observer.event("export", path=str(run / "hf"))
 
 
@@ -145,6 +151,6 @@ def leave(trainer: Trainer | None, records: Records | None, reason: str, code: i
     if trainer and trainer.observer.trackers:
         trainer.observer.trackers.close(code)
     if records:
-        records.event("end", reason=reason, exit_code=code, launch=launch_id())
+        records.event("end", reason=reason, exit_code=code)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -5,6 +5,7 @@ import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,10 +96,11 @@ def read_tensors(checkpoint: Path, entries: dict[str, tuple[torch.dtype, torch.S
 
 def write_safetensors(path: Path, entries: dict[str, tuple[torch.dtype, torch.Size]], tensors: Iterator[Tensor]) -> None:
     """The safetensors format, header first, so that the tensors can stream."""
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
     for name, (dtype, shape) in entries.items():
         end = offset + shape.numel() * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}  # type: ignore[dict-item]
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

@@ -44,13 +44,14 @@ class World:
 
         Waits outside any collective, so that hours of tokenising time nothing out. A failure of one is the failure of all.
         """
-        mine = f"{name}/rank0" if self.rank == 0 else f"{name}/node{self.node}"
-        for key in [] if self.rank == 0 else [f"{name}/rank0"] if self.local_rank == 0 else [f"{name}/rank0", f"{name}/node{self.node}"]:
-            if self.node == 0 and key.endswith("node0"):
-                continue  # rank 0 is node 0's
+        first, node = f"{name}/rank0", f"{name}/node{self.node}"
+        mine = first if self.main else node
+        before = [] if self.main else [first] if self.local_rank == 0 or self.node == 0 else [first, node]  # rank 0 is node 0's
+        for key in before:
             self.store.wait([key], timedelta(seconds=timeout))
+            failure = pickle.loads(bytes.fromhex(self.store.get(key).decode()))
             self.store.add(f"{name}/heard", 1)
-            if failure := pickle.loads(bytes.fromhex(self.store.get(key).decode())):
+            if failure:
                 raise failure
         failure = None
         try:

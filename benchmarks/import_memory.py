@@ -28,9 +28,9 @@ GIB = 2**30
 
 def write_folder(folder: Path, gib: float) -> ModelConfig:
     """A bfloat16 Llama of about `gib` in several files."""
-    size = dict(hidden_size=1024, intermediate_size=2816, num_attention_heads=16, num_key_value_heads=8, head_dim=64, vocab_size=32_000)
-    one = ModelConfig(**size, num_hidden_layers=1, tie_word_embeddings=False)
-    none = ModelConfig(**size, num_hidden_layers=0, tie_word_embeddings=False)
+    size = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
+    one = ModelConfig(**size, vocab_size=32_000, num_hidden_layers=1, tie_word_embeddings=False)
+    none = ModelConfig(**size, vocab_size=32_000, num_hidden_layers=0, tie_word_embeddings=False)
     layers = max(1, round((gib * GIB / 2 - none.parameters()) / (one.parameters() - none.parameters())))
     config = ModelConfig(**{**asdict(one), "num_hidden_layers": layers})
     with torch.device("meta"):

@@ -11,8 +11,10 @@ from torch import Tensor
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.config.schema import GenerateConfig
+from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template, load_template
 from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
+from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.attention import Cache
 from fsdp_trainer.models.decoder import Decoder
 
@@ -33,7 +35,11 @@ class Speaker:
 
     def answer(self, messages: list[dict], cfg: GenerateConfig) -> Iterator[str]:
         """The next assistant turn, in pieces of text."""
-        return self.say(self.template.render(messages, add_generation_prompt=True), cfg)
+        try:
+            text = self.template.render(self.template.adapt(messages, None), add_generation_prompt=True)
+        except RowError as error:
+            raise UserError("the conversation cannot be rendered", [Problem(messages[-1]["content"][:60], str(error))]) from None
+        return self.say(text, cfg)
 
     def say(self, text: str, cfg: GenerateConfig) -> Iterator[str]:
         """What follows `text`, in pieces; a piece never ends within a character."""

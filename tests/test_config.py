@@ -385,3 +385,15 @@ def test_every_verb_has_a_configuration():
 def test_an_allowed_change_must_be_a_key(capsys):
     assert main(["+recipe=quickstart", "checkpoint.allow_changes=[optim.lrr]"]) == 2
     assert "optim.lr ?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ['Say "hi"', "costs ${5}, no more", "ends in \\", "a, b = {c}"])
+def test_a_prompt_is_taken_as_it_is_typed(capsys, text):
+    assert main(["generate", "--cfg", "job", "source=x", f"prompt={text}"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["prompt"] == text
+
+
+@pytest.mark.parametrize("betas", ["[0.9]", "[0.9,1.0]", "[0.9,0.95,0.99]"])
+def test_betas_are_two_numbers_below_one(capsys, betas):
+    assert main(["+recipe=quickstart", f"optim.betas={betas}"]) == 2
+    assert "optim.betas=[0.9,0.95]" in capsys.readouterr().err

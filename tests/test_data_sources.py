@@ -182,3 +182,16 @@ def test_preference_data_is_refused_by_name():
 def test_field_maps_that_fit_no_format_are_refused(fields):
     with pytest.raises(UserError, match=r"data\.fields"):
         read({"x": "1"}, fields=fields)
+
+
+def test_earlier_turns_of_alpaca_come_first():
+    turns = read({"instruction": "q2", "output": "a2", "history": [["q1", "a1"]]}).messages
+    assert [(t["role"], t["content"]) for t in turns] == [("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("assistant", "a2")]
+
+
+def test_an_empty_list_of_conversations_is_still_sharegpt():
+    assert make_reader({"conversations": []}, "auto", None, "file").format == "sharegpt"
+
+
+def test_line_ends_of_windows_are_not_text(tmp_path):
+    assert [row.columns["text"] for row in read_rows(written(tmp_path, "a.txt", b"a\r\nb\r\n\r\nc"))] == ["a\nb", "c"]

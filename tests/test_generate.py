@@ -63,3 +63,13 @@ def test_no_source_and_a_wrong_one_are_refused(world, tmp_path):
     assert "source" in world.command("generate", "prompt=x", code=2)[0].err
     assert "source" in world.command("generate", f"source={tmp_path}/none", "prompt=x", code=2)[0].err
     assert world.command("generate", f"source={tmp_path}", "prompt=x", code=2)[0].err
+
+
+def test_a_system_turn_reaches_a_template_that_knows_none(run):
+    speaker = Speaker.load(run)
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}"
+    speaker.template = type(speaker.template)("refusing", refusing, speaker.tokenizer.special)
+    told = []
+    speaker.say = lambda text, cfg: told.append(text) or iter(())
+    list(speaker.answer([{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}], GenerateConfig()))
+    assert told == ["be brief\n\nhi"]

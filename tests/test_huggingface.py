@@ -290,3 +290,41 @@ def test_an_export_overwrites_nothing_and_reads_nothing_damaged(train, world, ex
     assert "damaged" in world.command("verify", f"source={copy}", code=3)[0].out
     assert world.command("verify", f"source={run.folder}")[0].out.count("checksums right") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_stored_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(train, tmp_path, ranks):
+    folder = make_folder(tmp_path / "model", tie_word_embeddings=True)
+    stored = tensors(folder)
+    save_file(
+        stored | {"lm_head.weight": torch.randn_like(stored["model.embed_tokens.weight"])}, folder / "model.safetensors", {"format": "pt"}
+    )
+    run = train("run", *HF, f"model.init_from={folder}", "train.steps=0", ranks=ranks, code=2, base=[])
+    assert "lm_head.weight" in run.err and "tie_word_embeddings" in run.err
+
+
+def test_broken_files_and_unexpected_tensors_are_listed_together(train, tmp_path):
+    folder = make_folder(tmp_path / "model", shard="20KB")
+    first, second, *_ = sorted(folder.glob("*.safetensors"))
+    save_file(load_file(first) | {"stranger": torch.zeros(2)}, first, {"format": "pt"})
+    second.write_bytes(second.read_bytes()[:-8])
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"]["stranger"] = first.name
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    run = train("run", *HF, f"model.init_from={folder}", "train.steps=0", code=2, base=[])
+    assert "stranger" in run.err and second.name in run.err and "is missing" not in run.err
+
+
+def test_verify_says_no_to_another_vocabulary(train, world, tmp_path):
+    run = train("run", *HF, f"model.init_from={make_folder(tmp_path / 'one')}", "train.steps=0", base=[])
+    told = world.command("verify", f"source={run.folder}", f"hf={make_folder(tmp_path / 'other', vocab_size=300)}", code=3)
+    assert "another model" in told[0].out
+
+
+@pytest.mark.parametrize("wrong", [{"rope_scaling": "linear"}, {"max_position_embeddings": None}, {"rms_norm_eps": "1e-5"}])
+def test_a_config_with_the_wrong_types_is_refused_by_name(train, tmp_path, wrong):
+    folder = make_folder(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | wrong
+    (folder / "config.json").write_text(json.dumps(config))
+    run = train("run", *HF, f"model.init_from={folder}", "train.steps=0", code=2, base=[])
+    assert next(iter(wrong)) in run.err

@@ -354,3 +354,31 @@ def test_the_manifest_lists_every_file_with_size_and_checksum(broken_run):
         for name, path in found.items():
             assert listed[name] == {"bytes": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())}
     assert read_lines(broken_run.folder / "events.jsonl")[-1]["reason"] == "finished"
+
+
+def test_what_a_checkpoint_holds_is_on_record_when_it_commits(train):
+    """Were the lines of steps 1 to 3 only written at step 10, a kill after the checkpoint would lose them for good."""
+    run = train("run", "train.steps=4", "checkpoint.every=3", "logging.every=10", seam=killed_after_the_first_checkpoint, code=1)
+    assert run.column("step") == [1, 2, 3]
+
+
+def killed_after_the_first_checkpoint():
+    """As good as killed: the first checkpoint is the last thing that happens."""
+    from fsdp_trainer.errors import RunFailed
+    from fsdp_trainer.training.trainer import Trainer
+
+    real = Trainer.save
+
+    def save(self):
+        real(self)
+        raise RunFailed("as good as killed")
+
+    return patch.object(Trainer, "save", save)
+
+
+def test_a_finished_run_that_went_on_is_exported_again(train):
+    how = ["schedule=constant", "checkpoint.export_hf=true"]
+    first = train("run", "train.steps=1", *how)
+    train("run", "train.steps=2", "schedule=constant", "checkpoint.export_hf=false")
+    run = train("run", "train.steps=2", *how)
+    assert [e["step"] for e in run.event("export")] == [1, 2] and (first.folder / "hf" / "model.safetensors").is_file()

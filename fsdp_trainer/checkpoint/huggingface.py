@@ -14,6 +14,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fsdp_trainer.errors import Problem, UserError
 
+SHOWN = 40  # problems in one message
+ROWS = 4096  # compared at once
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -27,17 +29,17 @@ class Stored:
     shape: tuple[int, ...]
 
 
-def read_headers(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a Hugging Face folder. Raises UserError listing all files that are missing or broken."""
+def read_headers(folder: Path) -> tuple[dict[str, Stored], list[Problem]]:
+    """Every tensor of a Hugging Face folder, and every file of it that is missing or broken. Raises UserError if there are no weights."""
     found, problems = {}, []
     for path in _weight_files(folder):
         try:
             found.update(_read_header(path))
-        except (OSError, ValueError, KeyError, struct.error) as error:
+        except (OSError, ValueError) as error:
             problems.append(Problem(str(path), str(error)))
-    if problems:
-        raise UserError(f"cannot read the weights in {folder}", problems)
-    return found
+        except (KeyError, TypeError, AttributeError, IndexError, struct.error):
+            problems.append(Problem(str(path), "is no safetensors file, or was cut"))
+    return found, problems
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -85,15 +87,34 @@ def check_tensors(model: nn.Module, stored: dict[str, Stored]) -> list[Problem]:
     return problems
 
 
+def check_tied_head(model: nn.Module, stored: dict[str, Stored]) -> list[Problem]:
+    """A tied head may be stored all the same, but only as what it is tied to. Every rank reads both whole, a piece at a time."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if head not in stored or head in dict(model.named_parameters()):
+        return []
+    with safe_open(stored[head].file, framework="pt") as one, safe_open(stored[embedding].file, framework="pt") as other:
+        a, b = one.get_slice(head), other.get_slice(embedding)
+        same = stored[head].shape == stored[embedding].shape and all(
+            torch.equal(a[i : i + ROWS], b[i : i + ROWS]) for i in range(0, stored[head].shape[0], ROWS)
+        )
+    why = f"in {stored[head].file.name} differs from {embedding}, though config.json says tie_word_embeddings=true: set it to false"
+    return [] if same else [Problem(head, why)]
+
+
 @torch.no_grad()
 def import_weights(model: nn.Module, folder: Path) -> dict[str, str]:
     """Fill a materialised model, sharded or not, from a Hugging Face folder; returns each parameter's stored dtype by torch's name.
 
     Host memory: the shard itself and one slice. Raises UserError before anything is read if the folder does not fit the model.
     """
-    stored = read_headers(folder)
-    if problems := check_tensors(model, stored):
-        raise UserError(f"the weights in {folder} do not fit the model", problems[:20])
+    stored, problems = read_headers(folder)
+    lost = bool(problems)  # what is missing may be in a broken file
+    problems += [p for p in check_tensors(model, stored) if not (lost and p.why.startswith("is missing"))]
+    if not problems:
+        problems = check_tied_head(model, stored)
+    if problems:
+        rest = [Problem("…", f"and {len(problems) - SHOWN} more")] if len(problems) > SHOWN else []
+        raise UserError(f"the weights in {folder} do not fit the model", problems[:SHOWN] + rest)
     for name, parameter in model.named_parameters():
         local, index = _local_part(parameter)
         if local.numel():

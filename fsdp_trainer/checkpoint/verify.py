@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_trainer.checkpoint.files import damage, read_manifest
-from fsdp_trainer.checkpoint.huggingface import DTYPES, read_headers
+from fsdp_trainer.checkpoint.huggingface import DTYPES, check_tensors, read_headers
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.config.paths import find_checkpoint
 from fsdp_trainer.config.schema import VerifyConfig
@@ -42,10 +42,13 @@ def compare(checkpoint: Path, folder: Path) -> int:
         ) from None
     disable_progress_bar()
     ours = load_model(checkpoint)
-    stored = read_headers(folder)
+    stored, problems = read_headers(folder)
+    problems = problems or check_tensors(ours, stored)
+    if problems:
+        print(f"{folder} holds another model: {problems[0].what} {problems[0].why}")
+        return 3
     for name, parameter in ours.named_parameters():
-        if name in stored:
-            parameter.copy_(parameter.to(DTYPES[stored[name].dtype]))
+        parameter.copy_(parameter.to(DTYPES[stored[name].dtype]))
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = torch.randint(ours.config.vocab_size, TOKENS, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -37,7 +37,7 @@ def compose(verb: str, overrides: list[str], config_dir: str | None = None, *, i
     line = read_overrides(overrides, keys, options(verb, config_dir))
     report = Report(line.typed, line.problems, line.settled - line.typed.keys())
     tree = _compose_files(verb, line.hydra, config_dir, report)
-    cfg = build(PRIMARY[verb], tree, report)
+    cfg = build(PRIMARY[verb], tree | line.prose, report)
     if isinstance(cfg, TrainConfig) and cfg.run.name is None:
         cfg.run.name = str(line.recipes[-1]).split("/")[-1] if line.recipes else "run"
     check_rules(cfg, report)

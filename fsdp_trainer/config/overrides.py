@@ -23,6 +23,7 @@ class CommandLine:
 
     hydra: list[str] = field(default_factory=list)  # what Hydra is given
     typed: dict[str, str] = field(default_factory=dict)  # key → as the user wrote it
+    prose: dict[str, str] = field(default_factory=dict)  # key → text that Hydra's grammar must not see
     recipes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     settled: set[str] = field(default_factory=set)  # keys with a problem: what follows from it is not told
@@ -40,9 +41,11 @@ def read_overrides(arguments: list[str], keys: Mapping[str, Any], options: Mappi
     parser = OverridesParser.create()
     for argument in arguments:
         name, _, text = argument.partition("=")
-        prose = name in PROSE and name in keys and text != "null" and text[:1] not in ("'", '"')
+        if name in PROSE and name in keys and text != "null" and text[:1] not in ("'", '"'):
+            line.prose[name] = line.typed[name] = text
+            continue
         try:
-            override = parser.parse_override(f"{name}={_quote(text)}" if prose else argument)
+            override = parser.parse_override(argument)
         except HydraException:
             line.refuse(argument, _why_unparsable(argument, parser, keys, options))
             continue

@@ -46,6 +46,8 @@ def check_rules(cfg: Any, report: Report) -> None:
             model.hidden_size,
             f"not a multiple of num_attention_heads={model.num_attention_heads}; else set model.head_dim",
         )
+    if len(cfg.optim.betas) != 2 or max(cfg.optim.betas) >= 1:
+        report.add("optim.betas", cfg.optim.betas, "two numbers below 1, e.g.  optim.betas=[0.9,0.95]")
     if isinstance(cfg.data.validation, float) and not 0 < cfg.data.validation < 1:
         report.add("data.validation", cfg.data.validation, "a share lies between 0 and 1, e.g.  data.validation=0.02 ; null: none")
     known = {"data.fingerprint", *GROUPS, "batch", *flatten(TrainConfig)}

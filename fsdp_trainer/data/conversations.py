@@ -26,7 +26,7 @@ PAIRS = [
 FIELDS = {
     "messages": ("messages", "tools"),
     "sharegpt": ("conversations", "system", "tools"),
-    "alpaca": ("instruction", "input", "output", "system"),
+    "alpaca": ("instruction", "input", "output", "system", "history"),
     "prompt_completion": ("prompt", "completion", "system"),
     "text": ("text",),
 }
@@ -118,7 +118,7 @@ def _format_of_fields(fields: dict[str, str]) -> str:
 def _format_of_columns(columns: dict[str, Any]) -> str | None:
     for name in ("messages", "conversations", "conversation"):
         if isinstance(columns.get(name), list):
-            first: Any = next(iter(columns[name]), {})
+            first: Any = next(iter(columns[name]), {"role": ""} if name == "messages" else {"from": ""})
             return "sharegpt" if isinstance(first, dict) and "from" in first else "messages"
     if "instruction" in columns and "output" in columns:
         return "alpaca"
@@ -149,7 +149,11 @@ def _read_alpaca(values: dict[str, Any]) -> list[Message]:
     question = _string(values["instruction"], "instruction")
     if values["input"]:
         question += "\n" + _string(values["input"], "input")
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": _string(values["output"], "output")}]
+    pairs = [*(values.get("history") or []), [question, values["output"]]]  # LLaMA-Factory keeps earlier turns in `history`
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise RowError(f"history should be a list of [question, answer], it is {_shown(values['history'])}")
+    turns = [(role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
+    return [{"role": role, "content": _string(text, "output" if role == "assistant" else "instruction")} for role, text in turns]
 
 
 def _read_prompt_completion(values: dict[str, Any]) -> list[Message]:

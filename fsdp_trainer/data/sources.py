@@ -131,7 +131,7 @@ def _lines(file: str) -> Iterator[tuple[int, str, str | None]]:
     with open(file, "rb") as f:
         for number, line in enumerate(f, start=1):
             try:
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8"), None
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n"), None
             except UnicodeDecodeError as e:
                 yield number, "", f"is not UTF-8: byte {e.start + 1} is 0x{line[e.start]:02x}. Convert the file:  iconv -f latin1 -t utf-8"
 

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from fsdp_trainer.config.schema import Batch, Data
-from fsdp_trainer.data.conversations import Conversation, Document, make_reader
+from fsdp_trainer.data.conversations import Conversation, Document, Reader, make_reader
 from fsdp_trainer.data.samples import Rendered, Sample, SampleBuilder
 from fsdp_trainer.data.sources import Problems, RowError, content_hash, find_files, read_rows
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 
-CODE_VERSION = 2  # raise it when the same input gives other tokens or weights
+CODE_VERSION = 3  # raise it when the same input gives other tokens or weights
 CHUNK = 1000  # texts per call of the tokenizer
 COLUMNS = {"tokens": np.int32, "weights": np.float32, "lengths": np.int64, "weight_sums": np.float64, "supervised": np.int64}
 
@@ -84,8 +84,12 @@ def prepare(
     fingerprint = _fingerprint(train, apart, data, batch.seq_len, tokenizer, template)
     folder = Path(root) / fingerprint
     if not (folder / "meta.json").exists():
-        Path(root).mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{fingerprint}-", dir=root))
+        try:
+            Path(root).mkdir(parents=True, exist_ok=True)
+            aside = Path(tempfile.mkdtemp(prefix=f".{fingerprint}-", dir=root))
+        except OSError as error:
+            why = f"the tokenised data cannot be kept there: {error}.\nUse  data.cache=FOLDER"
+            raise UserError("the data cannot be prepared", [Problem(f"data.cache={root}", why)]) from None
         try:
             # each store has its own: to name a held-out file, or another, changes nothing about what is trained on
             parts = {"train": _fingerprint(train, [], data, batch.seq_len, tokenizer, template), "validation": f"{fingerprint}-validation"}
@@ -206,7 +210,7 @@ class Preparation:
                 if row.error:
                     raise RowError(row.error)
                 if reader is None:
-                    reader = make_reader(row.columns, self.data.format, self.data.fields, file)
+                    reader = self._reader(row.columns, file)
                     self._check_split(reader.format)
                 read = reader.read(row)
                 texts = builder.render(read)
@@ -219,6 +223,14 @@ class Preparation:
         if self.rows == before:
             problems.add((file, 1), "the file holds no rows")
         self.found.setdefault(str(reader or "of no known format"), []).append((file, self.rows - before))
+
+    def _reader(self, columns: dict[str, Any], file: str) -> Reader:
+        try:
+            return make_reader(columns, self.data.format, self.data.fields, file)
+        except UserError as error:
+            if self.data.on_error == "fail":
+                raise
+            raise RowError(error.problems[0].why.splitlines()[0]) from None  # the next row may tell
 
     def _check_split(self, format: str) -> None:
         if self.data.too_long == "split" and format != "text":

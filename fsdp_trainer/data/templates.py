@@ -78,7 +78,9 @@ class Template:
     def render(self, messages: list[Message], tools: list[dict] | None = None, add_generation_prompt: bool = False) -> str:
         """The text of a conversation; RowError with the template's own words if it refuses."""
         try:
-            return self._compiled.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **self._special)
+            return self._compiled.render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **self._special
+            )
         except Exception as e:  # a template is a program: it may raise anything
             raise RowError(f"the chat template ({self.name}) cannot render this conversation: {e}") from None
 

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from glob import glob
 
@@ -64,9 +65,13 @@ def start_ranks(count: int, overrides: list[str]) -> int:
             else:
                 rank.send_signal(signum)
 
-    before = {signum: signal.signal(signum, pass_on) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if threading.current_thread() is threading.main_thread() else ()
+    before = {signum: signal.signal(signum, pass_on) for signum in heard}
     try:
-        return wait_for_ranks(ranks)
+        code = wait_for_ranks(ranks)
+        if received and code == 1:
+            print(f"fsdp-trainer: ended by {signal.Signals(received[0]).name}; what was committed stays", file=sys.stderr)
+        return code
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)

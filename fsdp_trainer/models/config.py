@@ -26,6 +26,7 @@ REFUSED_UNLESS: dict[str, tuple] = {
     "partial_rotary_factor": (1, None),
     "quantization_config": (None,),
 }
+ROPE = ("rope_scaling", "rope_parameters")
 CONTEXT_KEYS = ("max_position_embeddings", "rope_theta", "rope_scaling")
 
 
@@ -115,11 +116,24 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 _OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "initializer_range")
 
 
+def _accepted(name: str) -> Any:
+    """Types of an optional key; null stands for the default where transformers allows it."""
+    return int | float | None if name in ("num_key_value_heads", "head_dim") else int | float
+
+
 def _unsupported(raw: dict[str, Any]) -> list[Problem]:
     family = raw.get("model_type")
     if family not in ARCHITECTURES:
         return [Problem(f"model_type={family}", f"this decoder computes {' and '.join(ARCHITECTURES)}")]
     problems = [Problem(name, "is missing") for name in _SIZES if not isinstance(raw.get(name), int)]
+    problems += [
+        Problem(f"{name}={raw[name]}", "is not a number")
+        for name in _OPTIONAL
+        if name in raw and not isinstance(raw[name], _accepted(name))
+    ]
+    problems += [Problem(f"{name}={raw[name]}", "is not an object") for name in ROPE if not isinstance(raw.get(name), dict | None)]
+    if problems:
+        return problems
     architectures = raw.get("architectures") or [ARCHITECTURES[family]]
     if architectures != [ARCHITECTURES[family]]:
         problems.append(Problem(f"architectures={architectures}", f"only {ARCHITECTURES[family]} is trained"))

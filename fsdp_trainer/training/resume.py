@@ -22,17 +22,21 @@ COMPARED = ("model", "data", "tokenizer", "batch", "optim", "schedule")
 FREE = {"model.attention", "data.cache", "data.path", "data.validation", "tokenizer.path"}
 
 
-def claim_folder(cfg: TrainConfig, run: Path) -> TextIO:
+def claim_folder(cfg: TrainConfig, run: Path, launch: str) -> TextIO:
     """Make the run's folder; with checkpoint.resume=never refuse or empty a used one. Rank 0's task, before anyone writes. Raises UserError.
 
-    Returns the lock that keeps a second run out while it is open; the system lets go of it whatever ends the process.
+    Returns the lock, with the name of the `launch` in it. It keeps a second run out while it is open; the system lets go of it
+    whatever ends the process.
     """
     try:
         run.mkdir(parents=True, exist_ok=True)
-        lock = (run / LOCK).open("w")
+        lock = (run / LOCK).open("a")  # not yet ours to empty
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if cfg.checkpoint.resume == "never":
             empty_folder(cfg, run)
+        lock.truncate(0)
+        lock.write(launch)
+        lock.flush()
         return lock
     except BlockingIOError:
         raise UserError(
@@ -41,6 +45,11 @@ def claim_folder(cfg: TrainConfig, run: Path) -> TextIO:
     except OSError as error:
         why = f"{error}. Use  run.root=FOLDER"
         raise UserError("the run's folder cannot be used", [Problem(f"run.root={cfg.run.root}", why)]) from None
+
+
+def claimed_by(run: Path, launch: str) -> bool:
+    """Whether an earlier attempt of this very launch had the folder."""
+    return (run / LOCK).is_file() and (run / LOCK).read_text() == launch
 
 
 def empty_folder(cfg: TrainConfig, run: Path) -> None:

@@ -1,6 +1,7 @@
 """One rank's life: join, prepare data, build, train, leave with the right exit code."""
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -22,7 +23,7 @@ from fsdp_trainer.observe.console import Console, short
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.trackers import Trackers
 from fsdp_trainer.training.build import Material, build
-from fsdp_trainer.training.resume import claim_folder
+from fsdp_trainer.training.resume import claim_folder, claimed_by
 from fsdp_trainer.training.stop import StopRequests
 from fsdp_trainer.training.trainer import Outcome, Trainer
 
@@ -36,15 +37,13 @@ def run_rank(cfg: TrainConfig) -> int:
     run = Path(cfg.run.root).expanduser() / str(cfg.run.name)
     if (code := already_stopped(run, world)) is not None:
         return code
-    if world.attempt and committed_checkpoints(run):
+    if world.attempt and claimed_by(run, launch_id()):
         cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))  # restarted by the launcher: what is there is our own
     console = Console(quiet=not world.main)
     stop = StopRequests(parse_duration(cfg.train.time_limit) if cfg.train.time_limit else None, console.say)
     lock, trainer, reason, code = None, None, "failed", 1
     try:
-        lock = world.node_by_node("claiming the run's folder", lambda: claim_folder(cfg, run) if world.main else None, waiting)
-        if lock:
-            Records(run).event("launch", id=launch_id(), attempt=world.attempt)
+        lock = world.node_by_node("claiming the run's folder", lambda: claim_folder(cfg, run, launch_id()) if world.main else None, waiting)
         material = world.node_by_node("preparing the data", lambda: prepare(cfg, console), waiting)
         connect(world, parse_duration(cfg.launch.timeout))
         trainer = build(cfg, material, world, run, stop)
@@ -65,17 +64,13 @@ def run_rank(cfg: TrainConfig) -> int:
 
 def already_stopped(run: Path, world: World) -> int | None:
     """The code with which this launch stopped in order, if this is torchrun restarting it: it restarts every non-zero exit."""
-    if not world.attempt:
-        return None
-    records = Records(run)
-    last, launch = records.last_event(), records.last_event("launch")
-    stopped = last.get("event") == "end" and last["exit_code"] in (75, 2) and launch.get("id") == launch_id()
-    return last["exit_code"] if stopped else None
+    last = Records(run).last_event() if world.attempt and claimed_by(run, launch_id()) else {}
+    return last["exit_code"] if last.get("event") == "end" and last["exit_code"] in (75, 2) else None
 
 
-def launch_id() -> str | None:
-    """What torchrun calls this launch, through all its restarts; None without torchrun."""
-    return os.environ.get("TORCHELASTIC_RUN_ID")
+def launch_id() -> str:
+    """Names this launch through all its restarts: by the process that starts the ranks of rank 0's node."""
+    return f"{socket.gethostname()}/{os.getppid()}/{os.environ.get('TORCHELASTIC_RUN_ID')}"
 
 
 def prepare(cfg: TrainConfig, console: Console) -> Material:
@@ -104,7 +99,7 @@ def train(trainer: Trainer, world: World, run: Path) -> Outcome:
         observer.console.say(
             f"{run} is already finished: {step:,} of {trainer.total_steps:,} steps. More with  train.steps=…,  anew with  run.name=NEW"
         )
-        if not (run / "hf").exists():
+        if not (run / "hf").exists() or Records(run).last_event("export").get("step") != step:
             export_hf(trainer, world, run)
         return "already finished", 0
     everywhere("open the run's records", lambda: open_records(trainer, run) if world.main else None)
@@ -116,9 +111,8 @@ def train(trainer: Trainer, world: World, run: Path) -> Outcome:
         export_hf(trainer, world, run)
         observer.console.say(f"done: {run}")
     else:
-        observer.console.say(
-            f"stopped by {outcome[0]} after step {trainer.progress.step:,}, checkpoint committed: the same command goes on"
-        )
+        how = "the same command goes on" if trainer.cfg.checkpoint.resume == "auto" else "go on with  checkpoint.resume=auto"
+        observer.console.say(f"stopped by {outcome[0]} after step {trainer.progress.step:,}, checkpoint committed: {how}")
     return outcome
 
 
@@ -143,7 +137,7 @@ def export_hf(trainer: Trainer, world: World, run: Path) -> None:
     # outside any collective: a large model takes longer than launch.timeout
     world.node_by_node("exporting the model", export, parse_duration(trainer.cfg.launch.data_timeout))
     dist.barrier()  # the store ends with rank 0: all must have heard
-    trainer.observer.event("export", path=str(run / "hf"))
+    trainer.observer.event("export", step=trainer.progress.step, path=str(run / "hf"))
 
 
 def leave(trainer: Trainer | None, records: Records | None, reason: str, code: int) -> None:

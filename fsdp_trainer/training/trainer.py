@@ -74,7 +74,8 @@ class Trainer:
             self.observer.step(plan, self.progress, lr, loss, grad_norm, not_finite)
             if self.due(self.cfg.train.validate_every):
                 self.validate()
-            self.observer.write_if_due(plan.step, last=plan.step == self.total_steps)
+            # what a checkpoint holds must be on record before it is committed
+            self.observer.write_if_due(plan.step, last=self.due(self.cfg.checkpoint.every))
             self.stop_if_nothing_is_learnt()
             if self.due(self.cfg.checkpoint.every):
                 self.save()

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,13 +25,14 @@ T = TypeVar("T")
 
 @dataclass
 class World:
-    """rank: of size; local_rank: on this node; attempt: how often the launcher has restarted the ranks."""
+    """rank: of size; local_rank: on this node; attempt: how often the launcher has restarted the ranks; launch: a name for all its attempts."""
 
     rank: int
     size: int
     local_rank: int
     node: int
     attempt: int
+    launch: str
     store: dist.Store
     device: torch.device
 
@@ -38,6 +40,15 @@ class World:
     def main(self) -> bool:
         """Whether this rank speaks and writes for all."""
         return self.rank == 0
+
+    def from_main(self, name: str, make: Callable[[], T], timeout: float) -> T:
+        """What rank 0 makes, on every rank."""
+        if self.main:
+            value = make()
+            self.store.set(name, pickle.dumps(value).hex())
+            return value
+        self.store.wait([name], timedelta(seconds=timeout))
+        return pickle.loads(bytes.fromhex(self.store.get(name).decode()))
 
     def node_by_node(self, name: str, work: Callable[[], T], timeout: float) -> T:
         """Run `work` on rank 0, then on one rank of every node, then on all: the later ones find what the first left on disk.
@@ -123,7 +134,10 @@ def join(env: Mapping[str, str], device: str, timeout: float) -> World:
     place = torch.device(chosen, local_rank) if chosen == "cuda" else torch.device("cpu")
     if chosen == "cuda":
         torch.cuda.set_device(place)
-    return World(rank, size, local_rank, int(env.get("GROUP_RANK", 0)), attempt, dist.PrefixStore(f"attempt{attempt}", store), place)
+    launch = store.compare_set("launch", "", uuid.uuid4().hex).decode()  # torchrun keeps the store through its restarts
+    return World(
+        rank, size, local_rank, int(env.get("GROUP_RANK", 0)), attempt, launch, dist.PrefixStore(f"attempt{attempt}", store), place
+    )
 
 
 def connect(world: World, timeout: float) -> None:

@@ -1,7 +1,6 @@
 """One rank's life: join, prepare data, build, train, leave with the right exit code."""
 
 import os
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -35,15 +34,19 @@ def run_rank(cfg: TrainConfig) -> int:
     waiting = parse_duration(cfg.launch.data_timeout)
     world = join(environment_of_ranks(os.environ) or os.environ, cfg.launch.device, parse_duration(cfg.launch.timeout))
     run = Path(cfg.run.root).expanduser() / str(cfg.run.name)
-    if (code := already_stopped(run, world)) is not None:
+    # rank 0 alone looks: it is about to claim the folder for this attempt
+    ours, code = world.from_main("earlier attempt", lambda: earlier_attempt(run, world), waiting)
+    if code is not None:
         return code
-    if world.attempt and claimed_by(run, launch_id()):
+    if ours:
         cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))  # restarted by the launcher: what is there is our own
     console = Console(quiet=not world.main)
     stop = StopRequests(parse_duration(cfg.train.time_limit) if cfg.train.time_limit else None, console.say)
     lock, trainer, reason, code = None, None, "failed", 1
     try:
-        lock = world.node_by_node("claiming the run's folder", lambda: claim_folder(cfg, run, launch_id()) if world.main else None, waiting)
+        lock = world.node_by_node(
+            "claiming the run's folder", lambda: claim_folder(cfg, run, world.launch) if world.main else None, waiting
+        )
         material = world.node_by_node("preparing the data", lambda: prepare(cfg, console), waiting)
         connect(world, parse_duration(cfg.launch.timeout))
         trainer = build(cfg, material, world, run, stop)
@@ -62,15 +65,14 @@ def run_rank(cfg: TrainConfig) -> int:
     return code
 
 
-def already_stopped(run: Path, world: World) -> int | None:
-    """The code with which this launch stopped in order, if this is torchrun restarting it: it restarts every non-zero exit."""
-    last = Records(run).last_event() if world.attempt and claimed_by(run, launch_id()) else {}
-    return last["exit_code"] if last.get("event") == "end" and last["exit_code"] in (75, 2) else None
+def earlier_attempt(run: Path, world: World) -> tuple[bool, int | None]:
+    """Whether an attempt of this launch had the folder before, and the code with which it stopped in order, if it did.
 
-
-def launch_id() -> str:
-    """Names this launch through all its restarts: by the process that starts the ranks of rank 0's node."""
-    return f"{socket.gethostname()}/{os.getppid()}/{os.environ.get('TORCHELASTIC_RUN_ID')}"
+    torchrun restarts every exit that is not 0, those of runs that stopped in order too.
+    """
+    ours = world.attempt > 0 and claimed_by(run, world.launch)
+    last = Records(run).last_event() if ours else {}
+    return ours, last["exit_code"] if last.get("event") == "end" and last["exit_code"] in (75, 2) else None
 
 
 def prepare(cfg: TrainConfig, console: Console) -> Material:

@@ -101,7 +101,7 @@ def test_each_tensor_keeps_its_own_number_format(train, export, tmp_path):
 
 @pytest.mark.parametrize(
     "made",
-    [{"tie_word_embeddings": True}, pytest.param({"family": "qwen3", "head_dim": 16}, marks=pytest.mark.slow)],
+    [pytest.param(made, marks=pytest.mark.slow) for made in ({"tie_word_embeddings": True}, {"family": "qwen3", "head_dim": 16})],
     ids=["llama tied", "qwen3"],
 )
 def test_what_was_trained_computes_the_same_everywhere(train, export, world, tmp_path, made):

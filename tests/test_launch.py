@@ -152,6 +152,7 @@ def test_torchrun_does_not_train_again_what_stopped_in_order(done, tmp_path, why
     assert not run.event("resume") and err.count("broken.jsonl:2") <= 1
 
 
+@pytest.mark.slow
 def test_an_orderly_stop_of_an_earlier_launch_does_not_end_a_restarted_attempt(train):
     train("run", "train.steps=100000", "train.time_limit=1s", code=75)
     again = train("run", "train.steps=100000", "train.time_limit=1s", code=75, env={"TORCHELASTIC_RESTART_COUNT": "1"}, ranks=2)
@@ -194,6 +195,7 @@ def test_the_first_host_of_a_node_list(nodes, host):
     assert first_host(nodes) == host
 
 
+@pytest.mark.slow
 def test_slurm_ranks_train(world, inputs, tmp_path):
     """Real ranks with nothing but Slurm's variables."""
     from fsdp_trainer.launch.start import free_port

@@ -145,6 +145,7 @@ def test_elements_are_clipped_before_the_norm_and_the_norm_told_is_that_before_b
     )
 
 
+@pytest.mark.slow
 def test_without_clipping_the_norm_is_told_all_the_same(train):
     free, clipped = (
         train("free", "train.steps=2", "optim.grad_clip=null"),

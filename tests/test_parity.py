@@ -75,7 +75,7 @@ MORE_WAYS = [
         (2, ["model.attention=mask"]),
         (2, ["sharding.accumulate=unsharded"]),
         (2, ["sharding=ddp"]),
-        (4, ["sharding=hsdp", "sharding.replicas=2"]),
+        pytest.param(4, ["sharding=hsdp", "sharding.replicas=2"], marks=pytest.mark.slow),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_WAYS),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -93,6 +93,7 @@ def test_a_qwen3(same):
     same(2, "batch.micro_rows=2", common=("model.family=qwen3", "model.head_dim=16"))
 
 
+@pytest.mark.slow
 def test_values_are_clipped_before_the_norm_on_shards_as_in_one_process(same):
     same(2, common=("optim.grad_clip_value=0.01",))
 

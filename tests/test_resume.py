@@ -168,6 +168,7 @@ def test_a_resume_is_bitwise_also_across_shardings_of_one_world(train):
 # --- may it go on ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_trained_may_not_change_unless_it_is_allowed(train, tmp_path):
     train("run", "train.steps=2", "schedule=constant")
     told = train("run", "train.steps=4", "schedule=linear", "optim.lr=1e-4", "batch.rows=4", "run.seed=5", ranks=2, code=2)
@@ -210,6 +211,7 @@ def test_a_finished_run_says_so_and_goes_on_only_for_more_steps(train):
     assert train("run", "train.steps=4", "checkpoint.keep=1", ranks=2).checkpoints == ["step-00000004"]
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_still_be_exported(train):
     train("run", "train.steps=2")
     run = train("run", "train.steps=2", "checkpoint.export_hf=true", ranks=2)
@@ -292,6 +294,7 @@ def test_a_damaged_manifest_too(train, broken_run, tmp_path):
     assert train("run", "train.steps=5", "schedule=constant", "checkpoint.every=2").event("resume")[0]["step"] == 2
 
 
+@pytest.mark.slow
 def test_where_everything_is_damaged_the_run_starts_at_its_beginning(train, broken_run, tmp_path):
     shutil.copytree(broken_run.folder, tmp_path / "run")
     for checkpoint in (tmp_path / "run" / "checkpoints").iterdir():
@@ -376,6 +379,7 @@ def killed_after_the_first_checkpoint():
     return patch.object(Trainer, "save", save)
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_went_on_is_exported_again(train):
     how = ["schedule=constant", "checkpoint.export_hf=true"]
     first = train("run", "train.steps=1", *how)

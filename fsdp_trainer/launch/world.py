@@ -45,10 +45,16 @@ class World:
         """What rank 0 makes, on every rank."""
         if self.main:
             value = make()
-            self.store.set(name, pickle.dumps(value).hex())
+            self._put(name, value)
             return value
-        self.store.wait([name], timedelta(seconds=timeout))
-        return pickle.loads(bytes.fromhex(self.store.get(name).decode()))
+        return self._get(name, timeout)
+
+    def _put(self, key: str, value: Any) -> None:
+        self.store.set(key, pickle.dumps(value).hex())
+
+    def _get(self, key: str, timeout: float) -> Any:
+        self.store.wait([key], timedelta(seconds=timeout))
+        return pickle.loads(bytes.fromhex(self.store.get(key).decode()))
 
     def node_by_node(self, name: str, work: Callable[[], T], timeout: float) -> T:
         """Run `work` on rank 0, then on one rank of every node, then on all: the later ones find what the first left on disk.
@@ -59,8 +65,7 @@ class World:
         mine = first if self.main else node
         before = [] if self.main else [first] if self.local_rank == 0 or self.node == 0 else [first, node]  # rank 0 is node 0's
         for key in before:
-            self.store.wait([key], timedelta(seconds=timeout))
-            failure = pickle.loads(bytes.fromhex(self.store.get(key).decode()))
+            failure = self._get(key, timeout)
             self.store.add(f"{name}/heard", 1)
             if failure:
                 raise failure
@@ -76,7 +81,7 @@ class World:
             raise
         finally:
             if self.local_rank == 0:
-                self.store.set(mine, pickle.dumps(failure).hex())
+                self._put(mine, failure)
             if failure and self.main:
                 self._linger(name)
 

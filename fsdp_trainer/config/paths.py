@@ -4,6 +4,17 @@ import re
 from pathlib import Path
 
 MANIFEST = "MANIFEST.json"
+BEST = "best"  # beside the checkpoints: a link to the best one by validation loss
+
+
+def checkpoint_name(step: int) -> str:
+    """The folder of a checkpoint."""
+    return f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def committed_checkpoints(run: str | Path) -> list[Path]:

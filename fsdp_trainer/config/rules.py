@@ -50,6 +50,9 @@ def check_rules(cfg: Any, report: Report) -> None:
         report.add("optim.betas", cfg.optim.betas, "two numbers below 1, e.g.  optim.betas=[0.9,0.95]")
     if isinstance(cfg.data.validation, float) and not 0 < cfg.data.validation < 1:
         report.add("data.validation", cfg.data.validation, "a share lies between 0 and 1, e.g.  data.validation=0.02 ; null: none")
+    _check_validation_users(cfg, report)
+    if cfg.checkpoint.export_dtype and not cfg.checkpoint.export_hf:
+        report.add("checkpoint.export_dtype", cfg.checkpoint.export_dtype, "only counts together with  checkpoint.export_hf=true")
     known = {"data.fingerprint", *GROUPS, "batch", *flatten(TrainConfig)}
     for name in cfg.checkpoint.allow_changes:
         if name not in known:
@@ -60,6 +63,17 @@ def check_rules(cfg: Any, report: Report) -> None:
         _check_duration(key, _get(cfg, key), report)
     if not any(key.startswith(("model.", "batch.seq_len")) for key in report.settled):  # what follows from a wrong key is not told
         report.problems += model_problems(cfg)
+
+
+def _check_validation_users(cfg: TrainConfig, report: Report) -> None:
+    """What looks at validation losses needs some."""
+    missing = [key for key in ("data.validation", "train.validate_every") if _get(cfg, key) is None]
+    for key in ("checkpoint.best", "train.early_stop"):
+        if (value := _get(cfg, key)) and missing:
+            shown = {"data.validation": "data.validation=0.02", "train.validate_every": "train.validate_every=100"}
+            report.add(key, value, f"goes by the validation loss: set  {'  '.join(shown[m] for m in missing)}")
+    if cfg.train.early_stop_delta and not cfg.train.early_stop:
+        report.add("train.early_stop_delta", cfg.train.early_stop_delta, "only counts together with  train.early_stop=N")
 
 
 def _settle_length(train: Train, report: Report) -> None:

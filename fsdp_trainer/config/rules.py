@@ -129,7 +129,9 @@ def _check_weights(path: str, report: Report) -> None:
     if not Path(path).exists():
         report.add("model.init_from", path, f"there is no such folder{_near(path)}")
     elif not (Path(path) / "config.json").is_file() and find_checkpoint(path) is None:
-        report.add("model.init_from", path, "has neither config.json (a Hugging Face folder) nor a committed checkpoint (a run)")
+        started = (Path(path) / "events.jsonl").is_file()
+        neither = "has neither config.json (a Hugging Face folder) nor a committed checkpoint (a run)"
+        report.add("model.init_from", path, "this run has not committed a checkpoint yet: wait for its first" if started else neither)
 
 
 def _check_readable(key: str, path: str, report: Report) -> None:

@@ -11,6 +11,7 @@ import yaml
 
 from fsdp_trainer.checkpoint.files import damage, read_manifest
 from fsdp_trainer.checkpoint.store import CheckpointStore, gather, read_progress
+from fsdp_trainer.config.check import show
 from fsdp_trainer.config.paths import committed_checkpoints, find_checkpoint
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem, UserError
@@ -111,13 +112,15 @@ def check_unchanged(cfg: TrainConfig, fingerprint: str, checkpoint: Path) -> dic
         key: [old, new] for key, new in now.items() if (old := before.get(key, DEFAULTS.get(key))) != new and key not in OF_THE_RESUME
     }
     allowed = set(cfg.checkpoint.allow_changes)
-    refused = [
-        key
-        for key in changes
+    refused = {
+        key: change
+        for key, change in changes.items()
         if (key.split(".")[0] in COMPARED or key == "run.seed") and key not in FREE and not {key, key.split(".")[0]} & allowed
-    ]
+    }
     if refused:
-        problems = [Problem(f"{key}={changes[key][1]}", f"the checkpoint was trained with {changes[key][0]}") for key in sorted(refused)]
+        problems = [
+            Problem(f"{key}={show(new)}", f"the checkpoint was trained with {show(old)}") for key, (old, new) in sorted(refused.items())
+        ]
         ways = f"run.name=NEW  or go on all the same with  'checkpoint.allow_changes=[{','.join(sorted(refused))}]'"
         problems[-1].why += f"\nStart another run with  {ways}"
         raise UserError(f"this is not the run that {checkpoint} belongs to", problems)

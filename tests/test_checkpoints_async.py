@@ -67,6 +67,7 @@ def test_steps_taken_while_a_checkpoint_is_written_change_neither_it_nor_the_los
     assert first["step"] == 3 and first["stall_seconds"] < first["seconds"]
 
 
+@pytest.mark.slow
 def test_a_resume_from_it_is_bitwise_an_uninterrupted_run(train):
     train("run", *ASYNC, "train.steps=3", ranks=2)
     run = train("run", *ASYNC, "train.steps=5", ranks=2)
@@ -85,7 +86,7 @@ def full_disk():
     return when_writing(act)
 
 
-@pytest.mark.parametrize("steps", [100_000, 6], ids=["on the way", "at the end"])
+@pytest.mark.parametrize("steps", [100_000, pytest.param(6, marks=pytest.mark.slow)], ids=["on the way", "at the end"])
 def test_a_write_that_fails_in_the_background_ends_the_run_on_all_ranks(train, steps):
     run = train("run", *ASYNC, f"train.steps={steps}", ranks=2, seam=full_disk, code=1)
     assert "No space left" in run.err and "step-00000006" in run.err and "Traceback" not in run.err

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 from safetensors.torch import load_file
-from stored import assert_bitwise_equal, checkpoint, end_of, newest, stored
+from stored import checkpoint, end_of, newest, stored
 
 # a learning rate at which the validation loss goes up and down
 HOW = ["schedule=constant", "optim.lr=0.1", "data.validation=0.1", "train.validate_every=2", "checkpoint.keep=1"]
@@ -28,7 +28,7 @@ def assert_best_is_kept(run):
     return best, last
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 def test_the_best_checkpoint_stays_beside_the_newest_and_is_what_is_exported(train, mode):
     how = [*HOW, "checkpoint.best=true", f"checkpoint={mode}", "checkpoint.export_hf=true"]
     first = train("run", *how, "train.steps=14", ranks=2)
@@ -47,6 +47,7 @@ def improvements(run):
     return [step for step in found if all(found[step] < found[before] for before in found if before < step)]
 
 
+@pytest.mark.slow
 def test_what_another_validation_set_or_another_run_gave_is_no_measure(train):
     how = [*HOW, "checkpoint.best=true"]
     first = train("first", *how, "train.steps=4")
@@ -148,6 +149,7 @@ def test_a_key_that_is_younger_than_the_checkpoint_had_its_default(train):
     assert "optim.eps=1e-6" in train("run", "train.steps=4", "schedule=constant", "optim.eps=1e-6", code=2).err
 
 
+@pytest.mark.slow
 def test_what_a_crash_or_another_branch_left_does_not_stay_for_ever(train):
     how = ["schedule=constant", "checkpoint.every=1", "checkpoint.keep=2"]
     run = train("run", *how, "train.steps=4")
@@ -157,11 +159,3 @@ def test_what_a_crash_or_another_branch_left_does_not_stay_for_ever(train):
     back = train("run", *how, "train.steps=5", f"checkpoint.resume={checkpoint(run, 4)}.left")
     assert back.event("resume")[-1]["step"] == 4 and back.column("step") == [1, 2, 3, 4, 5]
     assert train("run", *how, "train.steps=7", "checkpoint.keep=2").checkpoints == ["step-00000006", "step-00000007"]
-
-
-def test_the_branch_that_was_left_is_the_same_checkpoint_under_another_name(train):
-    run = train("run", "train.steps=4", "checkpoint.every=2", "schedule=constant")
-    state = stored(checkpoint(run, 4))
-    how = ["schedule=constant", "optim.lr=1e-4", "checkpoint.allow_changes=[optim.lr]"]
-    train("run", "train.steps=3", *how, f"checkpoint.resume={checkpoint(run, 2)}")
-    assert_bitwise_equal(stored(run.folder / "checkpoints" / "step-00000004.left"), state)

@@ -115,7 +115,8 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
         value = _get(cfg, key)
         for path in value if isinstance(value, list) else [value] if isinstance(value, str) else []:
             _check_readable(key, path, report)
-    if cfg.model.init_from and not _looks_like_hub_id(cfg.model.init_from):
+    goes_on = cfg.checkpoint.resume == "auto" and find_checkpoint(Path(cfg.run.root) / str(cfg.run.name))  # and has weights of its own
+    if cfg.model.init_from and not _looks_like_hub_id(cfg.model.init_from) and not goes_on:
         _check_weights(cfg.model.init_from, report)
     if cfg.data.template and cfg.data.template.endswith((".jinja", ".j2")):
         _check_exists("data.template", cfg.data.template, report)
@@ -130,8 +131,10 @@ def _check_weights(path: str, report: Report) -> None:
         report.add("model.init_from", path, f"there is no such folder{_near(path)}")
     elif not (Path(path) / "config.json").is_file() and find_checkpoint(path) is None:
         started = (Path(path) / "events.jsonl").is_file()
-        neither = "has neither config.json (a Hugging Face folder) nor a committed checkpoint (a run)"
-        report.add("model.init_from", path, "this run has not committed a checkpoint yet: wait for its first" if started else neither)
+        inside = find_checkpoint(Path(path).parent)
+        why = "has neither config.json (a Hugging Face folder) nor a committed checkpoint (a run)"
+        why += f".\nUse  model.init_from={Path(path).parent}" if inside else ""
+        report.add("model.init_from", path, "this run has not committed a checkpoint yet: wait for its first" if started else why)
 
 
 def _check_readable(key: str, path: str, report: Report) -> None:

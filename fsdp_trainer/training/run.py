@@ -12,7 +12,7 @@ import yaml
 from fsdp_trainer.checkpoint.export import export_checkpoint, is_export_of
 from fsdp_trainer.checkpoint.store import everywhere
 from fsdp_trainer.config.check import show
-from fsdp_trainer.config.paths import BEST, committed_checkpoints, step_of
+from fsdp_trainer.config.paths import BEST, committed_checkpoints, find_checkpoint, is_hub_id, step_of
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.build import build_data
@@ -48,7 +48,7 @@ def run_rank(cfg: TrainConfig) -> int:
         lock = world.node_by_node(
             "claiming the run's folder", lambda: claim_folder(cfg, run, world.launch) if world.main else None, waiting
         )
-        material = world.node_by_node("preparing the data", lambda: prepare(cfg, console), waiting)
+        material = world.node_by_node("preparing the data", lambda: prepare(cfg, run, console), waiting)
         connect(world, parse_duration(cfg.launch.timeout))
         trainer = build(cfg, material, world, run, stop)
         reason, code = train(trainer, world, run)
@@ -76,8 +76,12 @@ def earlier_attempt(run: Path, world: World) -> tuple[bool, int | None]:
     return ours, last["exit_code"] if last.get("event") == "end" and last["exit_code"] in (75, 2) else None
 
 
-def prepare(cfg: TrainConfig, console: Console) -> Material:
+def prepare(cfg: TrainConfig, run: Path, console: Console) -> Material:
     """Fetch the model and tokenise the data; what an earlier rank or run did is found on disk."""
+    own = find_checkpoint(run) if cfg.checkpoint.resume == "auto" else None
+    if own and cfg.model.init_from and not is_hub_id(cfg.model.init_from) and not Path(cfg.model.init_from).exists():
+        console.say(f"model  {cfg.model.init_from} is not there; the run goes on with configuration and tokenizer of its own {own}")
+        cfg = replace(cfg, model=replace(cfg.model, init_from=str(own)))
     init_from = fetch(cfg.model.init_from) if cfg.model.init_from else None
     return Material(*build_data(cfg, tokenising(console)), init_from)
 

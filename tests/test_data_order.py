@@ -70,8 +70,8 @@ def test_an_epoch_has_every_sample_once_and_no_row_is_too_long(lengths, shuffle,
     order = RowOrder(store, 16, packing, shuffle, seed)
     for epoch in range(2):
         rows = [order.row(epoch * order.rows_per_epoch + i) for i in range(order.rows_per_epoch)]
-        assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
-        assert all(sum(lengths[i] for i in row) <= 16 for row in rows)
+        assert sorted(document for row in rows for document in row) == [(i, 0, n) for i, n in enumerate(lengths)]
+        assert all(sum(n for _, _, n in row) <= 16 for row in rows)
         again = RowOrder(store, 16, packing, shuffle, seed)
         assert [again.row(epoch * order.rows_per_epoch + i) for i in reversed(range(len(rows)))] == rows[::-1]
     total = order.totals(1, 2 * order.rows_per_epoch)
@@ -89,12 +89,12 @@ def test_the_order_differs_between_epochs_seeds_and_data():
 
 def test_the_order_is_the_same_in_every_version():
     order = RowOrder(Lengths(np.array([3, 3, 3, 5, 5, 8])), 8, "best_fit", True, 0)
-    assert [order.row(i) for i in range(8)] == [[3, 2], [5], [4, 1], [0], [4, 1], [2], [3, 0], [5]]
+    assert [[sample for sample, _, _ in order.row(i)] for i in range(8)] == [[3, 2], [5], [4, 1], [0], [4, 1], [2], [3, 0], [5]]
 
 
 def test_without_shuffling_rows_follow_the_data():
     order = RowOrder(Lengths(np.array([3, 8, 5, 8, 2])), 8, "best_fit", False, 0)
-    assert [order.row(i) for i in range(order.rows_per_epoch)] == [[0, 2], [1], [3], [4]]
+    assert [[sample for sample, _, _ in order.row(i)] for i in range(order.rows_per_epoch)] == [[0, 2], [1], [3], [4]]
 
 
 def test_labels_are_the_next_token_of_the_same_document(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fsdp_trainer.data.conversations import Conversation, Document, make_reader
-from fsdp_trainer.data.sources import Problems, Row, RowError, find_files, read_rows
+from fsdp_trainer.data.sources import Problems, Row, RowError, find_sources, read_rows
 from fsdp_trainer.errors import UserError
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -77,15 +77,17 @@ def test_failing_gathers_several_problems_and_skipping_counts_them():
 def test_paths_are_files_folders_globs_and_lists(tmp_path):
     a, b = written(tmp_path, "a.jsonl", "{}"), written(tmp_path, "b.txt", "x")
     written(tmp_path, "notes.pdf", "x")
-    assert find_files(str(tmp_path), "data.path") == [a, b]
-    assert find_files(str(tmp_path / "*.txt"), "data.path") == [b]
-    assert find_files([b, a, "demo:backwards"], "data.path") == [b, a, "demo:backwards"]
+    written(tmp_path, "README.md", "what this is")
+    files = lambda path: [file for source in find_sources(path, "data.path") for file in source.files]  # noqa: E731
+    assert files(str(tmp_path)) == [a, b]
+    assert files(str(tmp_path / "*.txt")) == [b]
+    assert files([b, a, "demo:backwards"]) == [b, a, "demo:backwards"]
 
 
 @pytest.mark.parametrize("path", [None, [], 5, "missing.jsonl", "no/*.jsonl", "demo:nothing", "s3://bucket/x"])
 def test_a_path_without_data_is_refused_by_name(path):
     with pytest.raises(UserError, match=r"data\.path=") as raised:
-        find_files(path, "data.path")
+        find_sources(path, "data.path")
     assert raised.value.problems[0].why
 
 

@@ -15,7 +15,7 @@ def read_csv(file: Iterable[bytes], delimiter: str) -> Iterator[Record]:
     """Rows under a line of column names. A broken quote is told where its row begins."""
     csv.field_size_limit(2**31 - 1)  # documents are longer than the module's 128 KiB
     # bytes that are no UTF-8 become lone surrogates, which are found in the row that holds them
-    lines = (line.decode("utf-8-sig" if i == 0 else "utf-8", "surrogateescape") for i, line in enumerate(file))
+    lines = (line.decode("utf-8-sig" if i == 0 else "utf-8", "surrogateescape").replace("\r\n", "\n") for i, line in enumerate(file))
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:

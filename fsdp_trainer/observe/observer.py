@@ -54,7 +54,7 @@ class Observer:
     def validated(self, step: int, loss: float, losses: dict[str, float | None]) -> None:
         """The validation loss belongs to the line of the step it followed, which is not yet written. losses: of several sources, each."""
         self.event("evaluation", step=step, loss=loss, **({"losses": losses} if losses else {}))
-        self._pending[-1][0] |= {"validation_loss": loss} | ({"validation_loss_by_source": losses} if losses else {})
+        self._pending[-1][0].update({"validation_loss": loss} | ({"validation_loss_by_source": losses} if losses else {}))
 
     def event(self, name: str, **details: Any) -> None:
         """Into events.jsonl."""

@@ -129,7 +129,10 @@ class Data:
         choices=("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"),
     )
     fields: dict[str, Any] | None = key(None, "which columns mean what, e.g. {prompt: question, completion: answer}; null: found out")
-    template: str | None = key(None, "chat template: chatml, llama3, plain, or a .jinja file; null: the tokenizer's own, else plain")
+    template: str | None = key(
+        None,
+        "chat template: chatml, gemma, llama2, llama3, mistral, olmo2, phi3, phi4, qwen3, plain, or a .jinja file; null: the tokenizer's own, else plain",
+    )
     loss_on: str = key(
         "assistant",
         "which turns are learnt: every assistant turn, everything, or the last assistant turn",
@@ -137,12 +140,14 @@ class Data:
     )
     too_long: str = key(
         "drop",
-        "samples longer than batch.seq_len: leave out, cut at the end, or cut into pieces (text)",
+        "samples longer than batch.seq_len: leave out, cut at the end, or split into pieces, no token lost (text)",
         choices=("drop", "truncate", "split"),
     )
     on_error: str = key("fail", "a row that cannot be read: stop and name it, or leave it out and count it", choices=("fail", "skip"))
     packing: str = key(
-        "best_fit", "fill rows with whole samples that never see each other; `none`: one sample a row, padded", choices=("best_fit", "none")
+        "best_fit",
+        "fill rows with whole samples that never see each other; `none`: one sample a row, padded; `stream`: texts one after another, cut where a row ends",
+        choices=("best_fit", "none", "stream"),
     )
     shuffle: bool = key(True, "a new order every epoch, from run.seed")
     validation: float | str | list[str] | None = key(

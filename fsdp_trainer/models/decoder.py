@@ -34,6 +34,7 @@ class MicroBatch:
     tokens, positions: [rows, seq_len] int64; positions restart in every document.
     index: [supervised] int64, flat positions whose next token is learnt, padded to a fixed step by weight 0.
     targets: [supervised] int64; weights: [supervised] float32.
+    sources: [supervised] int64, which source a target is from; None: all are from one.
     """
 
     tokens: Tensor
@@ -42,6 +43,7 @@ class MicroBatch:
     index: Tensor
     targets: Tensor
     weights: Tensor
+    sources: Tensor | None = None
 
 
 class RMSNorm(nn.Module):

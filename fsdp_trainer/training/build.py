@@ -62,7 +62,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     train = batches(material.data.train, cfg.data.shuffle)
     total_steps, last_row = length_of_run(cfg, train.order.rows_per_epoch)
     every = cfg.logging.every or (10 if world.device.type == "cuda" else 1)
-    observer = Observer(run, world.main, world.device, config, cfg.batch.seq_len, every, total_steps)
+    observer = Observer(run, world.main, world.device, config, cfg.batch.seq_len, every, total_steps, train.source_names)
     dtypes: dict[str, str] = {}
     checkpoints = CheckpointStore(run, cfg.checkpoint.keep, assets_writer(cfg, material, config, dtypes))
     start = find_start(cfg, checkpoints, observer)

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -108,6 +109,17 @@ def test_the_cache_gives_what_recomputing_gives(pair):
         assert (ours.next_logits(tokens[:, :20], caches) - whole[:, 19]).abs().max() <= 1e-4
         for i in range(20, 30):
             assert (ours.next_logits(tokens[:, i : i + 1], caches) - whole[:, i]).abs().max() <= 1e-4
+
+
+def test_attention_costs_what_the_masks_let_through(pair):
+    ours, _ = pair
+    lengths = np.array([1, 5, 8, 9, 30])
+    counted = np.zeros(len(lengths))
+    for window in ours.config.windows:
+        for i, length in enumerate(lengths):
+            seen = Layout.masked([[length]], length, torch.device("cpu")).within(window).mask.sum()
+            counted[i] += 2 * seen - min(length, window or length)  # n² where n(n+1)/2 pairs are seen
+    assert ours.config.attended(lengths) == pytest.approx(counted / len(ours.config.windows))
 
 
 def test_parameters_are_counted_without_building(pair):

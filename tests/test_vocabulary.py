@@ -11,6 +11,7 @@ import fsdp_trainer
 from fsdp_trainer.checkpoint.state import stored_tensors
 from fsdp_trainer.config.paths import find_checkpoint
 
+transformers = pytest.importorskip("transformers")
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -74,6 +75,23 @@ def test_a_tokenizer_that_is_too_large_is_told_how_to_grow(train, tmp_path):
     told = train("run", f"model.init_from={folder}", "train.steps=1", base=HF, code=2)
     assert "model.vocab_size=260" in told.err
     assert train("grown", f"model.init_from={folder}", "model.vocab_size=260", "train.steps=1", base=HF).column("step") == [1]
+
+
+def test_tokens_that_the_tokenizer_lacks_are_added_to_it_and_to_the_model(train, folder, tmp_path):
+    template = tmp_path / "own.jinja"
+    template.write_text(
+        "{% for m in messages %}<|turn|>{{ m.content }}<|done|>{% endfor %}{% if add_generation_prompt %}<|turn|>{% endif %}"
+    )
+    lacking = [f"model.init_from={make_folder(tmp_path / 'small', vocab_size=260)}", f"data.template={template}", "train.steps=2"]
+    new = "tokenizer.add_tokens=['<|turn|>','<|im_end|>','<|done|>']"
+    run = train("run", *lacking, new, "checkpoint.export_hf=true", base=HF, ranks=2)
+    hf = run.folder / "hf"
+    assert tensors(hf)[EMBEDDING].shape[0] == json.loads((hf / "config.json").read_text())["vocab_size"] == 262
+    theirs = transformers.AutoTokenizer.from_pretrained(hf)
+    assert theirs.encode("a<|turn|>b<|done|>", add_special_tokens=False)[1::2] == [260, 261]
+    assert transformers.AutoModelForCausalLM.from_pretrained(hf).get_input_embeddings().weight.shape[0] == 262
+    told = train("chatml", "data.template=llama3", "train.steps=1", code=2)
+    assert "tokenizer.add_tokens=['<|start_header_id|>'" in told.err
 
 
 @pytest.mark.parametrize("prefix", [("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")])

@@ -163,6 +163,10 @@ class Tokenizer:
     path: str | None = key(
         None, "a SentencePiece .model, a tokenizer.json, or a folder with either; `demo:bytes` is made on the spot; null: model.init_from's"
     )
+    add_tokens: list[str] = key(
+        [],
+        "special tokens that it lacks, e.g. ['<|im_start|>','<|im_end|>'] for data.template=chatml; the model's vocabulary grows with them",
+    )
 
 
 @dataclass

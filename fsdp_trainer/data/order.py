@@ -34,7 +34,7 @@ class Epoch:
     weight: np.ndarray  # [rows] float64
     tokens: np.ndarray  # [rows] int64
     supervised: np.ndarray  # [rows] int64
-    squares: np.ndarray  # [rows] int64: Σ length² of the documents
+    squares: np.ndarray  # [rows]: Σ length² of the documents, less what windows leave out
 
 
 Arranged = tuple[Pieces, np.ndarray, np.ndarray]
@@ -44,7 +44,17 @@ Arranged = tuple[Pieces, np.ndarray, np.ndarray]
 class RowOrder:
     """Rows over all epochs, by one running index. The state of a loader is that index and nothing else."""
 
-    def __init__(self, store: TokenStore, seq_len: int, packing: str, shuffle: bool, seed: int):
+    def __init__(
+        self,
+        store: TokenStore,
+        seq_len: int,
+        packing: str,
+        shuffle: bool,
+        seed: int,
+        attended: Callable[[np.ndarray], np.ndarray] = np.square,
+    ):
+        """attended: what attention costs a model, of documents' lengths."""
+        self.attended = attended
         self.store, self.seq_len, self.shuffle = store, seq_len, shuffle
         self._key = f"{store.fingerprint}/{packing}/{seq_len}/{seed}"
         lengths = np.asarray(store.lengths)
@@ -87,7 +97,7 @@ class RowOrder:
         return row
 
     def totals(self, start: int, stop: int) -> tuple[float, int, int, int]:
-        """(Σ weight, tokens, supervised tokens, Σ length² of the documents) of rows [start, stop), without reading one."""
+        """(Σ weight, tokens, supervised tokens, Σ of what attention costs) of rows [start, stop), without reading one."""
         weight, tokens, supervised, squares = 0.0, 0, 0, 0
         while start < stop:
             epoch, i = divmod(start, self.rows_per_epoch)
@@ -113,7 +123,7 @@ class RowOrder:
                 np.where(whole, store.weight_sums[pieces.samples], learnt),
                 lengths,
                 np.where(whole, store.supervised[pieces.samples], learnt),
-                np.square(lengths),
+                self.attended(lengths),
             )
         )
         return Epoch(pieces, documents, offsets, *sums)

@@ -115,7 +115,11 @@ def load_template(name_or_path: str | None, tokenizer: TextTokenizer) -> Templat
     if missing := [marker for marker in MARKERS.get(name, ()) if tokenizer.backend.token_to_id(marker) is None]:
         pieces = len(tokenizer.encode(missing[0]))
         use = "null  (the tokenizer's own)" if tokenizer.chat_template else "plain  (needs no special tokens)"
-        why = f"the tokenizer has no special token {' '.join(missing)}: it would be {pieces} pieces of text.\nUse  data.template={use}"
+        add = ",".join(f"'{marker}'" for marker in missing)
+        why = (
+            f"the tokenizer has no special token {' '.join(missing)}: it would be {pieces} pieces of text.\n"
+            f'Use  data.template={use}  or add what is missing:  "tokenizer.add_tokens=[{add}]"'
+        )
         raise _bad(name, why)
     if missing := [role for role in NAMED.get(name, ()) if role not in tokenizer.special]:
         raise _bad(name, f"the tokenizer has no {' and no '.join(missing)}, which frames its turns. Use a tokenizer that has one")

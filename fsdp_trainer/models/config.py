@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.families import FAMILIES, FULL, SLIDING, Family
 
@@ -86,6 +88,13 @@ class ModelConfig:
             FULL if form.windows == "pattern" and (i + 1) % form.window_pattern == 0 else SLIDING for i in range(n)
         ]
         return [self.sliding_window if form.windows != "none" and kind == SLIDING else None for kind in types]
+
+    def attended(self, lengths: np.ndarray) -> np.ndarray:
+        """[documents] of what attention costs: length², less what lies outside of windows, as a mean over the blocks."""
+        windows = self.windows
+        spans = [np.minimum(lengths, window or lengths) for window in set(windows)]
+        shares = [windows.count(window) / len(windows) for window in set(windows)]
+        return sum(share * span * (2 * lengths - span) for share, span in zip(shares, spans, strict=True))
 
     @classmethod
     def from_hf(cls, folder: str | Path) -> "ModelConfig":

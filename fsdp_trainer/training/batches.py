@@ -18,7 +18,7 @@ class StepPlan:
     """What one optimizer step trains on; the same on every rank.
 
     rows [start, stop) of the running order; weight: Σ weight of their targets, which divides the loss; tokens, supervised: how many;
-    squares: Σ length² of their documents, which attention costs.
+    squares: Σ length² of their documents, less what windows leave out: which attention costs.
     """
 
     step: int

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -55,7 +55,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     model = parallelize(model, mesh, cfg)
 
     def batches(store: TokenStore, shuffle: bool) -> Batches:
-        order = RowOrder(store, cfg.batch.seq_len, cfg.data.packing, shuffle, cfg.run.seed)
+        order = RowOrder(store, cfg.batch.seq_len, cfg.data.packing, shuffle, cfg.run.seed, config.attended)
         masked = cfg.model.attention == "mask" or (cfg.model.attention == "auto" and cfg.compile.enabled)
         return Batches(order, cfg.batch.micro_rows, world.rank, world.size, world.device, masked)
 
@@ -99,6 +99,8 @@ def resolve_architecture(cfg: TrainConfig, material: Material) -> ModelConfig:
     """The model's configuration, checked against the tokenizer."""
     model = cfg.model if material.init_from is None else type(cfg.model)(**{**asdict(cfg.model), "init_from": str(material.init_from)})
     config = resolve_model(model, material.tokenizer.vocab_size)
+    if cfg.tokenizer.add_tokens and model.vocab_size is None:
+        config = replace(config, vocab_size=max(config.vocab_size, material.tokenizer.vocab_size))
     if material.tokenizer.vocab_size > config.vocab_size:
         size = material.tokenizer.vocab_size
         why = f"the tokenizer has {size:,} tokens, more than the model's embedding.\nUse the model's own tokenizer, or add rows with  model.vocab_size={size}"

@@ -70,13 +70,68 @@ def test_an_epoch_has_every_sample_once_and_no_row_is_too_long(lengths, shuffle,
     order = RowOrder(store, 16, packing, shuffle, seed)
     for epoch in range(2):
         rows = [order.row(epoch * order.rows_per_epoch + i) for i in range(order.rows_per_epoch)]
-        assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
-        assert all(sum(lengths[i] for i in row) <= 16 for row in rows)
+        assert sorted(document for row in rows for document in row) == [(i, 0, n) for i, n in enumerate(lengths)]
+        assert all(sum(n for _, _, n in row) <= 16 for row in rows)
         again = RowOrder(store, 16, packing, shuffle, seed)
         assert [again.row(epoch * order.rows_per_epoch + i) for i in reversed(range(len(rows)))] == rows[::-1]
     total = order.totals(1, 2 * order.rows_per_epoch)
     parts = [order.totals(i, i + 1) for i in range(1, 2 * order.rows_per_epoch)]
     assert np.allclose(total, np.sum(parts, axis=0) if parts else (0, 0, 0, 0))
+
+
+class Texts(Lengths):
+    """A store of texts in which every token is another number; all but the first of a text are learnt."""
+
+    def __init__(self, lengths):
+        self.lengths, self.fingerprint, self.sources = np.array(lengths), "f", np.zeros(len(lengths), np.int32)
+        self.offsets = np.cumsum(self.lengths) - self.lengths
+
+    @property
+    def weight_sums(self):
+        return self.lengths - 1
+
+    def read(self, sample, start, length):
+        tokens = np.arange(self.offsets[sample], self.offsets[sample] + self.lengths[sample])
+        return tokens[start : start + length], (tokens > tokens[0]).astype(np.float32)[start : start + length]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(2, 70), min_size=1, max_size=30), st.booleans(), st.sampled_from(["stream", "best_fit", "none"]))
+def test_every_token_of_a_text_that_is_cut_is_read_once_and_learnt_once(lengths, shuffle, packing):
+    store = Texts(lengths)
+    order = RowOrder(store, 16, packing, shuffle, 0)
+    for epoch in range(2):
+        rows = [order.read(epoch * order.rows_per_epoch + i) for i in range(order.rows_per_epoch)]
+        held = [row.tokens[: sum(row.documents)] for row in rows]
+        learnt = [row.labels[row.labels != -100] for row in rows]
+        assert sorted(np.concatenate(held)) == list(range(sum(lengths)))
+        assert sorted(np.concatenate(learnt)) == sorted(set(range(sum(lengths))) - set(store.offsets))
+        for row, tokens in zip(rows, held, strict=True):
+            there = row.labels[: len(tokens)]
+            assert np.all((there == tokens + 1) | (there == -100)) and np.array_equal(row.weights > 0, row.labels != -100)
+            starts = np.cumsum([0, *row.documents[:-1]])
+            inside = np.delete(np.arange(len(tokens)), starts)  # a document's next token is its own
+            assert np.array_equal(tokens[inside], tokens[inside - 1] + 1)
+        totals = [order.totals(epoch * len(rows) + i, epoch * len(rows) + i + 1) for i in range(len(rows))]
+        assert totals == [
+            (r.weights.sum(), sum(r.documents), len(y), sum(n * n for n in r.documents)) for r, y in zip(rows, learnt, strict=True)
+        ]
+        if packing == "stream":
+            assert sum(len(tokens) == 16 for tokens in held) >= len(rows) - 1
+        if packing == "stream" and not shuffle:
+            assert np.concatenate(held).tolist() == list(range(sum(lengths)))
+
+
+def test_a_stream_is_cut_at_other_places_every_epoch():
+    order = RowOrder(Texts([5, 9, 30, 11, 2]), 16, "stream", True, 0)
+    rows = lambda epoch: [order.row(epoch * order.rows_per_epoch + i) for i in range(order.rows_per_epoch)]  # noqa: E731
+    assert rows(0) != rows(1) and sorted(rows(0)) != sorted(rows(1))
+
+
+def test_pretraining_fills_its_rows(tmp_path):
+    (tmp_path / "a.txt").write_text("\n".join("x" * (7 + i * i % 500) for i in range(2000)))
+    store = prepared(tmp_path, 64, path=str(tmp_path / "a.txt"), too_long="split").train
+    assert RowOrder(store, 64, "stream", True, 0).fill > 0.999
 
 
 def test_the_order_differs_between_epochs_seeds_and_data():
@@ -89,12 +144,12 @@ def test_the_order_differs_between_epochs_seeds_and_data():
 
 def test_the_order_is_the_same_in_every_version():
     order = RowOrder(Lengths(np.array([3, 3, 3, 5, 5, 8])), 8, "best_fit", True, 0)
-    assert [order.row(i) for i in range(8)] == [[3, 2], [5], [4, 1], [0], [4, 1], [2], [3, 0], [5]]
+    assert [[sample for sample, _, _ in order.row(i)] for i in range(8)] == [[3, 2], [5], [4, 1], [0], [4, 1], [2], [3, 0], [5]]
 
 
 def test_without_shuffling_rows_follow_the_data():
     order = RowOrder(Lengths(np.array([3, 8, 5, 8, 2])), 8, "best_fit", False, 0)
-    assert [order.row(i) for i in range(order.rows_per_epoch)] == [[0, 2], [1], [3], [4]]
+    assert [[sample for sample, _, _ in order.row(i)] for i in range(order.rows_per_epoch)] == [[0, 2], [1], [3], [4]]
 
 
 def test_labels_are_the_next_token_of_the_same_document(tmp_path):

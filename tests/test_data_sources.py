@@ -1,11 +1,16 @@
 """Files of every form are read, and broken ones named by file and line."""
 
+import contextlib
+import gzip
+import importlib.util
 import json
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from fsdp_trainer.data.conversations import Conversation, Document, make_reader
-from fsdp_trainer.data.sources import Problems, Row, RowError, find_files, read_rows
+from fsdp_trainer.data.sources import Problems, Row, RowError, find_sources, read_rows
 from fsdp_trainer.errors import UserError
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -77,15 +82,17 @@ def test_failing_gathers_several_problems_and_skipping_counts_them():
 def test_paths_are_files_folders_globs_and_lists(tmp_path):
     a, b = written(tmp_path, "a.jsonl", "{}"), written(tmp_path, "b.txt", "x")
     written(tmp_path, "notes.pdf", "x")
-    assert find_files(str(tmp_path), "data.path") == [a, b]
-    assert find_files(str(tmp_path / "*.txt"), "data.path") == [b]
-    assert find_files([b, a, "demo:backwards"], "data.path") == [b, a, "demo:backwards"]
+    written(tmp_path, "README.md", "what this is")
+    files = lambda path: [file for source in find_sources(path, "data.path") for file in source.files]  # noqa: E731
+    assert files(str(tmp_path)) == [a, b]
+    assert files(str(tmp_path / "*.txt")) == [b]
+    assert files([b, a, "demo:backwards"]) == [b, a, "demo:backwards"]
 
 
 @pytest.mark.parametrize("path", [None, [], 5, "missing.jsonl", "no/*.jsonl", "demo:nothing", "s3://bucket/x"])
 def test_a_path_without_data_is_refused_by_name(path):
     with pytest.raises(UserError, match=r"data\.path=") as raised:
-        find_files(path, "data.path")
+        find_sources(path, "data.path")
     assert raised.value.problems[0].why
 
 
@@ -195,3 +202,141 @@ def test_an_empty_list_of_conversations_is_still_sharegpt():
 
 def test_line_ends_of_windows_are_not_text(tmp_path):
     assert [row.columns["text"] for row in read_rows(written(tmp_path, "a.txt", b"a\r\nb\r\n\r\nc"))] == ["a\nb", "c"]
+
+
+TABLE = [
+    {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"} | ({"weight": 0.5} if i % 2 else {})]}
+    for i in range(600)
+]
+
+
+def write_table(path, rows):
+    """The same rows in every form that holds nested columns."""
+    pa = pytest.importorskip("pyarrow")
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    table = pa.Table.from_pylist(rows)
+    if path.suffix == ".parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(table, path, row_group_size=250)
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    elif path.suffix == ".zst":
+        with pa.output_stream(path, compression="zstd") as file:
+            file.write(text.encode())
+    else:
+        make = pa.ipc.new_file if path.name.startswith("file") else pa.ipc.new_stream
+        with pa.OSFile(str(path), "wb") as file, make(file, table.schema) as writer:
+            writer.write_table(table, 250)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "file.arrow", "stream.arrow", "a.jsonl.gz", "a.jsonl.zst"])
+def test_every_kind_of_file_gives_the_same_rows(tmp_path, name):
+    rows = list(read_rows(write_table(tmp_path / name, TABLE)))
+    assert [row.columns for row in rows] == TABLE  # Arrow fills a struct's missing keys with null: they are gone again
+    assert [row.where[1] for row in rows] == list(range(1, 601))
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "a.jsonl.gz", "a.jsonl.zst"])
+def test_a_file_that_was_cut_off_is_named(tmp_path, name):
+    path = tmp_path / name
+    write_table(path, TABLE)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    *whole, last = read_rows(str(path))
+    assert "from here on" in last.error and last.where == (str(path), len(whole) + 1) and not any(row.error for row in whole)
+
+
+def test_csv_is_read_with_quotes_and_line_breaks_and_named_by_line(tmp_path):
+    text = 'prompt,completion\r\nq,a\r\n"two\r\nlines","an ""x"""\r\nq,a,b\r\n\r\ncaf\udce9,a\r\nq,"no end'
+    rows = list(read_rows(written(tmp_path, "a.csv", text.encode("utf-8", "surrogateescape"))))
+    assert [row.where[1] for row in rows] == [2, 3, 5, 7, 8]
+    assert [row.columns for row in rows[:2]] == [{"prompt": "q", "completion": "a"}, {"prompt": "two\nlines", "completion": 'an "x"'}]
+    assert [why in row.error for row, why in zip(rows[2:], ["3 values for 2 columns", "not UTF-8", "not CSV"], strict=True)] == [True] * 3
+    assert next(read_rows(written(tmp_path, "b.tsv", "text\tn\n" + "x" * 200_000 + "\t1\n"))).columns["text"] == "x" * 200_000
+
+
+def test_what_datasets_saves_is_read_and_its_descriptions_are_not(tmp_path):
+    pytest.importorskip("pyarrow")
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        write_table(tmp_path / split / "data-00000-of-00002.arrow", TABLE)
+        written(tmp_path / split, "state.json", "{}")
+        written(tmp_path / split, "dataset_info.json", "{}")
+    written(tmp_path, "dataset_dict.json", '{"splits": ["train", "test"]}')
+    (source,) = find_sources(str(tmp_path / "train"), "data.path")
+    assert (source.name, [Path(file).name for file in source.files]) == ("data", ["data-00000-of-00002.arrow"])
+    with pytest.raises(UserError, match="several splits: train test"):
+        find_sources(str(tmp_path), "data.path")
+
+
+def test_a_missing_pyarrow_is_told_with_the_command_that_installs_it(world, tmp_path):
+    written(tmp_path, "a.parquet", "")
+    found = ["preview", f"data.path={tmp_path}", "tokenizer.path=demo:bytes", "logging.wat=1"]
+    (told,) = world.command(*found, seam=without_pyarrow, code=2)
+    assert "2 problems" in told.err and "pip install 'fsdp_trainer[arrow]'" in told.err
+
+
+@contextlib.contextmanager
+def without_pyarrow():
+    find = importlib.util.find_spec
+    with patch.object(importlib.util, "find_spec", lambda name, *more: None if name == "pyarrow" else find(name, *more)):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("names", "called"),
+    [
+        (["a.jsonl", "b.txt"], ["a", "b"]),
+        (["x/train.jsonl", "y/train.jsonl"], ["x/train", "y/train"]),
+        (["a.jsonl", "a.txt"], None),
+        (["c4-0-of-2.jsonl", "c4-1-of-2.jsonl", "wiki.jsonl.gz"], ["c4", "wiki"]),
+        ([f"{i:03}.txt" for i in range(17)], ["data"]),
+    ],
+)
+def test_sources_have_short_names_that_differ(tmp_path, names, called):
+    for name in names:
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        written(tmp_path / "data", name, "x")
+    sources = find_sources(str(tmp_path / "data"), "data.path")
+    assert sum(len(source.files) for source in sources) == len(names)
+    assert [source.name for source in sources] == (called or [str(tmp_path / "data" / name) for name in names])
+
+
+def test_an_entry_of_a_list_is_one_source(tmp_path):
+    (tmp_path / "books").mkdir()
+    files = [written(tmp_path / "books", "a.txt", "x"), written(tmp_path / "books", "b.txt", "x"), written(tmp_path, "c.txt", "x")]
+    sources = find_sources([str(tmp_path / "books"), files[2], files[2]], "data.path")
+    assert [(source.name, source.files) for source in sources] == [("books", files[:2]), ("c", [files[2]] * 2)]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"content": "a", "reasoning_content": "r"},
+        {"content": "a", "reasoning": "r"},
+        {"content": [{"type": "text", "text": "a"}], "thinking": "r"},
+        {"content": [{"type": "thinking", "thinking": "r"}, {"type": "text", "value": "a"}]},
+        {"content": [{"type": "reasoning", "value": "r"}, "a"]},
+    ],
+)
+def test_reasoning_is_kept_apart_from_the_answer(turn):
+    messages = read({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", **turn}]}).messages
+    assert messages[1] == {"role": "assistant", "content": "a", "reasoning_content": "r"}
+
+
+def test_parts_are_joined_and_tool_calls_among_them_found():
+    call = {"name": "add", "arguments": {"a": 1}}
+    parts = [{"type": "text", "value": "one "}, {"type": "text", "text": "two"}, {"type": "tool_call", "value": json.dumps(call)}]
+    parts += [{"type": "tool_use", "id": "7", "name": "add", "input": {"a": 1}}]
+    message = read({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": parts}]}).messages[1]
+    assert message["content"] == "one two"
+    function = {"type": "function", "function": call}
+    assert message["tool_calls"] == [function, {"id": "7", **function}]
+
+
+def test_turns_as_json_text_are_read():
+    assert read({"messages": json.dumps(CHAT["messages"])}).messages == QUESTION_ANSWER
+
+
+def test_a_part_that_is_no_text_is_refused_by_its_type():
+    with pytest.raises(RowError, match="'image_url'"):
+        read({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]})

@@ -2,16 +2,16 @@
 
 import glob
 import importlib.util
-import re
 from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.check import Report, flatten
+from fsdp_trainer.config.data_files import data_files, needs_arrow
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
 from fsdp_trainer.config.schema import GROUPS, ExportConfig, GenerateConfig, Train, TrainConfig, VerifyConfig
 from fsdp_trainer.config.units import parse_duration
-from fsdp_trainer.models.config import model_problems
+from fsdp_trainer.models.resolve import model_problems
 
 DEMOS = {"data.path": ("demo:backwards",), "data.validation": ("demo:backwards/heldout",), "tokenizer.path": ("demo:bytes",)}
 PATHS = (
@@ -48,6 +48,9 @@ def check_rules(cfg: Any, report: Report) -> None:
         )
     if len(cfg.optim.betas) != 2 or max(cfg.optim.betas) >= 1:
         report.add("optim.betas", cfg.optim.betas, "two numbers below 1, e.g.  optim.betas=[0.9,0.95]")
+    if cfg.data.packing == "stream" and cfg.data.too_long != "split":
+        why = "a stream cuts documents where rows end, it leaves none out.\nUse  data.too_long=split  or  data.packing=best_fit"
+        report.add("data.packing", "stream", why)
     if isinstance(cfg.data.validation, float) and not 0 < cfg.data.validation < 1:
         report.add("data.validation", cfg.data.validation, "a share lies between 0 and 1, e.g.  data.validation=0.02 ; null: none")
     _check_validation_users(cfg, report)
@@ -143,13 +146,27 @@ def _check_readable(key: str, path: str, report: Report) -> None:
             report.add(key, path, f"there is no such demo. Use  {key}={DEMOS[key][0]}")
     elif "://" in path:
         report.add(key, path, "this version reads local files only: download it first")
-    elif re.search(r"[*?\[]", path) and not Path(path).exists():
-        if not glob.glob(path, recursive=True):
-            report.add(key, path, f"no file matches (looked in {Path.cwd()})")
-    elif key == "tokenizer.path" and _looks_like_hub_id(path):
-        report.add(key, path, "there is no such file or folder. The tokenizer of a model on the hub comes with  model.init_from")
+    elif glob.has_magic(path) and not Path(path).exists() and not glob.glob(path, recursive=True):
+        report.add(key, path, f"no file matches (looked in {Path.cwd()})")
+    elif key == "tokenizer.path":
+        if _looks_like_hub_id(path):
+            report.add(key, path, "there is no such file or folder. The tokenizer of a model on the hub comes with  model.init_from")
+        else:
+            _check_exists(key, path, report)
+    elif Path(path).exists() or glob.has_magic(path):
+        _check_data_files(key, path, report)
     else:
         _check_exists(key, path, report)
+
+
+def _check_data_files(key: str, path: str, report: Report) -> None:
+    try:
+        files = data_files(path)
+    except ValueError as error:
+        report.add(key, path, str(error))
+        return
+    if importlib.util.find_spec("pyarrow") is None and (needing := [file for file in files if needs_arrow(file)]):
+        report.add(key, path, f"to read {Path(needing[0]).name}, pyarrow is needed:  pip install 'fsdp_trainer[arrow]'")
 
 
 def _check_exists(key: str, path: str | None, report: Report) -> None:

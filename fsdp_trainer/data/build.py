@@ -23,7 +23,7 @@ def tokenizer_path(cfg: TrainConfig) -> str:
 
 def build_tokenizer(cfg: TrainConfig) -> TextTokenizer:
     """The tokenizer of a run."""
-    return load_tokenizer(tokenizer_path(cfg))
+    return load_tokenizer(tokenizer_path(cfg), cfg.tokenizer.add_tokens)
 
 
 def build_template(cfg: TrainConfig, tokenizer: TextTokenizer) -> Template:

@@ -18,6 +18,13 @@ ROLES = {
     "tool": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool", "function": "tool", "ipython": "tool",
 }  # fmt: skip
 TOOL_CALL_ROLES = ("function_call", "tool_call")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+PARTS = {
+    "text": "text", "output_text": "text", "input_text": "text",
+    "thinking": "reasoning", "reasoning": "reasoning", "reasoning_content": "reasoning",
+    "tool_call": "tool_call", "tool_calls": "tool_call", "function_call": "tool_call", "tool_use": "tool_call",
+}  # fmt: skip
+"""Types of content parts, and what they are; any other (an image, say) is refused."""
 PAIRS = [
     (prompt, completion)
     for prompt in ("prompt", "question", "instruction", "input", "query", "problem")
@@ -41,9 +48,9 @@ REQUIRED = {
 
 @dataclass
 class Conversation:
-    """Turns of a chat: `role` (system, user, assistant, tool) and `content`, perhaps `tool_calls` and `weight` (0: not learnt).
+    """Turns of a chat: `role` (system, user, assistant, tool) and `content`, perhaps `reasoning_content`, `tool_calls` and `weight`.
 
-    `text` of a turn is what its tool calls look like for a template that knows none.
+    A weight of 0 is not learnt. `text` of a turn is what its tool calls look like for a template that knows none.
     """
 
     messages: list[Message]
@@ -117,8 +124,8 @@ def _format_of_fields(fields: dict[str, str]) -> str:
 
 def _format_of_columns(columns: dict[str, Any]) -> str | None:
     for name in ("messages", "conversations", "conversation"):
-        if isinstance(columns.get(name), list):
-            first: Any = next(iter(columns[name]), {"role": ""} if name == "messages" else {"from": ""})
+        if isinstance(turns := _parsed(columns.get(name)), list):
+            first: Any = next(iter(turns), {"role": ""} if name == "messages" else {"from": ""})
             return "sharegpt" if isinstance(first, dict) and "from" in first else "messages"
     if "instruction" in columns and "output" in columns:
         return "alpaca"
@@ -169,6 +176,7 @@ READERS: dict[str, Callable[[dict[str, Any]], list[Message]]] = {
 
 
 def _turns(value: Any) -> list[dict]:
+    value = _parsed(value)
     if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
         raise RowError(f"its turns should be a list of objects, they are {_shown(value)}")
     return value
@@ -177,29 +185,48 @@ def _turns(value: Any) -> list[dict]:
 def _message(turn: dict, role: Any, content: Any) -> Message:
     if role not in ROLES:
         raise RowError(f"role {role!r} is not known; known are {' '.join(ROLES)}")
-    others = {
-        name: value
-        for name, value in turn.items()
-        if name not in ("role", "content", "from", "value", "weight", "tool_calls") and value is not None
-    }
-    message: Message = {"role": ROLES[role], "content": _content(content, turn), **others}
-    if calls := turn.get("tool_calls"):
-        message["tool_calls"] = [_tool_call(call) for call in calls]
-    elif role in TOOL_CALL_ROLES and (calls := _calls_in(message["content"])):
-        message |= {"content": "", "tool_calls": calls, "text": message["content"]}
-    if turn.get("weight") is not None:
-        message["weight"] = _weight(turn["weight"])
+    read = ("role", "content", "from", "value", "weight", "loss_weight", "tool_calls", *REASONING)
+    others = {name: value for name, value in turn.items() if name not in read and value is not None}
+    text, reasoning, calls = _content(content, turn)
+    message: Message = {"role": ROLES[role], "content": text, **others}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls := [_tool_call(call) for call in [*calls, *(_parsed(turn.get("tool_calls")) or [])]]:
+        message["tool_calls"] = calls
+    elif role in TOOL_CALL_ROLES and (written := _calls_in(text)):
+        message |= {"content": "", "tool_calls": written, "text": text}
+    weight = turn.get("weight") if turn.get("weight") is not None else turn.get("loss_weight")
+    if weight is not None:
+        message["weight"] = _weight(weight)
     return message
 
 
-def _content(content: Any, turn: dict) -> str:
-    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-        return "".join(part["text"] for part in content)
-    if content is None and turn.get("tool_calls"):
-        return ""
-    if isinstance(content, str):
-        return content
-    raise RowError(f"the content of a turn should be text, it is {_shown(content)}")
+def _content(content: Any, turn: dict) -> tuple[str, str, list]:
+    """(text, reasoning, tool calls) of a turn, whose content is text or a list of parts."""
+    found: dict[str, list] = {"text": [], "reasoning": [], "tool_call": []}
+    found["reasoning"] = [turn[name] for name in REASONING if turn.get(name)][:1]
+    if content is None and (turn.get("tool_calls") or found["reasoning"]):
+        content = ""
+    for part in content if isinstance(content, list) else [content]:
+        kind, value = ("text", part) if isinstance(part, str) else _part(part)
+        found[kind].append(value)
+    for name in ("text", "reasoning"):
+        if wrong := [value for value in found[name] if not isinstance(value, str)]:
+            raise RowError(f"the {'content' if name == 'text' else name} of a turn should be text, it is {_shown(wrong[0])}")
+    return "".join(found["text"]), "".join(found["reasoning"]), found["tool_call"]
+
+
+def _part(part: Any) -> tuple[str, Any]:
+    """What a part of a turn's content is, and its value."""
+    if not isinstance(part, dict):
+        raise RowError(f"the content of a turn should be text, it is {_shown(part)}")
+    type = part.get("type", "text")
+    if type not in PARTS:
+        raise RowError(f"the content of a turn has a part of type {type!r}: only text, reasoning and tool calls are read")
+    value = next((part[name] for name in (type, "text", "value", "content") if part.get(name) is not None), None)
+    if PARTS[type] != "tool_call":
+        return PARTS[type], value
+    return "tool_call", part if value is None else _parsed(value)
 
 
 def _weight(weight: Any) -> float:
@@ -210,19 +237,18 @@ def _weight(weight: Any) -> float:
 
 def _tool_call(call: Any) -> dict:
     """In the form that templates read: {"type": "function", "function": {"name": …, "arguments": {…}}}."""
+    call = _parsed(call)
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError(f"a tool call needs a name and arguments, it is {_shown(call)}")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = _json_or_none(arguments) or arguments
+    arguments = _parsed(next((function[name] for name in ("arguments", "input", "parameters") if name in function), {}))
     others = {name: call[name] for name in ("id",) if call.get(name)}
     return {**others, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _calls_in(text: str) -> list[dict] | None:
     """Tool calls written as JSON text: one or a list of them."""
-    calls = _json_or_none(text)
+    calls = _parsed(text)
     calls = calls if isinstance(calls, list) else [calls]
     return (
         [_tool_call(call) for call in calls]
@@ -233,8 +259,7 @@ def _calls_in(text: str) -> list[dict] | None:
 
 def _tools(tools: Any) -> list[dict] | None:
     """Descriptions of the tools that the model may call, in OpenAI's form."""
-    if isinstance(tools, str):
-        tools = (_json_or_none(tools) or tools) if tools.strip() not in ("", "[]", "{}", "null") else None
+    tools = _parsed(tools.strip() if isinstance(tools, str) else tools)
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -242,11 +267,14 @@ def _tools(tools: Any) -> list[dict] | None:
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 
-def _json_or_none(text: str) -> Any:
+def _parsed(value: Any) -> Any:
+    """What JSON text stands for, in columns and fields that are no text; anything else as it is."""
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(text)
+        return json.loads(value)
     except ValueError:
-        return None
+        return value
 
 
 def _string(value: Any, column: str) -> str:

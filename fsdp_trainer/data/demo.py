@@ -2,6 +2,7 @@
 
 import hashlib
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -9,20 +10,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 TOKENIZER = "demo:bytes"
 TASKS = {"demo:backwards": slice(0, 4000), "demo:backwards/heldout": slice(4000, 4200)}
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
-CHATML = """{%- for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\\n' }}
-{%- if message['role'] == 'assistant' %}
-{% generation %}
-{{- message['content'] + '<|im_end|>' }}
-{%- endgeneration %}
-{%- else %}
-{{- message['content'] + '<|im_end|>' }}
-{%- endif %}
-{{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- endif %}"""
 
 
 @lru_cache
@@ -52,4 +39,5 @@ def byte_tokenizer() -> tuple[Tokenizer, dict[str, str], set[int], str, bytes]:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS])
-    return tokenizer, {"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}, set(), CHATML, TOKENIZER.encode()
+    chatml = (Path(__file__).parent / "chat_templates" / "chatml.jinja").read_text(encoding="utf-8")
+    return tokenizer, {"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}, set(), chatml, TOKENIZER.encode()

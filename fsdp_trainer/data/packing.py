@@ -1,4 +1,4 @@
-"""Which samples share a row: best-fit decreasing, from the lengths alone."""
+"""Which samples share a row, and where they are cut: from the lengths alone."""
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
@@ -12,6 +12,34 @@ class Packing:
 
     documents: np.ndarray  # [samples] int64: sample ids, row by row
     offsets: np.ndarray  # [rows + 1] int64
+
+
+@dataclass
+class Pieces:
+    """Stretches of samples: piece i is `lengths[i]` tokens of `samples[i]`, from `starts[i]` on."""
+
+    samples: np.ndarray  # [pieces] int64
+    starts: np.ndarray  # [pieces] int64
+    lengths: np.ndarray  # [pieces] int64
+
+
+def pieces_of(lengths: np.ndarray, capacity: int) -> Pieces:
+    """Samples as they are, and those that are longer than a row cut into full rows and a rest."""
+    counts = -(-lengths // capacity)
+    samples = np.repeat(np.arange(len(lengths)), counts)
+    starts = (np.arange(len(samples)) - np.repeat(np.cumsum(counts) - counts, counts)) * capacity
+    return Pieces(samples, starts, np.minimum(lengths[samples] - starts, capacity))
+
+
+def stream(lengths: np.ndarray, order: np.ndarray, capacity: int) -> tuple[Pieces, np.ndarray]:
+    """The samples in the given order one after another, cut where a row is full; and the offsets of the rows, as in Packing."""
+    ends = np.cumsum(lengths[order])
+    begins = ends - lengths[order]
+    rows = np.arange(0, ends[-1], capacity)
+    cuts = np.union1d(begins, rows)
+    place = np.searchsorted(begins, cuts, side="right") - 1
+    offsets = np.append(np.searchsorted(cuts, rows), len(cuts))
+    return Pieces(order[place], cuts - begins[place], np.diff(cuts, append=ends[-1])), offsets
 
 
 def one_per_row(lengths: np.ndarray) -> Packing:

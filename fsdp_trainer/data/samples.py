@@ -77,11 +77,14 @@ class SampleBuilder:
         """The conversation up to assistant turn k, as it stands when the model has just written it."""
         full = self.template.render(messages[: k + 1], tools)
         start = self._answer_start(messages, k, tools, full)
-        stripped = full.rstrip()
-        ends = stripped.endswith(self._ends) and len(stripped) >= start
-        if not ends:
-            self.counts["warning: {:,} assistant turns end without a special token: the model does not learn to stop"] += 1
-        return Rendered(full, [(start, len(stripped) if ends else len(full), messages[k].get("weight", 1.0))])
+        weight = messages[k].get("weight", 1.0)
+        # what closes a conversation is no part of the turn, unless nothing else ends it
+        for text in (full.removesuffix(self.template.closing), full):
+            stripped = text.rstrip()
+            if stripped.endswith(self._ends) and len(stripped) >= start:
+                return Rendered(full if k == len(messages) - 1 else text, [(start, len(stripped), weight)])
+        self.counts["warning: {:,} assistant turns end without a special token: the model does not learn to stop"] += 1
+        return Rendered(full, [(start, len(full), weight)])
 
     def _answer_start(self, messages: list[Message], k: int, tools: list[dict] | None, full: str) -> int:
         """Where the text begins that the model writes: after the generation prompt.
@@ -106,15 +109,14 @@ class SampleBuilder:
         """Turns with a weight of their own, when everything is learnt."""
         spans = []
         for k in (k for k, message in enumerate(messages) if "weight" in message):
-            before = self.template.render(messages[:k], tools) if k else ""
-            after = self.template.render(messages[: k + 1], tools)
+            before, after = (self.template.render(messages[:n], tools).removesuffix(self.template.closing) if n else "" for n in (k, k + 1))
             if not (whole.startswith(after) and after.startswith(before)):
                 raise RowError("weights of turns with data.loss_on=all need a template that does not rewrite earlier turns")
             spans.append((len(before), len(after), messages[k]["weight"]))
         return spans
 
     def tokenize(self, texts: list[Rendered]) -> Iterator[list[Sample]]:
-        """For every text its samples: none (left out), one, or the pieces of a long document."""
+        """For every text its sample, or none where it is left out."""
         for text, encoding in zip(texts, self.tokenizer.encode_batch([text.text for text in texts]), strict=True):
             sample = self._frame(encoding) if text.is_document else Sample(encoding.ids, token_weights(encoding, text))
             yield [kept for piece in self._fit(sample, text.is_document) for kept in self._keep(piece)]
@@ -132,7 +134,7 @@ class SampleBuilder:
             return [sample]
         if self.data.too_long == "split" and is_document:
             self.counts[f"{{:,}} documents longer than batch.seq_len={seq_len} were cut into pieces"] += 1
-            return [Sample(sample.tokens[i : i + seq_len], sample.weights[i : i + seq_len]) for i in range(0, length, seq_len)]
+            return [sample]  # the order of rows cuts it
         if self.data.too_long == "truncate":
             self.counts[f"{{:,}} samples longer than batch.seq_len={seq_len} were cut at the end"] += 1
             return [Sample(sample.tokens[:seq_len], sample.weights[:seq_len])]

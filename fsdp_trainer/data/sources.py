@@ -1,24 +1,29 @@
 """Files to rows. A row is a dict of columns and knows where it came from; a broken one is named by file and line.
 
 `.json` is one array, or an object with one list; `.jsonl` has an object a line; in `.txt` blank lines separate documents, and a file
-without any has one document a line. What a file holds decides, not its name: a `.json` with an object a line is read as that.
+without any has one document a line; tables are in `tables.py`. A `.json` with an object a line is read as `.jsonl`.
 """
 
-import glob
+import gzip
 import hashlib
 import json
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from io import BufferedIOBase
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.config.data_files import ARROW, CSV, TEXT, data_files, kind, stem
 from fsdp_trainer.data import demo
+from fsdp_trainer.data.tables import Record, open_zstd, read_arrow, read_csv
 from fsdp_trainer.errors import Problem, UserError
 
-JSON, TEXT = (".json", ".jsonl", ".ndjson"), (".txt", ".text", ".md")
 SHOWN = 5
+SHARD = re.compile(r"[-_.]?\d+-of-\d+$")  # train-00000-of-00004 belongs to train
+MOST_SOURCES = 16  # a folder of more files than these is one source
 
 
 class RowError(ValueError):
@@ -31,7 +36,7 @@ class Row:
 
     columns: dict[str, Any]
     where: tuple[str, int]
-    """File and line, the first line is 1."""
+    """File and line; in a table that is no text, file and row. The first is 1."""
     error: str | None = None
 
 
@@ -68,12 +73,39 @@ class Problems:
         return [f"skipped {self.count:,} rows that cannot be read:"] + [f"    {p.what}  {p.why.splitlines()[0]}" for p in self.first]
 
 
-def find_files(path: Any, key: str) -> list[str]:
+@dataclass
+class Source:
+    """What `loss_by_source` tells apart: an entry of a list of paths, or a file of the only one."""
+
+    name: str
+    files: list[str]
+
+
+def find_sources(path: Any, key: str) -> list[Source]:
     """Data files of a path: a file, a folder (searched through), a glob, a `demo:` name, or a list of them; in a fixed order."""
     paths = list(path) if isinstance(path, Sequence) and not isinstance(path, str) else [path]
     if not paths or not all(isinstance(p, str) for p in paths):
         raise _bad(key, path, f"a file, folder or glob, or a list of them, is needed. To try the trainer out:  {key}=demo:backwards")
-    return [file for p in paths for file in _files_of(p, key)]
+    found: dict[str, list[str]] = {}
+    for p in paths:
+        found[p] = found.get(p, []) + _files_of(p, key)
+    if len(found) > 1:
+        return [Source(name, files) for name, files in zip(_names(list(found)), found.values(), strict=True)]
+    ((path, files),) = found.items()
+    by_set: dict[str, list[str]] = {}
+    for file in files:
+        of_set = SHARD.sub("", stem(file))
+        by_set.setdefault(file if of_set == stem(file) else str(Path(file).parent / of_set), []).append(file)
+    if len(by_set) > MOST_SOURCES:
+        return [Source(stem(path), files)]
+    return [Source(name, files) for name, files in zip(_names(list(by_set)), by_set.values(), strict=True)]
+
+
+def _names(paths: list[str]) -> list[str]:
+    """The shortest end of each path, without its suffix, that tells it from the others."""
+    whole = [(*Path(p).parts[:-1], stem(p)) for p in paths]
+    names = (["/".join(parts[-depth:]) for parts in whole] for depth in range(1, max(map(len, whole)) + 1))
+    return next((found for found in names if len(set(found)) == len(found)), paths)
 
 
 def _files_of(path: str, key: str) -> list[str]:
@@ -82,33 +114,17 @@ def _files_of(path: str, key: str) -> list[str]:
     if path.startswith("demo:") or "://" in path:
         known = "there is  " + "  ".join(demo.TASKS) if path.startswith("demo:") else "only local files are read: download it first"
         raise _bad(key, path, known)
-    path = str(Path(path).expanduser())
-    if Path(path).is_dir():
-        found = sorted(
-            str(p) for p in Path(path).rglob("*") if p.suffix.lower() in JSON + TEXT and p.is_file() and not _hidden(p.relative_to(path))
-        )
-        why = f"no file in this folder ends in {' '.join(JSON + TEXT)}"
-    elif Path(path).is_file():
-        found, why = [path], ""
-    else:
-        found, why = sorted(p for p in glob.glob(path, recursive=True) if Path(p).is_file()), "there is no such file or folder"
-    if not found:
-        raise _bad(key, path, why)
-    for file in found:
-        if Path(file).suffix.lower() not in JSON + TEXT:
-            raise _bad(key, file, f"this kind of file is not read. Convert it to JSONL or text ({' '.join(JSON + TEXT)})")
-    return found
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+    try:
+        return data_files(str(Path(path).expanduser()))
+    except ValueError as e:
+        raise _bad(key, path, str(e)) from None
 
 
 def content_hash(file: str) -> str:
     """Hash of what a file holds, not of its name: a moved file is the same data."""
     if file in demo.TASKS:
         return hashlib.blake2b(json.dumps(demo.rows(file)).encode(), digest_size=16).hexdigest()
-    digest = hashlib.blake2b(Path(file).suffix.lower().encode(), digest_size=16)
+    digest = hashlib.blake2b(repr(kind(file)).encode(), digest_size=16)
     with open(file, "rb") as f:
         while block := f.read(1 << 22):
             digest.update(block)
@@ -117,18 +133,47 @@ def content_hash(file: str) -> str:
 
 def read_rows(file: str) -> Iterator[Row]:
     """The rows of one file, in order; bounded memory but for a JSON array, which is read whole."""
+    number = 0
+    try:
+        for row in _rows(file, kind(file)[0]):
+            number = row.where[1]
+            yield row
+    except (EOFError, OSError, zlib.error) as e:
+        yield Row({}, (file, number + 1), f"cannot be read from here on: {e}")
+
+
+def _rows(file: str, suffix: str) -> Iterator[Row]:
     if file in demo.TASKS:
-        return (Row(columns, (file, i)) for i, columns in enumerate(demo.rows(file), start=1))
-    if Path(file).suffix.lower() in TEXT:
-        return _read_text(file)
-    if Path(file).suffix.lower() == ".json" and not _one_object_a_line(file):
-        return _read_json(file)
-    return _read_jsonl(file)
+        yield from (Row(columns, (file, i)) for i, columns in enumerate(demo.rows(file), start=1))
+    elif suffix in TEXT:
+        yield from _read_text(file)
+    elif suffix in CSV + ARROW:
+        yield from (Row(columns, (file, number), error) for number, columns, error in _records(file, suffix))
+    elif suffix == ".json" and not _one_object_a_line(file):
+        yield from _read_json(file)
+    else:
+        yield from _read_jsonl(file)
+
+
+def _records(file: str, suffix: str) -> Iterator[Record]:
+    if suffix in ARROW:
+        yield from read_arrow(file, suffix)
+    else:
+        with _open(file) as opened:
+            yield from read_csv(opened, "\t" if suffix == ".tsv" else ",")
+
+
+def _open(file: str) -> BufferedIOBase:
+    """The bytes of a file, decompressed."""
+    compression = kind(file)[1]
+    if compression == ".zst":
+        return open_zstd(file)
+    return gzip.open(file) if compression == ".gz" else open(file, "rb")
 
 
 def _lines(file: str) -> Iterator[tuple[int, str, str | None]]:
     """(number, line, error) of a file; a byte-order mark is left out."""
-    with open(file, "rb") as f:
+    with _open(file) as f:
         for number, line in enumerate(f, start=1):
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n"), None
@@ -171,7 +216,8 @@ def _one_object_a_line(file: str) -> bool:
 def _read_json(file: str) -> Iterator[Row]:
     """Elements of an array, or of the one list in an object, each with the line on which it starts."""
     try:
-        text = Path(file).read_text("utf-8-sig")
+        with _open(file) as f:
+            text = f.read().decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError:
         yield next(Row({}, (file, number), error) for number, _, error in _lines(file) if error)
         return

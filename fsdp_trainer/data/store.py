@@ -5,7 +5,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,14 +17,16 @@ import numpy as np
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.conversations import Conversation, Document, Reader, make_reader
 from fsdp_trainer.data.samples import Rendered, Sample, SampleBuilder
-from fsdp_trainer.data.sources import Problems, RowError, content_hash, find_files, read_rows
+from fsdp_trainer.data.sources import Problems, RowError, Source, content_hash, find_sources, read_rows
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 
-CODE_VERSION = 3  # raise it when the same input gives other tokens or weights
+CODE_VERSION = 4  # raise it when the same input gives other tokens or weights
 CHUNK = 1000  # texts per call of the tokenizer
-COLUMNS = {"tokens": np.int32, "weights": np.float32, "lengths": np.int64, "weight_sums": np.float64, "supervised": np.int64}
+COLUMNS = {
+    "tokens": np.int32, "weights": np.float32, "lengths": np.int64, "weight_sums": np.float64, "supervised": np.int64, "sources": np.int32
+}  # fmt: skip
 
 Progress = Callable[[int, int], None]
 """Called with (rows read, tokens written) so far."""
@@ -32,22 +35,24 @@ Progress = Callable[[int, int], None]
 class TokenStore:
     """Samples on disk. `weights` belongs to `tokens` one to one: the weight with which that token is learnt, as a target."""
 
-    def __init__(self, folder: Path, fingerprint: str):
-        self.fingerprint = fingerprint
+    def __init__(self, folder: Path, fingerprint: str, source_names: Sequence[str] = ("",)):
+        self.fingerprint, self.source_names = fingerprint, list(source_names)
         columns = {name: _map(folder / f"{name}.bin", dtype) for name, dtype in COLUMNS.items()}
         self.tokens: np.ndarray = columns["tokens"]  # [all tokens] int32
         self.weights: np.ndarray = columns["weights"]  # [all tokens] float32
         self.lengths: np.ndarray = columns["lengths"]  # [samples] int64
         self.weight_sums: np.ndarray = columns["weight_sums"]  # [samples] float64
         self.supervised: np.ndarray = columns["supervised"]  # [samples] int64: tokens with a weight
+        self.sources: np.ndarray = columns["sources"]  # [samples] int32, places in source_names
         self.offsets: np.ndarray = np.concatenate([[0], np.cumsum(self.lengths)])  # [samples + 1] int64
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def read(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, weights) of a sample."""
-        part = slice(self.offsets[sample], self.offsets[sample + 1])
+    def read(self, sample: int, start: int = 0, length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, weights) of a sample, or of at most `length` of its tokens from `start` on."""
+        first, end = self.offsets[sample] + start, self.offsets[sample + 1]
+        part = slice(first, end if length is None else min(first + length, end))
         return self.tokens[part], self.weights[part]
 
 
@@ -71,7 +76,7 @@ def open_prepared(folder: str | Path) -> Prepared:
     """What another rank, or an earlier run, has prepared."""
     folder = Path(folder)
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    stores = {name: TokenStore(folder / name, fingerprint) for name, fingerprint in meta["stores"].items()}
+    stores = {name: TokenStore(folder / name, **about) for name, about in meta["stores"].items()}
     return Prepared(folder, meta["fingerprint"], stores["train"], stores.get("validation"), meta["report"])
 
 
@@ -79,9 +84,10 @@ def prepare(
     data: Data, batch: Batch, tokenizer: TextTokenizer, template: Template, root: Path, progress: Progress | None = None
 ) -> Prepared:
     """Tokenise what `data` names into `root/FINGERPRINT`, unless that is there already. UserError if the data cannot be used."""
-    train = find_files(data.path, "data.path")
-    apart = find_files(data.validation, "data.validation") if _is_path(data.validation) else []
-    fingerprint = _fingerprint(train, apart, data, batch.seq_len, tokenizer, template)
+    train = find_sources(data.path, "data.path")
+    apart = find_sources(data.validation, "data.validation") if _is_path(data.validation) else []
+    hashes = [_hashes(train), _hashes(apart)]
+    fingerprint = _fingerprint(hashes, data, batch.seq_len, tokenizer, template)
     folder = Path(root) / fingerprint
     if not (folder / "meta.json").exists():
         try:
@@ -92,7 +98,10 @@ def prepare(
             raise UserError("the data cannot be prepared", [Problem(f"data.cache={root}", why)]) from None
         try:
             # each store has its own: to name a held-out file, or another, changes nothing about what is trained on
-            parts = {"train": _fingerprint(train, [], data, batch.seq_len, tokenizer, template), "validation": f"{fingerprint}-validation"}
+            parts = {
+                "train": _fingerprint([hashes[0], []], data, batch.seq_len, tokenizer, template),
+                "validation": f"{fingerprint}-validation",
+            }
             Preparation(data, batch.seq_len, tokenizer, template, aside, progress).run(train, apart, fingerprint, parts)
             _commit(aside, folder)
         finally:
@@ -113,11 +122,15 @@ def _is_path(validation: Any) -> bool:
     return validation is not None and not isinstance(validation, int | float)
 
 
-def _fingerprint(train: list[str], apart: list[str], data: Data, seq_len: int, tokenizer: TextTokenizer, template: Template) -> str:
+def _hashes(sources: list[Source]) -> list:
+    """Of what the files hold; with several sources, their names too, which the records of a run go by."""
+    return [[source.name if len(sources) > 1 else "", [content_hash(file) for file in source.files]] for source in sources]
+
+
+def _fingerprint(hashes: list, data: Data, seq_len: int, tokenizer: TextTokenizer, template: Template) -> str:
     share = None if _is_path(data.validation) else data.validation  # of the training files, held out
     options = [data.format, data.fields, data.loss_on, data.too_long, data.on_error, seq_len, share]
-    files = [[content_hash(file) for file in files] for files in (train, apart)]
-    parts = [CODE_VERSION, options, files, tokenizer.fingerprint, template.source]
+    parts = [CODE_VERSION, options, hashes, tokenizer.fingerprint, template.source]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=10).hexdigest()
 
 
@@ -127,9 +140,15 @@ class StoreWriter:
     def __init__(self, folder: Path):
         folder.mkdir()
         self._files = {name: open(folder / f"{name}.bin", "wb") for name in COLUMNS}  # noqa: SIM115
-        self.samples = self.tokens = self.supervised = self.longest = 0
+        self.longest = 0
+        self.by_source: Counter[tuple[int, str]] = Counter()
+        """How many samples, tokens and supervised tokens of each source: {(source, "tokens"): 5}."""
 
-    def write(self, samples: list[Sample]) -> None:
+    def total(self, what: str) -> int:
+        """Samples, tokens or supervised tokens of all sources."""
+        return sum(count for (_, counted), count in self.by_source.items() if counted == what)
+
+    def write(self, samples: list[Sample], source: int = 0) -> None:
         """Append, in order."""
         if not samples:
             return
@@ -141,12 +160,12 @@ class StoreWriter:
             "lengths": lengths,
             "weight_sums": np.array([s.weights.sum(dtype=np.float64) for s in samples]),
             "supervised": supervised,
+            "sources": np.full(len(samples), source),
         }
         for name, dtype in COLUMNS.items():
             columns[name].astype(dtype).tofile(self._files[name])
-        self.samples += len(samples)
-        self.tokens += int(lengths.sum())
-        self.supervised += int(supervised.sum())
+        counts = {"samples": len(samples), "tokens": int(lengths.sum()), "supervised": int(supervised.sum())}
+        self.by_source.update({(source, what): count for what, count in counts.items()})
         self.longest = max(self.longest, int(lengths.max()))
 
     def close(self) -> None:
@@ -166,33 +185,37 @@ class Preparation:
         self.report: list[str] = []
         self.rows = 0
 
-    def run(self, train: list[str], apart: list[str], fingerprint: str, fingerprints: dict[str, str]) -> None:
+    def run(self, train: list[Source], apart: list[Source], fingerprint: str, fingerprints: dict[str, str]) -> None:
         """Write the stores, and last of all meta.json."""
         share = self.data.validation if isinstance(self.data.validation, int | float) else 0.0
         self.writers = {name: StoreWriter(self.folder / name) for name in (("train", "validation") if apart or share else ("train",))}
         self._read(train, lambda row: "validation" if _place(row) < share else "train")
         self._read(apart, lambda row: "validation")
+        sources = {"train": train, "validation": apart or train}
+        about = {
+            name: {"fingerprint": fingerprints[name], "source_names": [source.name for source in sources[name]]} for name in self.writers
+        }
         for name, writer in self.writers.items():
             writer.close()
-            self._check(name, writer)
+            self._check(name, writer, sources[name])
         self.report += [f"note: {note}" for note in sorted(self.template.adapted)]
-        meta = {"fingerprint": fingerprint, "stores": {name: fingerprints[name] for name in self.writers}, "report": self.report}
+        meta = {"fingerprint": fingerprint, "stores": about, "report": self.report}
         (self.folder / "meta.json").write_text(json.dumps(meta, indent=2, ensure_ascii=False), encoding="utf-8")
 
-    def _read(self, files: list[str], store_of: Callable[[Conversation | Document], str]) -> None:
+    def _read(self, sources: list[Source], store_of: Callable[[Conversation | Document], str]) -> None:
         """Tokenise all files, each row into the store that it belongs to."""
         self.found: dict[str, list[tuple[str, int]]] = {}  # format → files and their rows
         problems = Problems(self.data.on_error)
         builder = SampleBuilder(self.data, self.seq_len, self.tokenizer, self.template)
-        for file in files:
+        for i, file in ((i, file) for i, source in enumerate(sources) for file in source.files):
             texts = self._texts(file, builder, problems, store_of)
             while chunk := list(islice(texts, CHUNK)):
                 samples: dict[str, list[Sample]] = {name: [] for name in self.writers}
                 for (name, _), made in zip(chunk, builder.tokenize([text for _, text in chunk]), strict=True):
                     samples[name] += made
                 for name, writer in self.writers.items():
-                    writer.write(samples[name])
-                self.progress(self.rows, sum(writer.tokens for writer in self.writers.values()))
+                    writer.write(samples[name], i)
+                self.progress(self.rows, sum(writer.total("tokens") for writer in self.writers.values()))
             problems.raise_if_failing()
         for format, found in self.found.items():
             named = found[0][0] if len(found) == 1 else f"{len(found):,} files"
@@ -237,16 +260,20 @@ class Preparation:
             why = "only text can be cut into pieces, a conversation cannot.\nUse  data.too_long=drop  or  data.too_long=truncate"
             raise UserError("the data cannot be used", [Problem("data.too_long=split", why)])
 
-    def _check(self, name: str, writer: StoreWriter) -> None:
-        """Something must be left to learn; then a line about it."""
-        if not writer.samples:
+    def _check(self, name: str, writer: StoreWriter, sources: list[Source]) -> None:
+        """Something must be left to learn; then a line about it, and one about each of several sources."""
+        samples, tokens = writer.total("samples"), writer.total("tokens")
+        if not samples:
             key, value = ("data.validation", self.data.validation) if name == "validation" else ("data.path", self.data.path)
             why = "the share is so small that no sample is in it" if isinstance(value, float) else "there is nothing in it to learn:"
             raise UserError("the data cannot be used", [Problem(f"{key}={value}", "\n".join([why, *self.report]))])
-        learnt = 100 * writer.supervised / writer.tokens
-        self.report.append(
-            f"{name}: {writer.samples:,} samples, {writer.tokens:,} tokens, {learnt:.1f}% learnt, longest {writer.longest:,}"
-        )
+        learnt = 100 * writer.total("supervised") / tokens
+        self.report.append(f"{name}: {samples:,} samples, {tokens:,} tokens, {learnt:.1f}% learnt, longest {writer.longest:,}")
+        for i, source in enumerate(sources if len(sources) > 1 else []):
+            of = {what: writer.by_source[i, what] for what in ("samples", "tokens", "supervised")}
+            learnt = 100 * of["supervised"] / max(1, of["tokens"])
+            share = f"{100 * of['tokens'] / tokens:.1f}% of the tokens"
+            self.report.append(f"    {source.name}: {of['samples']:,} samples, {of['tokens']:,} tokens ({share}), {learnt:.1f}% learnt")
 
 
 def _place(row: Conversation | Document) -> float:

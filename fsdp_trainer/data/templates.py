@@ -11,53 +11,34 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fsdp_trainer.data.conversations import Message
-from fsdp_trainer.data.demo import CHATML
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 
 TODAY = datetime(2024, 7, 26)  # the date that Llama 3's own template falls back to; data must not depend on the day
 
-LLAMA3 = """{{- bos_token }}
-{%- for message in messages %}
-{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-{%- if message['role'] == 'assistant' %}
-{% generation %}
-{{- message['content'] + '<|eot_id|>' }}
-{%- endgeneration %}
-{%- else %}
-{{- message['content'] + '<|eot_id|>' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}"""
-
-# The prompt ends in a newline: after a space, the first word of the answer would be one token with it, and not be learnt.
-PLAIN = """{{- bos_token }}
-{%- for message in messages %}
-{{- ('' if loop.first else '\\n\\n') + message['role'] | capitalize + ':\\n' }}
-{%- if message['role'] == 'assistant' %}
-{% generation %}
-{{- message['content'] + eos_token }}
-{%- endgeneration %}
-{%- else %}
-{{- message['content'] }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '\\n\\nAssistant:\\n' }}
-{%- endif %}"""
-
-BUILT_IN = {"chatml": CHATML, "llama3": LLAMA3, "plain": PLAIN}
-MARKERS = {"chatml": ("<|im_start|>", "<|im_end|>"), "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "plain": ()}
+# The format of `plain` ends its prompt in a newline: after a space, the first word of the answer would be one token with it, and not learnt.
+BUILT_IN = {file.stem: file.read_text(encoding="utf-8") for file in sorted((Path(__file__).parent / "chat_templates").glob("*.jinja"))}
+CHATML = ("<|im_start|>", "<|im_end|>")
+MARKERS = {
+    "chatml": CHATML, "qwen3": CHATML, "phi4": (*CHATML, "<|im_sep|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+}  # fmt: skip
+"""Texts that must each be one token."""
+NAMED = {
+    "plain": ("eos_token",), "olmo2": ("eos_token",), "phi3": ("eos_token",),
+    "llama2": ("bos_token", "eos_token"), "mistral": ("bos_token", "eos_token"), "gemma": ("bos_token",), "llama3": ("bos_token",),
+}  # fmt: skip
+"""What the tokenizer must have a token for."""
 
 
 class Template:
     """A compiled chat template with a tokenizer's special tokens.
 
-    What it cannot render becomes text: a system turn goes before the first user turn, a tool's result into a user turn, a tool call
-    into the assistant's content. `adapted` says which of that happened.
+    What it cannot render becomes text: a system turn goes before the first user turn, a tool's result into a user turn, reasoning and
+    tool calls into the assistant's content. `adapted` says which of that happened.
     """
 
     def __init__(self, name: str, source: str, special: dict[str, str]):
@@ -72,6 +53,10 @@ class Template:
         calling = {"role": "assistant", "content": "call", **({"tool_calls": [call]} if self._renders_calls else {})}
         self._renders_results = self._shows("probed_result", [ask, calling, {"role": "tool", "content": "probed_result"}, answer])
         self._renders_tools = self._shows("probed_tool", [ask, answer], [tool])
+        self._renders_reasoning = self._shows("probed_thought", [ask, {**answer, "reasoning_content": "probed_thought"}])
+        self._keeps_thinking = self._shows("probed_thought", [ask, {"role": "assistant", "content": "<think>probed_thought</think>answer"}])
+        self.closing: str = self._closing([ask, answer], ask)
+        """What the template writes behind the last turn, but not between turns: Phi-3's ends in an eos_token."""
         self.adapted: set[str] = set()
         """What the template could not render so far, for the report."""
 
@@ -94,6 +79,11 @@ class Template:
                 self.adapted.add("the template knows no tool calls: they are written as JSON text")
                 message = {**message, "content": _call_text(message)}
                 del message["tool_calls"]
+            if (reasoning := message.get("reasoning_content")) and not self._renders_reasoning:
+                stands = "it stands in <think> … </think> before the answer" if self._keeps_thinking else "it is left out"
+                self.adapted.add(f"the template knows no reasoning: {stands}")
+                message = {**message, "content": f"<think>\n{reasoning}\n</think>\n\n{message['content']}"}
+                del message["reasoning_content"]
             if message["role"] == "tool" and not self._renders_results:
                 self.adapted.add("the template knows no tool results: they are user turns")
                 message = {**message, "role": "user"}
@@ -102,6 +92,14 @@ class Template:
                 message = {**message, "content": adapted.pop()["content"] + "\n\n" + message["content"]}
             adapted.append(message)
         return adapted
+
+    def _closing(self, messages: list[Message], next_message: Message) -> str:
+        try:
+            whole, longer = self.render(messages), self.render([*messages, next_message])
+        except RowError:
+            return ""
+        goes_on = [end for end in self._special.values() if whole.endswith(end) and longer.startswith(whole.removesuffix(end))]
+        return "" if longer.startswith(whole) or not goes_on else goes_on[0]
 
     def _shows(self, text: str, messages: list[Message], tools: list[dict] | None = None) -> bool:
         try:
@@ -114,14 +112,17 @@ def load_template(name_or_path: str | None, tokenizer: TextTokenizer) -> Templat
     """A built-in template, a .jinja file, or (null) the tokenizer's own, else `plain`. UserError if it does not fit the tokenizer."""
     name = name_or_path or ("tokenizer's own" if tokenizer.chat_template else "plain")
     source = BUILT_IN.get(name) or (_read(name) if name_or_path else tokenizer.chat_template or "")
-    missing = [marker for marker in MARKERS.get(name, ()) if marker not in tokenizer.special_tokens]
-    if missing:
+    if missing := [marker for marker in MARKERS.get(name, ()) if tokenizer.backend.token_to_id(marker) is None]:
         pieces = len(tokenizer.encode(missing[0]))
         use = "null  (the tokenizer's own)" if tokenizer.chat_template else "plain  (needs no special tokens)"
-        why = f"the tokenizer has no special token {' '.join(missing)}: it would be {pieces} pieces of text.\nUse  data.template={use}"
+        add = ",".join(f"'{marker}'" for marker in missing)
+        why = (
+            f"the tokenizer has no special token {' '.join(missing)}: it would be {pieces} pieces of text.\n"
+            f'Use  data.template={use}  or add what is missing:  "tokenizer.add_tokens=[{add}]"'
+        )
         raise _bad(name, why)
-    if name == "plain" and not tokenizer.eos_token:
-        raise _bad(name, "the tokenizer has no eos_token to end a turn with. Use a tokenizer that has one")
+    if missing := [role for role in NAMED.get(name, ()) if role not in tokenizer.special]:
+        raise _bad(name, f"the tokenizer has no {' and no '.join(missing)}, which frames its turns. Use a tokenizer that has one")
     try:
         return Template(name, source, tokenizer.special)
     except jinja2.TemplateSyntaxError as e:

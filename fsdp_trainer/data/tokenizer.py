@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,10 +116,14 @@ def _encoding(encoding: Any) -> Encoding:
     return Encoding(np.array(encoding.ids, dtype=np.int32), offsets[:, 0], offsets[:, 1])
 
 
-def load_tokenizer(path: str) -> TextTokenizer:
-    """A tokenizer from a SentencePiece `.model`, a `tokenizer.json`, a folder with either, or `demo:bytes`."""
+def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
+    """A tokenizer from a SentencePiece `.model`, a `tokenizer.json`, a folder with either, or `demo:bytes`.
+
+    add_tokens: special tokens that it may lack; new ones take the ids behind the last.
+    """
     if path == demo.TOKENIZER:
-        return TextTokenizer(*demo.byte_tokenizer())
+        backend, *about, content = demo.byte_tokenizer()
+        return TextTokenizer(backend, *about, content=content + _add_special(backend, add_tokens))
     given = Path(path).expanduser()
     file = _tokenizer_file(given)
     try:
@@ -135,13 +140,16 @@ def load_tokenizer(path: str) -> TextTokenizer:
     if file.suffix == ".model":
         _add_tokens(backend, config.get("added_tokens_decoder", {}), path)
     stop_ids = generation.get("eos_token_id") or []
+    files = {"tokenizer" + file.suffix: file} | {name: folder / name for name in FILES if folder and (folder / name).is_file()}
+    if added := _add_special(backend, add_tokens):
+        files = {name: kept for name, kept in files.items() if name not in ("tokenizer.json", "added_tokens.json")}  # written anew
     return TextTokenizer(
         backend,
         special=_special_tokens(backend, special, special_map, config),
         stop_ids=set(stop_ids if isinstance(stop_ids, list) else [stop_ids]),
         chat_template=_chat_template(folder, config),
-        content=file.read_bytes() + json.dumps(config.get("added_tokens_decoder", {})).encode(),
-        files={"tokenizer" + file.suffix: file} | {name: folder / name for name in FILES if folder and (folder / name).is_file()},
+        content=file.read_bytes() + json.dumps(config.get("added_tokens_decoder", {})).encode() + added,
+        files=files,
     )
 
 
@@ -189,6 +197,13 @@ def _add_tokens(backend: Tokenizer, added: dict[str, dict], path: str) -> None:
             raise _bad(
                 path, f"tokenizer_config.json gives {token['content']} the id {id}, the model has {backend.token_to_id(token['content'])}"
             )
+
+
+def _add_special(backend: Tokenizer, tokens: Sequence[str]) -> bytes:
+    """Give the backend those that it lacks, and say which, for the fingerprint."""
+    new = [token for token in tokens if backend.token_to_id(token) is None]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in new])
+    return json.dumps(new).encode() if new else b""
 
 
 def _chat_template(folder: Path | None, config: dict) -> str | None:

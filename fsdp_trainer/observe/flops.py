@@ -31,8 +31,9 @@ def matmul_parameters(config: ModelConfig) -> int:
 
 
 def palm_flops(config: ModelConfig, tokens: int, seq_len: int) -> float:
-    """6·N + 12·L·H·D·T a token (PaLM, appendix B): attention as if every token saw a whole row."""
-    attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * seq_len
+    """6·N + 12·L·H·D·T a token (PaLM, appendix B): attention as if every token saw a whole row, or window."""
+    spans = sum(min(seq_len, window or seq_len) for window in config.windows)
+    attention = 12 * spans * config.num_attention_heads * config.head_dim
     return tokens * (6 * matmul_parameters(config) + attention)
 
 

@@ -23,8 +23,19 @@ from fsdp_trainer.observe.trackers import Trackers
 class Observer:
     """Collective where it says so; only rank 0 has records and trackers."""
 
-    def __init__(self, run: Path, main: bool, device: torch.device, config: ModelConfig, seq_len: int, every: int, total_steps: int):
+    def __init__(
+        self,
+        run: Path,
+        main: bool,
+        device: torch.device,
+        config: ModelConfig,
+        seq_len: int,
+        every: int,
+        total_steps: int,
+        source_names: list[str] | None = None,
+    ):
         self.device, self.config, self.seq_len, self.every, self.total_steps = device, config, seq_len, every, total_steps
+        self.source_names = source_names or []
         self.console = Console(quiet=not main)
         self.records = Records(run) if main else None
         self.trackers: Trackers | None = None
@@ -35,15 +46,15 @@ class Observer:
         self._started = time.perf_counter()
         self._step_seconds: list[float] = []
 
-    def step(self, plan: Any, progress: Any, lr: float, loss: Tensor, grad_norm: Tensor, not_finite: Tensor) -> None:
-        """Take note of a step; loss, grad_norm and not_finite stay on the device."""
+    def step(self, plan: Any, progress: Any, lr: float, loss: Tensor, grad_norm: Tensor, not_finite: Tensor, sums: Tensor) -> None:
+        """Take note of a step; loss, grad_norm, not_finite and the sums by source stay on the device."""
         line = {"step": plan.step, "lr": lr, "tokens": progress.tokens, "supervised_tokens": progress.supervised_tokens, "_plan": plan}
-        self._pending.append((line, torch.stack([loss.float(), grad_norm.float(), not_finite.float()])))
+        self._pending.append((line, torch.cat([torch.stack([loss.double(), grad_norm.double(), not_finite.double()]), sums])))
 
-    def validated(self, step: int, loss: float) -> None:
-        """The validation loss belongs to the line of the step it followed, which is not yet written."""
-        self.event("evaluation", step=step, loss=loss)
-        self._pending[-1][0]["validation_loss"] = loss
+    def validated(self, step: int, loss: float, losses: dict[str, float | None]) -> None:
+        """The validation loss belongs to the line of the step it followed, which is not yet written. losses: of several sources, each."""
+        self.event("evaluation", step=step, loss=loss, **({"losses": losses} if losses else {}))
+        self._pending[-1][0].update({"validation_loss": loss} | ({"validation_loss_by_source": losses} if losses else {}))
 
     def event(self, name: str, **details: Any) -> None:
         """Into events.jsonl."""
@@ -74,7 +85,7 @@ class Observer:
 
     def _line(self, line: dict[str, Any], scalars: list[float], seconds: float, memory: float) -> dict[str, Any]:
         plan = line.pop("_plan")
-        loss, grad_norm, not_finite = scalars
+        loss, grad_norm, not_finite, *sums = scalars
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if not_finite else 0
         if not_finite:
             self.event("skipped", step=plan.step, rows=[plan.start, plan.stop], loss=repr(loss), grad_norm=repr(grad_norm))
@@ -85,6 +96,8 @@ class Observer:
             rates["mfu_causal"] = causal_flops(self.config, plan.tokens, plan.squares) / world
         # JSON has no NaN: null is a step that was skipped for it
         ordered = {"step": plan.step, "loss": finite_or_none(loss), "grad_norm": finite_or_none(grad_norm)}
+        if sums:
+            ordered["loss_by_source"] = losses(self.source_names, sums)
         return ordered | line | {name: round(value, 6) for name, value in rates.items()}
 
     def _tell(self, line: dict[str, Any], shown: bool, last: bool) -> None:
@@ -104,6 +117,11 @@ class Observer:
         largest = torch.tensor(used / 2**30, dtype=torch.float64)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest.item()
+
+
+def losses(names: list[str], sums: list[float]) -> dict[str, float | None]:
+    """Mean loss of each source that was there. sums: of every source Σ weight · loss, then of every source Σ weight; {} if empty."""
+    return {name: finite_or_none(sums[i] / sums[len(names) + i]) for i, name in enumerate(names) if sums and sums[len(names) + i]}
 
 
 def finite_or_none(value: float) -> float | None:

@@ -30,7 +30,9 @@ class Trackers:
 
     def log(self, line: dict[str, Any]) -> None:
         """A line of metrics.jsonl."""
-        values = {name: value for name, value in line.items() if name != "step" and value is not None}
+        grouped = {f"{name}/{of}": value for name, values in line.items() if isinstance(values, dict) for of, value in values.items()}
+        single = {name: value for name, value in line.items() if name != "step" and not isinstance(value, dict)}
+        values = {name: value for name, value in (single | grouped).items() if value is not None}
         for tracker in list(self.open):
             try:
                 tracker.log(values, line["step"])

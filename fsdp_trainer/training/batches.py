@@ -18,7 +18,7 @@ class StepPlan:
     """What one optimizer step trains on; the same on every rank.
 
     rows [start, stop) of the running order; weight: Σ weight of their targets, which divides the loss; tokens, supervised: how many;
-    squares: Σ length² of their documents, which attention costs.
+    squares: Σ length² of their documents, less what windows leave out: which attention costs.
     """
 
     step: int
@@ -36,6 +36,7 @@ class Batches:
     def __init__(self, order: RowOrder, micro_rows: int, rank: int, ranks: int, device: torch.device, masked: bool = False):
         """masked: attention by a block mask, for fixed shapes."""
         self.order, self.micro_rows, self.rank, self.ranks, self.device, self.masked = order, micro_rows, rank, ranks, device, masked
+        self.source_names = order.store.source_names
 
     def steps(self, rows: int, last_row: int | None, step: int = 0, start: int = 0) -> Iterator[StepPlan]:
         """Plans of `rows` rows each, going on after `step` steps and `start` rows; up to last_row if given, the last one partial."""
@@ -58,10 +59,11 @@ class Batches:
         """[micro_rows, seq_len] tensors on the device; missing rows are empty."""
         shape = (self.micro_rows, self.order.seq_len)
         tokens, positions, labels = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -100, np.int64)
-        weights = np.zeros(shape, np.float32)
+        weights, sources = np.zeros(shape, np.float32), np.zeros(shape, np.int64)
         lengths: list[list[int]] = [[] for _ in range(self.micro_rows)]
         for i, row in enumerate(rows):
             tokens[i], labels[i], weights[i], lengths[i] = row.tokens, row.labels, row.weights, row.documents
+            sources[i, : sum(row.documents)] = np.repeat(row.sources, row.documents)
             positions[i, : sum(row.documents)] = np.concatenate([np.arange(n) for n in row.documents])
         learnt = np.flatnonzero(labels.reshape(-1) != -100)
         padding = (0, -len(learnt) % INDEX_STEP or (INDEX_STEP if not len(learnt) else 0))
@@ -73,6 +75,7 @@ class Batches:
             on_device(np.pad(learnt, padding)),
             on_device(np.pad(labels.reshape(-1)[learnt], padding)),
             on_device(np.pad(weights.reshape(-1)[learnt], padding)),
+            on_device(np.pad(sources.reshape(-1)[learnt], padding)) if len(self.source_names) > 1 else None,
         )
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:

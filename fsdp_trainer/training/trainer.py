@@ -13,14 +13,15 @@ from fsdp_trainer.checkpoint.state import optimizer_state, weights
 from fsdp_trainer.checkpoint.store import CheckpointStore
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import RunFailed
-from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.observe.observer import Observer
+from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.head import Scores
+from fsdp_trainer.observe.observer import Observer, losses
 from fsdp_trainer.optim.optimizers import set_learning_rate, step_unless
 from fsdp_trainer.optim.schedules import learning_rate
 from fsdp_trainer.parallel.parallelize import reshard
 from fsdp_trainer.training.batches import Batches, StepPlan
 from fsdp_trainer.training.gradients import GradientSync, any_not_finite, clip_gradients
-from fsdp_trainer.training.objective import cross_entropy
+from fsdp_trainer.training.objective import by_source, cross_entropy
 from fsdp_trainer.training.stop import StopRequests
 
 Outcome = tuple[str, int]
@@ -92,11 +93,11 @@ class Trainer:
         while not self.finished:
             plan = next(steps)
             lr = learning_rate(self.cfg.schedule, self.cfg.optim.lr, plan.step, self.total_steps)
-            loss = self.forward_backward(plan)
+            loss, sums = self.forward_backward(plan)
             grad_norm = self.clip()
             not_finite = self.update(lr, loss, grad_norm)
             self.progress.advance(plan)
-            self.observer.step(plan, self.progress, lr, loss, grad_norm, not_finite)
+            self.observer.step(plan, self.progress, lr, loss, grad_norm, not_finite, sums)
             if self.due(self.cfg.train.validate_every):
                 self.validate()
             # what a checkpoint holds must be on record before it is committed
@@ -122,17 +123,32 @@ class Trainer:
         best = self.cfg.checkpoint.best and self.progress.best_step == self.progress.step
         return best or bool(self.finished) or self.due(self.cfg.checkpoint.every)
 
-    def forward_backward(self, plan: StepPlan) -> Tensor:
-        """All micro-batches of a step. Gradients end up sharded and summed; returns the step's loss over all ranks, a scalar on the device."""
-        total = torch.zeros((), device=self.batches.device)
+    def forward_backward(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        """All micro-batches of a step. Gradients end up sharded and summed; returns the step's loss over all ranks, a scalar on the device.
+
+        And, of several sources, the [2 × sources] sums of `by_source`; empty for one.
+        """
+        total = self.sums_of(self.batches)
         count = self.batches.count(plan)
         for i, batch in enumerate(self.batches.micro_batches(plan), 1):
             self.gradient_sync.before(last=i == count)
-            loss = cross_entropy(self.model(batch), batch.weights) / plan.weight
+            scores = self.model(batch)
+            loss = cross_entropy(scores, batch.weights) / plan.weight
             loss.backward()
-            total += loss.detach()
+            self.add_to(total, loss.detach(), scores, batch)
         dist.all_reduce(total)
-        return total
+        return total[0], total[1:]
+
+    def sums_of(self, batches: Batches) -> Tensor:
+        """[1 + 2 × sources] float64 zeros: a loss, and the sums of `by_source` if there are several sources."""
+        names = batches.source_names
+        return torch.zeros(1 + 2 * len(names) * (len(names) > 1), device=batches.device, dtype=torch.float64)
+
+    def add_to(self, sums: Tensor, loss: Tensor, scores: Scores, batch: MicroBatch) -> None:
+        """A micro-batch's part, without a wait for the device."""
+        sums[0] += loss
+        if batch.sources is not None:
+            sums[1:] += by_source(scores, batch.weights, batch.sources, len(sums) // 2).flatten()
 
     def clip(self) -> Tensor:
         """Clip the gradients; returns their global norm before, a scalar on the device (offloaded gradients lie on the host)."""
@@ -157,15 +173,17 @@ class Trainer:
             return
         with self.observer.apart("validation"):
             plan = next(self.validation.steps(self.validation.order.rows_per_epoch, None))
-            total = torch.zeros((), device=self.batches.device, dtype=torch.float64)
+            total = self.sums_of(self.validation)
             for batch in self.validation.micro_batches(plan):
-                total += cross_entropy(self.model(batch), batch.weights)
+                scores = self.model(batch)
+                self.add_to(total, cross_entropy(scores, batch.weights), scores, batch)
             reshard(self.model)
             dist.all_reduce(total)
             dist.broadcast(total, 0)  # the ranks decide by it: it must be the same to the last bit
-            validation_loss = float(total) / plan.weight
-            self.observer.validated(self.progress.step, validation_loss)
-            self.progress.validated(validation_loss, self.cfg.train.early_stop_delta)
+            total_loss, *sums = total.tolist()
+            loss = total_loss / plan.weight
+            self.observer.validated(self.progress.step, loss, losses(self.validation.source_names, sums))
+            self.progress.validated(loss, self.cfg.train.early_stop_delta)
 
     def save(self) -> None:
         """Commit a checkpoint, or with checkpoint.mode=async set out to, unless this step has one."""

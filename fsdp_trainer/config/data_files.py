@@ -1,0 +1,59 @@
+"""Which files a data path names. Told by their names, before anything is opened: a mistake is answered before torch is imported."""
+
+import glob
+import json
+from pathlib import Path
+
+JSON, TEXT, CSV, ARROW = (".json", ".jsonl", ".ndjson"), (".txt", ".text", ".md"), (".csv", ".tsv"), (".parquet", ".arrow", ".feather")
+KINDS, COMPRESSED = JSON + TEXT + CSV + ARROW, (".gz", ".zst")
+# what describes a data set that `datasets` or the hub has written is not data
+DESCRIPTIONS = ("readme.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+
+
+def kind(file: str | Path) -> tuple[str, str | None]:
+    """(suffix, compression) of a file's name: chats.jsonl.gz is (".jsonl", ".gz")."""
+    path = Path(file)
+    compression = path.suffix.lower() if path.suffix.lower() in COMPRESSED else None
+    return Path(path.stem if compression else path.name).suffix.lower(), compression
+
+
+def stem(path: str | Path) -> str:
+    """The name without the suffixes that tell how to read it."""
+    name, (suffix, compression) = Path(path).name, kind(path)
+    return name[: len(name) - len((suffix if suffix in KINDS else "") + (compression or ""))] or name
+
+
+def data_files(path: str) -> list[str]:
+    """Data files of a file, a folder (searched through) or a glob, sorted; ValueError says why there are none."""
+    if Path(path).is_dir():
+        splits = Path(path) / "dataset_dict.json"
+        if splits.is_file() and len(names := json.loads(splits.read_text()).get("splits", [])) > 1:
+            raise ValueError(f"holds several splits: {' '.join(names)}. Name the one to read:  {Path(path) / names[0]}")
+        found = sorted(str(p) for p in Path(path).rglob("*") if _is_data(p.relative_to(path)) and p.is_file())
+        why = f"no file in this folder ends in {' '.join(KINDS)}"
+    elif Path(path).is_file():
+        found, why = [path], ""
+    else:
+        found, why = sorted(p for p in glob.glob(path, recursive=True) if Path(p).is_file()), "there is no such file or folder"
+    if not found:
+        raise ValueError(why)
+    for file in found:
+        if not _is_readable(file):
+            packed = f", {' '.join(JSON + TEXT + CSV)} also with {' or '.join(COMPRESSED)}"
+            raise ValueError(f"{Path(file).name} is no kind of file that is read. Convert it to one of  {' '.join(KINDS)}{packed}")
+    return found
+
+
+def needs_arrow(file: str) -> bool:
+    """Whether reading the file takes pyarrow."""
+    suffix, compression = kind(file)
+    return suffix in ARROW or compression == ".zst"
+
+
+def _is_readable(file: str | Path) -> bool:
+    suffix, compression = kind(file)
+    return suffix in KINDS and not (suffix in ARROW and compression)
+
+
+def _is_data(path: Path) -> bool:
+    return _is_readable(path) and path.name.lower() not in DESCRIPTIONS and not any(part.startswith(".") for part in path.parts)

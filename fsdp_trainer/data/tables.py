@@ -1,0 +1,90 @@
+"""Tables to rows: CSV, and whatever Arrow reads; a batch of rows in memory at a time."""
+
+import csv
+import io
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+Record = tuple[int, dict[str, Any], str | None]
+"""(number, columns, error) of a row; a number is a line of a CSV file, else it counts rows from 1."""
+
+BATCH = 256  # rows: those of a pretraining set may be books
+
+
+def read_csv(file: Iterable[bytes], delimiter: str) -> Iterator[Record]:
+    """Rows under a line of column names. A broken quote is told where its row begins."""
+    csv.field_size_limit(2**31 - 1)  # documents are longer than the module's 128 KiB
+    # bytes that are no UTF-8 become lone surrogates, which are found in the row that holds them
+    lines = (line.decode("utf-8-sig" if i == 0 else "utf-8", "surrogateescape").replace("\r\n", "\n") for i, line in enumerate(file))
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    names: list[str] | None = None
+    while True:
+        start = reader.line_num + 1
+        try:
+            values = next(reader)
+            "".join(values).encode()
+        except StopIteration:
+            return
+        except UnicodeEncodeError:
+            yield start, {}, "is not UTF-8. Convert the file:  iconv -f latin1 -t utf-8"
+            continue
+        except csv.Error as e:
+            yield start, {}, f"is not CSV ({e})"
+            continue
+        if not values:
+            continue
+        if names is None:
+            names = values
+        elif len(values) != len(names):
+            yield start, {}, f"has {len(values)} values for {len(names)} columns ({', '.join(names)})"
+        else:
+            yield start, dict(zip(names, values, strict=True)), None
+
+
+def read_arrow(file: str, suffix: str) -> Iterator[Record]:
+    """Rows of a Parquet file, or of Arrow's own file and stream formats, the one that `datasets` saves."""
+    import pyarrow
+
+    number = 0
+    try:
+        for batch in _parquet(file) if suffix == ".parquet" else _arrow(file):
+            for start in range(0, batch.num_rows, BATCH):
+                for columns in batch.slice(start, BATCH).to_pylist():
+                    number += 1
+                    # every struct of a column has the keys of all: those that a row does not have are null
+                    yield number, {name: _without_nulls(value) for name, value in columns.items()}, None
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
+        yield number + 1, {}, f"cannot be read from here on: {str(e).splitlines()[0]}"
+
+
+def _parquet(file: str) -> Iterator[Any]:
+    from pyarrow import parquet
+
+    # without pre_buffer and with a buffer, column chunks are read piecewise, not a whole row group at once
+    with parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as opened:
+        yield from opened.iter_batches(BATCH)
+
+
+def _arrow(file: str) -> Iterator[Any]:
+    import pyarrow
+
+    with pyarrow.memory_map(file) as source:
+        if source.read(6) == b"ARROW1":
+            reader = pyarrow.ipc.open_file(source)
+            yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
+        else:
+            source.seek(0)
+            yield from pyarrow.ipc.open_stream(source)
+
+
+def open_zstd(file: str) -> io.BufferedReader:
+    """A file that was compressed with zstd."""
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))  # Arrow's own stream has no lines
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -10,9 +10,9 @@ from fsdp_trainer.data.build import build_template, build_tokenizer
 from fsdp_trainer.data.demo import rows
 from fsdp_trainer.generate import Speaker
 from fsdp_trainer.launch.start import ranks_to_start, start_ranks
-from fsdp_trainer.models.config import resolve_model
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.initialize import initialize_whole
+from fsdp_trainer.models.resolve import resolve_model
 
 NEXT = """
 Where everything lies
@@ -34,7 +34,7 @@ def quickstart(cfg: QuickstartConfig) -> int:
     run = Path(cfg.root) / recipe.run.name
     tokenizer = build_tokenizer(recipe)
     model = Decoder(resolve_model(recipe.model, tokenizer.vocab_size))
-    initialize_whole(model, recipe.run.seed, model.config.initializer_range)
+    initialize_whole(model, recipe.run.seed)
     questions = rows("demo:backwards/heldout")[: cfg.questions]
 
     before, example = ask(Speaker(model, tokenizer, build_template(recipe, tokenizer)), questions)

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from zoo import ZOO, make_model
 
 import fsdp_trainer
 from fsdp_trainer.data.templates import load_template
@@ -33,14 +34,9 @@ SIZES = {
 }
 
 
-def make_folder(folder, family="llama", dtype=torch.float32, shard="1GB", vocab_size=264, **options):
+def make_folder(folder, family="llama", dtype=torch.float32, shard="1GB", **options):
     """As transformers saves it, with a tokenizer."""
-    torch.manual_seed(0)
-    name = {"llama": "Llama", "qwen3": "Qwen3"}[family]
-    config = getattr(transformers, f"{name}Config")(vocab_size=vocab_size, **SIZES, max_position_embeddings=128, **options)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1)
+    model = make_model(family, **{"vocab_size": 264, **SIZES, "max_position_embeddings": 128, **ZOO[family][1], **options})
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
     load_tokenizer("demo:bytes").save(folder)
     return folder
@@ -65,16 +61,16 @@ def export(world, tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    ("ranks", "made"),
-    [
-        (1, {"tie_word_embeddings": True}),
-        (2, {"dtype": torch.bfloat16, "shard": "20KB"}),
-        (1, {"dtype": torch.float16, "tie_word_embeddings": True, "shard": "20KB"}),
-        (2, {"family": "qwen3", "dtype": torch.bfloat16, "head_dim": 16}),
-    ],
-    ids=["fp32 tied", "bf16 untied sharded", "fp16 tied sharded", "qwen3 bf16"],
-)
+FORMATS = {
+    "fp32 tied": (1, {"tie_word_embeddings": True}),
+    "bf16 untied sharded": (2, {"dtype": torch.bfloat16, "shard": "20KB"}),
+    "fp16 tied sharded": (1, {"dtype": torch.float16, "tie_word_embeddings": True, "shard": "20KB"}),
+}
+FAMILIES = ("llama", "llama biases", "mistral window", "qwen2", "qwen3", "gemma2", "gemma3 long", "olmo2", "phi3", "phi4 mini")
+FORMATS |= {f"{name} on {ranks}": (ranks, {"family": name, "dtype": torch.bfloat16}) for name in FAMILIES for ranks in (1, 2)}
+
+
+@pytest.mark.parametrize(("ranks", "made"), FORMATS.values(), ids=FORMATS)
 def test_import_then_export_without_a_step_is_byte_equal(train, export, tmp_path, ranks, made):
     folder = make_folder(tmp_path / "in", **made)
     assert ("shard" in made) == (folder / "model.safetensors.index.json").exists()

@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from zoo import LLAMA3, SIZES, ZOO, make_model
 
 import fsdp_trainer
+from fsdp_trainer.checkpoint.huggingface import stored_parts
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models import head as heads
 from fsdp_trainer.models.attention import Cache, Layout
@@ -15,47 +17,12 @@ from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.head import Head
 from fsdp_trainer.models.initialize import BLOCK, draw_normal, initialize_whole
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-CASES = {
-    "llama": ("Llama", {}),
-    "llama tied": ("Llama", {"tie_word_embeddings": True}),
-    "llama all heads": ("Llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
-    "llama one kv head": ("Llama", {"num_key_value_heads": 1}),
-    "llama head_dim": ("Llama", {"head_dim": 16}),
-    "llama theta": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
-    "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
-    "llama 3.1": ("Llama", {"rope_parameters": LLAMA3}),
-    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
-    "qwen3 untied": ("Qwen3", {"head_dim": 8, "num_key_value_heads": 4}),
-}
 
-
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=ZOO)
 def pair(request, tmp_path_factory):
-    """Ours and theirs with the same random weights, norms included."""
-    transformers = pytest.importorskip("transformers")
-    name, options = CASES[request.param]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, "max_position_embeddings": 64, **options})
-    theirs = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    for p in theirs.parameters():
-        torch.nn.init.normal_(p, 1.0 if p.ndim == 1 else 0.0, 0.2)
+    """Ours and theirs with the same random weights, norms and biases included."""
     folder = tmp_path_factory.mktemp("hf")
+    theirs = make_model(request.param)
     theirs.save_pretrained(folder)
     return fsdp_trainer.load_model(folder).requires_grad_(True), theirs
 
@@ -84,7 +51,7 @@ def test_packed_documents_never_see_each_other(pair, layout):
     tokens, row = random_tokens(3, 40), 40
     where = Layout(LENGTHS) if layout == "documents" else Layout.masked(LENGTHS, row, torch.device("cpu"))
     with torch.no_grad():
-        packed = F.linear(ours.model.norm(ours.hidden(tokens, positions_of(LENGTHS, row), where)), ours.lm_head.weight)
+        packed = ours.lm_head.logits(ours.model.norm(ours.hidden(tokens, positions_of(LENGTHS, row), where)))
         for i, lengths in enumerate(LENGTHS):
             start = 0
             for length in lengths:
@@ -115,11 +82,11 @@ def test_gradients_of_all_parameters_are_those_of_transformers(pair, layout):
                     loss = loss + weight * F.cross_entropy(logits[at - (i * row + start)], target)
             start += length
     loss.backward()
-    wanted = dict(theirs.named_parameters())
-    assert dict(ours.named_parameters()).keys() == wanted.keys()
-    for name, parameter in ours.named_parameters():
-        difference = (parameter.grad - wanted[name].grad).abs().max()
-        assert difference <= 1e-4 * max(1, wanted[name].grad.abs().max()), name
+    wanted = {name: p.grad for name, p in theirs.named_parameters()}
+    for whole, parts in stored_parts(ours).items():
+        gradient = torch.cat([ours.get_parameter(part).grad for part in parts])
+        assert (gradient - wanted[whole]).abs().max() <= 1e-4 * max(1, wanted.pop(whole).abs().max()), whole
+    assert not wanted, "every parameter has one of ours"
 
 
 def test_an_empty_row_gives_every_parameter_a_gradient_of_zero(pair):
@@ -135,7 +102,7 @@ def test_an_empty_row_gives_every_parameter_a_gradient_of_zero(pair):
 
 def test_the_cache_gives_what_recomputing_gives(pair):
     ours, _ = pair
-    tokens, caches = random_tokens(2, 30), [Cache() for _ in range(2)]
+    tokens, caches = random_tokens(2, 30), [Cache() for _ in ours.config.windows]
     with torch.no_grad():
         whole = ours.logits(tokens)
         assert (ours.next_logits(tokens[:, :20], caches) - whole[:, 19]).abs().max() <= 1e-4
@@ -155,7 +122,7 @@ def test_parameters_are_counted_without_building(pair):
 def test_chunked_scores_and_gradients_are_plain_cross_entropy(monkeypatch, rows_at_once):
     monkeypatch.setattr(heads, "LOGITS_BYTES", 4 * 211 * rows_at_once)
     torch.manual_seed(0)
-    head, hidden, targets = Head(211, 24), torch.randn(40, 24), torch.randint(211, (40,))
+    head, hidden, targets = Head(ModelConfig(vocab_size=211, hidden_size=24)), torch.randn(40, 24), torch.randint(211, (40,))
     torch.nn.init.normal_(head.weight)
     weights, zweights = torch.rand(40), torch.rand(40)
     weights[::3] = 0  # padding
@@ -179,7 +146,7 @@ def test_the_head_in_bfloat16_accumulates_its_gradient_in_float32(monkeypatch):
     errors = []
     for rows_at_once in (512, 4):
         monkeypatch.setattr(heads, "LOGITS_BYTES", 4 * 50 * rows_at_once)
-        head = Head(50, 16)
+        head = Head(ModelConfig(vocab_size=50, hidden_size=16))
         head.weight = torch.nn.Parameter(weight.clone())
         head(hidden, targets).log_probability.sum().neg().backward()
         errors.append(((head.weight.grad.double() - exact.grad).norm() / exact.grad.norm()).item())
@@ -198,7 +165,7 @@ def test_the_peak_of_the_head_does_not_grow_with_the_tokens(monkeypatch):
             largest = max(largest, out.numel() if isinstance(out, torch.Tensor) else 0)
             return out
 
-    head, hidden = Head(1000, 8), torch.randn(200, 8, requires_grad=True)
+    head, hidden = Head(ModelConfig(vocab_size=1000, hidden_size=8)), torch.randn(200, 8, requires_grad=True)
     torch.nn.init.normal_(head.weight)
     with Watch():
         head(hidden, torch.zeros(200, dtype=torch.int64)).log_probability.sum().backward()
@@ -218,9 +185,22 @@ def test_any_part_of_a_random_matrix_can_be_drawn_alone(start, count):
 
 def test_norms_start_at_one_and_matrices_with_the_models_deviation():
     model = Decoder(ModelConfig(family="qwen3", vocab_size=500, initializer_range=0.05))
-    initialize_whole(model, 0, 0.05)
+    initialize_whole(model, 0)
     for name, p in model.named_parameters():
         assert (p == 1).all() if name.endswith("norm.weight") else abs(p.std() - 0.05) < 0.003, name
+    gemma = Decoder(ModelConfig(family="gemma3_text", vocab_size=500))
+    initialize_whole(gemma, 0)
+    assert not gemma.model.norm.weight.any(), "its norms scale by 1 + weight"
+
+
+@pytest.mark.parametrize(("initializer", "shares"), [("plain", [1, 1, 1]), ("depth", [6**-0.5] * 3), ("layer", [2**-0.5, 0.5, 6**-0.5])])
+def test_what_adds_to_the_stream_may_start_smaller_with_depth(initializer, shares):
+    model = Decoder(ModelConfig(vocab_size=500, num_hidden_layers=3, initializer=initializer, initializer_range=0.05))
+    initialize_whole(model, 0)
+    for block, share in zip(model.model.layers.values(), shares, strict=True):
+        for p in (block.self_attn.o_proj.weight, block.mlp.down_proj.weight):
+            assert p.detach().std().item() == pytest.approx(0.05 * share, rel=0.05)
+        assert block.mlp.up_proj.weight.detach().std().item() == pytest.approx(0.05, rel=0.05)
 
 
 # --- config.json -------------------------------------------------------------------------------------------------------------------
@@ -256,17 +236,13 @@ def test_what_is_written_is_what_was_read(tmp_path, values):
 
 
 UNSUPPORTED = {
-    "model_type": "gemma",
+    "model_type": "mamba",
     "architectures": ["LlamaForSequenceClassification"],
-    "attention_bias": True,
-    "mlp_bias": True,
-    "hidden_act": "gelu",
+    "hidden_act": "relu",
     "quantization_config": {"quant_method": "fp8"},
-    "use_sliding_window": True,
-    "sliding_window": 128,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "partial_rotary_factor": 0.5,
+    "layer_types": ["chunked_attention", "full_attention"],
     "attention_dropout": 0.1,
+    "use_bidirectional_attention": True,
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
     "rope_parameters": {"rope_type": "dynamic", "factor": 4.0},
     "hidden_size": None,
@@ -276,12 +252,10 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_is_not_supported_is_refused_by_name(tmp_path, name):
-    family = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]} if "sliding" in name or name == "layer_types" else {}
-    extra = {"use_sliding_window": True} if name == "sliding_window" else {}
     with pytest.raises(UserError) as raised:
-        ModelConfig.from_hf(config_json(tmp_path, **family, **extra, **{name: UNSUPPORTED[name]}))
+        ModelConfig.from_hf(config_json(tmp_path, **{name: UNSUPPORTED[name]}))
     said = str(raised.value)
-    assert {"rope_scaling": "yarn", "rope_parameters": "dynamic", "model_type": "gemma"}.get(name, name) in said
+    assert {"rope_scaling": "yarn", "rope_parameters": "dynamic", "model_type": "mamba"}.get(name, name) in said
 
 
 def test_all_that_is_not_supported_is_told_at_once_with_exit_2(tmp_path, train):
@@ -290,10 +264,10 @@ def test_all_that_is_not_supported_is_told_at_once_with_exit_2(tmp_path, train):
     folder = make_folder(tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
-        json.dumps({**config, "attention_bias": True, "hidden_act": "gelu", "rope_parameters": {"rope_type": "yarn"}})
+        json.dumps({**config, "attention_dropout": 0.1, "hidden_act": "relu", "rope_parameters": {"rope_type": "yarn"}})
     )
     told = train("run", f"model.init_from={folder}", "train.steps=1", base=[], code=2)
-    assert all(text in told.err for text in ("attention_bias", "gelu", "yarn"))
+    assert all(text in told.err for text in ("attention_dropout", "relu", "yarn"))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"model_type": "llama"}'])

@@ -97,7 +97,7 @@ def test_the_formula_of_flops_counts_what_torch_counts(options):
     """Torch counts attention without the causal half, as PaLM does, and the head's logits twice, which we make again in backward."""
     config = ModelConfig(**{"vocab_size": 300, "hidden_size": 64, "head_dim": 16, "num_hidden_layers": 2, **options})
     model, length = Decoder(config), 96
-    initialize_whole(model, 0, 0.02)
+    initialize_whole(model, 0)
     places = torch.arange(length)
     batch = MicroBatch(places[None], places[None], Layout([[length]]), places, places, torch.ones(length))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

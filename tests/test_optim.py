@@ -37,7 +37,7 @@ def test_the_learning_rate_at_the_corners(schedule, values):
 
 def small():
     model = Decoder(ModelConfig(vocab_size=50, hidden_size=16, head_dim=4, intermediate_size=16, num_hidden_layers=1, family="qwen3"))
-    initialize_whole(model, 0, 0.1)
+    initialize_whole(model, 0)
     return model
 
 

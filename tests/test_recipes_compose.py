@@ -8,7 +8,7 @@ import yaml
 from fsdp_trainer.config.compose import CONF, compose, options
 from fsdp_trainer.config.document import recipe_heads
 from fsdp_trainer.config.schema import SELECTORS
-from fsdp_trainer.models.config import resolve_model
+from fsdp_trainer.models.resolve import resolve_model
 
 RECIPES = options("train")["recipe"]
 SHRUNK = [

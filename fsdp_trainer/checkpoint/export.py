@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.checkpoint.files import damage, whole_folder
-from fsdp_trainer.checkpoint.huggingface import DTYPES, INDEX, SINGLE
-from fsdp_trainer.checkpoint.state import WEIGHTS, stored_tensors
+from fsdp_trainer.checkpoint.huggingface import DTYPES, INDEX, SINGLE, stored_parts
+from fsdp_trainer.checkpoint.state import WEIGHTS
 from fsdp_trainer.checkpoint.store import load, read_progress
 from fsdp_trainer.config.paths import find_checkpoint
 from fsdp_trainer.config.schema import ExportConfig
@@ -20,6 +20,7 @@ from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 
+Entry = tuple[torch.dtype, torch.Size]
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 GROUP_BYTES = 2**28  # read from the checkpoint at once
 
@@ -49,52 +50,63 @@ def require_checkpoint(source: str) -> Path:
 
 def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None, shard_gib: float = 4.0) -> None:
     """Write `out` under a temporary name and rename it when whole. dtype: of all weights; None: as they were imported."""
-    config = ModelConfig.from_hf(checkpoint / "hf")
-    shapes = stored_tensors(str(checkpoint))
     with torch.device("meta"):
-        names = [name for name, _ in Decoder(config).named_parameters()]
+        model = Decoder(ModelConfig.from_hf(checkpoint / "hf"))
+    parts, shapes = stored_parts(model), {name: p.shape for name, p in model.named_parameters()}
     stored = read_progress(checkpoint)["dtypes"]
-    dtypes = {name: getattr(torch, dtype or stored.get(name, stored["default"])) for name in names}
+    entries = {
+        name: (
+            getattr(torch, dtype or stored.get(of[0], stored["default"])),
+            torch.Size([sum(shapes[part][0] for part in of), *shapes[of[0]][1:]]),
+        )
+        for name, of in parts.items()
+    }
     with whole_folder(out) as partial:
         shutil.copytree(checkpoint / "hf", partial, dirs_exist_ok=True)
         told = dtype or stored["default"]
         described = json.loads((partial / "config.json").read_text()) | {"dtype": told, "torch_dtype": told}
         (partial / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-        files = split_into_files(names, {n: shapes[WEIGHTS + n].numel() * dtypes[n].itemsize for n in names}, int(shard_gib * 2**30))
+        files = split_into_files({n: size_in_bytes(entry) for n, entry in entries.items()}, int(shard_gib * 2**30))
         for file, members in files.items():
-            entries = {name: (dtypes[name], shapes[WEIGHTS + name]) for name in members}
-            write_safetensors(partial / file, entries, read_tensors(checkpoint, entries))
+            tensors = read_tensors(checkpoint, {part: shapes[part] for name in members for part in parts[name]})
+            fused = (torch.cat([next(tensors) for _ in parts[name]]).to(entries[name][0]) for name in members)
+            write_safetensors(partial / file, {name: entries[name] for name in members}, fused)
         if len(files) > 1:
-            write_index(partial / INDEX, files, shapes, dtypes)
+            write_index(partial / INDEX, files, entries)
 
 
-def split_into_files(names: list[str], sizes: dict[str, int], limit: int) -> dict[str, list[str]]:
+def size_in_bytes(entry: Entry) -> int:
+    """Of a tensor in the file."""
+    return entry[1].numel() * entry[0].itemsize
+
+
+def split_into_files(sizes: dict[str, int], limit: int) -> dict[str, list[str]]:
     """File name → tensors, in order, each file up to `limit` bytes (a single larger tensor has its own)."""
     parts: list[list[str]] = [[]]
     room = limit
-    for name in names:
-        if parts[-1] and sizes[name] > room:
+    for name, size in sizes.items():
+        if parts[-1] and size > room:
             parts.append([])
             room = limit
         parts[-1].append(name)
-        room -= sizes[name]
+        room -= size
     if len(parts) == 1:
         return {SINGLE: parts[0]}
     return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
 
 
-def read_tensors(checkpoint: Path, entries: dict[str, tuple[torch.dtype, torch.Size]]) -> Iterator[Tensor]:
-    """The entries' tensors in order, in the asked dtype, a group at a time."""
+def read_tensors(checkpoint: Path, shapes: dict[str, torch.Size]) -> Iterator[Tensor]:
+    """Parameters in order, a group at a time; of a vocabulary that was padded, the rows that count."""
     group: dict[str, Tensor] = {}
-    for i, (name, (_, shape)) in enumerate(entries.items(), 1):
+    for i, (name, shape) in enumerate(shapes.items(), 1):
         group[WEIGHTS + name] = torch.empty(shape)
-        if i == len(entries) or sum(t.numel() * 4 for t in group.values()) >= GROUP_BYTES:
+        if i == len(shapes) or sum(t.numel() * 4 for t in group.values()) >= GROUP_BYTES:
             load(checkpoint, group, alone=True)
             for key in list(group):
-                yield group.pop(key).to(entries[key.removeprefix(WEIGHTS)][0])
+                yield group.pop(key)
 
 
-def write_safetensors(path: Path, entries: dict[str, tuple[torch.dtype, torch.Size]], tensors: Iterator[Tensor]) -> None:
+def write_safetensors(path: Path, entries: dict[str, Entry], tensors: Iterator[Tensor]) -> None:
     """The safetensors format, header first, so that the tensors can stream."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -110,8 +122,8 @@ def write_safetensors(path: Path, entries: dict[str, tuple[torch.dtype, torch.Si
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def write_index(path: Path, files: dict[str, list[str]], shapes: dict[str, torch.Size], dtypes: dict[str, torch.dtype]) -> None:
+def write_index(path: Path, files: dict[str, list[str]], entries: dict[str, Entry]) -> None:
     """Which file holds which tensor."""
     weight_map = {name: file for file, members in files.items() for name in members}
-    total = sum(shapes[WEIGHTS + name].numel() * dtypes[name].itemsize for name in weight_map)
+    total = sum(map(size_in_bytes, entries.values()))
     path.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")

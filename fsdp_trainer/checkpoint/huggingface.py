@@ -1,6 +1,7 @@
 """Hugging Face folders in: headers checked as a whole first, then every rank reads only its slices."""
 
 import json
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,11 +9,14 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.initialize import VOCABULARY
 
 SHOWN = 40  # problems in one message
 ROWS = 4096  # compared at once
@@ -20,11 +24,17 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
+# Where a folder for text and images keeps its language model, and what of it is not one.
+LANGUAGE_MODEL = (("language_model.", ""), ("model.language_model.", "model."))
+NOT_LANGUAGE = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+
+
 @dataclass
 class Stored:
-    """One tensor of a safetensors file: dtype as safetensors spells it."""
+    """One tensor of a safetensors file, and its name in it: dtype as safetensors spells it."""
 
     file: Path
+    name: str
     dtype: str
     shape: tuple[int, ...]
 
@@ -66,13 +76,30 @@ def _read_header(path: Path) -> dict[str, Stored]:
     end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if size != end:
         raise ValueError(f"has {size:,} bytes; its header says {end:,}: copied or downloaded in part")
-    return {name: Stored(path, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+    return {
+        _of_language_model(name): Stored(path, name, entry["dtype"], tuple(entry["shape"]))
+        for name, entry in header.items()
+        if not NOT_LANGUAGE.match(name)
+    }
 
 
-def check_tensors(model: nn.Module, stored: dict[str, Stored]) -> list[Problem]:
-    """Missing, unexpected, mis-shaped and unreadable tensors, all together."""
-    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    ignored = set(model.state_dict()) - set(wanted)  # a tied head that was stored all the same
+def _of_language_model(name: str) -> str:
+    return next((ours + name.removeprefix(prefix) for prefix, ours in LANGUAGE_MODEL if name.startswith(prefix)), name)
+
+
+def stored_parts(model: Decoder) -> dict[str, list[str]]:
+    """Tensors of a Hugging Face folder → the parameters that are its rows, in order: one each, but for fused projections."""
+    parts: dict[str, list[str]] = {}
+    for name, _ in model.named_parameters():
+        parts.setdefault(model.config.form.stored_name(name), []).append(name)
+    return parts
+
+
+def check_tensors(model: Decoder, stored: dict[str, Stored], vocab_size: int) -> list[Problem]:
+    """Missing, unexpected, mis-shaped and unreadable tensors, all together. vocab_size: that of the folder's config.json."""
+    shapes = {name: (vocab_size if name in VOCABULARY else len(p), *p.shape[1:]) for name, p in model.named_parameters()}
+    wanted = {name: (sum(shapes[p][0] for p in parts), *shapes[parts[0]][1:]) for name, parts in stored_parts(model).items()}
+    ignored = {"lm_head.weight"} - set(wanted)  # a tied head that was stored all the same
     problems = [
         Problem(name, f"is missing; the model has it with shape {list(shape)}") for name, shape in wanted.items() if name not in stored
     ]
@@ -87,13 +114,13 @@ def check_tensors(model: nn.Module, stored: dict[str, Stored]) -> list[Problem]:
     return problems
 
 
-def check_tied_head(model: nn.Module, stored: dict[str, Stored]) -> list[Problem]:
+def check_tied_head(model: Decoder, stored: dict[str, Stored]) -> list[Problem]:
     """A tied head may be stored all the same, but only as what it is tied to. Every rank reads both whole, a piece at a time."""
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if head not in stored or head in dict(model.named_parameters()):
         return []
     with safe_open(stored[head].file, framework="pt") as one, safe_open(stored[embedding].file, framework="pt") as other:
-        a, b = one.get_slice(head), other.get_slice(embedding)
+        a, b = one.get_slice(stored[head].name), other.get_slice(stored[embedding].name)
         same = stored[head].shape == stored[embedding].shape and all(
             torch.equal(a[i : i + ROWS], b[i : i + ROWS]) for i in range(0, stored[head].shape[0], ROWS)
         )
@@ -102,26 +129,39 @@ def check_tied_head(model: nn.Module, stored: dict[str, Stored]) -> list[Problem
 
 
 @torch.no_grad()
-def import_weights(model: nn.Module, folder: Path) -> dict[str, str]:
+def import_weights(model: Decoder, folder: Path) -> dict[str, str]:
     """Fill a materialised model, sharded or not, from a Hugging Face folder; returns each parameter's stored dtype by torch's name.
 
-    Host memory: the shard itself and one slice. Raises UserError before anything is read if the folder does not fit the model.
+    Rows of the vocabulary that the folder does not have stay as they are. Host memory: the shard itself and one slice.
+    Raises UserError before anything is read if the folder does not fit the model.
     """
     stored, problems = read_headers(folder)
+    vocab_size = ModelConfig.from_hf(folder).vocab_size
     lost = bool(problems)  # what is missing may be in a broken file
-    problems += [p for p in check_tensors(model, stored) if not (lost and p.why.startswith("is missing"))]
+    problems += [p for p in check_tensors(model, stored, vocab_size) if not (lost and p.why.startswith("is missing"))]
     if not problems:
         problems = check_tied_head(model, stored)
     if problems:
         rest = [Problem("…", f"and {len(problems) - SHOWN} more")] if len(problems) > SHOWN else []
         raise UserError(f"the weights in {folder} do not fit the model", problems[:SHOWN] + rest)
-    for name, parameter in model.named_parameters():
-        local, index = _local_part(parameter)
-        if local.numel():
-            # opened for one tensor at a time: pages of a mapped file count as this process's memory until it is closed
-            with safe_open(stored[name].file, framework="pt") as file:
-                local.copy_(file.get_slice(name)[index])
-    return {name: str(DTYPES[stored[name].dtype]).removeprefix("torch.") for name, _ in model.named_parameters()}
+    parameters, dtypes = dict(model.named_parameters()), {}
+    for whole, parts in stored_parts(model).items():
+        start = 0  # the parameter's first row in the stored tensor
+        for name in parts:
+            _read_part(parameters[name], stored[whole], start)
+            start += len(parameters[name])
+            dtypes[name] = str(DTYPES[stored[whole].dtype]).removeprefix("torch.")
+    return dtypes
+
+
+def _read_part(parameter: Tensor, stored: Stored, start: int) -> None:
+    """Fill this rank's part of a parameter whose first row is row `start` of a stored tensor."""
+    local, (rows, *columns) = _local_part(parameter)
+    rows = slice(rows.start + start, min(rows.stop + start, stored.shape[0]))
+    if local.numel() and rows.start < rows.stop:
+        # opened for one tensor at a time: pages of a mapped file count as this process's memory until it is closed
+        with safe_open(stored.file, framework="pt") as file:
+            local[: rows.stop - rows.start].copy_(file.get_slice(stored.name)[(rows, *columns)])
 
 
 def _local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:

@@ -5,6 +5,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_trainer.checkpoint.files import commit, damage, describe, files_below, sync_folder, write_durably
+from fsdp_trainer.checkpoint.state import WEIGHTS
 from fsdp_trainer.config.paths import MANIFEST, committed_checkpoints
 from fsdp_trainer.errors import Problem, RunFailed
+from fsdp_trainer.models.initialize import VOCABULARY
 
 PROGRESS = "trainer.json"
 
@@ -91,7 +96,19 @@ def load(checkpoint: Path, state: dict[str, Any], alone: bool = False) -> None:
     """Fill `state` in place from a verified checkpoint, whatever number of ranks wrote it. Collective, unless this process is `alone` in it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which `alone` says already
-        dcp.load(state, checkpoint_id=checkpoint, no_dist=alone)
+        dcp.load(state, checkpoint_id=checkpoint, planner=_Planner(), no_dist=alone)
+
+
+class _Planner(DefaultLoadPlanner):
+    """Vocabularies may have more or fewer rows than were stored: what both have is read. All else must fit."""
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        assert metadata is not None
+        entries = dict(metadata.state_dict_metadata)
+        for name in (f"{WEIGHTS}{vocabulary}" for vocabulary in VOCABULARY):
+            if name in entries and name in state_dict:
+                entries[name] = replace(entries[name], size=state_dict[name].size())
+        super().set_up_planner(state_dict, replace(metadata, state_dict_metadata=entries), is_coordinator)
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any]:

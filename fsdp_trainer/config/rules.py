@@ -11,7 +11,7 @@ from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
 from fsdp_trainer.config.schema import GROUPS, ExportConfig, GenerateConfig, Train, TrainConfig, VerifyConfig
 from fsdp_trainer.config.units import parse_duration
-from fsdp_trainer.models.config import model_problems
+from fsdp_trainer.models.resolve import model_problems
 
 DEMOS = {"data.path": ("demo:backwards",), "data.validation": ("demo:backwards/heldout",), "tokenizer.path": ("demo:bytes",)}
 PATHS = (

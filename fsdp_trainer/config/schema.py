@@ -65,8 +65,21 @@ class Model:
 
     name: str = key("auto", "label of the named size; `auto`: the architecture of init_from, without one the tiny model's")
     init_from: str | None = key(None, "weights at the start: a Hugging Face folder or hub id, a run or a checkpoint; null: random")
-    family: str | None = key(None, "which family of config.json this is", choices=("llama", "qwen3"))
-    vocab_size: int | None = key(None, "rows of the embedding; null: the tokenizer's (random weights) or config.json's", minimum=1)
+    family: str | None = key(
+        None,
+        "which family of config.json this is",
+        choices=("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "phi3"),
+    )
+    vocab_size: int | None = key(
+        None,
+        "tokens that the embedding knows; null: the tokenizer's (random weights) or config.json's; more than config.json's: new ones start as the mean of the others",
+        minimum=1,
+    )
+    vocab_multiple: int = key(
+        1,
+        "pad the embedding's rows to a multiple of this, e.g. 64 × ranks: even shards; the padding is in no loss and no export",
+        minimum=1,
+    )
     hidden_size: int | None = key(None, "width of the residual stream", minimum=1)
     intermediate_size: int | None = key(None, "width of the feed-forward layer", minimum=1)
     num_hidden_layers: int | None = key(None, "decoder blocks", minimum=1)
@@ -76,11 +89,26 @@ class Model:
     max_position_embeddings: int | None = key(None, "longest context in tokens; batch.seq_len may not exceed it", minimum=1)
     rope_theta: float | None = key(None, "base of the rotary position embedding", above=0)
     rope_scaling: dict[str, Any] | None = key(
-        None, "longer context: {rope_type: llama3, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings}"
+        None,
+        "longer context: {rope_type: llama3, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings}, {rope_type: yarn, factor, original_max_position_embeddings}, linear or longrope",
     )
+    rope_local_theta: float | None = key(None, "gemma3_text: base of the rotary embedding in blocks with a window", above=0)
+    partial_rotary_factor: float | None = key(None, "share of each head's channels that is rotated; null: all", above=0, maximum=1)
     rms_norm_eps: float | None = key(None, "added to the mean square under the root", above=0)
     tie_word_embeddings: bool | None = key(None, "embedding and output head share one matrix")
+    attention_bias: bool | None = key(None, "query, key, value and output projections have a bias; qwen2's first three always do")
+    sliding_window: int | None = key(
+        None, "tokens that a token sees, itself included, in the blocks of a family with windows; null: all before it", minimum=1
+    )
+    query_pre_attn_scalar: float | None = key(None, "gemma: attention scores are divided by its root; null: head_dim", above=0)
+    attn_logit_softcapping: float | None = key(None, "gemma2: soft limit on attention scores", above=0)
+    final_logit_softcapping: float | None = key(None, "gemma2: soft limit on logits", above=0)
     initializer_range: float | None = key(None, "standard deviation of random weights", above=0)
+    initializer: str = key(
+        "plain",
+        "random weights of what adds to the residual stream: as all others, divided by √(2 · blocks), or by √(2 · the block's own number)",
+        choices=("plain", "depth", "layer"),
+    )
     attention: str = key(
         "auto",
         "`documents`: one kernel call per packed document, cost by Σ length²; `mask`: one call per row under a block mask, fixed shapes for compile; `auto` picks",

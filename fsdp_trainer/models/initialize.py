@@ -1,10 +1,16 @@
 """Random weights as a function of (seed, parameter name, position): the same for every number of ranks, and each rank draws only its own part."""
 
 import hashlib
+import math
+import re
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder
+
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 BLOCK = 1 << 16  # elements drawn from one generator
 
 
@@ -20,17 +26,31 @@ def draw_normal(seed: int, name: str, start: int, count: int, std: float) -> Ten
 
 
 @torch.no_grad()
-def initialize(name: str, local: Tensor, first_row: int, row_elements: int, seed: int, std: float) -> None:
-    """Fill `local`, rows first_row … of parameter `name`: norms with 1, biases with 0, all else from N(0, std²)."""
+def initialize(config: ModelConfig, name: str, local: Tensor, first_row: int, row_elements: int, seed: int) -> None:
+    """Fill `local`, rows first_row … of parameter `name`: norms so that they scale by 1, biases and padding with 0, all else from N(0, std²)."""
     if name.endswith("norm.weight"):
-        local.fill_(1.0)
+        local.fill_(1.0 - config.form.norm_offset)
     elif name.endswith(".bias"):
         local.zero_()
     else:
-        local.copy_(draw_normal(seed, name, first_row * row_elements, local.numel(), std).view(local.shape))
+        local.copy_(draw_normal(seed, name, first_row * row_elements, local.numel(), deviation(config, name)).view(local.shape))
+    if name in VOCABULARY:
+        local[max(0, config.vocab_size - first_row) :] = 0
 
 
-def initialize_whole(model: nn.Module, seed: int, std: float) -> None:
+def deviation(config: ModelConfig, name: str) -> float:
+    """Standard deviation of a matrix. What adds to the residual stream may start smaller, so that the stream does not grow with depth:
+
+    `depth`: all by 1/√(2·blocks) (GPT-2, §2.3); `layer`: block i, counted from 1, by 1/√(2·i) (as in OLMo and torchtitan).
+    """
+    adds = re.fullmatch(r"model\.layers\.(\d+)\.(self_attn\.o_proj|mlp\.down_proj)\.weight", name)
+    if adds is None or config.initializer == "plain":
+        return config.initializer_range
+    blocks = config.num_hidden_layers if config.initializer == "depth" else int(adds[1]) + 1
+    return config.initializer_range / math.sqrt(2 * blocks)
+
+
+def initialize_whole(model: Decoder, seed: int) -> None:
     """Fill an unsharded model."""
     for name, parameter in model.named_parameters():
-        initialize(name, parameter, 0, parameter[0].numel(), seed, std)
+        initialize(model.config, name, parameter, 0, parameter[0].numel(), seed)

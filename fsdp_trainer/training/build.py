@@ -20,12 +20,13 @@ from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.world import World
-from fsdp_trainer.models.config import ModelConfig, resolve_model
+from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.optim.optimizers import build_optimizer
-from fsdp_trainer.parallel.materialize import allocate, draw_weights
+from fsdp_trainer.parallel.materialize import allocate, draw_weights, grow_vocabulary
 from fsdp_trainer.parallel.mesh import build_mesh
 from fsdp_trainer.parallel.parallelize import parallelize
 from fsdp_trainer.training.batches import Batches
@@ -99,7 +100,8 @@ def resolve_architecture(cfg: TrainConfig, material: Material) -> ModelConfig:
     model = cfg.model if material.init_from is None else type(cfg.model)(**{**asdict(cfg.model), "init_from": str(material.init_from)})
     config = resolve_model(model, material.tokenizer.vocab_size)
     if material.tokenizer.vocab_size > config.vocab_size:
-        why = f"the tokenizer has {material.tokenizer.vocab_size:,} tokens, more than the model's embedding. Use the model's own tokenizer"
+        size = material.tokenizer.vocab_size
+        why = f"the tokenizer has {size:,} tokens, more than the model's embedding.\nUse the model's own tokenizer, or add rows with  model.vocab_size={size}"
         raise UserError("tokenizer and model do not fit", [Problem(f"vocabulary={config.vocab_size:,}", why)])
     return config
 
@@ -118,11 +120,17 @@ def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, 
     if init_from is None:
         draw_weights(model, cfg.run.seed)
         return {"default": default}
-    if checkpoint := find_checkpoint(init_from):
+    checkpoint = find_checkpoint(init_from)
+    if checkpoint:
         require_whole(checkpoint)
         load(checkpoint, weights(model))
+    else:
+        formats = import_weights(model, init_from)
+    known = ModelConfig.from_hf(model_folder(init_from)).vocab_size
+    if model.config.embedding_rows > known:
+        grow_vocabulary(model, known)
+    if checkpoint:
         return read_progress(checkpoint)["dtypes"]
-    formats = import_weights(model, init_from)
     default = max(set(formats.values()), key=list(formats.values()).count)
     return {"default": default} | {name: found for name, found in formats.items() if found != default}
 

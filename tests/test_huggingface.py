@@ -68,9 +68,13 @@ FORMATS = {
 }
 FAMILIES = ("llama", "llama biases", "mistral window", "qwen2", "qwen3", "gemma2", "gemma3 long", "olmo2", "phi3", "phi4 mini")
 FORMATS |= {f"{name} on {ranks}": (ranks, {"family": name, "dtype": torch.bfloat16}) for name in FAMILIES for ranks in (1, 2)}
+QUICK = ("bf16 untied sharded", "gemma3 long on 2", "phi3 on 2")
 
 
-@pytest.mark.parametrize(("ranks", "made"), FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize(
+    ("ranks", "made"),
+    [pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in FORMATS.items()],
+)
 def test_import_then_export_without_a_step_is_byte_equal(train, export, tmp_path, ranks, made):
     folder = make_folder(tmp_path / "in", **made)
     assert ("shard" in made) == (folder / "model.safetensors.index.json").exists()

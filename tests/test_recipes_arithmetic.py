@@ -4,11 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from test_recipes_compose import PUBLISHED, RECIPES
+from test_recipes_compose import RECIPES, published_model, recipe_as_it_is
 
-from fsdp_trainer.config.compose import CONF, compose
+from fsdp_trainer.config.compose import CONF
 from fsdp_trainer.config.document import recipes_page
-from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.observe.flops import PEAKS, palm_flops
 
 GB = r"([\d.]+) GB"
@@ -18,20 +17,16 @@ class Recipe:
     """A recipe's configuration, its model with the published vocabulary, and the numbers in its head."""
 
     def __init__(self, name):
-        self.cfg = compose("train", [f"+recipe={name}"], inputs=False)
+        self.cfg = recipe_as_it_is(name)
         self.batch = self.cfg.batch
         before = Path(self.cfg.model.init_from or "").name
-        self.model = Recipe(before).model if before in RECIPES else published(self.cfg.model.name)
+        self.model = Recipe(before).model if before in RECIPES else published_model(self.cfg.model.name)
         self.text = (CONF / "recipe" / f"{name}.yaml").read_text().replace(",", "").replace("one GPU", "1 GPU")
 
     def numbers(self, pattern):
         """The groups of the pattern's only match."""
         (found,) = re.finditer(pattern, self.text)
         return [float(number) for number in found.groups()]
-
-
-def published(size):
-    return resolve_model(compose("train", [f"model={size}"], inputs=False).model, PUBLISHED[size][0])
 
 
 @pytest.fixture(scope="module", params=sorted({*RECIPES} - {"quickstart"}))

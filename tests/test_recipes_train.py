@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from test_recipes_compose import RECIPES, recipe_as_it_is
 
 import fsdp_trainer
-from fsdp_trainer.config.compose import compose, options
 
 SMALLER = [
     "model.num_hidden_layers=2", "model.hidden_size=32", "model.intermediate_size=48", "model.num_attention_heads=4",
@@ -24,12 +24,9 @@ def text(tmp_path):
     return tmp_path / "text.jsonl"
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=[] if name == "quickstart" else pytest.mark.slow) for name in options("train")["recipe"]]
-)
+@pytest.mark.parametrize("recipe", [pytest.param(name, marks=[] if name == "quickstart" else pytest.mark.slow) for name in RECIPES])
 def test_every_recipe_trains_and_ends_with_a_checkpoint(world, text, tmp_path, recipe):
-    plain = compose("train", [f"+recipe={recipe}"], inputs=False).data.format == "text"
-    data = f"data.path={text if plain else 'demo:backwards'}"
+    data = f"data.path={text if recipe_as_it_is(recipe).data.format == 'text' else 'demo:backwards'}"
     run = world.train(
         tmp_path / "run",
         f"+recipe={recipe}",

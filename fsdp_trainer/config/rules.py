@@ -105,8 +105,9 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
         paths = value if isinstance(value, list) else [value] if isinstance(value, str) else []
         if wrong := [(path, why) for path in paths if (why := _unreadable(key, path))]:
             report.add(key, value, "\n".join(f"{path}: {why}" if len(paths) > 1 else why for path, why in wrong))
-    if cfg.model.init_from and not _looks_like_hub_id(cfg.model.init_from):
-        _check_weights(cfg.model.init_from, report)
+    init_from = cfg.model.init_from
+    if init_from and (not _looks_like_hub_id(init_from) or init_from.startswith(f"{cfg.run.root}/")):  # runs/NAME before any run
+        _check_weights(init_from, report)
     if cfg.data.template and cfg.data.template.endswith((".jinja", ".j2")):
         _check_exists("data.template", cfg.data.template, report)
     if cfg.logging.tensorboard and importlib.util.find_spec("tensorboard") is None:

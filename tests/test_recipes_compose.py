@@ -77,7 +77,7 @@ PUBLISHED = {
 @pytest.fixture(scope="module")
 def every_option():
     """Each option of each group, composed: (group, option) → configuration."""
-    groups = {group: names for group, names in options("train").items() if group != "recipe"}
+    groups = {group: names for group, names in options("train").items() if group not in ("recipe", "sweep")}
     found = {}
     for i in range(max(map(len, groups.values()))):
         chosen = {group: names[i % len(names)] for group, names in groups.items()}

@@ -119,6 +119,7 @@ def recipes(cfg: RecipesConfig, config_dir: str | None = None) -> int:
 
 HELP = """\
 fsdp-trainer [VERB] [+recipe=NAME] [group=option] [key=value] …
+fsdp-trainer -m [+recipe=NAME] [+sweep=NAME] [key=value,value] …     one training per combination of values
 torchrun … -m fsdp_trainer [+recipe=NAME] …
 
 verbs (train, if none is given)
@@ -138,6 +139,9 @@ groups
 recipes
 {recipes}
 
+sweeps
+{sweeps}
+
 fsdp-trainer config key=optim.lr  explains a key; docs/configuration.md has them all."""
 
 
@@ -147,9 +151,9 @@ def help_text(verb: str | None, config_dir: str | None) -> str:
     recipes = "\n".join(f"  {name:22} {does}" for name, (does, *_) in recipe_heads(config_dir).items())
     groups = "\n".join(f"  {group:22} {' '.join(found[group])}" for group in GROUPS)
     if verb is None:
-        return HELP.format(
-            verbs="\n".join(f"  {name:11}{_first_line(cls)}" for name, cls in PRIMARY.items()), groups=groups, recipes=recipes
-        )
+        verbs = "\n".join(f"  {name:11}{_first_line(cls)}" for name, cls in PRIMARY.items())
+        sweeps = "\n".join(f"  {name:22} {_head(f'sweep/{name}', config_dir)[0]}" for name in found["sweep"])
+        return HELP.format(verbs=verbs, groups=groups, recipes=recipes, sweeps=sweeps)
     cls: Any = PRIMARY[verb]
     usage = f"{_first_line(cls)}\n\nfsdp-trainer {verb} "
     if not issubclass(cls, TrainConfig):
@@ -179,7 +183,7 @@ def recipe_heads(config_dir: str | None = None) -> dict[str, RecipeHead]:
     heads = {}
     for name in options("train", config_dir)["recipe"]:
         text = (find_file(f"recipe/{name}", config_dir) or Path()).read_text()
-        lines = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#") and "@package" not in line]
+        lines = _head(f"recipe/{name}", config_dir)
 
         def find(pattern: str, text: str = text) -> str | None:
             found = re.search(f"(?m){pattern}", text)
@@ -187,7 +191,7 @@ def recipe_heads(config_dir: str | None = None) -> dict[str, RecipeHead]:
 
         command = find(r"^#   ((?:.*\\\n)*.*)")
         heads[name] = RecipeHead(
-            does=lines[0] if lines else "not said",
+            does=lines[0],
             hardware=find("^# hardware:(.*)") or "not said",
             memory=find("^# +in all +([^;(\n]+(?:[(]estimate[)])?)"),
             step=find("= ([0-9,]+ tokens) a step"),
@@ -204,6 +208,12 @@ def recipes_page(text: str) -> str:
     rows += [(f"`{name}`", *(said or "–" for said in head[:-1]), f"`{head.start}`") for name, head in recipe_heads().items()]
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     return re.sub(r"(?m)^\| recipe \|.*\n(\|.*\n)*", lambda _: table, text)
+
+
+def _head(path: str, config_dir: str | None) -> list[str]:
+    """The comment lines of a recipe or sweep; the first says what it is for."""
+    text = (find_file(path, config_dir) or Path()).read_text()
+    return [line.lstrip("# ") for line in text.splitlines() if line.startswith("#") and "@package" not in line] or ["not said"]
 
 
 def write() -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import itertools
 import os
 import shlex
 import sys
@@ -66,8 +65,10 @@ def _dispatch(argv: list[str]) -> int:
 
         print(help_text(verb if words[:1] == [verb] else None, flags.config_dir))
         return 0
+    if flags.multirun and (flags.info or flags.cfg):
+        raise UserError("the command line cannot be read", [Problem("-m", "--cfg and --info show one run: leave one of them out")])
     if flags.multirun:
-        _refuse_sweep(verb, overrides)
+        return _sweep(verb, overrides, flags.config_dir)
     if flags.info:
         return _hydra_info(flags.info, verb, overrides, flags.config_dir)
     if flags.cfg:
@@ -126,22 +127,13 @@ def _bare(word: str) -> bool:
     return "=" not in word and word[:1] not in "+~-"
 
 
-def _refuse_sweep(verb: str, overrides: list[str]) -> NoReturn:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
+def _sweep(verb: str, words: list[str], config_dir: str | None) -> int:
+    if verb != "train":
+        line = shlex.join(["fsdp-trainer", verb, *words])
+        raise UserError("the sweep cannot be started", [Problem(f"-m {verb}", f"only training is swept. Without -m:  {line}")])
+    from fsdp_trainer.launch.sweep import sweep
 
-    try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
-        choices = [
-            [f"{o.key_or_group}={v}" for v in o.sweep_string_iterator()] if o.is_sweep_override() else [str(o.input_line)] for o in parsed
-        ]
-    except Exception:  # whatever Hydra cannot read is told when the job itself is started
-        choices = []
-    start = "torchrun … -m fsdp_trainer" if "RANK" in os.environ else "fsdp-trainer"
-    jobs = [[*([verb] if verb != "train" else []), *job] for job in itertools.islice(itertools.product(*choices), 8)]
-    lines = [f"{start} {shlex.join(job)} run.name=sweep-{i}" for i, job in enumerate(jobs)]
-    raise UserError(
-        "no sweeps yet", [Problem("--multirun", "\n".join(["this version runs one job at a time: start one command per value", *lines]))]
-    )
+    return sweep(words, config_dir)
 
 
 def _hydra_info(what: str, verb: str, overrides: list[str], config_dir: str | None) -> int:

@@ -9,7 +9,7 @@ from fsdp_trainer.config.schema import GenerateConfig, QuickstartConfig
 from fsdp_trainer.data.build import build_template, build_tokenizer
 from fsdp_trainer.data.demo import rows
 from fsdp_trainer.generate import Speaker
-from fsdp_trainer.launch.start import ranks_to_start, start_ranks
+from fsdp_trainer.launch.start import start_ranks
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.initialize import initialize_whole
 from fsdp_trainer.models.resolve import resolve_model
@@ -39,7 +39,7 @@ def quickstart(cfg: QuickstartConfig) -> int:
 
     before, example = ask(Speaker(model, tokenizer, build_template(recipe, tokenizer)), questions)
     print(f"before training: {before} of {len(questions)} held-out questions right, e.g. {example}\n", flush=True)
-    if code := start_ranks(ranks_to_start(recipe.launch), overrides):
+    if code := start_ranks(recipe.launch, overrides):
         return code
     after, example = ask(Speaker.load(run / "hf"), questions)
     print(f"\nbefore training: {before} of {len(questions)} held-out questions right")

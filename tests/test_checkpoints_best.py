@@ -70,7 +70,7 @@ def test_training_stops_after_so_many_validations_without_a_lower_loss(train):
     again = train("run", *how, "train.steps=200")
     assert "already finished" in again.out and "train.early_stop=null" in again.out and again.metrics[-1]["step"] == 12
     more = train("run", *HOW, "train.steps=14", ranks=2)
-    assert more.column("step") == list(range(1, 15))
+    assert more.column("step") == list(range(1, 15)) and more.checkpoints == ["step-00000014"], "no longer asked to keep the best"
 
 
 def test_patience_and_its_delta_are_remembered_by_a_resume(train):

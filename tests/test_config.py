@@ -270,13 +270,6 @@ def test_a_misspelt_verb_and_one_that_is_not_there_yet(refused):
         assert "does not have it yet" in refused(verb)
 
 
-def test_a_sweep_is_answered_with_one_command_per_value(refused, monkeypatch):
-    said = refused("-m", "+recipe=quickstart", "optim.lr=1,2")
-    assert "fsdp-trainer +recipe=quickstart optim.lr=1 run.name=" in said and "optim.lr=2" in said
-    monkeypatch.setenv("RANK", "0")
-    assert "torchrun … -m fsdp_trainer +recipe" in refused("-m", "+recipe=quickstart", "optim.lr=1,2")
-
-
 def test_only_rank_0_speaks(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
     assert main(["nonsense=1"]) == 2 and capsys.readouterr().err == ""

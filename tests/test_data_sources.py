@@ -312,7 +312,7 @@ def test_an_entry_of_a_list_is_one_source(tmp_path):
     "turn",
     [
         {"content": "a", "reasoning_content": "r"},
-        {"content": "a", "reasoning": "r"},
+        {"content": "a", "reasoning": "r", "weight": None},
         {"content": [{"type": "text", "text": "a"}], "thinking": "r"},
         {"content": [{"type": "thinking", "thinking": "r"}, {"type": "text", "value": "a"}]},
         {"content": [{"type": "reasoning", "value": "r"}, "a"]},
@@ -340,3 +340,16 @@ def test_turns_as_json_text_are_read():
 def test_a_part_that_is_no_text_is_refused_by_its_type():
     with pytest.raises(RowError, match="'image_url'"):
         read({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]})
+
+
+def test_every_path_of_a_list_that_cannot_be_read_is_told(world, tmp_path):
+    good = written(tmp_path, "a.jsonl", '{"text": "x"}')
+    (told,) = world.command("preview", f"data.path=[{good},{tmp_path}/b.jsonl,{tmp_path}/*.csv]", "tokenizer.path=demo:bytes", code=2)
+    assert "b.jsonl: there is no such file" in told.err and "*.csv: no file matches" in told.err and "a.jsonl:" not in told.err
+
+
+def test_a_stream_of_conversations_is_refused(world, tmp_path):
+    chats = written(tmp_path, "a.jsonl", json.dumps(CHAT))
+    how = ["preview", f"data.path={chats}", "tokenizer.path=demo:bytes", f"data.cache={tmp_path}", "data.packing=stream"]
+    assert "data.too_long=split" in world.command(*how, code=2)[0].err
+    assert f"{chats} holds conversations" in world.command(*how, "data.too_long=split", code=2)[0].err

@@ -6,10 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from world import SMALL, Run
+from world import SMALL, Run, ranks_below
 
 from fsdp_trainer.launch.start import ranks_to_start
 from fsdp_trainer.launch.world import environment_of_ranks, first_host
@@ -106,19 +105,6 @@ def test_replicas_that_do_not_divide_the_world_are_refused(train):
 
 
 # --- restarts ----------------------------------------------------------------------------------------------------------------------
-
-
-def ranks_below(pid):
-    """pid by RANK of every process that descends from `pid`."""
-    found = {}
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        try:
-            env = dict(item.partition("=")[::2] for item in Path(f"/proc/{child}/environ").read_text().split("\0"))
-            found |= {env["RANK"]: int(child)} if "RANK" in env else {}
-            found |= ranks_below(child)
-        except OSError:
-            continue
-    return found
 
 
 @pytest.mark.slow

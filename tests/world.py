@@ -81,6 +81,19 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def ranks_below(pid: int) -> dict[str, int]:
+    """pid by RANK of every process that descends from `pid`."""
+    found: dict[str, int] = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        try:
+            env = dict(item.partition("=")[::2] for item in Path(f"/proc/{child}/environ").read_text().split("\0"))
+            found |= {env["RANK"]: int(child)} if "RANK" in env else {}
+            found |= ranks_below(child)
+        except OSError:
+            continue
+    return found
+
+
 class World:
     """`call` runs a function on every rank; `command` runs a command line on every rank."""
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +47,7 @@ class CheckpointStore:
         if cfg.mode == "async":
             # on the default group the thread's collectives would meet training's
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-            # a new thread has device 0, whichever is this rank's
-            device = partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_initialized() else None
-            self._writer = ThreadPoolExecutor(1, "checkpoint", device)
+            self._writer = ThreadPoolExecutor(1, "checkpoint")
 
     def save(self, step: int, state: dict[str, Tensor], progress: dict[str, Any]) -> None:
         """Commit a checkpoint of `state` (tensors and DTensors) and `progress`; in the background, once `state` is copied, with mode=async.
@@ -63,7 +60,9 @@ class CheckpointStore:
             self._save(step, state, progress, started)
         else:
             staged = stage(state, self._buffers)
-            self._on_its_way = self._writer.submit(self._save, step, staged, progress, started, time.perf_counter() - started)
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            stall = time.perf_counter() - started
+            self._on_its_way = self._writer.submit(self._save_in_thread, device, step, staged, progress, started, stall)
 
     @property
     def failed(self) -> bool:
@@ -75,6 +74,11 @@ class CheckpointStore:
         on_its_way, self._on_its_way = self._on_its_way, None
         if on_its_way:
             on_its_way.result()
+
+    def _save_in_thread(self, device: int | None, *what: Any) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # a new thread has device 0, whichever is this rank's
+        self._save(*what)
 
     def _save(self, step: int, state: dict[str, Tensor], progress: dict[str, Any], started: float, stall: float | None = None) -> None:
         target = self.folder / checkpoint_name(step)
@@ -129,6 +133,7 @@ class CheckpointStore:
         if self._commits >= self.cfg.keep:
             for left in self.folder.glob("step-*.left"):
                 shutil.rmtree(left)
+        unlink_if_dangling(self.folder / BEST)
         sync(self.folder)
 
     def newest_good(self, tell: Callable[[Path, list[Problem]], None]) -> Path | None:
@@ -152,8 +157,7 @@ class CheckpointStore:
                 aside = later.with_name(later.name + ".left")
                 shutil.rmtree(aside, ignore_errors=True)
                 later.rename(aside)
-        if not (self.folder / BEST).exists():
-            (self.folder / BEST).unlink(missing_ok=True)  # it named one of those
+        unlink_if_dangling(self.folder / BEST)
 
     def listed(self) -> list[Path]:
         """The committed checkpoints, oldest first, as rank 0 sees them: another node's view of a shared disk may lag."""
@@ -200,6 +204,12 @@ def name_best(link: Path, best: Path) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(best.name)
     fresh.replace(link)
+
+
+def unlink_if_dangling(link: Path) -> None:
+    """Remove a link to what is no longer there."""
+    if not link.exists():
+        link.unlink(missing_ok=True)
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -16,8 +16,8 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fsdp_trainer.config.check import Report, build, flatten
-from fsdp_trainer.config.overrides import contents, owner_of, read_overrides, why_forbidden, why_unknown
+from fsdp_trainer.config.check import Report, build, flatten, show
+from fsdp_trainer.config.overrides import LAID_OVER, contents, owner_of, read_overrides, why_forbidden, why_unknown
 from fsdp_trainer.config.rules import check_inputs, check_rules
 from fsdp_trainer.config.schema import GROUPS, PRIMARY, SELECTORS, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
@@ -56,7 +56,7 @@ def options(verb: str, config_dir: str | None = None) -> dict[str, list[str]]:
         group: sorted(
             f.relative_to(folder / group).with_suffix("").as_posix() for folder in folders for f in (folder / group).rglob("*.yaml")
         )
-        for group in (*GROUPS, "recipe")
+        for group in (*GROUPS, "recipe", "sweep")
     }
 
 
@@ -90,23 +90,36 @@ def hydra(overrides: list[str], config_dir: str | None) -> Iterator[list[str]]:
 def _compose_files(verb: str, overrides: list[str], config_dir: str | None, report: Report) -> dict[str, Any]:
     try:
         with hydra(overrides, config_dir) as given:
-            defaults = GlobalHydra.instance().config_loader().compute_defaults_list(verb, given, RunMode.RUN).defaults
-            keys, groups = flatten(PRIMARY[verb]), options(verb, config_dir)
-            for default in defaults:
-                if file := find_file(default.config_path or "", config_dir):
-                    _check_file(file, default.package or "", keys, groups, report)
+            check_files(verb, given, config_dir, report)
             tree = OmegaConf.to_container(hydra_compose(verb, given), resolve=True)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        told = re.sub(r"\n\t", " ", str(error).split("\nConfig search path")[0].strip())
-        report.problems.append(Problem("composing", re.sub(r"\n\s*\n", "\n", told)))
+        report.problems.append(Problem("composing", told_by_hydra(error)))
         report.close()
     return tree  # type: ignore[return-value]
 
 
-def _check_file(file: Path, package: str, keys: dict[str, Any], groups: dict[str, list[str]], report: Report) -> None:
+def told_by_hydra(error: Exception) -> str:
+    """An error of Hydra's, without what only its developers want to know."""
+    told = re.sub(r"\n\t", " ", str(error).split("\nConfig search path")[0].strip())
+    return re.sub(r"\n\s*\n", "\n", told)
+
+
+def check_files(verb: str, given: list[str], config_dir: str | None, report: Report) -> None:
+    """Check every file that takes part into `report`. Within `hydra`, with the overrides that it yields."""
+    keys, groups = flatten(PRIMARY[verb]), options(verb, config_dir)
+    for default in GlobalHydra.instance().config_loader().compute_defaults_list(verb, given, RunMode.RUN).defaults:
+        path = default.config_path or ""
+        if file := find_file(path, config_dir):
+            _check_file(file, path.split("/")[0], default.package or "", keys, groups, report)
+
+
+def _check_file(file: Path, kind: str, package: str, keys: dict[str, Any], groups: dict[str, list[str]], report: Report) -> None:
     tree = yaml.load(file.read_text(), YAML_LOADER) or {}
     if not isinstance(tree, dict):
         report.problems.append(Problem(str(file), "is not a mapping of keys to values"))
+        return
+    if kind in LAID_OVER and package:
+        report.problems.append(Problem(str(file), f"lies in  {package}.* : the first line of a {kind} is  # @package _global_"))
         return
     defaults = tree.pop("defaults", None) or []
     refused = {
@@ -114,22 +127,24 @@ def _check_file(file: Path, package: str, keys: dict[str, Any], groups: dict[str
     }
     for key, value in _leaves(tree, f"{package}." if package else "", keys):
         report.origins[key] = str(file)
-        if why := _why_refused(key, value, "recipe" in file.parts, keys, groups):
+        if why := _why_refused(key, value, kind, keys, groups):
             refused[key] = why
     report.problems += [Problem(f"{key} in {file}", why) for key, why in refused.items()]
 
 
-def _why_refused(key: str, value: Any, in_recipe: bool, keys: dict[str, Any], groups: dict[str, list[str]]) -> str | None:
+def _why_refused(key: str, value: Any, kind: str, keys: dict[str, Any], groups: dict[str, list[str]]) -> str | None:
     group, _, name = key.partition(".")
     if why := why_forbidden(key, value):
         return why
     if group == "hydra":
         return None
+    if kind == "sweep":
+        return f"a sweep only says what varies: write it under  hydra.sweeper.params , as  {key}: {show(value)}"
     if any(k.startswith(f"{key}.") for k in keys):
         return f"is a group of keys: set some of them, or choose it under defaults:  - override /{key}: NAME\n{contents(key, keys)}"
     if owner_of(key, keys) is None:
         return why_unknown(key, None, keys, groups)
-    if in_recipe and SELECTORS.get(group) == name:
+    if kind == "recipe" and SELECTORS.get(group) == name:
         return f"would undo  {group}=…  on the command line. A recipe chooses it under defaults:  - override /{group}: NAME"
     return None
 

@@ -1,13 +1,13 @@
-"""The schema as people read it: YAML comments, docs/configuration.md, `config key=…`, `recipes`.
+"""The schema and the recipes as people read them: YAML comments, docs/configuration.md, `config key=…`, `recipes`, docs/recipes.md.
 
-`python -m fsdp_trainer.config.document` writes conf/ and docs/configuration.md again after a change of the schema.
+`python -m fsdp_trainer.config.document` writes conf/, docs/configuration.md and the table of docs/recipes.md again after a change.
 """
 
 import re
 import textwrap
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
@@ -111,13 +111,15 @@ def explain(cfg: ConfigConfig) -> int:
 
 def recipes(cfg: RecipesConfig, config_dir: str | None = None) -> int:
     """`fsdp-trainer recipes`: what each is for, on what hardware, and how to start it."""
-    for name, (does, hardware, start) in recipe_heads(config_dir).items():
-        print(f"{name}\n  {does}\n  hardware  {hardware}\n  start     {start}\n")
+    for name, head in recipe_heads(config_dir).items():
+        said = {name: text for name, text in head._asdict().items() if text and name != "does"}
+        print("\n".join([name, f"  {head.does}", *(f"  {name:10}{text}" for name, text in said.items())]), end="\n\n")
     return 0
 
 
 HELP = """\
 fsdp-trainer [VERB] [+recipe=NAME] [group=option] [key=value] …
+fsdp-trainer -m [+recipe=NAME] [+sweep=NAME] [key=value,value] …     one training per combination of values
 torchrun … -m fsdp_trainer [+recipe=NAME] …
 
 verbs (train, if none is given)
@@ -137,6 +139,9 @@ groups
 recipes
 {recipes}
 
+sweeps
+{sweeps}
+
 fsdp-trainer config key=optim.lr  explains a key; docs/configuration.md has them all."""
 
 
@@ -146,9 +151,9 @@ def help_text(verb: str | None, config_dir: str | None) -> str:
     recipes = "\n".join(f"  {name:22} {does}" for name, (does, *_) in recipe_heads(config_dir).items())
     groups = "\n".join(f"  {group:22} {' '.join(found[group])}" for group in GROUPS)
     if verb is None:
-        return HELP.format(
-            verbs="\n".join(f"  {name:11}{_first_line(cls)}" for name, cls in PRIMARY.items()), groups=groups, recipes=recipes
-        )
+        verbs = "\n".join(f"  {name:11}{_first_line(cls)}" for name, cls in PRIMARY.items())
+        sweeps = "\n".join(f"  {name:22} {_head(f'sweep/{name}', config_dir)[0]}" for name in found["sweep"])
+        return HELP.format(verbs=verbs, groups=groups, recipes=recipes, sweeps=sweeps)
     cls: Any = PRIMARY[verb]
     usage = f"{_first_line(cls)}\n\nfsdp-trainer {verb} "
     if not issubclass(cls, TrainConfig):
@@ -162,24 +167,62 @@ def _first_line(cls: type) -> str:
     return (cls.__doc__ or "").splitlines()[0]
 
 
-def recipe_heads(config_dir: str | None = None) -> dict[str, tuple[str, str, str]]:
-    """What each recipe does, its hardware and its command, from the head of its file."""
+class RecipeHead(NamedTuple):
+    """What the head of a recipe's file says; None: nothing. memory: of one GPU."""
+
+    does: str
+    hardware: str
+    memory: str | None
+    step: str | None
+    speed: str | None
+    start: str
+
+
+def recipe_heads(config_dir: str | None = None) -> dict[str, RecipeHead]:
+    """The head of each recipe's file, by name."""
     heads = {}
     for name in options("train", config_dir)["recipe"]:
         text = (find_file(f"recipe/{name}", config_dir) or Path()).read_text()
-        lines = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#") and "@package" not in line]
-        hardware = next((line.partition(":")[2].strip() for line in lines if line.startswith("hardware:")), "not said")
-        command = re.search(r"(?m)^#   ((?:.*\\\n)*.*)", text)
-        start = re.sub(r"\s*\\\n#\s*", " ", command[1]) if command else f"fsdp-trainer +recipe={name}"
-        heads[name] = (lines[0] if lines else "not said", hardware, start)
+        lines = _head(f"recipe/{name}", config_dir)
+
+        def find(pattern: str, text: str = text) -> str | None:
+            found = re.search(f"(?m){pattern}", text)
+            return found[1].strip() if found else None
+
+        command = find(r"^#   ((?:.*\\\n)*.*)")
+        heads[name] = RecipeHead(
+            does=lines[0],
+            hardware=find("^# hardware:(.*)") or "not said",
+            memory=find("^# +in all +([^;(\n]+(?:[(]estimate[)])?)"),
+            step=find("= ([0-9,]+ tokens) a step"),
+            speed=find("^# Speed +([^;:\n]+)"),
+            start=re.sub(r"\s*\\\n#\s*", " ", command) if command else f"fsdp-trainer +recipe={name}",
+        )
     return heads
 
 
+def recipes_page(text: str) -> str:
+    """docs/recipes.md with its table as the recipes have it. text: the page as it is."""
+    titles = ("recipe", "what it does", "hardware", "memory a GPU", "a step", "speed", "start")
+    rows: list = [titles, ["---"] * len(titles)]
+    rows += [(f"`{name}`", *(said or "–" for said in head[:-1]), f"`{head.start}`") for name, head in recipe_heads().items()]
+    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return re.sub(r"(?m)^\| recipe \|.*\n(\|.*\n)*", lambda _: table, text)
+
+
+def _head(path: str, config_dir: str | None) -> list[str]:
+    """The comment lines of a recipe or sweep; the first says what it is for."""
+    text = (find_file(path, config_dir) or Path()).read_text()
+    return [line.lstrip("# ") for line in text.splitlines() if line.startswith("#") and "@package" not in line] or ["not said"]
+
+
 def write() -> None:
-    """Bring conf/ and docs/configuration.md up to the schema."""
+    """Bring conf/ and docs/ up to the schema and the recipes."""
     for path, text in documented_files(CONF).items():
         path.write_text(text)
-    (CONF.parent / "docs" / "configuration.md").write_text(markdown(options("train")))
+    docs = CONF.parent / "docs"
+    (docs / "configuration.md").write_text(markdown(options("train")))
+    (docs / "recipes.md").write_text(recipes_page((docs / "recipes.md").read_text()))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from fsdp_trainer.config.check import show, takes_text
 from fsdp_trainer.config.names import OPTION_SYNONYMS, meant_by, nearest
 from fsdp_trainer.errors import Problem
 
+LAID_OVER = ("recipe", "sweep")  # chosen with a plus, several at once if need be
 PROSE = ("prompt", "system")  # keys of `generate` whose text is taken as it is, commas and all
 HYDRA_ALLOWED = re.compile(r"hydra[./](launcher|sweeper)\b")
 
@@ -35,8 +36,13 @@ class CommandLine:
         self.settled |= {argument.lstrip("+~").split("=")[0], *keys}
 
 
-def read_overrides(arguments: list[str], keys: Mapping[str, Any], options: Mapping[str, list[str]]) -> CommandLine:
-    """Check every argument by itself. `keys`: the primary configuration's; `options`: the names in each group, `recipe` among them."""
+def read_overrides(
+    arguments: list[str], keys: Mapping[str, Any], options: Mapping[str, list[str]], *, sweeping: bool = False
+) -> CommandLine:
+    """Check every argument by itself. `keys`: the primary configuration's; `options`: the names in each group, `recipe` and `sweep` among them.
+
+    sweeping: these belong to a whole sweep, not to one run.
+    """
     line = CommandLine()
     parser = OverridesParser.create()
     for argument in arguments:
@@ -47,13 +53,15 @@ def read_overrides(arguments: list[str], keys: Mapping[str, Any], options: Mappi
         try:
             override = parser.parse_override(argument)
         except HydraException:
-            line.refuse(argument, _why_unparsable(argument, parser, keys, options))
+            line.refuse(argument, why_unparsable(argument, parser, keys, options))
             continue
         key = override.key_or_group + (f"@{override.package}" if override.package else "")
         if override.is_delete():
             line.refuse(argument, "keys are not deleted. To switch something off write  key=null  or choose another option of its group")
         elif override.is_sweep_override():
             line.refuse(argument, _why_no_sweep(argument))
+        elif key == "sweep" and key in options and not sweeping:
+            line.refuse(argument, f"says what a sweep varies, and this is one run. Start a sweep with  fsdp-trainer -m {argument} …")
         elif why := why_forbidden(key, override.value()):
             line.refuse(argument, why)
         elif key in options:
@@ -98,6 +106,11 @@ def owner_of(key: str, keys: Mapping[str, Any]) -> str | None:
     return next((k for k, f in keys.items() if key.startswith(f"{k}.") and "dict" in str(f.type)), None)
 
 
+def quoted(text: str) -> str:
+    """`text` as a value that Hydra's grammar takes as it is."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
 def _set(line: CommandLine, argument: str, key: str, value: Any, keys: Mapping[str, Any], groups: Mapping[str, Any]) -> None:
     text = argument.partition("=")[2]
     owner = owner_of(key, keys)
@@ -115,36 +128,38 @@ def _set(line: CommandLine, argument: str, key: str, value: Any, keys: Mapping[s
 
 
 def _choose(line: CommandLine, argument: str, group: str, chosen: Any, options: Mapping[str, list[str]]) -> None:
-    names = chosen if group == "recipe" and isinstance(chosen, list) else [chosen]
+    laid_over = group in LAID_OVER
+    names = chosen if laid_over and isinstance(chosen, list) else [chosen]
     unknown = [name for name in names if name not in options[group]]
-    if group == "recipe" and not argument.startswith("+"):
-        line.refuse(argument, f"a recipe is laid over the configuration: write  +{argument}")
+    if laid_over and not argument.startswith("+"):
+        line.refuse(argument, f"a {group} is laid over the configuration: write  +{argument}")
     elif any(o.lstrip("+").startswith(f"{group}=") for o in line.hydra):
-        line.refuse(argument, f"{group} is chosen twice" + (": write  +recipe=[first,second]" if group == "recipe" else ""))
+        line.refuse(argument, f"{group} is chosen twice" + (f": write  +{group}=[first,second]" if laid_over else ""))
     elif unknown:
         line.refuse(argument, _why_no_option(group, unknown[0], options), f"{group}.path", f"{group}.init_from")
     else:
         line.recipes += names if group == "recipe" else []
-        line.hydra.append(argument if group == "recipe" else argument.lstrip("+"))
+        line.hydra.append(argument if laid_over else argument.lstrip("+"))
         return
     line.whole = False
 
 
 def _why_no_option(group: str, name: Any, options: Mapping[str, list[str]]) -> str:
     text, synonyms = show(name), OPTION_SYNONYMS.get(group, {})
-    listed = f"{'recipes' if group == 'recipe' else f'{group} has'}: {' '.join(options[group])}"
+    listed = f"{f'{group}s' if group in LAID_OVER else f'{group} has'}: {' '.join(options[group])}"
     if isinstance(name, dict | list) or name is None:
         return f"{group} is a group: choose an option, or set its keys one by one, as  {group}.KEY=value\n{listed}"
     if group in ("model", "data", "tokenizer") and re.search(r"[/.:]", text) and text not in synonyms:
         meant = f"{group}.{'init_from' if group == 'model' else 'path'}={text}"
     elif close := synonyms.get(text.lower()) or nearest(text, options[group]):
-        meant = f"{'+' if group == 'recipe' else ''}{group}={close}"
+        meant = f"{'+' if group in LAID_OVER else ''}{group}={close}"
     else:
         meant = ""
     return f"{group} has no option {text}.{f' Did you mean  {meant} ?' if meant else ''}\n{listed}"
 
 
-def _why_unparsable(argument: str, parser: OverridesParser, keys: Mapping[str, Any], groups: Mapping[str, Any]) -> str:
+def why_unparsable(argument: str, parser: OverridesParser, keys: Mapping[str, Any], groups: Mapping[str, Any]) -> str:
+    """Why Hydra's grammar refuses an argument, and how to write it."""
     key, equals, value = argument.partition("=")
     if argument.startswith("-"):
         name = key.lstrip("-").replace("-", "_")
@@ -163,7 +178,7 @@ def _why_unparsable(argument: str, parser: OverridesParser, keys: Mapping[str, A
 def _why_no_sweep(argument: str) -> str:
     key, _, text = argument.lstrip("+").partition("=")
     return (
-        "commas mean a sweep, and this is one run: start one command per value.\n"
+        "commas mean a sweep, and this is one run. To start one run per value:  fsdp-trainer -m …\n"
         f"A list is written  {key}=[{text}]  , a text with commas  {shlex.quote(f'{key}={_quote(text)}')}"
     )
 

@@ -40,4 +40,6 @@ def model_folder(path: str | Path) -> Path:
 
 def is_hub_id(path: str) -> bool:
     """Whether `path` can only be the name of a model on the hub: `org/name`, and no such folder here."""
-    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", path)) and not path.startswith((".", "~")) and not Path(path).exists()
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith((".", "~")):
+        return False
+    return not Path(path).exists() and not Path(path).parent.is_dir()  # runs/typo is a folder that is not there

@@ -116,11 +116,13 @@ def _require_training_inputs(cfg: TrainConfig, report: Report) -> None:
 def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
     for key in ("data.path", "data.validation", "tokenizer.path"):
         value = _get(cfg, key)
-        for path in value if isinstance(value, list) else [value] if isinstance(value, str) else []:
-            _check_readable(key, path, report)
+        paths = value if isinstance(value, list) else [value] if isinstance(value, str) else []
+        if wrong := [(path, why) for path in paths if (why := _unreadable(key, path))]:
+            report.add(key, value, "\n".join(f"{path}: {why}" if len(paths) > 1 else why for path, why in wrong))
     goes_on = cfg.checkpoint.resume == "auto" and find_checkpoint(Path(cfg.run.root) / str(cfg.run.name))  # and has weights of its own
-    if cfg.model.init_from and not _looks_like_hub_id(cfg.model.init_from) and not goes_on:
-        _check_weights(cfg.model.init_from, report)
+    init_from = cfg.model.init_from if not goes_on else None
+    if init_from and (not is_hub_id(init_from) or init_from.startswith(f"{cfg.run.root}/")):  # runs/NAME before any run
+        _check_weights(init_from, report)
     if cfg.data.template and cfg.data.template.endswith((".jinja", ".j2")):
         _check_exists("data.template", cfg.data.template, report)
     if cfg.logging.tensorboard and importlib.util.find_spec("tensorboard") is None:
@@ -140,49 +142,45 @@ def _check_weights(path: str, report: Report) -> None:
         report.add("model.init_from", path, "this run has not committed a checkpoint yet: wait for its first" if started else why)
 
 
-def _check_readable(key: str, path: str, report: Report) -> None:
+def _unreadable(key: str, path: str) -> str | None:
+    """Why a path of data or tokenizer cannot be read."""
     if path.startswith("demo:"):
-        if path not in DEMOS[key]:
-            report.add(key, path, f"there is no such demo. Use  {key}={DEMOS[key][0]}")
-    elif "://" in path:
-        report.add(key, path, "this version reads local files only: download it first")
-    elif glob.has_magic(path) and not Path(path).exists() and not glob.glob(path, recursive=True):
-        report.add(key, path, f"no file matches (looked in {Path.cwd()})")
-    elif key == "tokenizer.path":
-        if _looks_like_hub_id(path):
-            report.add(key, path, "there is no such file or folder. The tokenizer of a model on the hub comes with  model.init_from")
-        else:
-            _check_exists(key, path, report)
-    elif Path(path).exists() or glob.has_magic(path):
-        _check_data_files(key, path, report)
-    else:
-        _check_exists(key, path, report)
+        return None if path in DEMOS[key] else f"there is no such demo. Use  {key}={DEMOS[key][0]}"
+    if "://" in path:
+        return "this version reads local files only: download it first"
+    if key == "tokenizer.path" and is_hub_id(path):
+        return "there is no such file or folder. The tokenizer of a model on the hub comes with  model.init_from"
+    if Path(path).exists():
+        return None if key == "tokenizer.path" else _unreadable_files(path)
+    if glob.has_magic(path):
+        return _unreadable_files(path) if glob.glob(path, recursive=True) else f"no file matches (looked in {Path.cwd()})"
+    return _missing(path)
 
 
-def _check_data_files(key: str, path: str, report: Report) -> None:
+def _unreadable_files(path: str) -> str | None:
     try:
         files = data_files(path)
     except ValueError as error:
-        report.add(key, path, str(error))
-        return
+        return str(error)
     if importlib.util.find_spec("pyarrow") is None and (needing := [file for file in files if needs_arrow(file)]):
-        report.add(key, path, f"to read {Path(needing[0]).name}, pyarrow is needed:  pip install 'fsdp_trainer[arrow]'")
+        return f"to read {Path(needing[0]).name}, pyarrow is needed:  pip install 'fsdp_trainer[arrow]'"
+    return None
 
 
 def _check_exists(key: str, path: str | None, report: Report) -> None:
     if path is not None and not Path(path).exists():
-        looked = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
-        report.add(key, path, f"there is no such file or folder{looked}{_near(path)}")
+        report.add(key, path, _missing(path))
+
+
+def _missing(path: str) -> str:
+    looked = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
+    return f"there is no such file or folder{looked}{_near(path)}"
 
 
 def _near(path: str) -> str:
     folder = Path(path).parent
     close = nearest(Path(path).name, (f.name for f in folder.iterdir())) if folder.is_dir() else None
     return f"\nDid you mean  {folder / close} ?" if close else ""
-
-
-def _looks_like_hub_id(path: str) -> bool:
-    return is_hub_id(path) and not Path(path.split("/")[0]).is_dir()  # runs/typo is a folder that is not there
 
 
 def _check_duration(key: str, text: str | None, report: Report) -> None:

@@ -234,7 +234,7 @@ class Preparation:
                     raise RowError(row.error)
                 if reader is None:
                     reader = self._reader(row.columns, file)
-                    self._check_split(reader.format)
+                    self._check_split(reader.format, file)
                 read = reader.read(row)
                 texts = builder.render(read)
             except RowError as e:
@@ -255,9 +255,9 @@ class Preparation:
                 raise
             raise RowError(error.problems[0].why.splitlines()[0]) from None  # the next row may tell
 
-    def _check_split(self, format: str) -> None:
+    def _check_split(self, format: str, file: str) -> None:
         if self.data.too_long == "split" and format != "text":
-            why = "only text can be cut into pieces, a conversation cannot.\nUse  data.too_long=drop  or  data.too_long=truncate"
+            why = f"only text can be cut into pieces, and {file} holds conversations.\nUse  data.too_long=drop  or  data.too_long=truncate"
             raise UserError("the data cannot be used", [Problem("data.too_long=split", why)])
 
     def _check(self, name: str, writer: StoreWriter, sources: list[Source]) -> None:

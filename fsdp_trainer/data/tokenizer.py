@@ -122,8 +122,8 @@ def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
     add_tokens: special tokens that it may lack; new ones take the ids behind the last.
     """
     if path == demo.TOKENIZER:
-        backend, *about, content = demo.byte_tokenizer()
-        return TextTokenizer(backend, *about, content=content + _add_special(backend, add_tokens))
+        backend, special, ends, template, content = demo.byte_tokenizer()
+        return TextTokenizer(backend, special, ends, template, content + _add_special(backend, add_tokens))
     given = Path(path).expanduser()
     file = _tokenizer_file(given)
     try:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from glob import glob
 
 from fsdp_trainer.config.schema import Launch, TrainConfig
@@ -17,14 +18,19 @@ STOPPED = 75  # on a signal or a time limit, with a checkpoint committed
 
 def train(cfg: TrainConfig, overrides: list[str]) -> int:
     """Train as one rank of a world that torchrun or srun made, else start launch.nproc_per_node ranks. Returns the exit code."""
-    os.environ.update({name: str(value) for name, value in cfg.launch.env.items() if name not in os.environ})
-    launched = "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
-    ranks = 1 if launched else ranks_to_start(cfg.launch)
-    if ranks > 1:
-        return start_ranks(ranks, overrides)
+    if launcher(os.environ) is None and ranks_to_start(cfg.launch) > 1:
+        return start_ranks(cfg.launch, overrides)
+    os.environ.update({name: value for name, value in cfg.launch.env.items() if name not in os.environ})
     from fsdp_trainer.training.run import run_rank  # imports torch, which the launching process has no use for
 
     return run_rank(cfg)
+
+
+def launcher(env: Mapping[str, str]) -> str | None:
+    """What made a world that this process belongs to, if anything did."""
+    if "RANK" in env:
+        return "torchrun"
+    return "srun" if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1 else None
 
 
 def ranks_to_start(cfg: Launch) -> int:
@@ -38,12 +44,14 @@ def ranks_to_start(cfg: Launch) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def start_ranks(count: int, overrides: list[str]) -> int:
-    """Start `count` ranks of this command on this node and wait. Returns the exit code of the first that failed, else 0.
+def start_ranks(cfg: Launch, overrides: list[str], received: list[int] | None = None) -> int:
+    """Start this command's ranks on this node and wait. Returns the exit code of the first that failed, else 0.
 
-    What torchrun does, but the codes come through, and the parent needs no torch.
+    What torchrun does, but the codes come through, and the parent needs no torch. Signals are passed on, and kept in `received`.
     """
+    count = ranks_to_start(cfg)
     env = {
+        **cfg.env,
         **os.environ,
         "WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
@@ -55,7 +63,7 @@ def start_ranks(count: int, overrides: list[str]) -> int:
     command = [sys.executable, "-m", "fsdp_trainer", "train", *overrides]
     # a session of their own: Ctrl-C at a terminal reaches them through us alone, and once
     ranks = [subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, start_new_session=True) for r in range(count)]
-    received: list[int] = []
+    received = [] if received is None else received
 
     def pass_on(signum: int, _frame: object) -> None:
         received.append(signum)

@@ -1,0 +1,27 @@
+"""Hydra's launcher plugin for sweeps. It lies here because Hydra takes plugins from `hydra_plugins` only."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext
+
+
+class LocalLauncher(Launcher):
+    """hydra/launcher=local: one job after the other on this node, each with ranks of its own. For `fsdp-trainer -m`, not for other programs."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: Any, config: Any) -> None:
+        """task_function: runs a batch, one job for each list of overrides, and gives their objectives."""
+        self.run_batch = task_function
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Run a batch. What a job returns is its objective, for sweepers that search; NaN: it has none."""
+        return [
+            JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED, _return_value=objective)
+            for overrides, objective in zip(job_overrides, self.run_batch(job_overrides), strict=True)
+        ]
+
+
+ConfigStore.instance().store("local", {"_target_": f"{__name__}.LocalLauncher"}, "hydra/launcher", provider="fsdp_trainer")

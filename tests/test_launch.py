@@ -70,6 +70,50 @@ def test_the_trainer_starts_its_ranks_itself(done, tmp_path):
     no_hydra_files(tmp_path / "cwd")
 
 
+@pytest.mark.slow
+def test_launch_env_reaches_the_ranks_and_a_signal_to_the_launcher_stops_them_in_order(start, tmp_path):
+    process = start(SELF, "train.steps=100000", "launch.nproc_per_node=2", "launch.env={NCCL_DEBUG: WARN, OMP_NUM_THREADS: 3}")
+    run = Run(tmp_path / "cwd" / "runs" / "run")
+    wait_until(lambda: run.metrics, process)
+    for pid in ranks_below(process.pid).values():
+        env = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        assert "NCCL_DEBUG=WARN" in env and "OMP_NUM_THREADS=1" in env, "what the environment says stays"
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=60)
+    assert process.returncode == 75 and run.event("start")[0]["world_size"] == 2 and run.events[-1]["reason"] == "SIGUSR1"
+
+
+def test_launch_env_counts_for_ranks_that_a_launcher_started(world, inputs, tmp_path):
+    words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), f"run.root={tmp_path}", "train.steps=1", "launch.env={TOLD: here, RANK: 7}"]
+    assert world.call(1, env_of_rank, words) == [("here", "0")]
+
+
+def env_of_rank(argv):
+    import world
+
+    assert world.command(["train", *argv], None).code == 0
+    return os.environ.get("TOLD"), os.environ["RANK"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_run_after_launch_timeout(start, tmp_path):
+    process = start(SELF, "train.steps=100000", "launch.nproc_per_node=2", "launch.timeout=10s")
+    run = Run(tmp_path / "cwd" / "runs" / "run")
+    wait_until(lambda: len(run.metrics) > 2, process)
+    os.kill(ranks_below(process.pid)["1"], signal.SIGSTOP)
+    stopped = time.monotonic()
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 1 and 9 < time.monotonic() - stopped < 60, err
+    assert run.events[-1]["event"] == "end" and run.events[-1]["exit_code"] == 1
+
+
+def wait_until(there, process):
+    deadline = time.monotonic() + 100
+    while not there():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 BROKEN = '{"prompt": "a", "completion": "b"}\n{"prompt": "a", \n'
 
 

@@ -6,9 +6,10 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
-from world import SMALL, Run, ranks_below
+from world import SMALL, Run, ranks_below, wait_until
 
 from fsdp_trainer.launch.start import ranks_to_start
 from fsdp_trainer.launch.world import environment_of_ranks, first_host
@@ -107,13 +108,6 @@ def test_a_rank_that_hangs_ends_the_run_after_launch_timeout(start, tmp_path):
     assert run.events[-1]["event"] == "end" and run.events[-1]["exit_code"] == 1
 
 
-def wait_until(there, process):
-    deadline = time.monotonic() + 100
-    while not there():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 BROKEN = '{"prompt": "a", "completion": "b"}\n{"prompt": "a", \n'
 
 
@@ -154,10 +148,8 @@ def test_replicas_that_do_not_divide_the_world_are_refused(train):
 @pytest.mark.slow
 def test_torchrun_restarts_a_world_whose_rank_was_killed_and_it_finishes(start, tmp_path):
     process = start([*TORCHRUN, "--max-restarts=2", "-m", "fsdp_trainer"], "train.steps=60", "checkpoint.every=5", "batch.micro_rows=1")
-    run, deadline = Run(tmp_path / "cwd" / "runs" / "run"), time.monotonic() + 100
-    while not (run.folder / "checkpoints" / "step-00000010").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
+    run = Run(tmp_path / "cwd" / "runs" / "run")
+    wait_until((run.folder / "checkpoints" / "step-00000010").exists, process)
     os.kill(ranks_below(process.pid)["1"], signal.SIGKILL)
     out, err = process.communicate(timeout=150)
     assert process.returncode == 0, out + err

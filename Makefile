@@ -26,6 +26,7 @@ lint: $(VENV)/.for-developers  ## ruff and mypy
 
 bench: $(VENV)/.for-developers  ## CPU benchmarks
 	$(BIN)/python -m benchmarks.import_memory
+	$(BIN)/python -m benchmarks.checkpoint_stall
 
 clean:           ## the environment and caches; runs stay
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache dist

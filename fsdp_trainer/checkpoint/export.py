@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.files import damage, whole_folder
+from fsdp_trainer.checkpoint.files import checksum, damage, read_manifest, whole_folder
 from fsdp_trainer.checkpoint.huggingface import DTYPES, INDEX, SINGLE, stored_parts
 from fsdp_trainer.checkpoint.state import WEIGHTS
 from fsdp_trainer.checkpoint.store import load, read_progress
-from fsdp_trainer.config.paths import find_checkpoint
+from fsdp_trainer.config.paths import MANIFEST, find_checkpoint
 from fsdp_trainer.config.schema import ExportConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.models.config import ModelConfig
@@ -22,6 +22,7 @@ from fsdp_trainer.models.decoder import Decoder
 
 Entry = tuple[torch.dtype, torch.Size]
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ORIGIN = "fsdp_trainer.json"  # in an export: the checkpoint that it was made of
 GROUP_BYTES = 2**28  # read from the checkpoint at once
 
 
@@ -73,6 +74,20 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None, sha
             write_safetensors(partial / file, {name: entries[name] for name in members}, fused)
         if len(files) > 1:
             write_index(partial / INDEX, files, entries)
+        (partial / ORIGIN).write_text(json.dumps(origin(checkpoint, dtype), indent=2) + "\n")
+
+
+def origin(checkpoint: Path, dtype: str | None) -> dict[str, Any]:
+    """What an export says of where it comes from. The manifest's checksum tells checkpoints of one step apart."""
+    return {"step": read_manifest(checkpoint)["step"], "manifest_crc32": checksum(checkpoint / MANIFEST), "dtype": dtype}
+
+
+def is_export_of(folder: Path, checkpoint: Path, dtype: str | None) -> bool:
+    """Whether `folder` is what export_checkpoint would write."""
+    try:
+        return json.loads((folder / ORIGIN).read_text()) == origin(checkpoint, dtype)
+    except (OSError, ValueError):
+        return False
 
 
 def size_in_bytes(entry: Entry) -> int:

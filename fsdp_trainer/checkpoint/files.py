@@ -65,19 +65,24 @@ def write_durably(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    """Make names in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make what a file holds, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
+def unfinished(target: Path) -> Path:
+    """The name of a file or folder while it is not whole."""
+    return target.with_name(f".{target.name}.partial")
+
+
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside `target` that takes its name when the block ends well and disappears when it does not."""
-    partial = target.parent / f".{target.name}.partial"
+    partial = unfinished(target)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -90,9 +95,9 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 def commit(partial: Path, target: Path) -> None:
     """Give a finished folder its name, durably. An older folder of that name makes way."""
-    for path in [partial, *(p for p in partial.rglob("*") if p.is_dir())]:
-        sync_folder(path)
+    for path in [*partial.rglob("*"), partial]:
+        sync(path)
     if target.exists():
         shutil.rmtree(target)
     partial.rename(target)
-    sync_folder(target.parent)
+    sync(target.parent)

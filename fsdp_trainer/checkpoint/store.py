@@ -5,20 +5,24 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from fsdp_trainer.checkpoint.files import commit, damage, describe, files_below, sync_folder, write_durably
-from fsdp_trainer.checkpoint.state import WEIGHTS
-from fsdp_trainer.config.paths import MANIFEST, committed_checkpoints
+from fsdp_trainer.checkpoint.files import commit, damage, describe, files_below, sync, unfinished, write_durably
+from fsdp_trainer.checkpoint.state import WEIGHTS, stage
+from fsdp_trainer.config.paths import BEST, MANIFEST, checkpoint_name, committed_checkpoints, step_of
+from fsdp_trainer.config.schema import Checkpoint
 from fsdp_trainer.errors import Problem, RunFailed
 from fsdp_trainer.models.initialize import VOCABULARY
 
@@ -28,32 +32,82 @@ PROGRESS = "trainer.json"
 class CheckpointStore:
     """`folder`/step-00000100/ and so on. Its methods are collective: every rank calls them."""
 
-    def __init__(self, run: Path, keep: int, write_assets: Callable[[Path], None]):
-        """write_assets fills a folder with what a checkpoint holds besides tensors and progress; rank 0 calls it."""
-        self.run, self.folder, self.keep, self.write_assets = run, run / "checkpoints", keep, write_assets
+    def __init__(
+        self, run: Path, cfg: Checkpoint, timeout: float, write_assets: Callable[[Path], None], committed: Callable[[dict[str, Any]], None]
+    ):
+        """write_assets fills a folder with what a checkpoint holds besides tensors and progress; `committed` hears of each that is.
 
-    def save(self, step: int, state: dict[str, Any], progress: dict[str, Any]) -> Path:
-        """Commit a checkpoint of `state` (tensors and DTensors) and `progress`. Raises RunFailed on every rank if any rank could not write."""
-        target = self.folder / f"step-{step:08d}"
-        partial = self.folder / f".{target.name}.partial"
+        Rank 0 calls both; with cfg.mode=async in the thread that writes. timeout: of one collective, in seconds.
+        """
+        self.run, self.folder, self.cfg, self.write_assets, self.committed = run, run / "checkpoints", cfg, write_assets, committed
+        self.group: dist.ProcessGroup | None = None
+        self._commits = 0
+        self._buffers: dict[str, Tensor] = {}
+        self._on_its_way: Future | None = None
+        if cfg.mode == "async":
+            # on the default group the thread's collectives would meet training's
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            self._writer = ThreadPoolExecutor(1, "checkpoint")
+
+    def save(self, step: int, state: dict[str, Tensor], progress: dict[str, Any]) -> None:
+        """Commit a checkpoint of `state` (tensors and DTensors) and `progress`; in the background, once `state` is copied, with mode=async.
+
+        Raises RunFailed on every rank if any rank could not write this checkpoint or the one before, which is waited for.
+        """
+        started = time.perf_counter()
+        self.wait()
+        if self.group is None:
+            self._save(step, state, progress, started)
+        else:
+            staged = stage(state, self._buffers)
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            stall = time.perf_counter() - started
+            self._on_its_way = self._writer.submit(self._save_in_thread, device, step, staged, progress, started, stall)
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank knows that the save in the background failed. The other ranks may not know yet; not collective."""
+        return self._on_its_way is not None and self._on_its_way.done() and self._on_its_way.exception() is not None
+
+    def wait(self) -> None:
+        """Return when no save is on its way. Raises what the last one failed with."""
+        on_its_way, self._on_its_way = self._on_its_way, None
+        if on_its_way:
+            on_its_way.result()
+
+    def _save_in_thread(self, device: int | None, *what: Any) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # a new thread has device 0, whichever is this rank's
+        self._save(*what)
+
+    def _save(self, step: int, state: dict[str, Tensor], progress: dict[str, Any], started: float, stall: float | None = None) -> None:
+        target = self.folder / checkpoint_name(step)
+        half = unfinished(target)
         main = dist.get_rank() == 0
-        everywhere("make the checkpoint's folder", lambda: remake(partial) if main else None)
+        everywhere("make the checkpoint's folder", lambda: remake(half) if main else None, self.group)
         try:
-            dcp.save(state, checkpoint_id=partial)
+            dcp.save(state, checkpoint_id=half, process_group=self.group)
         except CheckpointException as error:  # a BaseException, raised on all ranks together
             cause = next(iter(error.failures.values()), error)
-            everywhere("clear up after a failed checkpoint", lambda: shutil.rmtree(partial, ignore_errors=True) if main else None)
+            everywhere("clear up", lambda: shutil.rmtree(half, ignore_errors=True) if main else None, self.group)
             raise RunFailed(f"cannot write the checkpoint {target}: {cause[0] if isinstance(cause, tuple) else cause}") from None
-        mine = sorted(path.name for path in partial.glob(f"__{dist.get_rank()}_*.distcp"))
-        parts = everywhere("read back the checkpoint", lambda: describe(partial, mine))
-        everywhere("commit the checkpoint", lambda: self._commit(partial, target, step, progress, parts) if main else None)
-        return target
+        mine = sorted(path.name for path in half.glob(f"__{dist.get_rank()}_*.distcp"))
+        parts = everywhere("read back the checkpoint", lambda: describe(half, mine), self.group)
 
-    def _commit(self, partial: Path, target: Path, step: int, progress: dict[str, Any], parts: list[dict]) -> None:
-        self.write_assets(partial)
-        write_durably(partial / PROGRESS, json.dumps(progress, indent=1))
+        def finish() -> None:
+            self._commit(half, target, step, progress, parts)
+            seconds = time.perf_counter() - started
+            # stall: how long training waited
+            told = {"step": step, "path": str(target), "seconds": round(seconds, 3), "stall_seconds": round(stall or seconds, 3)}
+            self.committed(told | ({"best": progress["best_step"] == step} if self.cfg.best else {}))
+
+        everywhere("commit the checkpoint", lambda: finish() if main else None, self.group)
+
+    def _commit(self, half: Path, target: Path, step: int, progress: dict[str, Any], parts: list[dict]) -> None:
+        self.write_assets(half)
+        write_durably(half / PROGRESS, json.dumps(progress, indent=1))
         files = {name: told for part in parts for name, told in part.items()}
-        files |= describe(partial, [name for name in files_below(partial) if name not in files])
+        files |= describe(half, [name for name in files_below(half) if name not in files])
         manifest = {
             "step": step,
             "world_size": dist.get_world_size(),
@@ -61,32 +115,52 @@ class CheckpointStore:
             "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "files": files,
         }
-        write_durably(partial / MANIFEST, json.dumps(manifest, indent=1))
-        commit(partial, target)
-        for old in committed_checkpoints(self.run)[: -self.keep]:
-            (old / MANIFEST).unlink()  # no longer committed, should the deletion be cut short
-            shutil.rmtree(old)
-        sync_folder(self.folder)
+        write_durably(half / MANIFEST, json.dumps(manifest, indent=1))
+        commit(half, target)
+        self._commits += 1
+        self._retain(progress["best_step"] if self.cfg.best else None)
+
+    def _retain(self, best_step: int | None) -> None:
+        """Delete all but the newest checkpoints and the best one, which `best` is made to name."""
+        committed = committed_checkpoints(self.run)
+        best = self.folder / checkpoint_name(best_step) if best_step is not None else None
+        if best in committed:
+            name_best(self.folder / BEST, best)
+        for old in committed[: -self.cfg.keep]:
+            if old != best:
+                old.rename(unfinished(old))  # no longer committed, should the deletion be cut short
+                shutil.rmtree(unfinished(old))
+        if self._commits >= self.cfg.keep:
+            for left in self.folder.glob("step-*.left"):
+                shutil.rmtree(left)
+        unlink_if_dangling(self.folder / BEST)
+        sync(self.folder)
 
     def newest_good(self, tell: Callable[[Path, list[Problem]], None]) -> Path | None:
         """The newest checkpoint whose files are all as they were written; `tell` hears of each that is not. All ranks get the same answer."""
-        for candidate in reversed(self._candidates()):
+        for candidate in reversed(self.listed()):
             found = [p for part in gather(damage(candidate, dist.get_rank(), dist.get_world_size())) for p in part]
             if not found:
                 return candidate
             tell(candidate, found)
         return None
 
-    def leave_aside_after(self, step: int) -> None:
-        """Rename checkpoints of later steps, which a run that goes on from `step` replaces: damaged ones, or another branch's. Rank 0's task."""
+    def clear_up(self, step: int) -> None:
+        """Rename checkpoints of later steps, which a run that goes on from `step` replaces: damaged ones, or another branch's. Rank 0's task.
+
+        They go for good when the run has committed checkpoint.keep new ones. What a crash left half written or half deleted goes now.
+        """
+        for half in self.folder.glob(unfinished(self.folder / "step-*").name):
+            shutil.rmtree(half)
         for later in committed_checkpoints(self.run):
-            if int(later.name.removeprefix("step-")) > step:
+            if step_of(later) > step:
                 aside = later.with_name(later.name + ".left")
                 shutil.rmtree(aside, ignore_errors=True)
                 later.rename(aside)
+        unlink_if_dangling(self.folder / BEST)
 
-    def _candidates(self) -> list[Path]:
-        """Rank 0's listing: another node's view of a shared disk may lag."""
+    def listed(self) -> list[Path]:
+        """The committed checkpoints, oldest first, as rank 0 sees them: another node's view of a shared disk may lag."""
         listing = [committed_checkpoints(self.run) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(listing)
         return listing[0] or []
@@ -122,20 +196,36 @@ def remake(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def gather(value: Any) -> list[Any]:
+def name_best(link: Path, best: Path) -> None:
+    """Make `link` beside `best` a symbolic link to it, at once."""
+    if link.is_dir() and not link.is_symlink():  # a copy of the run, made by a tool that follows links
+        shutil.rmtree(link)
+    fresh = unfinished(link)
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(best.name)
+    fresh.replace(link)
+
+
+def unlink_if_dangling(link: Path) -> None:
+    """Remove a link to what is no longer there."""
+    if not link.exists():
+        link.unlink(missing_ok=True)
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
 
 
-def everywhere(what: str, work: Callable[[], Any]) -> list[Any]:
+def everywhere(what: str, work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:
     """Do `work` on every rank and gather the results; if it fails on one, all raise RunFailed."""
     try:
         outcome: tuple[Any, str | None] = (work(), None)
     except OSError as error:
         outcome = (None, f"cannot {what}: {error}")
-    outcomes = gather(outcome)
+    outcomes = gather(outcome, group)
     if failures := [f"rank {rank} {failure}" for rank, (_, failure) in enumerate(outcomes) if failure]:
         raise RunFailed("\n".join(failures))
     return [value for value, _ in outcomes]

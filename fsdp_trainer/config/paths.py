@@ -4,6 +4,17 @@ import re
 from pathlib import Path
 
 MANIFEST = "MANIFEST.json"
+BEST = "best"  # beside the checkpoints: a link to the best one by validation loss
+
+
+def checkpoint_name(step: int) -> str:
+    """The folder of a checkpoint."""
+    return f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def committed_checkpoints(run: str | Path) -> list[Path]:
@@ -29,4 +40,6 @@ def model_folder(path: str | Path) -> Path:
 
 def is_hub_id(path: str) -> bool:
     """Whether `path` can only be the name of a model on the hub: `org/name`, and no such folder here."""
-    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", path)) and not path.startswith((".", "~")) and not Path(path).exists()
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith((".", "~")):
+        return False
+    return not Path(path).exists() and not Path(path).parent.is_dir()  # runs/typo is a folder that is not there

@@ -53,6 +53,9 @@ def check_rules(cfg: Any, report: Report) -> None:
         report.add("data.packing", "stream", why)
     if isinstance(cfg.data.validation, float) and not 0 < cfg.data.validation < 1:
         report.add("data.validation", cfg.data.validation, "a share lies between 0 and 1, e.g.  data.validation=0.02 ; null: none")
+    _check_validation_users(cfg, report)
+    if cfg.checkpoint.export_dtype and not cfg.checkpoint.export_hf:
+        report.add("checkpoint.export_dtype", cfg.checkpoint.export_dtype, "only counts together with  checkpoint.export_hf=true")
     known = {"data.fingerprint", *GROUPS, "batch", *flatten(TrainConfig)}
     for name in cfg.checkpoint.allow_changes:
         if name not in known:
@@ -63,6 +66,17 @@ def check_rules(cfg: Any, report: Report) -> None:
         _check_duration(key, _get(cfg, key), report)
     if not any(key.startswith(("model.", "batch.seq_len")) for key in report.settled):  # what follows from a wrong key is not told
         report.problems += model_problems(cfg)
+
+
+def _check_validation_users(cfg: TrainConfig, report: Report) -> None:
+    """What looks at validation losses needs some."""
+    missing = [key for key in ("data.validation", "train.validate_every") if _get(cfg, key) is None]
+    for key in ("checkpoint.best", "train.early_stop"):
+        if (value := _get(cfg, key)) and missing:
+            shown = {"data.validation": "data.validation=0.02", "train.validate_every": "train.validate_every=100"}
+            report.add(key, value, f"goes by the validation loss: set  {'  '.join(shown[m] for m in missing)}")
+    if cfg.train.early_stop_delta and not cfg.train.early_stop:
+        report.add("train.early_stop_delta", cfg.train.early_stop_delta, "only counts together with  train.early_stop=N")
 
 
 def _settle_length(train: Train, report: Report) -> None:
@@ -105,8 +119,9 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
         paths = value if isinstance(value, list) else [value] if isinstance(value, str) else []
         if wrong := [(path, why) for path in paths if (why := _unreadable(key, path))]:
             report.add(key, value, "\n".join(f"{path}: {why}" if len(paths) > 1 else why for path, why in wrong))
-    init_from = cfg.model.init_from
-    if init_from and (not _looks_like_hub_id(init_from) or init_from.startswith(f"{cfg.run.root}/")):  # runs/NAME before any run
+    goes_on = cfg.checkpoint.resume == "auto" and find_checkpoint(Path(cfg.run.root) / str(cfg.run.name))  # and has weights of its own
+    init_from = cfg.model.init_from if not goes_on else None
+    if init_from and (not is_hub_id(init_from) or init_from.startswith(f"{cfg.run.root}/")):  # runs/NAME before any run
         _check_weights(init_from, report)
     if cfg.data.template and cfg.data.template.endswith((".jinja", ".j2")):
         _check_exists("data.template", cfg.data.template, report)
@@ -120,7 +135,11 @@ def _check_weights(path: str, report: Report) -> None:
     if not Path(path).exists():
         report.add("model.init_from", path, f"there is no such folder{_near(path)}")
     elif not (Path(path) / "config.json").is_file() and find_checkpoint(path) is None:
-        report.add("model.init_from", path, "has neither config.json (a Hugging Face folder) nor a committed checkpoint (a run)")
+        started = (Path(path) / "events.jsonl").is_file()
+        inside = find_checkpoint(Path(path).parent)
+        why = "has neither config.json (a Hugging Face folder) nor a committed checkpoint (a run)"
+        why += f".\nUse  model.init_from={Path(path).parent}" if inside else ""
+        report.add("model.init_from", path, "this run has not committed a checkpoint yet: wait for its first" if started else why)
 
 
 def _unreadable(key: str, path: str) -> str | None:
@@ -129,7 +148,7 @@ def _unreadable(key: str, path: str) -> str | None:
         return None if path in DEMOS[key] else f"there is no such demo. Use  {key}={DEMOS[key][0]}"
     if "://" in path:
         return "this version reads local files only: download it first"
-    if key == "tokenizer.path" and _looks_like_hub_id(path):
+    if key == "tokenizer.path" and is_hub_id(path):
         return "there is no such file or folder. The tokenizer of a model on the hub comes with  model.init_from"
     if Path(path).exists():
         return None if key == "tokenizer.path" else _unreadable_files(path)
@@ -162,10 +181,6 @@ def _near(path: str) -> str:
     folder = Path(path).parent
     close = nearest(Path(path).name, (f.name for f in folder.iterdir())) if folder.is_dir() else None
     return f"\nDid you mean  {folder / close} ?" if close else ""
-
-
-def _looks_like_hub_id(path: str) -> bool:
-    return is_hub_id(path) and not Path(path.split("/")[0]).is_dir()  # runs/typo is a folder that is not there
 
 
 def _check_duration(key: str, text: str | None, report: Report) -> None:

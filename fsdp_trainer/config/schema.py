@@ -56,6 +56,10 @@ class Train:
     time_limit: str | None = key(
         None, "commit a checkpoint and exit 75 after this long: `90s`, `30m`, `1h30m` or plain seconds; null: no limit"
     )
+    early_stop: int | None = key(
+        None, "end after this many validations in a row without a lower loss, with exit code 0; null: train to the end", minimum=1
+    )
+    early_stop_delta: float = key(0.0, "how much lower a validation loss must be to count for train.early_stop", minimum=0)
     max_skipped: int = key(10, "steps skipped in a row for a non-finite loss or gradient before the run stops with exit code 1", minimum=1)
 
 
@@ -244,8 +248,20 @@ class Checkpoint:
 
     every: int | None = key(500, "optimizer steps between checkpoints; one is always written at the end; null: only then", minimum=1)
     keep: int = key(2, "how many committed checkpoints stay; older ones are deleted", minimum=1)
-    mode: str = key("sync", "training waits for the write", choices=("sync",))
-    export_hf: bool = key(False, "also write the run's hf/ folder at the end")
+    best: bool = key(
+        False, "also save at every new lowest validation loss, and keep that checkpoint beside the newest; checkpoints/best names it"
+    )
+    mode: str = key(
+        "sync",
+        "`sync`: training waits for the write; `async`: only for a copy in host memory, which a thread writes",
+        choices=("sync", "async"),
+    )
+    export_hf: bool = key(False, "also write the run's hf/ folder at the end: the newest checkpoint, or with checkpoint.best the best one")
+    export_dtype: str | None = key(
+        None,
+        "number format of that export; null: as the weights were imported, else precision.param_dtype",
+        choices=("float32", "bfloat16", "float16"),
+    )
     resume: str = key("auto", "`auto`: go on from the newest good checkpoint if what is trained is the same; `never`; or a path")
     allow_changes: list[str] = key([], "keys that may differ from the checkpoint's, e.g. [optim.lr]")
 

@@ -30,14 +30,17 @@ class Records:
 
     def event(self, name: str, **details: Any) -> None:
         """Append an event with the time."""
-        half = self.events.exists() and self.events.read_bytes()[-1:] not in (b"", b"\n")  # a crash left part of a line
-        with self.events.open("a") as file:
-            file.write("\n" * half + json.dumps({"event": name, "time": round(time.time(), 3), **details}) + "\n")
+        text = json.dumps({"event": name, "time": round(time.time(), 3), **details}) + "\n"
+        with self.events.open("ab+", buffering=0) as file:  # one write a line: a thread may write too
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                text = text if file.read(1) == b"\n" else "\n" + text  # a crash left part of a line
+            file.write(text.encode())
 
-    def last_event(self, name: str | None = None) -> dict[str, Any]:
-        """The last whole event, of that name if one is given; {} if there is none."""
+    def last_event(self) -> dict[str, Any]:
+        """The last whole event; {} if there is none."""
         lines = self.events.read_text().splitlines() if self.events.exists() else []
-        return next((line for text in reversed(lines) if (line := parse(text)) and name in (None, line["event"])), {})
+        return next((line for text in reversed(lines) if (line := parse(text))), {})
 
 
 def parse(text: str) -> dict[str, Any] | None:

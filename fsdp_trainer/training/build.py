@@ -12,8 +12,9 @@ from fsdp_trainer.checkpoint.assets import write_hf_assets
 from fsdp_trainer.checkpoint.huggingface import import_weights
 from fsdp_trainer.checkpoint.state import optimizer_state, prepare_optimizer, weights
 from fsdp_trainer.checkpoint.store import CheckpointStore, load, read_progress
-from fsdp_trainer.config.paths import find_checkpoint, model_folder
+from fsdp_trainer.config.paths import find_checkpoint, model_folder, step_of
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.order import RowOrder
 from fsdp_trainer.data.store import Prepared, TokenStore
 from fsdp_trainer.data.templates import Template
@@ -64,10 +65,15 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     every = cfg.logging.every or (10 if world.device.type == "cuda" else 1)
     observer = Observer(run, world.main, world.device, config, cfg.batch.seq_len, every, total_steps, train.source_names)
     dtypes: dict[str, str] = {}
-    checkpoints = CheckpointStore(run, cfg.checkpoint.keep, assets_writer(cfg, material, config, dtypes))
+    checkpoints = CheckpointStore(
+        run,
+        cfg.checkpoint,
+        parse_duration(cfg.launch.timeout),
+        assets_writer(cfg, material, config, dtypes),
+        committed=lambda told: observer.event("checkpoint", **told),
+    )
     start = find_start(cfg, checkpoints, observer)
-    if start:
-        check_unchanged(cfg, material.data.train.fingerprint, start)
+    changes = check_unchanged(cfg, material.data.train.fingerprint, start) if start else {}
 
     allocate(model, torch.device("cpu") if cfg.sharding.cpu_offload else world.device)
     optimizer = build_optimizer(model, cfg.optim)
@@ -85,6 +91,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         dtypes=dtypes,
         observer=observer,
         stop=stop,
+        changes=changes,
     )
     for line in describe(trainer, world, material):
         observer.console.say(line)
@@ -142,9 +149,15 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
     prepare_optimizer(trainer.model, trainer.optimizer, str(checkpoint))
     load(checkpoint, weights(trainer.model) | optimizer_state(trainer.model, trainer.optimizer))
     kept = read_progress(checkpoint)
-    trainer.progress = Progress(**{name: kept[name] for name in asdict(Progress())})
     trainer.dtypes |= kept["dtypes"]
-    trainer.saved = trainer.progress.step if checkpoint.parent == trainer.checkpoints.folder else -1
+    trainer.progress = progress = Progress(**{name: kept[name] for name in asdict(Progress()) if name in kept})
+    listed = trainer.checkpoints.listed()
+    ours = checkpoint.resolve() in [path.resolve() for path in listed]  # not one of another run, nor one that was left aside
+    trainer.saved = progress.step if ours else -1
+    if not ours or kept.get("validation") != trainer.fingerprints()["validation"]:
+        progress.forget_validation()
+    elif progress.best_step not in [step_of(path) for path in listed]:
+        progress.best_step = progress.best_loss = None  # checkpoint.best was off, or the best one is gone
 
 
 def assets_writer(cfg: TrainConfig, material: Material, config: ModelConfig, dtypes: dict[str, str]) -> Callable[[Path], None]:

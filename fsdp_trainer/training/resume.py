@@ -9,8 +9,9 @@ from typing import Any, TextIO
 import torch.distributed as dist
 import yaml
 
-from fsdp_trainer.checkpoint.files import damage
+from fsdp_trainer.checkpoint.files import damage, read_manifest
 from fsdp_trainer.checkpoint.store import CheckpointStore, gather, read_progress
+from fsdp_trainer.config.check import show
 from fsdp_trainer.config.paths import committed_checkpoints, find_checkpoint
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem, UserError
@@ -20,6 +21,7 @@ LOCK = ".lock"
 COMPARED = ("model", "data", "tokenizer", "batch", "optim", "schedule")
 # How something is read or computed, not what; the data's and the tokenizer's content is in the fingerprint.
 FREE = {"model.attention", "data.cache", "data.path", "data.validation", "tokenizer.path"}
+OF_THE_RESUME = {"checkpoint.resume", "checkpoint.allow_changes", "run.overwrite"}
 
 
 def claim_folder(cfg: TrainConfig, run: Path, launch: str) -> TextIO:
@@ -97,23 +99,36 @@ def require_whole(checkpoint: Path) -> None:
         raise UserError(f"the checkpoint {checkpoint} is damaged", problems)
 
 
-def check_unchanged(cfg: TrainConfig, fingerprint: str, checkpoint: Path) -> None:
-    """Raise UserError listing everything that differs from what the checkpoint was trained with and is not in allow_changes."""
-    stored, now = yaml.safe_load((checkpoint / "config.yaml").read_text()), asdict(cfg)
-    before, after = _compared(stored), _compared(now)
-    before["data.fingerprint"], after["data.fingerprint"] = read_progress(checkpoint)["data"], fingerprint
+def check_unchanged(cfg: TrainConfig, fingerprint: str, checkpoint: Path) -> dict[str, list[Any]]:
+    """Every key that is not as in the checkpoint, with its value then and now, the number of ranks among them.
+
+    Raises UserError listing those that change what is trained and are not in allow_changes.
+    """
+    before, now = _flat(yaml.safe_load((checkpoint / "config.yaml").read_text())), _flat(asdict(cfg))
+    before["data.fingerprint"], now["data.fingerprint"] = read_progress(checkpoint)["data"], fingerprint
+    before["world_size"], now["world_size"] = read_manifest(checkpoint)["world_size"], dist.get_world_size()
+    # a key that is younger than the checkpoint had its default
+    changes = {
+        key: [old, new] for key, new in now.items() if (old := before.get(key, DEFAULTS.get(key))) != new and key not in OF_THE_RESUME
+    }
     allowed = set(cfg.checkpoint.allow_changes)
-    problems = [
-        Problem(f"{key}={after.get(key)}", f"the checkpoint was trained with {before.get(key)}")
-        for key in sorted(before | after)
-        if before.get(key) != after.get(key) and key not in allowed and key.split(".")[0] not in allowed
-    ]
-    if problems:
-        keys = ",".join(p.what.split("=")[0] for p in problems)
-        problems[-1].why += f"\nStart another run with  run.name=NEW  or go on all the same with  'checkpoint.allow_changes=[{keys}]'"
+    refused = {
+        key: change
+        for key, change in changes.items()
+        if (key.split(".")[0] in COMPARED or key == "run.seed") and key not in FREE and not {key, key.split(".")[0]} & allowed
+    }
+    if refused:
+        problems = [
+            Problem(f"{key}={show(new)}", f"the checkpoint was trained with {show(old)}") for key, (old, new) in sorted(refused.items())
+        ]
+        ways = f"run.name=NEW  or go on all the same with  'checkpoint.allow_changes=[{','.join(sorted(refused))}]'"
+        problems[-1].why += f"\nStart another run with  {ways}"
         raise UserError(f"this is not the run that {checkpoint} belongs to", problems)
+    return changes
 
 
-def _compared(config: dict[str, Any]) -> dict[str, Any]:
-    flat = {f"{group}.{key}": value for group in COMPARED for key, value in config.get(group, {}).items()}
-    return {key: value for key, value in flat.items() if key not in FREE} | {"run.seed": config["run"]["seed"]}
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    return {f"{group}.{key}": value for group, keys in config.items() for key, value in keys.items()}
+
+
+DEFAULTS = _flat(asdict(TrainConfig()))

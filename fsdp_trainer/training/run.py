@@ -9,13 +9,14 @@ from pathlib import Path
 import torch.distributed as dist
 import yaml
 
-from fsdp_trainer.checkpoint.export import export_checkpoint
+from fsdp_trainer.checkpoint.export import export_checkpoint, is_export_of
 from fsdp_trainer.checkpoint.store import everywhere
-from fsdp_trainer.config.paths import committed_checkpoints
+from fsdp_trainer.config.check import show
+from fsdp_trainer.config.paths import BEST, committed_checkpoints, find_checkpoint, is_hub_id, step_of
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.build import build_data
-from fsdp_trainer.errors import UserError
+from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
 from fsdp_trainer.models.hub import fetch
 from fsdp_trainer.observe.console import Console, short
@@ -47,7 +48,7 @@ def run_rank(cfg: TrainConfig) -> int:
         lock = world.node_by_node(
             "claiming the run's folder", lambda: claim_folder(cfg, run, world.launch) if world.main else None, waiting
         )
-        material = world.node_by_node("preparing the data", lambda: prepare(cfg, console), waiting)
+        material = world.node_by_node("preparing the data", lambda: prepare(cfg, run, console), waiting)
         connect(world, parse_duration(cfg.launch.timeout))
         trainer = build(cfg, material, world, run, stop)
         reason, code = train(trainer, world, run)
@@ -75,8 +76,12 @@ def earlier_attempt(run: Path, world: World) -> tuple[bool, int | None]:
     return ours, last["exit_code"] if last.get("event") == "end" and last["exit_code"] in (75, 2) else None
 
 
-def prepare(cfg: TrainConfig, console: Console) -> Material:
+def prepare(cfg: TrainConfig, run: Path, console: Console) -> Material:
     """Fetch the model and tokenise the data; what an earlier rank or run did is found on disk."""
+    own = find_checkpoint(run) if cfg.checkpoint.resume == "auto" else None
+    if own and cfg.model.init_from and not is_hub_id(cfg.model.init_from) and not Path(cfg.model.init_from).exists():
+        console.say(f"model  {cfg.model.init_from} is not there; the run goes on with configuration and tokenizer of its own {own}")
+        cfg = replace(cfg, model=replace(cfg.model, init_from=str(own)))
     init_from = fetch(cfg.model.init_from) if cfg.model.init_from else None
     return Material(*build_data(cfg, tokenising(console)), init_from)
 
@@ -97,19 +102,20 @@ def tokenising(console: Console) -> Callable[[int, int], None]:
 def train(trainer: Trainer, world: World, run: Path) -> Outcome:
     """Open the records where the run stands, fit, and export at the end. Collective."""
     observer, step = trainer.observer, trainer.progress.step
-    if step >= trainer.total_steps and committed_checkpoints(run):
-        observer.console.say(
-            f"{run} is already finished: {step:,} of {trainer.total_steps:,} steps. More with  train.steps=…,  anew with  run.name=NEW"
-        )
-        if not (run / "hf").exists() or Records(run).last_event("export").get("step") != step:
-            export_hf(trainer, world, run)
+    if trainer.finished and trainer.saved == step:
+        observer.console.say(already_finished(trainer, run))
+        export_hf(trainer, world, run)
         return "already finished", 0
     everywhere("open the run's records", lambda: open_records(trainer, run) if world.main else None)
-    observer.event("resume" if step else "start", step=step, rows=trainer.progress.rows, world_size=world.size, attempt=world.attempt)
+    details = {"step": step, "rows": trainer.progress.rows, "world_size": world.size, "attempt": world.attempt}
+    observer.event("resume" if step else "start", **details, **({"changes": trainer.changes} if step else {}))
     if step:
         observer.console.say(f"goes on after step {step:,}")
+        for key, (then, now) in sorted(trainer.changes.items()):
+            observer.console.say(f"       {key} was {show(then)}, is {show(now)}")
     outcome = trainer.fit()
     if outcome[1] == 0:
+        tell_end(trainer, outcome[0])
         export_hf(trainer, world, run)
         observer.console.say(f"done: {run}")
     else:
@@ -118,32 +124,65 @@ def train(trainer: Trainer, world: World, run: Path) -> Outcome:
     return outcome
 
 
+def already_finished(trainer: Trainer, run: Path) -> str:
+    """What to say, and how there would be more to do."""
+    step, total = trainer.progress.step, trainer.total_steps
+    if trainer.finished == "early_stop":
+        why = f"stopped early after step {step:,}, {trainer.progress.stale} validations without a lower loss. More with  train.early_stop=null"
+    else:
+        why = f"{step:,} of {total:,} steps. More with  train.steps=…"
+    return f"{run} is already finished: {why},  anew with  run.name=NEW"
+
+
+def tell_end(trainer: Trainer, reason: str) -> None:
+    """What validation said over the run."""
+    progress = trainer.progress
+    if reason == "early_stop":
+        trainer.observer.console.say(f"stopped early: {progress.stale} validations in a row without a lower loss")
+    if trainer.cfg.checkpoint.best and progress.best_step is not None:
+        trainer.observer.console.say(
+            f"best   validation loss {progress.best_loss:.4f} after step {progress.best_step:,}: {trainer.checkpoints.folder / BEST}"
+        )
+
+
 def open_records(trainer: Trainer, run: Path) -> None:
     """Bring the run's files to where it stands. Rank 0's task."""
     cfg, observer, step = trainer.cfg, trainer.observer, trainer.progress.step
     Records(run).cut_after(step)
-    trainer.checkpoints.leave_aside_after(step)
+    trainer.checkpoints.clear_up(step)
     (run / "config.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False, allow_unicode=True))
     observer.trackers = Trackers(cfg.logging, run, asdict(cfg), observer.console.say)
 
 
 def export_hf(trainer: Trainer, world: World, run: Path) -> None:
-    """checkpoint.export_hf: the finished run as a Hugging Face folder."""
-    if not trainer.cfg.checkpoint.export_hf:
+    """checkpoint.export_hf: the finished run as a Hugging Face folder, unless it is one already."""
+    cfg, out = trainer.cfg.checkpoint, run / "hf"
+    if not cfg.export_hf:
         return
 
     def export() -> None:
-        if world.main:
-            export_checkpoint(committed_checkpoints(run)[-1], run / "hf")
+        best = trainer.checkpoints.folder / BEST
+        checkpoint = best.resolve() if cfg.best and best.exists() else committed_checkpoints(run)[-1]
+        if not world.main or is_export_of(out, checkpoint, cfg.export_dtype):
+            return
+        try:
+            export_checkpoint(checkpoint, out, cfg.export_dtype)
+        except OSError as error:
+            raise RunFailed(f"cannot write the export {out}: {error}") from None
+        trainer.observer.event("export", step=step_of(checkpoint), path=str(out))
 
     # outside any collective: a large model takes longer than launch.timeout
     world.node_by_node("exporting the model", export, parse_duration(trainer.cfg.launch.data_timeout))
     dist.barrier()  # the store ends with rank 0: all must have heard
-    trainer.observer.event("export", step=trainer.progress.step, path=str(run / "hf"))
 
 
 def leave(trainer: Trainer | None, records: Records | None, reason: str, code: int) -> None:
-    """The last line of events.jsonl, trackers closed, the process group gone."""
+    """A checkpoint on its way committed, trackers closed, the last line of events.jsonl, the process group gone."""
+    if trainer:
+        try:
+            trainer.checkpoints.wait()
+        except BaseException as error:  # beside what ended the run, which is told by the front door
+            trainer.observer.console.say(f"the checkpoint on its way was lost: {error}")
     if trainer and trainer.observer.trackers:
         trainer.observer.trackers.close(code)
     if records:

@@ -35,11 +35,16 @@ class StopRequests:
         self.received = signum
         self.say(f"{name}: stops after this step, with a checkpoint; a second signal ends at once")
 
-    def agreed(self) -> str | None:
-        """Why all ranks stop now: a signal's name or `time_limit`; None to go on. Collective, over the host's gloo: no device waits."""
+    def agreed(self, failed: bool = False) -> str | None:
+        """Why all ranks stop now: a signal's name, `time_limit`, or `failed` if one of them says so; None to go on.
+
+        Collective, over the host's gloo: no device waits.
+        """
         late = self.deadline is not None and time.monotonic() > self.deadline
-        mine = torch.tensor([self.received, int(late)])
+        mine = torch.tensor([self.received, int(late), int(failed)])
         dist.all_reduce(mine, dist.ReduceOp.MAX)
+        if mine[2]:
+            return "failed"
         if mine[0]:
             return signal.Signals(int(mine[0])).name
         return "time_limit" if mine[1] else None

@@ -1,5 +1,6 @@
 """The step loop. It receives built parts and knows nothing of models, sharding or files."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,18 +30,41 @@ Outcome = tuple[str, int]
 
 @dataclass
 class Progress:
-    """All there is to know about where a run stands: the data order is a function of `rows`."""
+    """All there is to know about where a run stands: the data order is a function of `rows`.
+
+    best_loss: the lowest validation loss, after best_step; lower_loss: the last one that counted as lower for train.early_stop;
+    stale: how many in a row have not, since.
+    """
 
     step: int = 0
     rows: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
+    best_step: int | None = None
+    best_loss: float | None = None
+    lower_loss: float | None = None
+    stale: int = 0
 
     def advance(self, plan: StepPlan) -> None:
         """Count a finished step."""
         self.step, self.rows = plan.step, plan.stop
         self.tokens += plan.tokens
         self.supervised_tokens += plan.supervised
+
+    def validated(self, loss: float, delta: float) -> None:
+        """Take note of a validation loss, which must be lower by more than `delta` to count for train.early_stop. NaN never is."""
+        self.stale += 1
+        if not math.isfinite(loss):
+            return
+        if self.best_loss is None or loss < self.best_loss:
+            self.best_loss, self.best_step = loss, self.step
+        if self.lower_loss is None or loss < self.lower_loss - delta:
+            self.lower_loss, self.stale = loss, 0
+
+    def forget_validation(self) -> None:
+        """What another data set gave, or what belongs to a checkpoint that is not there, is no measure."""
+        self.best_step = self.best_loss = self.lower_loss = None
+        self.stale = 0
 
 
 @dataclass
@@ -60,12 +84,13 @@ class Trainer:
     dtypes: dict[str, str]  # number formats in which the weights were imported, for the export
     observer: Observer
     stop: StopRequests
+    changes: dict[str, list[Any]]  # keys that are not as in the checkpoint it goes on from: [then, now]
     saved: int = -1  # step of the newest checkpoint
 
     def fit(self) -> Outcome:
         """Train until the last step, a signal or a time limit. Every line here happens in this order, once per step."""
         steps = self.batches.steps(self.cfg.batch.rows, self.last_row, self.progress.step, self.progress.rows)
-        while self.progress.step < self.total_steps:
+        while not self.finished:
             plan = next(steps)
             lr = learning_rate(self.cfg.schedule, self.cfg.optim.lr, plan.step, self.total_steps)
             loss, sums = self.forward_backward(plan)
@@ -76,13 +101,27 @@ class Trainer:
             if self.due(self.cfg.train.validate_every):
                 self.validate()
             # what a checkpoint holds must be on record before it is committed
-            self.observer.write_if_due(plan.step, last=self.due(self.cfg.checkpoint.every))
+            self.observer.write_if_due(plan.step, last=self.worth_saving)
             self.stop_if_nothing_is_learnt()
-            if self.due(self.cfg.checkpoint.every):
+            if self.worth_saving:
                 self.save()
-            if reason := self.stop.agreed():
+            if reason := self.stop.agreed(self.checkpoints.failed):
                 return self.stop_in_order(reason)
         return self.finish()
+
+    @property
+    def finished(self) -> str | None:
+        """Why there is nothing more to train, if there is not: `finished` or `early_stop`."""
+        patience = self.cfg.train.early_stop
+        if patience is not None and self.progress.stale >= patience:
+            return "early_stop"
+        return "finished" if self.progress.step >= self.total_steps else None
+
+    @property
+    def worth_saving(self) -> bool:
+        """Whether there is a checkpoint of this step."""
+        best = self.cfg.checkpoint.best and self.progress.best_step == self.progress.step
+        return best or bool(self.finished) or self.due(self.cfg.checkpoint.every)
 
     def forward_backward(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
         """All micro-batches of a step. Gradients end up sharded and summed; returns the step's loss over all ranks, a scalar on the device.
@@ -140,27 +179,36 @@ class Trainer:
                 self.add_to(total, cross_entropy(scores, batch.weights), scores, batch)
             reshard(self.model)
             dist.all_reduce(total)
-            loss, *sums = total.tolist()
-            self.observer.validated(self.progress.step, loss / plan.weight, losses(self.validation.source_names, sums))
+            dist.broadcast(total, 0)  # the ranks decide by it: it must be the same to the last bit
+            total_loss, *sums = total.tolist()
+            loss = total_loss / plan.weight
+            self.observer.validated(self.progress.step, loss, losses(self.validation.source_names, sums))
+            self.progress.validated(loss, self.cfg.train.early_stop_delta)
 
     def save(self) -> None:
-        """Commit a checkpoint, unless this step has one."""
+        """Commit a checkpoint, or with checkpoint.mode=async set out to, unless this step has one."""
         if self.saved == self.progress.step:
             return
         with self.observer.apart("checkpoint"):
             state = weights(self.model) | optimizer_state(self.model, self.optimizer)
-            path = self.checkpoints.save(self.progress.step, state, self.state())
+            self.checkpoints.save(self.progress.step, state, self.state())
         self.saved = self.progress.step
-        self.observer.event("checkpoint", step=self.saved, path=str(path))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint remembers besides tensors."""
-        data = self.batches.order.store.fingerprint
-        return {**asdict(self.progress), "total_steps": self.total_steps, "dtypes": self.dtypes, "data": data}
+        return {**asdict(self.progress), "total_steps": self.total_steps, "dtypes": self.dtypes, **self.fingerprints()}
+
+    def fingerprints(self) -> dict[str, str | None]:
+        """Of the data, and of what it is validated on."""
+        return {
+            "data": self.batches.order.store.fingerprint,
+            "validation": self.validation.order.store.fingerprint if self.validation else None,
+        }
 
     def stop_if_nothing_is_learnt(self) -> None:
         """Raise RunFailed after train.max_skipped skipped steps in a row; known where the observer has read the device."""
         if self.observer.skipped_in_a_row >= self.cfg.train.max_skipped:
+            self.checkpoints.wait()
             raise RunFailed(
                 f"the loss or gradient was not finite for {self.observer.skipped_in_a_row} steps in a row, up to step {self.progress.step}.\n"
                 f"Nothing was learnt from them. The last good checkpoint is that of step {self.saved if self.saved >= 0 else 'none'}. Try a lower optim.lr, "
@@ -168,15 +216,24 @@ class Trainer:
             )
 
     def stop_in_order(self, reason: str) -> Outcome:
-        """Leave so that the same command goes on from here."""
+        """Leave so that the same command goes on from here. Raises RunFailed if a checkpoint on its way failed."""
+        self.checkpoints.wait()
+        if reason == "failed":  # only another rank knows with what
+            raise RunFailed("another rank could not write its part of a checkpoint")
         self.observer.event("signal" if reason.startswith("SIG") else reason, step=self.progress.step, reason=reason)
-        if self.progress.step >= self.total_steps:
+        if self.finished:
             return self.finish()
         self.observer.write_if_due(self.progress.step, last=True)
         self.save()
+        self.checkpoints.wait()
         return reason, 75
 
     def finish(self) -> Outcome:
-        """The end of the data or of the steps."""
+        """The end of the data, of the steps or of patience."""
         self.save()
-        return "finished", 0
+        self.checkpoints.wait()
+        reason = self.finished
+        assert reason
+        if reason == "early_stop":
+            self.observer.event(reason, step=self.progress.step, best_step=self.progress.best_step, best_loss=self.progress.best_loss)
+        return reason, 0

@@ -1,0 +1,35 @@
+"""What a checkpoint holds, read without the trainer."""
+
+import warnings
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+
+def stored(checkpoint):
+    """Every tensor of a checkpoint: weights, moments, step counts."""
+    metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    return state
+
+
+def checkpoint(run, step):
+    return run.folder / "checkpoints" / f"step-{step:08d}"
+
+
+def newest(run):
+    return sorted((run.folder / "checkpoints").glob("step-*"))[-1]
+
+
+def assert_bitwise_equal(a, b):
+    assert a.keys() == b.keys() and any("exp_avg_sq" in name for name in a)
+    for name in a:
+        assert a[name].dtype == b[name].dtype and a[name].numpy().tobytes() == b[name].numpy().tobytes(), name
+
+
+def end_of(run):
+    return run.events[-1]["event"], run.events[-1]["exit_code"]

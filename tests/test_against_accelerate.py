@@ -19,13 +19,8 @@ def test_twenty_losses_on_two_ranks_are_those_of_accelerate_and_transformers(tra
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(vocab_size=264, **sizes, max_position_embeddings=64, initializer_range=0.1, tie_word_embeddings=False)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
-    common = [
-        f"model.init_from={tmp_path / 'hf'}",
-        "tokenizer.path=demo:bytes",
-        "batch.seq_len=64",
-        f"batch.rows={ROWS}",
-        "data.packing=none",
-    ]
+    batch = ["batch.seq_len=64", f"batch.rows={ROWS}", "data.packing=none"]
+    common = [f"model.init_from={tmp_path / 'hf'}", "tokenizer.path=demo:bytes", *batch]
     run = train(
         "ours", *common, f"train.steps={STEPS}", "batch.micro_rows=2", f"optim.lr={PEAK}", f"optim.grad_clip={CLIP}",
         f"optim.weight_decay={DECAY}", "precision=fp32", "checkpoint.every=null", ranks=2, base=["launch.timeout=60s"],

@@ -27,6 +27,10 @@ def test_a_wheel_trains_a_recipe_from_any_folder(installed, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=installed, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/quickstart/hf/model.safetensors").is_file()
+    swept = subprocess.run(
+        [*command[:3], "-m", "+recipe=quickstart", "optim.lr=a,b"], cwd=tmp_path, env=installed, capture_output=True, text=True
+    )
+    assert swept.returncode == 2 and "optim.lr=a,b  must be a number" in swept.stderr, "Hydra finds the launcher of sweeps"
     where = [sys.executable, "-c", "import fsdp_trainer; print(fsdp_trainer.__file__)"]
     assert str(REPO) not in subprocess.run(where, cwd=tmp_path, env=installed, capture_output=True, text=True).stdout
 

@@ -6,9 +6,10 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
-from world import SMALL, Run, ranks_below
+from world import SMALL, Run, ranks_below, wait_until
 
 from fsdp_trainer.launch.start import ranks_to_start
 from fsdp_trainer.launch.world import environment_of_ranks, first_host
@@ -70,6 +71,43 @@ def test_the_trainer_starts_its_ranks_itself(done, tmp_path):
     no_hydra_files(tmp_path / "cwd")
 
 
+@pytest.mark.slow
+def test_launch_env_reaches_the_ranks_and_a_signal_to_the_launcher_stops_them_in_order(start, tmp_path):
+    process = start(SELF, "train.steps=100000", "launch.nproc_per_node=2", "launch.env={NCCL_DEBUG: WARN, OMP_NUM_THREADS: 3}")
+    run = Run(tmp_path / "cwd" / "runs" / "run")
+    wait_until(lambda: run.metrics, process)
+    for pid in ranks_below(process.pid).values():
+        env = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        assert "NCCL_DEBUG=WARN" in env and "OMP_NUM_THREADS=1" in env, "what the environment says stays"
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=60)
+    assert process.returncode == 75 and run.event("start")[0]["world_size"] == 2 and run.events[-1]["reason"] == "SIGUSR1"
+
+
+def test_launch_env_counts_for_ranks_that_a_launcher_started(world, inputs, tmp_path):
+    words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), f"run.root={tmp_path}", "train.steps=1", "launch.env={TOLD: here, RANK: 7}"]
+    assert world.call(1, env_of_rank, words) == [("here", "0")]
+
+
+def env_of_rank(argv):
+    import world
+
+    assert world.command(["train", *argv], None).code == 0
+    return os.environ.get("TOLD"), os.environ["RANK"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_run_after_launch_timeout(start, tmp_path):
+    process = start(SELF, "train.steps=100000", "launch.nproc_per_node=2", "launch.timeout=10s")
+    run = Run(tmp_path / "cwd" / "runs" / "run")
+    wait_until(lambda: len(run.metrics) > 2, process)
+    os.kill(ranks_below(process.pid)["1"], signal.SIGSTOP)
+    stopped = time.monotonic()
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 1 and 9 < time.monotonic() - stopped < 60, err
+    assert run.events[-1]["event"] == "end" and run.events[-1]["exit_code"] == 1
+
+
 BROKEN = '{"prompt": "a", "completion": "b"}\n{"prompt": "a", \n'
 
 
@@ -110,10 +148,8 @@ def test_replicas_that_do_not_divide_the_world_are_refused(train):
 @pytest.mark.slow
 def test_torchrun_restarts_a_world_whose_rank_was_killed_and_it_finishes(start, tmp_path):
     process = start([*TORCHRUN, "--max-restarts=2", "-m", "fsdp_trainer"], "train.steps=60", "checkpoint.every=5", "batch.micro_rows=1")
-    run, deadline = Run(tmp_path / "cwd" / "runs" / "run"), time.monotonic() + 100
-    while not (run.folder / "checkpoints" / "step-00000010").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
+    run = Run(tmp_path / "cwd" / "runs" / "run")
+    wait_until((run.folder / "checkpoints" / "step-00000010").exists, process)
     os.kill(ranks_below(process.pid)["1"], signal.SIGKILL)
     out, err = process.communicate(timeout=150)
     assert process.returncode == 0, out + err

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from world import SMALL, Run, ranks_below, read_lines
+from world import SMALL, Run, ranks_below, read_lines, wait_until
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.compose import CONF, compose, options
@@ -233,6 +233,13 @@ def test_two_sweeps_do_not_run_in_one_folder(sweep, tmp_path):
     assert "another sweep runs there" in sweep.said.err
 
 
+def test_to_overwrite_a_run_leaves_a_sweep_of_the_same_name_alone(train, tmp_path):
+    (tmp_path / "run/jobs/038723f4").mkdir(parents=True)
+    train("run", "train.steps=1", "checkpoint.resume=never")
+    train("run", "train.steps=1", "checkpoint.resume=never", "run.overwrite=true")
+    assert (tmp_path / "run/jobs/038723f4").is_dir()
+
+
 # --- with real ranks -------------------------------------------------------------------------------------------------------------------
 
 
@@ -248,19 +255,11 @@ def start(inputs, tmp_path):
     return run
 
 
-def wait_for(there, process):
-    deadline = time.monotonic() + 100
-    while not (found := there()):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    return found
-
-
 @pytest.mark.slow
 def test_one_bad_value_and_one_killed_job_and_the_same_command_finishes(start, train, tmp_path):
     command = ["optim.lr=3e-3,abc,1e-3,2e-3", "train.steps=20", "checkpoint.every=5"]
     process = start(*command)
-    killed = wait_for(lambda: sorted((tmp_path / "runs/s/jobs").glob("*/checkpoints/step-00000005")), process)[0].parents[1]
+    killed = wait_until(lambda: sorted((tmp_path / "runs/s/jobs").glob("*/checkpoints/step-00000005")), process)[0].parents[1]
     os.kill(ranks_below(process.pid)["0"], signal.SIGKILL)
     out, err = process.communicate(timeout=150)
     lines = read_lines(tmp_path / "runs/s/sweep.jsonl")
@@ -279,7 +278,7 @@ def test_one_bad_value_and_one_killed_job_and_the_same_command_finishes(start, t
 @pytest.mark.slow
 def test_sigterm_stops_the_running_job_in_order_and_starts_no_other(start, tmp_path):
     process = start("optim.lr=1e-3,2e-3", "train.steps=100000")
-    (metrics,) = wait_for(lambda: list((tmp_path / "runs/s/jobs").glob("*/metrics.jsonl")), process)
+    (metrics,) = wait_until(lambda: list((tmp_path / "runs/s/jobs").glob("*/metrics.jsonl")), process)
     process.terminate()
     out, err = process.communicate(timeout=60)
     assert process.returncode == 75 and "the same command goes on" in out, out + err
@@ -290,7 +289,7 @@ def test_sigterm_stops_the_running_job_in_order_and_starts_no_other(start, tmp_p
 @pytest.mark.slow
 def test_ranks_do_not_outlive_a_sweep_that_was_killed(start, tmp_path):
     process = start("optim.lr=1e-3", "train.steps=100000")
-    wait_for(lambda: list((tmp_path / "runs/s/jobs").glob("*/metrics.jsonl")), process)
+    wait_until(lambda: list((tmp_path / "runs/s/jobs").glob("*/metrics.jsonl")), process)
     rank = ranks_below(process.pid)["0"]
     process.kill()
     process.wait()

@@ -94,6 +94,15 @@ def ranks_below(pid: int) -> dict[str, int]:
     return found
 
 
+def wait_until(there: Callable[[], Any], process: Any) -> Any:
+    """What `there` gives, once it gives something, while a process runs."""
+    deadline = time.monotonic() + 100
+    while not (found := there()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
 class World:
     """`call` runs a function on every rank; `command` runs a command line on every rank."""
 

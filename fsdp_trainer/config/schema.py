@@ -280,13 +280,13 @@ class Logging:
 
 @dataclass
 class Launch:
-    """How ranks start. Under torchrun, or an srun step of several tasks, only timeout applies."""
+    """How ranks start and wait. Under torchrun, or in an srun step of several tasks, their number is the launcher's."""
 
     nproc_per_node: int | Literal["auto"] = key("auto", "ranks to start when no launcher did; `auto`: every visible GPU, else 1", minimum=1)
     device: str = key("auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda"))
     timeout: str = key("30m", "longest wait in a collective before the run is given up")
     data_timeout: str = key("24h", "longest wait of the other ranks for data preparation and downloads")
-    env: dict[str, str] = key({}, "environment variables for the ranks that are started, e.g. {OMP_NUM_THREADS: 4}")
+    env: dict[str, str] = key({}, "environment variables of the ranks; what the environment sets already stays, e.g. {NCCL_DEBUG: INFO}")
 
 
 @dataclass

@@ -59,11 +59,11 @@ def sweep(words: list[str], config_dir: str | None) -> int:
     with jobs, suppress(Stopped):
         line.run(jobs.run)
     print("\n" + table(list(jobs.jobs.values())))
-    states = {job.state for job in jobs.jobs.values()}
-    if jobs.received or (states & {"stopped"} and not states & {"failed", "refused"}):
+    left = {job.state for job in jobs.jobs.values()} - {"finished", "skipped"}
+    if left and (jobs.received or left == {"stopped"}):
         print("stopped: the same command goes on")
         return STOPPED
-    return 1 if states & {"failed", "refused"} else 0
+    return 1 if left else 0
 
 
 class Jobs:

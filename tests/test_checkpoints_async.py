@@ -141,7 +141,9 @@ def test_a_checkpoint_on_its_way_is_committed_whatever_ends_the_run(train):
 def test_a_run_that_is_stopped_leaves_with_its_last_step_committed(train):
     run = train("run", "train.steps=100000", "train.time_limit=1s", "checkpoint=async", "checkpoint.every=1", ranks=2, code=75)
     last = run.metrics[-1]["step"]
-    assert run.checkpoints[-1] == f"step-{last:08d}" and run.event("checkpoint")[-1]["step"] == last and len(run.checkpoints) == min(2, last)
+    assert (
+        run.checkpoints[-1] == f"step-{last:08d}" and run.event("checkpoint")[-1]["step"] == last and len(run.checkpoints) == min(2, last)
+    )
 
 
 def killed_while_writing():

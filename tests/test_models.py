@@ -1,12 +1,13 @@
 """The decoder computes what transformers computes: logits, gradients, generation; and refuses by name what it does not know."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from zoo import LLAMA3, SIZES, ZOO, make_model
+from zoo import LLAMA3, SIZES, WILD, ZOO, make_model
 
 import fsdp_trainer
 from fsdp_trainer.checkpoint.huggingface import stored_parts
@@ -233,6 +234,23 @@ def test_the_spellings_of_transformers_4_and_5_read_equal(tmp_path):
     assert ModelConfig.from_hf(five).rope_theta == 5e5 and ModelConfig.from_hf(five).rope_scaling == scaling
     assert ModelConfig.from_hf(older).rope_scaling == {"rope_type": "linear", "factor": 2.0}
     assert ModelConfig.from_hf(config_json(tmp_path / "none", rope_scaling=None)).rope_theta == 10_000
+
+
+@pytest.mark.parametrize("name", WILD)
+def test_what_a_published_config_json_leaves_out_means_what_transformers_takes_it_to_mean(tmp_path, name):
+    transformers = pytest.importorskip("transformers")
+
+    def told_by_transformers(folder, described):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(described))
+        read = transformers.AutoConfig.from_pretrained(folder)
+        getattr(read, "text_config", read).save_pretrained(folder / "again")
+        return replace(ModelConfig.from_hf(folder / "again"), layer_types=()), ModelConfig.from_hf(folder / "again").windows
+
+    theirs = told_by_transformers(tmp_path / "theirs", WILD[name])
+    ours = ModelConfig.from_hf(tmp_path / "theirs")
+    assert (replace(ours, layer_types=()), ours.windows) == theirs
+    assert told_by_transformers(tmp_path / "ours", ours.to_hf("bfloat16")) == theirs, "what we write means the same"
 
 
 @pytest.mark.parametrize(

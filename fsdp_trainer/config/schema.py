@@ -13,7 +13,7 @@ from typing import Any, Literal
 def key(
     default: Any, text: str, *, choices: tuple = (), minimum: float | None = None, above: float | None = None, maximum: float | None = None
 ) -> Any:
-    """A documented key. `minimum` and `maximum` are inclusive, `above` is not; all hold for every element of a list."""
+    """A documented key. `minimum` and `maximum` are inclusive, `above` is not; bounds and choices hold for every element of a list."""
     metadata = {"text": text, "choices": choices, "minimum": minimum, "above": above, "maximum": maximum}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -159,7 +159,20 @@ class Sharding:
 class ActivationCheckpoint:
     """Trade compute for activation memory."""
 
-    mode: str = key("none", "`full`: keep only each block's input and compute the block again in backward", choices=("none", "full"))
+    mode: str = key(
+        "none",
+        "what backward computes again. `full`: whole blocks; `selective`: what activation_checkpoint.save does not keep; `budget`: what the compiler finds cheapest",
+        choices=("none", "full", "selective", "budget"),
+    )
+    every: int = key(1, "full and selective: only every n-th block is computed again", minimum=1)
+    save: list[str] = key(
+        ["attention", "second_matmul"],
+        "selective: results that are kept; second_matmul keeps every second matrix product of a block",
+        choices=("attention", "matmul", "second_matmul"),
+    )
+    budget: float = key(
+        0.5, "budget: share of the activations that a compiled block keeps; 0 is like full, 1 like none", minimum=0, maximum=1
+    )
 
 
 @dataclass
@@ -187,6 +200,12 @@ class Optim:
     weight_decay: float = key(0.0, "decoupled weight decay", minimum=0)
     betas: list[float] = key([0.9, 0.95], "decay of the running mean and mean square", minimum=0, maximum=1)
     eps: float = key(1e-8, "added to the root of the mean square", above=0)
+    lr_scaling: str | None = key(
+        None,
+        "scale lr with the batch: by (batch.rows × batch.seq_len / lr_batch_tokens), its root (the usual rule for Adam), or not (null)",
+        choices=("sqrt", "linear"),
+    )
+    lr_batch_tokens: int | None = key(None, "the batch, in tokens of a step, at which lr holds as it is written", minimum=1)
     grad_clip: float | None = key(1.0, "largest global gradient norm; null: off", above=0)
     grad_clip_value: float | None = key(None, "largest absolute value of a gradient's element, applied before the norm; null: off", above=0)
 

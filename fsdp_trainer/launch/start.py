@@ -46,6 +46,7 @@ def start_ranks(count: int, overrides: list[str]) -> int:
     env = {
         **os.environ,
         "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "FSDP_TRAINER_PARENT": str(os.getpid()),

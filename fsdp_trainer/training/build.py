@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,6 +25,8 @@ from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.optim.optimizers import build_optimizer
+from fsdp_trainer.optim.schedules import peak_learning_rate
+from fsdp_trainer.parallel.fit import check_fit
 from fsdp_trainer.parallel.materialize import allocate, draw_weights
 from fsdp_trainer.parallel.mesh import build_mesh
 from fsdp_trainer.parallel.parallelize import parallelize
@@ -94,6 +96,13 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     return trainer
 
 
+def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
+    """Refuse a model whose states cannot fit, before data or weights are read. Raises UserError."""
+    model = cfg.model if init_from is None else replace(cfg.model, init_from=str(init_from))
+    with torch.device("meta"):
+        check_fit(Decoder(resolve_model(model)), cfg.sharding, cfg.precision, world.size, world.device)
+
+
 def resolve_architecture(cfg: TrainConfig, material: Material) -> ModelConfig:
     """The model's configuration, checked against the tokenizer."""
     model = cfg.model if material.init_from is None else type(cfg.model)(**{**asdict(cfg.model), "init_from": str(material.init_from)})
@@ -159,6 +168,7 @@ def describe(trainer: Trainer, world: World, material: Material) -> list[str]:
     origin = cfg.model.init_from or "random weights"
     size = f"{short(config.parameters())} parameters, {config.num_hidden_layers} blocks, {config.vocab_size:,} tokens"
     numbers = f"{cfg.precision.param_dtype} (weights {cfg.precision.master_dtype})"
+    lr = f"optim.lr {cfg.optim.lr:g} at {cfg.optim.lr_batch_tokens:,} tokens a step" if cfg.optim.lr_batch_tokens else ""
     slow = world.device.type == "cpu" and cfg.precision.param_dtype == "bfloat16"
     return [
         f"run    {trainer.checkpoints.run}",
@@ -170,5 +180,10 @@ def describe(trainer: Trainer, world: World, material: Material) -> list[str]:
         f"attention by {'mask' if trainer.batches.masked else 'documents'}",
         f"step   {cfg.batch.rows} rows = {micro_batches} micro-batches × {cfg.batch.micro_rows} rows × {world.size} ranks"
         + (f", {surplus} of the slots empty" if surplus else ""),
+        *(
+            [f"lr     {peak_learning_rate(cfg.optim, cfg.batch):.3g} for {cfg.batch.rows * cfg.batch.seq_len:,} tokens a step: {lr}"]
+            if lr
+            else []
+        ),
         f"train  {trainer.total_steps:,} steps, {epochs:.2f} epochs",
     ]

@@ -21,7 +21,7 @@ from fsdp_trainer.models.hub import fetch
 from fsdp_trainer.observe.console import Console, short
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.trackers import Trackers
-from fsdp_trainer.training.build import Material, build
+from fsdp_trainer.training.build import Material, build, check_room
 from fsdp_trainer.training.resume import claim_folder, claimed_by
 from fsdp_trainer.training.stop import StopRequests
 from fsdp_trainer.training.trainer import Outcome, Trainer
@@ -47,7 +47,7 @@ def run_rank(cfg: TrainConfig) -> int:
         lock = world.node_by_node(
             "claiming the run's folder", lambda: claim_folder(cfg, run, world.launch) if world.main else None, waiting
         )
-        material = world.node_by_node("preparing the data", lambda: prepare(cfg, console), waiting)
+        material = world.node_by_node("preparing the data", lambda: prepare(cfg, console, world), waiting)
         connect(world, parse_duration(cfg.launch.timeout))
         trainer = build(cfg, material, world, run, stop)
         reason, code = train(trainer, world, run)
@@ -75,9 +75,10 @@ def earlier_attempt(run: Path, world: World) -> tuple[bool, int | None]:
     return ours, last["exit_code"] if last.get("event") == "end" and last["exit_code"] in (75, 2) else None
 
 
-def prepare(cfg: TrainConfig, console: Console) -> Material:
+def prepare(cfg: TrainConfig, console: Console, world: World) -> Material:
     """Fetch the model and tokenise the data; what an earlier rank or run did is found on disk."""
     init_from = fetch(cfg.model.init_from) if cfg.model.init_from else None
+    check_room(cfg, init_from, world)
     return Material(*build_data(cfg, tokenising(console)), init_from)
 
 

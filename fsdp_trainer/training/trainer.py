@@ -15,7 +15,7 @@ from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.optim.optimizers import set_learning_rate, step_unless
-from fsdp_trainer.optim.schedules import learning_rate
+from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate
 from fsdp_trainer.parallel.parallelize import reshard
 from fsdp_trainer.training.batches import Batches, StepPlan
 from fsdp_trainer.training.gradients import GradientSync, any_not_finite, clip_gradients
@@ -64,9 +64,10 @@ class Trainer:
     def fit(self) -> Outcome:
         """Train until the last step, a signal or a time limit. Every line here happens in this order, once per step."""
         steps = self.batches.steps(self.cfg.batch.rows, self.last_row, self.progress.step, self.progress.rows)
+        peak = peak_learning_rate(self.cfg.optim, self.cfg.batch)
         while self.progress.step < self.total_steps:
             plan = next(steps)
-            lr = learning_rate(self.cfg.schedule, self.cfg.optim.lr, plan.step, self.total_steps)
+            lr = learning_rate(self.cfg.schedule, peak, plan.step, self.total_steps)
             loss = self.forward_backward(plan)
             grad_norm = self.clip()
             not_finite = self.update(lr, loss, grad_norm)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_resume import newest, stored
-from world import write_chats
+from world import SMALL, write_chats
 
 import fsdp_trainer
 
@@ -138,7 +138,8 @@ def test_bf16_is_near_fp32(train, alone, ranks):
 
 
 def test_pure_bf16_trains_with_states_of_two_bytes_and_is_near_fp32(train, alone):
-    run = train("pure", *COMMON, "train.steps=20", "precision=pure_bf16", ranks=2)
+    base = ["precision=pure_bf16" if override == "precision=fp32" else override for override in SMALL]
+    run = train("pure", *COMMON, "train.steps=20", base=base, ranks=2)
     assert run.column("loss") == pytest.approx(alone()[0], rel=0.05), "weights are rounded at every step: not as near as bf16 compute alone"
     kept = {name: t.dtype for name, t in stored(newest(run)).items() if not name.endswith("/step")}
     assert len([name for name in kept if name.startswith("optimizer/")]) == 2 * len([name for name in kept if name.startswith("weights/")])

@@ -81,6 +81,8 @@ def every_option():
     found = {}
     for i in range(max(map(len, groups.values()))):
         chosen = {group: names[i % len(names)] for group, names in groups.items()}
+        if chosen["activation_checkpoint"] == "budget":
+            chosen["compile"] = "enabled"  # one needs the other
         cfg = compose("train", [f"{group}={name}" for group, name in chosen.items()], inputs=False)
         found |= dict.fromkeys(chosen.items(), cfg)
     return found
@@ -89,7 +91,7 @@ def every_option():
 def test_every_option_sets_its_groups_selector(every_option):
     for (group, name), cfg in every_option.items():
         selector = SELECTORS.get(group)
-        values = {"bf16": "bfloat16", "fp32": "float32", "enabled": True, "disabled": False}
+        values = {"bf16": "bfloat16", "fp32": "float32", "pure_bf16": "bfloat16", "enabled": True, "disabled": False}
         assert selector is None or getattr(getattr(cfg, group), selector) == values.get(name, name), (group, name)
 
 

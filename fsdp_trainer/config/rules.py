@@ -10,7 +10,7 @@ from fsdp_trainer.config.check import Report, flatten
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
 from fsdp_trainer.config.schema import GROUPS, ExportConfig, GenerateConfig, Train, TrainConfig, VerifyConfig
-from fsdp_trainer.config.units import parse_duration
+from fsdp_trainer.config.units import parse_duration, parse_steps
 from fsdp_trainer.models.config import model_problems
 
 DEMOS = {"data.path": ("demo:backwards",), "data.validation": ("demo:backwards/heldout",), "tokenizer.path": ("demo:bytes",)}
@@ -61,6 +61,11 @@ def check_rules(cfg: Any, report: Report) -> None:
             close = nearest(name, known)
             why = f"{name} is no key.{f' Did you mean  {close} ?' if close else ''}"
             report.add("checkpoint.allow_changes", cfg.checkpoint.allow_changes, why)
+    if cfg.profile.steps:
+        try:
+            parse_steps(cfg.profile.steps)
+        except ValueError as error:
+            report.add("profile.steps", cfg.profile.steps, str(error))
     for key in ("train.time_limit", "launch.timeout", "launch.data_timeout"):
         _check_duration(key, _get(cfg, key), report)
     if not any(key.startswith(("model.", "batch.seq_len")) for key in report.settled):  # what follows from a wrong key is not told

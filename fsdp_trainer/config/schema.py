@@ -52,11 +52,25 @@ class Train:
     epochs: int | None = key(
         None, "passes over the data, the last partial step included; null: train.steps decides (both null: 1 epoch)", minimum=1
     )
-    validate_every: int | None = key(None, "optimizer steps between validations; null: only at the end", minimum=1)
+    validate_every: int | None = key(None, "optimizer steps between validations, and between samples; null: only at the end", minimum=1)
+    sample_prompts: list[str] = key([], "what to ask the model at each validation; its answers go to samples.jsonl")
+    sample_tokens: int = key(64, "longest answer to them, in tokens; each gathers the sharded weights once", minimum=1)
+    sample_raw: bool = key(False, "continue sample_prompts as plain text, without the chat template")
     time_limit: str | None = key(
         None, "commit a checkpoint and exit 75 after this long: `90s`, `30m`, `1h30m` or plain seconds; null: no limit"
     )
     max_skipped: int = key(10, "steps skipped in a row for a non-finite loss or gradient before the run stops with exit code 1", minimum=1)
+
+
+@dataclass
+class Profile:
+    """Where time and memory go, for a few steps: traces for Perfetto or chrome://tracing in the run's profile/ folder."""
+
+    steps: str | None = key(
+        None, "which optimizer steps, both included: `10-12`, or one; the first ones are slower than the rest; null: none"
+    )
+    ranks: list[int] = key([0], "which ranks write one", minimum=0)
+    memory: bool = key(False, "on a GPU also a snapshot of every allocation, for pytorch.org/memory_viz")
 
 
 @dataclass
@@ -270,6 +284,7 @@ class TrainConfig:
     run: Run = field(default_factory=Run)
     batch: Batch = field(default_factory=Batch)
     train: Train = field(default_factory=Train)
+    profile: Profile = field(default_factory=Profile)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     tokenizer: Tokenizer = field(default_factory=Tokenizer)

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 LOGITS_BYTES = 2**27  # of one chunk in float32: the head's peak memory does not grow with vocabulary × tokens
@@ -22,8 +23,10 @@ class Head(nn.Module):
         super().__init__()
         self.weight: Tensor = nn.Parameter(torch.empty(vocab_size, hidden_size))
 
-    def forward(self, hidden: Tensor, targets: Tensor) -> Scores:
-        """hidden: [tokens, hidden]; targets: [tokens] int64."""
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Scores | Tensor:
+        """hidden: [tokens, hidden]; targets: [tokens] int64. Without targets, for inference: all logits at once, […, vocabulary]."""
+        if targets is None:
+            return F.linear(hidden, self.weight)
         return Scores(*_ChunkedScores.apply(hidden, self.weight, targets))
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from fsdp_trainer.config.schema import Compile, Precision, Sharding, TrainConfig
 from fsdp_trainer.models.decoder import Decoder
@@ -49,6 +49,7 @@ def shard(model: Decoder, mesh: DeviceMesh, cfg: Sharding, precision: Precision)
     for unit in units:
         fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=False, **options)
+    register_fsdp_forward_method(model, "next_logits")  # samples in training begin as a forward does: after the optimizer's last write
 
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)  # the loss is divided by the step's global weight already

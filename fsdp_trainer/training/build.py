@@ -24,6 +24,7 @@ from fsdp_trainer.models.config import ModelConfig, resolve_model
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.observe.observer import Observer
+from fsdp_trainer.observe.profiler import Profiler
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.optim.schedules import peak_learning_rate
 from fsdp_trainer.parallel.fit import check_fit
@@ -33,6 +34,7 @@ from fsdp_trainer.parallel.parallelize import parallelize
 from fsdp_trainer.training.batches import Batches
 from fsdp_trainer.training.gradients import GradientSync
 from fsdp_trainer.training.resume import check_unchanged, find_start, require_whole
+from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.stop import StopRequests
 from fsdp_trainer.training.trainer import Progress, Trainer
 
@@ -79,12 +81,14 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         gradient_sync=GradientSync(model, cfg.sharding.accumulate, replicated="replicate" in (mesh.mesh_dim_names or ())),
         batches=train,
         validation=batches(material.data.validation, shuffle=False) if material.data.validation else None,
+        samples=Samples(cfg, material.tokenizer, material.template, world.device),
         progress=Progress(),
         total_steps=total_steps,
         last_row=last_row,
         checkpoints=checkpoints,
         dtypes=dtypes,
         observer=observer,
+        profiler=Profiler(cfg.profile, run, world.rank, world.size, observer),
         stop=stop,
     )
     for line in describe(trainer, world, material):

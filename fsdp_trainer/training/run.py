@@ -145,6 +145,8 @@ def export_hf(trainer: Trainer, world: World, run: Path) -> None:
 
 def leave(trainer: Trainer | None, records: Records | None, reason: str, code: int) -> None:
     """The last line of events.jsonl, trackers closed, the process group gone."""
+    if trainer:
+        trainer.profiler.close()
     if trainer and trainer.observer.trackers:
         trainer.observer.trackers.close(code)
     if records:

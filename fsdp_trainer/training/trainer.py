@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.profiler import record_function
 
 from fsdp_trainer.checkpoint.state import optimizer_state, weights
 from fsdp_trainer.checkpoint.store import CheckpointStore
@@ -14,12 +15,14 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.observe.observer import Observer
+from fsdp_trainer.observe.profiler import Profiler
 from fsdp_trainer.optim.optimizers import set_learning_rate, step_unless
 from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate
 from fsdp_trainer.parallel.parallelize import reshard
 from fsdp_trainer.training.batches import Batches, StepPlan
 from fsdp_trainer.training.gradients import GradientSync, any_not_finite, clip_gradients
 from fsdp_trainer.training.objective import cross_entropy
+from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.stop import StopRequests
 
 Outcome = tuple[str, int]
@@ -52,12 +55,14 @@ class Trainer:
     gradient_sync: GradientSync
     batches: Batches
     validation: Batches | None
+    samples: Samples
     progress: Progress
     total_steps: int
     last_row: int | None
     checkpoints: CheckpointStore
     dtypes: dict[str, str]  # number formats in which the weights were imported, for the export
     observer: Observer
+    profiler: Profiler
     stop: StopRequests
     saved: int = -1  # step of the newest checkpoint
 
@@ -67,14 +72,17 @@ class Trainer:
         peak = peak_learning_rate(self.cfg.optim, self.cfg.batch)
         while self.progress.step < self.total_steps:
             plan = next(steps)
+            self.profiler.before(plan.step)
             lr = learning_rate(self.cfg.schedule, peak, plan.step, self.total_steps)
             loss = self.forward_backward(plan)
             grad_norm = self.clip()
             not_finite = self.update(lr, loss, grad_norm)
             self.progress.advance(plan)
             self.observer.step(plan, self.progress, lr, loss, grad_norm, not_finite)
+            self.profiler.after(plan.step)
             if self.due(self.cfg.train.validate_every):
                 self.validate()
+                self.sample()
             # what a checkpoint holds must be on record before it is committed
             self.observer.write_if_due(plan.step, last=self.due(self.cfg.checkpoint.every))
             self.stop_if_nothing_is_learnt()
@@ -84,6 +92,7 @@ class Trainer:
                 return self.stop_in_order(reason)
         return self.finish()
 
+    @record_function("forward_backward")
     def forward_backward(self, plan: StepPlan) -> Tensor:
         """All micro-batches of a step. Gradients end up sharded and summed; returns the step's loss over all ranks, a scalar on the device."""
         total = torch.zeros((), device=self.batches.device)
@@ -96,10 +105,12 @@ class Trainer:
         dist.all_reduce(total)
         return total
 
+    @record_function("clip")
     def clip(self) -> Tensor:
         """Clip the gradients; returns their global norm before, a scalar on the device (offloaded gradients lie on the host)."""
         return clip_gradients(self.model, self.cfg.optim.grad_clip, self.cfg.optim.grad_clip_value).to(self.batches.device)
 
+    @record_function("update")
     def update(self, lr: float, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """One optimizer step, or none on any rank if a number is not finite; returns which, a bool scalar on the device."""
         not_finite = any_not_finite(loss, grad_norm)
@@ -125,6 +136,13 @@ class Trainer:
             reshard(self.model)
             dist.all_reduce(total)
             self.observer.validated(self.progress.step, float(total) / plan.weight)
+
+    def sample(self) -> None:
+        """What the model says to train.sample_prompts now."""
+        if self.samples.prompts:
+            with self.observer.apart("samples"):
+                self.observer.sampled(self.progress.step, self.samples.take(self.model))
+                reshard(self.model)
 
     def save(self) -> None:
         """Commit a checkpoint, unless this step has one."""

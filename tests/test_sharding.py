@@ -39,14 +39,20 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-def kept_for_backward(**asked) -> tuple[int, float, list[torch.Tensor]]:
-    """Bytes that live between forward and backward, the loss, and the gradients."""
-    length = 128
+LENGTH = 128
+
+
+def small(**asked) -> Decoder:
     model = Decoder(ModelConfig(vocab_size=50, hidden_size=32, head_dim=8, intermediate_size=88, num_hidden_layers=4))
     initialize_whole(model, 0, 0.1)
     checkpoint_activations(model, ActivationCheckpoint(**asked))
-    places = torch.arange(length)
-    batch = MicroBatch(places[None] % 50, places[None], Layout([[length // 2, length // 2]]), places, places % 50, torch.ones(length))
+    return model
+
+
+def kept_for_backward(**asked) -> tuple[int, float, list[torch.Tensor]]:
+    """Bytes that live between forward and backward, the loss, and the gradients."""
+    model, places = small(**asked), torch.arange(LENGTH)
+    batch = MicroBatch(places[None] % 50, places[None], Layout([[LENGTH // 2, LENGTH // 2]]), places, places % 50, torch.ones(LENGTH))
     with LiveBytes() as memory:
         loss = -model(batch).log_probability.sum()
         kept = sum(memory.live.values())
@@ -68,6 +74,36 @@ def test_every_mode_keeps_less_than_the_one_before_and_gives_the_same_gradients(
     assert all(more > less for more, less in itertools.pairwise(kept)), kept
     assert kept[-1] < kept[0] / 4 and kept[-1] < kept_for_backward(mode="full", every=2)[0] < kept[0]
     assert len(set(losses)) == 1 and all(torch.equal(a, b) for other in gradients[1:] for a, b in zip(gradients[0], other, strict=True))
+
+
+def saved_by_compiled_blocks(**asked) -> int:
+    """Bytes that compiled blocks keep for backward, weights and what all blocks share left out."""
+    model, saved = small(**asked), {}
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    for block in model.model.layers.values():
+        block.compile(fullgraph=True)
+    places = torch.arange(LENGTH)[None]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = model.hidden(places % 50, places, Layout.masked([[LENGTH]], LENGTH, torch.device("cpu")))
+        kept = sum(saved.values())
+    hidden.sum().backward()
+    return kept
+
+
+@pytest.mark.slow
+def test_a_larger_budget_keeps_more():
+    kept = []
+    for asked in ({"mode": "budget", "budget": 0.0}, {"mode": "budget", "budget": 0.5}, {}):
+        torch._dynamo.reset()
+        kept.append(saved_by_compiled_blocks(**asked))
+    assert kept[0] < kept[1] < kept[2] and kept[0] < kept[2] / 3
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The verb `generate`: text from a model, token by token, with a cache of keys and values."""
+"""The verb `generate`: an answer, or a chat at the terminal."""
 
 import sys
 from collections.abc import Iterator
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.config.paths import model_folder
@@ -15,8 +14,8 @@ from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template, load_template
 from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.attention import Cache
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.decoding import continue_tokens
 
 
 @dataclass
@@ -36,7 +35,7 @@ class Speaker:
     def answer(self, messages: list[dict], cfg: GenerateConfig) -> Iterator[str]:
         """The next assistant turn, in pieces of text."""
         try:
-            text = self.template.render(self.template.adapt(messages, None), add_generation_prompt=True)
+            text = self.template.ask(messages)
         except RowError as error:
             raise UserError("the conversation cannot be rendered", [Problem(messages[-1]["content"][:60], str(error))]) from None
         return self.say(text, cfg)
@@ -50,30 +49,6 @@ class Speaker:
             if not whole.endswith("\ufffd"):
                 yield whole[len(told) :]
                 told = whole
-
-
-def continue_tokens(model: Decoder, prompt: list[int], stop_ids: set[int], cfg: GenerateConfig) -> Iterator[int]:
-    """Up to cfg.max_tokens token ids after `prompt`, a stop id and what follows it left out."""
-    device = model.lm_head.weight.device
-    caches = [Cache() for _ in model.model.layers]
-    generator = torch.Generator().manual_seed(cfg.seed)
-    new = torch.tensor([prompt], device=device)
-    room = model.config.max_position_embeddings - len(prompt)
-    for _ in range(min(cfg.max_tokens, room)):
-        token = sample(model.next_logits(new, caches)[0], cfg.temperature, cfg.top_p, generator)
-        if token in stop_ids:
-            return
-        yield token
-        new = torch.tensor([[token]], device=device)
-
-
-def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """One token id from logits [vocabulary]. top_p: nucleus sampling (Holtzman et al. 2020)."""
-    if temperature == 0:
-        return int(logits.argmax())
-    likely, tokens = torch.softmax(logits.float().cpu() / temperature, -1).sort(descending=True)
-    likely[likely.cumsum(0) - likely >= top_p] = 0  # the token that crosses top_p stays
-    return int(tokens[torch.multinomial(likely, 1, generator=generator)])
 
 
 def generate(cfg: GenerateConfig) -> int:

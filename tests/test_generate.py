@@ -1,10 +1,14 @@
 """Text from a model: greedy as transformers, sampled by seed, through the command line."""
 
+import shutil
+
 import pytest
 import torch
+from world import read_lines
 
 from fsdp_trainer.config.schema import GenerateConfig
-from fsdp_trainer.generate import Speaker, continue_tokens, sample
+from fsdp_trainer.generate import Speaker
+from fsdp_trainer.models.decoding import continue_tokens, sample
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +77,40 @@ def test_a_system_turn_reaches_a_template_that_knows_none(run):
     speaker.say = lambda text, cfg: told.append(text) or iter(())
     list(speaker.answer([{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}], GenerateConfig()))
     assert told == ["be brief\n\nhi"]
+
+
+ASKED = ["train.validate_every=4", "train.sample_prompts=[aaa,'b c']", "train.sample_tokens=9", "checkpoint.every=4", "checkpoint.keep=9"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        (2, []),
+        (2, ["model.tie_word_embeddings=false", "train.sample_raw=true", "activation_checkpoint=selective", "sharding.blocks_per_unit=2"]),
+        pytest.param(1, ["sharding.cpu_offload=true"], marks=pytest.mark.slow),
+        pytest.param(4, ["sharding=hsdp", "sharding.replicas=2", "activation_checkpoint=full"], marks=pytest.mark.slow),
+        pytest.param(2, ["compile=enabled"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_samples_in_training_are_what_generate_says_of_the_checkpoint_and_change_nothing(train, ranks, how):
+    plain = train("plain", "train.steps=12", *how, ranks=ranks, timeout=400)
+    run = train("run", "train.steps=12", *ASKED, *how, ranks=ranks, timeout=400)
+    assert run.column("loss") == plain.column("loss") and run.column("grad_norm") == plain.column("grad_norm")
+    taken = read_lines(run.folder / "samples.jsonl")
+    assert [(line["step"], line["prompt"]) for line in taken] == [(step, prompt) for step in (4, 8, 12) for prompt in ("aaa", "b c")]
+    for line in taken:
+        speaker = Speaker.load(run.folder / "checkpoints" / f"step-{line['step']:08}")
+        prompt = line["prompt"] if "train.sample_raw=true" in how else speaker.template.ask([{"role": "user", "content": line["prompt"]}])
+        tokens = continue_tokens(speaker.model, speaker.tokenizer.encode(prompt), speaker.tokenizer.stop_ids, GenerateConfig(max_tokens=9))
+        assert line["text"] == speaker.tokenizer.decode(list(tokens))
+    assert any(line["text"] for line in taken) and "sample aaa →" in run.out
+
+
+def test_a_resume_cuts_the_samples_of_steps_that_it_does_again(train):
+    run = train("run", "train.steps=8", *ASKED)
+    before = read_lines(run.folder / "samples.jsonl")
+    shutil.rmtree(run.folder / "checkpoints" / "step-00000008")
+    again = train("run", "train.steps=8", *ASKED, ranks=2)
+    assert again.event("resume")[0]["step"] == 4 and [line["step"] for line in read_lines(run.folder / "samples.jsonl")] == [4, 4, 8, 8]
+    assert read_lines(run.folder / "samples.jsonl")[:2] == before[:2]

@@ -1,7 +1,12 @@
 """On a GPU: the same numbers, and no wait for the host inside a step."""
 
+import gzip
+import json
+import pickle
+
 import pytest
 import torch
+from world import read_lines
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -12,6 +17,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
         [],
         ["sharding.accumulate=unsharded"],
         ["activation_checkpoint=full"],
+        ["activation_checkpoint=selective"],
+        ["compile=enabled", "activation_checkpoint=budget"],
         ["model.attention=mask"],
         ["compile=enabled"],
         ["sharding.cpu_offload=true"],
@@ -66,7 +73,30 @@ def no_waiting():
     return all_of_it()
 
 
-@pytest.mark.parametrize("how", [[], ["activation_checkpoint=full"], ["model.attention=mask"], ["optim.grad_clip_value=1.0"]], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [[], ["activation_checkpoint=selective"], ["activation_checkpoint=full"], ["model.attention=mask"], ["optim.grad_clip_value=1.0"]],
+    ids=str,
+)
 def test_no_step_waits_for_the_host(train, how):
     run = train("run", "train.steps=5", "launch.device=cuda", "precision.param_dtype=bfloat16", "batch.micro_rows=2", *how, seam=no_waiting)
     assert run.column("step") == [1, 2, 3, 4, 5]
+
+
+def test_a_profile_has_the_devices_kernels_and_a_snapshot_of_its_memory(train):
+    run = train("run", "train.steps=3", "launch.device=cuda", "profile.steps=2-3", "profile.memory=true")
+    trace, snapshot = (run.folder / "profile" / f"steps-2-3-rank-0.{kind}" for kind in ("json.gz", "pickle"))
+    with gzip.open(trace) as file:
+        assert any(event.get("cat") == "kernel" for event in json.load(file)["traceEvents"])
+    assert pickle.loads(snapshot.read_bytes())["device_traces"]
+
+
+def test_samples_change_nothing_of_training(train):
+    how = ["train.steps=6", "launch.device=cuda", "precision.param_dtype=bfloat16"]
+    run = train("run", *how, "train.sample_prompts=[aaa]", "train.validate_every=2", "train.sample_tokens=8")
+    assert run.column("loss") == train("plain", *how).column("loss") and len(read_lines(run.folder / "samples.jsonl")) == 3
+
+
+def test_a_model_that_the_gpu_cannot_hold_is_refused(train):
+    run = train("run", "model=llama3_70b", base=["checkpoint.every=null", "launch.device=cuda"], code=2)
+    assert "on the GPU" in run.err and "68.5 G × 8 B" in run.err

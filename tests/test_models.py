@@ -53,7 +53,7 @@ def test_packed_documents_never_see_each_other(pair, layout):
     tokens, row = random_tokens(3, 40), 40
     where = Layout(LENGTHS) if layout == "documents" else Layout.masked(LENGTHS, row, torch.device("cpu"))
     with torch.no_grad():
-        packed = ours.lm_head.logits(ours.model.norm(ours.hidden(tokens, positions_of(LENGTHS, row), where)))
+        packed = ours.lm_head(ours.model.norm(ours.hidden(tokens, positions_of(LENGTHS, row), where)))
         for i, lengths in enumerate(LENGTHS):
             start = 0
             for length in lengths:

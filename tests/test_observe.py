@@ -1,8 +1,10 @@
 """What a run writes down: the contract's fields, figures that are right, a line for people, trackers that go on after a restart."""
 
+import gzip
 import importlib.util
 import io
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -132,6 +134,30 @@ def test_records_survive_a_half_written_line(tmp_path):
     assert records.last_event()["exit_code"] == 75
     records.event("resume")
     assert records.last_event()["event"] == "resume", "a line after a half one is a line of its own"
+
+
+def test_a_profile_holds_exactly_the_steps_asked_for_with_their_phases_blocks_and_operators(train):
+    run = train("run", "train.steps=5", "profile.steps=2-3", "profile.ranks=[1]", "profile.memory=true", ranks=2)
+    assert [file.name for file in (run.folder / "profile").iterdir()] == ["steps-2-3-rank-1.json.gz"]
+    with gzip.open(run.folder / "profile" / "steps-2-3-rank-1.json.gz") as file:
+        names = Counter(event["name"] for event in json.load(file)["traceEvents"] if event.get("ph") == "X")
+    assert {name for name in names if name.startswith("step ")} == {"step 2", "step 3"}
+    assert names["forward_backward"] == names["clip"] == names["update"] == 2
+    assert names["FSDP::pre_forward (model.layers.0)"] == names["FSDP::pre_forward (model.layers.1)"] == 2 and names["aten::mm"] > 20
+    assert [event["steps"] for event in run.event("profile")] == [[2, 3]] and run.events[-1]["event"] == "end"
+    plain = train("plain", "train.steps=5", ranks=2)
+    assert plain.column("loss") == run.column("loss") and not (plain.folder / "profile").exists()
+
+
+def test_a_profile_that_a_run_cuts_short_is_written_and_the_rest_by_the_next(train):
+    train("run", "train.steps=2", "profile.steps=2-4")
+    run = train("run", "train.steps=5", "profile.steps=2-4")
+    assert sorted(file.name for file in (run.folder / "profile").iterdir()) == ["steps-2-2-rank-0.json.gz", "steps-3-4-rank-0.json.gz"]
+
+
+def test_a_profile_of_steps_or_ranks_that_are_not_there_is_refused(train):
+    assert "write 10 or 10-12" in train("run", "profile.steps=3-2", code=2).err
+    assert "there is no rank 2" in train("run", "profile.steps=3", "profile.ranks=[0,2]", ranks=2, code=2).err
 
 
 @pytest.mark.slow

@@ -8,12 +8,12 @@ import pytest
 import torch
 from test_resume import assert_bitwise_equal, stored
 
-from fsdp_trainer.config.schema import Optim, Schedule
+from fsdp_trainer.config.schema import Batch, Optim, Schedule
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.initialize import initialize_whole
 from fsdp_trainer.optim.optimizers import build_optimizer, step_unless
-from fsdp_trainer.optim.schedules import learning_rate
+from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,22 @@ from fsdp_trainer.optim.schedules import learning_rate
 def test_the_learning_rate_at_the_corners(schedule, values):
     for step, share in values.items():
         assert learning_rate(schedule, 2.0, step, 100) == pytest.approx(2.0 * share, abs=1e-12), step
+
+
+def test_the_learning_rate_follows_the_batch_by_the_rule():
+    batch = Batch(seq_len=64, rows=32)
+    assert peak_learning_rate(Optim(lr=1e-3), batch) == 1e-3
+    assert peak_learning_rate(Optim(lr=1e-3, lr_scaling="sqrt", lr_batch_tokens=512), batch) == pytest.approx(2e-3)
+    assert peak_learning_rate(Optim(lr=1e-3, lr_scaling="linear", lr_batch_tokens=8192), batch) == pytest.approx(0.25e-3)
+
+
+def test_a_scaled_learning_rate_is_told_and_the_same_on_any_world_and_after_a_restart(train):
+    rule = ["optim.lr=1e-2", "optim.lr_scaling=sqrt", "optim.lr_batch_tokens=1536", "schedule=constant", "schedule.warmup_steps=0"]
+    run = train("run", *rule, "train.steps=2", "batch.micro_rows=1", ranks=2)  # 6 rows of 64 tokens: a quarter of 1536
+    again = train("run", *rule, "train.steps=3", "batch.micro_rows=1")
+    assert again.column("lr") == pytest.approx([5e-3] * 3) and "lr     0.005 for 384 tokens a step" in run.out
+    refused = train("half", "optim.lr_scaling=sqrt", code=2)
+    assert "optim.lr_batch_tokens" in refused.err and "optim.lr_scaling=sqrt optim.lr_batch_tokens=" in refused.err
 
 
 def small():

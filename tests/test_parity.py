@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from world import write_chats
+from test_resume import newest, stored
+from world import SMALL, write_chats
 
 import fsdp_trainer
 
@@ -62,6 +63,10 @@ MORE_WAYS = [
     (2, ["sharding.blocks_per_unit=2", "sharding.prefetch=0"]),
     (2, ["sharding.prefetch=2", "activation_checkpoint=full", "model.attention=mask"]),
     (2, ["sharding.cpu_offload=true"]),
+    (2, ["activation_checkpoint=selective", "activation_checkpoint.every=2", "model.attention=mask"]),
+    (1, ["activation_checkpoint=full", "activation_checkpoint.every=2"]),
+    (1, ["activation_checkpoint=selective", "activation_checkpoint.save=[matmul]"]),
+    (4, ["activation_checkpoint=selective", "sharding=hsdp", "sharding.replicas=2"]),
     (4, ["sharding=hsdp", "sharding.replicas=2", "sharding.accumulate=unsharded"]),
     (4, ["sharding=ddp"]),
     (4, ["activation_checkpoint=full", "sharding.blocks_per_unit=2", "sharding.accumulate=unsharded"]),
@@ -72,6 +77,7 @@ MORE_WAYS = [
     ("ranks", "how"),
     [
         (2, ["activation_checkpoint=full"]),
+        (2, ["activation_checkpoint=selective", "activation_checkpoint.save=[attention]"]),
         (2, ["model.attention=mask"]),
         (2, ["sharding.accumulate=unsharded"]),
         (2, ["sharding=ddp"]),
@@ -129,6 +135,30 @@ def test_bf16_is_near_fp32(train, alone, ranks):
     run = train("bf16", *COMMON, "train.steps=20", "precision.param_dtype=bfloat16", ranks=ranks)
     assert run.column("loss") == pytest.approx(alone()[0], rel=0.02)
     assert run.column("loss") != alone()[0]
+
+
+def test_pure_bf16_trains_with_states_of_two_bytes_and_is_near_fp32(train, alone):
+    base = ["precision=pure_bf16" if override == "precision=fp32" else override for override in SMALL]
+    run = train("pure", *COMMON, "train.steps=20", base=base, ranks=2)
+    assert run.column("loss") == pytest.approx(alone()[0], rel=0.05), "weights are rounded at every step: not as near as bf16 compute alone"
+    kept = {name: t.dtype for name, t in stored(newest(run)).items() if not name.endswith("/step")}
+    assert len([name for name in kept if name.startswith("optimizer/")]) == 2 * len([name for name in kept if name.startswith("weights/")])
+    assert set(kept.values()) == {torch.bfloat16}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how",
+    [
+        [],
+        ["activation_checkpoint=full"],
+        ["activation_checkpoint=selective"],
+        ["activation_checkpoint=budget", "activation_checkpoint.budget=0.3"],
+    ],
+    ids=lambda how: " ".join(how),
+)
+def test_compiled_as_eager(same, how):
+    same(2, "compile=enabled", *how, steps=3)
 
 
 @pytest.mark.slow

@@ -99,9 +99,11 @@ def published_model(name):
 
 def test_every_option_sets_its_groups_selector():
     groups = {group: names for group, names in options("train").items() if group not in ("recipe", "sweep", "model")}
-    values = {"bf16": "bfloat16", "fp32": "float32", "enabled": True, "disabled": False}
+    values = {"bf16": "bfloat16", "fp32": "float32", "pure_bf16": "bfloat16", "enabled": True, "disabled": False}
     for i in range(max(map(len, groups.values()))):
         chosen = {group: names[i % len(names)] for group, names in groups.items()}
+        if chosen["activation_checkpoint"] == "budget":
+            chosen["compile"] = "enabled"  # one needs the other
         cfg = compose("train", [f"{group}={name}" for group, name in chosen.items()], inputs=False)
         for group, name in chosen.items():
             selector = SELECTORS.get(group)

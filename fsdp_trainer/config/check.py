@@ -107,7 +107,7 @@ def wrong_with(value: Any, f: Field) -> str | None:
     choices, low, above, high = (f.metadata[name] for name in ("choices", "minimum", "above", "maximum"))
     if value is None:
         return None
-    if choices and value not in choices:
+    if choices and any(item not in choices for item in (value if isinstance(value, list) else [value])):
         return f"is not one of: {limits(f)}"
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, bool | str):

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 _ACCUMULATION = "gradient accumulation follows from batch.rows: a step has rows / (micro_rows x ranks) micro-batches"
-_PRECISION = "use  precision=bf16  or  precision=fp32"
+_PRECISION = "use  precision=bf16 , precision=fp32  or  precision=pure_bf16"
 _LORA = "this version trains all weights; it has no adapters yet"
 _WORLD = "how many ranks there are is torchrun's --nproc_per_node and --nnodes, or  launch.nproc_per_node=2  without torchrun"
 
@@ -55,6 +55,9 @@ SYNONYMS = {
     "data_parallel_replicate_degree": "sharding.replicas", "dp_replicate": "sharding.replicas", "num_replicas": "sharding.replicas",
     "gradient_checkpointing": "activation_checkpoint=full", "enable_activation_checkpointing": "activation_checkpoint=full",
     "activation_checkpointing": "activation_checkpoint=full", "recompute": "activation_checkpoint=full", "ac": "activation_checkpoint",
+    "selective_ac_option": "activation_checkpoint.save", "memory_budget": "activation_checkpoint.budget",
+    "activation_memory_budget": "activation_checkpoint.budget", "profiler": "profile.steps", "enable_profiling": "profile.steps",
+    "enable_memory_snapshot": "profile.memory", "sample_every": "train.validate_every",
     "bf16": _PRECISION, "fp16": _PRECISION, "tf32": _PRECISION, "mixed_precision": _PRECISION, "dtype": _PRECISION, "torch_dtype": _PRECISION,
     "torch_compile": "compile=enabled", "use_compile": "compile=enabled",
     "learning_rate": "optim.lr", "max_lr": "optim.lr", "peak_lr": "optim.lr", "wd": "optim.weight_decay", "decay": "optim.weight_decay",
@@ -86,7 +89,7 @@ SYNONYMS = {
 
 OPTION_SYNONYMS = {
     "compile": {"true": "enabled", "on": "enabled", "false": "disabled", "off": "disabled"},
-    "activation_checkpoint": {"true": "full", "on": "full", "false": "none", "off": "none"},
+    "activation_checkpoint": {"true": "full", "on": "full", "sac": "selective", "false": "none", "off": "none"},
     "precision": {"bfloat16": "bf16", "float32": "fp32", "float16": "bf16", "fp16": "bf16"},
     "sharding": {"fsdp2": "fsdp", "zero3": "fsdp", "full_shard": "fsdp", "hybrid_shard": "hsdp", "no_shard": "ddp"},
     "model": {"llama3_1_8b": "llama3_8b", "llama3.1_8b": "llama3_8b", "llama3_3_70b": "llama3_70b", "llama3_1b": "llama3_2_1b"},

@@ -10,7 +10,7 @@ from fsdp_trainer.config.data_files import data_files, needs_arrow
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
 from fsdp_trainer.config.schema import GROUPS, ExportConfig, GenerateConfig, Train, TrainConfig, VerifyConfig
-from fsdp_trainer.config.units import parse_duration
+from fsdp_trainer.config.units import parse_duration, parse_steps
 from fsdp_trainer.models.resolve import model_problems
 
 DEMOS = {"data.path": ("demo:backwards",), "data.validation": ("demo:backwards/heldout",), "tokenizer.path": ("demo:bytes",)}
@@ -38,6 +38,11 @@ def check_rules(cfg: Any, report: Report) -> None:
         )
     if sharding.strategy == "ddp" and sharding.cpu_offload:
         report.add("sharding.cpu_offload", True, "ddp keeps everything on the device.\nUse  sharding=fsdp  or  sharding.cpu_offload=false")
+    _check_recomputation(cfg, report)
+    if (cfg.optim.lr_scaling is None) != (cfg.optim.lr_batch_tokens is None):
+        why = "lr_scaling and lr_batch_tokens belong together, e.g.  optim.lr_scaling=sqrt optim.lr_batch_tokens=524288 ; null: lr as it is"
+        missing = "lr_scaling" if cfg.optim.lr_scaling is None else "lr_batch_tokens"
+        report.add(f"optim.{missing}", None, why)
     if run.overwrite and cfg.checkpoint.resume != "never":
         report.add("run.overwrite", True, "only counts together with  checkpoint.resume=never")
     if model.hidden_size and model.num_attention_heads and model.head_dim is None and model.hidden_size % model.num_attention_heads:
@@ -62,6 +67,11 @@ def check_rules(cfg: Any, report: Report) -> None:
             close = nearest(name, known)
             why = f"{name} is no key.{f' Did you mean  {close} ?' if close else ''}"
             report.add("checkpoint.allow_changes", cfg.checkpoint.allow_changes, why)
+    if cfg.profile.steps:
+        try:
+            parse_steps(cfg.profile.steps)
+        except ValueError as error:
+            report.add("profile.steps", cfg.profile.steps, str(error))
     for key in ("train.time_limit", "launch.timeout", "launch.data_timeout"):
         _check_duration(key, _get(cfg, key), report)
     if not any(key.startswith(("model.", "batch.seq_len")) for key in report.settled):  # what follows from a wrong key is not told
@@ -77,6 +87,20 @@ def _check_validation_users(cfg: TrainConfig, report: Report) -> None:
             report.add(key, value, f"goes by the validation loss: set  {'  '.join(shown[m] for m in missing)}")
     if cfg.train.early_stop_delta and not cfg.train.early_stop:
         report.add("train.early_stop_delta", cfg.train.early_stop_delta, "only counts together with  train.early_stop=N")
+
+
+def _check_recomputation(cfg: TrainConfig, report: Report) -> None:
+    """Keys of activation checkpointing that would be left unread, and what budget needs."""
+    asked = cfg.activation_checkpoint
+    if asked.mode == "budget" and not cfg.compile.enabled:
+        why = "the compiler decides what is computed again.\nUse  compile=enabled  or  activation_checkpoint=selective"
+        report.add("activation_checkpoint.mode", "budget", why)
+    for name, modes in {"every": ("full", "selective"), "save": ("selective",), "budget": ("budget",)}.items():
+        if f"activation_checkpoint.{name}" in report.typed and asked.mode not in modes:
+            why = f"only counts with  {'  or  '.join(f'activation_checkpoint={mode}' for mode in modes)}"
+            report.add(f"activation_checkpoint.{name}", getattr(asked, name), why)
+    if asked.mode == "selective" and not asked.save:
+        report.add("activation_checkpoint.save", [], "nothing kept is  activation_checkpoint=full")
 
 
 def _settle_length(train: Train, report: Report) -> None:

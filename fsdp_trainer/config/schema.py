@@ -13,7 +13,7 @@ from typing import Any, Literal
 def key(
     default: Any, text: str, *, choices: tuple = (), minimum: float | None = None, above: float | None = None, maximum: float | None = None
 ) -> Any:
-    """A documented key. `minimum` and `maximum` are inclusive, `above` is not; all hold for every element of a list."""
+    """A documented key. `minimum` and `maximum` are inclusive, `above` is not; bounds and choices hold for every element of a list."""
     metadata = {"text": text, "choices": choices, "minimum": minimum, "above": above, "maximum": maximum}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -52,7 +52,10 @@ class Train:
     epochs: int | None = key(
         None, "passes over the data, the last partial step included; null: train.steps decides (both null: 1 epoch)", minimum=1
     )
-    validate_every: int | None = key(None, "optimizer steps between validations; null: only at the end", minimum=1)
+    validate_every: int | None = key(None, "optimizer steps between validations, and between samples; null: only at the end", minimum=1)
+    sample_prompts: list[str] = key([], "what to ask the model at each validation; its answers go to samples.jsonl")
+    sample_tokens: int = key(64, "longest answer to them, in tokens; each gathers the sharded weights once", minimum=1)
+    sample_raw: bool = key(False, "continue sample_prompts as plain text, without the chat template")
     time_limit: str | None = key(
         None, "commit a checkpoint and exit 75 after this long: `90s`, `30m`, `1h30m` or plain seconds; null: no limit"
     )
@@ -61,6 +64,17 @@ class Train:
     )
     early_stop_delta: float = key(0.0, "how much lower a validation loss must be to count for train.early_stop", minimum=0)
     max_skipped: int = key(10, "steps skipped in a row for a non-finite loss or gradient before the run stops with exit code 1", minimum=1)
+
+
+@dataclass
+class Profile:
+    """Where time and memory go, for a few steps: traces for Perfetto or chrome://tracing in the run's profile/ folder."""
+
+    steps: str | None = key(
+        None, "which optimizer steps, both included: `10-12`, or one; the first ones are slower than the rest; null: none"
+    )
+    ranks: list[int] = key([0], "which ranks write one", minimum=0)
+    memory: bool = key(False, "on a GPU also a snapshot of every allocation, for pytorch.org/memory_viz")
 
 
 @dataclass
@@ -200,7 +214,20 @@ class Sharding:
 class ActivationCheckpoint:
     """Trade compute for activation memory."""
 
-    mode: str = key("none", "`full`: keep only each block's input and compute the block again in backward", choices=("none", "full"))
+    mode: str = key(
+        "none",
+        "what backward computes again. `full`: whole blocks; `selective`: what activation_checkpoint.save does not keep; `budget`: what the compiler finds cheapest",
+        choices=("none", "full", "selective", "budget"),
+    )
+    every: int = key(1, "full and selective: only every n-th block is computed again", minimum=1)
+    save: list[str] = key(
+        ["attention", "second_matmul"],
+        "selective: results that are kept; second_matmul keeps every second matrix product of a block",
+        choices=("attention", "matmul", "second_matmul"),
+    )
+    budget: float = key(
+        0.5, "budget: share of the activations that a compiled block keeps; 0 is like full, 1 like none", minimum=0, maximum=1
+    )
 
 
 @dataclass
@@ -228,6 +255,12 @@ class Optim:
     weight_decay: float = key(0.0, "decoupled weight decay", minimum=0)
     betas: list[float] = key([0.9, 0.95], "decay of the running mean and mean square", minimum=0, maximum=1)
     eps: float = key(1e-8, "added to the root of the mean square", above=0)
+    lr_scaling: str | None = key(
+        None,
+        "scale lr with the batch: by (batch.rows × batch.seq_len / lr_batch_tokens), its root (the usual rule for Adam), or not (null)",
+        choices=("sqrt", "linear"),
+    )
+    lr_batch_tokens: int | None = key(None, "the batch, in tokens of a step, at which lr holds as it is written", minimum=1)
     grad_clip: float | None = key(1.0, "largest global gradient norm; null: off", above=0)
     grad_clip_value: float | None = key(None, "largest absolute value of a gradient's element, applied before the norm; null: off", above=0)
 
@@ -304,6 +337,7 @@ class TrainConfig:
     run: Run = field(default_factory=Run)
     batch: Batch = field(default_factory=Batch)
     train: Train = field(default_factory=Train)
+    profile: Profile = field(default_factory=Profile)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     tokenizer: Tokenizer = field(default_factory=Tokenizer)

@@ -1,4 +1,4 @@
-"""Durations as people write them."""
+"""Durations and ranges of steps as people write them."""
 
 import re
 
@@ -13,3 +13,12 @@ def parse_duration(text: str) -> float:
     if not re.fullmatch(r"(\d+(\.\d+)?[dhms])+", text):
         raise ValueError(f"{text!r} is not a duration: write 90s, 30m, 1h30m, 2d or plain seconds")
     return sum(float(number) * SECONDS[unit] for number, unit in re.findall(r"([\d.]+)([dhms])", text))
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """First and last step in `10-12`, or in `10`. Raises ValueError."""
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(f"{text!r} is neither a step nor a range of steps: write 10 or 10-12; the first step is 1")
+    return first, last

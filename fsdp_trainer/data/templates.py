@@ -69,6 +69,10 @@ class Template:
         except Exception as e:  # a template is a program: it may raise anything
             raise RowError(f"the chat template ({self.name}) cannot render this conversation: {e}") from None
 
+    def ask(self, messages: list[Message]) -> str:
+        """The conversation up to where the model is to answer; RowError as `render`."""
+        return self.render(self.adapt(messages, None), add_generation_prompt=True)
+
     def adapt(self, messages: list[Message], tools: list[dict] | None) -> list[Message]:
         """The same conversation in turns that this template can render."""
         if tools and not self._renders_tools:

@@ -54,6 +54,7 @@ def start_ranks(cfg: Launch, overrides: list[str], received: list[int] | None = 
         **cfg.env,
         **os.environ,
         "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "FSDP_TRAINER_PARENT": str(os.getpid()),

@@ -33,12 +33,15 @@ class Layout:
         return replace(self, mask=self.mask.triu(1 - window), window=window)
 
 
-@dataclass
 class Cache:
-    """Keys and values, each [batch, tokens so far, kv heads, head_dim], of one block during generation."""
+    """Keys and values, each [batch, tokens so far, kv heads, head_dim], of one block during generation.
 
-    keys: Tensor | None = None
-    values: Tensor | None = None
+    No dataclass: fully_shard hands a block copies of those, and what is appended would be lost.
+    """
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values so far, the new ones included."""

@@ -181,7 +181,7 @@ class Decoder(nn.Module):
     def logits(self, tokens: Tensor) -> Tensor:
         """[batch, length] int64 → [batch, length, vocabulary]. For inference on an unsharded model; each row is one document."""
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return self.lm_head.logits(self.model.norm(self.hidden(tokens, positions, Layout())))
+        return self.lm_head(self.model.norm(self.hidden(tokens, positions, Layout())))
 
     @torch.no_grad()
     def next_logits(self, tokens: Tensor, caches: list[Cache]) -> Tensor:
@@ -189,4 +189,4 @@ class Decoder(nn.Module):
         done = 0 if caches[0].keys is None else caches[0].keys.shape[1]
         positions = torch.arange(done, done + tokens.shape[1], device=tokens.device).expand_as(tokens)
         hidden = self.hidden(tokens, positions, Layout(), caches, done)[:, -1]
-        return self.lm_head.logits(self.model.norm(hidden))
+        return self.lm_head(self.model.norm(hidden))  # by its forward: sharded with the norm, both must run

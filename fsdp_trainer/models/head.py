@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_trainer.models.config import ModelConfig
@@ -28,13 +29,11 @@ class Head(nn.Module):
         self.weight: Tensor = nn.Parameter(torch.empty(config.embedding_rows, config.hidden_size))
         self.vocab_size, self.softcap = config.vocab_size, config.final_logit_softcapping
 
-    def forward(self, hidden: Tensor, targets: Tensor) -> Scores:
-        """hidden: [tokens, hidden]; targets: [tokens] int64."""
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Scores | Tensor:
+        """hidden: [tokens, hidden]; targets: [tokens] int64. Without targets, for inference: all logits at once, […, vocabulary]."""
+        if targets is None:
+            return _capped(F.linear(hidden, self.weight[: self.vocab_size]), self.softcap)
         return Scores(*_ChunkedScores.apply(hidden, self.weight, targets, self.vocab_size, self.softcap))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[…, hidden] → […, vocabulary], all at once: for inference."""
-        return _capped(hidden @ self.weight[: self.vocab_size].T, self.softcap)
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:

@@ -63,3 +63,8 @@ def duration(seconds: float) -> str:
     minutes, s = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{s:02}s" if minutes else f"{s}s"
+
+
+def shortened(text: str, width: int) -> str:
+    """At most `width` characters."""
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.observe.console import Console, progress_line
+from fsdp_trainer.observe.console import Console, progress_line, shortened
 from fsdp_trainer.observe.flops import causal_flops, palm_flops, peak_flops
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.trackers import Trackers
@@ -55,6 +55,15 @@ class Observer:
         """The validation loss belongs to the line of the step it followed, which is not yet written. losses: of several sources, each."""
         self.event("evaluation", step=step, loss=loss, **({"losses": losses} if losses else {}))
         self._pending[-1][0].update({"validation_loss": loss} | ({"validation_loss_by_source": losses} if losses else {}))
+
+    def sampled(self, step: int, answers: list[tuple[str, str]]) -> None:
+        """What the model said to each prompt; the first is shown."""
+        if self.records:
+            self.records.samples_of(step, answers)
+        if self.trackers:
+            self.trackers.texts({f"samples/{i}": f"{prompt} → {text}" for i, (prompt, text) in enumerate(answers)}, step)
+        prompt, text = (" ".join(part.split()) for part in answers[0])
+        self.console.say(f"sample {shortened(prompt, 40)} → {shortened(text, 100)}")
 
     def event(self, name: str, **details: Any) -> None:
         """Into events.jsonl."""

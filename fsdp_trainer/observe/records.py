@@ -1,4 +1,4 @@
-"""metrics.jsonl and events.jsonl: append-only, one JSON object a line, written through."""
+"""metrics.jsonl, samples.jsonl and events.jsonl: append-only, one JSON object a line, written through."""
 
 import json
 import os
@@ -8,18 +8,18 @@ from typing import Any
 
 
 class Records:
-    """The two files of a run. Only rank 0 has one."""
+    """The files of a run. Only rank 0 has one."""
 
     def __init__(self, run: Path):
-        self.metrics, self.events = run / "metrics.jsonl", run / "events.jsonl"
+        self.metrics, self.events, self.samples = run / "metrics.jsonl", run / "events.jsonl", run / "samples.jsonl"
 
     def cut_after(self, step: int) -> None:
-        """Drop metrics of steps that a resume will do again, and a half line that a crash left. Never two lines for one step."""
-        if self.metrics.exists():
-            kept = [text for text in self.metrics.read_text().splitlines(keepends=True) if (line := parse(text)) and line["step"] <= step]
-            partial = self.metrics.with_suffix(".partial")
+        """Drop metrics and samples of steps that a resume will do again, and a half line that a crash left. Never two lines for one step."""
+        for file in filter(Path.exists, (self.metrics, self.samples)):
+            kept = [text for text in file.read_text().splitlines(keepends=True) if (line := parse(text)) and line["step"] <= step]
+            partial = file.with_suffix(".partial")
             partial.write_text("".join(kept))
-            partial.replace(self.metrics)
+            partial.replace(file)
 
     def write(self, lines: list[dict[str, Any]]) -> None:
         """Append metrics and make them durable."""
@@ -27,6 +27,13 @@ class Records:
             file.write("".join(json.dumps(line) + "\n" for line in lines))
             file.flush()
             os.fsync(file.fileno())
+
+    def samples_of(self, step: int, answers: list[tuple[str, str]]) -> None:
+        """Append prompts with what the model said to them."""
+        with self.samples.open("a") as file:
+            file.writelines(
+                json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False) + "\n" for prompt, text in answers
+            )
 
     def event(self, name: str, **details: Any) -> None:
         """Append an event with the time."""

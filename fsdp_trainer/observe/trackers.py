@@ -9,11 +9,12 @@ from fsdp_trainer.config.schema import Logging
 
 
 class Tracker(NamedTuple):
-    """An open tracker: log(values, step), close(exit_code)."""
+    """An open tracker: log(values, step), close(exit_code); text(name, text, step) where it takes texts besides."""
 
     name: str
     log: Callable[[dict[str, Any], int], Any]
     close: Callable[[int], Any]
+    text: Callable[[str, str, int], Any] = lambda name, text, step: None
 
 
 class Trackers:
@@ -33,9 +34,16 @@ class Trackers:
         grouped = {f"{name}/{of}": value for name, values in line.items() if isinstance(values, dict) for of, value in values.items()}
         single = {name: value for name, value in line.items() if name != "step" and not isinstance(value, dict)}
         values = {name: value for name, value in (single | grouped).items() if value is not None}
+        self._each(lambda tracker: tracker.log(values, line["step"]))
+
+    def texts(self, texts: dict[str, str], step: int) -> None:
+        """Samples, by name."""
+        self._each(lambda tracker: [tracker.text(name, text, step) for name, text in texts.items()])
+
+    def _each(self, tell: Callable[[Tracker], Any]) -> None:
         for tracker in list(self.open):
             try:
-                tracker.log(values, line["step"])
+                tell(tracker)
             except Exception as error:  # whatever an outside service throws
                 self.open.remove(tracker)
                 self.say(f"{tracker.name}: {error}. It gets no more metrics of this run; metrics.jsonl goes on.")
@@ -70,4 +78,4 @@ def _tensorboard(run: Path) -> Tracker:
         for name, value in values.items():
             writer.add_scalar(name, value, step)
 
-    return Tracker("tensorboard", log, lambda code: writer.close())
+    return Tracker("tensorboard", log, lambda code: writer.close(), writer.add_text)

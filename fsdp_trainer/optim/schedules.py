@@ -2,7 +2,15 @@
 
 import math
 
-from fsdp_trainer.config.schema import Schedule
+from fsdp_trainer.config.schema import Batch, Optim, Schedule
+
+
+def peak_learning_rate(optim: Optim, batch: Batch) -> float:
+    """optim.lr, scaled with the tokens of a step: by their root, since Adam divides by the gradient's root mean square (Malladi et al. 2022), or linearly (Goyal et al. 2017)."""
+    if optim.lr_scaling is None or optim.lr_batch_tokens is None:
+        return optim.lr
+    ratio = batch.rows * batch.seq_len / optim.lr_batch_tokens
+    return optim.lr * (math.sqrt(ratio) if optim.lr_scaling == "sqrt" else ratio)
 
 
 def learning_rate(cfg: Schedule, peak: float, step: int, steps: int) -> float:

@@ -1,15 +1,14 @@
 """From a decoder on the meta device to this rank's share of it, in one visible list."""
 
-from functools import partial
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from fsdp_trainer.config.schema import ActivationCheckpoint, Compile, Precision, Sharding, TrainConfig
+from fsdp_trainer.config.schema import Compile, Precision, Sharding, TrainConfig
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.parallel.fit import keeps_gathered
+from fsdp_trainer.parallel.recompute import checkpoint_activations
 
 
 def parallelize(model: Decoder, mesh: DeviceMesh, cfg: TrainConfig) -> Decoder:
@@ -19,14 +18,6 @@ def parallelize(model: Decoder, mesh: DeviceMesh, cfg: TrainConfig) -> Decoder:
     compile_blocks(model, cfg.compile)  # inside fully_shard, so that its hooks stay out of the graph
     shard(model, mesh, cfg.sharding, cfg.precision)
     return model
-
-
-def checkpoint_activations(model: Decoder, cfg: ActivationCheckpoint) -> None:
-    """Keep only each block's input. The block's forward is wrapped, not the block: names stay as they are."""
-    if cfg.mode == "full":
-        for block in model.model.layers.values():
-            # there is no randomness in a block, so there is no random state to keep
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def compile_blocks(model: Decoder, cfg: Compile) -> None:
@@ -45,7 +36,7 @@ def shard(model: Decoder, mesh: DeviceMesh, cfg: Sharding, precision: Precision)
     options: dict = {"mesh": mesh, "mp_policy": policy}
     if cfg.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    reshard = cfg.strategy != "ddp" if cfg.reshard_after_forward == "auto" else cfg.reshard_after_forward
+    reshard = not keeps_gathered(cfg)
 
     blocks = list(model.model.layers.values())
     units = [blocks[i : i + cfg.blocks_per_unit] for i in range(0, len(blocks), cfg.blocks_per_unit)]
@@ -58,6 +49,7 @@ def shard(model: Decoder, mesh: DeviceMesh, cfg: Sharding, precision: Precision)
     for unit in units:
         fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=False, **options)
+    register_fsdp_forward_method(model, "next_logits")  # samples in training begin as a forward does: after the optimizer's last write
 
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)  # the loss is divided by the step's global weight already

@@ -26,13 +26,17 @@ from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.observe.observer import Observer
+from fsdp_trainer.observe.profiler import Profiler
 from fsdp_trainer.optim.optimizers import build_optimizer
+from fsdp_trainer.optim.schedules import peak_learning_rate
+from fsdp_trainer.parallel.fit import check_fit
 from fsdp_trainer.parallel.materialize import allocate, draw_weights, grow_vocabulary
 from fsdp_trainer.parallel.mesh import build_mesh
 from fsdp_trainer.parallel.parallelize import parallelize
 from fsdp_trainer.training.batches import Batches
 from fsdp_trainer.training.gradients import GradientSync
 from fsdp_trainer.training.resume import check_unchanged, find_start, require_whole
+from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.stop import StopRequests
 from fsdp_trainer.training.trainer import Progress, Trainer
 
@@ -84,12 +88,14 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         gradient_sync=GradientSync(model, cfg.sharding.accumulate, replicated="replicate" in (mesh.mesh_dim_names or ())),
         batches=train,
         validation=batches(material.data.validation, shuffle=False) if material.data.validation else None,
+        samples=Samples(cfg, material.tokenizer, material.template, world.device),
         progress=Progress(),
         total_steps=total_steps,
         last_row=last_row,
         checkpoints=checkpoints,
         dtypes=dtypes,
         observer=observer,
+        profiler=Profiler(cfg.profile, run, world.rank, world.size, observer),
         stop=stop,
         changes=changes,
     )
@@ -100,6 +106,13 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     else:
         dtypes |= fill(model, cfg, material.init_from)
     return trainer
+
+
+def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
+    """Refuse a model whose states cannot fit, before data or weights are read. Raises UserError."""
+    model = cfg.model if init_from is None else replace(cfg.model, init_from=str(init_from))
+    with torch.device("meta"):
+        check_fit(Decoder(resolve_model(model)), cfg.sharding, cfg.precision, world.size, world.device)
 
 
 def resolve_architecture(cfg: TrainConfig, material: Material) -> ModelConfig:
@@ -182,6 +195,7 @@ def describe(trainer: Trainer, world: World, material: Material) -> list[str]:
     origin = cfg.model.init_from or "random weights"
     size = f"{short(config.parameters())} parameters, {config.num_hidden_layers} blocks, {config.vocab_size:,} tokens"
     numbers = f"{cfg.precision.param_dtype} (weights {cfg.precision.master_dtype})"
+    lr = f"optim.lr {cfg.optim.lr:g} at {cfg.optim.lr_batch_tokens:,} tokens a step" if cfg.optim.lr_batch_tokens else ""
     slow = world.device.type == "cpu" and cfg.precision.param_dtype == "bfloat16"
     return [
         f"run    {trainer.checkpoints.run}",
@@ -193,5 +207,10 @@ def describe(trainer: Trainer, world: World, material: Material) -> list[str]:
         f"attention by {'mask' if trainer.batches.masked else 'documents'}",
         f"step   {cfg.batch.rows} rows = {micro_batches} micro-batches × {cfg.batch.micro_rows} rows × {world.size} ranks"
         + (f", {surplus} of the slots empty" if surplus else ""),
+        *(
+            [f"lr     {peak_learning_rate(cfg.optim, cfg.batch):.3g} for {cfg.batch.rows * cfg.batch.seq_len:,} tokens a step: {lr}"]
+            if lr
+            else []
+        ),
         f"train  {trainer.total_steps:,} steps, {epochs:.2f} epochs",
     ]

@@ -22,7 +22,7 @@ from fsdp_trainer.models.hub import fetch
 from fsdp_trainer.observe.console import Console, short
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.trackers import Trackers
-from fsdp_trainer.training.build import Material, build
+from fsdp_trainer.training.build import Material, build, check_room
 from fsdp_trainer.training.resume import claim_folder, claimed_by
 from fsdp_trainer.training.stop import StopRequests
 from fsdp_trainer.training.trainer import Outcome, Trainer
@@ -48,7 +48,7 @@ def run_rank(cfg: TrainConfig) -> int:
         lock = world.node_by_node(
             "claiming the run's folder", lambda: claim_folder(cfg, run, world.launch) if world.main else None, waiting
         )
-        material = world.node_by_node("preparing the data", lambda: prepare(cfg, run, console), waiting)
+        material = world.node_by_node("preparing the data", lambda: prepare(cfg, run, console, world), waiting)
         connect(world, parse_duration(cfg.launch.timeout))
         trainer = build(cfg, material, world, run, stop)
         reason, code = train(trainer, world, run)
@@ -76,13 +76,14 @@ def earlier_attempt(run: Path, world: World) -> tuple[bool, int | None]:
     return ours, last["exit_code"] if last.get("event") == "end" and last["exit_code"] in (75, 2) else None
 
 
-def prepare(cfg: TrainConfig, run: Path, console: Console) -> Material:
+def prepare(cfg: TrainConfig, run: Path, console: Console, world: World) -> Material:
     """Fetch the model and tokenise the data; what an earlier rank or run did is found on disk."""
     own = find_checkpoint(run) if cfg.checkpoint.resume == "auto" else None
     if own and cfg.model.init_from and not is_hub_id(cfg.model.init_from) and not Path(cfg.model.init_from).exists():
         console.say(f"model  {cfg.model.init_from} is not there; the run goes on with configuration and tokenizer of its own {own}")
         cfg = replace(cfg, model=replace(cfg.model, init_from=str(own)))
     init_from = fetch(cfg.model.init_from) if cfg.model.init_from else None
+    check_room(cfg, init_from, world)
     return Material(*build_data(cfg, tokenising(console)), init_from)
 
 
@@ -183,6 +184,7 @@ def leave(trainer: Trainer | None, records: Records | None, reason: str, code: i
             trainer.checkpoints.wait()
         except BaseException as error:  # beside what ended the run, which is told by the front door
             trainer.observer.console.say(f"the checkpoint on its way was lost: {error}")
+        trainer.profiler.close()
     if trainer and trainer.observer.trackers:
         trainer.observer.trackers.close(code)
     if records:

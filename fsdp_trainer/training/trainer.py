@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.profiler import record_function
 
 from fsdp_trainer.checkpoint.state import optimizer_state, weights
 from fsdp_trainer.checkpoint.store import CheckpointStore
@@ -16,12 +17,14 @@ from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.observe.observer import Observer, losses
+from fsdp_trainer.observe.profiler import Profiler
 from fsdp_trainer.optim.optimizers import set_learning_rate, step_unless
-from fsdp_trainer.optim.schedules import learning_rate
+from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate
 from fsdp_trainer.parallel.parallelize import reshard
 from fsdp_trainer.training.batches import Batches, StepPlan
 from fsdp_trainer.training.gradients import GradientSync, any_not_finite, clip_gradients
 from fsdp_trainer.training.objective import by_source, cross_entropy
+from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.stop import StopRequests
 
 Outcome = tuple[str, int]
@@ -77,12 +80,14 @@ class Trainer:
     gradient_sync: GradientSync
     batches: Batches
     validation: Batches | None
+    samples: Samples
     progress: Progress
     total_steps: int
     last_row: int | None
     checkpoints: CheckpointStore
     dtypes: dict[str, str]  # number formats in which the weights were imported, for the export
     observer: Observer
+    profiler: Profiler
     stop: StopRequests
     changes: dict[str, list[Any]]  # keys that are not as in the checkpoint it goes on from: [then, now]
     saved: int = -1  # step of the newest checkpoint
@@ -90,16 +95,20 @@ class Trainer:
     def fit(self) -> Outcome:
         """Train until the last step, a signal or a time limit. Every line here happens in this order, once per step."""
         steps = self.batches.steps(self.cfg.batch.rows, self.last_row, self.progress.step, self.progress.rows)
+        peak = peak_learning_rate(self.cfg.optim, self.cfg.batch)
         while not self.finished:
             plan = next(steps)
-            lr = learning_rate(self.cfg.schedule, self.cfg.optim.lr, plan.step, self.total_steps)
+            self.profiler.before(plan.step)
+            lr = learning_rate(self.cfg.schedule, peak, plan.step, self.total_steps)
             loss, sums = self.forward_backward(plan)
             grad_norm = self.clip()
             not_finite = self.update(lr, loss, grad_norm)
             self.progress.advance(plan)
             self.observer.step(plan, self.progress, lr, loss, grad_norm, not_finite, sums)
+            self.profiler.after(plan.step)
             if self.due(self.cfg.train.validate_every):
                 self.validate()
+                self.sample()
             # what a checkpoint holds must be on record before it is committed
             self.observer.write_if_due(plan.step, last=self.worth_saving)
             self.stop_if_nothing_is_learnt()
@@ -123,6 +132,7 @@ class Trainer:
         best = self.cfg.checkpoint.best and self.progress.best_step == self.progress.step
         return best or bool(self.finished) or self.due(self.cfg.checkpoint.every)
 
+    @record_function("forward_backward")
     def forward_backward(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
         """All micro-batches of a step. Gradients end up sharded and summed; returns the step's loss over all ranks, a scalar on the device.
 
@@ -150,10 +160,12 @@ class Trainer:
         if batch.sources is not None:
             sums[1:] += by_source(scores, batch.weights, batch.sources, len(sums) // 2).flatten()
 
+    @record_function("clip")
     def clip(self) -> Tensor:
         """Clip the gradients; returns their global norm before, a scalar on the device (offloaded gradients lie on the host)."""
         return clip_gradients(self.model, self.cfg.optim.grad_clip, self.cfg.optim.grad_clip_value).to(self.batches.device)
 
+    @record_function("update")
     def update(self, lr: float, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """One optimizer step, or none on any rank if a number is not finite; returns which, a bool scalar on the device."""
         not_finite = any_not_finite(loss, grad_norm)
@@ -184,6 +196,13 @@ class Trainer:
             loss = total_loss / plan.weight
             self.observer.validated(self.progress.step, loss, losses(self.validation.source_names, sums))
             self.progress.validated(loss, self.cfg.train.early_stop_delta)
+
+    def sample(self) -> None:
+        """What the model says to train.sample_prompts now."""
+        if self.samples.prompts:
+            with self.observer.apart("samples"):
+                self.observer.sampled(self.progress.step, self.samples.take(self.model))
+                reshard(self.model)
 
     def save(self) -> None:
         """Commit a checkpoint, or with checkpoint.mode=async set out to, unless this step has one."""

@@ -1,0 +1,197 @@
+"""What a rank holds: activations by the mode of recomputation, and a refusal, with the arithmetic, of states that cannot fit."""
+
+import contextlib
+import itertools
+import math
+import weakref
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from fsdp_trainer.config.schema import ActivationCheckpoint, Precision, Sharding
+from fsdp_trainer.models.attention import Layout
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.initialize import initialize_whole
+from fsdp_trainer.parallel import fit
+from fsdp_trainer.parallel.recompute import checkpoint_activations
+
+GIB = 2**30
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all storages that operators made and that still live."""
+
+    def __init__(self):
+        super().__init__()
+        self.live: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in (t for t in tree_iter(out) if isinstance(t, torch.Tensor)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.live:
+                self.live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, storage._cdata, None)
+        return out
+
+
+LENGTH = 128
+
+
+def small(**asked) -> Decoder:
+    model = Decoder(ModelConfig(vocab_size=50, hidden_size=32, head_dim=8, intermediate_size=88, num_hidden_layers=4))
+    initialize_whole(model, 0, 0.1)
+    checkpoint_activations(model, ActivationCheckpoint(**asked))
+    return model
+
+
+def kept_for_backward(**asked) -> tuple[int, float, list[torch.Tensor]]:
+    """Bytes that live between forward and backward, the loss, and the gradients."""
+    model, places = small(**asked), torch.arange(LENGTH)
+    batch = MicroBatch(places[None] % 50, places[None], Layout([[LENGTH // 2, LENGTH // 2]]), places, places % 50, torch.ones(LENGTH))
+    with LiveBytes() as memory:
+        loss = -model(batch).log_probability.sum()
+        kept = sum(memory.live.values())
+    loss.backward()
+    return kept, loss.item(), [p.grad for p in model.parameters()]
+
+
+def test_every_mode_keeps_less_than_the_one_before_and_gives_the_same_gradients():
+    ladder = [
+        {},
+        {"mode": "selective", "every": 2},
+        {"mode": "selective", "save": ["attention", "matmul"]},
+        {"mode": "selective"},
+        {"mode": "selective", "save": ["second_matmul"]},
+        {"mode": "selective", "save": ["attention"]},
+        {"mode": "full"},
+    ]
+    kept, losses, gradients = zip(*(kept_for_backward(**asked) for asked in ladder), strict=True)
+    assert all(more > less for more, less in itertools.pairwise(kept)), kept
+    assert kept[-1] < kept[0] / 4 and kept[-1] < kept_for_backward(mode="full", every=2)[0] < kept[0]
+    assert len(set(losses)) == 1 and all(torch.equal(a, b) for other in gradients[1:] for a, b in zip(gradients[0], other, strict=True))
+
+
+def saved_by_compiled_blocks(**asked) -> int:
+    """Bytes that compiled blocks keep for backward, weights and what all blocks share left out."""
+    model, saved = small(**asked), {}
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    for block in model.model.layers.values():
+        block.compile(fullgraph=True)
+    places = torch.arange(LENGTH)[None]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = model.hidden(places % 50, places, Layout.masked([[LENGTH]], LENGTH, torch.device("cpu")))
+        kept = sum(saved.values())
+    hidden.sum().backward()
+    return kept
+
+
+@pytest.mark.slow
+def test_a_larger_budget_keeps_more():
+    kept = []
+    for asked in ({"mode": "budget", "budget": 0.0}, {"mode": "budget", "budget": 0.5}, {}):
+        torch._dynamo.reset()
+        kept.append(saved_by_compiled_blocks(**asked))
+    assert kept[0] < kept[1] < kept[2] and kept[0] < kept[2] / 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["activation_checkpoint=budget"], "compile=enabled"),
+        (["activation_checkpoint.every=2"], "activation_checkpoint=selective"),
+        (["activation_checkpoint=full", "activation_checkpoint.save=[matmul]"], "activation_checkpoint=selective"),
+        (["activation_checkpoint=selective", "activation_checkpoint.save=[]"], "activation_checkpoint=full"),
+        (["activation_checkpoint=selective", "activation_checkpoint.save=[conv]"], "attention, matmul, second_matmul"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_key_that_would_not_count_is_refused(train, overrides, told):
+    assert told in train("run", *overrides, code=2).err
+
+
+def meta(**sizes) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(ModelConfig(vocab_size=1000, hidden_size=256, num_hidden_layers=8, tie_word_embeddings=False, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("sharding", "dtype", "ranks", "wanted"),
+    [
+        (Sharding(), "float32", 4, lambda n, block: 16 * n / 4 + 2 * block),
+        (Sharding(blocks_per_unit=3), "bfloat16", 4, lambda n, block: 8 * n / 4 + 2 * 3 * block),
+        (Sharding(strategy="hsdp", replicas=2), "float32", 8, lambda n, block: 16 * n / 4 + 2 * block),
+        (Sharding(strategy="ddp"), "float32", 8, lambda n, block: 16 * n + 2 * block),
+        (Sharding(strategy="ddp"), "bfloat16", 8, lambda n, block: 8 * n),
+        (Sharding(reshard_after_forward=False), "float32", 64, lambda n, block: 12 * n / 64 + 2 * n),
+    ],
+    ids=["fsdp", "pure, 3 blocks", "hsdp", "ddp", "ddp pure", "kept gathered"],
+)
+def test_the_least_that_a_rank_holds_is_sixteen_bytes_a_parameter_shared_out(sharding, dtype, ranks, wanted):
+    model = meta()
+    n, block = model.config.parameters(), sum(p.numel() for p in model.model.layers["0"].parameters())
+    needs = fit.least_needs(model, sharding, Precision(master_dtype=dtype), ranks)
+    assert sum(need.size for need in needs) == pytest.approx(wanted(n, block))
+
+
+def test_the_fewest_ranks_that_fit_are_named_and_do_fit():
+    model, cpu = meta(), torch.device("cpu")
+    with patch.object(fit, "device_bytes", lambda device: 40e6):
+        with pytest.raises(fit.UserError) as refused:
+            fit.check_fit(model, Sharding(strategy="ddp"), Precision(), 2, cpu)
+        ranks = int(str(refused.value).split("  or  ")[-1].removeprefix("Use  ").split()[0])
+        fit.check_fit(model, Sharding(), Precision(), ranks, cpu)
+        with pytest.raises(fit.UserError):
+            fit.check_fit(model, Sharding(), Precision(), ranks - 1, cpu)
+
+
+def test_offloaded_states_are_the_hosts():
+    model = meta()
+    with patch.object(fit, "device_bytes", lambda device: 40e6), patch.object(fit, "host_bytes", lambda env: 1e9):
+        cuda = torch.device("cuda")
+        fit.check_fit(model, Sharding(cpu_offload=True), Precision(), 1, cuda)
+        with pytest.raises(fit.UserError, match=r"sharding\.cpu_offload=true"):
+            fit.check_fit(model, Sharding(), Precision(), 1, cuda)
+    with (
+        patch.object(fit, "device_bytes", lambda device: 40e6),
+        patch.object(fit, "host_bytes", lambda env: 1e6),
+        pytest.raises(fit.UserError),
+    ):
+        fit.check_fit(model, Sharding(cpu_offload=True), Precision(), 1, cuda)
+
+
+def test_host_memory_is_shared_by_the_ranks_of_a_node_and_bounded_by_the_control_group(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal:       20971520 kB\nMemAvailable:   10485760 kB\n")
+    assert fit.host_bytes({}, tmp_path / "meminfo", tmp_path) == 10 * GIB
+    assert fit.host_bytes({"LOCAL_WORLD_SIZE": "4"}, tmp_path / "meminfo", tmp_path) == 2.5 * GIB
+    (tmp_path / "memory.max").write_text(f"{4 * GIB}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {GIB}\nfile {GIB}\n")
+    assert fit.host_bytes({"LOCAL_WORLD_SIZE": "2"}, tmp_path / "meminfo", tmp_path) == 1.5 * GIB
+    assert fit.host_bytes({}, tmp_path / "none", tmp_path) == math.inf
+
+
+@contextlib.contextmanager
+def a_small_machine():
+    with patch.object(fit, "host_bytes", lambda env: 16 * GIB):
+        yield
+
+
+def test_a_model_that_cannot_fit_is_refused_with_the_arithmetic_before_data_or_weights_are_read(train, tmp_path):
+    run = train(
+        "big", "model=llama3_70b", f"data.cache={tmp_path / 'cache'}", base=["checkpoint.every=null"], ranks=2, code=2, seam=a_small_machine
+    )
+    assert "68.5 G × 8 B ÷ 2 ranks" in run.err and "255.0 GiB" in run.err and "16.0 GiB for each rank" in run.err
+    assert "ranks with as much memory each" in run.err and run.event("end")[0]["exit_code"] == 2
+    assert not (tmp_path / "cache").exists(), "nothing was tokenised"
+    assert "÷" not in train("small", "train.steps=1", ranks=2, seam=a_small_machine).err

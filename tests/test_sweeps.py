@@ -203,6 +203,10 @@ def test_a_mistake_of_all_jobs_is_told_once_and_starts_nothing(sweep, tmp_path):
     assert "optim.lr=-1" in sweep.said.err and "sharding has" not in sweep.said.err
 
 
+def test_an_option_that_is_not_there_refuses_its_jobs_only(sweep):
+    assert states(sweep("sharding=fsdp,nope", code=1)) == ["finished", "refused"]
+
+
 def test_jobs_with_equal_overrides_are_one(sweep):
     assert len(sweep("optim.lr=1e-3,0.001,1e-3")) == 1 and len(sweep.trained) == 1
 

@@ -199,7 +199,12 @@ def test_a_mistake_of_all_jobs_is_told_once_and_starts_nothing(sweep, tmp_path):
     assert sweep("optim.learning_rate=1,2", "batch.row=3", code=2) == [] and not list(tmp_path.iterdir())
     assert sweep.said.err.count("there is no such key") == 2 and "Did you mean  optim.lr=1 ?" in sweep.said.err
     assert sweep("optim.lr=a,b", code=2) == [] and "optim.lr=a,b" in sweep.said.err
-    assert sweep("sharding=fsdp,nope", "optim.lr=-1", code=2) == [] and "sharding" not in sweep.said.err
+    assert sweep("sharding=fsdp,nope", "optim.lr=-1", code=2) == []
+    assert "optim.lr=-1" in sweep.said.err and "sharding has" not in sweep.said.err
+
+
+def test_an_option_that_is_not_there_refuses_its_jobs_only(sweep):
+    assert states(sweep("sharding=fsdp,nope", code=1)) == ["finished", "refused"]
 
 
 def test_jobs_with_equal_overrides_are_one(sweep):

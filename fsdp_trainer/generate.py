@@ -9,7 +9,7 @@ import torch
 
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.config.paths import model_folder
-from fsdp_trainer.config.schema import GenerateConfig
+from fsdp_trainer.config.verbs import GenerateConfig
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template, load_template
 from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from fsdp_trainer.config.compose import compose
-from fsdp_trainer.config.schema import GenerateConfig, QuickstartConfig
+from fsdp_trainer.config.verbs import GenerateConfig, QuickstartConfig
 from fsdp_trainer.data.build import build_template, build_tokenizer
 from fsdp_trainer.data.demo import rows
 from fsdp_trainer.generate import Speaker

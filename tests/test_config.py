@@ -15,8 +15,9 @@ from fsdp_trainer.config.check import flatten
 from fsdp_trainer.config.compose import CONF, compose, options
 from fsdp_trainer.config.document import documented_files, markdown
 from fsdp_trainer.config.names import OPTION_SYNONYMS, SYNONYMS
-from fsdp_trainer.config.schema import GROUPS, PRIMARY, TrainConfig
+from fsdp_trainer.config.schema import GROUPS, TrainConfig
 from fsdp_trainer.config.units import parse_duration
+from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.errors import UserError
 
 REPO = Path(__file__).parents[1]

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_trainer.config.schema import Batch, Data, PreviewConfig
+from fsdp_trainer.config.schema import Batch, Data
+from fsdp_trainer.config.verbs import PreviewConfig
 from fsdp_trainer.data.order import RowOrder
 from fsdp_trainer.data.packing import best_fit
 from fsdp_trainer.data.preview import preview

@@ -6,7 +6,7 @@ import pytest
 import torch
 from world import read_lines
 
-from fsdp_trainer.config.schema import GenerateConfig
+from fsdp_trainer.config.verbs import GenerateConfig
 from fsdp_trainer.generate import Speaker
 from fsdp_trainer.models.decoding import continue_tokens, sample
 

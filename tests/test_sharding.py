@@ -44,7 +44,9 @@ LENGTH = 128
 
 
 def small(**asked) -> Decoder:
-    model = Decoder(ModelConfig(vocab_size=50, hidden_size=32, head_dim=8, intermediate_size=88, num_hidden_layers=4, initializer_range=0.1))
+    model = Decoder(
+        ModelConfig(vocab_size=50, hidden_size=32, head_dim=8, intermediate_size=88, num_hidden_layers=4, initializer_range=0.1)
+    )
     initialize_whole(model, 0)
     checkpoint_activations(model, ActivationCheckpoint(**asked))
     return model

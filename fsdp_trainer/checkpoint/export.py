@@ -15,7 +15,7 @@ from fsdp_trainer.checkpoint.huggingface import DTYPES, INDEX, SINGLE, stored_pa
 from fsdp_trainer.checkpoint.state import WEIGHTS
 from fsdp_trainer.checkpoint.store import load, read_progress
 from fsdp_trainer.config.paths import MANIFEST, find_checkpoint
-from fsdp_trainer.config.schema import ExportConfig
+from fsdp_trainer.config.verbs import ExportConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder

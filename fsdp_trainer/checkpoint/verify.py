@@ -9,7 +9,7 @@ from fsdp_trainer.checkpoint.files import damage, read_manifest
 from fsdp_trainer.checkpoint.huggingface import DTYPES, check_tensors, read_headers
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.config.paths import find_checkpoint
-from fsdp_trainer.config.schema import VerifyConfig
+from fsdp_trainer.config.verbs import VerifyConfig
 from fsdp_trainer.errors import Problem, UserError
 
 TOLERANCE = 1e-4  # largest absolute difference of logits between two float32 implementations

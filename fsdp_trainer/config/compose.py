@@ -19,7 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from fsdp_trainer.config.check import Report, build, flatten, show
 from fsdp_trainer.config.overrides import LAID_OVER, contents, owner_of, read_overrides, why_forbidden, why_unknown
 from fsdp_trainer.config.rules import check_inputs, check_rules
-from fsdp_trainer.config.schema import GROUPS, PRIMARY, SELECTORS, TrainConfig
+from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig
+from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.errors import Problem, UserError
 
 PACKAGE = Path(__file__).parents[1]
@@ -29,7 +30,7 @@ YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def compose(verb: str, overrides: list[str], config_dir: str | None = None, *, inputs: bool = True) -> Any:
-    """The checked configuration of `verb`: an instance of its dataclass in schema.PRIMARY.
+    """The checked configuration of `verb`: an instance of its dataclass in verbs.PRIMARY.
 
     config_dir: a folder with more groups and recipes. inputs=False: what is to be read need not be there. Raises UserError with all problems.
     """

@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 from fsdp_trainer.config.check import describe, flatten, limits, show
 from fsdp_trainer.config.compose import CONF, find_file, options
 from fsdp_trainer.config.overrides import why_unknown
-from fsdp_trainer.config.schema import GROUPS, PRIMARY, SELECTORS, ConfigConfig, PreviewConfig, RecipesConfig, TrainConfig, default_of
+from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig, default_of
+from fsdp_trainer.config.verbs import PRIMARY, ConfigConfig, PreviewConfig, RecipesConfig
 from fsdp_trainer.errors import Problem, UserError
 
 WIDTH = 140
@@ -72,7 +73,7 @@ def documented_files(conf: Path) -> dict[Path, str]:
 def markdown(options: dict[str, list[str]]) -> str:
     """docs/configuration.md."""
     parts = [
-        "# Configuration\n\nWritten from `fsdp_trainer/config/schema.py` by `python -m fsdp_trainer.config.document`.\n\n"
+        "# Configuration\n\nWritten from `fsdp_trainer/config/schema.py` and `verbs.py` by `python -m fsdp_trainer.config.document`.\n\n"
         "Set a key with `key=value`, choose an option of a group with `group=option`, lay a recipe over everything with `+recipe=NAME`. "
         "`fsdp-trainer --cfg job …` prints what comes of it.\n"
     ]

@@ -9,8 +9,9 @@ from fsdp_trainer.config.check import Report, flatten
 from fsdp_trainer.config.data_files import data_files, needs_arrow
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
-from fsdp_trainer.config.schema import GROUPS, ExportConfig, GenerateConfig, Train, TrainConfig, VerifyConfig
+from fsdp_trainer.config.schema import GROUPS, Train, TrainConfig
 from fsdp_trainer.config.units import parse_duration, parse_steps
+from fsdp_trainer.config.verbs import ExportConfig, GenerateConfig, VerifyConfig
 from fsdp_trainer.models.resolve import model_problems
 
 DEMOS = {"data.path": ("demo:backwards",), "data.validation": ("demo:backwards/heldout",), "tokenizer.path": ("demo:bytes",)}

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fsdp_trainer.config.check import Report, flatten
 from fsdp_trainer.config.compose import check_files, hydra, options, told_by_hydra
 from fsdp_trainer.config.overrides import read_overrides, why_unparsable
-from fsdp_trainer.config.schema import PRIMARY
+from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.errors import Problem, UserError
 
 RunBatch = Callable[[Sequence[Sequence[str]]], list[float]]

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from fsdp_trainer.config.schema import PreviewConfig
+from fsdp_trainer.config.verbs import PreviewConfig
 from fsdp_trainer.data.build import build_data
 from fsdp_trainer.data.order import RowData, RowOrder
 from fsdp_trainer.data.store import Prepared

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fsdp_trainer.config.schema import GenerateConfig
+from fsdp_trainer.config.verbs import GenerateConfig
 from fsdp_trainer.models.attention import Cache
 from fsdp_trainer.models.decoder import Decoder
 

@@ -45,7 +45,7 @@ def progress_line(line: dict[str, Any], total_steps: int, seconds_left: float) -
         f"{line['memory_gib']:.2f} GiB",
         f"{line['step_seconds']:.2f} s",
         f"eta {duration(seconds_left)}",
-        *([f"validation {line['validation_loss']:.4f}"] if "validation_loss" in line else []),
+        *([f"validation {line['validation_loss']:.4f}"] if line.get("validation_loss") is not None else []),
     ]
     return "  ".join(parts)
 

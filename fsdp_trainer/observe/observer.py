@@ -53,8 +53,9 @@ class Observer:
 
     def validated(self, step: int, loss: float, losses: dict[str, float | None]) -> None:
         """The validation loss belongs to the line of the step it followed, which is not yet written. losses: of several sources, each."""
-        self.event("evaluation", step=step, loss=loss, **({"losses": losses} if losses else {}))
-        self._pending[-1][0].update({"validation_loss": loss} | ({"validation_loss_by_source": losses} if losses else {}))
+        said = finite_or_none(loss)
+        self.event("evaluation", step=step, loss=said, **({"losses": losses} if losses else {}))
+        self._pending[-1][0].update({"validation_loss": said} | ({"validation_loss_by_source": losses} if losses else {}))
 
     def sampled(self, step: int, answers: list[tuple[str, str]]) -> None:
         """What the model said to each prompt; the first is shown."""

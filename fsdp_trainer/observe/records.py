@@ -16,7 +16,8 @@ class Records:
     def cut_after(self, step: int) -> None:
         """Drop metrics and samples of steps that a resume will do again, and a half line that a crash left. Never two lines for one step."""
         for file in filter(Path.exists, (self.metrics, self.samples)):
-            kept = [text for text in file.read_text().splitlines(keepends=True) if (line := parse(text)) and line["step"] <= step]
+            with file.open() as lines:
+                kept = [text for text in lines if (line := parse(text)) and line["step"] <= step]
             partial = file.with_suffix(".partial")
             partial.write_text("".join(kept))
             partial.replace(file)

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_trainer.config.schema import GenerateConfig, TrainConfig
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.verbs import GenerateConfig
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer

@@ -1,0 +1,85 @@
+"""The verbs' own configurations: those that share training's groups add a node of their name, the others are small."""
+
+from dataclasses import dataclass, field
+
+from fsdp_trainer.config.schema import TrainConfig, key
+
+
+@dataclass
+class Preview:
+    """What `preview` shows."""
+
+    format: str = key("text", "`text` for people; `json`: one row a line, in the order and form of training", choices=("text", "json"))
+    rows: int = key(4, "how many rows", minimum=1)
+
+
+@dataclass
+class PreviewConfig(TrainConfig):
+    """Shows what the model sees: tokens, the loss mask, how rows are packed."""
+
+    preview: Preview = field(default_factory=Preview)
+
+
+@dataclass
+class ExportConfig:
+    """Writes a complete Hugging Face folder from a run or a checkpoint."""
+
+    source: str | None = key(None, "a run or a checkpoint")
+    out: str | None = key(None, "the folder to write; must not exist or be empty")
+    dtype: str | None = key(
+        None,
+        "number format of the weights; null: as they were imported, else precision.param_dtype",
+        choices=("float32", "bfloat16", "float16"),
+    )
+    shard_gib: float = key(4.0, "largest safetensors file, in GiB", above=0)
+
+
+@dataclass
+class VerifyConfig:
+    """Says whether a checkpoint is whole; with hf, whether both give the same logits."""
+
+    source: str | None = key(None, "a run or a checkpoint")
+    hf: str | None = key(None, "a Hugging Face folder to compare logits with")
+
+
+@dataclass
+class GenerateConfig:
+    """Answers a prompt, or chats at the terminal."""
+
+    source: str | None = key(None, "a run, a checkpoint or a Hugging Face folder")
+    prompt: str | None = key(None, "what the user says; null: a chat at the terminal")
+    system: str | None = key(None, "a system turn before it")
+    raw: bool = key(False, "continue the prompt as plain text, without the chat template")
+    max_tokens: int = key(256, "longest answer in tokens", minimum=1)
+    temperature: float = key(0.0, "0: always the likeliest token", minimum=0)
+    top_p: float = key(1.0, "sample from the smallest set of tokens with this probability", above=0, maximum=1)
+    seed: int = key(0, "of the sampling", minimum=0)
+    device: str = key("auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda"))
+    dtype: str = key("float32", "number format of the weights", choices=("float32", "bfloat16"))
+
+
+@dataclass
+class ConfigConfig:
+    """Explains a key of the configuration."""
+
+    key: str | None = key(None, "the key to explain, e.g. optim.lr; null: all of them")
+
+
+@dataclass
+class RecipesConfig:
+    """Lists the recipes and their hardware."""
+
+
+@dataclass
+class QuickstartConfig:
+    """Trains a small model on a generated task and shows that it learnt it."""
+
+    steps: int | None = key(None, "optimizer steps; null: the recipe's", minimum=1)
+    root: str = key("runs", "folder that holds the run")
+    questions: int = key(100, "held-out questions to ask before and after", minimum=1)
+
+
+PRIMARY: dict[str, type] = {
+    "train": TrainConfig, "preview": PreviewConfig, "export": ExportConfig, "verify": VerifyConfig, "generate": GenerateConfig,
+    "recipes": RecipesConfig, "config": ConfigConfig, "quickstart": QuickstartConfig,
+}  # fmt: skip

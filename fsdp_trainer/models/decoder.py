@@ -150,7 +150,7 @@ class Decoder(nn.Module):
         self.model = Backbone(config)
         self.lm_head = Head(config)
         self.tie_weights()
-        self.ropes: tuple[Rope, Rope] | None = None  # made at the first forward: no buffers, which to_empty would wipe
+        self.ropes: list[Rope] = []  # made at the first forward: no buffers, which to_empty would wipe
 
     def tie_weights(self) -> None:
         """Make a tied head and the embedding one parameter; again after to_empty, which parts them."""
@@ -168,13 +168,13 @@ class Decoder(nn.Module):
         x = self.model.embed_tokens(tokens)
         if self.config.form.scaled_embedding:
             x = x * torch.full((), self.config.hidden_size**0.5, dtype=x.dtype, device=x.device)  # rounded as the weights are
-        if self.ropes is None:
-            self.ropes = Rope(self.config), Rope(self.config, local=True)
-        turn, local_turn = (rope(positions, done + tokens.shape[1], x.dtype) for rope in self.ropes)
+        if not self.ropes:
+            self.ropes = [Rope(self.config, local) for local in ((False, True) if self.config.rope_local_theta else (False,))]
+        turns = [rope(positions, done + tokens.shape[1], x.dtype) for rope in self.ropes]
         windows = self.config.windows
         layouts = {window: layout.within(window) for window in set(windows)}
         for i, (window, block) in enumerate(zip(windows, self.model.layers.values(), strict=True)):
-            where = (turn if window is None else local_turn, layouts[window])
+            where = (turns[0 if window is None else -1], layouts[window])
             x = block(x, *where, caches[i]) if caches else block(x, *where)
         return x
 

@@ -10,11 +10,12 @@ from fsdp_trainer.models.config import ModelConfig
 
 
 class Rope:
-    """Turns positions into rotations. local: of the blocks with a window, which some families rotate by another, unscaled base."""
+    """Turns positions into rotations. local: by rope_local_theta, unscaled, for the blocks with a window of a family that has one."""
 
     def __init__(self, config: ModelConfig, local: bool = False):
         self.scaling: dict[str, Any] = {} if local else config.rope_scaling or {}
-        theta = config.rope_local_theta if local and config.rope_local_theta is not None else config.rope_theta
+        theta = config.rope_local_theta if local else config.rope_theta
+        assert theta is not None
         exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64).float() / config.rotary_dim
         plain = 1.0 / (theta**exponent)
         self.frequencies, self.strength = _scaled(plain, theta, config, self.scaling)

@@ -288,6 +288,20 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, name):
     assert {"rope_scaling": "yarn", "rope_parameters": "dynamic", "model_type": "mamba"}.get(name, name) in said
 
 
+def test_what_transformers_would_not_compute_for_a_family_is_ignored_in_a_folder_and_refused_when_asked_for(tmp_path, train):
+    bogus = {
+        "model_type": "mistral",
+        "architectures": None,
+        "partial_rotary_factor": 0.5,
+        "attn_logit_softcapping": 5.0,
+        "attention_bias": True,
+    }
+    read = ModelConfig.from_hf(config_json(tmp_path, **bogus))
+    assert (read.partial_rotary_factor, read.attn_logit_softcapping, read.attention_bias) == (1, None, False)
+    told = train("run", "model.attn_logit_softcapping=5", "model.partial_rotary_factor=0.5", "train.steps=1", code=2)
+    assert "model.attn_logit_softcapping=5.0" in told.err and "gemma2 have it" in told.err and "model.partial_rotary_factor=0.5" in told.err
+
+
 def test_all_that_is_not_supported_is_told_at_once_with_exit_2(tmp_path, train):
     from test_huggingface import make_folder
 

@@ -115,6 +115,7 @@ class Model:
     rms_norm_eps: float | None = key(None, "added to the mean square under the root", above=0)
     tie_word_embeddings: bool | None = key(None, "embedding and output head share one matrix")
     attention_bias: bool | None = key(None, "query, key, value and output projections have a bias; qwen2's first three always do")
+    mlp_bias: bool | None = key(None, "llama: feed-forward projections have a bias")
     sliding_window: int | None = key(
         None, "tokens that a token sees, itself included, in the blocks of a family with windows; null: all before it", minimum=1
     )

@@ -132,8 +132,10 @@ class ModelConfig:
         }
 
     def _is_told(self, name: str) -> bool:
-        """Whether config.json needs the key: those that most families do not know only where they say something."""
-        return name in self.source or name not in EXTRAS or getattr(self, name) != getattr(ModelConfig, name)
+        """Whether config.json needs the key: one of few families only where it says something."""
+        return name not in EXTRAS or (
+            name in self.form.options and (name in self.source or getattr(self, name) != getattr(ModelConfig, name))
+        )
 
     def _told_windows(self) -> dict[str, Any]:
         if self.form.windows == "none":
@@ -176,6 +178,7 @@ class ModelConfig:
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 COMMON = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "initializer_range")
 EXTRAS = (
+    "attention_bias",
     "mlp_bias",
     "query_pre_attn_scalar",
     "attn_logit_softcapping",
@@ -183,7 +186,7 @@ EXTRAS = (
     "rope_local_theta",
     "partial_rotary_factor",
 )
-STORED = (*SIZES, *COMMON, "hidden_act", "attention_bias", *EXTRAS)
+STORED = (*SIZES, *COMMON, "hidden_act", *EXTRAS)
 # where null says something else than the key's absence
 NULL_SAYS = ("num_key_value_heads", "head_dim", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 OMITTED: dict[str, Any] = {
@@ -207,8 +210,8 @@ def _read(raw: dict[str, Any], name: str) -> Any:
     """A key of config.json by our name for it; what its absence means, else None."""
     form = FAMILIES[raw["model_type"]]
     spelled = form.spelling.get(name, name)
-    if name == "rope_local_theta":
-        return None  # told by the section about RoPE
+    if name == "rope_local_theta" or (name in EXTRAS and name not in form.options):
+        return None  # told by the section about RoPE; not read by transformers either
     if name == "partial_rotary_factor":
         return _rope_section(raw).get(name) or raw.get(name)
     if raw.get(spelled) is not None:

@@ -32,6 +32,8 @@ class Family:
     windows: Literal["none", "all", "last", "pattern"] = "none"
     """Which blocks look back sliding_window tokens only: `last` those from max_window_layers on, `pattern` all but each window_pattern-th."""
     window_pattern: int = 0
+    options: tuple[str, ...] = ()
+    """Keys of config.json, beyond those of all families, that transformers reads for this one."""
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Projections that Hugging Face stores as one matrix, rows one after the other; split at import and fused at export."""
     spelling: dict[str, str] = field(default_factory=dict)
@@ -60,7 +62,7 @@ GEMMA_OMITTED: dict[str, Any] = {
 }  # fmt: skip
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", omitted={"max_position_embeddings": 2048}),
+    "llama": Family("LlamaForCausalLM", options=("attention_bias", "mlp_bias"), omitted={"max_position_embeddings": 2048}),
     "mistral": Family(
         "MistralForCausalLM",
         windows="all",
@@ -76,12 +78,14 @@ FAMILIES = {
         "Qwen3ForCausalLM",
         qk_norm="head",
         windows="last",
+        options=("attention_bias",),
         omitted={"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32_768, "sliding_window": 4096},
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
         **GEMMA,
         window_pattern=2,
+        options=("attention_bias", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
         defaults={"hidden_act": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         omitted=GEMMA_OMITTED | {"max_position_embeddings": 8192},
     ),
@@ -90,6 +94,7 @@ FAMILIES = {
         **GEMMA,
         qk_norm="head",
         window_pattern=6,
+        options=("attention_bias", "query_pre_attn_scalar", "final_logit_softcapping", "rope_local_theta"),
         defaults={"hidden_act": "gelu_pytorch_tanh", "rope_theta": 1e6, "rope_local_theta": 1e4},
         omitted=GEMMA_OMITTED | {"vocab_size": 262_208, "max_position_embeddings": 131_072},
     ),
@@ -99,11 +104,13 @@ FAMILIES = {
         norm_in_float32=True,
         qk_norm="whole",
         rope_in_float32=True,
+        options=("attention_bias",),
         omitted={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
         windows="all",
+        options=("partial_rotary_factor",),
         fused=(("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")), ("mlp.gate_up_proj", ("gate_proj", "up_proj"))),
         omitted={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     ),

@@ -6,7 +6,7 @@ from typing import Any
 from fsdp_trainer.config.paths import is_hub_id, model_folder
 from fsdp_trainer.config.schema import Model, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.config import ModelConfig, rope_problems
+from fsdp_trainer.models.config import EXTRAS, ModelConfig, rope_problems
 from fsdp_trainer.models.families import FAMILIES
 
 CONTEXT_KEYS = ("max_position_embeddings", "rope_theta", "rope_scaling")
@@ -71,6 +71,11 @@ def model_problems(cfg: TrainConfig) -> list[Problem]:
         windowed = ", ".join(name for name, form in FAMILIES.items() if form.windows != "none")
         why = f"{config.family} has no windows; {windowed} have"
         problems.append(Problem(f"model.sliding_window={cfg.model.sliding_window}", why))
+    for name in EXTRAS:
+        if getattr(cfg.model, name) and name not in config.form.options:
+            having = ", ".join(family for family, form in FAMILIES.items() if name in form.options)
+            why = f"transformers would not compute it for {config.family}, {having} have it: drop it"
+            problems.append(Problem(f"model.{name}={getattr(cfg.model, name)}", why))
     if cfg.batch.seq_len > config.max_position_embeddings:
         problems.append(
             Problem(

@@ -1,6 +1,7 @@
 # Everything runs in .venv, which `make setup` fills from constraints.txt. Nothing else need be installed but Python 3.11+ and pip.
 PYTHON ?= python3
 VENV ?= .venv
+JOBS ?= 2
 BIN := $(VENV)/bin
 
 .PHONY: help setup quickstart test test-fast lint bench clean
@@ -14,10 +15,10 @@ quickstart: setup  ## train a tiny model on a generated task, on 2 CPU ranks
 	$(BIN)/fsdp-trainer quickstart
 
 test: $(VENV)/.for-developers  ## all tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 test-fast: $(VENV)/.for-developers  ## the quick half
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow"
 
 lint: $(VENV)/.for-developers  ## ruff and mypy
 	$(BIN)/ruff check .

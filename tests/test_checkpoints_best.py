@@ -62,6 +62,7 @@ def test_what_another_validation_set_or_another_run_gave_is_no_measure(train):
     assert branch.checkpoints == ["best", "step-00000008"]
 
 
+@pytest.mark.slow
 def test_training_stops_after_so_many_validations_without_a_lower_loss(train):
     how = [*HOW, "train.early_stop=3", "checkpoint.best=true"]
     run = train("run", *how, "train.steps=200", ranks=2, seam=turns_bad)
@@ -102,6 +103,7 @@ def test_a_key_that_would_do_nothing_is_refused(train, overrides, told):
 # --- the export ----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_export_is_made_again_only_if_it_would_differ(train):
     how = ["schedule=constant", "train.steps=2", "checkpoint.export_hf=true"]
     run = train("run", *how, "checkpoint.export_dtype=bfloat16")

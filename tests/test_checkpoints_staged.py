@@ -36,6 +36,7 @@ def test_pretraining_and_chats_follow_each_other_on_any_number_of_ranks(train, t
     assert "<|im_start|>" in chat_template(chats) and chat_template(last) == chat_template(chats), "the template goes with the model"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_what_it_began_with_is_gone(train, text):
     pretrain = train("pretrain", *TEXT, f"data.path={text}", "train.steps=1", "schedule=constant")
     how = [*HOW, f"model.init_from={pretrain.folder}"]

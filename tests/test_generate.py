@@ -86,7 +86,11 @@ ASKED = ["train.validate_every=4", "train.sample_prompts=[aaa,'b c']", "train.sa
     ("ranks", "how"),
     [
         (2, []),
-        (2, ["model.tie_word_embeddings=false", "train.sample_raw=true", "activation_checkpoint=selective", "sharding.blocks_per_unit=2"]),
+        pytest.param(
+            2,
+            ["model.tie_word_embeddings=false", "train.sample_raw=true", "activation_checkpoint=selective", "sharding.blocks_per_unit=2"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(1, ["sharding.cpu_offload=true"], marks=pytest.mark.slow),
         pytest.param(4, ["sharding=hsdp", "sharding.replicas=2", "activation_checkpoint=full"], marks=pytest.mark.slow),
         pytest.param(2, ["compile=enabled"], marks=pytest.mark.slow),

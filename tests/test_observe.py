@@ -149,6 +149,7 @@ def test_a_profile_holds_exactly_the_steps_asked_for_with_their_phases_blocks_an
     assert plain.column("loss") == run.column("loss") and not (plain.folder / "profile").exists()
 
 
+@pytest.mark.slow
 def test_a_profile_that_a_run_cuts_short_is_written_and_the_rest_by_the_next(train):
     train("run", "train.steps=2", "profile.steps=2-4")
     run = train("run", "train.steps=5", "profile.steps=2-4")

@@ -42,6 +42,7 @@ def test_the_learning_rate_follows_the_batch_by_the_rule():
     assert peak_learning_rate(Optim(lr=1e-3, lr_scaling="linear", lr_batch_tokens=8192), batch) == pytest.approx(0.25e-3)
 
 
+@pytest.mark.slow
 def test_a_scaled_learning_rate_is_told_and_the_same_on_any_world_and_after_a_restart(train):
     rule = ["optim.lr=1e-2", "optim.lr_scaling=sqrt", "optim.lr_batch_tokens=1536", "schedule=constant", "schedule.warmup_steps=0"]
     run = train("run", *rule, "train.steps=2", "batch.micro_rows=1", ranks=2)  # 6 rows of 64 tokens: a quarter of 1536

@@ -95,6 +95,7 @@ def test_an_untied_model(same, ranks):
     same(ranks, "batch.micro_rows=2", common=("model.tie_word_embeddings=false",))
 
 
+@pytest.mark.slow
 def test_a_qwen3(same):
     same(2, "batch.micro_rows=2", common=("model.family=qwen3", "model.head_dim=16"))
 
@@ -104,6 +105,7 @@ def test_values_are_clipped_before_the_norm_on_shards_as_in_one_process(same):
     same(2, common=("optim.grad_clip_value=0.01",))
 
 
+@pytest.mark.slow
 def test_packed_as_unpacked(train, tmp_path):
     """A step that holds all samples does not depend on how they are laid into rows."""
     data = f"data.path={write_chats(tmp_path / 'few.jsonl', 24)}"
@@ -119,6 +121,7 @@ def test_packed_as_unpacked(train, tmp_path):
     assert long.column("loss")[0] == pytest.approx(alone.column("loss")[0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_of_messages_count_in_numerator_and_divisor(train, tmp_path):
     rows = [
         {"messages": [{"role": "user", "content": "q" * (i % 5)}, {"role": "assistant", "content": f"{i}", "weight": 0.25 * (1 + i % 4)}]}

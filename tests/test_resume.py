@@ -176,6 +176,7 @@ def test_the_same_data_at_another_place_is_the_same_data(train, chats, tmp_path)
     assert train("run", "train.steps=3", f"data.path={tmp_path / 'moved.jsonl'}").column("step") == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_goes_on_only_for_more_steps(train):
     train("run", "train.steps=2", ranks=2)
     again = train("run", "train.steps=2", ranks=2)
@@ -219,6 +220,7 @@ def test_the_same_command_goes_on_also_when_it_names_the_checkpoint_it_began_wit
 # --- what is on disk ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_keep_counts_committed_checkpoints_only(train, tmp_path):
     partial = tmp_path / "run" / "checkpoints" / "step-00000099"  # looks like one, but has no manifest
     partial.mkdir(parents=True)

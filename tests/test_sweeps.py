@@ -174,6 +174,7 @@ def test_each_job_has_a_stable_folder_and_a_line(sweep, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_failure_is_recorded_and_the_others_go_on(sweep):
     sweep.endings = {2.0: 1, 3.0: 75}
     lines = sweep("optim.lr=abc,1,2,3", code=1)
@@ -221,6 +222,7 @@ def test_a_recipe_that_has_changed_is_not_taken_for_finished(sweep, tmp_path):
         assert len(sweep.trained) == trained
 
 
+@pytest.mark.slow
 def test_jobs_of_earlier_commands_keep_their_lines(sweep):
     first = sweep("optim.lr=1,2")
     assert [line["job"] for line in sweep("optim.lr=2,3")] == [

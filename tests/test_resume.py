@@ -91,7 +91,10 @@ def test_sigterm_commits_a_checkpoint_exits_75_and_the_same_command_goes_on(trai
     process = started(tmp_path / "run", inputs, *how)
     run = Run(tmp_path / "run")
     wait_for(lambda: len(run.metrics) > 3, process)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(signal.SIGTERM)
+    for pid in children:  # as a scheduler that signals every process; the launcher passes its own on too
+        os.kill(int(pid), signal.SIGTERM)
     out = process.communicate(timeout=60)[0]
     assert process.returncode == 75, out
     stopped = run.metrics[-1]["step"]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+ECHO_SECONDS = 2.0  # a launcher passes on, perhaps as SIGTERM, what a terminal or a scheduler sent to all processes already
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -17,7 +18,7 @@ class StopRequests:
 
     def __init__(self, time_limit: float | None, say: Callable[[str], None]):
         self.deadline = None if time_limit is None else time.monotonic() + time_limit
-        self.received, self.say = 0, say
+        self.received, self.heard, self.say = 0, 0.0, say
         # only the main thread may listen: in a notebook's worker thread the time limit alone counts
         listens = threading.current_thread() is threading.main_thread()
         self._before = {signum: signal.signal(signum, self._receive) for signum in SIGNALS} if listens else {}
@@ -29,10 +30,12 @@ class StopRequests:
 
     def _receive(self, signum: int, _frame: object) -> None:
         name = signal.Signals(signum).name
+        if self.received and time.monotonic() - self.heard < ECHO_SECONDS:
+            return
         if self.received:
             self.say(f"second signal ({name}): ended at once; what is committed stays")
             os._exit(128 + signum)
-        self.received = signum
+        self.received, self.heard = signum, time.monotonic()
         self.say(f"{name}: stops after this step, with a checkpoint; a second signal ends at once")
 
     def agreed(self, failed: bool = False) -> str | None:

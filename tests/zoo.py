@@ -25,7 +25,7 @@ LONGROPE = {
     "rope_theta": 1e4,
     "short_factor": [1.0, 1.1, 1.2],
     "long_factor": [1.5, 2.5, 4.0],
-    "original_max_position_embeddings": 64,
+    "original_max_position_embeddings": 16,
 }
 GEMMA = {"pad_token_id": None, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8, "num_hidden_layers": 3}
 # class of transformers → options

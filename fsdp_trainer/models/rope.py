@@ -25,18 +25,28 @@ class Rope:
             self.long = plain / torch.tensor(self.scaling["long_factor"])
         self.dtype = torch.float32 if config.form.rope_in_float32 else None
 
-    def __call__(self, positions: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def __call__(self, positions: Tensor, dtype: torch.dtype, so_far: int | None = None) -> tuple[Tensor, Tensor]:
         """Cosine and sine, each [batch, length, 1, rotary_dim], of positions [batch, length]. Angles are taken in float32.
 
-        length: of the row, or of all tokens so far in generation; LongRoPE's frequencies follow it.
+        so_far: tokens of the one document in each row, generated ones included; None: several documents, whose positions restart.
         """
         if self.frequencies.device != positions.device:
             self.frequencies, self.long = self.frequencies.to(positions.device), self.long.to(positions.device)
-        long = self.long_from is not None and length > self.long_from
-        angles = positions[..., None].float() * (self.long if long else self.frequencies)
+        frequencies = self.frequencies
+        if self.long_from is not None:
+            length = document_lengths(positions) if so_far is None else torch.full_like(positions, so_far)
+            frequencies = torch.where(length[..., None] > self.long_from, self.long, self.frequencies)
+        angles = positions[..., None].float() * frequencies
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(-2)
         dtype = self.dtype or dtype
         return (angles.cos() * self.strength).to(dtype), (angles.sin() * self.strength).to(dtype)
+
+
+def document_lengths(positions: Tensor) -> Tensor:
+    """[batch, length]: of each token, the length of its document, which begins at position 0."""
+    flat = positions.flatten()
+    document = (flat == 0).cumsum(0) - 1
+    return torch.zeros_like(flat).scatter_reduce(0, document, flat + 1, "amax")[document].view_as(positions)
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

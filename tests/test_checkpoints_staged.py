@@ -54,3 +54,12 @@ def test_a_run_without_a_committed_checkpoint_is_no_beginning(train, tmp_path):
     first = train("first", "train.steps=1")
     told = train("run", *HOW, f"model.init_from={first.folder}/checkpoints", base=[], code=2)
     assert f"model.init_from={first.folder}\n" in told.err.split("Use  ")[1] + "\n"
+
+
+@pytest.mark.slow
+def test_a_run_whose_tokenizer_was_given_tokens_goes_on_without_what_it_began_with(train, text):
+    pretrain = train("pretrain", *TEXT, f"data.path={text}", "train.steps=1")
+    how = [*HOW, f"model.init_from={pretrain.folder}", "tokenizer.add_tokens=['<|x|>']"]
+    train("chats", *how, "train.steps=2", base=[])
+    shutil.rmtree(pretrain.folder)
+    assert train("chats", *how, "train.steps=4", base=[]).column("step") == [1, 2, 3, 4]

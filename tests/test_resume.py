@@ -363,3 +363,36 @@ def test_a_finished_run_that_went_on_is_exported_again(train):
     train("run", "train.steps=2", "schedule=constant", "checkpoint.export_hf=false")
     run = train("run", "train.steps=2", *how)
     assert [e["step"] for e in run.event("export")] == [1, 2] and (first.folder / "hf" / "model.safetensors").is_file()
+
+
+# --- changes that were allowed -----------------------------------------------------------------------------------------------------
+
+
+def test_epochs_end_with_the_data_also_if_steps_become_smaller_on_the_way(train):
+    how = ["train.epochs=2", "schedule=constant", "checkpoint.keep=9"]
+    first = train("run", *how, "batch.rows=20", "checkpoint.every=1")
+    tokens, steps = first.column("tokens")[-1], len(first.metrics)
+    middle = f"checkpoint.resume={first.folder}/checkpoints/step-00000002"
+    run = train("run", *how, "batch.rows=7", middle, "checkpoint.allow_changes=[batch]")
+    assert end_of(run) == ("end", 0) and run.column("tokens")[-1] == tokens and len(run.metrics) > steps
+
+
+def test_shapes_of_weights_are_not_among_what_may_change(train):
+    train("run", "train.steps=1")
+    changed = ["model.vocab_multiple=64", "checkpoint.allow_changes=[model.vocab_multiple]"]
+    told = train("run", "train.steps=2", *changed, code=2)
+    assert "model.embed_tokens.weight" in told.err and "run.name=NEW model.init_from=" in told.err
+
+
+def test_a_step_without_a_target_is_a_step(train, tmp_path):
+    (tmp_path / "z.txt").write_text("a" * 32)
+    run = train(
+        "run",
+        "data=pretrain",
+        f"data.path={tmp_path / 'z.txt'}",
+        "batch.seq_len=16",
+        "batch.rows=1",
+        "batch.micro_rows=1",
+        "train.epochs=2",
+    )
+    assert len(run.metrics) == 6 and not run.event("skipped") and 0 in run.column("loss")

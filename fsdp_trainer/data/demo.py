@@ -32,12 +32,12 @@ def rows(name: str) -> list[dict[str, Any]]:
     ]
 
 
-def byte_tokenizer() -> tuple[Tokenizer, dict[str, str], set[int], str, bytes]:
-    """One token a byte, and ChatML: (tokenizer, special tokens by name, stop ids, chat template, what identifies it)."""
+def byte_tokenizer() -> tuple[Tokenizer, dict[str, str], set[int], str]:
+    """One token a byte, and ChatML: (tokenizer, special tokens by name, stop ids, chat template)."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: id for id, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS])
     chatml = (Path(__file__).parent / "chat_templates" / "chatml.jinja").read_text(encoding="utf-8")
-    return tokenizer, {"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}, set(), chatml, TOKENIZER.encode()
+    return tokenizer, {"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}, set(), chatml

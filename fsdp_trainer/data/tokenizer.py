@@ -47,7 +47,6 @@ class TextTokenizer:
         special: dict[str, str],
         stop_ids: set[int],
         chat_template: str | None,
-        content: bytes,
         files: dict[str, Path] | None = None,
     ):
         self._saved = backend.to_str()  # as it came, post-processor included
@@ -69,8 +68,8 @@ class TextTokenizer:
         self.stop_ids: set[int] = stop_ids | {id for text, id in self.special_tokens.items() if text in END_TOKENS or id == self.eos_id}
         """Any of these ends a turn when generating."""
         self.chat_template = chat_template
-        self.fingerprint: str = hashlib.blake2b(content + json.dumps(self.special, sort_keys=True).encode(), digest_size=16).hexdigest()
-        """Of everything that decides which tokens a text gets."""
+        self.fingerprint: str = hashlib.blake2b(f"{self._saved}{sorted(self.special.items())}".encode(), digest_size=16).hexdigest()
+        """Of everything that decides which tokens a text gets, in whichever files it was kept."""
 
     def _id(self, name: str) -> int | None:
         return self.backend.token_to_id(self.special[name]) if name in self.special else None
@@ -122,8 +121,9 @@ def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
     add_tokens: special tokens that it may lack; new ones take the ids behind the last.
     """
     if path == demo.TOKENIZER:
-        backend, special, ends, template, content = demo.byte_tokenizer()
-        return TextTokenizer(backend, special, ends, template, content + _add_special(backend, add_tokens))
+        backend, special, ends, template = demo.byte_tokenizer()
+        _add_special(backend, add_tokens)
+        return TextTokenizer(backend, special, ends, template)
     given = Path(path).expanduser()
     file = _tokenizer_file(given)
     try:
@@ -141,14 +141,13 @@ def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
         _add_tokens(backend, config.get("added_tokens_decoder", {}), path)
     stop_ids = generation.get("eos_token_id") or []
     files = {"tokenizer" + file.suffix: file} | {name: folder / name for name in FILES if folder and (folder / name).is_file()}
-    if added := _add_special(backend, add_tokens):
+    if _add_special(backend, add_tokens):
         files = {name: kept for name, kept in files.items() if name not in ("tokenizer.json", "added_tokens.json")}  # written anew
     return TextTokenizer(
         backend,
         special=_special_tokens(backend, special, special_map, config),
         stop_ids=set(stop_ids if isinstance(stop_ids, list) else [stop_ids]),
         chat_template=_chat_template(folder, config),
-        content=file.read_bytes() + json.dumps(config.get("added_tokens_decoder", {})).encode() + added,
         files=files,
     )
 
@@ -199,11 +198,11 @@ def _add_tokens(backend: Tokenizer, added: dict[str, dict], path: str) -> None:
             )
 
 
-def _add_special(backend: Tokenizer, tokens: Sequence[str]) -> bytes:
-    """Give the backend those that it lacks, and say which, for the fingerprint."""
-    new = [token for token in tokens if backend.token_to_id(token) is None]
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in new])
-    return json.dumps(new).encode() if new else b""
+def _add_special(backend: Tokenizer, tokens: Sequence[str]) -> int:
+    """Give the backend those that it lacks; how many."""
+    return backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in tokens if backend.token_to_id(token) is None]
+    )
 
 
 def _chat_template(folder: Path | None, config: dict) -> str | None:

@@ -55,12 +55,18 @@ class Profiler:
     def _start(self) -> None:
         if self.memory and not self.snapshot:
             self.observer.console.say("profile.memory: snapshots are the GPU's; on a CPU the trace has the allocations' sizes")
-        if self.wanted:
+        if not self.wanted:
+            return
+        cuda = [ProfilerActivity.CUDA] if self.observer.device.type == "cuda" else []
+        try:
             if self.snapshot:
                 torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
-            cuda = [ProfilerActivity.CUDA] if self.observer.device.type == "cuda" else []
-            self._trace = profile(activities=[ProfilerActivity.CPU, *cuda], record_shapes=True, profile_memory=self.memory)
-            self._trace.__enter__()
+            trace = profile(activities=[ProfilerActivity.CPU, *cuda], record_shapes=True, profile_memory=self.memory)
+            trace.__enter__()
+            self._trace = trace
+        except Exception as error:  # another profiler may be at work
+            self._tell_failure(error)
+            self._began, self.last = 0, -1
 
     def close(self) -> None:
         """Write what was recorded: at the end of the range, or where the run ends before."""
@@ -75,9 +81,14 @@ class Profiler:
                 trace.export_chrome_trace(str(self.folder / f"{name}.json.gz"))
                 if self.snapshot:
                     torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}.pickle"))
-                    torch.cuda.memory._record_memory_history(enabled=None)
         except Exception as error:  # a full disk, or whatever the profiler's library throws
-            self.observer.console.say(f"profile: {type(error).__name__}: {error}. Training goes on.")
+            self._tell_failure(error)
             return
+        finally:
+            if self.snapshot:
+                torch.cuda.memory._record_memory_history(enabled=None)
         self.observer.event("profile", steps=[began, self._step], path=str(self.folder))
         self.observer.console.say(f"profile of steps {began:,} to {self._step:,}: {self.folder}")
+
+    def _tell_failure(self, error: Exception) -> None:
+        self.observer.console.say(f"profile: {type(error).__name__}: {error}. Training goes on.")

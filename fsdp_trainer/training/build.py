@@ -10,7 +10,7 @@ import yaml
 
 from fsdp_trainer.checkpoint.assets import write_hf_assets
 from fsdp_trainer.checkpoint.huggingface import import_weights
-from fsdp_trainer.checkpoint.state import optimizer_state, prepare_optimizer, weights
+from fsdp_trainer.checkpoint.state import WEIGHTS, optimizer_state, prepare_optimizer, stored_tensors, weights
 from fsdp_trainer.checkpoint.store import CheckpointStore, load, read_progress
 from fsdp_trainer.config.paths import find_checkpoint, model_folder, step_of
 from fsdp_trainer.config.schema import TrainConfig
@@ -88,7 +88,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         gradient_sync=GradientSync(model, cfg.sharding.accumulate, replicated="replicate" in (mesh.mesh_dim_names or ())),
         batches=train,
         validation=batches(material.data.validation, shuffle=False) if material.data.validation else None,
-        samples=Samples(cfg, material.tokenizer, material.template, world.device),
+        samples=Samples(cfg, material.tokenizer, material.template, world.device, config.max_position_embeddings),
         progress=Progress(),
         total_steps=total_steps,
         last_row=last_row,
@@ -117,7 +117,7 @@ def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
 
 def resolve_architecture(cfg: TrainConfig, material: Material) -> ModelConfig:
     """The model's configuration, checked against the tokenizer."""
-    model = cfg.model if material.init_from is None else type(cfg.model)(**{**asdict(cfg.model), "init_from": str(material.init_from)})
+    model = cfg.model if material.init_from is None else replace(cfg.model, init_from=str(material.init_from))
     config = resolve_model(model, material.tokenizer.vocab_size)
     if cfg.tokenizer.add_tokens and model.vocab_size is None:
         config = replace(config, vocab_size=max(config.vocab_size, material.tokenizer.vocab_size))
@@ -158,12 +158,16 @@ def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, 
 
 
 def restore(trainer: Trainer, checkpoint: Path) -> None:
-    """Weights, optimizer state and progress as they were, on any number of ranks."""
+    """Weights, optimizer state and progress as they were, on any number of ranks. Raises UserError for weights of other shapes."""
+    require_shapes(trainer.model, checkpoint)
     prepare_optimizer(trainer.model, trainer.optimizer, str(checkpoint))
     load(checkpoint, weights(trainer.model) | optimizer_state(trainer.model, trainer.optimizer))
     kept = read_progress(checkpoint)
     trainer.dtypes |= kept["dtypes"]
     trainer.progress = progress = Progress(**{name: kept[name] for name in asdict(Progress()) if name in kept})
+    if trainer.last_row is not None:  # the steps so far may have had another number of rows
+        left = math.ceil((trainer.last_row - progress.rows) / trainer.cfg.batch.rows)
+        trainer.total_steps = trainer.observer.total_steps = progress.step + max(0, left)
     listed = trainer.checkpoints.listed()
     ours = checkpoint.resolve() in [path.resolve() for path in listed]  # not one of another run, nor one that was left aside
     trainer.saved = progress.step if ours else -1
@@ -171,6 +175,19 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
         progress.forget_validation()
     elif progress.best_step not in [step_of(path) for path in listed]:
         progress.best_step = progress.best_loss = None  # checkpoint.best was off, or the best one is gone
+
+
+def require_shapes(model: Decoder, checkpoint: Path) -> None:
+    """Raise UserError for parameters that the checkpoint holds in another shape: its optimizer state would not belong to them."""
+    stored = stored_tensors(str(checkpoint))
+    problems = [
+        Problem(name, f"has shape {list(parameter.shape)}, in the checkpoint {list(stored.get(WEIGHTS + name, ()))}")
+        for name, parameter in model.named_parameters()
+        if stored.get(WEIGHTS + name) != parameter.shape
+    ]
+    if problems:
+        problems[-1].why += f"\nA run cannot change its weights' shapes; a new one can:  run.name=NEW model.init_from={checkpoint}"
+        raise UserError(f"the weights are not those of {checkpoint}", problems)
 
 
 def assets_writer(cfg: TrainConfig, material: Material, config: ModelConfig, dtypes: dict[str, str]) -> Callable[[Path], None]:

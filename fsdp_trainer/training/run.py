@@ -83,7 +83,8 @@ def prepare(cfg: TrainConfig, run: Path, console: Console, world: World) -> Mate
         console.say(f"model  {cfg.model.init_from} is not there; the run goes on with configuration and tokenizer of its own {own}")
         cfg = replace(cfg, model=replace(cfg.model, init_from=str(own)))
     init_from = fetch(cfg.model.init_from) if cfg.model.init_from else None
-    check_room(cfg, init_from, world)
+    if world.local_rank == 0:  # whose word all hear; what is free changes from moment to moment
+        check_room(cfg, init_from, world)
     return Material(*build_data(cfg, tokenising(console)), init_from)
 
 

@@ -20,8 +20,8 @@ from fsdp_trainer.models.decoding import continue_tokens
 class Samples:
     """Answers greedily; all ranks together, since each holds a part of the model. Training does not notice."""
 
-    def __init__(self, cfg: TrainConfig, tokenizer: TextTokenizer, template: Template, device: torch.device):
-        """Raises UserError for a prompt that cannot be rendered."""
+    def __init__(self, cfg: TrainConfig, tokenizer: TextTokenizer, template: Template, device: torch.device, context: int):
+        """context: the model's, in tokens. Raises UserError for a prompt that cannot be rendered or leaves no room for an answer."""
         self.tokenizer, self.device, self.how = tokenizer, device, GenerateConfig(max_tokens=cfg.train.sample_tokens)
         self.compiled = cfg.compile.enabled
         self.prompts: list[tuple[str, list[int]]] = []
@@ -31,7 +31,11 @@ class Samples:
             except RowError as error:
                 why = f"{error}\nUse  train.sample_raw=true  to continue plain text"
                 raise UserError("a sample prompt cannot be rendered", [Problem(f"train.sample_prompts: {prompt[:60]}", why)]) from None
-            self.prompts.append((prompt, tokenizer.encode(text)))
+            tokens = tokenizer.encode(text)
+            if len(tokens) >= context:
+                why = f"has {len(tokens):,} tokens, the model's context {context:,}: there is no room for an answer. Use a shorter one"
+                raise UserError("a sample prompt is too long", [Problem(f"train.sample_prompts: {prompt[:60]}", why)])
+            self.prompts.append((prompt, tokens))
 
     @torch.no_grad()
     def take(self, model: Decoder) -> list[tuple[str, str]]:

@@ -143,7 +143,7 @@ class Trainer:
         for i, batch in enumerate(self.batches.micro_batches(plan), 1):
             self.gradient_sync.before(last=i == count)
             scores = self.model(batch)
-            loss = cross_entropy(scores, batch.weights) / plan.weight
+            loss = cross_entropy(scores, batch.weights) / (plan.weight or 1.0)  # a step may have no target
             loss.backward()
             self.add_to(total, loss.detach(), scores, batch)
         dist.all_reduce(total)
@@ -193,7 +193,7 @@ class Trainer:
             dist.all_reduce(total)
             dist.broadcast(total, 0)  # the ranks decide by it: it must be the same to the last bit
             total_loss, *sums = total.tolist()
-            loss = total_loss / plan.weight
+            loss = total_loss / (plan.weight or math.nan)
             self.observer.validated(self.progress.step, loss, losses(self.validation.source_names, sums))
             self.progress.validated(loss, self.cfg.train.early_stop_delta)
 

@@ -1,4 +1,4 @@
-"""The step loop. It receives built parts and knows nothing of models, sharding or files."""
+"""The step loop. It receives built parts; what the model is, how it is sharded and where files lie is not its business."""
 
 import math
 from dataclasses import asdict, dataclass

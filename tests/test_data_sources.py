@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from unittest.mock import patch
 
@@ -287,7 +288,9 @@ def without_pyarrow():
     [
         (["a.jsonl", "b.txt"], ["a", "b"]),
         (["x/train.jsonl", "y/train.jsonl"], ["x/train", "y/train"]),
-        (["a.jsonl", "a.txt"], None),
+        (["a.jsonl", "a.txt"], ["a.jsonl", "a.txt"]),
+        (["a.txt", "b/a.txt", "b/a.jsonl"], ["a.txt", "a.jsonl", "b/a.txt"]),
+        (["x/a.txt", "y/a.txt", "c.txt"], ["c", "x/a", "y/a"]),
         (["c4-0-of-2.jsonl", "c4-1-of-2.jsonl", "wiki.jsonl.gz"], ["c4", "wiki"]),
         ([f"{i:03}.txt" for i in range(17)], ["data"]),
     ],
@@ -298,7 +301,9 @@ def test_sources_have_short_names_that_differ(tmp_path, names, called):
         written(tmp_path / "data", name, "x")
     sources = find_sources(str(tmp_path / "data"), "data.path")
     assert sum(len(source.files) for source in sources) == len(names)
-    assert [source.name for source in sources] == (called or [str(tmp_path / "data" / name) for name in names])
+    assert [source.name for source in sources] == called
+    shutil.move(tmp_path / "data", tmp_path / "elsewhere" / "data")  # the names are in the fingerprint
+    assert [source.name for source in find_sources(str(tmp_path / "elsewhere" / "data"), "data.path")] == called
 
 
 def test_an_entry_of_a_list_is_one_source(tmp_path):
@@ -306,6 +311,25 @@ def test_an_entry_of_a_list_is_one_source(tmp_path):
     files = [written(tmp_path / "books", "a.txt", "x"), written(tmp_path / "books", "b.txt", "x"), written(tmp_path, "c.txt", "x")]
     sources = find_sources([str(tmp_path / "books"), files[2], files[2]], "data.path")
     assert [(source.name, source.files) for source in sources] == [("books", files[:2]), ("c", [files[2]] * 2)]
+
+
+def test_an_entry_of_a_list_that_is_named_in_two_ways_is_one_source(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = written(tmp_path, "a.txt", "x")
+    assert [source.name for source in find_sources(["a.txt", "./a.txt", file], "data.path")] == ["a"]
+    assert [source.name for source in find_sources([file, "demo:backwards", "demo:backwards/heldout"], "data.path")] == [
+        "a", "demo:backwards", "heldout"
+    ]  # fmt: skip
+
+
+def test_a_folder_with_a_split_to_train_on_and_another_is_refused(tmp_path):
+    for name in ("train-00000-of-00002.csv", "train-00001-of-00002.csv", "test-00000-of-00001.csv"):
+        written(tmp_path, name, "text\nx\n")
+    with pytest.raises(UserError, match="several splits: train test") as raised:
+        find_sources(str(tmp_path), "data.path")
+    (source,) = find_sources(str(raised.value.problems[0].why).split("'")[1], "data.path")
+    assert source.name == "train" and len(source.files) == 2
+    assert len(find_sources(str(tmp_path / "*"), "data.path")) == 2  # named on purpose
 
 
 @pytest.mark.parametrize(
@@ -352,4 +376,6 @@ def test_a_stream_of_conversations_is_refused(world, tmp_path):
     chats = written(tmp_path, "a.jsonl", json.dumps(CHAT))
     how = ["preview", f"data.path={chats}", "tokenizer.path=demo:bytes", f"data.cache={tmp_path}", "data.packing=stream"]
     assert "data.too_long=split" in world.command(*how, code=2)[0].err
-    assert f"{chats} holds conversations" in world.command(*how, "data.too_long=split", code=2)[0].err
+    why = world.command(*how, "data.too_long=split", code=2)[0].err
+    assert f"{chats} holds conversations" in why and "Use  data.packing=best_fit data.too_long=drop" in why
+    world.command(*how, "data.packing=best_fit", "data.too_long=drop")

@@ -2,12 +2,16 @@
 
 import glob
 import json
+import re
 from pathlib import Path
 
 JSON, TEXT, CSV, ARROW = (".json", ".jsonl", ".ndjson"), (".txt", ".text", ".md"), (".csv", ".tsv"), (".parquet", ".arrow", ".feather")
 KINDS, COMPRESSED = JSON + TEXT + CSV + ARROW, (".gz", ".zst")
 # what describes a data set that `datasets` or the hub has written is not data
 DESCRIPTIONS = ("readme.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+
+SHARD = re.compile(r"[-_.]?\d+-of-\d+$")  # train-00000-of-00004 belongs to train
+HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
 
 
 def kind(file: str | Path) -> tuple[str, str | None]:
@@ -30,6 +34,7 @@ def data_files(path: str) -> list[str]:
         if splits.is_file() and len(names := json.loads(splits.read_text()).get("splits", [])) > 1:
             raise ValueError(f"holds several splits: {' '.join(names)}. Name the one to read:  {Path(path) / names[0]}")
         found = sorted(str(p) for p in Path(path).rglob("*") if _is_data(p.relative_to(path)) and p.is_file())
+        _check_splits(found)
         why = f"no file in this folder ends in {' '.join(KINDS)}"
     elif Path(path).is_file():
         found, why = [path], ""
@@ -42,6 +47,17 @@ def data_files(path: str) -> list[str]:
             packed = f", {' '.join(JSON + TEXT + CSV)} also with {' or '.join(COMPRESSED)}"
             raise ValueError(f"{Path(file).name} is no kind of file that is read. Convert it to one of  {' '.join(KINDS)}{packed}")
     return found
+
+
+def _check_splits(files: list[str]) -> None:
+    """The hub's train-00000-of-00001.parquet beside test-00000-of-00001.parquet: ValueError, for one is not to be trained on."""
+    splits: dict[Path, set[str]] = {}
+    for file in files:
+        if kind(file)[0] not in TEXT:
+            splits.setdefault(Path(file).parent, set()).add(SHARD.sub("", stem(file)))
+    for folder, names in splits.items():
+        if "train" in names and (others := sorted(names.intersection(HELD_OUT))):
+            raise ValueError(f"holds several splits: train {' '.join(others)}. Name the one to read:  '{folder}/train*'")
 
 
 def needs_arrow(file: str) -> bool:

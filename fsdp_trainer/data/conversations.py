@@ -156,9 +156,10 @@ def _read_alpaca(values: dict[str, Any]) -> list[Message]:
     question = _string(values["instruction"], "instruction")
     if values["input"]:
         question += "\n" + _string(values["input"], "input")
-    pairs = [*(values.get("history") or []), [question, values["output"]]]  # LLaMA-Factory keeps earlier turns in `history`
-    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise RowError(f"history should be a list of [question, answer], it is {_shown(values['history'])}")
+    history = values["history"] or []  # LLaMA-Factory keeps earlier turns there
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise RowError(f"history should be a list of [question, answer], it is {_shown(history)}")
+    pairs = [*history, [question, values["output"]]]
     turns = [(role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
     return [{"role": role, "content": _string(text, "output" if role == "assistant" else "instruction")} for role, text in turns]
 
@@ -183,15 +184,18 @@ def _turns(value: Any) -> list[dict]:
 
 
 def _message(turn: dict, role: Any, content: Any) -> Message:
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise RowError(f"role {role!r} is not known; known are {' '.join(ROLES)}")
-    read = ("role", "content", "from", "value", "weight", "loss_weight", "tool_calls", *REASONING)
+    read = ("role", "content", "from", "value", "weight", "loss_weight", "tool_calls", "text", *REASONING)
     others = {name: value for name, value in turn.items() if name not in read and value is not None}
     text, reasoning, calls = _content(content, turn)
     message: Message = {"role": ROLES[role], "content": text, **others}
     if reasoning:
         message["reasoning_content"] = reasoning
-    if calls := [_tool_call(call) for call in [*calls, *(_parsed(turn.get("tool_calls")) or [])]]:
+    named = _parsed(turn.get("tool_calls")) or []
+    if not isinstance(named, list):
+        raise RowError(f"tool_calls should be a list, they are {_shown(named)}")
+    if calls := [_tool_call(call) for call in [*calls, *named]]:
         message["tool_calls"] = calls
     elif role in TOOL_CALL_ROLES and (written := _calls_in(text)):
         message |= {"content": "", "tool_calls": written, "text": text}
@@ -221,7 +225,7 @@ def _part(part: Any) -> tuple[str, Any]:
     if not isinstance(part, dict):
         raise RowError(f"the content of a turn should be text, it is {_shown(part)}")
     type = part.get("type", "text")
-    if type not in PARTS:
+    if not isinstance(type, str) or type not in PARTS:
         raise RowError(f"the content of a turn has a part of type {type!r}: only text, reasoning and tool calls are read")
     value = next((part[name] for name in (type, "text", "value", "content") if part.get(name) is not None), None)
     if PARTS[type] != "tool_call":
@@ -230,7 +234,7 @@ def _part(part: Any) -> tuple[str, Any]:
 
 
 def _weight(weight: Any) -> float:
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 3.4e38:  # what a float32 holds
         raise RowError(f"the weight of a turn should be a number of 0 or more, it is {_shown(weight)}")
     return float(weight)
 
@@ -243,7 +247,7 @@ def _tool_call(call: Any) -> dict:
         raise RowError(f"a tool call needs a name and arguments, it is {_shown(call)}")
     arguments = _parsed(next((function[name] for name in ("arguments", "input", "parameters") if name in function), {}))
     others = {name: call[name] for name in ("id",) if call.get(name)}
-    return {**others, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return _plain({**others, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
 
 
 def _calls_in(text: str) -> list[dict] | None:
@@ -264,7 +268,12 @@ def _tools(tools: Any) -> list[dict] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowError(f"tools should be a list of objects, they are {_shown(tools)}")
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    return [_plain(tool if "function" in tool else {"type": "function", "function": tool}) for tool in tools]
+
+
+def _plain(value: dict) -> dict:
+    """With text for what JSON cannot hold and a table can (dates, decimals, bytes): templates write it as JSON."""
+    return json.loads(json.dumps(value, default=str))
 
 
 def _parsed(value: Any) -> Any:
@@ -273,7 +282,7 @@ def _parsed(value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 

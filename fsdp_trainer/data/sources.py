@@ -7,8 +7,10 @@ without any has one document a line; tables are in `tables.py`. A `.json` with a
 import gzip
 import hashlib
 import json
+import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BufferedIOBase
@@ -16,13 +18,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.data_files import ARROW, CSV, TEXT, data_files, kind, stem
+from fsdp_trainer.config.data_files import ARROW, CSV, SHARD, TEXT, data_files, kind, stem
 from fsdp_trainer.data import demo
 from fsdp_trainer.data.tables import Record, open_zstd, read_arrow, read_csv
 from fsdp_trainer.errors import Problem, UserError
 
 SHOWN = 5
-SHARD = re.compile(r"[-_.]?\d+-of-\d+$")  # train-00000-of-00004 belongs to train
 MOST_SOURCES = 16  # a folder of more files than these is one source
 
 
@@ -52,7 +53,8 @@ class Problems:
         """Note a bad row; raises when enough are gathered."""
         self.count += 1
         if len(self.first) < SHOWN:
-            self.first.append(Problem(f"{where[0]}:{where[1]}", why))
+            shown = why.encode(errors="backslashreplace").decode()  # half a character can be in a row, but in no file and no terminal
+            self.first.append(Problem(f"{where[0]}:{where[1]}", shown))
         if self.count == SHOWN:
             self.raise_if_failing()
 
@@ -88,24 +90,35 @@ def find_sources(path: Any, key: str) -> list[Source]:
         raise _bad(key, path, f"a file, folder or glob, or a list of them, is needed. To try the trainer out:  {key}=demo:backwards")
     found: dict[str, list[str]] = {}
     for p in paths:
-        found[p] = found.get(p, []) + _files_of(p, key)
+        found.setdefault(os.path.abspath(Path(p).expanduser()), []).extend(_files_of(p, key))
     if len(found) > 1:
         return [Source(name, files) for name, files in zip(_names(list(found)), found.values(), strict=True)]
     ((path, files),) = found.items()
     by_set: dict[str, list[str]] = {}
     for file in files:
         of_set = SHARD.sub("", stem(file))
-        by_set.setdefault(file if of_set == stem(file) else str(Path(file).parent / of_set), []).append(file)
+        by_set.setdefault(os.path.abspath(file if of_set == stem(file) else Path(file).parent / of_set), []).append(file)
     if len(by_set) > MOST_SOURCES:
         return [Source(stem(path), files)]
     return [Source(name, files) for name, files in zip(_names(list(by_set)), by_set.values(), strict=True)]
 
 
 def _names(paths: list[str]) -> list[str]:
-    """The shortest end of each path, without its suffix, that tells it from the others."""
-    whole = [(*Path(p).parts[:-1], stem(p)) for p in paths]
-    names = (["/".join(parts[-depth:]) for parts in whole] for depth in range(1, max(map(len, whole)) + 1))
-    return next((found for found in names if len(set(found)) == len(found)), paths)
+    """The shortest end of each absolute path that tells it from the others, with its suffix only where it takes that.
+
+    Nothing of where the folder lies that holds them all: the same data elsewhere is the same data.
+    """
+    shared = os.path.commonpath([Path(path).parent for path in paths])
+    ends = [_ends(Path(path).relative_to(shared)) for path in paths]
+    count = Counter(end for of_one in ends for end in of_one)
+    return [next((end for end in of_one if count[end] == 1), of_one[-1]) for of_one in ends]
+
+
+def _ends(path: Path) -> list[str]:
+    """d/a.txt → a, d/a, a.txt, d/a.txt"""
+    folders = path.parts[:-1]
+    ends = ["/".join((*folders[i:], name)) for name in (stem(path), path.name) for i in range(len(folders), -1, -1)]
+    return list(dict.fromkeys(ends))
 
 
 def _files_of(path: str, key: str) -> list[str]:
@@ -191,12 +204,17 @@ def _row(line: str, where: tuple[str, int], error: str | None) -> Row:
     if error:
         return Row({}, where, error)
     try:
-        value = json.loads(line)
+        return _object(json.loads(line), where)
     except json.JSONDecodeError as e:
         return Row({}, where, f"is not JSON (character {e.pos + 1}: {e.msg})")
-    except RecursionError:
-        return Row({}, where, "is not JSON that can be read: it is nested too deeply")
-    return _object(value, where)
+    except (ValueError, RecursionError) as e:
+        return _beyond(e, where)
+
+
+def _beyond(error: Exception, where: tuple[str, int]) -> Row:
+    """JSON that Python does not read: a number of thousands of digits, or lists within lists."""
+    why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    return Row({}, where, f"is not JSON that can be read: {why}")
 
 
 def _object(value: Any, where: tuple[str, int]) -> Row:
@@ -209,7 +227,7 @@ def _one_object_a_line(file: str) -> bool:
     first_two = list(islice((line for _, line, _ in _lines(file) if line.strip()), 2))
     try:
         return len(first_two) == 2 and isinstance(json.loads(first_two[0]), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
@@ -239,8 +257,8 @@ def _read_json(file: str) -> Iterator[Row]:
                 raise json.JSONDecodeError("expected , or ] after an element", text, position)
     except json.JSONDecodeError as e:
         yield Row({}, (file, e.lineno), f"is not JSON from here on (column {e.colno}: {e.msg})")
-    except RecursionError:
-        yield Row({}, (file, 1), "is not JSON that can be read: it is nested too deeply")
+    except (ValueError, RecursionError) as e:
+        yield _beyond(e, (file, 1))
 
 
 def _skip(text: str, position: int) -> int:

@@ -189,7 +189,7 @@ class Preparation:
         """Write the stores, and last of all meta.json."""
         share = self.data.validation if isinstance(self.data.validation, int | float) else 0.0
         self.writers = {name: StoreWriter(self.folder / name) for name in (("train", "validation") if apart or share else ("train",))}
-        self._read(train, lambda row: "validation" if _place(row) < share else "train")
+        self._read(train, lambda row: "validation" if share and _place(row) < share else "train")
         self._read(apart, lambda row: "validation")
         sources = {"train": train, "validation": apart or train}
         about = {
@@ -236,12 +236,11 @@ class Preparation:
                     reader = self._reader(row.columns, file)
                     self._check_split(reader.format, file)
                 read = reader.read(row)
-                texts = builder.render(read)
-            except RowError as e:
-                problems.add(row.where, str(e))
+                texts, name = builder.render(read), store_of(read)
+            except (RowError, RecursionError) as e:
+                problems.add(row.where, str(e) if isinstance(e, RowError) else "is nested too deeply")
                 continue
             if not problems.will_raise:
-                name = store_of(read)
                 yield from ((name, text) for text in texts)
         if self.rows == before:
             problems.add((file, 1), "the file holds no rows")
@@ -257,7 +256,9 @@ class Preparation:
 
     def _check_split(self, format: str, file: str) -> None:
         if self.data.too_long == "split" and format != "text":
-            why = f"only text can be cut into pieces, and {file} holds conversations.\nUse  data.too_long=drop  or  data.too_long=truncate"
+            beside = "data.packing=best_fit " if self.data.packing == "stream" else ""  # a stream of anything must be split
+            use = f"Use  {beside}data.too_long=drop  or  {beside}data.too_long=truncate"
+            why = f"only text can be cut into pieces, and {file} holds conversations.\n{use}"
             raise UserError("the data cannot be used", [Problem("data.too_long=split", why)])
 
     def _check(self, name: str, writer: StoreWriter, sources: list[Source]) -> None:
@@ -278,5 +279,5 @@ class Preparation:
 
 def _place(row: Conversation | Document) -> float:
     """Of a row's content, evenly spread over [0, 1): which rows are held out depends on nothing else, least of all on their order."""
-    content = row.text if isinstance(row, Document) else json.dumps([row.messages, row.tools], sort_keys=True)
+    content = row.text if isinstance(row, Document) else json.dumps([row.messages, row.tools], sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") / 2**64

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fsdp_trainer import __version__
 from fsdp_trainer.cli import VERBS, main
@@ -15,6 +18,7 @@ from fsdp_trainer.config.check import flatten
 from fsdp_trainer.config.compose import CONF, compose, options
 from fsdp_trainer.config.document import documented_files, markdown
 from fsdp_trainer.config.names import OPTION_SYNONYMS, SYNONYMS
+from fsdp_trainer.config.overrides import quoted
 from fsdp_trainer.config.schema import GROUPS, TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.config.verbs import PRIMARY
@@ -86,6 +90,12 @@ def test_numbers_written_as_text_are_numbers(own, monkeypatch):
 def test_keys_inside_a_mapping_can_be_set_one_by_one():
     cfg = compose("train", [*DEMO, "data.fields.prompt=question", "launch.env.OMP_NUM_THREADS=4"])
     assert cfg.data.fields == {"prompt": "question"} and cfg.launch.env == {"OMP_NUM_THREADS": "4"}
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(st.text(st.sampled_from("\\\\\"'ab$={},[]:() \n\t#~é")))
+def test_a_quoted_text_comes_through_hydra_as_it_is(text):
+    assert OverridesParser.create().parse_override(f"key={quoted(text)}").value() == text
 
 
 @pytest.mark.parametrize("prompt", ["Hello, world", "What's 2 + 2?", 'Say "hi" (twice)', "a=b", "null and void", "line\none"])

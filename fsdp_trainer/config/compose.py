@@ -112,7 +112,7 @@ def _compose_files(verb: str, overrides: list[str], config_dir: str | None, repo
 
 def told_by_hydra(error: Exception) -> str:
     """An error of Hydra's, without what only its developers want to know."""
-    told = re.sub(r"\n\t", " ", str(error).split("\nConfig search path")[0].strip()) or str(error.__cause__ or type(error).__name__)
+    told = re.sub(r"\n\t", " ", str(error).split("\nConfig search path")[0].strip()) or str(error.__cause__ or "") or type(error).__name__
     return re.sub(r"\n\s*\n", "\n", told)
 
 

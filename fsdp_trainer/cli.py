@@ -42,13 +42,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def run_verb(verb: str, overrides: list[str], config_dir: str | None = None) -> int:
     """Compose the configuration of `verb` and do it."""
-    from fsdp_trainer.config.compose import compose
+    from fsdp_trainer.config.compose import compose, config_flag
 
     cfg = compose(verb, overrides, config_dir)
     module, name = VERBS[verb].split(":")
     do = getattr(importlib.import_module(module), name)
     if verb == "train":  # the ranks that it starts compose for themselves
-        return do(cfg, [*(["--config-dir", config_dir] if config_dir else []), *overrides])
+        return do(cfg, [*config_flag(config_dir), *overrides])
     return do(cfg, config_dir) if verb == "recipes" else do(cfg)
 
 
@@ -128,11 +128,12 @@ def _bare(word: str) -> bool:
 
 
 def _sweep(verb: str, words: list[str], config_dir: str | None) -> int:
-    if verb != "train":
-        line = shlex.join(["fsdp-trainer", verb, *words])
-        raise UserError("the sweep cannot be started", [Problem(f"-m {verb}", f"only training is swept. Without -m:  {line}")])
+    from fsdp_trainer.config.compose import config_flag
     from fsdp_trainer.launch.sweep import sweep
 
+    if verb != "train":
+        line = shlex.join(["fsdp-trainer", verb, *config_flag(config_dir), *words])
+        raise UserError("the sweep cannot be started", [Problem(f"-m {verb}", f"only training is swept. Without -m:  {line}")])
     return sweep(words, config_dir)
 
 

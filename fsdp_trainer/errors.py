@@ -24,7 +24,7 @@ class UserError(Exception):
         lines = [f"fsdp-trainer: {self.title}"]
         width = min(34, max((len(p.what) for p in self.problems), default=0))
         for p in self.problems:
-            first, *rest = p.why.splitlines()
+            first, *rest = p.why.splitlines() or [""]
             lines.append("")
             if len(p.what) > width:
                 lines += [f"  {p.what}", f"  {'':{width}}  {first}"]

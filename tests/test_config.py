@@ -8,17 +8,22 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fsdp_trainer import __version__
 from fsdp_trainer.cli import VERBS, main
 from fsdp_trainer.config.check import flatten
-from fsdp_trainer.config.compose import CONF, compose, options
+from fsdp_trainer.config.compose import CONF, compose, options, told_by_hydra
 from fsdp_trainer.config.document import documented_files, markdown
 from fsdp_trainer.config.names import OPTION_SYNONYMS, SYNONYMS
+from fsdp_trainer.config.overrides import quoted
 from fsdp_trainer.config.schema import GROUPS, TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.config.verbs import PRIMARY
-from fsdp_trainer.errors import UserError
+from fsdp_trainer.errors import Problem, UserError
 
 REPO = Path(__file__).parents[1]
 DEMO = ["data.path=demo:backwards", "tokenizer.path=demo:bytes"]
@@ -86,6 +91,12 @@ def test_numbers_written_as_text_are_numbers(own, monkeypatch):
 def test_keys_inside_a_mapping_can_be_set_one_by_one():
     cfg = compose("train", [*DEMO, "data.fields.prompt=question", "launch.env.OMP_NUM_THREADS=4"])
     assert cfg.data.fields == {"prompt": "question"} and cfg.launch.env == {"OMP_NUM_THREADS": "4"}
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(st.text(st.sampled_from("\\\\\"'ab$={},[]:() \n\t#~é")))
+def test_a_quoted_text_comes_through_hydra_as_it_is(text):
+    assert OverridesParser.create().parse_override(f"key={quoted(text)}").value() == text
 
 
 @pytest.mark.parametrize("prompt", ["Hello, world", "What's 2 + 2?", 'Say "hi" (twice)', "a=b", "null and void", "line\none"])
@@ -274,6 +285,13 @@ def test_a_misspelt_verb_and_one_that_is_not_there_yet(refused):
 def test_only_rank_0_speaks(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
     assert main(["nonsense=1"]) == 2 and capsys.readouterr().err == ""
+
+
+def test_an_error_of_hydras_without_a_text_is_told_by_its_cause_or_kind():
+    cause, bare = HydraException(), HydraException()
+    cause.__cause__ = ValueError("the cause")
+    assert (told_by_hydra(cause), told_by_hydra(bare)) == ("the cause", "HydraException")
+    assert "composing" in str(UserError("title", [Problem("composing", "")]))
 
 
 def test_python_gets_the_error_itself():

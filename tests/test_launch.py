@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from world import SMALL, Run, ranks_below, wait_until
 
+from fsdp_trainer.cli import main
 from fsdp_trainer.launch.start import ranks_to_start
 from fsdp_trainer.launch.world import environment_of_ranks, first_host
 
@@ -85,15 +86,30 @@ def test_launch_env_reaches_the_ranks_and_a_signal_to_the_launcher_stops_them_in
 
 
 def test_launch_env_counts_for_ranks_that_a_launcher_started(world, inputs, tmp_path):
-    words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), f"run.root={tmp_path}", "train.steps=1", "launch.env={TOLD: here, RANK: 7}"]
-    assert world.call(1, env_of_rank, words) == [("here", "0")]
+    words = [
+        *SMALL,
+        *(f"{k}={v}" for k, v in inputs.items()),
+        f"run.root={tmp_path}",
+        "train.steps=1",
+        "launch.env={TOLD: here, SAID: here}",
+    ]
+    assert world.call(1, env_of_rank, words) == [("here", "before")]
 
 
 def env_of_rank(argv):
     import world
 
+    os.environ["SAID"] = "before"
     assert world.command(["train", *argv], None).code == 0
-    return os.environ.get("TOLD"), os.environ["RANK"]
+    return os.environ.pop("TOLD"), os.environ.pop("SAID")
+
+
+@pytest.mark.parametrize("name", ["LD_PRELOAD", "DYLD_INSERT_LIBRARIES", "PYTHONPATH", "PATH", "RANK", "MASTER_ADDR"])
+def test_launch_env_says_neither_what_code_runs_nor_which_rank_it_is(capsys, name):
+    for typed in (f"launch.env={{{name}: x, PYTORCH_ALLOC_CONF: x}}", f"launch.env.{name}=x"):
+        assert main(["+recipe=quickstart", typed]) == 2
+        said = capsys.readouterr().err
+        assert typed in said and f"{name}: decides" in said and "in the shell" in said
 
 
 @pytest.mark.slow

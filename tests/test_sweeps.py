@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra.core.config_store import ConfigStore
 from world import SMALL, Run, ranks_below, read_lines, wait_until
 
 from fsdp_trainer.cli import main
@@ -116,12 +117,21 @@ def test_a_sweep_that_is_wrong_itself_is_refused(tmp_path, capsys):
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep/bare.yaml").write_text("hydra: {sweeper: {params: {optim.lr: '1,2'}}}\n")
     (tmp_path / "sweep/fixed.yaml").write_text("# @package _global_\noptim: {lr: 3}\n")
+    (tmp_path / "sweep/place.yaml").write_text("# @package _global_\nhydra: {sweeper: {params: {run.name: 'a,b'}}}\n")
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe/broken.yaml").write_text("a: [1\nb: }")
     wrong = {
         "optim.lr=interval(1,2)": "no end of values",
         "run.name=a,b": "it takes one value",
         "hydra/launcher=basic": "hydra/launcher=local",
         "hydra/sweeper=optuna": "Could not find 'hydra/sweeper/optuna'",
         "hydra.sweep.dir=x": "hydra.* is closed",
+        "hydra.launcher.n_jobs=2": "takes no parameters: launch.*",
+        "hydra.sweeper.params={run.name: c}": "key=a,b",
+        "hydra.sweeper.max_batch_size.x=1": "Error merging override",
+        "run.root=${nothing}": "Interpolation key 'nothing' not found",
+        "+recipe=broken": "expected ',' or ']'",
+        "+sweep=place": "it takes one value",
         "+sweep=lrr": "Did you mean  +sweep=lr ?",
         "sweep=lr": "write  +sweep=lr",
         "+sweep=bare": "# @package _global_",
@@ -132,11 +142,50 @@ def test_a_sweep_that_is_wrong_itself_is_refused(tmp_path, capsys):
         assert main(["-m", "--config-dir", str(tmp_path), *DEMO, word]) == 2
         assert said in capsys.readouterr().err, word
     for argv, said in {
-        ("-m", "preview", *DEMO): "only training is swept", ("-m", "--cfg", "job", *DEMO): "leave one of them out",
+        ("-m", "preview", *DEMO): "only training is swept", ("-m", "preview", "--config-dir", "."): "fsdp-trainer preview --config-dir .", ("-m", "--cfg", "job", *DEMO): "leave one of them out",
         ("+sweep=lr", *DEMO): "fsdp-trainer -m +sweep=lr", ("optim.lr=1,2", *DEMO): "fsdp-trainer -m",
     }.items():  # fmt: skip
         assert main(list(argv)) == 2
         assert said in capsys.readouterr().err, argv
+
+
+COPY = "_target_: shutil.copyfile, src: victim, dst: copied"
+INTERPOLATED = f"""'${{oc.create:${{oc.decode:"{{{COPY}}}"}}}}'"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (f"launcher: {{x: {INTERPOLATED}}}", "takes no parameters"),
+        (f"sweeper: {{x: {INTERPOLATED}}}", "write the value itself"),
+        (f"sweeper: {{params: {{a: [{INTERPOLATED}]}}}}", "write the value itself"),
+        (f"sweeper: {{x: {{{COPY}}}}}", "_target_ is refused"),
+        ("sweeper: {custom_search_space: shutil.copyfile}", "names a function"),
+    ],
+)
+def test_neither_a_recipe_nor_the_command_line_runs_code(tmp_path, monkeypatch, capsys, settings, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "victim").touch()
+    (tmp_path / "own/recipe").mkdir(parents=True)
+    (tmp_path / "own/recipe/innocent.yaml").write_text(f"# @package _global_\nhydra: {{{settings}}}\n")
+    node, value = settings.split(": ", 1)
+    key, value = value[1:-1].split(": ", 1)
+    escaped = value.strip("'").replace('"', '\\"')
+    typed = [f"hydra.{node}.{key}={value}"] if "$" not in value else [f'hydra.{node}.{key}="{escaped}"'] if key == "x" else []
+    for words in (["--config-dir", "own", "+recipe=innocent"], typed):
+        assert not words or main(["-m", *words, *DEMO, "run.seed=1,2"]) == 2
+        assert not words or said in capsys.readouterr().err
+    assert not (tmp_path / "copied").exists()
+
+
+def test_what_a_sweeper_brings_along_makes_no_objects_either(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "victim").touch()
+    basic = {"_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper", "max_batch_size": None}
+    code = {"_target_": "shutil.copyfile", "src": "victim", "dst": "copied"}
+    ConfigStore.instance().store("brings_code", {**basic, "params": {"x": code}}, "hydra/sweeper")
+    assert main(["-m", *DEMO, "run.seed=1,2", "hydra/sweeper=brings_code"]) == 2
+    assert "hydra.sweeper" in capsys.readouterr().err and not (tmp_path / "copied").exists()
 
 
 @pytest.mark.parametrize(
@@ -151,6 +200,8 @@ def test_a_sweep_inside_a_launcher_is_refused_with_the_command_to_type(sweep, mo
         monkeypatch.setenv(name, value)
     assert sweep("optim.lr=1,2", code=2) == [] and not sweep.trained
     assert said in sweep.said.err and f"fsdp-trainer -m {' '.join(DEMO)} optim.lr=1,2 launch.nproc_per_node=8" in sweep.said.err
+    sweep("--config-dir", "own", "optim.lr=1,2", code=2)
+    assert "fsdp-trainer -m --config-dir own " in sweep.said.err
 
 
 # --- what becomes of them --------------------------------------------------------------------------------------------------------------
@@ -179,6 +230,7 @@ def test_a_failure_is_recorded_and_the_others_go_on(sweep):
     sweep.endings = {2.0: 1, 3.0: 75}
     lines = sweep("optim.lr=abc,1,2,3", code=1)
     assert states(lines) == ["refused", "finished", "failed", "stopped"]
+    assert [line["objective"] for line in lines] == [None, 1.0, None, None], "what failed has no result, whatever its last loss"
     assert [line["exit_code"] for line in lines] == [2, 0, 1, 75] and "must be a number" in lines[0]["reason"]
     assert sweep.said.err.count("must be a number") == 1
     sweep.endings = {}
@@ -189,6 +241,12 @@ def test_a_failure_is_recorded_and_the_others_go_on(sweep):
 def test_a_time_limit_stops_a_job_and_the_sweep_exits_75(sweep):
     sweep.endings = {1.0: 75}
     assert states(sweep("optim.lr=1,2", code=75)) == ["stopped", "finished"] and "the same command goes on" in sweep.said.out
+
+
+def test_a_folder_with_a_backslash_is_where_the_jobs_train_and_are_found(sweep, tmp_path):
+    sweep('run.root="ba\\ck"', "optim.lr=1")
+    assert sweep.trained[0][0].run.root == "ba\\ck/s/jobs" and "1.0000     finished" in sweep.said.out
+    assert (tmp_path / "ba\\ck/s/sweep.jsonl").exists()
 
 
 def test_a_signal_keeps_the_remaining_jobs_from_starting(sweep):

@@ -26,6 +26,9 @@ from fsdp_trainer.errors import Problem, UserError
 PACKAGE = Path(__file__).parents[1]
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # in the wheel; in a checkout
 
+NOT_COMPOSED = (HydraException, OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError, AttributeError, AssertionError, ImportError)
+"""What Hydra and OmegaConf raise for a configuration that is wrong: their own, and whatever they stumble over."""
+
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -80,12 +83,20 @@ def as_yaml(cfg: Any) -> str:
 
 @contextmanager
 def hydra(overrides: list[str], config_dir: str | None) -> Iterator[list[str]]:
-    """Hydra set up over conf/ and `config_dir`; yields the overrides to give it."""
+    """Hydra set up over conf/ and `config_dir`; yields the overrides to give it. Raises UserError for what cannot be composed."""
     if config_dir:
         overrides = [f'hydra.searchpath=["file://{Path(config_dir).resolve()}"]', *overrides]
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF.resolve()), version_base="1.3", job_name="fsdp_trainer"):
-        yield overrides
+    try:
+        with initialize_config_dir(str(CONF.resolve()), version_base="1.3", job_name="fsdp_trainer"):
+            yield overrides
+    except NOT_COMPOSED as error:
+        raise UserError("a problem in the configuration", [Problem("composing", told_by_hydra(error))]) from None
+
+
+def config_flag(config_dir: str | None) -> list[str]:
+    """The words that name `config_dir` on a command line."""
+    return ["--config-dir", config_dir] if config_dir else []
 
 
 def _compose_files(verb: str, overrides: list[str], config_dir: str | None, report: Report) -> dict[str, Any]:
@@ -93,15 +104,15 @@ def _compose_files(verb: str, overrides: list[str], config_dir: str | None, repo
         with hydra(overrides, config_dir) as given:
             check_files(verb, given, config_dir, report)
             tree = OmegaConf.to_container(hydra_compose(verb, given), resolve=True)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        report.problems.append(Problem("composing", told_by_hydra(error)))
+    except UserError as error:
+        report.problems += error.problems
         report.close()
     return tree  # type: ignore[return-value]
 
 
 def told_by_hydra(error: Exception) -> str:
     """An error of Hydra's, without what only its developers want to know."""
-    told = re.sub(r"\n\t", " ", str(error).split("\nConfig search path")[0].strip())
+    told = re.sub(r"\n\t", " ", str(error).split("\nConfig search path")[0].strip()) or str(error.__cause__ or "") or type(error).__name__
     return re.sub(r"\n\s*\n", "\n", told)
 
 

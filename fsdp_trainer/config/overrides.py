@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
 from fsdp_trainer.config.check import show, takes_text
@@ -15,7 +16,7 @@ from fsdp_trainer.errors import Problem
 
 LAID_OVER = ("recipe", "sweep")  # chosen with a plus, several at once if need be
 PROSE = ("prompt", "system")  # keys of `generate` whose text is taken as it is, commas and all
-HYDRA_ALLOWED = re.compile(r"hydra[./](launcher|sweeper)\b")
+HYDRA_ALLOWED = re.compile(r"hydra/launcher$|hydra/sweeper(/\w+)*$|hydra\.sweeper\.")
 
 
 @dataclass
@@ -64,6 +65,8 @@ def read_overrides(
             line.refuse(argument, f"says what a sweep varies, and this is one run. Start a sweep with  fsdp-trainer -m {argument} …")
         elif why := why_forbidden(key, override.value()):
             line.refuse(argument, why)
+        elif re.match(r"hydra\.sweeper\.params\b", key):
+            line.refuse(argument, "is for sweep files. What varies is written on the command line itself:  fsdp-trainer -m key=a,b …")
         elif key in options:
             _choose(line, argument, key, override.value(), options)
         else:
@@ -72,14 +75,27 @@ def read_overrides(
 
 
 def why_forbidden(key: str, value: Any) -> str | None:
-    """Why neither the command line nor a file may set `key`: Hydra's own settings can run code."""
+    """Why neither the command line nor a file may set `key`: of Hydra's own settings objects are made, by the name of their class."""
+    if re.match(r"hydra\.launcher\b", key):
+        return "hydra/launcher=local takes no parameters: launch.* says how the ranks of a job are started"
     if re.match(r"hydra\b", key) and not HYDRA_ALLOWED.match(key):
-        return "hydra.* is closed: only hydra/launcher, hydra/sweeper and their parameters may be set"
-    if "_target_" in key.split(".") or _has_target(value):
+        return "hydra.* is closed: only hydra/launcher=local, hydra/sweeper=NAME and hydra.sweeper.KEY=value may be set"
+    if key.startswith("hydra.sweeper.custom_search_space"):
+        return "a configuration cannot run code, and this names a function to call"
+    if key.startswith("hydra") and "${" in str(value):
+        return "a configuration cannot run code, and in hydra.* an interpolation could: write the value itself"
+    if "_target_" in key.split(".") or has_target(value):
         return "a configuration cannot run code: _target_ is refused everywhere"
     if re.search(r"\$\{(now|hydra)\b", str(value)):
         return "differs between ranks and restarts: write the value itself"
     return None
+
+
+def has_target(value: Any) -> bool:
+    """Whether anything within `value` names a class to make an object of."""
+    if isinstance(value, dict):
+        return "_target_" in value or any(map(has_target, value.values()))
+    return isinstance(value, list) and any(map(has_target, value))
 
 
 def why_unknown(key: str, text: str | None, keys: Mapping[str, Any], groups: Mapping[str, Any]) -> str:
@@ -108,7 +124,7 @@ def owner_of(key: str, keys: Mapping[str, Any]) -> str | None:
 
 def quoted(text: str) -> str:
     """`text` as a value that Hydra's grammar takes as it is."""
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return QuotedString(text, Quote.double).with_quotes()
 
 
 def _set(line: CommandLine, argument: str, key: str, value: Any, keys: Mapping[str, Any], groups: Mapping[str, Any]) -> None:
@@ -186,9 +202,3 @@ def _why_no_sweep(argument: str) -> str:
 def _quote(text: str) -> str:
     escaped = text.strip().strip("\"'").replace('"', '\\"')
     return f'"{escaped}"'
-
-
-def _has_target(value: Any) -> bool:
-    if isinstance(value, dict):
-        return "_target_" in value or any(map(_has_target, value.values()))
-    return isinstance(value, list) and any(map(_has_target, value))

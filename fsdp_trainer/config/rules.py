@@ -19,6 +19,8 @@ PATHS = (
     "run.root", "data.path", "data.validation", "data.template", "data.cache", "tokenizer.path", "model.init_from", "checkpoint.resume",
     "source", "out", "hf", "root",
 )  # fmt: skip
+RUNS_CODE = ("LD_", "DYLD_", "PYTHON")  # the loader's and Python's own: they say what code a rank runs
+THE_LAUNCHERS = ("PATH", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def check_rules(cfg: Any, report: Report) -> None:
@@ -63,6 +65,10 @@ def check_rules(cfg: Any, report: Report) -> None:
     if cfg.checkpoint.export_dtype and not cfg.checkpoint.export_hf:
         report.add("checkpoint.export_dtype", cfg.checkpoint.export_dtype, "only counts together with  checkpoint.export_hf=true")
     known = {"data.fingerprint", *GROUPS, "batch", *flatten(TrainConfig)}
+    if closed := [name for name in cfg.launch.env if name.startswith(RUNS_CODE) or name in THE_LAUNCHERS]:
+        why = f"{', '.join(closed)}: decides what code a rank runs, or which rank it is. Set it in the shell instead"
+        for name in closed:
+            report.add(key if (key := f"launch.env.{name}") in report.typed else "launch.env", cfg.launch.env, why)
     for name in cfg.checkpoint.allow_changes:
         if name not in known:
             close = nearest(name, known)

@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
@@ -13,13 +13,17 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, RunMode
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fsdp_trainer.config.check import Report, flatten
-from fsdp_trainer.config.compose import check_files, hydra, options, told_by_hydra
-from fsdp_trainer.config.overrides import read_overrides, why_unparsable
+from fsdp_trainer.config.compose import check_files, config_flag, hydra, options, told_by_hydra
+from fsdp_trainer.config.overrides import has_target, read_overrides, why_unparsable
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.errors import Problem, UserError
+
+PLACE = ("run.name", "run.root")
+ONE_PLACE = "names the sweep's folder, in which each job has one of its own: it takes one value"
 
 RunBatch = Callable[[Sequence[Sequence[str]]], list[float]]
 """Runs one job for each list of overrides; gives their objectives, NaN where there is none."""
@@ -31,7 +35,7 @@ class SweepLine:
     def __init__(self, words: list[str], config_dir: str | None = None):
         """Raises UserError for words that cannot be read, and for what is wrong with the sweep itself."""
         self.config_dir, self.groups = config_dir, options("train", config_dir)
-        self.config_flag = ["--config-dir", config_dir] if config_dir else []
+        self.config_flag = config_flag(config_dir)
         parsed = self._parse(words)
         how = [o for o in parsed if o.key_or_group == "sweep" or o.key_or_group.startswith("hydra")]
         self.settings = [
@@ -39,10 +43,10 @@ class SweepLine:
         ]
         self.swept = {o.key_or_group: word for o, word in self.settings if o.is_sweep_override()}
         self._refuse_wrong_sweeps([str(o.input_line) for o in how])
-        self.sweeper, run = self._set_up([str(o.input_line) for o in how])
+        self.sweeper, root, name = self._set_up([str(o.input_line) for o in how])
         recipes = [r for o, _ in self.settings if o.key_or_group == "recipe" and not o.is_sweep_override() for r in _listed(o.value())]
-        self.root = Path(run.root).expanduser()
-        self.name = str(run.name or (recipes[-1].split("/")[-1] if recipes else "sweep"))
+        self.root = Path(root).expanduser()
+        self.name = str(name or (recipes[-1].split("/")[-1] if recipes else "sweep"))
 
     def run(self, run_batch: RunBatch) -> None:
         """Let the sweeper hand its jobs' overrides to `run_batch`, in one batch or several."""
@@ -50,7 +54,7 @@ class SweepLine:
         try:
             self.sweeper.sweep([word for _, word in self.settings])
         except (HydraException, OmegaConfBaseException) as error:
-            _refuse(error)
+            raise UserError("the sweep cannot be set up", [Problem("composing", told_by_hydra(error))]) from None
         finally:
             self._nowhere.cleanup()
 
@@ -70,11 +74,7 @@ class SweepLine:
 
     def _refuse_wrong_sweeps(self, how: list[str]) -> None:
         report = Report({}, read_overrides(how, flatten(PRIMARY["train"]), self.groups, sweeping=True).problems, set())
-        report.problems += [
-            Problem(word, "names the sweep's folder, in which each job has one of its own: it takes one value")
-            for key, word in self.swept.items()
-            if key in ("run.name", "run.root")
-        ]
+        report.problems += [Problem(word, ONE_PLACE) for key, word in self.swept.items() if key in PLACE]
         if not any(word.partition("=")[0].endswith("hydra/sweeper") for word in how):
             report.problems += [
                 Problem(word, "has no end of values: Hydra's own sweeper takes  a,b  choice(a,b)  range(start,stop,step)  glob(pattern*)")
@@ -87,31 +87,39 @@ class SweepLine:
                 report.problems.append(Problem(word, "would not start the ranks of a job. There is:  hydra/launcher=local"))
         report.close()
 
-    def _set_up(self, how: list[str]) -> tuple[Sweeper, Any]:
-        """The sweeper, and `run` of the configuration that all jobs start from."""
+    def _set_up(self, how: list[str]) -> tuple[Sweeper, str, str | None]:
+        """The sweeper, and run.root and run.name of the configuration that all jobs start from."""
         fixed = [word for o, word in self.settings if not o.is_sweep_override()]
         line = read_overrides([*fixed, *how], flatten(PRIMARY["train"]), self.groups, sweeping=True)  # each job tells its problems itself
         report = Report(line.typed, [], set())
         self._nowhere = tempfile.TemporaryDirectory(prefix="fsdp_trainer-")  # for the file that Hydra's sweepers leave
         launcher = [] if any("hydra/launcher=" in word for word in how) else ["hydra/launcher=local"]
-        try:
-            with hydra([*line.hydra, *launcher, f"hydra.sweep.dir={self._nowhere.name}"], self.config_dir) as given:
-                check_files("train", given, self.config_dir, report)
-                report.close()
-                whole = GlobalHydra.instance().hydra
-                assert whole
-                cfg = whole.compose_config("train", given, RunMode.MULTIRUN)
-                context = HydraContext(config_loader=whole.config_loader, callbacks=Callbacks())
-                sweeper = Plugins.instance().instantiate_sweeper(hydra_context=context, task_function=self._launch, config=cfg)
-        except (HydraException, OmegaConfBaseException, TypeError, ImportError) as error:
-            _refuse(error)
+        with hydra([*line.hydra, *launcher, f"hydra.sweep.dir={self._nowhere.name}"], self.config_dir) as given:
+            check_files("train", given, self.config_dir, report)
+            report.close()
+            whole = GlobalHydra.instance().hydra
+            assert whole
+            cfg = whole.compose_config("train", given, RunMode.MULTIRUN)
+            _check_composed(cfg.hydra, report)
+            context = HydraContext(config_loader=whole.config_loader, callbacks=Callbacks())
+            sweeper = Plugins.instance().instantiate_sweeper(hydra_context=context, task_function=self._launch, config=cfg)
+            root, name = cfg.run.root, cfg.run.name
         sweeper.validate_batch_is_legal = lambda batch: None  # type: ignore[method-assign]  # one bad value must not stop the others
-        return sweeper, cfg.run
+        return sweeper, root, name
 
 
 def _listed(value: Any) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list) else [str(value)]
 
 
-def _refuse(error: Exception) -> NoReturn:
-    raise UserError("the sweep cannot be set up", [Problem("composing", told_by_hydra(error))]) from None
+def _check_composed(settings: Any, report: Report) -> None:
+    """Refuse what only shows once Hydra's `settings` are composed. Before objects are made of them: that runs code."""
+    for name in ("launcher", "sweeper"):
+        plain: Any = OmegaConf.to_container(settings[name], resolve=True)
+        if any(map(has_target, plain.values())):
+            why = "a configuration cannot run code: _target_ is refused below  hydra.launcher  and  hydra.sweeper"
+            report.problems.append(Problem(f"hydra.{name}", why))
+    for key, value in (settings.sweeper.get("params") or {}).items():
+        if key.lstrip("+") in PLACE:
+            report.add(f"hydra.sweeper.params.{key}", value, ONE_PLACE)
+    report.close()

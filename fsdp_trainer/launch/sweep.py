@@ -18,7 +18,7 @@ from typing import TextIO
 
 import yaml
 
-from fsdp_trainer.config.compose import compose
+from fsdp_trainer.config.compose import compose, config_flag
 from fsdp_trainer.config.overrides import quoted
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.sweep import SweepLine
@@ -51,7 +51,8 @@ def sweep(words: list[str], config_dir: str | None) -> int:
     """Train once for each combination of values. Returns the exit code: 0 all finished, 1 a job failed or was refused, 75 stopped."""
     if under := launcher(os.environ):
         ranks = re.match(r"\d+", os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE") or "1")
-        typed = shlex.join(["fsdp-trainer", "-m", *words, *([f"launch.nproc_per_node={ranks[0]}"] if ranks else [])])
+        count = [f"launch.nproc_per_node={ranks[0]}"] if ranks else []
+        typed = shlex.join(["fsdp-trainer", "-m", *config_flag(config_dir), *words, *count])
         why = f"a sweep starts the ranks of each job itself, on one node. Type, without {under}:\n{typed}"
         raise UserError("the sweep cannot be started", [Problem(f"-m under {under}", why)])
     line = SweepLine(words, config_dir)
@@ -174,7 +175,8 @@ class Jobs:
             job.state = "stopped" if self.received and code else STATES.get(code, "failed")
             last = Records(folder).last_event()
             job.reason = last["reason"] if last.get("event") == "end" and last["time"] >= began else "ended without a word"
-        job.objective = objective(folder)
+        if job.state in ("finished", "skipped"):  # what a job that went wrong came to is no result
+            job.objective = objective(folder)
 
 
 def job_id(overrides: Sequence[str]) -> str:

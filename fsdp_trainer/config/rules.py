@@ -19,7 +19,19 @@ PATHS = (
     "run.root", "data.path", "data.validation", "data.template", "data.cache", "tokenizer.path", "model.init_from", "checkpoint.resume",
     "source", "out", "hf", "root",
 )  # fmt: skip
-RUNS_CODE = ("LD_", "DYLD_", "PYTHON")  # the loader's and Python's own: they say what code a rank runs
+# what says which code a rank runs: the loader's, Python's, the compiler, plugins
+RUNS_CODE = (
+    "LD_",
+    "DYLD_",
+    "PYTHON",
+    "BASH_ENV",
+    "CC",
+    "CXX",
+    "CUDA_INJECTION",
+    "NCCL_NET_PLUGIN",
+    "NCCL_TUNER_PLUGIN",
+    "NCCL_PROFILER_PLUGIN",
+)
 THE_LAUNCHERS = ("PATH", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

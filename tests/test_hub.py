@@ -38,6 +38,7 @@ def hub(monkeypatch, tmp_path):
     return asked
 
 
+@pytest.mark.slow
 def test_preview_of_a_hub_model_fetches_no_weights(hub, capsys):
     assert (
         main(

@@ -261,6 +261,7 @@ def killed_write():
     return patch.object(files, "commit", lambda *_: os._exit(9))
 
 
+@pytest.mark.slow
 def test_an_export_that_fails_leaves_no_folder(train, world, export, tmp_path):
     run = train("run", "train.steps=0")
     with pytest.raises(AssertionError, match="No space left"):
@@ -315,6 +316,7 @@ def test_broken_files_and_unexpected_tensors_are_listed_together(train, tmp_path
     assert "stranger" in run.err and second.name in run.err and "is missing" not in run.err
 
 
+@pytest.mark.slow
 def test_verify_says_no_to_another_vocabulary(train, world, tmp_path):
     run = train("run", *HF, f"model.init_from={make_folder(tmp_path / 'one')}", "train.steps=0", base=[])
     told = world.command("verify", f"source={run.folder}", f"hf={make_folder(tmp_path / 'other', vocab_size=300)}", code=3)

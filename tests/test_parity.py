@@ -57,6 +57,8 @@ def test_with_accumulation_and_rows_that_do_not_divide(same, ranks, micro_rows):
 
 
 MORE_WAYS = [
+    (2, ["activation_checkpoint=selective", "activation_checkpoint.save=[attention]"]),
+    (2, ["sharding.accumulate=unsharded"]),
     (1, ["activation_checkpoint=full"]),
     (2, ["sharding=ddp", "sharding.accumulate=unsharded"]),
     (2, ["sharding.reshard_after_forward=false"]),
@@ -77,9 +79,7 @@ MORE_WAYS = [
     ("ranks", "how"),
     [
         (2, ["activation_checkpoint=full"]),
-        (2, ["activation_checkpoint=selective", "activation_checkpoint.save=[attention]"]),
         (2, ["model.attention=mask"]),
-        (2, ["sharding.accumulate=unsharded"]),
         (2, ["sharding=ddp"]),
         pytest.param(4, ["sharding=hsdp", "sharding.replicas=2"], marks=pytest.mark.slow),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_WAYS),
@@ -140,6 +140,7 @@ def test_bf16_is_near_fp32(train, alone, ranks):
     assert run.column("loss") != alone()[0]
 
 
+@pytest.mark.slow
 def test_pure_bf16_trains_with_states_of_two_bytes_and_is_near_fp32(train, alone):
     base = ["precision=pure_bf16" if override == "precision=fp32" else override for override in SMALL]
     run = train("pure", *COMMON, "train.steps=20", base=base, ranks=2)
@@ -206,6 +207,7 @@ def test_validating_changes_nothing_of_training(train, tmp_path):
     assert often.metrics[-1]["validation_loss"] == once.metrics[-1]["validation_loss"] == once.event("evaluation")[0]["loss"]
 
 
+@pytest.mark.slow
 def test_a_run_in_epochs_ends_with_the_partial_step(train, tmp_path):
     data = f"data.path={write_chats(tmp_path / 'few.jsonl', 10)}"
     run = train("epochs", data, "data.packing=none", "train.epochs=2", ranks=2)

@@ -173,6 +173,7 @@ def test_what_is_trained_may_not_change_unless_it_is_allowed(train, tmp_path):
     assert run.column("step") == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_the_same_data_at_another_place_is_the_same_data(train, chats, tmp_path):
     train("run", "train.steps=2")
     shutil.copy(chats, tmp_path / "moved.jsonl")
@@ -194,6 +195,7 @@ def test_a_finished_run_can_still_be_exported(train):
     assert (run.folder / "hf" / "model.safetensors").exists() and run.event("export")
 
 
+@pytest.mark.slow
 def test_never_refuses_a_used_folder_and_overwrite_starts_anew(train):
     first_loss = train("run", "train.steps=3").column("loss")[0]
     told = train("run", "train.steps=3", "checkpoint.resume=never", code=2, ranks=2)
@@ -265,6 +267,7 @@ def broken_run(world, inputs, tmp_path_factory):
     return world.train(where, *(f"{k}={v}" for k, v in inputs.items()), "train.steps=4", "schedule=constant", "checkpoint.every=2", ranks=2)
 
 
+@pytest.mark.slow
 def test_a_damaged_manifest_too(train, broken_run, tmp_path):
     shutil.copytree(broken_run.folder, tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "step-00000004" / "MANIFEST.json").write_text('{"files"')
@@ -294,6 +297,7 @@ def test_a_damaged_checkpoint_never_drives_out_a_good_one(train, broken_run, tmp
     assert again.event("resume")[-1]["step"] == 3 and again.checkpoints[-1] == "step-00000005"
 
 
+@pytest.mark.slow
 def test_going_back_to_an_older_checkpoint_makes_it_the_run(train, broken_run, tmp_path):
     shutil.copytree(broken_run.folder, tmp_path / "run")
     older = tmp_path / "run" / "checkpoints" / "step-00000002"
@@ -368,6 +372,7 @@ def test_a_finished_run_that_went_on_is_exported_again(train):
 # --- changes that were allowed -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_epochs_end_with_the_data_also_if_steps_become_smaller_on_the_way(train):
     how = ["train.epochs=2", "schedule=constant", "checkpoint.keep=9"]
     first = train("run", *how, "batch.rows=20", "checkpoint.every=1")

@@ -190,6 +190,7 @@ def a_small_machine():
         yield
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_fit_is_refused_with_the_arithmetic_before_data_or_weights_are_read(train, tmp_path):
     run = train(
         "big", "model=llama3_70b", f"data.cache={tmp_path / 'cache'}", base=["checkpoint.every=null"], ranks=2, code=2, seam=a_small_machine

@@ -238,6 +238,7 @@ def test_a_failure_is_recorded_and_the_others_go_on(sweep):
     assert [c.optim.lr for c, _ in sweep.trained] == [2.0, 3.0]
 
 
+@pytest.mark.slow
 def test_a_time_limit_stops_a_job_and_the_sweep_exits_75(sweep):
     sweep.endings = {1.0: 75}
     assert states(sweep("optim.lr=1,2", code=75)) == ["stopped", "finished"] and "the same command goes on" in sweep.said.out
@@ -290,6 +291,7 @@ def test_jobs_of_earlier_commands_keep_their_lines(sweep):
     ]
 
 
+@pytest.mark.slow
 def test_two_sweeps_do_not_run_in_one_folder(sweep, tmp_path):
     sweep("optim.lr=1")
     with (tmp_path / "runs/s/jobs/.lock").open("a") as lock:
@@ -298,6 +300,7 @@ def test_two_sweeps_do_not_run_in_one_folder(sweep, tmp_path):
     assert "another sweep runs there" in sweep.said.err
 
 
+@pytest.mark.slow
 def test_to_overwrite_a_run_leaves_a_sweep_of_the_same_name_alone(train, tmp_path):
     (tmp_path / "run/jobs/038723f4").mkdir(parents=True)
     train("run", "train.steps=1", "checkpoint.resume=never")

@@ -77,6 +77,7 @@ def test_a_tokenizer_that_is_too_large_is_told_how_to_grow(train, tmp_path):
     assert train("grown", f"model.init_from={folder}", "model.vocab_size=260", "train.steps=1", base=HF).column("step") == [1]
 
 
+@pytest.mark.slow
 def test_tokens_that_the_tokenizer_lacks_are_added_to_it_and_to_the_model(train, folder, tmp_path):
     template = tmp_path / "own.jinja"
     template.write_text(
@@ -94,6 +95,7 @@ def test_tokens_that_the_tokenizer_lacks_are_added_to_it_and_to_the_model(train,
     assert "tokenizer.add_tokens=['<|start_header_id|>'" in told.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", [("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")])
 def test_of_a_gemma_3_with_images_the_language_model_is_trained(train, tmp_path, prefix):
     text = make_folder(tmp_path / "text", family="gemma3", tie_word_embeddings=False)

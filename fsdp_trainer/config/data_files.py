@@ -31,7 +31,8 @@ def data_files(path: str) -> list[str]:
     """Data files of a file, a folder (searched through) or a glob, sorted; ValueError says why there are none."""
     if Path(path).is_dir():
         splits = Path(path) / "dataset_dict.json"
-        if splits.is_file() and len(names := json.loads(splits.read_text()).get("splits", [])) > 1:
+        told = json.loads(splits.read_text()) if splits.is_file() else {}
+        if isinstance(told, dict) and len(names := told.get("splits", [])) > 1:
             raise ValueError(f"holds several splits: {' '.join(names)}. Name the one to read:  {Path(path) / names[0]}")
         found = sorted(str(p) for p in Path(path).rglob("*") if _is_data(p.relative_to(path)) and p.is_file())
         _check_splits(found)

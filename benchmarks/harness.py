@@ -1,0 +1,110 @@
+"""What every benchmark does alike: ways measured in turn, the spread told, the result written beside the machine and versions it is from.
+
+    python -m benchmarks.NAME [--repeat N] [--check]
+
+A result lies in benchmarks/results/MACHINE/NAME.json. With --check it is not replaced but compared with: exit 1 where a figure is more than
+10% worse. Figures that are compared are ratios of two ways measured in turn, which hold when a shared machine's speed drifts; seconds do not.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+WORSE = 0.10
+T = TypeVar("T")
+
+
+def arguments(text: str | None, repeat: int, **more: Any) -> argparse.Namespace:
+    """Of the command line: --repeat, --check, and `more` as --NAME with its default."""
+    parser = argparse.ArgumentParser(description=(text or "").splitlines()[0])
+    parser.add_argument("--repeat", type=int, default=repeat, help="rounds; each measures every way once")
+    parser.add_argument("--check", action="store_true", help="compare with the stored result instead of replacing it")
+    for name, default in more.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    return parser.parse_args()
+
+
+def in_turn(ways: dict[str, Callable[[], T]], repeat: int) -> dict[str, list[T]]:
+    """Every way `repeat` times, all of them in each round, the order reversed from round to round."""
+    measured: dict[str, list[T]] = {name: [] for name in ways}
+    for turn in range(repeat):
+        for name in list(ways)[:: 1 if turn % 2 else -1]:
+            measured[name].append(ways[name]())
+    return measured
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Minimum, median and maximum, to four significant digits."""
+    figures = {"minimum": min(values), "median": statistics.median(values), "maximum": max(values)}
+    return {name: float(f"{value:.4g}") for name, value in figures.items()}
+
+
+def ratio(one: list[float], other: list[float]) -> dict[str, float]:
+    """Of one / other, round by round."""
+    return spread([a / b for a, b in zip(one, other, strict=True)])
+
+
+def machine() -> dict[str, Any]:
+    """What it ran on; `kind` names the folder of its results."""
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        kind = f"{torch.cuda.device_count()}x-{name}"
+    else:
+        found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
+        name = found[1] if found else platform.processor()
+        kind = f"{os.cpu_count()}-cpu-cores-{platform.machine()}"
+    kind = re.sub(r"[^a-z0-9]+", "-", kind.lower())
+    return {"kind": kind, "processor": name, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.release()}"}
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of Python, torch, and the packages that are compared with."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def run_ranks(module: str, ranks: int, *args: str, env: dict[str, str] | None = None) -> list[dict]:
+    """`python -m module` under torchrun; the JSON objects that its ranks print, one a line. OMP_NUM_THREADS: the cores shared out."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", module, *args]
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **threads, **(env or {})})
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def finish(name: str, result: dict[str, Any], compared: dict[str, float], check: bool, packages: tuple[str, ...] = ()) -> None:
+    """Print, and write down or compare. result: what was measured, JSON; compared: figures of which more is better."""
+    about = machine()
+    written = {"date": time.strftime("%Y-%m-%d"), "machine": about, "versions": versions(*packages), **result, "compared": compared}
+    path = RESULTS / about["kind"] / f"{name}.json"
+    print(json.dumps(written, indent=1))
+    if not check:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(written, indent=1) + "\n")
+        return
+    if not path.exists():
+        sys.exit(f"{name}: there is no stored result of this kind of machine, {path}")
+    stored = json.loads(path.read_text())["compared"]
+    worse = {figure: (stored[figure], now) for figure, now in compared.items() if figure in stored and now < stored[figure] * (1 - WORSE)}
+    for figure, (then, now) in worse.items():
+        print(f"{name}: {figure} was {then:.3g}, is {now:.3g}", file=sys.stderr)
+    sys.exit(1 if worse else 0)

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -89,6 +90,13 @@ def run_ranks(module: str, ranks: int, *args: str, env: dict[str, str] | None = 
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def rank_memory() -> float:
+    """MiB of this process at its peak: allocated on a GPU, resident on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 2**20)
 
 
 def finish(name: str, result: dict[str, Any], compared: dict[str, float], check: bool, packages: tuple[str, ...] = ()) -> None:

@@ -1,0 +1,208 @@
+"""Fine-tuning beside what one would write with accelerate's FSDP2 and transformers: useful tokens a second, and memory.
+
+    python -m benchmarks.train_step [--repeat 3] [--ranks 2] [--check]
+
+Samples have the lengths of gsm8k: 195 tokens in the mean, two thirds of them the answer, which is learnt. The vocabulary has 32,000 tokens.
+Everything is float32, without recomputation or compilation.
+
+- padded: the same rows on both sides, padded to the same length. Their losses must agree step by step.
+- natural: ours fills rows of 1,024 tokens with whole samples; the other pads a batch to its longest sample. Both see the same samples, at a
+  learning rate of 0, so that the mean loss over all of them must agree.
+
+A useful token is one of a sample, not of padding. Memory is a rank's peak, imports and all.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from benchmarks.harness import arguments, finish, in_turn, rank_memory, ratio, run_ranks, spread
+
+VOCABULARY = 32_000
+SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
+STEPS, WARM = 8, 2  # optimizer steps in all, and of those not timed
+ROWS = {"padded": 8, "natural": 8}  # of a step, over all ranks
+SEQ_LEN = {"padded": 576, "natural": 1024}
+LR = {"padded": 1e-3, "natural": 0.0}
+IGNORED = -100
+
+
+def main() -> None:
+    """Measure, print, write down."""
+    given = arguments(__doc__, repeat=3, ranks=2, peer="")
+    if given.peer:
+        return print(json.dumps(train_with_accelerate(json.loads(Path(given.peer).read_text()))))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+        ways = {(who, way): (lambda who=who, way=way: WHO[who](folder, way, given.ranks)) for way in ROWS for who in WHO}
+        measured = in_turn(ways, given.repeat)
+    result: dict[str, Any] = {"what": f"{given.ranks} ranks over gloo, {given.repeat} rounds, {STEPS - WARM} timed steps each"}
+    for way in ROWS:
+        mine, theirs = measured["fsdp_trainer", way], measured["accelerate", way]
+        result[way] = {
+            "largest_difference_of_losses": check_losses(mine[0]["losses"], theirs[0]["losses"]),
+            **{
+                what: {who: spread([run[what] for run in measured[who, way]]) for who in WHO}
+                for what in ("tokens_per_second", "memory_mib")
+            },
+            "speed_ratio": ratio([run["tokens_per_second"] for run in mine], [run["tokens_per_second"] for run in theirs]),
+            "memory_ratio": ratio([run["memory_mib"] for run in mine], [run["memory_mib"] for run in theirs]),
+        }
+    compared = {f"{way}: speed": result[way]["speed_ratio"]["median"] for way in ROWS}
+    compared |= {f"{way}: memory saved": 1 / result[way]["memory_ratio"]["median"] for way in ROWS}
+    finish("train_step", result, compared, given.check, ("transformers", "accelerate"))
+
+
+def check_losses(mine: list[float], theirs: list[float]) -> float:
+    """The largest difference. Raises AssertionError if it is not rounding."""
+    assert len(mine) == len(theirs)
+    difference = max(abs(a - b) for a, b in zip(mine, theirs, strict=True))
+    assert difference < 1e-4, f"losses differ by {difference}: {mine} {theirs}"
+    return difference
+
+
+def prepare(folder: Path) -> None:
+    """A tokenizer of 32,000 words, samples with gsm8k's lengths, and a Llama with random weights."""
+    import torch
+    import transformers
+
+    words = {f"w{i}": i for i in range(VOCABULARY - 2)} | {"<unk>": VOCABULARY - 2, "</s>": VOCABULARY - 1}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    random = np.random.default_rng(0)
+    # logarithms of the lengths: means, deviations and correlation of gsm8k's questions and answers under a 32,000-token SentencePiece
+    draws = random.normal(size=(2048, 2)) @ np.array([[1, 0.546], [0, 0.838]])
+    lengths = np.exp(draws * [0.352, 0.424] + [4.12, 4.77]).astype(int)
+
+    def text(count: int) -> str:
+        return " ".join(f"w{i}" for i in random.zipf(1.2, count) % 30_000)
+
+    rows = [{"prompt": text(prompt), "completion": text(answer)} for prompt, answer in lengths]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, **SIZES, max_position_embeddings=1024, tie_word_embeddings=False)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "hf")
+
+
+def command(folder: Path, way: str) -> list[str]:
+    """What training and its preview have in common."""
+    data = [f"data.path={folder}/rows.jsonl", f"tokenizer.path={folder}/tokenizer.json", "data.template=plain"]
+    packing = "none" if way == "padded" else "best_fit"
+    return [*data, f"model.init_from={folder}/hf", f"data.packing={packing}", f"batch.seq_len={SEQ_LEN[way]}", f"batch.rows={ROWS[way]}"]
+
+
+def ours(folder: Path, way: str, ranks: int) -> dict[str, Any]:
+    """A run of this trainer, as its records tell it."""
+    run = folder / "runs" / f"{way}-{time.monotonic_ns()}"
+    shape = [f"launch.nproc_per_node={ranks}", f"batch.micro_rows={ROWS[way] // ranks}", f"train.steps={STEPS}", "precision=fp32"]
+    how = [f"optim.lr={LR[way]}", "schedule=constant", "checkpoint.every=null", f"run.root={run.parent}", f"run.name={run.name}"]
+    start([sys.executable, "-m", "fsdp_trainer", *command(folder, way), *shape, *how], ranks)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    seconds = sum(line["step_seconds"] for line in lines[WARM:])
+    losses = [line["loss"] for line in lines]
+    if way == "natural":
+        supervised = np.diff([0, *(line["supervised_tokens"] for line in lines)])
+        losses = [float(np.average(losses, weights=supervised))]
+    return {
+        "tokens_per_second": (lines[-1]["tokens"] - lines[WARM - 1]["tokens"]) / seconds,
+        "memory_mib": lines[-1]["memory_gib"] * 1024,
+        "losses": losses,
+    }
+
+
+def start(line: list[str], ranks: int) -> str:
+    """Run a command with the machine's cores shared out; its output."""
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+    return subprocess.run(line, check=True, capture_output=True, text=True, env={**os.environ, **threads}).stdout
+
+
+def accelerated(folder: Path, way: str, ranks: int) -> dict[str, Any]:
+    """The same samples by accelerate and transformers."""
+    asked = ["preview.format=json", f"preview.rows={STEPS * ROWS[way]}"]
+    shown = start([sys.executable, "-m", "fsdp_trainer", "preview", *command(folder, way), *asked], 1)
+    samples = [sample for line in shown.splitlines() for sample in documents(json.loads(line))]
+    if way == "natural":
+        samples = [samples[i] for i in np.random.default_rng(1).permutation(len(samples))]
+    steps = np.array_split(np.arange(len(samples)), STEPS)
+    task = {"folder": str(folder / "hf"), "lr": LR[way], "length": SEQ_LEN[way] if way == "padded" else None}
+    task["steps"] = [[samples[i] for i in step] for step in steps]
+    (folder / "task.json").write_text(json.dumps(task))
+    told = run_ranks("benchmarks.train_step", ranks, "--peer", str(folder / "task.json"))
+    losses = [loss for loss, _ in told[0]["losses"]]
+    if way == "natural":
+        losses = [float(np.average(losses, weights=[weight for _, weight in told[0]["losses"]]))]
+    seconds = max(rank["seconds"] for rank in told)
+    tokens = sum(len(sample["tokens"]) for step in task["steps"][WARM:] for sample in step)
+    return {"tokens_per_second": tokens / seconds, "memory_mib": max(rank["memory_mib"] for rank in told), "losses": losses}
+
+
+def documents(row: dict[str, Any]) -> list[dict[str, list[int]]]:
+    """The samples of a packed row. Labels stand where their token does, as transformers shifts them itself."""
+    found, begin = [], 0
+    for length in row["documents"]:
+        labels = [IGNORED, *row["labels"][begin : begin + length - 1]]
+        found.append({"tokens": row["tokens"][begin : begin + length], "labels": labels})
+        begin += length
+    return found
+
+
+def train_with_accelerate(task: dict[str, Any]) -> dict[str, Any]:
+    """One rank's training. A rank's part of a step is one forward."""
+    import accelerate
+    import torch
+    import transformers
+
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
+    )
+    accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin)
+    # On CPUs accelerate only ever chooses plain data parallelism; told that it is FSDP, it shards there as it does on GPUs.
+    accelerate.PartialState().distributed_type = accelerator.state.distributed_type = accelerate.DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    model = transformers.AutoModelForCausalLM.from_pretrained(task["folder"], dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=task["lr"], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert accelerator.is_fsdp2
+    losses, started = [], 0.0
+    for i, step in enumerate(task["steps"]):
+        if i == WARM:
+            started = time.perf_counter()
+        batch = padded(step[accelerator.process_index :: accelerator.num_processes], task["length"])
+        supervised = accelerator.reduce((batch["labels"][:, 1:] != IGNORED).sum(), "sum")
+        loss = model(**batch, num_items_in_batch=supervised).loss
+        accelerator.backward(loss * accelerator.num_processes)  # gradients are averaged over the ranks
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((accelerator.reduce(loss.detach(), "sum").item(), supervised.item()))
+    return {"seconds": time.perf_counter() - started, "memory_mib": rank_memory(), "losses": losses}
+
+
+def padded(samples: list[dict], length: int | None) -> dict[str, Any]:
+    """As a transformers collator pads: to `length`, or to the longest sample."""
+    import torch
+
+    length = length or max(len(sample["tokens"]) for sample in samples)
+
+    def fill(name: str, value: int) -> torch.Tensor:
+        return torch.tensor([sample[name] + [value] * (length - len(sample[name])) for sample in samples])
+
+    for sample in samples:
+        sample["mask"] = [1] * len(sample["tokens"])
+    return {"input_ids": fill("tokens", 0), "attention_mask": fill("mask", 0), "labels": fill("labels", IGNORED)}
+
+
+WHO = {"fsdp_trainer": ours, "accelerate": accelerated}
+
+if __name__ == "__main__":
+    main()

@@ -99,11 +99,15 @@ def rank_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 2**20)
 
 
+def result_path(name: str) -> Path:
+    """Where this kind of machine's result lies."""
+    return RESULTS / machine()["kind"] / f"{name}.json"
+
+
 def finish(name: str, result: dict[str, Any], compared: dict[str, float], check: bool, packages: tuple[str, ...] = ()) -> None:
     """Print, and write down or compare. result: what was measured, JSON; compared: figures of which more is better."""
-    about = machine()
+    about, path = machine(), result_path(name)
     written = {"date": time.strftime("%Y-%m-%d"), "machine": about, "versions": versions(*packages), **result, "compared": compared}
-    path = RESULTS / about["kind"] / f"{name}.json"
     print(json.dumps(written, indent=1))
     if not check:
         path.parent.mkdir(parents=True, exist_ok=True)

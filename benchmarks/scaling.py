@@ -1,0 +1,134 @@
+"""What a step costs when the model, the rows or the world grow: seconds against floating-point operations, and a figure of both.
+
+    python -m benchmarks.scaling [--repeat 2] [--check]
+
+- layers, width, row length, vocabulary: one rank, one row a step; all else as in BASE. Expected: seconds in proportion to the operations of the
+  causal formula (observe/flops.py), a slope of 1 in logarithms. Overheads that do not grow make it flatter.
+- ranks: 1, 2 and 4 ranks with one thread each share the same rows. Expected: as many times faster as there are cores for them, less what
+  communication costs; with more ranks than cores, no faster.
+"""
+
+import contextlib
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import fsdp_trainer
+from benchmarks.harness import arguments, finish, in_turn, machine, result_path, spread
+from fsdp_trainer.config.compose import compose
+from fsdp_trainer.models.resolve import resolve_model
+from fsdp_trainer.observe.flops import causal_flops
+
+BASE = {"layers": 4, "width": 256, "row length": 512, "vocabulary": 2048}
+SWEEPS = {
+    "layers": [2, 4, 8, 16],
+    "width": [128, 256, 512, 1024],
+    "row length": [512, 1024, 2048, 4096],
+    "vocabulary": [2048, 8192, 32768, 131072],
+}
+RANKS = [1, 2, 4]
+STEPS, WARM = 5, 2  # optimizer steps in all, and of those not timed
+
+
+def main() -> None:
+    """Measure, print, draw, write down."""
+    given = arguments(__doc__, repeat=2)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        # one document a row, and nothing but letters
+        letters = np.random.default_rng(0).integers(97, 123, (40, 4200), np.uint8)
+        (folder / "texts.jsonl").write_text("".join(json.dumps({"text": bytes(row).decode()}) + "\n" for row in letters))
+        points = {(what, value): BASE | {what: value} for what, values in SWEEPS.items() for value in values}
+        unlike = {tuple(shape.values()): shape for shape in points.values()}  # the base is a point of every sweep
+        seconds = in_turn({key: (lambda shape=shape: step_seconds(folder, shape, 1, 1)) for key, shape in unlike.items()}, given.repeat)
+        wide = BASE | {"width": 512}
+        worlds = in_turn({ranks: (lambda ranks=ranks: step_seconds(folder, wide, ranks, 4)) for ranks in RANKS}, given.repeat)
+    measured = {point: statistics.median(seconds[tuple(shape.values())]) for point, shape in points.items()}
+    result: dict[str, Any] = {"what": f"base {BASE}, float32, medians of {given.repeat} rounds of {STEPS - WARM} steps"}
+    for what, values in SWEEPS.items():
+        operations = [flops(points[what, value]) for value in values]
+        taken = [measured[what, value] for value in values]
+        result[what] = {"values": values, "seconds": [float(f"{t:.4g}") for t in taken], "flops": operations}
+        result[what]["slope"] = round(float(np.polyfit(np.log(operations), np.log(taken), 1)[0]), 3)
+    result["ranks"] = {"values": RANKS, "seconds": {ranks: spread(taken) for ranks, taken in worlds.items()}}
+    result["ranks"]["times_faster"] = {
+        ranks: spread([one / more for one, more in zip(worlds[1], worlds[ranks], strict=True)]) for ranks in RANKS
+    }
+    if not given.check:
+        draw(result, result_path("scaling").with_suffix(".svg"))
+    finish("scaling", result, {"2 ranks, times faster": result["ranks"]["times_faster"][2]["median"]}, given.check)
+
+
+def overrides(shape: dict[str, int]) -> list[str]:
+    """A model and rows of that shape."""
+    width, row = shape["width"], shape["row length"]
+    sizes = {"hidden_size": width, "intermediate_size": width * 11 // 4, "head_dim": 32}
+    sizes |= {"num_attention_heads": width // 32, "num_key_value_heads": width // 64, "num_hidden_layers": shape["layers"]}
+    sizes |= {"vocab_size": shape["vocabulary"], "tie_word_embeddings": "false", "max_position_embeddings": row}
+    return ["model=tiny", *(f"model.{key}={value}" for key, value in sizes.items()), f"batch.seq_len={row}", "precision=fp32"]
+
+
+def step_seconds(folder: Path, shape: dict[str, int], ranks: int, rows: int) -> float:
+    """The median step of a run: of one rank in this process, of several with one thread each."""
+    data = [f"data.path={folder}/texts.jsonl", "tokenizer.path=demo:bytes", "data.too_long=split", f"batch.rows={rows}"]
+    how = [f"train.steps={STEPS}", "checkpoint.every=null", f"launch.nproc_per_node={ranks}", f"run.root={folder}/runs"]
+    given = [*overrides(shape), *data, *how, "run.overwrite=true", "checkpoint.resume=never"]
+    if rows == 1:
+        with contextlib.redirect_stdout(io.StringIO()):
+            fsdp_trainer.train(given)
+    else:
+        command = [sys.executable, "-m", "fsdp_trainer", *given]
+        subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    lines = (folder / "runs/run/metrics.jsonl").read_text().splitlines()
+    return statistics.median(json.loads(line)["step_seconds"] for line in lines[WARM:])
+
+
+def flops(shape: dict[str, int]) -> float:
+    """Of one step on one full row that is one document."""
+    model = resolve_model(compose("train", overrides(shape), inputs=False).model)
+    return causal_flops(model, shape["row length"], shape["row length"] ** 2)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """A panel for each quantity: what was measured, and the line of proportional cost through the last point."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams |= {"svg.hashsalt": "scaling", "svg.fonttype": "none"}
+    figure, panels = pyplot.subplots(1, len(SWEEPS) + 1, figsize=(16, 3.4), constrained_layout=True)
+    for panel, what in zip(panels, [*SWEEPS, "ranks"], strict=True):
+        one = result[what]
+        values = one["values"]
+        if what == "ranks":
+            taken = [one["seconds"][ranks]["median"] for ranks in values]
+            cores = machine()["cores"]
+            expected = [taken[0] / min(ranks, cores) for ranks in values]
+            panel.set_title(f"ranks, one thread each, {cores} cores")
+        else:
+            taken = one["seconds"]
+            expected = [taken[-1] * operations / one["flops"][-1] for operations in one["flops"]]
+            panel.set_title(f"{what}: slope {one['slope']:.2f}")
+        panel.loglog(values, expected, "--", color="gray", label="in proportion" if what != "ranks" else "perfect")
+        panel.loglog(values, taken, "o-", label="measured")
+        panel.set_xticks(values, [f"{value:,}" for value in values])
+        panel.minorticks_off()
+        panel.set_xlabel(what)
+        panel.legend(frameon=False)
+    panels[0].set_ylabel("seconds a step")
+    figure.suptitle(f"{machine()['processor']}, {machine()['cores']} cores, float32")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

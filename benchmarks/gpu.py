@@ -1,0 +1,249 @@
+"""One GPU: how near its ceilings a step comes, and what each technique is worth.
+
+    python -m benchmarks.gpu [--parts ceilings,sft,ladder,mfu] [--small 1] [--check]
+
+- ceilings: the fastest bfloat16 matrix product, and attention at 8,192 tokens by each kernel that there is.
+- sft: Qwen3-0.6B, one document a row of 8k, 16k and 64k tokens, whole blocks recomputed. prime-rl publishes 26,005 and 25,486 tokens a second
+  and `out of memory` for these on one H100.
+- ladder: Llama-3.2-1B in rows of 8,192 tokens packed with documents of 1,000 in the mean: from plain to everything, one technique at a time, and
+  a Hugging Face Trainer on the same documents, padded to the longest of a batch. Both at a learning rate of 0: their mean losses must agree.
+- mfu: eight blocks of Llama-3.1-8B's shape, one document a row of 8,192 tokens.
+
+Needs no network; the Trainer's line needs transformers and accelerate. --small 1: tiny models, which only shows that the benchmark runs.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.harness import arguments, finish, spread
+from benchmarks.train_step import documents, padded
+from fsdp_trainer.config.compose import compose
+from fsdp_trainer.models.resolve import resolve_model
+
+STEPS, WARM, EVERY = 16, 8, 4  # optimizer steps in all, of those not timed, and between writes
+CUDA = torch.cuda.is_available()
+EVERYTHING = ["compile=enabled", "activation_checkpoint=none"]
+LADDER = {
+    "eager, block mask, all logits, full recomputation": [],
+    "+ compile": ["compile=enabled"],
+    "+ attention by documents": ["model.attention=auto"],
+    "+ loss in chunks": ["loss.chunk_mib=null"],
+    "- recomputation": ["activation_checkpoint=none"],
+    "+ float8": ["precision=fp8"],
+}
+PLAIN = ["compile=disabled", "model.attention=mask", "loss.chunk_mib=100000", "activation_checkpoint=full", "precision=bf16"]
+SIZE = {"sft": "qwen3_0_6b", "ladder": "llama3_2_1b", "mfu": "llama3_8b"}
+VOCABULARY = {"sft": 151_936, "ladder": 128_256, "mfu": 128_256}
+DOCUMENTS_AT_ONCE = 8  # of the Trainer's batch
+
+
+def main() -> None:
+    """Measure what was asked for, print, write down."""
+    given = arguments(__doc__, repeat=1, parts="ceilings,sft,ladder,mfu", small=0, task="")
+    if given.task:
+        return print(json.dumps(train_with_trainer(json.loads(Path(given.task).read_text()))))
+    if not CUDA and not given.small:
+        sys.exit("benchmarks.gpu needs a GPU; to see whether it runs at all:  python -m benchmarks.gpu --small 1")
+    result: dict[str, Any] = {"what": f"one GPU, {STEPS - WARM} timed steps" + (", tiny models" if given.small else "")}
+    with tempfile.TemporaryDirectory() as name:
+        for part in given.parts.split(","):
+            result[part] = PARTS[part](Path(name), bool(given.small))
+            print(part, json.dumps(result[part], indent=1), flush=True)
+    compared = {
+        f"{part}: {name}: mfu_palm": run["mfu_palm"] for part in SIZE for name, run in result.get(part, {}).items() if run.get("mfu_palm")
+    }
+    if given.small:
+        return
+    finish("gpu", result, compared, given.check, ("transformers", "accelerate", "torchao", "triton"))
+
+
+def ceilings(folder: Path, small: bool) -> dict[str, Any]:
+    """TFLOP/s of a square matrix product, and of causal attention forward and backward."""
+    device = torch.device("cuda" if CUDA else "cpu")
+    n = 256 if small else 8192
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    found: dict[str, Any] = {f"{n}³ matrix product": {"tflops": spread(rates(lambda: a @ b, 2 * n**3))}}
+    heads, tokens, channels = (2, 256, 64) if small else (32, 8192, 128)
+    q, k, v = (torch.randn(1, heads, tokens, channels, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    work = 3.5 * 4 * heads * tokens**2 * channels / 2  # forward and 2.5 times that backward, half of the scores masked
+    for kernel in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"):
+
+        def both() -> None:
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+        try:
+            with sdpa_kernel(getattr(SDPBackend, kernel)):
+                found[f"attention, {kernel.lower()}"] = {"tflops": spread(rates(both, work))}
+        except RuntimeError as error:
+            found[f"attention, {kernel.lower()}"] = {"failed": str(error).splitlines()[0]}
+    return found
+
+
+def rates(call: Any, work: float) -> list[float]:
+    """TFLOP/s of ten calls after three."""
+    found = []
+    for _ in range(13):
+        wait()
+        started = time.perf_counter()
+        call()
+        wait()
+        found.append(work / (time.perf_counter() - started) / 1e12)
+    return found[3:]
+
+
+def wait() -> None:
+    """For the device."""
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def sft(folder: Path, small: bool) -> dict[str, Any]:
+    """Qwen3-0.6B by row length."""
+    lengths = [128, 256] if small else [8192, 16384, 65536]
+    how = ["compile=enabled", "activation_checkpoint=full"]
+    return {f"{n} tokens": run(folder, "sft", small, n, [n] * 64, [*how, f"model.max_position_embeddings={n}"]) for n in lengths}
+
+
+def ladder(folder: Path, small: bool) -> dict[str, Any]:
+    """Llama-3.2-1B, one technique at a time, and the Trainer."""
+    row = 256 if small else 8192
+    draws = np.random.default_rng(0).normal(np.log(row / 10), 0.7, 1024)
+    lengths = np.clip(np.exp(draws), 16, row - 1).astype(int).tolist()
+    chosen = PLAIN
+    found = {}
+    for name, more in LADDER.items():
+        keys = [override.split("=")[0] for override in more]
+        chosen = [override for override in chosen if override.split("=")[0] not in keys] + more
+        found[name] = run(folder, "ladder", small, row, lengths, [*chosen, "optim.lr=0"])
+    found["Hugging Face Trainer"] = trainer(folder, small, row, found["- recomputation"])
+    return found
+
+
+def mfu(folder: Path, small: bool) -> dict[str, Any]:
+    """Eight blocks as wide as Llama-3.1-8B's."""
+    row, layers = (256, 2) if small else (8192, 8)
+    shape = [f"model.num_hidden_layers={layers}"]
+    return {
+        "bfloat16": run(folder, "mfu", small, row, [row] * 64, [*shape, *EVERYTHING]),
+        "float8": run(folder, "mfu", small, row, [row] * 64, [*shape, *EVERYTHING, "precision=fp8"]),
+    }
+
+
+def run(folder: Path, part: str, small: bool, row: int, lengths: list[int], how: list[str]) -> dict[str, Any]:
+    """One training of random weights on random letters: what it records, or why it failed."""
+    letters = np.random.default_rng(1).integers(97, 123, sum(lengths), np.uint8).tobytes().decode()
+    texts = [
+        letters[end - n + 1 : end] for n, end in zip(lengths, np.cumsum(lengths).tolist(), strict=True)
+    ]  # the end of text is a token too
+    (folder / f"{part}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    given = [*data(folder, part, row), *model(part, small), f"train.steps={STEPS}", "schedule=constant", *how]
+    place = [
+        f"run.root={folder}",
+        "run.name=run",
+        "run.overwrite=true",
+        "checkpoint.resume=never",
+        "checkpoint.every=null",
+        f"logging.every={EVERY}",
+    ]
+    done = subprocess.run([sys.executable, "-m", "fsdp_trainer", *given, *place, "launch.nproc_per_node=1"], capture_output=True, text=True)
+    if done.returncode:
+        told = [line for line in done.stderr.splitlines() if "out of memory" in line] or done.stderr.strip().splitlines()
+        return {"failed": told[-1]}
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    seconds = [line["step_seconds"] for line in lines[WARM:]]
+    tokens = np.diff([0, *(line["tokens"] for line in lines)])
+    found = {"tokens_per_second": float(tokens[WARM:].sum() / sum(seconds)), "memory_gib": lines[-1]["memory_gib"]}
+    found["mean_loss"] = float(
+        np.average([line["loss"] for line in lines], weights=np.diff([0, *(line["supervised_tokens"] for line in lines)]))
+    )
+    for figure in ("mfu_palm", "mfu_causal"):
+        if figure in lines[-1]:
+            found[figure] = float(np.average([line[figure] for line in lines[WARM:]], weights=seconds))
+    return found
+
+
+def data(folder: Path, part: str, row: int) -> list[str]:
+    """What training and its preview have in common."""
+    return [f"data.path={folder}/{part}.jsonl", "tokenizer.path=demo:bytes", f"batch.seq_len={row}", "batch.rows=1", "batch.micro_rows=1"]
+
+
+def model(part: str, small: bool) -> list[str]:
+    """Random weights of the part's shape."""
+    return ["model=tiny", "model.vocab_size=260"] if small else [f"model={SIZE[part]}", f"model.vocab_size={VOCABULARY[part]}"]
+
+
+def trainer(folder: Path, small: bool, row: int, ours: dict[str, Any]) -> dict[str, Any]:
+    """The same documents, an optimizer step for those of each of our rows, by transformers' Trainer with its own attention and compilation off."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        return {"failed": "transformers is not installed"}
+    command = [
+        sys.executable,
+        "-m",
+        "fsdp_trainer",
+        "preview",
+        *data(folder, "ladder", row),
+        "preview.format=json",
+        f"preview.rows={STEPS}",
+    ]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    samples = [sample for line in shown.splitlines() for sample in documents(json.loads(line))]
+    config = resolve_model(compose("train", model("ladder", small), inputs=False).model)
+    (folder / "task.json").write_text(json.dumps({"config": config.to_hf("float32"), "samples": samples, "out": str(folder / "trainer")}))
+    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu", "--task", str(folder / "task.json")], capture_output=True, text=True)
+    if done.returncode:
+        return {"failed": done.stderr.strip().splitlines()[-1]}
+    found = json.loads(done.stdout.splitlines()[-1])
+    if "tokens_per_second" in ours:
+        # weights are random on both sides: losses of letters that were never seen agree in the mean, not to the last digit
+        assert abs(found["mean_loss"] - ours["mean_loss"]) < 0.02 * ours["mean_loss"], (found, ours)
+        found["ours_times_faster"] = ours["tokens_per_second"] / found["tokens_per_second"]
+    return found
+
+
+def train_with_trainer(task: dict[str, Any]) -> dict[str, Any]:
+    """A user's script, in the Trainer's process."""
+    import transformers
+
+    samples = task["samples"]
+    config = transformers.AutoConfig.for_model(**task["config"])
+    weights = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    steps = len(samples) // DOCUMENTS_AT_ONCE
+    seconds: list[float] = []
+
+    class Clock(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            wait()
+            seconds.append(time.perf_counter())
+
+    options = transformers.TrainingArguments(
+        task["out"], per_device_train_batch_size=DOCUMENTS_AT_ONCE, max_steps=steps, learning_rate=0.0, bf16=CUDA, use_cpu=not CUDA,
+        logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, dataloader_drop_last=True, remove_unused_columns=False,
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        model, options, train_dataset=samples, data_collator=lambda batch: padded(batch, None), callbacks=[Clock()]
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    warm = steps // 2
+    order = list(trainer.get_train_dataloader().sampler)  # the sampler's seed is fixed: the order of training
+    tokens = sum(len(samples[i]["tokens"]) for i in order[warm * DOCUMENTS_AT_ONCE : steps * DOCUMENTS_AT_ONCE])
+    memory = torch.cuda.max_memory_allocated() / 2**30 if CUDA else None
+    return {"tokens_per_second": tokens / (seconds[-1] - seconds[warm - 1]), "memory_gib": memory, "mean_loss": float(np.mean(losses))}
+
+
+PARTS = {"ceilings": ceilings, "sft": sft, "ladder": ladder, "mfu": mfu}
+
+if __name__ == "__main__":
+    main()

@@ -232,7 +232,7 @@ def train_with_trainer(task: dict[str, Any]) -> dict[str, Any]:
         logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, dataloader_drop_last=True, remove_unused_columns=False,
     )  # fmt: skip
     trainer = transformers.Trainer(
-        model, options, train_dataset=samples, data_collator=lambda batch: padded(batch, None), callbacks=[Clock()]
+        weights, options, train_dataset=samples, data_collator=lambda batch: padded(batch, None), callbacks=[Clock()]
     )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

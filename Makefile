@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 BIN := $(VENV)/bin
+BENCHMARKS := train_step loss_memory attention hf_io startup checkpoint_stall scaling
 
-.PHONY: help setup quickstart test test-fast lint bench clean
+.PHONY: help setup quickstart test test-fast lint bench bench-gpu clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -25,9 +26,11 @@ lint: $(VENV)/.for-developers  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.for-developers  ## CPU benchmarks
-	$(BIN)/python -m benchmarks.import_memory
-	$(BIN)/python -m benchmarks.checkpoint_stall
+bench: $(VENV)/.for-benchmarks  ## CPU benchmarks, each beside what one would use instead; ARGS=--check compares with the stored results
+	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
+
+bench-gpu: $(VENV)/.for-benchmarks  ## the benchmark for one GPU
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 clean:           ## the environment and caches; runs stay
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache dist
@@ -39,4 +42,8 @@ $(VENV)/.for-users: pyproject.toml constraints.txt
 
 $(VENV)/.for-developers: $(VENV)/.for-users
 	$(BIN)/pip install -q -c constraints.txt -e ".[test,lint]"
+	@touch $@
+
+$(VENV)/.for-benchmarks: $(VENV)/.for-users
+	$(BIN)/pip install -q -c constraints.txt -e ".[bench]"
 	@touch $@

@@ -2,11 +2,13 @@
 
 import glob
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.check import Report, flatten
 from fsdp_trainer.config.data_files import data_files, needs_arrow
+from fsdp_trainer.config.formats import is_compact, moments_format, rounds
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
 from fsdp_trainer.config.schema import GROUPS, Train, TrainConfig
@@ -58,6 +60,7 @@ def check_rules(cfg: Any, report: Report) -> None:
         why = "lr_scaling and lr_batch_tokens belong together, e.g.  optim.lr_scaling=sqrt optim.lr_batch_tokens=524288 ; null: lr as it is"
         missing = "lr_scaling" if cfg.optim.lr_scaling is None else "lr_batch_tokens"
         report.add(f"optim.{missing}", None, why)
+    _check_number_formats(cfg, report)
     if run.overwrite and cfg.checkpoint.resume != "never":
         report.add("run.overwrite", True, "only counts together with  checkpoint.resume=never")
     if model.hidden_size and model.num_attention_heads and model.head_dim is None and model.hidden_size % model.num_attention_heads:
@@ -120,6 +123,18 @@ def _check_recomputation(cfg: TrainConfig, report: Report) -> None:
             report.add(f"activation_checkpoint.{name}", getattr(asked, name), why)
     if asked.mode == "selective" and not asked.save:
         report.add("activation_checkpoint.save", [], "nothing kept is  activation_checkpoint=full")
+
+
+def _check_number_formats(cfg: TrainConfig, report: Report) -> None:
+    """What the optimizer can and cannot do with the formats of weights and moments."""
+    optim, master = cfg.optim, cfg.precision.master_dtype
+    if optim.implementation != "auto" and is_compact(optim, master):
+        nearest_would_do = not is_compact(replace(optim, rounding="nearest"), master)
+        why = f"torch has no AdamW with {moments_format(optim, master)} moments over {master} weights, nor stochastic rounding.\nUse  optim.implementation=auto"
+        report.add("optim.implementation", optim.implementation, why + ("  or  optim.rounding=nearest" if nearest_would_do else ""))
+    if "optim.rounding" in report.typed and not rounds(optim, master):
+        why = "only counts where something is kept in bfloat16, as with  precision=pure_bf16  or  optim=adamw_bf16"
+        report.add("optim.rounding", optim.rounding, why)
 
 
 def _settle_length(train: Train, report: Report) -> None:

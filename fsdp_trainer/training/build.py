@@ -80,7 +80,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     changes = check_unchanged(cfg, material.data.train.fingerprint, start) if start else {}
 
     allocate(model, torch.device("cpu") if cfg.sharding.cpu_offload else world.device)
-    optimizer = build_optimizer(model, cfg.optim)
+    optimizer = build_optimizer(model, cfg.optim, cfg.run.seed)
     trainer = Trainer(
         cfg=cfg,
         model=model,
@@ -112,7 +112,7 @@ def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
     """Refuse a model whose states cannot fit, before data or weights are read. Raises UserError."""
     model = cfg.model if init_from is None else replace(cfg.model, init_from=str(init_from))
     with torch.device("meta"):
-        check_fit(Decoder(resolve_model(model)), cfg.sharding, cfg.precision, world.size, world.device)
+        check_fit(Decoder(resolve_model(model)), cfg.sharding, cfg.precision, cfg.optim, world.size, world.device)
 
 
 def resolve_architecture(cfg: TrainConfig, material: Material) -> ModelConfig:

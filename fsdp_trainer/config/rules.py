@@ -135,6 +135,23 @@ def _check_number_formats(cfg: TrainConfig, report: Report) -> None:
     if "optim.rounding" in report.typed and not rounds(optim, master):
         why = "only counts where something is kept in bfloat16, as with  precision=pure_bf16  or  optim=adamw_bf16"
         report.add("optim.rounding", optim.rounding, why)
+    _check_float8(cfg, report)
+
+
+def _check_float8(cfg: TrainConfig, report: Report) -> None:
+    """What the hardware wants of float8 products."""
+    recipe, tokens = cfg.precision.float8, cfg.batch.seq_len * cfg.batch.micro_rows
+    if recipe is None:
+        return
+    if cfg.launch.device == "cpu":
+        report.add(
+            "precision.float8", recipe, "needs a GPU of compute capability 8.9 or higher, not launch.device=cpu.\nUse  precision=bf16"
+        )
+    if cfg.precision.param_dtype != "bfloat16":
+        report.add("precision.float8", recipe, "is faster than bfloat16 only: use  precision.param_dtype=bfloat16")
+    if tokens % 16:
+        why = f"float8 products need a multiple of 16 tokens, not {tokens:,} (seq_len × micro_rows).\nUse  batch.seq_len={-(-cfg.batch.seq_len // 16) * 16}"
+        report.add("batch.seq_len", cfg.batch.seq_len, why)
 
 
 def _settle_length(train: Train, report: Report) -> None:
@@ -185,6 +202,8 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
         _check_exists("data.template", cfg.data.template, report)
     if cfg.logging.tensorboard and importlib.util.find_spec("tensorboard") is None:
         report.add("logging.tensorboard", True, "TensorBoard is not installed:  pip install 'fsdp_trainer[tensorboard]'")
+    if cfg.precision.float8 and importlib.util.find_spec("torchao") is None:
+        report.add("precision.float8", cfg.precision.float8, "torchao is not installed:  pip install 'fsdp_trainer[ao]'")
     if cfg.checkpoint.resume not in ("auto", "never") and find_checkpoint(cfg.checkpoint.resume) is None:
         report.add("checkpoint.resume", cfg.checkpoint.resume, "is neither auto nor never, nor a run or checkpoint that was committed")
 

@@ -238,6 +238,11 @@ class Precision:
     param_dtype: str = key("bfloat16", "forward and backward, and the all-gather", choices=("bfloat16", "float32"))
     reduce_dtype: str = key("float32", "the gradients' reduce-scatter", choices=("float32", "bfloat16"))
     master_dtype: str = key("float32", "sharded weights, gradients and optimizer state", choices=("float32", "bfloat16"))
+    float8: str | None = key(
+        None,
+        "matrix products of large linear layers in float8 on GPUs that can (extra: ao): one scale for a matrix, or for each row; the last computes weight gradients in bfloat16; null: none",
+        choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+    )
 
 
 @dataclass

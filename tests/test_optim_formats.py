@@ -16,7 +16,8 @@ from fsdp_trainer.config.schema import Optim
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.initialize import initialize_whole
-from fsdp_trainer.optim.eight_bit import decode, encode, values
+from fsdp_trainer.optim import compact
+from fsdp_trainer.optim.eight_bit import decode, encode, table, values
 from fsdp_trainer.optim.optimizers import build_optimizer, step_unless
 from fsdp_trainer.optim.rounding import key_of, random_bits, round_to_bfloat16
 
@@ -80,6 +81,15 @@ def test_the_same_gradients_give_the_same_bits_on_any_number_of_ranks(world, nam
     alone, together = five_steps(dtype, options), world.call(ranks, sharded_steps, dtype, options)[0]
     for key, value in alone.items():
         assert value.dtype == together[key].dtype and torch.equal(value, together[key]), key
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in TORCHS])
+def test_chunks_change_nothing(name):
+    dtype, options = FORMATS[name]
+    whole = five_steps(dtype, options)
+    with patch.dict(compact.CHUNKS, cpu=256):
+        for key, value in five_steps(dtype, options).items():
+            assert torch.equal(value, whole[key]), key
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -156,6 +166,19 @@ def test_eight_bits_hold_a_block_to_two_hundredths_and_zero_exactly():
         assert codes.dtype == torch.uint8 and scale.shape == (64,) and torch.equal(again[:200], numbers[:200])
         assert ((again - numbers).view(64, 128).norm(dim=1) <= 0.02 * numbers.view(64, 128).norm(dim=1)).all()
         assert len(set(values(signed))) == 256
+
+
+def test_codes_are_those_of_the_nearest_values():
+    for signed in (True, False):
+        known, _, _ = table(signed, torch.device("cpu"))
+        middles = (known[1:] + known[:-1]) / 2
+        close = torch.cat(
+            [middles, middles.nextafter(torch.tensor(2.0)), middles.nextafter(torch.tensor(-2.0)), known, torch.randn(1 << 16)]
+        )
+        shares = torch.cat([close if signed else close.abs(), torch.ones(256)])
+        shares = shares[: len(shares) // 256 * 256].clamp(-1, 1)
+        shares.view(-1, 256)[:, 0] = 1  # so that every scale is 1
+        assert torch.equal(encode(shares, 256, signed)[0].int(), torch.bucketize(shares, middles, out_int32=True))
 
 
 def test_eight_bit_moments_are_torchaos():

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from fsdp_trainer.optim.eight_bit import block_of, decode, encode
 from fsdp_trainer.optim.rounding import key_of, random_bits, round_to_bfloat16
 
-CHUNK = 1 << 20  # elements updated at a time: what bounds the float32 temporaries
+CHUNKS = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements updated at a time: few for the caches, many for few launches
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # and whether they have a sign
 
 
@@ -67,8 +67,9 @@ class CompactAdamW(Optimizer):
         weights, gradients = flat(parameter), flat(parameter.grad)
         state = {name: flat(tensor) for name, tensor in self.state[parameter].items() if name != "step"}
         first = first_element(parameter)
-        for start in range(0, len(weights), CHUNK):
-            end = min(start + CHUNK, len(weights))
+        size = CHUNKS[weights.device.type]
+        for start in range(0, len(weights), size):
+            end = min(start + size, len(weights))
             part = {name: tensor[start * len(tensor) // len(weights) : end * len(tensor) // len(weights)] for name, tensor in state.items()}
             weight = weights[start:end]
             bits = random_bits(self.keys[parameter], count, first + start, end - start) if self.stochastic else None

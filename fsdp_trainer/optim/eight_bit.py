@@ -1,6 +1,7 @@
 """Numbers in 8 bits each: blocks share a scale, and codes stand for values that are dense near zero (Dettmers et al. 2022)."""
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,23 +31,40 @@ def values(signed: bool) -> tuple[float, ...]:
     return tuple(sorted(found))
 
 
+class Table(NamedTuple):
+    """values: [256] that codes stand for; middles: [256], the largest number that is still nearest to each; starts: [65536], see `encode`."""
+
+    values: Tensor
+    middles: Tensor
+    starts: Tensor
+
+
 @lru_cache
-def table(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[256] values, and [255] the middles between them."""
-    code = torch.tensor(values(signed), device=device)
-    return code, (code[1:] + code[:-1]) / 2
+def table(signed: bool, device: torch.device) -> Table:
+    """Made once for each device."""
+    code = torch.tensor(values(signed))
+    middles = (code[1:] + code[:-1]) / 2
+    upper = torch.arange(1 << 16, dtype=torch.int32) << 16
+    least = torch.where(upper < 0, upper | 0xFFFF, upper).view(torch.float32)  # of the numbers that begin with these 16 bits
+    starts = torch.bucketize(least, middles, out_int32=True)
+    return Table(code.to(device), torch.cat([middles, torch.tensor([torch.inf])]).to(device), starts.to(device))
 
 
 def encode(numbers: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
-    """[n] float32 → [n] uint8 codes of the nearest values, [n / block] float32 scales: each block's largest absolute value."""
+    """[n] float32 → [n] uint8 codes of the nearest values, [n / block] float32 scales: each block's largest absolute value.
+
+    At most one middle lies between two numbers of the same upper 16 bits: a look-up and a comparison do what a search of 8 steps would.
+    """
+    known = table(signed, numbers.device)
     blocks = numbers.view(-1, block)
     scale = blocks.abs().amax(1)
-    middles = table(signed, numbers.device)[1]
-    shares = blocks / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-    return torch.bucketize(shares, middles, out_int32=True).to(torch.uint8).view(-1), scale
+    shares = (blocks / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).view(-1)
+    codes = known.starts.index_select(0, (shares.view(torch.int32) >> 16).bitwise_and_(0xFFFF))
+    codes += shares > known.middles.index_select(0, codes)
+    return codes.to(torch.uint8), scale
 
 
 def decode(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
     """[n] float32 of what `encode` gave."""
-    found = table(signed, codes.device)[0][codes.int()]
+    found = table(signed, codes.device).values.index_select(0, codes.int())
     return (found.view(len(scale), -1) * scale[:, None]).view(-1)

@@ -1,6 +1,7 @@
 """Float8 products, emulated where there is no GPU that has them: the numbers, and that names, checkpoints, exports and restarts do not notice."""
 
 import contextlib
+import importlib.util
 from unittest.mock import patch
 
 import pytest
@@ -121,3 +122,12 @@ def test_matrices_gain_where_torchaos_own_filter_says_so():
                     linear = nn.Linear(columns, rows)
                 assert convert.gains(linear, recipe) == theirs(linear, "q_proj"), (recipe, rows, columns)
     assert not convert.gains(nn.Embedding(2048, 4112), "tensorwise")
+
+
+def without_torchao():
+    found = importlib.util.find_spec
+    return patch("importlib.util.find_spec", lambda name, *rest: None if name == "torchao" else found(name, *rest))
+
+
+def test_without_torchao_it_is_named(train):
+    assert "pip install 'fsdp_trainer[ao]'" in train("run", *FLOAT8, code=2, seam=without_torchao).err

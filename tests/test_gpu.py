@@ -141,7 +141,8 @@ def test_float8_is_near_bfloat16_and_goes_on(train, recipe):
         "model.head_dim=128",
         "schedule=constant",
     ]
-    common = [*wide, "launch.device=cuda", "precision.param_dtype=bfloat16", "compile=enabled", "optim.lr=1e-4", "checkpoint.every=3"]
+    wide += ["model.initializer_range=0.02", "schedule=constant", "optim.lr=1e-4"]
+    common = [*wide, "launch.device=cuda", "precision.param_dtype=bfloat16", "compile=enabled", "checkpoint.every=3"]
     exact = train("exact", *common, "train.steps=6", timeout=300)
     train("run", *common, f"precision.float8={recipe}", "train.steps=3", timeout=300)
     run = train("run", *common, f"precision.float8={recipe}", "train.steps=6", timeout=300)

@@ -287,3 +287,10 @@ def assert_same(a, b):
     assert a.keys() == b.keys() and any("exp_avg_sq" in name for name in a)
     for name in a:
         assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
+
+
+def test_ranks_without_a_row_of_a_matrix_take_part(train):
+    few = [*EIGHT_BIT, "model.family=qwen3", "model.head_dim=2", "model.num_attention_heads=2", "model.num_key_value_heads=1"]
+    common = [*few, "train.steps=3", "batch.micro_rows=1", "schedule=constant"]
+    one, four = (train(str(ranks), *common, ranks=ranks) for ranks in (1, 4))
+    assert four.column("loss") == pytest.approx(one.column("loss"), rel=1e-4)

@@ -33,6 +33,7 @@ FORMATS = {
 }
 TORCHS = ("fused", "foreach", "bfloat16 to nearest")  # the CPU kernel computes the last few numbers of a rank another way
 EIGHT_BIT = ["model.hidden_size=64", "model.intermediate_size=128", "optim=adamw_8bit"]
+FOREACH = ["optim.implementation=foreach"]
 PURE = ["precision.master_dtype=bfloat16"]
 
 
@@ -203,7 +204,9 @@ def test_eight_bit_moments_are_torchaos():
 
 
 @pytest.mark.parametrize(
-    "how", [EIGHT_BIT, [*EIGHT_BIT, *PURE], PURE, ["optim=adamw_bf16"], ["optim.implementation=foreach"]], ids=" ".join
+    "how",
+    [[*EIGHT_BIT, *PURE], *(pytest.param(how, marks=pytest.mark.slow) for how in (EIGHT_BIT, PURE, ["optim=adamw_bf16"], FOREACH))],
+    ids=str,
 )
 def test_a_run_goes_on_bitwise_in_every_format(train, how):
     common = [*how, "schedule=constant", "batch.micro_rows=3", "checkpoint.every=2"]
@@ -223,12 +226,13 @@ def test_a_run_goes_on_on_another_world_in_every_format(train, how, before, afte
     assert again.column("loss") == pytest.approx(whole.column("loss"), rel=2e-3)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_the_background_holds_eight_bit_moments_too(train):
     how = [*EIGHT_BIT, "schedule=constant", "train.steps=2"]
     assert_same(*(stored(newest(train(mode, *how, f"checkpoint={mode}"))) for mode in ("sync", "async")))
 
 
-@pytest.mark.parametrize("how", [["optim.implementation=foreach"], EIGHT_BIT], ids=" ".join)
+@pytest.mark.parametrize("how", [FOREACH, pytest.param(EIGHT_BIT, marks=pytest.mark.slow)], ids=str)
 def test_a_bad_gradient_on_one_rank_skips_the_step_everywhere_in_every_format(train, how):
     common = ["train.steps=4", "checkpoint.every=1", "checkpoint.keep=9", "batch.micro_rows=1"]
     run = train("run", *common, *how, ranks=2, seam=bad_gradient)
@@ -239,6 +243,7 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_everywhere_in_every_format(tr
     )
 
 
+@pytest.mark.slow
 def test_implementations_agree_and_may_change_on_the_way(train):
     how = ["schedule=constant", "train.steps=3"]
     runs = [train(name, *how, f"optim.implementation={name}", ranks=2) for name in ("fused", "foreach")]
@@ -248,6 +253,7 @@ def test_implementations_agree_and_may_change_on_the_way(train):
         assert len(again.metrics) == 5
 
 
+@pytest.mark.slow
 def test_the_format_of_moments_may_change_between_floating_point_ones_when_allowed(train):
     train("run", *EIGHT_BIT[:2], "train.steps=2")
     refused = train("run", *EIGHT_BIT[:2], "train.steps=3", "optim=adamw_bf16", code=2)
@@ -289,6 +295,7 @@ def assert_same(a, b):
         assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
 
 
+@pytest.mark.slow
 def test_ranks_without_a_row_of_a_matrix_take_part(train):
     few = [*EIGHT_BIT, "model.family=qwen3", "model.head_dim=2", "model.num_attention_heads=2", "model.num_key_value_heads=1"]
     common = [*few, "train.steps=3", "batch.micro_rows=1", "schedule=constant"]

@@ -75,7 +75,16 @@ def no_waiting():
 
 @pytest.mark.parametrize(
     "how",
-    [[], ["activation_checkpoint=selective"], ["activation_checkpoint=full"], ["model.attention=mask"], ["optim.grad_clip_value=1.0"]],
+    [
+        [],
+        ["activation_checkpoint=selective"],
+        ["activation_checkpoint=full"],
+        ["model.attention=mask"],
+        ["optim.grad_clip_value=1.0"],
+        ["optim=adamw_bf16"],
+        ["precision.master_dtype=bfloat16"],
+        ["optim=adamw_8bit", "model.hidden_size=64", "model.intermediate_size=128"],
+    ],
     ids=str,
 )
 def test_no_step_waits_for_the_host(train, how):
@@ -100,3 +109,41 @@ def test_samples_change_nothing_of_training(train):
 def test_a_model_that_the_gpu_cannot_hold_is_refused(train):
     run = train("run", "model=llama3_70b", base=["checkpoint.every=null", "launch.device=cuda"], code=2)
     assert "on the GPU" in run.err and "68.5 G × 8 B" in run.err
+
+
+@pytest.mark.parametrize("how", [["optim=adamw_bf16"], ["optim=adamw_8bit"], ["precision.master_dtype=bfloat16"]], ids=str)
+def test_moments_and_weights_in_fewer_bits_go_on_bitwise_and_near_the_cpus(train, how):
+    from test_resume import newest, stored
+
+    common = [*how, "model.hidden_size=64", "model.intermediate_size=128", "schedule=constant", "checkpoint.every=3"]
+    train("run", *common, "launch.device=cuda", "train.steps=3")
+    again, whole = (train(name, *common, "launch.device=cuda", "train.steps=6") for name in ("run", "whole"))
+    a, b = stored(newest(again)), stored(newest(whole))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    assert again.column("loss") == pytest.approx(train("cpu", *common, "launch.device=cpu", "train.steps=6").column("loss"), rel=0.02)
+
+
+def test_rounding_bits_are_those_of_the_cpu():
+    from fsdp_trainer.optim.rounding import key_of, random_bits
+
+    on = [random_bits(key_of(3, "w"), torch.tensor(9.0, device=device), 12345, 1 << 20).cpu() for device in ("cpu", "cuda")]
+    assert torch.equal(*on)
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs float8 matrix products")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_float8_is_near_bfloat16_and_goes_on(train, recipe):
+    pytest.importorskip("torchao")
+    wide = [
+        "model.hidden_size=2304",
+        "model.intermediate_size=4352",
+        "model.num_hidden_layers=1",
+        "model.head_dim=128",
+        "schedule=constant",
+    ]
+    wide += ["model.initializer_range=0.02", "schedule=constant", "optim.lr=1e-4"]
+    common = [*wide, "launch.device=cuda", "precision.param_dtype=bfloat16", "compile=enabled", "checkpoint.every=3"]
+    exact = train("exact", *common, "train.steps=6", timeout=300)
+    train("run", *common, f"precision.float8={recipe}", "train.steps=3", timeout=300)
+    run = train("run", *common, f"precision.float8={recipe}", "train.steps=6", timeout=300)
+    assert run.column("loss") == pytest.approx(exact.column("loss"), rel=0.05) and run.column("step") == [1, 2, 3, 4, 5, 6]

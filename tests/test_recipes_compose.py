@@ -99,7 +99,8 @@ def published_model(name):
 
 def test_every_option_sets_its_groups_selector():
     groups = {group: names for group, names in options("train").items() if group not in ("recipe", "sweep", "model")}
-    values = {"bf16": "bfloat16", "fp32": "float32", "pure_bf16": "bfloat16", "enabled": True, "disabled": False}
+    values = {"bf16": "bfloat16", "fp32": "float32", "pure_bf16": "bfloat16", "fp8": "bfloat16", "enabled": True, "disabled": False}
+    values |= {"adamw_8bit": "adamw", "adamw_bf16": "adamw"}
     for i in range(max(map(len, groups.values()))):
         chosen = {group: names[i % len(names)] for group, names in groups.items()}
         if chosen["activation_checkpoint"] == "budget":

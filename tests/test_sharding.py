@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from fsdp_trainer.config.schema import ActivationCheckpoint, Precision, Sharding
+from fsdp_trainer.config.schema import ActivationCheckpoint, Optim, Precision, Sharding
 from fsdp_trainer.models.attention import Layout
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
@@ -144,7 +144,7 @@ def meta(**sizes) -> Decoder:
 def test_the_least_that_a_rank_holds_is_sixteen_bytes_a_parameter_shared_out(sharding, dtype, ranks, wanted):
     model = meta()
     n, block = model.config.parameters(), sum(p.numel() for p in model.model.layers["0"].parameters())
-    needs = fit.least_needs(model, sharding, Precision(master_dtype=dtype), ranks)
+    needs = fit.least_needs(model, sharding, Precision(master_dtype=dtype), Optim(), ranks)
     assert sum(need.size for need in needs) == pytest.approx(wanted(n, block))
 
 
@@ -152,26 +152,26 @@ def test_the_fewest_ranks_that_fit_are_named_and_do_fit():
     model, cpu = meta(), torch.device("cpu")
     with patch.object(fit, "device_bytes", lambda device: 40e6):
         with pytest.raises(fit.UserError) as refused:
-            fit.check_fit(model, Sharding(strategy="ddp"), Precision(), 2, cpu)
+            fit.check_fit(model, Sharding(strategy="ddp"), Precision(), Optim(), 2, cpu)
         ranks = int(str(refused.value).split("  or  ")[-1].removeprefix("Use  ").split()[0])
-        fit.check_fit(model, Sharding(), Precision(), ranks, cpu)
+        fit.check_fit(model, Sharding(), Precision(), Optim(), ranks, cpu)
         with pytest.raises(fit.UserError):
-            fit.check_fit(model, Sharding(), Precision(), ranks - 1, cpu)
+            fit.check_fit(model, Sharding(), Precision(), Optim(), ranks - 1, cpu)
 
 
 def test_offloaded_states_are_the_hosts():
     model = meta()
     with patch.object(fit, "device_bytes", lambda device: 40e6), patch.object(fit, "host_bytes", lambda env: 1e9):
         cuda = torch.device("cuda")
-        fit.check_fit(model, Sharding(cpu_offload=True), Precision(), 1, cuda)
+        fit.check_fit(model, Sharding(cpu_offload=True), Precision(), Optim(), 1, cuda)
         with pytest.raises(fit.UserError, match=r"sharding\.cpu_offload=true"):
-            fit.check_fit(model, Sharding(), Precision(), 1, cuda)
+            fit.check_fit(model, Sharding(), Precision(), Optim(), 1, cuda)
     with (
         patch.object(fit, "device_bytes", lambda device: 40e6),
         patch.object(fit, "host_bytes", lambda env: 1e6),
         pytest.raises(fit.UserError),
     ):
-        fit.check_fit(model, Sharding(cpu_offload=True), Precision(), 1, cuda)
+        fit.check_fit(model, Sharding(cpu_offload=True), Precision(), Optim(), 1, cuda)
 
 
 def test_host_memory_is_shared_by_the_ranks_of_a_node_and_bounded_by_the_control_group(tmp_path):

@@ -9,12 +9,22 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.optim.optimizers import empty_state
+
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter once; a tied head is its embedding."""
-    return {WEIGHTS + name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {WEIGHTS + name: plain(parameter.detach()) for name, parameter in model.named_parameters()}
+
+
+def plain(weight: Tensor) -> Tensor:
+    """Without the wrapper in which torchao casts a weight to float8 on its way into an all-gather; the memory is the same."""
+    if not isinstance(weight, DTensor) or not hasattr(weight.to_local(), "_tensor"):
+        return weight
+    return DTensor(weight.to_local()._tensor, weight._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -44,14 +54,20 @@ def stage(state: dict[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Ten
 
 
 def prepare_optimizer(model: nn.Module, optimizer: Optimizer, checkpoint: str) -> None:
-    """Give a fresh optimizer empty state of the kind the checkpoint holds, to be loaded in place."""
-    stored = stored_tensors(checkpoint)
+    """Give a fresh optimizer empty state, to be loaded in place, of each parameter that the checkpoint holds some of. Raises UserError."""
+    stored = [full.removeprefix(OPTIMIZER).rpartition("/") for full in stored_tensors(checkpoint) if full.startswith(OPTIMIZER)]
+    kinds: dict[str, set[str]] = {}
+    for name, _, kind in stored:
+        kinds.setdefault(name, set()).add(kind)
     for name, parameter in model.named_parameters():
-        prefix = f"{OPTIMIZER}{name}/"
-        for full, shape in stored.items():
-            if full.startswith(prefix):
-                empty = torch.zeros_like(parameter) if shape == parameter.shape else torch.zeros(shape, device=parameter.device)
-                optimizer.state[parameter][full.removeprefix(prefix)] = empty.detach()
+        if name not in kinds:
+            continue
+        state = empty_state(optimizer, parameter)
+        if set(state) != kinds[name]:
+            why = f"is kept as {', '.join(sorted(state))}, in the checkpoint as {', '.join(sorted(kinds[name]))}"
+            why += f"\n8-bit moments cannot be turned into others, nor others into them. Keep optim.state_dtype, or start from the weights alone:  run.name=NEW model.init_from={checkpoint}"
+            raise UserError(f"the optimizer's state is not that of {checkpoint}", [Problem(name, why)])
+        optimizer.state[parameter].update(state)
 
 
 def stored_tensors(checkpoint: str) -> dict[str, torch.Size]:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 _ACCUMULATION = "gradient accumulation follows from batch.rows: a step has rows / (micro_rows x ranks) micro-batches"
-_PRECISION = "use  precision=bf16 , precision=fp32  or  precision=pure_bf16"
+_PRECISION = "use  precision=bf16 , precision=fp32 , precision=pure_bf16  or  precision=fp8"
 _LORA = "this version trains all weights; it has no adapters yet"
 _WORLD = "how many ranks there are is torchrun's --nproc_per_node and --nnodes, or  launch.nproc_per_node=2  without torchrun"
 
@@ -58,6 +58,7 @@ SYNONYMS = {
     "selective_ac_option": "activation_checkpoint.save", "memory_budget": "activation_checkpoint.budget",
     "activation_memory_budget": "activation_checkpoint.budget", "profiler": "profile.steps", "enable_profiling": "profile.steps",
     "enable_memory_snapshot": "profile.memory", "sample_every": "train.validate_every",
+    "fp8": "precision=fp8", "enable_fp8": "precision=fp8", "float8_recipe_name": "precision.float8", "fp8_recipe": "precision.float8",
     "bf16": _PRECISION, "fp16": _PRECISION, "tf32": _PRECISION, "mixed_precision": _PRECISION, "dtype": _PRECISION, "torch_dtype": _PRECISION,
     "torch_compile": "compile=enabled", "use_compile": "compile=enabled",
     "learning_rate": "optim.lr", "max_lr": "optim.lr", "peak_lr": "optim.lr", "wd": "optim.weight_decay", "decay": "optim.weight_decay",
@@ -65,6 +66,9 @@ SYNONYMS = {
     "gradient_clip_val": "optim.grad_clip", "gradient_clipping": "optim.grad_clip", "clip_grad_norm": "optim.grad_clip",
     "adam_epsilon": "optim.eps", "epsilon": "optim.eps", "adam_beta1": "optim.betas=[0.9,0.95]", "adam_beta2": "optim.betas=[0.9,0.95]",
     "beta1": "optim.betas=[0.9,0.95]", "beta2": "optim.betas=[0.9,0.95]", "optimizer": "optim", "optimizer_type": "optim",
+    "optim_bits": "optim=adamw_8bit", "use_8bit_adam": "optim=adamw_8bit", "stochastic_round": "optim.rounding=stochastic",
+    "bf16_stochastic_round": "optim.rounding=stochastic", "state_precision": "optim.state_dtype", "fused": "optim.implementation=fused",
+    "foreach": "optim.implementation=foreach",
     "scheduler": "schedule", "lr_scheduler": "schedule", "lr_scheduler_type": "schedule", "lr_schedule": "schedule", "decay_type": "schedule",
     "warmup": "schedule.warmup_steps", "num_warmup_steps": "schedule.warmup_steps", "lr_warmup_steps": "schedule.warmup_steps",
     "warmup_iters": "schedule.warmup_steps",
@@ -90,7 +94,8 @@ SYNONYMS = {
 OPTION_SYNONYMS = {
     "compile": {"true": "enabled", "on": "enabled", "false": "disabled", "off": "disabled"},
     "activation_checkpoint": {"true": "full", "on": "full", "sac": "selective", "false": "none", "off": "none"},
-    "precision": {"bfloat16": "bf16", "float32": "fp32", "float16": "bf16", "fp16": "bf16"},
+    "precision": {"bfloat16": "bf16", "float32": "fp32", "float16": "bf16", "fp16": "bf16", "float8": "fp8"},
+    "optim": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit"},
     "sharding": {"fsdp2": "fsdp", "zero3": "fsdp", "full_shard": "fsdp", "hybrid_shard": "hsdp", "no_shard": "ddp"},
     "model": {"llama3_1_8b": "llama3_8b", "llama3.1_8b": "llama3_8b", "llama3_3_70b": "llama3_70b", "llama3_1b": "llama3_2_1b"},
     "data": {"chat": "sft", "text": "pretrain"},

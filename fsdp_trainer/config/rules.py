@@ -2,11 +2,13 @@
 
 import glob
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.check import Report, flatten
 from fsdp_trainer.config.data_files import data_files, needs_arrow
+from fsdp_trainer.config.formats import is_compact, moments_format, rounds
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
 from fsdp_trainer.config.schema import GROUPS, Train, TrainConfig
@@ -58,6 +60,7 @@ def check_rules(cfg: Any, report: Report) -> None:
         why = "lr_scaling and lr_batch_tokens belong together, e.g.  optim.lr_scaling=sqrt optim.lr_batch_tokens=524288 ; null: lr as it is"
         missing = "lr_scaling" if cfg.optim.lr_scaling is None else "lr_batch_tokens"
         report.add(f"optim.{missing}", None, why)
+    _check_number_formats(cfg, report)
     if run.overwrite and cfg.checkpoint.resume != "never":
         report.add("run.overwrite", True, "only counts together with  checkpoint.resume=never")
     if model.hidden_size and model.num_attention_heads and model.head_dim is None and model.hidden_size % model.num_attention_heads:
@@ -122,6 +125,35 @@ def _check_recomputation(cfg: TrainConfig, report: Report) -> None:
         report.add("activation_checkpoint.save", [], "nothing kept is  activation_checkpoint=full")
 
 
+def _check_number_formats(cfg: TrainConfig, report: Report) -> None:
+    """What the optimizer can and cannot do with the formats of weights and moments."""
+    optim, master = cfg.optim, cfg.precision.master_dtype
+    if optim.implementation != "auto" and is_compact(optim, master):
+        nearest_would_do = not is_compact(replace(optim, rounding="nearest"), master)
+        why = f"torch has no AdamW with {moments_format(optim, master)} moments over {master} weights, nor stochastic rounding.\nUse  optim.implementation=auto"
+        report.add("optim.implementation", optim.implementation, why + ("  or  optim.rounding=nearest" if nearest_would_do else ""))
+    if "optim.rounding" in report.typed and not rounds(optim, master):
+        why = "only counts where something is kept in bfloat16, as with  precision=pure_bf16  or  optim=adamw_bf16"
+        report.add("optim.rounding", optim.rounding, why)
+    _check_float8(cfg, report)
+
+
+def _check_float8(cfg: TrainConfig, report: Report) -> None:
+    """What the hardware wants of float8 products."""
+    recipe, tokens = cfg.precision.float8, cfg.batch.seq_len * cfg.batch.micro_rows
+    if recipe is None:
+        return
+    if cfg.launch.device == "cpu":
+        report.add(
+            "precision.float8", recipe, "needs a GPU of compute capability 8.9 or higher, not launch.device=cpu.\nUse  precision=bf16"
+        )
+    if cfg.precision.param_dtype != "bfloat16":
+        report.add("precision.float8", recipe, "is faster than bfloat16 only: use  precision.param_dtype=bfloat16")
+    if tokens % 16:
+        why = f"float8 products need a multiple of 16 tokens, not {tokens:,} (seq_len × micro_rows).\nUse  batch.seq_len={-(-cfg.batch.seq_len // 16) * 16}"
+        report.add("batch.seq_len", cfg.batch.seq_len, why)
+
+
 def _settle_length(train: Train, report: Report) -> None:
     """Steps or epochs: what is typed wins over what a recipe says; both from one side is a mistake."""
     if train.steps is None or train.epochs is None:
@@ -170,6 +202,8 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
         _check_exists("data.template", cfg.data.template, report)
     if cfg.logging.tensorboard and importlib.util.find_spec("tensorboard") is None:
         report.add("logging.tensorboard", True, "TensorBoard is not installed:  pip install 'fsdp_trainer[tensorboard]'")
+    if cfg.precision.float8 and importlib.util.find_spec("torchao") is None:
+        report.add("precision.float8", cfg.precision.float8, "torchao is not installed:  pip install 'fsdp_trainer[ao]'")
     if cfg.checkpoint.resume not in ("auto", "never") and find_checkpoint(cfg.checkpoint.resume) is None:
         report.add("checkpoint.resume", cfg.checkpoint.resume, "is neither auto nor never, nor a run or checkpoint that was committed")
 

@@ -238,6 +238,11 @@ class Precision:
     param_dtype: str = key("bfloat16", "forward and backward, and the all-gather", choices=("bfloat16", "float32"))
     reduce_dtype: str = key("float32", "the gradients' reduce-scatter", choices=("float32", "bfloat16"))
     master_dtype: str = key("float32", "sharded weights, gradients and optimizer state", choices=("float32", "bfloat16"))
+    float8: str | None = key(
+        None,
+        "matrix products of large linear layers in float8 on GPUs that can (extra: ao): one scale for a matrix, or for each row; the last computes weight gradients in bfloat16; null: none",
+        choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+    )
 
 
 @dataclass
@@ -252,6 +257,21 @@ class Optim:
     """The optimizer. Weight decay never applies to norms and biases."""
 
     name: str = key("adamw", "which optimizer", choices=("adamw",))
+    implementation: str = key(
+        "auto",
+        "torch's `fused` kernel; or its `foreach`, one operation at a time over all parameters and a wait for the device each step; `auto`: fused, or this program's own where torch lacks the number formats",
+        choices=("auto", "fused", "foreach"),
+    )
+    state_dtype: str | None = key(
+        None,
+        "number format of the two moments; `8bit`: blocks of up to 256 numbers share a scale; null: precision.master_dtype",
+        choices=("float32", "bfloat16", "8bit"),
+    )
+    rounding: str = key(
+        "stochastic",
+        "of weights and mean squares that are kept in bfloat16: `stochastic` is right on average, `nearest` loses updates below 1/256 of a number",
+        choices=("stochastic", "nearest"),
+    )
     lr: float = key(1e-5, "peak learning rate", minimum=0)
     weight_decay: float = key(0.0, "decoupled weight decay", minimum=0)
     betas: list[float] = key([0.9, 0.95], "decay of the running mean and mean square", minimum=0, maximum=1)

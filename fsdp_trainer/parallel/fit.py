@@ -10,11 +10,14 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp_trainer.config.schema import Precision, Sharding
+from fsdp_trainer.config.formats import moments_format
+from fsdp_trainer.config.schema import Optim, Precision, Sharding
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.optim.eight_bit import BLOCK
 
 CGROUP = Path("/sys/fs/cgroup")
+MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1 + 4 / BLOCK}
 
 
 class Need(NamedTuple):
@@ -26,7 +29,7 @@ class Need(NamedTuple):
     offloads: bool = True
 
 
-def least_needs(model: Decoder, sharding: Sharding, precision: Precision, ranks: int) -> list[Need]:
+def least_needs(model: Decoder, sharding: Sharding, precision: Precision, optim: Optim, ranks: int) -> list[Need]:
     """What a rank of `ranks` holds at the same moment, at least. Activations and temporaries are left out."""
     group = {"fsdp": ranks, "hsdp": max(1, ranks // sharding.replicas), "ddp": 1}[sharding.strategy]
     count = sum(p.numel() for p in model.parameters())
@@ -35,12 +38,15 @@ def least_needs(model: Decoder, sharding: Sharding, precision: Precision, ranks:
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.model.layers.values()]
     unit = max(sum(blocks[i : i + sharding.blocks_per_unit]) for i in range(0, len(blocks), sharding.blocks_per_unit))
 
-    def sharded(what: str, numbers: int, size: int) -> Need:
-        how = f"{numbers / 1e9:.3g} G × {size} B " + (f"÷ {group} ranks" if group > 1 else "on every rank")
+    def sharded(what: str, numbers: int, size: float) -> Need:
+        how = f"{numbers / 1e9:.3g} G × {size:.3g} B " + (f"÷ {group} ranks" if group > 1 else "on every rank")
         return Need(what, numbers * size / group, how)
 
     gradients = sharded("gradients", trained, stored)
-    states = [sharded("weights", count, stored), sharded("moments", trained, 2 * stored)]
+    states = [
+        sharded("weights", count, stored),
+        sharded("moments", trained, 2 * MOMENT_BYTES[moments_format(optim, precision.master_dtype)]),
+    ]
     if group == 1 and stored == computed:
         return [*states, gradients]  # nothing need be gathered
     if keeps_gathered(sharding) and count * computed > gradients.size + unit * computed:  # the end of forward: no gradients yet
@@ -53,35 +59,39 @@ def keeps_gathered(sharding: Sharding) -> bool:
     return sharding.strategy == "ddp" if sharding.reshard_after_forward == "auto" else not sharding.reshard_after_forward
 
 
-def check_fit(model: Decoder, sharding: Sharding, precision: Precision, ranks: int, device: torch.device) -> None:
+def check_fit(model: Decoder, sharding: Sharding, precision: Precision, optim: Optim, ranks: int, device: torch.device) -> None:
     """Raise UserError with the arithmetic if this rank's states cannot fit. Weights on the meta device are enough."""
     memory, host = device_bytes(device), host_bytes(os.environ)
 
-    def fits(sharding: Sharding, precision: Precision, ranks: int) -> bool:
-        needs = least_needs(model, sharding, precision, ranks)
+    def fits(sharding: Sharding, precision: Precision, ranks: int, optim: Optim = optim) -> bool:
+        needs = least_needs(model, sharding, precision, optim, ranks)
         offloaded = sum(n.size for n in needs if n.offloads) if sharding.cpu_offload and device.type == "cuda" else 0
         return offloaded <= host and sum(n.size for n in needs) - offloaded <= memory
 
     if fits(sharding, precision, ranks):
         return
-    needs = least_needs(model, sharding, precision, ranks)
+    needs = least_needs(model, sharding, precision, optim, ranks)
     have = f"{gib(memory)} on the GPU" if device.type == "cuda" else f"{gib(memory)} for each rank on this machine"
     if sharding.cpu_offload and device.type == "cuda":
         have += f" and {gib(host)} of the host's"
     lines = ["each rank holds at least", *(f"{n.what:12}{gib(n.size):>12}   {n.how}" for n in needs)]
-    lines += [f"{'in all':12}{gib(sum(n.size for n in needs)):>12}   of {have}", *ways_out(fits, sharding, precision, ranks, device)]
+    lines += [f"{'in all':12}{gib(sum(n.size for n in needs)):>12}   of {have}", *ways_out(fits, sharding, precision, optim, ranks, device)]
     raise UserError("the model's states cannot fit", [Problem(f"{ranks} × {device.type}", "\n".join(lines))])
 
 
-def ways_out(fits: Callable[..., bool], sharding: Sharding, precision: Precision, ranks: int, device: torch.device) -> list[str]:
+def ways_out(
+    fits: Callable[..., bool], sharding: Sharding, precision: Precision, optim: Optim, ranks: int, device: torch.device
+) -> list[str]:
     """What to type instead, as far as it would fit."""
     found = []
     sharded = replace(sharding, strategy="fsdp", replicas=1)
-    pure = Precision("bfloat16", precision.reduce_dtype, "bfloat16")
+    pure = replace(precision, param_dtype="bfloat16", master_dtype="bfloat16")
     if sharding.strategy != "fsdp" and fits(sharded, precision, ranks):
         found.append("sharding=fsdp")
     if precision.master_dtype != "bfloat16" and fits(sharding, pure, ranks):
         found.append("precision=pure_bf16")
+    if optim.state_dtype != "8bit" and fits(sharding, precision, ranks, replace(optim, state_dtype="8bit")):
+        found.append("optim=adamw_8bit")
     if device.type == "cuda" and fits(replace(sharded, cpu_offload=True), precision, ranks):
         found.append("sharding.cpu_offload=true")
     enough = next((n for n in (ranks * 2**i for i in range(1, 20)) if fits(sharded, precision, n)), None)

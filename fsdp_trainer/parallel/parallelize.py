@@ -7,6 +7,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from fsdp_trainer.config.schema import Compile, Precision, Sharding, TrainConfig
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.parallel.convert import convert_linears
 from fsdp_trainer.parallel.fit import keeps_gathered
 from fsdp_trainer.parallel.recompute import checkpoint_activations
 
@@ -14,6 +15,7 @@ from fsdp_trainer.parallel.recompute import checkpoint_activations
 def parallelize(model: Decoder, mesh: DeviceMesh, cfg: TrainConfig) -> Decoder:
     """Shard a meta-device model; its parameters come out as DTensors without storage. The order matters."""
     model.to(getattr(torch, cfg.precision.master_dtype))
+    convert_linears(model, cfg.precision)
     checkpoint_activations(model, cfg.activation_checkpoint)
     compile_blocks(model, cfg.compile)  # inside fully_shard, so that its hooks stay out of the graph
     shard(model, mesh, cfg.sharding, cfg.precision)

@@ -29,6 +29,7 @@ from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.profiler import Profiler
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.optim.schedules import peak_learning_rate
+from fsdp_trainer.parallel.convert import float8_layers, require_float8, scale_after_each_step
 from fsdp_trainer.parallel.fit import check_fit
 from fsdp_trainer.parallel.materialize import allocate, draw_weights, grow_vocabulary
 from fsdp_trainer.parallel.mesh import build_mesh
@@ -80,7 +81,8 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     changes = check_unchanged(cfg, material.data.train.fingerprint, start) if start else {}
 
     allocate(model, torch.device("cpu") if cfg.sharding.cpu_offload else world.device)
-    optimizer = build_optimizer(model, cfg.optim)
+    optimizer = build_optimizer(model, cfg.optim, cfg.run.seed)
+    scale_after_each_step(model, optimizer, cfg.precision)
     trainer = Trainer(
         cfg=cfg,
         model=model,
@@ -109,10 +111,11 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
 
 
 def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
-    """Refuse a model whose states cannot fit, before data or weights are read. Raises UserError."""
+    """Refuse number formats that the device lacks, and a model whose states cannot fit, before data or weights are read. Raises UserError."""
+    require_float8(cfg.precision, world.device)
     model = cfg.model if init_from is None else replace(cfg.model, init_from=str(init_from))
     with torch.device("meta"):
-        check_fit(Decoder(resolve_model(model)), cfg.sharding, cfg.precision, world.size, world.device)
+        check_fit(Decoder(resolve_model(model)), cfg.sharding, cfg.precision, cfg.optim, world.size, world.device)
 
 
 def resolve_architecture(cfg: TrainConfig, material: Material) -> ModelConfig:
@@ -213,12 +216,19 @@ def describe(trainer: Trainer, world: World, material: Material) -> list[str]:
     size = f"{short(config.parameters())} parameters, {config.num_hidden_layers} blocks, {config.vocab_size:,} tokens"
     numbers = f"{cfg.precision.param_dtype} (weights {cfg.precision.master_dtype})"
     lr = f"optim.lr {cfg.optim.lr:g} at {cfg.optim.lr_batch_tokens:,} tokens a step" if cfg.optim.lr_batch_tokens else ""
+    float8 = float8_layers(trainer.model)
     slow = world.device.type == "cpu" and cfg.precision.param_dtype == "bfloat16"
     return [
         f"run    {trainer.checkpoints.run}",
         f"model  {config.family}, {size}, from {origin}",
         f"world  {world.size} × {world.device.type}, {cfg.sharding.strategy}, {numbers}",
         *(["       few CPUs have instructions for bfloat16; without them  precision=fp32  is ten times faster"] if slow else []),
+        *(
+            [f"       float8 products ({cfg.precision.float8}) in {float8} linear layers; MFU counts against the bfloat16 peak"]
+            if float8
+            else []
+        ),
+        *(["       float8 without  compile=enabled  is slower than bfloat16"] if float8 and not cfg.compile.enabled else []),
         *(f"data   {line}" for line in material.data.report),
         f"rows   {order.rows_per_epoch:,} an epoch of {order.seq_len:,} tokens, {order.fill:.1%} full, "
         f"attention by {'mask' if trainer.batches.masked else 'documents'}",

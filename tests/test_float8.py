@@ -1,0 +1,133 @@
+"""Float8 products, emulated where there is no GPU that has them: the numbers, and that names, checkpoints, exports and restarts do not notice."""
+
+import contextlib
+import importlib.util
+from unittest.mock import patch
+
+import pytest
+import torch
+from stored import newest, stored
+from torch import nn
+
+from fsdp_trainer.checkpoint.load import load_model
+from fsdp_trainer.parallel import convert
+
+pytest.importorskip("torchao")
+pytestmark = pytest.mark.slow  # torchao takes seconds to import on every rank
+WIDE = ["model.hidden_size=64", "model.intermediate_size=128", "model.head_dim=16", "precision.param_dtype=bfloat16", "schedule=constant"]
+FLOAT8 = [*WIDE, "precision.float8=tensorwise"]
+
+
+@contextlib.contextmanager
+def emulated():
+    """On every rank: no kernel is needed, and small matrices count too."""
+    with patch.object(convert, "EMULATED", True), patch.object(convert, "gains", lambda module, recipe: isinstance(module, nn.Linear)):
+        yield
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_the_loss_is_near_that_of_bfloat16(train, recipe):
+    exact = train("exact", *WIDE, "train.steps=20")
+    run = train("run", *WIDE, f"precision.float8={recipe}", "train.steps=20", seam=emulated)
+    assert run.column("loss") == pytest.approx(exact.column("loss"), rel=0.03) and run.column("loss") != exact.column("loss")
+    assert f"float8 products ({recipe}) in 14 linear layers" in run.out
+
+
+@pytest.mark.parametrize(
+    "how",
+    [[], ["sharding=ddp"], ["sharding=hsdp", "sharding.replicas=2"], ["activation_checkpoint=selective"], ["optim=adamw_8bit"],
+     ["precision.master_dtype=bfloat16"], ["checkpoint=async"], ["sharding.accumulate=unsharded", "sharding.blocks_per_unit=2"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_run_goes_on_bitwise_on_two_ranks(train, how):
+    common = [*FLOAT8, *how, "batch.micro_rows=3", "checkpoint.every=2"]
+    ranks = 4 if "sharding=hsdp" in how else 2
+    train("run", *common, "train.steps=2", ranks=ranks, seam=emulated)
+    again = train("run", *common, "train.steps=4", ranks=ranks, seam=emulated)
+    whole = train("whole", *common, "train.steps=4", ranks=ranks, seam=emulated)
+    a, b = stored(newest(again)), stored(newest(whole))
+    assert again.column("loss") == whole.column("loss") and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@contextlib.contextmanager
+def watched():
+    """The weights of 2 × 7 layers are gathered in float8, the first time each finding its scale, later with the one that all found together."""
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Wrapped
+
+    real, seen = Wrapped.fsdp_pre_all_gather, []
+
+    def gather(self, mesh):
+        sent, scale = real(self, mesh)
+        seen.append((sent[0].dtype, self._precomputed_scale is not None))
+        return sent, scale
+
+    with emulated(), patch.object(Wrapped, "fsdp_pre_all_gather", gather):
+        yield
+    assert {dtype for dtype, _ in seen} == {torch.float8_e4m3fn}
+    together = [together for _, together in seen]
+    assert together == sorted(together) and together.count(True) == 2 * together.count(False) > 0
+
+
+def test_weights_are_gathered_in_float8_and_their_scales_found_together(train):
+    train("run", *FLOAT8, "train.steps=3", ranks=2, seam=watched)
+    assert "float8" not in train("plain", *WIDE, "train.steps=1").out
+
+
+def test_exports_and_imports_know_nothing_of_float8(train):
+    run = train("run", *FLOAT8, "train.steps=2", "checkpoint.export_hf=true", "checkpoint.export_dtype=float32", seam=emulated)
+    model, again = load_model(run.folder), load_model(run.folder / "hf")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    how = ["precision=fp8", "batch.seq_len=64", "batch.rows=6", "train.steps=1", "optim.lr=0", "checkpoint.export_hf=true"]
+    on = train("on", *how, f"model.init_from={run.folder / 'hf'}", base=[], seam=emulated, ranks=2)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), load_model(on.folder / "hf").parameters(), strict=True))
+
+
+def test_a_run_may_change_to_and_from_float8(train):
+    train("run", *WIDE, "train.steps=2")
+    changed = train("run", *FLOAT8, "train.steps=3", seam=emulated)
+    assert "precision.float8 was null, is tensorwise" in changed.out
+    assert len(train("run", *WIDE, "train.steps=4").metrics) == 4
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ([], "capability 8.9"),
+        (["launch.device=cpu"], "launch.device=cpu"),
+        (["batch.seq_len=50"], "batch.seq_len=64"),
+        (["precision.param_dtype=float32"], "precision.param_dtype=bfloat16"),
+    ],
+    ids=str,
+)
+def test_float8_where_it_cannot_be_is_refused_with_what_to_type(train, how, told):
+    run = train("run", *FLOAT8, *how, code=2)
+    assert told in run.err and "Traceback" not in run.err and not run.metrics
+
+
+def small_matrices():
+    return patch.object(convert, "EMULATED", True)
+
+
+def test_a_model_too_small_to_gain_is_refused(train):
+    assert "large enough" in train("run", *FLOAT8, code=2, seam=small_matrices).err
+
+
+def test_matrices_gain_where_torchaos_own_filter_says_so():
+    utilities = pytest.importorskip("torchao.float8.float8_linear_utils")
+    for recipe in ("tensorwise", "rowwise"):
+        theirs = utilities._auto_filter_for_recipe(recipe, [])
+        for rows in (64, 1000, 1024, 1040, 2048, 2064, 4096, 4112, 14336):
+            for columns in (16, 1024, 1040, 2048, 2064, 4096, 4112, 14336):
+                with torch.device("meta"):
+                    linear = nn.Linear(columns, rows)
+                assert convert.gains(linear, recipe) == theirs(linear, "q_proj"), (recipe, rows, columns)
+    assert not convert.gains(nn.Embedding(2048, 4112), "tensorwise")
+
+
+def without_torchao():
+    found = importlib.util.find_spec
+    return patch("importlib.util.find_spec", lambda name, *rest: None if name == "torchao" else found(name, *rest))
+
+
+def test_without_torchao_it_is_named(train):
+    assert "pip install 'fsdp_trainer[ao]'" in train("run", *FLOAT8, code=2, seam=without_torchao).err

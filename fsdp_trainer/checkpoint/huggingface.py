@@ -2,15 +2,12 @@
 
 import json
 import math
-import os
 import re
 import struct
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -18,14 +15,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fsdp_trainer.checkpoint.stream import PIECE_BYTES, in_threads, read
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.initialize import VOCABULARY
 
 SHOWN = 40  # problems in one message
-PIECE_BYTES = 2**22  # read at once, by each of the
-READERS = 4  # threads of a rank: while one converts, others wait for the disk
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -163,7 +159,7 @@ def check_tied_head(model: Decoder, stored: dict[str, Stored]) -> list[Problem]:
 def import_weights(model: Decoder, folder: Path) -> dict[str, str]:
     """Fill a materialised model, sharded or not, from a Hugging Face folder; returns each parameter's stored dtype by torch's name.
 
-    Rows of the vocabulary that the folder does not have stay as they are. Host memory: the shard itself and READERS × PIECE_BYTES.
+    Rows of the vocabulary that the folder does not have stay as they are. Host memory: the shard itself and a few pieces.
     Raises UserError before anything is read if the folder does not fit the model, or when a file cannot be read.
     """
     stored, problems = read_headers(folder)
@@ -207,41 +203,24 @@ def _ranges(stored: Stored, begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _fill(pieces: list[Piece]) -> None:
-    """Read all pieces, in this order, with several threads. Raises OSError."""
-    if not pieces:
-        return
-    size = max(PIECE_BYTES, *(piece.stored.row_bytes for piece in pieces))
-    pinned = pieces[0].into.is_cuda
-    buffers: SimpleQueue[Tensor] = SimpleQueue()
-    for _ in range(READERS):
-        buffers.put(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
+    """Read all pieces, in this order. Raises OSError."""
 
-    def read(piece: Piece) -> None:
-        buffer = buffers.get()
-        try:
-            first = piece.first
-            rows = _read_rows(files[piece.stored.file], piece.stored, first, first + len(piece.into), buffer)
-            # sent as stored, converted over there
-            piece.into.copy_(rows[(slice(None), *piece.columns)].to(piece.into.device))
-        finally:
-            buffers.put(buffer)
+    def fill(piece: Piece, buffer: Tensor) -> None:
+        rows = _read_rows(files[piece.stored.file], piece.stored, piece.first, piece.first + len(piece.into), buffer)
+        # sent as stored, converted over there
+        piece.into.copy_(rows[(slice(None), *piece.columns)].to(piece.into.device))
 
-    with ExitStack() as opened, ThreadPoolExecutor(READERS, "import") as pool:
+    with ExitStack() as opened:
         files = {file: opened.enter_context(file.open("rb", 0)).fileno() for file in {piece.stored.file for piece in pieces}}
-        for _ in pool.map(read, pieces):
-            pass
+        size = max([PIECE_BYTES, *(piece.stored.row_bytes for piece in pieces)])
+        in_threads(fill, pieces, size, pinned=any(piece.into.is_cuda for piece in pieces))
 
 
 def _read_rows(file: int, stored: Stored, first: int, last: int, buffer: Tensor) -> Tensor:
-    """Rows of a stored tensor, as they are stored, in `buffer`. Copied, not mapped: mapped pages would count as this process's memory."""
-    wanted = buffer[: (last - first) * stored.row_bytes]
-    view, offset, got = wanted.numpy().data, stored.offset + first * stored.row_bytes, 0
-    while got < len(view):
-        count = os.preadv(file, [view[got:]], offset + got)
-        if not count:
-            raise OSError(None, "became shorter while it was read", str(stored.file))
-        got += count
-    return wanted.view(DTYPES[stored.dtype]).view(last - first, *stored.shape[1:])
+    """Rows of a stored tensor, as they are stored, in `buffer`."""
+    found = buffer[: (last - first) * stored.row_bytes]
+    read(stored.file, file, stored.offset + first * stored.row_bytes, found)
+    return found.view(DTYPES[stored.dtype]).view(last - first, *stored.shape[1:])
 
 
 def _local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:

@@ -208,6 +208,37 @@ def test_pieces_smaller_than_a_tensor_and_not_of_its_size_come_together(train, e
     )
 
 
+def disk_of_one_rank_fails():
+    """Its second read."""
+    from unittest.mock import patch
+
+    from fsdp_trainer.checkpoint import stream
+
+    real, seen = os.preadv, []
+
+    def preadv(*what):
+        seen.append(what)
+        if os.environ["RANK"] == "1" and len(seen) == 2:
+            raise OSError(5, "Input/output error")
+        return real(*what)
+
+    return patch.object(stream.os, "preadv", preadv)
+
+
+def test_weights_that_one_rank_cannot_read_end_the_run_with_that_message(train, tmp_path):
+    folder = make_folder(tmp_path / "in")
+    told = train("run", f"model.init_from={folder}", "train.steps=1", base=HF, ranks=2, code=1, seam=disk_of_one_rank_fails)
+    assert "rank 1 cannot read the weights" in told.err and "Input/output error" in told.err and "Traceback" not in told.err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_import_onto_a_gpu_is_byte_equal(train, export, tmp_path):
+    folder = make_folder(tmp_path / "in", dtype=torch.bfloat16)
+    run = train("run", f"model.init_from={folder}", "train.steps=0", "launch.device=cuda", base=HF, seam=small_pieces)
+    assert_byte_equal(tensors(folder), tensors(export(run.folder)))
+
+
 def small_pieces():
     """Not a divisor of anything, and less than a row of some tensors."""
     from contextlib import ExitStack

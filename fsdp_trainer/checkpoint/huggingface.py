@@ -160,7 +160,7 @@ def import_weights(model: Decoder, folder: Path) -> dict[str, str]:
     """Fill a materialised model, sharded or not, from a Hugging Face folder; returns each parameter's stored dtype by torch's name.
 
     Rows of the vocabulary that the folder does not have stay as they are. Host memory: the shard itself and a few pieces.
-    Raises UserError before anything is read if the folder does not fit the model, or when a file cannot be read.
+    Raises UserError before anything is read if the folder does not fit the model, and OSError when a file cannot be read.
     """
     stored, problems = read_headers(folder)
     vocab_size = ModelConfig.from_hf(folder).vocab_size
@@ -179,10 +179,7 @@ def import_weights(model: Decoder, folder: Path) -> dict[str, str]:
             pieces += _pieces(parameters[name], stored[whole], start)
             start += len(parameters[name])
             dtypes[name] = str(DTYPES[stored[whole].dtype]).removeprefix("torch.")
-    try:
-        _fill(sorted(pieces, key=lambda piece: (piece.stored.file, piece.stored.offset, piece.first)))
-    except OSError as error:
-        raise UserError("cannot read the weights", [Problem(str(error.filename or folder), error.strerror or str(error))]) from None
+    _fill(sorted(pieces, key=lambda piece: (piece.stored.file, piece.stored.offset, piece.first)))
     return dtypes
 
 

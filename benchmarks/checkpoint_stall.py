@@ -1,23 +1,22 @@
 """What a checkpoint costs training: how long it waits, and how much slower its steps are meanwhile, with sync and async beside each other.
 
-    python -m benchmarks.checkpoint_stall [--repeat 5] [--ranks 2] [--width 384] [--out benchmarks/results/checkpoint_stall.json]
+    python -m benchmarks.checkpoint_stall [--repeat 5] [--ranks 2] [--width 384] [--check]
 
-Each round trains the same steps with sync and with async. Per checkpoint: stall = stall_seconds of its event; lost = stall + what the half
-of the steps after it took longer than the half before the next one. The last checkpoint, beside which nothing is trained, is not counted.
+Each round trains the same steps with sync and with async; their losses must be equal. Per checkpoint: stall = stall_seconds of its event; lost =
+stall + what the half of the steps after it took longer than the half before the next one. The last checkpoint, beside which nothing is trained, is
+not counted.
 """
 
-import argparse
 import json
 import os
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import torch
+from benchmarks.harness import arguments, finish, in_turn, ratio, spread
 
 EVERY = 8
 SAVES = 2
@@ -25,8 +24,14 @@ STEPS = EVERY * (SAVES + 1)
 WAYS = ("sync", "async")
 
 
-def train(folder: Path, way: str, ranks: int, width: int) -> dict[str, float]:
-    """One run: seconds per checkpoint, and its size in MiB per rank."""
+def train(way: str, ranks: int, width: int) -> dict[str, Any]:
+    """One run: seconds per checkpoint, its size in MiB per rank, and the losses."""
+    with tempfile.TemporaryDirectory() as folder:
+        return train_in(Path(folder), way, ranks, width)
+
+
+def train_in(folder: Path, way: str, ranks: int, width: int) -> dict[str, Any]:
+    """The same, in an empty folder."""
     model = [f"model.hidden_size={width}", f"model.intermediate_size={width * 11 // 4}", "model.num_hidden_layers=8", "model.head_dim=64"]
     shape = ["batch.seq_len=64", f"batch.rows={ranks}", f"train.steps={STEPS}", "precision=fp32", "logging.every=1"]
     data = ["data.path=demo:backwards", "data.too_long=truncate", "tokenizer.path=demo:bytes"]
@@ -46,45 +51,29 @@ def train(folder: Path, way: str, ranks: int, width: int) -> dict[str, float]:
         "until_committed": sum(e["seconds"] for e in saves) / SAVES,
         "step": undisturbed / SAVES / (EVERY // 2),
         "mib": size / ranks / 2**20,
+        "losses": [line["loss"] for line in metrics],
     }
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Of the rounds."""
-    return {"median": round(statistics.median(values), 3), "lowest": round(min(values), 3), "highest": round(max(values), 3)}
 
 
 def main() -> None:
-    """Measure, print the table and write it down."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    rounds: list[dict[str, dict[str, float]]] = []
-    for turn in range(arguments.repeat):
-        with tempfile.TemporaryDirectory() as folder:
-            order = WAYS if turn % 2 else WAYS[::-1]
-            rounds.append({way: train(Path(folder), way, arguments.ranks, arguments.width) for way in order})
+    """Measure in turn, check that the losses agree, and write it down."""
+    given = arguments(__doc__, repeat=5, ranks=2, width=384)
+    runs = in_turn({way: partial(train, way, given.ranks, given.width) for way in WAYS}, given.repeat)
+    assert all(run["losses"] == runs["sync"][0]["losses"] for way in WAYS for run in runs[way]), "the losses differ"
 
     def compare(what: str) -> dict[str, dict[str, float]]:
-        return {way: spread([r[way][what] for r in rounds]) for way in WAYS}
+        return {way: spread([run[what] for run in runs[way]]) for way in WAYS}
 
+    stalls = ratio(*([run["stall"] for run in runs[way]] for way in WAYS))
     result = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} shared CPU cores, {platform.system()}",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "what": f"{arguments.ranks} ranks over gloo, {rounds[0]['sync']['mib']:.0f} MiB of checkpoint a rank, {arguments.repeat} rounds of {SAVES} checkpoints",
+        "what": f"{given.ranks} ranks over gloo, {runs['sync'][0]['mib']:.0f} MiB of checkpoint a rank",
+        "rounds": f"{given.repeat} of {SAVES} checkpoints",
         "step_seconds": compare("step"),
-        "stall_seconds": compare("stall") | {"sync/async": spread([r["sync"]["stall"] / r["async"]["stall"] for r in rounds])},
+        "stall_seconds": compare("stall") | {"sync/async": stalls},
         "lost_seconds": compare("lost"),
         "seconds_until_committed": compare("until_committed"),
     }
-    print(json.dumps(result, indent=1))
-    if arguments.out:
-        arguments.out.parent.mkdir(exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    finish("checkpoint_stall", result, {"stall sync/async": stalls["median"]}, given.check)
 
 
 if __name__ == "__main__":

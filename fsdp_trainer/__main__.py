@@ -2,14 +2,21 @@
 
 import os
 import sys
+from typing import NoReturn
 
 from fsdp_trainer.cli import main
 
-if __name__ == "__main__":
+
+def run() -> NoReturn:
+    """Run this process's command line, and end the process."""
     code = main()
-    if "RANK" in os.environ:
-        # everything is written and closed; torch's own threads may yet abort the interpreter's end, and a finished rank must not fail for that
+    if "torch" in sys.modules:
+        # everything is written and closed; torch's own threads may yet abort the interpreter's end, and what is finished must not fail for that
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    run()

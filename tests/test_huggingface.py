@@ -182,6 +182,76 @@ def test_all_that_is_wrong_with_weights_is_told_at_once(train, tmp_path, ranks):
     assert told.events[-1]["event"] == "end" and told.events[-1]["exit_code"] == 2 and told.metrics == []
 
 
+def test_a_header_that_contradicts_itself_is_no_weights(train, tmp_path):
+    folder = make_folder(tmp_path / "in")
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    norm, q_proj = header["model.norm.weight"], header["model.layers.0.self_attn.q_proj.weight"]
+    norm["data_offsets"], q_proj["data_offsets"] = q_proj["data_offsets"], norm["data_offsets"]
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    told = train("run", f"model.init_from={folder}", "train.steps=1", base=HF, code=2)
+    assert file.name in told.err and "shape and dtype" in told.err
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pieces_smaller_than_a_tensor_and_not_of_its_size_come_together(train, export, tmp_path, ranks):
+    folder = make_folder(tmp_path / "in", dtype=torch.bfloat16, tie_word_embeddings=True)
+    state = tensors(folder)
+    save_file({**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}, folder / "model.safetensors", {"format": "pt"})
+    run = train("run", f"model.init_from={folder}", "train.steps=0", base=HF, ranks=ranks, seam=small_pieces)
+    assert_byte_equal(state, tensors(export(run.folder, seam=small_pieces)))
+    assert_byte_equal(
+        {n: t.float() for n, t in state.items()}, tensors(export(run.folder, "dtype=float32", name="wide", seam=small_pieces))
+    )
+
+
+def disk_of_one_rank_fails():
+    """Its second read."""
+    from unittest.mock import patch
+
+    from fsdp_trainer.checkpoint import stream
+
+    real, seen = os.preadv, []
+
+    def preadv(*what):
+        seen.append(what)
+        if os.environ["RANK"] == "1" and len(seen) == 2:
+            raise OSError(5, "Input/output error")
+        return real(*what)
+
+    return patch.object(stream.os, "preadv", preadv)
+
+
+def test_weights_that_one_rank_cannot_read_end_the_run_with_that_message(train, tmp_path):
+    folder = make_folder(tmp_path / "in")
+    told = train("run", f"model.init_from={folder}", "train.steps=1", base=HF, ranks=2, code=1, seam=disk_of_one_rank_fails)
+    assert "rank 1 cannot read the weights" in told.err and "Input/output error" in told.err and "Traceback" not in told.err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_import_onto_a_gpu_is_byte_equal(train, export, tmp_path):
+    folder = make_folder(tmp_path / "in", dtype=torch.bfloat16)
+    run = train("run", f"model.init_from={folder}", "train.steps=0", "launch.device=cuda", base=HF, seam=small_pieces)
+    assert_byte_equal(tensors(folder), tensors(export(run.folder)))
+
+
+def small_pieces():
+    """Not a divisor of anything, and less than a row of some tensors."""
+    from contextlib import ExitStack
+    from unittest.mock import patch
+
+    from fsdp_trainer.checkpoint import export, huggingface, stream
+
+    stack = ExitStack()
+    for module in (export, huggingface, stream):
+        stack.enter_context(patch.object(module, "PIECE_BYTES", 72))
+    return stack
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_files_cut_short_or_missing_are_listed_together(train, tmp_path, ranks):
     folder = make_folder(tmp_path / "in", shard="20KB")
@@ -236,20 +306,20 @@ def test_training_starts_from_a_run_a_checkpoint_and_its_export_alike(train, exp
 
 
 def failing_write():
-    """The disk is full at the second file."""
+    """The disk is full when the second file is begun."""
     from unittest.mock import patch
 
     from fsdp_trainer.checkpoint import export
 
-    real, seen = export.write_safetensors, []
+    real, seen = export.write, set()
 
-    def write(path, entries, tensors):
-        seen.append(path)
+    def write(file, *what):
+        seen.add(file)
         if len(seen) == 2:
             raise OSError(28, "No space left on device")
-        real(path, entries, tensors)
+        real(file, *what)
 
-    return patch.object(export, "write_safetensors", write)
+    return patch.object(export, "write", write)
 
 
 def killed_write():

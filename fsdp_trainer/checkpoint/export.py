@@ -1,19 +1,24 @@
-"""A complete Hugging Face folder from a distributed checkpoint, streamed: memory holds a few tensors at a time."""
+"""A complete Hugging Face folder from a distributed checkpoint, streamed: memory holds a few pieces of tensors at a time."""
 
 import json
 import shutil
 import struct
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from fsdp_trainer.checkpoint.files import checksum, damage, read_manifest, whole_folder
 from fsdp_trainer.checkpoint.huggingface import DTYPES, INDEX, SINGLE, stored_parts
 from fsdp_trainer.checkpoint.state import WEIGHTS
-from fsdp_trainer.checkpoint.store import load, read_progress
+from fsdp_trainer.checkpoint.store import read_progress
+from fsdp_trainer.checkpoint.stream import PIECE_BYTES, in_threads, read, write
 from fsdp_trainer.config.paths import MANIFEST, find_checkpoint
 from fsdp_trainer.config.verbs import ExportConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError
@@ -23,7 +28,26 @@ from fsdp_trainer.models.decoder import Decoder
 Entry = tuple[torch.dtype, torch.Size]
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ORIGIN = "fsdp_trainer.json"  # in an export: the checkpoint that it was made of
-GROUP_BYTES = 2**28  # read from the checkpoint at once
+
+
+@dataclass
+class Place:
+    """Where in an export the numbers of a parameter go: an open file, and the byte with which they begin."""
+
+    file: int
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass
+class Piece:
+    """`count` numbers that lie together in a file of a checkpoint and in the export."""
+
+    source: Path
+    offset: int
+    dtype: torch.dtype
+    count: int
+    target: Place
 
 
 def export(cfg: ExportConfig) -> int:
@@ -68,10 +92,15 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None, sha
         described = json.loads((partial / "config.json").read_text()) | {"dtype": told, "torch_dtype": told}
         (partial / "config.json").write_text(json.dumps(described, indent=2) + "\n")
         files = split_into_files({n: size_in_bytes(entry) for n, entry in entries.items()}, int(shard_gib * 2**30))
-        for file, members in files.items():
-            tensors = read_tensors(checkpoint, {part: shapes[part] for name in members for part in parts[name]})
-            fused = (torch.cat([next(tensors) for _ in parts[name]]).to(entries[name][0]) for name in members)
-            write_safetensors(partial / file, {name: entries[name] for name in members}, fused)
+        with ExitStack() as opened:
+            places: dict[str, Place] = {}
+            for file, members in files.items():
+                handle = opened.enter_context((partial / file).open("wb", 0))
+                for name, offset in write_header(handle, {name: entries[name] for name in members}).items():
+                    for part in parts[name]:  # a fused projection's are its rows, in order
+                        places[part] = Place(handle.fileno(), offset, entries[name][0])
+                        offset += shapes[part].numel() * entries[name][0].itemsize
+            in_threads(copy_piece, pieces(checkpoint, places, shapes), 2 * PIECE_BYTES)
         if len(files) > 1:
             write_index(partial / INDEX, files, entries)
         (partial / ORIGIN).write_text(json.dumps(origin(checkpoint, dtype), indent=2) + "\n")
@@ -110,31 +139,61 @@ def split_into_files(sizes: dict[str, int], limit: int) -> dict[str, list[str]]:
     return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
 
 
-def read_tensors(checkpoint: Path, shapes: dict[str, torch.Size]) -> Iterator[Tensor]:
-    """Parameters in order, a group at a time; of a vocabulary that was padded, the rows that count."""
-    group: dict[str, Tensor] = {}
-    for i, (name, shape) in enumerate(shapes.items(), 1):
-        group[WEIGHTS + name] = torch.empty(shape)
-        if i == len(shapes) or sum(t.numel() * 4 for t in group.values()) >= GROUP_BYTES:
-            load(checkpoint, group, alone=True)
-            for key in list(group):
-                yield group.pop(key)
-
-
-def write_safetensors(path: Path, entries: dict[str, Entry], tensors: Iterator[Tensor]) -> None:
-    """The safetensors format, header first, so that the tensors can stream."""
+def write_header(file: BinaryIO, entries: dict[str, Entry]) -> dict[str, int]:
+    """Begin a safetensors file, and give it its size; where in it each tensor's bytes go, in any order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, (dtype, shape) in entries.items():
-        end = offset + shape.numel() * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+    offset, starts = 0, {}
+    for name, entry in entries.items():
+        starts[name], end = offset, offset + size_in_bytes(entry)
+        header[name] = {"dtype": NAMES[entry[0]], "shape": list(entry[1]), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors:
-            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    file.write(struct.pack("<Q", len(text)) + text)
+    file.truncate(8 + len(text) + offset)
+    return {name: 8 + len(text) + start for name, start in starts.items()}
+
+
+def pieces(checkpoint: Path, places: dict[str, Place], shapes: dict[str, torch.Size]) -> Iterator[Piece]:
+    """All that is to be copied, in the order of the export; of a vocabulary that was padded, the rows that count.
+
+    Shards of a parameter are some of its rows, each stored by torch.save in a part of a file, where its numbers lie as they are.
+    Raises RunFailed for a parameter of which the checkpoint does not hold all.
+    """
+    reader = FileSystemReader(checkpoint)
+    metadata = reader.read_metadata()
+    for name, place in places.items():
+        key, rows, row, found = WEIGHTS + name, shapes[name][0], shapes[name][1:].numel(), 0
+        stored = cast(TensorStorageMetadata, metadata.state_dict_metadata[key])
+        for chunk in stored.chunks:
+            first, last = chunk.offsets[0], min(chunk.offsets[0] + chunk.sizes[0], rows)
+            assert chunk.sizes[1:] == shapes[name][1:], f"{name} is sharded by more than rows"
+            if first < last:
+                part = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+                source, dtype = checkpoint / part.relative_path, stored.properties.dtype
+                with source.open("rb") as file:
+                    archive: Any = torch._C.PyTorchFileReader(reader._slice_file(file, part))
+                    start = part.offset + archive.get_record_offset("data/0")
+                at_once = PIECE_BYTES // max(dtype.itemsize, place.dtype.itemsize)
+                for i in range(0, (last - first) * row, at_once):
+                    to = Place(place.file, place.offset + (first * row + i) * place.dtype.itemsize, place.dtype)
+                    yield Piece(source, start + i * dtype.itemsize, dtype, min(at_once, (last - first) * row - i), to)
+                found += last - first
+        if found != rows:
+            raise RunFailed(f"{checkpoint} holds {found:,} of {rows:,} rows of {name}")
+
+
+def copy_piece(piece: Piece, buffer: Tensor) -> None:
+    """Read, convert, write. buffer: [2 × PIECE_BYTES] uint8."""
+    target = piece.target
+    found, made = buffer[: piece.count * piece.dtype.itemsize], buffer[PIECE_BYTES:][: piece.count * target.dtype.itemsize]
+    with piece.source.open("rb", 0) as file:
+        read(piece.source, file.fileno(), piece.offset, found)
+    if piece.dtype == target.dtype:
+        made = found
+    else:
+        made.view(target.dtype).copy_(found.view(piece.dtype))
+    write(target.file, target.offset, made)
 
 
 def write_index(path: Path, files: dict[str, list[str]], entries: dict[str, Entry]) -> None:

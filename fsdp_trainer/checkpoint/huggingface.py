@@ -1,25 +1,27 @@
 """Hugging Face folders in: headers checked as a whole first, then every rank reads only its slices."""
 
 import json
+import math
 import re
 import struct
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fsdp_trainer.checkpoint.stream import PIECE_BYTES, in_threads, read
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.initialize import VOCABULARY
 
 SHOWN = 40  # problems in one message
-ROWS = 4096  # compared at once
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -31,12 +33,27 @@ NOT_LANGUAGE = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 
 @dataclass
 class Stored:
-    """One tensor of a safetensors file, and its name in it: dtype as safetensors spells it."""
+    """One tensor of a safetensors file: dtype as safetensors spells it; offset of its first byte in the file."""
 
     file: Path
-    name: str
     dtype: str
     shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one index of the first dimension."""
+        return math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
+
+
+@dataclass
+class Piece:
+    """Rows of a stored tensor, from `first` on, whose `columns` belong `into` a part of a parameter."""
+
+    stored: Stored
+    first: int
+    columns: tuple[slice, ...]
+    into: Tensor
 
 
 def read_headers(folder: Path) -> tuple[dict[str, Stored], list[Problem]]:
@@ -76,11 +93,15 @@ def _read_header(path: Path) -> dict[str, Stored]:
     end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if size != end:
         raise ValueError(f"has {size:,} bytes; its header says {end:,}: copied or downloaded in part")
-    return {
-        _of_language_model(name): Stored(path, name, entry["dtype"], tuple(entry["shape"]))
-        for name, entry in header.items()
-        if not NOT_LANGUAGE.match(name)
-    }
+    found = {}
+    for name, entry in header.items():
+        if not NOT_LANGUAGE.match(name):
+            begin, end = entry["data_offsets"]
+            tensor = Stored(path, entry["dtype"], tuple(entry["shape"]), 8 + length + begin)
+            if tensor.dtype in DTYPES and (begin < 0 or end - begin != math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize):
+                raise ValueError(f"gives {name} {end - begin:,} bytes at {begin:,}, which is not what its shape and dtype say")
+            found[_of_language_model(name)] = tensor
+    return found
 
 
 def _of_language_model(name: str) -> str:
@@ -116,24 +137,30 @@ def check_tensors(model: Decoder, stored: dict[str, Stored], vocab_size: int) ->
 
 def check_tied_head(model: Decoder, stored: dict[str, Stored]) -> list[Problem]:
     """A tied head may be stored all the same, but only as what it is tied to. Every rank reads both whole, a piece at a time."""
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    if head not in stored or head in dict(model.named_parameters()):
+    name, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if name not in stored or name in dict(model.named_parameters()):
         return []
-    with safe_open(stored[head].file, framework="pt") as one, safe_open(stored[embedding].file, framework="pt") as other:
-        a, b = one.get_slice(stored[head].name), other.get_slice(stored[embedding].name)
-        same = stored[head].shape == stored[embedding].shape and all(
-            torch.equal(a[i : i + ROWS], b[i : i + ROWS]) for i in range(0, stored[head].shape[0], ROWS)
-        )
-    why = f"in {stored[head].file.name} differs from {embedding}, though config.json says tie_word_embeddings=true: set it to false"
-    return [] if same else [Problem(head, why)]
+    head, tied = stored[name], stored[embedding]
+    same = (head.shape, head.dtype) == (tied.shape, tied.dtype)
+    if same:
+        buffers = [torch.empty(max(PIECE_BYTES, head.row_bytes), dtype=torch.uint8) for _ in range(2)]
+        with head.file.open("rb", 0) as one, tied.file.open("rb", 0) as other:
+            for first, last in _ranges(head, 0, head.shape[0]):
+                a, b = (
+                    _read_rows(file.fileno(), tensor, first, last, buffer)
+                    for file, tensor, buffer in zip((one, other), (head, tied), buffers, strict=True)
+                )
+                same = same and torch.equal(a, b)
+    why = f"in {head.file.name} differs from {embedding}, though config.json says tie_word_embeddings=true: set it to false"
+    return [] if same else [Problem(name, why)]
 
 
 @torch.no_grad()
 def import_weights(model: Decoder, folder: Path) -> dict[str, str]:
     """Fill a materialised model, sharded or not, from a Hugging Face folder; returns each parameter's stored dtype by torch's name.
 
-    Rows of the vocabulary that the folder does not have stay as they are. Host memory: the shard itself and one slice.
-    Raises UserError before anything is read if the folder does not fit the model.
+    Rows of the vocabulary that the folder does not have stay as they are. Host memory: the shard itself and a few pieces.
+    Raises UserError before anything is read if the folder does not fit the model, and OSError when a file cannot be read.
     """
     stored, problems = read_headers(folder)
     vocab_size = ModelConfig.from_hf(folder).vocab_size
@@ -145,28 +172,57 @@ def import_weights(model: Decoder, folder: Path) -> dict[str, str]:
         rest = [Problem("…", f"and {len(problems) - SHOWN} more")] if len(problems) > SHOWN else []
         raise UserError(f"the weights in {folder} do not fit the model", problems[:SHOWN] + rest)
     parameters, dtypes = dict(model.named_parameters()), {}
+    pieces: list[Piece] = []
     for whole, parts in stored_parts(model).items():
         start = 0  # the parameter's first row in the stored tensor
         for name in parts:
-            _read_part(parameters[name], stored[whole], start)
+            pieces += _pieces(parameters[name], stored[whole], start)
             start += len(parameters[name])
             dtypes[name] = str(DTYPES[stored[whole].dtype]).removeprefix("torch.")
+    _fill(sorted(pieces, key=lambda piece: (piece.stored.file, piece.stored.offset, piece.first)))
     return dtypes
 
 
-def _read_part(parameter: Tensor, stored: Stored, start: int) -> None:
-    """Fill this rank's part of a parameter whose first row is row `start` of a stored tensor."""
+def _pieces(parameter: Tensor, stored: Stored, start: int) -> Iterator[Piece]:
+    """This rank's part of a parameter whose first row is row `start` of a stored tensor."""
     local, (rows, *columns) = _local_part(parameter)
-    rows = slice(rows.start + start, min(rows.stop + start, stored.shape[0]))
-    if local.numel() and rows.start < rows.stop:
-        # opened for one tensor at a time: pages of a mapped file count as this process's memory until it is closed
-        with safe_open(stored.file, framework="pt") as file:
-            local[: rows.stop - rows.start].copy_(file.get_slice(stored.name)[(rows, *columns)])
+    begin, end = rows.start + start, min(rows.stop + start, stored.shape[0])
+    if local.numel():
+        for first, last in _ranges(stored, begin, end):
+            yield Piece(stored, first, tuple(columns), local[first - begin : last - begin])
+
+
+def _ranges(stored: Stored, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """The rows from `begin` to `end` by as many as are read at once."""
+    at_once = max(1, PIECE_BYTES // stored.row_bytes)
+    for first in range(begin, end, at_once):
+        yield first, min(first + at_once, end)
+
+
+def _fill(pieces: list[Piece]) -> None:
+    """Read all pieces, in this order. Raises OSError."""
+
+    def fill(piece: Piece, buffer: Tensor) -> None:
+        rows = _read_rows(files[piece.stored.file], piece.stored, piece.first, piece.first + len(piece.into), buffer)
+        # sent as stored, converted over there
+        piece.into.copy_(rows[(slice(None), *piece.columns)].to(piece.into.device))
+
+    with ExitStack() as opened:
+        files = {file: opened.enter_context(file.open("rb", 0)).fileno() for file in {piece.stored.file for piece in pieces}}
+        size = max([PIECE_BYTES, *(piece.stored.row_bytes for piece in pieces)])
+        in_threads(fill, pieces, size, pinned=any(piece.into.is_cuda for piece in pieces))
+
+
+def _read_rows(file: int, stored: Stored, first: int, last: int, buffer: Tensor) -> Tensor:
+    """Rows of a stored tensor, as they are stored, in `buffer`."""
+    found = buffer[: (last - first) * stored.row_bytes]
+    read(stored.file, file, stored.offset + first * stored.row_bytes, found)
+    return found.view(DTYPES[stored.dtype]).view(last - first, *stored.shape[1:])
 
 
 def _local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """This rank's part of a parameter, and where in the whole it lies."""
     if not isinstance(parameter, DTensor):
-        return parameter, tuple(slice(0, n) for n in parameter.shape)
+        return parameter.detach(), tuple(slice(0, n) for n in parameter.shape)
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), tuple(slice(o, o + n) for n, o in zip(shape, offset, strict=True))
+    return parameter.to_local().detach(), tuple(slice(o, o + n) for n, o in zip(shape, offset, strict=True))

@@ -8,12 +8,13 @@ from fsdp_trainer.checkpoint.huggingface import import_weights
 from fsdp_trainer.checkpoint.state import weights
 from fsdp_trainer.checkpoint.store import load
 from fsdp_trainer.config.paths import find_checkpoint, model_folder
+from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
-    """A decoder from a Hugging Face folder, a checkpoint or a run; `model.logits(tokens)` computes. Raises UserError."""
+    """A decoder from a Hugging Face folder, a checkpoint or a run; `model.logits(tokens)` computes. Raises UserError and RunFailed."""
     with torch.device("meta"):
         model = Decoder(ModelConfig.from_hf(model_folder(path))).to(dtype)
     model.to_empty(device=device)
@@ -21,5 +22,8 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
     if checkpoint := find_checkpoint(path):
         load(checkpoint, weights(model), alone=True)
     else:
-        import_weights(model, Path(path).expanduser())
+        try:
+            import_weights(model, Path(path).expanduser())
+        except OSError as error:
+            raise RunFailed(f"cannot read the weights: {error}") from None
     return model.eval().requires_grad_(False)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # ModelProto.SentencePiece.Type
@@ -56,6 +55,8 @@ def read_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
 
 def _check(tokenizer: Tokenizer, path: Path) -> None:
     """SentencePiece itself is the judge of whether it was read right."""
+    from sentencepiece import SentencePieceProcessor  # no other tokenizer needs it
+
     original = SentencePieceProcessor(model_file=str(path))
     for text in PROBES:
         if (ours := tokenizer.encode(text, add_special_tokens=False).ids) != (theirs := original.encode(text)):

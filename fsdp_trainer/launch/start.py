@@ -1,5 +1,6 @@
 """The verb `train`: join the ranks that a launcher started, or start them."""
 
+import gc
 import os
 import signal
 import socket
@@ -7,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from glob import glob
 
 from fsdp_trainer.config.schema import Launch, TrainConfig
@@ -21,9 +22,20 @@ def train(cfg: TrainConfig, overrides: list[str]) -> int:
     if launcher(os.environ) is None and ranks_to_start(cfg.launch) > 1:
         return start_ranks(cfg.launch, overrides)
     os.environ.update({name: value for name, value in cfg.launch.env.items() if name not in os.environ})
-    from fsdp_trainer.training.run import run_rank  # imports torch, which the launching process has no use for
+    return run_rank_imported()(cfg)
 
-    return run_rank(cfg)
+
+def run_rank_imported() -> Callable[[TrainConfig], int]:
+    """training.run's run_rank; its import is that of torch, which a process that only starts ranks has no use for."""
+    first, before = "fsdp_trainer.training.run" not in sys.modules, gc.get_threshold()
+    gc.set_threshold(100_000)  # 300,000 objects come and stay: at the usual 700, searching them for garbage is a tenth of the start
+    try:
+        from fsdp_trainer.training.run import run_rank
+    finally:
+        gc.set_threshold(*before)
+    if first:
+        gc.freeze()  # nor is there anything to find in them during training
+    return run_rank
 
 
 def launcher(env: Mapping[str, str]) -> str | None:

@@ -11,7 +11,7 @@ import yaml
 from fsdp_trainer.checkpoint.assets import write_hf_assets
 from fsdp_trainer.checkpoint.huggingface import import_weights
 from fsdp_trainer.checkpoint.state import WEIGHTS, optimizer_state, prepare_optimizer, stored_tensors, weights
-from fsdp_trainer.checkpoint.store import CheckpointStore, load, read_progress
+from fsdp_trainer.checkpoint.store import CheckpointStore, everywhere, load, read_progress
 from fsdp_trainer.config.paths import find_checkpoint, model_folder, step_of
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
@@ -150,7 +150,8 @@ def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, 
         require_whole(checkpoint)
         load(checkpoint, weights(model))
     else:
-        formats = import_weights(model, init_from)
+        formats: dict[str, str] = {}
+        everywhere("read the weights", lambda: formats.update(import_weights(model, init_from)))
     known = ModelConfig.from_hf(model_folder(init_from)).vocab_size
     if model.config.embedding_rows > known:
         grow_vocabulary(model, known)

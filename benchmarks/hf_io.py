@@ -1,0 +1,248 @@
+"""Seconds and memory of importing a Hugging Face folder, and of exporting one, beside reading or writing the same bytes once.
+
+    python -m benchmarks.hf_io [--repeat 5] [--gib 1.1] [--check]
+
+Writes a random bfloat16 Llama of the asked size to a temporary folder first.
+
+import: import_weights alone, the slowest rank's. Storage for the float32 shards, twice the bytes of the files, was allocated, but the kernel clears
+and hands over its pages only when they are first written, which is within; "import again" is a second import into the same storage, without that.
+Beside them one process reads the same files once, in pieces of 16 MiB. All find nothing in the page cache.
+Expected memory of a rank: its shard + the largest tensor's slice + a constant, where the constant is what the same process needs for a tiny model.
+
+export: export_checkpoint of a float32 checkpoint that 1 or 2 ranks wrote, in one process as at the end of a run, fsync included. Beside it the same
+number of bytes is written once, in pieces of 16 MiB, and fsynced. The checkpoint is in the page cache, as after training.
+"""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.harness import arguments, finish, in_turn, ratio, run_ranks, spread
+from fsdp_trainer.checkpoint.export import export_checkpoint
+from fsdp_trainer.checkpoint.huggingface import import_weights
+from fsdp_trainer.config.compose import compose
+from fsdp_trainer.launch.world import connect, join
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.parallel.materialize import allocate
+from fsdp_trainer.parallel.mesh import build_mesh
+from fsdp_trainer.parallel.parallelize import parallelize
+
+GIB, MIB = 2**30, 2**20
+RANKS = (1, 2)
+BUFFER = memoryview(bytearray(16 * MIB))
+DTYPES = ("bfloat16", "float32")
+
+
+def write_folder(folder: Path, gib: float) -> ModelConfig:
+    """A bfloat16 Llama of about `gib` in several files."""
+    size = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
+    one = ModelConfig(**size, vocab_size=32_000, num_hidden_layers=1, tie_word_embeddings=False)
+    none = ModelConfig(**size, vocab_size=32_000, num_hidden_layers=0, tie_word_embeddings=False)
+    layers = max(1, round((gib * GIB / 2 - none.parameters()) / (one.parameters() - none.parameters())))
+    config = ModelConfig(**{**asdict(one), "num_hidden_layers": layers})
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in Decoder(config).named_parameters()}
+    names, weight_map = list(shapes), {}
+    folder.mkdir()
+    for i in range(0, len(names), 32):
+        file = f"model-{i:05d}.safetensors"
+        save_file({name: torch.randn(shapes[name]).to(torch.bfloat16) * 0.02 for name in names[i : i + 32]}, folder / file)
+        weight_map |= dict.fromkeys(names[i : i + 32], file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(config.to_hf("bfloat16")))
+    return config
+
+
+def peak() -> int:
+    """This process's, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def import_rank(folder: Path) -> None:
+    """One rank: build, shard, import; prints seconds and memory as JSON. sum: of all imported numbers of this rank."""
+    cfg = compose("train", ["precision=fp32"], inputs=False)
+    world = join(os.environ, "cpu", 60)
+    connect(world, 60)
+    with torch.device("meta"):
+        model = Decoder(ModelConfig.from_hf(folder))
+    parallelize(model, build_mesh(cfg.sharding, "cpu"), cfg)
+    allocate(model, world.device)
+    torch.distributed.barrier()
+    seconds = []
+    for _ in range(2):
+        if world.main:
+            drop_cache(sorted(folder.glob("*.safetensors")))
+        torch.distributed.barrier()
+        started = time.perf_counter()
+        import_weights(model, folder)
+        seconds.append(time.perf_counter() - started)
+        torch.distributed.barrier()
+    told = {"seconds": seconds[0], "again": seconds[1], "peak": peak()}
+    local = [p.to_local() for p in model.parameters()]
+    told |= {"shard": sum(p.nbytes for p in local), "sum": sum(p.sum(dtype=torch.float64).item() for p in local)}
+    print(json.dumps(told))
+    torch.distributed.destroy_process_group()
+
+
+def drop_cache(files: list[Path]) -> None:
+    """The next to read them waits for the disk."""
+    for file in files:
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_once(files: list[Path]) -> float:
+    """Seconds."""
+    started = time.perf_counter()
+    for file in files:
+        with file.open("rb", 0) as handle:
+            while handle.readinto(BUFFER):
+                pass
+    return time.perf_counter() - started
+
+
+def write_once(file: Path, size: int) -> float:
+    """Seconds, with fsync."""
+    started = time.perf_counter()
+    with file.open("wb", 0) as handle:
+        left = size
+        while left:
+            left -= handle.write(BUFFER[: min(left, len(BUFFER))])
+        os.fsync(handle.fileno())
+    seconds = time.perf_counter() - started
+    file.unlink()
+    return seconds
+
+
+def after_dropping(files: list[Path], way: Callable[[], float]) -> float:
+    """Seconds of `way` with nothing of `files` in the page cache."""
+    drop_cache(files)
+    return way()
+
+
+def export(checkpoint: Path, out: Path, dtype: str) -> float:
+    """Seconds."""
+    shutil.rmtree(out, ignore_errors=True)
+    started = time.perf_counter()
+    export_checkpoint(checkpoint, out, dtype)
+    return time.perf_counter() - started
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Of a Hugging Face folder."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def make_checkpoint(folder: Path, ranks: int) -> Path:
+    """What `ranks` ranks write of the imported weights."""
+    data = ["data.path=demo:backwards", "data.too_long=truncate", "tokenizer.path=demo:bytes", "batch.seq_len=64", f"batch.rows={ranks}"]
+    how = ["precision=fp32", "train.steps=0", f"launch.nproc_per_node={ranks}", f"run.root={folder.parent}", f"run.name=run{ranks}"]
+    command = [sys.executable, "-m", "fsdp_trainer", "model=auto", f"model.init_from={folder}", *data, *how]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return folder.parent / f"run{ranks}" / "checkpoints" / "step-00000000"
+
+
+def measure_import(place: Path, config: ModelConfig, repeat: int) -> tuple[dict[str, Any], dict[str, float]]:
+    """On 1 and 2 ranks; and what is compared."""
+    small, large = place / "small", place / "large"
+    files = sorted(large.glob("*.safetensors"))
+    write_folder(small, 0.0)
+    whole = sum(t.sum(dtype=torch.float64).item() for t in tensors(large).values())
+    result, compared = {}, {}
+    for ranks in RANKS:
+        told: list[list[dict]] = []
+
+        def imported(ranks: int = ranks, told: list[list[dict]] = told) -> float:
+            told.append(run_ranks("benchmarks.hf_io", ranks, "--import-of", str(large)))
+            assert abs(sum(r["sum"] for r in told[-1]) - whole) < 1e-6 * abs(whole), "the weights are not those of the folder"
+            return max(r["seconds"] for r in told[-1])
+
+        ways = {"read once": partial(read_once, files), "import": imported}
+        seconds = in_turn({name: partial(after_dropping, files, way) for name, way in ways.items()}, repeat)
+        seconds["import again"] = [max(r["again"] for r in run) for run in told]
+        constant = max(r["peak"] - r["shard"] for r in run_ranks("benchmarks.hf_io", ranks, "--import-of", str(small)))
+        times, again = (ratio(seconds[way], seconds["read once"]) for way in ("import", "import again"))
+        result[f"import on {ranks} rank{'s' * (ranks > 1)}"] = {
+            "seconds": {name: spread(values) for name, values in seconds.items()},
+            "import/read once": times,
+            "import again/read once": again,
+            "memory_mib": {
+                "shard": round(max(r["shard"] for r in told[-1]) / MIB),
+                "constant": round(constant / MIB),
+                "beyond": round(max(r["peak"] - r["shard"] - constant for run in told for r in run) / MIB),
+                "largest_slice": round(4 * config.vocab_size * config.hidden_size / ranks / MIB),
+            },
+        }
+        compared[f"read once/import on {ranks}"] = 1 / times["median"]
+        compared[f"read once/import again on {ranks}"] = 1 / again["median"]
+    return result, compared
+
+
+def measure_export(place: Path, repeat: int) -> tuple[dict[str, Any], dict[str, float]]:
+    """Of checkpoints by 1 and 2 ranks; and what is compared."""
+    out, once = place / "out", place / "once"
+    stored = tensors(place / "large")
+    result, compared = {}, {}
+    for ranks in RANKS:
+        checkpoint = make_checkpoint(place / "large", ranks)
+        for dtype in DTYPES:
+            read_once(sorted(checkpoint.glob("*.distcp")))
+            export(checkpoint, out, dtype)
+            exported = tensors(out)
+            assert exported.keys() == stored.keys()
+            assert all(torch.equal(stored[name].to(tensor.dtype), tensor) for name, tensor in exported.items())
+            size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+            ways = {"write once": partial(write_once, once, size), "export": partial(export, checkpoint, out, dtype)}
+            seconds = in_turn(ways, repeat)
+            times = ratio(seconds["export"], seconds["write once"])
+            (memory,) = run_ranks("benchmarks.hf_io", 1, "--export-of", str(checkpoint), "--dtype", dtype)
+            result[f"export of a checkpoint by {ranks} as {dtype}"] = {
+                "gib": round(size / GIB, 2),
+                "seconds": {name: spread(values) for name, values in seconds.items()},
+                "export/write once": times,
+                "memory_mib": memory,
+            }
+            compared[f"write once/export of {ranks} as {dtype}"] = 1 / times["median"]
+        shutil.rmtree(checkpoint)
+    return result, compared
+
+
+def main() -> None:
+    """Measure import and export, check that they hold the same numbers, and write it down."""
+    given = arguments(__doc__, repeat=5, gib=1.1, import_of="", export_of="", dtype="bfloat16")
+    if given.import_of:
+        import_rank(Path(given.import_of))
+        return
+    if given.export_of:
+        before = peak()
+        export(Path(given.export_of), Path(given.export_of).parent / "export", given.dtype)
+        print(json.dumps({"before": round(before / MIB), "peak": round(peak() / MIB)}))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        config = write_folder(place / "large", given.gib)
+        stored = sum(file.stat().st_size for file in (place / "large").glob("*.safetensors"))
+        what = f"{config.parameters():,} parameters, {stored / GIB:.2f} GiB of bfloat16"
+        imports, compared_imports = measure_import(place, config, given.repeat)
+        exports, compared_exports = measure_export(place, given.repeat)
+    result = {"what": what, "rounds": given.repeat, **imports, **exports}
+    finish("hf_io", result, compared_imports | compared_exports, given.check)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -67,24 +67,26 @@ class Head(nn.Module):
     @torch.no_grad()
     def scores(self, hidden: Tensor, targets: Tensor) -> Scores:
         """Without what an objective would need."""
-        found = [
-            self.score(logits, exact, targets[tokens], self.softcap, False)[0]
-            for tokens, logits, exact in self.chunks(hidden, self.weight[: self.vocab_size])
-        ]
-        return Scores(torch.cat([s.log_probability for s in found]), torch.cat([s.log_normalizer for s in found]))
+        return _joined(
+            [
+                self.score(product, logits, targets[tokens], self.softcap, False)[0]
+                for tokens, product, logits in self.chunks(hidden, self.weight[: self.vocab_size])
+            ]
+        )
 
     def chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Of each chunk: its tokens, its logits as the matrix product gives them, and room for as many in float32 (the same, if they are).
+        """Of each chunk: its tokens, the product hidden · weight, and room for it in float32, which is the same tensor if it is float32 already.
 
         All chunks use the same memory: to allocate it anew costs a CPU more than to compute what is in it.
         """
         rows = self.rows_at_once(len(hidden), hidden.device.type)
-        logits = hidden.new_empty(rows, self.vocab_size)
-        exact = logits if logits.dtype == torch.float32 else torch.empty_like(logits, dtype=torch.float32)
+        room = hidden.new_empty(rows, self.vocab_size)
+        room32 = room if room.dtype == torch.float32 else torch.empty_like(room, dtype=torch.float32)
         for start in range(0, len(hidden), rows):
             tokens = slice(start, min(start + rows, len(hidden)))
             count = tokens.stop - start
-            yield tokens, torch.mm(hidden[tokens], weight.T, out=logits[:count]), exact[:count]
+            product = torch.mm(hidden[tokens], weight.T, out=room[:count])
+            yield tokens, product, product if room32 is room else room32[:count]
 
     def rows_at_once(self, tokens: int, device: str) -> int:
         """How many tokens are a chunk: as few chunks as the budget allows, of equal size; a multiple of 8, as tensor cores like it."""
@@ -93,9 +95,28 @@ class Head(nn.Module):
         count = max(1, math.ceil(tokens / most))
         return max(8, math.ceil(tokens / count / 8) * 8)
 
+    def compile_chunks(self, **options: Any) -> None:
+        """Fuse what is done to a chunk between its matrix products. One graph for every number of rows. options: torch.compile's."""
+        score, differentiate = (torch.compile(f, fullgraph=True, **options) for f in (_score, _differentiate))
+
+        def any_rows(function: Callable) -> Callable:
+            def call(product: Tensor, logits: Tensor, *args: Any) -> Any:
+                for tensor in (product, logits, *args):
+                    if isinstance(tensor, Tensor):
+                        torch._dynamo.mark_dynamic(tensor, 0)
+                return function(product, logits, *args)
+
+            return call
+
+        self.score, self.differentiate = any_rows(score), any_rows(differentiate)
+
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def _joined(scores: list[Scores]) -> Scores:
+    return Scores(torch.cat([s.log_probability for s in scores]), torch.cat([s.log_normalizer for s in scores]))
 
 
 class _Minimise(torch.autograd.Function):
@@ -110,20 +131,20 @@ class _Minimise(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         add = _Accumulator(grad_weight[: head.vocab_size], weight.dtype)
-        value, found = hidden.new_zeros((), dtype=torch.float32), []
-        for tokens, logits, exact in head.chunks(hidden, used):
-            scores, exponentials, total, slope = head.score(logits, exact, targets[tokens], head.softcap, objective.needs_mean)
+        value, found = grad_weight.new_zeros(()), []
+        for tokens, product, logits in head.chunks(hidden, used):
+            scores, total, slope = head.score(product, logits, targets[tokens], head.softcap, objective.needs_mean)
             part, derivatives = _derivatives(objective, scores, tokens)
-            grad_logits = head.differentiate(logits, exponentials, total, slope, targets[tokens], *derivatives)
-            torch.mm(grad_logits, used, out=grad_hidden[tokens])
-            add(grad_logits, hidden[tokens])
+            head.differentiate(product, logits, total, slope, targets[tokens], *derivatives)
+            torch.mm(product, used, out=grad_hidden[tokens])
+            add(product, hidden[tokens])
             value += part
             found.append(scores)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
-        scored = torch.cat([s.log_probability for s in found]), torch.cat([s.log_normalizer for s in found])
-        ctx.mark_non_differentiable(*scored)
-        return value, *scored
+        log_probability, log_normalizer, _ = _joined(found)
+        ctx.mark_non_differentiable(log_probability, log_normalizer)
+        return value, log_probability, log_normalizer
 
     @staticmethod
     def backward(ctx, grad_value: Tensor, *_) -> tuple[Tensor, Tensor, None, None, None]:
@@ -132,27 +153,25 @@ class _Minimise(torch.autograd.Function):
 
 
 def _score(
-    logits: Tensor, exact: Tensor, targets: Tensor, softcap: float | None, with_mean: bool
-) -> tuple[Scores, Tensor, Tensor, Tensor | None]:
-    """logits, exact: [rows, vocabulary], the second to be written to. Also what `_differentiate` needs.
+    product: Tensor, logits: Tensor, targets: Tensor, softcap: float | None, with_mean: bool
+) -> tuple[Scores, Tensor, Tensor | None]:
+    """product: [rows, vocabulary]; logits: float32, written to: exponentials, which divided by the `total` [rows, 1] are the softmax.
 
-    exponentials [rows, vocabulary] and their total [rows, 1], the quotient of which is the softmax; the derivative of the soft limit.
+    Returns the scores, that total, and the derivative of the soft limit.
     """
-    if logits.dtype != torch.float32:
-        logits = exact.copy_(logits)
+    if logits is not product:
+        logits.copy_(product)
     slope = None
     if softcap is not None:
-        limited = logits.div_(softcap).tanh_()
-        slope = 1 - limited.square()
-        logits = limited.mul_(softcap)
+        logits.div_(softcap).tanh_()
+        slope = 1 - logits.square()
+        logits.mul_(softcap)
     of_target = logits.gather(-1, targets[:, None])
     mean = logits.mean(-1) if with_mean else None
     largest = logits.amax(-1, keepdim=True)
-    exponentials = logits.sub_(largest).exp_()
-    total = exponentials.sum(-1, keepdim=True)
+    total = logits.sub_(largest).exp_().sum(-1, keepdim=True)
     normalizer = largest + total.log()
-    scores = Scores((of_target - normalizer)[:, 0], normalizer[:, 0], None if mean is None else mean - normalizer[:, 0])
-    return scores, exponentials, total, slope
+    return Scores((of_target - normalizer)[:, 0], normalizer[:, 0], None if mean is None else mean - normalizer[:, 0]), total, slope
 
 
 def _derivatives(objective: Objective, scores: Scores, tokens: slice) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -164,33 +183,34 @@ def _derivatives(objective: Objective, scores: Scores, tokens: slice) -> tuple[T
 
 
 def _differentiate(
+    product: Tensor,
     logits: Tensor,
-    exponentials: Tensor,
     total: Tensor,
     slope: Tensor | None,
     targets: Tensor,
     by_probability: Tensor,
     by_normalizer: Tensor,
     by_mean: Tensor | None = None,
-) -> Tensor:
-    """[rows, vocabulary]: the objective's derivative in the logits, in their place and number format.
+) -> None:
+    """Writes into `product` the objective's derivative in the logits. logits: the exponentials that `_score` left there.
 
     d log_probability = onehot − softmax,  d log_normalizer = softmax,  d mean_log_probability = 1 / vocabulary − softmax
     """
     of_softmax = by_normalizer - by_probability
     if by_mean is not None:
         of_softmax = of_softmax - by_mean
-    gradient = exponentials.mul_(of_softmax[:, None] / total)
+    logits.mul_(of_softmax[:, None] / total)
     if by_mean is not None:
-        gradient.add_(by_mean[:, None] / logits.shape[-1])
-    gradient.scatter_add_(-1, targets[:, None], by_probability[:, None])  # before it is rounded: it nearly cancels for what is known
+        logits.add_(by_mean[:, None] / logits.shape[-1])
+    logits.scatter_add_(-1, targets[:, None], by_probability[:, None])  # before it is rounded: for a token that is known it nearly cancels
     if slope is not None:
-        gradient.mul_(slope)
-    return gradient if logits.dtype == torch.float32 else logits.copy_(gradient)
+        logits.mul_(slope)
+    if logits is not product:
+        product.copy_(logits)
 
 
 class _Accumulator:
-    """Adds products of two factors in `dtype` up in float32. Products in float32 of lower factors are only known to CUDA."""
+    """Adds products of two factors in `dtype` up in float32. Only CUDA has products of lower factors in float32."""
 
     def __init__(self, total: Tensor, dtype: torch.dtype):
         self.total, self.dtype = total, dtype
@@ -201,6 +221,6 @@ class _Accumulator:
         if self.room is not None:
             self.total += torch.mm(left.T, right, out=self.room)
         elif self.dtype == self.total.dtype:
-            self.total.addmm_(left.T, right)
+            torch.addmm(self.total, left.T, right, out=self.total)
         else:
             torch.addmm(self.total, left.T, right, out_dtype=self.total.dtype, out=self.total)

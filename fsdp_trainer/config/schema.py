@@ -74,7 +74,7 @@ class Loss:
     z_loss: float = key(0.0, "weight of logsumexp² of each token's logits, which keeps them from drifting; PaLM: 1e-4", minimum=0)
     chunk_mib: int | None = key(
         None,
-        "MiB of float32 logits that exist at once; more: larger matrix products; null: 32 on a CPU, 1024 on a GPU",
+        "MiB of float32 logits that exist at once; few make small matrix products; null: those of 256 tokens on a CPU, of 2048 on a GPU",
         minimum=1,
     )
 

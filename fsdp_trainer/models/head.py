@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fsdp_trainer.models.config import ModelConfig
 
-CHUNK_MIB = {"cpu": 32, "cuda": 1024}
-"""Default size of a chunk of logits in float32: on a CPU what its caches hold, on a GPU enough rows for full matrix products."""
+CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
+"""Of a chunk, by default. A matrix product needs many rows to be fast, and each chunk passes over the weight's whole gradient once."""
 
 
 class Scores(NamedTuple):
@@ -39,7 +39,7 @@ class Objective(Protocol):
 class Head(nn.Module):
     """`lm_head`: weight [rows, hidden]; rows behind the vocabulary are padding, which takes no part.
 
-    Must be called exactly once per micro-batch on every rank, supervised tokens or not. chunk_mib: see CHUNK_MIB.
+    Must be called exactly once per micro-batch on every rank, supervised tokens or not. chunk_mib: MiB of logits in float32; None: CHUNK_TOKENS.
     """
 
     def __init__(self, config: ModelConfig):
@@ -90,8 +90,9 @@ class Head(nn.Module):
 
     def rows_at_once(self, tokens: int, device: str) -> int:
         """How many tokens are a chunk: as few chunks as the budget allows, of equal size; a multiple of 8, as tensor cores like it."""
-        mib = self.chunk_mib or CHUNK_MIB.get(device, CHUNK_MIB["cuda"])
-        most = max(1, mib * 2**20 // (4 * self.vocab_size))
+        most = CHUNK_TOKENS.get(device, CHUNK_TOKENS["cuda"])
+        if self.chunk_mib:
+            most = max(1, self.chunk_mib * 2**20 // (4 * self.vocab_size))
         count = max(1, math.ceil(tokens / most))
         return max(8, math.ceil(tokens / count / 8) * 8)
 

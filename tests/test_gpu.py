@@ -84,12 +84,32 @@ def no_waiting():
         ["optim=adamw_bf16"],
         ["precision.master_dtype=bfloat16"],
         ["optim=adamw_8bit", "model.hidden_size=64", "model.intermediate_size=128"],
+        ["loss.z_loss=1e-4", "loss.label_smoothing=0.1"],
     ],
     ids=str,
 )
 def test_no_step_waits_for_the_host(train, how):
     run = train("run", "train.steps=5", "launch.device=cuda", "precision.param_dtype=bfloat16", "batch.micro_rows=2", *how, seam=no_waiting)
     assert run.column("step") == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_head_adds_up_its_gradient_in_float32_over_many_chunks(compiled):
+    from test_head import make, textbook
+
+    from fsdp_trainer.training.objective import CrossEntropy
+
+    head, hidden, targets, weights = make(dtype=torch.bfloat16)
+    _, nll, grad_hidden, grad_weight = textbook(head, hidden, targets, weights, z_loss=1e-2)
+    head.cuda()
+    if compiled:
+        head.compile_chunks()
+    on_gpu = hidden.detach().cuda().requires_grad_()
+    value, scores = head(on_gpu, targets.cuda(), CrossEntropy(weights.cuda(), z_loss=1e-2))
+    value.backward()
+    assert torch.allclose(-scores.log_probability.cpu().double(), nll, rtol=0.02, atol=0.05)
+    for ours, exact in ((on_gpu.grad, grad_hidden), (head.weight.grad, grad_weight)):
+        assert ours.dtype == torch.bfloat16 and (ours.cpu().double() - exact).norm() < 0.01 * exact.norm()
 
 
 def test_a_profile_has_the_devices_kernels_and_a_snapshot_of_its_memory(train):

@@ -12,12 +12,11 @@ from zoo import LLAMA3, SIZES, WILD, ZOO, make_model
 import fsdp_trainer
 from fsdp_trainer.checkpoint.huggingface import stored_parts
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.models import head as heads
 from fsdp_trainer.models.attention import Cache, Layout
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
-from fsdp_trainer.models.head import Head
 from fsdp_trainer.models.initialize import BLOCK, draw_normal, initialize_whole
+from fsdp_trainer.training.objective import CrossEntropy
 
 
 @pytest.fixture(scope="module", params=ZOO)
@@ -71,8 +70,7 @@ def test_gradients_of_all_parameters_are_those_of_transformers(pair, layout):
     weights = torch.tensor([1, 0.5, 1, 1, 2, 1, 1, 1])
     where = Layout(LENGTHS) if layout == "documents" else Layout.masked(LENGTHS, row, torch.device("cpu"))
     ours.zero_grad()
-    scores = ours(MicroBatch(tokens, positions_of(LENGTHS, row), where, index, targets, weights))
-    (-(scores.log_probability * weights).sum()).backward()
+    ours(MicroBatch(tokens, positions_of(LENGTHS, row), where, index, targets, weights), CrossEntropy(weights))[0].backward()
     theirs.zero_grad()
     loss = torch.zeros(())
     for i, lengths in enumerate(LENGTHS):
@@ -96,9 +94,7 @@ def test_an_empty_row_gives_every_parameter_a_gradient_of_zero(pair):
     ours.zero_grad()
     nothing = torch.zeros(128, dtype=torch.int64)
     zeros = torch.zeros(2, 40, dtype=torch.int64)
-    (
-        ours(MicroBatch(zeros, zeros, Layout([[], []]), nothing, nothing, torch.zeros(128))).log_probability * torch.zeros(128)
-    ).sum().backward()
+    ours(MicroBatch(zeros, zeros, Layout([[], []]), nothing, nothing, torch.zeros(128)), CrossEntropy(torch.zeros(128)))[0].backward()
     assert all(p.grad is not None and not p.grad.any() for p in ours.parameters())
 
 
@@ -126,63 +122,6 @@ def test_attention_costs_what_the_masks_let_through(pair):
 def test_parameters_are_counted_without_building(pair):
     ours, theirs = pair
     assert ours.config.parameters() == sum(p.numel() for p in theirs.parameters()) == sum(p.numel() for p in ours.parameters())
-
-
-# --- the head ----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rows_at_once", [1, 7, 100])
-def test_chunked_scores_and_gradients_are_plain_cross_entropy(monkeypatch, rows_at_once):
-    monkeypatch.setattr(heads, "LOGITS_BYTES", 4 * 211 * rows_at_once)
-    torch.manual_seed(0)
-    head, hidden, targets = Head(ModelConfig(vocab_size=211, hidden_size=24)), torch.randn(40, 24), torch.randint(211, (40,))
-    torch.nn.init.normal_(head.weight)
-    weights, zweights = torch.rand(40), torch.rand(40)
-    weights[::3] = 0  # padding
-    hidden.requires_grad_()
-    scores = head(hidden, targets)
-    (-(scores.log_probability * weights).sum() + (scores.log_normalizer * zweights).sum()).backward()
-    exact_hidden, exact_weight = hidden.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_()
-    logits = exact_hidden @ exact_weight.T
-    nll = F.cross_entropy(logits, targets, reduction="none")
-    ((nll * weights).sum() + (logits.logsumexp(-1) * zweights).sum()).backward()
-    assert torch.allclose(-scores.log_probability.double(), nll, atol=1e-5)
-    assert torch.allclose(hidden.grad.double(), exact_hidden.grad, atol=1e-5)
-    assert torch.allclose(head.weight.grad.double(), exact_weight.grad, atol=1e-5)
-
-
-def test_the_head_in_bfloat16_accumulates_its_gradient_in_float32(monkeypatch):
-    torch.manual_seed(0)
-    hidden, weight, targets = torch.randn(512, 16).bfloat16(), torch.randn(50, 16).bfloat16(), torch.randint(50, (512,))
-    exact = weight.double().requires_grad_()
-    F.cross_entropy(hidden.double() @ exact.T, targets, reduction="sum").backward()
-    errors = []
-    for rows_at_once in (512, 4):
-        monkeypatch.setattr(heads, "LOGITS_BYTES", 4 * 50 * rows_at_once)
-        head = Head(ModelConfig(vocab_size=50, hidden_size=16))
-        head.weight = torch.nn.Parameter(weight.clone())
-        head(hidden, targets).log_probability.sum().neg().backward()
-        errors.append(((head.weight.grad.double() - exact.grad).norm() / exact.grad.norm()).item())
-    assert max(errors) < 0.01, errors
-
-
-def test_the_peak_of_the_head_does_not_grow_with_the_tokens(monkeypatch):
-    """No tensor of tokens × vocabulary is ever made."""
-    monkeypatch.setattr(heads, "LOGITS_BYTES", 4 * 1000 * 8)
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            largest = max(largest, out.numel() if isinstance(out, torch.Tensor) else 0)
-            return out
-
-    head, hidden = Head(ModelConfig(vocab_size=1000, hidden_size=8)), torch.randn(200, 8, requires_grad=True)
-    torch.nn.init.normal_(head.weight)
-    with Watch():
-        head(hidden, torch.zeros(200, dtype=torch.int64)).log_probability.sum().backward()
-    assert largest <= 8 * 1000
 
 
 # --- random weights ----------------------------------------------------------------------------------------------------------------

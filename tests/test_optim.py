@@ -89,23 +89,29 @@ def bad_numbers(kind, steps):
     """On rank 1 (or the only one), in the first micro-batch of the given optimizer steps: a loss, or only a gradient, that is not finite."""
     from fsdp_trainer.training import trainer
 
-    real_objective, real_forward, state = trainer.cross_entropy, trainer.Trainer.forward_backward, {"step": 0}
+    real_loss, real_forward, state = trainer.negative_log_likelihood, trainer.Trainer.forward_backward, {"step": 0}
 
     def forward_backward(self, plan):
         state["step"] = plan.step
         return real_forward(self, plan)
 
-    def objective(scores, weights):
-        mine = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
-        loss = real_objective(scores, weights)
-        if state["step"] not in steps or not mine or not torch.is_grad_enabled():
-            return loss
-        if kind == "loss":
-            return loss * float("inf")
-        scores.log_probability.register_hook(lambda gradient: gradient * float("nan"))
-        return loss
+    def bad(wanted):
+        return kind == wanted and state["step"] in steps and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
 
-    with patch.object(trainer, "cross_entropy", objective), patch.object(trainer.Trainer, "forward_backward", forward_backward):
+    def loss(scores, weights):
+        return real_loss(scores, weights) * (float("inf") if bad("loss") else 1)
+
+    class Objective(trainer.CrossEntropy):
+        def __call__(self, scores, tokens):
+            if bad("gradient"):
+                scores.log_probability.register_hook(lambda gradient: gradient * float("nan"))
+            return super().__call__(scores, tokens) * (float("inf") if bad("loss") else 1)
+
+    with (
+        patch.object(trainer, "negative_log_likelihood", loss),
+        patch.object(trainer, "CrossEntropy", Objective),
+        patch.object(trainer.Trainer, "forward_backward", forward_backward),
+    ):
         yield
 
 

@@ -59,7 +59,7 @@ def documented_files(conf: Path) -> dict[Path, str]:
     found = {conf / group / f"{option}.yaml": groups[group] for group, option in main_options(conf).items()}
     found |= {conf / f"{verb}.yaml": cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)}
     texts = {path: yaml_file(path.read_text(), cls) for path, cls in found.items()}
-    for verb, nodes in {"train": ("run", "batch", "train", "profile"), "preview": ("preview",)}.items():
+    for verb, nodes in {"train": ("run", "batch", "train", "loss", "profile"), "preview": ("preview",)}.items():
         text = (conf / f"{verb}.yaml").read_text()
         for node in nodes:
             body = textwrap.indent(yaml_block(PreviewConfig.__dataclass_fields__[node].type), "  ")

@@ -5,6 +5,7 @@ from difflib import get_close_matches
 
 _ACCUMULATION = "gradient accumulation follows from batch.rows: a step has rows / (micro_rows x ranks) micro-batches"
 _PRECISION = "use  precision=bf16 , precision=fp32 , precision=pure_bf16  or  precision=fp8"
+_CHUNKED = "the head never holds all logits of a micro-batch; how many at once, in MiB, is  loss.chunk_mib=64"
 _LORA = "this version trains all weights; it has no adapters yet"
 _WORLD = "how many ranks there are is torchrun's --nproc_per_node and --nnodes, or  launch.nproc_per_node=2  without torchrun"
 
@@ -28,6 +29,10 @@ SYNONYMS = {
     "num_epochs": "train.epochs", "num_train_epochs": "train.epochs", "max_epochs": "train.epochs", "epoch": "train.epochs",
     "eval_steps": "train.validate_every", "eval_interval": "train.validate_every", "val_check_interval": "train.validate_every",
     "validation_interval": "train.validate_every", "eval_every": "train.validate_every", "validate_interval": "train.validate_every",
+    "label_smoothing_factor": "loss.label_smoothing", "smoothing": "loss.label_smoothing", "z_loss_weight": "loss.z_loss",
+    "z_loss_multiplier": "loss.z_loss", "z_loss_coefficient": "loss.z_loss", "zloss": "loss.z_loss", "chunk_size": _CHUNKED,
+    "num_output_chunks": _CHUNKED, "chunked_cross_entropy": _CHUNKED, "use_liger": _CHUNKED, "use_liger_kernel": _CHUNKED,
+    "fused_linear_cross_entropy": _CHUNKED,
     "max_time": "train.time_limit", "timeout_seconds": "train.time_limit", "max_duration": "train.time_limit",
     "model_name_or_path": "model.init_from", "base_model": "model.init_from", "pretrained_model_name_or_path": "model.init_from",
     "model_path": "model.init_from", "hf_assets_path": "model.init_from", "checkpoint_path": "model.init_from",

@@ -79,7 +79,7 @@ def check_rules(cfg: Any, report: Report) -> None:
     _check_validation_users(cfg, report)
     if cfg.checkpoint.export_dtype and not cfg.checkpoint.export_hf:
         report.add("checkpoint.export_dtype", cfg.checkpoint.export_dtype, "only counts together with  checkpoint.export_hf=true")
-    known = {"data.fingerprint", *GROUPS, "batch", *flatten(TrainConfig)}
+    known = {"data.fingerprint", *GROUPS, "batch", "loss", *flatten(TrainConfig)}
     if closed := [name for name in cfg.launch.env if name.startswith(RUNS_CODE) or name in THE_LAUNCHERS]:
         why = f"{', '.join(closed)}: decides what code a rank runs, or which rank it is. Set it in the shell instead"
         for name in closed:

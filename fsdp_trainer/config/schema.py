@@ -67,6 +67,19 @@ class Train:
 
 
 @dataclass
+class Loss:
+    """What is minimised: cross-entropy, and what may be added. `loss` in metrics.jsonl stays the plain negative log-likelihood."""
+
+    label_smoothing: float = key(0.0, "share of each target that is spread evenly over the vocabulary", minimum=0, maximum=1)
+    z_loss: float = key(0.0, "weight of logsumexp² of each token's logits, which keeps them from drifting; PaLM: 1e-4", minimum=0)
+    chunk_mib: int | None = key(
+        None,
+        "MiB of float32 logits that exist at once; few make small matrix products; null: those of 256 tokens on a CPU, of 2048 on a GPU",
+        minimum=1,
+    )
+
+
+@dataclass
 class Profile:
     """Where time and memory go, for a few steps: traces for Perfetto or chrome://tracing in the run's profile/ folder."""
 
@@ -350,6 +363,7 @@ class TrainConfig:
     run: Run = field(default_factory=Run)
     batch: Batch = field(default_factory=Batch)
     train: Train = field(default_factory=Train)
+    loss: Loss = field(default_factory=Loss)
     profile: Profile = field(default_factory=Profile)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)

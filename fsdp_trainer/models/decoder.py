@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fsdp_trainer.models.attention import Cache, Layout, attend
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.head import Head, Scores
+from fsdp_trainer.models.head import Head, Objective, Scores
 from fsdp_trainer.models.rope import Rope, rotate
 
 Rotation = tuple[Tensor, Tensor]
@@ -157,11 +157,11 @@ class Decoder(nn.Module):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, batch: MicroBatch) -> Scores:
-        """Scores of the micro-batch's supervised tokens, in the order of `batch.index`."""
+    def forward(self, batch: MicroBatch, objective: Objective | None = None) -> Scores | tuple[Tensor, Scores]:
+        """Scores of the micro-batch's supervised tokens, in the order of `batch.index`; before them the objective's value, if there is one."""
         hidden = self.hidden(batch.tokens, batch.positions, batch.layout)
         hidden = hidden.flatten(0, 1).index_select(0, batch.index)  # only supervised positions pay for norm and head
-        return self.lm_head(self.model.norm(hidden), batch.targets)
+        return self.lm_head(self.model.norm(hidden), batch.targets, objective)
 
     def hidden(self, tokens: Tensor, positions: Tensor, layout: Layout, caches: list[Cache] | None = None, done: int = 0) -> Tensor:
         """[batch, length, hidden]: the residual stream after the last block. done: tokens before these, which the caches hold."""

@@ -33,9 +33,11 @@ class Observer:
         every: int,
         total_steps: int,
         source_names: list[str] | None = None,
+        more_than_loss: bool = False,
     ):
+        """more_than_loss: whether what is minimised is another figure than the loss."""
         self.device, self.config, self.seq_len, self.every, self.total_steps = device, config, seq_len, every, total_steps
-        self.source_names = source_names or []
+        self.source_names, self.more_than_loss = source_names or [], more_than_loss
         self.console = Console(quiet=not main)
         self.records = Records(run) if main else None
         self.trackers: Trackers | None = None
@@ -46,10 +48,13 @@ class Observer:
         self._started = time.perf_counter()
         self._step_seconds: list[float] = []
 
-    def step(self, plan: Any, progress: Any, lr: float, loss: Tensor, grad_norm: Tensor, not_finite: Tensor, sums: Tensor) -> None:
-        """Take note of a step; loss, grad_norm, not_finite and the sums by source stay on the device."""
+    def step(
+        self, plan: Any, progress: Any, lr: float, loss: Tensor, objective: Tensor, grad_norm: Tensor, not_finite: Tensor, sums: Tensor
+    ) -> None:
+        """Take note of a step; loss, objective, grad_norm, not_finite and the sums by source stay on the device."""
         line = {"step": plan.step, "lr": lr, "tokens": progress.tokens, "supervised_tokens": progress.supervised_tokens, "_plan": plan}
-        self._pending.append((line, torch.cat([torch.stack([loss.double(), grad_norm.double(), not_finite.double()]), sums])))
+        scalars = torch.stack([value.double() for value in (loss, objective, grad_norm, not_finite)])
+        self._pending.append((line, torch.cat([scalars, sums])))
 
     def validated(self, step: int, loss: float, losses: dict[str, float | None]) -> None:
         """The validation loss belongs to the line of the step it followed, which is not yet written. losses: of several sources, each."""
@@ -95,7 +100,7 @@ class Observer:
 
     def _line(self, line: dict[str, Any], scalars: list[float], seconds: float, memory: float) -> dict[str, Any]:
         plan = line.pop("_plan")
-        loss, grad_norm, not_finite, *sums = scalars
+        loss, objective, grad_norm, not_finite, *sums = scalars
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if not_finite else 0
         if not_finite:
             self.event("skipped", step=plan.step, rows=[plan.start, plan.stop], loss=repr(loss), grad_norm=repr(grad_norm))
@@ -105,7 +110,10 @@ class Observer:
             rates["mfu_palm"] = palm_flops(self.config, plan.tokens, self.seq_len) / world
             rates["mfu_causal"] = causal_flops(self.config, plan.tokens, plan.squares) / world
         # JSON has no NaN: null is a step that was skipped for it
-        ordered = {"step": plan.step, "loss": finite_or_none(loss), "grad_norm": finite_or_none(grad_norm)}
+        ordered = {"step": plan.step, "loss": finite_or_none(loss)}
+        if self.more_than_loss:
+            ordered["objective"] = finite_or_none(objective)
+        ordered["grad_norm"] = finite_or_none(grad_norm)
         if sums:
             ordered["loss_by_source"] = losses(self.source_names, sums)
         return ordered | line | {name: round(value, 6) for name, value in rates.items()}

@@ -23,8 +23,9 @@ def parallelize(model: Decoder, mesh: DeviceMesh, cfg: TrainConfig) -> Decoder:
 
 
 def compile_blocks(model: Decoder, cfg: Compile) -> None:
-    """One graph per block; all blocks share it."""
+    """One graph per block; all blocks share it. And what the head does to its logits."""
     if cfg.enabled:
+        model.lm_head.compile_chunks()
         for block in model.model.layers.values():
             block.compile(fullgraph=True)
 

@@ -58,6 +58,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     mesh = build_mesh(cfg.sharding, world.device.type)
     with torch.device("meta"):
         model = Decoder(config)
+    model.lm_head.chunk_mib = cfg.loss.chunk_mib
     model = parallelize(model, mesh, cfg)
 
     def batches(store: TokenStore, shuffle: bool) -> Batches:
@@ -68,7 +69,8 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     train = batches(material.data.train, cfg.data.shuffle)
     total_steps, last_row = length_of_run(cfg, train.order.rows_per_epoch)
     every = cfg.logging.every or (10 if world.device.type == "cuda" else 1)
-    observer = Observer(run, world.main, world.device, config, cfg.batch.seq_len, every, total_steps, train.source_names)
+    more = bool(cfg.loss.label_smoothing or cfg.loss.z_loss)
+    observer = Observer(run, world.main, world.device, config, cfg.batch.seq_len, every, total_steps, train.source_names, more)
     dtypes: dict[str, str] = {}
     checkpoints = CheckpointStore(
         run,
@@ -209,6 +211,7 @@ def assets_writer(cfg: TrainConfig, material: Material, config: ModelConfig, dty
 def describe(trainer: Trainer, world: World, material: Material) -> list[str]:
     """What is about to happen: the lines above the progress line."""
     cfg, config, order = trainer.cfg, trainer.model.config, trainer.batches.order
+    head = trainer.model.lm_head
     slots = cfg.batch.micro_rows * world.size
     micro_batches = math.ceil(cfg.batch.rows / slots)
     surplus = micro_batches * slots - cfg.batch.rows
@@ -233,6 +236,7 @@ def describe(trainer: Trainer, world: World, material: Material) -> list[str]:
         *(f"data   {line}" for line in material.data.report),
         f"rows   {order.rows_per_epoch:,} an epoch of {order.seq_len:,} tokens, {order.fill:.1%} full, "
         f"attention by {'mask' if trainer.batches.masked else 'documents'}",
+        f"head   logits of at most {head.rows_at_once(cfg.batch.micro_rows * order.seq_len, world.device.type):,} tokens at once",
         f"step   {cfg.batch.rows} rows = {micro_batches} micro-batches × {cfg.batch.micro_rows} rows × {world.size} ranks"
         + (f", {surplus} of the slots empty" if surplus else ""),
         *(

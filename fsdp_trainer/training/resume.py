@@ -18,9 +18,9 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.observer import Observer
 
 LOCK = ".lock"
-COMPARED = ("model", "data", "tokenizer", "batch", "optim", "schedule")
+COMPARED = ("model", "data", "tokenizer", "batch", "loss", "optim", "schedule")
 # How something is read or computed, not what; the data's and the tokenizer's content is in the fingerprint.
-FREE = {"model.attention", "optim.implementation", "data.cache", "data.path", "data.validation", "tokenizer.path"}
+FREE = {"model.attention", "optim.implementation", "loss.chunk_mib", "data.cache", "data.path", "data.validation", "tokenizer.path"}
 OF_THE_RESUME = {"checkpoint.resume", "checkpoint.allow_changes", "run.overwrite"}
 
 

@@ -23,7 +23,7 @@ from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate
 from fsdp_trainer.parallel.parallelize import reshard
 from fsdp_trainer.training.batches import Batches, StepPlan
 from fsdp_trainer.training.gradients import GradientSync, any_not_finite, clip_gradients
-from fsdp_trainer.training.objective import by_source, cross_entropy
+from fsdp_trainer.training.objective import CrossEntropy, by_source, negative_log_likelihood
 from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.stop import StopRequests
 
@@ -100,11 +100,11 @@ class Trainer:
             plan = next(steps)
             self.profiler.before(plan.step)
             lr = learning_rate(self.cfg.schedule, peak, plan.step, self.total_steps)
-            loss, sums = self.forward_backward(plan)
+            loss, objective, sums = self.forward_backward(plan)
             grad_norm = self.clip()
             not_finite = self.update(lr, loss, grad_norm)
             self.progress.advance(plan)
-            self.observer.step(plan, self.progress, lr, loss, grad_norm, not_finite, sums)
+            self.observer.step(plan, self.progress, lr, loss, objective, grad_norm, not_finite, sums)
             self.profiler.after(plan.step)
             if self.due(self.cfg.train.validate_every):
                 self.validate()
@@ -133,21 +133,24 @@ class Trainer:
         return best or bool(self.finished) or self.due(self.cfg.checkpoint.every)
 
     @record_function("forward_backward")
-    def forward_backward(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
-        """All micro-batches of a step. Gradients end up sharded and summed; returns the step's loss over all ranks, a scalar on the device.
+    def forward_backward(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
+        """All micro-batches of a step. Gradients end up sharded and summed; returns the step's loss and objective over all ranks, on the device.
 
         And, of several sources, the [2 × sources] sums of `by_source`; empty for one.
         """
         total = self.sums_of(self.batches)
-        count = self.batches.count(plan)
+        minimised = total.new_zeros(1)
+        count, loss = self.batches.count(plan), self.cfg.loss
         for i, batch in enumerate(self.batches.micro_batches(plan), 1):
             self.gradient_sync.before(last=i == count)
-            scores = self.model(batch)
-            loss = cross_entropy(scores, batch.weights) / (plan.weight or 1.0)  # a step may have no target
-            loss.backward()
-            self.add_to(total, loss.detach(), scores, batch)
-        dist.all_reduce(total)
-        return total[0], total[1:]
+            weights = batch.weights / (plan.weight or 1.0)  # a step may have no target
+            objective, scores = self.model(batch, CrossEntropy(weights, loss.label_smoothing, loss.z_loss))
+            objective.backward()
+            minimised += objective.detach()
+            self.add_to(total, negative_log_likelihood(scores, weights), scores, batch)
+        reduced = torch.cat([minimised, total])
+        dist.all_reduce(reduced)
+        return reduced[1], reduced[0], reduced[2:]
 
     def sums_of(self, batches: Batches) -> Tensor:
         """[1 + 2 × sources] float64 zeros: a loss, and the sums of `by_source` if there are several sources."""
@@ -188,7 +191,7 @@ class Trainer:
             total = self.sums_of(self.validation)
             for batch in self.validation.micro_batches(plan):
                 scores = self.model(batch)
-                self.add_to(total, cross_entropy(scores, batch.weights), scores, batch)
+                self.add_to(total, negative_log_likelihood(scores, batch.weights), scores, batch)
             reshard(self.model)
             dist.all_reduce(total)
             dist.broadcast(total, 0)  # the ranks decide by it: it must be the same to the last bit

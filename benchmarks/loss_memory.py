@@ -1,0 +1,194 @@
+"""Peak memory and time of output head + cross-entropy, forward and backward: ours, whole logits, chunks under checkpoint, and torch's own.
+
+    python -m benchmarks.loss_memory [--repeat 3] [--check]
+
+Of `ours`: the head of this repository. `whole`: all logits at once, the loss in float32 as transformers computes it. `checkpoint`: as many
+tokens at a time as ours, each chunk's logits made again in backward by torch.utils.checkpoint. `linear_cross_entropy`: torch.nn.functional's,
+where there is one (2.13). First every way's loss and gradients are held against float64. Each way is measured in a process of its own:
+on a CPU its resident memory at the peak less that before, inputs in place; on a GPU torch's count of the same. The gradients of hidden and
+weight are part of every peak: `least` is what they take alone.
+"""
+
+import ctypes
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks import harness
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.head import Head
+from fsdp_trainer.training.objective import CrossEntropy
+
+MIB = 2**20
+TOLERANCE = {"float32": 1e-5, "bfloat16": 0.02}
+
+
+def ours(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Its value is a sum; the weights make it the mean."""
+    return head(hidden, targets, CrossEntropy(torch.full(targets.shape, 1 / len(targets), device=targets.device)))[0]
+
+
+def whole(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, head.weight).float(), targets)
+
+
+def checkpointed(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
+    rows = head.rows_at_once(len(targets), hidden.device.type)
+
+    def of_chunk(hidden: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(hidden, head.weight).float(), targets, reduction="sum")
+
+    parts = [checkpoint(of_chunk, h, t, use_reentrant=False) for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)]
+    return torch.stack(parts).sum() / len(targets)  # type: ignore[arg-type]
+
+
+def linear_cross_entropy(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
+    return F.linear_cross_entropy(hidden, head.weight, targets, options=torch.nn.LinearCrossEntropyOptions())  # type: ignore[attr-defined]
+
+
+WAYS: dict[str, Callable[[Head, Tensor, Tensor], Tensor]] = {"ours": ours, "whole": whole, "checkpoint": checkpointed}
+if hasattr(F, "linear_cross_entropy"):
+    WAYS["linear_cross_entropy"] = linear_cross_entropy
+EXACT = ("ours", "whole", "checkpoint")
+# hidden, then cases: dtype, vocabulary, tokens, which ways, whether more than once. Fewer tokens show how memory grows with them.
+CPU = (
+    256,
+    [
+        ("float32", 32_000, 1024, EXACT, True),
+        ("float32", 128_256, 1024, EXACT, True),
+        ("bfloat16", 32_000, 1024, EXACT, True),
+        ("float32", 32_000, 512, tuple(WAYS), False),  # torch's own takes too long here for more
+        ("float32", 128_256, 512, ("ours", "whole"), False),
+    ],
+)
+GPU = (
+    4096,
+    [
+        ("bfloat16", 32_000, 16384, tuple(WAYS), True),
+        ("bfloat16", 128_256, 16384, tuple(WAYS), True),
+        ("bfloat16", 32_000, 8192, tuple(WAYS), False),
+        ("bfloat16", 128_256, 8192, tuple(WAYS), False),
+    ],
+)
+
+
+def inputs(vocabulary: int, tokens: int, width: int, dtype: str, device: str) -> tuple[Head, Tensor, Tensor]:
+    """A head, hidden states and targets, the same on every call."""
+    draw = torch.Generator().manual_seed(0)
+    head = Head(ModelConfig(vocab_size=vocabulary, hidden_size=width))
+    head.weight = torch.nn.Parameter(torch.randn(vocabulary, width, generator=draw).to(device, getattr(torch, dtype)).mul_(0.05))
+    hidden = torch.randn(tokens, width, generator=draw).to(device, getattr(torch, dtype))
+    return head, hidden.requires_grad_(), torch.randint(vocabulary, (tokens,), generator=draw).to(device)
+
+
+def forget_peak(device: str) -> None:
+    """Let the peak be what is in use now. On a CPU Linux does it, once the allocator has given back what it keeps for later."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak(device: str) -> int:
+    """Bytes at the peak since then."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def measure(way: str, *shape: Any) -> dict[str, float]:
+    """In this process, of three forwards and backwards: MiB that one adds to what is in use, and the seconds of the fastest but the first."""
+    device = shape[-1]
+    inputs(64, 128, shape[2], *shape[3:])  # what is allocated once
+    WAYS[way](*inputs(64, 128, *shape[2:])).backward()
+    head, hidden, targets = inputs(*shape)
+    seconds, added = [], []
+    for _ in range(3):
+        hidden.grad = head.weight.grad = None
+        forget_peak(device)
+        before = peak(device)
+        started = time.perf_counter()
+        WAYS[way](head, hidden, targets).backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+        added.append(peak(device) - before)
+    return {"mib": max(added) / MIB, "seconds": min(seconds[1:])}
+
+
+def in_a_process(way: str, *shape: Any) -> dict[str, float]:
+    """`measure`, apart: memory that another way has freed would hide its peak."""
+    command = [sys.executable, "-m", "benchmarks.loss_memory", "--one", json.dumps([way, *shape])]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{way} {shape} failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def errors(way: str, dtype: str, device: str) -> dict[str, float]:
+    """Against float64 on a small case: of the loss, absolute; of the gradients, relative."""
+    head, hidden, targets = inputs(4096, 256, 64, dtype, device)
+    head.chunk_mib = 1
+    loss = WAYS[way](head, hidden, targets)
+    loss.backward()
+    exact = [t.detach().double().requires_grad_() for t in (hidden, head.weight)]
+    wanted = F.cross_entropy(exact[0] @ exact[1].T, targets)
+    wanted.backward()
+    found = {"loss": abs(loss.item() - wanted.item())}
+    for name, ours, theirs in (("grad_hidden", hidden.grad, exact[0].grad), ("grad_weight", head.weight.grad, exact[1].grad)):
+        assert ours is not None and theirs is not None
+        found[name] = ((ours.double() - theirs).norm() / theirs.norm()).item()
+    return {name: float(f"{value:.2g}") for name, value in found.items()}
+
+
+def main() -> None:
+    """Check, measure, print and write down."""
+    options = harness.arguments(__doc__, repeat=3, one="")
+    if options.one:
+        print(json.dumps(measure(*json.loads(options.one))))
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    width, cases = GPU if device == "cuda" else CPU
+    checked = {dtype: {way: errors(way, dtype, device) for way in WAYS} for dtype in TOLERANCE}
+    for dtype, way in product(TOLERANCE, EXACT):
+        assert max(checked[dtype][way].values()) < TOLERANCE[dtype], f"{way} in {dtype}: {checked[dtype][way]}"
+    measured, compared, peaks = {}, {}, {}
+    for dtype, vocabulary, tokens, ways, often in cases:
+        shape = (vocabulary, tokens, width, dtype, device)
+        runs = harness.in_turn({way: partial(in_a_process, way, *shape) for way in ways}, options.repeat if often else 1)
+        case: dict[str, Any] = {"least_mib": round((vocabulary + tokens) * width * getattr(torch, dtype).itemsize / MIB, 1)}
+        for way, found in runs.items():
+            case[way] = {figure: harness.spread([run[figure] for run in found]) for figure in ("mib", "seconds")}
+            peaks[dtype, vocabulary, way, often] = case[way]["mib"]["median"]
+            for figure in ("mib", "seconds") if way != "ours" else ():
+                case[way][f"{figure} / ours"] = harness.ratio([r[figure] for r in found], [r[figure] for r in runs["ours"]])
+        name = f"{dtype}, vocabulary {vocabulary:,}, {tokens:,} tokens"
+        measured[name] = case
+        if often:
+            compared |= {f"{name}: {figure} whole / ours": case["whole"][f"{figure} / ours"]["median"] for figure in ("mib", "seconds")}
+    twice = {
+        f"{dtype}, vocabulary {vocabulary:,}, {way}": round(peaks[dtype, vocabulary, way, True] / mib, 2)
+        for (dtype, vocabulary, way, often), mib in peaks.items()
+        if not often and (dtype, vocabulary, way, True) in peaks
+    }
+    result = {"errors": checked, "hidden": width, "repeat": options.repeat, "measured": measured, "mib_of_twice_the_tokens": twice}
+    harness.finish("loss_memory", result, compared, options.check)
+
+
+if __name__ == "__main__":
+    main()

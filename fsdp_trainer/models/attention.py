@@ -143,6 +143,8 @@ class Varlen(Layout):
         every = np.concatenate([_with_padding(lens, row, PADDING) for lens in lengths])
         self.ends = to_device(np.concatenate([[0], np.cumsum(every)]).astype(np.int32), device)
         self.longest = min(row, 1 << int(every.max() - 1).bit_length())
+        self.kernel = _varlen()
+        torch._dynamo.maybe_mark_dynamic(self.ends, 0)  # compiled blocks: one graph for any number of documents
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float | None) -> Tensor:
         """See `attend`."""
@@ -150,7 +152,7 @@ class Varlen(Layout):
         past = -1 if self.window is None else self.window - 1
         places = (self.ends, self.ends, self.longest, self.longest)
         flat = (x.flatten(0, 1) for x in (q, k, v))
-        return _varlen()(*flat, *places, scale=scale, window_size=(past, 0)).view(q.shape)
+        return self.kernel(*flat, *places, scale=scale, window_size=(past, 0)).view(q.shape)
 
 
 class Flex(Layout):
@@ -160,16 +162,17 @@ class Flex(Layout):
         super().__init__(lengths)
         self.documents = to_device(_documents(lengths, row, PADDING), device)
         self.blocks: Any = None
+        self.flex, self.compiled_flex, self.make_blocks = _flex(device.type)
 
     def within(self, window: int | None) -> "Flex":
         """The same documents, seen through a window."""
         seen, (rows, row), device = copy(self), self.documents.shape, self.documents.device
-        seen.window, seen.blocks = window, _flex(device.type)[1](_sees(self.documents, window), rows, None, row, row, device)
+        seen.window, seen.blocks = window, self.make_blocks(_sees(self.documents, window), rows, None, row, row, device)
         return seen
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float | None) -> Tensor:
         """See `attend`."""
-        flex = _flex("compiling" if torch.compiler.is_compiling() else q.device.type)[0]
+        flex = self.flex if torch.compiler.is_compiling() else self.compiled_flex
         change, grouped = None if softcap is None else _softcap(softcap), q.shape[2] != k.shape[2]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return flex(q, k, v, score_mod=change, block_mask=self.blocks, scale=scale, enable_gqa=grouped).transpose(1, 2)
@@ -379,12 +382,13 @@ def _varlen() -> Callable[..., Any]:
 
 
 @lru_cache
-def _flex(where: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`flex_attention` and `create_block_mask`, each compiled once for all blocks; as they are on a CPU, and within a compiled block."""
+def _flex(device_type: str) -> tuple[Callable[..., Any], ...]:
+    """`flex_attention` as it is, for compiled blocks; compiled by itself; and `create_block_mask`. On a CPU nothing is compiled."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # imports the compiler: 2 seconds
 
-    compile = (lambda f: f) if where in ("cpu", "compiling") else partial(torch.compile, dynamic=False)
-    return compile(flex_attention), compile(create_block_mask)
+    if device_type == "cpu":
+        return flex_attention, flex_attention, create_block_mask
+    return flex_attention, torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
 
 
 def _sees(documents: Tensor, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -397,7 +401,6 @@ def _sees(documents: Tensor, window: int | None) -> Callable[[Tensor, Tensor, Te
     return sees
 
 
-@lru_cache
 def _softcap(cap: float) -> Callable[..., Tensor]:
     """A change of scores, as FlexAttention asks for it."""
 

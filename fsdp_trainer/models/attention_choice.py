@@ -127,10 +127,10 @@ def _kernel_fails(kernel: str, layout: str, s: Situation) -> str | None:
     back = "\nUse  model.attention_kernel=auto"
     if s.device == "cpu":
         return f"a CPU has one kernel only.{back}"
-    if layout == "flex":
-        return f"flex compiles a kernel of its own.{back}"
     if s.softcap:
         return f"has no soft limit on scores.{back}"
+    if layout == "flex":
+        return f"flex compiles a kernel of its own.{back}"
     if layout == "varlen" and kernel in ("cudnn", "efficient", "math"):
         return "varlen is FlashAttention: flash, fa3 or fa4.\nUse  model.attention=documents"
     if layout == "mask" and kernel in ("flash", *FLASH):

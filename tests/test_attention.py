@@ -68,7 +68,7 @@ def test_documents_cost_by_their_squares_or_windows_and_not_by_the_row(seed, win
     lengths = [[int(n) for n in rng.integers(1, rng.choice([10, 100, 2000]), size=40)] for _ in range(2)]
     row = max(map(sum, lengths))
     plan = Plan.of(lengths, row, window, CPU)
-    computed = sum(call.queries.numel() * call.keys.shape[1] for call in plan.calls)
+    computed = sum(call.queries.size * call.keys.shape[1] for call in plan.calls)
     sizes = np.concatenate(lengths)
     needed = np.square(sizes).sum() if window is None else (sizes * np.minimum(sizes, 3 * window)).sum()
     assert computed <= attention.WASTE * needed + len(plan.calls) * attention.CALL

@@ -99,13 +99,16 @@ class Layout:
             padding = q.shape[1] - self.plan.width
             q, k, v = (x[:, : self.plan.width] for x in (q, k, v))
             return F.pad(kernel(q, k, v, None, scale, softcap), (0, 0, 0, 0, 0, padding))
-        flat = [x.flatten(0, 1) for x in (q, k, v)]
+        plan = self.plan
+        # taken at once: each taking would cost as much as the whole row in backward
+        queries = q.flatten(0, 1).index_select(0, plan.queries).split([call.queries.size for call in plan.calls])
+        keys, values = (x.flatten(0, 1).index_select(0, plan.keys).split([call.keys.size for call in plan.calls]) for x in (k, v))
         parts = []
-        for call in self.plan.calls:
-            places = (call.queries, call.keys, call.keys)
-            qs, ks, vs = (x.index_select(0, at.view(-1)).view(*at.shape, *x.shape[1:]) for x, at in zip(flat, places, strict=True))
+        for call, *taken in zip(plan.calls, queries, keys, values, strict=True):
+            shapes = (call.queries.shape, call.keys.shape, call.keys.shape)
+            qs, ks, vs = (x.unflatten(0, shape) for x, shape in zip(taken, shapes, strict=True))
             parts.append(kernel(qs, ks, vs, call.mask, scale, softcap).flatten(0, 1))
-        return torch.cat(parts).index_select(0, self.plan.order).view(q.shape)
+        return torch.cat(parts).index_select(0, plan.order).view(q.shape)
 
 
 class Masked(Layout):
@@ -197,19 +200,22 @@ class Call:
     mask: [queries, keys] bool; None: causal, keys are queries. Repeated ends come after what any true query looks at.
     """
 
-    queries: Tensor
-    keys: Tensor
+    queries: np.ndarray
+    keys: np.ndarray
     mask: Tensor | None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The calls of a micro-batch. order: [batch · length] int64, where in their results each position's is.
+    """The calls of a micro-batch. queries, keys: int64, those of all calls; order: [batch · length] int64, where in their results each
+    position's is.
 
     width: where each row begins with its only document and all are about as long, their length: nothing need be moved.
     """
 
     calls: Sequence[Call]
+    queries: Tensor
+    keys: Tensor
     order: Tensor
     width: int | None
 
@@ -227,8 +233,7 @@ class Plan:
         calls: list[Call] = []
         for (begin, size), before in ((firsts, 0), (np.array(later, np.int64).reshape(-1, 2).T, span)):
             for group in _alike(size):
-                width = -(-int(size[group].max()) // step) * step
-                width = min(width, span)
+                width = min(-(-int(size[group].max()) // step) * step, span)
                 queries = _positions(begin[group], size[group], width)
                 true = np.arange(width) < size[group][:, None]
                 order[queries[true]] = done + np.flatnonzero(true)
@@ -236,12 +241,13 @@ class Plan:
                 if before:
                     keys = _positions(begin[group] - before, size[group] + before, width + before)
                     mask = torch.ones(width, width + before, dtype=torch.bool, device=device).triu(1).tril(before)
-                    calls.append(Call(to_device(queries, device), to_device(keys, device), mask))
+                    calls.append(Call(queries, keys, mask))
                 else:
-                    at = to_device(queries, device)
-                    calls.append(Call(at, at, None))
+                    calls.append(Call(queries, queries, None))
         in_place = len(calls) == 1 and len(spans) == len(lengths) and all(len(lens) == 1 for lens in lengths)
-        return cls(calls, to_device(order, device), calls[0].queries.shape[1] if in_place else None)
+        indices = [np.concatenate([x.ravel() for x in every]) for every in zip(*((c.queries, c.keys) for c in calls), strict=True)]
+        all_queries, all_keys, order_there = (to_device(x, device) for x in (*indices, order))
+        return cls(calls, all_queries, all_keys, order_there, calls[0].queries.shape[1] if in_place else None)
 
 
 def _alike(sizes: np.ndarray) -> list[np.ndarray]:

@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
         ["activation_checkpoint=selective"],
         ["compile=enabled", "activation_checkpoint=budget"],
         ["model.attention=mask"],
+        ["model.attention=flex"],
+        ["model.attention=flex", "compile=enabled"],
         ["compile=enabled"],
         ["sharding.cpu_offload=true"],
     ],
@@ -41,6 +43,10 @@ def test_a_run_goes_on_bitwise(train):
     how = ["schedule=constant", "launch.device=cuda", "precision.param_dtype=bfloat16", "checkpoint.every=3"]
     train("run", *how, "train.steps=3")
     assert_bitwise_equal(stored(newest(train("run", *how, "train.steps=6"))), stored(newest(train("whole", *how, "train.steps=6"))))
+
+
+WINDOWS = ["model.family=mistral", "model.sliding_window=32"]
+GEMMA = ["model.family=gemma2", "model.sliding_window=32", "model.attn_logit_softcapping=50.0"]
 
 
 def no_waiting():
@@ -79,12 +85,14 @@ def no_waiting():
         [],
         ["activation_checkpoint=selective"],
         ["activation_checkpoint=full"],
-        ["model.attention=mask"],
-        ["optim.grad_clip_value=1.0"],
         ["optim=adamw_bf16"],
         ["precision.master_dtype=bfloat16"],
         ["optim=adamw_8bit", "model.hidden_size=64", "model.intermediate_size=128"],
         ["loss.z_loss=1e-4", "loss.label_smoothing=0.1"],
+        ["optim.grad_clip_value=1.0"],
+        *([f"model.attention={layout}", "activation_checkpoint=full"] for layout in ("documents", "mask", "varlen", "flex")),
+        *([f"model.attention={layout}", *GEMMA] for layout in ("documents", "mask", "flex")),
+        ["model.attention=varlen", *WINDOWS],
     ],
     ids=str,
 )

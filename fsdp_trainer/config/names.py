@@ -43,6 +43,7 @@ SYNONYMS = {
     "num_kv_heads": "model.num_key_value_heads", "num_query_groups": "model.num_key_value_heads", "ffn_dim": "model.intermediate_size",
     "hidden_dim": "model.intermediate_size", "rope_base": "model.rope_theta", "norm_eps": "model.rms_norm_eps",
     "tie_embeddings": "model.tie_word_embeddings", "attn_implementation": "model.attention", "flash_attention": "model.attention",
+    "attn_backend": "model.attention", "sdp_backend": "model.attention_kernel", "sdpa_kernel": "model.attention_kernel",
     "sample_packing": "data.packing", "pack": "data.packing", "group_by_length": "data.packing",
     "dataset": "data.path", "datasets": "data.path", "dataset_path": "data.path", "dataset_name": "data.path", "data_path": "data.path",
     "train_file": "data.path", "train_files": "data.path", "data_files": "data.path", "train_data": "data.path", "dataset_dir": "data.path",

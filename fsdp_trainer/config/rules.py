@@ -14,6 +14,7 @@ from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
 from fsdp_trainer.config.schema import GROUPS, Train, TrainConfig
 from fsdp_trainer.config.units import parse_duration, parse_steps
 from fsdp_trainer.config.verbs import ExportConfig, GenerateConfig, VerifyConfig
+from fsdp_trainer.models.attention_choice import Situation, attention_problems
 from fsdp_trainer.models.resolve import model_problems
 
 DEMOS = {"data.path": ("demo:backwards",), "data.validation": ("demo:backwards/heldout",), "tokenizer.path": ("demo:bytes",)}
@@ -56,6 +57,7 @@ def check_rules(cfg: Any, report: Report) -> None:
     if sharding.strategy == "ddp" and sharding.cpu_offload:
         report.add("sharding.cpu_offload", True, "ddp keeps everything on the device.\nUse  sharding=fsdp  or  sharding.cpu_offload=false")
     _check_recomputation(cfg, report)
+    _check_attention(cfg, report)
     if (cfg.optim.lr_scaling is None) != (cfg.optim.lr_batch_tokens is None):
         why = "lr_scaling and lr_batch_tokens belong together, e.g.  optim.lr_scaling=sqrt optim.lr_batch_tokens=524288 ; null: lr as it is"
         missing = "lr_scaling" if cfg.optim.lr_scaling is None else "lr_batch_tokens"
@@ -152,6 +154,20 @@ def _check_float8(cfg: TrainConfig, report: Report) -> None:
     if tokens % 16:
         why = f"float8 products need a multiple of 16 tokens, not {tokens:,} (seq_len × micro_rows).\nUse  batch.seq_len={-(-cfg.batch.seq_len // 16) * 16}"
         report.add("batch.seq_len", cfg.batch.seq_len, why)
+
+
+def _check_attention(cfg: TrainConfig, report: Report) -> None:
+    """What is known before there is a device and a model; the rest is checked where attention is chosen."""
+    situation = Situation(
+        device=None if cfg.launch.device == "auto" else cfg.launch.device,
+        dtype=cfg.precision.param_dtype,
+        softcap=cfg.model.attn_logit_softcapping is not None,
+        compiled=cfg.compile.enabled,
+        selective=cfg.activation_checkpoint.mode == "selective",
+    )
+    for problem in attention_problems(cfg.model.attention, cfg.model.attention_kernel, situation):
+        key, _, value = problem.what.partition("=")
+        report.add(key, value, problem.why)
 
 
 def _settle_length(train: Train, report: Report) -> None:

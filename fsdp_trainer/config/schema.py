@@ -143,8 +143,13 @@ class Model:
     )
     attention: str = key(
         "auto",
-        "`documents`: one kernel call per packed document, cost by Σ length²; `mask`: one call per row under a block mask, fixed shapes for compile; `auto` picks",
-        choices=("auto", "documents", "mask"),
+        "`documents`: kernel calls shared by documents of like length; `mask`: one call per row under a block mask, cost by row²; `varlen`, `flex`: one call over all documents (GPU); `auto` picks by GPU, model and rows, and says why",
+        choices=("auto", "documents", "mask", "varlen", "flex"),
+    )
+    attention_kernel: str = key(
+        "auto",
+        "on a GPU, which kernel is tried first; fa3, fa4: FlashAttention 3 and 4, where installed; `auto`: cuDNN on Hopper, FlashAttention elsewhere",
+        choices=("auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4"),
     )
 
 

@@ -170,8 +170,7 @@ class Decoder(nn.Module):
             x = x * torch.full((), self.config.hidden_size**0.5, dtype=x.dtype, device=x.device)  # rounded as the weights are
         if not self.ropes:
             self.ropes = [Rope(self.config, local) for local in ((False, True) if self.config.rope_local_theta else (False,))]
-        one_document = layout.lengths is None and layout.mask is None
-        turns = [rope(positions, x.dtype, done + tokens.shape[1] if one_document else None) for rope in self.ropes]
+        turns = [rope(positions, x.dtype, done + tokens.shape[1] if layout.one_document else None) for rope in self.ropes]
         windows = self.config.windows
         layouts = {window: layout.within(window) for window in set(windows)}
         for i, (window, block) in enumerate(zip(windows, self.model.layers.values(), strict=True)):

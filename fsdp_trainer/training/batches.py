@@ -1,13 +1,14 @@
 """From the global order of rows to what this rank computes: every number here is arithmetic on a row count."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from fsdp_trainer.data.order import RowData, RowOrder
-from fsdp_trainer.models.attention import Layout
+from fsdp_trainer.models.attention import LAYOUTS, to_device
 from fsdp_trainer.models.decoder import MicroBatch
 
 INDEX_STEP = 128  # supervised positions are padded to a multiple of this, so that the device sees few shapes
@@ -33,9 +34,10 @@ class StepPlan:
 class Batches:
     """This rank's micro-batches of any range of rows."""
 
-    def __init__(self, order: RowOrder, micro_rows: int, rank: int, ranks: int, device: torch.device, masked: bool = False):
-        """masked: attention by a block mask, for fixed shapes."""
-        self.order, self.micro_rows, self.rank, self.ranks, self.device, self.masked = order, micro_rows, rank, ranks, device, masked
+    def __init__(self, order: RowOrder, micro_rows: int, rank: int, ranks: int, device: torch.device, attention: str = "documents"):
+        """attention: a name of `LAYOUTS`."""
+        self.order, self.micro_rows, self.rank, self.ranks, self.device = order, micro_rows, rank, ranks, device
+        self.attention = attention
         self.source_names = order.store.source_names
 
     def steps(self, rows: int, last_row: int | None, step: int = 0, start: int = 0) -> Iterator[StepPlan]:
@@ -67,17 +69,13 @@ class Batches:
             positions[i, : sum(row.documents)] = np.concatenate([np.arange(n) for n in row.documents])
         learnt = np.flatnonzero(labels.reshape(-1) != -100)
         padding = (0, -len(learnt) % INDEX_STEP or (INDEX_STEP if not len(learnt) else 0))
-        on_device: Callable = self._to_device
+        on_device = partial(to_device, device=self.device)
         return MicroBatch(
             on_device(tokens),
             on_device(positions),
-            Layout.masked(lengths, shape[1], self.device) if self.masked else Layout(lengths),
+            LAYOUTS[self.attention](lengths, shape[1], self.device),
             on_device(np.pad(learnt, padding)),
             on_device(np.pad(labels.reshape(-1)[learnt], padding)),
             on_device(np.pad(weights.reshape(-1)[learnt], padding)),
             on_device(np.pad(sources.reshape(-1)[learnt], padding)) if len(self.source_names) > 1 else None,
         )
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor

@@ -21,6 +21,8 @@ from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.world import World
+from fsdp_trainer.models.attention_choice import Choice, choose
+from fsdp_trainer.models.attention_kernels import describe_device, prefer
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.resolve import resolve_model
@@ -63,10 +65,13 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
 
     def batches(store: TokenStore, shuffle: bool) -> Batches:
         order = RowOrder(store, cfg.batch.seq_len, cfg.data.packing, shuffle, cfg.run.seed, config.attended)
-        masked = cfg.model.attention == "mask" or (cfg.model.attention == "auto" and cfg.compile.enabled)
-        return Batches(order, cfg.batch.micro_rows, world.rank, world.size, world.device, masked)
+        return Batches(order, cfg.batch.micro_rows, world.rank, world.size, world.device)
 
     train = batches(material.data.train, cfg.data.shuffle)
+    validation = batches(material.data.validation, shuffle=False) if material.data.validation else None
+    attention = choose_attention(cfg, config, train.order, world.device)
+    for part in filter(None, (train, validation)):
+        part.attention = attention.layout
     total_steps, last_row = length_of_run(cfg, train.order.rows_per_epoch)
     every = cfg.logging.every or (10 if world.device.type == "cuda" else 1)
     more = bool(cfg.loss.label_smoothing or cfg.loss.z_loss)
@@ -91,7 +96,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         optimizer=optimizer,
         gradient_sync=GradientSync(model, cfg.sharding.accumulate, replicated="replicate" in (mesh.mesh_dim_names or ())),
         batches=train,
-        validation=batches(material.data.validation, shuffle=False) if material.data.validation else None,
+        validation=validation,
         samples=Samples(cfg, material.tokenizer, material.template, world.device, config.max_position_embeddings),
         progress=Progress(),
         total_steps=total_steps,
@@ -103,7 +108,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         stop=stop,
         changes=changes,
     )
-    for line in describe(trainer, world, material):
+    for line in describe(trainer, world, material, attention):
         observer.console.say(line)
     if start:
         restore(trainer, start)
@@ -131,6 +136,23 @@ def resolve_architecture(cfg: TrainConfig, material: Material) -> ModelConfig:
         why = f"the tokenizer has {size:,} tokens, more than the model's embedding.\nUse the model's own tokenizer, or add rows with  model.vocab_size={size}"
         raise UserError("tokenizer and model do not fit", [Problem(f"vocabulary={config.vocab_size:,}", why)])
     return config
+
+
+def choose_attention(cfg: TrainConfig, config: ModelConfig, order: RowOrder, device: torch.device) -> Choice:
+    """How attention is computed, settled for this process. Raises UserError for what this machine or model does not allow."""
+    situation = replace(
+        describe_device(device),
+        dtype=cfg.precision.param_dtype,
+        head_dim=config.head_dim,
+        softcap=config.attn_logit_softcapping is not None,
+        windowed=any(window is not None and window < order.seq_len for window in config.windows),
+        compiled=cfg.compile.enabled,
+        selective=cfg.activation_checkpoint.mode == "selective",
+        share=order.totals(0, order.rows_per_epoch)[3] / (order.rows_per_epoch * order.seq_len**2),
+    )
+    choice = choose(cfg.model.attention, cfg.model.attention_kernel, situation)
+    prefer(choice, config, getattr(torch, cfg.precision.param_dtype), device, asked=cfg.model.attention_kernel != "auto")
+    return choice
 
 
 def length_of_run(cfg: TrainConfig, rows_per_epoch: int) -> tuple[int, int | None]:
@@ -208,7 +230,7 @@ def assets_writer(cfg: TrainConfig, material: Material, config: ModelConfig, dty
     return write
 
 
-def describe(trainer: Trainer, world: World, material: Material) -> list[str]:
+def describe(trainer: Trainer, world: World, material: Material, attention: Choice) -> list[str]:
     """What is about to happen: the lines above the progress line."""
     cfg, config, order = trainer.cfg, trainer.model.config, trainer.batches.order
     head = trainer.model.lm_head
@@ -234,8 +256,8 @@ def describe(trainer: Trainer, world: World, material: Material) -> list[str]:
         ),
         *(["       float8 without  compile=enabled  is slower than bfloat16"] if float8 and not cfg.compile.enabled else []),
         *(f"data   {line}" for line in material.data.report),
-        f"rows   {order.rows_per_epoch:,} an epoch of {order.seq_len:,} tokens, {order.fill:.1%} full, "
-        f"attention by {'mask' if trainer.batches.masked else 'documents'}",
+        f"rows   {order.rows_per_epoch:,} an epoch of {order.seq_len:,} tokens, {order.fill:.1%} full",
+        f"attend {attention}",
         f"head   logits of at most {head.rows_at_once(cfg.batch.micro_rows * order.seq_len, world.device.type):,} tokens at once",
         f"step   {cfg.batch.rows} rows = {micro_batches} micro-batches × {cfg.batch.micro_rows} rows × {world.size} ranks"
         + (f", {surplus} of the slots empty" if surplus else ""),

@@ -1,0 +1,128 @@
+"""What attention over packed documents costs, by layout and kernel: it should go by Σ length², not by the row.
+
+    python -m benchmarks.attention [--repeat 5] [--row 4096] [--check]
+
+One row as 1, 4, 16, 64 documents of equal length, forward and backward without compilation, beside one causal call over the whole row and, on a
+CPU, beside one call per document cut out of the row. Where documents are few the ideal ratio is their number. On a GPU every layout runs with
+every kernel that takes it, with TFLOP/s of causal attention: 2 products forward and 5 backward, each 2 · heads · head_dim · Σ length² / 2.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import arguments, finish, in_turn, ratio, spread
+from fsdp_trainer.models.attention import LAYOUTS, Layout, attend, kernel
+from fsdp_trainer.models.attention_choice import Choice
+from fsdp_trainer.models.attention_kernels import describe_device, prefer
+from fsdp_trainer.models.config import ModelConfig
+
+DOCUMENTS = (1, 4, 16, 64)
+MOST_COMPARED = 16  # of more documents the time is not the kernels', and varies
+WINDOW_SHARE = 16  # the window is this part of the row
+CONFIGS = {
+    "cpu": ModelConfig(vocab_size=8, num_attention_heads=4, num_key_value_heads=2, head_dim=32),
+    "cuda": ModelConfig(vocab_size=8, num_attention_heads=32, num_key_value_heads=8, head_dim=128),
+}
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+
+
+def gradients(attention: Callable[[], Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
+    """The output, and what flows back."""
+    out = attention()
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+def seconds(first: Choice, run: Callable[[], object], device: torch.device) -> float:
+    """Of one forward and backward with the kernel of that choice."""
+    prefer(first, CONFIGS[device.type], DTYPES[device.type], device, asked=False)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    begin = time.perf_counter()
+    run()
+    wait()
+    return time.perf_counter() - begin
+
+
+def cut_out(q: Tensor, k: Tensor, v: Tensor, sizes: list[int]) -> Tensor:
+    """One call per document, each cut out of the row by its place: what documents cost before they shared calls."""
+    places = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+    return torch.cat([kernel(q[:, at], k[:, at], v[:, at], None) for at in places], 1)
+
+
+def ways_of(device: torch.device, softcap: float | None) -> list[tuple[str, str | None]]:
+    """(layout, kernel) that run here."""
+    if device.type == "cpu":
+        return [("documents", None), ("mask", None)]
+    if softcap:
+        return [("documents", None), ("flex", None)]
+    installed = sorted(describe_device(device).installed)
+    return [
+        *product(["documents"], ["cudnn", "flash", "efficient"]),
+        ("mask", "efficient"),
+        *product(["varlen"], ["flash", *installed]),
+        ("flex", None),
+    ]
+
+
+def measure(row: int, parts: int, window: int | None, softcap: float | None, device: torch.device, repeat: int) -> dict:
+    """Milliseconds of each way, whose numbers are first checked against the mask's."""
+    config, dtype = CONFIGS[device.type], DTYPES[device.type]
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+    inputs = [torch.randn(1, row, n, config.head_dim, device=device, dtype=dtype, requires_grad=True) for n in heads]
+    grad, sizes = torch.randn_like(inputs[0]), [row // parts] * parts
+
+    def way(layout: Layout) -> Callable[[], list[Tensor]]:
+        return partial(gradients, lambda: attend(*inputs, layout, None, softcap), inputs, grad)
+
+    made = {name: LAYOUTS[name]([sizes], row, device).within(window) for name in {layout for layout, _ in ways_of(device, softcap)}}
+    ways = {"/".join(filter(None, pair)): (Choice(*pair, ""), way(made[pair[0]])) for pair in ways_of(device, softcap)}
+    right = way(Layout.masked([sizes], row, device).within(window))()
+    if not window and not softcap:
+        ways["whole row"] = (Choice("documents", None if device.type == "cpu" else "flash", ""), way(Layout()))
+        if device.type == "cpu":
+            ways["cut out"] = (Choice("documents", None, ""), partial(gradients, lambda: cut_out(*inputs, sizes), inputs, grad))
+    for name, (first, run) in ways.items():
+        prefer(first, config, dtype, device, asked=False)
+        for mine, wanted in zip(run(), right, strict=True):
+            assert name == "whole row" or (mine - wanted).norm() <= TOLERANCE[dtype] * wanted.norm(), f"{name} computes something else"
+    measured = in_turn({name: partial(seconds, *way, device) for name, way in ways.items()}, repeat)
+    pairs = sum(n * (n + 1) // 2 if window is None else sum(min(i + 1, window) for i in range(n)) for n in sizes)
+    flops = 7 * 2 * heads[0] * config.head_dim * pairs
+    told = {
+        name: {"ms": spread([1e3 * s for s in times]), "tflops": float(f"{flops / min(times) / 1e12:.3g}")}
+        for name, times in measured.items()
+    }
+    against = "whole row" if "whole row" in measured else "mask" if "mask" in measured else "flex"
+    ratios = {f"{against} / {name}": ratio(measured[against], times) for name, times in measured.items() if name != against}
+    return {"ways": told, "ratios": ratios}
+
+
+def main() -> None:
+    """All cases; what is compared with is how much less documents cost than the row or mask."""
+    asked = arguments(__doc__, repeat=5, row=4096)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    config = CONFIGS[device.type]
+    row = asked.row
+    cases = {f"{parts} documents": (row, parts, None, None) for parts in DOCUMENTS}
+    cases["1 document, window"] = (row, 1, row // WINDOW_SHARE, None)
+    cases["1 document, softcap"] = (row // 2, 1, None, 50.0)
+    found = {case: measure(*how, device, asked.repeat) for case, how in cases.items()}
+    shape = {"row": row, "heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim}
+    compared = {
+        f"{case}: {name}": told["median"]
+        for case, result in found.items()
+        for name, told in result["ratios"].items()
+        if "documents" in name and cases[case][1] <= MOST_COMPARED
+    }
+    finish("attention", {"shape": shape, "cases": found}, compared, asked.check)
+
+
+if __name__ == "__main__":
+    main()

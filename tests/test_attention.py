@@ -1,0 +1,321 @@
+"""Attention: every layout computes the same, costs what it says, and is chosen for a reason."""
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_trainer.config.schema import ActivationCheckpoint
+from fsdp_trainer.errors import UserError
+from fsdp_trainer.models import attention
+from fsdp_trainer.models.attention import LAYOUTS, QUERIES_AT_ONCE, Layout, Plan, attend
+from fsdp_trainer.models.attention_choice import Choice, Situation, choose
+from fsdp_trainer.models.attention_kernels import prefer
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.initialize import initialize_whole
+from fsdp_trainer.parallel.recompute import checkpoint_activations
+
+CPU = torch.device("cpu")
+ROWS = {
+    "many": ([[5, 1, 17, 9], [40], [3, 3]], 40),
+    "whole": ([[40], [40]], 40),
+    "one each": ([[40], [38]], 48),
+    "with an empty row": ([[], [7]], 40),
+    "longer than a chunk": ([[QUERIES_AT_ONCE + 44, 100], [QUERIES_AT_ONCE * 2]], 600),
+}
+
+
+def inputs(lengths, row, heads=4, kv_heads=2, head_dim=16, device=CPU, dtype=torch.float32):
+    """q, k, v, and a gradient that is zero where padding is."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(len(lengths), row, n, head_dim, generator=generator) for n in (heads, kv_heads, kv_heads, heads))
+    for i, lens in enumerate(lengths):
+        grad[i, sum(lens) :] = 0
+    return *(x.to(device, dtype).requires_grad_(True) for x in (q, k, v)), grad.to(device, dtype)
+
+
+def results(layout, q, k, v, grad, window=None, softcap=None):
+    """The output where it means something, and the gradients."""
+    out = attend(q, k, v, layout.within(window), None, softcap)
+    assert out.isfinite().all(), "padding too"
+    return [out * (grad != 0), *torch.autograd.grad(out, (q, k, v), grad)]
+
+
+def largest_difference(found, wanted):
+    return max((a.float() - b.float()).abs().max().item() for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("window", [None, 1, 4, 16, 100])
+@pytest.mark.parametrize("rows", ROWS)
+def test_documents_are_as_under_a_mask(rows, window, softcap):
+    lengths, row = ROWS[rows]
+    given = inputs(lengths, row)
+    found, wanted = (results(LAYOUTS[name](lengths, row, CPU), *given, window, softcap) for name in ("documents", "mask"))
+    assert largest_difference(found, wanted) <= 1e-5
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("window", [None, 64])
+def test_documents_cost_by_their_squares_or_windows_and_not_by_the_row(seed, window):
+    rng = np.random.default_rng(seed)
+    lengths = [[int(n) for n in rng.integers(1, rng.choice([10, 100, 2000]), size=40)] for _ in range(2)]
+    row = max(map(sum, lengths))
+    plan = Plan.of(lengths, row, window, CPU)
+    computed = sum(call.queries.size * call.keys.shape[1] for call in plan.calls)
+    sizes = np.concatenate(lengths)
+    needed = np.square(sizes).sum() if window is None else (sizes * np.minimum(sizes, 3 * window)).sum()
+    assert computed <= attention.WASTE * needed + len(plan.calls) * attention.CALL
+    assert len(plan.calls) <= 40, "not a call for every document"
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.numel = max(
+            [self.numel, *(x.numel() for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, torch.Tensor))]
+        )
+        return out
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(64, None), (None, 5.0), (64, 5.0)])
+def test_a_long_document_never_has_all_its_scores_or_a_mask_of_them(window, softcap):
+    length = 2048
+    q, k, v, grad = inputs([[length]], length, heads=1, kv_heads=1)
+    with Largest() as largest:
+        attend(q, k, v, Layout([[length]]).within(window), None, softcap).backward(grad)
+    assert largest.numel <= max(QUERIES_AT_ONCE, 2 * (window or 0)) * length < length**2 / 4
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("save", [["attention"], ["matmul"], ["attention", "second_matmul"]], ids=str)
+def test_a_soft_limit_and_windows_under_recomputation(mode, save):
+    config = ModelConfig(
+        family="gemma2", vocab_size=64, hidden_size=32, num_hidden_layers=2, head_dim=16, sliding_window=8, attn_logit_softcapping=20.0
+    )
+    positions, lengths = torch.cat([torch.arange(30), torch.arange(10)]), [[30, 10]]
+    batch = MicroBatch(positions[None] % 64, positions[None], Layout(lengths), torch.arange(40), positions % 64, torch.ones(40))
+    gradients = []
+    for how in ("none", mode):
+        with torch.device("meta"):
+            model = Decoder(config)
+        model.to_empty(device="cpu")
+        initialize_whole(model, 0)
+        checkpoint_activations(model, ActivationCheckpoint(mode=how, save=save))
+        model(replace(batch, layout=Layout(lengths))).log_probability.sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert largest_difference(*gradients) == 0
+
+
+# --- GPU layouts, as far as a CPU can tell -----------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("tests::varlen_attn", mutates_args={})
+def document_by_document(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, longest: int, scale: float | None, past: int
+) -> torch.Tensor:
+    """In place of torch's kernel: one document after another."""
+    places = ends.tolist()
+    assert ends.dtype == torch.int32 and places[0] == 0 and places[-1] == len(q) and all(0 < b - a <= longest for a, b in pairwise(places))
+    parts = [attend(q[None, a:b], k[None, a:b], v[None, a:b], Layout().within(past + 1 or None), scale) for a, b in pairwise(places)]
+    return torch.cat(parts, 1)[0]
+
+
+@document_by_document.register_fake
+def _(q, k, v, ends, longest, scale, past):
+    return torch.empty_like(q)
+
+
+@pytest.fixture
+def varlen(monkeypatch):
+    def call(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size):
+        assert ends_q is ends_k and longest_q == longest_k and window_size[1] == 0
+        return document_by_document(q, k, v, ends_q, longest_q, scale, window_size[0])
+
+    monkeypatch.setattr(attention, "_varlen", lambda: call)
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("rows", ROWS)
+def test_varlen_is_told_where_documents_lie(varlen, rows, window):
+    lengths, row = ROWS[rows]
+    with torch.no_grad():
+        q, k, v, grad = inputs(lengths, row)
+        found, wanted = (attend(q, k, v, LAYOUTS[name](lengths, row, CPU).within(window)) * (grad != 0) for name in ("varlen", "documents"))
+    assert (found - wanted).abs().max() <= 1e-5
+
+
+def test_compiled_varlen_is_one_graph_for_any_documents(varlen):
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v, layout: attend(q, k, v, layout), backend=backend, fullgraph=True)
+    draw = random.Random(0)
+    for _ in range(6):
+        lengths = [[draw.randint(1, 20) for _ in range(draw.randint(1, 10))] for _ in range(2)]
+        q, k, v, grad = inputs(lengths, 256)
+        with torch.no_grad():
+            found = compiled(q, k, v, LAYOUTS["varlen"](lengths, 256, CPU)) * (grad != 0)
+            assert (found - attend(q, k, v, Layout(lengths)) * (grad != 0)).abs().max() <= 1e-5
+    assert len(graphs) == 1
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("window", [None, 16])
+def test_flex_sees_what_a_mask_shows(window, softcap):
+    lengths, row = [[100, 156, 30], [5] * 50], 384
+    q, k, v, grad = (x.detach() for x in inputs(lengths, row))
+    found, wanted = (attend(q, k, v, LAYOUTS[name](lengths, row, CPU).within(window), None, softcap) for name in ("flex", "mask"))
+    assert ((found - wanted) * (grad != 0)).abs().max() <= 1e-5
+
+
+# --- the choice --------------------------------------------------------------------------------------------------------------------
+
+CUDA = Situation("cuda", (9, 0), "bfloat16", 128, share=0.2)
+
+
+@pytest.mark.parametrize(
+    ("situation", "layout", "kernel"),
+    [
+        (Situation("cpu", dtype="float32", head_dim=64), "documents", None),
+        (Situation("cpu", dtype="float32", head_dim=64, compiled=True), "mask", None),
+        (Situation("cpu", dtype="float32", head_dim=64, softcap=True), "documents", None),
+        (CUDA, "varlen", "flash"),
+        (replace(CUDA, share=0.9), "documents", "cudnn"),
+        (replace(CUDA, share=0.9, compiled=True), "varlen", "flash"),
+        (replace(CUDA, share=0.9, windowed=True), "varlen", "flash"),
+        (replace(CUDA, share=0.9, installed=frozenset({"fa3"})), "varlen", "fa3"),
+        (replace(CUDA, share=0.9, capability=(8, 0)), "varlen", "flash"),
+        (replace(CUDA, share=0.9, capability=(8, 0), installed=frozenset({"fa3"})), "varlen", "flash"),
+        (replace(CUDA, capability=(10, 0), installed=frozenset({"fa4"})), "varlen", "fa4"),
+        (replace(CUDA, capability=(7, 5)), "documents", "flash"),
+        (replace(CUDA, head_dim=512), "documents", "cudnn"),
+        (replace(CUDA, head_dim=100, compiled=True), "mask", "cudnn"),
+        (replace(CUDA, dtype="float32"), "documents", "cudnn"),
+        (replace(CUDA, softcap=True), "flex", None),
+        (replace(CUDA, softcap=True, selective=True), "documents", None),
+        (replace(CUDA, softcap=True, selective=True, compiled=True), "flex", None),
+        (replace(CUDA, softcap=True, head_dim=8, compiled=True), "mask", None),
+    ],
+)
+def test_the_choice_by_device_model_and_rows(situation, layout, kernel):
+    choice = choose("auto", "auto", situation)
+    assert (choice.layout, choice.kernel) == (layout, kernel) and choice.why
+    assert choose(layout, "auto", situation).kernel == kernel, "asked for by name it is as good"
+
+
+@pytest.mark.parametrize(
+    ("layout", "kernel", "situation", "says"),
+    [
+        ("varlen", "auto", replace(CUDA, device="cpu", capability=None), "GPUs only"),
+        ("flex", "auto", replace(CUDA, device="cpu", capability=None), "no gradient on a CPU"),
+        ("flex", "auto", replace(CUDA, selective=True), "activation_checkpoint=full"),
+        ("flex", "auto", replace(CUDA, head_dim=8), "head_dim=8"),
+        ("varlen", "auto", replace(CUDA, dtype="float32"), "param_dtype=bfloat16"),
+        ("varlen", "auto", replace(CUDA, softcap=True), "model.attention=flex"),
+        ("varlen", "auto", replace(CUDA, capability=(7, 0)), "this GPU has 7.0"),
+        ("varlen", "auto", replace(CUDA, head_dim=100), "head_dim=100"),
+        ("varlen", "cudnn", CUDA, "model.attention=documents"),
+        ("documents", "auto", replace(CUDA, compiled=True), "model.attention=auto"),
+        ("flex", "flash", CUDA, "a kernel of its own"),
+        ("mask", "fa3", CUDA, "takes no mask"),
+        ("auto", "fa3", CUDA, "is not installed"),
+        ("auto", "fa3", replace(CUDA, capability=(8, 0)), "compute capability 9.0, this GPU has 8.0"),
+        ("auto", "fa4", replace(CUDA, dtype="float32"), "16-bit"),
+        ("auto", "cudnn", replace(CUDA, softcap=True), "soft limit"),
+        ("auto", "math", replace(CUDA, device="cpu", capability=None), "one kernel only"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_type(layout, kernel, situation, says):
+    with pytest.raises(UserError) as error:
+        choose(layout, kernel, situation)
+    assert says in str(error.value) and "Use  " in str(error.value)
+
+
+def test_a_kernel_that_is_asked_for_is_taken():
+    for kernel in ("cudnn", "efficient", "math"):
+        assert choose("auto", kernel, CUDA) == replace(choose("documents", kernel, CUDA), why=f"{kernel} was asked for")
+    assert choose("auto", "fa3", replace(CUDA, share=0.9, installed=frozenset({"fa3"}))).kernel == "fa3"
+    assert choose("auto", "flash", replace(CUDA, share=0.9)).layout == "varlen", "cuDNN would be no reason to leave it"
+
+
+def test_a_kernel_stays_preferred_until_the_next_run():
+    config, before = ModelConfig(vocab_size=8), _cur_sdpa_kernel_backends(with_priority=True)
+    prefer(Choice("documents", "math", ""), config, torch.float32, CPU, asked=True)
+    assert _cur_sdpa_kernel_backends(with_priority=True)[0] == SDPBackend.MATH
+    with pytest.raises(UserError, match=r"(?s)cudnn.*does not compute.*attention_kernel=auto"):
+        prefer(Choice("documents", "cudnn", ""), config, torch.float32, CPU, asked=True)
+    prefer(Choice("documents", None, ""), config, torch.float32, CPU, asked=False)
+    assert _cur_sdpa_kernel_backends(with_priority=True) == before
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (["model.attention=varlen", "launch.device=cpu", "precision=bf16"], "GPUs only"),
+        (["model.attention=flex"], "no gradient on a CPU"),
+        (["model.attention=documents", "compile=enabled"], "other shapes every step"),
+        (["model.attention_kernel=cudnn"], "a CPU has one kernel only"),
+        (["model.attention=mask", "model.attention_kernel=fa3"], "takes no mask"),
+    ],
+    ids=str,
+)
+def test_a_run_that_cannot_attend_as_asked_does_not_begin(train, how, says):
+    run = train("run", *how, code=2)
+    assert says in run.err and "model.attention" in run.err and "Traceback" not in run.err
+
+
+def test_the_start_tells_how_attention_is_computed_and_why(train):
+    assert "attend by documents: cost by Σ length²" in train("run", "train.steps=1").out
+    assert "attend by mask: as asked" in train("masked", "train.steps=1", "model.attention=mask").out
+
+
+# --- on a GPU ----------------------------------------------------------------------------------------------------------------------
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "kernel", "softcap"),
+    [
+        pytest.param(*case, marks=gpu, id="-".join(map(str, case)))
+        for case in [
+            *(("documents", kernel, None) for kernel in ("cudnn", "flash", "efficient")),
+            *(("varlen", kernel, None) for kernel in ("flash", "auto")),
+            *((layout, "auto", softcap) for layout in ("mask", "flex") for softcap in (None, 20.0)),
+            ("documents", "auto", 20.0),
+        ]
+    ],
+)
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(
+    "rows", [([[300, 1, 17, 600], [1000]], 1024), ([[1024], [1024]], 1024), ([[], [8] * 20], 256)], ids=["packed", "whole", "short"]
+)
+def test_every_layout_and_kernel_is_near_float32_on_the_cpu(rows, window, layout, kernel, softcap):
+    (lengths, row), device = rows, torch.device("cuda")
+    config = ModelConfig(vocab_size=8, head_dim=64)
+    prefer(Choice(layout, None if kernel == "auto" else kernel, ""), config, torch.bfloat16, device, asked=False)
+    given = inputs(lengths, row, head_dim=64)
+    there = [x.detach().to(device, torch.bfloat16).requires_grad_(x.requires_grad) for x in given]
+    found = results(LAYOUTS[layout](lengths, row, device), *there, window, softcap)
+    wanted = results(Layout(lengths), *given, window, softcap)
+    prefer(Choice(layout, None, ""), config, torch.bfloat16, device, asked=False)
+    for mine, right in zip(found, wanted, strict=True):
+        assert (mine.float().cpu() - right).norm() <= 0.02 * right.norm()

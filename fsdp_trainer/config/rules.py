@@ -16,7 +16,7 @@ from fsdp_trainer.models.resolve import model_problems
 
 DEMOS = {"data.path": ("demo:backwards",), "data.validation": ("demo:backwards/heldout",), "tokenizer.path": ("demo:bytes",)}
 PATHS = (
-    "run.root", "data.path", "data.validation", "data.template", "data.cache", "tokenizer.path", "model.init_from", "checkpoint.resume",
+    "run.root", "data.path", "data.validation", "data.template", "data.cache", "compile.cache", "tokenizer.path", "model.init_from", "checkpoint.resume",
     "source", "out", "hf", "root",
 )  # fmt: skip
 # what says which code a rank runs: the loader's, Python's, the compiler, plugins
@@ -54,6 +54,7 @@ def check_rules(cfg: Any, report: Report) -> None:
     if sharding.strategy == "ddp" and sharding.cpu_offload:
         report.add("sharding.cpu_offload", True, "ddp keeps everything on the device.\nUse  sharding=fsdp  or  sharding.cpu_offload=false")
     _check_recomputation(cfg, report)
+    _check_compile(cfg, report)
     if (cfg.optim.lr_scaling is None) != (cfg.optim.lr_batch_tokens is None):
         why = "lr_scaling and lr_batch_tokens belong together, e.g.  optim.lr_scaling=sqrt optim.lr_batch_tokens=524288 ; null: lr as it is"
         missing = "lr_scaling" if cfg.optim.lr_scaling is None else "lr_batch_tokens"
@@ -120,6 +121,19 @@ def _check_recomputation(cfg: TrainConfig, report: Report) -> None:
             report.add(f"activation_checkpoint.{name}", getattr(asked, name), why)
     if asked.mode == "selective" and not asked.save:
         report.add("activation_checkpoint.save", [], "nothing kept is  activation_checkpoint=full")
+
+
+def _check_compile(cfg: TrainConfig, report: Report) -> None:
+    """Modes that a sharded model cannot have, and keys that would be left unread."""
+    if cfg.compile.mode in ("reduce-overhead", "max-autotune"):
+        why = (
+            "records CUDA graphs, which replay with weights where they lay; fully_shard gathers them anew, and all blocks share one graph.\n"
+            f"Use  compile.mode={'default' if cfg.compile.mode == 'reduce-overhead' else 'max-autotune-no-cudagraphs'}"
+        )
+        report.add("compile.mode", cfg.compile.mode, why)
+    for name in ("mode", "cache"):
+        if f"compile.{name}" in report.typed and not cfg.compile.enabled:
+            report.add(f"compile.{name}", getattr(cfg.compile, name), "only counts with  compile=enabled")
 
 
 def _settle_length(train: Train, report: Report) -> None:

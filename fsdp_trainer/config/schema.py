@@ -244,7 +244,17 @@ class Precision:
 class Compile:
     """torch.compile, block by block."""
 
-    enabled: bool = key(False, "compile each decoder block; needs a C++ compiler on the machine")
+    enabled: bool = key(
+        False, "compile each decoder block; without a C++ compiler (CPU) or Triton and a C compiler (GPU) the run says so and goes on"
+    )
+    mode: str = key(
+        "default",
+        "`max-autotune-no-cudagraphs` also times variants of each kernel first, which takes minutes; the others record CUDA graphs, which sharded weights do not allow",
+        choices=("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"),
+    )
+    cache: str | None = key(
+        None, "folder for what was compiled, shared by ranks, restarts and runs; null: TORCHINDUCTOR_CACHE_DIR, else run.root/.compile"
+    )
 
 
 @dataclass

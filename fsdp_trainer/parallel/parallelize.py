@@ -5,26 +5,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from fsdp_trainer.config.schema import Compile, Precision, Sharding, TrainConfig
+from fsdp_trainer.config.schema import Precision, Sharding, TrainConfig
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.parallel.compile import compile_blocks
 from fsdp_trainer.parallel.fit import keeps_gathered
 from fsdp_trainer.parallel.recompute import checkpoint_activations
 
 
-def parallelize(model: Decoder, mesh: DeviceMesh, cfg: TrainConfig) -> Decoder:
+def parallelize(model: Decoder, mesh: DeviceMesh, cfg: TrainConfig, compiled: bool = False) -> Decoder:
     """Shard a meta-device model; its parameters come out as DTensors without storage. The order matters."""
     model.to(getattr(torch, cfg.precision.master_dtype))
     checkpoint_activations(model, cfg.activation_checkpoint)
-    compile_blocks(model, cfg.compile)  # inside fully_shard, so that its hooks stay out of the graph
+    if compiled:
+        compile_blocks(model, cfg.compile)  # inside fully_shard, so that its hooks stay out of the graph
     shard(model, mesh, cfg.sharding, cfg.precision)
     return model
-
-
-def compile_blocks(model: Decoder, cfg: Compile) -> None:
-    """One graph per block; all blocks share it."""
-    if cfg.enabled:
-        for block in model.model.layers.values():
-            block.compile(fullgraph=True)
 
 
 def shard(model: Decoder, mesh: DeviceMesh, cfg: Sharding, precision: Precision) -> None:

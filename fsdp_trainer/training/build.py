@@ -29,6 +29,7 @@ from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.profiler import Profiler
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.optim.schedules import peak_learning_rate
+from fsdp_trainer.parallel.compile import Compilations, can_compile
 from fsdp_trainer.parallel.fit import check_fit
 from fsdp_trainer.parallel.materialize import allocate, draw_weights, grow_vocabulary
 from fsdp_trainer.parallel.mesh import build_mesh
@@ -57,11 +58,12 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     mesh = build_mesh(cfg.sharding, world.device.type)
     with torch.device("meta"):
         model = Decoder(config)
-    model = parallelize(model, mesh, cfg)
+    compiled, uncompiled = can_compile(cfg, world.device)
+    model = parallelize(model, mesh, cfg, compiled)
 
     def batches(store: TokenStore, shuffle: bool) -> Batches:
         order = RowOrder(store, cfg.batch.seq_len, cfg.data.packing, shuffle, cfg.run.seed, config.attended)
-        masked = cfg.model.attention == "mask" or (cfg.model.attention == "auto" and cfg.compile.enabled)
+        masked = cfg.model.attention == "mask" or (cfg.model.attention == "auto" and compiled)
         return Batches(order, cfg.batch.micro_rows, world.rank, world.size, world.device, masked)
 
     train = batches(material.data.train, cfg.data.shuffle)
@@ -98,8 +100,9 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         profiler=Profiler(cfg.profile, run, world.rank, world.size, observer),
         stop=stop,
         changes=changes,
+        compilations=Compilations() if compiled else None,
     )
-    for line in describe(trainer, world, material):
+    for line in [*describe(trainer, world, material), *([uncompiled] if uncompiled else [])]:
         observer.console.say(line)
     if start:
         restore(trainer, start)

@@ -20,6 +20,7 @@ from fsdp_trainer.observe.observer import Observer, losses
 from fsdp_trainer.observe.profiler import Profiler
 from fsdp_trainer.optim.optimizers import set_learning_rate, step_unless
 from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate
+from fsdp_trainer.parallel.compile import Compilations
 from fsdp_trainer.parallel.parallelize import reshard
 from fsdp_trainer.training.batches import Batches, StepPlan
 from fsdp_trainer.training.gradients import GradientSync, any_not_finite, clip_gradients
@@ -90,7 +91,9 @@ class Trainer:
     profiler: Profiler
     stop: StopRequests
     changes: dict[str, list[Any]]  # keys that are not as in the checkpoint it goes on from: [then, now]
+    compilations: Compilations | None = None  # of a compiled run
     saved: int = -1  # step of the newest checkpoint
+    steps_compiled: int = 0  # in which blocks were
 
     def fit(self) -> Outcome:
         """Train until the last step, a signal or a time limit. Every line here happens in this order, once per step."""
@@ -104,10 +107,12 @@ class Trainer:
             grad_norm = self.clip()
             not_finite = self.update(lr, loss, grad_norm)
             self.progress.advance(plan)
+            self.tell_compilations("training")
             self.observer.step(plan, self.progress, lr, loss, grad_norm, not_finite, sums)
             self.profiler.after(plan.step)
             if self.due(self.cfg.train.validate_every):
                 self.validate()
+                self.tell_compilations("validation")
                 self.sample()
             # what a checkpoint holds must be on record before it is committed
             self.observer.write_if_due(plan.step, last=self.worth_saving)
@@ -173,6 +178,18 @@ class Trainer:
         step_unless(self.optimizer, not_finite)
         self.optimizer.zero_grad(set_to_none=True)
         return not_finite
+
+    def tell_compilations(self, during: str) -> None:
+        """On record what was compiled; blocks that are compiled again after the second step cost time that the user should hear of."""
+        graphs, cached = self.compilations.new() if self.compilations else (0, 0)
+        if not graphs:
+            return
+        self.observer.event("compile", step=self.progress.step, during=during, graphs=graphs, cached=cached)
+        self.steps_compiled += during == "training"
+        if during == "training" and self.steps_compiled > 1:
+            self.observer.console.say(
+                f"compile: blocks were compiled again in step {self.progress.step:,}; TORCH_LOGS=recompiles in the environment says why"
+            )
 
     def due(self, every: int | None) -> bool:
         """Whether something that happens every so many steps, and at the end, happens after this one."""

@@ -91,9 +91,9 @@ def bad_numbers(kind, steps):
 
     real_objective, real_forward, state = trainer.cross_entropy, trainer.Trainer.forward_backward, {"step": 0}
 
-    def forward_backward(self, plan):
+    def forward_backward(self, plan, batches):
         state["step"] = plan.step
-        return real_forward(self, plan)
+        return real_forward(self, plan, batches)
 
     def objective(scores, weights):
         mine = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)

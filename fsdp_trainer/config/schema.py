@@ -63,6 +63,11 @@ class Train:
         None, "end after this many validations in a row without a lower loss, with exit code 0; null: train to the end", minimum=1
     )
     early_stop_delta: float = key(0.0, "how much lower a validation loss must be to count for train.early_stop", minimum=0)
+    gc_every: int | None = key(
+        100,
+        "optimizer steps between Python's garbage collections, so that all ranks pause in the same step; null: whenever Python likes",
+        minimum=1,
+    )
     max_skipped: int = key(10, "steps skipped in a row for a non-finite loss or gradient before the run stops with exit code 1", minimum=1)
 
 
@@ -173,6 +178,11 @@ class Data:
         None, "a path like data.path, or a share of the samples such as 0.02, chosen by their content; null: none"
     )
     cache: str | None = key(None, "folder for tokenised data, shared by all ranks and runs; null: run.root/.data")
+    prefetch: int | None = key(
+        None,
+        "micro-batches that a thread assembles and copies to the device ahead; 0: none, no thread; null: 2 on a GPU, 0 on a CPU",
+        minimum=0,
+    )
 
 
 @dataclass

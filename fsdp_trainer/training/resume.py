@@ -20,7 +20,7 @@ from fsdp_trainer.observe.observer import Observer
 LOCK = ".lock"
 COMPARED = ("model", "data", "tokenizer", "batch", "optim", "schedule")
 # How something is read or computed, not what; the data's and the tokenizer's content is in the fingerprint.
-FREE = {"model.attention", "data.cache", "data.path", "data.validation", "tokenizer.path"}
+FREE = {"model.attention", "data.cache", "data.path", "data.prefetch", "data.validation", "tokenizer.path"}
 OF_THE_RESUME = {"checkpoint.resume", "checkpoint.allow_changes", "run.overwrite"}
 
 

@@ -2,14 +2,15 @@
 
 import glob
 import importlib.util
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.check import Report, flatten
+from fsdp_trainer.config.check import Report, flatten, show
 from fsdp_trainer.config.data_files import data_files, needs_arrow
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
-from fsdp_trainer.config.schema import GROUPS, Train, TrainConfig
+from fsdp_trainer.config.schema import GROUPS, NEEDS_NCCL, Sharding, Train, TrainConfig
 from fsdp_trainer.config.units import parse_duration, parse_steps
 from fsdp_trainer.config.verbs import ExportConfig, GenerateConfig, VerifyConfig
 from fsdp_trainer.models.resolve import model_problems
@@ -32,6 +33,8 @@ RUNS_CODE = (
     "NCCL_TUNER_PLUGIN",
     "NCCL_PROFILER_PLUGIN",
 )
+COMMUNICATION = {"messages": (2, 11), "separate_reduce_scatter": (2, 13), "reduce_scatter_buffers": (2, 13)}
+"""Options of FSDP2's collectives, and the first torch that has them."""
 THE_LAUNCHERS = ("PATH", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -53,6 +56,7 @@ def check_rules(cfg: Any, report: Report) -> None:
         )
     if sharding.strategy == "ddp" and sharding.cpu_offload:
         report.add("sharding.cpu_offload", True, "ddp keeps everything on the device.\nUse  sharding=fsdp  or  sharding.cpu_offload=false")
+    _check_communication(cfg, report)
     _check_recomputation(cfg, report)
     _check_compile(cfg, report)
     if (cfg.optim.lr_scaling is None) != (cfg.optim.lr_batch_tokens is None):
@@ -121,6 +125,30 @@ def _check_recomputation(cfg: TrainConfig, report: Report) -> None:
             report.add(f"activation_checkpoint.{name}", getattr(asked, name), why)
     if asked.mode == "selective" and not asked.save:
         report.add("activation_checkpoint.save", [], "nothing kept is  activation_checkpoint=full")
+
+
+def _check_communication(cfg: TrainConfig, report: Report) -> None:
+    """Options of FSDP2's collectives: what the installed torch has, and what there is to communicate. The device is looked at later."""
+    sharding = cfg.sharding
+    torch = version("torch")
+    for name, needed in COMMUNICATION.items():
+        value = getattr(sharding, name)
+        if value == getattr(Sharding(), name):
+            continue
+        needed = (2, 12) if value == "symmetric" else needed
+        if sharding.strategy == "ddp":
+            report.add(
+                f"sharding.{name}",
+                value,
+                f"ddp gathers and scatters nothing.\nUse  sharding=fsdp  or  sharding.{name}={show(getattr(Sharding(), name))}",
+            )
+        elif tuple(map(int, torch.split(".")[:2])) < needed:
+            report.add(f"sharding.{name}", value, f"needs torch {needed[0]}.{needed[1]}; installed is {torch}")
+        elif name == "messages" and cfg.launch.device == "cpu":
+            report.add("sharding.messages", value, f"{NEEDS_NCCL}.\nUse  sharding.messages=ordinary")
+    if sharding.messages == "symmetric" and sharding.reduce_scatter_buffers > 1:
+        why = "symmetric messages share one buffer.\nUse  sharding.reduce_scatter_buffers=1  or  sharding.messages=registered"
+        report.add("sharding.reduce_scatter_buffers", sharding.reduce_scatter_buffers, why)
 
 
 def _check_compile(cfg: TrainConfig, report: Report) -> None:

@@ -20,6 +20,9 @@ def key(
     return field(default=default, metadata=metadata)
 
 
+NEEDS_NCCL = "is memory of NCCL's, which GPUs communicate by; gloo on a CPU has none"
+
+
 def default_of(f: Any) -> Any:
     """The default of a dataclass field, whichever way it was given."""
     return f.default if f.default is not MISSING else f.default_factory()
@@ -218,6 +221,17 @@ class Sharding:
         "sharded",
         "between micro-batches: `sharded` reduces each one's gradient (hsdp's all-reduce waits for the last); `unsharded` reduces once, but every rank holds the whole gradient",
         choices=("sharded", "unsharded"),
+    )
+    messages: str = key(
+        "ordinary",
+        "memory that gathered and reduced messages lie in: `ordinary`; `registered` with NCCL, which may then leave out a copy; `symmetric`, the same address on all GPUs (torch 2.12)",
+        choices=("ordinary", "registered", "symmetric"),
+    )
+    separate_reduce_scatter: bool = key(
+        False, "reduce gradients over a process group of their own, so that backward's all-gathers need not wait for them (torch 2.13)"
+    )
+    reduce_scatter_buffers: int = key(
+        1, "gradient messages on their way at a time; 2 lets backward go on while one is late, and holds one more (torch 2.13)", minimum=1
     )
 
 

@@ -175,7 +175,8 @@ class Trainer:
             loss = cross_entropy(scores, batch.weights) / (plan.weight or 1.0)  # a step may have no target
             loss.backward()
             self.add_to(total, loss.detach(), scores, batch)
-        dist.all_reduce(total)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
         return total[0], total[1:]
 
     def sums_of(self, batches: Batches) -> Tensor:

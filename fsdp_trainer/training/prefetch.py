@@ -68,8 +68,10 @@ class Ahead(Generic[T]):
             self._used.popleft()
 
     def _work(self) -> None:
-        on_gpu = self._device.type == "cuda"
-        stream = torch.cuda.Stream(self._device) if on_gpu else None
+        stream = None
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # which device is the current one, each thread decides for itself
+            stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(stream) if stream else nullcontext():
             while True:
                 self._room.acquire()

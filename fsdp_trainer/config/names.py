@@ -62,7 +62,7 @@ SYNONYMS = {
     "torch_compile": "compile=enabled", "use_compile": "compile=enabled", "compile_mode": "compile.mode", "torch_compile_mode": "compile.mode",
     "gc_freq": "train.gc_every", "gc_interval": "train.gc_every", "manual_gc": "train.gc_every", "manual_gc_interval": "train.gc_every",
     "prefetch_factor": "data.prefetch", "dataloader_prefetch_factor": "data.prefetch", "num_workers": "data.prefetch",
-    "dataloader_num_workers": "data.prefetch", "symm_mem": "sharding.messages", "symmetric_memory": "sharding.messages",
+    "dataloader_num_workers": "data.prefetch", "symm_mem": "sharding.messages=symmetric", "symmetric_memory": "sharding.messages=symmetric",
     "inductor_cache_dir": "compile.cache", "compile_cache_dir": "compile.cache",
     "learning_rate": "optim.lr", "max_lr": "optim.lr", "peak_lr": "optim.lr", "wd": "optim.weight_decay", "decay": "optim.weight_decay",
     "max_grad_norm": "optim.grad_clip", "max_norm": "optim.grad_clip", "clip_grad": "optim.grad_clip",

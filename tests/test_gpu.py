@@ -6,8 +6,9 @@ import pickle
 
 import pytest
 import torch
-from world import read_lines
+from world import read_lines, write_chats
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
@@ -24,6 +25,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
         ["model.attention=flex", "compile=enabled"],
         ["compile=enabled"],
         ["sharding.cpu_offload=true"],
+        ["sharding.messages=registered"],
+        pytest.param(["sharding.messages=symmetric"], marks=pytest.mark.skipif(TORCH < (2, 12), reason="needs torch 2.12")),
+        pytest.param(["sharding.separate_reduce_scatter=true"], marks=pytest.mark.skipif(TORCH < (2, 13), reason="needs torch 2.13")),
+        pytest.param(["sharding.reduce_scatter_buffers=2"], marks=pytest.mark.skipif(TORCH < (2, 13), reason="needs torch 2.13")),
+        ["data.prefetch=0"],
     ],
     ids=str,
 )
@@ -93,6 +99,11 @@ def no_waiting():
         *([f"model.attention={layout}", "activation_checkpoint=full"] for layout in ("documents", "mask", "varlen", "flex")),
         *([f"model.attention={layout}", *GEMMA] for layout in ("documents", "mask", "flex")),
         ["model.attention=varlen", *WINDOWS],
+        ["data.prefetch=0"],
+        ["compile=enabled"],
+        ["sharding.cpu_offload=true"],
+        ["model.family=gemma2", "model.sliding_window=16", "model.attn_logit_softcapping=30", "model.final_logit_softcapping=20"],
+        ["model.tie_word_embeddings=false"],
     ],
     ids=str,
 )
@@ -118,6 +129,27 @@ def test_the_head_adds_up_its_gradient_in_float32_over_many_chunks(compiled):
     assert torch.allclose(-scores.log_probability.cpu().double(), nll, rtol=0.02, atol=0.05)
     for ours, exact in ((on_gpu.grad, grad_hidden), (head.weight.grad, grad_weight)):
         assert ours.dtype == torch.bfloat16 and (ours.cpu().double() - exact).norm() < 0.01 * exact.norm()
+
+
+def test_no_step_of_several_sources_waits_for_the_host(train, tmp_path):
+    data = [write_chats(tmp_path / f"{name}.jsonl", 40, start) for name, start in (("one", 0), ("two", 200))]
+    run = train(
+        "run", f"data.path=[{','.join(map(str, data))}]", "train.steps=5", "launch.device=cuda", "batch.micro_rows=2", seam=no_waiting
+    )
+    assert len(run.metrics[-1]["loss_by_source"]) == 2
+
+
+def test_micro_batches_made_ahead_are_those_made_on_the_spot(train):
+    how = ["train.steps=30", "launch.device=cuda", "batch.micro_rows=1", "sharding.accumulate=sharded"]
+    runs = [train(f"ahead{depth}", *how, f"data.prefetch={depth}") for depth in (0, 1, 4)]
+    assert runs[0].column("loss") == runs[1].column("loss") == runs[2].column("loss")
+
+
+def test_a_bad_step_of_an_offloaded_run_is_skipped(train):
+    from test_optim import bad_for_long
+
+    run = train("run", "train.steps=3", "launch.device=cuda", "sharding.cpu_offload=true", seam=bad_for_long)
+    assert [e["step"] for e in run.event("skipped")] == [2]
 
 
 def test_a_profile_has_the_devices_kernels_and_a_snapshot_of_its_memory(train):

@@ -1,9 +1,14 @@
 """What a path given as `source` or `model.init_from` is: a Hugging Face folder, a checkpoint, or a run that holds checkpoints."""
 
+import os
 import re
+import tempfile
 from pathlib import Path
 
+from fsdp_trainer.config.schema import TrainConfig
+
 MANIFEST = "MANIFEST.json"
+COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 BEST = "best"  # beside the checkpoints: a link to the best one by validation loss
 
 
@@ -43,3 +48,11 @@ def is_hub_id(path: str) -> bool:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith((".", "~")):
         return False
     return not Path(path).exists() and not Path(path).parent.is_dir()  # runs/typo is a folder that is not there
+
+
+def compile_cache(cfg: TrainConfig) -> Path:
+    """compile.cache, else what the environment says, else a folder beside the runs, which a restart in a new container still finds."""
+    named = cfg.compile.cache or os.environ.get(COMPILE_CACHE)
+    if named and Path(named).parent == Path(tempfile.gettempdir()) and Path(named).name.startswith("torchinductor_"):
+        named = cfg.compile.cache  # torch's own default, which it puts into the environment of notebooks
+    return Path(named or Path(cfg.run.root) / ".compile").expanduser().resolve()

@@ -3,15 +3,16 @@
 import glob
 import importlib.util
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.check import Report, flatten
+from fsdp_trainer.config.check import Report, flatten, show
 from fsdp_trainer.config.data_files import data_files, needs_arrow
 from fsdp_trainer.config.formats import is_compact, moments_format, rounds
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
-from fsdp_trainer.config.schema import GROUPS, Train, TrainConfig
+from fsdp_trainer.config.schema import GROUPS, NEEDS_NCCL, Sharding, Train, TrainConfig
 from fsdp_trainer.config.units import parse_duration, parse_steps
 from fsdp_trainer.config.verbs import ExportConfig, GenerateConfig, VerifyConfig
 from fsdp_trainer.models.attention_choice import Situation, attention_problems
@@ -19,7 +20,7 @@ from fsdp_trainer.models.resolve import model_problems
 
 DEMOS = {"data.path": ("demo:backwards",), "data.validation": ("demo:backwards/heldout",), "tokenizer.path": ("demo:bytes",)}
 PATHS = (
-    "run.root", "data.path", "data.validation", "data.template", "data.cache", "tokenizer.path", "model.init_from", "checkpoint.resume",
+    "run.root", "data.path", "data.validation", "data.template", "data.cache", "compile.cache", "tokenizer.path", "model.init_from", "checkpoint.resume",
     "source", "out", "hf", "root",
 )  # fmt: skip
 # what says which code a rank runs: the loader's, Python's, the compiler, plugins
@@ -35,6 +36,8 @@ RUNS_CODE = (
     "NCCL_TUNER_PLUGIN",
     "NCCL_PROFILER_PLUGIN",
 )
+COMMUNICATION = {"messages": (2, 11), "separate_reduce_scatter": (2, 13), "reduce_scatter_buffers": (2, 13)}
+"""Options of FSDP2's collectives, and the first torch that has them."""
 THE_LAUNCHERS = ("PATH", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -56,8 +59,10 @@ def check_rules(cfg: Any, report: Report) -> None:
         )
     if sharding.strategy == "ddp" and sharding.cpu_offload:
         report.add("sharding.cpu_offload", True, "ddp keeps everything on the device.\nUse  sharding=fsdp  or  sharding.cpu_offload=false")
+    _check_communication(cfg, report)
     _check_recomputation(cfg, report)
     _check_attention(cfg, report)
+    _check_compile(cfg, report)
     if (cfg.optim.lr_scaling is None) != (cfg.optim.lr_batch_tokens is None):
         why = "lr_scaling and lr_batch_tokens belong together, e.g.  optim.lr_scaling=sqrt optim.lr_batch_tokens=524288 ; null: lr as it is"
         missing = "lr_scaling" if cfg.optim.lr_scaling is None else "lr_batch_tokens"
@@ -168,6 +173,43 @@ def _check_attention(cfg: TrainConfig, report: Report) -> None:
     for problem in attention_problems(cfg.model.attention, cfg.model.attention_kernel, situation):
         key, _, value = problem.what.partition("=")
         report.add(key, value, problem.why)
+
+
+def _check_communication(cfg: TrainConfig, report: Report) -> None:
+    """Options of FSDP2's collectives: what the installed torch has, and what there is to communicate. The device is looked at later."""
+    sharding = cfg.sharding
+    torch = version("torch")
+    for name, needed in COMMUNICATION.items():
+        value = getattr(sharding, name)
+        if value == getattr(Sharding(), name):
+            continue
+        needed = (2, 12) if value == "symmetric" else needed
+        if sharding.strategy == "ddp":
+            report.add(
+                f"sharding.{name}",
+                value,
+                f"ddp gathers and scatters nothing.\nUse  sharding=fsdp  or  sharding.{name}={show(getattr(Sharding(), name))}",
+            )
+        elif tuple(map(int, torch.split(".")[:2])) < needed:
+            report.add(f"sharding.{name}", value, f"needs torch {needed[0]}.{needed[1]}; installed is {torch}")
+        elif name == "messages" and cfg.launch.device == "cpu":
+            report.add("sharding.messages", value, f"{NEEDS_NCCL}.\nUse  sharding.messages=ordinary")
+    if sharding.messages == "symmetric" and sharding.reduce_scatter_buffers > 1:
+        why = "symmetric messages share one buffer.\nUse  sharding.reduce_scatter_buffers=1  or  sharding.messages=registered"
+        report.add("sharding.reduce_scatter_buffers", sharding.reduce_scatter_buffers, why)
+
+
+def _check_compile(cfg: TrainConfig, report: Report) -> None:
+    """Modes that a sharded model cannot have, and keys that would be left unread."""
+    if cfg.compile.mode in ("reduce-overhead", "max-autotune"):
+        why = (
+            "records CUDA graphs, which replay with weights where they lay; fully_shard gathers them anew, and all blocks share one graph.\n"
+            f"Use  compile.mode={'default' if cfg.compile.mode == 'reduce-overhead' else 'max-autotune-no-cudagraphs'}"
+        )
+        report.add("compile.mode", cfg.compile.mode, why)
+    for name in ("mode", "cache"):
+        if f"compile.{name}" in report.typed and not cfg.compile.enabled:
+            report.add(f"compile.{name}", getattr(cfg.compile, name), "only counts with  compile=enabled")
 
 
 def _settle_length(train: Train, report: Report) -> None:

@@ -20,6 +20,9 @@ def key(
     return field(default=default, metadata=metadata)
 
 
+NEEDS_NCCL = "is memory of NCCL's, which GPUs communicate by; gloo on a CPU has none"
+
+
 def default_of(f: Any) -> Any:
     """The default of a dataclass field, whichever way it was given."""
     return f.default if f.default is not MISSING else f.default_factory()
@@ -63,6 +66,11 @@ class Train:
         None, "end after this many validations in a row without a lower loss, with exit code 0; null: train to the end", minimum=1
     )
     early_stop_delta: float = key(0.0, "how much lower a validation loss must be to count for train.early_stop", minimum=0)
+    gc_every: int | None = key(
+        100,
+        "optimizer steps between Python's garbage collections, so that all ranks pause in the same step; null: whenever Python likes",
+        minimum=1,
+    )
     max_skipped: int = key(10, "steps skipped in a row for a non-finite loss or gradient before the run stops with exit code 1", minimum=1)
 
 
@@ -191,6 +199,11 @@ class Data:
         None, "a path like data.path, or a share of the samples such as 0.02, chosen by their content; null: none"
     )
     cache: str | None = key(None, "folder for tokenised data, shared by all ranks and runs; null: run.root/.data")
+    prefetch: int | None = key(
+        None,
+        "micro-batches that a thread assembles and copies to the device ahead; 0: none, no thread; null: 2 on a GPU, 0 on a CPU",
+        minimum=0,
+    )
 
 
 @dataclass
@@ -226,6 +239,17 @@ class Sharding:
         "sharded",
         "between micro-batches: `sharded` reduces each one's gradient (hsdp's all-reduce waits for the last); `unsharded` reduces once, but every rank holds the whole gradient",
         choices=("sharded", "unsharded"),
+    )
+    messages: str = key(
+        "ordinary",
+        "memory that gathered and reduced messages lie in: `ordinary`; `registered` with NCCL, which may then leave out a copy; `symmetric`, the same address on all GPUs (torch 2.12)",
+        choices=("ordinary", "registered", "symmetric"),
+    )
+    separate_reduce_scatter: bool = key(
+        False, "reduce gradients over a process group of their own, so that backward's all-gathers need not wait for them (torch 2.13)"
+    )
+    reduce_scatter_buffers: int = key(
+        1, "gradient messages on their way at a time; 2 lets backward go on while one is late, and holds one more (torch 2.13)", minimum=1
     )
 
 
@@ -267,7 +291,17 @@ class Precision:
 class Compile:
     """torch.compile, block by block."""
 
-    enabled: bool = key(False, "compile each decoder block; needs a C++ compiler on the machine")
+    enabled: bool = key(
+        False, "compile each decoder block; without a C++ compiler (CPU) or Triton and a C compiler (GPU) the run says so and goes on"
+    )
+    mode: str = key(
+        "default",
+        "`max-autotune-no-cudagraphs` also times variants of each kernel first, which takes minutes; the others record CUDA graphs, which sharded weights do not allow",
+        choices=("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"),
+    )
+    cache: str | None = key(
+        None, "folder for what was compiled, shared by ranks, restarts and runs; null: TORCHINDUCTOR_CACHE_DIR, else run.root/.compile"
+    )
 
 
 @dataclass

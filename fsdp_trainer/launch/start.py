@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from glob import glob
 
+from fsdp_trainer.config.paths import COMPILE_CACHE, compile_cache
 from fsdp_trainer.config.schema import Launch, TrainConfig
 
 GRACE_SECONDS = 10.0
@@ -22,6 +23,8 @@ def train(cfg: TrainConfig, overrides: list[str]) -> int:
     if launcher(os.environ) is None and ranks_to_start(cfg.launch) > 1:
         return start_ranks(cfg.launch, overrides)
     os.environ.update({name: value for name, value in cfg.launch.env.items() if name not in os.environ})
+    if cfg.compile.enabled:
+        os.environ[COMPILE_CACHE] = str(compile_cache(cfg))  # read when torch is imported
     return run_rank_imported()(cfg)
 
 

@@ -31,6 +31,7 @@ from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.profiler import Profiler
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.optim.schedules import peak_learning_rate
+from fsdp_trainer.parallel.compile import Compilations, can_compile
 from fsdp_trainer.parallel.convert import float8_layers, require_float8, scale_after_each_step
 from fsdp_trainer.parallel.fit import check_fit
 from fsdp_trainer.parallel.materialize import allocate, draw_weights, grow_vocabulary
@@ -61,7 +62,8 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     with torch.device("meta"):
         model = Decoder(config)
     model.lm_head.chunk_mib = cfg.loss.chunk_mib
-    model = parallelize(model, mesh, cfg)
+    compiled, uncompiled = can_compile(cfg, world.device)
+    model = parallelize(model, mesh, cfg, compiled)
 
     def batches(store: TokenStore, shuffle: bool) -> Batches:
         order = RowOrder(store, cfg.batch.seq_len, cfg.data.packing, shuffle, cfg.run.seed, config.attended)
@@ -69,7 +71,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
 
     train = batches(material.data.train, cfg.data.shuffle)
     validation = batches(material.data.validation, shuffle=False) if material.data.validation else None
-    attention = choose_attention(cfg, config, train.order, world.device)
+    attention = choose_attention(cfg, config, train.order, world.device, compiled)
     for part in filter(None, (train, validation)):
         part.attention = attention.layout
     total_steps, last_row = length_of_run(cfg, train.order.rows_per_epoch)
@@ -107,8 +109,9 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         profiler=Profiler(cfg.profile, run, world.rank, world.size, observer),
         stop=stop,
         changes=changes,
+        compilations=Compilations() if compiled else None,
     )
-    for line in describe(trainer, world, material, attention):
+    for line in [*describe(trainer, world, material, attention), *([uncompiled] if uncompiled else [])]:
         observer.console.say(line)
     if start:
         restore(trainer, start)
@@ -138,7 +141,7 @@ def resolve_architecture(cfg: TrainConfig, material: Material) -> ModelConfig:
     return config
 
 
-def choose_attention(cfg: TrainConfig, config: ModelConfig, order: RowOrder, device: torch.device) -> Choice:
+def choose_attention(cfg: TrainConfig, config: ModelConfig, order: RowOrder, device: torch.device, compiled: bool) -> Choice:
     """How attention is computed, settled for this process. Raises UserError for what this machine or model does not allow."""
     situation = replace(
         describe_device(device),
@@ -146,7 +149,7 @@ def choose_attention(cfg: TrainConfig, config: ModelConfig, order: RowOrder, dev
         head_dim=config.head_dim,
         softcap=config.attn_logit_softcapping is not None,
         windowed=any(window is not None and window < order.seq_len for window in config.windows),
-        compiled=cfg.compile.enabled,
+        compiled=compiled,
         selective=cfg.activation_checkpoint.mode == "selective",
         share=order.totals(0, order.rows_per_epoch)[3] / (order.rows_per_epoch * order.seq_len**2),
     )

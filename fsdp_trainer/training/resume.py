@@ -21,13 +21,14 @@ LOCK = ".lock"
 COMPARED = ("model", "data", "tokenizer", "batch", "loss", "optim", "schedule")
 # How something is read or computed, not what; the data's and the tokenizer's content is in the fingerprint.
 FREE = {
-    "model.attention",
-    "optim.implementation",
-    "loss.chunk_mib",
-    "model.attention_kernel",
     "data.cache",
     "data.path",
+    "data.prefetch",
     "data.validation",
+    "loss.chunk_mib",
+    "model.attention",
+    "model.attention_kernel",
+    "optim.implementation",
     "tokenizer.path",
 }
 OF_THE_RESUME = {"checkpoint.resume", "checkpoint.allow_changes", "run.overwrite"}

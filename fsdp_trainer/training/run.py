@@ -22,6 +22,7 @@ from fsdp_trainer.models.hub import fetch
 from fsdp_trainer.observe.console import Console, short
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.trackers import Trackers
+from fsdp_trainer.parallel.compile import told_in_short
 from fsdp_trainer.training.build import Material, build, check_room
 from fsdp_trainer.training.resume import claim_folder, claimed_by
 from fsdp_trainer.training.stop import StopRequests
@@ -115,7 +116,8 @@ def train(trainer: Trainer, world: World, run: Path) -> Outcome:
         observer.console.say(f"goes on after step {step:,}")
         for key, (then, now) in sorted(trainer.changes.items()):
             observer.console.say(f"       {key} was {show(then)}, is {show(now)}")
-    outcome = trainer.fit()
+    with told_in_short():
+        outcome = trainer.fit()
     if outcome[1] == 0:
         tell_end(trainer, outcome[0])
         export_hf(trainer, world, run)

@@ -1,7 +1,9 @@
 """The step loop. It receives built parts; what the model is, how it is sharded and where files lie is not its business."""
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -20,15 +22,21 @@ from fsdp_trainer.observe.observer import Observer, losses
 from fsdp_trainer.observe.profiler import Profiler
 from fsdp_trainer.optim.optimizers import set_learning_rate, step_unless
 from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate
+from fsdp_trainer.parallel.compile import Compilations
 from fsdp_trainer.parallel.parallelize import reshard
 from fsdp_trainer.training.batches import Batches, StepPlan
-from fsdp_trainer.training.gradients import GradientSync, any_not_finite, clip_gradients
+from fsdp_trainer.training.garbage import collecting_garbage
+from fsdp_trainer.training.gradients import GradientSync, any_not_finite, beside, clip_gradients
 from fsdp_trainer.training.objective import CrossEntropy, by_source, negative_log_likelihood
+from fsdp_trainer.training.prefetch import Ahead
 from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.stop import StopRequests
 
 Outcome = tuple[str, int]
 """Why training ended, and the exit code."""
+Planned = tuple[StepPlan, MicroBatch]
+"""A micro-batch of this rank, and the step that it is of."""
+PREFETCH_ON_GPU = 2  # one on its way and one ready; assembling takes a small part of a step
 
 
 @dataclass
@@ -90,27 +98,36 @@ class Trainer:
     profiler: Profiler
     stop: StopRequests
     changes: dict[str, list[Any]]  # keys that are not as in the checkpoint it goes on from: [then, now]
+    compilations: Compilations | None = None  # of a compiled run
     saved: int = -1  # step of the newest checkpoint
+    steps_compiled: int = 0  # in which blocks were
 
     def fit(self) -> Outcome:
         """Train until the last step, a signal or a time limit. Every line here happens in this order, once per step."""
-        steps = self.batches.steps(self.cfg.batch.rows, self.last_row, self.progress.step, self.progress.rows)
+        with self.ahead(self.batches, self.plans()) as batches, collecting_garbage(self.cfg.train.gc_every) as collect:
+            return self.train_on(batches, collect)
+
+    def train_on(self, batches: Iterator[Planned], collect: Callable[[int], None]) -> Outcome:
+        """The loop of `fit`."""
         peak = peak_learning_rate(self.cfg.optim, self.cfg.batch)
         while not self.finished:
-            plan = next(steps)
+            plan, first = next(batches)
             self.profiler.before(plan.step)
             lr = learning_rate(self.cfg.schedule, peak, plan.step, self.total_steps)
-            loss, objective, sums = self.forward_backward(plan)
+            loss, objective, sums = self.forward_backward(plan, chain([first], (batch for _, batch in batches)))
             grad_norm = self.clip()
             not_finite = self.update(lr, loss, grad_norm)
             self.progress.advance(plan)
-            self.observer.step(plan, self.progress, lr, loss, objective, grad_norm, not_finite, sums)
+            self.tell_compilations("training")
+            self.observer.step(plan, self.progress, lr, loss, objective, beside(grad_norm, loss), beside(not_finite, loss), sums)
             self.profiler.after(plan.step)
             if self.due(self.cfg.train.validate_every):
                 self.validate()
+                self.tell_compilations("validation")
                 self.sample()
             # what a checkpoint holds must be on record before it is committed
             self.observer.write_if_due(plan.step, last=self.worth_saving)
+            collect(plan.step)
             self.stop_if_nothing_is_learnt()
             if self.worth_saving:
                 self.save()
@@ -132,8 +149,20 @@ class Trainer:
         best = self.cfg.checkpoint.best and self.progress.best_step == self.progress.step
         return best or bool(self.finished) or self.due(self.cfg.checkpoint.every)
 
+    def plans(self) -> Iterator[StepPlan]:
+        """Of the steps to come."""
+        steps = self.batches.steps(self.cfg.batch.rows, self.last_row, self.progress.step, self.progress.rows)
+        return islice(steps, max(0, self.total_steps - self.progress.step))
+
+    def ahead(self, batches: Batches, plans: Iterator[StepPlan]) -> Ahead[Planned]:
+        """All micro-batches of all plans, each with its plan."""
+        depth = self.cfg.data.prefetch
+        if depth is None:
+            depth = PREFETCH_ON_GPU if batches.device.type == "cuda" else 0
+        return Ahead(((plan, batch) for plan in plans for batch in batches.micro_batches(plan)), depth, batches.device)
+
     @record_function("forward_backward")
-    def forward_backward(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
+    def forward_backward(self, plan: StepPlan, batches: Iterator[MicroBatch]) -> tuple[Tensor, Tensor, Tensor]:
         """All micro-batches of a step. Gradients end up sharded and summed; returns the step's loss and objective over all ranks, on the device.
 
         And, of several sources, the [2 × sources] sums of `by_source`; empty for one.
@@ -141,7 +170,7 @@ class Trainer:
         total = self.sums_of(self.batches)
         minimised = total.new_zeros(1)
         count, loss = self.batches.count(plan), self.cfg.loss
-        for i, batch in enumerate(self.batches.micro_batches(plan), 1):
+        for i, batch in enumerate(islice(batches, count), 1):
             self.gradient_sync.before(last=i == count)
             weights = batch.weights / (plan.weight or 1.0)  # a step may have no target
             objective, scores = self.model(batch, CrossEntropy(weights, loss.label_smoothing, loss.z_loss))
@@ -149,7 +178,8 @@ class Trainer:
             minimised += objective.detach()
             self.add_to(total, negative_log_likelihood(scores, weights), scores, batch)
         reduced = torch.cat([minimised, total])
-        dist.all_reduce(reduced)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(reduced)
         return reduced[1], reduced[0], reduced[2:]
 
     def sums_of(self, batches: Batches) -> Tensor:
@@ -165,17 +195,32 @@ class Trainer:
 
     @record_function("clip")
     def clip(self) -> Tensor:
-        """Clip the gradients; returns their global norm before, a scalar on the device (offloaded gradients lie on the host)."""
-        return clip_gradients(self.model, self.cfg.optim.grad_clip, self.cfg.optim.grad_clip_value).to(self.batches.device)
+        """Clip the gradients; returns their global norm before, a scalar where they lie: on the device, or offloaded on the host."""
+        return clip_gradients(self.model, self.cfg.optim.grad_clip, self.cfg.optim.grad_clip_value)
 
     @record_function("update")
     def update(self, lr: float, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """One optimizer step, or none on any rank if a number is not finite; returns which, a bool scalar on the device."""
-        not_finite = any_not_finite(loss, grad_norm)
+        """One optimizer step, or none on any rank if a number is not finite; returns which, a bool scalar beside `grad_norm`.
+
+        The optimizer works there, so it must know there: offloaded, it would otherwise read a copy that is still on its way.
+        """
+        not_finite = any_not_finite(beside(loss, grad_norm), grad_norm)
         set_learning_rate(self.optimizer, lr)
         step_unless(self.optimizer, not_finite)
         self.optimizer.zero_grad(set_to_none=True)
         return not_finite
+
+    def tell_compilations(self, during: str) -> None:
+        """On record what was compiled; blocks that are compiled again after the second step cost time that the user should hear of."""
+        graphs, cached = self.compilations.new() if self.compilations else (0, 0)
+        if not graphs:
+            return
+        self.observer.event("compile", step=self.progress.step, during=during, graphs=graphs, cached=cached)
+        self.steps_compiled += during == "training"
+        if during == "training" and self.steps_compiled > 1:
+            self.observer.console.say(
+                f"compile: blocks were compiled again in step {self.progress.step:,}; TORCH_LOGS=recompiles in the environment says why"
+            )
 
     def due(self, every: int | None) -> bool:
         """Whether something that happens every so many steps, and at the end, happens after this one."""
@@ -189,9 +234,10 @@ class Trainer:
         with self.observer.apart("validation"):
             plan = next(self.validation.steps(self.validation.order.rows_per_epoch, None))
             total = self.sums_of(self.validation)
-            for batch in self.validation.micro_batches(plan):
-                scores = self.model(batch)
-                self.add_to(total, negative_log_likelihood(scores, batch.weights), scores, batch)
+            with self.ahead(self.validation, iter([plan])) as batches:
+                for _, batch in batches:
+                    scores = self.model(batch)
+                    self.add_to(total, negative_log_likelihood(scores, batch.weights), scores, batch)
             reshard(self.model)
             dist.all_reduce(total)
             dist.broadcast(total, 0)  # the ranks decide by it: it must be the same to the last bit

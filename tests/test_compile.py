@@ -1,0 +1,133 @@
+"""Compiled blocks: one graph, which outlives the process; and a run that goes on where there is no compiler."""
+
+import contextlib
+import os
+from unittest.mock import patch
+
+import pytest
+import torch
+import yaml
+from world import write_chats
+
+NOWHERE = "/no/such/g++"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return f"compile.cache={tmp_path_factory.mktemp('compiled')}"
+
+
+def compiled(run):
+    """Of each time that something was compiled: when, how many graphs, how many of them from the cache."""
+    return [(e["step"], e["during"], e["graphs"], e["cached"]) for e in run.event("compile")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model",
+    [[], ["model.family=gemma2", "model.sliding_window=16", "model.attn_logit_softcapping=30", "activation_checkpoint=full"]],
+    ids=["llama", "gemma2 with windows, recomputed"],
+)
+def test_all_blocks_share_a_graph_that_is_never_compiled_again_and_outlives_the_run(train, tmp_path, model):
+    held_out = write_chats(tmp_path / "held_out.jsonl", 9, start=500)
+    # micro-batches of other packings in each step, of them one with an empty row, and validation twice
+    how = ["compile=enabled", "batch.rows=5", "batch.micro_rows=2", f"data.validation={held_out}", "train.validate_every=3", *model]
+    run = train("run", *how, "model.num_hidden_layers=4", "train.steps=6")
+    assert compiled(run) == [(1, "training", 1, 0), (3, "validation", 1, 0)]  # without gradients it is another graph
+    assert "compiled again" not in run.out and len(run.event("evaluation")) == 2
+    assert list((tmp_path / ".compile").iterdir()), "kept beside the runs"
+    resumed = train("run", *how, "model.num_hidden_layers=4", "train.steps=8", "schedule=constant", "checkpoint.allow_changes=[schedule]")
+    assert compiled(resumed)[2:] == [(7, "training", 1, 1), (8, "validation", 1, 1)]
+
+
+@pytest.mark.slow
+def test_blocks_that_are_compiled_again_are_told(train, cache):
+    run = train("run", "compile=enabled", cache, "train.steps=3", seam=another_shape_in_step_2)
+    assert [c[:2] for c in compiled(run)] == [(1, "training"), (2, "training")] and "compiled again in step 2" in run.out
+
+
+@contextlib.contextmanager
+def another_shape_in_step_2():
+    from fsdp_trainer.training.batches import Batches
+
+    real = Batches.assemble
+
+    def assemble(self, rows):
+        self.micro_rows = 6 if (self.__dict__.setdefault("calls", 0)) == 0 else 7
+        self.calls += 1
+        return real(self, rows)
+
+    with patch.object(Batches, "assemble", assemble):
+        yield
+
+
+@contextlib.contextmanager
+def no_compiler():
+    """On the last rank."""
+    import torch._inductor.config as config
+
+    last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+    with config.patch({"cpp.cxx": (None, NOWHERE)}) if last else contextlib.nullcontext():
+        yield
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_without_a_compiler_on_one_rank_all_train_without(train, ranks):
+    how = ["train.steps=3", "batch.micro_rows=2"]
+    run = train("run", *how, "compile=enabled", ranks=ranks, seam=no_compiler)
+    assert f"on rank {ranks - 1} there is no C++ compiler ({NOWHERE}" in run.out and "attention by documents" in run.out
+    assert run.column("loss") == train("eager", *how, ranks=ranks).column("loss") and not run.event("compile")
+    assert yaml.safe_load((run.folder / "config.yaml").read_text())["compile"]["enabled"] is True, "recorded as asked"
+
+
+def test_without_a_compiler_there_is_no_budget(train):
+    run = train("run", "compile=enabled", "activation_checkpoint=budget", "train.steps=1", seam=no_compiler, code=2)
+    assert "on rank 0 there is no C++ compiler" in run.err and "activation_checkpoint=selective" in run.err
+
+
+@contextlib.contextmanager
+def broken_compiler():
+    """It says its version and compiles nothing."""
+    import torch._inductor.config as config
+
+    with config.patch({"cpp.cxx": (None, os.environ["BROKEN_CXX"])}):
+        yield
+
+
+@pytest.mark.slow
+def test_what_the_compiler_throws_is_told_in_short(train, tmp_path):
+    broken = tmp_path / "g++"
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho broken >&2\nexit 1\n')
+    broken.chmod(0o755)
+    run = train("run", "compile=enabled", "train.steps=1", seam=broken_compiler, env={"BROKEN_CXX": str(broken)}, code=1)
+    assert "the compiler gave up on a decoder block" in run.err and "compile=disabled" in run.err and "Traceback" not in run.err
+    assert len(run.err.splitlines()) < 5
+
+
+def test_a_cache_that_cannot_be_written_and_modes_that_sharding_rules_out_are_refused(train, tmp_path):
+    (tmp_path / "file").write_text("")
+    run = train("run", "compile=enabled", f"compile.cache={tmp_path / 'file' / 'cache'}", "train.steps=1", code=2)
+    assert "the compiler's cache cannot be used" in run.err
+    run = train("run", "compile=enabled", "compile.mode=reduce-overhead", code=2)
+    assert "CUDA graphs" in run.err and "compile.mode=default" in run.err
+    assert "only counts with  compile=enabled" in train("run", "compile.mode=default", code=2).err
+
+
+@pytest.mark.slow
+def test_kernels_can_be_tuned(train, cache):
+    how = ["train.steps=2", "batch.micro_rows=2", "model.attention=mask"]
+    run = train("run", *how, "compile=enabled", "compile.mode=max-autotune-no-cudagraphs", cache, timeout=300)
+    assert run.column("loss") == pytest.approx(train("eager", *how).column("loss"), rel=1e-5) and len(compiled(run)) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_without_triton_a_gpu_trains_without_a_compiler(train):
+    run = train("run", "compile=enabled", "train.steps=2", "launch.device=cuda", seam=no_triton)
+    assert "no Triton" in run.out and len(run.metrics) == 2
+
+
+@contextlib.contextmanager
+def no_triton():
+    with patch("torch.utils._triton.has_triton", lambda: False):
+        yield

@@ -1,0 +1,223 @@
+"""What goes on around the computation: micro-batches made ahead, garbage collected in time, and what FSDP2 communicates."""
+
+import collections
+import contextlib
+import gc
+import gzip
+import json
+import threading
+import time
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from fsdp_trainer.training.garbage import collecting_garbage
+from fsdp_trainer.training.prefetch import Ahead
+
+CPU = torch.device("cpu")
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+def workers():
+    return [thread for thread in threading.enumerate() if thread.name == "micro-batches"]
+
+
+def made(items, count):
+    """An iterator that notes what it made."""
+    for i in range(count):
+        items.append(i)
+        yield i
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_items_come_in_order_and_no_more_are_made_than_there_is_room_for(depth):
+    items = []
+    with Ahead(made(items, 9), depth, CPU) as ahead:
+        assert next(ahead) == 0
+        deadline = time.monotonic() + 5
+        while len(items) < 1 + depth and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        assert len(items) == 1 + depth
+        assert list(ahead) == list(range(1, 9))
+        assert next(ahead, "ended") == "ended"
+    assert not workers()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_what_goes_wrong_ahead_is_heard_where_its_item_is_due(depth):
+    def failing():
+        yield from range(3)
+        raise ValueError("row 3 is torn")
+
+    with Ahead(failing(), depth, CPU) as ahead:
+        assert [next(ahead) for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(ValueError, match="row 3 is torn"):
+            next(ahead)
+    assert not workers()
+
+
+def test_the_thread_ends_however_the_loop_is_left():
+    endless = iter(int, 1)
+    with contextlib.suppress(KeyboardInterrupt), Ahead(endless, 2, CPU) as ahead:
+        next(ahead)
+        assert workers()
+        raise KeyboardInterrupt
+    assert not workers()
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_making_ahead_changes_nothing_and_a_run_goes_on_bitwise(train, ranks):
+    how = ["batch.micro_rows=2", "batch.rows=7", "schedule=constant"]
+    plain = train("plain", *how, "train.steps=6", ranks=ranks)
+    train("ahead", *how, "train.steps=3", "data.prefetch=3", ranks=ranks)
+    ahead = train("ahead", *how, "train.steps=6", "data.prefetch=1", ranks=ranks)  # may change where a run goes on
+    for column in ("loss", "grad_norm", "tokens", "supervised_tokens"):
+        assert ahead.column(column) == plain.column(column)
+
+
+@contextlib.contextmanager
+def torn_row():
+    from fsdp_trainer.training.batches import Batches
+
+    real, calls = Batches.assemble, []
+
+    def assemble(self, rows):
+        calls.append(rows)
+        if len(calls) == 4:
+            raise OSError("the disk is gone")
+        return real(self, rows)
+
+    with patch.object(Batches, "assemble", assemble):
+        yield
+    if workers():
+        raise AssertionError("a thread was left behind")
+
+
+def test_a_row_that_cannot_be_read_ahead_ends_the_run_in_its_own_step(train):
+    from world import RankFailed
+
+    with pytest.raises(RankFailed, match="the disk is gone"):
+        train("run", "train.steps=9", "data.prefetch=4", "checkpoint.every=1", seam=torn_row)
+
+
+def test_the_run_ends_with_the_last_row_whatever_is_made_ahead(train):
+    run = train("run", "train.epochs=1", "data.prefetch=8")
+    plain = train("plain", "train.epochs=1")
+    assert run.column("loss") == plain.column("loss") and run.column("tokens") == plain.column("tokens")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_after_the_first_step_and_when_due_and_pythons_state_is_put_back(enabled):
+    was, frozen = gc.isenabled(), gc.get_freeze_count()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with patch.object(gc, "collect", wraps=gc.collect) as collected, collecting_garbage(5) as collect:
+            assert not gc.isenabled()
+            at = []
+            for step in range(11, 26):
+                before = collected.call_count
+                collect(step)
+                at += [step] * (collected.call_count - before)
+            assert at == [11, 15, 20, 25] and gc.get_freeze_count() > frozen
+        assert gc.isenabled() == enabled and gc.get_freeze_count() == frozen
+        with collecting_garbage(None) as collect:
+            collect(1)
+            assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()
+
+
+@contextlib.contextmanager
+def counted_objects():
+    """Prints how many objects Python's collector knows of after each of its collections in training, before what was frozen."""
+    real = gc.collect
+
+    def collect(*args):
+        found = real(*args)
+        print("tracked", len(gc.get_objects()), flush=True)
+        return found
+
+    with patch.object(gc, "collect", collect):
+        yield
+
+
+@pytest.mark.slow
+def test_hundreds_of_steps_leave_nothing_behind(train):
+    run = train("run", "train.steps=300", "train.gc_every=50", "logging.every=10", seam=counted_objects)
+    tracked = [int(line.split()[1]) for line in run.out.splitlines() if line.startswith("tracked ")]
+    assert len(tracked) >= 7 and tracked[-1] <= tracked[2] + 100, tracked
+
+
+def gathered(run):
+    """How often each unit was gathered in the profiled step of rank 0."""
+    with gzip.open(next((run.folder / "profile").glob("*.json.gz"))) as file:
+        names = [e.get("name", "") for e in json.load(file)["traceEvents"]]
+    return collections.Counter(name.split("(")[1][:-1] for name in names if name.startswith("FSDP::all_gather ("))
+
+
+def test_backward_gathers_the_blocks_but_not_the_embedding(train):
+    run = train("run", "model.tie_word_embeddings=false", "batch.micro_rows=1", "train.steps=2", "profile.steps=2", ranks=2)
+    assert gathered(run) == {"model.layers.0": 6, "model.layers.1": 6, "model.embed_tokens": 3, "model.norm, lm_head": 3}
+
+
+@contextlib.contextmanager
+def told_groups():
+    import torch.distributed as dist
+
+    real = dist.new_group
+
+    def new_group(*args, **kwargs):
+        print("group", kwargs.get("group_desc"))
+        return real(*args, **kwargs)
+
+    with patch.object(dist, "new_group", new_group):
+        yield
+
+
+@pytest.mark.skipif(TORCH < (2, 13), reason="needs torch 2.13")
+@pytest.mark.parametrize(
+    ("ranks", "how", "groups"),
+    [
+        (2, ["sharding.separate_reduce_scatter=true"], 1),
+        pytest.param(2, ["sharding.reduce_scatter_buffers=2"], 0, marks=pytest.mark.slow),
+        pytest.param(4, ["sharding.separate_reduce_scatter=true", "sharding=hsdp", "sharding.replicas=2"], 1, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_are_the_same_however_they_travel(train, ranks, how, groups):
+    common = ["train.steps=4", "batch.micro_rows=1"]
+    other = [option for option in how if not option.startswith(("sharding.separate", "sharding.reduce"))]
+    run, plain = train("run", *common, *how, ranks=ranks, seam=told_groups), train("plain", *common, *other, ranks=ranks)
+    assert run.column("loss") == plain.column("loss") and run.column("grad_norm") == plain.column("grad_norm")
+    assert run.out.count("group fsdp_reduce_scatter") == groups
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        (["sharding.messages=symmetric"], "gloo on a CPU has none"),
+        (["sharding.messages=registered", "launch.device=cpu"], "gloo on a CPU has none"),
+        (["sharding=ddp", "sharding.separate_reduce_scatter=true"], "ddp gathers and scatters nothing"),
+        (["sharding.messages=symmetric", "sharding.reduce_scatter_buffers=2"], "symmetric messages share one buffer"),
+    ],
+    ids=str,
+)
+def test_communication_that_cannot_be_had_is_refused(train, how, why):
+    if torch.cuda.is_available() and how == ["sharding.messages=symmetric"]:
+        pytest.skip("a GPU may have it")
+    run = train("run", "train.steps=1", *how, code=2)
+    assert why in run.err and not run.metrics
+
+
+def test_communication_that_the_installed_torch_lacks_is_refused(train):
+    run = train("run", "train.steps=1", "sharding.messages=symmetric", "sharding.reduce_scatter_buffers=3", seam=torch_2_11, code=2)
+    assert "needs torch 2.12; installed is 2.11.0" in run.err and "needs torch 2.13; installed is 2.11.0" in run.err
+
+
+@contextlib.contextmanager
+def torch_2_11():
+    from fsdp_trainer.config import rules
+
+    with patch.object(rules, "version", lambda package: "2.11.0+cu128"):
+        yield

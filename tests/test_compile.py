@@ -75,7 +75,7 @@ def no_compiler():
 def test_without_a_compiler_on_one_rank_all_train_without(train, ranks):
     how = ["train.steps=3", "batch.micro_rows=2"]
     run = train("run", *how, "compile=enabled", ranks=ranks, seam=no_compiler)
-    assert f"on rank {ranks - 1} there is no C++ compiler ({NOWHERE}" in run.out and "attention by documents" in run.out
+    assert f"on rank {ranks - 1} there is no C++ compiler ({NOWHERE}" in run.out and "attend by documents" in run.out
     assert run.column("loss") == train("eager", *how, ranks=ranks).column("loss") and not run.event("compile")
     assert yaml.safe_load((run.folder / "config.yaml").read_text())["compile"]["enabled"] is True, "recorded as asked"
 

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import chain, islice
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -109,12 +110,13 @@ class Trainer:
 
     def train_on(self, batches: Iterator[Planned], collect: Callable[[int], None]) -> Outcome:
         """The loop of `fit`."""
+        steps = groupby(batches, key=itemgetter(0))
         peak = peak_learning_rate(self.cfg.optim, self.cfg.batch)
         while not self.finished:
-            plan, first = next(batches)
+            plan, of_step = next(steps)
             self.profiler.before(plan.step)
             lr = learning_rate(self.cfg.schedule, peak, plan.step, self.total_steps)
-            loss, objective, sums = self.forward_backward(plan, chain([first], (batch for _, batch in batches)))
+            loss, objective, sums = self.forward_backward(plan, (batch for _, batch in of_step))
             grad_norm = self.clip()
             not_finite = self.update(lr, loss, grad_norm)
             self.progress.advance(plan)
@@ -170,7 +172,7 @@ class Trainer:
         total = self.sums_of(self.batches)
         minimised = total.new_zeros(1)
         count, loss = self.batches.count(plan), self.cfg.loss
-        for i, batch in enumerate(islice(batches, count), 1):
+        for i, batch in enumerate(batches, 1):
             self.gradient_sync.before(last=i == count)
             weights = batch.weights / (plan.weight or 1.0)  # a step may have no target
             objective, scores = self.model(batch, CrossEntropy(weights, loss.label_smoothing, loss.z_loss))

@@ -173,8 +173,8 @@ def test_the_loss_that_is_told_stays_the_plain_one(train):
 
 
 def test_weights_of_tokens_are_not_rounded_in_bfloat16(train):
-    """fully_shard rounds what it finds in the arguments of a forward; 1 / Σ weight would be off by up to 1/256, and all gradients with it."""
-    run = train("run", "train.steps=2", "precision=bf16", "loss.z_loss=1e-30")
+    """fully_shard can round what it finds in the arguments of a forward: 1 / Σ weight would be off by up to 1/256, and all gradients with it."""
+    run = train("run", "train.steps=2", "precision.param_dtype=bfloat16", "loss.z_loss=1e-30")
     assert run.column("objective") == pytest.approx(run.column("loss"), rel=1e-6)
 
 

@@ -1,23 +1,25 @@
 """What is minimised, and what is only watched: sums over tokens of the head's scores."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from fsdp_trainer.models.head import Scores
 
 
+@dataclass(frozen=True)
 class CrossEntropy:
     """Σ weight · (cross-entropy + z_loss · log_normalizer²). Of one micro-batch; it is the head that calls it.
 
     weights: [tokens] float32, divided already by the whole step's Σ weight.
     label_smoothing: the share of each target that is spread evenly over the vocabulary (Szegedy et al. 2016, §7).
     z_loss: draws the normalizer's logarithm to 0 (PaLM, Chowdhery et al. 2022, §5).
-
-    No dataclass: fully_shard would hand the head a copy whose weights are rounded to precision.param_dtype.
     """
 
-    def __init__(self, weights: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0):
-        self.weights, self.label_smoothing, self.z_loss = weights, label_smoothing, z_loss
+    weights: Tensor
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
 
     @property
     def needs_mean(self) -> bool:

@@ -33,11 +33,12 @@ def test_all_blocks_share_a_graph_that_is_never_compiled_again_and_outlives_the_
     # micro-batches of other packings in each step, of them one with an empty row, and validation twice
     how = ["compile=enabled", "batch.rows=5", "batch.micro_rows=2", f"data.validation={held_out}", "train.validate_every=3", *model]
     run = train("run", *how, "model.num_hidden_layers=4", "train.steps=6")
-    assert compiled(run) == [(1, "training", 1, 0), (3, "validation", 1, 0)]  # without gradients it is another graph
+    # a block, the head's scores and their derivatives; without gradients a block is another graph, scores are not
+    assert compiled(run) == [(1, "training", 3, 0), (3, "validation", 1, 0)]
     assert "compiled again" not in run.out and len(run.event("evaluation")) == 2
     assert list((tmp_path / ".compile").iterdir()), "kept beside the runs"
     resumed = train("run", *how, "model.num_hidden_layers=4", "train.steps=8", "schedule=constant", "checkpoint.allow_changes=[schedule]")
-    assert compiled(resumed)[2:] == [(7, "training", 1, 1), (8, "validation", 1, 1)]
+    assert compiled(resumed)[2:] == [(7, "training", 3, 3), (8, "validation", 1, 1)]
 
 
 @pytest.mark.slow

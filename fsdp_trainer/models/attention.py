@@ -35,7 +35,7 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 class Cache:
     """Keys and values, each [batch, tokens so far, kv heads, head_dim], of one block during generation.
 
-    No dataclass: fully_shard hands a block copies of those, and what is appended would be lost.
+    No dataclass: of those fully_shard may hand a block copies, and what is appended would be lost.
     """
 
     def __init__(self) -> None:

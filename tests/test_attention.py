@@ -52,10 +52,12 @@ def largest_difference(found, wanted):
     return max((a.float() - b.float()).abs().max().item() for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("multiple", [1, 128], ids=["cpu", "as on a GPU"])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("window", [None, 1, 4, 16, 100])
 @pytest.mark.parametrize("rows", ROWS)
-def test_documents_are_as_under_a_mask(rows, window, softcap):
+def test_documents_are_as_under_a_mask(rows, window, softcap, multiple, monkeypatch):
+    monkeypatch.setitem(attention.LENGTHS, "cpu", multiple)
     lengths, row = ROWS[rows]
     given = inputs(lengths, row)
     found, wanted = (results(LAYOUTS[name](lengths, row, CPU), *given, window, softcap) for name in ("documents", "mask"))

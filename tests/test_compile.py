@@ -33,7 +33,7 @@ def test_all_blocks_share_a_graph_that_is_never_compiled_again_and_outlives_the_
     # micro-batches of other packings in each step, of them one with an empty row, and validation twice
     how = ["compile=enabled", "batch.rows=5", "batch.micro_rows=2", f"data.validation={held_out}", "train.validate_every=3", *model]
     run = train("run", *how, "model.num_hidden_layers=4", "train.steps=6")
-    # one for all blocks and two of the head; without gradients the blocks' is another
+    # a block, the head's scores and their derivatives; without gradients a block is another graph, scores are not
     assert compiled(run) == [(1, "training", 3, 0), (3, "validation", 1, 0)]
     assert "compiled again" not in run.out and len(run.event("evaluation")) == 2
     assert list((tmp_path / ".compile").iterdir()), "kept beside the runs"

@@ -172,6 +172,12 @@ def test_the_loss_that_is_told_stays_the_plain_one(train):
     assert smooth.metrics[0]["objective"] != pytest.approx(smooth.metrics[0]["loss"], rel=1e-3) and "objective" not in plain.metrics[0]
 
 
+def test_weights_of_tokens_are_not_rounded_in_bfloat16(train):
+    """fully_shard can round what it finds in the arguments of a forward: 1 / Σ weight would be off by up to 1/256, and all gradients with it."""
+    run = train("run", "train.steps=2", "precision.param_dtype=bfloat16", "loss.z_loss=1e-30")
+    assert run.column("objective") == pytest.approx(run.column("loss"), rel=1e-6)
+
+
 def test_a_run_does_not_go_on_with_another_objective_but_with_another_chunk(train):
     train("run", "train.steps=1", "schedule=constant")
     refused = train("run", "train.steps=2", "schedule=constant", "loss.z_loss=1e-3", code=2)

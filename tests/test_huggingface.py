@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from zoo import ZOO, make_model
 
 import fsdp_trainer
+from fsdp_trainer.checkpoint.huggingface import read_headers
 from fsdp_trainer.data.templates import load_template
 from fsdp_trainer.data.tokenizer import load_tokenizer
 
@@ -194,6 +195,17 @@ def test_a_header_that_contradicts_itself_is_no_weights(train, tmp_path):
     file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
     told = train("run", f"model.init_from={folder}", "train.steps=1", base=HF, code=2)
     assert file.name in told.err and "shape and dtype" in told.err
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": {"dtype": "F32", "shape": [2.0, 3], "data_offsets": [0, 24]}}', '{"a": {"dtype": "F32", "shape": [6], "data_offsets": [0, 24.0]}}',
+             "[" * 100_000, "[1]", "NaN", '{"a": "b"}'],
+    ids=["half a row", "half a byte", "deep", "list", "number", "text"],
+)  # fmt: skip
+def test_a_header_of_nonsense_is_told(tmp_path, text):
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text.encode() + bytes(24))
+    found, problems = read_headers(tmp_path)
+    assert not found and len(problems) == 1 and "model.safetensors" in problems[0].what
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

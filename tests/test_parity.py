@@ -1,6 +1,8 @@
 """The same data gives the same losses and gradient norms, however the work is split into ranks, micro-batches, rows and recomputation."""
 
+import contextlib
 import json
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -140,6 +142,27 @@ def test_bf16_is_near_fp32(train, alone, ranks):
     run = train("bf16", *COMMON, "train.steps=20", "precision.param_dtype=bfloat16", ranks=ranks)
     assert run.column("loss") == pytest.approx(alone()[0], rel=0.02)
     assert run.column("loss") != alone()[0]
+
+
+@contextlib.contextmanager
+def told_rotations():
+    """Prints the formats in which a block rotates its queries and keys."""
+    from fsdp_trainer.models import decoder
+
+    def rotate(x, cosine, sine, real=decoder.rotate):
+        print("rotates", x.dtype, "by", cosine.dtype, sine.dtype)
+        return real(x, cosine, sine)
+
+    with patch.object(decoder, "rotate", rotate):
+        yield
+
+
+@pytest.mark.parametrize(("family", "rotations"), [("olmo2", torch.float32), ("llama", torch.bfloat16)])
+def test_rotations_that_a_family_keeps_in_float32_are_not_rounded_in_bf16(train, family, rotations):
+    how = [f"model.family={family}", "model.num_key_value_heads=4", "precision.param_dtype=bfloat16", "activation_checkpoint=full"]
+    run = train(family, *how, "train.steps=1", seam=told_rotations)
+    told = {line for line in run.out.splitlines() if line.startswith("rotates")}
+    assert told == {f"rotates torch.bfloat16 by {rotations} {rotations}"}, "in recomputation too"
 
 
 @pytest.mark.slow

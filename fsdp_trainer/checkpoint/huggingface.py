@@ -64,7 +64,7 @@ def read_headers(folder: Path) -> tuple[dict[str, Stored], list[Problem]]:
             found.update(_read_header(path))
         except (OSError, ValueError) as error:
             problems.append(Problem(str(path), str(error)))
-        except (KeyError, TypeError, AttributeError, IndexError, struct.error):
+        except (KeyError, TypeError, AttributeError, IndexError, RecursionError, struct.error):
             problems.append(Problem(str(path), "is no safetensors file, or was cut"))
     return found, problems
 
@@ -88,7 +88,7 @@ def _read_header(path: Path) -> dict[str, Stored]:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > size:
             raise ValueError("is no safetensors file, or was cut")
-        header: dict[str, Any] = json.loads(file.read(length))
+        header: dict[str, Any] = json.loads(file.read(length), parse_float=str)  # sizes and places are whole numbers
     header.pop("__metadata__", None)
     end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if size != end:

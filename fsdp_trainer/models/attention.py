@@ -22,6 +22,7 @@ Lengths = list[list[int]]
 PADDING = 128  # padding is computed as documents of at most this length: outputs that nobody reads must still be finite
 WASTE = 1.25  # documents share a call if, padded to the longest, they cost at most this much more than they must
 CALL = 64**2  # what a call costs by itself, in the length² of a document
+LENGTHS = {"cpu": 1, "cuda": 128}  # a call's are multiples of this: cuDNN plans anew, for 0.1 s, for each shape that it has not seen
 QUERIES_AT_ONCE = 256  # of scores that are soft-capped
 
 
@@ -34,7 +35,7 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 class Cache:
     """Keys and values, each [batch, tokens so far, kv heads, head_dim], of one block during generation.
 
-    No dataclass: fully_shard hands a block copies of those, and what is appended would be lost.
+    No dataclass: of those fully_shard may hand a block copies, and what is appended would be lost.
     """
 
     def __init__(self) -> None:
@@ -225,10 +226,10 @@ class Plan:
         spans = [(i * row + sum(lens[:j]), n) for i, lens in enumerate(lengths) for j, n in enumerate(lens)]
         # an empty micro-batch: keys and values without a gradient would leave this rank's reduction shorter
         starts, sizes = np.array(spans or [(0, 1)], np.int64).T
-        span = window or row
+        span = min(window or row, row)
         firsts = (starts, np.minimum(sizes, span))
         later = [(start + at, min(span, n - at)) for start, n in zip(starts, sizes, strict=True) for at in range(span, n, span)]
-        step = 128 if device.type == "cuda" else 1  # cuDNN plans anew, for 0.1 s, for each shape that it has not seen
+        step = LENGTHS[device.type]
         order, done = np.zeros(len(lengths) * row, np.int64), 0
         calls: list[Call] = []
         for (begin, size), before in ((firsts, 0), (np.array(later, np.int64).reshape(-1, 2).T, span)):

@@ -32,7 +32,9 @@ def shard(model: Decoder, mesh: DeviceMesh, cfg: Sharding, precision: Precision)
 
     [norm, head] stay gathered after forward, since backward begins with them. Tied weights must be in one unit.
     """
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, precision.param_dtype), reduce_dtype=getattr(torch, precision.reduce_dtype))
+    dtypes = {f"{kind}_dtype": getattr(torch, getattr(precision, f"{kind}_dtype")) for kind in ("param", "reduce")}
+    # inputs are in param_dtype as the embedding is; what is not, a family's rotations or the weights of tokens, is in float32 for a reason
+    policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
     options: dict = {"mesh": mesh, "mp_policy": policy}
     if cfg.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")

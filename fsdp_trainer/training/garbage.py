@@ -7,14 +7,15 @@ from contextlib import contextmanager
 
 @contextmanager
 def collecting_garbage(every: int | None) -> Iterator[Callable[[int], None]]:
-    """Gives a function to call after each step. None leaves Python's own collector at work. Python's state is put back at the end.
+    """Gives a function to call after each step. None leaves Python's own collector at work, as it is again at the end.
 
     What lives after the first step lives on for as long as the run: it is frozen, so that later collections do not go through it.
+    At the end nothing stays frozen, whoever froze it: a run's model lies in cycles, and the process may begin another run.
     """
     if every is None:
         yield lambda step: None
         return
-    enabled, frozen_before, frozen = gc.isenabled(), gc.get_freeze_count(), False
+    enabled, frozen = gc.isenabled(), False
 
     def collect(step: int) -> None:
         nonlocal frozen
@@ -29,7 +30,7 @@ def collecting_garbage(every: int | None) -> Iterator[Callable[[int], None]]:
     try:
         yield collect
     finally:
-        if frozen and not frozen_before:
+        if frozen:
             gc.unfreeze()
         if enabled:
             gc.enable()

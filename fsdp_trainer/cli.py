@@ -8,6 +8,8 @@ import sys
 from typing import NoReturn
 
 from fsdp_trainer import __version__
+from fsdp_trainer.config.handover import take_over
+from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 
 VERBS = {
@@ -42,12 +44,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def run_verb(verb: str, overrides: list[str], config_dir: str | None = None) -> int:
     """Compose the configuration of `verb` and do it."""
-    from fsdp_trainer.config.compose import compose, config_flag
+    module, name = VERBS[verb].split(":")
+    if verb == "train" and (handed := take_over(TrainConfig)):
+        return getattr(importlib.import_module(module), name)(handed, overrides)
+    from fsdp_trainer.config.compose import compose, config_flag  # Hydra, which a rank that is handed its configuration does without
 
     cfg = compose(verb, overrides, config_dir)
-    module, name = VERBS[verb].split(":")
     do = getattr(importlib.import_module(module), name)
-    if verb == "train":  # the ranks that it starts compose for themselves
+    if verb == "train":
         return do(cfg, [*config_flag(config_dir), *overrides])
     return do(cfg, config_dir) if verb == "recipes" else do(cfg)
 

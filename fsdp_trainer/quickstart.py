@@ -39,7 +39,7 @@ def quickstart(cfg: QuickstartConfig) -> int:
 
     before, example = ask(Speaker(model, tokenizer, build_template(recipe, tokenizer)), questions)
     print(f"before training: {before} of {len(questions)} held-out questions right, e.g. {example}\n", flush=True)
-    if code := start_ranks(recipe.launch, overrides):
+    if code := start_ranks(recipe, overrides):
         return code
     after, example = ask(Speaker.load(run / "hf"), questions)
     print(f"\nbefore training: {before} of {len(questions)} held-out questions right")

@@ -65,8 +65,9 @@ def test_torchrun_trains_with_one_folder_one_voice_and_no_files_of_hydra(done, t
 
 
 @pytest.mark.slow
-def test_the_trainer_starts_its_ranks_itself(done, tmp_path):
-    code, out, err, run = done(SELF, "train.steps=3", "launch.nproc_per_node=2")
+def test_the_trainer_starts_its_ranks_itself_with_the_configuration_that_it_composed(done, tmp_path):
+    # a rank that composed again would call its run run0
+    code, out, err, run = done(SELF, "train.steps=3", "launch.nproc_per_node=2", "run.name=run${oc.env:RANK,''}")
     assert code == 0, out + err
     assert run.event("start")[0]["world_size"] == 2 and out.count("done: runs/run") == 1 and "Traceback" not in err
     no_hydra_files(tmp_path / "cwd")

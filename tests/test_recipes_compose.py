@@ -1,5 +1,6 @@
 """What every recipe promises, without training it."""
 
+import os
 from functools import cache
 
 import pytest
@@ -7,7 +8,8 @@ import yaml
 
 from fsdp_trainer.config.compose import CONF, compose, options
 from fsdp_trainer.config.document import recipe_heads
-from fsdp_trainer.config.schema import SELECTORS, Model
+from fsdp_trainer.config.handover import DESCRIPTOR, hand_over, take_over
+from fsdp_trainer.config.schema import SELECTORS, Model, TrainConfig
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.resolve import resolve_model
 
@@ -31,6 +33,7 @@ def recipe_as_it_is(name):
 def test_every_recipe_composes_as_it_is_and_shrunk(name):
     assert recipe_as_it_is(name).run.name == name
     cfg = compose("train", [f"+recipe={name}", *SHRUNK])
+    assert handed_over(cfg) == [cfg, cfg]
     assert cfg.train.steps == 2 and cfg.model.name == "tiny"
 
 
@@ -40,6 +43,24 @@ def test_a_stage_of_the_chain_before_its_time_says_which_run_is_missing(tmp_path
         compose("train", ["+recipe=chain_sft", "data.path=demo:backwards"])
     (problem,) = refused.value.problems
     assert problem.what == "model.init_from=runs/chain_mid" and "no such folder" in problem.why
+
+
+def handed_over(cfg):
+    """What two ranks get of the process that composed `cfg` and starts them."""
+    with hand_over(cfg) as file:
+        taken = []
+        for _ in range(2):
+            os.environ[DESCRIPTOR] = str(os.dup(file.fileno()))
+            taken.append(take_over(TrainConfig))
+            assert take_over(TrainConfig) is None, "what a rank starts is no rank"
+    return taken
+
+
+def test_what_is_handed_over_is_checked_like_what_was_composed():
+    cfg = compose("train", ["+recipe=quickstart"])
+    cfg.batch.rows = 0
+    with pytest.raises(UserError, match=r"batch\.rows=0"):
+        handed_over(cfg)
 
 
 @pytest.mark.parametrize("name", RECIPES)

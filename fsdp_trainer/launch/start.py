@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from glob import glob
 
+from fsdp_trainer.config.handover import DESCRIPTOR, hand_over
 from fsdp_trainer.config.paths import COMPILE_CACHE, compile_cache
 from fsdp_trainer.config.schema import Launch, TrainConfig
 
@@ -21,7 +22,7 @@ STOPPED = 75  # on a signal or a time limit, with a checkpoint committed
 def train(cfg: TrainConfig, overrides: list[str]) -> int:
     """Train as one rank of a world that torchrun or srun made, else start launch.nproc_per_node ranks. Returns the exit code."""
     if launcher(os.environ) is None and ranks_to_start(cfg.launch) > 1:
-        return start_ranks(cfg.launch, overrides)
+        return start_ranks(cfg, overrides)
     os.environ.update({name: value for name, value in cfg.launch.env.items() if name not in os.environ})
     if cfg.compile.enabled:
         os.environ[COMPILE_CACHE] = str(compile_cache(cfg))  # read when torch is imported
@@ -59,14 +60,14 @@ def ranks_to_start(cfg: Launch) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def start_ranks(cfg: Launch, overrides: list[str], received: list[int] | None = None) -> int:
-    """Start this command's ranks on this node and wait. Returns the exit code of the first that failed, else 0.
+def start_ranks(cfg: TrainConfig, overrides: list[str], received: list[int] | None = None) -> int:
+    """Start the ranks of `cfg`, composed from `overrides`, on this node and wait. Returns the exit code of the first that failed, else 0.
 
     What torchrun does, but the codes come through, and the parent needs no torch. Signals are passed on, and kept in `received`.
     """
-    count = ranks_to_start(cfg)
+    count = ranks_to_start(cfg.launch)
     env = {
-        **cfg.env,
+        **cfg.launch.env,
         **os.environ,
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
@@ -76,9 +77,9 @@ def start_ranks(cfg: Launch, overrides: list[str], received: list[int] | None = 
     }
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))
-    command = [sys.executable, "-m", "fsdp_trainer", "train", *overrides]
-    # a session of their own: Ctrl-C at a terminal reaches them through us alone, and once
-    ranks = [subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, start_new_session=True) for r in range(count)]
+    with hand_over(cfg) as file:
+        env[DESCRIPTOR] = str(file.fileno())
+        ranks = [start_rank(overrides, {**env, "RANK": str(r), "LOCAL_RANK": str(r)}, file.fileno()) for r in range(count)]
     received = [] if received is None else received
 
     def pass_on(signum: int, _frame: object) -> None:
@@ -99,6 +100,13 @@ def start_ranks(cfg: Launch, overrides: list[str], received: list[int] | None = 
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
+
+
+def start_rank(overrides: list[str], env: dict[str, str], configuration: int) -> subprocess.Popen:
+    """One rank. What it is to do lies in the open file `configuration`; the overrides are there for whoever lists processes."""
+    command = [sys.executable, "-m", "fsdp_trainer", "train", *overrides]
+    # a session of its own: Ctrl-C at a terminal reaches it through us alone, and once
+    return subprocess.Popen(command, env=env, pass_fds=[configuration], start_new_session=True)
 
 
 def wait_for_ranks(ranks: list[subprocess.Popen]) -> int:

@@ -170,7 +170,7 @@ class Jobs:
         else:
             print(f"\n{number}  {job.job}  {varied}", flush=True)
             began = time.time()
-            code = start_ranks(cfg.launch, [*self.line.config_flag, *self._words[job.job]], self.received)
+            code = start_ranks(cfg, [*self.line.config_flag, *self._words[job.job]], self.received)
             job.seconds, job.exit_code = round(time.time() - began, 1), code
             job.state = "stopped" if self.received and code else STATES.get(code, "failed")
             last = Records(folder).last_event()

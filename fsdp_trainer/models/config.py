@@ -3,12 +3,13 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.families import FAMILIES, FULL, SLIDING, Family
+
+if TYPE_CHECKING:
+    import numpy as np  # a mistake in the configuration, and a process that only starts ranks, do without it
 
 ROPE_TYPES = {
     "default": (),
@@ -89,10 +90,10 @@ class ModelConfig:
         ]
         return [self.sliding_window if form.windows != "none" and kind == SLIDING else None for kind in types]
 
-    def attended(self, lengths: np.ndarray) -> np.ndarray:
+    def attended(self, lengths: "np.ndarray") -> "np.ndarray":
         """[documents] of what attention costs: length², less what lies outside of windows, as a mean over the blocks."""
         windows = self.windows
-        spans = [np.minimum(lengths, window or lengths) for window in set(windows)]
+        spans = [lengths.clip(max=window) if window else lengths for window in set(windows)]
         shares = [windows.count(window) / len(windows) for window in set(windows)]
         return sum(share * span * (2 * lengths - span) for share, span in zip(shares, spans, strict=True))
 

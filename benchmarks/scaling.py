@@ -4,8 +4,8 @@
 
 - layers, width, row length, vocabulary: one rank, one row a step; all else as in BASE. Expected: seconds in proportion to the operations of the
   causal formula (observe/flops.py), a slope of 1 in logarithms. Overheads that do not grow make it flatter.
-- ranks: 1, 2 and 4 ranks with one thread each share the same rows. Expected: as many times faster as there are cores for them, less what
-  communication costs; with more ranks than cores, no faster.
+- ranks: 1, 2 and 4 ranks with one thread each share the same rows. Expected: as many times faster as matrix products in as many processes,
+  without a word between them, are in the same round: cores that share their units, or a machine with others, are not as many as they say.
 """
 
 import contextlib
@@ -16,13 +16,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import fsdp_trainer
-from benchmarks.harness import arguments, finish, in_turn, machine, result_path, spread
+from benchmarks.harness import arguments, finish, in_turn, machine, ratio, result_path, spread
 from fsdp_trainer.config.compose import compose
 from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.observe.flops import causal_flops
@@ -40,7 +41,9 @@ STEPS, WARM = 5, 2  # optimizer steps in all, and of those not timed
 
 def main() -> None:
     """Measure, print, draw, write down."""
-    given = arguments(__doc__, repeat=2)
+    given = arguments(__doc__, repeat=2, product=0)
+    if given.product:
+        return print(product_rate())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         # one document a row, and nothing but letters
@@ -50,21 +53,22 @@ def main() -> None:
         unlike = {tuple(shape.values()): shape for shape in points.values()}  # the base is a point of every sweep
         seconds = in_turn({key: (lambda shape=shape: step_seconds(folder, shape, 1, 1)) for key, shape in unlike.items()}, given.repeat)
         wide = BASE | {"width": 512}
-        worlds = in_turn({ranks: (lambda ranks=ranks: step_seconds(folder, wide, ranks, 4)) for ranks in RANKS}, given.repeat)
+        worlds = {("ranks", n): (lambda n=n: step_seconds(folder, wide, n, 4)) for n in RANKS}
+        worlds |= {("products", n): (lambda n=n: 1 / products_at_once(n)) for n in RANKS}
+        taken = in_turn(worlds, given.repeat)
     measured = {point: statistics.median(seconds[tuple(shape.values())]) for point, shape in points.items()}
     result: dict[str, Any] = {"what": f"base {BASE}, float32, medians of {given.repeat} rounds of {STEPS - WARM} steps"}
     for what, values in SWEEPS.items():
         operations = [flops(points[what, value]) for value in values]
-        taken = [measured[what, value] for value in values]
-        result[what] = {"values": values, "seconds": [float(f"{t:.4g}") for t in taken], "flops": operations}
-        result[what]["slope"] = round(float(np.polyfit(np.log(operations), np.log(taken), 1)[0]), 3)
-    result["ranks"] = {"values": RANKS, "seconds": {ranks: spread(taken) for ranks, taken in worlds.items()}}
-    result["ranks"]["times_faster"] = {
-        ranks: spread([one / more for one, more in zip(worlds[1], worlds[ranks], strict=True)]) for ranks in RANKS
-    }
+        taken_by = [measured[what, value] for value in values]
+        result[what] = {"values": values, "seconds": [float(f"{t:.4g}") for t in taken_by], "flops": operations}
+        for name, points_of in (("slope", slice(None)), ("slope_of_the_last_two", slice(-2, None))):
+            result[what][name] = round(float(np.polyfit(np.log(operations[points_of]), np.log(taken_by[points_of]), 1)[0]), 3)
+    result["ranks"] = {"values": RANKS, "seconds": {n: spread(taken["ranks", n]) for n in RANKS}}
+    result["ranks"] |= {f"{kind}_times_faster": {n: ratio(taken[kind, 1], taken[kind, n]) for n in RANKS} for kind in ("ranks", "products")}
     if not given.check:
         draw(result, result_path("scaling").with_suffix(".svg"))
-    finish("scaling", result, {"2 ranks, times faster": result["ranks"]["times_faster"][2]["median"]}, given.check)
+    finish("scaling", result, {"2 ranks, times faster": result["ranks"]["ranks_times_faster"][2]["median"]}, given.check)
 
 
 def overrides(shape: dict[str, int]) -> list[str]:
@@ -91,6 +95,28 @@ def step_seconds(folder: Path, shape: dict[str, int], ranks: int, rows: int) -> 
     return statistics.median(json.loads(line)["step_seconds"] for line in lines[WARM:])
 
 
+def products_at_once(processes: int) -> float:
+    """GFLOP/s of matrix products in so many processes of one thread each, all together."""
+    command = [sys.executable, "-m", "benchmarks.scaling", "--product", "1"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, env=env) for _ in range(processes)]
+    return sum(float(process.communicate()[0]) for process in started)
+
+
+def product_rate() -> float:
+    """GFLOP/s of one thread over two seconds, after one in which others may still be starting."""
+    import torch
+
+    a, b = torch.randn(2, 1024, 1024)
+    for seconds in (1.0, 2.0):
+        done, begun = 0, time.perf_counter()
+        while time.perf_counter() - begun < seconds:
+            a @ b
+            done += 1
+        rate = done * 2 * 1024**3 / (time.perf_counter() - begun) / 1e9
+    return rate
+
+
 def flops(shape: dict[str, int]) -> float:
     """Of one step on one full row that is one document."""
     model = resolve_model(compose("train", overrides(shape), inputs=False).model)
@@ -111,14 +137,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
         values = one["values"]
         if what == "ranks":
             taken = [one["seconds"][ranks]["median"] for ranks in values]
-            cores = machine()["cores"]
-            expected = [taken[0] / min(ranks, cores) for ranks in values]
-            panel.set_title(f"ranks, one thread each, {cores} cores")
+            expected = [taken[0] / one["products_times_faster"][ranks]["median"] for ranks in values]
+            panel.set_title("ranks, one thread each")
         else:
             taken = one["seconds"]
             expected = [taken[-1] * operations / one["flops"][-1] for operations in one["flops"]]
-            panel.set_title(f"{what}: slope {one['slope']:.2f}")
-        panel.loglog(values, expected, "--", color="gray", label="in proportion" if what != "ranks" else "perfect")
+            panel.set_title(f"{what}: slope {one['slope']:.2f}, at last {one['slope_of_the_last_two']:.2f}")
+        panel.loglog(values, expected, "--", color="gray", label="in proportion" if what != "ranks" else "as matrix products")
         panel.loglog(values, taken, "o-", label="measured")
         panel.set_xticks(values, [f"{value:,}" for value in values])
         panel.minorticks_off()

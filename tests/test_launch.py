@@ -82,6 +82,8 @@ def test_launch_env_reaches_the_ranks_and_a_signal_to_the_launcher_stops_them_in
         env = Path(f"/proc/{pid}/environ").read_text().split("\0")
         assert "NCCL_DEBUG=WARN" in env and "OMP_NUM_THREADS=1" in env, "what the environment says stays"
     process.send_signal(signal.SIGUSR1)
+    time.sleep(0.01)
+    process.send_signal(signal.SIGUSR1)  # as `timeout` does, to the process and to its group
     process.communicate(timeout=60)
     assert process.returncode == 75 and run.event("start")[0]["world_size"] == 2 and run.events[-1]["reason"] == "SIGUSR1"
 

@@ -16,6 +16,7 @@ from fsdp_trainer.config.paths import COMPILE_CACHE, compile_cache
 from fsdp_trainer.config.schema import Launch, TrainConfig
 
 GRACE_SECONDS = 10.0
+ECHO_SECONDS = 2.0  # a scheduler or `timeout` signals a process and its group, and a launcher passes its own on: one request, not two
 STOPPED = 75  # on a signal or a time limit, with a checkpoint committed
 
 
@@ -82,7 +83,13 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], received: list[int] | No
         ranks = [start_rank(overrides, {**env, "RANK": str(r), "LOCAL_RANK": str(r)}, file.fileno()) for r in range(count)]
     received = [] if received is None else received
 
+    heard_at = -ECHO_SECONDS
+
     def pass_on(signum: int, _frame: object) -> None:
+        nonlocal heard_at
+        if time.monotonic() - heard_at < ECHO_SECONDS:
+            return
+        heard_at = heard_at if received else time.monotonic()
         received.append(signum)
         for rank in (rank for rank in ranks if rank.poll() is None):
             if len(received) > 1:

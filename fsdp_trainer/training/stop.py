@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-ECHO_SECONDS = 2.0  # a launcher passes on, perhaps as SIGTERM, what a terminal or a scheduler sent to all processes already
+from fsdp_trainer.launch.start import ECHO_SECONDS
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 

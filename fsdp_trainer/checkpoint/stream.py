@@ -13,6 +13,7 @@ from torch import Tensor
 
 PIECE_BYTES = 2**22  # read at once: a few of them fit a processor's cache, and a disk is at full speed
 THREADS = 4
+AHEAD_BYTES = 2**25  # that the disk is told of before they are read
 T = TypeVar("T")
 
 
@@ -29,14 +30,21 @@ def in_threads(work: Callable[[T, Tensor], None], jobs: Iterable[T], buffer_byte
         finally:
             buffers.put(buffer)
 
-    with ThreadPoolExecutor(THREADS, "stream") as pool:
-        for _ in pool.map(run, jobs):
-            pass
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # of each operation: these threads are enough for the processor
+    try:
+        with ThreadPoolExecutor(THREADS, "stream") as pool:
+            for _ in pool.map(run, jobs):
+                pass
+    finally:
+        torch.set_num_threads(before)
 
 
 def read(path: Path, file: int, offset: int, into: Tensor) -> None:
     """Fill `into`, uint8, from byte `offset` on. Copied, not mapped: mapped pages would count as this process's memory. Raises OSError."""
     view, done = into.numpy().data, 0
+    if hasattr(os, "posix_fadvise"):  # the disk need not wait until the next piece is asked for
+        os.posix_fadvise(file, offset + len(view), AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
     while done < len(view):
         count = os.preadv(file, [view[done:]], offset + done)
         if not count:

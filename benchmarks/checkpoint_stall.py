@@ -1,6 +1,6 @@
 """What a checkpoint costs training: how long it waits, and how much slower its steps are meanwhile, with sync and async beside each other.
 
-    python -m benchmarks.checkpoint_stall [--repeat 5] [--ranks 2] [--width 384] [--check]
+    python -m benchmarks.checkpoint_stall [--repeat 3] [--ranks 2] [--width 384] [--check]
 
 Each round trains the same steps with sync and with async; their losses must be equal. Per checkpoint: stall = stall_seconds of its event; lost =
 stall + what the half of the steps after it took longer than the half before the next one. The last checkpoint, beside which nothing is trained, is
@@ -57,7 +57,7 @@ def train_in(folder: Path, way: str, ranks: int, width: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure in turn, check that the losses agree, and write it down."""
-    given = arguments(__doc__, repeat=5, ranks=2, width=384)
+    given = arguments(__doc__, repeat=3, ranks=2, width=384)
     runs = in_turn({way: partial(train, way, given.ranks, given.width) for way in WAYS}, given.repeat)
     assert all(run["losses"] == runs["sync"][0]["losses"] for way in WAYS for run in runs[way]), "the losses differ"
 

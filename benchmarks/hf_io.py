@@ -1,6 +1,6 @@
 """Seconds and memory of importing a Hugging Face folder, and of exporting one, beside reading or writing the same bytes once.
 
-    python -m benchmarks.hf_io [--repeat 5] [--gib 1.1] [--check]
+    python -m benchmarks.hf_io [--repeat 3] [--gib 1.1] [--check]
 
 Writes a random bfloat16 Llama of the asked size to a temporary folder first.
 
@@ -224,7 +224,7 @@ def measure_export(place: Path, repeat: int) -> tuple[dict[str, Any], dict[str, 
 
 def main() -> None:
     """Measure import and export, check that they hold the same numbers, and write it down."""
-    given = arguments(__doc__, repeat=5, gib=1.1, import_of="", export_of="", dtype="bfloat16")
+    given = arguments(__doc__, repeat=3, gib=1.1, import_of="", export_of="", dtype="bfloat16")
     if given.import_of:
         import_rank(Path(given.import_of))
         return

@@ -142,7 +142,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         else:
             taken = one["seconds"]
             expected = [taken[-1] * operations / one["flops"][-1] for operations in one["flops"]]
-            panel.set_title(f"{what}: slope {one['slope']:.2f}, at last {one['slope_of_the_last_two']:.2f}")
+            panel.set_title(f"{what}: slope at last {one['slope_of_the_last_two']:.2f}")
         panel.loglog(values, expected, "--", color="gray", label="in proportion" if what != "ranks" else "as matrix products")
         panel.loglog(values, taken, "o-", label="measured")
         panel.set_xticks(values, [f"{value:,}" for value in values])

@@ -187,7 +187,7 @@ MISTAKES = [
     {
         "optim.lr=-1": "at least 0",
         "optim.betas=[0.9,2]": "at most 1",
-        "optim.grad_clip=0": "write null",
+        "optim.grad_clip=0": "or null",
         "optim.eps=null": "optim.eps=1e-8",
         "batch.rows=1.5": "whole number",
         "run.overwrite=3": "true or false",

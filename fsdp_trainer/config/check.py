@@ -113,7 +113,7 @@ def wrong_with(value: Any, f: Field) -> str | None:
         if isinstance(number, bool | str):
             continue
         if (low is not None and number < low) or (above is not None and number <= above) or (high is not None and number > high):
-            return f"must be {limits(f)}" + ("; to switch it off write null" if NoneType in get_args(f.type) else "")
+            return f"must be {limits(f)}" + (", or null" if NoneType in get_args(f.type) else "")
     return None
 
 

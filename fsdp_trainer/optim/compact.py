@@ -84,10 +84,11 @@ class CompactAdamW(Optimizer):
 def adamw(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, group: dict[str, Any], count: Tensor) -> tuple[Tensor, ...]:
     """The new weight, mean and mean square: [n] float32. count: of this step, 1 is the first; a scalar on the device."""
     (beta1, beta2), lr = group["betas"], group["lr"]
+    bias1, bias2 = (1 - beta ** count.double() for beta in (beta1, beta2))  # in float32 only four digits would be left at first
     mean = torch.lerp(mean, gradient, 1 - beta1)
     square = (square * beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    root = (square / (1 - beta2**count)).sqrt_().add_(group["eps"])
-    step = (mean / root).mul_(lr / (1 - beta1**count))
+    root = (square / bias2).sqrt_().add_(group["eps"])
+    step = (mean / root).mul_(lr / bias1)
     return (weight * (1 - lr * group["weight_decay"])).sub_(step), mean, square
 
 

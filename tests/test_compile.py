@@ -38,7 +38,9 @@ def test_all_blocks_share_a_graph_that_is_never_compiled_again_and_outlives_the_
     assert "compiled again" not in run.out and len(run.event("evaluation")) == 2
     assert list((tmp_path / ".compile").iterdir()), "kept beside the runs"
     resumed = train("run", *how, "model.num_hidden_layers=4", "train.steps=8", "schedule=constant", "checkpoint.allow_changes=[schedule]")
-    assert compiled(resumed)[2:] == [(7, "training", 3, 3), (8, "validation", 1, 1)]
+    trained, validated = compiled(resumed)[2:]
+    # what the cache holds of the head knows a range of token numbers, and the first micro-batch now may be out of it
+    assert trained[:3] == (7, "training", 3) and trained[3] in (2, 3) and validated == (8, "validation", 1, 1)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
+from fsdp_trainer import phases
 from fsdp_trainer.checkpoint.files import commit, damage, describe, files_below, sync, unfinished, write_durably
 from fsdp_trainer.checkpoint.state import WEIGHTS, stage
 from fsdp_trainer.config.paths import BEST, MANIFEST, checkpoint_name, committed_checkpoints, step_of
@@ -84,6 +85,7 @@ class CheckpointStore:
         target = self.folder / checkpoint_name(step)
         half = unfinished(target)
         main = dist.get_rank() == 0
+        phases.enter("shards", step)
         everywhere("make the checkpoint's folder", lambda: remake(half) if main else None, self.group)
         try:
             dcp.save(state, checkpoint_id=half, process_group=self.group)
@@ -93,6 +95,8 @@ class CheckpointStore:
             raise RunFailed(f"cannot write the checkpoint {target}: {cause[0] if isinstance(cause, tuple) else cause}") from None
         mine = sorted(path.name for path in half.glob(f"__{dist.get_rank()}_*.distcp"))
         parts = everywhere("read back the checkpoint", lambda: describe(half, mine), self.group)
+
+        phases.enter("manifest")
 
         def finish() -> None:
             self._commit(half, target, step, progress, parts)
@@ -116,6 +120,7 @@ class CheckpointStore:
             "files": files,
         }
         write_durably(half / MANIFEST, json.dumps(manifest, indent=1))
+        phases.enter("rename")
         commit(half, target)
         self._commits += 1
         self._retain(progress["best_step"] if self.cfg.best else None)
@@ -123,6 +128,7 @@ class CheckpointStore:
     def _retain(self, best_step: int | None) -> None:
         """Delete all but the newest checkpoints and the best one, which `best` is made to name."""
         committed = committed_checkpoints(self.run)
+        phases.enter("prune")
         best = self.folder / checkpoint_name(best_step) if best_step is not None else None
         if best in committed:
             name_best(self.folder / BEST, best)

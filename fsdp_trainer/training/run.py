@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 import yaml
 
+from fsdp_trainer import phases
 from fsdp_trainer.checkpoint.export import export_checkpoint, is_export_of
 from fsdp_trainer.checkpoint.store import everywhere
 from fsdp_trainer.config.check import show
@@ -175,6 +176,7 @@ def export_hf(trainer: Trainer, world: World, run: Path) -> None:
             raise RunFailed(f"cannot write the export {out}: {error}") from None
         trainer.observer.event("export", step=step_of(checkpoint), path=str(out))
 
+    phases.enter("export")
     # outside any collective: a large model takes longer than launch.timeout
     world.node_by_node("exporting the model", export, parse_duration(trainer.cfg.launch.data_timeout))
     dist.barrier()  # the store ends with rank 0: all must have heard
@@ -182,6 +184,7 @@ def export_hf(trainer: Trainer, world: World, run: Path) -> None:
 
 def leave(trainer: Trainer | None, records: Records | None, reason: str, code: int) -> None:
     """A checkpoint on its way committed, trackers closed, the last line of events.jsonl, the process group gone."""
+    phases.enter("end")
     if trainer:
         try:
             trainer.checkpoints.wait()

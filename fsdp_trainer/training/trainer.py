@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
+from fsdp_trainer import phases
 from fsdp_trainer.checkpoint.state import optimizer_state, weights
 from fsdp_trainer.checkpoint.store import CheckpointStore
 from fsdp_trainer.config.schema import TrainConfig
@@ -113,6 +114,7 @@ class Trainer:
         steps = groupby(batches, key=itemgetter(0))
         peak = peak_learning_rate(self.cfg.optim, self.cfg.batch)
         while not self.finished:
+            phases.enter("data", self.progress.step + 1)
             plan, of_step = next(steps)
             self.profiler.before(plan.step)
             lr = learning_rate(self.cfg.schedule, peak, plan.step, self.total_steps)
@@ -128,11 +130,13 @@ class Trainer:
                 self.tell_compilations("validation")
                 self.sample()
             # what a checkpoint holds must be on record before it is committed
+            phases.enter("log")
             self.observer.write_if_due(plan.step, last=self.worth_saving)
             collect(plan.step)
             self.stop_if_nothing_is_learnt()
             if self.worth_saving:
                 self.save()
+            phases.enter("agree")
             if reason := self.stop.agreed(self.checkpoints.failed):
                 return self.stop_in_order(reason)
         return self.finish()
@@ -175,10 +179,13 @@ class Trainer:
         for i, batch in enumerate(batches, 1):
             self.gradient_sync.before(last=i == count)
             weights = batch.weights / (plan.weight or 1.0)  # a step may have no target
+            phases.enter("forward")
             objective, scores = self.model(batch, CrossEntropy(weights, loss.label_smoothing, loss.z_loss))
+            phases.enter("backward")
             objective.backward()
             minimised += objective.detach()
             self.add_to(total, negative_log_likelihood(scores, weights), scores, batch)
+            phases.enter("data")
         reduced = torch.cat([minimised, total])
         if dist.get_world_size() > 1:
             dist.all_reduce(reduced)
@@ -198,6 +205,7 @@ class Trainer:
     @record_function("clip")
     def clip(self) -> Tensor:
         """Clip the gradients; returns their global norm before, a scalar where they lie: on the device, or offloaded on the host."""
+        phases.enter("clip")
         return clip_gradients(self.model, self.cfg.optim.grad_clip, self.cfg.optim.grad_clip_value)
 
     @record_function("update")
@@ -206,6 +214,7 @@ class Trainer:
 
         The optimizer works there, so it must know there: offloaded, it would otherwise read a copy that is still on its way.
         """
+        phases.enter("update")
         not_finite = any_not_finite(beside(loss, grad_norm), grad_norm)
         set_learning_rate(self.optimizer, lr)
         step_unless(self.optimizer, not_finite)
@@ -233,6 +242,7 @@ class Trainer:
         """Mean loss over exactly the validation set: the same figure for every number of ranks."""
         if self.validation is None:
             return
+        phases.enter("validation")
         with self.observer.apart("validation"):
             plan = next(self.validation.steps(self.validation.order.rows_per_epoch, None))
             total = self.sums_of(self.validation)
@@ -251,6 +261,7 @@ class Trainer:
     def sample(self) -> None:
         """What the model says to train.sample_prompts now."""
         if self.samples.prompts:
+            phases.enter("samples")
             with self.observer.apart("samples"):
                 self.observer.sampled(self.progress.step, self.samples.take(self.model))
                 reshard(self.model)
@@ -259,6 +270,7 @@ class Trainer:
         """Commit a checkpoint, or with checkpoint.mode=async set out to, unless this step has one."""
         if self.saved == self.progress.step:
             return
+        phases.enter("staging")
         with self.observer.apart("checkpoint"):
             state = weights(self.model) | optimizer_state(self.model, self.optimizer)
             self.checkpoints.save(self.progress.step, state, self.state())

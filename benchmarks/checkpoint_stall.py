@@ -3,8 +3,9 @@
     python -m benchmarks.checkpoint_stall [--repeat 3] [--ranks 2] [--width 896] [--check]
 
 One run whose checkpoints are written in turn by `torch.distributed.checkpoint.save`, as anyone would call it between two steps, by
-checkpoint=sync and by checkpoint=async. Lost seconds of one = how long training waited + what each of the steps after it, in the first half of
-those until the next, took longer than the median of all steps in the second halves.
+checkpoint=sync and by checkpoint=async. Lost seconds of one = how long training waited + what each of the first half of the steps until the next
+took longer than the median of the others near by: the second half, and the one before the checkpoint. On a machine that others use, too, a single
+figure means little: see the median, and whether steps were of one length.
 """
 
 import json
@@ -25,7 +26,7 @@ from torch import Tensor
 from benchmarks.harness import arguments, finish, ratio, run_ranks, spread
 from fsdp_trainer.checkpoint.store import CheckpointStore
 
-EVERY = 8
+EVERY = 6
 WAYS = ("dcp.save", "sync", "async")
 
 
@@ -72,20 +73,21 @@ def measure(folder: Path, repeat: int, ranks: int, width: int) -> dict[str, Any]
     steps = EVERY * (len(WAYS) * (repeat + 1) + 1)
     shape = ["batch.seq_len=64", f"batch.rows={ranks}", f"train.steps={steps}", "precision=fp32", "logging.every=1"]
     data = ["data.path=demo:backwards", "data.too_long=truncate", "tokenizer.path=demo:bytes"]
-    how = [f"run.root={folder}", "run.name=run", "checkpoint=async", f"checkpoint.every={EVERY}", "checkpoint.keep=1"]
+    how = [f"run.root={folder}", "run.name=run", "checkpoint=async", f"checkpoint.every={EVERY}"]
     run_ranks("benchmarks.checkpoint_stall", ranks, "train", "model=tiny", *model, *shape, *data, *how, env={"IN_TURN": "1"})
     metrics, events = ([json.loads(x) for x in (folder / "run" / f).read_text().splitlines()] for f in ("metrics.jsonl", "events.jsonl"))
     seconds = [line["step_seconds"] for line in metrics]
     counted = [e for e in events if e["event"] == "checkpoint" and EVERY * len(WAYS) < e["step"] < steps]
-    usual = statistics.median(s for e in counted for s in seconds[e["step"] + EVERY // 2 : e["step"] + EVERY])
     told: dict[str, Any] = {way: {"stall": [], "slower": [], "lost": [], "until_committed": []} for way in WAYS}
+    half = EVERY // 2
     for event in counted:
-        slower = sum(seconds[event["step"] :][: EVERY // 2]) - usual * (EVERY // 2)
-        figures = {"stall": event["stall_seconds"], "slower": slower, "until_committed": event["seconds"]}
-        for name, value in (figures | {"lost": event["stall_seconds"] + slower}).items():
-            told[way_of(event["step"])][name].append(value)
+        step, stall = event["step"], event["stall_seconds"]
+        usual = statistics.median(seconds[step - half : step] + seconds[step + half : step + EVERY])
+        slower = sum(seconds[step : step + half]) - usual * half
+        for name, value in {"stall": stall, "slower": slower, "lost": stall + slower, "until_committed": event["seconds"]}.items():
+            told[way_of(step)][name].append(value)
     size = sum(f.stat().st_size for f in next((folder / "run" / "checkpoints").glob("plain-*")).glob("*.distcp"))
-    return told | {"step": usual, "mib": size / ranks / 2**20}
+    return told | {"steps": seconds[EVERY * len(WAYS) :], "mib": size / ranks / 2**20}
 
 
 def main() -> None:
@@ -95,8 +97,9 @@ def main() -> None:
         told = measure(Path(folder), given.repeat, given.ranks, given.width)
     compared = {f"dcp.save/{way}": ratio(told["dcp.save"]["lost"], told[way]["lost"]) for way in WAYS[1:]}
     result = {
-        "what": f"{given.ranks} ranks over gloo, {told['mib']:.0f} MiB of checkpoint a rank, steps of {told['step']:.3g} s",
-        "rounds": f"{given.repeat}",
+        "what": f"{given.ranks} ranks over gloo, {told['mib']:.0f} MiB of checkpoint a rank",
+        "rounds": given.repeat,
+        "step_seconds": spread(told["steps"]),
         **{f"{name}_seconds": {way: spread(told[way][name]) for way in WAYS} for name in told["sync"]},
         "lost_of_dcp_save": {
             way: spread([a / b for a, b in zip(told[way]["lost"], told["dcp.save"]["lost"], strict=True)]) for way in WAYS[1:]

@@ -1,11 +1,8 @@
 """The checkpoints of one run: written under another name, committed by rename, verified before they are trusted."""
 
 import json
-import os
 import platform
 import shutil
-import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -35,7 +32,6 @@ from fsdp_trainer.models.initialize import VOCABULARY
 
 PROGRESS = "trainer.json"
 LAG_SECONDS = 10.0  # until what one node has written to a shared disk is seen by the others
-NICENESS = 10  # of the thread that writes: training's threads come first
 
 
 class CheckpointStore:
@@ -55,7 +51,7 @@ class CheckpointStore:
         if cfg.mode == "async":
             # on the default group the thread's collectives would meet training's
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-            self._writer = ThreadPoolExecutor(1, "checkpoint", be_nice)
+            self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._shard = Shard(self.group, whole=cfg.mode == "async")
 
     def save(self, step: int, state: dict[str, Tensor], progress: dict[str, Any]) -> float:
@@ -187,12 +183,6 @@ class CheckpointStore:
     def listed(self, found: Callable[[Path], list[Path]] = committed_checkpoints) -> list[Path]:
         """The run's checkpoints, oldest first, as rank 0 sees them. Collective."""
         return everywhere("list the checkpoints", lambda: found(self.run) if dist.get_rank() == 0 else [])[0]
-
-
-def be_nice() -> None:
-    """Let this thread have what the others leave of the processor."""
-    if sys.platform == "linux":  # elsewhere it would be the process
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def damage_anywhere(checkpoint: Path, group: dist.ProcessGroup | None = None) -> list[Problem]:

@@ -322,7 +322,7 @@ def full_disk():
     return patch.object(FileSystemWriter, "write_data", write)
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_on_all_ranks_and_leaves_none(train):
+def test_a_checkpoint_that_cannot_be_written_at_the_end_fails_the_run_on_all_ranks_and_leaves_none(train):
     run = train("run", "train.steps=4", "checkpoint.every=2", ranks=2, seam=full_disk, code=1)
     assert "No space left" in run.err and "Traceback" not in run.err and run.checkpoints == [] and end_of(run) == ("end", 1)
     assert train("run", "train.steps=4", "checkpoint.every=2", ranks=2).column("step") == [1, 2, 3, 4]

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +43,8 @@ class CheckpointStore:
         """
         self.run, self.folder, self.cfg, self.write_assets, self.committed = run, run / "checkpoints", cfg, write_assets, committed
         self.group: dist.ProcessGroup | None = None
+        self.longest_save = 0.0
+        """Seconds that a checkpoint took, from the decision to the commit."""
         self._commits = 0
         self._buffers: dict[str, Tensor] = {}
         self._on_its_way: Future | None = None
@@ -82,6 +85,15 @@ class CheckpointStore:
         self._save(*what)
 
     def _save(self, step: int, state: dict[str, Tensor], progress: dict[str, Any], started: float, stall: float | None = None) -> None:
+        try:
+            self._write(step, state, progress, started, stall)
+        except RunFailed:  # on all ranks; its files are of no use, and take the room of the next
+            if dist.get_rank() == 0:
+                shutil.rmtree(unfinished(self.folder / checkpoint_name(step)), ignore_errors=True)
+            raise
+        self.longest_save = max(self.longest_save, time.perf_counter() - started)
+
+    def _write(self, step: int, state: dict[str, Tensor], progress: dict[str, Any], started: float, stall: float | None = None) -> None:
         target = self.folder / checkpoint_name(step)
         half = unfinished(target)
         main = dist.get_rank() == 0
@@ -90,9 +102,8 @@ class CheckpointStore:
         try:
             dcp.save(state, checkpoint_id=half, process_group=self.group)
         except CheckpointException as error:  # a BaseException, raised on all ranks together
-            cause = next(iter(error.failures.values()), error)
-            everywhere("clear up", lambda: shutil.rmtree(half, ignore_errors=True) if main else None, self.group)
-            raise RunFailed(f"cannot write the checkpoint {target}: {cause[0] if isinstance(cause, tuple) else cause}") from None
+            causes = [f"rank {rank} cannot write its part of {target}: {cause[0]}" for rank, cause in sorted(error.failures.items())]
+            raise RunFailed("\n".join(causes)) from None
         mine = sorted(path.name for path in half.glob(f"__{dist.get_rank()}_*.distcp"))
         parts = everywhere("read back the checkpoint", lambda: describe(half, mine), self.group)
 
@@ -123,7 +134,8 @@ class CheckpointStore:
         phases.enter("rename")
         commit(half, target)
         self._commits += 1
-        self._retain(progress["best_step"] if self.cfg.best else None)
+        with suppress(OSError):  # this one is committed; what cannot be deleted now is at the next
+            self._retain(progress["best_step"] if self.cfg.best else None)
 
     def _retain(self, best_step: int | None) -> None:
         """Delete all but the newest checkpoints and the best one, which `best` is made to name."""

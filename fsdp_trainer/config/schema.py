@@ -60,7 +60,8 @@ class Train:
     sample_tokens: int = key(64, "longest answer to them, in tokens; each gathers the sharded weights once", minimum=1)
     sample_raw: bool = key(False, "continue sample_prompts as plain text, without the chat template")
     time_limit: str | None = key(
-        None, "commit a checkpoint and exit 75 after this long: `90s`, `30m`, `1h30m` or plain seconds; null: no limit"
+        None,
+        "commit a checkpoint and exit 75 within this long, as far as the longest step and save so far tell: `90s`, `30m`, `1h30m` or plain seconds; null: no limit",
     )
     early_stop: int | None = key(
         None, "end after this many validations in a row without a lower loss, with exit code 0; null: train to the end", minimum=1
@@ -391,6 +392,7 @@ class Launch:
     nproc_per_node: int | Literal["auto"] = key("auto", "ranks to start when no launcher did; `auto`: every visible GPU, else 1", minimum=1)
     device: str = key("auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda"))
     timeout: str = key("30m", "longest wait in a collective before the run is given up")
+    slurm_time_limit: bool = key(True, "in a Slurm job, stop as with train.time_limit before the job is over")
     data_timeout: str = key("24h", "longest wait of the other ranks for data preparation and downloads")
     env: dict[str, str] = key({}, "environment variables of the ranks; what the environment sets already stays, e.g. {NCCL_DEBUG: INFO}")
 

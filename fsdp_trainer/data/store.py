@@ -36,7 +36,7 @@ class TokenStore:
     """Samples on disk. `weights` belongs to `tokens` one to one: the weight with which that token is learnt, as a target."""
 
     def __init__(self, folder: Path, fingerprint: str, source_names: Sequence[str] = ("",)):
-        self.fingerprint, self.source_names = fingerprint, list(source_names)
+        self.folder, self.fingerprint, self.source_names = folder, fingerprint, list(source_names)
         columns = {name: _map(folder / f"{name}.bin", dtype) for name, dtype in COLUMNS.items()}
         self.tokens: np.ndarray = columns["tokens"]  # [all tokens] int32
         self.weights: np.ndarray = columns["weights"]  # [all tokens] float32

@@ -39,11 +39,14 @@ class Observer:
         self.device, self.config, self.seq_len, self.every, self.total_steps = device, config, seq_len, every, total_steps
         self.source_names, self.more_than_loss = source_names or [], more_than_loss
         self.console = Console(quiet=not main)
-        self.records = Records(run) if main else None
+        self.records = Records(run, self.console.say) if main else None
         self.trackers: Trackers | None = None
         self.peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.skipped_in_a_row = 0
         """Steps without an update, as of the last write."""
+        self.longest_write = 0.0
+        """Seconds between two writes, but for the first, in which things are compiled."""
+        self._writes = 0
         self._pending: list[tuple[dict[str, Any], Tensor]] = []
         self._started = time.perf_counter()
         self._step_seconds: list[float] = []
@@ -57,10 +60,17 @@ class Observer:
         self._pending.append((line, torch.cat([scalars, sums])))
 
     def validated(self, step: int, loss: float, losses: dict[str, float | None]) -> None:
-        """The validation loss belongs to the line of the step it followed, which is not yet written. losses: of several sources, each."""
+        """The validation loss belongs to the line of the step it followed, which is not yet written. losses: of several sources, each.
+
+        A run that was stopped amid the validation wrote that line before.
+        """
         said = finite_or_none(loss)
         self.event("evaluation", step=step, loss=said, **({"losses": losses} if losses else {}))
-        self._pending[-1][0].update({"validation_loss": said} | ({"validation_loss_by_source": losses} if losses else {}))
+        more = {"validation_loss": said} | ({"validation_loss_by_source": losses} if losses else {})
+        if self._pending:
+            self._pending[-1][0].update(more)
+        elif self.records and (line := self.records.amend(step, more)) and self.trackers:
+            self.trackers.log(line)
 
     def sampled(self, step: int, answers: list[tuple[str, str]]) -> None:
         """What the model said to each prompt; the first is shown."""
@@ -83,19 +93,22 @@ class Observer:
         yield
         self._started += time.perf_counter() - started
 
-    def write_if_due(self, step: int, last: bool = False) -> None:
-        """At a logging step, read the device and write all lines since the last time. Collective."""
+    def write_if_due(self, step: int, last: bool = False, whole: bool = True) -> None:
+        """At a logging step, read the device and write all lines since the last time. Collective. whole: whether the last lacks nothing."""
         if not self._pending or not (last or step % self.every == 0):
             return
         values = torch.stack([scalars for _, scalars in self._pending]).cpu()  # the only wait for the device
         seconds = (time.perf_counter() - self._started) / len(self._pending)
         memory = self._memory()
         lines = [self._line(line, scalars, seconds, memory) for (line, _), scalars in zip(self._pending, values.tolist(), strict=True)]
+        if self._writes:
+            self.longest_write = max(self.longest_write, seconds * len(lines))
+        self._writes += 1
         self._pending.clear()
         if self.records:
             self.records.write(lines)
         for line in lines:
-            self._tell(line, shown=line is lines[-1], last=last)
+            self._tell(line, shown=line is lines[-1], last=last, tracked=whole or line is not lines[-1])
         self._started = time.perf_counter()
 
     def _line(self, line: dict[str, Any], scalars: list[float], seconds: float, memory: float) -> dict[str, Any]:
@@ -118,8 +131,8 @@ class Observer:
             ordered["loss_by_source"] = losses(self.source_names, sums)
         return ordered | line | {name: round(value, 6) for name, value in rates.items()}
 
-    def _tell(self, line: dict[str, Any], shown: bool, last: bool) -> None:
-        if self.trackers:
+    def _tell(self, line: dict[str, Any], shown: bool, last: bool, tracked: bool) -> None:
+        if self.trackers and tracked:
             self.trackers.log(line)
         self._step_seconds = [*self._step_seconds[-49:], line["step_seconds"]]
         if shown:

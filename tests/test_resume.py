@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
@@ -319,7 +320,10 @@ def full_disk():
             raise OSError(28, "No space left on device")
         return real(self, *args, **kwargs)
 
-    return patch.object(FileSystemWriter, "write_data", write)
+    stack = ExitStack()
+    stack.enter_context(patch.object(FileSystemWriter, "write_data", write))
+    stack.enter_context(patch("fsdp_trainer.training.trainer.PAUSES", (0.1, 0.1)))
+    return stack
 
 
 def test_a_checkpoint_that_cannot_be_written_at_the_end_fails_the_run_on_all_ranks_and_leaves_none(train):

@@ -392,6 +392,13 @@ class Launch:
     device: str = key("auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda"))
     timeout: str = key("30m", "longest wait in a collective before the run is given up")
     data_timeout: str = key("24h", "longest wait of the other ranks for data preparation and downloads")
+    watchdog: bool = key(
+        True, "a process on each node finds ranks that died, were stopped or do not go on, keeps their stacks and kills them"
+    )
+    stall: str = key(
+        "10s",
+        "how long no rank of a node may get on before the one that holds them up is killed; never less than 5 times the phase's median",
+    )
     env: dict[str, str] = key({}, "environment variables of the ranks; what the environment sets already stays, e.g. {NCCL_DEBUG: INFO}")
 
 

@@ -18,6 +18,7 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.build import build_data
 from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
 from fsdp_trainer.models.hub import fetch
 from fsdp_trainer.observe.console import Console, short
@@ -43,6 +44,7 @@ def run_rank(cfg: TrainConfig) -> int:
         return code
     if ours:
         cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))  # restarted by the launcher: what is there is our own
+    watch = watched(cfg.launch, run, world)
     console = Console(quiet=not world.main)
     stop = StopRequests(parse_duration(cfg.train.time_limit) if cfg.train.time_limit else None, console.say)
     lock, trainer, reason, code = None, None, "failed", 1
@@ -65,6 +67,8 @@ def run_rank(cfg: TrainConfig) -> int:
         stop.close()
         if lock:
             lock.close()
+        if watch:
+            watch.close()
     return code
 
 

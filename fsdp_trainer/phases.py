@@ -5,7 +5,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -158,6 +158,12 @@ def leave() -> None:
     if memory:
         pid, started, rank, _, thread = HEAD.unpack_from(memory, _offset)
         HEAD.pack_into(memory, _offset, pid, started, rank, 1, thread)
+
+
+def in_collective(files: Iterable[str]) -> bool:
+    """Whether a thread whose Python frames are in `files`, innermost first, waits in a collective."""
+    file = next((file for file in files if not file.endswith("/torch/_ops.py")), "")  # which only calls what others ask for
+    return "/torch/distributed/" in file and not any(part in file for part in ("/distributed/tensor/", "/distributed/checkpoint/"))
 
 
 def slots(content: bytes) -> list[Slot]:

@@ -382,6 +382,9 @@ class Logging:
     wandb: str = key("disabled", "Weights & Biases; a restarted run goes on in the same one", choices=("online", "offline", "disabled"))
     project: str = key("fsdp_trainer", "Weights & Biases project")
     tensorboard: bool = key(False, "write TensorBoard events to the run folder (extra: tensorboard)")
+    stragglers: str | None = key(
+        "60s", "how often to compare what ranks do outside collectives, and name one that the others wait for; null: never"
+    )
 
 
 @dataclass

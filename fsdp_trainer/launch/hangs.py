@@ -1,6 +1,7 @@
 """Which rank of a node holds up the others: a decision over what its ranks show of themselves. Imports no torch."""
 
 import math
+import re
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable
@@ -9,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 
-from fsdp_trainer.phases import Place, Slot, stat
+from fsdp_trainer.phases import Place, Slot, in_collective, stat
 
 ORDINARY = {"data", "forward", "backward", "clip", "update", "validation", "log", "read", "agree"}
 """Phases that take about as long each time. All others, and the first steps, may take up to launch.timeout."""
@@ -17,7 +18,6 @@ UNLIMITED = {"start", "export", "end"}  # wait for a rank that works, outside an
 FACTOR = 5
 STOPPED_SECONDS = 1.0
 DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd")
-IN_COLLECTIVES = "/torch/distributed/"
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Seen:
     @property
     def waits(self) -> bool:
         """Whether it waits for others: in a collective, or for a device that may be in one."""
-        return self.place.phase == "read" or IN_COLLECTIVES in innermost(self.stacks, self.slot.thread)
+        return self.place.phase == "read" or in_collective(frames(self.stacks, self.slot.thread))
 
     @property
     def debugged(self) -> bool:
@@ -189,8 +189,7 @@ def first_difference(ranks: list[Seen]) -> tuple[int, str, dict[int, int]] | Non
     return None
 
 
-def innermost(stacks: str, thread: int) -> str:
-    """The line of a faulthandler's dump that says what a thread is doing."""
-    _, found, below = stacks.rpartition(f"hread 0x{thread:016x} ")
-    lines = below.splitlines()
-    return lines[1].strip() if found and len(lines) > 1 else ""
+def frames(stacks: str, thread: int) -> list[str]:
+    """Files that a thread is in, innermost first, from faulthandler's dump of all threads."""
+    below = stacks.rpartition(f"hread 0x{thread:016x} ")[2].partition("\n\n")[0]
+    return re.findall(r'^  File "([^"]+)"', below, re.MULTILINE)

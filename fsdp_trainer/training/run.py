@@ -1,6 +1,7 @@
 """One rank's life: join, prepare data, build, train, leave with the right exit code."""
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -23,6 +24,7 @@ from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
 from fsdp_trainer.models.hub import fetch
 from fsdp_trainer.observe.console import Console, short
 from fsdp_trainer.observe.records import Records
+from fsdp_trainer.observe.stragglers import Straggler, comparing
 from fsdp_trainer.observe.trackers import Trackers
 from fsdp_trainer.parallel.compile import told_in_short
 from fsdp_trainer.training.build import Material, build, check_room
@@ -121,7 +123,19 @@ def train(trainer: Trainer, world: World, run: Path) -> Outcome:
         observer.console.say(f"goes on after step {step:,}")
         for key, (then, now) in sorted(trainer.changes.items()):
             observer.console.say(f"       {key} was {show(then)}, is {show(now)}")
-    with told_in_short():
+
+    def straggler(found: Straggler, until: int) -> None:
+        observer.event("straggler", step=until, **asdict(found))
+        observer.console.say(
+            f"rank {found.rank} on {found.host} is slow in {found.phase}: {found.seconds:.3f} s a step, the others {found.others:.3f} s; "
+            f"all wait for it in {found.lost:.0%} of the time"
+        )
+
+    every = trainer.cfg.logging.stragglers
+    compared = comparing(
+        parse_duration(every) if every else None, world.store, world.rank, world.size, socket.gethostname(), trainer.optimizer, straggler
+    )
+    with told_in_short(), compared:
         outcome = trainer.fit()
     if outcome[1] == 0:
         tell_end(trainer, outcome[0])

@@ -60,7 +60,9 @@ class World:
             value = make()
             self._put(name, value)
             return value
-        return self._get(name, timeout)
+        value = self._get(name, timeout)
+        self.store.add(f"{name}/heard", 1)
+        return value
 
     def _put(self, key: str, value: Any) -> None:
         self.store.set(key, pickle.dumps(value).hex())
@@ -96,12 +98,12 @@ class World:
             if self.local_rank == 0:
                 self._put(mine, failure)
             if failure and self.main:
-                self._linger(name)
+                self.linger(name)
 
-    def _linger(self, name: str) -> None:
-        """The store ends with rank 0: give the others time to hear why."""
+    def linger(self, name: str) -> None:
+        """The store may end with rank 0: if it leaves, it gives the others time to hear why. Returns at once on them."""
         deadline = time.monotonic() + LINGER_SECONDS
-        while self.store.add(f"{name}/heard", 0) < self.size - 1 and time.monotonic() < deadline:
+        while self.main and self.store.add(f"{name}/heard", 0) < self.size - 1 and time.monotonic() < deadline:
             time.sleep(0.05)
 
 

@@ -41,6 +41,7 @@ def run_rank(cfg: TrainConfig) -> int:
     # rank 0 alone looks: it is about to claim the folder for this attempt
     attempt, code = world.from_main("earlier attempt", lambda: earlier_attempt(run, launchers), waiting)
     if code is not None:
+        world.linger("earlier attempt")
         return code
     if attempt:
         cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))  # restarted by the launcher: what is there is our own

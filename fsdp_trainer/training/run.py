@@ -28,7 +28,7 @@ from fsdp_trainer.observe.stragglers import Straggler, comparing
 from fsdp_trainer.observe.trackers import Trackers
 from fsdp_trainer.parallel.compile import told_in_short
 from fsdp_trainer.training.build import Material, build, check_room
-from fsdp_trainer.training.resume import claim_folder, claimed_by
+from fsdp_trainer.training.resume import Claim, claim_folder
 from fsdp_trainer.training.stop import StopRequests
 from fsdp_trainer.training.trainer import Outcome, Trainer
 
@@ -40,11 +40,13 @@ def run_rank(cfg: TrainConfig) -> int:
     waiting = parse_duration(cfg.launch.data_timeout)
     world = join(environment_of_ranks(os.environ) or os.environ, cfg.launch.device, parse_duration(cfg.launch.timeout))
     run = Path(cfg.run.root).expanduser() / str(cfg.run.name)
+    launchers = world.launchers(waiting)
     # rank 0 alone looks: it is about to claim the folder for this attempt
-    ours, code = world.from_main("earlier attempt", lambda: earlier_attempt(run, world), waiting)
+    attempt, code = world.from_main("earlier attempt", lambda: earlier_attempt(run, launchers), waiting)
     if code is not None:
+        world.linger("earlier attempt")
         return code
-    if ours:
+    if attempt:
         cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))  # restarted by the launcher: what is there is our own
     watch = watched(cfg.launch, run, world)
     console = Console(quiet=not world.main)
@@ -52,12 +54,12 @@ def run_rank(cfg: TrainConfig) -> int:
     lock, trainer, reason, code = None, None, "failed", 1
     try:
         lock = world.node_by_node(
-            "claiming the run's folder", lambda: claim_folder(cfg, run, world.launch) if world.main else None, waiting
+            "claiming the run's folder", lambda: claim_folder(cfg, run, Claim(launchers, attempt)) if world.main else None, waiting
         )
         material = world.node_by_node("preparing the data", lambda: prepare(cfg, run, console, world), waiting)
         connect(world, parse_duration(cfg.launch.timeout))
         trainer = build(cfg, material, world, run, stop)
-        reason, code = train(trainer, world, run)
+        reason, code = train(trainer, world, run, attempt)
     except UserError as error:
         reason, code = error.title, error.exit_code
         raise
@@ -74,14 +76,20 @@ def run_rank(cfg: TrainConfig) -> int:
     return code
 
 
-def earlier_attempt(run: Path, world: World) -> tuple[bool, int | None]:
-    """Whether an attempt of this launch had the folder before, and the code with which it stopped in order, if it did.
+def earlier_attempt(run: Path, launchers: list[str]) -> tuple[int, int | None]:
+    """How many attempts of this launch had the folder before, and the code with which the last one stopped in order, if it is to stay so.
 
-    torchrun restarts every exit that is not 0, those of runs that stopped in order too.
+    torchrun restarts every exit that is not 0, those of runs that stopped in order too. But where a node has come or gone since, it is
+    for that node that its ranks were stopped.
     """
-    ours = world.attempt > 0 and claimed_by(run, world.launch)
-    last = Records(run).last_event() if ours else {}
-    return ours, last["exit_code"] if last.get("event") == "end" and last["exit_code"] in (75, 2) else None
+    before = Claim.of(run)
+    if not set(before.launchers) & set(launchers):
+        return 0, None
+    last = Records(run).last_event()
+    stopped = last.get("event") == "end" and (
+        last["exit_code"] == 2 or (last["exit_code"] == 75 and set(before.launchers) == set(launchers))
+    )
+    return before.attempt + 1, last["exit_code"] if stopped else None
 
 
 def prepare(cfg: TrainConfig, run: Path, console: Console, world: World) -> Material:
@@ -109,7 +117,7 @@ def tokenising(console: Console) -> Callable[[int, int], None]:
     return tell
 
 
-def train(trainer: Trainer, world: World, run: Path) -> Outcome:
+def train(trainer: Trainer, world: World, run: Path, attempt: int) -> Outcome:
     """Open the records where the run stands, fit, and export at the end. Collective."""
     observer, step = trainer.observer, trainer.progress.step
     if trainer.finished and trainer.saved == step:
@@ -117,7 +125,7 @@ def train(trainer: Trainer, world: World, run: Path) -> Outcome:
         export_hf(trainer, world, run)
         return "already finished", 0
     everywhere("open the run's records", lambda: open_records(trainer, run) if world.main else None)
-    details = {"step": step, "rows": trainer.progress.rows, "world_size": world.size, "attempt": world.attempt}
+    details = {"step": step, "rows": trainer.progress.rows, "world_size": world.size, "attempt": attempt}
     observer.event("resume" if step else "start", **details, **({"changes": trainer.changes} if step else {}))
     if step:
         observer.console.say(f"goes on after step {step:,}")

@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from fsdp_trainer.checkpoint.files import checksum, damage, read_manifest, whole_folder
 from fsdp_trainer.checkpoint.huggingface import DTYPES, INDEX, SINGLE, stored_parts
 from fsdp_trainer.checkpoint.state import WEIGHTS
 from fsdp_trainer.checkpoint.store import read_progress
+from fsdp_trainer.checkpoint.stored import StoredTensors
 from fsdp_trainer.checkpoint.stream import PIECE_BYTES, in_threads, read, write
 from fsdp_trainer.config.paths import MANIFEST, find_checkpoint
 from fsdp_trainer.config.verbs import ExportConfig
@@ -157,30 +156,16 @@ def write_header(file: BinaryIO, entries: dict[str, Entry]) -> dict[str, int]:
 def pieces(checkpoint: Path, places: dict[str, Place], shapes: dict[str, torch.Size]) -> Iterator[Piece]:
     """All that is to be copied, in the order of the export; of a vocabulary that was padded, the rows that count.
 
-    Shards of a parameter are some of its rows, each stored by torch.save in a part of a file, where its numbers lie as they are.
     Raises RunFailed for a parameter of which the checkpoint does not hold all.
     """
-    reader = FileSystemReader(checkpoint)
-    metadata = reader.read_metadata()
+    stored = StoredTensors(checkpoint)
     for name, place in places.items():
-        key, rows, row, found = WEIGHTS + name, shapes[name][0], shapes[name][1:].numel(), 0
-        stored = cast(TensorStorageMetadata, metadata.state_dict_metadata[key])
-        for chunk in stored.chunks:
-            first, last = chunk.offsets[0], min(chunk.offsets[0] + chunk.sizes[0], rows)
-            assert chunk.sizes[1:] == shapes[name][1:], f"{name} is sharded by more than rows"
-            if first < last:
-                part = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
-                source, dtype = checkpoint / part.relative_path, stored.properties.dtype
-                with source.open("rb") as file:
-                    archive: Any = torch._C.PyTorchFileReader(reader._slice_file(file, part))
-                    start = part.offset + archive.get_record_offset("data/0")
-                at_once = PIECE_BYTES // max(dtype.itemsize, place.dtype.itemsize)
-                for i in range(0, (last - first) * row, at_once):
-                    to = Place(place.file, place.offset + (first * row + i) * place.dtype.itemsize, place.dtype)
-                    yield Piece(source, start + i * dtype.itemsize, dtype, min(at_once, (last - first) * row - i), to)
-                found += last - first
-        if found != rows:
-            raise RunFailed(f"{checkpoint} holds {found:,} of {rows:,} rows of {name}")
+        row, dtype = shapes[name][1:].numel(), stored.entry(WEIGHTS + name)[0]
+        at_once = PIECE_BYTES // max(dtype.itemsize, place.dtype.itemsize)
+        for rows in stored.rows(WEIGHTS + name, shapes[name][0]):
+            for i in range(0, rows.count * row, at_once):
+                to = Place(place.file, place.offset + (rows.first * row + i) * place.dtype.itemsize, place.dtype)
+                yield Piece(rows.file, rows.offset + i * dtype.itemsize, dtype, min(at_once, rows.count * row - i), to)
 
 
 def copy_piece(piece: Piece, buffer: Tensor) -> None:

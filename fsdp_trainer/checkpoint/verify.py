@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from fsdp_trainer.checkpoint.digest import weights_digest
 from fsdp_trainer.checkpoint.files import damage, read_manifest
 from fsdp_trainer.checkpoint.huggingface import DTYPES, check_tensors, read_headers
 from fsdp_trainer.checkpoint.load import load_model
@@ -28,6 +29,7 @@ def verify(cfg: VerifyConfig) -> int:
         return 3
     files = read_manifest(checkpoint)["files"]
     print(f"{checkpoint} is whole: {len(files)} files, {sum(told['bytes'] for told in files.values()):,} bytes, all checksums right")
+    print(f"weights digest {weights_digest(checkpoint)}")
     return compare(checkpoint, Path(cfg.hf).expanduser()) if cfg.hf else 0
 
 

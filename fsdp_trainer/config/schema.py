@@ -383,6 +383,9 @@ class Logging:
     wandb: str = key("disabled", "Weights & Biases; a restarted run goes on in the same one", choices=("online", "offline", "disabled"))
     project: str = key("fsdp_trainer", "Weights & Biases project")
     tensorboard: bool = key(False, "write TensorBoard events to the run folder (extra: tensorboard)")
+    stragglers: str | None = key(
+        "60s", "how often to compare what ranks do outside collectives, and name one that the others wait for; null: never"
+    )
 
 
 @dataclass
@@ -394,6 +397,13 @@ class Launch:
     timeout: str = key("30m", "longest wait in a collective before the run is given up")
     slurm_time_limit: bool = key(True, "in a Slurm job, stop as with train.time_limit before the job is over")
     data_timeout: str = key("24h", "longest wait of the other ranks for data preparation and downloads")
+    watchdog: bool = key(
+        True, "a process on each node finds ranks that died, were stopped or do not go on, keeps their stacks and kills them"
+    )
+    stall: str = key(
+        "10s",
+        "how long no rank of a node may get on before the one that holds them up is killed; never less than 5 times the phase's median",
+    )
     env: dict[str, str] = key({}, "environment variables of the ranks; what the environment sets already stays, e.g. {NCCL_DEBUG: INFO}")
 
 

@@ -1,6 +1,7 @@
 """One rank's life: join, prepare data, build, train, leave with the right exit code."""
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -18,14 +19,16 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.build import build_data
 from fsdp_trainer.errors import RunFailed, Stopped, UserError
+from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
 from fsdp_trainer.models.hub import fetch
 from fsdp_trainer.observe.console import Console, short
 from fsdp_trainer.observe.records import Records
+from fsdp_trainer.observe.stragglers import Straggler, comparing
 from fsdp_trainer.observe.trackers import Trackers
 from fsdp_trainer.parallel.compile import told_in_short
 from fsdp_trainer.training.build import Material, build, check_room
-from fsdp_trainer.training.resume import claim_folder, claimed_by
+from fsdp_trainer.training.resume import Claim, claim_folder
 from fsdp_trainer.training.stop import StopRequests
 from fsdp_trainer.training.trainer import Outcome, Trainer
 
@@ -39,19 +42,22 @@ def run_rank(cfg: TrainConfig) -> int:
     console = Console(quiet=env.get("RANK", "0") != "0")
     stop = StopRequests(parse_duration(cfg.train.time_limit) if cfg.train.time_limit else None, console.say)
     run = Path(cfg.run.root).expanduser() / str(cfg.run.name)
-    records, lock, trainer, reason, code = Records(run, console.say), None, None, "failed", 1
+    records, watch, lock, trainer, reason, code = Records(run, console.say), None, None, None, "failed", 1
     try:
         world = join(env, cfg.launch.device, parse_duration(cfg.launch.timeout))
         stop.connect(world.store)
+        launchers = world.launchers(waiting)
         # rank 0 alone looks: it is about to claim the folder for this attempt
-        ours, left = world.from_main("earlier attempt", lambda: earlier_attempt(run, world), waiting)
+        attempt, left = world.from_main("earlier attempt", lambda: earlier_attempt(run, launchers), waiting)
         if left is not None:
+            world.linger("earlier attempt")
             return left
-        if ours:
+        if attempt:
             cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))  # restarted by the launcher: what is there is our own
+        watch = watched(cfg.launch, run, world)
         lock = world.node_by_node(
             "claiming the run's folder",
-            lambda: stop.stoppable(lambda: claim_folder(cfg, run, world.launch) if world.main else None),
+            lambda: stop.stoppable(lambda: claim_folder(cfg, run, Claim(launchers, attempt)) if world.main else None),
             waiting,
         )
         if lock:
@@ -64,7 +70,7 @@ def run_rank(cfg: TrainConfig) -> int:
         if early := stop.agreed(limits=False).reason:
             raise Stopped(early)
         trainer = build(cfg, material, world, run, stop)
-        reason, code = train(trainer, world, run)
+        reason, code = train(trainer, world, run, attempt)
     except Stopped as stopped:
         reason, code = stopped.args[0], stopped.exit_code
         console.say(f"stopped by {reason}, with nothing more to save: {how_to_go_on(cfg)}")
@@ -86,6 +92,8 @@ def run_rank(cfg: TrainConfig) -> int:
         stop.close()
         if lock:
             lock.close()
+        if watch:
+            watch.close()
     return code
 
 
@@ -99,14 +107,20 @@ def how_to_go_on(cfg: TrainConfig) -> str:
     return "the same command goes on" if cfg.checkpoint.resume == "auto" else "go on with  checkpoint.resume=auto"
 
 
-def earlier_attempt(run: Path, world: World) -> tuple[bool, int | None]:
-    """Whether an attempt of this launch had the folder before, and the code with which it stopped in order, if it did.
+def earlier_attempt(run: Path, launchers: list[str]) -> tuple[int, int | None]:
+    """How many attempts of this launch had the folder before, and the code with which the last one stopped in order, if it is to stay so.
 
-    torchrun restarts every exit that is not 0, those of runs that stopped in order too.
+    torchrun restarts every exit that is not 0, those of runs that stopped in order too. But where a node has come or gone since, it is
+    for that node that its ranks were stopped.
     """
-    ours = world.attempt > 0 and claimed_by(run, world.launch)
-    last = Records(run).last_event() if ours else {}
-    return ours, last["exit_code"] if last.get("event") == "end" and last["exit_code"] in (75, 2) else None
+    before = Claim.of(run)
+    if not set(before.launchers) & set(launchers):
+        return 0, None
+    last = Records(run).last_event()
+    stopped = last.get("event") == "end" and (
+        last["exit_code"] == 2 or (last["exit_code"] == 75 and set(before.launchers) == set(launchers))
+    )
+    return before.attempt + 1, last["exit_code"] if stopped else None
 
 
 def prepare(cfg: TrainConfig, run: Path, console: Console, world: World) -> Material:
@@ -134,7 +148,7 @@ def tokenising(console: Console) -> Callable[[int, int], None]:
     return tell
 
 
-def train(trainer: Trainer, world: World, run: Path) -> Outcome:
+def train(trainer: Trainer, world: World, run: Path, attempt: int) -> Outcome:
     """Open the records where the run stands, fit, and export at the end. Collective."""
     observer, step = trainer.observer, trainer.progress.step
     if trainer.finished and trainer.saved == step and not trainer.progress.cut_short:
@@ -142,13 +156,25 @@ def train(trainer: Trainer, world: World, run: Path) -> Outcome:
         export_hf(trainer, world, run)
         return "already finished", 0
     everywhere("open the run's records", lambda: open_records(trainer, run) if world.main else None)
-    details = {"step": step, "rows": trainer.progress.rows, "world_size": world.size, "attempt": world.attempt}
+    details = {"step": step, "rows": trainer.progress.rows, "world_size": world.size, "attempt": attempt}
     observer.event("resume" if step else "start", **details, **({"changes": trainer.changes} if step else {}))
     if step:
         observer.console.say(f"goes on after step {step:,}")
         for key, (then, now) in sorted(trainer.changes.items()):
             observer.console.say(f"       {key} was {show(then)}, is {show(now)}")
-    with told_in_short():
+
+    def straggler(found: Straggler, until: int) -> None:
+        observer.event("straggler", step=until, **asdict(found))
+        observer.console.say(
+            f"rank {found.rank} on {found.host} is slow in {found.phase}: {found.seconds:.3f} s a step, the others {found.others:.3f} s; "
+            f"all wait for it in {found.lost:.0%} of the time"
+        )
+
+    every = trainer.cfg.logging.stragglers
+    compared = comparing(
+        parse_duration(every) if every else None, world.store, world.rank, world.size, socket.gethostname(), trainer.optimizer, straggler
+    )
+    with told_in_short(), compared:
         outcome = trainer.fit()
     if outcome[1] == 0:
         tell_end(trainer, outcome[0])

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from fsdp_trainer import phases
 from fsdp_trainer.errors import Stopped
 from fsdp_trainer.launch.start import ECHO_SECONDS, SIGNALS
 
@@ -198,6 +199,7 @@ class StopRequests:
         with suppress(Exception):
             self.say(f"{reason}: ended at once; what is committed stays")
             self.last_words(reason, code)
+        phases.leave()
         os._exit(code)
 
 

@@ -387,6 +387,7 @@ class Trainer:
 
     def save_last(self) -> None:
         """Commit a checkpoint of this step, whatever it takes. Raises RunFailed when it fails again and again."""
+        phases.enter("staging")  # as long as a save may take
         for pause in (*PAUSES, None):
             self.save()
             self.settle()
@@ -414,6 +415,7 @@ class Trainer:
     def stop_if_nothing_is_learnt(self) -> None:
         """Raise RunFailed after train.max_skipped skipped steps in a row; known where the observer has read the device."""
         if self.observer.skipped_in_a_row >= self.cfg.train.max_skipped:
+            phases.enter("staging")
             self.settle()
             raise RunFailed(
                 f"the loss or gradient was not finite for {self.observer.skipped_in_a_row} steps in a row, up to step {self.progress.step}.\n"

@@ -227,6 +227,12 @@ def test_squeue_is_asked_where_the_environment_says_nothing(tmp_path, monkeypatc
 # --- leaving at once ---------------------------------------------------------------------------------------------------------------
 
 
+def blocked():
+    """As in a collective of C++ that never ends."""
+    for _ in range(3):  # a signal wakes it, but not for long
+        ctypes.CDLL(None).usleep(60_000_000)
+
+
 @contextlib.contextmanager
 def twice(phase):
     """Two signals in a phase of the second checkpoint, in which the main thread runs no handler."""
@@ -238,7 +244,7 @@ def twice(phase):
         if name == phase and entered.count(name) == 2:
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            ctypes.CDLL(None).usleep(30_000_000) and ctypes.CDLL(None).usleep(30_000_000)
+            blocked()
 
     with patch.object(phases, "enter", enter), patch("fsdp_trainer.training.stop.ECHO_SECONDS", 0.1):
         yield
@@ -251,7 +257,7 @@ def twice(phase):
 def test_a_second_signal_ends_a_blocked_run_at_once_and_what_is_committed_stays(train, phase):
     started = time.monotonic()
     how = ["train.steps=4", "checkpoint.every=2"]
-    with pytest.raises(RankFailed, match="died 143"):
+    with pytest.raises(RankFailed, match="rank 0: died"):
         train("run", *how, seam=partial(twice, phase))
     run = train("run", *how)
     assert time.monotonic() - started < 25 and run.event("resume")[0]["step"] == 2 and run.column("step") == [1, 2, 3, 4]
@@ -269,7 +275,7 @@ def peer_dies():
             os._exit(9)
         if name == "clip":
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            ctypes.CDLL(None).usleep(60_000_000)
+            blocked()
 
     with patch.object(phases, "enter", enter):
         yield
@@ -277,7 +283,7 @@ def peer_dies():
 
 @pytest.mark.slow
 def test_a_signal_after_another_rank_has_died_ends_this_one_at_once(train, tmp_path):
-    with pytest.raises(RankFailed, match="rank 0: died 1\n"):
+    with pytest.raises(RankFailed, match="rank 0: died"):
         train("run", "train.steps=4", ranks=2, seam=peer_dies)
     last = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])
     assert last["event"] == "end" and last["exit_code"] == 1 and last["reason"] == "SIGTERM after rank 1 had ended"

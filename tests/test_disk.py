@@ -90,9 +90,9 @@ def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint_and_no_line(train,
 @contextlib.contextmanager
 def broken_writes(steps, error):
     """What rank 0 writes during these steps fails, the checkpoint's shards too."""
-    from torch.distributed.checkpoint import FileSystemWriter
+    from fsdp_trainer.checkpoint import store
 
-    real, write, shards, at = phases.enter, os.write, FileSystemWriter.write_data, [0]
+    real, write, shards, at = phases.enter, os.write, store.write_file, [0]
 
     def enter(name, step=None):
         real(name, step)
@@ -108,15 +108,15 @@ def broken_writes(steps, error):
             raise OSError(error, os.strerror(error))
         return write(file, data)
 
-    def writes_shards(self, *args):
+    def writes_shards(*args):
         if broken():
             raise OSError(error, os.strerror(error))
-        return shards(self, *args)
+        return shards(*args)
 
     with (
         patch.object(phases, "enter", enter),
         patch.object(records_module.os, "write", writes),
-        patch.object(FileSystemWriter, "write_data", writes_shards),
+        patch.object(store, "write_file", writes_shards),
     ):
         yield
 
@@ -127,7 +127,7 @@ def test_writes_that_fail_for_two_steps_cost_one_checkpoint_and_no_line(train, u
     assert_the_same(run, undisturbed)
     assert "metrics.jsonl cannot be written" in run.out and "metrics.jsonl is written again; nothing is missing" in run.out
     assert [e["event"] for e in run.events] == ["start", "checkpoint", "checkpoint_failed", "checkpoint", "end"]
-    assert f"rank 0 cannot write its part of {run.folder}/checkpoints/step-00000004" in run.event("checkpoint_failed")[0]["error"]
+    assert f"rank 0 cannot write the checkpoint {run.folder}/checkpoints/step-00000004" in run.event("checkpoint_failed")[0]["error"]
     assert run.checkpoints == ["step-00000002", "step-00000006"]
 
 

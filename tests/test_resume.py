@@ -311,17 +311,17 @@ def test_going_back_to_an_older_checkpoint_makes_it_the_run(train, broken_run, t
 
 def full_disk():
     """Writing a checkpoint fails on rank 1."""
-    from torch.distributed.checkpoint import FileSystemWriter
+    from fsdp_trainer.checkpoint import store
 
-    real = FileSystemWriter.write_data
+    real = store.write_file
 
-    def write(self, *args, **kwargs):
+    def write(path, windows):
         if os.environ["RANK"] == "1":
             raise OSError(28, "No space left on device")
-        return real(self, *args, **kwargs)
+        return real(path, windows)
 
     stack = ExitStack()
-    stack.enter_context(patch.object(FileSystemWriter, "write_data", write))
+    stack.enter_context(patch.object(store, "write_file", write))
     stack.enter_context(patch("fsdp_trainer.training.trainer.PAUSES", (0.1, 0.1)))
     return stack
 

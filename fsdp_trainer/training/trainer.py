@@ -351,24 +351,30 @@ class Trainer:
         """Commit a checkpoint, or with checkpoint.mode=async set out to, unless this step has one. One that fails is told, and training goes on."""
         if self.saved == self.progress.step:
             return
-        self.settle()
         phases.enter("staging")
+        started = time.perf_counter()
         try:
             with self.observer.apart("checkpoint"):
+                if waited := self.settle():
+                    self.observer.event("checkpoint_waited", step=self.progress.step, seconds=round(waited, 3))
+                    self.observer.console.say(
+                        f"checkpoint: training waited {waited:.1f} s for the one before; a larger checkpoint.every would not"
+                    )
                 state = weights(self.model) | optimizer_state(self.model, self.optimizer)
-                self.checkpoints.save(self.progress.step, state, self.state())
+                self.checkpoints.save(self.progress.step, state, self.state(), started)
         except RunFailed as error:
             self.tell_failure(self.progress.step, error)
         else:
             self.saved_before, self.saved = self.saved, self.progress.step
 
-    def settle(self) -> None:
-        """The checkpoint on its way is committed, or has failed and is told of. Collective."""
+    def settle(self) -> float:
+        """The checkpoint on its way is committed, or has failed and is told of. Returns how many seconds that took. Collective."""
         try:
-            self.checkpoints.wait()
+            return self.checkpoints.wait()
         except RunFailed as error:
             failed, self.saved = self.saved, self.saved_before
             self.tell_failure(failed, error)
+            return 0.0
 
     def tell_failure(self, step: int, error: RunFailed) -> None:
         """A checkpoint could not be written. What was the best one before is it again."""

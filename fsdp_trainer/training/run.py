@@ -26,6 +26,7 @@ from fsdp_trainer.observe.trackers import Trackers
 from fsdp_trainer.parallel.compile import told_in_short
 from fsdp_trainer.training.build import Material, build, check_room
 from fsdp_trainer.training.resume import claim_folder, claimed_by
+from fsdp_trainer.training.rewind import rewind
 from fsdp_trainer.training.stop import StopRequests
 from fsdp_trainer.training.trainer import Outcome, Trainer
 
@@ -118,7 +119,8 @@ def train(trainer: Trainer, world: World, run: Path) -> Outcome:
         for key, (then, now) in sorted(trainer.changes.items()):
             observer.console.say(f"       {key} was {show(then)}, is {show(now)}")
     with told_in_short():
-        outcome = trainer.fit()
+        while not (outcome := trainer.fit()):
+            rewind(trainer)
     if outcome[1] == 0:
         tell_end(trainer, outcome[0])
         export_hf(trainer, world, run)

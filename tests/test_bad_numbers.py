@@ -112,8 +112,8 @@ def bad_infinite_gradient():
 
 FORMATS = {
     "fp32": [],
-    "bf16": ["precision=bf16"],
-    "pure_bf16": ["precision=pure_bf16"],
+    "bf16": ["precision.param_dtype=bfloat16"],
+    "pure_bf16": ["precision.param_dtype=bfloat16", "precision.master_dtype=bfloat16"],
     "8bit": ["optim=adamw_8bit", "model.hidden_size=64"],
     "foreach": ["optim.implementation=foreach"],
     "ddp": ["sharding=ddp"],
@@ -419,7 +419,7 @@ def test_kernels_that_are_not_deterministic_are_told_once_and_do_not_end_the_run
     [
         ["sharding=ddp"],
         pytest.param(["sharding.accumulate=unsharded"], marks=pytest.mark.faults),
-        pytest.param(["activation_checkpoint=full", "precision=bf16"], marks=pytest.mark.faults),
+        pytest.param(["activation_checkpoint=full", "precision.param_dtype=bfloat16"], marks=pytest.mark.faults),
         pytest.param(["sharding=hsdp", "sharding.replicas=2"], marks=pytest.mark.faults),
         pytest.param(["optim=adamw_8bit", "model.hidden_size=64", "sharding=ddp"], marks=pytest.mark.faults),
     ],

@@ -149,7 +149,7 @@ class Trainer:
             self.stop_if_nothing_is_learnt()
             if self.observer.spike and self.cfg.train.on_spike == "rewind":
                 return None
-            if self.due(self.cfg.train.check_every):
+            if self.cfg.train.check_every and self.due(self.cfg.train.check_every):
                 self.check_replicas()
             if self.worth_saving:
                 self.save()

@@ -162,9 +162,12 @@ class CheckpointStore:
         unlink_if_dangling(self.folder / BEST)
         sync(self.folder)
 
-    def newest_good(self, tell: Callable[[Path, list[Problem]], None]) -> Path | None:
-        """The newest checkpoint whose files are all as they were written; `tell` hears of each that is not. All ranks get the same answer."""
-        for candidate in reversed(self.listed(checkpoint_folders)):
+    def newest_good(self, tell: Callable[[Path, list[Problem]], None], before: int | None = None) -> Path | None:
+        """The newest checkpoint whose files are all as they were written, of a step `before` that if given; `tell` hears of each that is not.
+
+        All ranks get the same answer.
+        """
+        for candidate in reversed([path for path in self.listed(checkpoint_folders) if before is None or step_of(path) < before]):
             found = damage_anywhere(candidate)
             if not found:
                 return candidate

@@ -73,6 +73,20 @@ class Train:
         minimum=1,
     )
     max_skipped: int = key(10, "steps skipped in a row for a non-finite loss or gradient before the run stops with exit code 1", minimum=1)
+    on_spike: str = key(
+        "warn",
+        "what a loss or gradient norm far above the steps before leads to: `warn`; `skip`: no update in that step; `rewind`: back to the checkpoint before, and on past these rows",
+        choices=("ignore", "warn", "skip", "rewind"),
+    )
+    spike_score: float = key(10.0, "how far above the median that is, in robust standard deviations (median absolute deviation)", above=0)
+    spike_window: int = key(128, "steps before that a step is judged by; nothing is judged until half of them have been", minimum=4)
+    rewind_margin: int = key(1, "on_spike=rewind: steps before and after the spike's whose rows are left out too; PaLM: 100", minimum=0)
+    max_rewinds: int = key(5, "on_spike=rewind: spikes beyond these many stop the run with exit code 1", minimum=1)
+    check_every: int | None = key(
+        None,
+        "look for silent data corruption every so many steps: compute a micro-batch twice, compare replicas bit by bit, also before a checkpoint; null: never",
+        minimum=1,
+    )
 
 
 @dataclass

@@ -4,7 +4,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,12 @@ class Observer:
         self.trackers: Trackers | None = None
         self.peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.skipped_in_a_row = 0
-        """Steps without an update, as of the last write."""
+        """Steps without an update for a number that was not finite, as of the last write."""
+        self.spike: Any = None
+        """The first step that stood out since this was last None, as its plan; as of the last write."""
+        self.on_spike = "warn"
+        self.suspects: Callable[[Any, list[float], list[float]], dict[str, Any]] = lambda plan, worst, which: {}
+        """Whose numbers were bad in a step: see Batches.suspects."""
         self.longest_write = 0.0
         """Seconds between two writes, but for the first, in which things are compiled."""
         self._writes = 0
@@ -53,12 +58,11 @@ class Observer:
         self._step_seconds: list[float] = []
 
     def step(
-        self, plan: Any, progress: Any, lr: float, loss: Tensor, objective: Tensor, grad_norm: Tensor, not_finite: Tensor, sums: Tensor
+        self, plan: Any, progress: Any, lr: float, loss: Tensor, objective: Tensor, judged: Tensor, worst: Tensor, sums: Tensor
     ) -> None:
-        """Take note of a step; loss, objective, grad_norm, not_finite and the sums by source stay on the device."""
+        """Take note of a step; loss, objective, judged (the gradient norm and what a Verdict has), worst and the sums by source stay on the device."""
         line = {"step": plan.step, "lr": lr, "tokens": progress.tokens, "supervised_tokens": progress.supervised_tokens, "_plan": plan}
-        scalars = torch.stack([value.double() for value in (loss, objective, grad_norm, not_finite)])
-        self._pending.append((line, torch.cat([scalars, sums])))
+        self._pending.append((line, torch.cat([torch.stack([loss, objective]).double(), judged, worst, sums])))
 
     def validated(self, step: int, loss: float, losses: dict[str, float | None]) -> None:
         """The validation loss belongs to the line of the step it followed, which is not yet written. losses: of several sources, each.
@@ -115,10 +119,18 @@ class Observer:
 
     def _line(self, line: dict[str, Any], scalars: list[float], seconds: float, memory: float) -> dict[str, Any]:
         plan = line.pop("_plan")
-        loss, objective, grad_norm, not_finite, *sums = scalars
+        loss, objective, grad_norm, not_finite, spike, loss_score, norm_score, _, *rest = scalars
+        ranks = dist.get_world_size()
+        worst, which, sums = rest[:ranks], rest[ranks : 2 * ranks], rest[2 * ranks :]
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if not_finite else 0
         if not_finite:
-            self.event("skipped", step=plan.step, rows=[plan.start, plan.stop], loss=repr(loss), grad_norm=repr(grad_norm))
+            whose = (
+                self.suspects(plan, worst, which) if math.isinf(max(worst)) else {}
+            )  # else each rank's were finite, and their sum was not
+            self.event("skipped", step=plan.step, rows=[plan.start, plan.stop], loss=repr(loss), grad_norm=repr(grad_norm), **whose)
+        if spike:
+            self.spike = self.spike or plan
+            self._tell_spike(plan, loss, grad_norm, round(loss_score, 2), round(norm_score, 2), self.suspects(plan, worst, which))
         rates = {"tokens_per_second": plan.tokens / seconds, "step_seconds": seconds, "memory_gib": memory}
         if self.peak:
             world = dist.get_world_size() * self.peak * seconds
@@ -132,6 +144,15 @@ class Observer:
         if sums:
             ordered["loss_by_source"] = losses(self.source_names, sums)
         return ordered | line | {name: round(value, 6) for name, value in rates.items()}
+
+    def _tell_spike(self, plan: Any, loss: float, grad_norm: float, loss_score: float, norm_score: float, whose: dict[str, Any]) -> None:
+        scores = {"loss": loss, "grad_norm": grad_norm, "loss_score": loss_score, "grad_norm_score": norm_score}
+        self.event("spike", step=plan.step, rows=[plan.start, plan.stop], **scores, policy=self.on_spike, **whose)
+        done = {"warn": "", "skip": "; no update", "rewind": "; no update"}[self.on_spike]
+        self.console.say(
+            f"spike in step {plan.step:,}: loss {loss:.4f} (score {loss_score:.1f}), |g| {grad_norm:.2f} (score {norm_score:.1f}), highest loss on "
+            f"rank {', '.join(map(str, whose['ranks']))}: {', '.join(whose['samples'][:3])}{' …' if len(whose['samples']) > 3 else ''}{done}"
+        )
 
     def _tell(self, line: dict[str, Any], shown: bool, last: bool, tracked: bool) -> None:
         if self.trackers and tracked:

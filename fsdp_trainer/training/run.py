@@ -29,6 +29,7 @@ from fsdp_trainer.observe.trackers import Trackers
 from fsdp_trainer.parallel.compile import told_in_short
 from fsdp_trainer.training.build import Material, build, check_room
 from fsdp_trainer.training.resume import Claim, claim_folder
+from fsdp_trainer.training.rewind import rewind
 from fsdp_trainer.training.stop import StopRequests
 from fsdp_trainer.training.trainer import Outcome, Trainer
 
@@ -175,7 +176,8 @@ def train(trainer: Trainer, world: World, run: Path, attempt: int) -> Outcome:
         parse_duration(every) if every else None, world.store, world.rank, world.size, socket.gethostname(), trainer.optimizer, straggler
     )
     with told_in_short(), compared:
-        outcome = trainer.fit()
+        while not (outcome := trainer.fit()):
+            rewind(trainer)
     if outcome[1] == 0:
         tell_end(trainer, outcome[0])
         export_hf(trainer, world, run)

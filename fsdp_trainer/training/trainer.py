@@ -4,7 +4,8 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.profiler import record_function
 from fsdp_trainer import phases
 from fsdp_trainer.checkpoint.state import optimizer_state, weights
 from fsdp_trainer.checkpoint.store import CheckpointStore, gather
+from fsdp_trainer.config.paths import checkpoint_name
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import RunFailed, Stopped
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
@@ -27,9 +29,11 @@ from fsdp_trainer.optim.optimizers import set_learning_rate, step_unless
 from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate
 from fsdp_trainer.parallel.compile import Compilations
 from fsdp_trainer.parallel.parallelize import reshard
-from fsdp_trainer.training.batches import Batches, StepPlan
+from fsdp_trainer.training.batches import Batches, StepPlan, row_ranges
+from fsdp_trainer.training.corruption import Corruption
 from fsdp_trainer.training.garbage import collecting_garbage
-from fsdp_trainer.training.gradients import GradientSync, any_not_finite, beside, clip_gradients
+from fsdp_trainer.training.gradients import GradientSync, beside, clip_gradients
+from fsdp_trainer.training.guard import Guard, Stream, Verdict, worse
 from fsdp_trainer.training.objective import CrossEntropy, by_source, negative_log_likelihood
 from fsdp_trainer.training.prefetch import Ahead
 from fsdp_trainer.training.samples import Samples
@@ -47,7 +51,8 @@ class Progress:
     """All there is to know about where a run stands: the data order is a function of `rows`.
 
     best_loss: the lowest validation loss, after best_step; lower_loss: the last one that counted as lower for train.early_stop;
-    stale: how many in a row have not, since. cut_short: what a stop kept this step from, `validation` or `samples`; a resume begins with it.
+    stale: how many in a row have not, since. recent, spikes_in_a_row: the guard's window; left_out: [first, stop) of rows that rewinds jump over.
+    cut_short: what a stop kept this step from, `validation` or `samples`; a resume begins with it.
     """
 
     step: int = 0
@@ -58,6 +63,10 @@ class Progress:
     best_loss: float | None = None
     lower_loss: float | None = None
     stale: int = 0
+    recent: list[list[float]] = field(default_factory=lambda: [[], []])
+    spikes_in_a_row: int = 0
+    left_out: list[list[int]] = field(default_factory=list)
+    rewinds: int = 0
     cut_short: str | None = None
 
     def advance(self, plan: StepPlan) -> None:
@@ -89,6 +98,9 @@ class Trainer:
     cfg: TrainConfig
     model: Decoder
     optimizer: Optimizer
+    guard: Guard
+    stream: Stream
+    corruption: Corruption
     gradient_sync: GradientSync
     batches: Batches
     validation: Batches | None
@@ -111,13 +123,14 @@ class Trainer:
     saved_before: int = -1  # step of the checkpoint before the newest
     best_before: tuple[int | None, float | None] = (None, None)  # before the newest best one: step and validation loss
 
-    def fit(self) -> Outcome:
-        """Train until the last step, a signal or a time limit. Every line here happens in this order, once per step."""
+    def fit(self) -> Outcome | None:
+        """Train until the last step, a signal or a time limit; None: until a spike that the run is to be taken back from."""
+        self.guard.load(self.progress.recent, self.progress.spikes_in_a_row)
         with self.ahead(self.batches, self.plans()) as batches, collecting_garbage(self.cfg.train.gc_every) as collect:
             return self.train_on(batches, collect)
 
-    def train_on(self, batches: Iterator[MicroBatch], collect: Callable[[int], None]) -> Outcome:
-        """The loop of `fit`."""
+    def train_on(self, batches: Iterator[MicroBatch], collect: Callable[[int], None]) -> Outcome | None:
+        """The loop of `fit`. Every line here happens in this order, once per step."""
         plans = self.plans()
         peak = peak_learning_rate(self.cfg.optim, self.cfg.batch)
         self.stop.margin = self.seconds_to_stop
@@ -129,16 +142,19 @@ class Trainer:
             plan = next(plans)
             self.profiler.before(plan.step)
             lr = learning_rate(self.cfg.schedule, peak, plan.step, self.total_steps)
-            loss, objective, sums = self.forward_backward(plan, self.micro_batches(self.batches, batches, plan))
+            loss, objective, sums, worst = self.forward_backward(plan, self.micro_batches(self.batches, batches, plan))
             grad_norm = self.clip()
-            not_finite = self.update(lr, loss, grad_norm)
+            verdict = self.update(lr, loss, grad_norm)
             if self.agree():  # that a rank had no data for this step, which changed nothing
                 break
             self.progress.advance(plan)
             self.tell_compilations("training")
-            self.observer.step(plan, self.progress, lr, loss, objective, beside(grad_norm, loss), beside(not_finite, loss), sums)
+            judged = torch.stack([grad_norm.double(), *(value.double() for value in verdict)])
+            self.observer.step(plan, self.progress, lr, loss, objective, beside(judged, loss), worst, sums)
             self.profiler.after(plan.step)
             self.conclude(collect)
+            if self.stands_out:
+                return None
         return self.stop_in_order() if self.stops else self.finish()
 
     def conclude(self, collect: Callable[[int], None]) -> None:
@@ -158,6 +174,10 @@ class Trainer:
         self.observer.write_if_due(step, last=self.worth_saving)
         collect(step)
         self.stop_if_nothing_is_learnt()
+        if self.stands_out:
+            return
+        if self.cfg.train.check_every and self.due(self.cfg.train.check_every):
+            self.check_replicas()
         if left_over:
             self.saved = -1  # what is stored knows of no conclusion
         if self.worth_saving:
@@ -174,6 +194,11 @@ class Trainer:
         return "finished" if self.progress.step >= self.total_steps else None
 
     @property
+    def stands_out(self) -> bool:
+        """Whether the run is to be taken back from a spike."""
+        return bool(self.observer.spike) and self.cfg.train.on_spike == "rewind"
+
+    @property
     def worth_saving(self) -> bool:
         """Whether there is a checkpoint of this step."""
         best = self.cfg.checkpoint.best and self.progress.best_step == self.progress.step
@@ -181,8 +206,15 @@ class Trainer:
 
     def plans(self) -> Iterator[StepPlan]:
         """Of the steps to come."""
-        steps = self.batches.steps(self.cfg.batch.rows, self.last_row, self.progress.step, self.progress.rows)
+        progress = self.progress
+        steps = self.batches.steps(self.cfg.batch.rows, self.last_row, progress.step, progress.rows, progress.left_out)
         return islice(steps, max(0, self.total_steps - self.progress.step))
+
+    def count_steps(self) -> None:
+        """How many there will be in all, of a run counted in epochs: steps so far may have had other rows, and some rows are left out."""
+        if self.last_row is not None:
+            to_come = row_ranges(self.cfg.batch.rows, self.last_row, self.progress.rows, self.progress.left_out)
+            self.total_steps = self.observer.total_steps = self.progress.step + sum(1 for _ in to_come)
 
     def ahead(self, batches: Batches, plans: Iterator[StepPlan]) -> Ahead[MicroBatch]:
         """All micro-batches of all plans."""
@@ -235,30 +267,50 @@ class Trainer:
         return self.observer.longest_write + 1.25 * saves * (self.checkpoints.longest_save or unseen) + 2.0
 
     @record_function("forward_backward")
-    def forward_backward(self, plan: StepPlan, batches: Iterator[MicroBatch]) -> tuple[Tensor, Tensor, Tensor]:
+    def forward_backward(self, plan: StepPlan, batches: Iterator[MicroBatch]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """All micro-batches of a step. Gradients end up sharded and summed; returns the step's loss and objective over all ranks, on the device.
 
-        And, of several sources, the [2 × sources] sums of `by_source`; empty for one.
+        And, of several sources, the [2 × sources] sums of `by_source`, empty for one; and of every rank, [2, ranks], what `worse` says.
         """
         total = self.sums_of(self.batches)
-        minimised = total.new_zeros(1)
-        count, loss = self.batches.count(plan), self.cfg.loss
-        for i, batch in enumerate(batches, 1):
-            self.gradient_sync.before(last=i == count)
+        minimised, worst = total.new_zeros(1), total.new_zeros(2, self.batches.ranks)
+        mine = worst[:, self.batches.rank]
+        count = self.batches.count(plan)
+        for i, batch in enumerate(batches):
             weights = batch.weights / (plan.weight or 1.0)  # a step may have no target
-            phases.enter("forward")
-            objective, scores = self.model(batch, CrossEntropy(weights, loss.label_smoothing, loss.z_loss))
-            phases.enter("backward")
-            objective.backward()
-            minimised += objective.detach()
-            self.add_to(total, negative_log_likelihood(scores, weights), scores, batch)
+            if i == 0 and self.cfg.train.check_every and plan.step % self.cfg.train.check_every == 0:
+                self.corruption.check_computation(plan.step, partial(self.computed_apart, batch, weights))
+            self.gradient_sync.before(last=i == count - 1)
+            objective, scores = self.compute(batch, weights)
+            minimised += objective
+            loss = negative_log_likelihood(scores, weights)
+            self.add_to(total, loss, scores, batch)
+            mean = loss * (plan.weight or 1.0) / batch.weights.sum().clamp_min(torch.finfo(torch.float32).tiny)
+            mine.copy_(worse(mine, i, mean, self.stream.take()))
             phases.enter("data")
         if self.missing is not None:
             total[0] = math.nan  # no rank updates its weights
-        reduced = torch.cat([minimised, total])
+        reduced = torch.cat([minimised, total, worst.flatten()])
         if dist.get_world_size() > 1:
             dist.all_reduce(reduced)
-        return reduced[1], reduced[0], reduced[2:]
+        end = len(reduced) - worst.numel()
+        return reduced[1], reduced[0], reduced[2:end], reduced[end:]
+
+    def compute(self, batch: MicroBatch, weights: Tensor) -> tuple[Tensor, Scores]:
+        """Forward and backward of a micro-batch: the objective's value and the scores."""
+        phases.enter("forward")
+        objective, scores = self.model(batch, CrossEntropy(weights, self.cfg.loss.label_smoothing, self.cfg.loss.z_loss))
+        phases.enter("backward")
+        objective.backward()
+        return objective.detach(), scores
+
+    def computed_apart(self, batch: MicroBatch, weights: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The objective's value, the gradient of the activations and those of the parameters; of the step's own gradients nothing is there yet."""
+        self.gradient_sync.before(last=True)
+        objective, _ = self.compute(batch, weights)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.optimizer.zero_grad(set_to_none=True)
+        return objective, self.stream.take(), gradients
 
     def sums_of(self, batches: Batches) -> Tensor:
         """[1 + 2 × sources] float64 zeros: a loss, and the sums of `by_source` if there are several sources."""
@@ -278,17 +330,17 @@ class Trainer:
         return clip_gradients(self.model, self.cfg.optim.grad_clip, self.cfg.optim.grad_clip_value)
 
     @record_function("update")
-    def update(self, lr: float, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """One optimizer step, or none on any rank if a number is not finite; returns which, a bool scalar beside `grad_norm`.
+    def update(self, lr: float, loss: Tensor, grad_norm: Tensor) -> Verdict:
+        """One optimizer step, or none on any rank if a number is not finite, or stands out with train.on_spike=skip; returns which, beside `grad_norm`.
 
         The optimizer works there, so it must know there: offloaded, it would otherwise read a copy that is still on its way.
         """
         phases.enter("update")
-        not_finite = any_not_finite(beside(loss, grad_norm), grad_norm)
+        verdict = self.guard.judge(beside(loss, grad_norm), grad_norm)
         set_learning_rate(self.optimizer, lr)
-        step_unless(self.optimizer, not_finite)
+        step_unless(self.optimizer, verdict.skip)
         self.optimizer.zero_grad(set_to_none=True)
-        return not_finite
+        return verdict
 
     def tell_compilations(self, during: str) -> None:
         """On record what was compiled; blocks that are compiled again after the second step cost time that the user should hear of."""
@@ -353,6 +405,10 @@ class Trainer:
             return
         phases.enter("staging")
         started = time.perf_counter()
+        if self.cfg.train.check_every:
+            with self.observer.apart("checkpoint"):
+                self.check_replicas()
+        self.progress.recent, self.progress.spikes_in_a_row = self.guard.state()
         try:
             with self.observer.apart("checkpoint"):
                 if waited := self.settle():
@@ -360,8 +416,7 @@ class Trainer:
                     self.observer.console.say(
                         f"checkpoint: training waited {waited:.1f} s for the one before; a larger checkpoint.every would not"
                     )
-                state = weights(self.model) | optimizer_state(self.model, self.optimizer)
-                self.checkpoints.save(self.progress.step, state, self.state(), started)
+                self.checkpoints.save(self.progress.step, self.tensors(), self.state(), started)
         except RunFailed as error:
             self.tell_failure(self.progress.step, error)
         else:
@@ -407,6 +462,14 @@ class Trainer:
             f"the last checkpoint, of step {self.progress.step:,}, could not be written in {len(PAUSES) + 1} tries. {kept}\n{self.failure}"
         )
 
+    def check_replicas(self) -> None:
+        """Raise RunFailed if replicas no longer hold the same bits."""
+        self.corruption.check_replicas(self.progress.step, self.tensors())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds: weights and optimizer state."""
+        return weights(self.model) | optimizer_state(self.model, self.optimizer)
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint remembers besides tensors."""
         return {**asdict(self.progress), "total_steps": self.total_steps, "dtypes": self.dtypes, **self.fingerprints()}
@@ -423,9 +486,10 @@ class Trainer:
         if self.observer.skipped_in_a_row >= self.cfg.train.max_skipped:
             phases.enter("staging")
             self.settle()
+            good = self.checkpoints.folder / checkpoint_name(self.saved) if self.saved >= 0 else "none"
             raise RunFailed(
                 f"the loss or gradient was not finite for {self.observer.skipped_in_a_row} steps in a row, up to step {self.progress.step}.\n"
-                f"Nothing was learnt from them. The last good checkpoint is that of step {self.saved if self.saved >= 0 else 'none'}. Try a lower optim.lr, "
+                f"Nothing was learnt from them. The last good checkpoint: {good}. Try a lower optim.lr, "
                 "more schedule.warmup_steps, or look at the data with  fsdp-trainer preview"
             )
 

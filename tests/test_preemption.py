@@ -96,18 +96,19 @@ def blocked_read(nth):
     """Rank 1's nth read hangs, and rank 0 gets the signal."""
     from fsdp_trainer.training.batches import Batches
 
-    real, calls = Batches.assemble, []
+    real, calls, over = Batches.assemble, [], threading.Event()
 
     def assemble(self, rows):
         calls.append(rows)
         if os.environ["RANK"] == "1" and len(calls) == nth:
-            threading.Event().wait()
+            over.wait()
         if os.environ["RANK"] == "0" and len(calls) == nth:
             threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
         return real(self, rows)
 
     with patch.object(Batches, "assemble", assemble):
         yield
+    over.set()
 
 
 @pytest.mark.parametrize(("ahead", "nth", "step"), [(0, 5, 1), (2, 5, 1), pytest.param(2, 9, 2, marks=pytest.mark.slow)])

@@ -50,7 +50,7 @@ class StopRequests:
         """From here on this rank waits for no other: they may go."""
         self.gone: list[int] = []
         """Ranks of this node that have ended."""
-        self._heard = 0.0
+        self._heard, self._limit = 0.0, 0
         self._waits_since: tuple[float, bool] | None = None
         self._store: dist.Store | None = None
         self._closed = threading.Event()
@@ -123,9 +123,10 @@ class StopRequests:
         return Agreement(reason, bool(failed), bool(lacking))
 
     def _late(self) -> int:
-        """Which limit comes before another boundary would, as a number from 1; 0: none."""
-        at = time.monotonic() + self.margin() if self.deadlines else 0.0
-        return next((i for i, limit in enumerate(LIMITS, 1) if at > self.deadlines.get(limit, at)), 0)
+        """Which limit comes before another boundary would, as a number from 1; 0: none. Once it does, it stays so."""
+        at = time.monotonic() + self.margin() if self.deadlines and not self._limit else 0.0
+        self._limit = self._limit or next((i for i, limit in enumerate(LIMITS, 1) if at > self.deadlines.get(limit, at)), 0)
+        return self._limit
 
     def stoppable(self, work: Callable[[], T]) -> T:
         """`work`, outside any collective, where there is nothing to save. Raises Stopped within it when any rank is to stop."""

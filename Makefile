@@ -5,7 +5,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 BENCHMARKS := train_step loss_memory attention optimizers hf_io startup checkpoint_stall scaling
 
-.PHONY: help setup quickstart test test-fast lint bench bench-gpu clean
+.PHONY: help setup quickstart pull-the-plug test test-fast test-faults lint bench bench-gpu clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -15,11 +15,17 @@ setup: $(VENV)/.for-users  ## a virtual environment that trains
 quickstart: setup  ## train a tiny model on a generated task, on 2 CPU ranks
 	$(BIN)/fsdp-trainer quickstart
 
-test: $(VENV)/.for-developers  ## all tests
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+pull-the-plug: setup  ## kill a rank in the middle of a save, damage a checkpoint, and see that the run ends the same
+	$(BIN)/python tests/faults/pull_the_plug.py
+
+test: $(VENV)/.for-developers  ## all tests but those of test-faults
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not faults"
 
 test-fast: $(VENV)/.for-developers  ## the quick half
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow and not faults"
+
+test-faults: $(VENV)/.for-developers  ## what kills, fills and corrupts: a quarter of an hour
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m faults
 
 lint: $(VENV)/.for-developers  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from world import SMALL, Run, ranks_below, wait_until
 
 from fsdp_trainer.cli import main
@@ -198,6 +199,68 @@ def test_an_orderly_stop_of_an_earlier_launch_does_not_end_a_restarted_attempt(t
     train("run", "train.steps=100000", "train.time_limit=1s", code=75)
     again = train("run", "train.steps=100000", "train.time_limit=1s", code=75, env={"TORCHELASTIC_RESTART_COUNT": "1"}, ranks=2)
     assert again.event("resume")[0]["world_size"] == 2
+
+
+def test_ranks_meet_in_a_store_full_of_earlier_attempts_although_their_counts_differ(world):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = world.call(2, three_attempts, store.port)
+    assert told[0] == told[1] and len(set(told[0])) == 3
+
+
+def three_attempts(port):
+    """What rank 0 told each time, over a store that torchrun would have kept; one attempt is cut short after rank 1 has come."""
+    import torch.distributed as dist
+
+    from fsdp_trainer.launch.world import connect, join
+
+    told, rank = [], int(os.environ["RANK"])
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(rank)}
+    for attempt in range(3):
+        if attempt == 1 and rank == 0:
+            dist.TCPStore("127.0.0.1", port, wait_for_workers=False).set("name of the attempt", "cut short")
+            time.sleep(0.3)
+        joined = join(os.environ, "cpu", 30)
+        connect(joined, 30)
+        told.append(joined.from_main("told", lambda attempt=attempt: f"{attempt} {time.monotonic()}", 30))
+        dist.barrier()
+        dist.destroy_process_group()
+    return told
+
+
+def test_a_rank_that_waits_in_vain_for_the_others_says_what_may_be_wrong(world):
+    (told,) = world.call(1, lonely)
+    assert "all 2 ranks" in told and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in told
+
+
+def lonely():
+    from fsdp_trainer.errors import RunFailed
+    from fsdp_trainer.launch.world import join
+
+    try:
+        join({**os.environ, "WORLD_SIZE": "2"}, "cpu", 1)
+    except RunFailed as error:
+        return str(error)
+
+
+def test_a_run_stopped_because_a_node_comes_or_goes_goes_on_and_one_that_stopped_in_order_does_not(world, inputs, tmp_path):
+    words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), f"run.root={tmp_path}", "run.name=run", "checkpoint.resume=never"]
+    run = Run(tmp_path / "run")
+    stops = [*words, "train.steps=100000", "train.time_limit=1s"]
+    assert world.call(2, on_nodes, stops, ["a", "b"]) == [75, 75]
+    assert world.call(2, on_nodes, stops, ["a", "b"]) == [75, 75] and not run.event("resume"), "torchrun restarts what stopped in order"
+    assert world.call(1, on_nodes, stops, ["b"]) == [75] and run.event("resume")[-1]["world_size"] == 1
+    assert world.call(2, on_nodes, stops, ["b", "c"]) == [75, 75] and run.event("resume")[-1]["attempt"] == 2
+    assert world.call(2, on_nodes, stops, ["d", "e"]) == [2, 2], "another launch finds the folder used"
+
+
+def on_nodes(words, launchers):
+    """A rank alone on its node, started by the launcher of that name."""
+    import world
+
+    rank = os.environ["RANK"]
+    os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": rank, "GROUP_WORLD_SIZE": str(len(launchers)), "TORCHELASTIC_RUN_ID": "none"}
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"/tmp/torchelastic_x/{launchers[int(rank)]}/attempt_0/0/error.json"
+    return world.command(["train", *words], None).code
 
 
 # --- Slurm -------------------------------------------------------------------------------------------------------------------------

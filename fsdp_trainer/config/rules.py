@@ -84,6 +84,9 @@ def check_rules(cfg: Any, report: Report) -> None:
     if isinstance(cfg.data.validation, float) and not 0 < cfg.data.validation < 1:
         report.add("data.validation", cfg.data.validation, "a share lies between 0 and 1, e.g.  data.validation=0.02 ; null: none")
     _check_validation_users(cfg, report)
+    if train.on_spike == "rewind" and cfg.checkpoint.every is None:
+        why = "goes back to a checkpoint, and there is none before the end.\nUse  checkpoint.every=100  or  train.on_spike=skip"
+        report.add("train.on_spike", "rewind", why)
     if cfg.checkpoint.export_dtype and not cfg.checkpoint.export_hf:
         report.add("checkpoint.export_dtype", cfg.checkpoint.export_dtype, "only counts together with  checkpoint.export_hf=true")
     known = {"data.fingerprint", *GROUPS, "batch", "loss", *flatten(TrainConfig)}
@@ -101,7 +104,7 @@ def check_rules(cfg: Any, report: Report) -> None:
             parse_steps(cfg.profile.steps)
         except ValueError as error:
             report.add("profile.steps", cfg.profile.steps, str(error))
-    for key in ("train.time_limit", "launch.timeout", "launch.data_timeout"):
+    for key in ("train.time_limit", "launch.timeout", "launch.data_timeout", "launch.stall", "logging.stragglers"):
         _check_duration(key, _get(cfg, key), report)
     if not any(key.startswith(("model.", "batch.seq_len")) for key in report.settled):  # what follows from a wrong key is not told
         report.problems += model_problems(cfg)

@@ -5,34 +5,41 @@ import os
 import pickle
 import re
 import signal
+import socket
 import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.errors import Problem, RunFailed, Stopped, UserError
 
 PARENT = "FSDP_TRAINER_PARENT"  # set by our own launcher: the process that a rank must not outlive
+ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun
 LINGER_SECONDS = 30.0
+MEETING_SECONDS = 0.02  # between two looks at who is there
 T = TypeVar("T")
 
 
 @dataclass
 class World:
-    """rank: of size; local_rank: on this node; attempt: how often the launcher has restarted the ranks; launch: a name for all its attempts."""
+    """rank: of size; local_rank: on this node, which is node of nodes; launcher: what started this node's ranks, and will start them again.
+
+    store: it has the keys of this attempt alone.
+    """
 
     rank: int
     size: int
     local_rank: int
     node: int
-    attempt: int
-    launch: str
+    nodes: int
+    launcher: str
     store: dist.Store
     device: torch.device
 
@@ -41,13 +48,21 @@ class World:
         """Whether this rank speaks and writes for all."""
         return self.rank == 0
 
+    def launchers(self, timeout: float) -> list[str]:
+        """Of all nodes, for rank 0; the others tell it theirs."""
+        if self.local_rank == 0:
+            self._put(f"launcher/node{self.node}", self.launcher)
+        return [self._get(f"launcher/node{node}", timeout) for node in range(self.nodes)] if self.main else []
+
     def from_main(self, name: str, make: Callable[[], T], timeout: float) -> T:
         """What rank 0 makes, on every rank."""
         if self.main:
             value = make()
             self._put(name, value)
             return value
-        return self._get(name, timeout)
+        value = self._get(name, timeout)
+        self.store.add(f"{name}/heard", 1)
+        return value
 
     def _put(self, key: str, value: Any) -> None:
         self.store.set(key, pickle.dumps(value).hex())
@@ -59,36 +74,43 @@ class World:
     def node_by_node(self, name: str, work: Callable[[], T], timeout: float) -> T:
         """Run `work` on rank 0, then on one rank of every node, then on all: the later ones find what the first left on disk.
 
-        Waits outside any collective, so that hours of tokenising time nothing out. A failure of one is the failure of all.
+        Waits outside any collective, so that hours of tokenising time nothing out. All return together; a failure of one is the failure of all.
         """
-        first, node = f"{name}/rank0", f"{name}/node{self.node}"
+        first, node, all_done = f"{name}/rank0", f"{name}/node{self.node}", f"{name}/all"
         mine = first if self.main else node
-        before = [] if self.main else [first] if self.local_rank == 0 or self.node == 0 else [first, node]  # rank 0 is node 0's
-        for key in before:
-            failure = self._get(key, timeout)
-            self.store.add(f"{name}/heard", 1)
-            if failure:
-                raise failure
+        for key in [] if self.main else [first] if self.local_rank == 0 or self.node == 0 else [first, node]:  # rank 0 is node 0's
+            self._hear(name, key, timeout)
         failure = None
         try:
-            return work()
+            result = work()
         except BaseException as error:
-            failure = (
-                error if isinstance(error, UserError) else RunFailed(f"{name} failed on rank {self.rank}: {type(error).__name__}: {error}")
-            )
-            if not self.main:  # rank 0, which tells what all have in common, does not know
+            told = f"{name} failed on rank {self.rank}: {type(error).__name__}: {error}"
+            failure = error if isinstance(error, UserError | Stopped) else RunFailed(told)
+            if not self.main and not isinstance(error, Stopped):  # rank 0, which tells what all have in common, does not know
                 print(f"rank {self.rank}: {failure}", file=sys.stderr)
             raise
         finally:
             if self.local_rank == 0:
                 self._put(mine, failure)
+            if failure or self.store.add(f"{name}/done", 1) == self.size:
+                self._put(all_done, failure)
             if failure and self.main:
-                self._linger(name)
+                self.linger(name)
+        self._hear(name, all_done, timeout)
+        return result
 
-    def _linger(self, name: str) -> None:
-        """The store ends with rank 0: give the others time to hear why."""
+    def _hear(self, name: str, key: str, timeout: float) -> None:
+        """Wait for what others did. Raises what it failed with."""
+        failure = self._get(key, timeout)
+        if failure:
+            self.store.add(f"{name}/heard", 1)
+            self.linger(name)
+            raise failure
+
+    def linger(self, name: str) -> None:
+        """The store may end with rank 0: if it leaves, it gives the others time to hear why. Returns at once on them."""
         deadline = time.monotonic() + LINGER_SECONDS
-        while self.store.add(f"{name}/heard", 0) < self.size - 1 and time.monotonic() < deadline:
+        while self.main and self.store.add(f"{name}/heard", 0) < self.size - 1 and time.monotonic() < deadline:
             time.sleep(0.05)
 
 
@@ -121,7 +143,6 @@ def join(env: Mapping[str, str], device: str, timeout: float) -> World:
     if PARENT in env:
         _die_with_parent(int(env[PARENT]))
     rank, size, local_rank = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1)), int(env.get("LOCAL_RANK", 0))
-    attempt = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
     store: dist.Store
     if size == 1 and "MASTER_ADDR" not in env:
         store = dist.HashStore()
@@ -139,10 +160,45 @@ def join(env: Mapping[str, str], device: str, timeout: float) -> World:
     place = torch.device(chosen, local_rank) if chosen == "cuda" else torch.device("cpu")
     if chosen == "cuda":
         torch.cuda.set_device(place)
-    launch = store.compare_set("launch", "", uuid.uuid4().hex).decode()  # torchrun keeps the store through its restarts
-    return World(
-        rank, size, local_rank, int(env.get("GROUP_RANK", 0)), attempt, launch, dist.PrefixStore(f"attempt{attempt}", store), place
+    attempt = dist.PrefixStore(meet(store, rank, size, timeout), store)
+    node, nodes = int(env.get("GROUP_RANK", 0)), int(env.get("GROUP_WORLD_SIZE", 1))
+    return World(rank, size, local_rank, node, nodes, launcher_of(env), attempt, place)
+
+
+def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
+    """A name that all ranks of this attempt have, and none of another. Raises RunFailed if they do not all come within `timeout` seconds.
+
+    torchrun's store may hold the keys of earlier attempts, the number of restarts differs from node to node (pytorch#135712), and does
+    not grow when nodes join. So rank 0 makes a name up and closes it when all the others have put theirs under it: a name that is closed
+    when one comes is of an attempt before, and one that is never closed is replaced.
+    """
+    offered, deadline, mine = "name of the attempt", time.monotonic() + timeout, ""
+    if rank == 0:
+        mine = uuid.uuid4().hex
+        store.set(offered, mine)
+    while time.monotonic() < deadline:
+        if rank == 0 and store.add(f"{mine}/here", 0) == size - 1:
+            store.set(f"{mine}/closed", "")
+            return mine
+        if rank and store.check([offered]):
+            name = store.get(offered).decode()
+            closed = store.check([f"{name}/closed"])
+            if closed and name == mine:
+                return name
+            if not closed and name != mine:
+                mine = name
+                store.add(f"{name}/here", 1)
+        time.sleep(MEETING_SECONDS)
+    raise RunFailed(
+        f"rank {rank} waited {timeout:.0f} s for all {size} ranks to start. Of nodes that come and go (torchrun --nnodes=MIN:MAX), some may "
+        "have gone to another place: set  TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  in the environment of torchrun"
     )
+
+
+def launcher_of(env: Mapping[str, str]) -> str:
+    """A name of this node's torchrun, the same for all ranks and all attempts that it starts; any new name without torchrun."""
+    errors = env.get("TORCHELASTIC_ERROR_FILE")  # …/RUN_ID_random/attempt_0/RANK/error.json
+    return Path(errors).parents[2].name if errors else f"{socket.gethostname()}:{os.getppid()}" if ELASTIC in env else uuid.uuid4().hex
 
 
 def connect(world: World, timeout: float) -> None:

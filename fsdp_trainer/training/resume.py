@@ -1,8 +1,11 @@
 """Where a run goes on, and whether it may: what is trained must be what was trained."""
 
 import fcntl
+import json
 import shutil
-from dataclasses import asdict
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +21,7 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.observer import Observer
 
 LOCK = ".lock"
+LOCK_SECONDS = 120.0  # a rank 0 of the attempt before, on a host that was cut off, holds the lock until its torchrun gives up
 COMPARED = ("model", "data", "tokenizer", "batch", "loss", "optim", "schedule")
 # How something is read or computed, not what; the data's and the tokenizer's content is in the fingerprint.
 FREE = {
@@ -34,20 +38,37 @@ FREE = {
 OF_THE_RESUME = {"checkpoint.resume", "checkpoint.allow_changes", "run.overwrite"}
 
 
-def claim_folder(cfg: TrainConfig, run: Path, launch: str) -> TextIO:
+@dataclass
+class Claim:
+    """Whose a run's folder is. launchers: of all nodes, see World; attempt: how often these, or some of them, had started the run before."""
+
+    launchers: list[str]
+    attempt: int = 0
+
+    @classmethod
+    def of(cls, run: Path) -> "Claim":
+        """The last one on a run's folder."""
+        try:
+            return cls(**json.loads((run / LOCK).read_text()))
+        except (OSError, ValueError, TypeError):
+            return cls([])
+
+
+def claim_folder(cfg: TrainConfig, run: Path, claim: Claim) -> TextIO:
     """Make the run's folder; with checkpoint.resume=never refuse or empty a used one. Rank 0's task, before anyone writes. Raises UserError.
 
-    Returns the lock, with the name of the `launch` in it. It keeps a second run out while it is open; the system lets go of it
-    whatever ends the process.
+    Returns the lock, with the claim in it. It keeps a second run out while it is open; the system lets go of it whatever ends the process.
     """
+    deadline = time.monotonic() + (LOCK_SECONDS if claim.attempt else 0)
     try:
         run.mkdir(parents=True, exist_ok=True)
         lock = (run / LOCK).open("a")  # not yet ours to empty
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while not _locked(lock, wait=time.monotonic() < deadline):
+            time.sleep(0.1)
         if cfg.checkpoint.resume == "never":
             empty_folder(cfg, run)
         lock.truncate(0)
-        lock.write(launch)
+        lock.write(json.dumps(asdict(claim)))
         lock.flush()
         return lock
     except BlockingIOError:
@@ -59,9 +80,14 @@ def claim_folder(cfg: TrainConfig, run: Path, launch: str) -> TextIO:
         raise UserError("the run's folder cannot be used", [Problem(f"run.root={cfg.run.root}", why)]) from None
 
 
-def claimed_by(run: Path, launch: str) -> bool:
-    """Whether an earlier attempt of this very launch had the folder."""
-    return (run / LOCK).is_file() and (run / LOCK).read_text() == launch
+def _locked(lock: TextIO, wait: bool) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        if wait:
+            return False
+        raise
 
 
 def empty_folder(cfg: TrainConfig, run: Path) -> None:
@@ -86,12 +112,13 @@ def find_start(cfg: TrainConfig, store: CheckpointStore, observer: Observer) -> 
         if asked.resolve().is_relative_to(store.run.resolve()) or not committed_checkpoints(store.run):
             require_whole(asked)
             return asked
+    return store.newest_good(partial(tell_damaged, observer))
 
-    def tell(checkpoint: Path, found: list[Problem]) -> None:
-        observer.event("damaged", path=str(checkpoint), problems=[f"{p.what} {p.why}" for p in found])
-        observer.console.say(f"{checkpoint} is damaged and left aside: {found[0].what} {found[0].why}")
 
-    return store.newest_good(tell)
+def tell_damaged(observer: Observer, checkpoint: Path, found: list[Problem]) -> None:
+    """On record, that a checkpoint is not gone on from."""
+    observer.event("damaged", path=str(checkpoint), problems=[f"{p.what} {p.why}" for p in found])
+    observer.console.say(f"{checkpoint} is damaged and left aside: {found[0].what} {found[0].why}")
 
 
 def _asked_for(path: str) -> Path:

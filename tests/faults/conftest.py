@@ -1,0 +1,9 @@
+"""What the fault suite shares."""
+
+import pytest
+from bench import Bench
+
+
+@pytest.fixture(scope="session")
+def bench():
+    return Bench()

@@ -1,0 +1,93 @@
+"""Worlds that shrink and grow: no row is lost or repeated, and the losses are those of an undisturbed run."""
+
+import math
+import os
+import signal
+
+import pytest
+from hosts import INJECT, Hosts, seconds_until, why_not
+from world import SMALL, Run
+
+CONSTANT = ["schedule=constant", "schedule.warmup_steps=0", "optim.lr=3e-4"]
+
+
+@pytest.mark.slow
+def test_a_run_goes_over_1_2_and_4_ranks_and_back_with_the_losses_of_one(train):
+    """6 rows do not divide by 4 ranks: some are empty."""
+    for steps, ranks in enumerate([1, 2, 4, 2, 1], 1):
+        run = train("run", *CONSTANT, "batch.micro_rows=1", f"train.steps={3 * steps}", ranks=ranks)
+        assert run.event("resume" if steps > 1 else "start")[-1]["world_size"] == ranks
+        assert run.event("resume" if steps > 1 else "start")[-1]["rows"] == 6 * 3 * (steps - 1)
+    whole = train("whole", *CONSTANT, "train.steps=15")
+    same_as(run, whole)
+
+
+def same_as(run: Run, whole: Run) -> None:
+    """Each step once, on the same rows, with the same loss."""
+    count = len(run.metrics)
+    assert run.column("step") == list(range(1, count + 1)) and count <= len(whole.metrics)
+    for column in ("tokens", "supervised_tokens", "lr"):
+        assert run.column(column) == whole.column(column)[:count], column
+    assert max(abs(a - b) for a, b in zip(run.column("loss"), whole.column("loss"), strict=False)) < 1e-5
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(bool(why := why_not()), reason=str(why))
+def test_hosts_are_killed_cut_off_and_come_back_and_the_run_goes_on(train, inputs, tmp_path, capsys):
+    words = [
+        *SMALL, *(f"{k}={v}" for k, v in inputs.items()), *CONSTANT, f"run.root={tmp_path}", "run.name=run", "batch.micro_rows=1",
+        "checkpoint.every=5", "train.steps=100000", "launch.timeout=25s",
+    ]  # fmt: skip
+    env = {
+        "PYTHONPATH": f"{INJECT}:{os.environ.get('PYTHONPATH', '')}",
+        "FAULTS_FOLDER": str(tmp_path / "faults"),
+        "FAULTS": "rank=0 phase=data step=* do=slow",
+    }
+    run, hosts, table = Run(tmp_path / "run"), Hosts(2), []
+
+    def trained(world: int, since: int) -> bool:
+        """Whether `world` ranks took over after `since` starts of ranks, and have trained."""
+        starts = [*run.event("start"), *run.event("resume")][since:]
+        return (
+            bool(starts)
+            and starts[-1]["world_size"] == world
+            and run.metrics[-1:] != []
+            and run.metrics[-1]["step"] > starts[-1]["step"] + 2
+        )
+
+    def see(what: str, world: int, act) -> None:
+        since = len(run.event("start")) + len(run.event("resume"))
+        act()
+        try:
+            table.append((what, world, seconds_until(lambda: trained(world, since), 150)))
+        except AssertionError:
+            raise AssertionError("\n".join([what, *(f"host {i}\n{hosts.told(i)}" for i in hosts.running), *map(str, run.events)])) from None
+
+    def start(*which: int) -> None:
+        for i in which:
+            hosts.start(i, words, env, tmp_path)
+
+    def plug_in_again() -> None:
+        hosts.kill(1)  # its torchrun has given up, or is about to
+        hosts.cable(1, plugged=True)
+        start(1)
+
+    try:
+        see("two hosts start", 2, lambda: start(1, 2))
+        see("host 2 loses its power", 1, lambda: hosts.kill(2))
+        see("host 2 comes back", 2, lambda: start(2))
+        see("host 1, which has rank 0, is cut off", 1, lambda: hosts.cable(1, plugged=False))
+        see("host 1 comes back", 2, plug_in_again)
+        for process in hosts.running.values():
+            process.send_signal(signal.SIGTERM)
+        for process in hosts.running.values():
+            process.wait(60)
+    finally:
+        hosts.close()
+    with capsys.disabled():
+        print(
+            "\nseconds until the run trains on", *(f"{what:40} {world} ranks {seconds:6.1f}" for what, world, seconds in table), sep="\n  "
+        )
+    whole = train("whole", *CONSTANT, f"train.steps={len(run.metrics)}")
+    same_as(run, whole)
+    assert math.isfinite(run.metrics[-1]["loss"])

@@ -19,7 +19,7 @@ RANKS = 4
 SMALL = [
     "model=tiny", "model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=2", "model.head_dim=8", "precision=fp32",
     "model.initializer_range=0.1", "batch.seq_len=64", "batch.rows=6", "batch.micro_rows=6", "optim.lr=3e-3", "optim.weight_decay=0.1",
-    "schedule.warmup_steps=3", "checkpoint.every=null", "launch.timeout=60s", "launch.data_timeout=60s",
+    "schedule.warmup_steps=3", "checkpoint.every=null", "launch.timeout=60s", "launch.data_timeout=60s", "launch.watchdog=false",
 ]  # fmt: skip
 
 

@@ -101,7 +101,7 @@ def check_rules(cfg: Any, report: Report) -> None:
             parse_steps(cfg.profile.steps)
         except ValueError as error:
             report.add("profile.steps", cfg.profile.steps, str(error))
-    for key in ("train.time_limit", "launch.timeout", "launch.data_timeout"):
+    for key in ("train.time_limit", "launch.timeout", "launch.data_timeout", "launch.stall", "logging.stragglers"):
         _check_duration(key, _get(cfg, key), report)
     if not any(key.startswith(("model.", "batch.seq_len")) for key in report.settled):  # what follows from a wrong key is not told
         report.problems += model_problems(cfg)

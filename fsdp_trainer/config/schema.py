@@ -382,6 +382,9 @@ class Logging:
     wandb: str = key("disabled", "Weights & Biases; a restarted run goes on in the same one", choices=("online", "offline", "disabled"))
     project: str = key("fsdp_trainer", "Weights & Biases project")
     tensorboard: bool = key(False, "write TensorBoard events to the run folder (extra: tensorboard)")
+    stragglers: str | None = key(
+        "60s", "how often to compare what ranks do outside collectives, and name one that the others wait for; null: never"
+    )
 
 
 @dataclass
@@ -392,6 +395,13 @@ class Launch:
     device: str = key("auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda"))
     timeout: str = key("30m", "longest wait in a collective before the run is given up")
     data_timeout: str = key("24h", "longest wait of the other ranks for data preparation and downloads")
+    watchdog: bool = key(
+        True, "a process on each node finds ranks that died, were stopped or do not go on, keeps their stacks and kills them"
+    )
+    stall: str = key(
+        "10s",
+        "how long no rank of a node may get on before the one that holds them up is killed; never less than 5 times the phase's median",
+    )
     env: dict[str, str] = key({}, "environment variables of the ranks; what the environment sets already stays, e.g. {NCCL_DEBUG: INFO}")
 
 

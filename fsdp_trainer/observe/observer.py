@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_trainer import phases
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import Console, progress_line, shortened
 from fsdp_trainer.observe.flops import causal_flops, palm_flops, peak_flops
@@ -87,6 +88,7 @@ class Observer:
         """At a logging step, read the device and write all lines since the last time. Collective."""
         if not self._pending or not (last or step % self.every == 0):
             return
+        phases.enter("read")
         values = torch.stack([scalars for _, scalars in self._pending]).cpu()  # the only wait for the device
         seconds = (time.perf_counter() - self._started) / len(self._pending)
         memory = self._memory()

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from fsdp_trainer import phases
 from fsdp_trainer.config.schema import Profile
 from fsdp_trainer.config.units import parse_steps
 from fsdp_trainer.errors import Problem, UserError
@@ -36,6 +37,7 @@ class Profiler:
             return
         if not self._began:
             self._began = step
+            phases.enter("profile")
             with self.observer.apart("profile"):
                 self._start()
         self._step = step
@@ -49,6 +51,7 @@ class Profiler:
             self._label.__exit__(None, None, None)
             self._label = None
         if step == self.last:
+            phases.enter("profile")
             with self.observer.apart("profile"):
                 self.close()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from fsdp_trainer import phases
 from fsdp_trainer.checkpoint.store import gather
 from fsdp_trainer.config.paths import compile_cache
 from fsdp_trainer.config.schema import Compile, TrainConfig
@@ -78,8 +79,12 @@ class Compilations:
     """How many graphs this process has compiled since the last look."""
 
     def __init__(self) -> None:
-        from torch._dynamo.utils import counters  # heavy, and of use to compiled runs only
+        from torch._dynamo.callback import callback_handler  # heavy, and of use to compiled runs only
+        from torch._dynamo.utils import counters
 
+        if phases.compiling.begins not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(phases.compiling.begins)
+            callback_handler.register_end_callback(phases.compiling.ends)
         self._counters, self._seen = counters, (0, 0)
         self.new()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import yaml
 
+from fsdp_trainer import phases
 from fsdp_trainer.checkpoint.assets import write_hf_assets
 from fsdp_trainer.checkpoint.huggingface import import_weights
 from fsdp_trainer.checkpoint.state import WEIGHTS, optimizer_state, prepare_optimizer, stored_tensors, weights
@@ -35,7 +36,7 @@ from fsdp_trainer.parallel.compile import Compilations, can_compile
 from fsdp_trainer.parallel.convert import float8_layers, require_float8, scale_after_each_step
 from fsdp_trainer.parallel.fit import check_fit
 from fsdp_trainer.parallel.materialize import allocate, draw_weights, grow_vocabulary
-from fsdp_trainer.parallel.mesh import build_mesh
+from fsdp_trainer.parallel.mesh import build_mesh, collectives_begun
 from fsdp_trainer.parallel.parallelize import parallelize
 from fsdp_trainer.training.batches import Batches
 from fsdp_trainer.training.gradients import GradientSync
@@ -59,6 +60,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     """A trainer that stands where the run's newest checkpoint does, or at its beginning. Raises UserError on every rank alike."""
     config = resolve_architecture(cfg, material)
     mesh = build_mesh(cfg.sharding, world.device.type)
+    phases.count_collectives(collectives_begun(mesh))
     with torch.device("meta"):
         model = Decoder(config)
     model.lm_head.chunk_mib = cfg.loss.chunk_mib

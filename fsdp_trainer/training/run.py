@@ -1,6 +1,7 @@
 """One rank's life: join, prepare data, build, train, leave with the right exit code."""
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -18,10 +19,12 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.build import build_data
 from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
 from fsdp_trainer.models.hub import fetch
 from fsdp_trainer.observe.console import Console, short
 from fsdp_trainer.observe.records import Records
+from fsdp_trainer.observe.stragglers import Straggler, comparing
 from fsdp_trainer.observe.trackers import Trackers
 from fsdp_trainer.parallel.compile import told_in_short
 from fsdp_trainer.training.build import Material, build, check_room
@@ -45,6 +48,7 @@ def run_rank(cfg: TrainConfig) -> int:
         return code
     if attempt:
         cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))  # restarted by the launcher: what is there is our own
+    watch = watched(cfg.launch, run, world)
     console = Console(quiet=not world.main)
     stop = StopRequests(parse_duration(cfg.train.time_limit) if cfg.train.time_limit else None, console.say)
     lock, trainer, reason, code = None, None, "failed", 1
@@ -67,6 +71,8 @@ def run_rank(cfg: TrainConfig) -> int:
         stop.close()
         if lock:
             lock.close()
+        if watch:
+            watch.close()
     return code
 
 
@@ -125,7 +131,19 @@ def train(trainer: Trainer, world: World, run: Path, attempt: int) -> Outcome:
         observer.console.say(f"goes on after step {step:,}")
         for key, (then, now) in sorted(trainer.changes.items()):
             observer.console.say(f"       {key} was {show(then)}, is {show(now)}")
-    with told_in_short():
+
+    def straggler(found: Straggler, until: int) -> None:
+        observer.event("straggler", step=until, **asdict(found))
+        observer.console.say(
+            f"rank {found.rank} on {found.host} is slow in {found.phase}: {found.seconds:.3f} s a step, the others {found.others:.3f} s; "
+            f"all wait for it in {found.lost:.0%} of the time"
+        )
+
+    every = trainer.cfg.logging.stragglers
+    compared = comparing(
+        parse_duration(every) if every else None, world.store, world.rank, world.size, socket.gethostname(), trainer.optimizer, straggler
+    )
+    with told_in_short(), compared:
         outcome = trainer.fit()
     if outcome[1] == 0:
         tell_end(trainer, outcome[0])

@@ -290,6 +290,7 @@ class Trainer:
     def stop_if_nothing_is_learnt(self) -> None:
         """Raise RunFailed after train.max_skipped skipped steps in a row; known where the observer has read the device."""
         if self.observer.skipped_in_a_row >= self.cfg.train.max_skipped:
+            phases.enter("staging")
             self.checkpoints.wait()
             raise RunFailed(
                 f"the loss or gradient was not finite for {self.observer.skipped_in_a_row} steps in a row, up to step {self.progress.step}.\n"
@@ -299,6 +300,7 @@ class Trainer:
 
     def stop_in_order(self, reason: str) -> Outcome:
         """Leave so that the same command goes on from here. Raises RunFailed if a checkpoint on its way failed."""
+        phases.enter("staging")  # as long as a save may take
         self.checkpoints.wait()
         if reason == "failed":  # only another rank knows with what
             raise RunFailed("another rank could not write its part of a checkpoint")
@@ -312,6 +314,7 @@ class Trainer:
 
     def finish(self) -> Outcome:
         """The end of the data, of the steps or of patience."""
+        phases.enter("staging")
         self.save()
         self.checkpoints.wait()
         reason = self.finished

@@ -1,0 +1,195 @@
+"""Which rank of a node holds up the others: a decision over what its ranks show of themselves. Imports no torch."""
+
+import math
+import re
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from statistics import median
+
+from fsdp_trainer.phases import Place, Slot, in_collective, stat
+
+ORDINARY = {"data", "forward", "backward", "clip", "update", "validation", "log", "read", "agree"}
+"""Phases that take about as long each time. All others, and the first steps, may take up to launch.timeout."""
+UNLIMITED = {"start", "export", "end"}  # wait for a rank that works, outside any collective, or for trackers
+FACTOR = 5
+STOPPED_SECONDS = 1.0
+DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd")
+
+
+@dataclass
+class Seen:
+    """One rank at one look. state: as in proc(5), None if it has ended; standing: seconds in this phase, of the `allowed` ones.
+
+    stopped: for how long; stacks: of all its threads, where they were asked for.
+    """
+
+    slot: Slot
+    state: str | None
+    traced: bool = False
+    stopped: float = 0.0
+    standing: float = 0.0
+    allowed: float = math.inf
+    stacks: str = ""
+
+    @property
+    def rank(self) -> int:
+        """Among all of the world."""
+        return self.slot.rank
+
+    @property
+    def place(self) -> Place:
+        """Of the thread that trains."""
+        return self.slot.main
+
+    @property
+    def died(self) -> bool:
+        """Ended without leaving in order."""
+        return self.state is None and not self.slot.left
+
+    @property
+    def trains(self) -> bool:
+        """Neither ended nor about to."""
+        return self.state is not None and not self.slot.left and self.place.phase != "end"
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for others: in a collective, or for a device that may be in one."""
+        return self.place.phase == "read" or in_collective(frames(self.stacks, self.slot.thread))
+
+    @property
+    def debugged(self) -> bool:
+        """Whether somebody is looking at it."""
+        return self.traced or any(name in self.stacks for name in DEBUGGERS)
+
+
+@dataclass
+class Verdict:
+    """what: `dead`, `stopped`, `stuck` (does not go on), `waiting` (for another node), `debugged`; ranks: whose fault it is, as far as known.
+
+    kill: whether these ranks are to end.
+    """
+
+    what: str
+    ranks: list[Seen]
+    why: str
+    kill: bool = True
+
+
+class Durations:
+    """How long each phase takes on this node."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, str], tuple[int, float]] = {}
+        self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=101))
+
+    def note(self, slots: Iterable[Slot]) -> None:
+        """Take the mean of what has passed since the last look; of phases that are longer than a look it is each one."""
+        for slot in slots:
+            for phase, (times, seconds) in slot.spent.items():
+                before = self._seen.get((slot.pid, phase), (0, 0.0))
+                if times > before[0]:
+                    self._seconds[phase].append((seconds - before[1]) / (times - before[0]))
+                    self._seen[slot.pid, phase] = times, seconds
+
+    def allowed(self, slot: Slot, state: str, shortest: float, longest: float) -> float:
+        """Seconds that a rank may stand where it is. Slow is not dead: the first step, saves, the compiler and a disk have the `longest`."""
+        phase = slot.main.phase
+        if phase in UNLIMITED:
+            return math.inf
+        device = self._seconds["read"]
+        if phase not in ORDINARY or state == "D" or not self._seconds[phase] or not slot.spent["read"][0]:
+            return longest
+        # a GPU's host may stand in any phase until the device has done what it was given since the last `read`
+        return min(longest, max(shortest, FACTOR * median(self._seconds[phase]), FACTOR * median(device)))
+
+
+def look(slot: Slot) -> Seen:
+    """What the system says about a rank."""
+    fields = stat(slot.pid)
+    if fields is None or fields[0] in "ZX" or int(fields[19]) != slot.started:
+        return Seen(slot, None)
+    return Seen(slot, fields[0], traced(slot.pid), standing=time.monotonic() - slot.main.since)
+
+
+def traced(pid: int) -> bool:
+    """Whether a debugger is attached."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    return any(line.startswith("TracerPid:") and int(line.split()[1]) for line in lines)
+
+
+def suspended(seen: Seen) -> bool:
+    """Whether whoever started a stopped rank is stopped too: Ctrl-Z, or a scheduler's suspension."""
+    fields = stat(seen.slot.pid)
+    parent = stat(int(fields[1])) if fields else None
+    return seen.state == "T" and parent is not None and parent[0] == "T"
+
+
+def stopped(ranks: list[Seen]) -> Verdict | None:
+    """Ranks that a signal has stopped and nothing has let go on for a second."""
+    found = [seen for seen in ranks if seen.stopped >= STOPPED_SECONDS and not seen.debugged]
+    return Verdict("stopped", found, "stopped by a signal") if found else None
+
+
+def standing(ranks: list[Seen]) -> bool:
+    """Whether all of the node stand longer than they may. One that does not may be whom the others wait for."""
+    at_work = [seen for seen in ranks if seen.trains]
+    return bool(at_work) and all(seen.standing > seen.allowed for seen in at_work)
+
+
+def judge(ranks: list[Seen], world_size: int, longest: float) -> Verdict:
+    """Whose fault it is that all ranks of the node stand, by their stacks and by the collectives that they have begun."""
+    at_work = [seen for seen in ranks if seen.trains]
+    if debugged := [seen for seen in at_work if seen.debugged]:
+        return Verdict("debugged", debugged, "in a debugger", kill=False)
+    if outside := [seen for seen in at_work if not seen.waits]:
+        behind = min((seen.place.step, seen.place.collectives) for seen in outside)
+        found = [seen for seen in outside if (seen.place.step, seen.place.collectives) == behind]
+        return Verdict("stuck", found, "does not go on, outside any collective")
+    if differ := first_difference(at_work):
+        step, phase, made = differ
+        fewest = [seen for seen in at_work if made.get(seen.rank) == min(made.values())]
+        told = ", ".join(f"rank {rank} began {count}" for rank, count in sorted(made.items()))
+        return Verdict("stuck", fewest, f"skipped a collective in {phase} of step {step} ({told})")
+    if gone := [seen for seen in ranks if not seen.trains]:
+        return Verdict("stuck", at_work, f"waits for rank {gone[0].rank}, which has left")
+    if len(at_work) == world_size:
+        return Verdict("stuck", at_work, "all ranks wait in a collective that does not end")
+    late = all(seen.standing > longest + seen.allowed for seen in at_work)
+    return Verdict("waiting", at_work, "waits in a collective, as all of this node do: look at the other nodes", kill=late)
+
+
+def first_difference(ranks: list[Seen]) -> tuple[int, str, dict[int, int]] | None:
+    """Step and phase in which ranks that remember it have begun different numbers of collectives, and how many each; None if there is none.
+
+    Of the phase that a rank waits in nobody knows how many; it is taken to be those of the step before.
+    """
+    made: dict[tuple[int, str, int], dict[int, int]] = defaultdict(dict)
+    for seen in ranks:
+        visits: dict[tuple[int, str], int] = defaultdict(int)
+        oldest = seen.slot.trace[0][1] if seen.slot.trace else 0  # not wholly remembered
+        for (_, step, phase, before), after in zip_longest(seen.slot.trace, seen.slot.trace[1:]):
+            visits[step, phase] += 1
+            visit = step, phase, visits[step, phase]
+            if after:
+                made[visit][seen.rank] = after[3] - before
+            elif usual := made.get((step - 1, *visit[1:])):
+                made[visit][seen.rank] = max(usual.values())
+            if step == oldest:
+                made.pop(visit, None)
+    for (step, phase, _), counts in sorted(made.items(), key=lambda visit: visit[0][0]):
+        if phase in ORDINARY and len(counts) == len(ranks) and len(set(counts.values())) > 1:
+            return step, phase, counts
+    return None
+
+
+def frames(stacks: str, thread: int) -> list[str]:
+    """Files that a thread is in, innermost first, from faulthandler's dump of all threads."""
+    below = stacks.rpartition(f"hread 0x{thread:016x} ")[2].partition("\n\n")[0]
+    return re.findall(r'^  File "([^"]+)"', below, re.MULTILINE)

@@ -1,0 +1,325 @@
+"""A process beside the ranks of a node that finds those which died, were stopped or do not go on, and ends them. Imports no torch."""
+
+import faulthandler
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from fsdp_trainer import phases
+from fsdp_trainer.config.units import parse_duration
+from fsdp_trainer.launch.hangs import Durations, Seen, Verdict, judge, look, standing, stopped, suspended
+from fsdp_trainer.observe.records import Records
+
+if TYPE_CHECKING:
+    from fsdp_trainer.config.schema import Launch
+    from fsdp_trainer.launch.world import World
+
+LOOK_SECONDS = 0.25
+GRACE_SECONDS = 3.0  # for the others to notice and to leave by themselves; then they are blocked
+PAUSE_SECONDS = 5.0  # between two looks: the watchdog itself was stopped, or starved
+SHOW_STACKS = signal.SIGUSR2
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+
+@dataclass
+class Watch:
+    """What the watchdog is told. board: the file that the ranks share; stall and timeout in seconds."""
+
+    board: str
+    run: str
+    world_size: int
+    stall: float
+    timeout: float
+
+
+# --- in a rank ---------------------------------------------------------------------------------------------------------------------
+
+
+def watched(cfg: "Launch", run: Path, world: "World") -> "Watched | None":
+    """This rank under the watchdog's eyes, from its place in the world on; None with launch.watchdog=false, or on a system without /proc."""
+    if not cfg.watchdog or phases.stat(os.getpid()) is None:
+        return None
+    board = board_of(world)
+    if world.device.type == "cuda":
+        record_flights(board)
+    watch = Watch(board, str(run.absolute()), world.size, parse_duration(cfg.stall), parse_duration(cfg.timeout))
+    return Watched(watch, world.rank, world.local_rank)
+
+
+class Watched:
+    """A rank that shows where it is, and its stacks when asked. The node's first one starts the watchdog."""
+
+    def __init__(self, watch: Watch, rank: int, local_rank: int):
+        phases.share(Path(watch.board), local_rank, rank)
+        self._stacks: IO[str] | None = None
+        if signal.getsignal(SHOW_STACKS) == signal.SIG_DFL:
+            self._stacks = open(stacks_of(watch.board, rank), "w")  # noqa: SIM115
+            # in C: it needs neither Python's lock nor a main thread that is in Python
+            faulthandler.register(SHOW_STACKS, file=self._stacks, all_threads=True, chain=False)
+        if local_rank == 0:
+            start_watchdog(watch)
+
+    def close(self) -> None:
+        """This rank leaves in order."""
+        phases.leave()
+        if self._stacks:
+            faulthandler.unregister(SHOW_STACKS)
+            self._stacks.close()
+
+
+def board_of(world: "World") -> str:
+    """A file that all ranks of the node share in this attempt, in memory where there is such a folder; its first rank names it."""
+    key = f"watchdog of node {world.node}"
+    if world.local_rank == 0:
+        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+        world.store.set(key, f"{folder}/fsdp_trainer-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    return world.store.get(key).decode()
+
+
+def stacks_of(board: str, rank: int) -> str:
+    """Where a rank writes its stacks."""
+    return f"{board}.rank-{rank}.stacks"
+
+
+def record_flights(board: str) -> None:
+    """Before NCCL is initialised: have torch's flight recorder write its last collectives when something is written to a pipe."""
+    for name, value in {
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{board}.flight-",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{board}.flight-",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def start_watchdog(watch: Watch) -> None:
+    """In a session of its own, so that what is meant for the ranks does not end it; it ends with them."""
+    root = Path(__file__).parents[2]
+    code = f"import sys; sys.path.insert(0, {str(root)!r}); from fsdp_trainer.launch.watchdog import main; main(sys.argv[1])"
+    # without site-packages: 30 ms, and it reads no code but the standard library's and ours
+    words = [sys.executable, "-I", "-S", "-c", code, json.dumps(asdict(watch))]
+    env = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}  # it is no rank
+    process = subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+    process.returncode = 0  # nobody waits for it
+
+
+# --- the process -------------------------------------------------------------------------------------------------------------------
+
+
+def main(told: str) -> None:
+    """Watch until the last rank has gone."""
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)
+    watch = Watch(**json.loads(told))
+    try:
+        Watchdog(watch).run()
+    finally:
+        for file in (Path(watch.board), *Path(watch.board).parent.glob(Path(watch.board).name + ".*")):
+            file.unlink(missing_ok=True)
+
+
+class Watchdog:
+    """Looks at the ranks of a node several times a second."""
+
+    def __init__(self, watch: Watch, kill: Callable[[int, int], None] = os.kill):
+        self.watch, self.kill, self.host = watch, kill, socket.gethostname()
+        self.durations = Durations()
+        self.stopped_since: dict[int, float] = {}
+        self.killed: set[int] = set()
+        self.told: set[int] = set()
+        self.ends_at = float("inf")  # when ranks that have not left by themselves are ended
+        self.quiet_until = 0.0
+        self.counts_from = self.looked = time.monotonic()
+
+    def run(self) -> None:
+        """Until all ranks have gone."""
+        while True:
+            ranks = self.look()
+            if not any(seen.state is not None and not seen.slot.left for seen in ranks):
+                self.tell_dead(ranks)
+                return
+            self.act(ranks)
+            time.sleep(LOOK_SECONDS)
+
+    def look(self) -> list[Seen]:
+        """All ranks of the node that have come so far."""
+        now = time.monotonic()
+        slots = phases.slots(Path(self.watch.board).read_bytes())
+        self.durations.note(slots)
+        ranks = [look(slot) for slot in slots]
+        if now - self.looked > PAUSE_SECONDS or any(seen.traced or suspended(seen) for seen in ranks):
+            self.counts_from, self.stopped_since = now, {}
+        self.looked = now
+        for seen in ranks:
+            if seen.state is None:
+                continue
+            seen.standing = min(seen.standing, now - self.counts_from)
+            seen.allowed = self.durations.allowed(seen.slot, seen.state, self.watch.stall, self.watch.timeout)
+            if seen.state != "T" or self.counts_from == now:
+                self.stopped_since.pop(seen.rank, None)
+            else:
+                seen.stopped = now - self.stopped_since.setdefault(seen.rank, now)
+        return ranks
+
+    def act(self, ranks: list[Seen]) -> None:
+        """Tell what there is to tell, and end what has to end."""
+        now = time.monotonic()
+        self.tell_dead(ranks)
+        if now > self.ends_at:
+            self.end([seen for seen in ranks if seen.trains])
+        if self.ends_at < float("inf") or now < self.quiet_until:
+            return
+        verdict = stopped(ranks)
+        if not verdict and standing(ranks):
+            self.ask_for_stacks(ranks)
+            verdict = judge(ranks, self.watch.world_size, self.watch.timeout)
+        if verdict:
+            self.carry_out(verdict, ranks)
+
+    def tell_dead(self, ranks: list[Seen]) -> None:
+        """Ranks that ended without leaving. The others find out by themselves where a connection breaks; not so on a device."""
+        dead = [seen for seen in ranks if seen.died and seen.slot.pid not in self.killed and seen.rank not in self.told]
+        if dead:
+            self.told |= {seen.rank for seen in dead}
+            self.record(Verdict("dead", dead, "died", kill=False), None)
+            self.ends_at = min(self.ends_at, time.monotonic() + GRACE_SECONDS)
+
+    def carry_out(self, verdict: Verdict, ranks: list[Seen]) -> None:
+        """Keep what shows why, then end the ranks whose fault it is."""
+        if verdict.what == "stopped":
+            self.ask_for_stacks(ranks)
+        self.record(verdict, self.keep(ranks))
+        if verdict.kill:
+            self.end(verdict.ranks)
+            self.ends_at = time.monotonic() + GRACE_SECONDS
+        else:
+            self.quiet_until = time.monotonic() + max(60.0, 10 * self.watch.stall)
+
+    def end(self, ranks: list[Seen]) -> None:
+        """At once, also if stopped: a rank that is blocked would take the launcher's whole grace."""
+        for seen in ranks:
+            self.killed.add(seen.slot.pid)
+            with suppress(ProcessLookupError):
+                self.kill(seen.slot.pid, signal.SIGKILL)
+
+    def ask_for_stacks(self, ranks: list[Seen]) -> None:
+        """Of all threads of all ranks, into Seen.stacks; what the system knows of those that cannot answer."""
+        asked = {}
+        for seen in (seen for seen in ranks if seen.state is not None and not seen.slot.left):
+            file = Path(stacks_of(self.watch.board, seen.rank))
+            if seen.state != "T" and file.exists():
+                asked[seen.rank] = file, file.stat().st_size
+                with suppress(ProcessLookupError):
+                    self.kill(seen.slot.pid, SHOW_STACKS)
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline and any(file.stat().st_size == size for file, size in asked.values()):
+            time.sleep(0.02)
+        time.sleep(0.05 if asked else 0)  # the rest of what has begun
+        for seen in (seen for seen in ranks if seen.rank in asked):
+            file, size = asked[seen.rank]
+            seen.stacks = file.read_text(errors="replace")[size:]
+
+    def keep(self, ranks: list[Seen]) -> Path | None:
+        """Write a file for each rank into the run's hangs/, with what NCCL's flight recorder has; None if the disk does not take it."""
+        folder = Path(self.watch.run) / "hangs" / f"{time.strftime('%Y%m%dT%H%M%S')}-{self.host}"
+        flights = self.ask_for_flights(ranks)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for seen in ranks:
+                (folder / f"rank-{seen.rank}.txt").write_text(described(seen))
+            for flight in flights:
+                shutil.copy(flight, folder / flight.name.rpartition(".")[2])
+        except OSError as error:
+            print(f"fsdp-trainer: cannot write {folder}: {error}", file=sys.stderr, flush=True)
+            return None
+        return folder
+
+    def ask_for_flights(self, ranks: list[Seen]) -> list[Path]:
+        """torch looks at its pipes once a second, and writes the last collectives of each rank into a file."""
+        asked = []
+        for seen in ranks:
+            pipe = Path(f"{self.watch.board}.flight-{seen.rank}.pipe")
+            if seen.state in (None, "T") or not pipe.exists():
+                continue
+            try:
+                descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+                os.write(descriptor, b"1\0")
+                os.close(descriptor)
+                asked.append(Path(f"{self.watch.board}.flight-{seen.rank}"))
+            except OSError:
+                continue
+        deadline = time.monotonic() + 3.0
+        while time.monotonic() < deadline and not all(file.exists() for file in asked):
+            time.sleep(0.1)
+        return [file for file in asked if file.exists()]
+
+    def record(self, verdict: Verdict, folder: Path | None) -> None:
+        """On stderr, and in events.jsonl unless the run has said its last word."""
+        records = Records(Path(self.watch.run))
+        for seen in verdict.ranks:
+            place, seconds = seen.place, round(max(seen.stopped, 0.0) or seen.standing, 1)
+            where = f"in {place.phase} of step {place.step}"
+            files = f"; stacks in {folder}" if folder else ""
+            done = "; killed" if verdict.kill else ""
+            print(
+                f"fsdp-trainer: rank {seen.rank} on {self.host}: {verdict.why}, {where}, {seconds} s{done}{files}",
+                file=sys.stderr,
+                flush=True,
+            )
+            try:
+                if records.last_event().get("event") != "end":
+                    records.event(
+                        "hang",
+                        what=verdict.what,
+                        why=verdict.why,
+                        rank=seen.rank,
+                        host=self.host,
+                        phase=place.phase,
+                        step=place.step,
+                        seconds=seconds,
+                        killed=verdict.kill,
+                        files=str(folder) if folder else None,
+                    )
+            except OSError:
+                continue
+
+
+def described(seen: Seen) -> str:
+    """A rank for people: where it is, what the system says about its threads, its stacks."""
+    place, behind = seen.place, seen.slot.background
+    lines = [
+        f"rank {seen.rank}, process {seen.slot.pid}, state {seen.state or 'ended'}",
+        f"{place.phase} of step {place.step} for {seen.standing:.1f} s of {seen.allowed:.0f} allowed, {place.collectives} collectives before it",
+        f"checkpoint thread: {behind.phase} of step {behind.step}" if behind.entered else "no checkpoint thread",
+        "",
+        seen.stacks or "it did not show its stacks; what the system says of its threads:",
+    ]
+    if not seen.stacks:
+        lines += threads_of(seen.slot.pid)
+    return "\n".join(lines) + "\n"
+
+
+def threads_of(pid: int) -> list[str]:
+    """Name, state and where in the kernel each thread is, as far as it may be read."""
+    lines = []
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
+        facts = []
+        for name in ("comm", "wchan", "syscall", "stack"):
+            try:
+                facts.append(f"{name} {(task / name).read_text().strip()}")
+            except OSError:
+                continue
+        state = phases.stat(int(task.name))
+        lines.append(f"thread {task.name}, state {state[0] if state else '?'}, " + ", ".join(facts))
+    return lines

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -16,16 +15,15 @@ ASYNC = [*SYNC, "checkpoint=async"]
 
 def when_writing(act):
     """`act(step, run)` before a rank writes its shards of the checkpoint of `step`."""
-    from torch.distributed.checkpoint import FileSystemWriter
+    from fsdp_trainer.checkpoint import store
 
-    real = FileSystemWriter.write_data
+    real = store.write_file
 
-    def write(self, *args, **kwargs):
-        partial = Path(self.path)
-        act(int(partial.name.split(".")[1].removeprefix("step-")), partial.parents[1])
-        return real(self, *args, **kwargs)
+    def write(path, windows):
+        act(int(path.parent.name.split(".")[1].removeprefix("step-")), path.parents[2])
+        return real(path, windows)
 
-    return patch.object(FileSystemWriter, "write_data", write)
+    return patch.object(store, "write_file", write)
 
 
 def wait_until(condition, what):

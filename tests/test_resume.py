@@ -310,16 +310,16 @@ def test_going_back_to_an_older_checkpoint_makes_it_the_run(train, broken_run, t
 
 def full_disk():
     """Writing a checkpoint fails on rank 1."""
-    from torch.distributed.checkpoint import FileSystemWriter
+    from fsdp_trainer.checkpoint import store
 
-    real = FileSystemWriter.write_data
+    real = store.write_file
 
-    def write(self, *args, **kwargs):
+    def write(path, windows):
         if os.environ["RANK"] == "1":
             raise OSError(28, "No space left on device")
-        return real(self, *args, **kwargs)
+        return real(path, windows)
 
-    return patch.object(FileSystemWriter, "write_data", write)
+    return patch.object(store, "write_file", write)
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_on_all_ranks_and_leaves_none(train):

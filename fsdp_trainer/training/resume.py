@@ -11,8 +11,8 @@ from typing import Any, TextIO
 import torch.distributed as dist
 import yaml
 
-from fsdp_trainer.checkpoint.files import damage, read_manifest
-from fsdp_trainer.checkpoint.store import CheckpointStore, gather, read_progress
+from fsdp_trainer.checkpoint.files import read_manifest
+from fsdp_trainer.checkpoint.store import CheckpointStore, damage_anywhere, read_progress
 from fsdp_trainer.config.check import show
 from fsdp_trainer.config.paths import committed_checkpoints, find_checkpoint
 from fsdp_trainer.config.schema import TrainConfig
@@ -130,7 +130,7 @@ def _asked_for(path: str) -> Path:
 
 def require_whole(checkpoint: Path) -> None:
     """Raise UserError naming the damaged files of a checkpoint. Collective: each rank looks at its part of them."""
-    if problems := [p for part in gather(damage(checkpoint, dist.get_rank(), dist.get_world_size())) for p in part]:
+    if problems := damage_anywhere(checkpoint):
         raise UserError(f"the checkpoint {checkpoint} is damaged", problems)
 
 

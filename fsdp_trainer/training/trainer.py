@@ -273,7 +273,10 @@ class Trainer:
         phases.enter("staging")
         with self.observer.apart("checkpoint"):
             state = weights(self.model) | optimizer_state(self.model, self.optimizer)
-            self.checkpoints.save(self.progress.step, state, self.state())
+            waited = self.checkpoints.save(self.progress.step, state, self.state())
+        if waited:
+            self.observer.event("checkpoint_waited", step=self.progress.step, seconds=round(waited, 3))
+            self.observer.console.say(f"checkpoint: training waited {waited:.1f} s for the one before; a larger checkpoint.every would not")
         self.saved = self.progress.step
 
     def state(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Stores:
     def __init__(self) -> None:
         self.save, self.sync = CheckpointStore.save, None
 
-    def __call__(self, store: CheckpointStore, step: int, state: dict[str, Tensor], progress: dict[str, Any]) -> float:
+    def __call__(self, store: CheckpointStore, step: int, state: dict[str, Tensor], progress: dict[str, Any], _: float) -> None:
         way = way_of(step)
         store.wait()
         dist.barrier()
@@ -46,11 +46,11 @@ class Stores:
             seconds = perf_counter() - started
             if dist.get_rank() == 0:
                 store.committed({"step": step, "seconds": seconds, "stall_seconds": seconds})
-            return 0.0
-        if way == "async":
-            return self.save(store, step, state, progress)
-        self.sync = self.sync or CheckpointStore(store.run, replace(store.cfg, mode="sync"), 0, store.write_assets, store.committed)
-        return self.save(self.sync, step, state, progress)
+        elif way == "async":
+            self.save(store, step, state, progress)
+        else:
+            self.sync = self.sync or CheckpointStore(store.run, replace(store.cfg, mode="sync"), 0, store.write_assets, store.committed)
+            self.save(self.sync, step, state, progress)
 
 
 def way_of(step: int) -> str:

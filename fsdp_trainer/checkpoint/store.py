@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from itertools import chain
@@ -46,6 +47,8 @@ class CheckpointStore:
         """
         self.run, self.folder, self.cfg, self.write_assets, self.committed = run, run / "checkpoints", cfg, write_assets, committed
         self.group: dist.ProcessGroup | None = None
+        self.longest_save = 0.0
+        """Seconds that a checkpoint took, from the decision to the commit."""
         self._commits = 0
         self._on_its_way: Future | None = None
         if cfg.mode == "async":
@@ -54,16 +57,13 @@ class CheckpointStore:
             self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._shard = Shard(self.group, whole=cfg.mode == "async")
 
-    def save(self, step: int, state: dict[str, Tensor], progress: dict[str, Any]) -> float:
+    def save(self, step: int, state: dict[str, Tensor], progress: dict[str, Any], started: float | None = None) -> None:
         """Commit a checkpoint of `state` (tensors and DTensors) and `progress`; in the background, once `state` is copied, with mode=async.
 
-        Returns for how many seconds training waited for the one before to be committed. Raises RunFailed on every rank if any rank could not write
-        this checkpoint or the one before.
+        The one before must have been waited for. started: time.perf_counter() when this one was decided on. Raises RunFailed on every rank if any
+        rank could not write it.
         """
-        started = time.perf_counter()
-        busy = self._on_its_way is not None and not self._on_its_way.done()
-        self.wait()
-        waited = time.perf_counter() - started if busy else 0.0
+        started = time.perf_counter() if started is None else started
         self._shard.plan(state)
         windows: Iterable[Tensor] = self._shard.windows(state)
         if self.group is None:
@@ -72,18 +72,20 @@ class CheckpointStore:
             staged = list(windows)
             stall = time.perf_counter() - started
             self._on_its_way = self._writer.submit(self._save, step, staged, progress, started, stall)
-        return waited
 
     @property
     def failed(self) -> bool:
         """Whether this rank knows that the save in the background failed. The other ranks may not know yet; not collective."""
         return self._on_its_way is not None and self._on_its_way.done() and self._on_its_way.exception() is not None
 
-    def wait(self) -> None:
-        """Return when no save is on its way. Raises what the last one failed with."""
+    def wait(self) -> float:
+        """Return when no save is on its way; for how many seconds that took. Raises what the last one failed with."""
         on_its_way, self._on_its_way = self._on_its_way, None
-        if on_its_way:
-            on_its_way.result()
+        if on_its_way is None:
+            return 0.0
+        started, busy = time.perf_counter(), not on_its_way.done()
+        on_its_way.result()
+        return time.perf_counter() - started if busy else 0.0
 
     def _save(self, step: int, windows: Iterable[Tensor], progress: dict[str, Any], started: float, stall: float | None = None) -> None:
         target = self.folder / checkpoint_name(step)
@@ -112,10 +114,11 @@ class CheckpointStore:
             raise
         if self.cfg.keep == 1:
             self._require_readable(target)
-        phases.enter("prune")
-        everywhere(
-            "delete older checkpoints", lambda: self._retain(progress["best_step"] if self.cfg.best else None) if main else None, self.group
-        )
+        if main:
+            phases.enter("prune")
+            with suppress(OSError):  # the new one is committed; what cannot be deleted now is the next time
+                self._retain(progress["best_step"] if self.cfg.best else None)
+        self.longest_save = max(self.longest_save, time.perf_counter() - started)
 
     def _commit(self, half: Path, target: Path, step: int, progress: dict[str, Any], parts: list[dict]) -> None:
         self.write_assets(half)
@@ -159,9 +162,12 @@ class CheckpointStore:
         unlink_if_dangling(self.folder / BEST)
         sync(self.folder)
 
-    def newest_good(self, tell: Callable[[Path, list[Problem]], None]) -> Path | None:
-        """The newest checkpoint whose files are all as they were written; `tell` hears of each that is not. All ranks get the same answer."""
-        for candidate in reversed(self.listed(checkpoint_folders)):
+    def newest_good(self, tell: Callable[[Path, list[Problem]], None], before: int | None = None) -> Path | None:
+        """The newest checkpoint whose files are all as they were written, of a step `before` that if given; `tell` hears of each that is not.
+
+        All ranks get the same answer.
+        """
+        for candidate in reversed([path for path in self.listed(checkpoint_folders) if before is None or step_of(path) < before]):
             found = damage_anywhere(candidate)
             if not found:
                 return candidate

@@ -5,6 +5,7 @@ import json
 import shutil
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -111,12 +112,13 @@ def find_start(cfg: TrainConfig, store: CheckpointStore, observer: Observer) -> 
         if asked.resolve().is_relative_to(store.run.resolve()) or not committed_checkpoints(store.run):
             require_whole(asked)
             return asked
+    return store.newest_good(partial(tell_damaged, observer))
 
-    def tell(checkpoint: Path, found: list[Problem]) -> None:
-        observer.event("damaged", path=str(checkpoint), problems=[f"{p.what} {p.why}" for p in found])
-        observer.console.say(f"{checkpoint} is damaged and left aside: {found[0].what} {found[0].why}")
 
-    return store.newest_good(tell)
+def tell_damaged(observer: Observer, checkpoint: Path, found: list[Problem]) -> None:
+    """On record, that a checkpoint is not gone on from."""
+    observer.event("damaged", path=str(checkpoint), problems=[f"{p.what} {p.why}" for p in found])
+    observer.console.say(f"{checkpoint} is damaged and left aside: {found[0].what} {found[0].why}")
 
 
 def _asked_for(path: str) -> Path:

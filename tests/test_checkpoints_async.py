@@ -120,6 +120,19 @@ def test_an_error_of_one_rank_alone_leaves_no_rank_waiting(train, world):
         train("run", *ASYNC, "train.steps=100000", "launch.timeout=30s", ranks=2, seam=broken_rank_0, timeout=60)
 
 
+def slow_first_write():
+    """The first checkpoint takes a second to write."""
+    return when_writing(lambda step, run: step > 1 or time.sleep(1))
+
+
+def test_a_save_that_is_still_on_its_way_is_waited_for_and_reported(train):
+    run = train("run", "schedule=constant", "checkpoint=async", "checkpoint.every=1", "train.steps=2", ranks=2, seam=slow_first_write)
+    (waited,) = run.event("checkpoint_waited")
+    assert waited["step"] == 2 and waited["seconds"] > 0.5 and "waited" in run.out
+    assert run.checkpoints == ["step-00000001", "step-00000002"]
+    assert run.event("checkpoint")[1]["stall_seconds"] >= waited["seconds"], "it is part of what the second one cost"
+
+
 def fails_at_step_5():
     """The run fails while the checkpoint of step 3 is on its way."""
     from fsdp_trainer.errors import RunFailed

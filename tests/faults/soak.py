@@ -22,7 +22,14 @@ OF_A_SAVE = ["staging", "shards", "manifest", "rename", "prune"]
 def soak(folder: Path, words: list[str], faults: int, seed: int) -> tuple[Broken, Broken, list[tuple[str, list[int], float]]]:
     """A run with at least that many faults, one that nobody touched, and of each fault: what, the ranks' exit codes, seconds until they had ended."""
     bench, draw, happened = Bench(), random.Random(seed), []
-    words = [*words, f"train.steps={5 * faults}", f"checkpoint.every={EVERY}", "checkpoint.keep=3", "checkpoint=async"]
+    words = [
+        *words,
+        f"train.steps={5 * faults}",
+        f"checkpoint.every={EVERY}",
+        "checkpoint.keep=3",
+        "checkpoint=async",
+        "launch.watchdog=true",
+    ]
     whole = bench.train(folder / "whole", *words)
     run, damaged = Broken(folder / "run"), Path()
     while len(happened) < faults:
@@ -31,23 +38,26 @@ def soak(folder: Path, words: list[str], faults: int, seed: int) -> tuple[Broken
             damaged = committed[-1]
             happened.append((f"{flip(damaged, draw)} of step {step_of(damaged)}", [], 0.0))
             continue
-        step, phase, do, rank = plan(draw, step_of(committed[-1]) if committed else 0)
+        planned = plan(draw, step_of(committed[-1]) if committed else 0)
         notes = folder / f"faults-{len(happened)}"
-        attempt = bench.attempt(["train", *bench.words(run.folder), *words], 2, f"rank={rank} phase={phase} step={step} do={do}", notes)
-        assert (notes / "fault.0").exists(), f"{attempt.codes} without a fault\n{attempt.out}"
+        attempt = bench.attempt(["train", *bench.words(run.folder), *words], 2, "; ".join(planned), notes)
+        broke = [fault for number, fault in enumerate(planned) if (notes / f"fault.{number}").exists()]
+        assert broke, f"{attempt.codes} without a fault\n{attempt.out}"
         assert 2 not in attempt.codes, attempt.out
-        happened.append((f"{do} rank {rank} {phase} {step}", attempt.codes, attempt.seconds))
+        happened += [(fault, attempt.codes, attempt.seconds) for fault in broke]
     run.attempts = bench.train(run.folder, *words).attempts
     return run, whole, happened
 
 
-def plan(draw: random.Random, newest: int) -> tuple[int, str, str, int]:
-    """A step soon after the newest checkpoint, a phase, a deed, and whose."""
-    do = draw.choice(["kill", "kill", "kill_all", "term", "full"])
+def plan(draw: random.Random, newest: int) -> list[str]:
+    """What breaks soon after the newest checkpoint. A full disk ends no run, so a kill follows."""
+    do = draw.choice(["kill", "kill", "kill_all", "term", "full", "stop"])
     phase = "shards" if do == "full" else draw.choice(OF_A_STEP + OF_A_SAVE)
     saves = phase in OF_A_SAVE
     step = newest + EVERY - newest % EVERY if saves else newest + draw.randint(1, EVERY + 1)
-    return step, phase, do, 0 if phase in ("rename", "prune") else draw.randint(0, 1)
+    rank = 0 if phase in ("rename", "prune") else draw.randint(0, 1)
+    after = [f"rank={draw.randint(0, 1)} phase=update step={step + 2} do=kill"] if do == "full" else []
+    return [f"rank={rank} phase={phase} step={step} do={do}", *after]
 
 
 def flip(checkpoint: Path, draw: random.Random) -> str:
@@ -61,8 +71,8 @@ def flip(checkpoint: Path, draw: random.Random) -> str:
 
 def table(run: Broken, whole: Broken, happened: list[tuple[str, list[int], float]], wall: float) -> str:
     """All faults, one a line, and what came of it."""
-    lines = [f"{what:45} {codes!s:12} {seconds:5.1f} s" for what, codes, seconds in happened]
-    kinds = Counter(what.split()[0] for what, _, _ in happened)
+    lines = [f"{what:48} {codes!s:12} {seconds:5.1f} s" for what, codes, seconds in happened]
+    kinds = Counter(what.rpartition("do=")[2].split()[0] for what, _, _ in happened)
     useful = sum(run.column("step_seconds"))
     return "\n".join(
         [

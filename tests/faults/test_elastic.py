@@ -36,7 +36,7 @@ def same_as(run: Run, whole: Run) -> None:
 def test_hosts_are_killed_cut_off_and_come_back_and_the_run_goes_on(train, inputs, tmp_path, capsys):
     words = [
         *SMALL, *(f"{k}={v}" for k, v in inputs.items()), *CONSTANT, f"run.root={tmp_path}", "run.name=run", "batch.micro_rows=1",
-        "checkpoint.every=5", "train.steps=100000", "launch.timeout=25s",
+        "checkpoint.every=5", "train.steps=100000", "launch.timeout=25s", "launch.watchdog=true",
     ]  # fmt: skip
     env = {
         "PYTHONPATH": f"{INJECT}:{os.environ.get('PYTHONPATH', '')}",

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_a_process_that_starts_ranks_imports_no_torch(inputs, tmp_path):
     )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch loads its libraries alone")
+@pytest.mark.skipif(sys.platform != "linux" or "+cpu" not in version("torch"), reason="elsewhere torch loads its libraries alone")
 def test_torchs_library_is_loaded_while_python_imports_and_before_torch_looks_for_it():
     python(
         "import re, sys\nfrom pathlib import Path\nfrom fsdp_trainer.launch.start import load_torchs_library, run_rank_imported\n"

@@ -56,14 +56,17 @@ def run_rank_imported() -> Callable[[TrainConfig], int]:
 def load_torchs_library() -> None:
     """Load the largest of torch's shared libraries, for `import torch` to find: the linker's work, a fifth of that import, needs no Python.
 
-    Not before launch.env is set: OpenMP, which comes with it, reads its variables then. If it fails nothing is lost: torch knows other ways.
+    Not before launch.env is set: OpenMP, which comes with it, reads its variables then. A build for GPUs is left to torch, which minds the
+    order of its many libraries. If it fails nothing is lost: torch knows other ways.
     """
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return
+    lib = os.path.join(os.path.dirname(torch.origin), "lib")
+    if any(os.path.exists(os.path.join(lib, f"libtorch_{kind}.so")) for kind in ("cuda", "hip", "xpu")):
+        return
     dlopen = ctypes.CDLL(None).dlopen  # called as a C function it lets other threads work; ctypes.CDLL(path) does not
     dlopen.restype = ctypes.c_void_p
-    lib = os.path.join(os.path.dirname(torch.origin), "lib")
     if dlopen(os.path.join(lib, "libtorch_global_deps.so").encode(), os.RTLD_LAZY | os.RTLD_GLOBAL):
         dlopen(os.path.join(lib, "libtorch_cpu.so").encode(), os.RTLD_LAZY)
 

@@ -15,7 +15,7 @@ NOT_ASKED_FOR = ("wandb", "transformers", "datasets", "pyarrow", "pandas", "tens
 
 def python(code: str) -> str:
     """What `code` prints last, in a fresh process."""
-    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    env = {**{name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}, "PYTHONPATH": str(REPO)}
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return (done.stdout.splitlines() or [""])[-1]
@@ -27,11 +27,13 @@ def test_training_imports_only_what_it_uses(inputs, tmp_path):
         "model=tiny",
         "batch.seq_len=64",
         "train.steps=1",
+        "launch.env={OMP_NUM_THREADS: 3}",  # read where torch's library is loaded
     ]
     told = python(
         "import gc, json, sys\nfrom fsdp_trainer.cli import main\n"
         f"assert main({[*words, 'precision=fp32', 'run.name=run', 'train.gc_every=null']}) == 0\n"
         "assert gc.isenabled() and gc.get_freeze_count() > 0\n"
+        "import torch\nassert torch.get_num_threads() == 3\n"
         "print(json.dumps([name for name in sys.modules if '.' not in name]))"
     )
     imported = json.loads(told)

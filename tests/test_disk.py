@@ -77,7 +77,7 @@ def assert_the_same(run, undisturbed):
 @pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint_and_no_line(train, undisturbed, small_disk, tmp_path, mode):
     disk = small_disk(tmp_path / "disk", 8)
-    seam = partial(at_phases, {(4, "forward"): partial(fill, disk), (6, "forward"): partial(empty, disk)})
+    seam = partial(at_phases, {(4, "shards"): partial(fill, disk), (6, "shards"): partial(empty, disk)})
     run = train("run", *HOW, f"run.root={disk}", "run.name=run", f"checkpoint={mode}", ranks=2, seam=seam)
     run.folder = disk / "run"
     assert_the_same(run, undisturbed)

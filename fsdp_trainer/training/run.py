@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TextIO
 
 import torch.distributed as dist
 import yaml
@@ -56,11 +57,12 @@ def run_rank(cfg: TrainConfig) -> int:
         if attempt:
             cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))  # restarted by the launcher: what is there is our own
         watch = watched(cfg.launch, run, world)
-        lock = world.node_by_node(
-            "claiming the run's folder",
-            lambda: stop.stoppable(lambda: claim_folder(cfg, run, Claim(launchers, attempt)) if world.main else None),
-            waiting,
-        )
+
+        def claim() -> TextIO | None:
+            with stop.waiting(limits=False):  # a stop that came before is on record in the folder
+                return claim_folder(cfg, run, Claim(launchers, attempt)) if world.main else None
+
+        lock = world.node_by_node("claiming the run's folder", claim, waiting)
         if lock:
             stop.last_words = lambda why, code: records.event("end", reason=why, exit_code=code)
             if cfg.launch.slurm_time_limit:

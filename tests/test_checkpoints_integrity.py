@@ -1,5 +1,33 @@
 """A checkpoint is whole or is not taken for one, and two that hold the same say so."""
 
+import json
+import os
+import shutil
+import time
+import zlib
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from stored import stored
+
+from fsdp_trainer.checkpoint.files import read_manifest
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(world, inputs, tmp_path_factory):
+    """A run of two ranks, to be copied and broken."""
+    where = tmp_path_factory.mktemp("broken") / "run"
+    return world.train(where, *(f"{k}={v}" for k, v in inputs.items()), "train.steps=4", "schedule=constant", "checkpoint.every=2", ranks=2)
+
+
+def checkpoints(run):
+    return sorted((run.folder / "checkpoints").glob("step-*"))
+
+
+# --- the digest --------------------------------------------------------------------------------------------------------------------
+
 
 def digest_of(world, run):
     told = world.command("verify", f"source={run.folder}")[0].out
@@ -16,3 +44,206 @@ def test_the_digest_of_weights_does_not_depend_on_who_wrote_them(train, world):
     ]
     assert len(set(digests)) == 1 and len(digests[0]) == 16
     assert digest_of(world, train("other", "schedule=constant", "train.steps=1")) != digests[0]
+
+
+# --- the manifest ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_manifest_says_what_wrote_it_and_lists_every_file(two_checkpoints):
+    for folder in checkpoints(two_checkpoints):
+        manifest = json.loads((folder / "MANIFEST.json").read_text())
+        assert manifest["step"] == int(folder.name[5:]) and manifest["world_size"] == 2
+        assert manifest["data"] == json.loads((folder / "trainer.json").read_text())["data"]
+        assert manifest["versions"].keys() == {"fsdp_trainer", "torch", "python"} and manifest["configuration"] in manifest["files"]
+        found = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file() and p.name != "MANIFEST.json"}
+        assert manifest["files"].keys() == found.keys() and {"config.yaml", "trainer.json", "hf/config.json"} <= found.keys()
+        for name, path in found.items():
+            assert manifest["files"][name] == {"bytes": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())}
+
+
+def test_no_bit_of_a_manifest_can_flip_unnoticed(two_checkpoints, tmp_path):
+    """Every one of the first and last entries', and a sample of the others'."""
+    text = (checkpoints(two_checkpoints)[-1] / "MANIFEST.json").read_bytes()
+    bits = [*range(600), *range(600, 8 * len(text) - 600, 7), *range(8 * len(text) - 600, 8 * len(text))]
+    for bit in bits:
+        flipped = bytearray(text)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "MANIFEST.json").write_bytes(flipped)
+        with pytest.raises(ValueError):
+            read_manifest(tmp_path)
+
+
+# --- damage ------------------------------------------------------------------------------------------------------------------------
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGES = [
+    ("MANIFEST.json", flip),
+    ("__1_0.distcp", flip),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            ("__0_0.distcp", cut), (".metadata", flip), ("trainer.json", os.remove), ("hf/config.json", cut), ("config.yaml", flip),
+            ("MANIFEST.json", cut), ("MANIFEST.json", os.remove), ("__1_0.distcp", os.remove),
+        ]
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES, ids=lambda value: value if isinstance(value, str) else value.__name__)
+def test_damage_is_named_and_all_ranks_go_on_from_the_checkpoint_before(train, world, two_checkpoints, tmp_path, name, damage):
+    shutil.copytree(two_checkpoints.folder, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step-00000004"
+    damage(newest / name)
+    told = world.command("verify", f"source={newest}", code=3)[0].out
+    assert "damaged" in told and name in told
+    run = train("run", "train.steps=6", "schedule=constant", "checkpoint.every=2", ranks=2)
+    found = run.event("damaged")
+    assert [Path(e["path"]).name for e in found] == [newest.name] and len(found[0]["problems"]) == 1 and name in found[0]["problems"][0]
+    assert run.event("resume")[0]["step"] == 2 and run.column("step") == [1, 2, 3, 4, 5, 6] and "damaged" in run.out
+    assert run.column("loss")[:4] == two_checkpoints.column("loss"), "the same steps again"
+
+
+@pytest.mark.slow
+def test_of_two_damaged_checkpoints_both_are_named_and_the_one_before_them_is_used(train, tmp_path):
+    how = ["schedule=constant", "checkpoint.every=1", "checkpoint.keep=3"]
+    whole = train("run", *how, "train.steps=3", ranks=2)
+    cut(whole.folder / "checkpoints" / "step-00000003" / "__1_0.distcp")
+    flip(whole.folder / "checkpoints" / "step-00000002" / ".metadata")
+    run = train("run", *how, "train.steps=4", ranks=2)
+    assert [Path(e["path"]).name for e in run.event("damaged")] == ["step-00000003", "step-00000002"] and run.event("resume")[0][
+        "step"
+    ] == 1
+
+
+def one_rank_reads(name, gives):
+    from fsdp_trainer.checkpoint import files
+
+    real = files.checksum
+
+    def checksum(path):
+        return gives() if (os.environ["RANK"], path.parent.name, path.name) == ("1", "step-00000004", name) else real(path)
+
+    return patch.object(files, "checksum", checksum)
+
+
+def another_content():
+    """Rank 1 has a bad copy of a file in its cache; on the disk, and to the other rank, all is right."""
+    return one_rank_reads("trainer.json", lambda: 1)
+
+
+def a_lost_sector():
+    """What rank 1 is to read is on a part of the disk that cannot be read any more."""
+
+    def fail():
+        raise OSError(5, "Input/output error")
+
+    return one_rank_reads("__1_0.distcp", fail)
+
+
+@pytest.mark.parametrize("seam", [another_content, a_lost_sector], ids=lambda seam: seam.__name__)
+def test_what_one_rank_alone_sees_as_damaged_is_so_to_all(train, two_checkpoints, tmp_path, seam):
+    shutil.copytree(two_checkpoints.folder, tmp_path / "run")
+    run = train("run", "train.steps=5", "schedule=constant", ranks=2, seam=seam)
+    assert len(run.event("damaged")[0]["problems"]) == 1 and run.event("resume")[0]["step"] == 2
+
+
+def disk_that_lags():
+    """Rank 1 sees the checkpoints a little later than rank 0."""
+    real, until = Path.exists, time.monotonic() + 3
+
+    def exists(self, **how):
+        late = os.environ["RANK"] == "1" and self.name == "MANIFEST.json" and time.monotonic() < until
+        return not late and real(self, **how)
+
+    return patch.object(Path, "exists", exists)
+
+
+@pytest.mark.slow
+def test_a_shared_disk_that_lags_is_waited_for(train, two_checkpoints, tmp_path):
+    shutil.copytree(two_checkpoints.folder, tmp_path / "run")
+    run = train("run", "train.steps=5", "schedule=constant", ranks=2, seam=disk_that_lags)
+    assert not run.event("damaged") and run.event("resume")[0]["step"] == 4
+
+
+# --- what is kept ------------------------------------------------------------------------------------------------------------------
+
+
+def disk_that_lies():
+    """What is written of step 2 on rank 1 is not what is read back."""
+    from fsdp_trainer.checkpoint import store
+
+    real = store.write_file
+
+    def write(path, windows):
+        told = real(path, windows)
+        if os.environ["RANK"] == "1" and "step-00000002" in str(path):
+            flip(path)
+        return told
+
+    return patch.object(store, "write_file", write)
+
+
+def test_the_only_other_checkpoint_goes_when_the_new_one_was_read_back(train):
+    how = ["schedule=constant", "checkpoint.every=1", "checkpoint.keep=1"]
+    run = train("run", *how, "train.steps=2", ranks=2, seam=disk_that_lies, code=1)
+    assert "just written is damaged" in run.err and "__1_0.distcp" in run.err
+    assert run.checkpoints == ["step-00000001", "step-00000002.left"]
+    assert train("run", *how, "train.steps=3", ranks=2).event("resume")[0]["step"] == 1
+
+
+# --- the format --------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_files_are_those_of_torch_distributed_checkpoint(tmp_path, world):
+    """By ours and by dcp.save: the same tensors, of all formats and shapes, to a plain dcp.load; in one window and in several."""
+    assert world.call(2, write_both_ways, tmp_path) == [None, None]
+    plain = stored(tmp_path / "dcp")
+    for way in ("whole", "windows"):
+        ours = stored(tmp_path / way)
+        assert ours.keys() == plain.keys()
+        for name, tensor in plain.items():
+            assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
+
+
+def write_both_ways(folder):
+    """One rank's part."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from fsdp_trainer.checkpoint import shards
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    state = {
+        "even": distribute_tensor(torch.randn(8, 5), mesh, [Shard(0)]),
+        "uneven": distribute_tensor(torch.randn(3, 7).bfloat16(), mesh, [Shard(0)]),
+        "one row": distribute_tensor(torch.randn(1, 4), mesh, [Shard(0)]),
+        "bytes": distribute_tensor(torch.randint(255, (6, 3), dtype=torch.uint8), mesh, [Shard(0)]),
+        "copied": distribute_tensor(torch.randn(9), mesh, [Replicate()]),
+        "scalar": torch.tensor(3.0),
+        "larger": distribute_tensor(torch.randn(64, 64), mesh, [Shard(0)]),
+    }
+    dcp.save(state, checkpoint_id=folder / "dcp")
+    with patch.object(shards, "WINDOW_BYTES", 6000):
+        for way in ("whole", "windows"):
+            (folder / way).mkdir(exist_ok=True)
+            shard = shards.Shard(None, whole=way == "whole")
+            for _ in range(2):  # the second time by the plan of the first
+                shard.plan(state)
+                shards.write_file(folder / way / shard.file, shard.windows(state))
+            if dist.get_rank() == 0:
+                (folder / way / ".metadata").write_bytes(shard.metadata)
+    dist.barrier()

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 from stored import assert_bitwise_equal, end_of, newest, stored
-from world import SMALL, Run, read_lines, write_chats
+from world import SMALL, Run, write_chats
 
 # --- killed hard -------------------------------------------------------------------------------------------------------------------
 
@@ -234,31 +234,11 @@ def test_keep_counts_committed_checkpoints_only(train, tmp_path):
     (tmp_path / "run" / "checkpoints" / ".step-00000002.partial").mkdir()
     run = train("run", "train.steps=6", "checkpoint.every=1", "checkpoint.keep=2", ranks=2)
     assert run.column("step") == [1, 2, 3, 4, 5, 6]
-    assert [c for c in run.checkpoints if c != partial.name] == ["step-00000005", "step-00000006"]
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
+    assert run.checkpoints == ["step-00000005", "step-00000006"] and "MANIFEST.json is missing" in run.event("damaged")[0]["problems"][0]
 
 
 def cut(path):
     path.write_bytes(path.read_bytes()[:-1])
-
-
-DAMAGES = [("__0_0.distcp", cut), (".metadata", flip), ("trainer.json", os.remove), ("hf/config.json", cut)]
-
-
-@pytest.mark.parametrize(("name", "damage"), [("__1_0.distcp", flip), *(pytest.param(*case, marks=pytest.mark.slow) for case in DAMAGES)],
-                         ids=lambda value: value if isinstance(value, str) else value.__name__)  # fmt: skip
-def test_a_damaged_checkpoint_is_left_aside_and_the_one_before_is_used(train, broken_run, tmp_path, name, damage):
-    shutil.copytree(broken_run.folder, tmp_path / "run")
-    damage(tmp_path / "run" / "checkpoints" / "step-00000004" / name)
-    run = train("run", "train.steps=6", "schedule=constant", "checkpoint.every=2", ranks=2)
-    assert run.event("damaged")[0]["path"].endswith("step-00000004") and run.event("resume")[0]["step"] == 2
-    assert run.column("step") == [1, 2, 3, 4, 5, 6] and "damaged" in run.out
-    assert run.column("loss")[:4] == broken_run.column("loss"), "the same steps again"
 
 
 @pytest.fixture(scope="module")
@@ -266,13 +246,6 @@ def broken_run(world, inputs, tmp_path_factory):
     """Two checkpoints by two ranks, to be broken."""
     where = tmp_path_factory.mktemp("broken") / "run"
     return world.train(where, *(f"{k}={v}" for k, v in inputs.items()), "train.steps=4", "schedule=constant", "checkpoint.every=2", ranks=2)
-
-
-@pytest.mark.slow
-def test_a_damaged_manifest_too(train, broken_run, tmp_path):
-    shutil.copytree(broken_run.folder, tmp_path / "run")
-    (tmp_path / "run" / "checkpoints" / "step-00000004" / "MANIFEST.json").write_text('{"files"')
-    assert train("run", "train.steps=5", "schedule=constant", "checkpoint.every=2").event("resume")[0]["step"] == 2
 
 
 @pytest.mark.slow
@@ -330,18 +303,6 @@ def test_a_checkpoint_that_cannot_be_written_at_the_end_fails_the_run_on_all_ran
     run = train("run", "train.steps=4", "checkpoint.every=2", ranks=2, seam=full_disk, code=1)
     assert "No space left" in run.err and "Traceback" not in run.err and run.checkpoints == [] and end_of(run) == ("end", 1)
     assert train("run", "train.steps=4", "checkpoint.every=2", ranks=2).column("step") == [1, 2, 3, 4]
-
-
-def test_the_manifest_lists_every_file_with_size_and_checksum(broken_run):
-    import zlib
-
-    for checkpoint in (broken_run.folder / "checkpoints").iterdir():
-        listed = json.loads((checkpoint / "MANIFEST.json").read_text())["files"]
-        found = {str(p.relative_to(checkpoint)): p for p in checkpoint.rglob("*") if p.is_file() and p.name != "MANIFEST.json"}
-        assert listed.keys() == found.keys() and {"config.yaml", "trainer.json", "hf/config.json"} <= listed.keys()
-        for name, path in found.items():
-            assert listed[name] == {"bytes": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())}
-    assert read_lines(broken_run.folder / "events.jsonl")[-1]["reason"] == "finished"
 
 
 def test_what_a_checkpoint_holds_is_on_record_when_it_commits(train):

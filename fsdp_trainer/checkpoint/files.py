@@ -64,6 +64,8 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1) -> list[Problem]:
     """
     try:
         listed = read_manifest(folder)["files"]
+    except FileNotFoundError:
+        return [Problem(str(folder / MANIFEST), "is missing")]
     except (OSError, ValueError, KeyError, AttributeError) as error:
         return [Problem(str(folder / MANIFEST), f"cannot be read: {error}")]
     problems = []

@@ -140,8 +140,9 @@ class Shard:
             begin = archive.start - window.start
             middle, end = begin + len(archive.head), archive.stop - window.start
             view[begin:middle] = archive.head
-            into = self._memory[middle : middle + archive.numbers].view(archive.dtype).view(archive.shape)
-            into.copy_(local, non_blocking=True)
+            if archive.numbers:  # a rank may have no row of a small tensor
+                into = self._memory[middle : middle + archive.numbers].view(archive.dtype).view(archive.shape)
+                into.copy_(local, non_blocking=True)
             view[end - len(archive.tail) : end] = archive.tail
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()

@@ -9,7 +9,7 @@ from fsdp_trainer.checkpoint.digest import weights_digest
 from fsdp_trainer.checkpoint.files import damage, read_manifest
 from fsdp_trainer.checkpoint.huggingface import DTYPES, check_tensors, read_headers
 from fsdp_trainer.checkpoint.load import load_model
-from fsdp_trainer.config.paths import find_checkpoint
+from fsdp_trainer.config.paths import checkpoint_folders, find_checkpoint
 from fsdp_trainer.config.verbs import VerifyConfig
 from fsdp_trainer.errors import Problem, UserError
 
@@ -19,7 +19,9 @@ TOKENS = (2, 64)  # random ones: whether two models are the same does not depend
 
 def verify(cfg: VerifyConfig) -> int:
     """0: whole (and equal to hf); 3: not."""
-    checkpoint = find_checkpoint(cfg.source) if cfg.source else None
+    source = Path(str(cfg.source)).expanduser()
+    without_manifest = source if source in checkpoint_folders(source.parent.parent) else None
+    checkpoint = find_checkpoint(source) or without_manifest
     if checkpoint is None:
         raise UserError("nothing to verify", [Problem(f"source={cfg.source}", "is neither a checkpoint nor a run with a committed one")])
     if problems := damage(checkpoint):

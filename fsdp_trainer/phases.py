@@ -29,6 +29,8 @@ PHASES = (
     "agree",
     "export",
     "end",
+    "rewind",
+    "check",
     "compile",
 )
 """In a step's order. `read` waits for the device to have done all that it was given, `staging` to `prune` are a checkpoint's, `agree` is the

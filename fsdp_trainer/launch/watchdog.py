@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fsdp_trainer.launch.world import World
 
 LOOK_SECONDS = 0.25
-GRACE_SECONDS = 4.0  # for the others to notice and to leave by themselves; then they are blocked
+GRACE_SECONDS = 3.0  # for the others to notice and to leave by themselves; then they are blocked
 PAUSE_SECONDS = 5.0  # between two looks: the watchdog itself was stopped, or starved
 SHOW_STACKS = signal.SIGUSR2
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")

@@ -190,8 +190,8 @@ def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
                 store.add(f"{name}/here", 1)
         time.sleep(MEETING_SECONDS)
     raise RunFailed(
-        f"rank {rank} waited {timeout:.0f} s for all {size} ranks to start. Of nodes that come and go (torchrun --nnodes=MIN:MAX), some may "
-        "have gone to another place: set  TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  in the environment of torchrun"
+        f"rank {rank} waited {timeout:.0f} s for all {size} ranks to start. Where nodes come and go (torchrun --nnodes=MIN:MAX), torchrun needs "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  in its environment"
     )
 
 

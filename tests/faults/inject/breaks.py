@@ -114,4 +114,23 @@ def slow(_folder: Path) -> None:
     time.sleep(0.2)
 
 
-DEEDS = {"kill": kill, "kill_all": kill_all, "stop": stop, "term": terminate, "full": full, "slow": slow}
+def lock(_folder: Path) -> None:
+    """Waits for a lock that nobody gives back."""
+    held = threading.Lock()
+    held.acquire()
+    held.acquire()
+
+
+def skip(_folder: Path) -> None:
+    """Leaves out its next all-reduce."""
+    import torch.distributed as dist
+
+    real = dist.all_reduce
+
+    def leave_out(*_args, **_options):
+        dist.all_reduce = real
+
+    dist.all_reduce = leave_out
+
+
+DEEDS = {"lock": lock, "skip": skip, "kill": kill, "kill_all": kill_all, "stop": stop, "term": terminate, "full": full, "slow": slow}

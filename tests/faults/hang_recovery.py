@@ -1,0 +1,93 @@
+"""Ranks that hang under a real `torchrun --max-restarts=1`, with the watchdog and without: `python tests/faults/hang_recovery.py` prints a table."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from stored import newest
+from world import SMALL, Run
+
+from fsdp_trainer.checkpoint.digest import weights_digest
+
+INJECT, ROOT = Path(__file__).parent / "inject", Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1", "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0"]  # fmt: skip
+FAULTS = {
+    "stopped (SIGSTOP)": "rank=1 phase=forward step=8 do=stop",
+    "holds a lock": "rank=1 phase=backward step=8 do=lock",
+    "skips a collective": "rank=1 phase=agree step=8 do=skip",
+}
+SLOW = "rank=1 phase=forward step=* do=slow"
+LIMIT_SECONDS = 150.0
+
+
+@dataclass
+class Hang:
+    """How a run that hung went on. Seconds from the fault: until it was found (None: by nobody), until training went on, until the end."""
+
+    run: Run
+    code: int
+    found: float | None
+    resumed: float | None
+    said: str
+
+    @property
+    def told(self) -> dict:
+        """The watchdog's event."""
+        return (self.run.event("hang") or [{}])[0]
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    """A small run that commits a checkpoint every 4 steps. With 30 s, collectives wait as long as torchrun for the ranks to leave."""
+    data = ["data.path=demo:backwards", "tokenizer.path=demo:bytes", f"data.cache={folder.parent / 'data'}"]
+    own = ["train.steps=12", "checkpoint.every=4", "launch.timeout=30s", f"run.root={folder.parent}", f"run.name={folder.name}"]
+    return [*TORCHRUN, "-m", "fsdp_trainer", *SMALL, *data, *own, *more]
+
+
+def hang(folder: Path, fault: str, *more: str) -> Hang:
+    """Break a run, and wait until it has ended or LIMIT_SECONDS have passed."""
+    notes = folder.with_suffix(".faults")
+    path = os.pathsep.join([str(INJECT), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "FAULTS_FOLDER": str(notes)} | ({"FAULTS": fault} if fault else {})
+    process = subprocess.Popen(words(folder, *more), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        said, _ = process.communicate(timeout=LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        for file in notes.glob("pid.*"):
+            os.kill(int(file.read_text()), 9)
+        said, _ = process.communicate()
+    run, happened = Run(folder), notes / "fault.0"
+    began = float(happened.read_text()) if happened.exists() else time.time()
+
+    def since(name: str) -> float | None:
+        return next((event["time"] - began for event in run.event(name)), None)
+
+    return Hang(run, process.returncode, since("hang"), since("resume"), said)
+
+
+def main() -> int:
+    def seconds(value: float | None) -> str:
+        return "never" if value is None else f"{value:.1f} s"
+
+    with tempfile.TemporaryDirectory() as folder:
+        whole = weights_digest(newest(hang(Path(folder) / "whole", "").run))
+        print("| rank 1 … | watchdog | found | training again | named | weights' digest equal |\n|---|---|---|---|---|---|")
+        for i, (name, fault) in enumerate(FAULTS.items()):
+            for watched in ("true", "false"):
+                seen = hang(Path(folder) / f"run-{i}-{watched}", fault, f"launch.watchdog={watched}")
+                equal = "yes" if seen.code == 0 and weights_digest(newest(seen.run)) == whole else f"exit code {seen.code}"
+                named = (
+                    f"rank {seen.told['rank']}, {seen.told['phase']} of step {seen.told['step']}: {seen.told['why']}" if seen.told else "no"
+                )
+                print(f"| {name} | {watched} | {seconds(seen.found)} | {seconds(seen.resumed)} | {named} | {equal} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""Hangs under a real torchrun: found in seconds, the right rank named, and the weights of an undisturbed run at the end. hang_recovery.py prints them."""
+
+import pytest
+from hang_recovery import FAULTS, SLOW, hang
+from stored import newest
+
+from fsdp_trainer.checkpoint.digest import weights_digest
+
+PLACES = {"stopped (SIGSTOP)": ("forward", 8), "holds a lock": ("backward", 8), "skips a collective": ("forward", 9)}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return hang(tmp_path_factory.mktemp("whole") / "run", "").run
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_hang_costs_seconds_and_no_bit(whole, tmp_path, name):
+    seen = hang(tmp_path / "run", FAULTS[name], "launch.watchdog=true")
+    assert seen.code == 0, seen.said
+    assert seen.found < (10 if "stopped" in name else 20) and seen.resumed < seen.found + 30, "far from torchrun's grace"
+    assert (seen.told["rank"], (seen.told["phase"], seen.told["step"])) == (1, PLACES[name])
+    assert "rank 1 on" in seen.said and seen.run.column("step") == list(range(1, 13))
+    assert weights_digest(newest(seen.run)) == weights_digest(newest(whole))
+    stacks = [file.read_text() for file in (seen.run.folder / "hangs").rglob("rank-*.txt")]
+    assert len(stacks) == 2 and any("/torch/distributed/" in text for text in stacks)
+
+
+@pytest.mark.faults
+def test_a_slow_rank_is_named_and_nobody_is_killed(whole, tmp_path):
+    seen = hang(tmp_path / "run", SLOW, "launch.watchdog=true", "launch.stall=1s", "logging.stragglers=1s")
+    assert seen.code == 0 and not seen.run.event("hang") and not seen.run.event("resume"), seen.said
+    assert {(e["rank"], e["phase"]) for e in seen.run.event("straggler")} == {(1, "forward")}
+    assert weights_digest(newest(seen.run)) == weights_digest(newest(whole))

@@ -1,0 +1,240 @@
+"""The watchdog finds a rank that died, was stopped or does not go on, names it and ends it; slow is not dead. And who is slow is named."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdp_trainer import phases
+from fsdp_trainer.cli import main
+from fsdp_trainer.launch.hangs import Durations, Seen, judge, standing, stopped
+from fsdp_trainer.observe.stragglers import Pace, slowest
+from fsdp_trainer.phases import PHASES, Place, Slot
+
+COLLECTIVE, ELSEWHERE, DEBUGGER = (f"/lib/{name}.py" for name in ("torch/distributed/distributed_c10d", "mine/model", "python/bdb"))
+STEP = ("data", "forward", "backward", "update", "read", "agree")
+
+
+def seen(rank=0, phase="forward", step=8, standing=11.0, allowed=10.0, file=COLLECTIVE, skipped_in=None, state="S", left=False, **more):
+    """A rank that has begun three collectives in each of 7 steps but where it skipped one, and now stands in `phase` of `step`."""
+    trace, count = [], 0
+    for s in range(1, step + 1):
+        for name in STEP[: STEP.index(phase) + 1] if s == step and phase in STEP else STEP:
+            trace.append((len(trace) + 1, s, name, count))
+            count += name in ("forward", "backward", "agree") and (s, name) != skipped_in
+    spent = dict.fromkeys(PHASES, (0, 0.0)) | dict.fromkeys(STEP, (7, 7.0))
+    place = Place(step, phase, 0.0, len(trace), trace[-1][3])
+    slot = Slot(100 + rank, 1, rank, left, 0xABC, place, Place(), spent, trace)
+    stacks = f'Thread 0x{0xDEF:016x} (most recent call first):\n  File "/lib/other.py", line 1 in run\n\n'
+    stacks += f'Current thread 0x{0xABC:016x} (most recent call first):\n  File "/lib/torch/_ops.py", line 2 in op\n  File "{file}", line 3 in f\n'
+    return Seen(slot, state, standing=standing, allowed=allowed, stacks=stacks, **more)
+
+
+# --- whose fault it is -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_rank_that_is_in_no_collective_holds_up_those_that_are():
+    verdict = judge([seen(0), seen(1, file=ELSEWHERE), seen(2)], 3, 1800)
+    assert verdict.what == "stuck" and [s.rank for s in verdict.ranks] == [1] and verdict.kill
+
+
+def test_of_several_in_no_collective_the_one_that_is_behind():
+    verdict = judge([seen(0, step=9, file=ELSEWHERE), seen(1, file=ELSEWHERE)], 2, 1800)
+    assert [s.rank for s in verdict.ranks] == [1]
+
+
+def test_a_rank_that_skipped_a_collective_is_named_with_where():
+    ranks = [seen(0, phase="agree"), seen(1, phase="forward", step=9, skipped_in=(8, "agree"))]
+    verdict = judge(ranks, 2, 1800)
+    assert [s.rank for s in verdict.ranks] == [1] and "agree of step 8" in verdict.why and verdict.kill
+
+
+def test_a_node_that_waits_for_another_is_left_alone_until_collectives_end_by_themselves():
+    verdict = judge([seen(0), seen(1)], 4, 1800)
+    assert verdict.what == "waiting" and not verdict.kill
+    assert judge([seen(0, standing=1811), seen(1, standing=1811)], 4, 1800).kill
+    assert judge([seen(0), seen(1)], 2, 1800).kill, "there is no other node"
+    assert judge([seen(0), seen(1, state=None, left=True)], 4, 1800).kill, "one that left does not come back"
+
+
+def test_a_debugger_is_no_hang():
+    for ranks in ([seen(0), seen(1, file=DEBUGGER)], [seen(0), seen(1, traced=True)]):
+        assert not judge(ranks, 2, 1800).kill
+    assert stopped([seen(0), seen(1, state="T", stopped=5.0, traced=True)]) is None
+    assert [s.rank for s in stopped([seen(0), seen(1, state="T", stopped=1.1)]).ranks] == [1]
+
+
+def test_while_one_rank_is_within_its_time_the_others_wait_for_it():
+    assert standing([seen(0), seen(1)])
+    assert not standing([seen(0), seen(1, phase="data", standing=40, allowed=1800)])
+    assert standing([seen(0), seen(1, state=None, left=True)]) and not standing([seen(0, left=True)])
+
+
+# --- slow is not dead --------------------------------------------------------------------------------------------------------------
+
+
+def allowed(phase, state="S", **spent):
+    durations, slot = Durations(), replace(seen().slot, main=Place(9, phase))
+    for times in range(1, 4):
+        slot = replace(slot, spent=dict.fromkeys(PHASES, (0, 0.0)) | {name: (times, times * seconds) for name, seconds in spent.items()})
+        durations.note([slot])
+    return durations.allowed(slot, state, 10, 1800)
+
+
+def test_time_is_allowed_by_what_a_phase_took_so_far():
+    assert allowed("forward", forward=0.1, read=0.1) == 10
+    assert allowed("forward", forward=7, read=0.1) == 35
+    assert allowed("forward", forward=0.1, read=12) == 60, "a GPU's host may stand anywhere for what its device has to do yet"
+    assert allowed("forward", forward=0.1) == 1800, "the first step, or the first logged one, is not over"
+    assert allowed("validation", forward=0.1, read=0.1) == 1800, "the first validation"
+    assert allowed("forward", state="D", forward=0.1, read=0.1) == 1800, "the system waits for a disk"
+    for phase in ("compile", "staging", "shards", "manifest", "prune", "samples", "profile"):
+        assert allowed(phase, **dict.fromkeys([phase, "read"], 0.1)) == 1800
+    for phase in ("start", "export", "end"):
+        assert allowed(phase, read=0.1) == float("inf")
+
+
+# --- with real processes -----------------------------------------------------------------------------------------------------------
+
+RANK = """
+import os, signal, sys, threading, time
+from fsdp_trainer import phases
+from fsdp_trainer.launch.watchdog import Watch, Watched
+
+board, run, rank, fault = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+watched = Watched(Watch(board, run, 2, 1.0, 60.0), rank, rank)
+exec(compile("def collective():\\n    time.sleep(60)", "/torch/distributed/distributed_c10d.py", "exec"))
+for step in range(1, 6):
+    for phase in ("data", "forward", "read", "agree"):
+        phases.enter(phase, step)
+        time.sleep(0.02)
+phases.enter("forward", 6)
+if fault == "finishes":
+    pass
+elif fault == "compiles":
+    if rank:
+        phases.compiling.begins(None)
+        time.sleep(2)
+        phases.compiling.ends(None)
+        time.sleep(0.5)
+    else:
+        time.sleep(2.2)
+elif rank == 0:
+    collective()
+elif fault == "dies":
+    os._exit(3)
+elif fault == "stopped":
+    os.kill(os.getpid(), signal.SIGSTOP)
+else:
+    threading.Event().wait()
+phases.enter("end")
+watched.close()
+"""
+
+
+def ranks_that(fault, folder):
+    """Two ranks of no torch: exit codes, seconds, what was said, the events and the folder of the run."""
+    board, run, began = folder / "board", folder / "run", time.monotonic()
+    run.mkdir()
+    root = str(Path(__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": root}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-S", "-c", RANK, str(board), str(run), str(rank), fault], env=env, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    said = "".join(rank.communicate(timeout=30)[1] for rank in ranks)  # the watchdog's too: it ends with them
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()] if (run / "events.jsonl").exists() else []
+    assert not list(folder.glob("board*")), "nothing is left in memory"
+    return [rank.returncode for rank in ranks], time.monotonic() - began, said, events, run
+
+
+@pytest.mark.parametrize(("fault", "what"), [("stopped", "stopped by a signal"), ("waits", "outside any collective")])
+def test_a_rank_that_does_not_go_on_is_ended_and_named_with_its_stacks(tmp_path, fault, what):
+    codes, seconds, said, events, run = ranks_that(fault, tmp_path)
+    assert codes == [-signal.SIGKILL, -signal.SIGKILL] and seconds < 15
+    assert [(e["rank"], e["phase"], e["step"], e["killed"]) for e in events] == [(1, "forward", 6, True)]
+    assert what in said and said.count("fsdp-trainer: rank 1 on") == 1
+    waiting, guilty = ((run / "hangs" / Path(events[0]["files"]).name / f"rank-{r}.txt").read_text() for r in range(2))
+    assert "distributed_c10d.py" in waiting and ("state T" in guilty if fault == "stopped" else "threading.py" in guilty)
+
+
+def test_a_rank_that_dies_is_named_and_those_that_wait_for_it_are_ended(tmp_path):
+    codes, _, said, events, _ = ranks_that("dies", tmp_path)
+    assert codes == [-signal.SIGKILL, 3] and [(e["what"], e["rank"]) for e in events] == [("dead", 1)] and "rank 1" in said
+
+
+@pytest.mark.parametrize("fault", ["finishes", "compiles"])
+def test_ranks_that_leave_in_order_or_compile_are_left_alone(tmp_path, fault):
+    codes, _, said, events, _ = ranks_that(fault, tmp_path)
+    assert codes == [0, 0] and not events and not said
+
+
+@pytest.mark.slow
+def test_a_run_is_watched_unless_it_says_no(train):
+    for overrides, watched in ((["launch.watchdog=true"], True), ([], False)):
+        run = train(f"run{watched}", "train.steps=1", "train.sample_prompts=[a]", *overrides, seam=looking_for_a_watchdog)
+        assert ("a watchdog is there" in run.out) == watched and run.events[-1]["exit_code"] == 0
+
+
+@contextlib.contextmanager
+def looking_for_a_watchdog():
+    yield
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    if any("watchdog" in Path(f"/proc/{child}/cmdline").read_text() for child in children):
+        print("a watchdog is there")
+
+
+def test_a_stall_that_is_no_duration_is_refused(capsys):
+    assert main(["+recipe=quickstart", "launch.stall=soon"]) == 2 and "launch.stall=soon" in capsys.readouterr().err
+
+
+# --- stragglers --------------------------------------------------------------------------------------------------------------------
+
+
+def paces(*seconds, device=None):
+    return {
+        rank: Pace(f"host{rank}", 10, 10.0, {"forward": 10 * s, "update": 1.0}, device and device[rank]) for rank, s in enumerate(seconds)
+    }
+
+
+def test_the_rank_that_all_wait_for_is_named_with_its_phase():
+    found = slowest(paces(0.1, 0.5, 0.1))
+    assert (found.rank, found.host, found.phase) == (1, "host1", "forward") and found.lost == pytest.approx(0.4)
+    assert slowest(paces(0.3, 0.35, 0.3)) is None and slowest(paces(0.1, 0.2)) is None, "not worth a word"
+
+
+def test_a_slow_device_is_named_where_hosts_are_alike():
+    found = slowest(paces(0.1, 0.1, 0.1, device=[0.010, 0.010, 0.016]))
+    assert found.rank == 2 and "device" in found.phase
+    assert slowest(paces(0.1, 0.1, device=[0.010, 0.011])) is None
+
+
+@pytest.mark.slow
+def test_a_slow_rank_of_a_run_is_named(train):
+    run = train("run", "train.steps=40", "logging.stragglers=1s", ranks=2, seam=slow_rank)
+    found = run.event("straggler")
+    assert found and {(e["rank"], e["phase"]) for e in found} == {(1, "forward")} and found[0]["seconds"] > 0.05 > found[0]["others"]
+    assert "rank 1 on" in run.out
+
+
+@contextlib.contextmanager
+def slow_rank():
+    enter = phases.enter
+
+    def slowly(phase, step=None):
+        enter(phase, step)
+        if phase == "forward" and os.environ["RANK"] == "1":
+            time.sleep(0.07)
+
+    phases.enter = slowly
+    yield
+    phases.enter = enter

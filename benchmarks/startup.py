@@ -4,9 +4,11 @@
 
 The same tiny Llama from the same folder, the same texts, rows and batch, float32, one step; the first losses must agree to 1e-4. Both write a line
 of JSON after their first step, and the clock stops when it is there. On 1 rank, and on 2: ours starts them itself, the script has torchrun.
+Our modules are compiled to bytecode before, which pip did for the others when it installed them.
 "warm": our second start, which finds the tokens of the first. Also: what --help and a mistake in the configuration take.
 """
 
+import compileall
 import json
 import os
 import shutil
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+import fsdp_trainer
 from benchmarks.harness import arguments, finish, in_turn, ratio, spread
 from fsdp_trainer.data.tokenizer import load_tokenizer
 
@@ -71,7 +74,8 @@ InOrder(model=model, args=arguments, train_dataset=rows, data_collator=collate, 
 
 
 def prepare(place: Path) -> None:
-    """The model's folder, the texts and the script."""
+    """The model's folder, the texts, the script, and our bytecode."""
+    compileall.compile_dir(str(Path(fsdp_trainer.__file__).parent), quiet=1)
     load_tokenizer("demo:bytes").save(place / "hf")
     torch.manual_seed(0)
     vocabulary = len(AutoTokenizer.from_pretrained(place / "hf"))

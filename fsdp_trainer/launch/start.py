@@ -1,6 +1,8 @@
 """The verb `train`: join the ranks that a launcher started, or start them."""
 
+import ctypes
 import gc
+import importlib.util
 import os
 import signal
 import socket
@@ -37,15 +39,41 @@ def train(cfg: TrainConfig, overrides: list[str]) -> int:
 
 def run_rank_imported() -> Callable[[TrainConfig], int]:
     """training.run's run_rank; its import is that of torch, which a process that only starts ranks has no use for."""
-    first, before = "fsdp_trainer.training.run" not in sys.modules, gc.get_threshold()
-    gc.set_threshold(100_000)  # 300,000 objects come and stay: at the usual 700, searching them for garbage is a tenth of the start
+    first, collecting = "fsdp_trainer.training.run" not in sys.modules, gc.isenabled()
+    gc.disable()  # 300,000 objects come and stay: searching them for garbage would be a tenth of the start
     try:
+        if "torch" not in sys.modules and sys.platform == "linux":
+            for library in ("cmath", "decimal", "unicodedata"):  # sympy's: the linker does one thing at a time
+                importlib.import_module(library)
+            threading.Thread(target=load_torchs_library).start()
+            importlib.import_module("sympy")  # torch's compiler needs it, and it needs no torch: imported meanwhile
+        import torch._dynamo  # noqa: F401 - fully_shard's hooks would, later
+
         from fsdp_trainer.training.run import run_rank
     finally:
-        gc.set_threshold(*before)
+        if collecting:
+            gc.enable()
     if first:
         gc.freeze()  # nor is there anything to find in them during training
     return run_rank
+
+
+def load_torchs_library() -> None:
+    """Load the largest of torch's shared libraries, for `import torch` to find: the linker's work, a fifth of that import, needs no Python.
+
+    Not before launch.env is set: OpenMP, which comes with it, reads its variables then. A build for GPUs is left to torch, which minds the
+    order of its many libraries. If it fails nothing is lost: torch knows other ways.
+    """
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return
+    lib = os.path.join(os.path.dirname(torch.origin), "lib")
+    if any(os.path.exists(os.path.join(lib, f"libtorch_{kind}.so")) for kind in ("cuda", "hip", "xpu")):
+        return
+    dlopen = ctypes.CDLL(None).dlopen  # called as a C function it lets other threads work; ctypes.CDLL(path) does not
+    dlopen.restype = ctypes.c_void_p
+    if dlopen(os.path.join(lib, "libtorch_global_deps.so").encode(), os.RTLD_LAZY | os.RTLD_GLOBAL):
+        dlopen(os.path.join(lib, "libtorch_cpu.so").encode(), os.RTLD_LAZY)
 
 
 def launcher(env: Mapping[str, str]) -> str | None:

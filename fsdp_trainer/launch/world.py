@@ -49,6 +49,26 @@ class World:
             return value
         return self._get(name, timeout)
 
+    def to_main(self, name: str, mine: T, timeout: float) -> list[T]:
+        """Every rank's `mine`, in order, on rank 0; nothing on the others. Raises RunFailed with the ranks that did not come."""
+        keys = [f"{name}/{rank}" for rank in range(self.size)]
+        self._put(keys[self.rank], mine)
+        if not self.main:
+            return []
+        try:
+            self.store.wait(keys, timedelta(seconds=timeout))
+        except RuntimeError:
+            missing = [str(rank) for rank, key in enumerate(keys) if not self.store.check([key])]
+            raise RunFailed(f"nothing was heard for {timeout:g} s from rank {', '.join(missing)}") from None
+        return [pickle.loads(bytes.fromhex(value.decode())) for value in self.store.multi_get(keys)]
+
+    def hear_out(self, name: str) -> None:
+        """Before the ranks part for what rank 0 said under `name`: its store is there until all have read it."""
+        if self.main:
+            self._linger(name)
+        else:
+            self.store.add(f"{name}/heard", 1)
+
     def _put(self, key: str, value: Any) -> None:
         self.store.set(key, pickle.dumps(value).hex())
 

@@ -18,13 +18,15 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.build import build_data
 from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.launch.facts import look_over
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
 from fsdp_trainer.models.hub import fetch
 from fsdp_trainer.observe.console import Console, short
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.trackers import Trackers
 from fsdp_trainer.parallel.compile import told_in_short
-from fsdp_trainer.training.build import Material, build, check_room
+from fsdp_trainer.parallel.fit import checkpoint_bytes
+from fsdp_trainer.training.build import Material, build, check_room, resolve_architecture
 from fsdp_trainer.training.resume import claim_folder, claimed_by
 from fsdp_trainer.training.stop import StopRequests
 from fsdp_trainer.training.trainer import Outcome, Trainer
@@ -51,6 +53,10 @@ def run_rank(cfg: TrainConfig) -> int:
             "claiming the run's folder", lambda: claim_folder(cfg, run, world.launch) if world.main else None, waiting
         )
         material = world.node_by_node("preparing the data", lambda: prepare(cfg, run, console, world), waiting)
+        checkpoint = checkpoint_bytes(resolve_architecture(cfg, material).parameters(), cfg.precision, cfg.optim)
+        shared, fingerprint = claimed_by(run, world.launch), material.data.fingerprint
+        for line in look_over(cfg, world, run, shared, fingerprint, checkpoint, parse_duration(cfg.launch.timeout)):
+            console.say(f"note   {line}")
         connect(world, parse_duration(cfg.launch.timeout))
         trainer = build(cfg, material, world, run, stop)
         reason, code = train(trainer, world, run)

@@ -80,7 +80,7 @@ def checkup(cfg: DoctorConfig) -> int:
     except (dist.DistError, RuntimeError, RunFailed) as error:  # a collective failed, or someone did not come
         report.add("network", Finding("problem", "communication", f"broke down: {str(error).strip().splitlines()[0]}", HUNG))
     code = world.from_main("the doctor's word", report.close, timeout)
-    world.hear_out("the doctor's word")
+    world.hear_out("the doctor's word", timeout)
     if dist.is_initialized():
         dist.destroy_process_group()
     return code
@@ -528,7 +528,7 @@ def digest_of(files: Sequence[str]) -> str:
             f.seek(max(0, size - EDGE))
             digest.update(f.read(EDGE))
         total += size
-    return f"{counted(len(real), 'file')}, {gib(total)}, {digest.hexdigest()}" if real else "made here, alike everywhere"
+    return f"{counted(len(real), 'file')}, {total:,} bytes, {digest.hexdigest()}" if real else "made here, alike everywhere"
 
 
 def cpu_model() -> str:

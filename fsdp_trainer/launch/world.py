@@ -62,10 +62,10 @@ class World:
             raise RunFailed(f"nothing was heard for {timeout:g} s from rank {', '.join(missing)}") from None
         return [pickle.loads(bytes.fromhex(value.decode())) for value in self.store.multi_get(keys)]
 
-    def hear_out(self, name: str) -> None:
-        """Before the ranks part for what rank 0 said under `name`: its store is there until all have read it."""
+    def hear_out(self, name: str, timeout: float = LINGER_SECONDS) -> None:
+        """Before the ranks part for what rank 0 said under `name`: its store is there until all have read it, or time is out."""
         if self.main:
-            self._linger(name)
+            self._linger(name, timeout)
         else:
             self.store.add(f"{name}/heard", 1)
 
@@ -105,9 +105,9 @@ class World:
             if failure and self.main:
                 self._linger(name)
 
-    def _linger(self, name: str) -> None:
+    def _linger(self, name: str, timeout: float = LINGER_SECONDS) -> None:
         """The store ends with rank 0: give the others time to hear why."""
-        deadline = time.monotonic() + LINGER_SECONDS
+        deadline = time.monotonic() + min(LINGER_SECONDS, timeout)
         while self.store.add(f"{name}/heard", 0) < self.size - 1 and time.monotonic() < deadline:
             time.sleep(0.05)
 

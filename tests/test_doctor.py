@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from world import write_chats
 
-from fsdp_trainer.launch import checkup, facts, speed
+from fsdp_trainer.launch import facts, speed, storage
 
 QUICK = ["doctor.measure=false"]
 
@@ -66,7 +66,7 @@ def folders_of_their_own():
     before = os.getcwd()
     os.chdir(os.environ["PLACE"] + os.environ["RANK"])
     try:
-        with two_nodes(), mock.patch.object(checkup, "SEEN_SECONDS", 0.1):
+        with two_nodes(), mock.patch.object(storage, "SEEN_SECONDS", 0.1):
             yield
     finally:
         os.chdir(before)
@@ -116,7 +116,7 @@ def test_text_is_for_people_and_says_at_the_end_what_was_found(world, tmp_path):
         "machines", "software", "environment", "network", "storage", "inputs", out.splitlines()[-1]
     ]  # fmt: skip
     assert out.splitlines()[-1].startswith("2 problems, ")
-    assert "a checkpoint of 788" in out and "each rank holds at least" in out
+    assert "free for a checkpoint of 7" in out and "without the embedding" in out and "each rank holds at least" in out
 
 
 @pytest.mark.slow

@@ -9,10 +9,11 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 import torch
@@ -33,8 +34,9 @@ CLOCK_SECONDS = 1.0
 SHM_BYTES = 2**30  # Docker gives 64 MiB; NCCL takes some tens for each rank
 FILES_BESIDE = 256  # open files of a rank that are no connections: libraries, the token store, a checkpoint's shards
 GROUPS = 3  # of gloo, each with a connection to every other rank: training's, the checkpoints', the store's
+MOST_NAMED = 8
 DRIVER = Path("/proc/driver/nvidia/version")
-RUNS_FOLDER = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass
@@ -71,7 +73,7 @@ class Facts:
 def facts_of(cfg: TrainConfig, world: World, data: str = "", unshared: str = "", alone: bool = False) -> Facts:
     """This rank's. What can only be compared is left out where there is no other rank, unless asked for."""
     facts = Facts(world.node, socket.gethostname(), time.time(), data=data, unshared=unshared)
-    facts.shm = float(shutil.disk_usage(RUNS_FOLDER).total) if RUNS_FOLDER.is_dir() else float("inf")
+    facts.shm = float(shutil.disk_usage(SHARED_MEMORY).total) if SHARED_MEMORY.is_dir() else float("inf")
     facts.files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if world.size > 1 or alone:
         facts.versions = versions(world.device)
@@ -246,3 +248,24 @@ def spans(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def judge(what: str, rates: dict[str, float], slow: float, device: str, unit: Callable[[float], str], of: str = "") -> list[Finding]:
+    """The median of rates by name, and who is below `slow` of it: on a GPU a fault, on a CPU, whose cores others use too, perhaps a neighbour."""
+    usual = median_high(rates.values())
+    spread = unit(usual) + (f", from {unit(min(rates.values()))} to {unit(max(rates.values()))}" if len(rates) > 1 else "")
+    found = [Finding("ok", what, of + spread)]
+    for name, rate in sorted(((name, rate) for name, rate in rates.items() if rate < slow * usual), key=lambda item: item[1])[:MOST_NAMED]:
+        text = f"{name}: {unit(rate)}, {rate / usual:.0%} of the others' {unit(usual)}"
+        found.append(Finding("problem" if device == "cuda" else "warning", f"slow: {what}", text))
+    return found
+
+
+def gigabytes(rate: float) -> str:
+    """A second."""
+    return f"{rate / 1e9:.3g} GB/s"
+
+
+def flops(rate: float) -> str:
+    """A second."""
+    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"

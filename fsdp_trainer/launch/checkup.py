@@ -15,7 +15,7 @@ from fsdp_trainer.config.verbs import DoctorConfig
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.launch import speed
 from fsdp_trainer.launch.doctor import UNHEALTHY, Report, counted
-from fsdp_trainer.launch.facts import Finding, clocks, facts_of, flops, gigabytes, host_name, judge, limits, who
+from fsdp_trainer.launch.facts import CLOCK_SECONDS, Finding, clocks, facts_of, flops, gigabytes, host_name, judge, limits, who
 from fsdp_trainer.launch.machines import Looked, configuration, cpu_model, environment, interfaces, machines, software
 from fsdp_trainer.launch.storage import inputs, storage, what_is_read
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
@@ -120,7 +120,7 @@ def clock(world: World, everyone: Sequence[Looked], timeout: float) -> list[Find
         f.clock = at
     if not world.main or len({f.node for f in everyone}) == 1:
         return []
-    right = Finding("ok", "clocks", f"none is off by more than a second, nor by {ended - began:.3f} s that asking took")
+    right = Finding("ok", "clocks", f"within {CLOCK_SECONDS:g} s of {everyone[0].host}'s; asking took {ended - began:.3f} s")
     return clocks(everyone, began, ended) or [right]
 
 

@@ -68,11 +68,11 @@ def machines(everyone: Sequence[Looked], world: World) -> Iterator[Finding]:
     idle = [node for node, ranks in ranks_of.items() if nodes[node].threads * len(ranks) <= nodes[node].cores // 2]
     if crowded:
         node = crowded[0]
-        text = f"{len(ranks_of[node])} ranks × {nodes[node].threads} threads on {counted(nodes[node].cores, 'core')} of {nodes[node].host}"
+        text = f"{counted(len(ranks_of[node]), 'rank')} × {counted(nodes[node].threads, 'thread')} on {counted(nodes[node].cores, 'core')} of {nodes[node].host}"
         yield Finding("warning", "OMP_NUM_THREADS", text, f"OMP_NUM_THREADS={max(1, nodes[node].cores // len(ranks_of[node]))}")
     elif idle and world.device.type == "cpu":
         node = idle[0]
-        text = f"{len(ranks_of[node])} ranks × {nodes[node].threads} threads leave cores of {nodes[node].host} idle ({nodes[node].cores})"
+        text = f"{counted(len(ranks_of[node]), 'rank')} × {counted(nodes[node].threads, 'thread')} leave some of {nodes[node].host}'s {nodes[node].cores} cores idle"
         advice = f"OMP_NUM_THREADS={nodes[node].cores // len(ranks_of[node])} ; torchrun sets 1 where nothing is said"
         yield Finding("warning", "OMP_NUM_THREADS", text, advice)
     if world.device.type == "cuda":

@@ -1,6 +1,7 @@
 """Where a run goes on, and whether it may: what is trained must be what was trained."""
 
 import fcntl
+import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -49,6 +50,7 @@ def claim_folder(cfg: TrainConfig, run: Path, launch: str) -> TextIO:
         lock.truncate(0)
         lock.write(launch)
         lock.flush()
+        os.fsync(lock.fileno())  # NFS shows it to the other nodes, which look whether they share the folder
         return lock
     except BlockingIOError:
         raise UserError(

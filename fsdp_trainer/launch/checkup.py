@@ -83,7 +83,9 @@ def examine(cfg: DoctorConfig, world: World, report: Report, timeout: float) -> 
     began = time.perf_counter()
     connect(world, timeout)
     speed.largest(0.0)
-    report.add("network", Finding("ok", "process group", f"{counted(world.size, 'rank')} met in {time.perf_counter() - began:.2f} s"))
+    at = f" through {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if "MASTER_PORT" in os.environ else ""
+    met = f"{counted(world.size, 'rank')} met{at} in {time.perf_counter() - began:.2f} s"
+    report.add("network", Finding("ok", "process group", met))
     report.add("network", *clock(world, everyone, timeout))
     if cfg.doctor.measure:
         report.add("network", *network(cfg, world, everyone, timeout))

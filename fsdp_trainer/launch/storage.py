@@ -54,7 +54,8 @@ def storage(cfg: DoctorConfig, world: World, everyone: Sequence[Looked], timeout
         seen = see_mark(mark, world)
         told = world.to_main("storage", (*seen, speed_of_disk(cfg, mark, world) if not seen[0] else None), timeout)
     for place in missing:
-        place.rmdir()
+        with contextlib.suppress(OSError):  # a run has begun there meanwhile
+            place.rmdir()
     return [*sharing(folder, told, everyone), *disks(told, everyone, cfg, world), *space(cfg, run, world)] if world.main else []
 
 
@@ -146,8 +147,8 @@ def space(cfg: DoctorConfig, run: Path, world: World) -> Iterator[Finding]:
     try:
         rows = build_tokenizer(cfg).vocab_size if cfg.tokenizer.path else None
         config = resolve_model(model, rows)
-    except (UserError, OSError) as error:
-        yield Finding("problem", "model", str(error))
+    except UserError as error:
+        yield Finding("problem", "model", "\n".join([error.title, *(f"{p.what}  {p.why.splitlines()[0]}" for p in error.problems)]))
         return
     parameters = config.parameters()
     size = checkpoint_bytes(parameters, cfg.precision, cfg.optim)

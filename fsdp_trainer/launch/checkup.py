@@ -45,14 +45,14 @@ def checkup(cfg: DoctorConfig) -> int:
 
 
 def meet(cfg: DoctorConfig, timeout: float) -> World | None:
-    """The world; None, and a line from this rank, where rank 0's store cannot be reached."""
+    """The world; None, and a line from this rank, where rank 0's store cannot be reached or not all come."""
     env = environment_of_ranks(os.environ) or os.environ
     try:
         return join(env, cfg.launch.device, timeout)
-    except RuntimeError as error:
+    except (RuntimeError, RunFailed) as error:
         address, port = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", 0))
         why = unreachable(address, port) if isinstance(error, dist.DistError) else ""
-        print(f"rank {env.get('RANK', 0)} ({socket.gethostname()}): {why or str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"rank {env.get('RANK', 0)} ({socket.gethostname()}): {why or error.args[0].splitlines()[0]}", file=sys.stderr)
         return None
 
 

@@ -9,12 +9,13 @@ from typing import NoReturn
 
 from fsdp_trainer import __version__
 from fsdp_trainer.config.handover import take_over
-from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 
 VERBS = {
     "train": "fsdp_trainer.launch.start:train",
     "preview": "fsdp_trainer.data.preview:preview",
+    "doctor": "fsdp_trainer.launch.doctor:doctor",
     "export": "fsdp_trainer.checkpoint.export:export",
     "verify": "fsdp_trainer.checkpoint.verify:verify",
     "generate": "fsdp_trainer.generate:generate",
@@ -22,7 +23,8 @@ VERBS = {
     "recipes": "fsdp_trainer.config.document:recipes",
     "config": "fsdp_trainer.config.document:explain",
 }
-LATER = ("plan", "doctor", "prepare", "report")
+LATER = ("plan", "prepare", "report")
+AS_RANKS = ("train", "doctor")  # start their ranks with the configuration that was composed, and what it was composed from
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,13 +55,13 @@ def write_no_more() -> None:
 def run_verb(verb: str, overrides: list[str], config_dir: str | None = None) -> int:
     """Compose the configuration of `verb` and do it."""
     module, name = VERBS[verb].split(":")
-    if verb == "train" and (handed := take_over(TrainConfig)):
+    if verb in AS_RANKS and (handed := take_over(PRIMARY[verb])):
         return getattr(importlib.import_module(module), name)(handed, overrides)
     from fsdp_trainer.config.compose import compose, config_flag  # Hydra, which a rank that is handed its configuration does without
 
-    cfg = compose(verb, overrides, config_dir)
+    cfg = compose(verb, overrides, config_dir, inputs=verb != "doctor")  # which says on which node something is missing
     do = getattr(importlib.import_module(module), name)
-    if verb == "train":
+    if verb in AS_RANKS:
         return do(cfg, [*config_flag(config_dir), *overrides])
     return do(cfg, config_dir) if verb == "recipes" else do(cfg)
 

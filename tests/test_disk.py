@@ -77,7 +77,7 @@ def assert_the_same(run, undisturbed):
 @pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint_and_no_line(train, undisturbed, small_disk, tmp_path, mode):
     disk = small_disk(tmp_path / "disk", 8)
-    seam = partial(at_phases, {(4, "forward"): partial(fill, disk), (6, "forward"): partial(empty, disk)})
+    seam = partial(at_phases, {(4, "shards"): partial(fill, disk), (6, "shards"): partial(empty, disk)})
     run = train("run", *HOW, f"run.root={disk}", "run.name=run", f"checkpoint={mode}", ranks=2, seam=seam)
     run.folder = disk / "run"
     assert_the_same(run, undisturbed)
@@ -85,6 +85,18 @@ def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint_and_no_line(train,
     assert failed["step"] == 4 and "No space left" in failed["error"] and "rank " in failed["error"]
     assert run.checkpoints == ["step-00000002", "step-00000006"], "and nothing half written"
     assert [e["event"] for e in run.events] == ["start", "checkpoint", "checkpoint_failed", "checkpoint", "end"], "in their order"
+
+
+def test_a_run_that_is_started_again_on_a_full_disk_goes_on(train, undisturbed, small_disk, tmp_path):
+    disk = small_disk(tmp_path / "disk", 8)
+    how = [*HOW, f"run.root={disk}", "run.name=run"]
+    train("run", *how, "train.steps=4", ranks=2)
+    (disk / "run" / "checkpoints" / "step-00000004" / "MANIFEST.json").unlink()  # as if it had been killed before
+    fill(disk)
+    run = train("run", *how, ranks=2, seam=partial(at_phases, {(6, "shards"): partial(empty, disk)}))
+    run.folder = disk / "run"
+    assert_the_same(run, undisturbed)
+    assert run.event("resume")[0]["step"] == 2 and run.event("checkpoint_failed")[0]["step"] == 4
 
 
 @contextlib.contextmanager

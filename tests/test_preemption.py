@@ -67,7 +67,7 @@ def ALL(*phase):
         ("backward", 5, 1),
         ("validation", 3, 1),
         ("shards", 1, 0),
-        *[ALL(phase, nth, rank) for rank in (0, 1) for nth, *of in ((1, "data", "forward", "clip", "update", "log", "staging", "agree"), (2, "samples")) for phase in of],
+        *[ALL(phase, nth, rank) for rank in (0, 1) for nth, *of in ((1, "data", "forward", "clip", "update", "log", "staging"), (2, "samples", "agree")) for phase in of],
         *[ALL(phase, 1, 0) for phase in ("manifest", "rename", "prune")],
     ],
 )  # fmt: skip

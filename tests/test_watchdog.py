@@ -14,7 +14,7 @@ import pytest
 
 from fsdp_trainer import phases
 from fsdp_trainer.cli import main
-from fsdp_trainer.launch.hangs import Durations, Seen, judge, standing, stopped
+from fsdp_trainer.launch.hangs import Durations, Seen, judge, look, standing, stopped, suspended
 from fsdp_trainer.observe.stragglers import Pace, slowest
 from fsdp_trainer.phases import PHASES, Place, Slot
 
@@ -75,6 +75,20 @@ def test_while_one_rank_is_within_its_time_the_others_wait_for_it():
     assert standing([seen(0), seen(1)])
     assert not standing([seen(0), seen(1, phase="data", standing=40, allowed=1800)])
     assert standing([seen(0), seen(1, state=None, left=True)]) and not standing([seen(0, left=True)])
+
+
+def test_a_rank_that_its_terminal_stopped_is_suspended():
+    ours, theirs = os.openpty()
+    code = "import fcntl, os, signal, termios; os.isatty(0) and fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.kill(os.getpid(), signal.SIGSTOP)"
+    for stdin, meant in ((theirs, True), (subprocess.DEVNULL, False)):
+        process = subprocess.Popen([sys.executable, "-c", code], stdin=stdin, start_new_session=True)
+        os.waitpid(process.pid, os.WUNTRACED)
+        rank = look(replace(seen().slot, pid=process.pid, started=phases.started_at(process.pid)))
+        assert rank.state == "T" and suspended(rank) == meant
+        process.kill()
+        process.wait()
+    os.close(ours)
+    os.close(theirs)
 
 
 # --- slow is not dead --------------------------------------------------------------------------------------------------------------
@@ -147,7 +161,11 @@ def ranks_that(fault, folder):
     env = {**os.environ, "PYTHONPATH": root}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-S", "-c", RANK, str(board), str(run), str(rank), fault], env=env, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-S", "-c", RANK, str(board), str(run), str(rank), fault],
+            env=env,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         for rank in range(2)
     ]
@@ -157,6 +175,7 @@ def ranks_that(fault, folder):
     return [rank.returncode for rank in ranks], time.monotonic() - began, said, events, run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "what"), [("stopped", "stopped by a signal"), ("waits", "outside any collective")])
 def test_a_rank_that_does_not_go_on_is_ended_and_named_with_its_stacks(tmp_path, fault, what):
     codes, seconds, said, events, run = ranks_that(fault, tmp_path)
@@ -167,11 +186,13 @@ def test_a_rank_that_does_not_go_on_is_ended_and_named_with_its_stacks(tmp_path,
     assert "distributed_c10d.py" in waiting and ("state T" in guilty if fault == "stopped" else "threading.py" in guilty)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named_and_those_that_wait_for_it_are_ended(tmp_path):
     codes, _, said, events, _ = ranks_that("dies", tmp_path)
     assert codes == [-signal.SIGKILL, 3] and [(e["what"], e["rank"]) for e in events] == [("dead", 1)] and "rank 1" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["finishes", "compiles"])
 def test_ranks_that_leave_in_order_or_compile_are_left_alone(tmp_path, fault):
     codes, _, said, events, _ = ranks_that(fault, tmp_path)

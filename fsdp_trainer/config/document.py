@@ -15,10 +15,12 @@ from fsdp_trainer.config.check import describe, flatten, limits, show
 from fsdp_trainer.config.compose import CONF, find_file, options
 from fsdp_trainer.config.overrides import why_unknown
 from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig, default_of
-from fsdp_trainer.config.verbs import PRIMARY, ConfigConfig, PreviewConfig, RecipesConfig
+from fsdp_trainer.config.verbs import PRIMARY, ConfigConfig, RecipesConfig
 from fsdp_trainer.errors import Problem, UserError
 
 WIDTH = 140
+OWN_NODES = [verb for verb, cls in PRIMARY.items() if issubclass(cls, TrainConfig) and cls is not TrainConfig]
+"""Verbs with training's groups and a node of their own name."""
 
 
 def written(value: Any) -> str:
@@ -42,6 +44,12 @@ def yaml_block(cls: Any) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def node_of(verb: str, name: str) -> Field:
+    """A group or plain node of a verb's configuration."""
+    cls: Any = PRIMARY[verb]
+    return next(f for f in fields(cls) if f.name == name)
+
+
 def yaml_file(head: str, cls: Any) -> str:
     """A complete option file or a small verb's primary file: what stands above the first empty line, then every key."""
     return f"{head.split(chr(10) * 2)[0].rstrip()}\n\n{yaml_block(cls)}"
@@ -59,10 +67,11 @@ def documented_files(conf: Path) -> dict[Path, str]:
     found = {conf / group / f"{option}.yaml": groups[group] for group, option in main_options(conf).items()}
     found |= {conf / f"{verb}.yaml": cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)}
     texts = {path: yaml_file(path.read_text(), cls) for path, cls in found.items()}
-    for verb, nodes in {"train": ("run", "batch", "train", "loss", "profile"), "preview": ("preview",)}.items():
+    plain = {"train": ("run", "batch", "train", "loss", "profile")} | {verb: (verb,) for verb in OWN_NODES}
+    for verb, nodes in plain.items():
         text = (conf / f"{verb}.yaml").read_text()
         for node in nodes:
-            body = textwrap.indent(yaml_block(PreviewConfig.__dataclass_fields__[node].type), "  ")
+            body = textwrap.indent(yaml_block(node_of(verb, node).type), "  ")
             head, _, tail = text.partition(f"\n{node}:\n")
             below = re.sub(r"^( .*\n)*", "", tail)
             text = f"{head}\n{node}:\n{body}{below}"
@@ -77,7 +86,7 @@ def markdown(options: dict[str, list[str]]) -> str:
         "Set a key with `key=value`, choose an option of a group with `group=option`, lay a recipe over everything with `+recipe=NAME`. "
         "`fsdp-trainer --cfg job …` prints what comes of it.\n"
     ]
-    for f in fields(PreviewConfig):
+    for f in [*fields(TrainConfig), *(node_of(verb, verb) for verb in OWN_NODES)]:
         chosen = f"\nOptions: {', '.join(f'`{f.name}={name}`' for name in options[f.name])}\n" if f.name in GROUPS else ""
         parts.append(_section(f.name, f.type, f"{f.name}.", chosen))
     small: dict[str, Any] = {verb: cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)}

@@ -21,6 +21,23 @@ class PreviewConfig(TrainConfig):
 
 
 @dataclass
+class Doctor:
+    """How thoroughly `doctor` looks, and how it tells."""
+
+    format: str = key("text", "`text` for people; `json`: one finding a line", choices=("text", "json"))
+    measure: bool = key(True, "also measure devices, network and disk; false: only what `train` looks at when it starts, and the settings")
+    slow: float = key(0.7, "a device, link or disk is named as slow below this share of the median of its like", above=0, maximum=1)
+    file_mib: int = key(256, "MiB that each node writes to the run's folder and reads back", minimum=1)
+
+
+@dataclass
+class DoctorConfig(TrainConfig):
+    """Looks machine and cluster over, and names the odd one out."""
+
+    doctor: Doctor = field(default_factory=Doctor)
+
+
+@dataclass
 class ExportConfig:
     """Writes a complete Hugging Face folder from a run or a checkpoint."""
 
@@ -80,6 +97,6 @@ class QuickstartConfig:
 
 
 PRIMARY: dict[str, type] = {
-    "train": TrainConfig, "preview": PreviewConfig, "export": ExportConfig, "verify": VerifyConfig, "generate": GenerateConfig,
+    "train": TrainConfig, "preview": PreviewConfig, "doctor": DoctorConfig, "export": ExportConfig, "verify": VerifyConfig, "generate": GenerateConfig,
     "recipes": RecipesConfig, "config": ConfigConfig, "quickstart": QuickstartConfig,
 }  # fmt: skip

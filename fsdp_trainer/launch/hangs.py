@@ -125,10 +125,12 @@ def traced(pid: int) -> bool:
 
 
 def suspended(seen: Seen) -> bool:
-    """Whether whoever started a stopped rank is stopped too: Ctrl-Z, or a scheduler's suspension."""
+    """Whether a rank was stopped on purpose: from its terminal (Ctrl-Z), or together with whoever started it, by a scheduler."""
     fields = stat(seen.slot.pid)
-    parent = stat(int(fields[1])) if fields else None
-    return seen.state == "T" and parent is not None and parent[0] == "T"
+    if seen.state != "T" or fields is None:
+        return False
+    parent, terminal = stat(int(fields[1])), int(fields[4])
+    return bool(terminal) or (parent is not None and parent[0] == "T")
 
 
 def stopped(ranks: list[Seen]) -> Verdict | None:

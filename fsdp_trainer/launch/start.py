@@ -94,7 +94,7 @@ def ranks_to_start(cfg: Launch) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def start_ranks(cfg: TrainConfig, overrides: list[str], received: list[int] | None = None) -> int:
+def start_ranks(cfg: TrainConfig, overrides: list[str], received: list[int] | None = None, verb: str = "train") -> int:
     """Start the ranks of `cfg`, composed from `overrides`, on this node and wait. Returns the exit code of the first that failed, else 0.
 
     What torchrun does, but the codes come through, and the parent needs no torch. Signals are passed on, and kept in `received`.
@@ -114,7 +114,7 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], received: list[int] | No
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the ranks inherit it
     with hand_over(cfg) as file:
         env[DESCRIPTOR] = str(file.fileno())
-        ranks = [start_rank(overrides, {**env, "RANK": str(r), "LOCAL_RANK": str(r)}, file.fileno()) for r in range(count)]
+        ranks = [start_rank([verb, *overrides], {**env, "RANK": str(r), "LOCAL_RANK": str(r)}, file.fileno()) for r in range(count)]
     received = [] if received is None else received
 
     heard_at = -ECHO_SECONDS
@@ -145,9 +145,9 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], received: list[int] | No
             signal.signal(s, handler)
 
 
-def start_rank(overrides: list[str], env: dict[str, str], configuration: int) -> subprocess.Popen:
-    """One rank. What it is to do lies in the open file `configuration`; the overrides are there for whoever lists processes."""
-    command = [sys.executable, "-m", "fsdp_trainer", "train", *overrides]
+def start_rank(words: list[str], env: dict[str, str], configuration: int) -> subprocess.Popen:
+    """One rank. What it is to do lies in the open file `configuration`; the verb's overrides are there for whoever lists processes."""
+    command = [sys.executable, "-m", "fsdp_trainer", *words]
     # a session of its own: Ctrl-C at a terminal reaches it through us alone, and once
     return subprocess.Popen(command, env=env, pass_fds=[configuration], start_new_session=True)
 

@@ -31,7 +31,7 @@ T = TypeVar("T")
 class World:
     """rank: of size; local_rank: on this node, which is node of nodes; launcher: what started this node's ranks, and will start them again.
 
-    store: it has the keys of this attempt alone.
+    attempt: a name for this start of all ranks; store: it has the keys of this attempt alone.
     """
 
     rank: int
@@ -40,6 +40,7 @@ class World:
     node: int
     nodes: int
     launcher: str
+    attempt: str
     store: dist.Store
     device: torch.device
 
@@ -63,6 +64,19 @@ class World:
         value = self._get(name, timeout)
         self.store.add(f"{name}/heard", 1)
         return value
+
+    def to_main(self, name: str, mine: T, timeout: float) -> list[T]:
+        """Every rank's `mine`, in order, on rank 0; nothing on the others. Raises RunFailed with the ranks that did not come."""
+        keys = [f"{name}/{rank}" for rank in range(self.size)]
+        self._put(keys[self.rank], mine)
+        if not self.main:
+            return []
+        try:
+            self.store.wait(keys, timedelta(seconds=timeout))
+        except RuntimeError:
+            missing = [str(rank) for rank, key in enumerate(keys) if not self.store.check([key])]
+            raise RunFailed(f"nothing was heard for {timeout:g} s from rank {', '.join(missing)}") from None
+        return [pickle.loads(bytes.fromhex(value.decode())) for value in self.store.multi_get(keys)]
 
     def _put(self, key: str, value: Any) -> None:
         self.store.set(key, pickle.dumps(value).hex())
@@ -107,9 +121,9 @@ class World:
             self.linger(name)
             raise failure
 
-    def linger(self, name: str) -> None:
+    def linger(self, name: str, timeout: float = LINGER_SECONDS) -> None:
         """The store may end with rank 0: if it leaves, it gives the others time to hear why. Returns at once on them."""
-        deadline = time.monotonic() + LINGER_SECONDS
+        deadline = time.monotonic() + min(LINGER_SECONDS, timeout)
         while self.main and self.store.add(f"{name}/heard", 0) < self.size - 1 and time.monotonic() < deadline:
             time.sleep(0.05)
 
@@ -160,9 +174,9 @@ def join(env: Mapping[str, str], device: str, timeout: float) -> World:
     place = torch.device(chosen, local_rank) if chosen == "cuda" else torch.device("cpu")
     if chosen == "cuda":
         torch.cuda.set_device(place)
-    attempt = dist.PrefixStore(meet(store, rank, size, timeout), store)
+    attempt = meet(store, rank, size, timeout)
     node, nodes = int(env.get("GROUP_RANK", 0)), int(env.get("GROUP_WORLD_SIZE", 1))
-    return World(rank, size, local_rank, node, nodes, launcher_of(env), attempt, place)
+    return World(rank, size, local_rank, node, nodes, launcher_of(env), attempt, dist.PrefixStore(attempt, store), place)
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:

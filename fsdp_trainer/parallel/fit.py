@@ -54,6 +54,12 @@ def least_needs(model: Decoder, sharding: Sharding, precision: Precision, optim:
     return [*states, gradients, Need("gathered", unit * computed, f"{unit / 1e9:.3g} G × {computed} B, the largest unit of blocks", False)]
 
 
+def checkpoint_bytes(parameters: int, precision: Precision, optim: Optim) -> float:
+    """Weights and both moments, as they are stored; what lies beside them is small."""
+    moments = MOMENT_BYTES[moments_format(optim, precision.master_dtype)]
+    return parameters * (getattr(torch, precision.master_dtype).itemsize + 2 * moments)
+
+
 def keeps_gathered(sharding: Sharding) -> bool:
     """Whether units stay gathered from forward to backward."""
     return sharding.strategy == "ddp" if sharding.reshard_after_forward == "auto" else not sharding.reshard_after_forward

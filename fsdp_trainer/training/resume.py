@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import shutil
 import time
 from dataclasses import asdict, dataclass
@@ -70,6 +71,7 @@ def claim_folder(cfg: TrainConfig, run: Path, claim: Claim) -> TextIO:
         lock.truncate(0)
         lock.write(json.dumps(asdict(claim)))
         lock.flush()
+        os.fsync(lock.fileno())  # NFS shows it to the other nodes, which look whether they share the folder
         return lock
     except BlockingIOError:
         raise UserError(

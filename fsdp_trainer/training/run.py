@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TextIO
 
 import torch.distributed as dist
 import yaml
@@ -19,6 +20,7 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.build import build_data
 from fsdp_trainer.errors import RunFailed, Stopped, UserError
+from fsdp_trainer.launch.facts import look_over
 from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
 from fsdp_trainer.models.hub import fetch
@@ -27,7 +29,8 @@ from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.stragglers import Straggler, comparing
 from fsdp_trainer.observe.trackers import Trackers
 from fsdp_trainer.parallel.compile import told_in_short
-from fsdp_trainer.training.build import Material, build, check_room
+from fsdp_trainer.parallel.fit import checkpoint_bytes
+from fsdp_trainer.training.build import Material, build, check_room, resolve_architecture
 from fsdp_trainer.training.resume import Claim, claim_folder
 from fsdp_trainer.training.rewind import rewind
 from fsdp_trainer.training.stop import StopRequests
@@ -56,16 +59,24 @@ def run_rank(cfg: TrainConfig) -> int:
         if attempt:
             cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))  # restarted by the launcher: what is there is our own
         watch = watched(cfg.launch, run, world)
-        lock = world.node_by_node(
-            "claiming the run's folder",
-            lambda: stop.stoppable(lambda: claim_folder(cfg, run, Claim(launchers, attempt)) if world.main else None),
-            waiting,
-        )
+
+        def claim() -> TextIO | None:
+            with stop.waiting(limits=False):  # a stop that came before is on record in the folder
+                return claim_folder(cfg, run, Claim(launchers, attempt)) if world.main else None
+
+        lock = world.node_by_node("claiming the run's folder", claim, waiting)
         if lock:
             stop.last_words = lambda why, code: records.event("end", reason=why, exit_code=code)
             if cfg.launch.slurm_time_limit:
                 stop.ask_slurm()
         material = world.node_by_node("preparing the data", lambda: stop.stoppable(lambda: prepare(cfg, run, console, world)), waiting)
+        checkpoint = checkpoint_bytes(resolve_architecture(cfg, material).parameters(), cfg.precision, cfg.optim)
+        shared, fingerprint = (
+            world.from_main("claim", lambda: Claim(launchers, attempt), waiting) == Claim.of(run),
+            material.data.fingerprint,
+        )
+        for line in look_over(cfg, world, run, shared, fingerprint, checkpoint, parse_duration(cfg.launch.timeout)):
+            console.say(f"note   {line}")
         connect(world, parse_duration(cfg.launch.timeout))
         stop.watch(pids_of_node(world))
         if early := stop.agreed(limits=False).reason:

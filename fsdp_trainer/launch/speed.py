@@ -1,0 +1,178 @@
+"""What devices, links and disks give, measured in seconds. Collective: every rank calls, and hears the slowest."""
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+MIB = 2**20
+SIZES = (MIB, 64 * MIB)
+LINK_BYTES = 16 * MIB
+WINDOW_SECONDS, MOST_CALLS = 0.3, 50
+LINKS_SECONDS = 30.0  # for all of them: they are measured one after the other
+BLOCK = 4 * MIB
+
+
+class Rate(NamedTuple):
+    """Of a collective on `size` bytes. Bytes a second; bus: what a link carries, comparable among numbers of ranks (nccl-tests)."""
+
+    name: str
+    size: int
+    algorithm: float
+    bus: float
+
+
+def products(device: torch.device) -> float:
+    """FLOP/s of square matrix products: bfloat16 on a GPU, float32 on a CPU. The median, so that one disturbance does not count."""
+    size, dtype, calls = (8192, torch.bfloat16, 10) if device.type == "cuda" else (512, torch.float32, 4)
+    a, b = torch.randn(size, size, device=device, dtype=dtype), torch.randn(size, size, device=device, dtype=dtype)
+
+    def seconds() -> float:
+        finish(device)
+        started = time.perf_counter()
+        for _ in range(calls):
+            a @ b
+        finish(device)
+        return time.perf_counter() - started
+
+    seconds()
+    deadline = time.perf_counter() + 2 * WINDOW_SECONDS
+    taken: list[float] = []
+    while time.perf_counter() < deadline or not taken:
+        taken.append(seconds())
+    return calls * 2 * size**3 / sorted(taken)[len(taken) // 2]
+
+
+def collectives(device: torch.device, group: dist.ProcessGroup | None = None) -> list[Rate]:
+    """All-reduce and all-gather in `group`, as nccl-tests reckons them."""
+    n, found = dist.get_world_size(group), []
+    for size in SIZES:
+        part = size // 4 // n
+        whole, own = torch.zeros(n * part, device=device), torch.zeros(part, device=device)
+
+        def all_reduce(whole: torch.Tensor = whole) -> None:
+            dist.all_reduce(whole, group=group)
+
+        def all_gather(whole: torch.Tensor = whole, own: torch.Tensor = own) -> None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch 2.13 renames it
+                dist.all_gather_into_tensor(whole, own, group=group)
+
+        for name, call, factor in (("all-reduce", all_reduce, 2), ("all-gather", all_gather, 1)):
+            rate = whole.nbytes / slowest(call, device, group)
+            found.append(Rate(name, size, rate, rate * factor * (n - 1) / n))
+    return found
+
+
+def slowest(call: Callable[[], None], device: torch.device, group: dist.ProcessGroup | None) -> float:
+    """Seconds of a call, on the rank that takes longest."""
+
+    def measure(calls: int) -> float:
+        finish(device)
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        finish(device)
+        return largest((time.perf_counter() - started) / calls, group)
+
+    measure(1)  # connections are made at the first use
+    return measure(max(1, min(MOST_CALLS, int(WINDOW_SECONDS / measure(1)))))
+
+
+def links(nodes: Sequence[int], device: torch.device) -> tuple[dict[tuple[int, int], float], int]:
+    """Bytes a second in one direction between neighbours, on rank 0, and how many pairs were left out for lack of time.
+
+    nodes: of each rank. Rings, of the ranks of each node and of the nodes' first ranks: whoever is slow is so in both of its links. Pairs of
+    different nodes' ranks share a wire and come one by one.
+    """
+    me, left_out, began = dist.get_rank(), 0, time.perf_counter()
+    own: dict[tuple[int, int], float] = {}
+    buffer = torch.zeros(LINK_BYTES // 4, device=device)
+    for turn in turns(nodes):
+        if largest(time.perf_counter() - began) > LINKS_SECONDS:
+            left_out += len(turn)
+            continue
+        for a, b in turn:
+            if me in (a, b):
+                rate = there_and_back(buffer, a, b)
+                own |= {(a, b): rate} if me == a else {}
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return {pair: rate for of_one in everyone for pair, rate in of_one.items()}, left_out
+
+
+def turns(nodes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    """Pairs of ranks that may talk at the same time: at most one in each node, or one between nodes."""
+    ranks_of: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        ranks_of.setdefault(node, []).append(rank)
+    rings = [ring(ranks) for ranks in ranks_of.values()]
+    for i in range(max(map(len, rings))):
+        yield [pairs[i] for pairs in rings if i < len(pairs)]
+    for pair in ring([ranks[0] for ranks in ranks_of.values()]):
+        yield [pair]
+
+
+def ring(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Each with the next, the last with the first; two have one link, one has none."""
+    count = len(ranks) if len(ranks) > 2 else len(ranks) - 1
+    return [(ranks[i], ranks[(i + 1) % len(ranks)]) for i in range(count)]
+
+
+def there_and_back(buffer: torch.Tensor, a: int, b: int) -> float:
+    """Bytes a second from `a` to `b` and back again, the best of three."""
+    best = 0.0
+    for turn in range(4):
+        finish(buffer.device)
+        started = time.perf_counter()
+        if dist.get_rank() == a:
+            dist.send(buffer, b)
+            dist.recv(buffer, b)
+        else:
+            dist.recv(buffer, a)
+            dist.send(buffer, a)
+        finish(buffer.device)
+        if turn:  # the first makes the connection
+            best = max(best, 2 * buffer.nbytes / (time.perf_counter() - started))
+    return best
+
+
+def disk(file: Path, size: int) -> tuple[float, float]:
+    """Bytes a second of writing `file` through to the disk, and of reading it back past the page cache. Raises OSError, also for other bytes."""
+    block, count = os.urandom(BLOCK), max(1, size // BLOCK)
+    try:
+        started = time.perf_counter()
+        with file.open("wb") as f:
+            for _ in range(count):
+                f.write(block)
+            f.flush()
+            os.fsync(f.fileno())
+            written = time.perf_counter() - started
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        started = time.perf_counter()
+        with file.open("rb") as f:
+            for i in range(count):
+                if f.read(BLOCK) != block:
+                    raise OSError(f"{file}: MiB {4 * i} to {4 * i + 3} were read as something else than was written")
+        return count * BLOCK / written, count * BLOCK / (time.perf_counter() - started)
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def finish(device: torch.device) -> None:
+    """Wait until the device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def largest(value: float, group: dist.ProcessGroup | None = None) -> float:
+    """Over the ranks; all have come when it is there."""
+    told = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
+    return told.item()

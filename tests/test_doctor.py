@@ -1,0 +1,193 @@
+"""The doctor names the odd rank out; train looks before its first collective."""
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from unittest import mock
+
+import pytest
+from world import write_chats
+
+from fsdp_trainer.launch import facts, speed, storage
+
+QUICK = ["doctor.measure=false"]
+
+
+def rank():
+    return int(os.environ["RANK"])
+
+
+def two_nodes():
+    """Of as many ranks each."""
+    node, local = divmod(rank(), int(os.environ["WORLD_SIZE"]) // 2)
+    return mock.patch.dict(os.environ, {"GROUP_RANK": str(node), "LOCAL_RANK": str(local)})
+
+
+@contextlib.contextmanager
+def an_old_torch_on_rank_2():
+    real = facts.versions
+    with two_nodes(), mock.patch.object(facts, "versions", lambda device: real(device) | ({"torch": "2.11.0"} if rank() == 2 else {})):
+        yield
+
+
+@contextlib.contextmanager
+def another_command_on_rank_1():
+    with two_nodes(), mock.patch.dict(os.environ, {"LR": "2e-5" if rank() == 1 else "1e-5"}):
+        yield
+
+
+@contextlib.contextmanager
+def a_clock_that_is_behind_on_node_1():
+    real = time.time
+    with two_nodes(), mock.patch.object(time, "time", lambda: real() - 90 * int(os.environ["GROUP_RANK"])):
+        yield
+
+
+@contextlib.contextmanager
+def slow_device_link_and_disk():
+    products, link, disk = speed.products, speed.there_and_back, speed.disk
+
+    def slow_link(buffer, a, b):
+        return link(buffer, a, b) / (1000 if 3 in (a, b) else 1)
+
+    with (
+        two_nodes(),
+        mock.patch.object(speed, "products", lambda device: products(device) / (1000 if rank() == 1 else 1)),
+        mock.patch.object(speed, "there_and_back", slow_link),
+        mock.patch.object(speed, "disk", lambda *of: tuple(rate / (1000 if rank() == 2 else 1) for rate in disk(*of))),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def folders_of_their_own():
+    before = os.getcwd()
+    os.chdir(os.environ["PLACE"] + os.environ["RANK"])
+    try:
+        with two_nodes(), mock.patch.object(storage, "SEEN_SECONDS", 0.1):
+            yield
+    finally:
+        os.chdir(before)
+
+
+@contextlib.contextmanager
+def a_full_disk():
+    with mock.patch.object(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**40, 2**40 - 2**20, 2**20)):
+        yield
+
+
+def findings(told):
+    """By (mark, what)."""
+    lines = [json.loads(line) for line in told[0].out.splitlines()]
+    assert all(not rank.out for rank in told[1:])
+    return {(line["mark"], line["what"]): line for line in lines}
+
+
+@pytest.fixture
+def doctor(world, tmp_path):
+    """`doctor("key=value", ranks=4, seam=…)` → findings by (mark, what). The run's folder is not there, and not left behind."""
+
+    def look(*words, code=0, **options):
+        place = [] if any(w.startswith("run.root") for w in words) else [f"run.root={tmp_path / 'runs' / 'deep'}"]
+        told = findings(world.command("doctor", "doctor.format=json", "doctor.file_mib=1", *place, *words, code=code, **options))
+        assert not (tmp_path / "runs").exists()
+        return told
+
+    return look
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_sound_machine_passes_with_and_without_data_and_model(doctor, inputs, ranks):
+    bare = doctor(ranks=ranks)
+    assert not [what for mark, what in bare if mark == "problem"] and "no model" in bare["note", "room"]["text"]
+    assert ("note", "not looked at") in bare and ("ok", "float32 products") in bare and ("ok", "read") in bare
+    assert (("ok", "all-reduce") in bare) == (("ok", "links in a node") in bare) == (ranks > 1)
+    words = [f"data.path={inputs['data.path']}", "tokenizer.path=demo:bytes", "model=tiny", "precision=fp32"]
+    told = doctor(*words, *QUICK, ranks=ranks)
+    assert "1 file" in told["ok", "data.path"]["text"] and "771.7k parameters × 12 B" in told["ok", "room"]["text"]
+    assert ("ok", "float32 products") not in told
+
+
+def test_text_is_for_people_and_says_at_the_end_what_was_found(world, tmp_path):
+    out = world.command("doctor", f"run.root={tmp_path}", *QUICK, "model=llama3_70b", code=3, seam=a_full_disk)[0].out
+    assert [line for line in out.splitlines() if line and line[0] != " "] == [
+        "machines", "software", "environment", "network", "storage", "inputs", out.splitlines()[-1]
+    ]  # fmt: skip
+    assert out.splitlines()[-1].startswith("2 problems, ")
+    assert "free for a checkpoint of 7" in out and "without the embedding" in out and "each rank holds at least" in out
+
+
+@pytest.mark.slow
+def test_another_version_on_one_rank_is_named(doctor):
+    told = doctor(*QUICK, ranks=4, seam=an_old_torch_on_rank_2, code=3)
+    assert "2.11.0 on rank 2 (" in told["problem", "torch"]["text"] and "node 1)" in told["problem", "torch"]["text"]
+    assert [what for mark, what in told if mark == "problem"] == ["torch"]
+
+
+def test_another_configuration_on_one_rank_is_named_and_train_refuses_it(doctor, train):
+    words = ["optim.lr=${oc.env:LR}", "launch.timeout=60s"]
+    told = doctor(*QUICK, *words, ranks=2, seam=another_command_on_rank_1, code=3)
+    assert told["problem", "optim.lr"]["text"].startswith("2e-5 on rank 1 (")
+    run = train("run", *words, ranks=2, seam=another_command_on_rank_1, code=2)
+    assert "optim.lr" in run.err and "2e-5 on rank 1 (" in run.err and not run.metrics and run.events[-1]["exit_code"] == 2
+
+
+def test_a_clock_that_is_off_is_named_and_does_not_keep_train_from_training(doctor, train):
+    told = doctor(*QUICK, ranks=2, seam=a_clock_that_is_behind_on_node_1)
+    assert "90.0 s behind" in told["warning", "clock"]["text"]
+    run = train("run", "train.steps=1", ranks=2, seam=a_clock_that_is_behind_on_node_1)
+    assert "note   clock: " in run.out and len(run.metrics) == 1
+
+
+@pytest.mark.slow
+def test_a_slow_device_a_slow_link_and_a_slow_disk_are_named(doctor):
+    told = doctor(ranks=4, seam=slow_device_link_and_disk)
+    assert told["warning", "slow: float32 products"]["text"].startswith("rank 1 (")
+    assert (
+        told["warning", "slow: links in a node"]["text"].startswith("rank 2 (")
+        and "↔ rank 3 (" in told["warning", "slow: links in a node"]["text"]
+    )
+    assert "node 1: " in told["warning", "slow: read"]["text"] and "node 1: " in told["warning", "slow: write and fsync"]["text"]
+    assert ("ok", "links between nodes") in told and ("ok", "all-reduce in a node") in told
+
+
+def test_a_folder_that_is_not_shared_and_other_data_are_named_and_train_refuses_both(doctor, train, tmp_path):
+    for i in (0, 1):
+        (tmp_path / f"node{i}").mkdir()
+        write_chats(tmp_path / f"node{i}" / "chats.jsonl", 40 + i)
+    how = {"seam": folders_of_their_own, "env": {"PLACE": str(tmp_path / "node")}, "ranks": 2}
+    words = ["run.root=runs", "data.path=chats.jsonl", "tokenizer.path=demo:bytes"]
+    told = doctor(*QUICK, *words, code=3, **how)
+    assert told["problem", "not shared"]["text"].startswith("rank 1 (") and "2 on rank 1 (" not in told["problem", "data.path"]["text"]
+    assert "1 file" in told["problem", "data.path"]["text"]
+    run = train("run", "data.path=chats.jsonl", "data.cache=cache", code=2, **how)
+    assert "prepared differently" in run.err and "not shared" not in run.err
+    run = train("run", "run.root=runs", "data.path=chats.jsonl", "data.cache=cache", code=2, **how)
+    assert "is not shared. rank 1 (" in run.err
+
+
+def test_a_checkpoint_that_would_not_fit_is_told_when_training_begins(train):
+    run = train("run", "model.hidden_size=128", "model.intermediate_size=512", "train.steps=1", seam=a_full_disk)
+    assert "note   room: 1.0 MiB free for a checkpoint of" in run.out and len(run.metrics) == 1
+
+
+def test_settings_that_cost_speed_come_with_advice(doctor):
+    told = doctor(*QUICK, env={"NCCL_P2P_DISABLE": "1", "NCCL_SOCKET_IFNAME": "nosuch"}, code=3)
+    assert told["warning", "NCCL_P2P_DISABLE=1"]["advice"] == "unset NCCL_P2P_DISABLE"
+    assert "no such interface" in told["problem", "NCCL_SOCKET_IFNAME=nosuch"]["text"]
+
+
+def test_a_rank_that_does_not_come_and_a_store_that_cannot_be_reached_are_told(world):
+    (alone,) = world.command("doctor", *QUICK, "launch.timeout=1s", env={"WORLD_SIZE": "2"}, code=3)
+    assert "waited 1 s for all 2 ranks" in alone.err
+    (lost,) = world.command("doctor", *QUICK, "launch.timeout=1s", env={"RANK": "1", "WORLD_SIZE": "2"}, code=3)
+    assert lost.err.startswith("rank 1 (") and "nobody listens on 127.0.0.1" in lost.err
+
+
+def test_ranks_are_named_in_spans_by_host():
+    everyone = [facts.Facts(node=i // 8, host=f"gpu{i // 8}") for i in range(64)]
+    assert facts.who([3], everyone) == "rank 3 (gpu0)"
+    assert facts.who(range(6, 20), everyone) == "rank 6-7 (gpu0), 8-15 (gpu1), 16-19 (gpu2)"
+    assert facts.who(range(64), everyone).endswith("24-31 (gpu3) and those of 4 more nodes")

@@ -11,6 +11,7 @@ import pytest
 from world import write_chats
 
 from fsdp_trainer.launch import facts, speed, storage
+from fsdp_trainer.launch.machines import Looked, environment
 
 QUICK = ["doctor.measure=false"]
 
@@ -191,3 +192,22 @@ def test_ranks_are_named_in_spans_by_host():
     assert facts.who([3], everyone) == "rank 3 (gpu0)"
     assert facts.who(range(6, 20), everyone) == "rank 6-7 (gpu0), 8-15 (gpu1), 16-19 (gpu2)"
     assert facts.who(range(64), everyone).endswith("24-31 (gpu3) and those of 4 more nodes")
+
+
+def test_names_and_interfaces_that_keep_hosts_apart_come_with_what_to_set():
+    cards = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.1"}
+    a = Looked(node=0, host="a", address="127.0.1.1", interfaces=cards)
+    b = Looked(node=1, host="b", address="10.0.0.2", interfaces=cards | {"ib0": "10.1.0.2"})
+    found = {f.what: f for f in environment([a, b])}
+    assert found["host name"].mark == "problem" and found["host name"].advice.startswith("GLOO_SOCKET_IFNAME=eth0 ")
+    assert "b has eth0 (10.0.0.1), ib0 (10.1.0.2)" in found["several interfaces"].text
+    alone = {f.what for f in environment([a])}
+    assert not alone & {"host name", "several interfaces"}
+
+
+def test_dockers_shared_memory_and_too_few_open_files_are_problems():
+    node = [facts.Facts(node=0, host="a", shm=2**26, files=1024) for _ in range(8)]
+    (shm,) = facts.limits(node, "cuda")
+    assert (shm.mark, shm.what) == ("problem", "/dev/shm") and "64.0 MiB on rank 0-7 (a)" in shm.text and not facts.limits(node, "cpu")
+    (files,) = facts.limits([facts.Facts(node=i, host=f"n{i}", shm=2**40, files=1024) for i in range(512)], "cpu")
+    assert files.what == "open files" and "ulimit -n" in files.advice

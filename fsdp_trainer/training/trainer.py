@@ -148,6 +148,7 @@ class Trainer:
             collect(plan.step)
             self.stop_if_nothing_is_learnt()
             if self.observer.spike and self.cfg.train.on_spike == "rewind":
+                self.remember_window()
                 return None
             if self.cfg.train.check_every and self.due(self.cfg.train.check_every):
                 self.check_replicas()
@@ -318,12 +319,17 @@ class Trainer:
         with self.observer.apart("checkpoint"):
             if self.cfg.train.check_every:
                 self.check_replicas()
-            self.progress.recent, self.progress.spikes_in_a_row = self.guard.state()
+            self.remember_window()
             self.checkpoints.save(self.progress.step, self.tensors(), self.state())
         self.saved = self.progress.step
 
+    def remember_window(self) -> None:
+        """What the coming steps are judged by is part of where the run stands."""
+        self.progress.recent, self.progress.spikes_in_a_row = self.guard.state()
+
     def check_replicas(self) -> None:
         """Raise RunFailed if replicas no longer hold the same bits."""
+        phases.enter("agree")
         self.corruption.check_replicas(self.progress.step, self.tensors())
 
     def tensors(self) -> dict[str, Tensor]:

@@ -85,6 +85,26 @@ def test_only_skip_and_rewind_hold_the_update_back():
         assert guard.judge(torch.tensor(math.nan), torch.tensor(1.0)).skip
 
 
+def sums_that_differ():
+    """How many of this world's sums are not the same bits on all ranks."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    mine, bad = torch.Generator().manual_seed(dist.get_rank()), 0
+    for i in range(100):
+        summed = torch.randn(1 + i % 23, dtype=torch.float64, generator=mine) * 10.0 ** (i % 7 - 3)
+        dist.all_reduce(summed)
+        everyones = [torch.empty_like(summed) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyones, summed)
+        bad += any(not torch.equal(other, summed) for other in everyones)
+    return bad
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_every_rank_is_given_the_same_sums_to_the_last_bit_and_so_judges_alike(world, ranks):
+    assert world.call(ranks, sums_that_differ) == [0] * ranks
+
+
 def test_rows_that_are_left_out_are_in_no_step_and_the_data_ends_where_it_ends():
     assert list(row_ranges(4, 20, 0, [])) == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20)]
     assert list(row_ranges(4, 22, 4, [[8, 12], [11, 13]])) == [(4, 8), (13, 17), (17, 21), (21, 22)]
@@ -278,8 +298,9 @@ def test_a_rewound_run_that_is_killed_goes_on_bitwise_and_ends_with_its_data(tra
 
 
 def test_without_a_checkpoint_to_go_back_to_the_update_is_left_out_instead(train):
-    run = train("run", *SPIKY, LONG, "checkpoint.every=25", "train.on_spike=rewind", seam=garbage)
-    skipped = train("skipped", *SPIKY, LONG, "checkpoint.every=25", "train.on_spike=skip", seam=garbage)
+    how = [*SPIKY, LONG, "checkpoint.every=26", "train.spike_score=5"]
+    run, skipped = (train(policy, *how, f"train.on_spike={policy}", seam=always_garbage) for policy in ("rewind", "skip"))
+    assert [e["step"] for e in run.event("spike")] == [e["step"] for e in skipped.event("spike")] and len(run.event("spike")) > 1
     assert not run.event("rewind") and "no checkpoint before step 20" in run.out and run.column("loss") == skipped.column("loss")
     assert_bitwise_equal(stored(newest(run)), stored(newest(skipped)))
 

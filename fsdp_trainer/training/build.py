@@ -204,6 +204,8 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
     kept = read_progress(checkpoint)
     trainer.dtypes |= kept["dtypes"]
     trainer.progress = progress = Progress(**{name: kept[name] for name in asdict(Progress()) if name in kept})
+    if kept["data"] != trainer.fingerprints()["data"]:
+        progress.left_out = []  # other rows
     trainer.count_steps()
     listed = trainer.checkpoints.listed()
     ours = checkpoint.resolve() in [path.resolve() for path in listed]  # not one of another run, nor one that was left aside

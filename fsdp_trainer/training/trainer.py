@@ -154,6 +154,7 @@ class Trainer:
             self.profiler.after(plan.step)
             self.conclude(collect)
             if self.stands_out:
+                self.remember_window()
                 return None
         return self.stop_in_order() if self.stops else self.finish()
 
@@ -408,7 +409,7 @@ class Trainer:
         if self.cfg.train.check_every:
             with self.observer.apart("checkpoint"):
                 self.check_replicas()
-        self.progress.recent, self.progress.spikes_in_a_row = self.guard.state()
+        self.remember_window()
         try:
             with self.observer.apart("checkpoint"):
                 if waited := self.settle():
@@ -462,8 +463,13 @@ class Trainer:
             f"the last checkpoint, of step {self.progress.step:,}, could not be written in {len(PAUSES) + 1} tries. {kept}\n{self.failure}"
         )
 
+    def remember_window(self) -> None:
+        """What the coming steps are judged by is part of where the run stands."""
+        self.progress.recent, self.progress.spikes_in_a_row = self.guard.state()
+
     def check_replicas(self) -> None:
         """Raise RunFailed if replicas no longer hold the same bits."""
+        phases.enter("agree")
         self.corruption.check_replicas(self.progress.step, self.tensors())
 
     def tensors(self) -> dict[str, Tensor]:

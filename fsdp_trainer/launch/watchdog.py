@@ -55,7 +55,10 @@ def watched(cfg: "Launch", run: Path, world: "World") -> "Watched | None":
     if world.device.type == "cuda":
         record_flights(board)
     watch = Watch(board, str(run.absolute()), world.size, parse_duration(cfg.stall), parse_duration(cfg.timeout))
-    return Watched(watch, world.rank, world.local_rank)
+    try:
+        return Watched(watch, world.rank, world.local_rank)
+    except FileNotFoundError:  # the node's first rank has come and gone meanwhile, and the watchdog with it
+        return None
 
 
 class Watched:
@@ -84,7 +87,9 @@ def board_of(world: "World") -> str:
     key = f"watchdog of node {world.node}"
     if world.local_rank == 0:
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-        world.store.set(key, f"{folder}/fsdp_trainer-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+        board = Path(f"{folder}/fsdp_trainer-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+        board.touch(0o600)
+        world.store.set(key, str(board))
     return world.store.get(key).decode()
 
 

@@ -1,80 +1,112 @@
-"""What a checkpoint costs training: how long it waits, and how much slower its steps are meanwhile, with sync and async beside each other.
+"""What a checkpoint costs training: how long it waits, and how much slower its steps are meanwhile; ours beside a plain `dcp.save`.
 
-    python -m benchmarks.checkpoint_stall [--repeat 3] [--ranks 2] [--width 384] [--check]
+    python -m benchmarks.checkpoint_stall [--repeat 3] [--ranks 2] [--width 896] [--check]
 
-Each round trains the same steps with sync and with async; their losses must be equal. Per checkpoint: stall = stall_seconds of its event; lost =
-stall + what the half of the steps after it took longer than the half before the next one. The last checkpoint, beside which nothing is trained, is
-not counted.
+One run whose checkpoints are written in turn by `torch.distributed.checkpoint.save`, as anyone would call it between two steps, by
+checkpoint=sync and by checkpoint=async. Lost seconds of one = how long training waited + what each of the first half of the steps until the next
+took longer than the median of the others near by: the second half, and the one before the checkpoint. On a machine that others use, too, a single
+figure means little: see the median, and whether steps were of one length.
 """
 
 import json
 import os
-import subprocess
+import statistics
 import sys
 import tempfile
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
-from benchmarks.harness import arguments, finish, in_turn, ratio, spread
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
-EVERY = 8
-SAVES = 2
-STEPS = EVERY * (SAVES + 1)
-WAYS = ("sync", "async")
+from benchmarks.harness import arguments, finish, ratio, run_ranks, spread
+from fsdp_trainer.checkpoint.store import CheckpointStore
 
-
-def train(way: str, ranks: int, width: int) -> dict[str, Any]:
-    """One run: seconds per checkpoint, its size in MiB per rank, and the losses."""
-    with tempfile.TemporaryDirectory() as folder:
-        return train_in(Path(folder), way, ranks, width)
+EVERY = 6
+WAYS = ("dcp.save", "sync", "async")
 
 
-def train_in(folder: Path, way: str, ranks: int, width: int) -> dict[str, Any]:
-    """The same, in an empty folder."""
-    model = [f"model.hidden_size={width}", f"model.intermediate_size={width * 11 // 4}", "model.num_hidden_layers=8", "model.head_dim=64"]
-    shape = ["batch.seq_len=64", f"batch.rows={ranks}", f"train.steps={STEPS}", "precision=fp32", "logging.every=1"]
+class Stores:
+    """Writes each checkpoint another way. A first one of each, which makes plans and buffers, is not counted."""
+
+    def __init__(self) -> None:
+        self.save, self.sync = CheckpointStore.save, None
+
+    def __call__(self, store: CheckpointStore, step: int, state: dict[str, Tensor], progress: dict[str, Any], _: float) -> None:
+        way = way_of(step)
+        store.wait()
+        dist.barrier()
+        if way == "dcp.save":
+            started = perf_counter()
+            dcp.save(state, checkpoint_id=store.folder / f"plain-{step}")
+            seconds = perf_counter() - started
+            if dist.get_rank() == 0:
+                store.committed({"step": step, "seconds": seconds, "stall_seconds": seconds})
+        elif way == "async":
+            self.save(store, step, state, progress)
+        else:
+            self.sync = self.sync or CheckpointStore(store.run, replace(store.cfg, mode="sync"), 0, store.write_assets, store.committed)
+            self.save(self.sync, step, state, progress)
+
+
+def way_of(step: int) -> str:
+    """Of the checkpoint after a step."""
+    return WAYS[(step // EVERY - 1) % len(WAYS)]
+
+
+def as_rank(argv: list[str]) -> None:
+    """One rank's training."""
+    from fsdp_trainer.cli import main as command_line
+
+    stores = Stores()
+    with patch.object(CheckpointStore, "save", lambda *args: stores(*args)):
+        sys.exit(command_line(argv))
+
+
+def measure(folder: Path, repeat: int, ranks: int, width: int) -> dict[str, Any]:
+    """Figures of every way, a list with one of each round, and of the run."""
+    model = [f"model.hidden_size={width}", f"model.intermediate_size={width * 11 // 4}", "model.num_hidden_layers=6", "model.head_dim=64"]
+    steps = EVERY * (len(WAYS) * (repeat + 1) + 1)
+    shape = ["batch.seq_len=64", f"batch.rows={ranks}", f"train.steps={steps}", "precision=fp32", "logging.every=1"]
     data = ["data.path=demo:backwards", "data.too_long=truncate", "tokenizer.path=demo:bytes"]
-    how = [f"run.root={folder}", f"run.name={way}", f"checkpoint={way}", f"checkpoint.every={EVERY}", f"launch.nproc_per_node={ranks}"]
-    command = [sys.executable, "-m", "fsdp_trainer", "model=tiny", *model, *shape, *data, *how]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    metrics, events = ([json.loads(x) for x in (folder / way / f).read_text().splitlines()] for f in ("metrics.jsonl", "events.jsonl"))
-    saves = [e for e in events if e["event"] == "checkpoint" and e["step"] < STEPS]
+    how = [f"run.root={folder}", "run.name=run", "checkpoint=async", f"checkpoint.every={EVERY}"]
+    run_ranks("benchmarks.checkpoint_stall", ranks, "train", "model=tiny", *model, *shape, *data, *how, env={"IN_TURN": "1"})
+    metrics, events = ([json.loads(x) for x in (folder / "run" / f).read_text().splitlines()] for f in ("metrics.jsonl", "events.jsonl"))
     seconds = [line["step_seconds"] for line in metrics]
-    after = sum(sum(seconds[e["step"] :][: EVERY // 2]) for e in saves)
-    undisturbed = sum(sum(seconds[e["step"] :][EVERY // 2 : EVERY]) for e in saves)
-    stall = sum(e["stall_seconds"] for e in saves)
-    size = sum(f.stat().st_size for f in next((folder / way / "checkpoints").glob("step-*")).glob("*.distcp"))
-    return {
-        "stall": stall / SAVES,
-        "lost": (stall + after - undisturbed) / SAVES,
-        "until_committed": sum(e["seconds"] for e in saves) / SAVES,
-        "step": undisturbed / SAVES / (EVERY // 2),
-        "mib": size / ranks / 2**20,
-        "losses": [line["loss"] for line in metrics],
-    }
+    counted = [e for e in events if e["event"] == "checkpoint" and EVERY * len(WAYS) < e["step"] < steps]
+    told: dict[str, Any] = {way: {"stall": [], "slower": [], "lost": [], "until_committed": []} for way in WAYS}
+    half = EVERY // 2
+    for event in counted:
+        step, stall = event["step"], event["stall_seconds"]
+        usual = statistics.median(seconds[step - half : step] + seconds[step + half : step + EVERY])
+        slower = sum(seconds[step : step + half]) - usual * half
+        for name, value in {"stall": stall, "slower": slower, "lost": stall + slower, "until_committed": event["seconds"]}.items():
+            told[way_of(step)][name].append(value)
+    size = sum(f.stat().st_size for f in next((folder / "run" / "checkpoints").glob("plain-*")).glob("*.distcp"))
+    return told | {"steps": seconds[EVERY * len(WAYS) :], "mib": size / ranks / 2**20}
 
 
 def main() -> None:
-    """Measure in turn, check that the losses agree, and write it down."""
-    given = arguments(__doc__, repeat=3, ranks=2, width=384)
-    runs = in_turn({way: partial(train, way, given.ranks, given.width) for way in WAYS}, given.repeat)
-    assert all(run["losses"] == runs["sync"][0]["losses"] for way in WAYS for run in runs[way]), "the losses differ"
-
-    def compare(what: str) -> dict[str, dict[str, float]]:
-        return {way: spread([run[what] for run in runs[way]]) for way in WAYS}
-
-    stalls = ratio(*([run["stall"] for run in runs[way]] for way in WAYS))
+    """Measure, and write it down."""
+    given = arguments(__doc__, repeat=3, ranks=2, width=896)
+    with tempfile.TemporaryDirectory() as folder:
+        told = measure(Path(folder), given.repeat, given.ranks, given.width)
+    compared = {f"dcp.save/{way}": ratio(told["dcp.save"]["lost"], told[way]["lost"]) for way in WAYS[1:]}
     result = {
-        "what": f"{given.ranks} ranks over gloo, {runs['sync'][0]['mib']:.0f} MiB of checkpoint a rank",
-        "rounds": f"{given.repeat} of {SAVES} checkpoints",
-        "step_seconds": compare("step"),
-        "stall_seconds": compare("stall") | {"sync/async": stalls},
-        "lost_seconds": compare("lost"),
-        "seconds_until_committed": compare("until_committed"),
+        "what": f"{given.ranks} ranks over gloo, {told['mib']:.0f} MiB of checkpoint a rank",
+        "rounds": given.repeat,
+        "step_seconds": spread(told["steps"]),
+        **{f"{name}_seconds": {way: spread(told[way][name]) for way in WAYS} for name in told["sync"]},
+        "lost_of_dcp_save": {
+            way: spread([a / b for a, b in zip(told[way]["lost"], told["dcp.save"]["lost"], strict=True)]) for way in WAYS[1:]
+        },
     }
-    finish("checkpoint_stall", result, {"stall sync/async": stalls["median"]}, given.check)
+    finish("checkpoint_stall", result, {f"lost {name}": figures["median"] for name, figures in compared.items()}, given.check)
 
 
 if __name__ == "__main__":
-    main()
+    as_rank(sys.argv[1:]) if os.environ.get("IN_TURN") else main()

@@ -29,10 +29,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command line. Returns the exit code: 0 done, 1 failed, 2 a mistake by the user, 3 the answer is no, 75 start it again."""
     try:
         code = _dispatch(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()
+        try:
+            sys.stdout.flush()
+        except OSError:  # a log file on a full disk, or a reader that has gone, changes nothing about what was done
+            write_no_more()
         return code
     except BrokenPipeError:  # whoever read this, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        write_no_more()
         return 0
     except (UserError, RunFailed) as error:
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
@@ -40,6 +43,11 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+
+
+def write_no_more() -> None:
+    """What standard output still holds goes nowhere, so that the interpreter's end does not stumble over it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_verb(verb: str, overrides: list[str], config_dir: str | None = None) -> int:

@@ -41,3 +41,9 @@ class RunFailed(Exception):
 
     def __str__(self) -> str:
         return f"fsdp-trainer: {super().__str__()}"
+
+
+class Stopped(BaseException):
+    """A signal or a limit of time ends what this rank is doing now: args[0] says which. No `except Exception` on the way is meant."""
+
+    exit_code = 75

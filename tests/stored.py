@@ -28,7 +28,11 @@ def newest(run):
 def assert_bitwise_equal(a, b):
     assert a.keys() == b.keys() and any("exp_avg_sq" in name for name in a)
     for name in a:
-        assert a[name].dtype == b[name].dtype and a[name].numpy().tobytes() == b[name].numpy().tobytes(), name
+        assert a[name].dtype == b[name].dtype and torch.equal(bytes_of(a[name]), bytes_of(b[name])), name
+
+
+def bytes_of(tensor):
+    return tensor.flatten().view(torch.uint8)
 
 
 def end_of(run):

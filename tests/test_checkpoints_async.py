@@ -1,9 +1,9 @@
 """checkpoint=async: training goes on while a thread writes, and everything else is as with sync."""
 
+import contextlib
 import os
 import signal
 import time
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -16,16 +16,15 @@ ASYNC = [*SYNC, "checkpoint=async"]
 
 def when_writing(act):
     """`act(step, run)` before a rank writes its shards of the checkpoint of `step`."""
-    from torch.distributed.checkpoint import FileSystemWriter
+    from fsdp_trainer.checkpoint import store
 
-    real = FileSystemWriter.write_data
+    real = store.write_file
 
-    def write(self, *args, **kwargs):
-        partial = Path(self.path)
-        act(int(partial.name.split(".")[1].removeprefix("step-")), partial.parents[1])
-        return real(self, *args, **kwargs)
+    def write(path, windows):
+        act(int(path.parent.name.split(".")[1].removeprefix("step-")), path.parents[2])
+        return real(path, windows)
 
-    return patch.object(FileSystemWriter, "write_data", write)
+    return patch.object(store, "write_file", write)
 
 
 def wait_until(condition, what):
@@ -83,15 +82,24 @@ def full_disk():
         if step == 6 and os.environ["RANK"] == "1":
             raise OSError(28, "No space left on device")
 
-    return when_writing(act)
+    stack = contextlib.ExitStack()
+    stack.enter_context(when_writing(act))
+    stack.enter_context(patch("fsdp_trainer.training.trainer.PAUSES", (0.1, 0.1)))
+    return stack
 
 
-@pytest.mark.parametrize("steps", [100_000, pytest.param(6, marks=pytest.mark.slow)], ids=["on the way", "at the end"])
-def test_a_write_that_fails_in_the_background_ends_the_run_on_all_ranks(train, steps):
-    run = train("run", *ASYNC, f"train.steps={steps}", ranks=2, seam=full_disk, code=1)
-    assert "No space left" in run.err and "step-00000006" in run.err and "Traceback" not in run.err
-    assert run.checkpoints == ["step-00000003"] and end_of(run) == ("end", 1) and [e["step"] for e in run.event("checkpoint")] == [3]
-    assert len(run.metrics) < 1000, "the next step that can know it is the last"
+def test_a_write_that_fails_in_the_background_is_told_and_the_next_one_is_written(train):
+    run = train("run", *ASYNC, "train.steps=9", ranks=2, seam=full_disk)
+    assert run.checkpoints == ["step-00000003", "step-00000009"] and [e["step"] for e in run.event("checkpoint")] == [3, 9]
+    (failed,) = run.event("checkpoint_failed")
+    assert failed["step"] == 6 and "rank 1 cannot write" in failed["error"] and "No space left" in failed["error"]
+    assert "no checkpoint of step 6: rank 1" in run.out and "the next is written after step 9" in run.out
+
+
+def test_a_run_whose_last_checkpoint_cannot_be_written_fails_and_goes_on_from_the_one_before(train):
+    run = train("run", *ASYNC, "train.steps=6", ranks=2, seam=full_disk, code=1)
+    assert "step 6, could not be written in 3 tries" in run.err and "Traceback" not in run.err and len(run.event("checkpoint_failed")) == 3
+    assert run.checkpoints == ["step-00000003"] and end_of(run) == ("end", 1)
     again = train("run", *ASYNC, "train.steps=7", ranks=2)
     assert again.event("resume")[0]["step"] == 3 and again.column("step") == list(range(1, 8))
 
@@ -114,8 +122,6 @@ def test_an_error_of_one_rank_alone_leaves_no_rank_waiting(train, world):
 
 def fails_at_step_5():
     """The run fails while the checkpoint of step 3 is on its way."""
-    from contextlib import ExitStack
-
     from fsdp_trainer.errors import RunFailed
     from fsdp_trainer.training.trainer import Trainer
 
@@ -126,7 +132,7 @@ def fails_at_step_5():
         if self.progress.step == 5:
             raise RunFailed("something else")
 
-    stack = ExitStack()
+    stack = contextlib.ExitStack()
     stack.enter_context(slow_disk())
     stack.enter_context(patch.object(Trainer, "stop_if_nothing_is_learnt", fail))
     return stack

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
@@ -310,19 +311,22 @@ def test_going_back_to_an_older_checkpoint_makes_it_the_run(train, broken_run, t
 
 def full_disk():
     """Writing a checkpoint fails on rank 1."""
-    from torch.distributed.checkpoint import FileSystemWriter
+    from fsdp_trainer.checkpoint import store
 
-    real = FileSystemWriter.write_data
+    real = store.write_file
 
-    def write(self, *args, **kwargs):
+    def write(path, windows):
         if os.environ["RANK"] == "1":
             raise OSError(28, "No space left on device")
-        return real(self, *args, **kwargs)
+        return real(path, windows)
 
-    return patch.object(FileSystemWriter, "write_data", write)
+    stack = ExitStack()
+    stack.enter_context(patch.object(store, "write_file", write))
+    stack.enter_context(patch("fsdp_trainer.training.trainer.PAUSES", (0.1, 0.1)))
+    return stack
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_on_all_ranks_and_leaves_none(train):
+def test_a_checkpoint_that_cannot_be_written_at_the_end_fails_the_run_on_all_ranks_and_leaves_none(train):
     run = train("run", "train.steps=4", "checkpoint.every=2", ranks=2, seam=full_disk, code=1)
     assert "No space left" in run.err and "Traceback" not in run.err and run.checkpoints == [] and end_of(run) == ("end", 1)
     assert train("run", "train.steps=4", "checkpoint.every=2", ranks=2).column("step") == [1, 2, 3, 4]

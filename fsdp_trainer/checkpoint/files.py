@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator
@@ -13,14 +14,15 @@ from fsdp_trainer.config.paths import MANIFEST
 from fsdp_trainer.errors import Problem
 
 READ_BYTES = 1 << 24
+SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file: finds every single-bit flip and every burst up to 32 bits, at the speed of the disk."""
-    value = 0
-    with path.open("rb") as file:
-        while piece := file.read(READ_BYTES):
-            value = zlib.crc32(piece, value)
+    """CRC-32 of a file: finds every single-bit flip and every burst up to 32 bits. Raises OSError."""
+    value, buffer = 0, memoryview(bytearray(min(READ_BYTES, path.stat().st_size)))
+    with path.open("rb", 0) as file:
+        while count := file.readinto(buffer):
+            value = zlib.crc32(buffer[:count], value)
     return value
 
 
@@ -34,26 +36,50 @@ def files_below(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
+def manifest_text(manifest: dict[str, Any]) -> str:
+    """As it is written, with a checksum of the rest as the last entry."""
+    return json.dumps(manifest | {"crc32": zlib.crc32(json.dumps(manifest).encode())}, indent=1)
+
+
+def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    """Durably. manifest: JSON, with `files` as `describe` gives them."""
+    write_durably(path, manifest_text(manifest))
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises OSError or ValueError."""
-    return json.loads((folder / MANIFEST).read_text())
+    """Raises OSError, and ValueError if a single bit is not as it was written."""
+    text = (folder / MANIFEST).read_text()
+    manifest = json.loads(text)
+    manifest.pop("crc32", None)
+    if manifest_text(manifest) != text:
+        raise ValueError("it does not have the checksum it was written with")
+    return manifest
 
 
-def damage(folder: Path, part: int = 0, parts: int = 1) -> list[Problem]:
-    """What is wrong with a committed folder: missing, shortened or altered files. Looks at every `parts`-th file from `part`."""
+def damage(folder: Path, rank: int = 0, ranks: int = 1) -> list[Problem]:
+    """What is wrong with a committed folder: missing, shortened or altered files.
+
+    Of the shards a rank looks at those of its own number: the ones that it is about to read if as many ranks wrote them. All else is small,
+    and read by all.
+    """
     try:
         listed = read_manifest(folder)["files"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, AttributeError) as error:
         return [Problem(str(folder / MANIFEST), f"cannot be read: {error}")]
     problems = []
-    for name, told in sorted(listed.items())[part::parts]:
-        path = folder / name
-        if not path.is_file():
-            problems.append(Problem(str(path), "is missing"))
-        elif path.stat().st_size != told["bytes"]:
-            problems.append(Problem(str(path), f"has {path.stat().st_size:,} bytes instead of {told['bytes']:,}"))
-        elif checksum(path) != told["crc32"]:
-            problems.append(Problem(str(path), "does not have the checksum it was written with"))
+    for name, told in sorted(listed.items()):
+        path, shard = folder / name, SHARD.fullmatch(name)
+        if shard and int(shard[1]) % ranks != rank:
+            continue
+        try:
+            if not path.is_file():
+                problems.append(Problem(str(path), "is missing"))
+            elif path.stat().st_size != told["bytes"]:
+                problems.append(Problem(str(path), f"has {path.stat().st_size:,} bytes instead of {told['bytes']:,}"))
+            elif checksum(path) != told["crc32"]:
+                problems.append(Problem(str(path), "does not have the checksum it was written with"))
+        except OSError as error:
+            problems.append(Problem(str(path), f"cannot be read: {error.strerror}"))
     return problems
 
 

@@ -33,26 +33,6 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
     return {f"{OPTIMIZER}{names[p]}/{key}": value for p, state in optimizer.state.items() for key, value in state.items()}
 
 
-def stage(state: dict[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of `state` in host memory, complete when this returns: later steps do not change it.
-
-    buffers: of the copy before, filled again; pinned where the state is on a GPU. Kept by the caller.
-    """
-    for name, tensor in state.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if name not in buffers:
-            buffers[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
-        buffers[name].copy_(local, non_blocking=True)
-    if torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()
-
-    def like(tensor: Tensor, buffer: Tensor) -> Tensor:
-        # not DTensor.from_local, which would move the copy to the device of the mesh
-        return DTensor(buffer, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else buffer
-
-    return {name: like(tensor, buffers[name]) for name, tensor in state.items()}
-
-
 def prepare_optimizer(model: nn.Module, optimizer: Optimizer, checkpoint: str) -> None:
     """Give a fresh optimizer empty state, to be loaded in place, of each parameter that the checkpoint holds some of. Raises UserError."""
     stored = [full.removeprefix(OPTIMIZER).rpartition("/") for full in stored_tensors(checkpoint) if full.startswith(OPTIMIZER)]

@@ -1,13 +1,16 @@
 """The checkpoints of one run: written under another name, committed by rename, verified before they are trusted."""
 
 import json
+import platform
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +22,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from fsdp_trainer import phases
-from fsdp_trainer.checkpoint.files import commit, damage, describe, files_below, sync, unfinished, write_durably
-from fsdp_trainer.checkpoint.state import WEIGHTS, stage
-from fsdp_trainer.config.paths import BEST, MANIFEST, checkpoint_name, committed_checkpoints, step_of
+from fsdp_trainer import __version__, phases
+from fsdp_trainer.checkpoint.files import commit, damage, describe, files_below, sync, unfinished, write_durably, write_manifest
+from fsdp_trainer.checkpoint.shards import METADATA, Shard, write_file
+from fsdp_trainer.checkpoint.state import WEIGHTS
+from fsdp_trainer.config.paths import BEST, MANIFEST, checkpoint_folders, checkpoint_name, committed_checkpoints, step_of
 from fsdp_trainer.config.schema import Checkpoint
 from fsdp_trainer.errors import Problem, RunFailed
 from fsdp_trainer.models.initialize import VOCABULARY
 
 PROGRESS = "trainer.json"
+LAG_SECONDS = 10.0  # until what one node has written to a shared disk is seen by the others
 
 
 class CheckpointStore:
@@ -42,61 +47,54 @@ class CheckpointStore:
         """
         self.run, self.folder, self.cfg, self.write_assets, self.committed = run, run / "checkpoints", cfg, write_assets, committed
         self.group: dist.ProcessGroup | None = None
+        self.longest_save = 0.0
+        """Seconds that a checkpoint took, from the decision to the commit."""
         self._commits = 0
-        self._buffers: dict[str, Tensor] = {}
         self._on_its_way: Future | None = None
         if cfg.mode == "async":
             # on the default group the thread's collectives would meet training's
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
             self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._shard = Shard(self.group, whole=cfg.mode == "async")
 
-    def save(self, step: int, state: dict[str, Tensor], progress: dict[str, Any]) -> None:
+    def save(self, step: int, state: dict[str, Tensor], progress: dict[str, Any], started: float | None = None) -> None:
         """Commit a checkpoint of `state` (tensors and DTensors) and `progress`; in the background, once `state` is copied, with mode=async.
 
-        Raises RunFailed on every rank if any rank could not write this checkpoint or the one before, which is waited for.
+        The one before must have been waited for. started: time.perf_counter() when this one was decided on. Raises RunFailed on every rank if any
+        rank could not write it.
         """
-        started = time.perf_counter()
-        self.wait()
+        started = time.perf_counter() if started is None else started
+        self._shard.plan(state)
+        windows: Iterable[Tensor] = self._shard.windows(state)
         if self.group is None:
-            self._save(step, state, progress, started)
+            self._save(step, windows, progress, started)
         else:
-            staged = stage(state, self._buffers)
-            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            staged = list(windows)
             stall = time.perf_counter() - started
-            self._on_its_way = self._writer.submit(self._save_in_thread, device, step, staged, progress, started, stall)
+            self._on_its_way = self._writer.submit(self._save, step, staged, progress, started, stall)
 
     @property
     def failed(self) -> bool:
         """Whether this rank knows that the save in the background failed. The other ranks may not know yet; not collective."""
         return self._on_its_way is not None and self._on_its_way.done() and self._on_its_way.exception() is not None
 
-    def wait(self) -> None:
-        """Return when no save is on its way. Raises what the last one failed with."""
+    def wait(self) -> float:
+        """Return when no save is on its way; for how many seconds that took. Raises what the last one failed with."""
         on_its_way, self._on_its_way = self._on_its_way, None
-        if on_its_way:
-            on_its_way.result()
+        if on_its_way is None:
+            return 0.0
+        started, busy = time.perf_counter(), not on_its_way.done()
+        on_its_way.result()
+        return time.perf_counter() - started if busy else 0.0
 
-    def _save_in_thread(self, device: int | None, *what: Any) -> None:
-        if device is not None:
-            torch.cuda.set_device(device)  # a new thread has device 0, whichever is this rank's
-        self._save(*what)
-
-    def _save(self, step: int, state: dict[str, Tensor], progress: dict[str, Any], started: float, stall: float | None = None) -> None:
+    def _save(self, step: int, windows: Iterable[Tensor], progress: dict[str, Any], started: float, stall: float | None = None) -> None:
         target = self.folder / checkpoint_name(step)
         half = unfinished(target)
         main = dist.get_rank() == 0
-        phases.enter("shards", step)
-        everywhere("make the checkpoint's folder", lambda: remake(half) if main else None, self.group)
-        try:
-            dcp.save(state, checkpoint_id=half, process_group=self.group)
-        except CheckpointException as error:  # a BaseException, raised on all ranks together
-            cause = next(iter(error.failures.values()), error)
-            everywhere("clear up", lambda: shutil.rmtree(half, ignore_errors=True) if main else None, self.group)
-            raise RunFailed(f"cannot write the checkpoint {target}: {cause[0] if isinstance(cause, tuple) else cause}") from None
-        mine = sorted(path.name for path in half.glob(f"__{dist.get_rank()}_*.distcp"))
-        parts = everywhere("read back the checkpoint", lambda: describe(half, mine), self.group)
 
-        phases.enter("manifest")
+        def write() -> dict[str, dict[str, int]]:
+            phases.enter("shards", step)
+            return {self._shard.file: write_file(half / self._shard.file, windows)}
 
         def finish() -> None:
             self._commit(half, target, step, progress, parts)
@@ -105,30 +103,52 @@ class CheckpointStore:
             told = {"step": step, "path": str(target), "seconds": round(seconds, 3), "stall_seconds": round(stall or seconds, 3)}
             self.committed(told | ({"best": progress["best_step"] == step} if self.cfg.best else {}))
 
-        everywhere("commit the checkpoint", lambda: finish() if main else None, self.group)
+        what = f"write the checkpoint {target}"
+        try:
+            everywhere(what, lambda: remake(half) if main else None, self.group)
+            parts = everywhere(what, write, self.group)
+            phases.enter("manifest")
+            everywhere(what, lambda: finish() if main else None, self.group)
+        except RunFailed:
+            everywhere("clear up", lambda: shutil.rmtree(half, ignore_errors=True) if main else None, self.group)
+            raise
+        if self.cfg.keep == 1:
+            self._require_readable(target)
+        if main:
+            phases.enter("prune")
+            with suppress(OSError):  # the new one is committed; what cannot be deleted now is the next time
+                self._retain(progress["best_step"] if self.cfg.best else None)
+        self.longest_save = max(self.longest_save, time.perf_counter() - started)
 
     def _commit(self, half: Path, target: Path, step: int, progress: dict[str, Any], parts: list[dict]) -> None:
         self.write_assets(half)
         write_durably(half / PROGRESS, json.dumps(progress, indent=1))
+        (half / METADATA).write_bytes(self._shard.metadata)
         files = {name: told for part in parts for name, told in part.items()}
         files |= describe(half, [name for name in files_below(half) if name not in files])
         manifest = {
             "step": step,
-            "world_size": dist.get_world_size(),
-            "torch": torch.__version__,
             "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "world_size": dist.get_world_size(),
+            "data": progress["data"],
+            "versions": {"fsdp_trainer": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "configuration": "config.yaml",
             "files": files,
         }
-        write_durably(half / MANIFEST, json.dumps(manifest, indent=1))
+        write_manifest(half / MANIFEST, manifest)
         phases.enter("rename")
         commit(half, target)
         self._commits += 1
-        self._retain(progress["best_step"] if self.cfg.best else None)
+
+    def _require_readable(self, new: Path) -> None:
+        """Before the only other checkpoint goes, read the new one back from the disk. Raises RunFailed if it is not what was written."""
+        if problems := damage_anywhere(new, self.group):
+            everywhere("set it aside", lambda: set_aside(new) if dist.get_rank() == 0 else None, self.group)
+            raise RunFailed(f"the checkpoint just written is damaged, the one before stays: {problems[0].what} {problems[0].why}")
 
     def _retain(self, best_step: int | None) -> None:
         """Delete all but the newest checkpoints and the best one, which `best` is made to name."""
         committed = committed_checkpoints(self.run)
-        phases.enter("prune")
         best = self.folder / checkpoint_name(best_step) if best_step is not None else None
         if best in committed:
             name_best(self.folder / BEST, best)
@@ -142,10 +162,13 @@ class CheckpointStore:
         unlink_if_dangling(self.folder / BEST)
         sync(self.folder)
 
-    def newest_good(self, tell: Callable[[Path, list[Problem]], None]) -> Path | None:
-        """The newest checkpoint whose files are all as they were written; `tell` hears of each that is not. All ranks get the same answer."""
-        for candidate in reversed(self.listed()):
-            found = [p for part in gather(damage(candidate, dist.get_rank(), dist.get_world_size())) for p in part]
+    def newest_good(self, tell: Callable[[Path, list[Problem]], None], before: int | None = None) -> Path | None:
+        """The newest checkpoint whose files are all as they were written, of a step `before` that if given; `tell` hears of each that is not.
+
+        All ranks get the same answer.
+        """
+        for candidate in reversed([path for path in self.listed(checkpoint_folders) if before is None or step_of(path) < before]):
+            found = damage_anywhere(candidate)
             if not found:
                 return candidate
             tell(candidate, found)
@@ -158,25 +181,38 @@ class CheckpointStore:
         """
         for half in self.folder.glob(unfinished(self.folder / "step-*").name):
             shutil.rmtree(half)
-        for later in committed_checkpoints(self.run):
+        for later in checkpoint_folders(self.run):
             if step_of(later) > step:
-                aside = later.with_name(later.name + ".left")
-                shutil.rmtree(aside, ignore_errors=True)
-                later.rename(aside)
+                set_aside(later)
         unlink_if_dangling(self.folder / BEST)
 
-    def listed(self) -> list[Path]:
-        """The committed checkpoints, oldest first, as rank 0 sees them: another node's view of a shared disk may lag."""
-        listing = [committed_checkpoints(self.run) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(listing)
-        return listing[0] or []
+    def listed(self, found: Callable[[Path], list[Path]] = committed_checkpoints) -> list[Path]:
+        """The run's checkpoints, oldest first, as rank 0 sees them. Collective."""
+        return everywhere("list the checkpoints", lambda: found(self.run) if dist.get_rank() == 0 else [])[0]
+
+
+def damage_anywhere(checkpoint: Path, group: dist.ProcessGroup | None = None) -> list[Problem]:
+    """What any rank finds wrong with a checkpoint, all ranks alike. Collective; the ranks share the large files.
+
+    A rank of another node may see later than others what was written to a shared disk.
+    """
+    manifest, deadline = checkpoint / MANIFEST, time.monotonic() + LAG_SECONDS
+    there = gather(manifest.exists(), group)[0]
+    while there and not manifest.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    found = gather([(p.what, p.why) for p in damage(checkpoint, dist.get_rank(), dist.get_world_size())], group)
+    return [Problem(*problem) for problem in dict.fromkeys(chain.from_iterable(found))]
 
 
 def load(checkpoint: Path, state: dict[str, Any], alone: bool = False) -> None:
     """Fill `state` in place from a verified checkpoint, whatever number of ranks wrote it. Collective, unless this process is `alone` in it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which `alone` says already
-        dcp.load(state, checkpoint_id=checkpoint, planner=_Planner(), no_dist=alone)
+        try:
+            dcp.load(state, checkpoint_id=checkpoint, planner=_Planner(), no_dist=alone)
+        except CheckpointException as error:  # a BaseException, raised on all ranks together
+            cause = next(iter(error.failures.values()), error)
+            raise RunFailed(f"cannot read the checkpoint {checkpoint}: {cause[0] if isinstance(cause, tuple) else cause}") from None
 
 
 class _Planner(DefaultLoadPlanner):
@@ -200,6 +236,13 @@ def remake(folder: Path) -> None:
     """An empty folder, whatever a crash left there."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Rename it to what no longer counts as one."""
+    aside = checkpoint.with_name(checkpoint.name + ".left")
+    shutil.rmtree(aside, ignore_errors=True)
+    checkpoint.rename(aside)
 
 
 def name_best(link: Path, best: Path) -> None:

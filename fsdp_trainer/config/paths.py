@@ -22,10 +22,14 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
+def checkpoint_folders(run: str | Path) -> list[Path]:
+    """The folders of a run that are named as checkpoints are, oldest first; one without a manifest has been damaged."""
+    return sorted(f for f in (Path(run) / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", f.name) and f.is_dir())
+
+
 def committed_checkpoints(run: str | Path) -> list[Path]:
-    """The committed checkpoints of a run, oldest first. A folder without a manifest was never committed."""
-    folders = (Path(run) / "checkpoints").glob("step-*")
-    return sorted(f for f in folders if re.fullmatch(r"step-\d+", f.name) and (f / MANIFEST).is_file())
+    """The committed checkpoints of a run, oldest first."""
+    return [folder for folder in checkpoint_folders(run) if (folder / MANIFEST).is_file()]
 
 
 def find_checkpoint(path: str | Path) -> Path | None:

@@ -84,6 +84,9 @@ def check_rules(cfg: Any, report: Report) -> None:
     if isinstance(cfg.data.validation, float) and not 0 < cfg.data.validation < 1:
         report.add("data.validation", cfg.data.validation, "a share lies between 0 and 1, e.g.  data.validation=0.02 ; null: none")
     _check_validation_users(cfg, report)
+    if train.on_spike == "rewind" and cfg.checkpoint.every is None:
+        why = "goes back to a checkpoint, and there is none before the end.\nUse  checkpoint.every=100  or  train.on_spike=skip"
+        report.add("train.on_spike", "rewind", why)
     if cfg.checkpoint.export_dtype and not cfg.checkpoint.export_hf:
         report.add("checkpoint.export_dtype", cfg.checkpoint.export_dtype, "only counts together with  checkpoint.export_hf=true")
     known = {"data.fingerprint", *GROUPS, "batch", "loss", *flatten(TrainConfig)}

@@ -60,7 +60,8 @@ class Train:
     sample_tokens: int = key(64, "longest answer to them, in tokens; each gathers the sharded weights once", minimum=1)
     sample_raw: bool = key(False, "continue sample_prompts as plain text, without the chat template")
     time_limit: str | None = key(
-        None, "commit a checkpoint and exit 75 after this long: `90s`, `30m`, `1h30m` or plain seconds; null: no limit"
+        None,
+        "commit a checkpoint and exit 75 within this long, as far as the longest step and save so far tell: `90s`, `30m`, `1h30m` or plain seconds; null: no limit",
     )
     early_stop: int | None = key(
         None, "end after this many validations in a row without a lower loss, with exit code 0; null: train to the end", minimum=1
@@ -72,6 +73,20 @@ class Train:
         minimum=1,
     )
     max_skipped: int = key(10, "steps skipped in a row for a non-finite loss or gradient before the run stops with exit code 1", minimum=1)
+    on_spike: str = key(
+        "warn",
+        "what a loss or gradient norm far above the steps before leads to: `warn`; `skip`: no update in that step; `rewind`: back to the checkpoint before, and on past these rows",
+        choices=("ignore", "warn", "skip", "rewind"),
+    )
+    spike_score: float = key(10.0, "how far above the median that is, in robust standard deviations (median absolute deviation)", above=0)
+    spike_window: int = key(128, "steps before that a step is judged by; nothing is judged until half of them have been", minimum=4)
+    rewind_margin: int = key(1, "on_spike=rewind: steps before and after the spike's whose rows are left out too; PaLM: 100", minimum=0)
+    max_rewinds: int = key(5, "on_spike=rewind: spikes beyond these many stop the run with exit code 1", minimum=1)
+    check_every: int | None = key(
+        None,
+        "look for silent data corruption every so many steps: compute a micro-batch twice, compare replicas bit by bit, also before a checkpoint; null: never",
+        minimum=1,
+    )
 
 
 @dataclass
@@ -394,6 +409,7 @@ class Launch:
     nproc_per_node: int | Literal["auto"] = key("auto", "ranks to start when no launcher did; `auto`: every visible GPU, else 1", minimum=1)
     device: str = key("auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda"))
     timeout: str = key("30m", "longest wait in a collective before the run is given up")
+    slurm_time_limit: bool = key(True, "in a Slurm job, stop as with train.time_limit before the job is over")
     data_timeout: str = key("24h", "longest wait of the other ranks for data preparation and downloads")
     watchdog: bool = key(
         True, "a process on each node finds ranks that died, were stopped or do not go on, keeps their stacks and kills them"

@@ -25,7 +25,8 @@ from fsdp_trainer.errors import Problem, UserError
 CODE_VERSION = 4  # raise it when the same input gives other tokens or weights
 CHUNK = 1000  # texts per call of the tokenizer
 COLUMNS = {
-    "tokens": np.int32, "weights": np.float32, "lengths": np.int64, "weight_sums": np.float64, "supervised": np.int64, "sources": np.int32
+    "tokens": np.int32, "weights": np.float32, "lengths": np.int64, "weight_sums": np.float64, "supervised": np.int64, "sources": np.int32,
+    "files": np.int32, "lines": np.int64,
 }  # fmt: skip
 
 Progress = Callable[[int, int], None]
@@ -35,8 +36,8 @@ Progress = Callable[[int, int], None]
 class TokenStore:
     """Samples on disk. `weights` belongs to `tokens` one to one: the weight with which that token is learnt, as a target."""
 
-    def __init__(self, folder: Path, fingerprint: str, source_names: Sequence[str] = ("",)):
-        self.fingerprint, self.source_names = fingerprint, list(source_names)
+    def __init__(self, folder: Path, fingerprint: str, source_names: Sequence[str] = ("",), files: Sequence[str] = ()):
+        self.folder, self.fingerprint, self.source_names, self.file_names = folder, fingerprint, list(source_names), list(files)
         columns = {name: _map(folder / f"{name}.bin", dtype) for name, dtype in COLUMNS.items()}
         self.tokens: np.ndarray = columns["tokens"]  # [all tokens] int32
         self.weights: np.ndarray = columns["weights"]  # [all tokens] float32
@@ -44,6 +45,8 @@ class TokenStore:
         self.weight_sums: np.ndarray = columns["weight_sums"]  # [samples] float64
         self.supervised: np.ndarray = columns["supervised"]  # [samples] int64: tokens with a weight
         self.sources: np.ndarray = columns["sources"]  # [samples] int32, places in source_names
+        self.files: np.ndarray = columns["files"]  # [samples] int32, places in file_names; this and `lines` are empty in an older store
+        self.lines: np.ndarray = columns["lines"]  # [samples] int64, from 1; in a table the row
         self.offsets: np.ndarray = np.concatenate([[0], np.cumsum(self.lengths)])  # [samples + 1] int64
 
     def __len__(self) -> int:
@@ -55,9 +58,13 @@ class TokenStore:
         part = slice(first, end if length is None else min(first + length, end))
         return self.tokens[part], self.weights[part]
 
+    def where(self, sample: int) -> str:
+        """FILE:LINE that a sample was made of, as the file was called when it was tokenised."""
+        return f"{self.file_names[self.files[sample]]}:{self.lines[sample]}" if self.file_names else f"sample {sample}"
+
 
 def _map(file: Path, dtype: Any) -> np.ndarray:
-    return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.empty(0, dtype)
+    return np.memmap(file, dtype, mode="r") if file.exists() and file.stat().st_size else np.empty(0, dtype)
 
 
 @dataclass
@@ -148,8 +155,8 @@ class StoreWriter:
         """Samples, tokens or supervised tokens of all sources."""
         return sum(count for (_, counted), count in self.by_source.items() if counted == what)
 
-    def write(self, samples: list[Sample], source: int = 0) -> None:
-        """Append, in order."""
+    def write(self, samples: list[Sample], source: int = 0, file: int = 0, lines: Sequence[int] | int = 0) -> None:
+        """Append, in order. source, file: places among their names; lines: of the file, one for each sample."""
         if not samples:
             return
         lengths = np.array([len(s.tokens) for s in samples])
@@ -161,6 +168,8 @@ class StoreWriter:
             "weight_sums": np.array([s.weights.sum(dtype=np.float64) for s in samples]),
             "supervised": supervised,
             "sources": np.full(len(samples), source),
+            "files": np.full(len(samples), file),
+            "lines": np.broadcast_to(lines, len(samples)),
         }
         for name, dtype in COLUMNS.items():
             columns[name].astype(dtype).tofile(self._files[name])
@@ -184,6 +193,7 @@ class Preparation:
         self.folder, self.progress = folder, progress or (lambda rows, tokens: None)
         self.report: list[str] = []
         self.rows = 0
+        self.files: list[str] = []
 
     def run(self, train: list[Source], apart: list[Source], fingerprint: str, fingerprints: dict[str, str]) -> None:
         """Write the stores, and last of all meta.json."""
@@ -193,7 +203,12 @@ class Preparation:
         self._read(apart, lambda row: "validation")
         sources = {"train": train, "validation": apart or train}
         about = {
-            name: {"fingerprint": fingerprints[name], "source_names": [source.name for source in sources[name]]} for name in self.writers
+            name: {
+                "fingerprint": fingerprints[name],
+                "source_names": [source.name for source in sources[name]],
+                "files": self.files,
+            }
+            for name in self.writers
         }
         for name, writer in self.writers.items():
             writer.close()
@@ -209,12 +224,15 @@ class Preparation:
         builder = SampleBuilder(self.data, self.seq_len, self.tokenizer, self.template)
         for i, file in ((i, file) for i, source in enumerate(sources) for file in source.files):
             texts = self._texts(file, builder, problems, store_of)
+            self.files.append(file)
             while chunk := list(islice(texts, CHUNK)):
                 samples: dict[str, list[Sample]] = {name: [] for name in self.writers}
-                for (name, _), made in zip(chunk, builder.tokenize([text for _, text in chunk]), strict=True):
+                lines: dict[str, list[int]] = {name: [] for name in self.writers}
+                for (name, line, _), made in zip(chunk, builder.tokenize([text for *_, text in chunk]), strict=True):
                     samples[name] += made
+                    lines[name] += [line] * len(made)
                 for name, writer in self.writers.items():
-                    writer.write(samples[name], i)
+                    writer.write(samples[name], i, len(self.files) - 1, lines[name])
                 self.progress(self.rows, sum(writer.total("tokens") for writer in self.writers.values()))
             problems.raise_if_failing()
         for format, found in self.found.items():
@@ -224,8 +242,8 @@ class Preparation:
 
     def _texts(
         self, file: str, builder: SampleBuilder, problems: Problems, store_of: Callable[[Conversation | Document], str]
-    ) -> Iterator[tuple[str, Rendered]]:
-        """(store, text) for every text of a file; after a problem that will be raised, only further problems are looked for."""
+    ) -> Iterator[tuple[str, int, Rendered]]:
+        """(store, line, text) for every text of a file; after a problem that will be raised, only further problems are looked for."""
         reader, before = None, self.rows
         for row in read_rows(file):
             self.rows += 1
@@ -241,7 +259,7 @@ class Preparation:
                 problems.add(row.where, str(e) if isinstance(e, RowError) else "is nested too deeply")
                 continue
             if not problems.will_raise:
-                yield from ((name, text) for text in texts)
+                yield from ((name, row.where[1], text) for text in texts)
         if self.rows == before:
             problems.add((file, 1), "the file holds no rows")
         self.found.setdefault(str(reader or "of no known format"), []).append((file, self.rows - before))

@@ -16,18 +16,23 @@ from fsdp_trainer.config.paths import COMPILE_CACHE, compile_cache
 from fsdp_trainer.config.schema import Launch, TrainConfig
 
 GRACE_SECONDS = 10.0
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # that ask a run to stop in order
 ECHO_SECONDS = 2.0  # a scheduler or `timeout` signals a process and its group, and a launcher passes its own on: one request, not two
 STOPPED = 75  # on a signal or a time limit, with a checkpoint committed
 
 
 def train(cfg: TrainConfig, overrides: list[str]) -> int:
     """Train as one rank of a world that torchrun or srun made, else start launch.nproc_per_node ranks. Returns the exit code."""
-    if launcher(os.environ) is None and ranks_to_start(cfg.launch) > 1:
-        return start_ranks(cfg, overrides)
-    os.environ.update({name: value for name, value in cfg.launch.env.items() if name not in os.environ})
-    if cfg.compile.enabled:
-        os.environ[COMPILE_CACHE] = str(compile_cache(cfg))  # read when torch is imported
-    return run_rank_imported()(cfg)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what comes before someone listens waits for him
+    try:
+        if launcher(os.environ) is None and ranks_to_start(cfg.launch) > 1:
+            return start_ranks(cfg, overrides)
+        os.environ.update({name: value for name, value in cfg.launch.env.items() if name not in os.environ})
+        if cfg.compile.enabled:
+            os.environ[COMPILE_CACHE] = str(compile_cache(cfg))  # read when torch is imported
+        return run_rank_imported()(cfg)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def run_rank_imported() -> Callable[[TrainConfig], int]:
@@ -78,6 +83,7 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], received: list[int] | No
     }
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the ranks inherit it
     with hand_over(cfg) as file:
         env[DESCRIPTOR] = str(file.fileno())
         ranks = [start_rank(overrides, {**env, "RANK": str(r), "LOCAL_RANK": str(r)}, file.fileno()) for r in range(count)]
@@ -97,14 +103,16 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], received: list[int] | No
             else:
                 rank.send_signal(signum)
 
-    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if threading.current_thread() is threading.main_thread() else ()
+    heard = SIGNALS if threading.current_thread() is threading.main_thread() else ()
     before = {signum: signal.signal(signum, pass_on) for signum in heard}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
         code = wait_for_ranks(ranks)
         if received and code == 1:
             print(f"fsdp-trainer: ended by {signal.Signals(received[0]).name}; what was committed stays", file=sys.stderr)
         return code
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for s, handler in before.items():
             signal.signal(s, handler)
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.errors import Problem, RunFailed, Stopped, UserError
 
 PARENT = "FSDP_TRAINER_PARENT"  # set by our own launcher: the process that a rank must not outlive
 ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun
@@ -74,31 +74,38 @@ class World:
     def node_by_node(self, name: str, work: Callable[[], T], timeout: float) -> T:
         """Run `work` on rank 0, then on one rank of every node, then on all: the later ones find what the first left on disk.
 
-        Waits outside any collective, so that hours of tokenising time nothing out. A failure of one is the failure of all.
+        Waits outside any collective, so that hours of tokenising time nothing out. All return together; a failure of one is the failure of all.
         """
-        first, node = f"{name}/rank0", f"{name}/node{self.node}"
+        first, node, all_done = f"{name}/rank0", f"{name}/node{self.node}", f"{name}/all"
         mine = first if self.main else node
-        before = [] if self.main else [first] if self.local_rank == 0 or self.node == 0 else [first, node]  # rank 0 is node 0's
-        for key in before:
-            failure = self._get(key, timeout)
-            self.store.add(f"{name}/heard", 1)
-            if failure:
-                raise failure
+        for key in [] if self.main else [first] if self.local_rank == 0 or self.node == 0 else [first, node]:  # rank 0 is node 0's
+            self._hear(name, key, timeout)
         failure = None
         try:
-            return work()
+            result = work()
         except BaseException as error:
-            failure = (
-                error if isinstance(error, UserError) else RunFailed(f"{name} failed on rank {self.rank}: {type(error).__name__}: {error}")
-            )
-            if not self.main:  # rank 0, which tells what all have in common, does not know
+            told = f"{name} failed on rank {self.rank}: {type(error).__name__}: {error}"
+            failure = error if isinstance(error, UserError | Stopped) else RunFailed(told)
+            if not self.main and not isinstance(error, Stopped):  # rank 0, which tells what all have in common, does not know
                 print(f"rank {self.rank}: {failure}", file=sys.stderr)
             raise
         finally:
             if self.local_rank == 0:
                 self._put(mine, failure)
+            if failure or self.store.add(f"{name}/done", 1) == self.size:
+                self._put(all_done, failure)
             if failure and self.main:
                 self.linger(name)
+        self._hear(name, all_done, timeout)
+        return result
+
+    def _hear(self, name: str, key: str, timeout: float) -> None:
+        """Wait for what others did. Raises what it failed with."""
+        failure = self._get(key, timeout)
+        if failure:
+            self.store.add(f"{name}/heard", 1)
+            self.linger(name)
+            raise failure
 
     def linger(self, name: str) -> None:
         """The store may end with rank 0: if it leaves, it gives the others time to hear why. Returns at once on them."""
@@ -183,8 +190,8 @@ def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
                 store.add(f"{name}/here", 1)
         time.sleep(MEETING_SECONDS)
     raise RunFailed(
-        f"rank {rank} waited {timeout:.0f} s for all {size} ranks to start. Of nodes that come and go (torchrun --nnodes=MIN:MAX), some may "
-        "have gone to another place: set  TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  in the environment of torchrun"
+        f"rank {rank} waited {timeout:.0f} s for all {size} ranks to start. Where nodes come and go (torchrun --nnodes=MIN:MAX), torchrun needs "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  in its environment"
     )
 
 

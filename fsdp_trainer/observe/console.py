@@ -1,6 +1,7 @@
 """The line that says everything: redrawn in a terminal, one plain line per logging step in a file."""
 
 import sys
+from contextlib import suppress
 from typing import Any, TextIO
 
 
@@ -15,21 +16,23 @@ class Console:
     def say(self, text: str) -> None:
         """A lasting line."""
         if not self.quiet:
-            self._clear()
-            print(text, file=self.stream, flush=True)
+            self._print(self._cleared() + text + "\n")
 
     def progress(self, text: str, last: bool = False) -> None:
         """The line of a logging step."""
         if self.live and not last:
-            print("\r" + text + " " * (self._drawn - len(text)), end="", file=self.stream, flush=True)
+            self._print("\r" + text + " " * (self._drawn - len(text)))
             self._drawn = len(text)
         else:
             self.say(text)
 
-    def _clear(self) -> None:
-        if self._drawn:
-            print("\r" + " " * self._drawn + "\r", end="", file=self.stream)
-            self._drawn = 0
+    def _print(self, text: str) -> None:
+        with suppress(OSError):  # a log file on a full disk, a reader that has gone: training goes on
+            print(text, end="", file=self.stream, flush=True)
+
+    def _cleared(self) -> str:
+        drawn, self._drawn = self._drawn, 0
+        return "\r" + " " * drawn + "\r" if drawn else ""
 
 
 def progress_line(line: dict[str, Any], total_steps: int, seconds_left: float) -> str:

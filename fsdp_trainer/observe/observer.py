@@ -4,7 +4,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,28 +40,42 @@ class Observer:
         self.device, self.config, self.seq_len, self.every, self.total_steps = device, config, seq_len, every, total_steps
         self.source_names, self.more_than_loss = source_names or [], more_than_loss
         self.console = Console(quiet=not main)
-        self.records = Records(run) if main else None
+        self.records = Records(run, self.console.say) if main else None
         self.trackers: Trackers | None = None
         self.peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.skipped_in_a_row = 0
-        """Steps without an update, as of the last write."""
+        """Steps without an update for a number that was not finite, as of the last write."""
+        self.spike: Any = None
+        """The first step that stood out since this was last None, as its plan; as of the last write."""
+        self.on_spike = "warn"
+        self.suspects: Callable[[Any, list[float], list[float]], dict[str, Any]] = lambda plan, worst, which: {}
+        """Whose numbers were bad in a step: see Batches.suspects."""
+        self.longest_write = 0.0
+        """Seconds between two writes, but for the first, in which things are compiled."""
+        self._writes = 0
         self._pending: list[tuple[dict[str, Any], Tensor]] = []
         self._started = time.perf_counter()
         self._step_seconds: list[float] = []
 
     def step(
-        self, plan: Any, progress: Any, lr: float, loss: Tensor, objective: Tensor, grad_norm: Tensor, not_finite: Tensor, sums: Tensor
+        self, plan: Any, progress: Any, lr: float, loss: Tensor, objective: Tensor, judged: Tensor, worst: Tensor, sums: Tensor
     ) -> None:
-        """Take note of a step; loss, objective, grad_norm, not_finite and the sums by source stay on the device."""
+        """Take note of a step; loss, objective, judged (the gradient norm and what a Verdict has), worst and the sums by source stay on the device."""
         line = {"step": plan.step, "lr": lr, "tokens": progress.tokens, "supervised_tokens": progress.supervised_tokens, "_plan": plan}
-        scalars = torch.stack([value.double() for value in (loss, objective, grad_norm, not_finite)])
-        self._pending.append((line, torch.cat([scalars, sums])))
+        self._pending.append((line, torch.cat([torch.stack([loss, objective]).double(), judged, worst, sums])))
 
     def validated(self, step: int, loss: float, losses: dict[str, float | None]) -> None:
-        """The validation loss belongs to the line of the step it followed, which is not yet written. losses: of several sources, each."""
+        """The validation loss belongs to the line of the step it followed, which is not yet written. losses: of several sources, each.
+
+        A run that was stopped amid the validation wrote that line before.
+        """
         said = finite_or_none(loss)
         self.event("evaluation", step=step, loss=said, **({"losses": losses} if losses else {}))
-        self._pending[-1][0].update({"validation_loss": said} | ({"validation_loss_by_source": losses} if losses else {}))
+        more = {"validation_loss": said} | ({"validation_loss_by_source": losses} if losses else {})
+        if self._pending:
+            self._pending[-1][0].update(more)
+        elif self.records and (line := self.records.amend(step, more)) and self.trackers:
+            self.trackers.log(line)
 
     def sampled(self, step: int, answers: list[tuple[str, str]]) -> None:
         """What the model said to each prompt; the first is shown."""
@@ -84,8 +98,8 @@ class Observer:
         yield
         self._started += time.perf_counter() - started
 
-    def write_if_due(self, step: int, last: bool = False) -> None:
-        """At a logging step, read the device and write all lines since the last time. Collective."""
+    def write_if_due(self, step: int, last: bool = False, whole: bool = True) -> None:
+        """At a logging step, read the device and write all lines since the last time. Collective. whole: whether the last lacks nothing."""
         if not self._pending or not (last or step % self.every == 0):
             return
         phases.enter("read")
@@ -93,19 +107,30 @@ class Observer:
         seconds = (time.perf_counter() - self._started) / len(self._pending)
         memory = self._memory()
         lines = [self._line(line, scalars, seconds, memory) for (line, _), scalars in zip(self._pending, values.tolist(), strict=True)]
+        if self._writes:
+            self.longest_write = max(self.longest_write, seconds * len(lines))
+        self._writes += 1
         self._pending.clear()
         if self.records:
             self.records.write(lines)
         for line in lines:
-            self._tell(line, shown=line is lines[-1], last=last)
+            self._tell(line, shown=line is lines[-1], last=last, tracked=whole or line is not lines[-1])
         self._started = time.perf_counter()
 
     def _line(self, line: dict[str, Any], scalars: list[float], seconds: float, memory: float) -> dict[str, Any]:
         plan = line.pop("_plan")
-        loss, objective, grad_norm, not_finite, *sums = scalars
+        loss, objective, grad_norm, not_finite, spike, loss_score, norm_score, _, *rest = scalars
+        ranks = dist.get_world_size()
+        worst, which, sums = rest[:ranks], rest[ranks : 2 * ranks], rest[2 * ranks :]
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if not_finite else 0
         if not_finite:
-            self.event("skipped", step=plan.step, rows=[plan.start, plan.stop], loss=repr(loss), grad_norm=repr(grad_norm))
+            whose = (
+                self.suspects(plan, worst, which) if math.isinf(max(worst)) else {}
+            )  # else each rank's were finite, and their sum was not
+            self.event("skipped", step=plan.step, rows=[plan.start, plan.stop], loss=repr(loss), grad_norm=repr(grad_norm), **whose)
+        if spike:
+            self.spike = self.spike or plan
+            self._tell_spike(plan, loss, grad_norm, round(loss_score, 2), round(norm_score, 2), self.suspects(plan, worst, which))
         rates = {"tokens_per_second": plan.tokens / seconds, "step_seconds": seconds, "memory_gib": memory}
         if self.peak:
             world = dist.get_world_size() * self.peak * seconds
@@ -120,8 +145,17 @@ class Observer:
             ordered["loss_by_source"] = losses(self.source_names, sums)
         return ordered | line | {name: round(value, 6) for name, value in rates.items()}
 
-    def _tell(self, line: dict[str, Any], shown: bool, last: bool) -> None:
-        if self.trackers:
+    def _tell_spike(self, plan: Any, loss: float, grad_norm: float, loss_score: float, norm_score: float, whose: dict[str, Any]) -> None:
+        scores = {"loss": loss, "grad_norm": grad_norm, "loss_score": loss_score, "grad_norm_score": norm_score}
+        self.event("spike", step=plan.step, rows=[plan.start, plan.stop], **scores, policy=self.on_spike, **whose)
+        done = {"warn": "", "skip": "; no update", "rewind": "; no update"}[self.on_spike]
+        self.console.say(
+            f"spike in step {plan.step:,}: loss {loss:.4f} (score {loss_score:.1f}), |g| {grad_norm:.2f} (score {norm_score:.1f}), highest loss on "
+            f"rank {', '.join(map(str, whose['ranks']))}: {', '.join(whose['samples'][:3])}{' …' if len(whose['samples']) > 3 else ''}{done}"
+        )
+
+    def _tell(self, line: dict[str, Any], shown: bool, last: bool, tracked: bool) -> None:
+        if self.trackers and tracked:
             self.trackers.log(line)
         self._step_seconds = [*self._step_seconds[-49:], line["step_seconds"]]
         if shown:

@@ -1,11 +1,17 @@
-"""Where metrics go besides metrics.jsonl. A tracker that fails is reported once and left alone: it never stops a run."""
+"""Where metrics go besides metrics.jsonl. Each tracker has a thread: one that fails or hangs is reported once and never stops a run."""
 
 import secrets
 from collections.abc import Callable
 from pathlib import Path
+from queue import Full, Queue
+from threading import Thread
 from typing import Any, NamedTuple
 
 from fsdp_trainer.config.schema import Logging
+
+WAITING = 1000  # lines that a tracker may lag behind; later ones it does not get
+CLOSE_SECONDS = 60.0  # at the end, to send what is left
+STOP_SECONDS = 10.0  # the same for a run that was stopped: its launcher does not wait long
 
 
 class Tracker(NamedTuple):
@@ -17,44 +23,73 @@ class Tracker(NamedTuple):
     text: Callable[[str, str, int], Any] = lambda name, text, step: None
 
 
+class Feed:
+    """One tracker, opened and fed by a thread of its own."""
+
+    def __init__(self, name: str, opened: Callable[[], Tracker], say: Callable[[str], None]):
+        self.name, self.opened, self.say, self.missed = name, opened, say, 0
+        self._waiting: Queue[Callable[[Tracker], Any] | None] = Queue(WAITING)
+        self._thread = Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, tell: Callable[[Tracker], Any] | None) -> None:
+        """Have the thread do this, in order, None to end; never waits."""
+        if not self._thread.is_alive():
+            return
+        try:
+            self._waiting.put_nowait(tell)
+        except Full:
+            if not self.missed:
+                self.say(f"{self.name} does not keep up and lacks metrics from here on; metrics.jsonl has everything.")
+            self.missed += 1
+
+    def close(self, exit_code: int, seconds: float) -> None:
+        """Flush, for as long as that."""
+        self.put(lambda tracker: tracker.close(exit_code))
+        self.put(None)
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self.say(f"{self.name} did not close within {seconds:.0f} s; metrics.jsonl has everything.")
+
+    def _work(self) -> None:
+        try:
+            tracker = self.opened()
+        except Exception as error:
+            self.say(f"{self.name} cannot be opened: {error}. metrics.jsonl has everything.")
+            return
+        try:
+            while tell := self._waiting.get():
+                tell(tracker)
+        except Exception as error:  # whatever an outside service throws
+            self.say(f"{self.name}: {error}. It gets no more metrics of this run; metrics.jsonl goes on.")
+
+
 class Trackers:
     """All trackers of a run; rank 0's business alone."""
 
-    def __init__(self, cfg: Logging, run: Path, config: dict[str, Any], say: Callable[[str], None]):
-        self.say, self.open = say, []
-        openers = {"wandb": lambda: _wandb(cfg, run, config), "tensorboard": lambda: _tensorboard(run)}
-        for name in [n for n, wanted in (("wandb", cfg.wandb != "disabled"), ("tensorboard", cfg.tensorboard)) if wanted]:
-            try:
-                self.open.append(openers[name]())
-            except Exception as error:
-                say(f"{name} cannot be opened: {error}. metrics.jsonl has everything.")
+    def __init__(self, cfg: Logging, run: Path, config: dict[str, Any], say: Callable[[str], None], step: int = 0):
+        """step: after which the run goes on."""
+        openers = {"wandb": lambda: _wandb(cfg, run, config), "tensorboard": lambda: _tensorboard(run, step)}
+        wanted = [name for name, wanted in (("wandb", cfg.wandb != "disabled"), ("tensorboard", cfg.tensorboard)) if wanted]
+        self.feeds = [Feed(name, openers[name], say) for name in wanted]
 
     def log(self, line: dict[str, Any]) -> None:
         """A line of metrics.jsonl."""
         grouped = {f"{name}/{of}": value for name, values in line.items() if isinstance(values, dict) for of, value in values.items()}
         single = {name: value for name, value in line.items() if name != "step" and not isinstance(value, dict)}
         values = {name: value for name, value in (single | grouped).items() if value is not None}
-        self._each(lambda tracker: tracker.log(values, line["step"]))
+        for feed in self.feeds:
+            feed.put(lambda tracker: tracker.log(values, line["step"]))
 
     def texts(self, texts: dict[str, str], step: int) -> None:
         """Samples, by name."""
-        self._each(lambda tracker: [tracker.text(name, text, step) for name, text in texts.items()])
-
-    def _each(self, tell: Callable[[Tracker], Any]) -> None:
-        for tracker in list(self.open):
-            try:
-                tell(tracker)
-            except Exception as error:  # whatever an outside service throws
-                self.open.remove(tracker)
-                self.say(f"{tracker.name}: {error}. It gets no more metrics of this run; metrics.jsonl goes on.")
+        for feed in self.feeds:
+            feed.put(lambda tracker: [tracker.text(name, text, step) for name, text in texts.items()])
 
     def close(self, exit_code: int) -> None:
         """Flush; a run that is to go on is not marked as failed."""
-        for tracker in self.open:
-            try:
-                tracker.close(0 if exit_code == 75 else exit_code)
-            except Exception as error:
-                self.say(f"{tracker.name} did not close: {error}")
+        for feed in self.feeds:
+            feed.close(0 if exit_code == 75 else exit_code, CLOSE_SECONDS if exit_code == 0 else STOP_SECONDS)
 
 
 def _wandb(cfg: Logging, run: Path, config: dict[str, Any]) -> Tracker:
@@ -62,17 +97,23 @@ def _wandb(cfg: Logging, run: Path, config: dict[str, Any]) -> Tracker:
     import wandb
 
     kept = run / "wandb_id"
-    if not kept.exists():
+    if not kept.exists() or not kept.read_text():  # a full disk may have left it empty
         kept.write_text(secrets.token_hex(4))
     mode: Any = cfg.wandb
     tracked = wandb.init(project=cfg.project, name=run.name, id=kept.read_text(), resume="allow", mode=mode, dir=run, config=config)
-    return Tracker("wandb", lambda values, step: tracked.log(values, step=step), lambda code: tracked.finish(exit_code=code))
+
+    def log(values: dict[str, Any], step: int) -> None:
+        if step >= tracked.step:  # what a run that was killed had told, a resume does again
+            tracked.log(values, step=step)
+
+    return Tracker("wandb", log, lambda code: tracked.finish(exit_code=code))
 
 
-def _tensorboard(run: Path) -> Tracker:
+def _tensorboard(run: Path, step: int) -> Tracker:
+    """TensorBoard. Steps after `step` that an earlier attempt wrote are not shown."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(run / "tensorboard"))
+    writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else None)
 
     def log(values: dict[str, Any], step: int) -> None:
         for name, value in values.items():

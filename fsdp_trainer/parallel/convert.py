@@ -66,6 +66,12 @@ def float8_layers(model: nn.Module) -> int:
 def scale_after_each_step(model: Decoder, optimizer: Optimizer, precision: Precision) -> None:
     """Find all the weights' scales for their next all-gather together, with one small all-reduce, instead of one for each weight."""
     if precision.float8 == "tensorwise":
+        optimizer.register_step_post_hook(lambda *_: scale(model, precision))
+
+
+def scale(model: Decoder, precision: Precision) -> None:
+    """Find those scales now: the weights have changed."""
+    if precision.float8 == "tensorwise":
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-        optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(model))
+        precompute_float8_dynamic_scale_for_fsdp(model)

@@ -1,8 +1,10 @@
 """From the global order of rows to what this rank computes: every number here is arithmetic on a row count."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +14,8 @@ from fsdp_trainer.models.attention import LAYOUTS, to_device
 from fsdp_trainer.models.decoder import MicroBatch
 
 INDEX_STEP = 128  # supervised positions are padded to a multiple of this, so that the device sees few shapes
+
+SHOWN = 8  # ranks and samples that are told of a bad step
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,12 @@ class Batches:
         self.attention = attention
         self.source_names = order.store.source_names
 
-    def steps(self, rows: int, last_row: int | None, step: int = 0, start: int = 0) -> Iterator[StepPlan]:
-        """Plans of `rows` rows each, going on after `step` steps and `start` rows; up to last_row if given, the last one partial."""
-        while last_row is None or start < last_row:
-            step, stop = step + 1, start + rows if last_row is None else min(start + rows, last_row)
-            yield StepPlan(step, start, stop, *self.order.totals(start, stop))
-            start = stop
+    def steps(
+        self, rows: int, last_row: int | None, step: int = 0, start: int = 0, left_out: Sequence[Sequence[int]] = ()
+    ) -> Iterator[StepPlan]:
+        """Plans of the ranges of `row_ranges`, going on after `step` steps."""
+        for number, (first, stop) in enumerate(row_ranges(rows, last_row, start, left_out), step + 1):
+            yield StepPlan(number, first, stop, *self.order.totals(first, stop))
 
     def count(self, plan: StepPlan) -> int:
         """Micro-batches per rank; where rows do not divide, the surplus slots are empty rows."""
@@ -56,6 +60,20 @@ class Batches:
         for m in range(self.count(plan)):
             first = plan.start + (m * self.ranks + self.rank) * self.micro_rows
             yield self.assemble([self.order.read(i) for i in range(first, min(first + self.micro_rows, plan.stop))])
+
+    def suspects(self, plan: StepPlan, worst: Sequence[float], which: Sequence[float]) -> dict[str, Any]:
+        """Whose numbers were bad in a step: the ranks where a micro-batch's loss or gradient was not finite, else the one with the highest loss.
+
+        worst, which: of each rank the highest mean loss of its micro-batches (inf: not finite), and the place of that micro-batch.
+        Returns the ranks, and where the samples of those micro-batches come from, at most SHOWN of each.
+        """
+        highest = max(worst)
+        ranks = [rank for rank, value in enumerate(worst) if value == highest][:SHOWN]
+        firsts = [plan.start + (int(which[rank]) * self.ranks + rank) * self.micro_rows for rank in ranks]
+        rows = [i for first in firsts for i in range(first, min(first + self.micro_rows, plan.stop))]
+        samples = dict.fromkeys(self.order.store.where(sample) for i in rows for sample, _, _ in self.order.row(i))
+        more = len(samples) - SHOWN
+        return {"ranks": ranks, "samples": [*islice(samples, SHOWN)], **({"more_samples": more} if more > 0 else {})}
 
     def assemble(self, rows: list[RowData]) -> MicroBatch:
         """[micro_rows, seq_len] tensors on the device; missing rows are empty."""
@@ -79,3 +97,16 @@ class Batches:
             on_device(np.pad(weights.reshape(-1)[learnt], padding)),
             on_device(np.pad(sources.reshape(-1)[learnt], padding)) if len(self.source_names) > 1 else None,
         )
+
+
+def row_ranges(rows: int, last_row: int | None, start: int, left_out: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+    """[start, stop) of the rows of each step: `rows` of them, fewer before last_row (None: endless) and before what is left out, which none holds."""
+    while True:
+        while hit := [stop for first, stop in left_out if first <= start < stop]:
+            start = max(hit)
+        if last_row is not None and start >= last_row:
+            return
+        edges = [first for first, _ in left_out if first > start] + ([] if last_row is None else [last_row])
+        stop = min([start + rows, *edges])
+        yield start, stop
+        start = stop

@@ -39,7 +39,9 @@ from fsdp_trainer.parallel.materialize import allocate, draw_weights, grow_vocab
 from fsdp_trainer.parallel.mesh import build_mesh, collectives_begun
 from fsdp_trainer.parallel.parallelize import parallelize
 from fsdp_trainer.training.batches import Batches
+from fsdp_trainer.training.corruption import Corruption
 from fsdp_trainer.training.gradients import GradientSync
+from fsdp_trainer.training.guard import Guard, Stream
 from fsdp_trainer.training.resume import check_unchanged, find_start, require_whole
 from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.stop import StopRequests
@@ -80,6 +82,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     every = cfg.logging.every or (10 if world.device.type == "cuda" else 1)
     more = bool(cfg.loss.label_smoothing or cfg.loss.z_loss)
     observer = Observer(run, world.main, world.device, config, cfg.batch.seq_len, every, total_steps, train.source_names, more)
+    observer.suspects, observer.on_spike = train.suspects, cfg.train.on_spike
     dtypes: dict[str, str] = {}
     checkpoints = CheckpointStore(
         run,
@@ -98,6 +101,9 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         cfg=cfg,
         model=model,
         optimizer=optimizer,
+        guard=Guard(cfg.train, torch.device("cpu") if cfg.sharding.cpu_offload else world.device),
+        stream=Stream(model),
+        corruption=Corruption(observer.event),
         gradient_sync=GradientSync(model, cfg.sharding.accumulate, replicated="replicate" in (mesh.mesh_dim_names or ())),
         batches=train,
         validation=validation,
@@ -198,9 +204,7 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
     kept = read_progress(checkpoint)
     trainer.dtypes |= kept["dtypes"]
     trainer.progress = progress = Progress(**{name: kept[name] for name in asdict(Progress()) if name in kept})
-    if trainer.last_row is not None:  # the steps so far may have had another number of rows
-        left = math.ceil((trainer.last_row - progress.rows) / trainer.cfg.batch.rows)
-        trainer.total_steps = trainer.observer.total_steps = progress.step + max(0, left)
+    trainer.count_steps()
     listed = trainer.checkpoints.listed()
     ours = checkpoint.resolve() in [path.resolve() for path in listed]  # not one of another run, nor one that was left aside
     trainer.saved = progress.step if ours else -1

@@ -48,10 +48,11 @@ def clip_gradients(model: nn.Module, max_norm: float | None, max_value: float | 
 def _global_norm(parts: list[Tensor], copies: int) -> Tensor:
     """Of what all ranks hold together. copies: how many ranks hold each part.
 
-    Summed over the whole world, not over one group of shards: so it is the same on every rank to the last bit.
+    Summed over the whole world, not over one group of shards, and over replicas too: so it is the same on every rank to the last bit, and a number
+    that is not finite on one rank alone is known to all.
     """
     squares = torch.stack(torch._foreach_norm(parts, 2, torch.float32)).double().square().sum()
-    if _world() > copies:
+    if _world() > 1:
         dist.all_reduce(squares)
         squares /= copies
     return squares.sqrt().float()

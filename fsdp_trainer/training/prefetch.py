@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+CLOSE_SECONDS = 2.0
 T = TypeVar("T")
 
 
@@ -57,7 +58,7 @@ class Ahead(Generic[T]):
         self._closed = True
         self._room.release()
         if self._thread:
-            self._thread.join()
+            self._thread.join(CLOSE_SECONDS)  # a read may hang for ever, and is no reason to
 
     def _let_go(self) -> None:
         """The item before is used up as soon as the device has done what was asked of it until now."""

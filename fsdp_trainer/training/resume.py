@@ -5,14 +5,15 @@ import json
 import shutil
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch.distributed as dist
 import yaml
 
-from fsdp_trainer.checkpoint.files import damage, read_manifest
-from fsdp_trainer.checkpoint.store import CheckpointStore, gather, read_progress
+from fsdp_trainer.checkpoint.files import read_manifest
+from fsdp_trainer.checkpoint.store import CheckpointStore, damage_anywhere, read_progress
 from fsdp_trainer.config.check import show
 from fsdp_trainer.config.paths import committed_checkpoints, find_checkpoint
 from fsdp_trainer.config.schema import TrainConfig
@@ -111,12 +112,13 @@ def find_start(cfg: TrainConfig, store: CheckpointStore, observer: Observer) -> 
         if asked.resolve().is_relative_to(store.run.resolve()) or not committed_checkpoints(store.run):
             require_whole(asked)
             return asked
+    return store.newest_good(partial(tell_damaged, observer))
 
-    def tell(checkpoint: Path, found: list[Problem]) -> None:
-        observer.event("damaged", path=str(checkpoint), problems=[f"{p.what} {p.why}" for p in found])
-        observer.console.say(f"{checkpoint} is damaged and left aside: {found[0].what} {found[0].why}")
 
-    return store.newest_good(tell)
+def tell_damaged(observer: Observer, checkpoint: Path, found: list[Problem]) -> None:
+    """On record, that a checkpoint is not gone on from."""
+    observer.event("damaged", path=str(checkpoint), problems=[f"{p.what} {p.why}" for p in found])
+    observer.console.say(f"{checkpoint} is damaged and left aside: {found[0].what} {found[0].why}")
 
 
 def _asked_for(path: str) -> Path:
@@ -130,7 +132,7 @@ def _asked_for(path: str) -> Path:
 
 def require_whole(checkpoint: Path) -> None:
     """Raise UserError naming the damaged files of a checkpoint. Collective: each rank looks at its part of them."""
-    if problems := [p for part in gather(damage(checkpoint, dist.get_rank(), dist.get_world_size())) for p in part]:
+    if problems := damage_anywhere(checkpoint):
         raise UserError(f"the checkpoint {checkpoint} is damaged", problems)
 
 

@@ -12,13 +12,13 @@ import yaml
 
 from fsdp_trainer import phases
 from fsdp_trainer.checkpoint.export import export_checkpoint, is_export_of
-from fsdp_trainer.checkpoint.store import everywhere
+from fsdp_trainer.checkpoint.store import everywhere, gather
 from fsdp_trainer.config.check import show
 from fsdp_trainer.config.paths import BEST, committed_checkpoints, find_checkpoint, is_hub_id, step_of
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.build import build_data
-from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.errors import RunFailed, Stopped, UserError
 from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
 from fsdp_trainer.models.hub import fetch
@@ -29,6 +29,7 @@ from fsdp_trainer.observe.trackers import Trackers
 from fsdp_trainer.parallel.compile import told_in_short
 from fsdp_trainer.training.build import Material, build, check_room
 from fsdp_trainer.training.resume import Claim, claim_folder
+from fsdp_trainer.training.rewind import rewind
 from fsdp_trainer.training.stop import StopRequests
 from fsdp_trainer.training.trainer import Outcome, Trainer
 
@@ -38,42 +39,73 @@ TELL_EVERY_SECONDS = 5.0
 def run_rank(cfg: TrainConfig) -> int:
     """Train as one rank. Returns the exit code; raises UserError and RunFailed for the front door to tell."""
     waiting = parse_duration(cfg.launch.data_timeout)
-    world = join(environment_of_ranks(os.environ) or os.environ, cfg.launch.device, parse_duration(cfg.launch.timeout))
-    run = Path(cfg.run.root).expanduser() / str(cfg.run.name)
-    launchers = world.launchers(waiting)
-    # rank 0 alone looks: it is about to claim the folder for this attempt
-    attempt, code = world.from_main("earlier attempt", lambda: earlier_attempt(run, launchers), waiting)
-    if code is not None:
-        world.linger("earlier attempt")
-        return code
-    if attempt:
-        cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))  # restarted by the launcher: what is there is our own
-    watch = watched(cfg.launch, run, world)
-    console = Console(quiet=not world.main)
+    env = environment_of_ranks(os.environ) or os.environ
+    console = Console(quiet=env.get("RANK", "0") != "0")
     stop = StopRequests(parse_duration(cfg.train.time_limit) if cfg.train.time_limit else None, console.say)
-    lock, trainer, reason, code = None, None, "failed", 1
+    run = Path(cfg.run.root).expanduser() / str(cfg.run.name)
+    records, watch, lock, trainer, reason, code = Records(run, console.say), None, None, None, "failed", 1
     try:
+        world = join(env, cfg.launch.device, parse_duration(cfg.launch.timeout))
+        stop.connect(world.store)
+        launchers = world.launchers(waiting)
+        # rank 0 alone looks: it is about to claim the folder for this attempt
+        attempt, left = world.from_main("earlier attempt", lambda: earlier_attempt(run, launchers), waiting)
+        if left is not None:
+            world.linger("earlier attempt")
+            return left
+        if attempt:
+            cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))  # restarted by the launcher: what is there is our own
+        watch = watched(cfg.launch, run, world)
         lock = world.node_by_node(
-            "claiming the run's folder", lambda: claim_folder(cfg, run, Claim(launchers, attempt)) if world.main else None, waiting
+            "claiming the run's folder",
+            lambda: stop.stoppable(lambda: claim_folder(cfg, run, Claim(launchers, attempt)) if world.main else None),
+            waiting,
         )
-        material = world.node_by_node("preparing the data", lambda: prepare(cfg, run, console, world), waiting)
+        if lock:
+            stop.last_words = lambda why, code: records.event("end", reason=why, exit_code=code)
+            if cfg.launch.slurm_time_limit:
+                stop.ask_slurm()
+        material = world.node_by_node("preparing the data", lambda: stop.stoppable(lambda: prepare(cfg, run, console, world)), waiting)
         connect(world, parse_duration(cfg.launch.timeout))
+        stop.watch(pids_of_node(world))
+        if early := stop.agreed(limits=False).reason:
+            raise Stopped(early)
         trainer = build(cfg, material, world, run, stop)
         reason, code = train(trainer, world, run, attempt)
+    except Stopped as stopped:
+        reason, code = stopped.args[0], stopped.exit_code
+        console.say(f"stopped by {reason}, with nothing more to save: {how_to_go_on(cfg)}")
     except UserError as error:
         reason, code = error.title, error.exit_code
         raise
+    except RunFailed as error:
+        reason = error.args[0]
+        raise
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, RuntimeError) and (gone := stop.ended()):  # as collectives fail
+            reason = f"{' and '.join(f'rank {rank}' for rank in gone)} ended: {reason}"
+            raise RunFailed(reason) from None
         raise
     finally:
-        leave(trainer, Records(run) if lock else None, reason, code)
+        stop.leaving = True
+        leave(trainer, (trainer.observer.records or records) if trainer else records, lock is not None, reason, code, bool(stop.gone))
         stop.close()
         if lock:
             lock.close()
         if watch:
             watch.close()
     return code
+
+
+def pids_of_node(world: World) -> dict[int, int]:
+    """Of the ranks that share this node, by rank. Collective."""
+    return {rank: pid for rank, (node, pid) in enumerate(gather((world.node, os.getpid()))) if node == world.node}
+
+
+def how_to_go_on(cfg: TrainConfig) -> str:
+    """After a stop."""
+    return "the same command goes on" if cfg.checkpoint.resume == "auto" else "go on with  checkpoint.resume=auto"
 
 
 def earlier_attempt(run: Path, launchers: list[str]) -> tuple[int, int | None]:
@@ -120,7 +152,7 @@ def tokenising(console: Console) -> Callable[[int, int], None]:
 def train(trainer: Trainer, world: World, run: Path, attempt: int) -> Outcome:
     """Open the records where the run stands, fit, and export at the end. Collective."""
     observer, step = trainer.observer, trainer.progress.step
-    if trainer.finished and trainer.saved == step:
+    if trainer.finished and trainer.saved == step and not trainer.progress.cut_short:
         observer.console.say(already_finished(trainer, run))
         export_hf(trainer, world, run)
         return "already finished", 0
@@ -144,14 +176,15 @@ def train(trainer: Trainer, world: World, run: Path, attempt: int) -> Outcome:
         parse_duration(every) if every else None, world.store, world.rank, world.size, socket.gethostname(), trainer.optimizer, straggler
     )
     with told_in_short(), compared:
-        outcome = trainer.fit()
+        while not (outcome := trainer.fit()):
+            rewind(trainer)
     if outcome[1] == 0:
         tell_end(trainer, outcome[0])
         export_hf(trainer, world, run)
         observer.console.say(f"done: {run}")
     else:
-        how = "the same command goes on" if trainer.cfg.checkpoint.resume == "auto" else "go on with  checkpoint.resume=auto"
-        observer.console.say(f"stopped by {outcome[0]} after step {trainer.progress.step:,}, checkpoint committed: {how}")
+        kept = "checkpoint committed" if trainer.progress.step else "nothing to save yet"
+        observer.console.say(f"stopped by {outcome[0]} after step {trainer.progress.step:,}, {kept}: {how_to_go_on(trainer.cfg)}")
     return outcome
 
 
@@ -179,10 +212,14 @@ def tell_end(trainer: Trainer, reason: str) -> None:
 def open_records(trainer: Trainer, run: Path) -> None:
     """Bring the run's files to where it stands. Rank 0's task."""
     cfg, observer, step = trainer.cfg, trainer.observer, trainer.progress.step
-    Records(run).cut_after(step)
+    assert observer.records
+    observer.records.cut_after(step)
     trainer.checkpoints.clear_up(step)
-    (run / "config.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False, allow_unicode=True))
-    observer.trackers = Trackers(cfg.logging, run, asdict(cfg), observer.console.say)
+    try:
+        (run / "config.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False, allow_unicode=True))
+    except OSError as error:  # each checkpoint has its own
+        observer.console.say(f"{run / 'config.yaml'} cannot be written: {error}; training goes on")
+    observer.trackers = Trackers(cfg.logging, run, asdict(cfg), observer.console.say, step)
 
 
 def export_hf(trainer: Trainer, world: World, run: Path) -> None:
@@ -204,22 +241,27 @@ def export_hf(trainer: Trainer, world: World, run: Path) -> None:
 
     phases.enter("export")
     # outside any collective: a large model takes longer than launch.timeout
-    world.node_by_node("exporting the model", export, parse_duration(trainer.cfg.launch.data_timeout))
+    world.node_by_node("exporting the model", lambda: trainer.stop.stoppable(export), parse_duration(trainer.cfg.launch.data_timeout))
     dist.barrier()  # the store ends with rank 0: all must have heard
 
 
-def leave(trainer: Trainer | None, records: Records | None, reason: str, code: int) -> None:
-    """A checkpoint on its way committed, trackers closed, the last line of events.jsonl, the process group gone."""
+def leave(trainer: Trainer | None, records: Records, ours: bool, reason: str, code: int, alone: bool) -> None:
+    """A checkpoint on its way committed, trackers closed, the last line of events.jsonl, the process group gone.
+
+    ours: whether this process may write into the run's folder; alone: whether another rank has ended, for which nothing waits.
+    """
     phases.enter("end")
-    if trainer:
+    if trainer and not alone:
         try:
             trainer.checkpoints.wait()
         except BaseException as error:  # beside what ended the run, which is told by the front door
             trainer.observer.console.say(f"the checkpoint on its way was lost: {error}")
+    if trainer:
         trainer.profiler.close()
     if trainer and trainer.observer.trackers:
         trainer.observer.trackers.close(code)
-    if records:
+    if ours:
         records.event("end", reason=reason, exit_code=code)
+        records.close()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """What the model in training says to a few fixed prompts."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -38,11 +39,16 @@ class Samples:
             self.prompts.append((prompt, tokens))
 
     @torch.no_grad()
-    def take(self, model: Decoder) -> list[tuple[str, str]]:
-        """Each prompt with its answer. Collective."""
+    def take(self, model: Decoder, stops: Callable[[], bool]) -> list[tuple[str, str]] | None:
+        """Each prompt with its answer; None if `stops` says, on all ranks alike, that there is no time. Collective."""
         eager: Any = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()  # every length is another shape
+        answers = []
         with eager:
-            return [(prompt, self.tokenizer.decode(self._answer(model, tokens))) for prompt, tokens in self.prompts]
+            for prompt, tokens in self.prompts:
+                if stops():
+                    return None
+                answers.append((prompt, self.tokenizer.decode(self._answer(model, tokens))))
+        return answers
 
     def _answer(self, model: Decoder, tokens: list[int]) -> list[int]:
         return list(continue_tokens(model, tokens, self.tokenizer.stop_ids, self.how, self.device, of_rank_0))

@@ -1,10 +1,12 @@
 """The step loop. It receives built parts; what the model is, how it is sharded and where files lie is not its business."""
 
 import math
+import time
+import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from itertools import groupby, islice
-from operator import itemgetter
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,9 +17,10 @@ from torch.profiler import record_function
 
 from fsdp_trainer import phases
 from fsdp_trainer.checkpoint.state import optimizer_state, weights
-from fsdp_trainer.checkpoint.store import CheckpointStore
+from fsdp_trainer.checkpoint.store import CheckpointStore, gather
+from fsdp_trainer.config.paths import checkpoint_name
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.errors import RunFailed
+from fsdp_trainer.errors import RunFailed, Stopped
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.observe.observer import Observer, losses
@@ -26,9 +29,11 @@ from fsdp_trainer.optim.optimizers import set_learning_rate, step_unless
 from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate
 from fsdp_trainer.parallel.compile import Compilations
 from fsdp_trainer.parallel.parallelize import reshard
-from fsdp_trainer.training.batches import Batches, StepPlan
+from fsdp_trainer.training.batches import Batches, StepPlan, row_ranges
+from fsdp_trainer.training.corruption import Corruption
 from fsdp_trainer.training.garbage import collecting_garbage
-from fsdp_trainer.training.gradients import GradientSync, any_not_finite, beside, clip_gradients
+from fsdp_trainer.training.gradients import GradientSync, beside, clip_gradients
+from fsdp_trainer.training.guard import Guard, Stream, Verdict, worse
 from fsdp_trainer.training.objective import CrossEntropy, by_source, negative_log_likelihood
 from fsdp_trainer.training.prefetch import Ahead
 from fsdp_trainer.training.samples import Samples
@@ -36,8 +41,8 @@ from fsdp_trainer.training.stop import StopRequests
 
 Outcome = tuple[str, int]
 """Why training ended, and the exit code."""
-Planned = tuple[StepPlan, MicroBatch]
-"""A micro-batch of this rank, and the step that it is of."""
+SLOW_DISK = 200e6  # bytes a second of each rank, before a checkpoint has shown it
+PAUSES = (1.0, 2.0, 4.0)  # seconds before the last checkpoint is tried again
 PREFETCH_ON_GPU = 2  # one on its way and one ready; assembling takes a small part of a step
 
 
@@ -46,7 +51,8 @@ class Progress:
     """All there is to know about where a run stands: the data order is a function of `rows`.
 
     best_loss: the lowest validation loss, after best_step; lower_loss: the last one that counted as lower for train.early_stop;
-    stale: how many in a row have not, since.
+    stale: how many in a row have not, since. recent, spikes_in_a_row: the guard's window; left_out: [first, stop) of rows that rewinds jump over.
+    cut_short: what a stop kept this step from, `validation` or `samples`; a resume begins with it.
     """
 
     step: int = 0
@@ -57,6 +63,11 @@ class Progress:
     best_loss: float | None = None
     lower_loss: float | None = None
     stale: int = 0
+    recent: list[list[float]] = field(default_factory=lambda: [[], []])
+    spikes_in_a_row: int = 0
+    left_out: list[list[int]] = field(default_factory=list)
+    rewinds: int = 0
+    cut_short: str | None = None
 
     def advance(self, plan: StepPlan) -> None:
         """Count a finished step."""
@@ -76,7 +87,7 @@ class Progress:
 
     def forget_validation(self) -> None:
         """What another data set gave, or what belongs to a checkpoint that is not there, is no measure."""
-        self.best_step = self.best_loss = self.lower_loss = None
+        self.best_step = self.best_loss = self.lower_loss = self.cut_short = None
         self.stale = 0
 
 
@@ -87,6 +98,9 @@ class Trainer:
     cfg: TrainConfig
     model: Decoder
     optimizer: Optimizer
+    guard: Guard
+    stream: Stream
+    corruption: Corruption
     gradient_sync: GradientSync
     batches: Batches
     validation: Batches | None
@@ -103,43 +117,73 @@ class Trainer:
     compilations: Compilations | None = None  # of a compiled run
     saved: int = -1  # step of the newest checkpoint
     steps_compiled: int = 0  # in which blocks were
+    stops: str | None = None  # why all ranks stop now
+    missing: str | None = None  # this rank's data of this step: why; empty if a stop did not wait for it
+    failure: str = ""  # of the newest save that failed
+    saved_before: int = -1  # step of the checkpoint before the newest
+    best_before: tuple[int | None, float | None] = (None, None)  # before the newest best one: step and validation loss
 
-    def fit(self) -> Outcome:
-        """Train until the last step, a signal or a time limit. Every line here happens in this order, once per step."""
+    def fit(self) -> Outcome | None:
+        """Train until the last step, a signal or a time limit; None: until a spike that the run is to be taken back from."""
+        self.guard.load(self.progress.recent, self.progress.spikes_in_a_row)
         with self.ahead(self.batches, self.plans()) as batches, collecting_garbage(self.cfg.train.gc_every) as collect:
             return self.train_on(batches, collect)
 
-    def train_on(self, batches: Iterator[Planned], collect: Callable[[int], None]) -> Outcome:
-        """The loop of `fit`."""
-        steps = groupby(batches, key=itemgetter(0))
+    def train_on(self, batches: Iterator[MicroBatch], collect: Callable[[int], None]) -> Outcome | None:
+        """The loop of `fit`. Every line here happens in this order, once per step."""
+        plans = self.plans()
         peak = peak_learning_rate(self.cfg.optim, self.cfg.batch)
-        while not self.finished:
+        self.stop.margin = self.seconds_to_stop
+        self.agree(limits=False)
+        if self.progress.cut_short and not self.stops:
+            self.conclude(collect)
+        while not (self.finished or self.stops):
             phases.enter("data", self.progress.step + 1)
-            plan, of_step = next(steps)
+            plan = next(plans)
             self.profiler.before(plan.step)
             lr = learning_rate(self.cfg.schedule, peak, plan.step, self.total_steps)
-            loss, objective, sums = self.forward_backward(plan, (batch for _, batch in of_step))
+            loss, objective, sums, worst = self.forward_backward(plan, self.micro_batches(self.batches, batches, plan))
             grad_norm = self.clip()
-            not_finite = self.update(lr, loss, grad_norm)
+            verdict = self.update(lr, loss, grad_norm)
+            if self.agree():  # that a rank had no data for this step, which changed nothing
+                break
             self.progress.advance(plan)
             self.tell_compilations("training")
-            self.observer.step(plan, self.progress, lr, loss, objective, beside(grad_norm, loss), beside(not_finite, loss), sums)
+            judged = torch.stack([grad_norm.double(), *(value.double() for value in verdict)])
+            self.observer.step(plan, self.progress, lr, loss, objective, beside(judged, loss), worst, sums)
             self.profiler.after(plan.step)
-            if self.due(self.cfg.train.validate_every):
-                self.validate()
-                self.tell_compilations("validation")
-                self.sample()
-            # what a checkpoint holds must be on record before it is committed
-            phases.enter("log")
-            self.observer.write_if_due(plan.step, last=self.worth_saving)
-            collect(plan.step)
-            self.stop_if_nothing_is_learnt()
-            if self.worth_saving:
-                self.save()
-            phases.enter("agree")
-            if reason := self.stop.agreed(self.checkpoints.failed):
-                return self.stop_in_order(reason)
-        return self.finish()
+            self.conclude(collect)
+            if self.stands_out:
+                return None
+        return self.stop_in_order() if self.stops else self.finish()
+
+    def conclude(self, collect: Callable[[int], None]) -> None:
+        """What follows a step besides the next one. A stop cuts it short."""
+        step, left_over = self.progress.step, self.progress.cut_short
+        self.progress.cut_short = None
+        apart = self.due(self.cfg.train.validate_every)
+        if apart and left_over != "samples":
+            self.validate()
+            self.tell_compilations("validation")
+        if apart and not self.progress.cut_short:
+            self.sample()
+        if self.progress.cut_short:
+            return
+        # what a checkpoint holds must be on record before it is committed
+        phases.enter("log")
+        self.observer.write_if_due(step, last=self.worth_saving)
+        collect(step)
+        self.stop_if_nothing_is_learnt()
+        if self.stands_out:
+            return
+        if self.cfg.train.check_every and self.due(self.cfg.train.check_every):
+            self.check_replicas()
+        if left_over:
+            self.saved = -1  # what is stored knows of no conclusion
+        if self.worth_saving:
+            self.save()
+        if apart or self.worth_saving:  # which takes its time
+            self.agree()
 
     @property
     def finished(self) -> str | None:
@@ -150,6 +194,11 @@ class Trainer:
         return "finished" if self.progress.step >= self.total_steps else None
 
     @property
+    def stands_out(self) -> bool:
+        """Whether the run is to be taken back from a spike."""
+        return bool(self.observer.spike) and self.cfg.train.on_spike == "rewind"
+
+    @property
     def worth_saving(self) -> bool:
         """Whether there is a checkpoint of this step."""
         best = self.cfg.checkpoint.best and self.progress.best_step == self.progress.step
@@ -157,39 +206,111 @@ class Trainer:
 
     def plans(self) -> Iterator[StepPlan]:
         """Of the steps to come."""
-        steps = self.batches.steps(self.cfg.batch.rows, self.last_row, self.progress.step, self.progress.rows)
+        progress = self.progress
+        steps = self.batches.steps(self.cfg.batch.rows, self.last_row, progress.step, progress.rows, progress.left_out)
         return islice(steps, max(0, self.total_steps - self.progress.step))
 
-    def ahead(self, batches: Batches, plans: Iterator[StepPlan]) -> Ahead[Planned]:
-        """All micro-batches of all plans, each with its plan."""
+    def count_steps(self) -> None:
+        """How many there will be in all, of a run counted in epochs: steps so far may have had other rows, and some rows are left out."""
+        if self.last_row is not None:
+            to_come = row_ranges(self.cfg.batch.rows, self.last_row, self.progress.rows, self.progress.left_out)
+            self.total_steps = self.observer.total_steps = self.progress.step + sum(1 for _ in to_come)
+
+    def ahead(self, batches: Batches, plans: Iterator[StepPlan]) -> Ahead[MicroBatch]:
+        """All micro-batches of all plans."""
         depth = self.cfg.data.prefetch
         if depth is None:
             depth = PREFETCH_ON_GPU if batches.device.type == "cuda" else 0
-        return Ahead(((plan, batch) for plan in plans for batch in batches.micro_batches(plan)), depth, batches.device)
+        return Ahead((batch for plan in plans for batch in batches.micro_batches(plan)), depth, batches.device)
+
+    def micro_batches(self, batches: Batches, ahead: Iterator[MicroBatch], plan: StepPlan) -> Iterator[MicroBatch]:
+        """This rank's part of a step, out of `ahead`. Where it cannot be had, empty rows: the other ranks wait in this step's collectives."""
+        for _ in range(batches.count(plan)):
+            if self.missing is None:
+                try:
+                    with self.stop.waiting():
+                        batch = next(ahead)
+                except Stopped:
+                    self.missing = ""
+                except Exception as error:
+                    if not isinstance(error, OSError):
+                        traceback.print_exc()
+                    where = f"rows {plan.start:,} to {plan.stop - 1:,}, prepared in {batches.order.store.folder}"
+                    self.missing = f"rank {dist.get_rank()} cannot read its part of {where}: {type(error).__name__}: {error}"
+            yield batch if self.missing is None else batches.assemble([])
+
+    def agree(self, limits: bool = True) -> bool:
+        """All ranks learn whether they stop, and whether a save in the background failed.
+
+        Returns whether a rank had no data because of the stop. Raises RunFailed on all of them if one could not read its.
+        """
+        phases.enter("agree")
+        agreement = self.stop.agreed(self.checkpoints.failed, self.missing is not None, limits)
+        self.stops = self.stops or agreement.reason
+        if agreement.save_failed:
+            self.settle()
+        if agreement.missing and (told := [why for why in gather(self.missing) if why]):
+            self.stop.leaving = True
+            raise RunFailed("\n".join(told))
+        return agreement.missing
+
+    def must_stop(self, during: str) -> bool:
+        """The same in a phase that can be cut short."""
+        missing = not self.stops and self.agree()
+        phases.enter(during)
+        return bool(missing or self.stops)
+
+    def seconds_to_stop(self) -> float:
+        """From one boundary to the next, and to a committed checkpoint there: by the longest seen so far, with something to spare."""
+        unseen = sum(p.numel() * p.element_size() for p in self.model.parameters()) * 3 / dist.get_world_size() / SLOW_DISK
+        saves = 2 if self.cfg.checkpoint.mode == "async" else 1  # one may be on its way
+        return self.observer.longest_write + 1.25 * saves * (self.checkpoints.longest_save or unseen) + 2.0
 
     @record_function("forward_backward")
-    def forward_backward(self, plan: StepPlan, batches: Iterator[MicroBatch]) -> tuple[Tensor, Tensor, Tensor]:
+    def forward_backward(self, plan: StepPlan, batches: Iterator[MicroBatch]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """All micro-batches of a step. Gradients end up sharded and summed; returns the step's loss and objective over all ranks, on the device.
 
-        And, of several sources, the [2 × sources] sums of `by_source`; empty for one.
+        And, of several sources, the [2 × sources] sums of `by_source`, empty for one; and of every rank, [2, ranks], what `worse` says.
         """
         total = self.sums_of(self.batches)
-        minimised = total.new_zeros(1)
-        count, loss = self.batches.count(plan), self.cfg.loss
-        for i, batch in enumerate(batches, 1):
-            self.gradient_sync.before(last=i == count)
+        minimised, worst = total.new_zeros(1), total.new_zeros(2, self.batches.ranks)
+        mine = worst[:, self.batches.rank]
+        count = self.batches.count(plan)
+        for i, batch in enumerate(batches):
             weights = batch.weights / (plan.weight or 1.0)  # a step may have no target
-            phases.enter("forward")
-            objective, scores = self.model(batch, CrossEntropy(weights, loss.label_smoothing, loss.z_loss))
-            phases.enter("backward")
-            objective.backward()
-            minimised += objective.detach()
-            self.add_to(total, negative_log_likelihood(scores, weights), scores, batch)
+            if i == 0 and self.cfg.train.check_every and plan.step % self.cfg.train.check_every == 0:
+                self.corruption.check_computation(plan.step, partial(self.computed_apart, batch, weights))
+            self.gradient_sync.before(last=i == count - 1)
+            objective, scores = self.compute(batch, weights)
+            minimised += objective
+            loss = negative_log_likelihood(scores, weights)
+            self.add_to(total, loss, scores, batch)
+            mean = loss * (plan.weight or 1.0) / batch.weights.sum().clamp_min(torch.finfo(torch.float32).tiny)
+            mine.copy_(worse(mine, i, mean, self.stream.take()))
             phases.enter("data")
-        reduced = torch.cat([minimised, total])
+        if self.missing is not None:
+            total[0] = math.nan  # no rank updates its weights
+        reduced = torch.cat([minimised, total, worst.flatten()])
         if dist.get_world_size() > 1:
             dist.all_reduce(reduced)
-        return reduced[1], reduced[0], reduced[2:]
+        end = len(reduced) - worst.numel()
+        return reduced[1], reduced[0], reduced[2:end], reduced[end:]
+
+    def compute(self, batch: MicroBatch, weights: Tensor) -> tuple[Tensor, Scores]:
+        """Forward and backward of a micro-batch: the objective's value and the scores."""
+        phases.enter("forward")
+        objective, scores = self.model(batch, CrossEntropy(weights, self.cfg.loss.label_smoothing, self.cfg.loss.z_loss))
+        phases.enter("backward")
+        objective.backward()
+        return objective.detach(), scores
+
+    def computed_apart(self, batch: MicroBatch, weights: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The objective's value, the gradient of the activations and those of the parameters; of the step's own gradients nothing is there yet."""
+        self.gradient_sync.before(last=True)
+        objective, _ = self.compute(batch, weights)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.optimizer.zero_grad(set_to_none=True)
+        return objective, self.stream.take(), gradients
 
     def sums_of(self, batches: Batches) -> Tensor:
         """[1 + 2 × sources] float64 zeros: a loss, and the sums of `by_source` if there are several sources."""
@@ -209,17 +330,17 @@ class Trainer:
         return clip_gradients(self.model, self.cfg.optim.grad_clip, self.cfg.optim.grad_clip_value)
 
     @record_function("update")
-    def update(self, lr: float, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """One optimizer step, or none on any rank if a number is not finite; returns which, a bool scalar beside `grad_norm`.
+    def update(self, lr: float, loss: Tensor, grad_norm: Tensor) -> Verdict:
+        """One optimizer step, or none on any rank if a number is not finite, or stands out with train.on_spike=skip; returns which, beside `grad_norm`.
 
         The optimizer works there, so it must know there: offloaded, it would otherwise read a copy that is still on its way.
         """
         phases.enter("update")
-        not_finite = any_not_finite(beside(loss, grad_norm), grad_norm)
+        verdict = self.guard.judge(beside(loss, grad_norm), grad_norm)
         set_learning_rate(self.optimizer, lr)
-        step_unless(self.optimizer, not_finite)
+        step_unless(self.optimizer, verdict.skip)
         self.optimizer.zero_grad(set_to_none=True)
-        return not_finite
+        return verdict
 
     def tell_compilations(self, during: str) -> None:
         """On record what was compiled; blocks that are compiled again after the second step cost time that the user should hear of."""
@@ -247,34 +368,107 @@ class Trainer:
             plan = next(self.validation.steps(self.validation.order.rows_per_epoch, None))
             total = self.sums_of(self.validation)
             with self.ahead(self.validation, iter([plan])) as batches:
-                for _, batch in batches:
+                for batch in self.micro_batches(self.validation, batches, plan):
+                    if self.must_stop("validation"):
+                        self.progress.cut_short = "validation"
+                        break
                     scores = self.model(batch)
                     self.add_to(total, negative_log_likelihood(scores, batch.weights), scores, batch)
             reshard(self.model)
+            if self.progress.cut_short:
+                return
             dist.all_reduce(total)
             dist.broadcast(total, 0)  # the ranks decide by it: it must be the same to the last bit
             total_loss, *sums = total.tolist()
             loss = total_loss / (plan.weight or math.nan)
             self.observer.validated(self.progress.step, loss, losses(self.validation.source_names, sums))
+            best_before = self.progress.best_step, self.progress.best_loss
             self.progress.validated(loss, self.cfg.train.early_stop_delta)
+            if self.progress.best_step == self.progress.step:
+                self.best_before = best_before
 
     def sample(self) -> None:
         """What the model says to train.sample_prompts now."""
         if self.samples.prompts:
             phases.enter("samples")
             with self.observer.apart("samples"):
-                self.observer.sampled(self.progress.step, self.samples.take(self.model))
+                answers = self.samples.take(self.model, lambda: self.must_stop("samples"))
                 reshard(self.model)
+                if answers is None:
+                    self.progress.cut_short = "samples"
+                else:
+                    self.observer.sampled(self.progress.step, answers)
 
     def save(self) -> None:
-        """Commit a checkpoint, or with checkpoint.mode=async set out to, unless this step has one."""
+        """Commit a checkpoint, or with checkpoint.mode=async set out to, unless this step has one. One that fails is told, and training goes on."""
         if self.saved == self.progress.step:
             return
         phases.enter("staging")
-        with self.observer.apart("checkpoint"):
-            state = weights(self.model) | optimizer_state(self.model, self.optimizer)
-            self.checkpoints.save(self.progress.step, state, self.state())
-        self.saved = self.progress.step
+        started = time.perf_counter()
+        if self.cfg.train.check_every:
+            with self.observer.apart("checkpoint"):
+                self.check_replicas()
+        self.progress.recent, self.progress.spikes_in_a_row = self.guard.state()
+        try:
+            with self.observer.apart("checkpoint"):
+                if waited := self.settle():
+                    self.observer.event("checkpoint_waited", step=self.progress.step, seconds=round(waited, 3))
+                    self.observer.console.say(
+                        f"checkpoint: training waited {waited:.1f} s for the one before; a larger checkpoint.every would not"
+                    )
+                self.checkpoints.save(self.progress.step, self.tensors(), self.state(), started)
+        except RunFailed as error:
+            self.tell_failure(self.progress.step, error)
+        else:
+            self.saved_before, self.saved = self.saved, self.progress.step
+
+    def settle(self) -> float:
+        """The checkpoint on its way is committed, or has failed and is told of. Returns how many seconds that took. Collective."""
+        try:
+            return self.checkpoints.wait()
+        except RunFailed as error:
+            failed, self.saved = self.saved, self.saved_before
+            self.tell_failure(failed, error)
+            return 0.0
+
+    def tell_failure(self, step: int, error: RunFailed) -> None:
+        """A checkpoint could not be written. What was the best one before is it again."""
+        self.failure = error.args[0]
+        if self.progress.best_step == step:
+            self.progress.best_step, self.progress.best_loss = self.best_before
+        every = self.cfg.checkpoint.every
+        again = min(self.total_steps, (self.progress.step // every + 1) * every) if every else self.total_steps
+        how = (
+            f"Training goes on; the next is written after step {again:,}"
+            if again > self.progress.step and not self.stops
+            else "Tried again"
+        )
+        self.observer.event("checkpoint_failed", step=step, error=self.failure)
+        self.observer.console.say(f"no checkpoint of step {step:,}: {self.failure}\n       {how}; earlier ones stay")
+
+    def save_last(self) -> None:
+        """Commit a checkpoint of this step, whatever it takes. Raises RunFailed when it fails again and again."""
+        phases.enter("staging")  # as long as a save may take
+        for pause in (*PAUSES, None):
+            self.save()
+            self.settle()
+            if self.saved == self.progress.step:
+                self.stop.leaving = True
+                return
+            if pause is not None:
+                time.sleep(pause)
+        kept = f"The newest checkpoint is that of step {self.saved:,}" if self.saved >= 0 else "There is no checkpoint"
+        raise RunFailed(
+            f"the last checkpoint, of step {self.progress.step:,}, could not be written in {len(PAUSES) + 1} tries. {kept}\n{self.failure}"
+        )
+
+    def check_replicas(self) -> None:
+        """Raise RunFailed if replicas no longer hold the same bits."""
+        self.corruption.check_replicas(self.progress.step, self.tensors())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds: weights and optimizer state."""
+        return weights(self.model) | optimizer_state(self.model, self.optimizer)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint remembers besides tensors."""
@@ -291,32 +485,28 @@ class Trainer:
         """Raise RunFailed after train.max_skipped skipped steps in a row; known where the observer has read the device."""
         if self.observer.skipped_in_a_row >= self.cfg.train.max_skipped:
             phases.enter("staging")
-            self.checkpoints.wait()
+            self.settle()
+            good = self.checkpoints.folder / checkpoint_name(self.saved) if self.saved >= 0 else "none"
             raise RunFailed(
                 f"the loss or gradient was not finite for {self.observer.skipped_in_a_row} steps in a row, up to step {self.progress.step}.\n"
-                f"Nothing was learnt from them. The last good checkpoint is that of step {self.saved if self.saved >= 0 else 'none'}. Try a lower optim.lr, "
+                f"Nothing was learnt from them. The last good checkpoint: {good}. Try a lower optim.lr, "
                 "more schedule.warmup_steps, or look at the data with  fsdp-trainer preview"
             )
 
-    def stop_in_order(self, reason: str) -> Outcome:
-        """Leave so that the same command goes on from here. Raises RunFailed if a checkpoint on its way failed."""
-        phases.enter("staging")  # as long as a save may take
-        self.checkpoints.wait()
-        if reason == "failed":  # only another rank knows with what
-            raise RunFailed("another rank could not write its part of a checkpoint")
-        self.observer.event("signal" if reason.startswith("SIG") else reason, step=self.progress.step, reason=reason)
-        if self.finished:
+    def stop_in_order(self) -> Outcome:
+        """Leave so that the same command goes on from here. Raises RunFailed if no checkpoint can be written."""
+        assert self.stops
+        self.observer.event("signal" if self.stops.startswith("SIG") else self.stops, step=self.progress.step, reason=self.stops)
+        if self.finished and not self.progress.cut_short:
             return self.finish()
-        self.observer.write_if_due(self.progress.step, last=True)
-        self.save()
-        self.checkpoints.wait()
-        return reason, 75
+        self.observer.write_if_due(self.progress.step, last=True, whole=not self.progress.cut_short)
+        if self.progress.step:
+            self.save_last()
+        return self.stops, 75
 
     def finish(self) -> Outcome:
         """The end of the data, of the steps or of patience."""
-        phases.enter("staging")
-        self.save()
-        self.checkpoints.wait()
+        self.save_last()
         reason = self.finished
         assert reason
         if reason == "early_stop":

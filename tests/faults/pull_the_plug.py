@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 from fsdp_trainer.checkpoint.digest import weights_digest
-
 from fsdp_trainer.config.paths import committed_checkpoints
 
 ROOT = Path("runs/pull-the-plug")

@@ -1,0 +1,290 @@
+"""A signal or a limit of time, wherever it finds a run: all ranks leave together, and the same command ends with the same weights."""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import threading
+import time
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+from stored import assert_bitwise_equal, end_of, newest, stored
+from world import RankFailed, write_chats
+
+from fsdp_trainer import phases
+from fsdp_trainer.training.stop import slurm_seconds_left
+
+HOW = [
+    "schedule=constant", "train.steps=4", "checkpoint.every=2", "batch.micro_rows=1", "data.validation=0.2", "train.validate_every=2",
+    "train.sample_prompts=[a,bb]", "train.sample_tokens=3", "checkpoint.best=true",
+]  # fmt: skip
+
+
+@contextlib.contextmanager
+def signalled(phase, rank=1, nth=2, signum=signal.SIGTERM):
+    """A rank gets a signal when it enters a phase for the nth time."""
+    real, entered = phases.enter, []
+
+    def enter(name, step=None):
+        real(name, step)
+        if name == phase and os.environ["RANK"] == str(rank):
+            entered.append(name)
+            if len(entered) == nth:
+                os.kill(os.getpid(), signum)
+                time.sleep(0.05)  # the thread that listens has heard
+
+    with patch.object(phases, "enter", enter):
+        yield
+
+
+@pytest.fixture(scope="module")
+def undisturbed(world, inputs, tmp_path_factory):
+    return world.train(tmp_path_factory.mktemp("whole") / "run", *(f"{k}={v}" for k, v in inputs.items()), *HOW, ranks=2)
+
+
+def assert_the_same_end(run, undisturbed):
+    for column in ("step", "loss", "tokens"):
+        assert run.column(column) == undisturbed.column(column), column
+    assert [line.get("validation_loss") for line in run.metrics] == [line.get("validation_loss") for line in undisturbed.metrics]
+    assert [(e["step"], e["loss"]) for e in run.event("evaluation")] == [(e["step"], e["loss"]) for e in undisturbed.event("evaluation")]
+    assert run.checkpoints[-1] == undisturbed.checkpoints[-1] and end_of(run) == ("end", 0)
+    assert_bitwise_equal(stored(newest(run)), stored(newest(undisturbed)))
+    said, expected = (json.loads((newest(r) / "trainer.json").read_text()) for r in (run, undisturbed))
+    assert said == expected, "what is remembered besides tensors, the best validation too"
+    assert (run.folder / "samples.jsonl").read_text() == (undisturbed.folder / "samples.jsonl").read_text()
+
+
+def ALL(*phase):
+    return pytest.param(*phase, marks=[pytest.mark.slow, pytest.mark.faults])
+
+
+@pytest.mark.parametrize(
+    ("phase", "nth", "rank"),
+    [
+        ("backward", 5, 1),
+        ("validation", 3, 1),
+        ("shards", 1, 0),
+        *[ALL(phase, nth, rank) for rank in (0, 1) for nth, *of in ((1, "data", "forward", "clip", "update", "log", "staging", "agree"), (2, "samples")) for phase in of],
+        *[ALL(phase, 1, 0) for phase in ("manifest", "rename", "prune")],
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("mode", ["sync", ALL("async")])
+def test_a_signal_in_any_phase_on_any_rank_stops_all_and_the_weights_at_the_end_are_the_same(train, undisturbed, phase, nth, rank, mode):
+    how = [*HOW, f"checkpoint={mode}"]
+    stopped = train("run", *how, ranks=2, seam=partial(signalled, phase, rank, nth, signal.SIGUSR1), code=75)
+    assert end_of(stopped) == ("end", 75) and stopped.events[-1]["reason"] == "SIGUSR1" and len(stopped.event("signal")) == 1
+    step = len(stopped.metrics)
+    assert stopped.checkpoints[-1] == f"step-{step:08d}" and stopped.event("checkpoint")[-1]["step"] == step < 4
+    assert_the_same_end(train("run", *how, ranks=2), undisturbed)
+
+
+@pytest.mark.slow
+def test_a_signal_amid_the_last_validation_leaves_it_to_the_next_start(train, undisturbed):
+    stopped = train("run", *HOW, ranks=2, seam=partial(signalled, "validation", 1, 12), code=75)
+    assert stopped.column("step") == [1, 2, 3, 4] and "validation_loss" not in stopped.metrics[-1]
+    assert_the_same_end(train("run", *HOW, ranks=2), undisturbed)
+
+
+# --- waiting -----------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def blocked_read(nth):
+    """Rank 1's nth read hangs, and rank 0 gets the signal."""
+    from fsdp_trainer.training.batches import Batches
+
+    real, calls, over = Batches.assemble, [], threading.Event()
+
+    def assemble(self, rows):
+        calls.append(rows)
+        if os.environ["RANK"] == "1" and len(calls) == nth:
+            over.wait()
+        if os.environ["RANK"] == "0" and len(calls) == nth:
+            threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return real(self, rows)
+
+    with patch.object(Batches, "assemble", assemble):
+        yield
+    over.set()
+
+
+@pytest.mark.parametrize(("ahead", "nth", "step"), [(0, 5, 1), (2, 5, 1), pytest.param(2, 9, 2, marks=pytest.mark.slow)])
+def test_a_rank_whose_data_hangs_stops_with_the_others_after_the_step_before(train, undisturbed, ahead, nth, step):
+    """In the second micro-batch of three, or in validation."""
+    stopped = train("run", *HOW, f"data.prefetch={ahead}", ranks=2, seam=partial(blocked_read, nth), code=75)
+    assert len(stopped.metrics) == step and stopped.checkpoints[-1] == f"step-{step:08d}" and not stopped.event("skipped")
+    assert_the_same_end(train("run", *HOW, ranks=2), undisturbed)
+
+
+@contextlib.contextmanager
+def slow_tokenising():
+    """Rank 0 tokenises for ever; rank 1, which waits for it, gets the signal."""
+    from fsdp_trainer.data.samples import SampleBuilder
+    from fsdp_trainer.launch.world import World
+
+    real = World.node_by_node
+
+    def node_by_node(self, name, *args):
+        if name == "preparing the data" and self.rank == 1:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return real(self, name, *args)
+
+    with (
+        patch.object(World, "node_by_node", node_by_node),
+        patch.object(SampleBuilder, "tokenize", lambda self, texts: time.sleep(100)),
+    ):
+        yield
+
+
+def test_a_signal_while_another_rank_tokenises_ends_all_and_leaves_nothing_half_made(train, tmp_path):
+    other = write_chats(tmp_path / "other.jsonl", 50)
+    how = ["train.steps=1", f"data.path={other}", f"data.cache={tmp_path / 'cache'}"]
+    stopped = train("run", *how, ranks=2, seam=slow_tokenising, code=75)
+    assert end_of(stopped) == ("end", 75) and stopped.events[-1]["reason"] == "SIGINT" and "the same command goes on" in stopped.out
+    assert not list((tmp_path / "cache").iterdir())
+    assert train("run", *how, ranks=2).column("step") == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("phase", "kept"), [("start", 0), ("export", 1)])
+def test_a_signal_before_or_after_training_is_heard_too(train, phase, kept):
+    how = ["train.steps=1", "checkpoint.export_hf=true"]
+    seam = partial(signalled, "export", 0, 1) if phase == "export" else at_once
+    stopped = train("run", *how, ranks=2, seam=seam, code=75)
+    assert len(stopped.checkpoints) == kept and end_of(stopped) == ("end", 75) and not (stopped.folder / "hf").exists()
+    done = train("run", *how, ranks=2)
+    assert end_of(done) == ("end", 0) and (done.folder / "hf" / "model.safetensors").exists()
+
+
+@contextlib.contextmanager
+def at_once():
+    """Rank 1 gets the signal while the model is built."""
+    from fsdp_trainer.training import run
+
+    real = run.build
+
+    def build(*args):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    with patch.object(run, "build", build):
+        yield
+
+
+# --- limits ------------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def slow_steps():
+    """Steps of 0.7 s and saves of 1.5 s."""
+    from fsdp_trainer.checkpoint.store import CheckpointStore
+    from fsdp_trainer.training.trainer import Trainer
+
+    update, write = Trainer.update, CheckpointStore._commit
+
+    def slowly(real, seconds, self, *args):
+        time.sleep(seconds)
+        return real(self, *args)
+
+    with (
+        patch.object(Trainer, "update", lambda self, *args: slowly(update, 0.7, self, *args)),
+        patch.object(CheckpointStore, "_commit", lambda self, *args: slowly(write, 1.5, self, *args)),
+    ):
+        yield
+
+
+@pytest.mark.slow
+def test_a_run_stops_early_enough_to_save_within_its_limit(train):
+    started = time.monotonic()
+    run = train("run", "train.steps=99", "train.time_limit=9s", "checkpoint.every=2", seam=slow_steps, code=75)
+    assert time.monotonic() - started < 10 and run.events[-1]["reason"] == "time_limit"
+    assert run.checkpoints[-1] == f"step-{len(run.metrics):08d}" and len(run.metrics) >= 3
+
+
+def test_a_run_stops_before_its_slurm_job_is_over_unless_told_not_to(train):
+    env = {"SLURM_JOB_END_TIME": str(int(time.time()) + 3)}
+    run = train("run", "train.steps=100000", ranks=2, env=env, code=75)
+    assert run.events[-1]["reason"] == "slurm_time_limit" and run.event("slurm_time_limit")
+    assert len(train("other", "train.steps=3", "launch.slurm_time_limit=false", env=env).metrics) == 3
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [("1-02:03:04", 93784), ("2-03", 183600), ("2:03:04", 7384), ("59:10", 3550), ("42", 42), ("UNLIMITED", None), ("INVALID", None), ("", None)],
+)  # fmt: skip
+def test_squeue_is_asked_where_the_environment_says_nothing(tmp_path, monkeypatch, said, seconds):
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f'#!/bin/sh\n[ "$*" = "-h -j 77 -o %L" ] && echo "{said}"\n')
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert slurm_seconds_left({"SLURM_JOB_ID": "77"}) == seconds
+    assert slurm_seconds_left({}) is None
+
+
+# --- leaving at once ---------------------------------------------------------------------------------------------------------------
+
+
+def blocked():
+    """As in a collective of C++ that never ends."""
+    for _ in range(3):  # a signal wakes it, but not for long
+        ctypes.CDLL(None).usleep(60_000_000)
+
+
+@contextlib.contextmanager
+def twice(phase):
+    """Two signals in a phase of the second checkpoint, in which the main thread runs no handler."""
+    real, entered = phases.enter, []
+
+    def enter(name, step=None):
+        real(name, step)
+        entered.append(name)
+        if name == phase and entered.count(name) == 2:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            blocked()
+
+    with patch.object(phases, "enter", enter), patch("fsdp_trainer.training.stop.ECHO_SECONDS", 0.1):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "phase", ["shards", pytest.param("staging", marks=pytest.mark.faults), pytest.param("rename", marks=pytest.mark.faults)]
+)
+def test_a_second_signal_ends_a_blocked_run_at_once_and_what_is_committed_stays(train, phase):
+    started = time.monotonic()
+    how = ["train.steps=4", "checkpoint.every=2"]
+    with pytest.raises(RankFailed, match="rank 0: died"):
+        train("run", *how, seam=partial(twice, phase))
+    run = train("run", *how)
+    assert time.monotonic() - started < 25 and run.event("resume")[0]["step"] == 2 and run.column("step") == [1, 2, 3, 4]
+    assert run.events[-3]["event"] == "resume" or run.event("end")[0]["reason"] == "second signal (SIGTERM)"
+
+
+@contextlib.contextmanager
+def peer_dies():
+    """Rank 1 dies hard; rank 0 sits where it notices nothing, and gets the launcher's signal."""
+    real = phases.enter
+
+    def enter(name, step=None):
+        real(name, step)
+        if name == "clip" and os.environ["RANK"] == "1":
+            os._exit(9)
+        if name == "clip":
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            blocked()
+
+    with patch.object(phases, "enter", enter):
+        yield
+
+
+@pytest.mark.slow
+def test_a_signal_after_another_rank_has_died_ends_this_one_at_once(train, tmp_path):
+    with pytest.raises(RankFailed, match="rank 0: died"):
+        train("run", "train.steps=4", ranks=2, seam=peer_dies)
+    last = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])
+    assert last["event"] == "end" and last["exit_code"] == 1 and last["reason"] == "SIGTERM after rank 1 had ended"

@@ -34,7 +34,7 @@ PHASES = (
     "compile",
 )
 """In a step's order. `read` waits for the device to have done all that it was given, `staging` to `prune` are a checkpoint's, `agree` is the
-ranks' decision whether to stop; `compile` interrupts another phase."""
+ranks' decision whether to stop, `check` looks for wrong bits; `compile` interrupts another phase."""
 NUMBER = {name: number for number, name in enumerate(PHASES)}
 
 SLOT = 8192

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from fsdp_trainer import phases
 from fsdp_trainer.checkpoint.store import everywhere
 from fsdp_trainer.config.paths import step_of
 from fsdp_trainer.errors import RunFailed
@@ -20,6 +21,7 @@ def rewind(trainer: Trainer) -> None:
     """
     cfg, observer, spike = trainer.cfg.train, trainer.observer, trainer.observer.spike
     assert spike
+    phases.enter("rewind")
     observer.spike = None
     trainer.settle()
     good = partial(trainer.checkpoints.newest_good, partial(tell_damaged, observer))

@@ -34,7 +34,7 @@ PHASES = (
     "compile",
 )
 """In a step's order. `read` waits for the device to have done all that it was given, `staging` to `prune` are a checkpoint's, `agree` is the
-ranks' decision whether to stop; `compile` interrupts another phase."""
+ranks' decision whether to stop, `check` looks for wrong bits; `compile` interrupts another phase."""
 NUMBER = {name: number for number, name in enumerate(PHASES)}
 
 SLOT = 8192
@@ -130,9 +130,9 @@ compiling = Compiling()
 
 
 def share(file: Path, index: int, rank: int) -> None:
-    """From now on show this process's place in slot `index` of a file that all ranks of the node map, until `leave`."""
+    """From now on show this process's place in slot `index` of a file that all ranks of the node map, until `leave`. Raises FileNotFoundError."""
     global _memory, _offset, _trains, main, background
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(file, os.O_RDWR)
     try:
         os.pwrite(descriptor, b"\0", (index + 1) * SLOT - 1)  # makes it long enough, whoever comes first
         memory = mmap.mmap(descriptor, (index + 1) * SLOT)

@@ -101,6 +101,7 @@ SYNONYMS = {
     "devices": "launch.nproc_per_node", "nproc": "launch.nproc_per_node", "num_gpus": "launch.nproc_per_node", "n_gpus": "launch.nproc_per_node",
     "gpus": "launch.nproc_per_node", "num_processes": "launch.nproc_per_node", "world_size": _WORLD, "nnodes": _WORLD, "num_nodes": _WORLD,
     "num_machines": _WORLD, "accelerator": "launch.device", "ddp_timeout": "launch.timeout", "nccl_timeout": "launch.timeout",
+    "hang_timeout": "launch.stall", "heartbeat_timeout": "launch.stall", "straggler_detection": "logging.stragglers",
     "use_lora": _LORA, "lora_r": _LORA, "lora_rank": _LORA, "peft": _LORA, "finetuning_type": _LORA, "adapter": _LORA, "load_in_4bit": _LORA,
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.25
 GRACE_SECONDS = 3.0  # for the others to notice and to leave by themselves; then they are blocked
+DISK_SECONDS = 3.0
 PAUSE_SECONDS = 5.0  # between two looks: the watchdog itself was stopped, or starved
 SHOW_STACKS = signal.SIGUSR2
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -55,7 +57,10 @@ def watched(cfg: "Launch", run: Path, world: "World") -> "Watched | None":
     if world.device.type == "cuda":
         record_flights(board)
     watch = Watch(board, str(run.absolute()), world.size, parse_duration(cfg.stall), parse_duration(cfg.timeout))
-    return Watched(watch, world.rank, world.local_rank)
+    try:
+        return Watched(watch, world.rank, world.local_rank)
+    except FileNotFoundError:  # the node's first rank has come and gone meanwhile, and the watchdog with it
+        return None
 
 
 class Watched:
@@ -84,7 +89,9 @@ def board_of(world: "World") -> str:
     key = f"watchdog of node {world.node}"
     if world.local_rank == 0:
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-        world.store.set(key, f"{folder}/fsdp_trainer-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+        board = Path(f"{folder}/fsdp_trainer-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+        board.touch(0o600)
+        world.store.set(key, str(board))
     return world.store.get(key).decode()
 
 
@@ -192,14 +199,14 @@ class Watchdog:
         dead = [seen for seen in ranks if seen.died and seen.slot.pid not in self.killed and seen.rank not in self.told]
         if dead:
             self.told |= {seen.rank for seen in dead}
-            self.record(Verdict("dead", dead, "died", kill=False), None)
+            self.record(Verdict("dead", dead, "died", kill=False), {}, [])
             self.ends_at = min(self.ends_at, time.monotonic() + GRACE_SECONDS)
 
     def carry_out(self, verdict: Verdict, ranks: list[Seen]) -> None:
         """Keep what shows why, then end the ranks whose fault it is."""
         if verdict.what == "stopped":
             self.ask_for_stacks(ranks)
-        self.record(verdict, self.keep(ranks))
+        self.record(verdict, {f"rank-{seen.rank}.txt": described(seen) for seen in ranks}, self.ask_for_flights(ranks))
         if verdict.kill:
             self.end(verdict.ranks)
             self.ends_at = time.monotonic() + GRACE_SECONDS
@@ -230,21 +237,6 @@ class Watchdog:
             file, size = asked[seen.rank]
             seen.stacks = file.read_text(errors="replace")[size:]
 
-    def keep(self, ranks: list[Seen]) -> Path | None:
-        """Write a file for each rank into the run's hangs/, with what NCCL's flight recorder has; None if the disk does not take it."""
-        folder = Path(self.watch.run) / "hangs" / f"{time.strftime('%Y%m%dT%H%M%S')}-{self.host}"
-        flights = self.ask_for_flights(ranks)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for seen in ranks:
-                (folder / f"rank-{seen.rank}.txt").write_text(described(seen))
-            for flight in flights:
-                shutil.copy(flight, folder / flight.name.rpartition(".")[2])
-        except OSError as error:
-            print(f"fsdp-trainer: cannot write {folder}: {error}", file=sys.stderr, flush=True)
-            return None
-        return folder
-
     def ask_for_flights(self, ranks: list[Seen]) -> list[Path]:
         """torch looks at its pipes once a second, and writes the last collectives of each rank into a file."""
         asked = []
@@ -264,35 +256,42 @@ class Watchdog:
             time.sleep(0.1)
         return [file for file in asked if file.exists()]
 
-    def record(self, verdict: Verdict, folder: Path | None) -> None:
-        """On stderr, and in events.jsonl unless the run has said its last word."""
-        records = Records(Path(self.watch.run))
+    def record(self, verdict: Verdict, files: dict[str, str], flights: list[Path]) -> None:
+        """On stderr, in the run's hangs/, and in events.jsonl unless the run has said its last word. A disk that hangs too is not waited for."""
+        folder = Path(self.watch.run) / "hangs" / f"{time.strftime('%Y%m%dT%H%M%S')}-{self.host}" if files else None
+        told = []
         for seen in verdict.ranks:
-            place, seconds = seen.place, round(max(seen.stopped, 0.0) or seen.standing, 1)
-            where = f"in {place.phase} of step {place.step}"
-            files = f"; stacks in {folder}" if folder else ""
-            done = "; killed" if verdict.kill else ""
-            print(
-                f"fsdp-trainer: rank {seen.rank} on {self.host}: {verdict.why}, {where}, {seconds} s{done}{files}",
-                file=sys.stderr,
-                flush=True,
+            place, seconds = seen.place, round(seen.stopped or seen.standing, 1)
+            line = f"fsdp-trainer: rank {seen.rank} on {self.host}: {verdict.why}, in {place.phase} of step {place.step}, {seconds} s"
+            say(line + "; killed" * verdict.kill + (f"; stacks in {folder}" if folder else ""))
+            where = {"rank": seen.rank, "host": self.host, "phase": place.phase, "step": place.step, "seconds": seconds}
+            told.append(
+                {"what": verdict.what, "why": verdict.why, **where, "killed": verdict.kill, "files": str(folder) if folder else None}
             )
+
+        def write() -> None:
             try:
+                if folder:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    for name, text in files.items():
+                        (folder / name).write_text(text)
+                    for flight in flights:
+                        shutil.copy(flight, folder / flight.name.rpartition(".")[2])
+                records = Records(Path(self.watch.run), say)
                 if records.last_event().get("event") != "end":
-                    records.event(
-                        "hang",
-                        what=verdict.what,
-                        why=verdict.why,
-                        rank=seen.rank,
-                        host=self.host,
-                        phase=place.phase,
-                        step=place.step,
-                        seconds=seconds,
-                        killed=verdict.kill,
-                        files=str(folder) if folder else None,
-                    )
-            except OSError:
-                continue
+                    for details in told:
+                        records.event("hang", **details)
+            except OSError as error:
+                say(f"fsdp-trainer: cannot record that: {error}")
+
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        writer.join(DISK_SECONDS)
+
+
+def say(text: str) -> None:
+    """A line on stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def described(seen: Seen) -> str:

@@ -21,7 +21,7 @@ SAMPLE_SECONDS = 0.05
 STEPS = 3  # at least, in a comparison
 TIMED_EVERY = 20  # optimizer steps, on a device
 OF_A_STEP = ("data", "forward", "backward", "clip", "update", "log", "agree")
-FACTOR, SHARE, SECONDS = 1.3, 0.2, 0.02  # slower than the median of the others, of a step's time, and in all: below that it is noise
+FACTOR, SHARE, SECONDS = 1.3, 0.2, 0.005  # slower than the median of the others, of a step's time, and in all: below that it is noise
 
 
 @dataclass

@@ -21,8 +21,8 @@ def rewind(trainer: Trainer) -> None:
     """
     cfg, observer, spike = trainer.cfg.train, trainer.observer, trainer.observer.spike
     assert spike
-    observer.spike = None
     phases.enter("rewind")
+    observer.spike = None
     trainer.settle()
     good = partial(trainer.checkpoints.newest_good, partial(tell_damaged, observer))
     # the cause may be some steps older than the spike

@@ -178,6 +178,7 @@ class Trainer:
         if self.stands_out:
             return
         if self.cfg.train.check_every and self.due(self.cfg.train.check_every):
+            phases.enter("check")
             self.check_replicas()
         if left_over:
             self.saved = -1  # what is stored knows of no conclusion

@@ -110,8 +110,9 @@ def run_rank(cfg: TrainConfig) -> int:
 
 
 def pids_of_node(world: World) -> dict[int, int]:
-    """Of the ranks that share this node, by rank. Collective."""
-    return {rank: pid for rank, (node, pid) in enumerate(gather((world.node, os.getpid()))) if node == world.node}
+    """Of the ranks that share this node and its process ids, by rank. Collective."""
+    mine = world.node, phases.here()
+    return {rank: pid for rank, (place, pid) in enumerate(gather((mine, os.getpid()))) if place == mine}
 
 
 def how_to_go_on(cfg: TrainConfig) -> str:

@@ -178,7 +178,6 @@ class Trainer:
         if self.stands_out:
             return
         if self.cfg.train.check_every and self.due(self.cfg.train.check_every):
-            phases.enter("check")
             self.check_replicas()
         if left_over:
             self.saved = -1  # what is stored knows of no conclusion
@@ -250,6 +249,7 @@ class Trainer:
         agreement = self.stop.agreed(self.checkpoints.failed, self.missing is not None, limits)
         self.stops = self.stops or agreement.reason
         if agreement.save_failed:
+            phases.enter("staging")  # other ranks may yet write their part
             self.settle()
         if agreement.missing and (told := [why for why in gather(self.missing) if why]):
             self.stop.leaving = True
@@ -405,11 +405,11 @@ class Trainer:
         """Commit a checkpoint, or with checkpoint.mode=async set out to, unless this step has one. One that fails is told, and training goes on."""
         if self.saved == self.progress.step:
             return
-        phases.enter("staging")
         started = time.perf_counter()
         if self.cfg.train.check_every:
             with self.observer.apart("checkpoint"):
                 self.check_replicas()
+        phases.enter("staging")
         self.remember_window()
         try:
             with self.observer.apart("checkpoint"):
@@ -470,7 +470,7 @@ class Trainer:
 
     def check_replicas(self) -> None:
         """Raise RunFailed if replicas no longer hold the same bits."""
-        phases.enter("agree")
+        phases.enter("check")
         self.corruption.check_replicas(self.progress.step, self.tensors())
 
     def tensors(self) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from world import write_chats
 
 from fsdp_trainer.launch import facts, speed, storage
 from fsdp_trainer.launch.machines import Looked, environment
+from fsdp_trainer.training import resume
 
 QUICK = ["doctor.measure=false"]
 
@@ -67,7 +68,7 @@ def folders_of_their_own():
     before = os.getcwd()
     os.chdir(os.environ["PLACE"] + os.environ["RANK"])
     try:
-        with two_nodes(), mock.patch.object(storage, "SEEN_SECONDS", 0.1):
+        with two_nodes(), mock.patch.object(storage, "LAG_SECONDS", 0.1), mock.patch.object(resume, "LAG_SECONDS", 0.1):
             yield
     finally:
         os.chdir(before)
@@ -167,6 +168,19 @@ def test_a_folder_that_is_not_shared_and_other_data_are_named_and_train_refuses_
     assert "prepared differently" in run.err and "not shared" not in run.err
     run = train("run", "run.root=runs", "data.path=chats.jsonl", "data.cache=cache", code=2, **how)
     assert "is not shared. rank 1 (" in run.err
+
+
+@contextlib.contextmanager
+def a_folder_that_is_seen_late():
+    """For two seconds NFS says on node 1 that rank 0's claim is not there."""
+    real, began = resume.Claim.of.__func__, time.monotonic()
+    late = classmethod(lambda cls, run: cls([]) if rank() and time.monotonic() < began + 2 else real(cls, run))
+    with two_nodes(), mock.patch.object(resume.Claim, "of", late):
+        yield
+
+
+def test_a_shared_folder_that_another_node_sees_late_is_shared(train):
+    assert len(train("run", "train.steps=1", ranks=2, seam=a_folder_that_is_seen_late).metrics) == 1
 
 
 def test_a_checkpoint_that_would_not_fit_is_told_when_training_begins(train):

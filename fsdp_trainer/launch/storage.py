@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
+from fsdp_trainer.config.paths import LAG_SECONDS, find_checkpoint, is_hub_id
 from fsdp_trainer.config.verbs import DoctorConfig
 from fsdp_trainer.data import demo
 from fsdp_trainer.data.build import build_tokenizer
@@ -36,7 +36,6 @@ from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.parallel.fit import check_fit, checkpoint_bytes
 
-SEEN_SECONDS = 5.0  # until a file is seen on another node; NFS keeps what it knows of a folder for a while
 UNREADABLE = "cannot be read"
 EDGE = 64 * 1024  # bytes at each end of a file that tell whether two are the same
 
@@ -76,7 +75,7 @@ def leave_mark(mark: Path, launch: str, held: contextlib.ExitStack) -> str:
 
 def see_mark(mark: Path, world: World) -> tuple[str, bool]:
     """Why this rank does not see what rank 0 wrote, and whether it could take rank 0's lock."""
-    deadline = time.monotonic() + SEEN_SECONDS
+    deadline = time.monotonic() + LAG_SECONDS
     while True:
         try:
             if mark.read_text() == world.attempt:

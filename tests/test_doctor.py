@@ -136,6 +136,22 @@ def test_another_configuration_on_one_rank_is_named_and_train_refuses_it(doctor,
     assert "optim.lr" in run.err and "2e-5 on rank 1 (" in run.err and not run.metrics and run.events[-1]["exit_code"] == 2
 
 
+@contextlib.contextmanager
+def paths_of_its_own():
+    with two_nodes(), mock.patch.dict(os.environ, {"MINE": f"{os.environ['PLACE']}{rank()}"}):
+        yield
+
+
+def test_nodes_that_have_the_same_under_other_names_train(train, tmp_path):
+    before = train("before", "train.steps=1")
+    for i in (0, 1):
+        (tmp_path / f"node{i}").symlink_to(tmp_path)
+    how = {"seam": paths_of_its_own, "env": {"PLACE": str(tmp_path / "node")}, "ranks": 2}
+    resume = f"checkpoint.resume=${{oc.env:MINE}}/before/checkpoints/{before.checkpoints[-1]}"
+    run = train("run", "train.steps=2", resume, "run.root=${oc.env:MINE}", **how)
+    assert run.column("step") == [2] and "note   run.root: " in run.out and "note   checkpoint.resume: " in run.out
+
+
 def test_a_clock_that_is_off_is_named_and_does_not_keep_train_from_training(doctor, train):
     told = doctor(*QUICK, ranks=2, seam=a_clock_that_is_behind_on_node_1)
     assert "90.0 s behind" in told["warning", "clock"]["text"]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +61,8 @@ def hang(folder: Path, fault: str, *more: str) -> Hang:
     except subprocess.TimeoutExpired:
         process.kill()
         for file in notes.glob("pid.*"):
-            os.kill(int(file.read_text()), 9)
+            with suppress(ProcessLookupError):
+                os.kill(int(file.read_text()), 9)
         said, _ = process.communicate()
     run, happened = Run(folder), notes / "fault.0"
     began = float(happened.read_text()) if happened.exists() else time.time()

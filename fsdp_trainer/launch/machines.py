@@ -8,9 +8,6 @@ import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import torch
 
 from fsdp_trainer import __version__
 from fsdp_trainer.launch.doctor import counted
@@ -87,11 +84,6 @@ def first_of(alike: Sequence[int], nodes: dict[int, Looked]) -> str:
 
 def topology() -> Iterator[Finding]:
     """How this host's GPUs are connected."""
-    count = torch.cuda.device_count()
-    apart = [f"{a}-{b}" for a in range(count) for b in range(a + 1, count) if not torch.cuda.can_device_access_peer(a, b)]
-    if apart:
-        text = f"GPUs {', '.join(apart[:8])}{' …' if len(apart) > 8 else ''} do not reach each other's memory, and talk through the host's"
-        yield Finding("note", "peer access", text)
     try:
         told = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -106,22 +98,10 @@ def software(everyone: Sequence[Looked]) -> Iterator[Finding]:
     """Versions, from the driver up."""
     odd = differences(everyone, "versions")
     equal = {name: value for name, value in everyone[0].versions.items() if name not in {f.what for f in odd}}
-    equal["fsdp_trainer"] = f"{__version__}{commit()}, {equal['fsdp_trainer']}" if "fsdp_trainer" in equal else __version__
+    equal["fsdp_trainer"] = f"{__version__}, {equal['fsdp_trainer']}" if "fsdp_trainer" in equal else __version__
     same = "equal on all ranks" if len(everyone) > 1 else "versions"
     yield Finding("ok", same, ", ".join(f"{name} {value}" for name, value in equal.items() if value != "none"))
     yield from odd
-
-
-def commit() -> str:
-    """The checkout's, with a mark for changes; empty for an installed package."""
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return ""
-    try:
-        words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
-        return f" at {subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()}"
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def configuration(everyone: Sequence[Looked]) -> Iterator[Finding]:

@@ -69,7 +69,10 @@ def watched(cfg: "Launch", run: Path, world: "World") -> "Watched | None":
     if on_device:
         record_flights(board)
     alone = world.size == 1 and "RANK" not in os.environ
-    watch = Watch(board, str(run.absolute()), world.size, parse_duration(cfg.stall), parse_duration(cfg.timeout), on_device, alone)
+    longest = (
+        parse_duration(cfg.timeout) + GRACE_SECONDS
+    )  # collectives that end after launch.timeout come first, and their ranks leave by themselves
+    watch = Watch(board, str(run.absolute()), world.size, parse_duration(cfg.stall), longest, on_device, alone)
     try:
         return Watched(watch, world.rank, world.local_rank)
     except OSError as error:

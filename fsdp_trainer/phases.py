@@ -157,8 +157,8 @@ def count_collectives(count: Callable[[], int]) -> None:
 
 def leave() -> None:
     """This rank goes in order."""
-    global _memory, _count
-    memory, _memory, _count = _memory, None, int
+    global _memory, _count, _trains
+    memory, _memory, _count, _trains = _memory, None, int, threading.main_thread().ident
     if memory:
         pid, started, rank, _, *rest = HEAD.unpack_from(memory, _offset)
         HEAD.pack_into(memory, _offset, pid, started, rank, 1, *rest)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from dataclasses import replace
@@ -357,6 +358,21 @@ def looking_for_a_watchdog():
 
 def test_a_stall_that_is_no_duration_is_refused(capsys):
     assert main(["+recipe=quickstart", "launch.stall=soon"]) == 2 and "launch.stall=soon" in capsys.readouterr().err
+
+
+def test_a_run_in_a_worker_thread_leaves_the_main_thread_to_the_next(tmp_path):
+    (tmp_path / "board").touch()
+
+    def in_a_thread():
+        phases.share(tmp_path / "board", 0, 0)
+        phases.enter("forward", 3)
+        phases.leave()
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    phases.enter("data", 7)
+    assert (phases.main.phase, phases.main.step) == ("data", 7)
 
 
 # --- stragglers --------------------------------------------------------------------------------------------------------------------

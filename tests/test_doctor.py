@@ -4,13 +4,15 @@ import contextlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from unittest import mock
 
 import pytest
 from world import write_chats
 
-from fsdp_trainer.launch import facts, speed, storage
+from fsdp_trainer.launch import facts, speed
 from fsdp_trainer.launch.machines import Looked, environment
 from fsdp_trainer.training import resume
 
@@ -68,7 +70,7 @@ def folders_of_their_own():
     before = os.getcwd()
     os.chdir(os.environ["PLACE"] + os.environ["RANK"])
     try:
-        with two_nodes(), mock.patch.object(storage, "LAG_SECONDS", 0.1), mock.patch.object(resume, "LAG_SECONDS", 0.1):
+        with two_nodes(), mock.patch.object(resume, "LAG_SECONDS", 0.1):
             yield
     finally:
         os.chdir(before)
@@ -119,6 +121,15 @@ def test_text_is_for_people_and_says_at_the_end_what_was_found(world, tmp_path):
     ]  # fmt: skip
     assert out.splitlines()[-1].startswith("1 problem, ")
     assert "free for a checkpoint of 7" in out and "without the embedding" in out
+
+
+@pytest.mark.slow
+def test_whoever_has_seen_enough_sees_no_traceback_of_other_ranks(tmp_path):
+    words = [sys.executable, "-m", "fsdp_trainer", "doctor", "launch.nproc_per_node=2", "launch.device=cpu", f"run.root={tmp_path}", *QUICK]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    said = process.stderr.read()
+    assert process.wait() == 0 and "Traceback" not in said, said
 
 
 @pytest.mark.slow
@@ -176,7 +187,7 @@ def test_a_folder_that_is_not_shared_and_other_data_are_named_and_train_refuses_
         (tmp_path / f"node{i}").mkdir()
         write_chats(tmp_path / f"node{i}" / "chats.jsonl", 40 + i)
     how = {"seam": folders_of_their_own, "env": {"PLACE": str(tmp_path / "node")}, "ranks": 2}
-    words = ["run.root=runs", "data.path=chats.jsonl", "tokenizer.path=demo:bytes"]
+    words = ["run.root=runs", "data.path=chats.jsonl", "tokenizer.path=demo:bytes", "launch.timeout=4s"]
     told = doctor(*QUICK, *words, code=3, **how)
     assert told["problem", "not shared"]["text"].startswith("rank 1 (") and "2 on rank 1 (" not in told["problem", "data.path"]["text"]
     assert "1 file" in told["problem", "data.path"]["text"]

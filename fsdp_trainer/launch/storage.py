@@ -47,7 +47,7 @@ def storage(cfg: DoctorConfig, world: World, everyone: Sequence[Looked], timeout
         why = leave_mark(mark, world.attempt, held) if world.main else ""
         if why := world.from_main("mark", lambda: why, timeout):
             return [Finding("problem", f"run.root={cfg.run.root}", why, "Name a folder that can be written to:  run.root=FOLDER")]
-        why = see_mark(mark, world)
+        why = see_mark(mark, world, timeout / 2)
         told = world.to_main("storage", (why, None if why else speed_of_disk(cfg, mark, world)), timeout)
     for place in missing:
         with contextlib.suppress(OSError):  # a run has begun there meanwhile
@@ -70,9 +70,9 @@ def leave_mark(mark: Path, launch: str, held: contextlib.ExitStack) -> str:
     return ""
 
 
-def see_mark(mark: Path, world: World) -> str:
+def see_mark(mark: Path, world: World, timeout: float) -> str:
     """Why this rank does not see what rank 0 wrote; empty if it does."""
-    deadline = time.monotonic() + LAG_SECONDS
+    deadline = time.monotonic() + min(LAG_SECONDS, timeout)
     while True:
         try:
             if mark.read_text() == world.attempt:

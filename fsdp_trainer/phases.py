@@ -5,6 +5,7 @@ import os
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,7 @@ NUMBER = {name: number for number, name in enumerate(PHASES)}
 SLOT = 8192
 """Bytes that a rank has in the file which all ranks of a node share: who it is, where its two threads are, how long it was in which phase, and
 the phases that it entered last."""
-HEAD, PLACE, TIME, TRACE = struct.Struct("qqqqQ"), struct.Struct("qqqqd"), struct.Struct("qd"), struct.Struct("qqqq")
+HEAD, PLACE, TIME, TRACE = struct.Struct("qqqqQQ"), struct.Struct("qqqqd"), struct.Struct("qd"), struct.Struct("qqqq")
 PLACES, TIMES = 64, 256
 TRACES = TIMES + 64 * TIME.size
 TRACE_LENGTH = (SLOT - TRACES) // TRACE.size
@@ -60,7 +61,7 @@ class Place:
 @dataclass
 class Slot:
     """What a rank shows of itself. started: clock ticks since boot, so that a pid that is used again is not taken for it; thread: Python's
-    number of the one that trains.
+    number of the one that trains; where: see `here`.
 
     spent: by phase, how often it was left and after how many seconds in all; trace: (entered, step, phase, collectives), oldest first.
     """
@@ -70,6 +71,7 @@ class Slot:
     rank: int
     left: bool
     thread: int
+    where: int
     main: Place
     background: Place
     spent: dict[str, tuple[int, float]]
@@ -130,11 +132,11 @@ compiling = Compiling()
 
 
 def share(file: Path, index: int, rank: int) -> None:
-    """From now on show this process's place in slot `index` of a file that all ranks of the node map, until `leave`. Raises FileNotFoundError."""
+    """From now on show this process's place in slot `index` of a file that all ranks of the node map, until `leave`. Raises OSError."""
     global _memory, _offset, _trains, main, background
     descriptor = os.open(file, os.O_RDWR)
     try:
-        os.pwrite(descriptor, b"\0", (index + 1) * SLOT - 1)  # makes it long enough, whoever comes first
+        os.posix_fallocate(descriptor, index * SLOT, SLOT)  # a page that a full /dev/shm cannot give would be a SIGBUS later
         memory = mmap.mmap(descriptor, (index + 1) * SLOT)
     finally:
         os.close(descriptor)
@@ -143,7 +145,7 @@ def share(file: Path, index: int, rank: int) -> None:
     _spent.clear()
     _show(memory, main)
     _show(memory, background)
-    HEAD.pack_into(memory, _offset, os.getpid(), started_at(os.getpid()) or 0, rank, 0, _trains)
+    HEAD.pack_into(memory, _offset, os.getpid(), started_at(os.getpid()) or 0, rank, 0, _trains, here())
     _memory = memory
 
 
@@ -155,11 +157,11 @@ def count_collectives(count: Callable[[], int]) -> None:
 
 def leave() -> None:
     """This rank goes in order."""
-    global _memory, _count
-    memory, _memory, _count = _memory, None, int
+    global _memory, _count, _trains
+    memory, _memory, _count, _trains = _memory, None, int, threading.main_thread().ident
     if memory:
-        pid, started, rank, _, thread = HEAD.unpack_from(memory, _offset)
-        HEAD.pack_into(memory, _offset, pid, started, rank, 1, thread)
+        pid, started, rank, _, *rest = HEAD.unpack_from(memory, _offset)
+        HEAD.pack_into(memory, _offset, pid, started, rank, 1, *rest)
 
 
 def in_collective(files: Iterable[str]) -> bool:
@@ -172,7 +174,7 @@ def slots(content: bytes) -> list[Slot]:
     """Of all ranks that have come, in the order of the node's."""
     found = []
     for offset in range(0, len(content) - SLOT + 1, SLOT):
-        pid, started, rank, left, thread = HEAD.unpack_from(content, offset)
+        pid, started, rank, left, thread, where = HEAD.unpack_from(content, offset)
         if not thread:  # written last
             continue
         places = []
@@ -182,7 +184,7 @@ def slots(content: bytes) -> list[Slot]:
         spent = {name: TIME.unpack_from(content, offset + TIMES + TIME.size * number) for name, number in NUMBER.items()}
         lines = sorted(TRACE.unpack_from(content, offset + TRACES + TRACE.size * i) for i in range(TRACE_LENGTH))
         trace = [(entered, step, PHASES[number], collectives) for entered, step, number, collectives in lines if entered]
-        found.append(Slot(pid, started, rank, bool(left), thread, places[0], places[1], spent, trace))
+        found.append(Slot(pid, started, rank, bool(left), thread, where, places[0], places[1], spent, trace))
     return found
 
 
@@ -193,8 +195,16 @@ def started_at(pid: int) -> int | None:
 
 
 def stat(pid: int) -> list[str] | None:
-    """/proc/PID/stat from the state on (proc(5)); None if there is no such process."""
+    """/proc/PID/stat from the state on (proc(5)); None if there is no such process. Raises OSError where that cannot be known."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
+
+
+def here() -> int:
+    """Of all processes for which a process id means the same: those of this container on this machine. Ranks of one node may have several."""
+    try:
+        return zlib.crc32(f"{Path('/proc/sys/kernel/random/boot_id').read_text()}{os.stat('/proc/self/ns/pid').st_ino}".encode())
+    except OSError:
+        return 0

@@ -4,14 +4,17 @@ import contextlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from unittest import mock
 
 import pytest
 from world import write_chats
 
-from fsdp_trainer.launch import facts, speed, storage
+from fsdp_trainer.launch import facts, speed
 from fsdp_trainer.launch.machines import Looked, environment
+from fsdp_trainer.training import resume
 
 QUICK = ["doctor.measure=false"]
 
@@ -67,7 +70,7 @@ def folders_of_their_own():
     before = os.getcwd()
     os.chdir(os.environ["PLACE"] + os.environ["RANK"])
     try:
-        with two_nodes(), mock.patch.object(storage, "SEEN_SECONDS", 0.1):
+        with two_nodes(), mock.patch.object(resume, "LAG_SECONDS", 0.1):
             yield
     finally:
         os.chdir(before)
@@ -116,8 +119,17 @@ def test_text_is_for_people_and_says_at_the_end_what_was_found(world, tmp_path):
     assert [line for line in out.splitlines() if line and line[0] != " "] == [
         "machines", "software", "environment", "network", "storage", "inputs", out.splitlines()[-1]
     ]  # fmt: skip
-    assert out.splitlines()[-1].startswith("2 problems, ")
-    assert "free for a checkpoint of 7" in out and "without the embedding" in out and "each rank holds at least" in out
+    assert out.splitlines()[-1].startswith("1 problem, ")
+    assert "free for a checkpoint of 7" in out and "without the embedding" in out
+
+
+@pytest.mark.slow
+def test_whoever_has_seen_enough_sees_no_traceback_of_other_ranks(tmp_path):
+    words = [sys.executable, "-m", "fsdp_trainer", "doctor", "launch.nproc_per_node=2", "launch.device=cpu", f"run.root={tmp_path}", *QUICK]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    said = process.stderr.read()
+    assert process.wait() == 0 and "Traceback" not in said, said
 
 
 @pytest.mark.slow
@@ -133,6 +145,22 @@ def test_another_configuration_on_one_rank_is_named_and_train_refuses_it(doctor,
     assert told["problem", "optim.lr"]["text"].startswith("2e-5 on rank 1 (")
     run = train("run", *words, ranks=2, seam=another_command_on_rank_1, code=2)
     assert "optim.lr" in run.err and "2e-5 on rank 1 (" in run.err and not run.metrics and run.events[-1]["exit_code"] == 2
+
+
+@contextlib.contextmanager
+def paths_of_its_own():
+    with two_nodes(), mock.patch.dict(os.environ, {"MINE": f"{os.environ['PLACE']}{rank()}"}):
+        yield
+
+
+def test_nodes_that_have_the_same_under_other_names_train(train, tmp_path):
+    before = train("before", "train.steps=1")
+    for i in (0, 1):
+        (tmp_path / f"node{i}").symlink_to(tmp_path)
+    how = {"seam": paths_of_its_own, "env": {"PLACE": str(tmp_path / "node")}, "ranks": 2}
+    resume = f"checkpoint.resume=${{oc.env:MINE}}/before/checkpoints/{before.checkpoints[-1]}"
+    run = train("run", "train.steps=2", resume, "run.root=${oc.env:MINE}", **how)
+    assert run.column("step") == [2] and "note   run.root: " in run.out and "note   checkpoint.resume: " in run.out
 
 
 def test_a_clock_that_is_off_is_named_and_does_not_keep_train_from_training(doctor, train):
@@ -159,7 +187,7 @@ def test_a_folder_that_is_not_shared_and_other_data_are_named_and_train_refuses_
         (tmp_path / f"node{i}").mkdir()
         write_chats(tmp_path / f"node{i}" / "chats.jsonl", 40 + i)
     how = {"seam": folders_of_their_own, "env": {"PLACE": str(tmp_path / "node")}, "ranks": 2}
-    words = ["run.root=runs", "data.path=chats.jsonl", "tokenizer.path=demo:bytes"]
+    words = ["run.root=runs", "data.path=chats.jsonl", "tokenizer.path=demo:bytes", "launch.timeout=4s"]
     told = doctor(*QUICK, *words, code=3, **how)
     assert told["problem", "not shared"]["text"].startswith("rank 1 (") and "2 on rank 1 (" not in told["problem", "data.path"]["text"]
     assert "1 file" in told["problem", "data.path"]["text"]
@@ -167,6 +195,19 @@ def test_a_folder_that_is_not_shared_and_other_data_are_named_and_train_refuses_
     assert "prepared differently" in run.err and "not shared" not in run.err
     run = train("run", "run.root=runs", "data.path=chats.jsonl", "data.cache=cache", code=2, **how)
     assert "is not shared. rank 1 (" in run.err
+
+
+@contextlib.contextmanager
+def a_folder_that_is_seen_late():
+    """For two seconds NFS says on node 1 that rank 0's claim is not there."""
+    real, began = resume.Claim.of.__func__, time.monotonic()
+    late = classmethod(lambda cls, run: cls([]) if rank() and time.monotonic() < began + 2 else real(cls, run))
+    with two_nodes(), mock.patch.object(resume.Claim, "of", late):
+        yield
+
+
+def test_a_shared_folder_that_another_node_sees_late_is_shared(train):
+    assert len(train("run", "train.steps=1", ranks=2, seam=a_folder_that_is_seen_late).metrics) == 1
 
 
 def test_a_checkpoint_that_would_not_fit_is_told_when_training_begins(train):

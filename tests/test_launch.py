@@ -7,14 +7,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from world import SMALL, Run, ranks_below, wait_until
 
 from fsdp_trainer.cli import main
+from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.launch.start import ranks_to_start
-from fsdp_trainer.launch.world import environment_of_ranks, first_host
+from fsdp_trainer.launch.world import environment_of_ranks, first_host, meet
 
 SELF = [sys.executable, "-m", "fsdp_trainer"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0"]
@@ -353,3 +355,11 @@ def from_python(overrides):
         return fsdp_trainer.train(overrides)
     except UserError:
         return "UserError"
+
+
+def test_a_thousand_ranks_that_wait_for_one_do_not_flood_its_store():
+    store, looks = dist.HashStore(), []
+    counting = SimpleNamespace(check=lambda keys: looks.append(keys) or store.check(keys))
+    with pytest.raises(RunFailed):
+        meet(counting, 999, 1000, timeout=1.0)
+    assert len(looks) <= 6

@@ -4,7 +4,9 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
+import sys
 import threading
 import time
 from functools import partial
@@ -15,7 +17,8 @@ from stored import assert_bitwise_equal, end_of, newest, stored
 from world import RankFailed, write_chats
 
 from fsdp_trainer import phases
-from fsdp_trainer.training.stop import slurm_seconds_left
+from fsdp_trainer.training import stop as stop_module
+from fsdp_trainer.training.stop import StopRequests, slurm_seconds_left
 
 HOW = [
     "schedule=constant", "train.steps=4", "checkpoint.every=2", "batch.micro_rows=1", "data.validation=0.2", "train.validate_every=2",
@@ -288,3 +291,113 @@ def test_a_signal_after_another_rank_has_died_ends_this_one_at_once(train, tmp_p
         train("run", "train.steps=4", ranks=2, seam=peer_dies)
     last = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])
     assert last["event"] == "end" and last["exit_code"] == 1 and last["reason"] == "SIGTERM after rank 1 had ended"
+
+
+@contextlib.contextmanager
+def a_disk_that_hangs():
+    """Two signals while the main thread hangs in a write of the run's records."""
+    from fsdp_trainer.observe.records import Records
+
+    def write(self, lines):
+        with self._lock:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            blocked()
+
+    with patch.object(Records, "write", write), patch("fsdp_trainer.training.stop.ECHO_SECONDS", 0.1):
+        yield
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_a_run_whose_disk_hangs(train):
+    started = time.monotonic()
+    with pytest.raises(RankFailed, match="rank 0: died"):
+        train("run", "train.steps=2", seam=a_disk_that_hangs)
+    assert time.monotonic() - started < 25
+
+
+# --- in a process that is more than a run ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listening():
+    stop = StopRequests(None, lambda text: None)
+    yield stop
+    stop.close()
+
+
+def test_a_signal_to_a_forked_worker_stops_the_worker_and_not_the_run(listening):
+    pid = os.fork()
+    if pid == 0:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == signal.SIGTERM
+    time.sleep(0.2)
+    assert not listening.received
+
+
+def test_the_second_interrupt_of_a_notebook_ends_the_run_and_not_the_notebook(listening, monkeypatch):
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    monkeypatch.setattr(stop_module, "ECHO_SECONDS", 0.1)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.3)
+    assert listening.received == signal.SIGINT
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+
+def test_an_event_loop_hears_its_own_signals_meanwhile_and_afterwards():
+    ear, mouth = os.pipe()
+    os.set_blocking(mouth, False)
+    os.set_blocking(ear, False)
+    before, handler = signal.set_wakeup_fd(mouth), signal.signal(signal.SIGUSR2, lambda *_: None)
+    stop = StopRequests(None, lambda text: None)
+    try:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        time.sleep(0.2)
+        assert os.read(ear, 9) == bytes([signal.SIGUSR2])
+        stop.close()
+        stop.close()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert os.read(ear, 9) == bytes([signal.SIGUSR2])
+    finally:
+        stop.close()
+        signal.set_wakeup_fd(before)
+        signal.signal(signal.SIGUSR2, handler)
+        os.close(ear)
+        os.close(mouth)
+
+
+# --- what the watchdog allows time for ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def places_told():
+    """Of waits that may be long: for the rest of a failed save, for replicas' digests, for the records' disk."""
+    from fsdp_trainer.checkpoint import store
+    from fsdp_trainer.observe.records import Records
+    from fsdp_trainer.training.corruption import Corruption
+
+    def telling(where, name):
+        real = getattr(where, name)
+
+        def tell(*args, **options):
+            print(f"[{name} in {phases.main.phase}]")
+            return real(*args, **options)
+
+        return patch.object(where, name, tell)
+
+    no_disk = patch.object(store, "write_file", side_effect=OSError(28, "No space left on device"))
+    with telling(store.CheckpointStore, "wait"), telling(Corruption, "check_replicas"), telling(Records, "write"), no_disk:
+        yield
+
+
+def test_waits_that_may_be_long_are_no_ordinary_phases(train):
+    how = ["train.steps=6", "checkpoint=async", "checkpoint.every=2", "train.check_every=2"]
+    run = train("run", *how, ranks=2, seam=places_told, code=1)
+    told = set(re.findall(r"\[(\w+) in (\w+)\]", run.out))
+    assert {name for name, _ in told} == {"wait", "check_replicas", "write"}
+    assert told <= {("wait", "staging"), ("wait", "end"), ("check_replicas", "check"), ("write", "log")}

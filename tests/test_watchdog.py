@@ -6,15 +6,21 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from fsdp_trainer import phases
 from fsdp_trainer.cli import main
-from fsdp_trainer.launch.hangs import Durations, Seen, judge, look, standing, stopped, suspended
+from fsdp_trainer.launch import watchdog as watchdog_module
+from fsdp_trainer.launch.hangs import Durations, Seen, judge, look, standing, starved, stopped, suspended
+from fsdp_trainer.launch.watchdog import Watch, Watchdog
 from fsdp_trainer.observe.stragglers import Pace, slowest
 from fsdp_trainer.phases import PHASES, Place, Slot
 
@@ -31,7 +37,7 @@ def seen(rank=0, phase="forward", step=8, standing=11.0, allowed=10.0, file=COLL
             count += name in ("forward", "backward", "agree") and (s, name) != skipped_in
     spent = dict.fromkeys(PHASES, (0, 0.0)) | dict.fromkeys(STEP, (7, 7.0))
     place = Place(step, phase, 0.0, len(trace), trace[-1][3])
-    slot = Slot(100 + rank, 1, rank, left, 0xABC, place, Place(), spent, trace)
+    slot = Slot(100 + rank, 1, rank, left, 0xABC, phases.here(), place, Place(), spent, trace)
     stacks = f'Thread 0x{0xDEF:016x} (most recent call first):\n  File "/lib/other.py", line 1 in run\n\n'
     stacks += f'Current thread 0x{0xABC:016x} (most recent call first):\n  File "/lib/torch/_ops.py", line 2 in op\n  File "{file}", line 3 in f\n'
     return Seen(slot, state, standing=standing, allowed=allowed, stacks=stacks, **more)
@@ -62,6 +68,15 @@ def test_a_node_that_waits_for_another_is_left_alone_until_collectives_end_by_th
     assert judge([seen(0, standing=1811), seen(1, standing=1811)], 4, 1800).kill
     assert judge([seen(0), seen(1)], 2, 1800).kill, "there is no other node"
     assert judge([seen(0), seen(1, state=None, left=True)], 4, 1800).kill, "one that left does not come back"
+
+
+def test_on_gpus_a_host_outside_any_collective_may_wait_for_a_device_that_waits_for_another_node():
+    ranks = [seen(0, file=ELSEWHERE), seen(1, file=ELSEWHERE)]
+    assert judge(ranks, 4, 1800, on_device=True).what == "waiting" and not judge(ranks, 4, 1800, on_device=True).kill
+    assert judge(ranks, 2, 1800, on_device=True).kill, "there is no other node"
+    assert judge(ranks, 4, 1800).what == "stuck", "no device that it could wait for"
+    behind = judge([seen(0, phase="agree"), seen(1, file=ELSEWHERE)], 4, 1800, on_device=True)
+    assert behind.kill and [s.rank for s in behind.ranks] == [1], "its neighbour's host has gone on"
 
 
 def test_a_debugger_is_no_hang():
@@ -108,11 +123,130 @@ def test_time_is_allowed_by_what_a_phase_took_so_far():
     assert allowed("forward", forward=0.1, read=12) == 60, "a GPU's host may stand anywhere for what its device has to do yet"
     assert allowed("forward", forward=0.1) == 1800, "the first step, or the first logged one, is not over"
     assert allowed("validation", forward=0.1, read=0.1) == 1800, "the first validation"
+    for phase in ("data", "log", "validation"):
+        assert allowed(phase, **{phase: 0.001, "read": 0.1}) == 120, "storage that is remote or cold"
     assert allowed("forward", state="D", forward=0.1, read=0.1) == 1800, "the system waits for a disk"
     for phase in ("compile", "staging", "shards", "manifest", "prune", "samples", "profile"):
         assert allowed(phase, **dict.fromkeys([phase, "read"], 0.1)) == 1800
     for phase in ("start", "export", "end"):
         assert allowed(phase, read=0.1) == float("inf")
+
+
+def watchdog_over(tmp_path, *slots, seconds=0.0, **told):
+    """One that has looked once at ranks whose slots say this, and the processes that it ended; `seconds` have passed since."""
+    ended, board = [], tmp_path / "board"
+    board.touch()
+    with patch.object(phases, "slots", lambda _: list(slots)):
+        watchdog = Watchdog(Watch(str(board), str(tmp_path), len(slots), 10, 1800, **told), lambda pid, signum: ended.append((pid, signum)))
+        watchdog.look()
+    watchdog.counts_from = watchdog.looked = time.monotonic() - min(seconds, 4)
+    watchdog.counts_from -= seconds
+    return watchdog, ended
+
+
+@pytest.fixture
+def rank_process():
+    """A process that sleeps: what it would show of itself, standing in a step for 11 s."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    slot = seen().slot
+    yield replace(slot, pid=process.pid, started=phases.started_at(process.pid), main=replace(slot.main, since=time.monotonic() - 11))
+    process.kill()
+    process.communicate()
+
+
+def act(watchdog, *slots):
+    with patch.object(phases, "slots", lambda _: list(slots)):
+        watchdog.act(watchdog.look())
+
+
+def stand(watchdog, slot):
+    """It has seen enough steps to know how long they take."""
+    watchdog.durations._seconds |= {name: deque([0.1]) for name in STEP}
+    watchdog.watch.timeout = 1800
+    act(watchdog, slot)
+
+
+def test_a_rank_that_stands_is_ended_but_not_while_its_disk_or_the_processors_keep_it_waiting(tmp_path, rank_process):
+    disk = patch.object(watchdog_module, "reads_disk", lambda _: True)
+    for why, done in ((contextlib.nullcontext(), 1), (disk, 0), (patch.object(Watchdog, "starved_for", lambda *_: 5.0), 0)):
+        watchdog, ended = watchdog_over(tmp_path, rank_process, seconds=20)
+        with why:
+            stand(watchdog, rank_process)
+        assert ended == [(rank_process.pid, signal.SIGKILL)] * done
+
+
+def test_a_rank_that_goes_on_while_it_is_looked_into_is_left_alone(tmp_path, rank_process):
+    watchdog, ended = watchdog_over(tmp_path, rank_process, seconds=20)
+    moved = replace(rank_process, main=replace(rank_process.main, entered=rank_process.main.entered + 1, since=time.monotonic()))
+    with patch.object(Watchdog, "ask_for_stacks", lambda self, _: setattr(self, "slots", lambda: [moved])):
+        stand(watchdog, rank_process)
+    assert not ended
+
+
+def test_a_rank_that_nobody_would_start_again_is_told_of_but_lives(tmp_path, rank_process, capsys):
+    watchdog, ended = watchdog_over(tmp_path, rank_process, seconds=20, alone=True)
+    stand(watchdog, rank_process)
+    assert not ended and "rank 0 on" in capsys.readouterr().err
+
+
+def test_a_rank_that_leaves_between_two_looks_has_not_died(tmp_path):
+    gone = replace(seen().slot, pid=2**22 + 1)
+    watchdog, _ = watchdog_over(tmp_path, replace(gone, left=True))
+    with patch.object(phases, "slots", side_effect=[[gone], [replace(gone, left=True)]]):
+        assert [(s.state, s.died) for s in watchdog.look()] == [(None, False)]
+
+
+def test_ranks_of_another_container_are_not_taken_for_dead(tmp_path):
+    elsewhere = replace(seen().slot, pid=2**22 + 1, where=1)
+    watchdog, _ = watchdog_over(tmp_path, elsewhere)
+    with patch.object(phases, "slots", lambda _: [elsewhere]):
+        assert watchdog.look() == []
+
+
+def test_a_rank_of_which_the_system_says_nothing_is_not_taken_for_dead(rank_process):
+    with patch.object(Path, "read_text", side_effect=OSError("out of memory")):
+        assert look(rank_process).state == "?"
+
+
+def test_a_world_that_is_stopped_as_a_whole_is_suspended(tmp_path, rank_process):
+    os.kill(rank_process.pid, signal.SIGSTOP)
+    os.waitpid(rank_process.pid, os.WUNTRACED)
+    for world, done in ((1, 0), (2, 1)):
+        watchdog, ended = watchdog_over(tmp_path, rank_process)
+        watchdog.watch.world_size = world
+        with patch.object(watchdog_module, "suspended", lambda _: False):
+            act(watchdog, rank_process)
+            watchdog.stopped_since = {rank: since - 5 for rank, since in watchdog.stopped_since.items()}
+            act(watchdog, rank_process)
+        assert len(ended) == done
+
+
+@pytest.mark.parametrize("full", ["share", "touch", "start_watchdog"])
+def test_a_run_without_memory_for_a_watchdog_trains_without_one(train, full):
+    run = train("run", "train.steps=1", "launch.watchdog=true", seam=partial(no_room, full))
+    assert len(run.metrics) == 1 and "rank 0 has no watchdog" in run.err
+
+
+@contextlib.contextmanager
+def no_room(full):
+    where = {"share": (os, "posix_fallocate"), "touch": (Path, "touch"), "start_watchdog": (subprocess, "Popen")}[full]
+    with patch.object(*where, side_effect=OSError(28, "No space left on device")):
+        yield
+
+
+def test_time_without_a_processor_is_counted_by_the_system(tmp_path):
+    """Two busy processes on one core: each of them waits for about half the time."""
+    code = "import os, time; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); print(flush=True)\nwhile True: pass"
+    processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(2)]
+    for process in processes:
+        process.stdout.readline()
+    before = starved(processes[0].pid)
+    time.sleep(1)
+    assert starved(processes[0].pid) - before > 0.2
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
 # --- with real processes -----------------------------------------------------------------------------------------------------------
@@ -224,6 +358,21 @@ def looking_for_a_watchdog():
 
 def test_a_stall_that_is_no_duration_is_refused(capsys):
     assert main(["+recipe=quickstart", "launch.stall=soon"]) == 2 and "launch.stall=soon" in capsys.readouterr().err
+
+
+def test_a_run_in_a_worker_thread_leaves_the_main_thread_to_the_next(tmp_path):
+    (tmp_path / "board").touch()
+
+    def in_a_thread():
+        phases.share(tmp_path / "board", 0, 0)
+        phases.enter("forward", 3)
+        phases.leave()
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    phases.enter("data", 7)
+    assert (phases.main.phase, phases.main.step) == ("data", 7)
 
 
 # --- stragglers --------------------------------------------------------------------------------------------------------------------

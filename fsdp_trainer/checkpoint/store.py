@@ -26,13 +26,12 @@ from fsdp_trainer import __version__, phases
 from fsdp_trainer.checkpoint.files import commit, damage, describe, files_below, sync, unfinished, write_durably, write_manifest
 from fsdp_trainer.checkpoint.shards import METADATA, Shard, write_file
 from fsdp_trainer.checkpoint.state import WEIGHTS
-from fsdp_trainer.config.paths import BEST, MANIFEST, checkpoint_folders, checkpoint_name, committed_checkpoints, step_of
+from fsdp_trainer.config.paths import BEST, LAG_SECONDS, MANIFEST, checkpoint_folders, checkpoint_name, committed_checkpoints, step_of
 from fsdp_trainer.config.schema import Checkpoint
 from fsdp_trainer.errors import Problem, RunFailed
 from fsdp_trainer.models.initialize import VOCABULARY
 
 PROGRESS = "trainer.json"
-LAG_SECONDS = 10.0  # until what one node has written to a shared disk is seen by the others
 
 
 class CheckpointStore:

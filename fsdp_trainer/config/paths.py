@@ -9,6 +9,9 @@ from fsdp_trainer.config.schema import TrainConfig
 
 MANIFEST = "MANIFEST.json"
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+LAG_SECONDS = (
+    60.0  # until what one node has written to shared storage is seen by the others: NFS keeps for so long that a file is not there
+)
 BEST = "best"  # beside the checkpoints: a link to the best one by validation loss
 
 

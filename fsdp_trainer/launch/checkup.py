@@ -150,13 +150,11 @@ def network(cfg: DoctorConfig, world: World, everyone: Sequence[Looked], timeout
     for rate in speed.collectives(world.device):
         text = f"{rate.size // speed.MIB:>2} MiB: {gigabytes(rate.algorithm)}, bus {gigabytes(rate.bus)}"
         found.append(Finding("ok", rate.name, f"{text}, {counted(world.size, 'rank')} on {counted(len(groups), 'node')}"))
-    links, left_out = speed.links(nodes, world.device)
+    links = speed.links(world.device)
     if world.main:
         for what, same in (("links in a node", True), ("links between nodes", False)):
             named = {f"{who([a], everyone)} ↔ {who([b], everyone)}": r for (a, b), r in links.items() if (nodes[a] == nodes[b]) == same}
             found += judge(what, named, cfg.doctor.slow, world.device.type, gigabytes) if named else []
-        if left_out:
-            found.append(Finding("note", "links", f"{left_out} were left out after {speed.LINKS_SECONDS:g} s"))
     return found
 
 

@@ -38,16 +38,22 @@ class Report:
         """Tell them."""
         for finding in findings:
             self.counts[finding.mark] += 1
-            if not self.quiet:
-                print(self._line(section, finding), flush=True)
+            self._print(self._line(section, finding))
             self.section = section
 
     def close(self) -> int:
         """The last line; the exit code."""
         problems, warnings = self.counts["problem"], self.counts["warning"]
-        if not self.quiet and self.format == "text":
-            print(f"\n{counted(problems, 'problem')}, {counted(warnings, 'warning')}")
+        if self.format == "text":
+            self._print(f"\n{counted(problems, 'problem')}, {counted(warnings, 'warning')}")
         return UNHEALTHY if problems else 0
+
+    def _print(self, text: str) -> None:
+        try:
+            if not self.quiet:
+                print(text, flush=True)
+        except BrokenPipeError:  # whoever read this has seen enough; the other ranks wait for this one
+            self.quiet = True
 
     def _line(self, section: str, finding: "Finding") -> str:
         if self.format == "json":

@@ -177,7 +177,9 @@ def differences(facts: Sequence[Facts], kind: str) -> list[Finding]:
         text = ", ".join(f"{value} on {who(ranks, facts)}" for value, ranks in odd)
         text += f"; {usual} on {'the others' if len(majority) > 1 else who(majority, facts)}"
         if kind == "settings":
-            certain = not OF_A_NODE.match(name)
+            values = {value for value, _ in [(usual, majority), *odd]}
+            of_a_node = values.isdisjoint({"auto", "never", "the default"}) if name == "checkpoint.resume" else OF_A_NODE.match(name)
+            certain = not of_a_node
             found.append(Finding("problem" if certain else "warning", name, text, "Start every node with the same command", certain))
         else:
             mark = "problem" if name in MUST_BE_EQUAL else "note" if MAY_DIFFER.match(name) else "warning"

@@ -14,8 +14,10 @@ from fsdp_trainer.phases import Place, Slot, in_collective, stat
 
 ORDINARY = {"data", "forward", "backward", "clip", "update", "validation", "log", "read", "agree"}
 """Phases that take about as long each time. All others, and the first steps, may take up to launch.timeout."""
+STORAGE = {"data", "validation", "log"}
+"""Of these, phases that read or write files, or wait for a thread that does: where storage is remote or cold, one such wait may be long."""
 UNLIMITED = {"start", "export", "end"}  # wait for a rank that works, outside any collective, or for trackers
-FACTOR = 5
+FACTOR, PATIENCE = 5, 12  # times the median; times launch.stall where storage is waited for
 STOPPED_SECONDS = 1.0
 DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd")
 
@@ -100,6 +102,7 @@ class Durations:
         phase = slot.main.phase
         if phase in UNLIMITED:
             return math.inf
+        shortest *= PATIENCE if phase in STORAGE else 1
         device = self._seconds["read"]
         if phase not in ORDINARY or state == "D" or not self._seconds[phase] or not slot.spent["read"][0]:
             return longest
@@ -108,8 +111,11 @@ class Durations:
 
 
 def look(slot: Slot) -> Seen:
-    """What the system says about a rank."""
-    fields = stat(slot.pid)
+    """What the system says about a rank. State `?`: it does not say."""
+    try:
+        fields = stat(slot.pid)
+    except OSError:  # a system short of memory, or that hides processes; one that ended would be another error
+        return Seen(slot, "?", standing=time.monotonic() - slot.main.since)
     if fields is None or fields[0] in "ZX" or int(fields[19]) != slot.started:
         return Seen(slot, None)
     return Seen(slot, fields[0], traced(slot.pid), standing=time.monotonic() - slot.main.since)
@@ -126,11 +132,34 @@ def traced(pid: int) -> bool:
 
 def suspended(seen: Seen) -> bool:
     """Whether a rank was stopped on purpose: from its terminal (Ctrl-Z), or together with whoever started it, by a scheduler."""
-    fields = stat(seen.slot.pid)
+    try:
+        fields = stat(seen.slot.pid)
+    except OSError:
+        return False
     if seen.state != "T" or fields is None:
         return False
-    parent, terminal = stat(int(fields[1])), int(fields[4])
-    return bool(terminal) or (parent is not None and parent[0] == "T")
+    return bool(int(fields[4])) or state_of(int(fields[1])) == "T"
+
+
+def starved(pid: int) -> float:
+    """Seconds that the main thread could have worked and had no processor; 0 where the system does not count them."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
+def state_of(thread: int) -> str | None:
+    """As in proc(5); None if it has ended or may not be known."""
+    try:
+        return next(iter(stat(thread) or []), None)
+    except OSError:
+        return None
+
+
+def reads_disk(pid: int) -> bool:
+    """Whether any thread waits for a disk now: data may be read ahead of the thread that trains."""
+    return "D" in [state_of(int(task.name)) for task in Path(f"/proc/{pid}/task").glob("*")]
 
 
 def stopped(ranks: list[Seen]) -> Verdict | None:
@@ -145,12 +174,17 @@ def standing(ranks: list[Seen]) -> bool:
     return bool(at_work) and all(seen.standing > seen.allowed for seen in at_work)
 
 
-def judge(ranks: list[Seen], world_size: int, longest: float) -> Verdict:
-    """Whose fault it is that all ranks of the node stand, by their stacks and by the collectives that they have begun."""
+def judge(ranks: list[Seen], world_size: int, longest: float, on_device: bool = False) -> Verdict:
+    """Whose fault it is that all ranks of the node stand, by their stacks and by the collectives that they have begun.
+
+    on_device: a host that is in no collective may wait for a GPU that is, when that has been given all that it takes.
+    """
     at_work = [seen for seen in ranks if seen.trains]
     if debugged := [seen for seen in at_work if seen.debugged]:
         return Verdict("debugged", debugged, "in a debugger", kill=False)
-    if outside := [seen for seen in at_work if not seen.waits]:
+    outside = [seen for seen in at_work if not seen.waits]
+    devices_wait = on_device and len(outside) == len(at_work) and len(ranks) < world_size
+    if outside and not devices_wait:
         behind = min((seen.place.step, seen.place.collectives) for seen in outside)
         found = [seen for seen in outside if (seen.place.step, seen.place.collectives) == behind]
         return Verdict("stuck", found, "does not go on, outside any collective")
@@ -164,7 +198,7 @@ def judge(ranks: list[Seen], world_size: int, longest: float) -> Verdict:
     if len(at_work) == world_size:
         return Verdict("stuck", at_work, "all ranks wait in a collective that does not end")
     late = all(seen.standing > longest + seen.allowed for seen in at_work)
-    return Verdict("waiting", at_work, "waits in a collective, as all of this node do: look at the other nodes", kill=late)
+    return Verdict("waiting", at_work, "waits for others, as all of this node do: look at the other nodes", kill=late)
 
 
 def first_difference(ranks: list[Seen]) -> tuple[int, str, dict[int, int]] | None:

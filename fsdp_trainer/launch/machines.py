@@ -8,9 +8,6 @@ import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import torch
 
 from fsdp_trainer import __version__
 from fsdp_trainer.launch.doctor import counted
@@ -59,39 +56,27 @@ def machines(everyone: Sequence[Looked], world: World) -> Iterator[Finding]:
         alike = [list(ranks_of)[place] for place in places]
         free = min((nodes[node] for node in alike), key=lambda f: f.memory)
         shm = min(nodes[node].shm for node in alike)
+        limits = [nodes[node].files for node in alike if nodes[node].files >= 0]
+        files = f"{min(limits):,} open files" if limits else "any number of open files"
         named = ", ".join(f"{host_name(node, everyone)} (rank {spans(ranks_of[node])})" for node in alike[:8])
         more = f" and {len(alike) - 8} more" if len(alike) > 8 else ""
-        text = f"{said}\n{gib(free.memory)} of memory free{f' on {free.host}' if len(alike) > 1 else ''}, /dev/shm {gib(shm)}, {first_of(alike, nodes)}"
+        text = f"{said}\n{gib(free.memory)} of memory free{f' on {free.host}' if len(alike) > 1 else ''}, /dev/shm {gib(shm)}, {files}"
         yield Finding("ok", f"{counted(len(alike), 'host')}", f"{named}{more}\n{text}")
     yield from differences(everyone, "machine")
-    crowded = [node for node, ranks in ranks_of.items() if nodes[node].threads * len(ranks) > nodes[node].cores]
-    idle = [node for node, ranks in ranks_of.items() if nodes[node].threads * len(ranks) <= nodes[node].cores // 2]
-    if crowded:
-        node = crowded[0]
-        text = f"{counted(len(ranks_of[node]), 'rank')} × {counted(nodes[node].threads, 'thread')} on {counted(nodes[node].cores, 'core')} of {nodes[node].host}"
-        yield Finding("warning", "OMP_NUM_THREADS", text, f"OMP_NUM_THREADS={max(1, nodes[node].cores // len(ranks_of[node]))}")
-    elif idle and world.device.type == "cpu":
-        node = idle[0]
-        text = f"{counted(len(ranks_of[node]), 'rank')} × {counted(nodes[node].threads, 'thread')} leave some of {nodes[node].host}'s {nodes[node].cores} cores idle"
-        advice = f"OMP_NUM_THREADS={nodes[node].cores // len(ranks_of[node])} ; torchrun sets 1 where nothing is said"
-        yield Finding("warning", "OMP_NUM_THREADS", text, advice)
+    for node, ranks in ranks_of.items():
+        threads, cores, host = nodes[node].threads, nodes[node].cores, nodes[node].host
+        crowded, idle = threads * len(ranks) > cores, threads * len(ranks) <= cores // 2 and world.device.type == "cpu"
+        if crowded or idle:
+            text = f"{counted(len(ranks), 'rank')} × {counted(threads, 'thread')} on {counted(cores, 'core')} of {host}"
+            advice = f"OMP_NUM_THREADS={max(1, cores // len(ranks))}{' ; torchrun sets 1 where nothing is said' if idle else ''}"
+            yield Finding("warning", "OMP_NUM_THREADS", text, advice)
+            break
     if world.device.type == "cuda":
         yield from topology()
 
 
-def first_of(alike: Sequence[int], nodes: dict[int, Looked]) -> str:
-    """The smallest limit of open files."""
-    least = min((f.files for f in (nodes[node] for node in alike) if f.files >= 0), default=-1)
-    return f"{least:,} open files" if least >= 0 else "any number of open files"
-
-
 def topology() -> Iterator[Finding]:
     """How this host's GPUs are connected."""
-    count = torch.cuda.device_count()
-    apart = [f"{a}-{b}" for a in range(count) for b in range(a + 1, count) if not torch.cuda.can_device_access_peer(a, b)]
-    if apart:
-        text = f"GPUs {', '.join(apart[:8])}{' …' if len(apart) > 8 else ''} do not reach each other's memory, and talk through the host's"
-        yield Finding("note", "peer access", text)
     try:
         told = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -106,22 +91,10 @@ def software(everyone: Sequence[Looked]) -> Iterator[Finding]:
     """Versions, from the driver up."""
     odd = differences(everyone, "versions")
     equal = {name: value for name, value in everyone[0].versions.items() if name not in {f.what for f in odd}}
-    equal["fsdp_trainer"] = f"{__version__}{commit()}, {equal['fsdp_trainer']}" if "fsdp_trainer" in equal else __version__
+    equal["fsdp_trainer"] = f"{__version__}, {equal['fsdp_trainer']}" if "fsdp_trainer" in equal else __version__
     same = "equal on all ranks" if len(everyone) > 1 else "versions"
     yield Finding("ok", same, ", ".join(f"{name} {value}" for name, value in equal.items() if value != "none"))
     yield from odd
-
-
-def commit() -> str:
-    """The checkout's, with a mark for changes; empty for an installed package."""
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return ""
-    try:
-        words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
-        return f" at {subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()}"
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def configuration(everyone: Sequence[Looked]) -> Iterator[Finding]:

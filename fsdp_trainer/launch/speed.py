@@ -3,7 +3,7 @@
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,6 @@ MIB = 2**20
 SIZES = (MIB, 64 * MIB)
 LINK_BYTES = 16 * MIB
 WINDOW_SECONDS, MOST_CALLS = 0.3, 50
-LINKS_SECONDS = 30.0  # for all of them: they are measured one after the other
 BLOCK = 4 * MIB
 
 
@@ -84,44 +83,19 @@ def slowest(call: Callable[[], None], device: torch.device, group: dist.ProcessG
     return measure(max(1, min(MOST_CALLS, int(WINDOW_SECONDS / measure(1)))))
 
 
-def links(nodes: Sequence[int], device: torch.device) -> tuple[dict[tuple[int, int], float], int]:
-    """Bytes a second in one direction between neighbours, on rank 0, and how many pairs were left out for lack of time.
-
-    nodes: of each rank. Rings, of the ranks of each node and of the nodes' first ranks: whoever is slow is so in both of its links. Pairs of
-    different nodes' ranks share a wire and come one by one.
-    """
-    me, left_out, began = dist.get_rank(), 0, time.perf_counter()
-    own: dict[tuple[int, int], float] = {}
+def links(device: torch.device) -> dict[tuple[int, int], float]:
+    """Bytes a second in one direction between each rank and the next, of a node's last one to the next node. Every second pair at a time."""
+    me, size, own = dist.get_rank(), dist.get_world_size(), dict[tuple[int, int], float]()
     buffer = torch.zeros(LINK_BYTES // 4, device=device)
-    for turn in turns(nodes):
-        if largest(time.perf_counter() - began) > LINKS_SECONDS:
-            left_out += len(turn)
-            continue
-        for a, b in turn:
-            if me in (a, b):
-                rate = there_and_back(buffer, a, b)
-                own |= {(a, b): rate} if me == a else {}
-    everyone: list = [None] * dist.get_world_size()
+    for turn in (0, 1):
+        largest(0.0)
+        first = me - (me + turn) % 2
+        if 0 <= first < size - 1:
+            rate = there_and_back(buffer, first, first + 1)
+            own |= {(first, first + 1): rate} if me == first else {}
+    everyone: list = [None] * size
     dist.all_gather_object(everyone, own)
-    return {pair: rate for of_one in everyone for pair, rate in of_one.items()}, left_out
-
-
-def turns(nodes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """Pairs of ranks that may talk at the same time: at most one in each node, or one between nodes."""
-    ranks_of: dict[int, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        ranks_of.setdefault(node, []).append(rank)
-    rings = [ring(ranks) for ranks in ranks_of.values()]
-    for i in range(max(map(len, rings))):
-        yield [pairs[i] for pairs in rings if i < len(pairs)]
-    for pair in ring([ranks[0] for ranks in ranks_of.values()]):
-        yield [pair]
-
-
-def ring(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Each with the next, the last with the first; two have one link, one has none."""
-    count = len(ranks) if len(ranks) > 2 else len(ranks) - 1
-    return [(ranks[i], ranks[(i + 1) % len(ranks)]) for i in range(count)]
+    return {pair: rate for of_one in everyone for pair, rate in of_one.items()}
 
 
 def there_and_back(buffer: torch.Tensor, a: int, b: int) -> float:

@@ -10,9 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
+from fsdp_trainer.config.paths import LAG_SECONDS, find_checkpoint, is_hub_id
 from fsdp_trainer.config.verbs import DoctorConfig
 from fsdp_trainer.data import demo
 from fsdp_trainer.data.build import build_tokenizer
@@ -31,18 +29,16 @@ from fsdp_trainer.launch.facts import (
 )
 from fsdp_trainer.launch.machines import Looked
 from fsdp_trainer.launch.world import World
-from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.observe.console import short
-from fsdp_trainer.parallel.fit import check_fit, checkpoint_bytes
+from fsdp_trainer.parallel.fit import checkpoint_bytes
 
-SEEN_SECONDS = 5.0  # until a file is seen on another node; NFS keeps what it knows of a folder for a while
 UNREADABLE = "cannot be read"
 EDGE = 64 * 1024  # bytes at each end of a file that tell whether two are the same
 
 
 def storage(cfg: DoctorConfig, world: World, everyone: Sequence[Looked], timeout: float) -> list[Finding]:
-    """The folder that holds the run: shared, lockable, fast, and with room."""
+    """The folder that holds the run: shared, fast, and with room."""
     run = Path(cfg.run.root) / str(cfg.run.name)
     folder = run if run.is_dir() else Path(cfg.run.root)
     mark = folder / f".doctor-{world.attempt}"
@@ -51,12 +47,12 @@ def storage(cfg: DoctorConfig, world: World, everyone: Sequence[Looked], timeout
         why = leave_mark(mark, world.attempt, held) if world.main else ""
         if why := world.from_main("mark", lambda: why, timeout):
             return [Finding("problem", f"run.root={cfg.run.root}", why, "Name a folder that can be written to:  run.root=FOLDER")]
-        seen = see_mark(mark, world)
-        told = world.to_main("storage", (*seen, speed_of_disk(cfg, mark, world) if not seen[0] else None), timeout)
+        why = see_mark(mark, world, timeout / 2)
+        told = world.to_main("storage", (why, None if why else speed_of_disk(cfg, mark, world)), timeout)
     for place in missing:
         with contextlib.suppress(OSError):  # a run has begun there meanwhile
             place.rmdir()
-    return [*sharing(folder, told, everyone), *disks(told, everyone, cfg, world), *space(cfg, run, world)] if world.main else []
+    return [*sharing(folder, told, everyone), *disks(told, everyone, cfg, world), *space(cfg, run)] if world.main else []
 
 
 def leave_mark(mark: Path, launch: str, held: contextlib.ExitStack) -> str:
@@ -74,27 +70,19 @@ def leave_mark(mark: Path, launch: str, held: contextlib.ExitStack) -> str:
     return ""
 
 
-def see_mark(mark: Path, world: World) -> tuple[str, bool]:
-    """Why this rank does not see what rank 0 wrote, and whether it could take rank 0's lock."""
-    deadline = time.monotonic() + SEEN_SECONDS
+def see_mark(mark: Path, world: World, timeout: float) -> str:
+    """Why this rank does not see what rank 0 wrote; empty if it does."""
+    deadline = time.monotonic() + min(LAG_SECONDS, timeout)
     while True:
         try:
             if mark.read_text() == world.attempt:
-                break
+                return ""
             why = "a file of that name holds something else"
         except OSError as error:
             why = str(error)
         if time.monotonic() > deadline:
-            return why, False
+            return why
         time.sleep(0.1)
-    if world.node == 0:
-        return "", False
-    try:
-        with mark.open("r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return "", True
-    except OSError:
-        return "", False
 
 
 def speed_of_disk(cfg: DoctorConfig, mark: Path, world: World) -> tuple[float, float] | str | None:
@@ -108,25 +96,22 @@ def speed_of_disk(cfg: DoctorConfig, mark: Path, world: World) -> tuple[float, f
 
 
 def sharing(folder: Path, told: Sequence[tuple], everyone: Sequence[Looked]) -> Iterator[Finding]:
-    """Whether all see one folder, and one lock."""
-    blind = by_value([why for why, *_ in told])
+    """Whether all see one folder."""
+    blind = by_value([why for why, _ in told])
     for why, ranks in blind:
         if why:
             advice = "Every rank writes its part of a checkpoint there:  run.root=FOLDER  on storage that all nodes share"
             yield Finding("problem", "not shared", f"{who(ranks, everyone)}: {why}", advice)
     if len(blind) == 1 and not blind[0][0]:
         yield Finding("ok", "shared", f"{folder.absolute()}: all ranks read what rank 0 wrote")
-    if free := [rank for rank, (_, taken, _) in enumerate(told) if taken]:
-        text = f"{who(free, everyone)} can lock what rank 0 has locked: two jobs on different nodes could train in one run"
-        yield Finding("warning", "locks", text, "NFS 4, or Lustre mounted with  flock")
 
 
 def disks(told: Sequence[tuple], everyone: Sequence[Looked], cfg: DoctorConfig, world: World) -> Iterator[Finding]:
     """How fast each node writes and reads, all at once."""
-    for rank, (*_, rates) in enumerate(told):
+    for rank, (_, rates) in enumerate(told):
         if isinstance(rates, str):
             yield Finding("problem", "disk", f"{who([rank], everyone)}: {rates}")
-    measured = {host_name(everyone[rank].node, everyone): rates for rank, (*_, rates) in enumerate(told) if isinstance(rates, tuple)}
+    measured = {host_name(everyone[rank].node, everyone): rates for rank, (_, rates) in enumerate(told) if isinstance(rates, tuple)}
     for what, i in (("write and fsync", 0), ("read", 1)):
         if measured:
             together = f"{gigabytes(sum(rates[i] for rates in measured.values()))} together; a node " if len(measured) > 1 else ""
@@ -135,8 +120,8 @@ def disks(told: Sequence[tuple], everyone: Sequence[Looked], cfg: DoctorConfig, 
             )
 
 
-def space(cfg: DoctorConfig, run: Path, world: World) -> Iterator[Finding]:
-    """Room for the checkpoints of the model, and for its states in memory, as far as a model is configured."""
+def space(cfg: DoctorConfig, run: Path) -> Iterator[Finding]:
+    """Room for the checkpoints of the model, as far as one is configured."""
     model = cfg.model
     if model.init_from is None and model.name == "auto":
         yield Finding("note", "room", "not judged: no model is configured, e.g.  model=llama3_8b  or  +recipe=NAME")
@@ -156,11 +141,6 @@ def space(cfg: DoctorConfig, run: Path, world: World) -> Iterator[Finding]:
         embedding = "" if config.vocab_size else ", without the embedding: no tokenizer is configured"
         found.text += f"\n{short(parameters)} parameters × {size / parameters:.3g} B{embedding}"
         yield found
-    try:
-        with torch.device("meta"):
-            check_fit(Decoder(config), cfg.sharding, cfg.precision, cfg.optim, world.size, world.device)
-    except UserError as error:
-        yield Finding("problem", "memory", error.problems[0].why)
 
 
 def inputs(cfg: DoctorConfig, everyone: Sequence[Looked]) -> Iterator[Finding]:

@@ -14,13 +14,13 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from fsdp_trainer import phases
 from fsdp_trainer.config.units import parse_duration
-from fsdp_trainer.launch.hangs import Durations, Seen, Verdict, judge, look, standing, stopped, suspended
+from fsdp_trainer.launch.hangs import Durations, Seen, Verdict, judge, look, reads_disk, standing, starved, state_of, stopped, suspended
 from fsdp_trainer.observe.records import Records
 
 if TYPE_CHECKING:
@@ -30,36 +30,53 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.25
 GRACE_SECONDS = 3.0  # for the others to notice and to leave by themselves; then they are blocked
 DISK_SECONDS = 3.0
+STACKS_SECONDS = 3.0  # a machine under load is slow to show them, and a rank whose stacks are not seen would be blamed
 PAUSE_SECONDS = 5.0  # between two looks: the watchdog itself was stopped, or starved
 SHOW_STACKS = signal.SIGUSR2
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_started: list[subprocess.Popen] = []
 
 
 @dataclass
 class Watch:
-    """What the watchdog is told. board: the file that the ranks share; stall and timeout in seconds."""
+    """What the watchdog is told. board: the file that the ranks share; stall and timeout in seconds; on_device: they compute on GPUs.
+
+    alone: one rank that no launcher started, and none would start again: perhaps a notebook, whose process is more than the run.
+    """
 
     board: str
     run: str
     world_size: int
     stall: float
     timeout: float
+    on_device: bool = False
+    alone: bool = False
 
 
 # --- in a rank ---------------------------------------------------------------------------------------------------------------------
 
 
 def watched(cfg: "Launch", run: Path, world: "World") -> "Watched | None":
-    """This rank under the watchdog's eyes, from its place in the world on; None with launch.watchdog=false, or on a system without /proc."""
-    if not cfg.watchdog or phases.stat(os.getpid()) is None:
+    """This rank under the watchdog's eyes, from its place in the world on; None with launch.watchdog=false, or on a system without /proc.
+
+    None too where it cannot be: memory or processes are short, this rank's container is another than that of the node's first, or that has
+    come and gone meanwhile.
+    """
+    if not cfg.watchdog or not Path("/proc/self/stat").exists():
         return None
     board = board_of(world)
-    if world.device.type == "cuda":
+    on_device = world.device.type == "cuda"
+    if on_device:
         record_flights(board)
-    watch = Watch(board, str(run.absolute()), world.size, parse_duration(cfg.stall), parse_duration(cfg.timeout))
+    alone = world.size == 1 and "RANK" not in os.environ
+    longest = (
+        parse_duration(cfg.timeout) + GRACE_SECONDS
+    )  # collectives that end after launch.timeout come first, and their ranks leave by themselves
+    watch = Watch(board, str(run.absolute()), world.size, parse_duration(cfg.stall), longest, on_device, alone)
     try:
         return Watched(watch, world.rank, world.local_rank)
-    except FileNotFoundError:  # the node's first rank has come and gone meanwhile, and the watchdog with it
+    except OSError as error:
+        say(f"fsdp-trainer: rank {world.rank} has no watchdog: {error}")
         return None
 
 
@@ -67,8 +84,17 @@ class Watched:
     """A rank that shows where it is, and its stacks when asked. The node's first one starts the watchdog."""
 
     def __init__(self, watch: Watch, rank: int, local_rank: int):
-        phases.share(Path(watch.board), local_rank, rank)
         self._stacks: IO[str] | None = None
+        try:
+            self._begin(watch, rank, local_rank)
+        except OSError:
+            self.close()
+            if local_rank == 0:
+                Path(watch.board).unlink(missing_ok=True)
+            raise
+
+    def _begin(self, watch: Watch, rank: int, local_rank: int) -> None:
+        phases.share(Path(watch.board), local_rank, rank)
         if signal.getsignal(SHOW_STACKS) == signal.SIG_DFL:
             self._stacks = open(stacks_of(watch.board, rank), "w")  # noqa: SIM115
             # in C: it needs neither Python's lock nor a main thread that is in Python
@@ -90,7 +116,8 @@ def board_of(world: "World") -> str:
     if world.local_rank == 0:
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
         board = Path(f"{folder}/fsdp_trainer-{os.getpid()}-{uuid.uuid4().hex[:8]}")
-        board.touch(0o600)
+        with suppress(OSError):  # then nobody finds it
+            board.touch(0o600)
         world.store.set(key, str(board))
     return world.store.get(key).decode()
 
@@ -117,8 +144,8 @@ def start_watchdog(watch: Watch) -> None:
     # without site-packages: 30 ms, and it reads no code but the standard library's and ours
     words = [sys.executable, "-I", "-S", "-c", code, json.dumps(asdict(watch))]
     env = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}  # it is no rank
-    process = subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
-    process.returncode = 0  # nobody waits for it
+    _started[:] = [earlier for earlier in _started if earlier.poll() is None]  # of runs before in this process, which lives on
+    _started.append(subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True))
 
 
 # --- the process -------------------------------------------------------------------------------------------------------------------
@@ -143,6 +170,8 @@ class Watchdog:
         self.watch, self.kill, self.host = watch, kill, socket.gethostname()
         self.durations = Durations()
         self.stopped_since: dict[int, float] = {}
+        self.starved: dict[int, tuple[int, float]] = {}  # by rank: the phase's number, seconds without a processor when it began
+        self.here = phases.here()
         self.killed: set[int] = set()
         self.told: set[int] = set()
         self.ends_at = float("inf")  # when ranks that have not left by themselves are ended
@@ -162,22 +191,37 @@ class Watchdog:
     def look(self) -> list[Seen]:
         """All ranks of the node that have come so far."""
         now = time.monotonic()
-        slots = phases.slots(Path(self.watch.board).read_bytes())
+        slots = self.slots()
         self.durations.note(slots)
         ranks = [look(slot) for slot in slots]
-        if now - self.looked > PAUSE_SECONDS or any(seen.traced or suspended(seen) for seen in ranks):
+        if any(seen.died for seen in ranks):  # or has left since we looked where it is
+            left = {slot.pid for slot in self.slots() if slot.left}
+            ranks = [replace(seen, slot=replace(seen.slot, left=seen.slot.pid in left)) for seen in ranks]
+        whole = len(ranks) == self.watch.world_size and all(seen.state == "T" for seen in ranks)  # somebody wants the machine for himself
+        if whole or now - self.looked > PAUSE_SECONDS or any(seen.traced or suspended(seen) for seen in ranks):
             self.counts_from, self.stopped_since = now, {}
         self.looked = now
         for seen in ranks:
             if seen.state is None:
                 continue
-            seen.standing = min(seen.standing, now - self.counts_from)
+            seen.standing = min(seen.standing, now - self.counts_from) - self.starved_for(seen)
             seen.allowed = self.durations.allowed(seen.slot, seen.state, self.watch.stall, self.watch.timeout)
             if seen.state != "T" or self.counts_from == now:
                 self.stopped_since.pop(seen.rank, None)
             else:
                 seen.stopped = now - self.stopped_since.setdefault(seen.rank, now)
         return ranks
+
+    def slots(self) -> list[phases.Slot]:
+        """Of the ranks whose process ids are those that we see."""
+        return [slot for slot in phases.slots(Path(self.watch.board).read_bytes()) if slot.where == self.here]
+
+    def starved_for(self, seen: Seen) -> float:
+        """Seconds of its phase in which a rank had no processor to go on with."""
+        total, entered = starved(seen.slot.pid), seen.place.entered
+        if self.starved.get(seen.rank, (None, 0.0))[0] != entered:
+            self.starved[seen.rank] = entered, total
+        return total - self.starved[seen.rank][1]
 
     def act(self, ranks: list[Seen]) -> None:
         """Tell what there is to tell, and end what has to end."""
@@ -188,11 +232,20 @@ class Watchdog:
         if self.ends_at < float("inf") or now < self.quiet_until:
             return
         verdict = stopped(ranks)
-        if not verdict and standing(ranks):
+        if not verdict and standing(ranks) and not any(reads_disk(seen.slot.pid) for seen in ranks if self.within_timeout(seen)):
             self.ask_for_stacks(ranks)
-            verdict = judge(ranks, self.watch.world_size, self.watch.timeout)
+            again = {seen.rank: seen.place.entered for seen in self.look()}
+            if any(seen.place.entered != again[seen.rank] for seen in ranks):
+                return  # one has gone on meanwhile
+            verdict = judge(ranks, self.watch.world_size, self.watch.timeout, self.watch.on_device)
         if verdict:
+            verdict.kill = verdict.kill and not self.watch.alone
             self.carry_out(verdict, ranks)
+            self.looked = time.monotonic()  # what that took is no pause
+
+    def within_timeout(self, seen: Seen) -> bool:
+        """Whether a rank has not been in its phase for launch.timeout."""
+        return seen.trains and seen.standing <= self.watch.timeout
 
     def tell_dead(self, ranks: list[Seen]) -> None:
         """Ranks that ended without leaving. The others find out by themselves where a connection breaks; not so on a device."""
@@ -217,7 +270,7 @@ class Watchdog:
         """At once, also if stopped: a rank that is blocked would take the launcher's whole grace."""
         for seen in ranks:
             self.killed.add(seen.slot.pid)
-            with suppress(ProcessLookupError):
+            with suppress(OSError):
                 self.kill(seen.slot.pid, signal.SIGKILL)
 
     def ask_for_stacks(self, ranks: list[Seen]) -> None:
@@ -227,15 +280,16 @@ class Watchdog:
             file = Path(stacks_of(self.watch.board, seen.rank))
             if seen.state != "T" and file.exists():
                 asked[seen.rank] = file, file.stat().st_size
-                with suppress(ProcessLookupError):
+                with suppress(OSError):
                     self.kill(seen.slot.pid, SHOW_STACKS)
-        deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline and any(file.stat().st_size == size for file, size in asked.values()):
-            time.sleep(0.02)
-        time.sleep(0.05 if asked else 0)  # the rest of what has begun
-        for seen in (seen for seen in ranks if seen.rank in asked):
-            file, size = asked[seen.rank]
-            seen.stacks = file.read_text(errors="replace")[size:]
+        deadline, pending = time.monotonic() + STACKS_SECONDS, [seen for seen in ranks if seen.rank in asked]
+        while pending and time.monotonic() < deadline:
+            time.sleep(0.05)
+            for seen in [*pending]:
+                file, size = asked[seen.rank]
+                before, seen.stacks = seen.stacks, file.read_bytes()[size:].decode(errors="replace")
+                if seen.stacks and seen.stacks == before:  # nothing has been added
+                    pending.remove(seen)
 
     def ask_for_flights(self, ranks: list[Seen]) -> list[Path]:
         """torch looks at its pipes once a second, and writes the last collectives of each rank into a file."""
@@ -319,6 +373,5 @@ def threads_of(pid: int) -> list[str]:
                 facts.append(f"{name} {(task / name).read_text().strip()}")
             except OSError:
                 continue
-        state = phases.stat(int(task.name))
-        lines.append(f"thread {task.name}, state {state[0] if state else '?'}, " + ", ".join(facts))
+        lines.append(f"thread {task.name}, state {state_of(int(task.name)) or '?'}, " + ", ".join(facts))
     return lines

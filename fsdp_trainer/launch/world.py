@@ -23,7 +23,7 @@ from fsdp_trainer.errors import Problem, RunFailed, Stopped, UserError
 PARENT = "FSDP_TRAINER_PARENT"  # set by our own launcher: the process that a rank must not outlive
 ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun
 LINGER_SECONDS = 30.0
-MEETING_SECONDS = 0.02  # between two looks at who is there
+MEETING_SECONDS, LOOKS_A_SECOND = 0.02, 5000  # between two looks at who is there; of all ranks together at the store, which is one thread
 T = TypeVar("T")
 
 
@@ -202,7 +202,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
             if not closed and name != mine:
                 mine = name
                 store.add(f"{name}/here", 1)
-        time.sleep(MEETING_SECONDS)
+        time.sleep(max(MEETING_SECONDS, size / LOOKS_A_SECOND))
     raise RunFailed(
         f"rank {rank} waited {timeout:.0f} s for all {size} ranks to start. Where nodes come and go (torchrun --nnodes=MIN:MAX), torchrun needs "
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  in its environment"

@@ -104,6 +104,7 @@ class Observer:
             return
         phases.enter("read")
         values = torch.stack([scalars for _, scalars in self._pending]).cpu()  # the only wait for the device
+        phases.enter("log")
         seconds = (time.perf_counter() - self._started) / len(self._pending)
         memory = self._memory()
         lines = [self._line(line, scalars, seconds, memory) for (line, _), scalars in zip(self._pending, values.tolist(), strict=True)]

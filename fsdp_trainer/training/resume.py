@@ -16,7 +16,7 @@ import yaml
 from fsdp_trainer.checkpoint.files import read_manifest
 from fsdp_trainer.checkpoint.store import CheckpointStore, damage_anywhere, read_progress
 from fsdp_trainer.config.check import show
-from fsdp_trainer.config.paths import committed_checkpoints, find_checkpoint
+from fsdp_trainer.config.paths import LAG_SECONDS, committed_checkpoints, find_checkpoint
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.observer import Observer
@@ -53,6 +53,13 @@ class Claim:
             return cls(**json.loads((run / LOCK).read_text()))
         except (OSError, ValueError, TypeError):
             return cls([])
+
+    def reaches(self, run: Path, timeout: float) -> bool:
+        """Whether it is seen on a run's folder here. What another node has written may come late."""
+        deadline = time.monotonic() + min(LAG_SECONDS, timeout)
+        while not (seen := Claim.of(run) == self) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return seen
 
 
 def claim_folder(cfg: TrainConfig, run: Path, claim: Claim) -> TextIO:

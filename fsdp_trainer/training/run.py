@@ -71,13 +71,11 @@ def run_rank(cfg: TrainConfig) -> int:
                 stop.ask_slurm()
         material = world.node_by_node("preparing the data", lambda: stop.stoppable(lambda: prepare(cfg, run, console, world)), waiting)
         checkpoint = checkpoint_bytes(resolve_architecture(cfg, material).parameters(), cfg.precision, cfg.optim)
-        shared, fingerprint = (
-            world.from_main("claim", lambda: Claim(launchers, attempt), waiting) == Claim.of(run),
-            material.data.fingerprint,
-        )
-        for line in look_over(cfg, world, run, shared, fingerprint, checkpoint, parse_duration(cfg.launch.timeout)):
+        timeout = parse_duration(cfg.launch.timeout)
+        shared = world.from_main("claim", lambda: Claim(launchers, attempt), waiting).reaches(run, timeout / 2)
+        for line in look_over(cfg, world, run, shared, material.data.fingerprint, checkpoint, timeout):
             console.say(f"note   {line}")
-        connect(world, parse_duration(cfg.launch.timeout))
+        connect(world, timeout)
         stop.watch(pids_of_node(world))
         if early := stop.agreed(limits=False).reason:
             raise Stopped(early)
@@ -110,8 +108,9 @@ def run_rank(cfg: TrainConfig) -> int:
 
 
 def pids_of_node(world: World) -> dict[int, int]:
-    """Of the ranks that share this node, by rank. Collective."""
-    return {rank: pid for rank, (node, pid) in enumerate(gather((world.node, os.getpid()))) if node == world.node}
+    """Of the ranks that share this node and its process ids, by rank. Collective."""
+    mine = world.node, phases.here()
+    return {rank: pid for rank, (place, pid) in enumerate(gather((mine, os.getpid()))) if place == mine}
 
 
 def how_to_go_on(cfg: TrainConfig) -> str:

@@ -4,10 +4,12 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,6 +23,7 @@ LIMITS = ("time_limit", "slurm_time_limit")
 KICK = signal.SIGURG  # wakes the main thread where it waits; nobody else sends it, and whom it hits unprepared it does nothing to
 PATIENCE_SECONDS = 0.5  # in which what is waited for may yet come
 GRACE_SECONDS = 2.0  # for a rank to leave by itself when another has gone
+INTERACTIVE: Callable[[], bool] = partial(hasattr, sys, "ps1")  # a notebook, or Python's prompt
 T = TypeVar("T")
 
 
@@ -153,6 +156,8 @@ class StopRequests:
     def _in_main(self, signum: int, _frame: object) -> None:
         if signum != KICK:
             self.received = self.received or signum
+            if signum == signal.SIGINT and INTERACTIVE() and self._heard and time.monotonic() - self._heard > ECHO_SECONDS:
+                raise KeyboardInterrupt
         elif self._waits_long():
             self._waits_since = None
             raise Stopped(signal.Signals(self.received).name if self.received else "time_limit")
@@ -178,8 +183,11 @@ class StopRequests:
         while not self._closed.is_set():
             for key, _ in self._selector.select(PATIENCE_SECONDS):
                 if key.fileobj == self._ear:
-                    for signum in os.read(self._ear, 64):
+                    for signum in (numbers := os.read(self._ear, 64)):
                         self._hear(signum)
+                    if self._wakes_before >= 0 and (others := bytes(n for n in numbers if n not in (*SIGNALS, KICK))):
+                        with suppress(OSError):
+                            os.write(self._wakes_before, others)  # an event loop's that this process had before
                 else:
                     self.gone.append(key.data)
                     self._selector.unregister(key.fileobj)
@@ -193,17 +201,42 @@ class StopRequests:
         if signum not in SIGNALS or (self._heard and time.monotonic() - self._heard < ECHO_SECONDS):
             return
         name = signal.Signals(signum).name
+        if self._heard and signum == signal.SIGINT and INTERACTIVE():
+            return  # the main thread raises KeyboardInterrupt; the process is more than this run
         if self._heard:
             self._end(128 + signum, f"second signal ({name})")
         self.received, self._heard = self.received or signum, time.monotonic()
-        self.say(f"{name}: stops after this step, with a checkpoint; a second signal ends at once")
+        briefly(lambda: self.say(f"{name}: stops after this step, with a checkpoint; a second signal ends at once"))
 
     def _end(self, code: int, reason: str) -> None:
-        with suppress(Exception):
-            self.say(f"{reason}: ended at once; what is committed stays")
-            self.last_words(reason, code)
+        briefly(lambda: self.say(f"{reason}: ended at once; what is committed stays"))
+        briefly(lambda: self.last_words(reason, code))
         phases.leave()
         os._exit(code)
+
+
+def briefly(work: Callable[[], Any]) -> None:
+    """`work`, unless it takes a second: a disk or a terminal that hangs, or the thread that hangs with it and has the lock, keeps nobody."""
+
+    def attempt() -> None:
+        with suppress(Exception):
+            work()
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(1.0)
+
+
+def deaf() -> None:
+    """In a forked child, which shares the pipe: a signal to it, such as a pool's to its workers, is none to this rank."""
+    if signal.getsignal(KICK) != signal.SIG_DFL:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for signum in (signal.SIGINT, signal.SIGUSR1, KICK):  # sent to all at once; the rank ends its workers itself
+            signal.signal(signum, signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=deaf)
 
 
 def slurm_seconds_left(env: Mapping[str, str]) -> float | None:

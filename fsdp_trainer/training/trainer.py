@@ -126,7 +126,6 @@ class Trainer:
         if self.stands_out:
             return
         if self.cfg.train.check_every and self.due(self.cfg.train.check_every):
-            phases.enter("check")
             self.check_replicas()
         if left_over:
             self.saves.newest = -1  # what is stored knows of no conclusion
@@ -179,6 +178,7 @@ class Trainer:
         agreement = self.stop.agreed(self.saves.store.failed, limits)
         self.stops = self.stops or agreement.reason
         if agreement.save_failed:
+            phases.enter("staging")  # other ranks may yet write their part
             self.saves.settle(self.progress, self.next_save)
         if agreement.missing and (told := [why for why in gather(self.stop.missing) if why]):
             self.stop.leaving = True
@@ -331,10 +331,10 @@ class Trainer:
         """A checkpoint of this step, unless there is one."""
         if self.saves.newest == self.progress.step:
             return
-        phases.enter("staging")
         if self.cfg.train.check_every:
             with self.observer.apart("checkpoint"):
                 self.check_replicas()
+        phases.enter("staging")
         self.remember_window()
         self.saves.save(self.progress, self.tensors(), self.state(), self.next_save)
 
@@ -360,7 +360,7 @@ class Trainer:
 
     def check_replicas(self) -> None:
         """Raise RunFailed if replicas no longer hold the same bits."""
-        phases.enter("agree")
+        phases.enter("check")
         self.corruption.check_replicas(self.progress.step, self.tensors())
 
     def tensors(self) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from stored import newest
 
 from fsdp_trainer.checkpoint.digest import weights_digest
 
-PLACES = {"stopped (SIGSTOP)": ("forward", 8), "holds a lock": ("backward", 8), "skips a collective": ("forward", 9)}
+PLACES = {"stopped (SIGSTOP)": ("forward", 8), "holds a lock": ("backward", 8), "skips a collective": ("forward", 8)}
 
 
 @pytest.fixture(scope="module")

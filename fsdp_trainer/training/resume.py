@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import torch.distributed as dist
 import yaml
 
-from fsdp_trainer.checkpoint.files import read_manifest
+from fsdp_trainer.checkpoint.files import put_back, read_manifest, replaced
 from fsdp_trainer.checkpoint.store import CheckpointStore, damage_anywhere, read_progress
 from fsdp_trainer.config.check import show
 from fsdp_trainer.config.paths import committed_checkpoints, find_checkpoint
@@ -68,6 +68,8 @@ def claim_folder(cfg: TrainConfig, run: Path, claim: Claim) -> TextIO:
             time.sleep(0.1)
         if cfg.checkpoint.resume == "never":
             empty_folder(cfg, run)
+        for before in (run / "checkpoints").glob(replaced(Path("step-*")).name):
+            put_back(before.with_name(before.name[1 : -len(before.suffix)]))
         lock.truncate(0)
         lock.write(json.dumps(asdict(claim)))
         lock.flush()

@@ -500,13 +500,16 @@ class Trainer:
                 "more schedule.warmup_steps, or look at the data with  fsdp-trainer preview"
             )
 
-    def stop_in_order(self) -> Outcome:
-        """Leave so that the same command goes on from here. Raises RunFailed if no checkpoint can be written."""
+    def stop_in_order(self) -> Outcome | None:
+        """Leave so that the same command goes on from here; None: not before the run was taken back. Raises RunFailed if no checkpoint can be written."""
         assert self.stops
+        self.observer.write_if_due(self.progress.step, last=True, whole=not self.progress.cut_short)
+        if self.stands_out:  # which is known only now: a resume from here would never hear of it
+            self.remember_window()
+            return None
         self.observer.event("signal" if self.stops.startswith("SIG") else self.stops, step=self.progress.step, reason=self.stops)
         if self.finished and not self.progress.cut_short:
             return self.finish()
-        self.observer.write_if_due(self.progress.step, last=True, whole=not self.progress.cut_short)
         if self.progress.step:
             self.save_last()
         return self.stops, 75

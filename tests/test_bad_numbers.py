@@ -315,6 +315,19 @@ def test_a_run_that_is_stopped_before_it_has_read_of_a_spike_is_taken_back_too(t
     assert_bitwise_equal(stored(newest(run)), stored(newest(whole)))
 
 
+@contextlib.contextmanager
+def garbage_and_killed_after_18_again():
+    with garbage(), stopped_after(18):
+        yield
+
+
+def test_what_a_rewind_left_aside_stays_until_as_many_new_checkpoints_are_there_as_are_kept(train):
+    how = [*SPIKY, LONG, "train.on_spike=rewind", "train.rewind_margin=3", "checkpoint.keep=2"]
+    run = train("run", *how, seam=garbage_and_killed_after_18_again, code=1)
+    assert run.event("rewind")[0]["to"] == 12
+    assert run.checkpoints == ["step-00000012", "step-00000018", "step-00000018.left"]
+
+
 def test_without_a_checkpoint_to_go_back_to_the_update_is_left_out_instead(train):
     how = [*SPIKY, LONG, "checkpoint.every=26", "train.spike_score=5"]
     run, skipped = (train(policy, *how, f"train.on_spike={policy}", seam=always_garbage) for policy in ("rewind", "skip"))

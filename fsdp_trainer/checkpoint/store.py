@@ -183,6 +183,7 @@ class CheckpointStore:
         for later in checkpoint_folders(self.run):
             if step_of(later) > step:
                 set_aside(later)
+                self._commits = 0
         unlink_if_dangling(self.folder / BEST)
 
     def listed(self, found: Callable[[Path], list[Path]] = committed_checkpoints) -> list[Path]:

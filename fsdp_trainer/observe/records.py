@@ -29,6 +29,11 @@ class Records:
         """Drop metrics and samples of steps that a resume will do again, and a half line that a crash left. Never two lines for one step."""
         with self._lock:
             self._cut = step
+            for file in (self.metrics, self.samples):  # what the disk has not taken yet of those steps it need not
+                lines = bytes(self._kept.get(file, b"")).splitlines(keepends=True)
+                good = [line for line in lines if (told := parse(line.decode(errors="replace"))) and told["step"] <= step]
+                self._kept[file] = bytearray(b"".join(good))
+                self._amid_line.discard(file)
             self._write(self.metrics)
 
     def write(self, lines: list[dict[str, Any]]) -> None:

@@ -264,9 +264,11 @@ class Trainer:
 
     def seconds_to_stop(self) -> float:
         """From one boundary to the next, and to a committed checkpoint there: by the longest seen so far, with something to spare."""
-        unseen = sum(p.numel() * p.element_size() for p in self.model.parameters()) * 3 / dist.get_world_size() / SLOW_DISK
+        save = self.checkpoints.longest_save
+        if not save:
+            save = sum(p.numel() * p.element_size() for p in self.model.parameters()) * 3 / dist.get_world_size() / SLOW_DISK
         saves = 2 if self.cfg.checkpoint.mode == "async" else 1  # one may be on its way
-        return self.observer.longest_write + 1.25 * saves * (self.checkpoints.longest_save or unseen) + 2.0
+        return self.observer.longest_write + 1.25 * saves * save + 2.0
 
     @record_function("forward_backward")
     def forward_backward(self, plan: StepPlan, batches: Iterator[MicroBatch]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

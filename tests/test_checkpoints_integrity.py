@@ -188,6 +188,23 @@ def test_a_shared_disk_that_lags_is_waited_for(train, two_checkpoints, tmp_path)
     assert not run.event("damaged") and run.event("resume")[0]["step"] == 4
 
 
+def folder_that_lags():
+    """Rank 1 does not see yet that the run has checkpoints of its own."""
+    real = Path.is_file
+
+    def is_file(self):
+        return real(self) and not (os.environ["RANK"] == "1" and self.name == "MANIFEST.json" and self.parts[-4] == "own")
+
+    return patch.object(Path, "is_file", is_file)
+
+
+def test_all_ranks_go_on_from_where_rank_0_sees_that_the_run_stands(train, two_checkpoints):
+    how = ["schedule=constant", f"checkpoint.resume={two_checkpoints.folder}"]
+    train("own", *how, "train.steps=5", ranks=2)
+    run = train("own", *how, "train.steps=6", ranks=2, seam=folder_that_lags)
+    assert [e["step"] for e in run.event("resume")] == [4, 5] and len(run.metrics) == 6 - 4
+
+
 # --- what is kept ------------------------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ import yaml
 from fsdp_trainer.checkpoint.files import put_back, read_manifest, replaced
 from fsdp_trainer.checkpoint.store import CheckpointStore, damage_anywhere, read_progress
 from fsdp_trainer.config.check import show
-from fsdp_trainer.config.paths import committed_checkpoints, find_checkpoint
+from fsdp_trainer.config.paths import find_checkpoint
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.observer import Observer
@@ -113,7 +113,7 @@ def find_start(cfg: TrainConfig, store: CheckpointStore, observer: Observer) -> 
         return None
     if cfg.checkpoint.resume != "auto":
         asked = _asked_for(cfg.checkpoint.resume)
-        if asked.resolve().is_relative_to(store.run.resolve()) or not committed_checkpoints(store.run):
+        if asked.resolve().is_relative_to(store.run.resolve()) or not store.listed():
             require_whole(asked)
             return asked
     return store.newest_good(partial(tell_damaged, observer))

@@ -33,7 +33,7 @@ from fsdp_trainer.training.batches import Batches, StepPlan, row_ranges
 from fsdp_trainer.training.corruption import Corruption
 from fsdp_trainer.training.garbage import collecting_garbage
 from fsdp_trainer.training.gradients import GradientSync, beside, clip_gradients
-from fsdp_trainer.training.guard import Guard, Stream, Verdict, worse
+from fsdp_trainer.training.guard import Guard, Stream, Verdict, own_loss
 from fsdp_trainer.training.objective import CrossEntropy, by_source, negative_log_likelihood
 from fsdp_trainer.training.prefetch import Ahead
 from fsdp_trainer.training.samples import Samples
@@ -274,11 +274,11 @@ class Trainer:
     def forward_backward(self, plan: StepPlan, batches: Iterator[MicroBatch]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """All micro-batches of a step. Gradients end up sharded and summed; returns the step's loss and objective over all ranks, on the device.
 
-        And, of several sources, the [2 × sources] sums of `by_source`, empty for one; and of every rank, [2, ranks], what `worse` says.
+        And, of several sources, the [2 × sources] sums of `by_source`, empty for one; and of every rank, [2, ranks], its highest `own_loss` and that micro-batch's place.
         """
         total = self.sums_of(self.batches)
         minimised, worst = total.new_zeros(1), total.new_zeros(2, self.batches.ranks)
-        mine = worst[:, self.batches.rank]
+        own: list[Tensor] = []
         count = self.batches.count(plan)
         for i, batch in enumerate(batches):
             weights = batch.weights / (plan.weight or 1.0)  # a step may have no target
@@ -290,8 +290,9 @@ class Trainer:
             loss = negative_log_likelihood(scores, weights)
             self.add_to(total, loss, scores, batch)
             mean = loss * (plan.weight or 1.0) / batch.weights.sum().clamp_min(torch.finfo(torch.float32).tiny)
-            mine.copy_(worse(mine, i, mean, self.stream.take()))
+            own.append(own_loss(mean, self.stream.take()))
             phases.enter("data")
+        worst[0, self.batches.rank], worst[1, self.batches.rank] = torch.stack(own).max(0)
         if self.missing is not None:
             total[0] = math.nan  # no rank updates its weights
         reduced = torch.cat([minimised, total, worst.flatten()])

@@ -84,7 +84,7 @@ def full_disk():
 
     stack = contextlib.ExitStack()
     stack.enter_context(when_writing(act))
-    stack.enter_context(patch("fsdp_trainer.training.trainer.PAUSES", (0.1, 0.1)))
+    stack.enter_context(patch("fsdp_trainer.training.saving.PAUSES", (0.1, 0.1)))
     return stack
 
 

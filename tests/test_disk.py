@@ -49,7 +49,7 @@ def at_phases(acts):
         if os.environ["RANK"] == "0" and (at[0], name) in acts:
             acts[at[0], name]()
 
-    with patch.object(phases, "enter", enter), patch("fsdp_trainer.training.trainer.PAUSES", (0.1, 0.1)):
+    with patch.object(phases, "enter", enter), patch("fsdp_trainer.training.saving.PAUSES", (0.1, 0.1)):
         yield
 
 

@@ -295,7 +295,7 @@ def full_disk():
 
     stack = ExitStack()
     stack.enter_context(patch.object(store, "write_file", write))
-    stack.enter_context(patch("fsdp_trainer.training.trainer.PAUSES", (0.1, 0.1)))
+    stack.enter_context(patch("fsdp_trainer.training.saving.PAUSES", (0.1, 0.1)))
     return stack
 
 

@@ -42,10 +42,12 @@ from fsdp_trainer.training.batches import Batches
 from fsdp_trainer.training.corruption import Corruption
 from fsdp_trainer.training.gradients import GradientSync
 from fsdp_trainer.training.guard import Guard, Stream
+from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.resume import check_unchanged, find_start, require_whole
 from fsdp_trainer.training.samples import Samples
+from fsdp_trainer.training.saving import Saves
 from fsdp_trainer.training.stop import StopRequests
-from fsdp_trainer.training.trainer import Progress, Trainer
+from fsdp_trainer.training.trainer import Trainer
 
 
 @dataclass
@@ -111,7 +113,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         progress=Progress(),
         total_steps=total_steps,
         last_row=last_row,
-        checkpoints=checkpoints,
+        saves=Saves(checkpoints, observer),
         dtypes=dtypes,
         observer=observer,
         profiler=Profiler(cfg.profile, run, world.rank, world.size, observer),
@@ -207,9 +209,9 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
     if kept["data"] != trainer.fingerprints()["data"]:
         progress.left_out = []  # other rows
     trainer.count_steps()
-    listed = trainer.checkpoints.listed()
+    listed = trainer.saves.store.listed()
     ours = checkpoint.resolve() in [path.resolve() for path in listed]  # not one of another run, nor one that was left aside
-    trainer.saved = progress.step if ours else -1
+    trainer.saves.newest = progress.step if ours else -1
     if not ours or kept.get("validation") != trainer.fingerprints()["validation"]:
         progress.forget_validation()
     elif progress.best_step not in [step_of(path) for path in listed]:
@@ -256,7 +258,7 @@ def describe(trainer: Trainer, world: World, material: Material, attention: Choi
     float8 = float8_layers(trainer.model)
     slow = world.device.type == "cpu" and cfg.precision.param_dtype == "bfloat16"
     return [
-        f"run    {trainer.checkpoints.run}",
+        f"run    {trainer.saves.store.run}",
         f"model  {config.family}, {size}, from {origin}",
         f"world  {world.size} × {world.device.type}, {cfg.sharding.strategy}, {numbers}",
         *(["       few CPUs have instructions for bfloat16; without them  precision=fp32  is ten times faster"] if slow else []),

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 
@@ -47,7 +47,7 @@ class Ahead(Generic[T]):
         self._current = item
         return item
 
-    def __enter__(self) -> "Ahead[T]":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

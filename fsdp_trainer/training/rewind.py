@@ -23,8 +23,8 @@ def rewind(trainer: Trainer) -> None:
     assert spike
     phases.enter("rewind")
     observer.spike = None
-    trainer.settle()
-    good = partial(trainer.checkpoints.newest_good, partial(tell_damaged, observer))
+    trainer.saves.settle(trainer.progress, trainer.next_save)
+    good = partial(trainer.saves.store.newest_good, partial(tell_damaged, observer))
     # the cause may be some steps older than the spike
     checkpoint = good(spike.step - cfg.rewind_margin) or good(spike.step)
     if checkpoint is None:
@@ -44,7 +44,7 @@ def rewind(trainer: Trainer) -> None:
     def cut() -> None:
         if observer.records:
             observer.records.cut_after(step)
-            trainer.checkpoints.clear_up(step)
+            trainer.saves.store.clear_up(step)
 
     everywhere("take the run's records back", cut)
     restore(trainer, checkpoint)

@@ -163,7 +163,7 @@ def tokenising(console: Console) -> Callable[[int, int], None]:
 def train(trainer: Trainer, world: World, run: Path, attempt: int) -> Outcome:
     """Open the records where the run stands, fit, and export at the end. Collective."""
     observer, step = trainer.observer, trainer.progress.step
-    if trainer.finished and trainer.saved == step and not trainer.progress.cut_short:
+    if trainer.finished and trainer.saves.newest == step and not trainer.progress.cut_short:
         observer.console.say(already_finished(trainer, run))
         export_hf(trainer, world, run)
         return "already finished", 0
@@ -216,7 +216,7 @@ def tell_end(trainer: Trainer, reason: str) -> None:
         trainer.observer.console.say(f"stopped early: {progress.stale} validations in a row without a lower loss")
     if trainer.cfg.checkpoint.best and progress.best_step is not None:
         trainer.observer.console.say(
-            f"best   validation loss {progress.best_loss:.4f} after step {progress.best_step:,}: {trainer.checkpoints.folder / BEST}"
+            f"best   validation loss {progress.best_loss:.4f} after step {progress.best_step:,}: {trainer.saves.store.folder / BEST}"
         )
 
 
@@ -225,7 +225,7 @@ def open_records(trainer: Trainer, run: Path) -> None:
     cfg, observer, step = trainer.cfg, trainer.observer, trainer.progress.step
     assert observer.records
     observer.records.cut_after(step)
-    trainer.checkpoints.clear_up(step)
+    trainer.saves.store.clear_up(step)
     try:
         (run / "config.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False, allow_unicode=True))
     except OSError as error:  # each checkpoint has its own
@@ -240,7 +240,7 @@ def export_hf(trainer: Trainer, world: World, run: Path) -> None:
         return
 
     def export() -> None:
-        best = trainer.checkpoints.folder / BEST
+        best = trainer.saves.store.folder / BEST
         checkpoint = best.resolve() if cfg.best and best.exists() else committed_checkpoints(run)[-1]
         if not world.main or is_export_of(out, checkpoint, cfg.export_dtype):
             return
@@ -264,7 +264,7 @@ def leave(trainer: Trainer | None, records: Records, ours: bool, reason: str, co
     phases.enter("end")
     if trainer and not alone:
         try:
-            trainer.checkpoints.wait()
+            trainer.saves.store.wait()
         except BaseException as error:  # beside what ended the run, which is told by the front door
             trainer.observer.console.say(f"the checkpoint on its way was lost: {error}")
     if trainer:

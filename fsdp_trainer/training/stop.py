@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Agreement(NamedTuple):
-    """reason: a signal's name, `time_limit` or `slurm_time_limit`, None to go on; save_failed, missing: whether any rank said so."""
+    """reason: a signal's name, `time_limit` or `slurm_time_limit`, None to go on; save_failed, missing: whether that is so on any rank."""
 
     reason: str | None
     save_failed: bool
@@ -46,6 +46,8 @@ class StopRequests:
         """Seconds that it takes to come to the next boundary and to commit a checkpoint there."""
         self.last_words: Callable[[str, int], Any] = lambda reason, code: None
         """Hears why the process ends at once, and with which code."""
+        self.missing: str | None = None
+        """Why this rank lacks the data of a step; empty if a stop did not wait for it."""
         self.leaving = False
         """From here on this rank waits for no other: they may go."""
         self.gone: list[int] = []
@@ -112,10 +114,10 @@ class StopRequests:
 
         threading.Thread(target=ask, name="squeue", daemon=True).start()
 
-    def agreed(self, save_failed: bool = False, missing: bool = False, limits: bool = True) -> Agreement:
+    def agreed(self, save_failed: bool = False, limits: bool = True) -> Agreement:
         """What all ranks do now. Collective, over the host's gloo: no device waits."""
         late = self._late() if limits else 0
-        mine = torch.tensor([self.received, late, int(save_failed), int(missing)])
+        mine = torch.tensor([self.received, late, int(save_failed), int(self.missing is not None)])
         if dist.get_world_size() > 1:
             dist.all_reduce(mine, dist.ReduceOp.MAX)
         signum, late, failed, lacking = mine.tolist()

@@ -1,10 +1,8 @@
 """The step loop. It receives built parts; what the model is, how it is sharded and where files lie is not its business."""
 
 import math
-import time
-import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -17,10 +15,10 @@ from torch.profiler import record_function
 
 from fsdp_trainer import phases
 from fsdp_trainer.checkpoint.state import optimizer_state, weights
-from fsdp_trainer.checkpoint.store import CheckpointStore, gather
+from fsdp_trainer.checkpoint.store import gather
 from fsdp_trainer.config.paths import checkpoint_name
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.errors import RunFailed, Stopped
+from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.observe.observer import Observer, losses
@@ -31,64 +29,19 @@ from fsdp_trainer.parallel.compile import Compilations
 from fsdp_trainer.parallel.parallelize import reshard
 from fsdp_trainer.training.batches import Batches, StepPlan, row_ranges
 from fsdp_trainer.training.corruption import Corruption
+from fsdp_trainer.training.feed import Feed
 from fsdp_trainer.training.garbage import collecting_garbage
 from fsdp_trainer.training.gradients import GradientSync, beside, clip_gradients
 from fsdp_trainer.training.guard import Guard, Stream, Verdict, own_loss
 from fsdp_trainer.training.objective import CrossEntropy, by_source, negative_log_likelihood
-from fsdp_trainer.training.prefetch import Ahead
+from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.samples import Samples
+from fsdp_trainer.training.saving import Saves
 from fsdp_trainer.training.stop import StopRequests
 
 Outcome = tuple[str, int]
 """Why training ended, and the exit code."""
 SLOW_DISK = 200e6  # bytes a second of each rank, before a checkpoint has shown it
-PAUSES = (1.0, 2.0, 4.0)  # seconds before the last checkpoint is tried again
-PREFETCH_ON_GPU = 2  # one on its way and one ready; assembling takes a small part of a step
-
-
-@dataclass
-class Progress:
-    """All there is to know about where a run stands: the data order is a function of `rows`.
-
-    best_loss: the lowest validation loss, after best_step; lower_loss: the last one that counted as lower for train.early_stop;
-    stale: how many in a row have not, since. recent, spikes_in_a_row: the guard's window; left_out: [first, stop) of rows that rewinds jump over.
-    cut_short: what a stop kept this step from, `validation` or `samples`; a resume begins with it.
-    """
-
-    step: int = 0
-    rows: int = 0
-    tokens: int = 0
-    supervised_tokens: int = 0
-    best_step: int | None = None
-    best_loss: float | None = None
-    lower_loss: float | None = None
-    stale: int = 0
-    recent: list[list[float]] = field(default_factory=lambda: [[], []])
-    spikes_in_a_row: int = 0
-    left_out: list[list[int]] = field(default_factory=list)
-    rewinds: int = 0
-    cut_short: str | None = None
-
-    def advance(self, plan: StepPlan) -> None:
-        """Count a finished step."""
-        self.step, self.rows = plan.step, plan.stop
-        self.tokens += plan.tokens
-        self.supervised_tokens += plan.supervised
-
-    def validated(self, loss: float, delta: float) -> None:
-        """Take note of a validation loss, which must be lower by more than `delta` to count for train.early_stop. NaN never is."""
-        self.stale += 1
-        if not math.isfinite(loss):
-            return
-        if self.best_loss is None or loss < self.best_loss:
-            self.best_loss, self.best_step = loss, self.step
-        if self.lower_loss is None or loss < self.lower_loss - delta:
-            self.lower_loss, self.stale = loss, 0
-
-    def forget_validation(self) -> None:
-        """What another data set gave, or what belongs to a checkpoint that is not there, is no measure."""
-        self.best_step = self.best_loss = self.lower_loss = self.cut_short = None
-        self.stale = 0
 
 
 @dataclass
@@ -108,28 +61,23 @@ class Trainer:
     progress: Progress
     total_steps: int
     last_row: int | None
-    checkpoints: CheckpointStore
+    saves: Saves
     dtypes: dict[str, str]  # number formats in which the weights were imported, for the export
     observer: Observer
     profiler: Profiler
     stop: StopRequests
     changes: dict[str, list[Any]]  # keys that are not as in the checkpoint it goes on from: [then, now]
     compilations: Compilations | None = None  # of a compiled run
-    saved: int = -1  # step of the newest checkpoint
     steps_compiled: int = 0  # in which blocks were
     stops: str | None = None  # why all ranks stop now
-    missing: str | None = None  # this rank's data of this step: why; empty if a stop did not wait for it
-    failure: str = ""  # of the newest save that failed
-    saved_before: int = -1  # step of the checkpoint before the newest
-    best_before: tuple[int | None, float | None] = (None, None)  # before the newest best one: step and validation loss
 
     def fit(self) -> Outcome | None:
         """Train until the last step, a signal or a time limit; None: until a spike that the run is to be taken back from."""
         self.guard.load(self.progress.recent, self.progress.spikes_in_a_row)
-        with self.ahead(self.batches, self.plans()) as batches, collecting_garbage(self.cfg.train.gc_every) as collect:
-            return self.train_on(batches, collect)
+        with self.feed(self.batches, self.plans()) as feed, collecting_garbage(self.cfg.train.gc_every) as collect:
+            return self.train_on(feed, collect)
 
-    def train_on(self, batches: Iterator[MicroBatch], collect: Callable[[int], None]) -> Outcome | None:
+    def train_on(self, feed: Feed, collect: Callable[[int], None]) -> Outcome | None:
         """The loop of `fit`. Every line here happens in this order, once per step."""
         plans = self.plans()
         peak = peak_learning_rate(self.cfg.optim, self.cfg.batch)
@@ -142,7 +90,7 @@ class Trainer:
             plan = next(plans)
             self.profiler.before(plan.step)
             lr = learning_rate(self.cfg.schedule, peak, plan.step, self.total_steps)
-            loss, objective, sums, worst = self.forward_backward(plan, self.micro_batches(self.batches, batches, plan))
+            loss, objective, sums, worst = self.forward_backward(plan, feed.of(plan))
             grad_norm = self.clip()
             verdict = self.update(lr, loss, grad_norm)
             if self.agree():  # that a rank had no data for this step, which changed nothing
@@ -181,7 +129,7 @@ class Trainer:
             phases.enter("check")
             self.check_replicas()
         if left_over:
-            self.saved = -1  # what is stored knows of no conclusion
+            self.saves.newest = -1  # what is stored knows of no conclusion
         if self.worth_saving:
             self.save()
         if apart or self.worth_saving:  # which takes its time
@@ -218,28 +166,9 @@ class Trainer:
             to_come = row_ranges(self.cfg.batch.rows, self.last_row, self.progress.rows, self.progress.left_out)
             self.total_steps = self.observer.total_steps = self.progress.step + sum(1 for _ in to_come)
 
-    def ahead(self, batches: Batches, plans: Iterator[StepPlan]) -> Ahead[MicroBatch]:
-        """All micro-batches of all plans."""
-        depth = self.cfg.data.prefetch
-        if depth is None:
-            depth = PREFETCH_ON_GPU if batches.device.type == "cuda" else 0
-        return Ahead((batch for plan in plans for batch in batches.micro_batches(plan)), depth, batches.device)
-
-    def micro_batches(self, batches: Batches, ahead: Iterator[MicroBatch], plan: StepPlan) -> Iterator[MicroBatch]:
-        """This rank's part of a step, out of `ahead`. Where it cannot be had, empty rows: the other ranks wait in this step's collectives."""
-        for _ in range(batches.count(plan)):
-            if self.missing is None:
-                try:
-                    with self.stop.waiting():
-                        batch = next(ahead)
-                except Stopped:
-                    self.missing = ""
-                except Exception as error:
-                    if not isinstance(error, OSError):
-                        traceback.print_exc()
-                    where = f"rows {plan.start:,} to {plan.stop - 1:,}, prepared in {batches.order.store.folder}"
-                    self.missing = f"rank {dist.get_rank()} cannot read its part of {where}: {type(error).__name__}: {error}"
-            yield batch if self.missing is None else batches.assemble([])
+    def feed(self, batches: Batches, plans: Iterator[StepPlan]) -> Feed:
+        """This rank's part of all plans."""
+        return Feed(batches, plans, self.cfg.data.prefetch, self.stop)
 
     def agree(self, limits: bool = True) -> bool:
         """All ranks learn whether they stop, and whether a save in the background failed.
@@ -247,11 +176,11 @@ class Trainer:
         Returns whether a rank had no data because of the stop. Raises RunFailed on all of them if one could not read its.
         """
         phases.enter("agree")
-        agreement = self.stop.agreed(self.checkpoints.failed, self.missing is not None, limits)
+        agreement = self.stop.agreed(self.saves.store.failed, limits)
         self.stops = self.stops or agreement.reason
         if agreement.save_failed:
-            self.settle()
-        if agreement.missing and (told := [why for why in gather(self.missing) if why]):
+            self.saves.settle(self.progress, self.next_save)
+        if agreement.missing and (told := [why for why in gather(self.stop.missing) if why]):
             self.stop.leaving = True
             raise RunFailed("\n".join(told))
         return agreement.missing
@@ -264,7 +193,7 @@ class Trainer:
 
     def seconds_to_stop(self) -> float:
         """From one boundary to the next, and to a committed checkpoint there: by the longest seen so far, with something to spare."""
-        save = self.checkpoints.longest_save
+        save = self.saves.store.longest_save
         if not save:
             save = sum(p.numel() * p.element_size() for p in self.model.parameters()) * 3 / dist.get_world_size() / SLOW_DISK
         saves = 2 if self.cfg.checkpoint.mode == "async" else 1  # one may be on its way
@@ -293,7 +222,7 @@ class Trainer:
             own.append(own_loss(mean, self.stream.take()))
             phases.enter("data")
         worst[0, self.batches.rank], worst[1, self.batches.rank] = torch.stack(own).max(0)
-        if self.missing is not None:
+        if self.stop.missing is not None:
             total[0] = math.nan  # no rank updates its weights
         reduced = torch.cat([minimised, total, worst.flatten()])
         if dist.get_world_size() > 1:
@@ -372,8 +301,8 @@ class Trainer:
         with self.observer.apart("validation"):
             plan = next(self.validation.steps(self.validation.order.rows_per_epoch, None))
             total = self.sums_of(self.validation)
-            with self.ahead(self.validation, iter([plan])) as batches:
-                for batch in self.micro_batches(self.validation, batches, plan):
+            with self.feed(self.validation, iter([plan])) as feed:
+                for batch in feed.of(plan):
                     if self.must_stop("validation"):
                         self.progress.cut_short = "validation"
                         break
@@ -387,10 +316,7 @@ class Trainer:
             total_loss, *sums = total.tolist()
             loss = total_loss / (plan.weight or math.nan)
             self.observer.validated(self.progress.step, loss, losses(self.validation.source_names, sums))
-            best_before = self.progress.best_step, self.progress.best_loss
             self.progress.validated(loss, self.cfg.train.early_stop_delta)
-            if self.progress.best_step == self.progress.step:
-                self.best_before = best_before
 
     def sample(self) -> None:
         """What the model says to train.sample_prompts now."""
@@ -405,66 +331,30 @@ class Trainer:
                     self.observer.sampled(self.progress.step, answers)
 
     def save(self) -> None:
-        """Commit a checkpoint, or with checkpoint.mode=async set out to, unless this step has one. One that fails is told, and training goes on."""
-        if self.saved == self.progress.step:
+        """A checkpoint of this step, unless there is one."""
+        if self.saves.newest == self.progress.step:
             return
         phases.enter("staging")
-        started = time.perf_counter()
         if self.cfg.train.check_every:
             with self.observer.apart("checkpoint"):
                 self.check_replicas()
         self.remember_window()
-        try:
-            with self.observer.apart("checkpoint"):
-                if waited := self.settle():
-                    self.observer.event("checkpoint_waited", step=self.progress.step, seconds=round(waited, 3))
-                    self.observer.console.say(
-                        f"checkpoint: training waited {waited:.1f} s for the one before; a larger checkpoint.every would not"
-                    )
-                self.checkpoints.save(self.progress.step, self.tensors(), self.state(), started)
-        except RunFailed as error:
-            self.tell_failure(self.progress.step, error)
-        else:
-            self.saved_before, self.saved = self.saved, self.progress.step
-
-    def settle(self) -> float:
-        """The checkpoint on its way is committed, or has failed and is told of. Returns how many seconds that took. Collective."""
-        try:
-            return self.checkpoints.wait()
-        except RunFailed as error:
-            failed, self.saved = self.saved, self.saved_before
-            self.tell_failure(failed, error)
-            return 0.0
-
-    def tell_failure(self, step: int, error: RunFailed) -> None:
-        """A checkpoint could not be written. What was the best one before is it again."""
-        self.failure = error.args[0]
-        if self.progress.best_step == step:
-            self.progress.best_step, self.progress.best_loss = self.best_before
-        every = self.cfg.checkpoint.every
-        again = min(self.total_steps, (self.progress.step // every + 1) * every) if every else self.total_steps
-        how = (
-            f"Training goes on; the next is written after step {again:,}"
-            if again > self.progress.step and not self.stops
-            else "Tried again"
-        )
-        self.observer.event("checkpoint_failed", step=step, error=self.failure)
-        self.observer.console.say(f"no checkpoint of step {step:,}: {self.failure}\n       {how}; earlier ones stay")
+        self.saves.save(self.progress, self.tensors(), self.state(), self.next_save)
 
     def save_last(self) -> None:
-        """Commit a checkpoint of this step, whatever it takes. Raises RunFailed when it fails again and again."""
+        """A checkpoint of this step, whatever it takes. Raises RunFailed."""
         phases.enter("staging")  # as long as a save may take
-        for pause in (*PAUSES, None):
-            self.save()
-            self.settle()
-            if self.saved == self.progress.step:
-                self.stop.leaving = True
-                return
-            if pause is not None:
-                time.sleep(pause)
-        kept = f"The newest checkpoint is that of step {self.saved:,}" if self.saved >= 0 else "There is no checkpoint"
-        raise RunFailed(
-            f"the last checkpoint, of step {self.progress.step:,}, could not be written in {len(PAUSES) + 1} tries. {kept}\n{self.failure}"
+        self.saves.insist(self.progress, self.save)
+        self.stop.leaving = True
+
+    @property
+    def next_save(self) -> int | None:
+        """After which step the next checkpoint is due; None where this is the last."""
+        every, step = self.cfg.checkpoint.every, self.progress.step
+        return (
+            None
+            if self.stops or step == self.total_steps
+            else min(self.total_steps, (step // every + 1) * every if every else self.total_steps)
         )
 
     def remember_window(self) -> None:
@@ -495,8 +385,8 @@ class Trainer:
         """Raise RunFailed after train.max_skipped skipped steps in a row; known where the observer has read the device."""
         if self.observer.skipped_in_a_row >= self.cfg.train.max_skipped:
             phases.enter("staging")
-            self.settle()
-            good = self.checkpoints.folder / checkpoint_name(self.saved) if self.saved >= 0 else "none"
+            self.saves.settle(self.progress, self.next_save)
+            good = self.saves.store.folder / checkpoint_name(self.saves.newest) if self.saves.newest >= 0 else "none"
             raise RunFailed(
                 f"the loss or gradient was not finite for {self.observer.skipped_in_a_row} steps in a row, up to step {self.progress.step}.\n"
                 f"Nothing was learnt from them. The last good checkpoint: {good}. Try a lower optim.lr, "

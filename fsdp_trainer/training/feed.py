@@ -1,0 +1,43 @@
+"""What a rank computes on: its micro-batches, made ahead. A rank that lacks them does not keep the others waiting."""
+
+import traceback
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from fsdp_trainer.errors import Stopped
+from fsdp_trainer.models.decoder import MicroBatch
+from fsdp_trainer.training.batches import Batches, StepPlan
+from fsdp_trainer.training.prefetch import Ahead
+from fsdp_trainer.training.stop import StopRequests
+
+PREFETCH_ON_GPU = 2  # one on its way and one ready; assembling takes a small part of a step
+
+
+class Feed(Ahead[MicroBatch]):
+    """All micro-batches of `plans`. Where they cannot be had, or a stop does not wait for them, `stop.missing` says why."""
+
+    def __init__(self, batches: Batches, plans: Iterator[StepPlan], prefetch: int | None, stop: StopRequests):
+        depth = prefetch if prefetch is not None else PREFETCH_ON_GPU if batches.device.type == "cuda" else 0
+        super().__init__((batch for plan in plans for batch in batches.micro_batches(plan)), depth, batches.device)
+        self.batches, self.stop = batches, stop
+
+    def of(self, plan: StepPlan) -> Iterator[MicroBatch]:
+        """This rank's part of the next plan; empty rows where it lacks them: the other ranks wait in this step's collectives."""
+        for _ in range(self.batches.count(plan)):
+            yield self._next(plan) or self.batches.assemble([])
+
+    def _next(self, plan: StepPlan) -> MicroBatch | None:
+        if self.stop.missing is not None:
+            return None
+        try:
+            with self.stop.waiting():
+                return next(self)
+        except Stopped:
+            self.stop.missing = ""
+        except Exception as error:
+            if not isinstance(error, OSError):
+                traceback.print_exc()
+            where = f"rows {plan.start:,} to {plan.stop - 1:,}, prepared in {self.batches.order.store.folder}"
+            self.stop.missing = f"rank {dist.get_rank()} cannot read its part of {where}: {type(error).__name__}: {error}"
+        return None

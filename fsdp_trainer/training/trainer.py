@@ -339,7 +339,7 @@ class Trainer:
             with self.observer.apart("checkpoint"):
                 self.check_replicas()
         self.remember_window()
-        self.saves.save(self.progress, self.tensors(), self.state(), self.next_save)
+        self.saves.save(self.progress, self.tensors(), self.state, self.next_save)
 
     def save_last(self) -> None:
         """A checkpoint of this step, whatever it takes. Raises RunFailed."""

@@ -127,10 +127,10 @@ def broken_rank_0():
     """What is no OSError befalls rank 0 alone, where the others cannot know of it."""
     from fsdp_trainer.checkpoint.store import CheckpointStore
 
-    def commit(self, *args):
+    def complete(self, *args):
         raise ValueError("something else")
 
-    return patch.object(CheckpointStore, "_commit", commit)
+    return patch.object(CheckpointStore, "_complete", complete)
 
 
 @pytest.mark.slow

@@ -254,6 +254,15 @@ def test_lines_that_a_broken_disk_did_not_take_before_the_run_was_taken_back_are
     ]
 
 
+def test_nothing_comes_after_the_end(tmp_path):
+    """A checkpoint that is committed while the process leaves, because another rank has died, is found by the next start all the same."""
+    records = Records(tmp_path, lambda text: None)
+    records.event("end", exit_code=1)
+    records.close()
+    records.event("checkpoint", step=3)
+    assert records.last_event()["event"] == "end"
+
+
 def test_a_log_that_cannot_be_written_is_no_reason_to_stop():
     with open("/dev/full", "w") as full:
         console = Console(quiet=False, stream=full)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from stored import assert_bitwise_equal, checkpoint, newest, stored
 from test_optim import bad_gradient, bad_loss
+from test_preemption import signalled
 
 from fsdp_trainer.config.schema import Train
 from fsdp_trainer.training.batches import row_ranges
@@ -295,6 +296,36 @@ def test_a_rewound_run_that_is_killed_goes_on_bitwise_and_ends_with_its_data(tra
     assert len(whole.event("rewind")) == 1 and len(plain.metrics) - len(whole.metrics) == 3
     assert run.column("loss") == whole.column("loss") and run.column("step") == [*range(1, len(whole.metrics) + 1)]
     assert_bitwise_equal(stored(newest(run)), stored(newest(whole)))
+
+
+@contextlib.contextmanager
+def garbage_and_stopped():
+    """Two steps after the spike, of which the host has not read yet."""
+    with garbage(), signalled("forward", rank=0, nth=SPIKED + 2):
+        yield
+
+
+def test_a_run_that_is_stopped_before_it_has_read_of_a_spike_is_taken_back_too(train, spiky):
+    whole = spiky("rewind")
+    how = [*SPIKY, LONG, "train.on_spike=rewind", "logging.every=30"]
+    stopped = train("run", *how, seam=garbage_and_stopped, code=75)
+    assert [e["to"] for e in stopped.event("rewind")] == [18] and stopped.checkpoints[-1] == "step-00000018"
+    run = train("run", *how, seam=garbage)
+    assert run.column("loss") == whole.column("loss")
+    assert_bitwise_equal(stored(newest(run)), stored(newest(whole)))
+
+
+@contextlib.contextmanager
+def garbage_and_killed_after_18_again():
+    with garbage(), stopped_after(18):
+        yield
+
+
+def test_what_a_rewind_left_aside_stays_until_as_many_new_checkpoints_are_there_as_are_kept(train):
+    how = [*SPIKY, LONG, "train.on_spike=rewind", "train.rewind_margin=3", "checkpoint.keep=2"]
+    run = train("run", *how, seam=garbage_and_killed_after_18_again, code=1)
+    assert run.event("rewind")[0]["to"] == 12
+    assert run.checkpoints == ["step-00000012", "step-00000018", "step-00000018.left"]
 
 
 def test_without_a_checkpoint_to_go_back_to_the_update_is_left_out_instead(train):

@@ -1,6 +1,7 @@
 """checkpoint=async: training goes on while a thread writes, and everything else is as with sync."""
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -96,6 +97,24 @@ def test_a_write_that_fails_in_the_background_is_told_and_the_next_one_is_writte
     assert "no checkpoint of step 6: rank 1" in run.out and "the next is written after step 9" in run.out
 
 
+def best_fails_late():
+    """The checkpoint of step 2 cannot be written, which shows when that of step 3 is about to be."""
+
+    def act(step, run):
+        if step == 2:
+            wait_until(lambda: steps_on_record(run) >= 3, "training waited for the write")
+            raise OSError(28, "No space left on device")
+
+    return when_writing(act)
+
+
+def test_a_checkpoint_does_not_name_a_best_one_that_was_lost_while_it_was_waited_for(train):
+    best = ["data.validation=0.1", "train.validate_every=2", "checkpoint.best=true", "checkpoint.every=1", "train.steps=4"]
+    run = train("run", "schedule=constant", "checkpoint=async", "checkpoint.keep=9", *best, seam=best_fails_late)
+    assert [e["step"] for e in run.event("checkpoint_failed")] == [2] and [e["step"] for e in run.event("checkpoint")] == [1, 3, 4]
+    assert json.loads((checkpoint(run, 3) / "trainer.json").read_text())["best_step"] is None
+
+
 def test_a_run_whose_last_checkpoint_cannot_be_written_fails_and_goes_on_from_the_one_before(train):
     run = train("run", *ASYNC, "train.steps=6", ranks=2, seam=full_disk, code=1)
     assert "step 6, could not be written in 3 tries" in run.err and "Traceback" not in run.err and len(run.event("checkpoint_failed")) == 3
@@ -108,10 +127,10 @@ def broken_rank_0():
     """What is no OSError befalls rank 0 alone, where the others cannot know of it."""
     from fsdp_trainer.checkpoint.store import CheckpointStore
 
-    def commit(self, *args):
+    def complete(self, *args):
         raise ValueError("something else")
 
-    return patch.object(CheckpointStore, "_commit", commit)
+    return patch.object(CheckpointStore, "_complete", complete)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import torch
 from stored import stored
 
-from fsdp_trainer.checkpoint.files import read_manifest
+from fsdp_trainer.checkpoint.files import commit, read_manifest, replaced
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +62,28 @@ def test_the_manifest_says_what_wrote_it_and_lists_every_file(two_checkpoints):
 
 
 def test_no_bit_of_a_manifest_can_flip_unnoticed(two_checkpoints, tmp_path):
-    """Every one of the first and last entries', and a sample of the others'."""
+    """Every one of the first and last entries', and a sample of the others'. In the checksum's own name it changes nothing that is trusted."""
     text = (checkpoints(two_checkpoints)[-1] / "MANIFEST.json").read_bytes()
     bits = [*range(600), *range(600, 8 * len(text) - 600, 7), *range(8 * len(text) - 600, 8 * len(text))]
     for bit in bits:
         flipped = bytearray(text)
         flipped[bit // 8] ^= 1 << bit % 8
         (tmp_path / "MANIFEST.json").write_bytes(flipped)
-        with pytest.raises(ValueError):
-            read_manifest(tmp_path)
+        if b'"crc32"' in flipped.splitlines()[-2]:
+            with pytest.raises(ValueError):
+                read_manifest(tmp_path)
+
+
+def test_a_checkpoint_of_an_earlier_version_whose_manifest_has_no_checksum_is_gone_on_from(train, world, two_checkpoints, tmp_path):
+    shutil.copytree(two_checkpoints.folder, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step-00000004"
+    manifest = json.loads((newest / "MANIFEST.json").read_text())
+    del manifest["crc32"]
+    (newest / "MANIFEST.json").write_text(json.dumps(manifest, indent=1))
+    world.command("verify", f"source={newest}")
+    assert train("run", "train.steps=5", "schedule=constant", "checkpoint.every=2").event("resume")[0]["step"] == 4
+    flip(newest / "trainer.json")
+    assert "trainer.json" in world.command("verify", f"source={newest}", code=3)[0].out, "its files have theirs"
 
 
 # --- damage ------------------------------------------------------------------------------------------------------------------------
@@ -175,6 +188,23 @@ def test_a_shared_disk_that_lags_is_waited_for(train, two_checkpoints, tmp_path)
     assert not run.event("damaged") and run.event("resume")[0]["step"] == 4
 
 
+def folder_that_lags():
+    """Rank 1 does not see yet that the run has checkpoints of its own."""
+    real = Path.is_file
+
+    def is_file(self):
+        return real(self) and not (os.environ["RANK"] == "1" and self.name == "MANIFEST.json" and self.parts[-4] == "own")
+
+    return patch.object(Path, "is_file", is_file)
+
+
+def test_all_ranks_go_on_from_where_rank_0_sees_that_the_run_stands(train, two_checkpoints):
+    how = ["schedule=constant", f"checkpoint.resume={two_checkpoints.folder}"]
+    train("own", *how, "train.steps=5", ranks=2)
+    run = train("own", *how, "train.steps=6", ranks=2, seam=folder_that_lags)
+    assert [e["step"] for e in run.event("resume")] == [4, 5] and len(run.metrics) == 6 - 4
+
+
 # --- what is kept ------------------------------------------------------------------------------------------------------------------
 
 
@@ -197,8 +227,42 @@ def test_the_only_other_checkpoint_goes_when_the_new_one_was_read_back(train):
     how = ["schedule=constant", "checkpoint.every=1", "checkpoint.keep=1"]
     run = train("run", *how, "train.steps=2", ranks=2, seam=disk_that_lies, code=1)
     assert "just written is damaged" in run.err and "__1_0.distcp" in run.err
-    assert run.checkpoints == ["step-00000001", "step-00000002.left"]
+    assert run.checkpoints == ["step-00000001"]
     assert train("run", *how, "train.steps=3", ranks=2).event("resume")[0]["step"] == 1
+
+
+# --- a checkpoint of the same step again --------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_another_replaces_is_on_disk_whenever_that_is_killed(tmp_path):
+    old, new, rename = tmp_path / "it", tmp_path / ".it.partial", Path.rename
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "file").write_text(folder.name)
+
+    def killed(self, target):
+        if self == new:
+            held = [path.read_text() for path in tmp_path.glob("*/file")]
+            assert sorted(held) == [".it.partial", "it"], "neither is gone yet"
+            raise OSError("broken")
+        return rename(self, target)
+
+    with patch.object(Path, "rename", killed), pytest.raises(OSError):
+        commit(new, old)
+    assert (old / "file").read_text() == "it" and not replaced(old).exists()
+    commit(new, old)
+    assert (old / "file").read_text() == ".it.partial" and os.listdir(tmp_path) == ["it"]
+
+
+@pytest.mark.parametrize("came", [False, True])
+def test_a_run_that_was_killed_while_one_checkpoint_replaced_another_goes_on_from_either(train, two_checkpoints, tmp_path, came):
+    shutil.copytree(two_checkpoints.folder, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step-00000004"
+    shutil.copytree(newest, replaced(newest))
+    if not came:
+        shutil.rmtree(newest)
+    run = train("run", "train.steps=5", "schedule=constant", "checkpoint.every=2")
+    assert run.event("resume")[0]["step"] == 4 and not replaced(newest).exists()
 
 
 # --- the format --------------------------------------------------------------------------------------------------------------------

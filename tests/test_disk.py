@@ -236,6 +236,33 @@ def test_a_cut_that_the_disk_refuses_is_done_before_the_next_line(tmp_path):
     assert [line.get("again") for line in read_lines(records.metrics)] == [None, None, True, True]
 
 
+def test_lines_that_a_broken_disk_did_not_take_before_the_run_was_taken_back_are_never_written(tmp_path):
+    records = Records(tmp_path, lambda text: None)
+    records.write([{"step": 1}, {"step": 2}])
+    with patch.object(records_module.os, "write", side_effect=OSError(errno.EIO, "broken")):
+        for step in (3, 4, 5):
+            records.write([{"step": step}])
+        records.cut_after(3)
+        records.write([{"step": 4, "again": True}])
+    records.write([{"step": 5, "again": True}])
+    assert [(line["step"], line.get("again")) for line in read_lines(records.metrics)] == [
+        (1, None),
+        (2, None),
+        (3, None),
+        (4, True),
+        (5, True),
+    ]
+
+
+def test_nothing_comes_after_the_end(tmp_path):
+    """A checkpoint that is committed while the process leaves, because another rank has died, is found by the next start all the same."""
+    records = Records(tmp_path, lambda text: None)
+    records.event("end", exit_code=1)
+    records.close()
+    records.event("checkpoint", step=3)
+    assert records.last_event()["event"] == "end"
+
+
 def test_a_log_that_cannot_be_written_is_no_reason_to_stop():
     with open("/dev/full", "w") as full:
         console = Console(quiet=False, stream=full)

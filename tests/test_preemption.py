@@ -187,7 +187,7 @@ def slow_steps():
     from fsdp_trainer.checkpoint.store import CheckpointStore
     from fsdp_trainer.training.trainer import Trainer
 
-    update, write = Trainer.update, CheckpointStore._commit
+    update, write = Trainer.update, CheckpointStore._complete
 
     def slowly(real, seconds, self, *args):
         time.sleep(seconds)
@@ -195,7 +195,7 @@ def slow_steps():
 
     with (
         patch.object(Trainer, "update", lambda self, *args: slowly(update, 0.7, self, *args)),
-        patch.object(CheckpointStore, "_commit", lambda self, *args: slowly(write, 1.5, self, *args)),
+        patch.object(CheckpointStore, "_complete", lambda self, *args: slowly(write, 1.5, self, *args)),
     ):
         yield
 

@@ -47,11 +47,10 @@ def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises OSError, and ValueError if a single bit is not as it was written."""
+    """Raises OSError, and ValueError if a single bit is not as it was written; those of earlier versions had no checksum of themselves."""
     text = (folder / MANIFEST).read_text()
     manifest = json.loads(text)
-    manifest.pop("crc32", None)
-    if manifest_text(manifest) != text:
+    if manifest.pop("crc32", None) is not None and manifest_text(manifest) != text:
         raise ValueError("it does not have the checksum it was written with")
     return manifest
 
@@ -122,10 +121,26 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 
 def commit(partial: Path, target: Path) -> None:
-    """Give a finished folder its name, durably. An older folder of that name makes way."""
+    """Give a finished folder its name, durably. An older folder of that name makes way; killed before it is replaced, `put_back` finds it."""
     for path in [*partial.rglob("*"), partial]:
         sync(path)
     if target.exists():
-        shutil.rmtree(target)
-    partial.rename(target)
-    sync(target.parent)
+        target.rename(replaced(target))
+    try:
+        partial.rename(target)
+        sync(target.parent)
+    finally:
+        put_back(target)
+
+
+def replaced(target: Path) -> Path:
+    """The name of a folder while another takes its own."""
+    return target.with_name(f".{target.name}.replaced")
+
+
+def put_back(target: Path) -> None:
+    """An older folder that made way for `target` is there again, or if it was replaced, goes for good."""
+    if target.exists():
+        shutil.rmtree(replaced(target), ignore_errors=True)
+    elif replaced(target).exists():
+        replaced(target).rename(target)

@@ -96,7 +96,9 @@ class CheckpointStore:
             return {self._shard.file: write_file(half / self._shard.file, windows)}
 
         def finish() -> None:
-            self._commit(half, target, step, progress, parts)
+            phases.enter("rename")
+            commit(half, target)
+            self._commits += 1
             seconds = time.perf_counter() - started
             # stall: how long training waited
             told = {"step": step, "path": str(target), "seconds": round(seconds, 3), "stall_seconds": round(stall or seconds, 3)}
@@ -107,19 +109,20 @@ class CheckpointStore:
             everywhere(what, lambda: remake(half) if main else None, self.group)
             parts = everywhere(what, write, self.group)
             phases.enter("manifest")
+            everywhere(what, lambda: self._complete(half, step, progress, parts) if main else None, self.group)
+            if self.cfg.keep == 1:
+                self._require_readable(half)
             everywhere(what, lambda: finish() if main else None, self.group)
         except RunFailed:
             everywhere("clear up", lambda: shutil.rmtree(half, ignore_errors=True) if main else None, self.group)
             raise
-        if self.cfg.keep == 1:
-            self._require_readable(target)
         if main:
             phases.enter("prune")
             with suppress(OSError):  # the new one is committed; what cannot be deleted now is the next time
                 self._retain(progress["best_step"] if self.cfg.best else None)
         self.longest_save = max(self.longest_save, time.perf_counter() - started)
 
-    def _commit(self, half: Path, target: Path, step: int, progress: dict[str, Any], parts: list[dict]) -> None:
+    def _complete(self, half: Path, step: int, progress: dict[str, Any], parts: list[dict]) -> None:
         self.write_assets(half)
         write_durably(half / PROGRESS, json.dumps(progress, indent=1))
         (half / METADATA).write_bytes(self._shard.metadata)
@@ -135,14 +138,10 @@ class CheckpointStore:
             "files": files,
         }
         write_manifest(half / MANIFEST, manifest)
-        phases.enter("rename")
-        commit(half, target)
-        self._commits += 1
 
-    def _require_readable(self, new: Path) -> None:
+    def _require_readable(self, half: Path) -> None:
         """Before the only other checkpoint goes, read the new one back from the disk. Raises RunFailed if it is not what was written."""
-        if problems := damage_anywhere(new, self.group):
-            everywhere("set it aside", lambda: set_aside(new) if dist.get_rank() == 0 else None, self.group)
+        if problems := damage_anywhere(half, self.group):
             raise RunFailed(f"the checkpoint just written is damaged, the one before stays: {problems[0].what} {problems[0].why}")
 
     def _retain(self, best_step: int | None) -> None:
@@ -183,6 +182,7 @@ class CheckpointStore:
         for later in checkpoint_folders(self.run):
             if step_of(later) > step:
                 set_aside(later)
+                self._commits = 0
         unlink_if_dangling(self.folder / BEST)
 
     def listed(self, found: Callable[[Path], list[Path]] = committed_checkpoints) -> list[Path]:

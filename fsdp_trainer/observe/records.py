@@ -18,7 +18,7 @@ class Records:
 
     def __init__(self, run: Path, say: Callable[[str], None] = print):
         self.metrics, self.events, self.samples = run / "metrics.jsonl", run / "events.jsonl", run / "samples.jsonl"
-        self._say, self._lock = say, Lock()
+        self._say, self._lock, self._closed = say, Lock(), False
         self._kept: dict[Path, bytearray] = {}
         self._amid_line: set[Path] = set()  # files that end with a part of what is kept
         self._failing: set[Path] = set()
@@ -29,6 +29,11 @@ class Records:
         """Drop metrics and samples of steps that a resume will do again, and a half line that a crash left. Never two lines for one step."""
         with self._lock:
             self._cut = step
+            for file in (self.metrics, self.samples):  # what the disk has not taken yet of those steps it need not
+                lines = bytes(self._kept.get(file, b"")).splitlines(keepends=True)
+                good = [line for line in lines if (told := parse(line.decode(errors="replace"))) and told["step"] <= step]
+                self._kept[file] = bytearray(b"".join(good))
+                self._amid_line.discard(file)
             self._write(self.metrics)
 
     def write(self, lines: list[dict[str, Any]]) -> None:
@@ -64,7 +69,8 @@ class Records:
         return next((line for text in reversed(lines) if (line := parse(text))), {})
 
     def close(self) -> None:
-        """Give the disk a few seconds to take what is kept; tell what it did not."""
+        """Give the disk a few seconds to take what is kept; tell what it did not. A thread that still writes a checkpoint adds nothing any more."""
+        self._closed = True
         for pause in (*PAUSES, None):
             with self._lock:
                 left = [file for file, kept in self._kept.items() if kept and not self._write(file)]
@@ -77,6 +83,8 @@ class Records:
 
     def _append(self, file: Path, text: str, durable: bool = False) -> None:
         with self._lock:
+            if self._closed:
+                return
             kept = self._kept.setdefault(file, bytearray())
             if len(kept) > KEPT_BYTES:
                 self._lost[file] = self._lost.get(file, 0) + 1

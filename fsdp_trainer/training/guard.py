@@ -11,8 +11,8 @@ from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.training.gradients import any_not_finite
 
 TO_SIGMA = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
-LEAST_SPREAD = 0.02, 0.01, 0.1
-"""Of the loss, as a share of its median and in nats; of the norm's logarithm. A curve as smooth as this has no spikes to measure others by."""
+LEAST_SPREAD = (0.02, 0.0), (0.01, 0.1)
+"""Of loss and of the norm's logarithm: as a share of the median, and at all. A curve as smooth as this has no spikes to measure others by."""
 NEW_LEVEL = 5
 """Spikes in a row that are none: where the run is now, what was before is no measure any more."""
 
@@ -37,6 +37,7 @@ class Guard:
     def __init__(self, cfg: Train, device: torch.device):
         """device: where gradients lie."""
         self.cfg, self.device = cfg, device
+        self.share, self.least = (torch.tensor(floor, dtype=torch.float64).to(device) for floor in LEAST_SPREAD)
         self.load([[], []], 0)
 
     def load(self, recent: Sequence[Sequence[float]], in_a_row: int) -> None:
@@ -60,9 +61,8 @@ class Guard:
         usable = torch.isfinite(now).all()  # a step without a target has a norm of 0
         median = self.recent.nanmedian(1).values
         spread = (self.recent - median[:, None]).abs().nanmedian(1).values * TO_SIGMA
-        share, nats, of_norm = LEAST_SPREAD
-        scores = (now - median) / torch.stack([spread[0].maximum(median[0].abs() * share).clamp_min(nats), spread[1].clamp_min(of_norm)])
-        known = 2 * (~self.recent[0].isnan()).sum() >= self.cfg.spike_window
+        scores = (now - median) / spread.maximum(median.abs() * self.share).maximum(self.least)
+        known = self.recent[0, self.cfg.spike_window // 2].isfinite()  # the window fills from its end
         stands_out = usable & known & (scores > self.cfg.spike_score).any()
         in_a_row = torch.where(usable, torch.where(stands_out, self.in_a_row + 1, 0), self.in_a_row)
         anew = in_a_row >= NEW_LEVEL
@@ -99,7 +99,6 @@ class Stream:
         return gradient
 
 
-def worse(worst: Tensor, place: int, loss: Tensor, gradient: Tensor) -> Tensor:
-    """[2] float64: the highest mean loss of a micro-batch so far and that one's place; inf for a loss or gradient that is not finite."""
-    loss = torch.where(any_not_finite(loss, gradient.sum(dtype=torch.float32)), torch.inf, loss.double())
-    return torch.where(loss > worst[0], torch.stack([loss, torch.full_like(loss, place)]), worst)
+def own_loss(loss: Tensor, gradient: Tensor) -> Tensor:
+    """A micro-batch's mean loss, float64; inf if that or the gradient of its activations is not finite."""
+    return (loss.double() + 0 * gradient.sum(dtype=torch.float32)).nan_to_num(torch.inf, torch.inf, torch.inf)

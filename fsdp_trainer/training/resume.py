@@ -13,10 +13,10 @@ from typing import Any, TextIO
 import torch.distributed as dist
 import yaml
 
-from fsdp_trainer.checkpoint.files import read_manifest
+from fsdp_trainer.checkpoint.files import put_back, read_manifest, replaced
 from fsdp_trainer.checkpoint.store import CheckpointStore, damage_anywhere, read_progress
 from fsdp_trainer.config.check import show
-from fsdp_trainer.config.paths import LAG_SECONDS, committed_checkpoints, find_checkpoint
+from fsdp_trainer.config.paths import LAG_SECONDS, find_checkpoint
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.observer import Observer
@@ -75,6 +75,8 @@ def claim_folder(cfg: TrainConfig, run: Path, claim: Claim) -> TextIO:
             time.sleep(0.1)
         if cfg.checkpoint.resume == "never":
             empty_folder(cfg, run)
+        for before in (run / "checkpoints").glob(replaced(Path("step-*")).name):
+            put_back(before.with_name(before.name[1 : -len(before.suffix)]))
         lock.truncate(0)
         lock.write(json.dumps(asdict(claim)))
         lock.flush()
@@ -118,7 +120,7 @@ def find_start(cfg: TrainConfig, store: CheckpointStore, observer: Observer) -> 
         return None
     if cfg.checkpoint.resume != "auto":
         asked = _asked_for(cfg.checkpoint.resume)
-        if asked.resolve().is_relative_to(store.run.resolve()) or not committed_checkpoints(store.run):
+        if asked.resolve().is_relative_to(store.run.resolve()) or not store.listed():
             require_whole(asked)
             return asked
     return store.newest_good(partial(tell_damaged, observer))

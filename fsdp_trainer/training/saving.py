@@ -24,8 +24,11 @@ class Saves:
         self._before = -1
         self._failure = ""
 
-    def save(self, progress: Progress, tensors: dict[str, Tensor], state: dict[str, Any], next_due: int | None) -> None:
-        """Commit a checkpoint of this step, or with checkpoint.mode=async set out to. A failure is told, and when the `next_due` one is."""
+    def save(self, progress: Progress, tensors: dict[str, Tensor], state: Callable[[], dict[str, Any]], next_due: int | None) -> None:
+        """Commit a checkpoint of this step, or with checkpoint.mode=async set out to. A failure is told, and when the `next_due` one is.
+
+        state: asked when the one before is settled, which may change what was the best.
+        """
         started = time.perf_counter()
         try:
             with self.observer.apart("checkpoint"):
@@ -34,7 +37,7 @@ class Saves:
                     self.observer.console.say(
                         f"checkpoint: training waited {waited:.1f} s for the one before; a larger checkpoint.every would not"
                     )
-                self.store.save(progress.step, tensors, state, started)
+                self.store.save(progress.step, tensors, state(), started)
         except RunFailed as error:
             self._tell(progress, progress.step, error, next_due)
         else:

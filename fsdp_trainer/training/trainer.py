@@ -32,7 +32,7 @@ from fsdp_trainer.training.corruption import Corruption
 from fsdp_trainer.training.feed import Feed
 from fsdp_trainer.training.garbage import collecting_garbage
 from fsdp_trainer.training.gradients import GradientSync, beside, clip_gradients
-from fsdp_trainer.training.guard import Guard, Stream, Verdict, worse
+from fsdp_trainer.training.guard import Guard, Stream, Verdict, own_loss
 from fsdp_trainer.training.objective import CrossEntropy, by_source, negative_log_likelihood
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.samples import Samples
@@ -193,19 +193,21 @@ class Trainer:
 
     def seconds_to_stop(self) -> float:
         """From one boundary to the next, and to a committed checkpoint there: by the longest seen so far, with something to spare."""
-        unseen = sum(p.numel() * p.element_size() for p in self.model.parameters()) * 3 / dist.get_world_size() / SLOW_DISK
+        save = self.saves.store.longest_save
+        if not save:
+            save = sum(p.numel() * p.element_size() for p in self.model.parameters()) * 3 / dist.get_world_size() / SLOW_DISK
         saves = 2 if self.cfg.checkpoint.mode == "async" else 1  # one may be on its way
-        return self.observer.longest_write + 1.25 * saves * (self.saves.store.longest_save or unseen) + 2.0
+        return self.observer.longest_write + 1.25 * saves * save + 2.0
 
     @record_function("forward_backward")
     def forward_backward(self, plan: StepPlan, batches: Iterator[MicroBatch]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """All micro-batches of a step. Gradients end up sharded and summed; returns the step's loss and objective over all ranks, on the device.
 
-        And, of several sources, the [2 × sources] sums of `by_source`, empty for one; and of every rank, [2, ranks], what `worse` says.
+        And, of several sources, the [2 × sources] sums of `by_source`, empty for one; and of every rank, [2, ranks], its highest `own_loss` and that micro-batch's place.
         """
         total = self.sums_of(self.batches)
         minimised, worst = total.new_zeros(1), total.new_zeros(2, self.batches.ranks)
-        mine = worst[:, self.batches.rank]
+        own: list[Tensor] = []
         count = self.batches.count(plan)
         for i, batch in enumerate(batches):
             weights = batch.weights / (plan.weight or 1.0)  # a step may have no target
@@ -217,8 +219,9 @@ class Trainer:
             loss = negative_log_likelihood(scores, weights)
             self.add_to(total, loss, scores, batch)
             mean = loss * (plan.weight or 1.0) / batch.weights.sum().clamp_min(torch.finfo(torch.float32).tiny)
-            mine.copy_(worse(mine, i, mean, self.stream.take()))
+            own.append(own_loss(mean, self.stream.take()))
             phases.enter("data")
+        worst[0, self.batches.rank], worst[1, self.batches.rank] = torch.stack(own).max(0)
         if self.stop.missing is not None:
             total[0] = math.nan  # no rank updates its weights
         reduced = torch.cat([minimised, total, worst.flatten()])
@@ -336,7 +339,7 @@ class Trainer:
                 self.check_replicas()
         phases.enter("staging")
         self.remember_window()
-        self.saves.save(self.progress, self.tensors(), self.state(), self.next_save)
+        self.saves.save(self.progress, self.tensors(), self.state, self.next_save)
 
     def save_last(self) -> None:
         """A checkpoint of this step, whatever it takes. Raises RunFailed."""
@@ -390,13 +393,16 @@ class Trainer:
                 "more schedule.warmup_steps, or look at the data with  fsdp-trainer preview"
             )
 
-    def stop_in_order(self) -> Outcome:
-        """Leave so that the same command goes on from here. Raises RunFailed if no checkpoint can be written."""
+    def stop_in_order(self) -> Outcome | None:
+        """Leave so that the same command goes on from here; None: not before the run was taken back. Raises RunFailed if no checkpoint can be written."""
         assert self.stops
+        self.observer.write_if_due(self.progress.step, last=True, whole=not self.progress.cut_short)
+        if self.stands_out:  # which is known only now: a resume from here would never hear of it
+            self.remember_window()
+            return None
         self.observer.event("signal" if self.stops.startswith("SIG") else self.stops, step=self.progress.step, reason=self.stops)
         if self.finished and not self.progress.cut_short:
             return self.finish()
-        self.observer.write_if_due(self.progress.step, last=True, whole=not self.progress.cut_short)
         if self.progress.step:
             self.save_last()
         return self.stops, 75

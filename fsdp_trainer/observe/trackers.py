@@ -110,13 +110,19 @@ def _wandb(cfg: Logging, run: Path, config: dict[str, Any]) -> Tracker:
 
 
 def _tensorboard(run: Path, step: int) -> Tracker:
-    """TensorBoard. Steps after `step` that an earlier attempt wrote are not shown."""
+    """TensorBoard. Steps after `step` that an earlier attempt wrote, or that a rewind does again, are not shown."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else None)
+    folder, newest = str(run / "tensorboard"), step
+    writer = SummaryWriter(folder, purge_step=step + 1 if step else None)
 
     def log(values: dict[str, Any], step: int) -> None:
+        nonlocal writer, newest
+        if step <= newest:
+            writer.close()
+            writer = SummaryWriter(folder, purge_step=step)
+        newest = step
         for name, value in values.items():
             writer.add_scalar(name, value, step)
 
-    return Tracker("tensorboard", log, lambda code: writer.close(), writer.add_text)
+    return Tracker("tensorboard", log, lambda code: writer.close(), lambda *text: writer.add_text(*text))

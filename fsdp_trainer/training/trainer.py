@@ -127,10 +127,8 @@ class Trainer:
             return
         if self.cfg.train.check_every and self.due(self.cfg.train.check_every):
             self.check_replicas()
-        if left_over:
-            self.saves.newest = -1  # what is stored knows of no conclusion
         if self.worth_saving:
-            self.save()
+            self.save(again=left_over is not None)  # what is stored knows of no conclusion
         if apart or self.worth_saving:  # which takes its time
             self.agree()
 
@@ -221,6 +219,7 @@ class Trainer:
             mean = loss * (plan.weight or 1.0) / batch.weights.sum().clamp_min(torch.finfo(torch.float32).tiny)
             own.append(own_loss(mean, self.stream.take()))
             phases.enter("data")
+        phases.enter("backward")  # which ends with what the ranks have in common
         worst[0, self.batches.rank], worst[1, self.batches.rank] = torch.stack(own).max(0)
         if self.stop.missing is not None:
             total[0] = math.nan  # no rank updates its weights
@@ -330,9 +329,9 @@ class Trainer:
                 else:
                     self.observer.sampled(self.progress.step, answers)
 
-    def save(self) -> None:
+    def save(self, again: bool = False) -> None:
         """A checkpoint of this step, unless there is one."""
-        if self.saves.newest == self.progress.step:
+        if self.saves.newest == self.progress.step and not again:
             return
         if self.cfg.train.check_every:
             with self.observer.apart("checkpoint"):
@@ -350,12 +349,8 @@ class Trainer:
     @property
     def next_save(self) -> int | None:
         """After which step the next checkpoint is due; None where this is the last."""
-        every, step = self.cfg.checkpoint.every, self.progress.step
-        return (
-            None
-            if self.stops or step == self.total_steps
-            else min(self.total_steps, (step // every + 1) * every if every else self.total_steps)
-        )
+        every, step = self.cfg.checkpoint.every or self.total_steps, self.progress.step
+        return None if self.stops or step == self.total_steps else min(self.total_steps, (step // every + 1) * every)
 
     def remember_window(self) -> None:
         """What the coming steps are judged by is part of where the run stands."""

@@ -11,7 +11,6 @@ figure means little: see the median, and whether steps were of one length.
 import json
 import os
 import statistics
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from benchmarks.harness import arguments, finish, ratio, run_ranks, spread
+from fsdp_trainer.__main__ import run
 from fsdp_trainer.checkpoint.store import CheckpointStore
 
 EVERY = 6
@@ -58,13 +58,11 @@ def way_of(step: int) -> str:
     return WAYS[(step // EVERY - 1) % len(WAYS)]
 
 
-def as_rank(argv: list[str]) -> None:
-    """One rank's training."""
-    from fsdp_trainer.cli import main as command_line
-
+def as_rank() -> None:
+    """One rank's training, as the command line has it."""
     stores = Stores()
     with patch.object(CheckpointStore, "save", lambda *args: stores(*args)):
-        sys.exit(command_line(argv))
+        run()
 
 
 def measure(folder: Path, repeat: int, ranks: int, width: int) -> dict[str, Any]:
@@ -109,4 +107,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    as_rank(sys.argv[1:]) if os.environ.get("IN_TURN") else main()
+    as_rank() if os.environ.get("IN_TURN") else main()

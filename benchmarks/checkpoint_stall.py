@@ -26,7 +26,7 @@ from benchmarks.harness import arguments, finish, ratio, run_ranks, spread
 from fsdp_trainer.__main__ import run
 from fsdp_trainer.checkpoint.store import CheckpointStore
 
-EVERY = 6
+EVERY = 4
 WAYS = ("dcp.save", "sync", "async")
 
 

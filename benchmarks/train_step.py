@@ -28,7 +28,7 @@ from benchmarks.harness import arguments, finish, in_turn, rank_memory, ratio, r
 
 VOCABULARY = 32_000
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
-STEPS, WARM = 5, 2  # optimizer steps in all, and of those not timed
+STEPS, WARM = 4, 2  # optimizer steps in all, and of those not timed
 ROWS = {"padded": 8, "natural": 8}  # of a step, over all ranks
 SEQ_LEN = {"padded": 576, "natural": 1024}
 LR = {"padded": 1e-3, "natural": 0.0}

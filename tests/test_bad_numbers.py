@@ -229,6 +229,7 @@ def test_a_warning_changes_nothing_of_training_and_names_the_rows(spiky, chats):
     assert_bitwise_equal(stored(newest(warned)), stored(newest(ignored)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_skipped_spike_leaves_every_byte_as_it_was(spiky, ranks):
     run = spiky("skip", f"checkpoint.every={SPIKED - 1}", ranks=ranks)
@@ -253,6 +254,7 @@ def left_out():
     return patch.object(Trainer, "fit", fit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "mode"), [(1, "sync"), (2, "async")])
 def test_a_rewound_run_ends_bitwise_where_one_does_that_never_had_the_rows(spiky, ranks, mode):
     pytest.importorskip("tensorboard")
@@ -290,6 +292,7 @@ def garbage_and_killed():
         yield
 
 
+@pytest.mark.slow
 def test_a_rewound_run_that_is_killed_goes_on_bitwise_and_ends_with_its_data(train, spiky):
     """Counted in epochs: the rows left out make it shorter."""
     how = [*SPIKY, "train.on_spike=rewind", "train.steps=null", "train.epochs=2"]
@@ -309,6 +312,7 @@ def garbage_and_stopped():
         yield
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_before_it_has_read_of_a_spike_is_taken_back_too(train, spiky):
     whole = spiky("rewind")
     how = [*SPIKY, LONG, "train.on_spike=rewind", "logging.every=30"]
@@ -332,6 +336,7 @@ def test_what_a_rewind_left_aside_stays_until_as_many_new_checkpoints_are_there_
     assert run.checkpoints == ["step-00000012", "step-00000018", "step-00000018.left"]
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_to_go_back_to_the_update_is_left_out_instead(train):
     how = [*SPIKY, LONG, "checkpoint.every=26", "train.spike_score=5"]
     run, skipped = (train(policy, *how, f"train.on_spike={policy}", seam=always_garbage) for policy in ("rewind", "skip"))
@@ -400,6 +405,7 @@ def flipped_bit():
     return patch.object(Trainer, "update", update)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "how", "named"),
     [
@@ -470,6 +476,7 @@ def test_kernels_that_are_not_deterministic_are_told_once_and_do_not_end_the_run
     assert event["what"] == ["gradient of the activations"] and len(run.metrics) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [

@@ -34,6 +34,7 @@ def digest_of(world, run):
     return next(line.split()[-1] for line in told.splitlines() if line.startswith("weights digest "))
 
 
+@pytest.mark.slow
 def test_the_digest_of_weights_does_not_depend_on_who_wrote_them(train, world):
     """On 2 ranks, on 1, and sharded otherwise; learning changes it."""
     how = ["schedule=constant", "optim.lr=0"]
@@ -223,6 +224,7 @@ def disk_that_lies():
     return patch.object(store, "write_file", write)
 
 
+@pytest.mark.slow
 def test_the_only_other_checkpoint_goes_when_the_new_one_was_read_back(train):
     how = ["schedule=constant", "checkpoint.every=1", "checkpoint.keep=1"]
     run = train("run", *how, "train.steps=2", ranks=2, seam=disk_that_lies, code=1)

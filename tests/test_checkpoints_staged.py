@@ -25,6 +25,7 @@ def chat_template(run):
     return (newest(run) / "hf" / "chat_template.jinja").read_text()
 
 
+@pytest.mark.slow
 def test_pretraining_and_chats_follow_each_other_on_any_number_of_ranks(train, text):
     pretrain = train("pretrain", *TEXT, f"data.path={text}", "train.steps=3", "schedule=constant")
     how = [*HOW, "data.template=chatml", f"model.init_from={newest(pretrain)}"]

@@ -102,6 +102,7 @@ def doctor(world, tmp_path):
     return look
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_sound_machine_passes_with_and_without_data_and_model(doctor, inputs, ranks):
     bare = doctor(ranks=ranks)
@@ -153,6 +154,7 @@ def paths_of_its_own():
         yield
 
 
+@pytest.mark.slow
 def test_nodes_that_have_the_same_under_other_names_train(train, tmp_path):
     before = train("before", "train.steps=1")
     for i in (0, 1):
@@ -163,6 +165,7 @@ def test_nodes_that_have_the_same_under_other_names_train(train, tmp_path):
     assert run.column("step") == [2] and "note   run.root: " in run.out and "note   checkpoint.resume: " in run.out
 
 
+@pytest.mark.slow
 def test_a_clock_that_is_off_is_named_and_does_not_keep_train_from_training(doctor, train):
     told = doctor(*QUICK, ranks=2, seam=a_clock_that_is_behind_on_node_1)
     assert "90.0 s behind" in told["warning", "clock"]["text"]
@@ -182,6 +185,7 @@ def test_a_slow_device_a_slow_link_and_a_slow_disk_are_named(doctor):
     assert ("ok", "links between nodes") in told and ("ok", "all-reduce in a node") in told
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_not_shared_and_other_data_are_named_and_train_refuses_both(doctor, train, tmp_path):
     for i in (0, 1):
         (tmp_path / f"node{i}").mkdir()
@@ -206,6 +210,7 @@ def a_folder_that_is_seen_late():
         yield
 
 
+@pytest.mark.slow
 def test_a_shared_folder_that_another_node_sees_late_is_shared(train):
     assert len(train("run", "train.steps=1", ranks=2, seam=a_folder_that_is_seen_late).metrics) == 1
 
@@ -221,6 +226,7 @@ def test_settings_that_cost_speed_come_with_advice(doctor):
     assert "no such interface" in told["problem", "NCCL_SOCKET_IFNAME=nosuch"]["text"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_and_a_store_that_cannot_be_reached_are_told(world):
     (alone,) = world.command("doctor", *QUICK, "launch.timeout=1s", env={"WORLD_SIZE": "2"}, code=3)
     assert "waited 1 s for all 2 ranks" in alone.err

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from world import SMALL, Run, ranks_below, wait_until
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.errors import RunFailed
-from fsdp_trainer.launch.start import ranks_to_start
+from fsdp_trainer.launch.start import Patience, ranks_to_start, wait_for_ranks
 from fsdp_trainer.launch.world import environment_of_ranks, first_host, meet
 
 SELF = [sys.executable, "-m", "fsdp_trainer"]
@@ -89,6 +90,27 @@ def test_launch_env_reaches_the_ranks_and_a_signal_to_the_launcher_stops_them_in
     process.send_signal(signal.SIGUSR1)  # as `timeout` does, to the process and to its group
     process.communicate(timeout=60)
     assert process.returncode == 75 and run.event("start")[0]["world_size"] == 2 and run.events[-1]["reason"] == "SIGUSR1"
+
+
+def test_a_rank_that_ends_before_the_first_one_is_seen_and_named(capsys):
+    """Before the ranks have met nobody else notices: the first one waits for it."""
+    waits, killed = subprocess.Popen(["sleep", "60"]), subprocess.Popen(["sh", "-c", "kill -9 $$"])
+    with patch("fsdp_trainer.launch.start.GRACE_SECONDS", 0.2):
+        assert wait_for_ranks([waits, killed], Patience()) == 1
+    assert waits.returncode == -signal.SIGKILL and capsys.readouterr().err == "fsdp-trainer: rank 1 was killed by SIGKILL\n"
+
+
+@pytest.mark.slow
+def test_a_second_signal_to_the_launcher_ends_at_once_and_is_no_hang(start, tmp_path):
+    process = start(SELF, "launch.nproc_per_node=2", "launch.watchdog=true", "batch.rows=6000", "train.steps=3")
+    run = Run(tmp_path / "cwd" / "runs" / "run")
+    wait_until(lambda: (run.folder / "events.jsonl").exists() and run.event("start"), process)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(2.5)  # two within two seconds would count as one
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGTERM and not run.event("hang"), said
+    assert run.events[-1]["event"] == "end" and run.events[-1]["reason"] == "second signal (SIGTERM)"
 
 
 def test_launch_env_counts_for_ranks_that_a_launcher_started(world, inputs, tmp_path):
@@ -244,6 +266,7 @@ def lonely():
         return str(error)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_because_a_node_comes_or_goes_goes_on_and_one_that_stopped_in_order_does_not(world, inputs, tmp_path):
     words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), f"run.root={tmp_path}", "run.name=run", "checkpoint.resume=never"]
     run = Run(tmp_path / "run")

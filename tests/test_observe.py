@@ -136,6 +136,7 @@ def test_records_survive_a_half_written_line(tmp_path):
     assert records.last_event()["event"] == "resume", "a line after a half one is a line of its own"
 
 
+@pytest.mark.slow
 def test_a_profile_holds_exactly_the_steps_asked_for_with_their_phases_blocks_and_operators(train):
     run = train("run", "train.steps=5", "profile.steps=2-3", "profile.ranks=[1]", "profile.memory=true", ranks=2)
     assert [file.name for file in (run.folder / "profile").iterdir()] == ["steps-2-3-rank-1.json.gz"]

@@ -278,6 +278,7 @@ def test_formats_that_do_not_go_together_are_refused_with_what_would(train, how,
     assert told in train("run", *how, code=2).err
 
 
+@pytest.mark.slow
 def test_rounding_to_nearest_stalls_where_stochastic_rounding_goes_on(train):
     how = ["train.steps=30", "schedule=constant", "optim.lr=2e-4", "optim.grad_clip=null", "optim.weight_decay=0"]
     exact = train("exact", *how).column("loss")

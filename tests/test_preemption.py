@@ -64,6 +64,7 @@ def ALL(*phase):
     return pytest.param(*phase, marks=[pytest.mark.slow, pytest.mark.faults])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "nth", "rank"),
     [
@@ -395,6 +396,7 @@ def places_told():
         yield
 
 
+@pytest.mark.slow
 def test_waits_that_may_be_long_are_no_ordinary_phases(train):
     how = ["train.steps=6", "checkpoint=async", "checkpoint.every=2", "train.check_every=2"]
     run = train("run", *how, ranks=2, seam=places_told, code=1)

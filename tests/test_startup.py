@@ -45,7 +45,7 @@ def test_a_process_that_starts_ranks_imports_no_torch(inputs, tmp_path):
     words = [f"{key}={value}" for key, value in inputs.items()] + [f"run.root={tmp_path}", "model=tiny", "launch.nproc_per_node=2"]
     python(
         "import sys\nfrom fsdp_trainer.cli import main\nfrom fsdp_trainer.launch import start\nstarted = []\n"
-        "start.subprocess.Popen = lambda *args, **_: started.append(args)\nstart.wait_for_ranks = lambda ranks: 0\n"
+        "start.subprocess.Popen = lambda *args, **_: started.append(args)\nstart.wait_for_ranks = lambda *_: 0\n"
         f"assert main({words}) == 0 and len(started) == 2 and 'torch' not in sys.modules"
     )
 

@@ -18,6 +18,7 @@ from fsdp_trainer.config.paths import COMPILE_CACHE, compile_cache
 from fsdp_trainer.config.schema import Launch, TrainConfig
 
 GRACE_SECONDS = 10.0
+SECOND_SECONDS = 1.0  # for ranks to end at a second signal by themselves
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # that ask a run to stop in order
 ECHO_SECONDS = 2.0  # a scheduler or `timeout` signals a process and its group, and a launcher passes its own on: one request, not two
 STOPPED = 75  # on a signal or a time limit, with a checkpoint committed
@@ -117,7 +118,7 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], received: list[int] | No
         ranks = [start_rank([verb, *overrides], {**env, "RANK": str(r), "LOCAL_RANK": str(r)}, file.fileno()) for r in range(count)]
     received = [] if received is None else received
 
-    heard_at = -ECHO_SECONDS
+    heard_at, patience = -ECHO_SECONDS, Patience()
 
     def pass_on(signum: int, _frame: object) -> None:
         nonlocal heard_at
@@ -126,16 +127,15 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], received: list[int] | No
         heard_at = heard_at if received else time.monotonic()
         received.append(signum)
         for rank in (rank for rank in ranks if rank.poll() is None):
-            if len(received) > 1:
-                rank.kill()  # a rank that waits for a dead one would not hear it
-            else:
-                rank.send_signal(signum)
+            rank.send_signal(signum)
+        if len(received) > 1:
+            patience.ends_in(SECOND_SECONDS)
 
     heard = SIGNALS if threading.current_thread() is threading.main_thread() else ()
     before = {signum: signal.signal(signum, pass_on) for signum in heard}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
-        code = wait_for_ranks(ranks)
+        code = wait_for_ranks(ranks, patience)
         if received and code == 1:
             print(f"fsdp-trainer: ended by {signal.Signals(received[0]).name}; what was committed stays", file=sys.stderr)
         return code
@@ -152,21 +152,37 @@ def start_rank(words: list[str], env: dict[str, str], configuration: int) -> sub
     return subprocess.Popen(command, env=env, pass_fds=[configuration], start_new_session=True)
 
 
-def wait_for_ranks(ranks: list[subprocess.Popen]) -> int:
+class Patience:
+    """Until when ranks may go on; then they are killed."""
+
+    until = float("inf")
+
+    def ends_in(self, seconds: float) -> None:
+        """At the latest."""
+        self.until = min(self.until, time.monotonic() + seconds)
+
+
+def wait_for_ranks(ranks: list[subprocess.Popen], patience: Patience) -> int:
     """Wait until all have ended. The first to fail decides the code; the others get a little time, then are killed."""
-    first_failure, deadline = 0, float("inf")
-    while any(rank.poll() is None for rank in ranks):
-        failed = [rank.returncode for rank in ranks if rank.returncode]
+    first_failure, told = 0, False
+    while True:
+        codes = [rank.poll() for rank in ranks]  # of all: one that ended before the first must be seen
+        failed = {number: code for number, code in enumerate(codes) if code}
         if failed and not first_failure:
-            first_failure = failed[0]
+            first_failure = next(iter(failed.values()))
             if first_failure != STOPPED:  # those that stop in order may still be closing their trackers
-                deadline = time.monotonic() + GRACE_SECONDS
-        if time.monotonic() > deadline:
+                patience.ends_in(GRACE_SECONDS)
+        if not told and patience.until > time.monotonic():
+            for number, code in failed.items():
+                if code < 0:
+                    print(f"fsdp-trainer: rank {number} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+                    told = True  # the others may go the same way for it
+        if None not in codes:
+            return 1 if first_failure < 0 else first_failure
+        if time.monotonic() > patience.until:
             for rank in ranks:
                 rank.kill()
         time.sleep(0.05)
-    first_failure = first_failure or next((rank.returncode for rank in ranks if rank.returncode), 0)
-    return 1 if first_failure < 0 else first_failure
 
 
 def free_port() -> int:

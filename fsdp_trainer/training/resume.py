@@ -16,7 +16,7 @@ import yaml
 from fsdp_trainer.checkpoint.files import put_back, read_manifest, replaced
 from fsdp_trainer.checkpoint.store import CheckpointStore, damage_anywhere, read_progress
 from fsdp_trainer.config.check import show
-from fsdp_trainer.config.paths import LAG_SECONDS, find_checkpoint
+from fsdp_trainer.config.paths import LAG_SECONDS, checkpoint_folders, find_checkpoint
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.observer import Observer
@@ -123,7 +123,10 @@ def find_start(cfg: TrainConfig, store: CheckpointStore, observer: Observer) -> 
         if asked.resolve().is_relative_to(store.run.resolve()) or not store.listed():
             require_whole(asked)
             return asked
-    return store.newest_good(partial(tell_damaged, observer))
+    good = store.newest_good(partial(tell_damaged, observer))
+    if good is None and store.listed(checkpoint_folders):
+        observer.console.say("no checkpoint of this run is whole: it begins anew")
+    return good
 
 
 def tell_damaged(observer: Observer, checkpoint: Path, found: list[Problem]) -> None:

@@ -93,7 +93,7 @@ def run_rank(cfg: TrainConfig) -> int:
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, RuntimeError) and (gone := stop.ended()):  # as collectives fail
-            reason = f"{' and '.join(f'rank {rank}' for rank in gone)} ended: {reason}"
+            reason = f"{' and '.join(f'rank {rank}' for rank in gone)} ended before its time, and the others cannot go on without it"
             raise RunFailed(reason) from None
         raise
     finally:

@@ -62,14 +62,12 @@ class Saves:
             if pause is not None:
                 time.sleep(pause)
         kept = f"The newest checkpoint is that of step {self.newest:,}" if self.newest >= 0 else "There is no checkpoint"
-        raise RunFailed(
-            f"the last checkpoint, of step {progress.step:,}, could not be written in {len(PAUSES) + 1} tries. {kept}\n{self._failure}"
-        )
+        raise RunFailed(f"the last checkpoint, of step {progress.step:,}, could not be written, again and again. {kept}\n{self._failure}")
 
     def _tell(self, progress: Progress, step: int, error: RunFailed, next_due: int | None) -> None:
         self._failure = error.args[0]
         if progress.best_step == step:
             progress.forget_best()
-        how = "Tried again" if next_due is None else f"Training goes on; the next is written after step {next_due:,}"
+        goes_on = "" if next_due is None else f"\n       Training goes on; the next is written after step {next_due:,}"
         self.observer.event("checkpoint_failed", step=step, error=self._failure)
-        self.observer.console.say(f"no checkpoint of step {step:,}: {self._failure}\n       {how}; earlier ones stay")
+        self.observer.console.say(f"no checkpoint of step {step:,}: {self._failure}{goes_on}")

@@ -206,7 +206,7 @@ class StopRequests:
         if self._heard:
             self._end(128 + signum, f"second signal ({name})")
         self.received, self._heard = self.received or signum, time.monotonic()
-        briefly(lambda: self.say(f"{name}: stops after this step, with a checkpoint; a second signal ends at once"))
+        briefly(lambda: self.say(f"{name}: stops in order, with a checkpoint of what was trained; a second signal ends at once"))
 
     def _end(self, code: int, reason: str) -> None:
         briefly(lambda: self.say(f"{reason}: ended at once; what is committed stays"))

@@ -24,7 +24,7 @@ test: $(VENV)/.for-developers  ## all tests but those of test-faults
 test-fast: $(VENV)/.for-developers  ## the quick half
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow and not faults"
 
-test-faults: $(VENV)/.for-developers  ## what kills, fills and corrupts: a quarter of an hour
+test-faults: $(VENV)/.for-developers  ## what kills, fills and corrupts: ten minutes
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m faults
 
 lint: $(VENV)/.for-developers  ## ruff and mypy

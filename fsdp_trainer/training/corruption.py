@@ -78,13 +78,13 @@ class Corruption:
         if "replicate" not in (mesh.mesh_dim_names or ()):
             return
         mine = digests(state.values())
-        told = gather((hash(tuple(mine)), self.host))
+        told: list[int] = gather(hash(tuple(mine)))
         odd: list[int] = []
         for replicas in mesh.mesh.T.tolist():  # the ranks that hold one shard
-            kinds = Counter(told[rank][0] for rank in replicas)
+            kinds = Counter(told[rank] for rank in replicas)
             (kind, count), *others = kinds.most_common()
             if others:
-                odd += [rank for rank in replicas if told[rank][0] != kind or 2 * count <= len(replicas)]
+                odd += [rank for rank in replicas if told[rank] != kind or 2 * count <= len(replicas)]
         if odd:
             everyone = gather(mine)
             column = next(replicas for replicas in mesh.mesh.T.tolist() if odd[0] in replicas)

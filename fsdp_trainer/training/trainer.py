@@ -125,7 +125,8 @@ class Trainer:
         self.stop_if_nothing_is_learnt()
         if self.stands_out:
             return
-        if self.cfg.train.check_every and self.due(self.cfg.train.check_every):
+        every = self.cfg.train.check_every
+        if every and self.due(every) and not self.worth_saving:  # before a checkpoint, `save` looks
             self.check_replicas()
         if self.worth_saving:
             self.save(again=left_over is not None)  # what is stored knows of no conclusion

@@ -238,6 +238,13 @@ def blocked():
         ctypes.CDLL(None).usleep(60_000_000)
 
 
+def signalled_twice():
+    """This process, blocked from now on."""
+    for seconds in (0.1, 0.5):
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    blocked()
+
+
 @contextlib.contextmanager
 def twice(phase):
     """Two signals in a phase of the second checkpoint, in which the main thread runs no handler."""
@@ -247,9 +254,7 @@ def twice(phase):
         real(name, step)
         entered.append(name)
         if name == phase and entered.count(name) == 2:
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            blocked()
+            signalled_twice()
 
     with patch.object(phases, "enter", enter), patch("fsdp_trainer.training.stop.ECHO_SECONDS", 0.1):
         yield
@@ -301,9 +306,7 @@ def a_disk_that_hangs():
 
     def write(self, lines):
         with self._lock:
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            blocked()
+            signalled_twice()
 
     with patch.object(Records, "write", write), patch("fsdp_trainer.training.stop.ECHO_SECONDS", 0.1):
         yield

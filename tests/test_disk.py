@@ -296,13 +296,13 @@ def test_a_tracker_that_lags_behind_loses_lines_and_says_so_once(tmp_path):
     from fsdp_trainer.observe.trackers import Tracker
 
     said: list[str] = []
-    slow = Tracker("wandb", lambda values, step: time.sleep(0.2), lambda code: None)
+    slow = Tracker("wandb", lambda values, step: time.sleep(2), lambda code: None)
     with patch("fsdp_trainer.observe.trackers._wandb", lambda *args: slow), patch("fsdp_trainer.observe.trackers.WAITING", 2):
         trackers = Trackers(Logging(wandb="online"), tmp_path, {}, said.append)
         started = time.monotonic()
         for step in range(50):
             trackers.log({"step": step, "loss": 1.0})
-        assert time.monotonic() - started < 0.15 and len(said) == 1 and "does not keep up" in said[0]
+        assert time.monotonic() - started < 1.5 and len(said) == 1 and "does not keep up" in said[0]
 
 
 @pytest.mark.slow

@@ -36,7 +36,16 @@ Progress = Callable[[int, int], None]
 class TokenStore:
     """Samples on disk. `weights` belongs to `tokens` one to one: the weight with which that token is learnt, as a target."""
 
-    def __init__(self, folder: Path, fingerprint: str, source_names: Sequence[str] = ("",), files: Sequence[str] = ()):
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: str,
+        source_names: Sequence[str] = ("",),
+        files: Sequence[str] = (),
+        counts: dict[str, int] | None = None,
+        examples: dict[str, list[str]] | None = None,
+    ):
+        self.counts, self.examples = counts or {}, examples or {}
         self.folder, self.fingerprint, self.source_names, self.file_names = folder, fingerprint, list(source_names), list(files)
         columns = {name: _map(folder / f"{name}.bin", dtype) for name, dtype in COLUMNS.items()}
         self.tokens: np.ndarray = columns["tokens"]  # [all tokens] int32
@@ -199,25 +208,28 @@ class Preparation:
         """Write the stores, and last of all meta.json."""
         share = self.data.validation if isinstance(self.data.validation, int | float) else 0.0
         self.writers = {name: StoreWriter(self.folder / name) for name in (("train", "validation") if apart or share else ("train",))}
-        self._read(train, lambda row: "validation" if share and _place(row) < share else "train")
-        self._read(apart, lambda row: "validation")
+        self.counts: dict[str, dict] = {name: {} for name in self.writers}
+        self.examples: dict[str, dict] = {name: {} for name in self.writers}
+        self._read(train, lambda row: "validation" if share and _place(row) < share else "train", "train")
+        self._read(apart, lambda row: "validation", "validation")
         sources = {"train": train, "validation": apart or train}
         about = {
             name: {
                 "fingerprint": fingerprints[name],
                 "source_names": [source.name for source in sources[name]],
                 "files": self.files,
+                "counts": self.counts[name],
+                "examples": self.examples[name],
             }
             for name in self.writers
         }
         for name, writer in self.writers.items():
             writer.close()
             self._check(name, writer, sources[name])
-        self.report += [f"note: {note}" for note in sorted(self.template.adapted)]
         meta = {"fingerprint": fingerprint, "stores": about, "report": self.report}
         (self.folder / "meta.json").write_text(json.dumps(meta, indent=2, ensure_ascii=False), encoding="utf-8")
 
-    def _read(self, sources: list[Source], store_of: Callable[[Conversation | Document], str]) -> None:
+    def _read(self, sources: list[Source], store_of: Callable[[Conversation | Document], str], whose: str) -> None:
         """Tokenise all files, each row into the store that it belongs to."""
         self.found: dict[str, list[tuple[str, int]]] = {}  # format → files and their rows
         problems = Problems(self.data.on_error)
@@ -238,7 +250,9 @@ class Preparation:
         for format, found in self.found.items():
             named = found[0][0] if len(found) == 1 else f"{len(found):,} files"
             self.report.append(f"{named}: {sum(rows for _, rows in found):,} rows, {format}")
-        self.report += problems.report() + [sentence.format(count) for sentence, count in builder.counts.items()]
+        self.report += problems.report()
+        if sources:
+            self.counts[whose], self.examples[whose] = dict(builder.counts), builder.examples
 
     def _texts(
         self, file: str, builder: SampleBuilder, problems: Problems, store_of: Callable[[Conversation | Document], str]

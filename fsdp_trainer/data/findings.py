@@ -73,8 +73,12 @@ class Finding:
     places: list[str] = field(default_factory=list)
     """The first FILE:LINE of it."""
 
+    def __str__(self) -> str:
+        places = f" ({', '.join(self.places)})" if self.places else ""
+        return f"{'warning' if self.is_warning else 'note'}: {self.text}{places}" + (f"\n    {self.fix}" if self.fix else "")
 
-def found(counts: Mapping[str, int], examples: Mapping[str, list[str]], samples: int, tokens: int, seq_len: int) -> list[Finding]:
+
+def told(counts: Mapping[str, int], examples: Mapping[str, list[str]], samples: int, tokens: int, seq_len: int) -> list[Finding]:
     """What was counted, as sentences, with what to do about it. samples, tokens: how many were kept."""
     samples += sum(counts.get(key, 0) for key in DROPPED)
     fixes = dict.fromkeys(("too_long", "truncated"), _longer_rows(counts, samples, tokens, seq_len))

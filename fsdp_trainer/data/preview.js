@@ -3,7 +3,7 @@
 const about = document.getElementById("about"), idle = about.textContent;
 let marked = null;
 function tell(event) {
-  const token = event.target.closest ? event.target.closest(".text > b, .text > i") : null;
+  const token = event.target.closest ? event.target.closest("[data-ids] > b, [data-ids] > i") : null;
   if (marked) marked.classList.remove("at");
   marked = token;
   if (!token) { about.textContent = idle; return; }

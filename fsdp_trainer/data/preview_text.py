@@ -31,8 +31,8 @@ def show(page: Page, console: Console | None = None) -> None:
         table = Table(*SOURCE_COLUMNS, box=box.SIMPLE_HEAD, padding=(0, 1))
         for column in table.columns[1:]:
             column.justify = "right"
-        for line in page.sources:
-            table.add_row(*line)
+        for source in page.sources:
+            table.add_row(*source)
         console.print(table)
     heading(console, f"first sample, as the template ({page.template.name}) renders it: {page.first.where}")
     console.print(legend() if colour else "what is learnt stands in [[ ]]; behind it the weight, where that is not 1")

@@ -14,6 +14,11 @@ SHARD = re.compile(r"[-_.]?\d+-of-\d+$")  # train-00000-of-00004 belongs to trai
 HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
 
 
+def is_url(path: str) -> bool:
+    """Whether a path lies elsewhere: s3://bucket/a.jsonl."""
+    return "://" in path
+
+
 def kind(file: str | Path) -> tuple[str, str | None]:
     """(suffix, compression) of a file's name: chats.jsonl.gz is (".jsonl", ".gz")."""
     path = Path(file)

@@ -14,10 +14,11 @@ from typing import Any
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.conversations import Conversation, Document, Reader, make_reader
 from fsdp_trainer.data.samples import Rendered, Sample, SampleBuilder
-from fsdp_trainer.data.sources import Problems, RowError, read_rows
+from fsdp_trainer.data.sources import Problems, RowError
 from fsdp_trainer.data.store import StoreWriter
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.data.units import Unit, read_unit
 from fsdp_trainer.errors import Problem, UserError
 
 CHUNK = 1000  # texts per call of the tokenizer

@@ -11,7 +11,8 @@ from unittest.mock import patch
 import pytest
 
 from fsdp_trainer.data.conversations import Conversation, Document, make_reader
-from fsdp_trainer.data.sources import Problems, Row, RowError, find_sources, read_rows
+from fsdp_trainer.data.sources import Problems, Row, RowError, find_sources
+from fsdp_trainer.data.units import lines_before, read_rows, read_unit, split_units
 from fsdp_trainer.errors import UserError
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -70,14 +71,17 @@ def test_a_broken_file_is_named_with_the_line(tmp_path, name, content, line, why
 
 def test_failing_gathers_several_problems_and_skipping_counts_them():
     problems = Problems("fail")
+    for line in range(1, 100):
+        problems.add(("f", line), "broken")
+        assert problems.will_raise and problems.is_enough == (line >= 5)
     with pytest.raises(UserError) as raised:
-        for line in range(1, 100):
-            problems.add(("f", line), "broken")
+        problems.raise_if_failing()
     assert [p.what for p in raised.value.problems] == ["f:1", "f:2", "f:3", "f:4", "f:5"]
     skipping = Problems("skip")
     for line in range(1, 100):
         skipping.add(("f", line), "broken")
-    assert "99" in skipping.report()[0] and len(skipping.report()) == 6
+    skipping.raise_if_failing()
+    assert skipping.count == 99 and not skipping.will_raise
 
 
 def test_paths_are_files_folders_globs_and_lists(tmp_path):
@@ -379,3 +383,32 @@ def test_a_stream_of_conversations_is_refused(world, tmp_path):
     why = world.command(*how, "data.too_long=split", code=2)[0].err
     assert f"{chats} holds conversations" in why and "Use  data.packing=best_fit data.too_long=drop" in why
     world.command(*how, "data.packing=best_fit", "data.too_long=drop")
+
+
+TEXTS = {
+    "a.jsonl": '{"text": "a"}\n\n{"text": "' + "b" * 50 + '"}\r\n{"text": "c"}\n{"te',
+    "a.json": '{"text": "a"}\n{"text": "b"}\n{"text": "c"}',
+    "lines.txt": "a\nbb\n" + "c" * 40 + "\nd",
+    "blank.txt": "\n \na\nbb\n\n\n" + "c" * 40 + "\nd\r\n\r\ne\n\n",
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("bytes_each", [1, 2, 3, 7, 16, 1000])
+def test_units_of_a_text_hold_each_row_once_and_in_order(tmp_path, name, bytes_each):
+    """Wherever the file is cut, in the middle of a line or of a blank one."""
+    file = written(tmp_path, name, TEXTS[name])
+    units = split_units(file, bytes_each)
+    assert (len(units) > 1) == (bytes_each < 1000)
+    assert [(r.columns, r.where[1], r.error) for r in read_rows(file)] == [
+        (row.columns, lines_before(unit) + row.where[1], row.error) for unit in units for row in read_unit(unit)
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "file.arrow", "stream.arrow", "a.jsonl.gz"])
+def test_units_of_a_table_are_its_groups_of_rows(tmp_path, name):
+    file = write_table(tmp_path / name, TABLE)
+    units = split_units(file, 1)
+    assert len(units) == (3 if name in ("a.parquet", "file.arrow") else 1)
+    rows = [(row.columns, lines_before(unit) + row.where[1]) for unit in units for row in read_unit(unit)]
+    assert rows == [(columns, number) for number, columns in enumerate(TABLE, start=1)]

@@ -49,7 +49,7 @@ def test_the_same_data_is_tokenised_once_and_a_change_is_noticed(tmp_path, monke
     first = prepared(tmp_path / "c", **base)
     chats(tmp_path / "copy.jsonl", 30)
     with monkeypatch.context() as m:
-        m.setattr(preparing, "tokenise", None)
+        m.setattr(preparing.Preparation, "_make", None)
         assert prepared(tmp_path / "c", **base).fingerprint == first.fingerprint
         assert prepared(tmp_path / "c", path=str(tmp_path / "copy.jsonl")).fingerprint == first.fingerprint
         assert prepared(tmp_path / "c", **base, shuffle=False, packing="none").fingerprint == first.fingerprint

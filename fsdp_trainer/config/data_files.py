@@ -41,6 +41,11 @@ def is_mixture(path: Any) -> bool:
     return any(entry.weight is not None or entry.repeat is not None for entry in entries(path))
 
 
+def is_url(path: str) -> bool:
+    """Whether a path lies elsewhere: s3://bucket/a.jsonl."""
+    return "://" in path
+
+
 def kind(file: str | Path) -> tuple[str, str | None]:
     """(suffix, compression) of a file's name: chats.jsonl.gz is (".jsonl", ".gz")."""
     path = Path(file)

@@ -153,7 +153,7 @@ def look(cfg: PreviewConfig, tokenizer: TextTokenizer, template: Template, prepa
         sources(cfg, prepared, order),
         sorted(known, key=lambda finding: not finding.is_warning),
         template,
-        ShownDocument(store.where(0), store.source_names[store.sources[0]], pieces.of(*store.read(0))),
+        ShownDocument(store.where(0), store.source_names[store.sources[0]], pieces.of(*store.read(0, 0, order.seq_len))),
         [shown_row(order, index, pieces) for index in range(min(cfg.preview.rows, order.rows_per_epoch))],
     )
 

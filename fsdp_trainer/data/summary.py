@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp_trainer.data.findings import DROPPED, LOST, Finding, told
+from fsdp_trainer.data.findings import DROPPED, Finding, told
 from fsdp_trainer.data.order import RowOrder
+from fsdp_trainer.data.samples import LOST
 from fsdp_trainer.data.store import TokenStore
 
 

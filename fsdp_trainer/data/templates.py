@@ -58,6 +58,9 @@ class Template:
         self.closing: str = self._closing([ask, answer], ask)
         """What the template writes behind the last turn, but not between turns: Phi-3's ends in an eos_token."""
 
+    def __reduce__(self) -> tuple:
+        return Template, (self.name, self.source, self._special)  # what is compiled goes to no other process
+
     def render(self, messages: list[Message], tools: list[dict] | None = None, add_generation_prompt: bool = False) -> str:
         """The text of a conversation; RowError with the template's own words if it refuses."""
         try:

@@ -75,9 +75,9 @@ class Batches:
         if (costs == costs[0]).all():
             return rows.reshape(shape)
         rows[: len(costs)] = rows[np.argsort(-costs, kind="stable")]
-        rounds = rows.reshape(shape[0], self.micro_rows, self.ranks)
-        rounds[:, 1::2] = rounds[:, 1::2, ::-1].copy()
-        return rounds.swapaxes(1, 2)
+        rounds = rows.reshape(-1, self.ranks)
+        rounds[plan.step % 2 :: 2] = rounds[plan.step % 2 :: 2, ::-1].copy()
+        return rounds.reshape(shape[0], self.micro_rows, self.ranks).swapaxes(1, 2)
 
     def suspects(self, plan: StepPlan, worst: Sequence[float], which: Sequence[float]) -> dict[str, Any]:
         """Whose numbers were bad in a step: the ranks where a micro-batch's loss or gradient was not finite, else the one with the highest loss.

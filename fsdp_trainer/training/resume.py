@@ -192,12 +192,13 @@ def becomes(order: Mixture, segments: list[dict[str, Any]]) -> list[tuple[str, s
     segments: the checkpoint's.
     """
     gone, told = list(segments[-1]["sources"]) if segments else [], []
-    known = {id(c): next((s for s in gone if s["key"] == c.key), None) for c in order.components}
+    left_out_before = {source["key"]: source for segment in segments[:-1] for source in segment["sources"]}
+    known = []
     for c in order.components:
-        if before := known[id(c)]:
-            gone.remove(before)
-    for c in order.components:
-        before, c.start = known[id(c)], 0
+        known.append(next((s for s in gone if s["key"] == c.key), None))
+        gone = [s for s in gone if s is not known[-1]]
+    for c, before in zip(order.components, known, strict=True):
+        before, c.start = before or left_out_before.get(c.key), 0
         if before:
             c.start = before["rows"]
             what = f"was asked for {before['asked']:g}, is for {c.asked:g}" if before["asked"] != c.asked else ""

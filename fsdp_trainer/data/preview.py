@@ -13,7 +13,8 @@ from fsdp_trainer.config.paths import is_hub_id
 from fsdp_trainer.config.verbs import PreviewConfig
 from fsdp_trainer.data.build import build_data
 from fsdp_trainer.data.findings import Finding
-from fsdp_trainer.data.order import RowData, RowOrder
+from fsdp_trainer.data.mixture import Mixture, build_order
+from fsdp_trainer.data.order import RowData
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.summary import figures_by_source, findings, left_out
 from fsdp_trainer.data.templates import Template
@@ -104,7 +105,7 @@ def preview(cfg: PreviewConfig) -> int:
     if cfg.preview.html and not Path(cfg.preview.html).expanduser().parent.is_dir():
         raise UserError("the preview cannot be written", [Problem(f"preview.html={cfg.preview.html}", "there is no such folder")])
     tokenizer, template, prepared = build_data(cfg)
-    order = RowOrder(prepared.train[0], cfg.batch.seq_len, cfg.data.packing, cfg.data.shuffle, cfg.run.seed)
+    order = build_order(cfg, prepared)
     if cfg.preview.format == "json":
         for index in range(cfg.preview.rows):
             print(json.dumps(as_json(index, order.read(index))))
@@ -131,7 +132,7 @@ def as_json(index: int, row: RowData) -> dict:
     return shown if np.all(weights[labels != -100] == 1) else shown | {"weights": weights.tolist()}
 
 
-def look(cfg: PreviewConfig, tokenizer: TextTokenizer, template: Template, prepared: Prepared, order: RowOrder) -> Page:
+def look(cfg: PreviewConfig, tokenizer: TextTokenizer, template: Template, prepared: Prepared, order: Mixture) -> Page:
     """Gather what there is to see. Raises UserError for a tokenizer that does not fit the model."""
     lengths = np.concatenate([store.lengths for store in prepared.train])
     store, pieces = prepared.train[0], Pieces(tokenizer)
@@ -165,14 +166,14 @@ NO_MARKERS = (
 )
 
 
-def figures(cfg: PreviewConfig, prepared: Prepared, order: RowOrder) -> list[tuple[str, str]]:
+def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tuple[str, str]]:
     """What the table says: (name, value)."""
     totals = [
         sum(of)
         for of in zip(*((s.samples, s.tokens, s.supervised) for store in prepared.train for s in figures_by_source(store)), strict=True)
     ]
     samples, tokens, supervised = totals
-    documents = len(order.epoch(0).documents) / order.rows_per_epoch
+    documents = sum(share * len(of.epoch(0).documents) / of.rows_per_epoch for share, of in zip(order.shares, order.orders, strict=True))
     return [
         ("samples", f"{samples:,}"),
         ("tokens", f"{tokens:,}"),
@@ -184,15 +185,15 @@ def figures(cfg: PreviewConfig, prepared: Prepared, order: RowOrder) -> list[tup
     ]
 
 
-def sources(cfg: PreviewConfig, prepared: Prepared, order: RowOrder) -> list[tuple[str, ...]]:
+def sources(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tuple[str, ...]]:
     """A line for each source, if there are several."""
-    parts = [source for store in prepared.train for source in figures_by_source(store)]
-    tokens = sum(source.tokens for source in parts)
     rows = cfg.train.steps * cfg.batch.rows if cfg.train.steps is not None else (cfg.train.epochs or 1) * order.rows_per_epoch
-    epochs = f"{rows / order.rows_per_epoch:.2f}"
+    epochs = [taken / of.rows_per_epoch for taken, of in zip(order.taken(rows), order.orders, strict=True)]
+    parts = [(source, n) for store, n in zip(prepared.train, epochs, strict=True) for source in figures_by_source(store)]
+    tokens = sum(source.tokens * n for source, n in parts) or 1
     return [
-        (s.name, f"{s.samples:,}", f"{s.tokens:,}", f"{s.tokens / tokens:.1%}", f"{s.supervised / max(1, s.tokens):.1%}", epochs)
-        for s in (parts if len(parts) > 1 else [])
+        (s.name, f"{s.samples:,}", f"{s.tokens:,}", f"{s.tokens * n / tokens:.1%}", f"{s.supervised / max(1, s.tokens):.1%}", f"{n:.2f}")
+        for s, n in (parts if len(parts) > 1 else [])
     ]
 
 
@@ -220,16 +221,15 @@ def vocabulary(cfg: PreviewConfig, tokenizer: TextTokenizer) -> list[Finding]:
     ]
 
 
-def shown_row(order: RowOrder, index: int, pieces: "Pieces") -> ShownRow:
+def shown_row(order: Mixture, index: int, pieces: "Pieces") -> ShownRow:
     """A row, document by document."""
     row, documents, start = order.read(index), [], 0
-    places = [order.store.where(sample) for sample, _, _ in order.row(index)]
-    for length, source, where in zip(row.documents, row.sources, places, strict=True):
+    for length, source, where in zip(row.documents, row.sources, order.where(index), strict=True):
         here = slice(start, start + length)
         # A token is learnt where the position before it has a label.
         weights = np.concatenate([[0], np.where(row.labels[here] != -100, row.weights[here], 0)[:-1]])
         documents.append(
-            ShownDocument(where, order.store.source_names[source], pieces.of(row.tokens[here], weights), int(row.labels[here.stop - 1]))
+            ShownDocument(where, order.source_names[source], pieces.of(row.tokens[here], weights), int(row.labels[here.stop - 1]))
         )
         start += length
     return ShownRow(index, documents, order.seq_len - start)

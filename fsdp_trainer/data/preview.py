@@ -16,7 +16,7 @@ from fsdp_trainer.data.findings import Finding
 from fsdp_trainer.data.mixture import Mixture, build_order
 from fsdp_trainer.data.order import RowData
 from fsdp_trainer.data.prepare import Prepared
-from fsdp_trainer.data.summary import figures_by_source, findings, left_out
+from fsdp_trainer.data.summary import all_findings, amounts, figures_by_source, left_out
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -136,14 +136,8 @@ def look(cfg: PreviewConfig, tokenizer: TextTokenizer, template: Template, prepa
     """Gather what there is to see. Raises UserError for a tokenizer that does not fit the model."""
     lengths = np.concatenate([store.lengths for store in prepared.train])
     store, pieces = prepared.train[0], Pieces(tokenizer)
-    known = [*vocabulary(cfg, tokenizer), *(finding for store in prepared.train for finding in findings(store, order.seq_len))]
-    if isinstance(cfg.data.validation, str | list) and prepared.validation:
-        known += [
-            Finding(f"data.validation: {f.text}", f.fix, f.is_warning, f.places) for f in findings(prepared.validation, order.seq_len)
-        ]
-    if "generation %}" not in template.source and sum(int(store.supervised.sum()) for store in prepared.train) < lengths.sum() - len(
-        lengths
-    ):
+    known = [*vocabulary(cfg, tokenizer), *all_findings(prepared, order.seq_len)]
+    if "generation %}" not in template.source and amounts(prepared.train)[2] < lengths.sum() - len(lengths):
         known.append(Finding(*NO_MARKERS, is_warning=False))
     return Page(
         str(cfg.run.name),
@@ -168,11 +162,7 @@ NO_MARKERS = (
 
 def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tuple[str, str]]:
     """What the table says: (name, value)."""
-    totals = [
-        sum(of)
-        for of in zip(*((s.samples, s.tokens, s.supervised) for store in prepared.train for s in figures_by_source(store)), strict=True)
-    ]
-    samples, tokens, supervised = totals
+    samples, tokens, supervised = amounts(prepared.train)
     documents = sum(share * len(of.epoch(0).documents) / of.rows_per_epoch for share, of in zip(order.shares, order.orders, strict=True))
     return [
         ("samples", f"{samples:,}"),

@@ -102,4 +102,5 @@ def _longer_rows(counts: Mapping[str, int], samples: int, tokens: int, seq_len: 
     lost = counts.get(LOST, 0) / max(1, tokens + counts.get(LOST, 0))
     advice = f"batch.seq_len={keeps} would hold 99% of the samples" if keeps > seq_len else "more than 99% of the samples fit"
     cut = "" if counts.get("truncated") else "; data.too_long=truncate keeps their start, data.too_long=split all of a text"
-    return f"{lost:.1%} of the tokens are lost; {advice}{cut}"
+    share = f"{lost:.1%}" if lost >= 0.001 else "less than 0.1%"
+    return f"{share} of the tokens are lost; {advice}{cut}"

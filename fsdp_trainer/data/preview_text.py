@@ -44,10 +44,8 @@ def show(page: Page, console: Console | None = None) -> None:
                 console.print(Text(edge(document, i, len(row.documents)), "dim"), soft_wrap=True)
             console.print(body(document, colour), soft_wrap=True)
     heading(console, "findings" if page.findings else "nothing to warn about")
-    findings = Table.grid(padding=(0, 1))
     for finding in page.findings:
-        findings.add_row(Text("warning", "bold yellow") if finding.is_warning else Text("note", "dim"), told(finding))
-    console.print(findings)
+        console.print(told(finding), soft_wrap=True)  # so that a place can be copied
 
 
 def heading(console: Console, title: str) -> None:
@@ -101,5 +99,6 @@ def body(document: ShownDocument, colour: bool) -> Text:
 
 def told(finding: Finding) -> Text:
     """What was found, its fix, and where it was found first."""
-    fix = f"\n→ {finding.fix}" if finding.fix else ""
-    return Text.assemble(finding.text, fix, *((f"\n{place}", "dim") for place in finding.places), overflow="fold")
+    mark = ("warning ", "bold yellow") if finding.is_warning else ("note    ", "dim")
+    below = [(f"→ {finding.fix}", "")] * bool(finding.fix) + [(place, "dim") for place in finding.places]
+    return Text.assemble(mark, finding.text, *((f"\n        {line}", style) for line, style in below))

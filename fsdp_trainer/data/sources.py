@@ -4,12 +4,11 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.data_files import SHARD, data_files, kind, stem
+from fsdp_trainer.config.data_files import SHARD, data_files, entries, kind, stem
 from fsdp_trainer.data import demo
 from fsdp_trainer.errors import Problem, UserError
 
@@ -75,14 +74,18 @@ class Source:
 
 def find_sources(path: Any, key: str) -> list[Source]:
     """Data files of a path: a file, a folder (searched through), a glob, a `demo:` name, or a list of them; in a fixed order."""
-    paths = list(path) if isinstance(path, Sequence) and not isinstance(path, str) else [path]
-    if not paths or not all(isinstance(p, str) for p in paths):
+    paths = [entry.path for entry in entries(path)]
+    if not paths:
         raise _bad(key, path, f"a file, folder or glob, or a list of them, is needed. To try the trainer out:  {key}=demo:backwards")
     found: dict[str, list[str]] = {}
     for p in paths:
         found.setdefault(os.path.abspath(Path(p).expanduser()), []).extend(_files_of(p, key))
-    if len(found) > 1:
-        return [Source(name, files) for name, files in zip(_names(list(found)), found.values(), strict=True)]
+    given = {os.path.abspath(Path(entry.path).expanduser()): entry.name for entry in entries(path) if entry.name}
+    if len(found) > 1 or given:
+        names = [given.get(place, name) for place, name in zip(found, _names(list(found)), strict=True)]
+        if len(set(names)) < len(names):
+            raise _bad(key, names, "two sources have one name. Give each entry its own, as in  {path: a.jsonl, name: code}")
+        return [Source(name, files) for name, files in zip(names, found.values(), strict=True)]
     ((path, files),) = found.items()
     by_set: dict[str, list[str]] = {}
     for file in files:

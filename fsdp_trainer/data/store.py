@@ -92,8 +92,8 @@ def prepare(
     data: Data, batch: Batch, tokenizer: TextTokenizer, template: Template, root: Path, progress: Progress | None = None
 ) -> Prepared:
     """Tokenise what `data` names into `root/FINGERPRINT`, unless that is there already. UserError if the data cannot be used."""
-    train = find_sources(data.path, "data.path")
-    apart = find_sources(data.validation, "data.validation") if _is_path(data.validation) else []
+    train = find_sources(data.path, "data.path", Path(root))
+    apart = find_sources(data.validation, "data.validation", Path(root)) if _is_path(data.validation) else []
     hashes = [_hashes(train), _hashes(apart)]
     fingerprint = _fingerprint(hashes, data, batch.seq_len, tokenizer, template)
     folder = Path(root) / fingerprint

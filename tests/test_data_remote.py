@@ -71,7 +71,7 @@ def web(tmp_path):
         (folder / name).mkdir(parents=True)
     Handler.requests.clear()
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}", folder
         server.shutdown()
 

@@ -4,11 +4,11 @@ import hashlib
 import json
 import os
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.data_files import SHARD, data_files, entries, is_url, kind, place, stem
+from fsdp_trainer.config.data_files import SHARD, Entry, data_files, entries, is_url, kind, place, stem
 from fsdp_trainer.data import demo
 from fsdp_trainer.data.remote import Say, fetch, list_files
 from fsdp_trainer.errors import Problem, UserError
@@ -33,36 +33,33 @@ class Row:
 
 @dataclass
 class Problems:
-    """Rows that cannot be read: `fail` gathers a few and raises them together, `skip` counts them."""
+    """Rows that cannot be read: `fail` gathers a few, to raise them together, `skip` counts them."""
 
     on_error: str
     count: int = 0
     first: list[Problem] = field(default_factory=list)
 
     def add(self, where: tuple[str, int], why: str) -> None:
-        """Note a bad row; raises when enough are gathered."""
+        """Note a bad row."""
         self.count += 1
         if len(self.first) < SHOWN:
             shown = why.encode(errors="backslashreplace").decode()  # half a character can be in a row, but in no file and no terminal
             self.first.append(Problem(f"{where[0]}:{where[1]}", shown))
-        if self.count == SHOWN:
-            self.raise_if_failing()
 
     @property
     def will_raise(self) -> bool:
         """There is a problem, and problems are not to be skipped."""
         return self.count > 0 and self.on_error == "fail"
 
+    @property
+    def is_enough(self) -> bool:
+        """No further ones need be looked for."""
+        return self.will_raise and self.count >= SHOWN
+
     def raise_if_failing(self) -> None:
         """Raise what was gathered, unless bad rows are to be skipped."""
         if self.will_raise:
             raise UserError("rows of the data cannot be read. Mend them, or leave them out with  data.on_error=skip", self.first)
-
-    def report(self) -> list[str]:
-        """Lines for the console."""
-        if not self.count:
-            return []
-        return [f"skipped {self.count:,} rows that cannot be read:"] + [f"    {p.what}  {p.why.splitlines()[0]}" for p in self.first]
 
 
 @dataclass
@@ -71,6 +68,9 @@ class Source:
 
     name: str
     files: list[str]
+    format: str | None = None
+    """As data.format, for this source; null: as that says."""
+    fields: dict[str, Any] | None = None
 
 
 def find_sources(path: Any, key: str, cache: Path | None = None, say: Say = lambda line: None) -> list[Source]:
@@ -89,25 +89,26 @@ def find_sources(path: Any, key: str, cache: Path | None = None, say: Say = lamb
             found.setdefault(place(p), []).extend(of_url)
         else:
             found.setdefault(place(p), []).extend(_files_of(p, key))
-    sources = _told_apart(found, {place(entry.path): entry.name for entry in entries(path) if entry.name}, key)
-    return [Source(source.name, [copies.get(file, file) for file in source.files]) for source in sources]
+    sources = _told_apart(found, {place(entry.path): entry for entry in entries(path)}, key)
+    return [replace(source, files=[copies.get(file, file) for file in source.files]) for source in sources]
 
 
-def _told_apart(found: dict[str, list[str]], given: dict[str, str], key: str) -> list[Source]:
-    """The sources that the files of each entry are, by names that differ. given: those that the user has chosen."""
-    if len(found) > 1 or given:
-        names = [given.get(place, name) for place, name in zip(found, _names(list(found)), strict=True)]
+def _told_apart(found: dict[str, list[str]], given: dict[str, Entry], key: str) -> list[Source]:
+    """The sources that the files of each entry are, by names that differ."""
+    if len(found) > 1 or any(entry.name for entry in given.values()):
+        names = [given[at].name or name for at, name in zip(found, _names(list(found)), strict=True)]
         if len(set(names)) < len(names):
             raise _bad(key, names, "two sources have one name. Give each entry its own, as in  {path: a.jsonl, name: code}")
-        return [Source(name, files) for name, files in zip(names, found.values(), strict=True)]
+        return [Source(name, files, given[at].format, given[at].fields) for name, (at, files) in zip(names, found.items(), strict=True)]
     ((path, files),) = found.items()
+    how = given[path].format, given[path].fields
     by_set: dict[str, list[str]] = {}
     for file in files:
         of_set = SHARD.sub("", stem(file))
         by_set.setdefault(place(file) if of_set == stem(file) else str(Path(place(file)).parent / of_set), []).append(file)
     if len(by_set) > MOST_SOURCES:
-        return [Source(stem(path), files)]
-    return [Source(name, files) for name, files in zip(_names(list(by_set)), by_set.values(), strict=True)]
+        return [Source(stem(path), files, *how)]
+    return [Source(name, files, *how) for name, files in zip(_names(list(by_set)), by_set.values(), strict=True)]
 
 
 def _names(paths: list[str]) -> list[str]:

@@ -79,9 +79,9 @@ class Component:
         return [file for source in self.sources for file in source.files]
 
 
-def components(data: Data) -> tuple[list[Component], Component | None]:
-    """What `data` trains on, and what it names to be validated on. UserError if there is nothing there."""
-    sources, named = find_sources(data.path, "data.path"), entries(data.path)
+def components(data: Data, root: Path, say: Callable[[str], None]) -> tuple[list[Component], Component | None]:
+    """What `data` trains on, and what it names to be validated on, fetched if it lies elsewhere. UserError if there is nothing there."""
+    sources, named = find_sources(data.path, "data.path", root, say), entries(data.path)
     share = data.validation if isinstance(data.validation, int | float) else 0.0
     if is_mixture(data.path) and len(named) > 1:
         train = [Component(source.name, [source], share) for source in sources]
@@ -89,12 +89,12 @@ def components(data: Data) -> tuple[list[Component], Component | None]:
         train = [Component(named[0].name or TRAIN, sources, share)]
     if data.validation is None or share:
         return train, None
-    return train, Component(VALIDATION, find_sources(data.validation, "data.validation"), key="data.validation")
+    return train, Component(VALIDATION, find_sources(data.validation, "data.validation", root, say), key="data.validation")
 
 
 def preparations(data: Data, batch: Batch, tokenizer: TextTokenizer, template: Template, root: Path, told: Told) -> list["Preparation"]:
     """Of every component, the one to be validated on last if it is apart."""
-    train, apart = components(data)
+    train, apart = components(data, root, told.say)
     every = [*train, *([apart] if apart else [])]
     hashes = content_hashes([file for component in every for file in component.files], root, lambda: told.progress("data   hashing files"))
     how = How(data, batch.seq_len, 0.0, tokenizer, template)

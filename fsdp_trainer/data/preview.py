@@ -7,8 +7,9 @@ from itertools import pairwise
 import numpy as np
 
 from fsdp_trainer.config.verbs import PreviewConfig
-from fsdp_trainer.data.build import build_data
+from fsdp_trainer.data.build import build_data, cache_root
 from fsdp_trainer.data.order import RowData, RowOrder
+from fsdp_trainer.data.preferences import preference_summary
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.tokenizer import TextTokenizer
 
@@ -17,6 +18,9 @@ GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
 
 def preview(cfg: PreviewConfig) -> int:
     """Print `preview.rows` rows in the order of training; returns the exit code."""
+    if cfg.preview.format == "text" and (pairs := preference_summary(cfg.data, cache_root(cfg), cfg.preview.rows)):
+        print("\n".join(pairs))
+        return 0
     tokenizer, template, prepared = build_data(cfg)
     order = RowOrder(prepared.train[0], cfg.batch.seq_len, cfg.data.packing, cfg.data.shuffle, cfg.run.seed)
     if cfg.preview.format == "json":

@@ -13,8 +13,6 @@ from fsdp_trainer.data.units import read_rows
 
 TURN = re.compile(r"\n\n(Human|Assistant): ?")  # as in Anthropic's hh-rlhf, one text for a whole conversation
 
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # would move a terminal's cursor
-
 
 @dataclass
 class Preference:
@@ -107,5 +105,5 @@ def _holds_pairs(data: Data, source: Source, file: str) -> bool:
 def _shown(pair: Preference) -> list[str]:
     sides = (("prompt", pair.prompt), ("chosen", pair.chosen), ("rejected", pair.rejected))
     lines = [f"{name:9} {turn['role']}: {turn['content']}" for name, turns in sides for turn in turns]
-    printable = [CONTROL.sub("", line).encode("utf-8", "backslashreplace").decode() for line in lines]
+    printable = [line.encode("utf-8", "backslashreplace").decode() for line in lines]
     return ["", f"{pair.where[0]}:{pair.where[1]}", *printable]

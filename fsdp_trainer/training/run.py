@@ -37,7 +37,7 @@ from fsdp_trainer.training.rewind import rewind
 from fsdp_trainer.training.stop import StopRequests
 from fsdp_trainer.training.trainer import Outcome, Trainer
 
-TELL_EVERY_SECONDS, REDRAW_SECONDS, BEAT_SECONDS = 5.0, 0.2, 1.0
+BEAT_SECONDS = 1.0
 
 
 def run_rank(cfg: TrainConfig) -> int:
@@ -149,15 +149,12 @@ def prepare(cfg: TrainConfig, run: Path, console: Console, world: World) -> Mate
 
 def beating(console: Console, world: World) -> Callable[[str], None]:
     """Tells how far the data is, from time to time, and all ranks that wait for it that it goes on."""
-    told = beat = time.monotonic()
+    progress, beat = console.paced(), time.monotonic()
 
     def tell(line: str) -> None:
-        nonlocal told, beat
-        now = time.monotonic()
-        if now - told > (REDRAW_SECONDS if console.live else TELL_EVERY_SECONDS):
-            console.progress(line)
-            told = now
-        if now - beat > BEAT_SECONDS:
+        nonlocal beat
+        progress(line)
+        if (now := time.monotonic()) - beat > BEAT_SECONDS:
             world.beat()
             beat = now
 
@@ -215,7 +212,12 @@ def already_finished(trainer: Trainer, run: Path) -> str:
 
 def tell_end(trainer: Trainer, reason: str) -> None:
     """What validation said over the run."""
-    progress = trainer.progress
+    progress, order = trainer.progress, trainer.batches.order
+    for of in order.report(progress.rows) if len(order.components) > 1 else []:
+        asked, got = f"{of['share_asked']:.2%}", f"{of['share']:.2%}"
+        trainer.observer.console.say(
+            f"data   {of['name']}: {got} of the tokens, asked for {asked}; {of['tokens']:,} tokens, {of['epochs']:.2f} epochs"
+        )
     if reason == "early_stop":
         trainer.observer.console.say(f"stopped early: {progress.stale} validations in a row without a lower loss")
     if trainer.cfg.checkpoint.best and progress.best_step is not None:

@@ -50,7 +50,7 @@ def test_answers_may_part_after_several_turns():
 @pytest.mark.parametrize(
     ("columns", "why"),
     [
-        ({"prompt": "q", "chosen": "a", "rejected": None}, "has no 'rejected'"),
+        ({"prompt": "q", "chosen": "a", "rejected": None}, "'rejected' is null"),
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, "the same"),
         ({"prompt": "q", "chosen": "a", "rejected": " "}, "rejected is empty"),
         ({"prompt": "q", "chosen": "a", "rejected": 5}, "rejected' should be text"),

@@ -88,7 +88,10 @@ class Reader:
         values = {meaning: _column(row.columns, column) for meaning, column in self.columns.items()}
         for meaning in REQUIRED[self.format]:
             if values[meaning] is None:
-                raise RowError(f"has no {self.columns[meaning]!r}; its columns: {' '.join(row.columns) or 'none'}")
+                column = self.columns[meaning]
+                raise RowError(
+                    f"{column!r} is null" if column in row.columns else f"has no {column!r}; its columns: {' '.join(row.columns) or 'none'}"
+                )
         return values
 
     def read(self, row: Row) -> Conversation | Document:

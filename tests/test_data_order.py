@@ -30,6 +30,10 @@ class Lengths:
     fingerprint: str = "f"
 
     @property
+    def tokens(self):
+        return np.zeros(self.lengths.sum(), np.int32)
+
+    @property
     def weight_sums(self):
         return self.lengths * 0.5
 
@@ -82,6 +86,8 @@ def test_an_epoch_has_every_sample_once_and_no_row_is_too_long(lengths, shuffle,
 
 class Texts(Lengths):
     """A store of texts in which every token is another number; all but the first of a text are learnt."""
+
+    tokens = None
 
     def __init__(self, lengths):
         self.lengths, self.fingerprint, self.source_names = np.array(lengths), "f", [""]

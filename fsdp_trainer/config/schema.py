@@ -216,6 +216,9 @@ class Data:
         None, "a path like data.path, or a share of the samples such as 0.02, chosen by their content; null: none"
     )
     cache: str | None = key(None, "folder for tokenised data, shared by all ranks and runs; null: run.root/.data")
+    workers: int | None = key(
+        None, "processes that tokenise; null: one for each core that may be used; 1: none besides this one", minimum=1
+    )
     prefetch: int | None = key(
         None,
         "micro-batches that a thread assembles and copies to the device ahead; 0: none, no thread; null: 2 on a GPU, 0 on a CPU",

@@ -19,6 +19,7 @@ from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.order import RowOrder
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.store import TokenStore
+from fsdp_trainer.data.summary import two_lines
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -269,8 +270,7 @@ def describe(trainer: Trainer, world: World, material: Material, attention: Choi
             else []
         ),
         *(["       float8 without  compile=enabled  is slower than bfloat16"] if float8 and not cfg.compile.enabled else []),
-        *(f"data   {line}" for line in material.data.report),
-        f"rows   {order.rows_per_epoch:,} an epoch of {order.seq_len:,} tokens, {order.fill:.1%} full",
+        *(f"data   {line}" for line in two_lines(material.data.train, order, material.data.validation)),
         f"attend {attention}",
         f"head   logits of at most {head.rows_at_once(cfg.batch.micro_rows * order.seq_len, world.device.type):,} tokens at once",
         f"step   {cfg.batch.rows} rows = {micro_batches} micro-batches × {cfg.batch.micro_rows} rows × {world.size} ranks"

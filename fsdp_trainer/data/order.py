@@ -11,10 +11,8 @@ import numpy as np
 
 from fsdp_trainer.data import packing as packing_module
 from fsdp_trainer.data.packing import Pieces, best_fit, one_per_row, pieces_of, stream
-from fsdp_trainer.data.shared_arrays import Arrays, SharedArrays
+from fsdp_trainer.data.shared_arrays import SHARED_FROM, Arrays, SharedArrays
 from fsdp_trainer.data.store import TokenStore
-
-SHARED_FROM = 200_000  # samples or rows: up to here an epoch is made within 0.1 s and takes a few MB
 
 
 @dataclass

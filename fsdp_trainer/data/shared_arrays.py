@@ -13,6 +13,7 @@ import numpy as np
 
 Arrays = dict[str, np.ndarray]
 DAY = 24 * 3600.0
+SHARED_FROM = 200_000  # samples or rows: for less, what an epoch takes is a few MB, made within 0.1 s in every process
 
 
 class SharedArrays:

@@ -21,6 +21,22 @@ class PreviewConfig(TrainConfig):
 
 
 @dataclass
+class Prepare:
+    """What `prepare` tokenises."""
+
+    shard: str | None = key(
+        None, "`i/n`: of the work, what falls to machine i of n, from 0/n on; who is last puts all together; null: all of it"
+    )
+
+
+@dataclass
+class PrepareConfig(TrainConfig):
+    """Tokenises ahead of training, into the folder where `train` with the same keys looks."""
+
+    prepare: Prepare = field(default_factory=Prepare)
+
+
+@dataclass
 class Doctor:
     """How thoroughly `doctor` looks, and how it tells."""
 
@@ -97,6 +113,6 @@ class QuickstartConfig:
 
 
 PRIMARY: dict[str, type] = {
-    "train": TrainConfig, "preview": PreviewConfig, "doctor": DoctorConfig, "export": ExportConfig, "verify": VerifyConfig, "generate": GenerateConfig,
+    "train": TrainConfig, "preview": PreviewConfig, "prepare": PrepareConfig, "doctor": DoctorConfig, "export": ExportConfig, "verify": VerifyConfig, "generate": GenerateConfig,
     "recipes": RecipesConfig, "config": ConfigConfig, "quickstart": QuickstartConfig,
 }  # fmt: skip

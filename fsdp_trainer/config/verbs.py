@@ -11,6 +11,7 @@ class Preview:
 
     format: str = key("text", "`text` for people; `json`: one row a line, in the order and form of training", choices=("text", "json"))
     rows: int = key(4, "how many rows", minimum=1)
+    html: str | None = key(None, "also write all of it as one HTML page: a file name")
 
 
 @dataclass

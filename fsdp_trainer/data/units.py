@@ -4,6 +4,7 @@
 without any in its first 16 MiB has one document a line; tables are in `tables.py`. A `.json` with an object a line is read as `.jsonl`.
 """
 
+import contextlib
 import gzip
 import json
 import os
@@ -66,8 +67,10 @@ def split_units(file: str, bytes_each: int) -> list[Unit]:
 
 
 def _size(file: str) -> int:
-    with _raw(file) as opened:
+    """In bytes; 0 of what cannot be read but from its beginning on."""
+    with _raw(file) as opened, contextlib.suppress(ValueError):
         return opened.seek(0, os.SEEK_END)
+    return 0
 
 
 def _edges_of_parts(file: str, suffix: str, bytes_each: int) -> list[int]:
@@ -110,10 +113,16 @@ def read_unit(unit: Unit) -> Iterator[Row]:
             number = row.where[1]
             yield row
         _check_stamp(unit)
-    except (EOFError, OSError, zlib.error) as e:
-        if isinstance(e, OSError) and e.errno:  # of the disk or the network, not of the content: to skip it would lose rows unseen
-            raise _lost(unit, number + 1, f"cannot be read from here on: {e.strerror or e}") from None
-        yield Row({}, (unit.file, number + 1), f"cannot be read from here on: {e}")
+    except UserError:
+        raise
+    except Exception as e:
+        content = isinstance(e, EOFError | OSError | zlib.error) and not getattr(e, "errno", None)
+        if content and not (is_url(unit.file) and isinstance(e, OSError)):
+            yield Row({}, (unit.file, number + 1), f"cannot be read from here on: {e}")
+        elif isinstance(e, OSError) or is_url(unit.file):  # of the disk or the network: to skip it would lose rows unseen
+            raise _lost(unit, number + 1, f"cannot be read from here on: {getattr(e, 'strerror', None) or e}") from e
+        else:
+            raise
 
 
 def _check_stamp(unit: Unit) -> None:

@@ -39,6 +39,6 @@ class Feed(Ahead[MicroBatch]):
         except Exception as error:
             if not isinstance(error, OSError):
                 traceback.print_exc()
-            where = f"rows {plan.start:,} to {plan.stop - 1:,}, prepared in {self.batches.order.store.folder}"
+            where = f"rows {plan.start:,} to {plan.stop - 1:,}, prepared in {self.batches.order.folder}"
             self.stop.missing = f"rank {dist.get_rank()} cannot read its part of {where}: {type(error).__name__}: {error}"
         return None

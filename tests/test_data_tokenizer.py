@@ -195,5 +195,6 @@ def test_a_long_text_is_encoded_in_pieces_to_the_same_tokens(sentencepiece_file,
         with monkeypatch.context() as patch:
             patch.setattr("fsdp_trainer.data.tokenizer.LONG", 500)
             (pieces,) = tokenizer.encode_batch([text])
+            assert tokenizer.encode_plain([text])[0].tolist() == pieces.ids.tolist()
         for name in ("ids", "starts", "ends"):
             assert getattr(pieces, name).tolist() == getattr(whole, name).tolist()

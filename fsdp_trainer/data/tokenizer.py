@@ -115,7 +115,8 @@ class TextTokenizer:
 
     def encode_plain(self, texts: list[str]) -> list[np.ndarray]:
         """Tokens alone, [tokens] int32 of each text: where no place is asked for, it takes a fifth less time."""
-        return [np.array(e.ids, dtype=np.int32) for e in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        short = iter(self.backend.encode_batch_fast([text for text in texts if len(text) <= LONG], add_special_tokens=False))
+        return [np.array(next(short).ids, dtype=np.int32) if len(text) <= LONG else self._encode_long(text).ids for text in texts]
 
     def encode(self, text: str) -> list[int]:
         """Token ids."""

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from benchmarks.harness import arguments, finish, in_turn, ratio, spread
 from fsdp_trainer.config.schema import Batch, Data
@@ -106,33 +106,30 @@ def ours(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str, 
 
 def theirs(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str, Any]:
     """Arrow files of `datasets`."""
-    from datasets import disable_progress_bars, load_dataset  # not needed by the other ways: 2 seconds
+    from datasets import disable_progress_bars, load_dataset  # of no use to the other ways, and slow
+    from transformers import PreTrainedTokenizerFast
 
     disable_progress_bars()
     rows = load_dataset("json", data_files=file, split="train", cache_dir=str(scratch / "datasets"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{tokenizer_path}/tokenizer.json", chat_template=CHATML)
     if what == "texts":
-        tokenizer = Tokenizer.from_file(f"{tokenizer_path}/tokenizer.json")
-        eos = tokenizer.token_to_id(load_tokenizer(tokenizer_path).eos_token)
-
-        def tokenise(batch: dict) -> dict:
-            return {"input_ids": [[*e.ids, eos] for e in tokenizer.encode_batch(batch["text"], add_special_tokens=False)]}
+        eos, backend = load_tokenizer(tokenizer_path).eos_token, tokenizer.backend_tokenizer
+        backend.post_processor = processors.TemplateProcessing(single=f"$A {eos}", special_tokens=[(eos, backend.token_to_id(eos))])
 
         def group_texts(batch: dict) -> dict:
-            every = list(chain(*batch["input_ids"]))
-            blocks = [every[i : i + SEQ_LEN] for i in range(0, len(every) // SEQ_LEN * SEQ_LEN, SEQ_LEN)]
-            return {"input_ids": blocks, "labels": blocks.copy()}
+            every = {name: list(chain(*values)) for name, values in batch.items()}
+            total = len(every["input_ids"]) // SEQ_LEN * SEQ_LEN
+            blocks = {name: [values[i : i + SEQ_LEN] for i in range(0, total, SEQ_LEN)] for name, values in every.items()}
+            return {**blocks, "labels": blocks["input_ids"].copy()}
 
         started = time.perf_counter()
-        tokenised = rows.map(tokenise, batched=True, remove_columns=rows.column_names)
+        tokenised = rows.map(lambda batch: tokenizer(batch["text"]), batched=True, remove_columns=rows.column_names)
         tokenised.map(group_texts, batched=True)
         seconds = time.perf_counter() - started
-        return told(*(np.concatenate(tokenised.with_format("numpy")["input_ids"][:]), np.zeros(0, bool)), seconds, len(rows))
-    from transformers import PreTrainedTokenizerFast
-
-    chat = PreTrainedTokenizerFast(tokenizer_file=f"{tokenizer_path}/tokenizer.json", chat_template=CHATML)
+        return told(np.concatenate(tokenised.with_format("numpy")["input_ids"][:]), np.zeros(0, bool), seconds, len(rows))
 
     def render(row: dict) -> dict:
-        made = chat.apply_chat_template(
+        made = tokenizer.apply_chat_template(
             row["messages"], return_dict=True, return_assistant_tokens_mask=True, truncation=True, max_length=SEQ_LEN
         )
         return {"input_ids": made["input_ids"], "mask": made["assistant_masks"]}

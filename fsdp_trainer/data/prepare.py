@@ -22,7 +22,7 @@ from fsdp_trainer.data.samples import EXAMPLES
 from fsdp_trainer.data.sources import SHOWN, Problems, Source, find_sources
 from fsdp_trainer.data.store import Damaged, TokenStore, add_totals, merge, read_meta, write_meta
 from fsdp_trainer.data.templates import Template
-from fsdp_trainer.data.tokenise import TRAIN, VALIDATION, Done, How, Piece, Task
+from fsdp_trainer.data.tokenise import SKIPPED, TRAIN, VALIDATION, Done, How, Piece, Task
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.data.units import Unit, lines_before, split_units
 from fsdp_trainer.data.workers import Job, cores, in_processes, in_this_process
@@ -313,6 +313,9 @@ class Preparation:
         }
         if not totals[TRAIN]:
             self._refuse(meta)
+        if bad and self.how.data.on_error == "skip":
+            with open(into / SKIPPED, "wb") as out:
+                out.writelines((part / SKIPPED).read_bytes() for part in parts)
         write_meta(into, meta)
 
     def _refuse(self, meta: dict[str, Any]) -> None:
@@ -334,7 +337,8 @@ class Preparation:
             named = self.component.files[found[0][0]] if len(found) == 1 else f"{len(found):,} files"
             lines.append(f"{named}: {sum(rows for _, rows in found):,} rows, {format}")
         if bad := meta["counts"].get("unreadable"):
-            lines.append(f"skipped {bad:,} rows that cannot be read:")
+            listed = f", listed in {self.folder / SKIPPED}" if (self.folder / SKIPPED).exists() else ""
+            lines.append(f"skipped {bad:,} rows that cannot be read{listed}:")
             lines += [f"    {_renamed(p['what'], renamed)}  {p['why'].splitlines()[0]}" for p in meta["problems"]]
         return lines
 

@@ -11,10 +11,11 @@ import numpy as np
 
 from fsdp_trainer.config.paths import is_hub_id
 from fsdp_trainer.config.verbs import PreviewConfig
-from fsdp_trainer.data.build import build_data
+from fsdp_trainer.data.build import build_data, cache_root
 from fsdp_trainer.data.findings import Finding
 from fsdp_trainer.data.mixture import Mixture, build_order
 from fsdp_trainer.data.order import RowData
+from fsdp_trainer.data.preferences import preference_summary
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.summary import figures_by_source, findings, left_out
 from fsdp_trainer.data.templates import Template
@@ -104,6 +105,9 @@ def preview(cfg: PreviewConfig) -> int:
     """Print `preview.rows` rows in the order of training; returns the exit code."""
     if cfg.preview.html and not Path(cfg.preview.html).expanduser().parent.is_dir():
         raise UserError("the preview cannot be written", [Problem(f"preview.html={cfg.preview.html}", "there is no such folder")])
+    if cfg.preview.format == "text" and (pairs := preference_summary(cfg.data, cache_root(cfg), cfg.preview.rows)):
+        print(CONTROL.sub("", "\n".join(pairs)))
+        return 0
     tokenizer, template, prepared = build_data(cfg)
     order = build_order(cfg, prepared)
     if cfg.preview.format == "json":

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from fsdp_trainer.config.data_files import SHARD, Entry, data_files, entries, is_url, kind, place, stem
 from fsdp_trainer.data import demo
@@ -38,13 +38,17 @@ class Problems:
     on_error: str
     count: int = 0
     first: list[Problem] = field(default_factory=list)
+    listed: TextIO | None = None
+    """Where all of them are written to, as JSON lines."""
 
     def add(self, where: tuple[str, int], why: str) -> None:
         """Note a bad row."""
         self.count += 1
+        shown = why.encode(errors="backslashreplace").decode()  # half a character can be in a row, but in no file and no terminal
         if len(self.first) < SHOWN:
-            shown = why.encode(errors="backslashreplace").decode()  # half a character can be in a row, but in no file and no terminal
             self.first.append(Problem(f"{where[0]}:{where[1]}", shown))
+        if self.listed:
+            print(json.dumps({"file": where[0], "line": where[1], "why": shown}, ensure_ascii=False), file=self.listed)
 
     @property
     def will_raise(self) -> bool:

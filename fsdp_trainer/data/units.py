@@ -145,6 +145,8 @@ def _rows(unit: Unit, suffix: str, compression: str | None) -> Iterator[Row]:
     elif suffix in ARROW:
         records = read_arrow(_table(file, compression), suffix, unit.start, unit.stop)
         yield from (Row(columns, (file, number), error) for number, columns, error in records)
+    elif not unit.start and _first_bytes(file, 2) in UTF_16:
+        yield Row({}, (file, 1), "is UTF-16. Convert the file:  iconv -f utf-16 -t utf-8")
     elif suffix in CSV:
         with _open(file) as opened:
             records = read_csv(opened, "\t" if suffix == ".tsv" else ",")
@@ -168,6 +170,11 @@ def _open(file: str) -> BinaryIO:
     if compression == ".zst":
         return open_zstd(_raw(file))
     return cast(BinaryIO, gzip.open(_raw(file))) if compression == ".gz" else _raw(file)
+
+
+def _first_bytes(file: str, n: int) -> bytes:
+    with _open(file) as opened:
+        return opened.read(n)
 
 
 def _seekable(file: str, compression: str | None) -> BinaryIO:
@@ -209,9 +216,6 @@ def _lines(file: BinaryIO, unit: Unit) -> Iterator[tuple[int, int, str, str | No
             return
         place += len(line)
         error = None
-        if begins == 0 and line[:2] in UTF_16:
-            yield number, begins, "", "is UTF-16. Convert the file:  iconv -f utf-16 -t utf-8"
-            return
         if len(line) == LONGEST and not line.endswith(b"\n"):
             error = f"is longer than {LONGEST >> 20} MiB"
             while more := file.readline(LONGEST):
@@ -255,9 +259,7 @@ def _read_jsonl(unit: Unit) -> Iterator[Row]:
 @lru_cache
 def _is_separated(file: str, mark: tuple[int, int] | None) -> bool:
     """Whether documents of a text are separated by blank lines."""
-    with _open(file) as opened:
-        head = opened.read(HEAD)
-    return bool(BLANK.search(b"\n" + head.removeprefix(BYTE_ORDER_MARK)))
+    return bool(BLANK.search(b"\n" + _first_bytes(file, HEAD).removeprefix(BYTE_ORDER_MARK)))
 
 
 def _read_text(unit: Unit) -> Iterator[Row]:

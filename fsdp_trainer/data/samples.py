@@ -151,13 +151,14 @@ class SampleBuilder:
 
     def tokenize(self, texts: list[Rendered]) -> Iterator[list[Sample]]:
         """For every text its sample, or none where it is left out."""
-        for text, encoding in zip(texts, self.tokenizer.encode_batch([text.text for text in texts]), strict=True):
-            sample = self._frame(encoding) if text.is_document else self._weigh(encoding, text)
+        documents = iter(self.tokenizer.encode_plain([text.text for text in texts if text.is_document]))
+        chats = iter(self.tokenizer.encode_batch([text.text for text in texts if not text.is_document]))
+        for text in texts:
+            sample = self._frame(next(documents)) if text.is_document else self._weigh(next(chats), text)
             yield [kept for piece in self._fit(sample, text) for kept in self._keep(piece, text)]
 
-    def _frame(self, encoding: Encoding) -> Sample:
+    def _frame(self, ids: np.ndarray) -> Sample:
         bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
-        ids = encoding.ids
         front = [bos] if bos is not None and ids[:1].tolist() != [bos] else []
         tokens = np.concatenate([front, ids, [eos] if eos is not None and ids[-1:].tolist() != [eos] else []]).astype(np.int32)
         return Sample(tokens, np.ones(len(tokens), np.float32))

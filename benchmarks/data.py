@@ -33,6 +33,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from benchmarks.harness import arguments, finish, in_turn, ratio, spread
 from fsdp_trainer.config.schema import Batch, Data
+from fsdp_trainer.data.mixture import Component, Mixture
 from fsdp_trainer.data.order import RowOrder
 from fsdp_trainer.data.packing import best_fit
 from fsdp_trainer.data.prepare import prepare
@@ -182,13 +183,18 @@ def large_store(folder: Path, samples: int) -> TokenStore:
     return TokenStore(folder, "f")
 
 
+def batches_of(store: TokenStore, seq_len: int) -> Batches:
+    """Rows of best fit, shuffled; one is a micro-batch."""
+    return Batches(Mixture([Component("", RowOrder(store, seq_len, "best_fit", True, 0))]), 1, 0, 1, torch.device("cpu"))
+
+
 def first_batch(scratch: Path) -> dict[str, float]:
     """Seconds to the first micro-batch of step 1,000,000, and this process's memory then."""
     folder = scratch / "large"
     if not folder.exists():
         large_store(folder, RESUMED)
     before, started = memory_mib("RssAnon"), time.perf_counter()
-    batches = Batches(RowOrder(TokenStore(folder, "f"), 8192, "best_fit", True, 0), 1, 0, 1, torch.device("cpu"))
+    batches = batches_of(TokenStore(folder, "f"), 8192)
     plan = next(batches.steps(32, None, 1_000_000, 32_000_000))
     next(batches.micro_batches(plan))
     seconds = time.perf_counter() - started
@@ -202,7 +208,7 @@ def deliver(scratch: Path, repeat: int) -> dict[str, Any]:
     for n in np.minimum(draw.lognormal(5.2, 0.4, 5000).astype(int) + 2, SEQ_LEN):
         writer.write([Sample(draw.integers(0, 8000, n, dtype=np.int32), (np.arange(n) > n // 3).astype(np.float32))])
     writer.close()
-    batches = Batches(RowOrder(TokenStore(scratch / "small", "f"), SEQ_LEN, "best_fit", True, 0), 1, 0, 1, torch.device("cpu"))
+    batches = batches_of(TokenStore(scratch / "small", "f"), SEQ_LEN)
     model = Decoder(ModelConfig(vocab_size=8000))  # its other defaults are model=tiny
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

@@ -211,6 +211,11 @@ class Data:
         "fill rows with whole samples that never see each other; `none`: one sample a row, padded; `stream`: texts one after another, cut where a row ends",
         choices=("best_fit", "none", "stream"),
     )
+    pad_to_multiple: int | None = key(
+        None,
+        "packing=none: a micro-batch is as long as its longest sample, up to the next multiple of this; null: batch.seq_len",
+        minimum=1,
+    )
     shuffle: bool = key(True, "a new order every epoch, from run.seed")
     validation: float | str | list[str | dict[str, Any]] | None = key(
         None, "a path like data.path, or a share of the samples such as 0.02, chosen by their content; null: none"

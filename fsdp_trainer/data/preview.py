@@ -177,7 +177,7 @@ def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
         for of in zip(*((s.samples, s.tokens, s.supervised) for store in prepared.train for s in figures_by_source(store)), strict=True)
     ]
     samples, tokens, supervised = totals
-    documents = sum(share * len(of.epoch(0).documents) / of.rows_per_epoch for share, of in zip(order.shares, order.orders, strict=True))
+    documents = sum(share * len(of.epoch(0).samples) / of.rows_per_epoch for share, of in zip(order.shares, order.orders, strict=True))
     return [
         ("samples", f"{samples:,}"),
         ("tokens", f"{tokens:,}"),

@@ -281,7 +281,7 @@ def describe(trainer: Trainer, world: World, material: Material, attention: Choi
             else []
         ),
         *(["       float8 without  compile=enabled  is slower than bfloat16"] if float8 and not cfg.compile.enabled else []),
-        *(f"data   {line}" for line in two_lines(material.data.train, order, material.data.validation)),
+        *(f"data   {line}" for line in two_lines(material.data, order.seq_len, order)),
         *(f"       {line}" for line in order.plan(last)),
         *(f"       {note}" for note in dict.fromkeys(of.note for of in order.orders) if note),
         f"attend {attention}",

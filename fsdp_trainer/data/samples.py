@@ -14,7 +14,8 @@ from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.conversations import Conversation, Document, Message
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template
-from fsdp_trainer.data.tokenizer import Encoding, TextTokenizer
+from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.data.words import Encoding
 
 Span = tuple[int, int, float]
 """Characters [start, end) of a text and the weight with which their tokens are learnt."""

@@ -29,10 +29,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from benchmarks.harness import arguments, finish, in_turn, ratio, spread
 from fsdp_trainer.config.schema import Batch, Data
+from fsdp_trainer.data.mixture import Component, Mixture
 from fsdp_trainer.data.order import RowOrder
 from fsdp_trainer.data.packing import best_fit
 from fsdp_trainer.data.prepare import prepare
@@ -106,33 +107,30 @@ def ours(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str, 
 
 def theirs(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str, Any]:
     """Arrow files of `datasets`."""
-    from datasets import disable_progress_bars, load_dataset  # not needed by the other ways: 2 seconds
+    from datasets import disable_progress_bars, load_dataset  # of no use to the other ways, and slow
+    from transformers import PreTrainedTokenizerFast
 
     disable_progress_bars()
     rows = load_dataset("json", data_files=file, split="train", cache_dir=str(scratch / "datasets"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{tokenizer_path}/tokenizer.json", chat_template=CHATML)
     if what == "texts":
-        tokenizer = Tokenizer.from_file(f"{tokenizer_path}/tokenizer.json")
-        eos = tokenizer.token_to_id(load_tokenizer(tokenizer_path).eos_token)
-
-        def tokenise(batch: dict) -> dict:
-            return {"input_ids": [[*e.ids, eos] for e in tokenizer.encode_batch(batch["text"], add_special_tokens=False)]}
+        eos, backend = load_tokenizer(tokenizer_path).eos_token, tokenizer.backend_tokenizer
+        backend.post_processor = processors.TemplateProcessing(single=f"$A {eos}", special_tokens=[(eos, backend.token_to_id(eos))])
 
         def group_texts(batch: dict) -> dict:
-            every = list(chain(*batch["input_ids"]))
-            blocks = [every[i : i + SEQ_LEN] for i in range(0, len(every) // SEQ_LEN * SEQ_LEN, SEQ_LEN)]
-            return {"input_ids": blocks, "labels": blocks.copy()}
+            every = {name: list(chain(*values)) for name, values in batch.items()}
+            total = len(every["input_ids"]) // SEQ_LEN * SEQ_LEN
+            blocks = {name: [values[i : i + SEQ_LEN] for i in range(0, total, SEQ_LEN)] for name, values in every.items()}
+            return {**blocks, "labels": blocks["input_ids"].copy()}
 
         started = time.perf_counter()
-        tokenised = rows.map(tokenise, batched=True, remove_columns=rows.column_names)
+        tokenised = rows.map(lambda batch: tokenizer(batch["text"]), batched=True, remove_columns=rows.column_names)
         tokenised.map(group_texts, batched=True)
         seconds = time.perf_counter() - started
-        return told(*(np.concatenate(tokenised.with_format("numpy")["input_ids"][:]), np.zeros(0, bool)), seconds, len(rows))
-    from transformers import PreTrainedTokenizerFast
-
-    chat = PreTrainedTokenizerFast(tokenizer_file=f"{tokenizer_path}/tokenizer.json", chat_template=CHATML)
+        return told(np.concatenate(tokenised.with_format("numpy")["input_ids"][:]), np.zeros(0, bool), seconds, len(rows))
 
     def render(row: dict) -> dict:
-        made = chat.apply_chat_template(
+        made = tokenizer.apply_chat_template(
             row["messages"], return_dict=True, return_assistant_tokens_mask=True, truncation=True, max_length=SEQ_LEN
         )
         return {"input_ids": made["input_ids"], "mask": made["assistant_masks"]}
@@ -185,13 +183,18 @@ def large_store(folder: Path, samples: int) -> TokenStore:
     return TokenStore(folder, "f")
 
 
+def batches_of(store: TokenStore, seq_len: int) -> Batches:
+    """Rows of best fit, shuffled; one is a micro-batch."""
+    return Batches(Mixture([Component("", RowOrder(store, seq_len, "best_fit", True, 0))]), 1, 0, 1, torch.device("cpu"))
+
+
 def first_batch(scratch: Path) -> dict[str, float]:
     """Seconds to the first micro-batch of step 1,000,000, and this process's memory then."""
     folder = scratch / "large"
     if not folder.exists():
         large_store(folder, RESUMED)
     before, started = memory_mib("RssAnon"), time.perf_counter()
-    batches = Batches(RowOrder(TokenStore(folder, "f"), 8192, "best_fit", True, 0), 1, 0, 1, torch.device("cpu"))
+    batches = batches_of(TokenStore(folder, "f"), 8192)
     plan = next(batches.steps(32, None, 1_000_000, 32_000_000))
     next(batches.micro_batches(plan))
     seconds = time.perf_counter() - started
@@ -205,7 +208,7 @@ def deliver(scratch: Path, repeat: int) -> dict[str, Any]:
     for n in np.minimum(draw.lognormal(5.2, 0.4, 5000).astype(int) + 2, SEQ_LEN):
         writer.write([Sample(draw.integers(0, 8000, n, dtype=np.int32), (np.arange(n) > n // 3).astype(np.float32))])
     writer.close()
-    batches = Batches(RowOrder(TokenStore(scratch / "small", "f"), SEQ_LEN, "best_fit", True, 0), 1, 0, 1, torch.device("cpu"))
+    batches = batches_of(TokenStore(scratch / "small", "f"), SEQ_LEN)
     model = Decoder(ModelConfig(vocab_size=8000))  # its other defaults are model=tiny
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

@@ -18,6 +18,7 @@ from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.cache import clear_leftovers, held
 from fsdp_trainer.data.findings import told
 from fsdp_trainer.data.fingerprint import content_hashes, fingerprint
+from fsdp_trainer.data.remote import nothing
 from fsdp_trainer.data.samples import EXAMPLES
 from fsdp_trainer.data.sources import SHOWN, Problems, Source, find_sources
 from fsdp_trainer.data.store import Damaged, TokenStore, add_totals, merge, read_meta, write_meta
@@ -31,10 +32,6 @@ from fsdp_trainer.observe.console import duration, short
 
 SMALLEST, LARGEST, FEWEST = 4 << 20, 256 << 20, 512  # bytes of a task, and how many a large data set has
 WORTH_PROCESSES = 8 << 20  # bytes below which starting processes takes longer than they save
-
-
-def nothing(line: str) -> None:
-    """For who does not listen."""
 
 
 @dataclass
@@ -79,9 +76,9 @@ class Component:
         return [file for source in self.sources for file in source.files]
 
 
-def components(data: Data, root: Path, say: Callable[[str], None]) -> tuple[list[Component], Component | None]:
+def components(data: Data, root: Path, told: Told) -> tuple[list[Component], Component | None]:
     """What `data` trains on, and what it names to be validated on, fetched if it lies elsewhere. UserError if there is nothing there."""
-    sources, named = find_sources(data.path, "data.path", root, say), entries(data.path)
+    sources, named = find_sources(data.path, "data.path", root, told.say, told.progress), entries(data.path)
     share = data.validation if isinstance(data.validation, int | float) else 0.0
     if is_mixture(data.path) and len(named) > 1:
         train = [Component(source.name, [source], share) for source in sources]
@@ -89,12 +86,14 @@ def components(data: Data, root: Path, say: Callable[[str], None]) -> tuple[list
         train = [Component(named[0].name or TRAIN, sources, share)]
     if data.validation is None or share:
         return train, None
-    return train, Component(VALIDATION, find_sources(data.validation, "data.validation", root, say), key="data.validation")
+    return train, Component(
+        VALIDATION, find_sources(data.validation, "data.validation", root, told.say, told.progress), key="data.validation"
+    )
 
 
 def preparations(data: Data, batch: Batch, tokenizer: TextTokenizer, template: Template, root: Path, told: Told) -> list["Preparation"]:
     """Of every component, the one to be validated on last if it is apart."""
-    train, apart = components(data, root, told.say)
+    train, apart = components(data, root, told)
     every = [*train, *([apart] if apart else [])]
     hashes = content_hashes([file for component in every for file in component.files], root, lambda: told.progress("data   hashing files"))
     how = How(data, batch.seq_len, 0.0, tokenizer, template)

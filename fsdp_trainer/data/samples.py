@@ -60,6 +60,7 @@ class SampleBuilder:
         """The first FILE:LINE of each."""
         self._ends = tuple(tokenizer.special_tokens)
         self._special = re.compile("|".join(map(re.escape, sorted(self._ends, key=len, reverse=True))) or "(?!)")
+        self._special_ids = list(tokenizer.special_tokens.values())
         self._stripping = [id for id, token in tokenizer.backend.get_added_tokens_decoder().items() if token.lstrip or token.rstrip]
 
     def count(self, key: str, where: tuple[str, int]) -> None:
@@ -167,7 +168,8 @@ class SampleBuilder:
         sample = Sample(encoding.ids, token_weights(self._without_stripped(encoding, text.text), text))
         if text.ends:
             closing = np.searchsorted(encoding.ends, text.ends)  # the tokens that reach the ends
-            for _ in range(np.count_nonzero(np.append(sample.weights, 0)[closing] == 0)):
+            learnt, ids = np.append(sample.weights, 0)[closing] > 0, np.append(encoding.ids, -1)[closing]
+            for _ in range(np.count_nonzero(~(learnt & np.isin(ids, self._special_ids)))):
                 self.count("no_end", text.where)
         for start, end, _ in text.spans:
             if EMPTY_THINK.search(text.text, start, end):

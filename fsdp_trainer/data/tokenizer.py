@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +152,9 @@ class TextTokenizer:
 
 
 def _encoding(encoding: Any) -> Encoding:
-    offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-    return Encoding(np.array(encoding.ids, dtype=np.int32), offsets[:, 0], offsets[:, 1])
+    ids = np.array(encoding.ids, dtype=np.int32)
+    offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
+    return Encoding(ids, offsets[:, 0], offsets[:, 1])
 
 
 def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:

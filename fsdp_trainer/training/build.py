@@ -76,7 +76,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     model = parallelize(model, mesh, cfg, compiled)
 
     def batches(order: Mixture) -> Batches:
-        return Batches(order, cfg.batch.micro_rows, world.rank, world.size, world.device)
+        return Batches(order, cfg.batch.micro_rows, world.rank, world.size, world.device, cfg.data.pad_to_multiple)
 
     train = batches(build_order(cfg, material.data, config.attended))
     held_out = material.data.validation
@@ -281,8 +281,9 @@ def describe(trainer: Trainer, world: World, material: Material, attention: Choi
             else []
         ),
         *(["       float8 without  compile=enabled  is slower than bfloat16"] if float8 and not cfg.compile.enabled else []),
-        *(f"data   {line}" for line in two_lines(material.data.train, order, material.data.validation)),
+        *(f"data   {line}" for line in two_lines(material.data, order.seq_len, order)),
         *(f"       {line}" for line in order.plan(last)),
+        *(f"       {note}" for note in dict.fromkeys(of.note for of in order.orders) if note),
         f"attend {attention}",
         f"head   logits of at most {head.rows_at_once(cfg.batch.micro_rows * order.seq_len, world.device.type):,} tokens at once",
         f"step   {cfg.batch.rows} rows = {micro_batches} micro-batches × {cfg.batch.micro_rows} rows × {world.size} ranks"

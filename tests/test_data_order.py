@@ -84,16 +84,15 @@ class Texts(Lengths):
     """A store of texts in which every token is another number; all but the first of a text are learnt."""
 
     def __init__(self, lengths):
-        self.lengths, self.fingerprint, self.sources = np.array(lengths), "f", np.zeros(len(lengths), np.int32)
+        self.lengths, self.fingerprint, self.source_names = np.array(lengths), "f", [""]
         self.offsets = np.cumsum(self.lengths) - self.lengths
+        self.tokens = np.arange(sum(lengths), dtype=np.int32)
+        self.weights = np.ones(sum(lengths), np.float32)
+        self.weights[self.offsets] = 0
 
     @property
     def weight_sums(self):
         return self.lengths - 1
-
-    def read(self, sample, start, length):
-        tokens = np.arange(self.offsets[sample], self.offsets[sample] + self.lengths[sample])
-        return tokens[start : start + length], (tokens > tokens[0]).astype(np.float32)[start : start + length]
 
 
 @settings(deadline=None)

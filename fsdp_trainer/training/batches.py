@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fsdp_trainer.data.order import RowData, RowOrder
+from fsdp_trainer.data.order import RowOrder, Rows
 from fsdp_trainer.models.attention import LAYOUTS, to_device
 from fsdp_trainer.models.decoder import MicroBatch
 
@@ -59,7 +59,7 @@ class Batches:
         """This rank's part of a step. Consecutive rows go to consecutive ranks."""
         for m in range(self.count(plan)):
             first = plan.start + (m * self.ranks + self.rank) * self.micro_rows
-            yield self.assemble([self.order.read(i) for i in range(first, min(first + self.micro_rows, plan.stop))])
+            yield self.assemble(self.order.read_rows(range(first, min(first + self.micro_rows, plan.stop))))
 
     def suspects(self, plan: StepPlan, worst: Sequence[float], which: Sequence[float]) -> dict[str, Any]:
         """Whose numbers were bad in a step: the ranks where a micro-batch's loss or gradient was not finite, else the one with the highest loss.
@@ -75,27 +75,23 @@ class Batches:
         more = len(samples) - SHOWN
         return {"ranks": ranks, "samples": [*islice(samples, SHOWN)], **({"more_samples": more} if more > 0 else {})}
 
-    def assemble(self, rows: list[RowData]) -> MicroBatch:
+    def assemble(self, rows: Rows) -> MicroBatch:
         """[micro_rows, seq_len] tensors on the device; missing rows are empty."""
-        shape = (self.micro_rows, self.order.seq_len)
-        tokens, positions, labels = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -100, np.int64)
-        weights, sources = np.zeros(shape, np.float32), np.zeros(shape, np.int64)
-        lengths: list[list[int]] = [[] for _ in range(self.micro_rows)]
-        for i, row in enumerate(rows):
-            tokens[i], labels[i], weights[i], lengths[i] = row.tokens, row.labels, row.weights, row.documents
-            sources[i, : sum(row.documents)] = np.repeat(row.sources, row.documents)
-            positions[i, : sum(row.documents)] = np.concatenate([np.arange(n) for n in row.documents])
-        learnt = np.flatnonzero(labels.reshape(-1) != -100)
+        if len(rows.documents) < self.micro_rows:
+            there, rows = rows, Rows.empty(self.micro_rows, self.order.seq_len)
+            rows.put(range(len(there.documents)), there)
+        labels, weights, sources = rows.labels.reshape(-1), rows.weights.reshape(-1), rows.sources.reshape(-1)
+        learnt = np.flatnonzero(labels != -100)
         padding = (0, -len(learnt) % INDEX_STEP or (INDEX_STEP if not len(learnt) else 0))
         on_device = partial(to_device, device=self.device)
         return MicroBatch(
-            on_device(tokens),
-            on_device(positions),
-            LAYOUTS[self.attention](lengths, shape[1], self.device),
+            on_device(rows.tokens),
+            on_device(rows.positions),
+            LAYOUTS[self.attention](rows.documents, self.order.seq_len, self.device),
             on_device(np.pad(learnt, padding)),
-            on_device(np.pad(labels.reshape(-1)[learnt], padding)),
-            on_device(np.pad(weights.reshape(-1)[learnt], padding)),
-            on_device(np.pad(sources.reshape(-1)[learnt], padding)) if len(self.source_names) > 1 else None,
+            on_device(np.pad(labels[learnt], padding)),
+            on_device(np.pad(weights[learnt], padding)),
+            on_device(np.pad(sources[learnt], padding)) if len(self.source_names) > 1 else None,
         )
 
 

@@ -1,0 +1,276 @@
+"""Rows of data that is not stored: read, tokenised and packed on the fly, by as many streams as a step has rows.
+
+Stream s gives row s of every step. What it reads depends on the data, the seed and batch.rows, not on who reads it: the units of the
+files, in a new order every epoch, are dealt to the streams like cards, without end. So any world continues any run, from a cursor a stream.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from fsdp_trainer.config.schema import Data
+from fsdp_trainer.data.conversations import Reader, make_reader
+from fsdp_trainer.data.packing import Packing, best_fit, one_per_row, pieces_of
+from fsdp_trainer.data.samples import Rendered, SampleBuilder
+from fsdp_trainer.data.sources import Problems, Row, RowError, Source
+from fsdp_trainer.data.templates import Template, load_template
+from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.data.units import Unit, lines_before, read_unit, split_units, stamp
+from fsdp_trainer.errors import Problem, UserError
+
+WINDOW = 16  # rows' worth of samples that are packed together
+CHUNK_TEXTS, CHUNK_CHARACTERS = 64, 1 << 18  # at most, of a call of the tokenizer
+UNIT_BYTES = 1 << 12, 1 << 22
+UNITS = 100_000  # of very large data the units are larger: each process has a list of them
+UNITS_A_STREAM = 8  # in an epoch, where files can be cut
+ENDS = 1 << 16  # bytes at either end of a file by which it is known
+
+Cursor = tuple[int, int, int, int]
+"""Where a stream stands: how many units it has left behind, of the next one how many rows, of the next one how many samples; and behind those,
+how many tokens of the next one (packing=stream), or how many rows of the window that begins there."""
+
+
+@dataclass
+class StreamedRow:
+    """A row without its padding."""
+
+    tokens: np.ndarray  # [length] int32
+    labels: np.ndarray  # [length] int32: the next token of the same document, also where that is in another row; -100: none is learnt
+    weights: np.ndarray  # [length] float32: 0 where none is learnt
+    documents: list[int]
+    sources: list[int]
+    where: list[tuple[str, int, int]]
+    """Of each document: the file, where its unit begins, and the line, counted from there."""
+    cursor: Cursor
+    """Where its stream stands behind it."""
+    skipped: list[Problem]
+    """Rows of the data that could not be read on the way to it, and were left out."""
+
+
+@dataclass
+class Taken:
+    """A sample, and where its stream stands before it."""
+
+    tokens: np.ndarray
+    weights: np.ndarray
+    source: int
+    where: tuple[str, int, int]
+    place: tuple[int, int, int]
+
+    @property
+    def after(self) -> tuple[int, int, int]:
+        return (*self.place[:2], self.place[2] + 1)
+
+
+@dataclass
+class StreamedData:
+    """All there is to know about a data set that is streamed; the same on every rank. It travels to other processes."""
+
+    data: Data
+    seq_len: int
+    streams: int
+    tokenizer: TextTokenizer
+    sources: list[Source]
+    units: list[tuple[int, Unit]]
+    """Source and unit."""
+    parts: int
+    """Each unit counts as so many, of which each has every so manieth row: where there are fewer units than streams."""
+    fingerprint: str
+    report: list[str]
+    lengths: np.ndarray
+    """Of some samples: what to expect."""
+
+    def rows(self, stream: int, cursor: Sequence[int]) -> "Stream":
+        """The rows of a stream from a cursor on."""
+        return Stream(self, stream, cursor)
+
+    @property
+    def source_names(self) -> list[str]:
+        return [source.name for source in self.sources]
+
+    @cached_property
+    def template(self) -> Template:
+        """Compiled, which does not travel."""
+        return load_template(self.data.template, self.tokenizer)
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name != "template"}
+
+
+class Stream:
+    """An endless iterator over the rows of one stream. UserError for data that cannot be used."""
+
+    def __init__(self, data: StreamedData, number: int, cursor: Sequence[int]):
+        self.of, self.number = data, number
+        self.reading = ""
+        """The file that it reads, or waits for."""
+        self._problems = Problems(data.data.on_error)
+        self._builder = SampleBuilder(data.data, data.seq_len, data.tokenizer, data.template)
+        *place, more = cursor
+        self._rows = (self._cut if data.data.packing == "stream" else self._windows)(self._samples(*place), *place, more)
+
+    def __iter__(self) -> Iterator[StreamedRow]:
+        return self
+
+    def __next__(self) -> StreamedRow:
+        return next(self._rows)
+
+    def _cut(self, samples: Iterator[Taken], turn: int, rows: int, sample: int, offset: int) -> Iterator[StreamedRow]:
+        """Texts one after another, cut where a row is full."""
+        pieces: list[tuple[Taken, int, int]] = []
+        room = self.of.seq_len
+        for taken in samples:
+            start, offset, length = offset, 0, len(taken.tokens)
+            while start < length:
+                n = min(room, length - start)
+                pieces.append((taken, start, n))
+                start, room = start + n, room - n
+                if not room:
+                    yield self._row(pieces, (*taken.place, start) if start < length else (*taken.after, 0))
+                    pieces, room = [], self.of.seq_len
+
+    def _windows(self, samples: Iterator[Taken], turn: int, rows: int, sample: int, emitted: int) -> Iterator[StreamedRow]:
+        """Some rows' worth of samples packed together, as a small epoch of its own. Those of different streams do not end at once."""
+        begin, held, tokens = (turn, rows, sample), list[Taken](), 0
+        while True:
+            worth = WINDOW if any(begin) else 1 + self.number % WINDOW
+            while tokens < worth * self.of.seq_len:
+                held.append(next(samples))
+                tokens += len(held[-1].tokens)
+            taken, packed = self._pack(held)
+            window, held = held[:taken], held[taken:]
+            after = (*window[-1].after, 0)
+            for i, pieces in list(enumerate(packed, 1))[emitted:]:
+                yield self._row([(window[k], start, n) for k, start, n in pieces], (*begin, i) if i < len(packed) else after)
+            begin, emitted, tokens = after[:3], 0, sum(len(s.tokens) for s in held)
+
+    def _pack(self, held: list[Taken]) -> tuple[int, list[list[tuple[int, int, int]]]]:
+        """How many of the samples make the fullest rows: all, or a few less. And of each row the (sample, start, length)."""
+        seq_len, none = self.of.seq_len, self.of.data.packing == "none"
+        lengths = np.array([len(s.tokens) for s in held], np.int64)
+        sums = np.cumsum(lengths)
+        tried = [len(held)] if none else [n for n in range(len(held), 0, -1) if sums[n - 1] > sums[-1] - 2 * seq_len][:8]
+
+        def packed(n: int) -> Packing:
+            pieces = pieces_of(lengths[:n], seq_len).lengths
+            return one_per_row(pieces) if none else best_fit(pieces, seq_len)
+
+        n, packing = max(((n, packed(n)) for n in tried), key=lambda found: sums[found[0] - 1] / (len(found[1].offsets) - 1))
+        pieces = pieces_of(lengths[:n], seq_len)
+        rows = [np.sort(row).tolist() for row in np.split(packing.documents, packing.offsets[1:-1])]
+        rows.sort()
+        if self.of.data.shuffle:
+            order = np.argsort(random_bits(f"{self.of.fingerprint}/{self.number}/{held[0].place}", len(rows)), kind="stable")
+            rows = [rows[i] for i in order]
+        columns = np.stack([pieces.samples, pieces.starts, pieces.lengths], 1).tolist()
+        return n, [[tuple(columns[i]) for i in row] for row in rows]
+
+    def _row(self, pieces: list[tuple[Taken, int, int]], cursor: Cursor) -> StreamedRow:
+        tokens, labels, weights = [], [], []
+        for taken, start, n in pieces:
+            # a document that is cut goes on with its next token
+            learnt = np.append(taken.weights[start + 1 : start + n + 1], np.zeros(start + n == len(taken.weights), np.float32))
+            following = np.append(taken.tokens[start + 1 : start + n + 1], np.zeros(start + n == len(taken.tokens), np.int32))
+            tokens.append(taken.tokens[start : start + n])
+            labels.append(np.where(learnt > 0, following, -100))
+            weights.append(learnt)
+        taken_of, skipped, self._problems.first = [taken for taken, _, _ in pieces], self._problems.first, []
+        return StreamedRow(
+            np.concatenate(tokens), np.concatenate(labels), np.concatenate(weights),
+            [n for _, _, n in pieces], [taken.source for taken in taken_of], [taken.where for taken in taken_of], cursor, skipped,
+        )  # fmt: skip
+
+    def _samples(self, turn: int, rows: int, sample: int) -> Iterator[Taken]:
+        """From a place on, without end."""
+        barren, of = 0, self.of
+        while barren <= 100 + 2 * len(of.units) * of.parts // of.streams:
+            barren += 1
+            for taken in self._samples_of_unit(turn, rows, sample):
+                barren = 0
+                yield taken
+            turn, rows, sample = turn + 1, 0, 0
+        raise UserError("the data cannot be used", [Problem("data.path", f"stream {self.number} finds nothing to learn in {barren:,} units")])
+
+    def _samples_of_unit(self, turn: int, before: int, sample: int) -> Iterator[Taken]:
+        """Of the unit that is dealt in this turn, without its first rows, and without the first samples of the next one."""
+        source, unit, part = dealt(self.of, turn * self.of.streams + self.number)
+        self.reading = unit.file
+        texts = self._texts(source, unit, part, (before, sample))
+        while chunk := list(_chunk(texts)):
+            for (row, n, line, _), made in zip(chunk, self._builder.tokenize([text for *_, text in chunk]), strict=True):
+                for one in made:  # at most one of each text
+                    yield Taken(one.tokens, one.weights, source, (unit.file, unit.start, line), (turn, row, n))
+
+    def _texts(self, source: int, unit: Unit, part: int, first: tuple[int, int]) -> Iterator[tuple[int, int, int, Rendered]]:
+        """(row, which of its texts, line, text), from `first` on."""
+        reader: Reader | None = None
+        for number, row in enumerate(islice(read_unit(unit), part, None, self.of.parts)):
+            try:
+                if row.error:
+                    raise RowError(row.error)
+                reader = reader or self.of.reader(row, source)  # of the unit's first row, also if it goes on in the midst
+                if number < first[0]:
+                    continue
+                texts = self._builder.render(reader.read(row))
+            except (RowError, RecursionError) as e:
+                if number >= first[0]:
+                    file, line = row.where
+                    self._problems.add((file, line + lines_before(unit)), str(e) if isinstance(e, RowError) else "is nested too deeply")
+                    self._problems.raise_if_failing()
+                continue
+            yield from ((number, n, row.where[1], text) for n, text in enumerate(texts) if (number, n) >= first)
+
+
+def _chunk(texts: Iterator[tuple[int, int, int, Rendered]]) -> Iterator[tuple[int, int, int, Rendered]]:
+    """A few of them: a document may be a book."""
+    characters = 0
+    for text in islice(texts, CHUNK_TEXTS):
+        yield text
+        characters += len(text[3].text)
+        if characters >= CHUNK_CHARACTERS:
+            return
+
+
+def dealt(data: StreamedData, place: int) -> tuple[int, Unit, int]:
+    """(source, unit, part) of a place in the endless deal: all of an epoch, then all of the next."""
+    n = len(data.units) * data.parts
+    epoch, i = divmod(place, n)
+    if data.data.shuffle:
+        i = int(_order(data.fingerprint, epoch, n)[i])
+    unit, part = divmod(i, data.parts)
+    return *data.units[unit], part
+
+
+@lru_cache(maxsize=4)
+def _order(fingerprint: str, epoch: int, n: int) -> np.ndarray:
+    return np.argsort(random_bits(f"{fingerprint}/{epoch}", n), kind="stable")
+
+
+def random_bits(key: str, n: int) -> np.ndarray:
+    """[n] uint64. Raw bits: numpy promises their stream for every version, but not that of `permutation`."""
+    digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+    return np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(n)
+
+
+def stream_data(data: Data, batch: Batch, seed: int, tokenizer: TextTokenizer, template: Template) -> StreamedData:
+    """What `data` names, looked through but not read. UserError if it cannot be used."""
+    sources = find_sources(data.path, "data.path")
+    streams = batch.rows
+    sizes = {file: _size(file) for source in sources for file in source.files}
+    each = max(UNIT_BYTES[0], min(UNIT_BYTES[1], sum(sizes.values()) // (UNITS_A_STREAM * streams)), sum(sizes.values()) // UNITS)
+    units = [(i, unit) for i, source in enumerate(sources) for file in source.files for unit in split_units(file, each)]
+    parts = -(-streams // len(units))
+    streamed = StreamedData(data, batch.seq_len, streams, tokenizer, sources, units, parts, "", [], np.empty(0, np.int64))
+    streamed.report, seen = _look(streamed)
+    options = [data.format, data.fields, data.loss_on, data.too_long, data.on_error, data.packing, data.shuffle]
+    numbers = [VERSION, batch.seq_len, streams, seed, each, parts]
+    content = [[source.name if len(sources) > 1 else "", [[sizes[file], _ends(file)] for file in source.files]] for source in sources]
+    known = [numbers, options, content, tokenizer.fingerprint, template.source, seen]
+    streamed.fingerprint = hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=10).hexdigest()
+    return streamed

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.conversations import FIELDS, REQUIRED, make_reader
 from fsdp_trainer.data.samples import SampleBuilder
-from fsdp_trainer.data.sources import Row, RowError, read_rows
+from fsdp_trainer.data.sources import Row, RowError
 from fsdp_trainer.data.store import prepare
 from fsdp_trainer.data.templates import load_template
 from fsdp_trainer.data.tokenizer import load_tokenizer
+from fsdp_trainer.data.units import read_rows
 from fsdp_trainer.errors import UserError
 
 TOKENIZER = load_tokenizer("demo:bytes")

@@ -9,9 +9,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.conversations import Conversation, Document, make_reader
 from fsdp_trainer.data.samples import SampleBuilder
-from fsdp_trainer.data.sources import Row, RowError, read_rows
+from fsdp_trainer.data.sources import Row, RowError
 from fsdp_trainer.data.templates import BUILT_IN, MARKERS, Template, load_template
 from fsdp_trainer.data.tokenizer import load_tokenizer
+from fsdp_trainer.data.units import read_rows
 from fsdp_trainer.errors import UserError
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"

@@ -11,7 +11,8 @@ from unittest.mock import patch
 import pytest
 
 from fsdp_trainer.data.conversations import Conversation, Document, make_reader
-from fsdp_trainer.data.sources import Problems, Row, RowError, find_sources, read_rows
+from fsdp_trainer.data.sources import Problems, Row, RowError, find_sources
+from fsdp_trainer.data.units import lines_before, read_rows, read_unit, split_units
 from fsdp_trainer.errors import UserError
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -379,3 +380,32 @@ def test_a_stream_of_conversations_is_refused(world, tmp_path):
     why = world.command(*how, "data.too_long=split", code=2)[0].err
     assert f"{chats} holds conversations" in why and "Use  data.packing=best_fit data.too_long=drop" in why
     world.command(*how, "data.packing=best_fit", "data.too_long=drop")
+
+
+TEXTS = {
+    "a.jsonl": '{"text": "a"}\n\n{"text": "' + "b" * 50 + '"}\r\n{"text": "c"}\n{"te',
+    "a.json": '{"text": "a"}\n{"text": "b"}\n{"text": "c"}',
+    "lines.txt": "a\nbb\n" + "c" * 40 + "\nd",
+    "blank.txt": "\n \na\nbb\n\n\n" + "c" * 40 + "\nd\r\n\r\ne\n\n",
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("bytes_each", [1, 2, 3, 7, 16, 1000])
+def test_units_of_a_text_hold_each_row_once_and_in_order(tmp_path, name, bytes_each):
+    """Wherever the file is cut, in the middle of a line or of a blank one."""
+    file = written(tmp_path, name, TEXTS[name])
+    units = split_units(file, bytes_each)
+    assert (len(units) > 1) == (bytes_each < 1000)
+    assert [(r.columns, r.where[1], r.error) for r in read_rows(file)] == [
+        (row.columns, lines_before(unit) + row.where[1], row.error) for unit in units for row in read_unit(unit)
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "file.arrow", "stream.arrow", "a.jsonl.gz"])
+def test_units_of_a_table_are_its_groups_of_rows(tmp_path, name):
+    file = write_table(tmp_path / name, TABLE)
+    units = split_units(file, 1)
+    assert len(units) == (3 if name in ("a.parquet", "file.arrow") else 1)
+    rows = [(row.columns, lines_before(unit) + row.where[1]) for unit in units for row in read_unit(unit)]
+    assert rows == [(columns, number) for number, columns in enumerate(TABLE, start=1)]

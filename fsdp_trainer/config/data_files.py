@@ -18,6 +18,11 @@ SHARD = re.compile(r"[-_.]?\d+-of-\d+$")  # train-00000-of-00004 belongs to trai
 HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
 
 
+def is_url(path: str) -> bool:
+    """Whether a path lies elsewhere: s3://bucket/a.jsonl."""
+    return "://" in path
+
+
 @dataclass(frozen=True)
 class Entry:
     """One of the paths of a list. With a weight or a repeat in any of them the list is a mixture: see data/mixture.py."""

@@ -17,9 +17,10 @@ import numpy as np
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.conversations import Conversation, Document, Reader, make_reader
 from fsdp_trainer.data.samples import Rendered, Sample, SampleBuilder
-from fsdp_trainer.data.sources import Problems, RowError, Source, content_hash, find_sources, read_rows
+from fsdp_trainer.data.sources import Problems, RowError, Source, content_hash, find_sources
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.data.units import read_rows
 from fsdp_trainer.errors import Problem, UserError
 
 CODE_VERSION = 4  # raise it when the same input gives other tokens or weights

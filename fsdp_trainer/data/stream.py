@@ -6,29 +6,36 @@ files, in a new order every epoch, are dealt to the streams like cards, without 
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice
-from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from fsdp_trainer.config.schema import Data
+from fsdp_trainer.config.data_files import is_url, kind
+from fsdp_trainer.config.schema import Batch, Data
+from fsdp_trainer.data import demo
 from fsdp_trainer.data.conversations import Reader, make_reader
 from fsdp_trainer.data.packing import Packing, best_fit, one_per_row, pieces_of
+from fsdp_trainer.data.remote import open_remote
 from fsdp_trainer.data.samples import Rendered, SampleBuilder
-from fsdp_trainer.data.sources import Problems, Row, RowError, Source
+from fsdp_trainer.data.sources import Problems, Row, RowError, Source, content_hash, find_sources
 from fsdp_trainer.data.templates import Template, load_template
 from fsdp_trainer.data.tokenizer import TextTokenizer
-from fsdp_trainer.data.units import Unit, lines_before, read_unit, split_units, stamp
+from fsdp_trainer.data.units import Unit, lines_before, read_unit, split_units
 from fsdp_trainer.errors import Problem, UserError
 
+VERSION = 1  # raise it when a cursor means another place, or a window other rows
 WINDOW = 16  # rows' worth of samples that are packed together
 CHUNK_TEXTS, CHUNK_CHARACTERS = 64, 1 << 18  # at most, of a call of the tokenizer
 UNIT_BYTES = 1 << 12, 1 << 22
 UNITS = 100_000  # of very large data the units are larger: each process has a list of them
 UNITS_A_STREAM = 8  # in an epoch, where files can be cut
+BARREN = 64  # units in a row without a sample: there are none
+LOOKED_AT = 64  # samples
 ENDS = 1 << 16  # bytes at either end of a file by which it is known
 
 Cursor = tuple[int, int, int, int]
@@ -49,7 +56,7 @@ class StreamedRow:
     """Of each document: the file, where its unit begins, and the line, counted from there."""
     cursor: Cursor
     """Where its stream stands behind it."""
-    skipped: list[Problem]
+    skipped: list[str]
     """Rows of the data that could not be read on the way to it, and were left out."""
 
 
@@ -86,13 +93,29 @@ class StreamedData:
     lengths: np.ndarray
     """Of some samples: what to expect."""
 
+    @property
+    def source_names(self) -> list[str]:
+        """As of a store."""
+        return [source.name for source in self.sources]
+
     def rows(self, stream: int, cursor: Sequence[int]) -> "Stream":
         """The rows of a stream from a cursor on."""
         return Stream(self, stream, cursor)
 
-    @property
-    def source_names(self) -> list[str]:
-        return [source.name for source in self.sources]
+    def reader(self, row: Row) -> Reader:
+        """For a unit that begins with this row. UserError if its columns are of no format that is read."""
+        try:
+            reader = make_reader(row.columns, self.data.format, self.data.fields, row.where[0])
+        except UserError as error:
+            if self.data.on_error == "fail":
+                raise
+            raise RowError(error.problems[0].why.splitlines()[0]) from None  # the next row may tell
+        if self.data.too_long == "split" and reader.format != "text":
+            beside = "data.packing=best_fit " if self.data.packing == "stream" else ""  # a stream of anything must be split
+            use = f"Use  {beside}data.too_long=drop  or  {beside}data.too_long=truncate"
+            why = f"only text can be cut into pieces, and {row.where[0]} holds conversations.\n{use}"
+            raise UserError("the data cannot be used", [Problem("data.too_long=split", why)])
+        return reader
 
     @cached_property
     def template(self) -> Template:
@@ -110,10 +133,11 @@ class Stream:
         self.of, self.number = data, number
         self.reading = ""
         """The file that it reads, or waits for."""
-        self._problems = Problems(data.data.on_error)
+        self._skipped: list[str] = []
         self._builder = SampleBuilder(data.data, data.seq_len, data.tokenizer, data.template)
         *place, more = cursor
-        self._rows = (self._cut if data.data.packing == "stream" else self._windows)(self._samples(*place), *place, more)
+        self.samples = self._samples(*place)
+        self._rows = (self._cut if data.data.packing == "stream" else self._windows)((place[0], place[1], place[2]), more)
 
     def __iter__(self) -> Iterator[StreamedRow]:
         return self
@@ -121,11 +145,11 @@ class Stream:
     def __next__(self) -> StreamedRow:
         return next(self._rows)
 
-    def _cut(self, samples: Iterator[Taken], turn: int, rows: int, sample: int, offset: int) -> Iterator[StreamedRow]:
+    def _cut(self, begin: tuple[int, int, int], offset: int) -> Iterator[StreamedRow]:
         """Texts one after another, cut where a row is full."""
         pieces: list[tuple[Taken, int, int]] = []
         room = self.of.seq_len
-        for taken in samples:
+        for taken in self.samples:
             start, offset, length = offset, 0, len(taken.tokens)
             while start < length:
                 n = min(room, length - start)
@@ -135,13 +159,13 @@ class Stream:
                     yield self._row(pieces, (*taken.place, start) if start < length else (*taken.after, 0))
                     pieces, room = [], self.of.seq_len
 
-    def _windows(self, samples: Iterator[Taken], turn: int, rows: int, sample: int, emitted: int) -> Iterator[StreamedRow]:
+    def _windows(self, begin: tuple[int, int, int], emitted: int) -> Iterator[StreamedRow]:
         """Some rows' worth of samples packed together, as a small epoch of its own. Those of different streams do not end at once."""
-        begin, held, tokens = (turn, rows, sample), list[Taken](), 0
+        held, tokens = list[Taken](), 0
         while True:
             worth = WINDOW if any(begin) else 1 + self.number % WINDOW
             while tokens < worth * self.of.seq_len:
-                held.append(next(samples))
+                held.append(next(self.samples))
                 tokens += len(held[-1].tokens)
             taken, packed = self._pack(held)
             window, held = held[:taken], held[taken:]
@@ -180,7 +204,7 @@ class Stream:
             tokens.append(taken.tokens[start : start + n])
             labels.append(np.where(learnt > 0, following, -100))
             weights.append(learnt)
-        taken_of, skipped, self._problems.first = [taken for taken, _, _ in pieces], self._problems.first, []
+        taken_of, skipped, self._skipped = [taken for taken, _, _ in pieces], self._skipped, []
         return StreamedRow(
             np.concatenate(tokens), np.concatenate(labels), np.concatenate(weights),
             [n for _, _, n in pieces], [taken.source for taken in taken_of], [taken.where for taken in taken_of], cursor, skipped,
@@ -188,41 +212,51 @@ class Stream:
 
     def _samples(self, turn: int, rows: int, sample: int) -> Iterator[Taken]:
         """From a place on, without end."""
-        barren, of = 0, self.of
-        while barren <= 100 + 2 * len(of.units) * of.parts // of.streams:
+        barren = 0
+        while barren < BARREN:
             barren += 1
             for taken in self._samples_of_unit(turn, rows, sample):
                 barren = 0
                 yield taken
             turn, rows, sample = turn + 1, 0, 0
-        raise UserError("the data cannot be used", [Problem("data.path", f"stream {self.number} finds nothing to learn in {barren:,} units")])
+        why = "\n".join([f"nothing to learn in {barren:,} units in a row, the last one in {self.reading}", *self.told()])
+        raise UserError("the data cannot be used", [Problem(f"data.path={self.of.data.path}", why)])
+
+    def told(self) -> list[str]:
+        """Sentences about what happened to samples so far."""
+        return [sentence.format(count) for sentence, count in self._builder.counts.items()]
 
     def _samples_of_unit(self, turn: int, before: int, sample: int) -> Iterator[Taken]:
         """Of the unit that is dealt in this turn, without its first rows, and without the first samples of the next one."""
         source, unit, part = dealt(self.of, turn * self.of.streams + self.number)
         self.reading = unit.file
-        texts = self._texts(source, unit, part, (before, sample))
+        texts = self._texts(unit, part, (before, sample))
         while chunk := list(_chunk(texts)):
             for (row, n, line, _), made in zip(chunk, self._builder.tokenize([text for *_, text in chunk]), strict=True):
                 for one in made:  # at most one of each text
                     yield Taken(one.tokens, one.weights, source, (unit.file, unit.start, line), (turn, row, n))
 
-    def _texts(self, source: int, unit: Unit, part: int, first: tuple[int, int]) -> Iterator[tuple[int, int, int, Rendered]]:
+    def _texts(self, unit: Unit, part: int, first: tuple[int, int]) -> Iterator[tuple[int, int, int, Rendered]]:
         """(row, which of its texts, line, text), from `first` on."""
         reader: Reader | None = None
         for number, row in enumerate(islice(read_unit(unit), part, None, self.of.parts)):
             try:
                 if row.error:
                     raise RowError(row.error)
-                reader = reader or self.of.reader(row, source)  # of the unit's first row, also if it goes on in the midst
+                reader = reader or self.of.reader(row)  # of the unit's first row, also if it goes on in the midst
                 if number < first[0]:
                     continue
                 texts = self._builder.render(reader.read(row))
             except (RowError, RecursionError) as e:
                 if number >= first[0]:
-                    file, line = row.where
-                    self._problems.add((file, line + lines_before(unit)), str(e) if isinstance(e, RowError) else "is nested too deeply")
-                    self._problems.raise_if_failing()
+                    where, why = (
+                        (unit.file, row.where[1] + lines_before(unit)),
+                        str(e) if isinstance(e, RowError) else "is nested too deeply",
+                    )
+                    problems = Problems(self.of.data.on_error)
+                    problems.add(where, why)
+                    problems.raise_if_failing()
+                    self._skipped.append(f"{where[0]}:{where[1]}  {why.splitlines()[0]}")
                 continue
             yield from ((number, n, row.where[1], text) for n, text in enumerate(texts) if (number, n) >= first)
 
@@ -262,15 +296,63 @@ def stream_data(data: Data, batch: Batch, seed: int, tokenizer: TextTokenizer, t
     """What `data` names, looked through but not read. UserError if it cannot be used."""
     sources = find_sources(data.path, "data.path")
     streams = batch.rows
-    sizes = {file: _size(file) for source in sources for file in source.files}
-    each = max(UNIT_BYTES[0], min(UNIT_BYTES[1], sum(sizes.values()) // (UNITS_A_STREAM * streams)), sum(sizes.values()) // UNITS)
+    known = {file: _identity(file) for source in sources for file in source.files}
+    size = sum(size for size, _ in known.values())
+    each = max(UNIT_BYTES[0], min(UNIT_BYTES[1], size // (UNITS_A_STREAM * streams)), size // UNITS)
     units = [(i, unit) for i, source in enumerate(sources) for file in source.files for unit in split_units(file, each)]
     parts = -(-streams // len(units))
     streamed = StreamedData(data, batch.seq_len, streams, tokenizer, sources, units, parts, "", [], np.empty(0, np.int64))
-    streamed.report, seen = _look(streamed)
+    streamed.report, seen = _look(streamed, size)
     options = [data.format, data.fields, data.loss_on, data.too_long, data.on_error, data.packing, data.shuffle]
     numbers = [VERSION, batch.seq_len, streams, seed, each, parts]
-    content = [[source.name if len(sources) > 1 else "", [[sizes[file], _ends(file)] for file in source.files]] for source in sources]
-    known = [numbers, options, content, tokenizer.fingerprint, template.source, seen]
-    streamed.fingerprint = hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=10).hexdigest()
+    content = [[source.name if len(sources) > 1 else "", [known[file] for file in source.files]] for source in sources]
+    decides = [numbers, options, content, tokenizer.fingerprint, template.source, seen]
+    streamed.fingerprint = hashlib.blake2b(json.dumps(decides, sort_keys=True).encode(), digest_size=10).hexdigest()
     return streamed
+
+
+def _look(streamed: StreamedData, size: int) -> tuple[list[str], str]:
+    """The first rows: lines about them for people, and a hash of their tokens, which are what a resume must meet again."""
+    data = streamed.data
+    counted = sum(1 for _ in islice((row for _, unit in streamed.units for row in read_unit(unit) if not row.error), streamed.streams))
+    if counted < streamed.streams:
+        why = f"has {counted:,} rows, fewer than a step: batch.rows={streamed.streams}.\nUse  data.streaming=false , which is right for little data"
+        raise UserError("the data cannot be streamed", [Problem(f"data.path={data.path}", why)])
+    stream, digest = streamed.rows(0, (0, 0, 0, 0)), hashlib.blake2b(digest_size=16)
+    samples = [*islice(stream.samples, LOOKED_AT)]
+    for sample in samples:
+        digest.update(sample.tokens.astype(np.int32).tobytes() + sample.weights.astype(np.float32).tobytes())
+    streamed.lengths = np.minimum([len(sample.tokens) for sample in samples], streamed.seq_len)
+    tokens, learnt = sum(len(sample.tokens) for sample in samples), sum(np.count_nonzero(sample.weights) for sample in samples)
+    files = sum(len(source.files) for source in streamed.sources)
+    report = [
+        f"streamed: {files:,} files of {size / 2**30:.2f} GiB in {len(streamed.units):,} units, by {streamed.streams:,} streams",
+        f"the first {len(samples):,} samples: {tokens:,} tokens, {100 * learnt / tokens:.1f}% learnt, longest {max(streamed.lengths):,}",
+        *stream.told(),
+        *(f"note: {note}" for note in sorted(streamed.template.adapted)),
+    ]
+    if streamed.parts > 1:
+        report.append(
+            f"warning: each file is read {streamed.parts:,} times, for there are fewer that can be read apart than rows in a step"
+        )
+    return report, digest.hexdigest()
+
+
+def _open(file: str) -> BinaryIO:
+    return open_remote(file) if is_url(file) else open(file, "rb")
+
+
+def _identity(file: str) -> tuple[int, str]:
+    """Bytes of a file, and a hash by which it is known wherever it lies: of its kind and both its ends."""
+    if file in demo.TASKS:
+        return 0, content_hash(file)
+    digest = hashlib.blake2b(repr(kind(file)).encode(), digest_size=16)
+    try:
+        with _open(file) as opened:
+            size = opened.seek(0, os.SEEK_END)
+            for place in (0, max(0, size - ENDS)):
+                opened.seek(place)
+                digest.update(opened.read(ENDS))
+    except OSError as error:
+        raise UserError("the data cannot be used", [Problem(file, f"cannot be read: {error}")]) from None
+    return size, digest.hexdigest()

@@ -18,11 +18,6 @@ SHARD = re.compile(r"[-_.]?\d+-of-\d+$")  # train-00000-of-00004 belongs to trai
 HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
 
 
-def is_url(path: str) -> bool:
-    """Whether a path lies elsewhere: s3://bucket/a.jsonl."""
-    return "://" in path
-
-
 @dataclass(frozen=True)
 class Entry:
     """One of the paths of a list. With a weight or a repeat in any of them the list is a mixture: see data/mixture.py."""
@@ -44,6 +39,11 @@ def entries(path: Any) -> list[Entry]:
 def is_mixture(path: Any) -> bool:
     """Whether its entries are told apart all through training, rather than packed together."""
     return any(entry.weight is not None or entry.repeat is not None for entry in entries(path))
+
+
+def is_url(path: str) -> bool:
+    """Whether a path lies elsewhere: s3://bucket/a.jsonl."""
+    return "://" in path
 
 
 def kind(file: str | Path) -> tuple[str, str | None]:

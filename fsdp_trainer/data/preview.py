@@ -9,7 +9,7 @@ import numpy as np
 from fsdp_trainer.config.verbs import PreviewConfig
 from fsdp_trainer.data.build import build_data
 from fsdp_trainer.data.order import RowData, RowOrder
-from fsdp_trainer.data.store import Prepared
+from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.tokenizer import TextTokenizer
 
 GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
@@ -18,7 +18,7 @@ GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
 def preview(cfg: PreviewConfig) -> int:
     """Print `preview.rows` rows in the order of training; returns the exit code."""
     tokenizer, template, prepared = build_data(cfg)
-    order = RowOrder(prepared.train, cfg.batch.seq_len, cfg.data.packing, cfg.data.shuffle, cfg.run.seed)
+    order = RowOrder(prepared.train[0], cfg.batch.seq_len, cfg.data.packing, cfg.data.shuffle, cfg.run.seed)
     if cfg.preview.format == "json":
         for index in range(cfg.preview.rows):
             print(json.dumps(as_json(index, order.read(index))))

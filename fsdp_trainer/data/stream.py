@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import islice
 from typing import BinaryIO
 
@@ -23,7 +23,8 @@ from fsdp_trainer.data.packing import Packing, best_fit, one_per_row, pieces_of
 from fsdp_trainer.data.remote import open_remote
 from fsdp_trainer.data.samples import Rendered, SampleBuilder
 from fsdp_trainer.data.sources import Problems, Row, RowError, Source, content_hash, find_sources
-from fsdp_trainer.data.templates import Template, load_template
+from fsdp_trainer.data.templates import Template
+from fsdp_trainer.data.tokenise import How
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.data.units import Unit, lines_before, read_unit, split_units
 from fsdp_trainer.errors import Problem, UserError
@@ -79,10 +80,8 @@ class Taken:
 class StreamedData:
     """All there is to know about a data set that is streamed; the same on every rank. It travels to other processes."""
 
-    data: Data
-    seq_len: int
+    how: How
     streams: int
-    tokenizer: TextTokenizer
     sources: list[Source]
     units: list[tuple[int, Unit]]
     """Source and unit."""
@@ -102,28 +101,21 @@ class StreamedData:
         """The rows of a stream from a cursor on."""
         return Stream(self, stream, cursor)
 
-    def reader(self, row: Row) -> Reader:
+    def reader(self, row: Row, source: int) -> Reader:
         """For a unit that begins with this row. UserError if its columns are of no format that is read."""
+        format, fields = self.sources[source].format, self.sources[source].fields
         try:
-            reader = make_reader(row.columns, self.data.format, self.data.fields, row.where[0])
+            reader = make_reader(row.columns, format or self.how.data.format, fields or self.how.data.fields, row.where[0])
         except UserError as error:
-            if self.data.on_error == "fail":
+            if self.how.data.on_error == "fail":
                 raise
             raise RowError(error.problems[0].why.splitlines()[0]) from None  # the next row may tell
-        if self.data.too_long == "split" and reader.format != "text":
-            beside = "data.packing=best_fit " if self.data.packing == "stream" else ""  # a stream of anything must be split
+        if self.how.data.too_long == "split" and reader.format != "text":
+            beside = "data.packing=best_fit " if self.how.data.packing == "stream" else ""  # a stream of anything must be split
             use = f"Use  {beside}data.too_long=drop  or  {beside}data.too_long=truncate"
             why = f"only text can be cut into pieces, and {row.where[0]} holds conversations.\n{use}"
             raise UserError("the data cannot be used", [Problem("data.too_long=split", why)])
         return reader
-
-    @cached_property
-    def template(self) -> Template:
-        """Compiled, which does not travel."""
-        return load_template(self.data.template, self.tokenizer)
-
-    def __getstate__(self) -> dict:
-        return {name: value for name, value in self.__dict__.items() if name != "template"}
 
 
 class Stream:
@@ -134,10 +126,10 @@ class Stream:
         self.reading = ""
         """The file that it reads, or waits for."""
         self._skipped: list[str] = []
-        self._builder = SampleBuilder(data.data, data.seq_len, data.tokenizer, data.template)
+        self._builder = SampleBuilder(data.how.data, data.how.seq_len, data.how.tokenizer, data.how.template)
         *place, more = cursor
         self.samples = self._samples(*place)
-        self._rows = (self._cut if data.data.packing == "stream" else self._windows)((place[0], place[1], place[2]), more)
+        self._rows = (self._cut if data.how.data.packing == "stream" else self._windows)((place[0], place[1], place[2]), more)
 
     def __iter__(self) -> Iterator[StreamedRow]:
         return self
@@ -148,7 +140,7 @@ class Stream:
     def _cut(self, begin: tuple[int, int, int], offset: int) -> Iterator[StreamedRow]:
         """Texts one after another, cut where a row is full."""
         pieces: list[tuple[Taken, int, int]] = []
-        room = self.of.seq_len
+        room = self.of.how.seq_len
         for taken in self.samples:
             start, offset, length = offset, 0, len(taken.tokens)
             while start < length:
@@ -157,14 +149,14 @@ class Stream:
                 start, room = start + n, room - n
                 if not room:
                     yield self._row(pieces, (*taken.place, start) if start < length else (*taken.after, 0))
-                    pieces, room = [], self.of.seq_len
+                    pieces, room = [], self.of.how.seq_len
 
     def _windows(self, begin: tuple[int, int, int], emitted: int) -> Iterator[StreamedRow]:
         """Some rows' worth of samples packed together, as a small epoch of its own. Those of different streams do not end at once."""
         held, tokens = list[Taken](), 0
         while True:
             worth = WINDOW if any(begin) else 1 + self.number % WINDOW
-            while tokens < worth * self.of.seq_len:
+            while tokens < worth * self.of.how.seq_len:
                 held.append(next(self.samples))
                 tokens += len(held[-1].tokens)
             taken, packed = self._pack(held)
@@ -176,7 +168,7 @@ class Stream:
 
     def _pack(self, held: list[Taken]) -> tuple[int, list[list[tuple[int, int, int]]]]:
         """How many of the samples make the fullest rows: all, or a few less. And of each row the (sample, start, length)."""
-        seq_len, none = self.of.seq_len, self.of.data.packing == "none"
+        seq_len, none = self.of.how.seq_len, self.of.how.data.packing == "none"
         lengths = np.array([len(s.tokens) for s in held], np.int64)
         sums = np.cumsum(lengths)
         tried = [len(held)] if none else [n for n in range(len(held), 0, -1) if sums[n - 1] > sums[-1] - 2 * seq_len][:8]
@@ -189,7 +181,7 @@ class Stream:
         pieces = pieces_of(lengths[:n], seq_len)
         rows = [np.sort(row).tolist() for row in np.split(packing.documents, packing.offsets[1:-1])]
         rows.sort()
-        if self.of.data.shuffle:
+        if self.of.how.data.shuffle:
             order = np.argsort(random_bits(f"{self.of.fingerprint}/{self.number}/{held[0].place}", len(rows)), kind="stable")
             rows = [rows[i] for i in order]
         columns = np.stack([pieces.samples, pieces.starts, pieces.lengths], 1).tolist()
@@ -220,7 +212,7 @@ class Stream:
                 yield taken
             turn, rows, sample = turn + 1, 0, 0
         why = "\n".join([f"nothing to learn in {barren:,} units in a row, the last one in {self.reading}", *self.told()])
-        raise UserError("the data cannot be used", [Problem(f"data.path={self.of.data.path}", why)])
+        raise UserError("the data cannot be used", [Problem(f"data.path={self.of.how.data.path}", why)])
 
     def told(self) -> list[str]:
         """Sentences about what happened to samples so far."""
@@ -230,20 +222,20 @@ class Stream:
         """Of the unit that is dealt in this turn, without its first rows, and without the first samples of the next one."""
         source, unit, part = dealt(self.of, turn * self.of.streams + self.number)
         self.reading = unit.file
-        texts = self._texts(unit, part, (before, sample))
+        texts = self._texts(source, unit, part, (before, sample))
         while chunk := list(_chunk(texts)):
             for (row, n, line, _), made in zip(chunk, self._builder.tokenize([text for *_, text in chunk]), strict=True):
                 for one in made:  # at most one of each text
                     yield Taken(one.tokens, one.weights, source, (unit.file, unit.start, line), (turn, row, n))
 
-    def _texts(self, unit: Unit, part: int, first: tuple[int, int]) -> Iterator[tuple[int, int, int, Rendered]]:
+    def _texts(self, source: int, unit: Unit, part: int, first: tuple[int, int]) -> Iterator[tuple[int, int, int, Rendered]]:
         """(row, which of its texts, line, text), from `first` on."""
         reader: Reader | None = None
         for number, row in enumerate(islice(read_unit(unit), part, None, self.of.parts)):
             try:
                 if row.error:
                     raise RowError(row.error)
-                reader = reader or self.of.reader(row)  # of the unit's first row, also if it goes on in the midst
+                reader = reader or self.of.reader(row, source)  # of the unit's first row, also if it goes on in the midst
                 if number < first[0]:
                     continue
                 texts = self._builder.render(reader.read(row))
@@ -253,7 +245,7 @@ class Stream:
                         (unit.file, row.where[1] + lines_before(unit)),
                         str(e) if isinstance(e, RowError) else "is nested too deeply",
                     )
-                    problems = Problems(self.of.data.on_error)
+                    problems = Problems(self.of.how.data.on_error)
                     problems.add(where, why)
                     problems.raise_if_failing()
                     self._skipped.append(f"{where[0]}:{where[1]}  {why.splitlines()[0]}")
@@ -275,7 +267,7 @@ def dealt(data: StreamedData, place: int) -> tuple[int, Unit, int]:
     """(source, unit, part) of a place in the endless deal: all of an epoch, then all of the next."""
     n = len(data.units) * data.parts
     epoch, i = divmod(place, n)
-    if data.data.shuffle:
+    if data.how.data.shuffle:
         i = int(_order(data.fingerprint, epoch, n)[i])
     unit, part = divmod(i, data.parts)
     return *data.units[unit], part
@@ -301,7 +293,9 @@ def stream_data(data: Data, batch: Batch, seed: int, tokenizer: TextTokenizer, t
     each = max(UNIT_BYTES[0], min(UNIT_BYTES[1], size // (UNITS_A_STREAM * streams)), size // UNITS)
     units = [(i, unit) for i, source in enumerate(sources) for file in source.files for unit in split_units(file, each)]
     parts = -(-streams // len(units))
-    streamed = StreamedData(data, batch.seq_len, streams, tokenizer, sources, units, parts, "", [], np.empty(0, np.int64))
+    streamed = StreamedData(
+        How(data, batch.seq_len, 0.0, tokenizer, template), streams, sources, units, parts, "", [], np.empty(0, np.int64)
+    )
     streamed.report, seen = _look(streamed, size)
     options = [data.format, data.fields, data.loss_on, data.too_long, data.on_error, data.packing, data.shuffle]
     numbers = [VERSION, batch.seq_len, streams, seed, each, parts]
@@ -313,7 +307,7 @@ def stream_data(data: Data, batch: Batch, seed: int, tokenizer: TextTokenizer, t
 
 def _look(streamed: StreamedData, size: int) -> tuple[list[str], str]:
     """The first rows: lines about them for people, and a hash of their tokens, which are what a resume must meet again."""
-    data = streamed.data
+    data = streamed.how.data
     counted = sum(1 for _ in islice((row for _, unit in streamed.units for row in read_unit(unit) if not row.error), streamed.streams))
     if counted < streamed.streams:
         why = f"has {counted:,} rows, fewer than a step: batch.rows={streamed.streams}.\nUse  data.streaming=false , which is right for little data"
@@ -322,14 +316,14 @@ def _look(streamed: StreamedData, size: int) -> tuple[list[str], str]:
     samples = [*islice(stream.samples, LOOKED_AT)]
     for sample in samples:
         digest.update(sample.tokens.astype(np.int32).tobytes() + sample.weights.astype(np.float32).tobytes())
-    streamed.lengths = np.minimum([len(sample.tokens) for sample in samples], streamed.seq_len)
+    streamed.lengths = np.minimum([len(sample.tokens) for sample in samples], streamed.how.seq_len)
     tokens, learnt = sum(len(sample.tokens) for sample in samples), sum(np.count_nonzero(sample.weights) for sample in samples)
     files = sum(len(source.files) for source in streamed.sources)
     report = [
         f"streamed: {files:,} files of {size / 2**30:.2f} GiB in {len(streamed.units):,} units, by {streamed.streams:,} streams",
         f"the first {len(samples):,} samples: {tokens:,} tokens, {100 * learnt / tokens:.1f}% learnt, longest {max(streamed.lengths):,}",
         *stream.told(),
-        *(f"note: {note}" for note in sorted(streamed.template.adapted)),
+        *(f"note: {note}" for note in sorted(streamed.how.template.adapted)),
     ]
     if streamed.parts > 1:
         report.append(

@@ -60,6 +60,9 @@ class Template:
         self.adapted: set[str] = set()
         """What the template could not render so far, for the report."""
 
+    def __reduce__(self) -> tuple:
+        return Template, (self.name, self.source, self._special)  # what is compiled goes to no other process
+
     def render(self, messages: list[Message], tools: list[dict] | None = None, add_generation_prompt: bool = False) -> str:
         """The text of a conversation; RowError with the template's own words if it refuses."""
         try:

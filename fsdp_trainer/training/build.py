@@ -17,7 +17,8 @@ from fsdp_trainer.config.paths import find_checkpoint, model_folder, step_of
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.order import RowOrder
-from fsdp_trainer.data.store import Prepared, TokenStore
+from fsdp_trainer.data.prepare import Prepared
+from fsdp_trainer.data.store import TokenStore
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -75,7 +76,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         order = RowOrder(store, cfg.batch.seq_len, cfg.data.packing, shuffle, cfg.run.seed, config.attended)
         return Batches(order, cfg.batch.micro_rows, world.rank, world.size, world.device)
 
-    train = batches(material.data.train, cfg.data.shuffle)
+    train = batches(material.data.train[0], cfg.data.shuffle)
     validation = batches(material.data.validation, shuffle=False) if material.data.validation else None
     attention = choose_attention(cfg, config, train.order, world.device, compiled)
     for part in filter(None, (train, validation)):
@@ -94,7 +95,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         committed=lambda told: observer.event("checkpoint", **told),
     )
     start = find_start(cfg, checkpoints, observer)
-    changes = check_unchanged(cfg, material.data.train.fingerprint, start) if start else {}
+    changes = check_unchanged(cfg, material.data.train[0].fingerprint, start) if start else {}
 
     allocate(model, torch.device("cpu") if cfg.sharding.cpu_offload else world.device)
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed)

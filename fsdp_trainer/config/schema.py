@@ -216,6 +216,15 @@ class Data:
         None, "a path like data.path, or a share of the samples such as 0.02, chosen by their content; null: none"
     )
     cache: str | None = key(None, "folder for tokenised data, shared by all ranks and runs; null: run.root/.data")
+    streaming: bool = key(
+        False,
+        "for data too large to store: rows are tokenised and packed while training reads them, nothing is kept; needs train.steps",
+    )
+    workers: int | None = key(
+        None,
+        "processes that tokenise, of each rank with data.streaming; 0: none; null: the cores that there are, shared among the ranks",
+        minimum=0,
+    )
     prefetch: int | None = key(
         None,
         "micro-batches that a thread assembles and copies to the device ahead; 0: none, no thread; null: 2 on a GPU, 0 on a CPU",

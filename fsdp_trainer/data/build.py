@@ -1,10 +1,12 @@
 """From the configuration to tokenizer, template and prepared data."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.prepare import Prepared, Progress, prepare
+from fsdp_trainer.data.stream import stream_data
 from fsdp_trainer.data.templates import Template, load_template
 from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -32,8 +34,12 @@ def build_template(cfg: TrainConfig, tokenizer: TextTokenizer) -> Template:
 
 
 def build_data(cfg: TrainConfig, progress: Progress | None = None) -> tuple[TextTokenizer, Template, Prepared]:
-    """Tokenizer, template and tokenised data; the latter from `data.cache` if the same was prepared before."""
+    """Tokenizer, template and data: tokenised, from `data.cache` if the same was prepared before, or with data.streaming looked through."""
     tokenizer = build_tokenizer(cfg)
     template = build_template(cfg, tokenizer)
     root = Path(cfg.data.cache or Path(cfg.run.root) / ".data").expanduser()
-    return tokenizer, template, prepare(cfg.data, cfg.batch, tokenizer, template, root, progress)
+    prepared = prepare(cfg.data, cfg.batch, tokenizer, template, root, progress)
+    if cfg.data.streaming:
+        streamed = stream_data(cfg.data, cfg.batch, cfg.run.seed, tokenizer, template)
+        prepared = replace(prepared, streamed=streamed, report=[*streamed.report, *prepared.report])
+    return tokenizer, template, prepared

@@ -88,6 +88,7 @@ class RowOrder:
         """attended: what attention costs a model, of documents' lengths."""
         self.attended = attended
         self.store, self.seq_len, self.shuffle = store, seq_len, shuffle
+        self.fingerprint = store.fingerprint
         self._key = f"{store.fingerprint}/{packing}/{seq_len}/{seed}"
         lengths = np.asarray(store.lengths)
         self._arrange: Callable[[int], Arranged]

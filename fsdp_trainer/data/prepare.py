@@ -17,6 +17,7 @@ from fsdp_trainer.config.data_files import entries, is_mixture
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.sources import Source, content_hash, find_sources
 from fsdp_trainer.data.store import TokenStore, merge, read_meta, write_meta
+from fsdp_trainer.data.stream import StreamedData
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenise import TRAIN, VALIDATION, Done, How, Task, tokenise
 from fsdp_trainer.data.tokenizer import TextTokenizer
@@ -39,11 +40,13 @@ class Prepared:
     validation: TokenStore | None
     report: list[str]
     """Short lines for people."""
+    streamed: StreamedData | None = None
+    """In place of `train`, with data.streaming."""
 
     @property
     def fingerprint(self) -> str:
         """Of all samples, those held out too."""
-        stores = [*self.train, *([self.validation] if self.validation else [])]
+        stores = [*([self.streamed] if self.streamed else self.train), *([self.validation] if self.validation else [])]
         return "-".join(store.fingerprint for store in stores)
 
 
@@ -66,9 +69,10 @@ def components(data: Data) -> tuple[list[Component], Component | None]:
     """What `data` trains on, and what it names to be validated on. UserError if there is nothing there."""
     sources, named = find_sources(data.path, "data.path"), entries(data.path)
     share = data.validation if isinstance(data.validation, int | float) else 0.0
+    train: list[Component] = []
     if is_mixture(data.path) and len(named) > 1:
         train = [Component(source.name, [source], share) for source in sources]
-    else:
+    elif not data.streaming:
         train = [Component(named[0].name or TRAIN, sources, share)]
     if data.validation is None or share:
         return train, None
@@ -86,7 +90,7 @@ def prepare(
     if apart:
         held_out = Preparation(apart, how, Path(root), progress).run()
         validation, report = held_out.stores[TRAIN], report + held_out.report
-    elif train[0].share:
+    elif data.validation is not None:
         validation = _together(made, Path(root))
         if not len(validation):
             why = "the share is so small that no sample is in it"

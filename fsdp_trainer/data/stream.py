@@ -7,11 +7,11 @@ files, in a new order every epoch, are dealt to the streams like cards, without 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -42,6 +42,8 @@ ENDS = 1 << 16  # bytes at either end of a file by which it is known
 Cursor = tuple[int, int, int, int]
 """Where a stream stands: how many units it has left behind, of the next one how many rows, of the next one how many samples; and behind those,
 how many tokens of the next one (packing=stream), or how many rows of the window that begins there."""
+
+START: Cursor = (0, 0, 0, 0)
 
 
 @dataclass
@@ -97,9 +99,14 @@ class StreamedData:
         """As of a store."""
         return [source.name for source in self.sources]
 
-    def rows(self, stream: int, cursor: Sequence[int]) -> "Stream":
-        """The rows of a stream from a cursor on."""
-        return Stream(self, stream, cursor)
+    @property
+    def seq_len(self) -> int:
+        """As of a RowOrder."""
+        return self.how.seq_len
+
+    def stream(self, number: int, cursor: Sequence[int] = START, opens: Callable[[str], Any] = lambda file: None) -> "Stream":
+        """The rows of a stream from a cursor on. opens: hears of each file before it is read."""
+        return Stream(self, number, cursor, opens)
 
     def reader(self, row: Row, source: int) -> Reader:
         """For a unit that begins with this row. UserError if its columns are of no format that is read."""
@@ -121,10 +128,8 @@ class StreamedData:
 class Stream:
     """An endless iterator over the rows of one stream. UserError for data that cannot be used."""
 
-    def __init__(self, data: StreamedData, number: int, cursor: Sequence[int]):
-        self.of, self.number = data, number
-        self.reading = ""
-        """The file that it reads, or waits for."""
+    def __init__(self, data: StreamedData, number: int, cursor: Sequence[int], opens: Callable[[str], Any]):
+        self.of, self.number, self.opens = data, number, opens
         self._skipped: list[str] = []
         self._builder = SampleBuilder(data.how.data, data.how.seq_len, data.how.tokenizer, data.how.template)
         *place, more = cursor
@@ -190,9 +195,9 @@ class Stream:
     def _row(self, pieces: list[tuple[Taken, int, int]], cursor: Cursor) -> StreamedRow:
         tokens, labels, weights = [], [], []
         for taken, start, n in pieces:
-            # a document that is cut goes on with its next token
-            learnt = np.append(taken.weights[start + 1 : start + n + 1], np.zeros(start + n == len(taken.weights), np.float32))
-            following = np.append(taken.tokens[start + 1 : start + n + 1], np.zeros(start + n == len(taken.tokens), np.int32))
+            learnt, following = np.zeros(n, np.float32), np.zeros(n, np.int32)
+            there = slice(start + 1, start + n + 1)  # a document that is cut here goes on with its next token
+            learnt[: len(taken.weights[there])], following[: len(taken.tokens[there])] = taken.weights[there], taken.tokens[there]
             tokens.append(taken.tokens[start : start + n])
             labels.append(np.where(learnt > 0, following, -100))
             weights.append(learnt)
@@ -211,7 +216,7 @@ class Stream:
                 barren = 0
                 yield taken
             turn, rows, sample = turn + 1, 0, 0
-        why = "\n".join([f"nothing to learn in {barren:,} units in a row, the last one in {self.reading}", *self.told()])
+        why = "\n".join([f"nothing to learn in {barren:,} units in a row", *self.told()])
         raise UserError("the data cannot be used", [Problem(f"data.path={self.of.how.data.path}", why)])
 
     def told(self) -> list[str]:
@@ -221,7 +226,7 @@ class Stream:
     def _samples_of_unit(self, turn: int, before: int, sample: int) -> Iterator[Taken]:
         """Of the unit that is dealt in this turn, without its first rows, and without the first samples of the next one."""
         source, unit, part = dealt(self.of, turn * self.of.streams + self.number)
-        self.reading = unit.file
+        self.opens(unit.file)
         texts = self._texts(source, unit, part, (before, sample))
         while chunk := list(_chunk(texts)):
             for (row, n, line, _), made in zip(chunk, self._builder.tokenize([text for *_, text in chunk]), strict=True):
@@ -297,7 +302,7 @@ def stream_data(data: Data, batch: Batch, seed: int, tokenizer: TextTokenizer, t
         How(data, batch.seq_len, 0.0, tokenizer, template), streams, sources, units, parts, "", [], np.empty(0, np.int64)
     )
     streamed.report, seen = _look(streamed, size)
-    options = [data.format, data.fields, data.loss_on, data.too_long, data.on_error, data.packing, data.shuffle]
+    options = [data.format, data.fields, data.loss_on, data.too_long, data.packing, data.shuffle]
     numbers = [VERSION, batch.seq_len, streams, seed, each, parts]
     content = [[source.name if len(sources) > 1 else "", [known[file] for file in source.files]] for source in sources]
     decides = [numbers, options, content, tokenizer.fingerprint, template.source, seen]
@@ -312,7 +317,7 @@ def _look(streamed: StreamedData, size: int) -> tuple[list[str], str]:
     if counted < streamed.streams:
         why = f"has {counted:,} rows, fewer than a step: batch.rows={streamed.streams}.\nUse  data.streaming=false , which is right for little data"
         raise UserError("the data cannot be streamed", [Problem(f"data.path={data.path}", why)])
-    stream, digest = streamed.rows(0, (0, 0, 0, 0)), hashlib.blake2b(digest_size=16)
+    stream, digest = streamed.stream(0), hashlib.blake2b(digest_size=16)
     samples = [*islice(stream.samples, LOOKED_AT)]
     for sample in samples:
         digest.update(sample.tokens.astype(np.int32).tobytes() + sample.weights.astype(np.float32).tobytes())

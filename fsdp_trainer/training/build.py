@@ -19,8 +19,10 @@ from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.order import RowOrder
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.store import TokenStore
+from fsdp_trainer.data.stream import StreamedData
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.data.workers import cores
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.models.attention_choice import Choice, choose
@@ -48,6 +50,7 @@ from fsdp_trainer.training.resume import check_unchanged, find_start, require_wh
 from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.saving import Saves
 from fsdp_trainer.training.stop import StopRequests
+from fsdp_trainer.training.streaming import StreamBatches
 from fsdp_trainer.training.trainer import Trainer
 
 
@@ -76,12 +79,18 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         order = RowOrder(store, cfg.batch.seq_len, cfg.data.packing, shuffle, cfg.run.seed, config.attended)
         return Batches(order, cfg.batch.micro_rows, world.rank, world.size, world.device)
 
-    train = batches(material.data.train[0], cfg.data.shuffle)
+    streamed = material.data.streamed
+    train: Batches
+    if streamed:
+        processes = min(8, max(1, cores() * world.nodes // world.size)) if cfg.data.workers is None else cfg.data.workers
+        train = StreamBatches(streamed, cfg.batch.micro_rows, world.rank, world.size, world.device, config.attended, processes)
+    else:
+        train = batches(material.data.train[0], cfg.data.shuffle)
     validation = batches(material.data.validation, shuffle=False) if material.data.validation else None
-    attention = choose_attention(cfg, config, train.order, world.device, compiled)
+    attention = choose_attention(cfg, config, attended_share(train.order, config), world.device, compiled)
     for part in filter(None, (train, validation)):
         part.attention = attention.layout
-    total_steps, last_row = length_of_run(cfg, train.order.rows_per_epoch)
+    total_steps, last_row = length_of_run(cfg, 0 if streamed else train.order.rows_per_epoch)
     every = cfg.logging.every or (10 if world.device.type == "cuda" else 1)
     more = bool(cfg.loss.label_smoothing or cfg.loss.z_loss)
     observer = Observer(run, world.main, world.device, config, cfg.batch.seq_len, every, total_steps, train.source_names, more)
@@ -95,7 +104,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         committed=lambda told: observer.event("checkpoint", **told),
     )
     start = find_start(cfg, checkpoints, observer)
-    changes = check_unchanged(cfg, material.data.train[0].fingerprint, start) if start else {}
+    changes = check_unchanged(cfg, train.order.fingerprint, start) if start else {}
 
     allocate(model, torch.device("cpu") if cfg.sharding.cpu_offload else world.device)
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed)
@@ -152,21 +161,28 @@ def resolve_architecture(cfg: TrainConfig, material: Material) -> ModelConfig:
     return config
 
 
-def choose_attention(cfg: TrainConfig, config: ModelConfig, order: RowOrder, device: torch.device, compiled: bool) -> Choice:
+def choose_attention(cfg: TrainConfig, config: ModelConfig, share: float, device: torch.device, compiled: bool) -> Choice:
     """How attention is computed, settled for this process. Raises UserError for what this machine or model does not allow."""
     situation = replace(
         describe_device(device),
         dtype=cfg.precision.param_dtype,
         head_dim=config.head_dim,
         softcap=config.attn_logit_softcapping is not None,
-        windowed=any(window is not None and window < order.seq_len for window in config.windows),
+        windowed=any(window is not None and window < cfg.batch.seq_len for window in config.windows),
         compiled=compiled,
         selective=cfg.activation_checkpoint.mode == "selective",
-        share=order.totals(0, order.rows_per_epoch)[3] / (order.rows_per_epoch * order.seq_len**2),
+        share=share,
     )
     choice = choose(cfg.model.attention, cfg.model.attention_kernel, situation)
     prefer(choice, config, getattr(torch, cfg.precision.param_dtype), device, asked=cfg.model.attention_kernel != "auto")
     return choice
+
+
+def attended_share(order: RowOrder | StreamedData, config: ModelConfig) -> float:
+    """What attention costs of what it would if every row were one document."""
+    if isinstance(order, StreamedData):
+        return config.attended(order.lengths).sum() / (order.lengths.sum() * order.seq_len)
+    return order.totals(0, order.rows_per_epoch)[3] / (order.rows_per_epoch * order.seq_len**2)
 
 
 def length_of_run(cfg: TrainConfig, rows_per_epoch: int) -> tuple[int, int | None]:
@@ -208,7 +224,7 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
     trainer.dtypes |= kept["dtypes"]
     trainer.progress = progress = Progress(**{name: kept[name] for name in asdict(Progress()) if name in kept})
     if kept["data"] != trainer.fingerprints()["data"]:
-        progress.left_out = []  # other rows
+        progress.left_out, progress.streams = [], []  # other rows
     trainer.count_steps()
     listed = trainer.saves.store.listed()
     ours = checkpoint.resolve() in [path.resolve() for path in listed]  # not one of another run, nor one that was left aside
@@ -251,7 +267,10 @@ def describe(trainer: Trainer, world: World, material: Material, attention: Choi
     slots = cfg.batch.micro_rows * world.size
     micro_batches = math.ceil(cfg.batch.rows / slots)
     surplus = micro_batches * slots - cfg.batch.rows
-    epochs = (trainer.last_row or trainer.total_steps * cfg.batch.rows) / order.rows_per_epoch
+    rows, epochs = [], ""
+    if isinstance(order, RowOrder):
+        rows = [f"rows   {order.rows_per_epoch:,} an epoch of {order.seq_len:,} tokens, {order.fill:.1%} full"]
+        epochs = f", {(trainer.last_row or trainer.total_steps * cfg.batch.rows) / order.rows_per_epoch:.2f} epochs"
     origin = cfg.model.init_from or "random weights"
     size = f"{short(config.parameters())} parameters, {config.num_hidden_layers} blocks, {config.vocab_size:,} tokens"
     numbers = f"{cfg.precision.param_dtype} (weights {cfg.precision.master_dtype})"
@@ -270,7 +289,7 @@ def describe(trainer: Trainer, world: World, material: Material, attention: Choi
         ),
         *(["       float8 without  compile=enabled  is slower than bfloat16"] if float8 and not cfg.compile.enabled else []),
         *(f"data   {line}" for line in material.data.report),
-        f"rows   {order.rows_per_epoch:,} an epoch of {order.seq_len:,} tokens, {order.fill:.1%} full",
+        *rows,
         f"attend {attention}",
         f"head   logits of at most {head.rows_at_once(cfg.batch.micro_rows * order.seq_len, world.device.type):,} tokens at once",
         f"step   {cfg.batch.rows} rows = {micro_batches} micro-batches × {cfg.batch.micro_rows} rows × {world.size} ranks"
@@ -280,5 +299,5 @@ def describe(trainer: Trainer, world: World, material: Material, attention: Choi
             if lr
             else []
         ),
-        f"train  {trainer.total_steps:,} steps, {epochs:.2f} epochs",
+        f"train  {trainer.total_steps:,} steps{epochs}",
     ]

@@ -30,6 +30,7 @@ FREE = {
     "data.path",
     "data.prefetch",
     "data.validation",
+    "data.workers",
     "loss.chunk_mib",
     "model.attention",
     "model.attention_kernel",

@@ -71,14 +71,17 @@ def test_a_broken_file_is_named_with_the_line(tmp_path, name, content, line, why
 
 def test_failing_gathers_several_problems_and_skipping_counts_them():
     problems = Problems("fail")
+    for line in range(1, 100):
+        problems.add(("f", line), "broken")
+        assert problems.will_raise and problems.is_enough == (line >= 5)
     with pytest.raises(UserError) as raised:
-        for line in range(1, 100):
-            problems.add(("f", line), "broken")
+        problems.raise_if_failing()
     assert [p.what for p in raised.value.problems] == ["f:1", "f:2", "f:3", "f:4", "f:5"]
     skipping = Problems("skip")
     for line in range(1, 100):
         skipping.add(("f", line), "broken")
-    assert "99" in skipping.report()[0] and len(skipping.report()) == 6
+    skipping.raise_if_failing()
+    assert skipping.count == 99 and not skipping.will_raise
 
 
 def test_paths_are_files_folders_globs_and_lists(tmp_path):

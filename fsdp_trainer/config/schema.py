@@ -222,8 +222,8 @@ class Data:
     )
     workers: int | None = key(
         None,
-        "processes that tokenise, of each rank with data.streaming; 0: none; null: the cores that there are, shared among the ranks",
-        minimum=0,
+        "processes that tokenise, of each rank with data.streaming; null: one for each core that may be used; 1: none besides this one",
+        minimum=1,
     )
     prefetch: int | None = key(
         None,

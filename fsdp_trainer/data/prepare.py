@@ -1,32 +1,48 @@
 """The cache: what `data` names is tokenised once, into a folder that is named by all that decides it, and found there by every run."""
 
-import hashlib
-import json
 import os
 import shutil
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fsdp_trainer.config.data_files import entries, is_mixture
+from fsdp_trainer.config.data_files import ARROW, entries, is_mixture, kind
 from fsdp_trainer.config.schema import Batch, Data
-from fsdp_trainer.data.sources import Source, content_hash, find_sources
-from fsdp_trainer.data.store import TokenStore, merge, read_meta, write_meta
+from fsdp_trainer.data.cache import clear_leftovers, held
+from fsdp_trainer.data.findings import EXAMPLES
+from fsdp_trainer.data.fingerprint import content_hashes, fingerprint
+from fsdp_trainer.data.sources import SHOWN, Problems, Source, find_sources
+from fsdp_trainer.data.store import Damaged, TokenStore, add_totals, merge, read_meta, write_meta
 from fsdp_trainer.data.stream import StreamedData
 from fsdp_trainer.data.templates import Template
-from fsdp_trainer.data.tokenise import TRAIN, VALIDATION, Done, How, Task, tokenise
+from fsdp_trainer.data.tokenise import TRAIN, VALIDATION, Done, How, Piece, Task
 from fsdp_trainer.data.tokenizer import TextTokenizer
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.data.units import Unit, lines_before, split_units
+from fsdp_trainer.data.workers import Job, cores, in_processes, in_this_process
+from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.observe.console import duration, short
 
-CODE_VERSION = 5
+SMALLEST, LARGEST, FEWEST = 4 << 20, 256 << 20, 512  # bytes of a task, and how many a large data set has
+WORTH_PROCESSES = 8 << 20  # bytes below which starting processes takes longer than they save
 
-Progress = Callable[[int, int], None]
-"""Called with (rows read, tokens written) so far."""
+
+def nothing(line: str) -> None:
+    """For who does not listen."""
+
+
+@dataclass
+class Told:
+    """Who hears how far it is. progress: again and again while there is progress; say: what is worth a lasting line."""
+
+    progress: Callable[[str], None] = nothing
+    say: Callable[[str], None] = nothing
 
 
 @dataclass
@@ -69,153 +85,238 @@ def components(data: Data) -> tuple[list[Component], Component | None]:
     """What `data` trains on, and what it names to be validated on. UserError if there is nothing there."""
     sources, named = find_sources(data.path, "data.path"), entries(data.path)
     share = data.validation if isinstance(data.validation, int | float) else 0.0
-    train: list[Component] = []
     if is_mixture(data.path) and len(named) > 1:
         train = [Component(source.name, [source], share) for source in sources]
-    elif not data.streaming:
+    else:
         train = [Component(named[0].name or TRAIN, sources, share)]
     if data.validation is None or share:
         return train, None
     return train, Component(VALIDATION, find_sources(data.validation, "data.validation"), key="data.validation")
 
 
-def prepare(
-    data: Data, batch: Batch, tokenizer: TextTokenizer, template: Template, root: Path, progress: Progress | None = None
-) -> Prepared:
-    """Tokenise what `data` names into folders of `root`, unless that is there already. UserError if the data cannot be used."""
+def preparations(data: Data, batch: Batch, tokenizer: TextTokenizer, template: Template, root: Path, told: Told) -> list["Preparation"]:
+    """Of every component, the one to be validated on last if it is apart."""
     train, apart = components(data)
+    every = [*train, *([apart] if apart else [])]
+    hashes = content_hashes([file for component in every for file in component.files], root, lambda: told.progress("data   hashing files"))
     how = How(data, batch.seq_len, 0.0, tokenizer, template)
-    made = [Preparation(component, replace(how, share=component.share), Path(root), progress).run() for component in train]
-    validation, report = None, [line for one in made for line in one.report]
-    if apart:
-        held_out = Preparation(apart, how, Path(root), progress).run()
-        validation, report = held_out.stores[TRAIN], report + held_out.report
-    elif data.validation is not None:
-        validation = _together(made, Path(root))
+    return [Preparation(component, replace(how, share=component.share), hashes, root, told) for component in every]
+
+
+def prepare(data: Data, batch: Batch, tokenizer: TextTokenizer, template: Template, root: Path, told: Told | None = None) -> Prepared:
+    """Tokenise what `data` names into folders of `root`, unless that is there already. UserError if the data cannot be used."""
+    made = preparations(data, batch, tokenizer, template, Path(root), told or Told())
+    opened = [one.stores() for one in made]
+    report, validation = [line for one in made for line in one.report], None
+    if made[-1].component.key == "data.validation":
+        validation = opened.pop()[TRAIN]
+        made.pop()
+    elif made[0].component.share:
+        validation = _together(made, [stores[VALIDATION] for stores in opened], Path(root))
         if not len(validation):
             why = "the share is so small that no sample is in it"
             raise UserError("the data cannot be used", [Problem(f"data.validation={data.validation}", why)])
-    return Prepared([one.stores[TRAIN] for one in made], [component.name for component in train], validation, report)
+    return Prepared([stores[TRAIN] for stores in opened], [one.component.name for one in made], validation, report)
 
 
-def _together(made: list["Preparation"], root: Path) -> TokenStore:
-    """What the components hold out, as one store."""
-    stores = [one.stores[VALIDATION] for one in made]
+def _together(made: list["Preparation"], stores: list[TokenStore], root: Path) -> TokenStore:
+    """What the components of a mixture hold out, as one store."""
     if len(made) == 1:
         return stores[0]
-    key = hashlib.blake2b("/".join(one.folder.name for one in made).encode(), digest_size=10).hexdigest()
-    if not (root / key / "meta.json").exists():
-        with tempfile.TemporaryDirectory(prefix=f".{key}-", dir=root, ignore_cleanup_errors=True) as aside:
+    folder = root / fingerprint([one.folder.name for one in made])
+    if not _whole(folder):
+        with tempfile.TemporaryDirectory(prefix=".together-", dir=root, ignore_cleanup_errors=True) as aside:
             whole = Path(aside) / "whole"
             whole.mkdir()
-            about = merge([store.folder for store in stores], whole / VALIDATION, lambda: None, use_up=False)
-            places = np.cumsum([0, *(len(one.component.files) for one in made)])
-            np.concatenate([np.full(len(store), i, np.int32) for i, store in enumerate(stores)]).tofile(whole / VALIDATION / "sources.bin")
-            np.concatenate([store.files + np.int32(at) for store, at in zip(stores, places, strict=False)]).tofile(
-                whole / VALIDATION / "files.bin"
-            )
-            write_meta(whole, {"stores": {VALIDATION: about}})
-            _commit(whole, root / key)
+            of_samples = merge([store.folder for store in stores], whole / VALIDATION, lambda: None)
+            firsts = np.cumsum([0, *(len(one.component.files) for one in made)])
+            for column, values in {
+                "sources": [np.full(len(store), i, np.int32) for i, store in enumerate(stores)],
+                "files": [store.files + np.int32(first) for store, first in zip(stores, firsts, strict=False)],
+            }.items():
+                np.concatenate(values).astype(np.int32).tofile(whole / VALIDATION / f"{column}.bin")
+            totals: dict[str, dict[str, int]] = {}
+            for i, one in enumerate(made):
+                for found in one.meta["stores"][VALIDATION]["totals"].values():
+                    add_totals(totals, {str(i): found})
+            write_meta(whole, {"stores": {VALIDATION: {"fingerprint": of_samples, "totals": totals}}})
+            _commit(whole, folder)
     files = [file for one in made for file in one.component.files]
-    about = read_meta(root / key)["stores"][VALIDATION]
-    return TokenStore(root / key / VALIDATION, about["fingerprint"], [one.component.name for one in made], files)
+    about = read_meta(folder)["stores"][VALIDATION]
+    return TokenStore(folder / VALIDATION, about["fingerprint"], [one.component.name for one in made], files)
 
 
 class Preparation:
-    """One component's stores: opened, after they have been made if they are not there."""
+    """One component's stores, as folders of the cache."""
 
-    def __init__(self, component: Component, how: How, root: Path, progress: Progress | None):
-        self.component, self.how, self.root = component, how, root
-        self.progress = progress or (lambda rows, tokens: None)
-        self.rows = self.tokens = 0
+    def __init__(self, component: Component, how: How, hashes: dict[str, str], root: Path, told: Told):
+        self.component, self.how, self.root, self.told = component, how, root, told
+        self.meta: dict[str, Any] = {}
         self.report: list[str] = []
-        self.stores: dict[str, TokenStore] = {}
-        hashes = [[source.format, source.fields, [content_hash(file) for file in source.files]] for source in component.sources]
-        self.folder = root / fingerprint(hashes, how)
+        """Short lines for people."""
+        data = how.data
+        content = [[source.format, source.fields, [hashes[file] for file in source.files]] for source in component.sources]
+        options = [data.format, data.fields, data.loss_on, data.too_long, data.on_error, how.seq_len, how.share]
+        name = fingerprint([content, options, how.tokenizer.fingerprint, how.template.source])
+        self.folder, self.parts = root / name, root / f".{name}"
 
-    def run(self) -> "Preparation":
-        """Open the stores."""
-        if not (self.folder / "meta.json").exists():
+    def stores(self) -> dict[str, TokenStore]:
+        """Open the stores, after they have been made if they are not there, or not whole."""
+        while not (meta := _whole(self.folder, self.told.say)):
             self._make()
-        meta = read_meta(self.folder)
-        names, renamed = [source.name for source in self.component.sources], dict(zip(meta["files"], self.component.files, strict=True))
+        self.meta, files = meta, self.component.files
+        renamed = dict(zip(meta["files"], files, strict=True))
         examples = {what: [_renamed(where, renamed) for where in places] for what, places in meta["examples"].items()}
-        for name, about in meta["stores"].items():
-            self.stores[name] = TokenStore(self.folder / name, about["fingerprint"], names, self.component.files, meta["counts"], examples)
+        found = {TRAIN: (meta["counts"], examples)}  # what is held out is so few that it is told with the rest
         self.report = self._lines(meta, renamed)
-        return self
+        names = [source.name for source in self.component.sources]
+        return {
+            name: TokenStore(self.folder / name, about["fingerprint"], names, files, *found.get(name, ()))
+            for name, about in meta["stores"].items()
+        }
+
+    def shard(self, index: int, of: int) -> list[int]:
+        """Make every `of`-th part, from `index` on, and everything when the others are there. Returns the shards with parts that are not."""
+        if _whole(self.folder, self.told.say):
+            return []
+        tasks = self._tasks()
+        with self._held(shared=True):
+            self._tokenise(tasks, range(index, len(tasks), of))
+        missing = sorted({i % of for i in range(len(tasks)) if Done.of(self._part(i)) is None})
+        if not missing or _whole(self.folder):
+            self.stores()
+            return []
+        return missing
 
     def _make(self) -> None:
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            aside = Path(tempfile.mkdtemp(prefix=f".{self.folder.name}-", dir=self.root))
-        except OSError as error:
-            why = f"the tokenised data cannot be kept there: {error}.\nUse  data.cache=FOLDER"
-            raise UserError("the data cannot be prepared", [Problem(f"data.cache={self.root}", why)]) from None
-        try:
-            tasks = self._tasks()
-            parts = [aside / f"{i:06}" for i in range(len(tasks))]
-            done = []
-            for task, part in zip(tasks, parts, strict=True):
-                done.append(tokenise(task, part, self.how, self._tick))
-                self._raise_problems(done[-1])
-            whole = aside / "whole"
-            whole.mkdir()
-            self._finish(tasks, done, parts, whole)
-            whole.chmod(0o755)
-            _commit(whole, self.folder)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+        tasks = self._tasks()
+        with self._held(shared=False):
+            if _whole(self.folder, self.told.say):  # while this one waited
+                return
+            for left in self.parts.glob("tmp-*"):
+                shutil.rmtree(left, ignore_errors=True)
+            clear_leftovers(self.root, self.parts)
+            done = self._tokenise(tasks, range(len(tasks)))
+            try:
+                whole = Path(tempfile.mkdtemp(prefix="tmp-", dir=self.parts))
+                self._merge([done[i] for i in range(len(tasks))], whole)
+                whole.chmod(0o755)
+                shutil.rmtree(self.folder, ignore_errors=True)  # which is damaged, if it is there
+                _commit(whole, self.folder)
+            except OSError as error:
+                raise self._unwritable(error) from None
+            shutil.rmtree(self.parts, ignore_errors=True)
 
-    def _tick(self, rows: int, tokens: int) -> None:
-        self.rows, self.tokens = self.rows + rows, self.tokens + tokens
-        self.progress(self.rows, self.tokens)
+    def _held(self, shared: bool) -> Any:
+        told = False
+
+        def waits() -> None:
+            nonlocal told
+            if not told:
+                self.told.say(f"data   another process prepares the same in {self.root}: this one waits for it")
+            told = True
+            self.told.progress("data   waiting for another process, which prepares the same")
+
+        return held(self.parts, shared, waits)
+
+    def _part(self, i: int) -> Path:
+        return self.parts / f"{i:06}"
 
     def _tasks(self) -> list[Task]:
-        data = self.how.data
+        """All files in pieces of about one size, which depends on the files alone."""
+        data, self.sizes = self.how.data, {file: _size(file) for file in self.component.files}
+        each = min(max(sum(self.sizes.values()) // FEWEST, SMALLEST), LARGEST)
         tasks: list[Task] = []
-        for i, source in enumerate(self.component.sources):
-            how = source.format or data.format, source.fields or data.fields
-            tasks += [Task(file, i, len(tasks) + k, *how) for k, file in enumerate(source.files)]
+        self.bytes: list[float] = []
+        number, room = 0, 0.0
+        for place, source in enumerate(self.component.sources):
+            for file in source.files:
+                units = split_units(file, each)
+                for unit in units:
+                    if room <= 0 or unit.start:
+                        tasks, self.bytes, room = [*tasks, []], [*self.bytes, 0.0], float(each)
+                    fields = tuple((source.fields or data.fields or {}).items())
+                    tasks[-1].append(Piece(unit, place, number, 0, source.format or data.format, fields))
+                    size = self.sizes[file] / len(units)
+                    self.bytes[-1], room = self.bytes[-1] + size, room - size
+                number += 1
         return tasks
 
-    def _raise_problems(self, done: Done) -> None:
-        if done.bad_rows and self.how.data.on_error == "fail":
-            title = "rows of the data cannot be read. Mend them, or leave them out with  data.on_error=skip"
-            raise UserError(title, done.problems)
+    def _tokenise(self, tasks: list[Task], wanted: range) -> dict[int, Done]:
+        """Those of the wanted parts that are not there. Raises UserError with the first bad rows, if they are to end it."""
+        done = {i: found for i in wanted if (found := Done.of(self._part(i)))}
+        pace = Pace(sum(self.bytes[i] for i in wanted), sum(self.bytes[i] for i in done), self.told)
+        if done:
+            self.told.say(f"data   {len(done):,} of {len(wanted):,} parts are there from before")
+        missing = [i for i in wanted if i not in done]
+        count = min(self.how.data.workers or cores(), len(missing))
+        last = [len(tasks)]  # a task behind this one need not be begun
 
-    def _finish(self, tasks: list[Task], done: list[Done], parts: list[Path], into: Path) -> None:
-        """Merge the parts, and write last of all what is known of them."""
-        stores = {name: merge([part / name for part in parts], into / name, lambda: self._tick(0, 0)) for name in done[0].totals}
+        def jobs() -> Iterator[Job]:
+            lines = Lines()
+            for i in takewhile(lambda i: i <= last[0], missing):
+                yield i, [replace(piece, lines_before=lines.before(piece.unit)) for piece in tasks[i]], self._part(i)
+
+        try:
+            several = count > 1 and sum(self.bytes[i] for i in missing) >= WORTH_PROCESSES
+            ends = in_processes(jobs(), self.how, pace.tick, count) if several else in_this_process(jobs(), self.how, pace.tick)
+            for i, found in ends:
+                done[i] = found
+                pace.finished(self.bytes[i])
+                if found.bad_rows and self.how.data.on_error == "fail":
+                    last[0] = min(last[0], _last_of_file(tasks, i))
+        except UserError:
+            shutil.rmtree(self.parts, ignore_errors=True)  # other data, or other options, make other parts
+            raise
+        except OSError as error:
+            raise self._unwritable(error) from None
+        self._raise_problems([done[i] for i in sorted(done) if i <= last[0]])
+        return done
+
+    def _raise_problems(self, done: list[Done]) -> None:
+        problems = Problems(self.how.data.on_error, sum(one.bad_rows for one in done), [p for one in done for p in one.problems][:SHOWN])
+        if problems.will_raise:
+            shutil.rmtree(self.parts, ignore_errors=True)
+            problems.raise_if_failing()
+
+    def _unwritable(self, error: OSError) -> RunFailed:
+        return RunFailed(f"the tokenised data cannot be written to {self.root}: {error.strerror or error}. Use  data.cache=FOLDER")
+
+    def _merge(self, done: list[Done], into: Path) -> None:
+        """All parts as one, and last of all what is known of them."""
+        parts = [self._part(i) for i in range(len(done))]
+        tick = lambda: self.told.progress("data   merging the parts")  # noqa: E731
+        stores = {name: {"fingerprint": merge([part / name for part in parts], into / name, tick)} for name in done[0].totals}
+        rows: Counter[tuple[int, str]] = Counter()
         counts: Counter[str] = Counter()
         examples: dict[str, list[str]] = {}
-        by_source: dict[str, list[Counter[str]]] = {name: [Counter() for _ in self.component.sources] for name in stores}
-        files: dict[tuple[int, str], int] = {}
-        for task, one in zip(tasks, done, strict=True):
+        totals: dict[str, dict[str, dict[str, int]]] = {name: {} for name in stores}
+        for one in done:
             counts.update(one.counts)
             for what, places in one.examples.items():
-                examples[what] = [*examples.get(what, []), *places][:3]
-            files[task.number, one.format] = files.get((task.number, one.format), 0) + one.rows
-            for name, totals in one.totals.items():
-                at = by_source[name][task.source]
-                longest = max(at["longest"], totals.get("longest", 0))
-                at.update(totals)
-                at["longest"] = longest
+                examples[what] = [*examples.get(what, []), *places][:EXAMPLES]
+            for number, format, n in one.rows:
+                rows[number, format] += n
+            for name, found in one.totals.items():
+                add_totals(totals[name], found)
+        problems = [problem for one in done for problem in one.problems][:SHOWN]
+        if bad := sum(one.bad_rows for one in done):
+            counts["unreadable"], examples["unreadable"] = bad, [problem.what for problem in problems[:EXAMPLES]]
+        train = TokenStore(into / TRAIN, "", files=self.component.files)
+        if again := _duplicates(train.digests):
+            counts["duplicate"], examples["duplicate"] = len(again), [train.where(i) for i in again[:EXAMPLES]]
         meta = {
             "files": self.component.files,
-            "rows": [[number, format, rows] for (number, format), rows in files.items()],
-            "bad_rows": sum(one.bad_rows for one in done),
-            "problems": [asdict(problem) for one in done for problem in one.problems][:5],
+            "rows": [[number, format, n] for (number, format), n in sorted(rows.items())],
+            "problems": [asdict(problem) for problem in problems],
             "counts": dict(counts),
             "examples": examples,
-            "notes": sorted({note for one in done for note in one.notes}),
-            "stores": {name: about | {"sources": [dict(of) for of in by_source[name]]} for name, about in stores.items()},
+            "stores": {name: about | {"totals": totals[name]} for name, about in stores.items()},
         }
-        report = self._lines(meta, {})
-        if not sum(of["samples"] for of in by_source[TRAIN]):
+        if not totals[TRAIN]:
             why = "there is nothing in it to learn:"
             path = self.how.data.path if self.component.key == "data.path" else self.how.data.validation
-            raise UserError("the data cannot be used", [Problem(f"{self.component.key}={path}", "\n".join([why, *report]))])
+            raise UserError("the data cannot be used", [Problem(f"{self.component.key}={path}", "\n".join([why, *self._lines(meta, {})]))])
         write_meta(into, meta)
 
     def _lines(self, meta: dict[str, Any], renamed: dict[str, str]) -> list[str]:
@@ -227,27 +328,94 @@ class Preparation:
         for format, found in by_format.items():
             named = self.component.files[found[0][0]] if len(found) == 1 else f"{len(found):,} files"
             lines.append(f"{named}: {sum(rows for _, rows in found):,} rows, {format}")
-        if meta["bad_rows"]:
-            lines.append(f"skipped {meta['bad_rows']:,} rows that cannot be read:")
+        if bad := meta["counts"].get("unreadable"):
+            lines.append(f"skipped {bad:,} rows that cannot be read:")
             lines += [f"    {_renamed(p['what'], renamed)}  {p['why'].splitlines()[0]}" for p in meta["problems"]]
-        lines += [sentence.format(count) for sentence, count in meta["counts"].items()]
         for name, about in meta["stores"].items():
-            lines += self._about(self.component.name if name == TRAIN else name, about["sources"])
-        return lines + [f"note: {note}" for note in meta["notes"]]
-
-    def _about(self, name: str, sources: list[dict[str, int]]) -> list[str]:
-        """A line about a store, and one about each of several sources."""
-        tokens = sum(of.get("tokens", 0) for of in sources)
-        if not tokens:
-            return []
-        samples, learnt = (sum(of.get(what, 0) for of in sources) for what in ("samples", "supervised"))
-        longest = max(of.get("longest", 0) for of in sources)
-        lines = [f"{name}: {samples:,} samples, {tokens:,} tokens, {100 * learnt / tokens:.1f}% learnt, longest {longest:,}"]
-        for source, of in zip(self.component.sources, sources, strict=True) if len(sources) > 1 else []:
-            n, samples, learnt = (of.get(what, 0) for what in ("tokens", "samples", "supervised"))
-            share = f"{100 * n / tokens:.1f}% of the tokens"
-            lines.append(f"    {source.name}: {samples:,} samples, {n:,} tokens ({share}), {100 * learnt / max(1, n):.1f}% learnt")
+            lines += self._about(self.component.name if name == TRAIN else name, about["totals"])
         return lines
+
+    def _about(self, name: str, totals: dict[str, dict[str, int]]) -> list[str]:
+        """A line about a store, and one about each of several sources."""
+        whole: dict[str, dict[str, int]] = {}
+        for of in totals.values():
+            add_totals(whole, {"": of})
+        if not whole:
+            return []
+        n = whole[""]
+        learnt = f"{100 * n['supervised'] / n['tokens']:.1f}% learnt"
+        lines = [f"{name}: {n['samples']:,} samples, {n['tokens']:,} tokens, {learnt}, longest {n['longest']:,}"]
+        for i, source in enumerate(self.component.sources if len(self.component.sources) > 1 else []):
+            of = totals.get(str(i), dict.fromkeys(n, 0))
+            share = f"{100 * of['tokens'] / n['tokens']:.1f}% of the tokens"
+            learnt = f"{100 * of['supervised'] / max(1, of['tokens']):.1f}% learnt"
+            lines.append(f"    {source.name}: {of['samples']:,} samples, {of['tokens']:,} tokens ({share}), {learnt}")
+        return lines
+
+
+class Lines:
+    """How many lines of a file come before a unit, for units in order: each byte is read once."""
+
+    def __init__(self) -> None:
+        self._file, self._at, self._lines = "", 0, 1
+
+    def before(self, unit: Unit) -> int:
+        """As `units.lines_before`."""
+        if not unit.start or kind(unit.file)[0] in ARROW or _size(unit.file) == 0:
+            return lines_before(unit)
+        if unit.file != self._file:
+            self._file, self._at, self._lines = unit.file, 0, 1
+        with open(unit.file, "rb") as file:
+            file.seek(self._at)
+            while block := file.read(min(unit.start - 1 - self._at, 1 << 22)):
+                self._lines, self._at = self._lines + block.count(b"\n"), self._at + len(block)
+        return self._lines
+
+
+class Pace:
+    """The line that tells how far it is, and how long it will take."""
+
+    def __init__(self, total: float, before: float, told: Told):
+        self.total, self.done, self.before, self.told = total, before, before, told
+        self.rows = self.tokens = 0
+        self.began = time.monotonic()
+
+    def tick(self, rows: int, tokens: int) -> None:
+        """So many more were read and written."""
+        self.rows, self.tokens = self.rows + rows, self.tokens + tokens
+        self.told.progress(str(self))
+
+    def finished(self, size: float) -> None:
+        """So many more bytes of the files."""
+        self.done += size
+        self.told.progress(str(self))
+
+    def __str__(self) -> str:
+        seconds = max(time.monotonic() - self.began, 1e-3)
+        parts = [f"{self.rows:,} rows", f"{short(self.tokens)} tokens", f"{short(self.tokens / seconds)} tok/s"]
+        parts.append(f"{self.done / max(1.0, self.total):.0%} of {self.total / 2**30:.2f} GiB")
+        if self.done > self.before:
+            parts.append(f"eta {duration(seconds * (self.total - self.done) / (self.done - self.before))}")
+        return "data   " + "  ".join(parts)
+
+
+def _last_of_file(tasks: list[Task], i: int) -> int:
+    """The last task with a piece of the file that task i ends with."""
+    file = tasks[i][-1].number
+    return max(k for k in range(i, len(tasks)) if tasks[k][0].number <= file)
+
+
+def _size(file: str) -> int:
+    try:
+        return os.stat(file).st_size
+    except OSError:  # no file of this machine
+        return 0
+
+
+def _duplicates(digests: np.ndarray) -> list[int]:
+    """Samples that are the same as one before."""
+    firsts = np.unique(digests, return_index=True)[1]
+    return np.setdiff1d(np.arange(len(digests)), firsts, assume_unique=True).tolist() if len(firsts) < len(digests) else []
 
 
 def _renamed(where: str, renamed: dict[str, str]) -> str:
@@ -256,17 +424,20 @@ def _renamed(where: str, renamed: dict[str, str]) -> str:
     return f"{renamed.get(file, file)}:{line}"
 
 
+def _whole(folder: Path, say: Callable[[str], None] = nothing) -> dict[str, Any] | None:
+    """What is known of a folder's stores, if they are there, and as they were written."""
+    if not folder.exists():
+        return None
+    try:
+        return read_meta(folder)
+    except Damaged as error:
+        say(f"data   the cache is damaged, and is made anew: {error}")
+        return None
+
+
 def _commit(aside: Path, folder: Path) -> None:
     try:
         os.replace(aside, folder)
     except OSError:
-        if not (folder / "meta.json").exists():  # else another run was faster, with the same content
+        if not _whole(folder):  # else another run was faster, with the same content
             raise
-
-
-def fingerprint(hashes: list, how: How) -> str:
-    """Of all that decides a component's tokens."""
-    data = how.data
-    options = [data.format, data.fields, data.loss_on, data.too_long, data.on_error, how.seq_len, how.share]
-    parts = [CODE_VERSION, options, hashes, how.tokenizer.fingerprint, how.template.source]
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=10).hexdigest()

@@ -60,12 +60,6 @@ class Problems:
         if self.will_raise:
             raise UserError("rows of the data cannot be read. Mend them, or leave them out with  data.on_error=skip", self.first)
 
-    def report(self) -> list[str]:
-        """Lines for the console."""
-        if not self.count:
-            return []
-        return [f"skipped {self.count:,} rows that cannot be read:"] + [f"    {p.what}  {p.why.splitlines()[0]}" for p in self.first]
-
 
 @dataclass
 class Source:

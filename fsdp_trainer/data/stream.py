@@ -19,6 +19,7 @@ from fsdp_trainer.config.data_files import is_url, kind
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data import demo
 from fsdp_trainer.data.conversations import Reader, make_reader
+from fsdp_trainer.data.findings import found
 from fsdp_trainer.data.packing import Packing, best_fit, one_per_row, pieces_of
 from fsdp_trainer.data.remote import open_remote
 from fsdp_trainer.data.samples import Rendered, SampleBuilder
@@ -219,9 +220,12 @@ class Stream:
         why = "\n".join([f"nothing to learn in {barren:,} units in a row", *self.told()])
         raise UserError("the data cannot be used", [Problem(f"data.path={self.of.how.data.path}", why)])
 
-    def told(self) -> list[str]:
-        """Sentences about what happened to samples so far."""
-        return [sentence.format(count) for sentence, count in self._builder.counts.items()]
+    def told(self, samples: int = 0, tokens: int = 0) -> list[str]:
+        """Sentences about what happened on the way to so many samples of so many tokens."""
+        every = found(self._builder.counts, {}, samples, tokens, self.of.seq_len)
+        return [
+            ("warning: " if one.is_warning else "") + one.text + (f". {one.fix}" if one.is_warning and one.fix else "") for one in every
+        ]
 
     def _samples_of_unit(self, turn: int, before: int, sample: int) -> Iterator[Taken]:
         """Of the unit that is dealt in this turn, without its first rows, and without the first samples of the next one."""
@@ -327,8 +331,7 @@ def _look(streamed: StreamedData, size: int) -> tuple[list[str], str]:
     report = [
         f"streamed: {files:,} files of {size / 2**30:.2f} GiB in {len(streamed.units):,} units, by {streamed.streams:,} streams",
         f"the first {len(samples):,} samples: {tokens:,} tokens, {100 * learnt / tokens:.1f}% learnt, longest {max(streamed.lengths):,}",
-        *stream.told(),
-        *(f"note: {note}" for note in sorted(streamed.how.template.adapted)),
+        *stream.told(len(samples), tokens),
     ]
     if streamed.parts > 1:
         report.append(

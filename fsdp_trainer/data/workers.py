@@ -25,7 +25,7 @@ def cores() -> int:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for file in QUOTAS:
         try:
-            quota, period = [*Path(file).read_text().split(), PERIOD][:2]
+            quota, period = [*Path(file).read_text().split(), str(PERIOD)][:2]
             if quota not in ("max", "-1"):
                 allowed = min(allowed, max(1, int(quota) // int(period)))
         except (OSError, ValueError):
@@ -52,8 +52,7 @@ def in_processes(jobs: Iterator[Job], how: How, tick: Tick, count: int) -> Itera
             connection.send_bytes(told)
         busy = [connection for connection in workers if _next(connection, jobs)]
         while busy:
-            for connection in wait(busy):
-                assert isinstance(connection, Connection)
+            for connection in [known for known in wait(busy) if isinstance(known, Connection)]:
                 message = connection.recv()
                 if isinstance(message, BaseException):
                     raise message

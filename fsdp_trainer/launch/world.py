@@ -23,6 +23,7 @@ from fsdp_trainer.errors import Problem, RunFailed, Stopped, UserError
 PARENT = "FSDP_TRAINER_PARENT"  # set by our own launcher: the process that a rank must not outlive
 ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun
 LINGER_SECONDS = 30.0
+LISTEN_SECONDS = 5.0  # between two looks whether those that are waited for are still at work
 MEETING_SECONDS, LOOKS_A_SECOND = 0.02, 5000  # between two looks at who is there; of all ranks together at the store, which is one thread
 T = TypeVar("T")
 
@@ -85,10 +86,15 @@ class World:
         self.store.wait([key], timedelta(seconds=timeout))
         return pickle.loads(bytes.fromhex(self.store.get(key).decode()))
 
+    def beat(self) -> None:
+        """Tell the ranks that wait in `node_by_node` that this one's work goes on."""
+        self.store.add("beats", 1)
+
     def node_by_node(self, name: str, work: Callable[[], T], timeout: float) -> T:
         """Run `work` on rank 0, then on one rank of every node, then on all: the later ones find what the first left on disk.
 
-        Waits outside any collective, so that hours of tokenising time nothing out. All return together; a failure of one is the failure of all.
+        Waits outside any collective, so that hours of tokenising time nothing out: only `timeout` seconds without a beat do. All return
+        together; a failure of one is the failure of all.
         """
         first, node, all_done = f"{name}/rank0", f"{name}/node{self.node}", f"{name}/all"
         mine = first if self.main else node
@@ -114,8 +120,19 @@ class World:
         return result
 
     def _hear(self, name: str, key: str, timeout: float) -> None:
-        """Wait for what others did. Raises what it failed with."""
-        failure = self._get(key, timeout)
+        """Wait for what others did. Raises what it failed with, and RunFailed after `timeout` seconds without a sign of life."""
+        beats, heard, failure = 0, time.monotonic(), None
+        while True:
+            try:
+                failure = self._get(key, min(timeout, LISTEN_SECONDS))
+                break
+            except dist.DistStoreError:
+                now_beats, now = self.store.add("beats", 0), time.monotonic()
+                if now_beats != beats:
+                    beats, heard = now_beats, now
+                elif now - heard >= timeout:
+                    why = f"rank {self.rank} has waited for {name} and heard nothing for {timeout:g} s. Longer with  launch.data_timeout=…"
+                    raise RunFailed(why) from None
         if failure:
             self.store.add(f"{name}/heard", 1)
             self.linger(name)

@@ -20,6 +20,7 @@ from fsdp_trainer.data.order import RowOrder
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.store import TokenStore
 from fsdp_trainer.data.stream import StreamedData
+from fsdp_trainer.data.summary import two_lines
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.data.workers import cores
@@ -82,7 +83,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     streamed = material.data.streamed
     train: Batches
     if streamed:
-        processes = min(8, max(1, cores() * world.nodes // world.size)) if cfg.data.workers is None else cfg.data.workers
+        processes = cfg.data.workers or min(8, cores() * world.nodes // world.size)
         train = StreamBatches(streamed, cfg.batch.micro_rows, world.rank, world.size, world.device, config.attended, processes)
     else:
         train = batches(material.data.train[0], cfg.data.shuffle)
@@ -267,9 +268,9 @@ def describe(trainer: Trainer, world: World, material: Material, attention: Choi
     slots = cfg.batch.micro_rows * world.size
     micro_batches = math.ceil(cfg.batch.rows / slots)
     surplus = micro_batches * slots - cfg.batch.rows
-    rows, epochs = [], ""
+    data, epochs = material.data.report, ""
     if isinstance(order, RowOrder):
-        rows = [f"rows   {order.rows_per_epoch:,} an epoch of {order.seq_len:,} tokens, {order.fill:.1%} full"]
+        data = two_lines(material.data.train, order, material.data.validation)
         epochs = f", {(trainer.last_row or trainer.total_steps * cfg.batch.rows) / order.rows_per_epoch:.2f} epochs"
     origin = cfg.model.init_from or "random weights"
     size = f"{short(config.parameters())} parameters, {config.num_hidden_layers} blocks, {config.vocab_size:,} tokens"
@@ -288,8 +289,7 @@ def describe(trainer: Trainer, world: World, material: Material, attention: Choi
             else []
         ),
         *(["       float8 without  compile=enabled  is slower than bfloat16"] if float8 and not cfg.compile.enabled else []),
-        *(f"data   {line}" for line in material.data.report),
-        *rows,
+        *(f"data   {line}" for line in data),
         f"attend {attention}",
         f"head   logits of at most {head.rows_at_once(cfg.batch.micro_rows * order.seq_len, world.device.type):,} tokens at once",
         f"step   {cfg.batch.rows} rows = {micro_batches} micro-batches × {cfg.batch.micro_rows} rows × {world.size} ranks"

@@ -53,7 +53,7 @@ class StreamBatches(Batches):
         attended: Callable[[np.ndarray], np.ndarray],
         processes: int,
     ):
-        """attended: what attention costs a model, of documents' lengths; processes: that make rows, 0: this one."""
+        """attended: what attention costs a model, of documents' lengths; processes: that make rows, 1: this one."""
         self.order, self.micro_rows, self.rank, self.ranks, self.device = data, micro_rows, rank, ranks, device
         self.attention, self.source_names = "documents", data.source_names
         self.attended, self.processes = attended, processes
@@ -130,7 +130,7 @@ class StreamFeed(Feed):
         slots = batches.slots()
         cursors = {s: progress.streams[s] if progress.streams else START for of_batch in slots for s in of_batch}
         processes = min(batches.processes, len(cursors))
-        self._readers = ReadersElsewhere(batches.order, cursors, processes) if processes else Readers(batches.order, cursors)
+        self._readers = ReadersElsewhere(batches.order, cursors, processes) if processes > 1 else Readers(batches.order, cursors)
         self._made = SimpleQueue[Made | BaseException]()
         self._skipped = 0
         batches.cursors.clear()

@@ -1,0 +1,110 @@
+"""What is worth knowing about a data set before it is trained on: counted under short keys, told as sentences with their fix."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+EXAMPLES = 3
+FITS = "fits_"
+"""Begins the keys that count samples too long for a row, by the length that would hold them: fits_1536."""
+DROPPED = ("unsupervised", "too_long", "empty")
+"""Keys of what is no sample of the store."""
+LOST = "lost_tokens"
+"""Key of the tokens that were dropped or cut off with them."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How what was counted is told. `{n}` in the text is the count, `{seq_len}` batch.seq_len."""
+
+    text: str
+    fix: str = ""
+    warns_from: float | None = 0.0
+    """A warning where more than this share of the samples has it, below it a note; None: always a note."""
+
+
+KINDS = {
+    "unsupervised": Kind(
+        "{n} samples dropped: no token in them is supervised",
+        "a conversation needs an answer of the assistant with a weight above 0, before batch.seq_len ends; data.loss_on=all learns everything",
+    ),
+    "no_end": Kind(
+        "{n} assistant turns whose end is not supervised: the model does not learn to stop",
+        "the template must close a turn with a special token (data.template=chatml), which the tokenizer knows (tokenizer.add_tokens)",
+    ),
+    "two_bos": Kind("{n} samples begin with two bos tokens", "take the bos out of the data: the template writes its own"),
+    "special_in_text": Kind(
+        "{n} conversations or documents hold special tokens as text: they become control tokens",
+        "take them out of the data; if it was rendered by a template before, give it as turns, or as  data.format=text",
+    ),
+    "empty_think": Kind(
+        "{n} assistant turns are learnt with an empty <think> block: the model learns not to think",
+        "if that is not meant: give the turns reasoning_content, or a template that writes none, as  data.template=chatml",
+    ),
+    "prompt_differs": Kind(
+        "{n} assistant turns do not begin as the generation prompt of inference does (an opened <think>?)",
+        "a template whose finished turns begin with its generation prompt",
+    ),
+    "too_long": Kind("{n} samples dropped: longer than batch.seq_len={seq_len}", warns_from=0.01),
+    "truncated": Kind("{n} samples cut at the end: longer than batch.seq_len={seq_len}", warns_from=0.01),
+    "duplicate": Kind("{n} samples are duplicates of others", "remove them, or mean it: they count as often as they are there", warns_from=0.01),
+    "unreadable": Kind("{n} rows skipped: they cannot be read", "data.on_error=fail  names the first five", warns_from=0.01),
+    "empty": Kind("{n} empty documents dropped", warns_from=0.01),
+    "split": Kind("{n} documents longer than batch.seq_len={seq_len} are cut into pieces, no token lost", warns_from=None),
+    "rewritten": Kind("{n} conversations became one sample per assistant turn: the template rewrites earlier turns", warns_from=None),
+    "tools_not_shown": Kind("{n} conversations have tools that the template does not show: the model does not see their descriptions", warns_from=None),
+    "calls_as_text": Kind("{n} conversations with tool calls, which the template does not know: they are written as JSON text", warns_from=None),
+    "results_as_user": Kind("{n} conversations with tool results, which the template does not know: they are user turns", warns_from=None),
+    "system_in_user": Kind("{n} conversations with system turns, which the template does not know: they are put before the user's", warns_from=None),
+    "reasoning_as_text": Kind(
+        "{n} conversations with reasoning, which the template does not know: it stands in <think> … </think> before the answer", warns_from=None
+    ),
+    "reasoning_left_out": Kind("{n} conversations with reasoning, which the template does not show: it is left out"),
+}  # fmt: skip
+"""In the order in which they are told."""
+
+
+@dataclass
+class Finding:
+    """One thing that was found, ready to be shown."""
+
+    text: str
+    fix: str = ""
+    is_warning: bool = True
+    places: list[str] = field(default_factory=list)
+    """The first FILE:LINE of it."""
+
+
+def found(counts: Mapping[str, int], examples: Mapping[str, list[str]], samples: int, tokens: int, seq_len: int) -> list[Finding]:
+    """What was counted, as sentences, with what to do about it. samples, tokens: how many were kept."""
+    samples += sum(counts.get(key, 0) for key in DROPPED)
+    fixes = dict.fromkeys(("too_long", "truncated"), _longer_rows(counts, samples, tokens, seq_len))
+    return [
+        Finding(
+            kind.text.format(n=f"{n:,}", seq_len=seq_len),
+            fixes.get(key, kind.fix),
+            kind.warns_from is not None and n > kind.warns_from * samples,
+            list(examples.get(key, ())),
+        )
+        for key, kind in KINDS.items()
+        if (n := counts.get(key, 0))
+    ]
+
+
+def _longer_rows(counts: Mapping[str, int], samples: int, tokens: int, seq_len: int) -> str:
+    """What too long samples cost, and the batch.seq_len with which 99% of all samples would fit."""
+    left = sum(n for key, n in counts.items() if key.startswith(FITS))
+    keeps = seq_len
+    for longer in sorted(int(key.removeprefix(FITS)) for key in counts if key.startswith(FITS)):
+        if left <= 0.01 * samples:
+            break
+        keeps, left = longer, left - counts[f"{FITS}{longer}"]
+    lost = counts.get(LOST, 0) / max(1, tokens + counts.get(LOST, 0))
+    advice = f"batch.seq_len={keeps} would hold 99% of the samples" if keeps > seq_len else "more than 99% of the samples fit"
+    cut = "" if counts.get("truncated") else "; data.too_long=truncate keeps their start, split all of a text"
+    return f"{lost:.1%} of the tokens are lost; {advice}{cut}"
+
+
+def rounded_length(length: int) -> int:
+    """The next length that one would choose: 1024, 1280, 1536, 1792, 2048, 2560 …"""
+    step = max(1, 1 << max(0, (length - 1).bit_length() - 3))
+    return -(-length // step) * step

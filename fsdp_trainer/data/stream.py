@@ -94,6 +94,10 @@ class StreamedData:
     report: list[str]
     lengths: np.ndarray
     """Of some samples: what to expect."""
+    start: int = 0
+    """The running index of its first row: what came before was other data's."""
+    components: tuple = ()
+    """None that are mixed."""
 
     @property
     def source_names(self) -> list[str]:
@@ -104,6 +108,15 @@ class StreamedData:
     def seq_len(self) -> int:
         """As of a RowOrder."""
         return self.how.seq_len
+
+    @property
+    def key(self) -> str:
+        """As of a Mixture."""
+        return self.fingerprint
+
+    def state(self, index: int) -> dict[str, Any]:
+        """As of a Mixture: a segment of the run. Where it stands the cursors say."""
+        return {"key": self.key, "start": self.start, "rows_per_epoch": 0, "sources": []}
 
     def stream(self, number: int, cursor: Sequence[int] = START, opens: Callable[[str], Any] = lambda file: None) -> "Stream":
         """The rows of a stream from a cursor on. opens: hears of each file before it is read."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp_trainer.data.findings import DROPPED, LOST, Finding, found
+from fsdp_trainer.data.mixture import Mixture
 from fsdp_trainer.data.order import RowOrder
 from fsdp_trainer.data.store import TokenStore
 
@@ -38,7 +39,7 @@ def findings(store: TokenStore, seq_len: int) -> list[Finding]:
     return sorted(told, key=lambda finding: not finding.is_warning)
 
 
-def two_lines(stores: Sequence[TokenStore], order: RowOrder, validation: TokenStore | None) -> list[str]:
+def two_lines(stores: Sequence[TokenStore], order: RowOrder | Mixture, validation: TokenStore | None) -> list[str]:
     """What a run trains on, and what it does not."""
     samples, tokens, supervised = (sum(int(n) for n in of) for of in zip(*map(_sums, stores), strict=True))
     longest = max(int(store.lengths.max()) for store in stores)

@@ -3,7 +3,10 @@
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -16,9 +19,8 @@ from fsdp_trainer.checkpoint.store import CheckpointStore, everywhere, load, rea
 from fsdp_trainer.config.paths import find_checkpoint, model_folder, step_of
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
-from fsdp_trainer.data.order import RowOrder
+from fsdp_trainer.data.mixture import Mixture, build_order, validation_order
 from fsdp_trainer.data.prepare import Prepared
-from fsdp_trainer.data.store import TokenStore
 from fsdp_trainer.data.stream import StreamedData
 from fsdp_trainer.data.summary import two_lines
 from fsdp_trainer.data.templates import Template
@@ -47,7 +49,7 @@ from fsdp_trainer.training.corruption import Corruption
 from fsdp_trainer.training.gradients import GradientSync
 from fsdp_trainer.training.guard import Guard, Stream
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.resume import check_unchanged, find_start, require_whole
+from fsdp_trainer.training.resume import check_unchanged, find_start, require_whole, take_up_data
 from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.saving import Saves
 from fsdp_trainer.training.stop import StopRequests
@@ -76,8 +78,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     compiled, uncompiled = can_compile(cfg, world.device)
     model = parallelize(model, mesh, cfg, compiled)
 
-    def batches(store: TokenStore, shuffle: bool) -> Batches:
-        order = RowOrder(store, cfg.batch.seq_len, cfg.data.packing, shuffle, cfg.run.seed, config.attended)
+    def batches(order: Mixture) -> Batches:
         return Batches(order, cfg.batch.micro_rows, world.rank, world.size, world.device)
 
     streamed = material.data.streamed
@@ -86,8 +87,9 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         processes = cfg.data.workers or min(8, cores() * world.nodes // world.size)
         train = StreamBatches(streamed, cfg.batch.micro_rows, world.rank, world.size, world.device, config.attended, processes)
     else:
-        train = batches(material.data.train[0], cfg.data.shuffle)
-    validation = batches(material.data.validation, shuffle=False) if material.data.validation else None
+        train = batches(build_order(cfg, material.data, config.attended))
+    held_out = material.data.validation
+    validation = batches(validation_order(cfg, held_out, config.attended)) if held_out else None
     attention = choose_attention(cfg, config, attended_share(train.order, config), world.device, compiled)
     for part in filter(None, (train, validation)):
         part.attention = attention.layout
@@ -105,7 +107,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         committed=lambda told: observer.event("checkpoint", **told),
     )
     start = find_start(cfg, checkpoints, observer)
-    changes = check_unchanged(cfg, train.order.fingerprint, start) if start else {}
+    changes = check_unchanged(cfg, train.order, start) if start else {}
 
     allocate(model, torch.device("cpu") if cfg.sharding.cpu_offload else world.device)
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed)
@@ -132,7 +134,8 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         changes=changes,
         compilations=Compilations() if compiled else None,
     )
-    for line in [*describe(trainer, world, material, attention), *([uncompiled] if uncompiled else [])]:
+    told = take_up(trainer, start) if start else []
+    for line in [*describe(trainer, world, material, attention), *([uncompiled] if uncompiled else []), *told]:
         observer.console.say(line)
     if start:
         restore(trainer, start)
@@ -179,7 +182,7 @@ def choose_attention(cfg: TrainConfig, config: ModelConfig, share: float, device
     return choice
 
 
-def attended_share(order: RowOrder | StreamedData, config: ModelConfig) -> float:
+def attended_share(order: Mixture | StreamedData, config: ModelConfig) -> float:
     """What attention costs of what it would if every row were one document."""
     if isinstance(order, StreamedData):
         return config.attended(order.lengths).sum() / (order.lengths.sum() * order.seq_len)
@@ -190,8 +193,15 @@ def length_of_run(cfg: TrainConfig, rows_per_epoch: int) -> tuple[int, int | Non
     """Optimizer steps in all, and the row at which the data ends (None where steps are what counts)."""
     if cfg.train.steps is not None:
         return cfg.train.steps, None
-    last_row = (cfg.train.epochs or 1) * rows_per_epoch
-    return math.ceil(last_row / cfg.batch.rows), last_row
+    last = last_row(cfg, rows_per_epoch, [])
+    return math.ceil(last / cfg.batch.rows), last
+
+
+def last_row(cfg: TrainConfig, rows_per_epoch: int, segments: list[dict[str, Any]]) -> int:
+    """Where train.epochs end: what earlier segments have done of them, by their own measure, is done."""
+    done = [Fraction(after["start"] - before["start"], before["rows_per_epoch"]) for before, after in pairwise(segments)]
+    start = segments[-1]["start"] if segments else 0
+    return start + max(0, math.ceil(((cfg.train.epochs or 1) - sum(done)) * rows_per_epoch))
 
 
 def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, str]:
@@ -221,11 +231,19 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
     require_shapes(trainer.model, checkpoint)
     prepare_optimizer(trainer.model, trainer.optimizer, str(checkpoint))
     load(checkpoint, weights(trainer.model) | optimizer_state(trainer.model, trainer.optimizer))
+    take_up(trainer, checkpoint)
+
+
+def take_up(trainer: Trainer, checkpoint: Path) -> list[str]:
+    """Stand where the checkpoint does, but for weights and optimizer state. Returns what becomes of the data, if it has changed since."""
     kept = read_progress(checkpoint)
     trainer.dtypes |= kept["dtypes"]
     trainer.progress = progress = Progress(**{name: kept[name] for name in asdict(Progress()) if name in kept})
+    told = take_up_data(trainer.batches.order, progress, kept["data"])
+    if trainer.last_row is not None:
+        trainer.last_row = last_row(trainer.cfg, trainer.batches.order.rows_per_epoch, progress.segments)
     if kept["data"] != trainer.fingerprints()["data"]:
-        progress.left_out, progress.streams = [], []  # other rows
+        progress.streams = []  # which begin anew
     trainer.count_steps()
     listed = trainer.saves.store.listed()
     ours = checkpoint.resolve() in [path.resolve() for path in listed]  # not one of another run, nor one that was left aside
@@ -234,6 +252,7 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
         progress.forget_validation()
     elif progress.best_step not in [step_of(path) for path in listed]:
         progress.best_step = progress.best_loss = None  # checkpoint.best was off, or the best one is gone
+    return told
 
 
 def require_shapes(model: Decoder, checkpoint: Path) -> None:
@@ -268,10 +287,12 @@ def describe(trainer: Trainer, world: World, material: Material, attention: Choi
     slots = cfg.batch.micro_rows * world.size
     micro_batches = math.ceil(cfg.batch.rows / slots)
     surplus = micro_batches * slots - cfg.batch.rows
-    data, epochs = material.data.report, ""
-    if isinstance(order, RowOrder):
-        data = two_lines(material.data.train, order, material.data.validation)
-        epochs = f", {(trainer.last_row or trainer.total_steps * cfg.batch.rows) / order.rows_per_epoch:.2f} epochs"
+    if isinstance(order, StreamedData):
+        data, epochs = material.data.report, ""
+    else:
+        last = trainer.last_row or trainer.progress.rows + (trainer.total_steps - trainer.progress.step) * cfg.batch.rows
+        data = [*two_lines(material.data.train, order, material.data.validation), *order.plan(last)]
+        epochs = f", {(last - order.start) / order.rows_per_epoch:.2f} epochs"
     origin = cfg.model.init_from or "random weights"
     size = f"{short(config.parameters())} parameters, {config.num_hidden_layers} blocks, {config.vocab_size:,} tokens"
     numbers = f"{cfg.precision.param_dtype} (weights {cfg.precision.master_dtype})"

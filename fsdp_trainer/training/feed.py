@@ -61,4 +61,4 @@ class Feed(Ahead[MicroBatch]):
 
     def where(self, plan: StepPlan) -> str:
         """What it reads."""
-        return f"rows {plan.start:,} to {plan.stop - 1:,}, prepared in {self.batches.order.store.folder}"
+        return f"rows {plan.start:,} to {plan.stop - 1:,}, prepared in {self.batches.order.folder}"

@@ -11,6 +11,7 @@ from fsdp_trainer.data.build import build_data
 from fsdp_trainer.data.mixture import Mixture, build_order
 from fsdp_trainer.data.order import RowData
 from fsdp_trainer.data.prepare import Prepared
+from fsdp_trainer.data.stream import StreamedData, StreamedRow
 from fsdp_trainer.data.tokenizer import TextTokenizer
 
 GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
@@ -19,6 +20,8 @@ GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
 def preview(cfg: PreviewConfig) -> int:
     """Print `preview.rows` rows in the order of training; returns the exit code."""
     tokenizer, template, prepared = build_data(cfg)
+    if prepared.streamed:
+        return preview_stream(cfg, prepared.streamed, tokenizer)
     order = build_order(cfg, prepared)
     if cfg.preview.format == "json":
         for index in range(cfg.preview.rows):
@@ -31,13 +34,25 @@ def preview(cfg: PreviewConfig) -> int:
     return 0
 
 
+def preview_stream(cfg: PreviewConfig, streamed: StreamedData, tokenizer: TextTokenizer) -> int:
+    """The same of data that is streamed."""
+    if cfg.preview.format != "json":
+        print("\n".join([*streamed.report, f"template: {streamed.how.template.name}"]))
+    for index, row in enumerate(streamed.first_rows(cfg.preview.rows)):
+        if cfg.preview.format == "json":
+            print(json.dumps(as_json(index, row)))
+        else:
+            print(f"\nrow {index}\n{as_text(row, tokenizer, colour=sys.stdout.isatty())}")
+    return 0
+
+
 def summary(prepared: Prepared, order: Mixture, template: str) -> list[str]:
     """What was found, and how it was packed."""
     packed = f"rows of {order.seq_len:,}: {order.rows_per_epoch:,} an epoch, {100 * order.fill:.1f}% filled"
     return [*prepared.report, f"template: {template}", packed]
 
 
-def as_json(index: int, row: RowData) -> dict:
+def as_json(index: int, row: RowData | StreamedRow) -> dict:
     """The row without its padding; `weights` only where a learnt position has another weight than 1."""
     n = sum(row.documents)
     labels, weights = row.labels[:n], row.weights[:n]
@@ -45,7 +60,7 @@ def as_json(index: int, row: RowData) -> dict:
     return shown if np.all(weights[labels != -100] == 1) else shown | {"weights": weights.tolist()}
 
 
-def as_text(row: RowData, tokenizer: TextTokenizer, colour: bool) -> str:
+def as_text(row: RowData | StreamedRow, tokenizer: TextTokenizer, colour: bool) -> str:
     """The row's text, a line between documents; learnt tokens green, the rest dim; without colour, learnt ones in [[ ]]."""
     texts, start = [], 0
     for length in row.documents:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -108,6 +108,11 @@ class StreamedData:
     def seq_len(self) -> int:
         """As of a RowOrder."""
         return self.how.seq_len
+
+    def first_rows(self, count: int) -> Iterator["StreamedRow"]:
+        """Of training, in order."""
+        streams = [self.stream(number) for number in range(min(count, self.streams))]
+        yield from islice((next(stream) for stream in cycle(streams)), count)
 
     @property
     def key(self) -> str:

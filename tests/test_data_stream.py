@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stored import assert_bitwise_equal, stored
+from test_bad_numbers import bad_gradient
 from world import write_chats
 
 from fsdp_trainer.config.schema import Batch, Data
@@ -131,12 +132,12 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     assert peak < 20e6
 
 
-def test_what_a_step_holds_does_not_depend_on_the_ranks(train, inputs):
+def test_what_a_step_holds_does_not_depend_on_the_ranks(train, inputs, files):
     cache = inputs["data.cache"] / "unused"
-    how = [*STREAMED, "train.steps=8", f"data.cache={cache}"]
-    one, two, four = (train(str(n), *how, ranks=n) for n in (1, 2, 4))
-    six = train("six", *how, "data.workers=2", "batch.micro_rows=6")
-    for other in (two, four, six):
+    texts = [f"data.path={files['texts']}", *(f"data.{key}={value}" for key, value in PRETRAIN.items())]
+    how = [*STREAMED, *texts, "train.steps=5", f"data.cache={cache}"]
+    one, four = train("one", *how), train("four", *how, ranks=4)
+    for other in (four, train("six", *how, "data.workers=2", "batch.micro_rows=6")):
         assert np.abs(np.subtract(one.column("loss"), other.column("loss"))).max() < 1e-5
         assert one.column("tokens") == other.column("tokens") and one.column("supervised_tokens") == other.column("supervised_tokens")
     assert not cache.exists(), "nothing is kept"
@@ -158,10 +159,8 @@ def killed_after_seven():
         yield
 
 
-@pytest.mark.parametrize("packing", ["best_fit", "stream"])
-def test_a_run_goes_on_bitwise_and_on_another_number_of_ranks_all_but_so(train, files, packing):
-    data = [f"data.path={files['texts']}", *(f"data.{key}={value}" for key, value in PRETRAIN.items())] if packing == "stream" else []
-    how = [*STREAMED, *data, "train.steps=10", "checkpoint.every=4"]
+def test_a_run_goes_on_bitwise_and_on_another_number_of_ranks_all_but_so(train):
+    how = [*STREAMED, "train.steps=10", "checkpoint.every=4"]
     whole = train("whole", *how, ranks=2)
     cut = train("cut", *how, ranks=2, seam=killed_after_seven, code=1)
     assert cut.checkpoints == ["step-00000004"]
@@ -175,16 +174,19 @@ def test_a_run_goes_on_bitwise_and_on_another_number_of_ranks_all_but_so(train, 
 
 
 def test_a_row_that_cannot_be_read_ends_all_ranks_with_its_file_and_line(train, files, tmp_path):
-    broken = tmp_path / "broken.jsonl"
-    lines = files["chats"].read_text().splitlines()
-    lines[76] = '{"prompt": "no end'
+    broken = write_chats(tmp_path / "broken.jsonl", 1200)
+    lines = broken.read_text().splitlines()
+    lines[1190] = '{"prompt": "no end'
     broken.write_text("\n".join(lines) + "\n")
-    run = train("fails", *STREAMED, f"data.path={broken}", "train.steps=50", ranks=2, code=2)
-    assert f"{broken}:77" in run.err and "data.on_error=skip" in run.err and "Traceback" not in run.err
-    assert run.event("end")[0]["exit_code"] == 2 and len(run.metrics) >= 1
-    run = train("skips", *STREAMED, f"data.path={broken}", "data.on_error=skip", "train.steps=20", ranks=2)
-    assert f"skipped {broken}:77" in run.out and len(run.metrics) == 20
-    assert all(where.startswith(f"{broken}:77 ") for event in run.event("rows_skipped") for where in event["rows"])
+    how = [*STREAMED, f"data.path={broken}", "data.shuffle=false", "train.steps=100"]
+    run = train("run", *how, ranks=2, code=2)
+    assert f"{broken}:1191" in run.err and "data.on_error=skip" in run.err and "Traceback" not in run.err
+    trained = len(run.metrics)
+    assert run.event("end")[0]["exit_code"] == 2 and 10 < trained < 100
+    assert run.checkpoints == [f"step-{trained:08d}"], "nothing that was trained is lost"
+    run = train("run", *how, "data.on_error=skip", "checkpoint.allow_changes=[data.on_error]", ranks=2)
+    assert f"goes on after step {trained}" in run.out and f"skipped {broken}:1191" in run.out and len(run.metrics) == 100
+    assert [where.split()[0] for event in run.event("rows_skipped") for where in event["rows"]] == [f"{broken}:1191"]
 
 
 @contextlib.contextmanager
@@ -254,3 +256,31 @@ def test_the_preview_shows_the_rows_of_training(files, capsys):
         expected = next(streams[index % 4])
         assert row["tokens"] == expected.tokens.tolist() and row["documents"] == expected.documents and row["row"] == index
         assert row["labels"] == expected.labels.tolist()
+
+
+@contextlib.contextmanager
+def two_steps_left_out():
+    from fsdp_trainer.training.trainer import Trainer
+
+    real = Trainer.fit
+
+    def fit(self):
+        self.progress.left_out = [[12, 24]]
+        return real(self)
+
+    with patch.object(Trainer, "fit", fit):
+        yield
+
+
+def test_rows_that_a_rewind_leaves_out_are_jumped_over(train):
+    plain = train("plain", *STREAMED, "train.steps=8")
+    jumps = train("jumps", *STREAMED, "train.steps=6", seam=two_steps_left_out)
+    each, jumped = (np.diff([0, *run.column("tokens")]).tolist() for run in (plain, jumps))
+    assert jumped == [*each[:2], *each[4:]]
+
+
+def test_a_bad_step_names_the_lines_that_were_streamed(train, files):
+    run = train("run", *STREAMED, "train.steps=3", "data.packing=none", ranks=2, seam=bad_gradient)
+    (event,) = run.event("skipped")
+    assert event["ranks"] == [1] and len(event["samples"]) == 1
+    assert event["samples"][0].rpartition(":")[0].endswith("chats.jsonl") and 1 <= int(event["samples"][0].rpartition(":")[2]) <= 100

@@ -95,7 +95,7 @@ class Trainer:
             loss, objective, sums, worst = self.forward_backward(plan, feed.of(plan))
             grad_norm = self.clip()
             verdict = self.update(lr, loss, grad_norm)
-            if self.agree():  # that a rank had no data for this step, which changed nothing
+            if self.agree(keep=True):  # that a rank had no data for this step, which changed nothing
                 break
             self.progress.advance(plan)
             self.tell_compilations("training")
@@ -175,10 +175,11 @@ class Trainer:
             )
         return Feed(batches, plans, self.cfg.data.prefetch, self.stop)
 
-    def agree(self, limits: bool = True) -> bool:
+    def agree(self, limits: bool = True, keep: bool = False) -> bool:
         """All ranks learn whether they stop, and whether a save in the background failed.
 
-        Returns whether a rank had no data because of the stop. Raises RunFailed on all of them if one could not read its, UserError for what it read.
+        Returns whether a rank had no data because of the stop. Raises RunFailed on all of them if one could not read its, UserError for what it read;
+        keep: after a checkpoint of what was trained.
         """
         phases.enter("agree")
         agreement = self.stop.agreed(self.saves.store.failed, limits)
@@ -187,6 +188,9 @@ class Trainer:
             phases.enter("staging")  # other ranks may yet write their part
             self.saves.settle(self.progress, self.next_save)
         if agreement.missing and (told := [why for why in gather(self.stop.missing) if why]):
+            if keep and self.progress.step:
+                self.observer.write_if_due(self.progress.step, last=True)
+                self.save_last()
             self.stop.leaving = True
             raise next((why for why in told if isinstance(why, UserError)), RunFailed("\n".join(map(str, told))))
         return agreement.missing

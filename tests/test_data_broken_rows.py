@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.conversations import FIELDS, REQUIRED, make_reader
+from fsdp_trainer.data.preferences import read_preference
 from fsdp_trainer.data.prepare import prepare
 from fsdp_trainer.data.samples import SampleBuilder
 from fsdp_trainer.data.sources import Row, RowError
@@ -66,6 +67,10 @@ ROWS = st.one_of(
     st.tuples(
         st.just("messages"), st.fixed_dictionaries({"messages": with_any_turn("assistant", "user", "role", "content"), "tools": ANY})
     ),
+    st.tuples(
+        st.just("preference"),
+        st.fixed_dictionaries({name: with_any_turn("assistant", "user", "role", "content") for name in ("chosen", "rejected")}),
+    ),
     st.tuples(st.just("sharegpt"), st.fixed_dictionaries({"conversations": with_any_turn("gpt", "human", "from", "value")})),
 )
 
@@ -74,10 +79,14 @@ ROWS = st.one_of(
 @settings(max_examples=400, deadline=None)
 def test_any_value_in_any_field_is_read_or_an_error_of_the_row(formatted):
     format, columns = formatted
+    row = Row(columns, ("f", 1))
     try:
-        read = make_reader(columns, format, None, "f").read(Row(columns, ("f", 1)))
-        for builder in BUILDERS:
-            builder.render(read)
+        reader = make_reader(columns, format, None, "f", pairs=True)
+        if format == "preference":
+            read_preference(row, reader)
+        else:
+            for builder in BUILDERS:
+                builder.render(reader.read(row))
     except RowError:
         pass
 

@@ -113,6 +113,10 @@ def test_a_path_without_data_is_refused_by_name(path):
         {"question": "q", "answer": "a"},
         {"instruction": "q", "response": "a"},
         {"prompt": "q", "completion": "a", "other": 1},
+        {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]},
+        {"conversation": {"id": 1, "messages": CHAT["messages"]}, "other": {}},
+        {"messages": [{"role": "User", "content": "q"}, {"role": "Assistant", "content": "a"}]},
+        {"conversations": [{"role": "user", "value": "q"}, {"from": "gpt", "content": "a"}]},
     ],
 )
 def test_formats_are_found_out(columns):
@@ -129,6 +133,53 @@ def test_fields_say_what_columns_mean():
     assert read(columns, fields={"prompt": "anfrage", "completion": "antwort"}).messages == QUESTION_ANSWER
     assert read(columns, fields={"text": "antwort"}) == Document("a", ("file", 1))
     assert read({"chat": CHAT["messages"]}, fields={"messages": "chat"}).messages == QUESTION_ANSWER
+
+
+def test_what_is_given_beside_an_instruction_is_part_of_the_question():
+    for columns in ({"input": "i", "output": "a"}, {"context": "i", "response": "a"}, {"input": "i", "answer": "a"}):
+        assert read({"instruction": "q", **columns}).messages[0]["content"] == "q\ni"
+
+
+def test_a_name_with_a_dot_leads_into_a_column():
+    columns = {"request": {"body": {"turns": CHAT["messages"]}}, "a.b": "t"}
+    assert read(columns, fields={"messages": "request.body.turns"}).messages == QUESTION_ANSWER
+    assert read(columns, fields={"text": "a.b"}).text == "t"
+    with pytest.raises(RowError, match=r"has no 'request\.wat\.turns'"):
+        read(columns, fields={"messages": "request.wat.turns"})
+
+
+@pytest.mark.parametrize("flag", [{"train": False}, {"training": False}, {"loss": False}, {"masked": True}])
+def test_a_turn_that_other_trainers_leave_out_is_not_learnt(flag):
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **flag}]
+    assert read({"messages": turns}).messages[1] == {"role": "assistant", "content": "a", "weight": 0.0}
+    opposite = {name: not value for name, value in flag.items()}
+    assert read({"messages": [turns[0], {"role": "assistant", "content": "a", **opposite}]}).messages == QUESTION_ANSWER
+
+
+def test_answers_in_a_prompt_are_not_learnt():
+    turns = [{"role": "user", "content": "q1"}, {"role": "assistant", "content": "a1"}, {"role": "user", "content": "q2"}]
+    messages = read({"prompt": turns, "completion": "a2"}).messages
+    assert [turn.get("weight", 1.0) for turn in messages if turn["role"] == "assistant"] == [0.0, 1.0]
+
+
+def test_answers_that_are_marked_as_bad_are_not_learnt_unseen():
+    for row in ({"prompt": "q", "completion": "a"}, CHAT):
+        with pytest.raises(UserError, match="unpaired preferences"):
+            read(row | {"label": False})
+    assert read({"prompt": "q", "completion": "a", "label": False}, format="prompt_completion").messages == QUESTION_ANSWER
+    assert read({"text": "t", "label": True}).text == "t"  # of a classifier
+
+
+def test_a_function_call_in_the_older_form_of_openai_is_a_tool_call():
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+        {"role": "function", "name": "add", "content": "2"},
+        {"role": "assistant", "content": "a"},
+    ]
+    messages = read({"messages": turns}).messages
+    assert messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    assert messages[2] == {"role": "tool", "content": "2", "name": "add"}
 
 
 def test_a_system_column_comes_first():
@@ -183,11 +234,6 @@ def test_unknown_columns_are_listed_with_an_example():
     with pytest.raises(UserError) as raised:
         read({"body": "x", "title": "y"})
     assert "body title" in str(raised.value) and "data.fields={prompt: question" in str(raised.value)
-
-
-def test_preference_data_is_refused_by_name():
-    with pytest.raises(UserError, match="preference data"):
-        read({"prompt": "q", "chosen": "a", "rejected": "b"})
 
 
 @pytest.mark.parametrize("fields", [{"wat": "x"}, {"prompt": "x"}, {"prompt": "x", "completion": "y", "wat": "z"}])

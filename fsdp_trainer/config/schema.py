@@ -20,7 +20,7 @@ def key(
     return field(default=default, metadata=metadata)
 
 
-FORMATS = ("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text")
+FORMATS = ("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference")
 NEEDS_NCCL = "is memory of NCCL's, which GPUs communicate by; gloo on a CPU has none"
 
 

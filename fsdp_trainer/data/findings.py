@@ -3,13 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-EXAMPLES = 3
-FITS = "fits_"
-"""Begins the keys that count samples too long for a row, by the length that would hold them: fits_1536."""
+from fsdp_trainer.data.samples import FITS, LOST
+
 DROPPED = ("unsupervised", "too_long", "empty")
 """Keys of what is no sample of the store."""
-LOST = "lost_tokens"
-"""Key of the tokens that were dropped or cut off with them."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +70,12 @@ class Finding:
     places: list[str] = field(default_factory=list)
     """The first FILE:LINE of it."""
 
+    def __str__(self) -> str:
+        places = f" ({', '.join(self.places)})" if self.places else ""
+        return f"{'warning' if self.is_warning else 'note'}: {self.text}{places}" + (f"\n    {self.fix}" if self.fix else "")
 
-def found(counts: Mapping[str, int], examples: Mapping[str, list[str]], samples: int, tokens: int, seq_len: int) -> list[Finding]:
+
+def told(counts: Mapping[str, int], examples: Mapping[str, list[str]], samples: int, tokens: int, seq_len: int) -> list[Finding]:
     """What was counted, as sentences, with what to do about it. samples, tokens: how many were kept."""
     samples += sum(counts.get(key, 0) for key in DROPPED)
     fixes = dict.fromkeys(("too_long", "truncated"), _longer_rows(counts, samples, tokens, seq_len))
@@ -102,9 +103,3 @@ def _longer_rows(counts: Mapping[str, int], samples: int, tokens: int, seq_len: 
     advice = f"batch.seq_len={keeps} would hold 99% of the samples" if keeps > seq_len else "more than 99% of the samples fit"
     cut = "" if counts.get("truncated") else "; data.too_long=truncate keeps their start, split all of a text"
     return f"{lost:.1%} of the tokens are lost; {advice}{cut}"
-
-
-def rounded_length(length: int) -> int:
-    """The next length that one would choose: 1024, 1280, 1536, 1792, 2048, 2560 …"""
-    step = max(1, 1 << max(0, (length - 1).bit_length() - 3))
-    return -(-length // step) * step

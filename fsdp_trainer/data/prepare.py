@@ -16,13 +16,14 @@ import numpy as np
 from fsdp_trainer.config.data_files import ARROW, entries, is_mixture, kind
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.cache import clear_leftovers, held
-from fsdp_trainer.data.findings import EXAMPLES
+from fsdp_trainer.data.findings import told
 from fsdp_trainer.data.fingerprint import content_hashes, fingerprint
+from fsdp_trainer.data.samples import EXAMPLES
 from fsdp_trainer.data.sources import SHOWN, Problems, Source, find_sources
 from fsdp_trainer.data.store import Damaged, TokenStore, add_totals, merge, read_meta, write_meta
 from fsdp_trainer.data.stream import StreamedData
 from fsdp_trainer.data.templates import Template
-from fsdp_trainer.data.tokenise import TRAIN, VALIDATION, Done, How, Piece, Task
+from fsdp_trainer.data.tokenise import SKIPPED, TRAIN, VALIDATION, Done, How, Piece, Task
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.data.units import Unit, lines_before, split_units
 from fsdp_trainer.data.workers import Job, cores, in_processes, in_this_process
@@ -81,9 +82,9 @@ class Component:
         return [file for source in self.sources for file in source.files]
 
 
-def components(data: Data) -> tuple[list[Component], Component | None]:
-    """What `data` trains on, and what it names to be validated on. UserError if there is nothing there."""
-    sources, named = find_sources(data.path, "data.path"), entries(data.path)
+def components(data: Data, root: Path, say: Callable[[str], None]) -> tuple[list[Component], Component | None]:
+    """What `data` trains on, and what it names to be validated on, fetched if it lies elsewhere. UserError if there is nothing there."""
+    sources, named = find_sources(data.path, "data.path", root, say), entries(data.path)
     share = data.validation if isinstance(data.validation, int | float) else 0.0
     if is_mixture(data.path) and len(named) > 1:
         train = [Component(source.name, [source], share) for source in sources]
@@ -91,12 +92,12 @@ def components(data: Data) -> tuple[list[Component], Component | None]:
         train = [Component(named[0].name or TRAIN, sources, share)]
     if data.validation is None or share:
         return train, None
-    return train, Component(VALIDATION, find_sources(data.validation, "data.validation"), key="data.validation")
+    return train, Component(VALIDATION, find_sources(data.validation, "data.validation", root, say), key="data.validation")
 
 
 def preparations(data: Data, batch: Batch, tokenizer: TextTokenizer, template: Template, root: Path, told: Told) -> list["Preparation"]:
     """Of every component, the one to be validated on last if it is apart."""
-    train, apart = components(data)
+    train, apart = components(data, root, told.say)
     every = [*train, *([apart] if apart else [])]
     hashes = content_hashes([file for component in every for file in component.files], root, lambda: told.progress("data   hashing files"))
     how = How(data, batch.seq_len, 0.0, tokenizer, template)
@@ -314,10 +315,20 @@ class Preparation:
             "stores": {name: about | {"totals": totals[name]} for name, about in stores.items()},
         }
         if not totals[TRAIN]:
-            why = "there is nothing in it to learn:"
-            path = self.how.data.path if self.component.key == "data.path" else self.how.data.validation
-            raise UserError("the data cannot be used", [Problem(f"{self.component.key}={path}", "\n".join([why, *self._lines(meta, {})]))])
+            self._refuse(meta)
+        if bad and self.how.data.on_error == "skip":
+            with open(into / SKIPPED, "wb") as out:
+                out.writelines((part / SKIPPED).read_bytes() for part in parts)
         write_meta(into, meta)
+
+    def _refuse(self, meta: dict[str, Any]) -> None:
+        """Nothing is left to learn: say what became of the rows. Raises UserError."""
+        key, name = self.component.key, self.component.name
+        path = self.how.data.path if key == "data.path" else self.how.data.validation
+        which = f" of {name}" if name not in (TRAIN, VALIDATION, path) else ""
+        sentences = [str(finding) for finding in told(meta["counts"], meta["examples"], 0, 0, self.how.seq_len)]
+        why = "\n".join([f"no token{which} is supervised: there is nothing to learn", *self._lines(meta, {}), *sentences])
+        raise UserError("the data cannot be used", [Problem(f"{key}={path}", why)])
 
     def _lines(self, meta: dict[str, Any], renamed: dict[str, str]) -> list[str]:
         """What people are told of it, with the files called as they are now."""
@@ -329,27 +340,9 @@ class Preparation:
             named = self.component.files[found[0][0]] if len(found) == 1 else f"{len(found):,} files"
             lines.append(f"{named}: {sum(rows for _, rows in found):,} rows, {format}")
         if bad := meta["counts"].get("unreadable"):
-            lines.append(f"skipped {bad:,} rows that cannot be read:")
+            listed = f", listed in {self.folder / SKIPPED}" if (self.folder / SKIPPED).exists() else ""
+            lines.append(f"skipped {bad:,} rows that cannot be read{listed}:")
             lines += [f"    {_renamed(p['what'], renamed)}  {p['why'].splitlines()[0]}" for p in meta["problems"]]
-        for name, about in meta["stores"].items():
-            lines += self._about(self.component.name if name == TRAIN else name, about["totals"])
-        return lines
-
-    def _about(self, name: str, totals: dict[str, dict[str, int]]) -> list[str]:
-        """A line about a store, and one about each of several sources."""
-        whole: dict[str, dict[str, int]] = {}
-        for of in totals.values():
-            add_totals(whole, {"": of})
-        if not whole:
-            return []
-        n = whole[""]
-        learnt = f"{100 * n['supervised'] / n['tokens']:.1f}% learnt"
-        lines = [f"{name}: {n['samples']:,} samples, {n['tokens']:,} tokens, {learnt}, longest {n['longest']:,}"]
-        for i, source in enumerate(self.component.sources if len(self.component.sources) > 1 else []):
-            of = totals.get(str(i), dict.fromkeys(n, 0))
-            share = f"{100 * of['tokens'] / n['tokens']:.1f}% of the tokens"
-            learnt = f"{100 * of['supervised'] / max(1, of['tokens']):.1f}% learnt"
-            lines.append(f"    {source.name}: {of['samples']:,} samples, {of['tokens']:,} tokens ({share}), {learnt}")
         return lines
 
 

@@ -12,13 +12,17 @@ import numpy as np
 
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.conversations import Conversation, Document, Message
-from fsdp_trainer.data.findings import EXAMPLES, FITS, LOST, rounded_length
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import Encoding, TextTokenizer
 
 Span = tuple[int, int, float]
 """Characters [start, end) of a text and the weight with which their tokens are learnt."""
+EXAMPLES = 3
+FITS = "fits_"
+"""Begins the keys that count samples too long for a row, by the length that would hold them: fits_1536."""
+LOST = "lost_tokens"
+"""Key of the tokens that were dropped or cut off with them."""
 TEXTS = ("content", "reasoning_content")
 """What a turn of the data may hold."""
 EMPTY_THINK = re.compile(r"<think>\s*</think>")
@@ -213,3 +217,9 @@ def token_weights(encoding: Encoding, text: Rendered) -> np.ndarray:
         characters[start:end] = weight
     last = np.maximum(encoding.ends - 1, encoding.starts)
     return np.minimum(characters[encoding.starts], characters[last])
+
+
+def rounded_length(length: int) -> int:
+    """The next length that one would choose: 1024, 1280, 1536, 1792, 2048, 2560 …"""
+    step = max(1, 1 << max(0, (length - 1).bit_length() - 3))
+    return -(-length // step) * step

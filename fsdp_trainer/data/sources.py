@@ -4,12 +4,13 @@ import hashlib
 import json
 import os
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from fsdp_trainer.config.data_files import SHARD, data_files, entries, kind, stem
+from fsdp_trainer.config.data_files import SHARD, Entry, data_files, entries, is_url, kind, place, stem
 from fsdp_trainer.data import demo
+from fsdp_trainer.data.remote import Say, fetch, list_files
 from fsdp_trainer.errors import Problem, UserError
 
 SHOWN = 5
@@ -37,13 +38,17 @@ class Problems:
     on_error: str
     count: int = 0
     first: list[Problem] = field(default_factory=list)
+    listed: TextIO | None = None
+    """Where all of them are written to, as JSON lines."""
 
     def add(self, where: tuple[str, int], why: str) -> None:
         """Note a bad row."""
         self.count += 1
+        shown = why.encode(errors="backslashreplace").decode()  # half a character can be in a row, but in no file and no terminal
         if len(self.first) < SHOWN:
-            shown = why.encode(errors="backslashreplace").decode()  # half a character can be in a row, but in no file and no terminal
             self.first.append(Problem(f"{where[0]}:{where[1]}", shown))
+        if self.listed:
+            print(json.dumps({"file": where[0], "line": where[1], "why": shown}, ensure_ascii=False), file=self.listed)
 
     @property
     def will_raise(self) -> bool:
@@ -72,17 +77,30 @@ class Source:
     fields: dict[str, Any] | None = None
 
 
-def find_sources(path: Any, key: str) -> list[Source]:
-    """Data files of a path: a file, a folder (searched through), a glob, a `demo:` name, or a list of them; in a fixed order."""
+def find_sources(path: Any, key: str, cache: Path | None = None, say: Say = lambda line: None) -> list[Source]:
+    """Data files of a path: a file, a folder (searched through), a glob, a URL of any of these, a `demo:` name, or a list; in a fixed order.
+
+    cache: where remote files are copied to, which then stand for them; None: their URLs are the files. say: told of downloads.
+    """
     paths = [entry.path for entry in entries(path)]
     if not paths:
         raise _bad(key, path, f"a file, folder or glob, or a list of them, is needed. To try the trainer out:  {key}=demo:backwards")
     found: dict[str, list[str]] = {}
+    copies: dict[str, str] = {}
     for p in paths:
-        found.setdefault(os.path.abspath(Path(p).expanduser()), []).extend(_files_of(p, key))
-    given = {os.path.abspath(Path(entry.path).expanduser()): entry for entry in entries(path)}
+        if is_url(p) and cache:
+            copies |= (of_url := fetch(p, key, cache, say))
+            found.setdefault(place(p), []).extend(of_url)
+        else:
+            found.setdefault(place(p), []).extend(_files_of(p, key))
+    sources = _told_apart(found, {place(entry.path): entry for entry in entries(path)}, key)
+    return [replace(source, files=[copies.get(file, file) for file in source.files]) for source in sources]
+
+
+def _told_apart(found: dict[str, list[str]], given: dict[str, Entry], key: str) -> list[Source]:
+    """The sources that the files of each entry are, by names that differ."""
     if len(found) > 1 or any(entry.name for entry in given.values()):
-        names = [given[place].name or name for place, name in zip(found, _names(list(found)), strict=True)]
+        names = [given[at].name or name for at, name in zip(found, _names(list(found)), strict=True)]
         if len(set(names)) < len(names):
             raise _bad(key, names, "two sources have one name. Give each entry its own, as in  {path: a.jsonl, name: code}")
         return [Source(name, files, given[at].format, given[at].fields) for name, (at, files) in zip(names, found.items(), strict=True)]
@@ -91,7 +109,7 @@ def find_sources(path: Any, key: str) -> list[Source]:
     by_set: dict[str, list[str]] = {}
     for file in files:
         of_set = SHARD.sub("", stem(file))
-        by_set.setdefault(os.path.abspath(file if of_set == stem(file) else Path(file).parent / of_set), []).append(file)
+        by_set.setdefault(place(file) if of_set == stem(file) else str(Path(place(file)).parent / of_set), []).append(file)
     if len(by_set) > MOST_SOURCES:
         return [Source(stem(path), files, *how)]
     return [Source(name, files, *how) for name, files in zip(_names(list(by_set)), by_set.values(), strict=True)]
@@ -118,9 +136,10 @@ def _ends(path: Path) -> list[str]:
 def _files_of(path: str, key: str) -> list[str]:
     if path in demo.TASKS:
         return [path]
-    if path.startswith("demo:") or "://" in path:
-        known = "there is  " + "  ".join(demo.TASKS) if path.startswith("demo:") else "only local files are read: download it first"
-        raise _bad(key, path, known)
+    if path.startswith("demo:"):
+        raise _bad(key, path, "there is  " + "  ".join(demo.TASKS))
+    if is_url(path):
+        return [file.url for file in list_files(path, key)]
     try:
         return data_files(str(Path(path).expanduser()))
     except ValueError as e:

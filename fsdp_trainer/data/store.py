@@ -4,12 +4,15 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from mmap import MADV_RANDOM, mmap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fsdp_trainer.data.samples import Sample
+from fsdp_trainer.data.shared_arrays import SHARED_FROM, SharedArrays
 
 COLUMNS = {
     "tokens": np.int32, "weights": np.float32, "lengths": np.int64, "weight_sums": np.float64, "supervised": np.int64, "sources": np.int32,
@@ -53,7 +56,20 @@ class TokenStore:
         self.files: np.ndarray = columns["files"]  # [samples] int32, places in file_names
         self.lines: np.ndarray = columns["lines"]  # [samples] int64, from 1; in a table the row
         self.digests: np.ndarray = columns["digests"]  # [samples] uint64: of a sample's tokens and weights, to find duplicates by
-        self.offsets: np.ndarray = np.concatenate([[0], np.cumsum(self.lengths)])  # [samples + 1] int64
+        for column in (self.tokens, self.weights):
+            if isinstance(column.base, mmap):  # shuffled samples lie all over the file: what is read ahead behind each is read for nothing
+                column.base.madvise(MADV_RANDOM)
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """[samples + 1] int64: where the tokens of each begin, and where those of the last one end."""
+
+        def make() -> dict[str, np.ndarray]:
+            return {"offsets": np.concatenate([[0], np.cumsum(self.lengths)])}
+
+        large = len(self) >= SHARED_FROM
+        made = SharedArrays(self.folder / "plans" / "store", always=("offsets",)).get("offsets", make) if large else make()
+        return made["offsets"]
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -8,8 +8,9 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import cycle, islice
 from typing import Any, BinaryIO
 
@@ -19,7 +20,7 @@ from fsdp_trainer.config.data_files import is_url, kind
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data import demo
 from fsdp_trainer.data.conversations import Reader, make_reader
-from fsdp_trainer.data.findings import found
+from fsdp_trainer.data.findings import Finding, told
 from fsdp_trainer.data.packing import Packing, best_fit, one_per_row, pieces_of
 from fsdp_trainer.data.remote import open_remote
 from fsdp_trainer.data.samples import Rendered, SampleBuilder
@@ -38,6 +39,7 @@ UNITS = 100_000  # of very large data the units are larger: each process has a l
 UNITS_A_STREAM = 8  # in an epoch, where files can be cut
 BARREN = 64  # units in a row without a sample: there are none
 LOOKED_AT = 64  # samples
+AT_ONCE = 16  # files that are looked at, which may lie elsewhere
 ENDS = 1 << 16  # bytes at either end of a file by which it is known
 
 Cursor = tuple[int, int, int, int]
@@ -62,6 +64,17 @@ class StreamedRow:
     """Where its stream stands behind it."""
     skipped: list[str]
     """Rows of the data that could not be read on the way to it, and were left out."""
+
+    @property
+    def places(self) -> list[str]:
+        """FILE:LINE of each document. Counts the lines before."""
+        return [place_of(where) for where in self.where]
+
+
+def place_of(where: tuple[str, int, int]) -> str:
+    """FILE:LINE of a place as StreamedRow has it."""
+    file, start, line = where
+    return f"{file}:{line + lines_before(Unit(file, start))}"
 
 
 @dataclass
@@ -94,6 +107,8 @@ class StreamedData:
     report: list[str]
     lengths: np.ndarray
     """Of some samples: what to expect."""
+    findings: list[Finding]
+    """On the way to them."""
     start: int = 0
     """The running index of its first row: what came before was other data's."""
     components: tuple = ()
@@ -235,15 +250,12 @@ class Stream:
                 barren = 0
                 yield taken
             turn, rows, sample = turn + 1, 0, 0
-        why = "\n".join([f"nothing to learn in {barren:,} units in a row", *self.told()])
+        why = "\n".join([f"nothing to learn in {barren:,} units in a row", *(finding.text for finding in self.findings())])
         raise UserError("the data cannot be used", [Problem(f"data.path={self.of.how.data.path}", why)])
 
-    def told(self, samples: int = 0, tokens: int = 0) -> list[str]:
-        """Sentences about what happened on the way to so many samples of so many tokens."""
-        every = found(self._builder.counts, {}, samples, tokens, self.of.seq_len)
-        return [
-            ("warning: " if one.is_warning else "") + one.text + (f". {one.fix}" if one.is_warning and one.fix else "") for one in every
-        ]
+    def findings(self, samples: int = 0, tokens: int = 0) -> list[Finding]:
+        """What happened on the way to so many samples of so many tokens."""
+        return told(self._builder.counts, {}, samples, tokens, self.of.seq_len)
 
     def _samples_of_unit(self, turn: int, before: int, sample: int) -> Iterator[Taken]:
         """Of the unit that is dealt in this turn, without its first rows, and without the first samples of the next one."""
@@ -315,13 +327,17 @@ def stream_data(data: Data, batch: Batch, seed: int, tokenizer: TextTokenizer, t
     """What `data` names, looked through but not read. UserError if it cannot be used."""
     sources = find_sources(data.path, "data.path")
     streams = batch.rows
-    known = {file: _identity(file) for source in sources for file in source.files}
+    files = [file for source in sources for file in source.files]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        known = dict(zip(files, pool.map(_identity, files), strict=True))
     size = sum(size for size, _ in known.values())
     each = max(UNIT_BYTES[0], min(UNIT_BYTES[1], size // (UNITS_A_STREAM * streams)), size // UNITS)
-    units = [(i, unit) for i, source in enumerate(sources) for file in source.files for unit in split_units(file, each)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        cut = dict(zip(files, pool.map(partial(split_units, bytes_each=each), files), strict=True))
+    units = [(i, unit) for i, source in enumerate(sources) for file in source.files for unit in cut[file]]
     parts = -(-streams // len(units))
     streamed = StreamedData(
-        How(data, batch.seq_len, 0.0, tokenizer, template), streams, sources, units, parts, "", [], np.empty(0, np.int64)
+        How(data, batch.seq_len, 0.0, tokenizer, template), streams, sources, units, parts, "", [], np.empty(0, np.int64), []
     )
     streamed.report, seen = _look(streamed, size)
     options = [data.format, data.fields, data.loss_on, data.too_long, data.packing, data.shuffle]
@@ -346,10 +362,11 @@ def _look(streamed: StreamedData, size: int) -> tuple[list[str], str]:
     streamed.lengths = np.minimum([len(sample.tokens) for sample in samples], streamed.how.seq_len)
     tokens, learnt = sum(len(sample.tokens) for sample in samples), sum(np.count_nonzero(sample.weights) for sample in samples)
     files = sum(len(source.files) for source in streamed.sources)
+    streamed.findings = stream.findings(len(samples), tokens)
     report = [
         f"streamed: {files:,} files of {size / 2**30:.2f} GiB in {len(streamed.units):,} units, by {streamed.streams:,} streams",
         f"the first {len(samples):,} samples: {tokens:,} tokens, {100 * learnt / tokens:.1f}% learnt, longest {max(streamed.lengths):,}",
-        *stream.told(len(samples), tokens),
+        *((f"warning: {one.text}. {one.fix}".rstrip(". ") if one.is_warning else one.text) for one in streamed.findings),
     ]
     if streamed.parts > 1:
         report.append(

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp_trainer.data.findings import DROPPED, LOST, Finding, found
+from fsdp_trainer.data.findings import DROPPED, Finding, told
 from fsdp_trainer.data.mixture import Mixture
-from fsdp_trainer.data.order import RowOrder
+from fsdp_trainer.data.samples import LOST
 from fsdp_trainer.data.store import TokenStore
 
 
@@ -30,21 +30,21 @@ def figures_by_source(store: TokenStore) -> list[SourceFigures]:
 
 def findings(store: TokenStore, seq_len: int) -> list[Finding]:
     """What is worth knowing about a store, the most serious first."""
-    told = found(store.counts, store.examples, len(store), int(store.lengths.sum()), seq_len)
+    known = told(store.counts, store.examples, len(store), int(store.lengths.sum()), seq_len)
     for i, source in enumerate(figures_by_source(store)) if len(store.source_names) > 1 else ():
         if not source.samples:
-            told.append(Finding(f"source {source.name} has no samples left", "see what was dropped, or take it out of data.path"))
+            known.append(Finding(f"source {source.name} has no samples left", "see what was dropped, or take it out of data.path"))
         elif store.counts.get("truncated") and (np.asarray(store.lengths)[np.asarray(store.sources) == i] == seq_len).all():
-            told.append(Finding(f"every sample of source {source.name} is cut at batch.seq_len={seq_len}", "use a larger batch.seq_len"))
-    return sorted(told, key=lambda finding: not finding.is_warning)
+            known.append(Finding(f"every sample of source {source.name} is cut at batch.seq_len={seq_len}", "use a larger batch.seq_len"))
+    return sorted(known, key=lambda finding: not finding.is_warning)
 
 
-def two_lines(stores: Sequence[TokenStore], order: RowOrder | Mixture, validation: TokenStore | None) -> list[str]:
+def two_lines(stores: Sequence[TokenStore], order: Mixture, validation: TokenStore | None) -> list[str]:
     """What a run trains on, and what it does not."""
     samples, tokens, supervised = (sum(int(n) for n in of) for of in zip(*map(_sums, stores), strict=True))
     longest = max(int(store.lengths.max()) for store in stores)
-    told = [finding for store in (*stores, *filter(None, [validation])) for finding in findings(store, order.seq_len)]
-    warnings = sum(finding.is_warning for finding in told)
+    every = [finding for store in (*stores, *filter(None, [validation])) for finding in findings(store, order.seq_len)]
+    warnings = sum(finding.is_warning for finding in every)
     held_out = f"; validation on {len(validation):,}" if validation else ""
     return [
         f"{samples:,} samples, {tokens:,} tokens, {supervised / tokens:.1%} supervised, longest {longest:,}; "

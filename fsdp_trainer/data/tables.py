@@ -22,14 +22,18 @@ def read_csv(file: Iterable[bytes], delimiter: str) -> Iterator[Record]:
         start = reader.line_num + 1
         try:
             values = next(reader)
-            "".join(values).encode()
+            text = "".join(values)
+            text.encode()
+            if "\0" in text:
+                yield start, {}, "holds a NUL byte, as a file does that a crash has cut off, or that is no text"
+                continue
         except StopIteration:
             return
         except UnicodeEncodeError:
             yield start, {}, "is not UTF-8. Convert the file:  iconv -f latin1 -t utf-8"
             continue
         except csv.Error as e:
-            yield start, {}, f"is not CSV ({e})"
+            yield start, {}, f"is not CSV ({'a quote is not closed' if str(e) == 'unexpected end of data' else e})"
             continue
         if not values:
             continue

@@ -23,6 +23,7 @@ from fsdp_trainer.errors import Problem, UserError
 
 CHUNK, CHARACTERS = 1000, 1 << 22  # texts and characters of one call of the tokenizer, whichever is reached first
 TRAIN, VALIDATION = "train", "validation"
+SKIPPED = "skipped.jsonl"  # in the folder of the cache: each row that data.on_error=skip has left out
 
 
 @dataclass
@@ -107,7 +108,8 @@ class Tokenising:
         self.task, self.how, self.tick = task, how, tick
         self.writers = {name: StoreWriter(folder / name) for name in ((TRAIN, VALIDATION) if how.share else (TRAIN,))}
         self.builder = SampleBuilder(how.data, how.seq_len, how.tokenizer, how.template)
-        self.problems = Problems(how.data.on_error)
+        listed = open(folder / SKIPPED, "w", encoding="utf-8") if how.data.on_error == "skip" else None  # noqa: SIM115
+        self.problems = Problems(how.data.on_error, listed=listed)
         self.done = Done()
 
     def run(self) -> Done:
@@ -118,6 +120,8 @@ class Tokenising:
                 break
         for writer in self.writers.values():
             writer.close()
+        if self.problems.listed:
+            self.problems.listed.close()
         done = self.done
         done.bad_rows, done.problems = self.problems.count, self.problems.first
         done.counts, done.examples = dict(self.builder.counts), self.builder.examples

@@ -4,6 +4,7 @@
 without any in its first 16 MiB has one document a line; tables are in `tables.py`. A `.json` with an object a line is read as `.jsonl`.
 """
 
+import contextlib
 import gzip
 import json
 import os
@@ -66,8 +67,10 @@ def split_units(file: str, bytes_each: int) -> list[Unit]:
 
 
 def _size(file: str) -> int:
-    with _raw(file) as opened:
+    """In bytes; 0 of what cannot be read but from its beginning on."""
+    with _raw(file) as opened, contextlib.suppress(ValueError):
         return opened.seek(0, os.SEEK_END)
+    return 0
 
 
 def _edges_of_parts(file: str, suffix: str, bytes_each: int) -> list[int]:
@@ -110,10 +113,16 @@ def read_unit(unit: Unit) -> Iterator[Row]:
             number = row.where[1]
             yield row
         _check_stamp(unit)
-    except (EOFError, OSError, zlib.error) as e:
-        if isinstance(e, OSError) and e.errno:  # of the disk or the network, not of the content: to skip it would lose rows unseen
-            raise _lost(unit, number + 1, f"cannot be read from here on: {e.strerror or e}") from None
-        yield Row({}, (unit.file, number + 1), f"cannot be read from here on: {e}")
+    except UserError:
+        raise
+    except Exception as e:
+        content = isinstance(e, EOFError | OSError | zlib.error) and not getattr(e, "errno", None)
+        if content and not (is_url(unit.file) and isinstance(e, OSError)):
+            yield Row({}, (unit.file, number + 1), f"cannot be read from here on: {e}")
+        elif isinstance(e, OSError) or is_url(unit.file):  # of the disk or the network: to skip it would lose rows unseen
+            raise _lost(unit, number + 1, f"cannot be read from here on: {getattr(e, 'strerror', None) or e}") from e
+        else:
+            raise
 
 
 def _check_stamp(unit: Unit) -> None:
@@ -136,6 +145,8 @@ def _rows(unit: Unit, suffix: str, compression: str | None) -> Iterator[Row]:
     elif suffix in ARROW:
         records = read_arrow(_table(file, compression), suffix, unit.start, unit.stop)
         yield from (Row(columns, (file, number), error) for number, columns, error in records)
+    elif not unit.start and _first_bytes(file, 2) in UTF_16:
+        yield Row({}, (file, 1), "is UTF-16. Convert the file:  iconv -f utf-16 -t utf-8")
     elif suffix in CSV:
         with _open(file) as opened:
             records = read_csv(opened, "\t" if suffix == ".tsv" else ",")
@@ -159,6 +170,11 @@ def _open(file: str) -> BinaryIO:
     if compression == ".zst":
         return open_zstd(_raw(file))
     return cast(BinaryIO, gzip.open(_raw(file))) if compression == ".gz" else _raw(file)
+
+
+def _first_bytes(file: str, n: int) -> bytes:
+    with _open(file) as opened:
+        return opened.read(n)
 
 
 def _seekable(file: str, compression: str | None) -> BinaryIO:
@@ -200,9 +216,6 @@ def _lines(file: BinaryIO, unit: Unit) -> Iterator[tuple[int, int, str, str | No
             return
         place += len(line)
         error = None
-        if begins == 0 and line[:2] in UTF_16:
-            yield number, begins, "", "is UTF-16. Convert the file:  iconv -f utf-16 -t utf-8"
-            return
         if len(line) == LONGEST and not line.endswith(b"\n"):
             error = f"is longer than {LONGEST >> 20} MiB"
             while more := file.readline(LONGEST):
@@ -246,9 +259,7 @@ def _read_jsonl(unit: Unit) -> Iterator[Row]:
 @lru_cache
 def _is_separated(file: str, mark: tuple[int, int] | None) -> bool:
     """Whether documents of a text are separated by blank lines."""
-    with _open(file) as opened:
-        head = opened.read(HEAD)
-    return bool(BLANK.search(b"\n" + head.removeprefix(BYTE_ORDER_MARK)))
+    return bool(BLANK.search(b"\n" + _first_bytes(file, HEAD).removeprefix(BYTE_ORDER_MARK)))
 
 
 def _read_text(unit: Unit) -> Iterator[Row]:

@@ -32,7 +32,7 @@ from fsdp_trainer.models.attention_choice import Choice, choose
 from fsdp_trainer.models.attention_kernels import describe_device, prefer
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.resolve import resolve_model
+from fsdp_trainer.models.resolve import resolve_model, resolve_with_tokenizer
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.profiler import Profiler
@@ -155,14 +155,7 @@ def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
 def resolve_architecture(cfg: TrainConfig, material: Material) -> ModelConfig:
     """The model's configuration, checked against the tokenizer."""
     model = cfg.model if material.init_from is None else replace(cfg.model, init_from=str(material.init_from))
-    config = resolve_model(model, material.tokenizer.vocab_size)
-    if cfg.tokenizer.add_tokens and model.vocab_size is None:
-        config = replace(config, vocab_size=max(config.vocab_size, material.tokenizer.vocab_size))
-    if material.tokenizer.vocab_size > config.vocab_size:
-        size = material.tokenizer.vocab_size
-        why = f"the tokenizer has {size:,} tokens, more than the model's embedding.\nUse the model's own tokenizer, or add rows with  model.vocab_size={size}"
-        raise UserError("tokenizer and model do not fit", [Problem(f"vocabulary={config.vocab_size:,}", why)])
-    return config
+    return resolve_with_tokenizer(model, material.tokenizer.vocab_size, bool(cfg.tokenizer.add_tokens))
 
 
 def choose_attention(cfg: TrainConfig, config: ModelConfig, share: float, device: torch.device, compiled: bool) -> Choice:

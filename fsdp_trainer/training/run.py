@@ -37,7 +37,7 @@ from fsdp_trainer.training.rewind import rewind
 from fsdp_trainer.training.stop import StopRequests
 from fsdp_trainer.training.trainer import Outcome, Trainer
 
-TELL_EVERY_SECONDS, REDRAW_SECONDS, BEAT_SECONDS = 5.0, 0.2, 1.0
+BEAT_SECONDS = 1.0
 
 
 def run_rank(cfg: TrainConfig) -> int:
@@ -149,15 +149,12 @@ def prepare(cfg: TrainConfig, run: Path, console: Console, world: World) -> Mate
 
 def beating(console: Console, world: World) -> Callable[[str], None]:
     """Tells how far the data is, from time to time, and all ranks that wait for it that it goes on."""
-    told = beat = time.monotonic()
+    progress, beat = console.paced(), time.monotonic()
 
     def tell(line: str) -> None:
-        nonlocal told, beat
-        now = time.monotonic()
-        if now - told > (REDRAW_SECONDS if console.live else TELL_EVERY_SECONDS):
-            console.progress(line)
-            told = now
-        if now - beat > BEAT_SECONDS:
+        nonlocal beat
+        progress(line)
+        if (now := time.monotonic()) - beat > BEAT_SECONDS:
             world.beat()
             beat = now
 

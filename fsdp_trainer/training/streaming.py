@@ -14,9 +14,8 @@ import torch.distributed as dist
 from fsdp_trainer import phases
 from fsdp_trainer.checkpoint.store import gather
 from fsdp_trainer.data.order import Rows
-from fsdp_trainer.data.stream import START, Cursor, StreamedData, StreamedRow
+from fsdp_trainer.data.stream import START, Cursor, StreamedData, StreamedRow, place_of
 from fsdp_trainer.data.stream_readers import Readers, ReadersElsewhere
-from fsdp_trainer.data.units import Unit, lines_before
 from fsdp_trainer.errors import Stopped
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.training.batches import SHOWN, Batches, StepPlan, row_ranges
@@ -96,7 +95,7 @@ class StreamBatches(Batches):
         ranks = [rank for rank, value in enumerate(worst) if value == max(worst)][:SHOWN]
         mine = self.where.get(plan.start) if self.rank in ranks else None
         own = [] if mine is None else [*dict.fromkeys(mine[int(which[self.rank])])]
-        told = [f"{file}:{lines_before(Unit(file, start)) + line}" for file, start, line in own[:SHOWN]]
+        told = [place_of(where) for where in own[:SHOWN]]
         samples = list(dict.fromkeys(where for of_rank in gather(told) for where in of_rank))
         more = len(samples) - SHOWN
         return {"ranks": ranks, "samples": samples[:SHOWN], **({"more_samples": more} if more > 0 else {})}

@@ -10,6 +10,7 @@ import sys
 import tracemalloc
 from unittest.mock import patch
 
+import fsspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -284,3 +285,24 @@ def test_a_bad_step_names_the_lines_that_were_streamed(train, files):
     (event,) = run.event("skipped")
     assert event["ranks"] == [1] and len(event["samples"]) == 1
     assert event["samples"][0].rpartition(":")[0].endswith("chats.jsonl") and 1 <= int(event["samples"][0].rpartition(":")[2]) <= 100
+
+
+def test_a_network_that_fails_is_waited_for_without_losing_or_repeating_a_row(files):
+    fsspec.filesystem("memory").pipe("/chats.jsonl", files["chats"].read_bytes())
+    data, failed, told = streamed("memory://chats.jsonl", rows=2), [], []
+    expected = [content(row) for row in itertools.islice(data.stream(1), 60)]
+    real = stream_module.read_unit
+
+    def read_unit(unit):
+        for i, row in enumerate(real(unit)):
+            if i == 3 and len(failed) % 3 < 2:
+                failed.append(unit)
+                raise UserError("the data cannot be used") from ConnectionResetError("reset by peer")
+            yield row
+        failed.append(None)
+
+    with patch.object(stream_module, "read_unit", read_unit), patch.object(stream_module.time, "sleep"):
+        assert [content(row) for row in itertools.islice(data.stream(1, opens=told.append), 60)] == expected
+        with pytest.raises(UserError):
+            next(data.stream(1))
+    assert "memory://chats.jsonl, tried again in 1 s (reset by peer)" in told and len(failed) > 4

@@ -7,6 +7,7 @@ files, in a new order every epoch, are dealt to the streams like cards, without 
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from fsdp_trainer.data import demo
 from fsdp_trainer.data.conversations import Reader, make_reader
 from fsdp_trainer.data.findings import Finding, told
 from fsdp_trainer.data.packing import Packing, best_fit, one_per_row, pieces_of
-from fsdp_trainer.data.remote import open_remote
+from fsdp_trainer.data.remote import open_remote, shown
 from fsdp_trainer.data.samples import Rendered, SampleBuilder
 from fsdp_trainer.data.sources import Problems, Row, RowError, Source, content_hash, find_sources
 from fsdp_trainer.data.templates import Template
@@ -40,6 +41,8 @@ UNITS_A_STREAM = 8  # in an epoch, where files can be cut
 BARREN = 64  # units in a row without a sample: there are none
 LOOKED_AT = 64  # samples
 AT_ONCE = 16  # files that are looked at, which may lie elsewhere
+LONGEST_PAUSE = 60.0  # seconds until a file that cannot be reached is tried again
+FOR_GOOD = FileNotFoundError, PermissionError, ImportError
 ENDS = 1 << 16  # bytes at either end of a file by which it is known
 
 Cursor = tuple[int, int, int, int]
@@ -138,8 +141,8 @@ class StreamedData:
         """As of a Mixture: a segment of the run. Where it stands the cursors say."""
         return {"key": self.key, "start": self.start, "rows_per_epoch": 0, "sources": []}
 
-    def stream(self, number: int, cursor: Sequence[int] = START, opens: Callable[[str], Any] = lambda file: None) -> "Stream":
-        """The rows of a stream from a cursor on. opens: hears of each file before it is read."""
+    def stream(self, number: int, cursor: Sequence[int] = START, opens: Callable[[str], Any] | None = None) -> "Stream":
+        """The rows of a stream from a cursor on. opens: hears of each file before it is read, and waits while the network fails."""
         return Stream(self, number, cursor, opens)
 
     def reader(self, row: Row, source: int) -> Reader:
@@ -162,7 +165,7 @@ class StreamedData:
 class Stream:
     """An endless iterator over the rows of one stream. UserError for data that cannot be used."""
 
-    def __init__(self, data: StreamedData, number: int, cursor: Sequence[int], opens: Callable[[str], Any]):
+    def __init__(self, data: StreamedData, number: int, cursor: Sequence[int], opens: Callable[[str], Any] | None):
         self.of, self.number, self.opens = data, number, opens
         self._skipped: list[str] = []
         self._builder = SampleBuilder(data.how.data, data.how.seq_len, data.how.tokenizer, data.how.template)
@@ -258,10 +261,29 @@ class Stream:
         return told(self._builder.counts, {}, samples, tokens, self.of.seq_len)
 
     def _samples_of_unit(self, turn: int, before: int, sample: int) -> Iterator[Taken]:
-        """Of the unit that is dealt in this turn, without its first rows, and without the first samples of the next one."""
+        """Of the unit that is dealt in this turn, without its first rows, and without the first samples of the next one.
+
+        Where the network fails, it is tried again and again: whoever waits for the row decides how long.
+        """
         source, unit, part = dealt(self.of, turn * self.of.streams + self.number)
-        self.opens(unit.file)
-        texts = self._texts(source, unit, part, (before, sample))
+        first, pause = (before, sample), 1.0
+        while True:
+            if self.opens:
+                self.opens(unit.file)
+            try:
+                for taken in self._tokenised(turn, source, unit, part, first):
+                    first, pause = taken.after[1:], 1.0
+                    yield taken
+                return
+            except UserError as error:
+                if not self.opens or not is_url(unit.file) or not error.__cause__ or isinstance(error.__cause__, FOR_GOOD):
+                    raise
+                self.opens(f"{shown(unit.file)}, tried again in {pause:.0f} s ({str(error.__cause__).splitlines()[0]})")
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _tokenised(self, turn: int, source: int, unit: Unit, part: int, first: tuple[int, int]) -> Iterator[Taken]:
+        texts = self._texts(source, unit, part, first)
         while chunk := list(_chunk(texts)):
             for (row, n, line, _), made in zip(chunk, self._builder.tokenize([text for *_, text in chunk]), strict=True):
                 for one in made:  # at most one of each text

@@ -56,7 +56,8 @@ class Feed(Ahead[MicroBatch]):
         """This rank does not have its part of a step."""
         if not isinstance(error, OSError | UserError | RunFailed):
             traceback.print_exception(error)
-        why = f"rank {dist.get_rank()} cannot read its part of {self.where(plan)}: {type(error).__name__}: {error}"
+        told = error.args[0] if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}"
+        why = f"rank {dist.get_rank()} cannot read its part of {self.where(plan)}: {told}"
         self.stop.missing = error if isinstance(error, UserError) else why
 
     def where(self, plan: StepPlan) -> str:

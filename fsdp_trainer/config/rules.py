@@ -15,7 +15,7 @@ from fsdp_trainer.config.names import ENTRY_SYNONYMS, nearest
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
 from fsdp_trainer.config.schema import GROUPS, NEEDS_NCCL, Sharding, Train, TrainConfig
 from fsdp_trainer.config.units import parse_duration, parse_steps
-from fsdp_trainer.config.verbs import ExportConfig, GenerateConfig, VerifyConfig
+from fsdp_trainer.config.verbs import ExportConfig, GenerateConfig, PrepareConfig, PreviewConfig, VerifyConfig
 from fsdp_trainer.models.attention_choice import Situation, attention_problems
 from fsdp_trainer.models.resolve import model_problems
 
@@ -174,7 +174,10 @@ def _check_validation_users(cfg: TrainConfig, report: Report) -> None:
 
 def _check_streaming(cfg: TrainConfig, report: Report) -> None:
     """What takes more than one look at the data."""
-    if cfg.train.steps is None:
+    if isinstance(cfg, PrepareConfig):
+        why = "a stream is tokenised while it is trained on: there is nothing to prepare.\nUse  data.streaming=false"
+        report.add("data.streaming", True, why)
+    elif cfg.train.steps is None and not isinstance(cfg, PreviewConfig):
         why = "nobody knows how long an epoch is before it has been read.\nUse  train.steps=1000  or  data.streaming=false"
         report.add("data.streaming", True, why)
     if isinstance(cfg.data.validation, float):

@@ -77,7 +77,12 @@ class StreamedRow:
 def place_of(where: tuple[str, int, int]) -> str:
     """FILE:LINE of a place as StreamedRow has it."""
     file, start, line = where
-    return f"{file}:{line + lines_before(Unit(file, start))}"
+    return f"{named(file)}:{line + lines_before(Unit(file, start))}"
+
+
+def named(file: str) -> str:
+    """A file as people may see it: without the secrets of a URL."""
+    return shown(file) if is_url(file) else file
 
 
 @dataclass
@@ -269,7 +274,7 @@ class Stream:
         first, pause = (before, sample), 1.0
         while True:
             if self.opens:
-                self.opens(unit.file)
+                self.opens(named(unit.file))
             try:
                 for taken in self._tokenised(turn, source, unit, part, first):
                     first, pause = taken.after[1:], 1.0
@@ -278,7 +283,7 @@ class Stream:
             except UserError as error:
                 if not self.opens or not is_url(unit.file) or not error.__cause__ or isinstance(error.__cause__, FOR_GOOD):
                     raise
-                self.opens(f"{shown(unit.file)}, tried again in {pause:.0f} s ({str(error.__cause__).splitlines()[0]})")
+                self.opens(f"{named(unit.file)}, tried again in {pause:.0f} s ({str(error.__cause__).splitlines()[0]})")
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -302,10 +307,8 @@ class Stream:
                 texts = self._builder.render(reader.read(row))
             except (RowError, RecursionError) as e:
                 if number >= first[0]:
-                    where, why = (
-                        (unit.file, row.where[1] + lines_before(unit)),
-                        str(e) if isinstance(e, RowError) else "is nested too deeply",
-                    )
+                    where = named(unit.file), row.where[1] + lines_before(unit)
+                    why = str(e) if isinstance(e, RowError) else "is nested too deeply"
                     problems = Problems(self.of.how.data.on_error)
                     problems.add(where, why)
                     problems.raise_if_failing()

@@ -33,7 +33,7 @@ from fsdp_trainer.data.units import Unit, lines_before, read_unit, split_units
 from fsdp_trainer.errors import Problem, UserError
 
 VERSION = 1  # raise it when a cursor means another place, or a window other rows
-WINDOW = 16  # rows' worth of samples that are packed together
+WINDOW = 32  # rows' worth of samples that are packed together
 CHUNK_TEXTS, CHUNK_CHARACTERS = 64, 1 << 18  # at most, of a call of the tokenizer
 UNIT_BYTES = 1 << 12, 1 << 22
 UNITS = 100_000  # of very large data the units are larger: each process has a list of them

@@ -277,6 +277,23 @@ def test_a_template_without_end_tokens_is_reported(tokenizer):
     assert builder.counts == {"no_end": 1} and builder.examples == {"no_end": ["chats.jsonl:1"]}
 
 
+@pytest.mark.parametrize("how", ["rstrip", "lstrip", "single_word"])
+def test_an_end_that_swallows_spaces_is_learnt_and_one_that_is_no_token_is_reported(tmp_path, how):
+    transformers = pytest.importorskip("transformers")
+    backend = made_tokenizer(["<|im_start|>"])
+    backend.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=False, **{how: True})])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    chat = [turn("user", "q"), turn("assistant", "word"), turn("user", "q"), turn("assistant", "spaced ")]
+    (sample,), builder = samples_of(tokenizer, Conversation(chat, None, WHERE))
+    if how == "single_word":  # "word<|im_end|>" is text to it, "spaced <|im_end|>" ends
+        assert builder.counts["no_end"] == 1
+        return
+    assert [text.endswith("<|im_end|>") for text in learnt(tokenizer, sample)] == [True, True] and not builder.counts
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend, chat_template=BUILT_IN["chatml"])
+    assert_same_as_transformers(sample, fast, chat)
+
+
 @pytest.mark.parametrize(("policy", "lengths"), [("drop", []), ("truncate", [4]), ("split", [11])])
 def test_a_long_document_is_dropped_cut_or_kept_whole(tokenizer, policy, lengths):
     samples, _ = samples_of(tokenizer, Document("0123456789", WHERE), seq_len=4, too_long=policy)
@@ -288,7 +305,7 @@ def test_a_long_document_is_dropped_cut_or_kept_whole(tokenizer, policy, lengths
 def test_a_document_has_one_bos_and_one_eos_and_all_else_is_learnt():
     tokenizer = load_tokenizer("demo:bytes")
     tokenizer.bos_id = tokenizer.special_tokens["<|endoftext|>"]
-    for text in ("hi", "<|endoftext|>hi"):
+    for text in ("hi", "<|endoftext|>hi", "hi<|im_end|>"):
         (sample,), _ = samples_of(tokenizer, Document(text, WHERE))
         assert tokenizer.decode(sample.tokens.tolist(), skip_special=False) == "<|endoftext|>hi<|im_end|>"
         assert sample.weights.tolist() == [0, 1, 1, 1]

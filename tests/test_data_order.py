@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.config.verbs import PreviewConfig
+from fsdp_trainer.data.mixture import Component, Mixture
 from fsdp_trainer.data.order import RowOrder
 from fsdp_trainer.data.packing import best_fit
 from fsdp_trainer.data.prepare import prepare
@@ -23,6 +25,7 @@ from fsdp_trainer.data.samples import Sample
 from fsdp_trainer.data.store import StoreWriter, TokenStore
 from fsdp_trainer.data.templates import load_template
 from fsdp_trainer.data.tokenizer import load_tokenizer
+from fsdp_trainer.training.batches import Batches, StepPlan
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -239,6 +242,25 @@ def test_preview_text_marks_what_is_learnt(tmp_path, capsys):
     assert "<|im_start|>assistant\n[[" in shown and "<|im_end|>]]\n" in shown
 
 
+def test_padding_to_a_multiple_makes_micro_batches_shorter_and_changes_no_loss(train, planned):
+    order = Mixture([Component("", planned(packing="none"))])
+    whole, cut = (
+        list(Batches(order, 3, 0, 1, torch.device("cpu"), multiple).micro_batches(StepPlan(1, 0, 31, 1.0, 1, 1, 1)))
+        for multiple in (None, 8)
+    )
+    assert {batch.tokens.shape[1] for batch in whole} == {64} and {batch.tokens.shape[1] for batch in cut} == {24, 32, 40, 48}
+    for long, short in zip(whole, cut, strict=True):
+        length = short.tokens.shape[1]
+        assert length - 8 < max(sum(row) for row in short.layout.lengths) <= length
+        assert torch.equal(long.tokens[:, :length], short.tokens) and not long.tokens[:, length:].any()
+        assert torch.equal(long.targets, short.targets)
+    still = ["data.packing=none", "train.steps=3", "batch.micro_rows=2"]
+    runs = [train(f"{i}", *still, *more, ranks=2) for i, more in enumerate(([], ["data.pad_to_multiple=4"]))]
+    assert runs[1].column("loss") == pytest.approx(runs[0].column("loss"), rel=1e-5)
+    refused = train("refused", "data.pad_to_multiple=4", "data.packing=best_fit", code=2)
+    assert "data.packing=none" in refused.err
+
+
 # --- plans in files ----------------------------------------------------------------------------------------------------------------
 
 
@@ -317,7 +339,7 @@ def test_a_plan_cut_short_by_a_crash_is_made_anew(planned):
 def test_where_plans_cannot_be_kept_every_rank_has_its_own(planned, tmp_path):
     (tmp_path / "s" / "plans").write_text("in the way")
     order = planned()
-    assert all_rows(order) == all_rows(RowOrder(order.store, 64, "best_fit", True, 0)) and isinstance(order.shared.problem, OSError)
+    assert all_rows(order) == all_rows(RowOrder(order.store, 64, "best_fit", True, 0)) and "Not a directory" in order.note
 
 
 def test_who_comes_while_a_plan_is_made_waits_for_it(planned):

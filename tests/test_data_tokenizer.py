@@ -184,3 +184,17 @@ def test_templates_do_not_know_the_day_and_cannot_reach_python():
     assert Template("t", "{{ strftime_now('%d %b %Y') }}{{ {'a': '<'} | tojson }}", tokenizer.special).render([]) == '26 Jul 2024{"a": "<"}'
     with pytest.raises(RowError):
         Template("t", "{{ ''.__class__.__mro__ }}", {}).render([])
+
+
+@pytest.mark.parametrize("text", ["the small world\n" * 200, "a" * 3000, " " * 3000, "é日👩‍👩‍👧 " * 300, "\n<s> x" * 300])
+def test_a_long_text_is_encoded_in_pieces_to_the_same_tokens(sentencepiece_file, monkeypatch, text):
+    """Its memory is bounded, its tokens and their places are those of the whole."""
+    monkeypatch.setattr("fsdp_trainer.data.tokenizer.OVERLAP", 200)
+    for tokenizer in (load_tokenizer("demo:bytes"), load_tokenizer(str(sentencepiece_file))):
+        (whole,) = tokenizer.encode_batch([text])
+        with monkeypatch.context() as patch:
+            patch.setattr("fsdp_trainer.data.tokenizer.LONG", 500)
+            (pieces,) = tokenizer.encode_batch([text])
+            assert tokenizer.encode_plain([text])[0].tolist() == pieces.ids.tolist()
+        for name in ("ids", "starts", "ends"):
+            assert getattr(pieces, name).tolist() == getattr(whole, name).tolist()

@@ -149,10 +149,10 @@ def _walk(folder: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
     except PermissionError:
         raise ValueError(f"{folder} may not be searched by this user:  chmod +rx '{folder}'") from None
     for entry in entries:
-        if entry.is_dir() and not entry.name.startswith("."):
-            yield from _walk(entry.path, above | {real})
-        elif not entry.is_dir():
+        if not os.path.isdir(entry.path):
             yield entry.path
+        elif not entry.name.startswith("."):
+            yield from _walk(entry.path, above | {real})
 
 
 def _is_cyclic(path: str) -> bool:

@@ -79,6 +79,12 @@ def check_rules(cfg: Any, report: Report) -> None:
         )
     if len(cfg.optim.betas) != 2 or max(cfg.optim.betas) >= 1:
         report.add("optim.betas", cfg.optim.betas, "two numbers below 1, e.g.  optim.betas=[0.9,0.95]")
+    if cfg.data.pad_to_multiple is not None and (cfg.data.packing != "none" or cfg.compile.enabled):
+        compiled = "micro-batches of many lengths have compiled blocks compiled again and again.\nUse  compile=disabled"
+        full = f"with data.packing={cfg.data.packing} rows are full.\nUse  data.packing=none"
+        report.add(
+            "data.pad_to_multiple", cfg.data.pad_to_multiple, (full if cfg.data.packing != "none" else compiled) + "  or leave it out"
+        )
     if cfg.data.packing == "stream" and cfg.data.too_long != "split":
         why = "a stream cuts documents where rows end, it leaves none out.\nUse  data.too_long=split  or  data.packing=best_fit"
         report.add("data.packing", "stream", why)

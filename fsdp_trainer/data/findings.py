@@ -11,7 +11,7 @@ DROPPED = ("unsupervised", "too_long", "empty")
 
 @dataclass(frozen=True)
 class Kind:
-    """How what was counted is told. `{n}` in the text is the count, `{seq_len}` batch.seq_len."""
+    """How what was counted is told. `{n}` in the text is the count, `{s}` the plural's s, `{seq_len}` batch.seq_len."""
 
     text: str
     fix: str = ""
@@ -21,41 +21,41 @@ class Kind:
 
 KINDS = {
     "unsupervised": Kind(
-        "{n} samples dropped: no token in them is supervised",
-        "a conversation needs an answer of the assistant with a weight above 0, before batch.seq_len ends; data.loss_on=all learns everything",
+        "{n} sample{s} dropped: without a supervised token",
+        "a conversation needs an answer of the assistant with a weight above 0 before batch.seq_len ends; data.loss_on=all learns everything",
     ),
     "no_end": Kind(
-        "{n} assistant turns whose end is not supervised: the model does not learn to stop",
-        "the template must close a turn with a special token (data.template=chatml), which the tokenizer knows (tokenizer.add_tokens)",
+        "{n} assistant turn{s} whose end is not supervised: the model does not learn to stop",
+        "the template must close a turn with a special token of the tokenizer: data.template=chatml, with tokenizer.add_tokens if it lacks them",
     ),
-    "two_bos": Kind("{n} samples begin with two bos tokens", "take the bos out of the data: the template writes its own"),
+    "two_bos": Kind("{n} sample{s} with two bos tokens at the beginning", "take the bos out of the data: the template writes its own"),
     "special_in_text": Kind(
-        "{n} conversations or documents hold special tokens as text: they become control tokens",
-        "take them out of the data; if it was rendered by a template before, give it as turns, or as  data.format=text",
+        "{n} conversation{s} or document{s} with special tokens in their own text, which become control tokens",
+        "take them out of the data; if a template was laid over it before, undo that: give turns, not rendered text",
     ),
     "empty_think": Kind(
-        "{n} assistant turns are learnt with an empty <think> block: the model learns not to think",
-        "if that is not meant: give the turns reasoning_content, or a template that writes none, as  data.template=chatml",
+        "{n} assistant turn{s} learnt with an empty <think> block: the model learns not to think",
+        "if that is not meant: give the turns reasoning_content, or take a template that writes no empty block, as  data.template=chatml",
     ),
     "prompt_differs": Kind(
-        "{n} assistant turns do not begin as the generation prompt of inference does (an opened <think>?)",
-        "a template whose finished turns begin with its generation prompt",
+        "{n} assistant turn{s} that do not begin as the generation prompt of inference does (an opened <think>?)",
+        "a template of your own, whose finished turns begin with its generation prompt:  data.template=FILE.jinja",
     ),
-    "too_long": Kind("{n} samples dropped: longer than batch.seq_len={seq_len}", warns_from=0.01),
-    "truncated": Kind("{n} samples cut at the end: longer than batch.seq_len={seq_len}", warns_from=0.01),
-    "duplicate": Kind("{n} samples are duplicates of others", "remove them, or mean it: they count as often as they are there", warns_from=0.01),
-    "unreadable": Kind("{n} rows skipped: they cannot be read", "data.on_error=fail  names the first five", warns_from=0.01),
-    "empty": Kind("{n} empty documents dropped", warns_from=0.01),
-    "split": Kind("{n} documents longer than batch.seq_len={seq_len} are cut into pieces, no token lost", warns_from=None),
-    "rewritten": Kind("{n} conversations became one sample per assistant turn: the template rewrites earlier turns", warns_from=None),
-    "tools_not_shown": Kind("{n} conversations have tools that the template does not show: the model does not see their descriptions", warns_from=None),
-    "calls_as_text": Kind("{n} conversations with tool calls, which the template does not know: they are written as JSON text", warns_from=None),
-    "results_as_user": Kind("{n} conversations with tool results, which the template does not know: they are user turns", warns_from=None),
-    "system_in_user": Kind("{n} conversations with system turns, which the template does not know: they are put before the user's", warns_from=None),
+    "too_long": Kind("{n} sample{s} dropped: longer than batch.seq_len={seq_len}", warns_from=0.01),
+    "truncated": Kind("{n} sample{s} cut at the end: longer than batch.seq_len={seq_len}", warns_from=0.01),
+    "duplicate": Kind("{n} duplicate{s} of other samples", "remove them, or mean it: each is learnt as often as it is there", warns_from=0.01),
+    "unreadable": Kind("{n} row{s} skipped that cannot be read", "data.on_error=fail  stops at them and says why", warns_from=0.01),
+    "empty": Kind("{n} empty document{s} dropped", warns_from=0.01),
+    "reasoning_left_out": Kind("{n} conversation{s} with reasoning, which the template leaves out", "a template that shows it, as  data.template=qwen3"),
+    "split": Kind("{n} document{s} longer than batch.seq_len={seq_len}, cut into pieces: no token is lost", warns_from=None),
+    "rewritten": Kind("{n} conversation{s} made into one sample per assistant turn: the template rewrites earlier turns", warns_from=None),
+    "tools_not_shown": Kind("{n} conversation{s} with tools, which the template does not show: the model does not see their descriptions", warns_from=None),
+    "calls_as_text": Kind("{n} conversation{s} with tool calls, which the template does not know: they are written as JSON text", warns_from=None),
+    "results_as_user": Kind("{n} conversation{s} with tool results, which the template does not know: they are user turns", warns_from=None),
+    "system_in_user": Kind("{n} conversation{s} with system turns, which the template does not know: they stand before the user's", warns_from=None),
     "reasoning_as_text": Kind(
-        "{n} conversations with reasoning, which the template does not know: it stands in <think> … </think> before the answer", warns_from=None
+        "{n} conversation{s} with reasoning, which the template does not know: it stands in <think> … </think> before the answer", warns_from=None
     ),
-    "reasoning_left_out": Kind("{n} conversations with reasoning, which the template does not show: it is left out"),
 }  # fmt: skip
 """In the order in which they are told."""
 
@@ -81,7 +81,7 @@ def told(counts: Mapping[str, int], examples: Mapping[str, list[str]], samples: 
     fixes = dict.fromkeys(("too_long", "truncated"), _longer_rows(counts, samples, tokens, seq_len))
     return [
         Finding(
-            kind.text.format(n=f"{n:,}", seq_len=seq_len),
+            kind.text.format(n=f"{n:,}", s="s" * (n != 1), seq_len=seq_len),
             fixes.get(key, kind.fix),
             kind.warns_from is not None and n > kind.warns_from * samples,
             list(examples.get(key, ())),
@@ -101,5 +101,6 @@ def _longer_rows(counts: Mapping[str, int], samples: int, tokens: int, seq_len: 
         keeps, left = longer, left - counts[f"{FITS}{longer}"]
     lost = counts.get(LOST, 0) / max(1, tokens + counts.get(LOST, 0))
     advice = f"batch.seq_len={keeps} would hold 99% of the samples" if keeps > seq_len else "more than 99% of the samples fit"
-    cut = "" if counts.get("truncated") else "; data.too_long=truncate keeps their start, split all of a text"
-    return f"{lost:.1%} of the tokens are lost; {advice}{cut}"
+    cut = "" if counts.get("truncated") else "; data.too_long=truncate keeps their start, data.too_long=split all of a text"
+    share = f"{lost:.1%}" if lost >= 0.001 else "less than 0.1%"
+    return f"{share} of the tokens are lost; {advice}{cut}"

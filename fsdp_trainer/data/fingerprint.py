@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -58,10 +59,12 @@ def _kept(root: Path) -> dict[str, list[Any]]:
 def _keep(root: Path, hashes: dict[str, list[Any]]) -> None:
     aside = root / f".{HASHES}.{os.getpid()}"
     try:
+        root.mkdir(parents=True, exist_ok=True)
         aside.write_text(json.dumps(hashes), encoding="utf-8")
         os.replace(aside, root / HASHES)
     except OSError:  # they are computed again
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            aside.unlink()
 
 
 @cache

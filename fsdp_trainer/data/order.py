@@ -114,6 +114,13 @@ class RowOrder:
         self.epoch = lru_cache(maxsize=2)(self._epoch)
         self._ahead = 0  # the last epoch that was asked for
 
+    @property
+    def note(self) -> str | None:
+        """What a user should know about where the plans are."""
+        if self.shared is None or self.shared.problem is None:
+            return None
+        return f"the order of the rows cannot be kept beside the data, so every rank makes its own and holds it: {self.shared.problem}"
+
     def row(self, index: int) -> list[tuple[int, int, int]]:
         """What is in row `index`, which counts over all epochs: (sample, first token, number of tokens) of each document."""
         *parts, _ = self._documents([index])

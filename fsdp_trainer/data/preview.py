@@ -4,7 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from fsdp_trainer.data.order import RowData
 from fsdp_trainer.data.preferences import preference_summary
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.stream import StreamedData, StreamedRow
-from fsdp_trainer.data.summary import figures_by_source, findings, left_out
+from fsdp_trainer.data.summary import all_findings, amounts, figures_by_source, left_out
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -83,20 +83,21 @@ class ShownRow:
 
 @dataclass
 class Page:
-    """Everything that a preview shows, but for how it looks."""
+    """Everything that a preview shows, but for how it looks. A stream is not known beyond its rows."""
 
     name: str
     files: list[str]
-    figures: list[tuple[str, str]]
-    lengths: list[tuple[str, int]]
-    histogram: list[tuple[str, int]]
-    """Samples by their number of tokens."""
-    sources: list[tuple[str, ...]]
-    """A line of SOURCE_COLUMNS for each, if there are several."""
-    findings: list[Finding]
     template: Template
-    first: ShownDocument
     rows: list[ShownRow]
+    first: ShownDocument | None = None
+    """A whole sample."""
+    figures: list[tuple[str, str]] = field(default_factory=list)
+    lengths: list[tuple[str, int]] = field(default_factory=list)
+    histogram: list[tuple[str, int]] = field(default_factory=list)
+    """Samples by their number of tokens."""
+    sources: list[tuple[str, ...]] = field(default_factory=list)
+    """A line of SOURCE_COLUMNS for each, if there are several."""
+    findings: list[Finding] = field(default_factory=list)
 
 
 SOURCE_COLUMNS = ("source", "samples", "tokens", "share", "supervised", "epochs")
@@ -142,47 +143,35 @@ def look(cfg: PreviewConfig, tokenizer: TextTokenizer, template: Template, prepa
     """Gather what there is to see. Raises UserError for a tokenizer that does not fit the model."""
     lengths = np.concatenate([store.lengths for store in prepared.train])
     store, pieces = prepared.train[0], Pieces(tokenizer)
-    known = [*vocabulary(cfg, tokenizer), *(finding for store in prepared.train for finding in findings(store, order.seq_len))]
-    if isinstance(cfg.data.validation, str | list) and prepared.validation:
-        known += [
-            Finding(f"data.validation: {f.text}", f.fix, f.is_warning, f.places) for f in findings(prepared.validation, order.seq_len)
-        ]
-    if "generation %}" not in template.source and sum(int(store.supervised.sum()) for store in prepared.train) < lengths.sum() - len(
-        lengths
-    ):
+    known = [*vocabulary(cfg, tokenizer), *all_findings(prepared, order.seq_len)]
+    if "generation %}" not in template.source and amounts(prepared.train)[2] < lengths.sum() - len(lengths):
         known.append(Finding(*NO_MARKERS, is_warning=False))
+    rows = range(min(cfg.preview.rows, order.rows_per_epoch))
     return Page(
         str(cfg.run.name),
         prepared.report,
+        template,
+        [shown_row(index, order.read(index), order.where(index), order.source_names, order.seq_len, pieces) for index in rows],
+        ShownDocument(store.where(0), store.source_names[store.sources[0]], pieces.of(*store.read(0, 0, order.seq_len))),
         figures(cfg, prepared, order),
         [(name, int(np.percentile(lengths, share))) for name, share in QUANTILES],
         histogram(lengths),
         sources(cfg, prepared, order),
         sorted(known, key=lambda finding: not finding.is_warning),
-        template,
-        ShownDocument(store.where(0), store.source_names[store.sources[0]], pieces.of(*store.read(0, 0, order.seq_len))),
-        [
-            shown_row(index, order.read(index), order.where(index), order, pieces)
-            for index in range(min(cfg.preview.rows, order.rows_per_epoch))
-        ],
     )
 
 
 def look_at_stream(cfg: PreviewConfig, tokenizer: TextTokenizer, streamed: StreamedData) -> Page:
     """The same of data that is streamed: of its first rows. Raises UserError as `look` does."""
-    pieces = Pieces(tokenizer)
-    rows = [shown_row(index, row, row.places, streamed, pieces) for index, row in enumerate(streamed.first_rows(max(1, cfg.preview.rows)))]
+    pieces, names, seq_len = Pieces(tokenizer), streamed.source_names, streamed.seq_len
     return Page(
         str(cfg.run.name),
         streamed.report,
-        [("read", f"{len(streamed.lengths):,} samples, {streamed.lengths.sum():,} tokens, to see what they are like")],
-        [(name, int(np.percentile(streamed.lengths, share))) for name, share in QUANTILES],
-        histogram(streamed.lengths),
-        [],
-        sorted([*vocabulary(cfg, tokenizer), *streamed.findings], key=lambda finding: not finding.is_warning),
         streamed.how.template,
-        rows[0].documents[0],
-        rows[: cfg.preview.rows],
+        [shown_row(i, row, row.places, names, seq_len, pieces) for i, row in enumerate(streamed.first_rows(cfg.preview.rows))],
+        lengths=[(name, int(np.percentile(streamed.lengths, share))) for name, share in QUANTILES],
+        histogram=histogram(streamed.lengths),
+        findings=sorted([*vocabulary(cfg, tokenizer), *streamed.findings], key=lambda finding: not finding.is_warning),
     )
 
 
@@ -195,11 +184,7 @@ NO_MARKERS = (
 
 def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tuple[str, str]]:
     """What the table says: (name, value)."""
-    totals = [
-        sum(of)
-        for of in zip(*((s.samples, s.tokens, s.supervised) for store in prepared.train for s in figures_by_source(store)), strict=True)
-    ]
-    samples, tokens, supervised = totals
+    samples, tokens, supervised = amounts(prepared.train)
     documents = sum(share * len(of.epoch(0).samples) / of.rows_per_epoch for share, of in zip(order.shares, order.orders, strict=True))
     return [
         ("samples", f"{samples:,}"),
@@ -248,18 +233,16 @@ def vocabulary(cfg: PreviewConfig, tokenizer: TextTokenizer) -> list[Finding]:
     ]
 
 
-def shown_row(index: int, row: RowData | StreamedRow, places: list[str], order: Mixture | StreamedData, pieces: "Pieces") -> ShownRow:
-    """A row, document by document. places: of each."""
+def shown_row(index: int, row: RowData | StreamedRow, where: list[str], names: list[str], seq_len: int, pieces: "Pieces") -> ShownRow:
+    """A row, document by document. where: FILE:LINE of each; names: of the sources."""
     documents, start = [], 0
-    for length, source, where in zip(row.documents, row.sources, places, strict=True):
+    for length, source, place in zip(row.documents, row.sources, where, strict=True):
         here = slice(start, start + length)
         # A token is learnt where the position before it has a label.
         weights = np.concatenate([[0], np.where(row.labels[here] != -100, row.weights[here], 0)[:-1]])
-        documents.append(
-            ShownDocument(where, order.source_names[source], pieces.of(row.tokens[here], weights), int(row.labels[here.stop - 1]))
-        )
+        documents.append(ShownDocument(place, names[source], pieces.of(row.tokens[here], weights), int(row.labels[here.stop - 1])))
         start += length
-    return ShownRow(index, documents, order.seq_len - start)
+    return ShownRow(index, documents, seq_len - start)
 
 
 class Pieces:

@@ -24,9 +24,10 @@ def show(page: Page, console: Console | None = None) -> None:
     for name, value in page.figures:
         figures.add_row(Text(name, "dim"), value)
     console.print(figures)
-    heading(console, "lengths in tokens")
-    console.print("  ".join(f"{name} {tokens:,}" for name, tokens in page.lengths))
-    console.print(bars(page.histogram))
+    if page.histogram:
+        heading(console, "lengths in tokens")
+        console.print("  ".join(f"{name} {tokens:,}" for name, tokens in page.lengths))
+        console.print(bars(page.histogram))
     if page.sources:
         table = Table(*SOURCE_COLUMNS, box=box.SIMPLE_HEAD, padding=(0, 1))
         for column in table.columns[1:]:
@@ -34,20 +35,21 @@ def show(page: Page, console: Console | None = None) -> None:
         for source in page.sources:
             table.add_row(*source)
         console.print(table)
-    heading(console, f"first sample, as the template ({page.template.name}) renders it: {page.first.where}")
+    if page.first:
+        heading(console, f"first sample, as the template ({page.template.name}) renders it: {page.first.where}")
+        console.print(body(page.first, colour), soft_wrap=True)
+    heading(console, "rows, in the order of training")
     console.print(legend() if colour else "what is learnt stands in [[ ]]; behind it the weight, where that is not 1")
-    console.print(body(page.first, colour), soft_wrap=True)
     for row in page.rows:
         heading(console, row.title)
         for i, document in enumerate(row.documents):
             if i or len(row.documents) > 1:
                 console.print(Text(edge(document, i, len(row.documents)), "dim"), soft_wrap=True)
             console.print(body(document, colour), soft_wrap=True)
-    heading(console, "findings" if page.findings else "nothing to warn about")
-    findings = Table.grid(padding=(0, 1))
+    if page.figures:
+        heading(console, "findings" if page.findings else "nothing to warn about")
     for finding in page.findings:
-        findings.add_row(Text("warning", "bold yellow") if finding.is_warning else Text("note", "dim"), told(finding))
-    console.print(findings)
+        console.print(told(finding), soft_wrap=True)  # so that a place can be copied
 
 
 def heading(console: Console, title: str) -> None:
@@ -101,5 +103,6 @@ def body(document: ShownDocument, colour: bool) -> Text:
 
 def told(finding: Finding) -> Text:
     """What was found, its fix, and where it was found first."""
-    fix = f"\n→ {finding.fix}" if finding.fix else ""
-    return Text.assemble(finding.text, fix, *((f"\n{place}", "dim") for place in finding.places), overflow="fold")
+    mark = ("warning ", "bold yellow") if finding.is_warning else ("note    ", "dim")
+    below = [(f"→ {finding.fix}", "")] * bool(finding.fix) + [(place, "dim") for place in finding.places]
+    return Text.assemble(mark, finding.text, *((f"\n        {line}", style) for line, style in below))

@@ -60,6 +60,7 @@ class SampleBuilder:
         """The first FILE:LINE of each."""
         self._ends = tuple(tokenizer.special_tokens)
         self._special = re.compile("|".join(map(re.escape, sorted(self._ends, key=len, reverse=True))) or "(?!)")
+        self._special_ids = list(tokenizer.special_tokens.values())
         self._stripping = [id for id, token in tokenizer.backend.get_added_tokens_decoder().items() if token.lstrip or token.rstrip]
 
     def count(self, key: str, where: tuple[str, int]) -> None:
@@ -151,13 +152,14 @@ class SampleBuilder:
 
     def tokenize(self, texts: list[Rendered]) -> Iterator[list[Sample]]:
         """For every text its sample, or none where it is left out."""
-        for text, encoding in zip(texts, self.tokenizer.encode_batch([text.text for text in texts]), strict=True):
-            sample = self._frame(encoding) if text.is_document else self._weigh(encoding, text)
+        documents = iter(self.tokenizer.encode_plain([text.text for text in texts if text.is_document]))
+        chats = iter(self.tokenizer.encode_batch([text.text for text in texts if not text.is_document]))
+        for text in texts:
+            sample = self._frame(next(documents)) if text.is_document else self._weigh(next(chats), text)
             yield [kept for piece in self._fit(sample, text) for kept in self._keep(piece, text)]
 
-    def _frame(self, encoding: Encoding) -> Sample:
+    def _frame(self, ids: np.ndarray) -> Sample:
         bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
-        ids = encoding.ids
         front = [bos] if bos is not None and ids[:1].tolist() != [bos] else []
         tokens = np.concatenate([front, ids, [eos] if eos is not None and ids[-1:].tolist() != [eos] else []]).astype(np.int32)
         return Sample(tokens, np.ones(len(tokens), np.float32))
@@ -166,7 +168,8 @@ class SampleBuilder:
         sample = Sample(encoding.ids, token_weights(self._without_stripped(encoding, text.text), text))
         if text.ends:
             closing = np.searchsorted(encoding.ends, text.ends)  # the tokens that reach the ends
-            for _ in range(np.count_nonzero(np.append(sample.weights, 0)[closing] == 0)):
+            learnt, ids = np.append(sample.weights, 0)[closing] > 0, np.append(encoding.ids, -1)[closing]
+            for _ in range(np.count_nonzero(~(learnt & np.isin(ids, self._special_ids)))):
                 self.count("no_end", text.where)
         for start, end, _ in text.spans:
             if EMPTY_THINK.search(text.text, start, end):

@@ -1,12 +1,13 @@
 """What a data set is, in figures: two lines above a run, tables in the preview."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fsdp_trainer.data.findings import DROPPED, Finding, told
 from fsdp_trainer.data.mixture import Mixture
+from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.samples import LOST
 from fsdp_trainer.data.store import TokenStore
 
@@ -29,29 +30,46 @@ def figures_by_source(store: TokenStore) -> list[SourceFigures]:
 
 
 def findings(store: TokenStore, seq_len: int) -> list[Finding]:
-    """What is worth knowing about a store, the most serious first."""
+    """What is worth knowing about a store."""
     known = told(store.counts, store.examples, len(store), int(store.lengths.sum()), seq_len)
     for i, source in enumerate(figures_by_source(store)) if len(store.source_names) > 1 else ():
         if not source.samples:
-            known.append(Finding(f"source {source.name} has no samples left", "see what was dropped, or take it out of data.path"))
+            known.append(Finding(f"source {source.name} has no samples left", "see above what was dropped, or take it out of data.path"))
         elif store.counts.get("truncated") and (np.asarray(store.lengths)[np.asarray(store.sources) == i] == seq_len).all():
             known.append(Finding(f"every sample of source {source.name} is cut at batch.seq_len={seq_len}", "use a larger batch.seq_len"))
+    return known
+
+
+def all_findings(prepared: Prepared, seq_len: int) -> list[Finding]:
+    """Of all components of the training data, and of what `data.validation` names. The most serious first."""
+    every = [*zip(prepared.train, prepared.names, strict=True)]
+    if prepared.validation and prepared.validation.counts:
+        every.append((prepared.validation, "data.validation"))
+    known = [
+        replace(finding, text=(f"{name}: " if len(every) > 1 else "") + finding.text)
+        for store, name in every
+        for finding in findings(store, seq_len)
+    ]
     return sorted(known, key=lambda finding: not finding.is_warning)
 
 
-def two_lines(stores: Sequence[TokenStore], order: Mixture, validation: TokenStore | None) -> list[str]:
-    """What a run trains on, and what it does not."""
-    samples, tokens, supervised = (sum(int(n) for n in of) for of in zip(*map(_sums, stores), strict=True))
-    longest = max(int(store.lengths.max()) for store in stores)
-    every = [finding for store in (*stores, *filter(None, [validation])) for finding in findings(store, order.seq_len)]
-    warnings = sum(finding.is_warning for finding in every)
-    held_out = f"; validation on {len(validation):,}" if validation else ""
+def two_lines(prepared: Prepared, seq_len: int, order: Mixture | None = None) -> list[str]:
+    """What there is to train on, and what of the data is not trained on. order: the rows that it is packed into."""
+    samples, tokens, supervised = amounts(prepared.train)
+    longest = max(int(store.lengths.max()) for store in prepared.train)
+    packed = f"; {order.rows_per_epoch:,} rows an epoch, {order.fill:.1%} full" if order else ""
+    held_out = f"; {len(prepared.validation):,} for validation" if prepared.validation else ""
+    warnings = sum(finding.is_warning for finding in all_findings(prepared, seq_len))
+    see = f"; {warnings} warning{'s' * (warnings != 1)}, which  fsdp-trainer preview  with the same keys explains" if warnings else ""
     return [
-        f"{samples:,} samples, {tokens:,} tokens, {supervised / tokens:.1%} supervised, longest {longest:,}; "
-        f"{order.rows_per_epoch:,} rows an epoch, {order.fill:.1%} full{held_out}",
-        left_out(stores)
-        + (f"; {warnings} warning{'s' * (warnings != 1)}: fsdp-trainer preview, with the same keys, explains" if warnings else ""),
+        f"{samples:,} samples, {tokens:,} tokens, {supervised / tokens:.1%} supervised, longest {longest:,}{packed}{held_out}",
+        left_out(prepared.train) + see,
     ]
+
+
+def amounts(stores: Sequence[TokenStore]) -> list[int]:
+    """Samples, tokens, supervised tokens of all stores."""
+    return [sum(map(len, stores)), *(sum(int(getattr(store, name).sum()) for store in stores) for name in ("lengths", "supervised"))]
 
 
 def left_out(stores: Sequence[TokenStore]) -> str:
@@ -65,10 +83,6 @@ def left_out(stores: Sequence[TokenStore]) -> str:
         *([f"{count['truncated']:,} cut"] if count["truncated"] else []),
         *([f"{count[LOST] / (tokens + count[LOST]):.1%} of the tokens lost"] if count[LOST] else []),
         *([f"{count['unreadable']:,} rows unreadable"] if count["unreadable"] else []),
-        *([f"{count['duplicate']:,} duplicates"] if count["duplicate"] else []),
+        *([f"{count['duplicate']:,} duplicate{'s' * (count['duplicate'] != 1)}"] if count["duplicate"] else []),
     ]
     return ", ".join(parts) or "nothing dropped, cut or twice"
-
-
-def _sums(store: TokenStore) -> tuple[int, int, int]:
-    return len(store), int(store.lengths.sum()), int(store.supervised.sum())

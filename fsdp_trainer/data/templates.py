@@ -45,6 +45,7 @@ class Template:
         self.name, self.source = name, source
         self._special = special
         self._compiled = _environment().from_string(source)
+        self._compiled.globals = dict(self._compiled.globals)  # a chain of dictionaries takes half of a rendering's time to go through
         ask, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
         call = {"type": "function", "function": {"name": "probed_call", "arguments": {"x": 1}}}
         tool = {"type": "function", "function": {"name": "probed_tool", "description": "", "parameters": {}}}

@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,23 @@ class Encoding:
     ids: np.ndarray  # [tokens] int32
     starts: np.ndarray  # [tokens] int64
     ends: np.ndarray  # [tokens] int64
+
+    def cut(self, start: int | None = None, stop: int | None = None) -> "Encoding":
+        """Tokens `start` to `stop`."""
+        return Encoding(self.ids[start:stop], self.starts[start:stop], self.ends[start:stop])
+
+
+LONG, OVERLAP, ALIKE = 1 << 18, 1 << 11, 16  # characters of a piece, and those it shares with the next; tokens in which both must agree
+
+
+def _seam(before: Encoding, after: Encoding, start: int) -> tuple[int, int] | None:
+    """The token of either encoding at which one gives way to the other, in the middle of what they share from `start` on."""
+    for here in range(*np.searchsorted(before.starts, (start + OVERLAP // 4, start + OVERLAP // 2))):
+        there = int(np.searchsorted(after.starts, before.starts[here]))
+        one, other = before.cut(here, here + ALIKE), after.cut(there, there + ALIKE)
+        if len(one.ids) == ALIKE and np.array_equal(one.ids, other.ids) and np.array_equal(one.starts, other.starts):
+            return int(here), there
+    return None
 
 
 class TextTokenizer:
@@ -75,8 +93,31 @@ class TextTokenizer:
         return self.backend.token_to_id(self.special[name]) if name in self.special else None
 
     def encode_batch(self, texts: list[str]) -> list[Encoding]:
-        """Tokens with their place in the text, in parallel threads."""
-        return [_encoding(e) for e in self.backend.encode_batch(texts, add_special_tokens=False)]
+        """Tokens with their place in the text, in parallel threads; a very long text piece by piece, which gives the same."""
+        short = iter(self.backend.encode_batch([text for text in texts if len(text) <= LONG], add_special_tokens=False))
+        return [_encoding(next(short)) if len(text) <= LONG else self._encode_long(text) for text in texts]
+
+    def _encode_long(self, text: str) -> Encoding:
+        """What the backend says of each token takes some hundred times the memory of its character, so that pieces that overlap are joined.
+
+        They are joined at a token where both go on alike for a while: far enough from either's edge, a tokenizer sees no further.
+        """
+        whole: list[Encoding] = []
+        for start in range(0, len(text), LONG):
+            piece = _encoding(self.backend.encode(text[start : start + LONG + OVERLAP], add_special_tokens=False))
+            piece = Encoding(piece.ids, piece.starts + start, piece.ends + start)
+            if whole:
+                seam = _seam(whole[-1], piece, start)
+                if seam is None:
+                    return _encoding(self.backend.encode(text, add_special_tokens=False))
+                whole[-1], piece = whole[-1].cut(stop=seam[0]), piece.cut(start=seam[1])
+            whole.append(piece)
+        return Encoding(*(np.concatenate([getattr(piece, name) for piece in whole]) for name in ("ids", "starts", "ends")))
+
+    def encode_plain(self, texts: list[str]) -> list[np.ndarray]:
+        """Tokens alone, [tokens] int32 of each text: where no place is asked for, it takes a fifth less time."""
+        short = iter(self.backend.encode_batch_fast([text for text in texts if len(text) <= LONG], add_special_tokens=False))
+        return [np.array(next(short).ids, dtype=np.int32) if len(text) <= LONG else self._encode_long(text).ids for text in texts]
 
     def encode(self, text: str) -> list[int]:
         """Token ids."""
@@ -111,8 +152,9 @@ class TextTokenizer:
 
 
 def _encoding(encoding: Any) -> Encoding:
-    offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-    return Encoding(np.array(encoding.ids, dtype=np.int32), offsets[:, 0], offsets[:, 1])
+    ids = np.array(encoding.ids, dtype=np.int32)
+    offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
+    return Encoding(ids, offsets[:, 0], offsets[:, 1])
 
 
 def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:

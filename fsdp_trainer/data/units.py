@@ -210,7 +210,7 @@ def _is_json_lines(file: str, suffix: str) -> bool:
 def _lines(file: BinaryIO, unit: Unit) -> Iterator[tuple[int, int, str, str | None]]:
     """(number, place in bytes, text, error) of the lines from the first that begins in the unit to the file's end: the caller stops."""
     place = _first_line(file, unit)
-    for number in count(1):
+    for number in count(1) if unit.stop is None or place < unit.stop else ():
         line, begins = file.readline(LONGEST), place
         if not line:
             return

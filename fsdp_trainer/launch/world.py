@@ -23,7 +23,6 @@ from fsdp_trainer.errors import Problem, RunFailed, Stopped, UserError
 PARENT = "FSDP_TRAINER_PARENT"  # set by our own launcher: the process that a rank must not outlive
 ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun
 LINGER_SECONDS = 30.0
-LISTEN_SECONDS = 5.0  # between two looks whether those that are waited for are still at work
 MEETING_SECONDS, LOOKS_A_SECOND = 0.02, 5000  # between two looks at who is there; of all ranks together at the store, which is one thread
 T = TypeVar("T")
 
@@ -120,19 +119,18 @@ class World:
         return result
 
     def _hear(self, name: str, key: str, timeout: float) -> None:
-        """Wait for what others did. Raises what it failed with, and RunFailed after `timeout` seconds without a sign of life."""
-        beats, heard, failure = 0, time.monotonic(), None
-        while True:
-            try:
-                failure = self._get(key, min(timeout, LISTEN_SECONDS))
-                break
-            except dist.DistStoreError:
-                now_beats, now = self.store.add("beats", 0), time.monotonic()
-                if now_beats != beats:
-                    beats, heard = now_beats, now
-                elif now - heard >= timeout:
-                    why = f"rank {self.rank} has waited for {name} and heard nothing for {timeout:g} s. Longer with  launch.data_timeout=…"
-                    raise RunFailed(why) from None
+        """Wait for what others did. Raises what it failed with, and RunFailed after `timeout` seconds without a beat."""
+        beats, heard = 0, time.monotonic()
+        while not self.store.check([key]):
+            time.sleep(max(MEETING_SECONDS, self.size / LOOKS_A_SECOND))
+            if (beats_now := self.store.add("beats", 0)) != beats:
+                beats, heard = beats_now, time.monotonic()
+            elif time.monotonic() - heard > timeout:
+                silence = RunFailed(f"{name}: nothing was heard of it for {timeout:g} s. Longer with  launch.data_timeout=…")
+                if not self.main:  # rank 0 may be the one that is not heard
+                    print(f"rank {self.rank}: {silence}", file=sys.stderr)
+                raise silence
+        failure = self._get(key, timeout)
         if failure:
             self.store.add(f"{name}/heard", 1)
             self.linger(name)

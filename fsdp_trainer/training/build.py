@@ -79,13 +79,14 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     model = parallelize(model, mesh, cfg, compiled)
 
     def batches(order: Mixture) -> Batches:
-        return Batches(order, cfg.batch.micro_rows, world.rank, world.size, world.device)
+        return Batches(order, cfg.batch.micro_rows, world.rank, world.size, world.device, cfg.data.pad_to_multiple)
 
     streamed = material.data.streamed
     train: Batches
     if streamed:
         processes = cfg.data.workers or min(8, cores() * world.nodes // world.size)
-        train = StreamBatches(streamed, cfg.batch.micro_rows, world.rank, world.size, world.device, config.attended, processes)
+        place = cfg.batch.micro_rows, world.rank, world.size, world.device
+        train = StreamBatches(streamed, *place, config.attended, processes, cfg.data.pad_to_multiple)
     else:
         train = batches(build_order(cfg, material.data, config.attended))
     held_out = material.data.validation
@@ -284,7 +285,11 @@ def describe(trainer: Trainer, world: World, material: Material, attention: Choi
         data, epochs = material.data.report, ""
     else:
         last = trainer.last_row or trainer.progress.rows + (trainer.total_steps - trainer.progress.step) * cfg.batch.rows
-        data = [*two_lines(material.data.train, order, material.data.validation), *order.plan(last)]
+        data = [
+            *two_lines(material.data, order.seq_len, order),
+            *order.plan(last),
+            *dict.fromkeys(of.note for of in order.orders if of.note),
+        ]
         epochs = f", {(last - order.start) / order.rows_per_epoch:.2f} epochs"
     origin = cfg.model.init_from or "random weights"
     size = f"{short(config.parameters())} parameters, {config.num_hidden_layers} blocks, {config.vocab_size:,} tokens"

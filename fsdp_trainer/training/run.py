@@ -19,7 +19,7 @@ from fsdp_trainer.config.paths import BEST, committed_checkpoints, find_checkpoi
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.build import build_data
-from fsdp_trainer.data.prepare import Told
+from fsdp_trainer.data.preparation import Told
 from fsdp_trainer.errors import RunFailed, Stopped, UserError
 from fsdp_trainer.launch.facts import look_over
 from fsdp_trainer.launch.watchdog import watched

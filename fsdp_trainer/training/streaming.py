@@ -51,10 +51,10 @@ class StreamBatches(Batches):
         device: torch.device,
         attended: Callable[[np.ndarray], np.ndarray],
         processes: int,
+        pad_to_multiple: int | None = None,
     ):
         """attended: what attention costs a model, of documents' lengths; processes: that make rows, 1: this one."""
-        self.order, self.micro_rows, self.rank, self.ranks, self.device = data, micro_rows, rank, ranks, device
-        self.attention, self.source_names = "documents", data.source_names
+        super().__init__(data, micro_rows, rank, ranks, device, pad_to_multiple)  # type: ignore[arg-type]
         self.attended, self.processes = attended, processes
         self.cursors: dict[int, dict[int, Cursor]] = {}
         """Of this rank's streams, by the row that they stand before."""

@@ -25,7 +25,7 @@ from fsdp_trainer.data.stream import dealt, stream_data
 from fsdp_trainer.data.stream_readers import Readers, ReadersElsewhere
 from fsdp_trainer.data.templates import load_template
 from fsdp_trainer.data.tokenizer import load_tokenizer
-from fsdp_trainer.errors import UserError
+from fsdp_trainer.errors import RunFailed, UserError
 
 TOKENIZER = load_tokenizer("demo:bytes")
 TEMPLATE = load_template(None, TOKENIZER)
@@ -111,6 +111,10 @@ def test_processes_give_the_same_rows_and_import_no_torch(files):
             for number in range(3):
                 assert content(here.next(number)) == content(elsewhere.next(number))
         assert elsewhere.waits_for == str(files["chats"])
+        elsewhere._processes[0].kill()
+        with pytest.raises(RunFailed, match="was killed"):
+            for _ in range(30):
+                elsewhere.next(0)
     finally:
         elsewhere.close()
     code = "import sys, fsdp_trainer.data.stream_readers; print('torch' in sys.modules)"
@@ -146,7 +150,6 @@ def test_what_a_step_holds_does_not_depend_on_the_ranks(train, inputs, files):
 
 @contextlib.contextmanager
 def killed_after_seven():
-    from fsdp_trainer.errors import RunFailed
     from fsdp_trainer.training.trainer import Trainer
 
     real = Trainer.clip

@@ -2,14 +2,16 @@
 
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from queue import Queue
+from typing import Any
 
 from fsdp_trainer.data.stream import StreamedData, StreamedRow
 from fsdp_trainer.data.workers import start
@@ -21,10 +23,15 @@ AHEAD = 2  # rows that a process makes of each of its streams before they are as
 class Readers:
     """Gives the next row of any of these streams, in this process. cursors: where each begins."""
 
-    def __init__(self, data: StreamedData, cursors: Mapping[int, Sequence[int]]):
+    def __init__(self, data: StreamedData, cursors: Mapping[int, Sequence[int]], opens: Callable[[str], Any] | None = None):
+        """opens: hears of each file before it is read."""
         self.waits_for = ""
         """The file that is read, or waited for."""
-        self._streams = {stream: data.stream(stream, cursor, self._opens) for stream, cursor in cursors.items()}
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY:  # a stream holds a file open
+            wanted = soft + 2 * len(cursors)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(hard, wanted), hard))
+        self._streams = {stream: data.stream(stream, cursor, opens or self._opens) for stream, cursor in cursors.items()}
 
     def _opens(self, file: str) -> None:
         self.waits_for = file
@@ -98,10 +105,10 @@ def work(descriptor: int) -> None:
     for thread in (send, listen):
         threading.Thread(target=thread, daemon=True).start()
     try:
-        streams = [data.stream(stream, cursor, made.put) for stream, cursor in cursors.items()]
+        readers = Readers(data, cursors, made.put)
         while True:
-            for stream in streams:
-                made.put(next(stream))
+            for stream in cursors:
+                made.put(readers.next(stream))
     except (UserError, OSError) as error:
         made.put(error)
     except Exception:

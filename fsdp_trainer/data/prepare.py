@@ -12,6 +12,7 @@ from fsdp_trainer.data.fingerprint import content_hashes, fingerprint
 from fsdp_trainer.data.preparation import Component, Preparation, Told, commit, read_whole
 from fsdp_trainer.data.sources import find_sources
 from fsdp_trainer.data.store import TokenStore, add_totals, merge, read_meta, write_meta
+from fsdp_trainer.data.stream import StreamedData
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenise import TRAIN, VALIDATION, How
 from fsdp_trainer.data.tokenizer import TextTokenizer
@@ -29,11 +30,13 @@ class Prepared:
     validation: TokenStore | None
     report: list[str]
     """Short lines for people."""
+    streamed: StreamedData | None = None
+    """In place of `train`, with data.streaming."""
 
     @property
     def fingerprint(self) -> str:
         """Of all samples, those held out too."""
-        stores = [*self.train, *([self.validation] if self.validation else [])]
+        stores = [*([self.streamed] if self.streamed else self.train), *([self.validation] if self.validation else [])]
         return "-".join(store.fingerprint for store in stores)
 
 

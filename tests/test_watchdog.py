@@ -401,7 +401,9 @@ def test_a_slow_rank_of_a_run_is_named(train):
     run = train("run", "train.steps=40", "logging.stragglers=1s", ranks=2, seam=slow_rank)
     found = run.event("straggler")
     # twice only where another phase stood out in between, as on a machine that others use
-    assert found and {e["rank"] for e in found} == {1} and found[0]["phase"] == "forward" and found[0]["seconds"] > 0.05 > found[0]["others"]
+    assert (
+        found and {e["rank"] for e in found} == {1} and found[0]["phase"] == "forward" and found[0]["seconds"] > 0.05 > found[0]["others"]
+    )
     assert "rank 1 on" in run.out
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.conversations import FIELDS, REQUIRED, make_reader
+from fsdp_trainer.data.prepare import prepare
 from fsdp_trainer.data.samples import SampleBuilder
 from fsdp_trainer.data.sources import Row, RowError, read_rows
-from fsdp_trainer.data.store import prepare
 from fsdp_trainer.data.templates import load_template
 from fsdp_trainer.data.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
@@ -103,7 +103,7 @@ def test_broken_rows_are_skipped_or_named(tmp_path):
     lines = [*map(json.dumps, [chat(), *BROKEN]), f'{{"messages": {DEEP}}}', f'{{"messages": {"9" * 5000}}}']
     file.write_text("\n".join(lines))
     skipped = prepared(tmp_path / "c", file, on_error="skip")
-    assert len(skipped.train) == 1 and f"skipped {len(lines) - 1} rows" in "\n".join(skipped.report)
+    assert len(skipped.train[0]) == 1 and f"skipped {len(lines) - 1} rows" in "\n".join(skipped.report)
     for line in lines[1:]:
         file.write_text(lines[0] + "\n" + line)
         with pytest.raises(UserError, match=r"a\.jsonl:2") as raised:
@@ -142,5 +142,5 @@ def test_a_table_may_hold_what_json_cannot(tmp_path, validation, template):
     rows = [chat(content=f"a{i}", tool_calls=[call], **odd) | {"tools": [{"name": "f", "default": odd}]} for i in range(20)]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     made = prepared(tmp_path / "c", tmp_path / "a.parquet", validation=validation, template=template)
-    assert len(made.train) + (len(made.validation) if made.validation else 0) == 20
-    assert "2024-01-02" in TOKENIZER.decode(made.train.read(0)[0].tolist())
+    assert len(made.train[0]) + (len(made.validation) if made.validation else 0) == 20
+    assert "2024-01-02" in TOKENIZER.decode(made.train[0].read(0)[0].tolist())

@@ -13,9 +13,10 @@ from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.config.verbs import PreviewConfig
 from fsdp_trainer.data.order import RowOrder
 from fsdp_trainer.data.packing import best_fit
+from fsdp_trainer.data.prepare import prepare
 from fsdp_trainer.data.preview import preview
 from fsdp_trainer.data.samples import Sample
-from fsdp_trainer.data.store import StoreWriter, TokenStore, prepare
+from fsdp_trainer.data.store import StoreWriter, TokenStore
 from fsdp_trainer.data.templates import load_template
 from fsdp_trainer.data.tokenizer import load_tokenizer
 
@@ -84,16 +85,15 @@ class Texts(Lengths):
     """A store of texts in which every token is another number; all but the first of a text are learnt."""
 
     def __init__(self, lengths):
-        self.lengths, self.fingerprint, self.sources = np.array(lengths), "f", np.zeros(len(lengths), np.int32)
+        self.lengths, self.fingerprint, self.source_names = np.array(lengths), "f", [""]
         self.offsets = np.cumsum(self.lengths) - self.lengths
+        self.tokens = np.arange(sum(lengths), dtype=np.int32)
+        self.weights = np.ones(sum(lengths), np.float32)
+        self.weights[self.offsets] = 0
 
     @property
     def weight_sums(self):
         return self.lengths - 1
-
-    def read(self, sample, start, length):
-        tokens = np.arange(self.offsets[sample], self.offsets[sample] + self.lengths[sample])
-        return tokens[start : start + length], (tokens > tokens[0]).astype(np.float32)[start : start + length]
 
 
 @settings(deadline=None)
@@ -131,7 +131,7 @@ def test_a_stream_is_cut_at_other_places_every_epoch():
 
 def test_pretraining_fills_its_rows(tmp_path):
     (tmp_path / "a.txt").write_text("\n".join("x" * (7 + i * i % 500) for i in range(2000)))
-    store = prepared(tmp_path, 64, path=str(tmp_path / "a.txt"), too_long="split").train
+    store = prepared(tmp_path, 64, path=str(tmp_path / "a.txt"), too_long="split").train[0]
     assert RowOrder(store, 64, "stream", True, 0).fill > 0.999
 
 
@@ -177,7 +177,7 @@ def prepared(tmp_path, seq_len=64, tokenizer="demo:bytes", **data):
 
 
 def test_totals_are_those_of_the_rows(tmp_path):
-    order = RowOrder(prepared(tmp_path, path="demo:backwards").train, 64, "best_fit", True, 0)
+    order = RowOrder(prepared(tmp_path, path="demo:backwards").train[0], 64, "best_fit", True, 0)
     n = order.rows_per_epoch
     rows = [order.read(i) for i in range(n - 3, n + 3)]
     weight, supervised = sum(float(r.weights.sum()) for r in rows), sum(int((r.labels != -100).sum()) for r in rows)
@@ -189,7 +189,7 @@ def test_totals_are_those_of_the_rows(tmp_path):
 def test_gsm8k_fills_98_percent_of_its_rows(tmp_path):
     if not SHARED.is_dir():
         pytest.skip("needs real data, which is not shipped")
-    store = prepared(tmp_path, 1024, str(SHARED / "bpe4k"), path=str(SHARED / "gsm8k_train.jsonl")).train
+    store = prepared(tmp_path, 1024, str(SHARED / "bpe4k"), path=str(SHARED / "gsm8k_train.jsonl")).train[0]
     assert RowOrder(store, 1024, "best_fit", True, 0).fill > 0.98
 
 
@@ -202,7 +202,7 @@ def test_preview_json_is_what_training_reads_and_nothing_else(tmp_path, capsys):
     cfg.preview.format, cfg.preview.rows = "json", 8
     assert preview(cfg) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    order = RowOrder(prepared(tmp_path / "other", 128, path=cfg.data.path).train, 128, "best_fit", True, 0)
+    order = RowOrder(prepared(tmp_path / "other", 128, path=cfg.data.path).train[0], 128, "best_fit", True, 0)
     weighted = 0
     for index, line in enumerate(lines):
         row, n = order.read(index), sum(line["documents"])

@@ -3,7 +3,11 @@
 import glob
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.config.schema import FORMATS, key
 
 JSON, TEXT, CSV, ARROW = (".json", ".jsonl", ".ndjson"), (".txt", ".text", ".md"), (".csv", ".tsv"), (".parquet", ".arrow", ".feather")
 KINDS, COMPRESSED = JSON + TEXT + CSV + ARROW, (".gz", ".zst")
@@ -12,6 +16,29 @@ DESCRIPTIONS = ("readme.md", "dataset_info.json", "dataset_infos.json", "dataset
 
 SHARD = re.compile(r"[-_.]?\d+-of-\d+$")  # train-00000-of-00004 belongs to train
 HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One of the paths of a list. With a weight or a repeat in any of them the list is a mixture: see data/mixture.py."""
+
+    path: str = key(None, "a file, folder, glob or URL")
+    name: str | None = key(None, "what the records of a run call it; null: its path tells")
+    weight: float | None = key(None, "its share of the tokens, next to the others' weights", above=0)
+    repeat: float | None = key(None, "how often an epoch holds it: 2 is twice, 0.5 every other half, 0 never", minimum=0)
+    format: str | None = key(None, "how its rows are read; null: as data.format says", choices=FORMATS)
+    fields: dict[str, Any] | None = key(None, "which of its columns mean what; null: as data.fields says")
+
+
+def entries(path: Any) -> list[Entry]:
+    """What data.path or data.validation names, in order; nothing for null and for a share."""
+    listed = path if isinstance(path, list) else [path] if isinstance(path, str) else []
+    return [Entry(**item) if isinstance(item, dict) else Entry(item) for item in listed]
+
+
+def is_mixture(path: Any) -> bool:
+    """Whether its entries are told apart all through training, rather than packed together."""
+    return any(entry.weight is not None or entry.repeat is not None for entry in entries(path))
 
 
 def kind(file: str | Path) -> tuple[str, str | None]:

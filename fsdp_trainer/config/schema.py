@@ -20,6 +20,7 @@ def key(
     return field(default=default, metadata=metadata)
 
 
+FORMATS = ("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text")
 NEEDS_NCCL = "is memory of NCCL's, which GPUs communicate by; gloo on a CPU has none"
 
 
@@ -180,13 +181,14 @@ class Model:
 class Data:
     """What to train on."""
 
-    path: str | list[str] | None = key(
-        None, "a file, folder, glob, or a list of them; `demo:backwards` is a small task generated on the spot"
+    path: str | list[str | dict[str, Any]] | None = key(
+        None,
+        "a file, folder, glob, or a list of them, perhaps a mixture: [{path: a.jsonl, weight: 0.7}, {path: b.jsonl, weight: 0.3}]; `demo:backwards` is a small task generated on the spot",
     )
     format: str = key(
         "auto",
         "how rows are read; `auto` finds it out and says so",
-        choices=("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"),
+        choices=FORMATS,
     )
     fields: dict[str, Any] | None = key(None, "which columns mean what, e.g. {prompt: question, completion: answer}; null: found out")
     template: str | None = key(
@@ -210,7 +212,7 @@ class Data:
         choices=("best_fit", "none", "stream"),
     )
     shuffle: bool = key(True, "a new order every epoch, from run.seed")
-    validation: float | str | list[str] | None = key(
+    validation: float | str | list[str | dict[str, Any]] | None = key(
         None, "a path like data.path, or a share of the samples such as 0.02, chosen by their content; null: none"
     )
     cache: str | None = key(None, "folder for tokenised data, shared by all ranks and runs; null: run.root/.data")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.data.store import Prepared, Progress, prepare
+from fsdp_trainer.data.prepare import Prepared, Progress, prepare
 from fsdp_trainer.data.templates import Template, load_template
 from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError

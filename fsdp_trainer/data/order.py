@@ -1,7 +1,7 @@
 """The global order of rows: row i of an epoch is a pure function of (data, packing, seed, epoch), on every rank alike."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,6 +22,38 @@ class RowData:
     """Lengths of the documents, in order; what remains of seq_len is padding."""
     sources: list[int]
     """Where each of them comes from: a place in the store's source_names."""
+
+
+@dataclass
+class Rows:
+    """Several rows, one below the other: tokens, labels and weights as in RowData."""
+
+    tokens: np.ndarray  # [rows, seq_len] int64
+    positions: np.ndarray  # [rows, seq_len] int64; each document's begin at 0
+    labels: np.ndarray  # [rows, seq_len] int64
+    weights: np.ndarray  # [rows, seq_len] float32
+    sources: np.ndarray  # [rows, seq_len] int64: which source a position's document comes from
+    documents: list[list[int]]
+    """Lengths of each row's documents, in order."""
+
+    @classmethod
+    def empty(cls, rows: int, seq_len: int) -> "Rows":
+        """Nothing but padding."""
+        tokens, positions, sources = np.zeros((3, rows, seq_len), np.int64)
+        labels, weights = np.full((rows, seq_len), -100, np.int64), np.zeros((rows, seq_len), np.float32)
+        return cls(tokens, positions, labels, weights, sources, [[] for _ in range(rows)])
+
+    def put(self, places: Sequence[int] | np.ndarray, rows: "Rows") -> None:
+        """Lay `rows` at these places."""
+        for name in ("tokens", "positions", "labels", "weights", "sources"):
+            getattr(self, name)[places] = getattr(rows, name)
+        for place, documents in zip(places, rows.documents, strict=True):
+            self.documents[place] = documents
+
+    def row(self, i: int) -> RowData:
+        """The i-th by itself."""
+        starts = np.cumsum([0, *self.documents[i]], dtype=np.int64)[:-1]
+        return RowData(self.tokens[i], self.labels[i], self.weights[i], self.documents[i], self.sources[i, starts].tolist())
 
 
 @dataclass
@@ -75,26 +107,56 @@ class RowOrder:
 
     def row(self, index: int) -> list[tuple[int, int, int]]:
         """What is in row `index`, which counts over all epochs: (sample, first token, number of tokens) of each document."""
-        epoch, i = divmod(index, self.rows_per_epoch)
-        plan = self.epoch(epoch)
-        at = plan.documents[plan.offsets[i] : plan.offsets[i + 1]]
-        parts = (plan.pieces.samples[at], plan.pieces.starts[at], plan.pieces.lengths[at])
+        *parts, _ = self._documents([index])
         return list(zip(*(part.tolist() for part in parts), strict=True))
 
     def read(self, index: int) -> RowData:
-        """The tokens of row `index`."""
-        row = RowData(np.zeros(self.seq_len, np.int64), np.full(self.seq_len, -100), np.zeros(self.seq_len, np.float32), [], [])
-        begin = 0
-        for sample, start, length in self.row(index):
-            tokens, weights = self.store.read(sample, start, length + 1)  # a document that is cut here goes on with its next token
-            row.tokens[begin : begin + length] = tokens[:length]
-            end = begin + len(tokens) - 1
-            row.labels[begin:end] = np.where(weights[1:] > 0, tokens[1:], -100)
-            row.weights[begin:end] = weights[1:]
-            row.documents.append(length)
-            row.sources.append(int(self.store.sources[sample]))
-            begin += length
-        return row
+        """Row `index` by itself."""
+        return self.read_rows([index]).row(0)
+
+    def read_rows(self, indices: Sequence[int] | np.ndarray) -> Rows:
+        """The rows of these indices, in their order. All of it is done to whole arrays: the step waits for this."""
+        rows = Rows.empty(len(indices), self.seq_len)
+        if not len(indices):
+            return rows
+        samples, starts, lengths, counts = self._documents(indices)
+        first_documents = np.cumsum(counts) - counts
+        before = np.cumsum(lengths) - lengths
+        in_row = before - np.repeat(before[first_documents], counts)
+        places = ranges(np.repeat(np.arange(len(counts)) * self.seq_len, counts) + in_row, lengths)
+        tokens, weights = np.asarray(self.store.tokens), np.asarray(self.store.weights)
+        at = ranges(self.store.offsets[samples] + starts, lengths)
+        following = at + 1
+        ends = (before + lengths - 1)[starts + lengths == self.store.lengths[samples]]  # a document that is cut goes on with its next token
+        following[ends] = at[ends]
+        learnt = weights[following]
+        learnt[ends] = 0
+        rows.tokens.reshape(-1)[places] = tokens[at]
+        rows.positions.reshape(-1)[places] = ranges(np.zeros_like(lengths), lengths)
+        rows.labels.reshape(-1)[places] = np.where(learnt > 0, tokens[following], -100)
+        rows.weights.reshape(-1)[places] = learnt
+        if len(self.store.source_names) > 1:
+            rows.sources.reshape(-1)[places] = np.repeat(self.store.sources[samples], lengths)
+        every = lengths.tolist()
+        rows.documents = [every[first : first + n] for first, n in zip(first_documents.tolist(), counts.tolist(), strict=True)]
+        return rows
+
+    def _documents(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Of the documents of these rows, all int64: sample, first token, number of tokens; and how many documents each row has."""
+        epochs, places = np.divmod(np.asarray(indices, np.int64), self.rows_per_epoch)
+        parts = []
+        for of_one in np.split(np.arange(len(epochs)), np.flatnonzero(np.diff(epochs)) + 1):
+            plan, rows = self.epoch(int(epochs[of_one[0]])), places[of_one]
+            counts = plan.offsets[rows + 1] - plan.offsets[rows]
+            at = plan.documents[ranges(plan.offsets[rows], counts)]
+            parts.append((plan.pieces.samples[at], plan.pieces.starts[at], plan.pieces.lengths[at], counts))
+        samples, starts, lengths, counts = (np.concatenate(every) for every in zip(*parts, strict=True))
+        return samples, starts, lengths, counts
+
+    def costs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """[rows] of what attention costs in each of these rows."""
+        epochs, places = np.divmod(np.asarray(indices, np.int64), self.rows_per_epoch)
+        return np.array([self.epoch(epoch).squares[i] for epoch, i in zip(epochs.tolist(), places.tolist(), strict=True)])
 
     def totals(self, start: int, stop: int) -> tuple[float, int, int, int]:
         """(Σ weight, tokens, supervised tokens, Σ of what attention costs) of rows [start, stop), without reading one."""
@@ -165,5 +227,10 @@ class RowOrder:
 def _take_rows(documents: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Documents and offsets with the rows in the order `rows`."""
     sizes = np.diff(offsets)[rows]
-    taken = np.concatenate([[0], np.cumsum(sizes)])
-    return documents[np.repeat(offsets[:-1][rows] - taken[:-1], sizes) + np.arange(len(documents))], taken
+    return documents[ranges(offsets[:-1][rows], sizes)], np.concatenate([[0], np.cumsum(sizes)])
+
+
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """[Σ counts] int64: the `counts[i]` numbers from `starts[i]` on, for every i."""
+    ends = np.cumsum(counts)
+    return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)

@@ -8,8 +8,9 @@ import numpy as np
 
 from fsdp_trainer.config.verbs import PreviewConfig
 from fsdp_trainer.data.build import build_data
-from fsdp_trainer.data.order import RowData, RowOrder
-from fsdp_trainer.data.store import Prepared
+from fsdp_trainer.data.mixture import Mixture, build_order
+from fsdp_trainer.data.order import RowData
+from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.tokenizer import TextTokenizer
 
 GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
@@ -18,7 +19,7 @@ GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
 def preview(cfg: PreviewConfig) -> int:
     """Print `preview.rows` rows in the order of training; returns the exit code."""
     tokenizer, template, prepared = build_data(cfg)
-    order = RowOrder(prepared.train, cfg.batch.seq_len, cfg.data.packing, cfg.data.shuffle, cfg.run.seed)
+    order = build_order(cfg, prepared)
     if cfg.preview.format == "json":
         for index in range(cfg.preview.rows):
             print(json.dumps(as_json(index, order.read(index))))
@@ -30,7 +31,7 @@ def preview(cfg: PreviewConfig) -> int:
     return 0
 
 
-def summary(prepared: Prepared, order: RowOrder, template: str) -> list[str]:
+def summary(prepared: Prepared, order: Mixture, template: str) -> list[str]:
     """What was found, and how it was packed."""
     packed = f"rows of {order.seq_len:,}: {order.rows_per_epoch:,} an epoch, {100 * order.fill:.1f}% filled"
     return [*prepared.report, f"template: {template}", packed]

@@ -11,14 +11,14 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from io import BufferedIOBase
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.data_files import ARROW, CSV, SHARD, TEXT, data_files, kind, stem
+from fsdp_trainer.config.data_files import ARROW, CSV, SHARD, TEXT, data_files, entries, kind, stem
 from fsdp_trainer.data import demo
 from fsdp_trainer.data.tables import Record, open_zstd, read_arrow, read_csv
 from fsdp_trainer.errors import Problem, UserError
@@ -43,25 +43,28 @@ class Row:
 
 @dataclass
 class Problems:
-    """Rows that cannot be read: `fail` gathers a few and raises them together, `skip` counts them."""
+    """Rows that cannot be read: `fail` gathers a few, to raise them together, `skip` counts them."""
 
     on_error: str
     count: int = 0
     first: list[Problem] = field(default_factory=list)
 
     def add(self, where: tuple[str, int], why: str) -> None:
-        """Note a bad row; raises when enough are gathered."""
+        """Note a bad row."""
         self.count += 1
         if len(self.first) < SHOWN:
             shown = why.encode(errors="backslashreplace").decode()  # half a character can be in a row, but in no file and no terminal
             self.first.append(Problem(f"{where[0]}:{where[1]}", shown))
-        if self.count == SHOWN:
-            self.raise_if_failing()
 
     @property
     def will_raise(self) -> bool:
         """There is a problem, and problems are not to be skipped."""
         return self.count > 0 and self.on_error == "fail"
+
+    @property
+    def is_enough(self) -> bool:
+        """No further ones need be looked for."""
+        return self.will_raise and self.count >= SHOWN
 
     def raise_if_failing(self) -> None:
         """Raise what was gathered, unless bad rows are to be skipped."""
@@ -81,26 +84,34 @@ class Source:
 
     name: str
     files: list[str]
+    format: str | None = None
+    """As data.format, for this source; null: as that says."""
+    fields: dict[str, Any] | None = None
 
 
 def find_sources(path: Any, key: str) -> list[Source]:
     """Data files of a path: a file, a folder (searched through), a glob, a `demo:` name, or a list of them; in a fixed order."""
-    paths = list(path) if isinstance(path, Sequence) and not isinstance(path, str) else [path]
-    if not paths or not all(isinstance(p, str) for p in paths):
+    paths = [entry.path for entry in entries(path)]
+    if not paths:
         raise _bad(key, path, f"a file, folder or glob, or a list of them, is needed. To try the trainer out:  {key}=demo:backwards")
     found: dict[str, list[str]] = {}
     for p in paths:
         found.setdefault(os.path.abspath(Path(p).expanduser()), []).extend(_files_of(p, key))
-    if len(found) > 1:
-        return [Source(name, files) for name, files in zip(_names(list(found)), found.values(), strict=True)]
+    given = {os.path.abspath(Path(entry.path).expanduser()): entry for entry in entries(path)}
+    if len(found) > 1 or any(entry.name for entry in given.values()):
+        names = [given[place].name or name for place, name in zip(found, _names(list(found)), strict=True)]
+        if len(set(names)) < len(names):
+            raise _bad(key, names, "two sources have one name. Give each entry its own, as in  {path: a.jsonl, name: code}")
+        return [Source(name, files, given[at].format, given[at].fields) for name, (at, files) in zip(names, found.items(), strict=True)]
     ((path, files),) = found.items()
+    how = given[path].format, given[path].fields
     by_set: dict[str, list[str]] = {}
     for file in files:
         of_set = SHARD.sub("", stem(file))
         by_set.setdefault(os.path.abspath(file if of_set == stem(file) else Path(file).parent / of_set), []).append(file)
     if len(by_set) > MOST_SOURCES:
-        return [Source(stem(path), files)]
-    return [Source(name, files) for name, files in zip(_names(list(by_set)), by_set.values(), strict=True)]
+        return [Source(stem(path), files, *how)]
+    return [Source(name, files, *how) for name, files in zip(_names(list(by_set)), by_set.values(), strict=True)]
 
 
 def _names(paths: list[str]) -> list[str]:

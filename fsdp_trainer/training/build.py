@@ -3,7 +3,10 @@
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -16,8 +19,8 @@ from fsdp_trainer.checkpoint.store import CheckpointStore, everywhere, load, rea
 from fsdp_trainer.config.paths import find_checkpoint, model_folder, step_of
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
-from fsdp_trainer.data.order import RowOrder
-from fsdp_trainer.data.store import Prepared, TokenStore
+from fsdp_trainer.data.mixture import Mixture, build_order, validation_order
+from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -43,7 +46,7 @@ from fsdp_trainer.training.corruption import Corruption
 from fsdp_trainer.training.gradients import GradientSync
 from fsdp_trainer.training.guard import Guard, Stream
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.resume import check_unchanged, find_start, require_whole
+from fsdp_trainer.training.resume import check_unchanged, find_start, require_whole, take_up_data
 from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.saving import Saves
 from fsdp_trainer.training.stop import StopRequests
@@ -71,12 +74,12 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     compiled, uncompiled = can_compile(cfg, world.device)
     model = parallelize(model, mesh, cfg, compiled)
 
-    def batches(store: TokenStore, shuffle: bool) -> Batches:
-        order = RowOrder(store, cfg.batch.seq_len, cfg.data.packing, shuffle, cfg.run.seed, config.attended)
+    def batches(order: Mixture) -> Batches:
         return Batches(order, cfg.batch.micro_rows, world.rank, world.size, world.device)
 
-    train = batches(material.data.train, cfg.data.shuffle)
-    validation = batches(material.data.validation, shuffle=False) if material.data.validation else None
+    train = batches(build_order(cfg, material.data, config.attended))
+    held_out = material.data.validation
+    validation = batches(validation_order(cfg, held_out, config.attended)) if held_out else None
     attention = choose_attention(cfg, config, train.order, world.device, compiled)
     for part in filter(None, (train, validation)):
         part.attention = attention.layout
@@ -94,7 +97,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         committed=lambda told: observer.event("checkpoint", **told),
     )
     start = find_start(cfg, checkpoints, observer)
-    changes = check_unchanged(cfg, material.data.train.fingerprint, start) if start else {}
+    changes = check_unchanged(cfg, train.order, start) if start else {}
 
     allocate(model, torch.device("cpu") if cfg.sharding.cpu_offload else world.device)
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed)
@@ -121,7 +124,8 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         changes=changes,
         compilations=Compilations() if compiled else None,
     )
-    for line in [*describe(trainer, world, material, attention), *([uncompiled] if uncompiled else [])]:
+    told = take_up(trainer, start) if start else []
+    for line in [*describe(trainer, world, material, attention), *([uncompiled] if uncompiled else []), *told]:
         observer.console.say(line)
     if start:
         restore(trainer, start)
@@ -151,7 +155,7 @@ def resolve_architecture(cfg: TrainConfig, material: Material) -> ModelConfig:
     return config
 
 
-def choose_attention(cfg: TrainConfig, config: ModelConfig, order: RowOrder, device: torch.device, compiled: bool) -> Choice:
+def choose_attention(cfg: TrainConfig, config: ModelConfig, order: Mixture, device: torch.device, compiled: bool) -> Choice:
     """How attention is computed, settled for this process. Raises UserError for what this machine or model does not allow."""
     situation = replace(
         describe_device(device),
@@ -172,8 +176,15 @@ def length_of_run(cfg: TrainConfig, rows_per_epoch: int) -> tuple[int, int | Non
     """Optimizer steps in all, and the row at which the data ends (None where steps are what counts)."""
     if cfg.train.steps is not None:
         return cfg.train.steps, None
-    last_row = (cfg.train.epochs or 1) * rows_per_epoch
-    return math.ceil(last_row / cfg.batch.rows), last_row
+    last = last_row(cfg, rows_per_epoch, [])
+    return math.ceil(last / cfg.batch.rows), last
+
+
+def last_row(cfg: TrainConfig, rows_per_epoch: int, segments: list[dict[str, Any]]) -> int:
+    """Where train.epochs end: what earlier segments have done of them, by their own measure, is done."""
+    done = [Fraction(after["start"] - before["start"], before["rows_per_epoch"]) for before, after in pairwise(segments)]
+    start = segments[-1]["start"] if segments else 0
+    return start + max(0, math.ceil(((cfg.train.epochs or 1) - sum(done)) * rows_per_epoch))
 
 
 def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, str]:
@@ -203,11 +214,17 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
     require_shapes(trainer.model, checkpoint)
     prepare_optimizer(trainer.model, trainer.optimizer, str(checkpoint))
     load(checkpoint, weights(trainer.model) | optimizer_state(trainer.model, trainer.optimizer))
+    take_up(trainer, checkpoint)
+
+
+def take_up(trainer: Trainer, checkpoint: Path) -> list[str]:
+    """Stand where the checkpoint does, but for weights and optimizer state. Returns what becomes of the data, if it has changed since."""
     kept = read_progress(checkpoint)
     trainer.dtypes |= kept["dtypes"]
     trainer.progress = progress = Progress(**{name: kept[name] for name in asdict(Progress()) if name in kept})
-    if kept["data"] != trainer.fingerprints()["data"]:
-        progress.left_out = []  # other rows
+    told = take_up_data(trainer.batches.order, progress, kept["data"])
+    if trainer.last_row is not None:
+        trainer.last_row = last_row(trainer.cfg, trainer.batches.order.rows_per_epoch, progress.segments)
     trainer.count_steps()
     listed = trainer.saves.store.listed()
     ours = checkpoint.resolve() in [path.resolve() for path in listed]  # not one of another run, nor one that was left aside
@@ -216,6 +233,7 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
         progress.forget_validation()
     elif progress.best_step not in [step_of(path) for path in listed]:
         progress.best_step = progress.best_loss = None  # checkpoint.best was off, or the best one is gone
+    return told
 
 
 def require_shapes(model: Decoder, checkpoint: Path) -> None:
@@ -250,7 +268,8 @@ def describe(trainer: Trainer, world: World, material: Material, attention: Choi
     slots = cfg.batch.micro_rows * world.size
     micro_batches = math.ceil(cfg.batch.rows / slots)
     surplus = micro_batches * slots - cfg.batch.rows
-    epochs = (trainer.last_row or trainer.total_steps * cfg.batch.rows) / order.rows_per_epoch
+    last = trainer.last_row or trainer.progress.rows + (trainer.total_steps - trainer.progress.step) * cfg.batch.rows
+    epochs = (last - order.start) / order.rows_per_epoch
     origin = cfg.model.init_from or "random weights"
     size = f"{short(config.parameters())} parameters, {config.num_hidden_layers} blocks, {config.vocab_size:,} tokens"
     numbers = f"{cfg.precision.param_dtype} (weights {cfg.precision.master_dtype})"
@@ -270,6 +289,7 @@ def describe(trainer: Trainer, world: World, material: Material, attention: Choi
         *(["       float8 without  compile=enabled  is slower than bfloat16"] if float8 and not cfg.compile.enabled else []),
         *(f"data   {line}" for line in material.data.report),
         f"rows   {order.rows_per_epoch:,} an epoch of {order.seq_len:,} tokens, {order.fill:.1%} full",
+        *(f"       {line}" for line in order.plan(last)),
         f"attend {attention}",
         f"head   logits of at most {head.rows_at_once(cfg.batch.micro_rows * order.seq_len, world.device.type):,} tokens at once",
         f"step   {cfg.batch.rows} rows = {micro_batches} micro-batches × {cfg.batch.micro_rows} rows × {world.size} ranks"

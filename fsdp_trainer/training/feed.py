@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
+from fsdp_trainer.data.order import Rows
 from fsdp_trainer.errors import Stopped
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.training.batches import Batches, StepPlan
@@ -25,7 +26,7 @@ class Feed(Ahead[MicroBatch]):
     def of(self, plan: StepPlan) -> Iterator[MicroBatch]:
         """This rank's part of the next plan; empty rows where it lacks them: the other ranks wait in this step's collectives."""
         for _ in range(self.batches.count(plan)):
-            yield self._next(plan) or self.batches.assemble([])
+            yield self._next(plan) or self.batches.assemble(Rows.empty(0, self.batches.order.seq_len))
 
     def _next(self, plan: StepPlan) -> MicroBatch | None:
         if self.stop.missing is not None:
@@ -38,6 +39,6 @@ class Feed(Ahead[MicroBatch]):
         except Exception as error:
             if not isinstance(error, OSError):
                 traceback.print_exc()
-            where = f"rows {plan.start:,} to {plan.stop - 1:,}, prepared in {self.batches.order.store.folder}"
+            where = f"rows {plan.start:,} to {plan.stop - 1:,}, prepared in {self.batches.order.folder}"
             self.stop.missing = f"rank {dist.get_rank()} cannot read its part of {where}: {type(error).__name__}: {error}"
         return None

@@ -210,7 +210,12 @@ def already_finished(trainer: Trainer, run: Path) -> str:
 
 def tell_end(trainer: Trainer, reason: str) -> None:
     """What validation said over the run."""
-    progress = trainer.progress
+    progress, order = trainer.progress, trainer.batches.order
+    for of in order.report(progress.rows) if len(order.components) > 1 else []:
+        asked, got = f"{of['share_asked']:.2%}", f"{of['share']:.2%}"
+        trainer.observer.console.say(
+            f"data   {of['name']}: {got} of the tokens, asked for {asked}; {of['tokens']:,} tokens, {of['epochs']:.2f} epochs"
+        )
     if reason == "early_stop":
         trainer.observer.console.say(f"stopped early: {progress.stale} validations in a row without a lower loss")
     if trainer.cfg.checkpoint.best and progress.best_step is not None:

@@ -339,7 +339,13 @@ class Trainer:
                 self.check_replicas()
         phases.enter("staging")
         self.remember_window()
+        self.tell_sources()
         self.saves.save(self.progress, self.tensors(), self.state, self.next_save)
+
+    def tell_sources(self) -> None:
+        """On record, what a mixture has given so far."""
+        if self.observer.records and len(self.batches.order.components) > 1:
+            self.observer.event("data", step=self.progress.step, sources=self.batches.order.report(self.progress.rows))
 
     def save_last(self) -> None:
         """A checkpoint of this step, whatever it takes. Raises RunFailed."""
@@ -368,13 +374,14 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint remembers besides tensors."""
+        self.progress.segments = [*self.progress.segments[:-1], self.batches.order.state(self.progress.rows)]
         return {**asdict(self.progress), "total_steps": self.total_steps, "dtypes": self.dtypes, **self.fingerprints()}
 
     def fingerprints(self) -> dict[str, str | None]:
         """Of the data, and of what it is validated on."""
         return {
-            "data": self.batches.order.store.fingerprint,
-            "validation": self.validation.order.store.fingerprint if self.validation else None,
+            "data": self.batches.order.fingerprint,
+            "validation": self.validation.order.fingerprint if self.validation else None,
         }
 
     def stop_if_nothing_is_learnt(self) -> None:

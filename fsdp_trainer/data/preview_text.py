@@ -23,7 +23,8 @@ def show(page: Page, console: Console | None = None) -> None:
     figures = Table.grid(padding=(0, 2))
     for name, value in page.figures:
         figures.add_row(Text(name, "dim"), value)
-    console.print(figures)
+    if page.figures:
+        console.print(figures)
     if page.histogram:
         heading(console, "lengths in tokens")
         console.print("  ".join(f"{name} {tokens:,}" for name, tokens in page.lengths))

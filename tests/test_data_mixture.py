@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_bad_numbers import SPIKED, SPIKY, garbage
 from test_data_order import Texts
 from world import write_chats
 
@@ -18,10 +19,11 @@ from fsdp_trainer.config.schema import Train, TrainConfig
 from fsdp_trainer.data.mixture import Component, Mixture, Turns
 from fsdp_trainer.data.order import RowOrder
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.training.batches import Batches, StepPlan
+from fsdp_trainer.training.batches import Batches, StepPlan, row_ranges
 from fsdp_trainer.training.build import last_row
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.resume import take_up_data
+from fsdp_trainer.training.trainer import Trainer
 
 # --- whose turn it is ----------------------------------------------------------------------------------------------------------------
 
@@ -163,6 +165,15 @@ def test_epochs_that_were_done_of_other_data_are_done():
     assert last_row(TrainConfig(train=Train(epochs=1)), 7, segments) == 65
 
 
+@given(st.integers(0, 80), st.integers(1, 9), st.integers(0, 80), st.lists(st.tuples(st.integers(0, 90), st.integers(1, 20)), max_size=3))
+def test_the_steps_to_come_are_counted_without_going_through_them(rows, of_step, last, left_out):
+    left_out = [[first, first + length] for first, length in left_out]
+    cfg = SimpleNamespace(batch=SimpleNamespace(rows=of_step))
+    trainer = SimpleNamespace(cfg=cfg, progress=Progress(step=7, rows=rows, left_out=left_out), last_row=last, observer=SimpleNamespace())
+    Trainer.count_steps(trainer)
+    assert trainer.total_steps == 7 + len(list(row_ranges(of_step, last, rows, left_out)))
+
+
 # --- which rank has which row ---------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +225,15 @@ def test_a_mixture_trains_alike_on_any_number_of_ranks_and_tells_what_it_gave(tr
 
 
 @pytest.mark.slow
+def test_weights_in_other_numbers_are_the_same_mixture_and_another_order_is_not(train, sources):
+    how = ["train.steps=2", "schedule=constant"]
+    train("run", by("weight", sources, 0.6, 0.4), *how)
+    assert "is already finished" in train("run", by("weight", sources, 3, 2), *how).out
+    refused = train("run", by("weight", sources[1::-1], 2, 3), *how, code=2)
+    assert "the same sources are in another order, or mixed otherwise" in refused.err
+
+
+@pytest.mark.slow
 def test_an_epoch_of_a_mixture_ends_exactly_and_goes_on_bitwise_after_a_stop(train, sources):
     how = [by("repeat", sources, 1, 2), "train.epochs=2", "schedule=constant", "checkpoint.every=3"]
     whole = train("whole", *how, ranks=2)
@@ -238,6 +258,18 @@ def test_a_source_is_added_at_resume_where_that_is_allowed(train, sources):
     assert after[1]["epochs"] == pytest.approx(before[1]["epochs"] + 2 * share, abs=0.1)
     again = train("run", by("repeat", sources, 1, 2, 1), *how, "train.epochs=1")  # what was allowed once is the run's data now
     assert "is already finished" in again.out
+
+
+@pytest.mark.slow
+def test_no_rewind_goes_back_beyond_a_change_of_the_data(train, sources):
+    """Before it, the rows had other numbers."""
+    how = [*SPIKY, "train.on_spike=rewind", "train.rewind_margin=4"]
+    train("run", by("repeat", sources, 1, 1), *how, "train.steps=17")
+    allow = "checkpoint.allow_changes=[data.fingerprint]"
+    run = train("run", by("repeat", sources, 1, 1, 1), *how, f"train.steps={SPIKED + 4}", allow, seam=garbage, ranks=2)
+    (rewind,) = run.event("rewind")
+    assert rewind["step"] == SPIKED and rewind["to"] >= 17 and run.column("step") == list(range(1, SPIKED + 5))
+    assert sum(source["rows"] for source in run.event("data")[-1]["sources"]) == rewind["left_out"][1] + 3 * (SPIKED + 4 - rewind["to"])
 
 
 @pytest.mark.parametrize(

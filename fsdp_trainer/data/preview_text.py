@@ -35,18 +35,18 @@ def show(page: Page, console: Console | None = None) -> None:
         for source in page.sources:
             table.add_row(*source)
         console.print(table)
+    heading(console, "what the model sees")
+    console.print(legend() if colour else "what is learnt stands in [[ ]]; behind it the weight, where that is not 1")
     if page.first:
         heading(console, f"first sample, as the template ({page.template.name}) renders it: {page.first.where}")
         console.print(body(page.first, colour), soft_wrap=True)
-    heading(console, "rows, in the order of training")
-    console.print(legend() if colour else "what is learnt stands in [[ ]]; behind it the weight, where that is not 1")
     for row in page.rows:
         heading(console, row.title)
         for i, document in enumerate(row.documents):
             if i or len(row.documents) > 1:
                 console.print(Text(edge(document, i, len(row.documents)), "dim"), soft_wrap=True)
             console.print(body(document, colour), soft_wrap=True)
-    if page.figures:
+    if page.findings or page.figures:  # of a stream only some are known
         heading(console, "findings" if page.findings else "nothing to warn about")
     for finding in page.findings:
         console.print(told(finding), soft_wrap=True)  # so that a place can be copied

@@ -163,8 +163,11 @@ class Trainer:
     def count_steps(self) -> None:
         """How many there will be in all, of a run counted in epochs: steps so far may have had other rows, and some rows are left out."""
         if self.last_row is not None:
-            to_come = row_ranges(self.cfg.batch.rows, self.last_row, self.progress.rows, self.progress.left_out)
-            self.total_steps = self.observer.total_steps = self.progress.step + sum(1 for _ in to_come)
+            rows, left_out = self.progress.rows, self.progress.left_out
+            changed = max([rows, *(min(stop, self.last_row) for _, stop in left_out)])  # from where on all steps are whole, but the last
+            steps = sum(1 for _ in row_ranges(self.cfg.batch.rows, changed, rows, left_out))
+            steps += max(0, math.ceil((self.last_row - changed) / self.cfg.batch.rows))
+            self.total_steps = self.observer.total_steps = self.progress.step + steps
 
     def feed(self, batches: Batches, plans: Iterator[StepPlan]) -> Feed:
         """This rank's part of all plans."""

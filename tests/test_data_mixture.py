@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_bad_numbers import SPIKED, SPIKY, garbage
 from test_data_order import Texts
 from world import write_chats
 
@@ -238,6 +239,18 @@ def test_a_source_is_added_at_resume_where_that_is_allowed(train, sources):
     assert after[1]["epochs"] == pytest.approx(before[1]["epochs"] + 2 * share, abs=0.1)
     again = train("run", by("repeat", sources, 1, 2, 1), *how, "train.epochs=1")  # what was allowed once is the run's data now
     assert "is already finished" in again.out
+
+
+@pytest.mark.slow
+def test_no_rewind_goes_back_beyond_a_change_of_the_data(train, sources):
+    """Before it, the rows had other numbers."""
+    how = [*SPIKY, "train.on_spike=rewind", "train.rewind_margin=4"]
+    train("run", by("repeat", sources, 1, 1), *how, "train.steps=17")
+    allow = "checkpoint.allow_changes=[data.fingerprint]"
+    run = train("run", by("repeat", sources, 1, 1, 1), *how, f"train.steps={SPIKED + 4}", allow, seam=garbage, ranks=2)
+    (rewind,) = run.event("rewind")
+    assert rewind["step"] == SPIKED and rewind["to"] >= 17 and run.column("step") == list(range(1, SPIKED + 5))
+    assert sum(source["rows"] for source in run.event("data")[-1]["sources"]) == rewind["left_out"][1] + 3 * (SPIKED + 4 - rewind["to"])
 
 
 @pytest.mark.parametrize(

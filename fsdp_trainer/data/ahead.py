@@ -5,6 +5,7 @@ import re
 from fsdp_trainer.config.verbs import PrepareConfig
 from fsdp_trainer.data.build import build_template, build_tokenizer, cache_root
 from fsdp_trainer.data.prepare import Told, preparations, prepare
+from fsdp_trainer.data.summary import two_lines
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.console import Console
 
@@ -23,7 +24,7 @@ def prepare_ahead(cfg: PrepareConfig) -> int:
             console.say(f"done: {index}/{of}. The last of these, or train, puts the parts together: {others}")
             return 0
     prepared = prepare(*data)
-    for line in prepared.report:
+    for line in [*prepared.report, *two_lines(prepared, cfg.batch.seq_len)]:
         console.say(f"data   {line}")
     for store in [*prepared.train, *([prepared.validation] if prepared.validation else [])]:
         console.say(f"in     {store.folder}")

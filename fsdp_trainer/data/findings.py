@@ -91,6 +91,11 @@ def told(counts: Mapping[str, int], examples: Mapping[str, list[str]], samples: 
     ]
 
 
+def percent(share: float) -> str:
+    """A share that is not nothing does not look as if it were."""
+    return f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
+
+
 def _longer_rows(counts: Mapping[str, int], samples: int, tokens: int, seq_len: int) -> str:
     """What too long samples cost, and the batch.seq_len with which 99% of all samples would fit."""
     left = sum(n for key, n in counts.items() if key.startswith(FITS))
@@ -101,6 +106,5 @@ def _longer_rows(counts: Mapping[str, int], samples: int, tokens: int, seq_len: 
         keeps, left = longer, left - counts[f"{FITS}{longer}"]
     lost = counts.get(LOST, 0) / max(1, tokens + counts.get(LOST, 0))
     advice = f"batch.seq_len={keeps} would hold 99% of the samples" if keeps > seq_len else "more than 99% of the samples fit"
-    cut = "" if counts.get("truncated") else "; data.too_long=truncate keeps their start, data.too_long=split all of a text"
-    share = f"{lost:.1%}" if lost >= 0.001 else "less than 0.1%"
-    return f"{share} of the tokens are lost; {advice}{cut}"
+    cut = "" if counts.get("truncated") else "; data.too_long=truncate keeps their start, =split all of a text"
+    return f"{percent(lost)} of the tokens are lost; {advice}{cut}"

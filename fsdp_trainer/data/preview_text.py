@@ -35,11 +35,11 @@ def show(page: Page, console: Console | None = None) -> None:
         for source in page.sources:
             table.add_row(*source)
         console.print(table)
+    heading(console, "what the model sees")
+    console.print(legend() if colour else "what is learnt stands in [[ ]]; behind it the weight, where that is not 1")
     if page.first:
         heading(console, f"first sample, as the template ({page.template.name}) renders it: {page.first.where}")
         console.print(body(page.first, colour), soft_wrap=True)
-    heading(console, "rows, in the order of training")
-    console.print(legend() if colour else "what is learnt stands in [[ ]]; behind it the weight, where that is not 1")
     for row in page.rows:
         heading(console, row.title)
         for i, document in enumerate(row.documents):

@@ -14,7 +14,8 @@ from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.conversations import Conversation, Document, Message
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template
-from fsdp_trainer.data.tokenizer import Encoding, TextTokenizer
+from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.data.words import Encoding
 
 Span = tuple[int, int, float]
 """Characters [start, end) of a text and the weight with which their tokens are learnt."""
@@ -60,7 +61,7 @@ class SampleBuilder:
         """The first FILE:LINE of each."""
         self._ends = tuple(tokenizer.special_tokens)
         self._special = re.compile("|".join(map(re.escape, sorted(self._ends, key=len, reverse=True))) or "(?!)")
-        self._special_ids = list(tokenizer.special_tokens.values())
+        self._special_ids = set(tokenizer.special_tokens.values())
         self._stripping = [id for id, token in tokenizer.backend.get_added_tokens_decoder().items() if token.lstrip or token.rstrip]
 
     def count(self, key: str, where: tuple[str, int]) -> None:
@@ -166,10 +167,8 @@ class SampleBuilder:
 
     def _weigh(self, encoding: Encoding, text: Rendered) -> Sample:
         sample = Sample(encoding.ids, token_weights(self._without_stripped(encoding, text.text), text))
-        if text.ends:
-            closing = np.searchsorted(encoding.ends, text.ends)  # the tokens that reach the ends
-            learnt, ids = np.append(sample.weights, 0)[closing] > 0, np.append(encoding.ids, -1)[closing]
-            for _ in range(np.count_nonzero(~(learnt & np.isin(ids, self._special_ids)))):
+        for at in np.searchsorted(encoding.ends, text.ends).tolist():  # the tokens that reach the ends
+            if at == len(encoding.ids) or not sample.weights[at] or int(encoding.ids[at]) not in self._special_ids:
                 self.count("no_end", text.where)
         for start, end, _ in text.spans:
             if EMPTY_THINK.search(text.text, start, end):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fsdp_trainer.data.findings import DROPPED, Finding, told
+from fsdp_trainer.data.findings import DROPPED, Finding, percent, told
 from fsdp_trainer.data.mixture import Mixture
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.samples import LOST
@@ -81,7 +81,7 @@ def left_out(stores: Sequence[TokenStore]) -> str:
     parts = [
         *([f"{sum(count[key] for key in DROPPED):,} dropped ({', '.join(why)})"] if why else []),
         *([f"{count['truncated']:,} cut"] if count["truncated"] else []),
-        *([f"{count[LOST] / (tokens + count[LOST]):.1%} of the tokens lost"] if count[LOST] else []),
+        *([f"{percent(count[LOST] / (tokens + count[LOST]))} of the tokens lost"] if count[LOST] else []),
         *([f"{count['unreadable']:,} rows unreadable"] if count["unreadable"] else []),
         *([f"{count['duplicate']:,} duplicate{'s' * (count['duplicate'] != 1)}"] if count["duplicate"] else []),
     ]

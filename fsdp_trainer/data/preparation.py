@@ -18,6 +18,7 @@ from fsdp_trainer.config.data_files import ARROW, kind
 from fsdp_trainer.data.cache import clear_leftovers, held
 from fsdp_trainer.data.findings import told
 from fsdp_trainer.data.fingerprint import fingerprint
+from fsdp_trainer.data.remote import nothing
 from fsdp_trainer.data.samples import EXAMPLES
 from fsdp_trainer.data.sources import SHOWN, Problems, Source
 from fsdp_trainer.data.store import Damaged, TokenStore, add_totals, merge, read_meta, write_meta
@@ -29,10 +30,6 @@ from fsdp_trainer.observe.console import duration, short
 
 SMALLEST, LARGEST, FEWEST = 4 << 20, 256 << 20, 512  # bytes of a task, and how many a large data set has
 WORTH_PROCESSES = 8 << 20  # bytes below which starting processes takes longer than they save
-
-
-def nothing(line: str) -> None:
-    """For who does not listen."""
 
 
 @dataclass

@@ -45,7 +45,7 @@ def in_processes(jobs: Iterator[Job], how: How, tick: Tick, count: int) -> Gener
     try:
         for _ in range(count):
             ours, theirs = Pipe()
-            workers[ours] = _start(theirs)
+            workers[ours] = start(theirs)
             theirs.close()
         told = pickle.dumps(how)
         for connection in workers:
@@ -71,12 +71,13 @@ def in_processes(jobs: Iterator[Job], how: How, tick: Tick, count: int) -> Gener
             connection.close()
 
 
-def _start(connection: Connection) -> subprocess.Popen:
+def start(connection: Connection, module: str = "fsdp_trainer.data.workers") -> subprocess.Popen:
+    """A process that runs a module, which is told its end of the pipe."""
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     one_thread = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}  # it is none of the ranks
     return subprocess.Popen(
-        [sys.executable, "-m", "fsdp_trainer.data.workers", str(connection.fileno())],
+        [sys.executable, "-m", module, str(connection.fileno())],
         env=env | one_thread | {"PYTHONPATH": path},
         pass_fds=[connection.fileno()],
         stdin=subprocess.DEVNULL,

@@ -48,6 +48,7 @@ SYNONYMS = {
     "tie_embeddings": "model.tie_word_embeddings", "attn_implementation": "model.attention", "flash_attention": "model.attention",
     "attn_backend": "model.attention", "sdp_backend": "model.attention_kernel", "sdpa_kernel": "model.attention_kernel",
     "sample_packing": "data.packing", "pack": "data.packing", "group_by_length": "data.packing",
+    "pad_to_multiple_of": "data.pad_to_multiple",
     "dataset": "data.path", "datasets": "data.path", "dataset_path": "data.path", "dataset_name": "data.path", "data_path": "data.path",
     "train_file": "data.path", "train_files": "data.path", "data_files": "data.path", "train_data": "data.path", "dataset_dir": "data.path",
     "validation_file": "data.validation", "eval_dataset": "data.validation", "val_size": "data.validation", "test_size": "data.validation",

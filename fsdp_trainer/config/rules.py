@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.check import Report, convert, flatten, show, wrong_type, wrong_with
-from fsdp_trainer.config.data_files import Entry, data_files, entries, needs_arrow
+from fsdp_trainer.config.data_files import Entry, data_files, entries, is_url, needs_arrow, why_url_unusable
 from fsdp_trainer.config.formats import is_compact, moments_format, rounds
 from fsdp_trainer.config.names import ENTRY_SYNONYMS, nearest
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
@@ -79,6 +79,12 @@ def check_rules(cfg: Any, report: Report) -> None:
         )
     if len(cfg.optim.betas) != 2 or max(cfg.optim.betas) >= 1:
         report.add("optim.betas", cfg.optim.betas, "two numbers below 1, e.g.  optim.betas=[0.9,0.95]")
+    if cfg.data.pad_to_multiple is not None and (cfg.data.packing != "none" or cfg.compile.enabled):
+        compiled = "micro-batches of many lengths have compiled blocks compiled again and again.\nUse  compile=disabled"
+        full = f"with data.packing={cfg.data.packing} rows are full.\nUse  data.packing=none"
+        report.add(
+            "data.pad_to_multiple", cfg.data.pad_to_multiple, (full if cfg.data.packing != "none" else compiled) + "  or leave it out"
+        )
     if cfg.data.packing == "stream" and cfg.data.too_long != "split":
         why = "a stream cuts documents where rows end, it leaves none out.\nUse  data.too_long=split  or  data.packing=best_fit"
         report.add("data.packing", "stream", why)
@@ -333,14 +339,16 @@ def _unreadable(key: str, path: str) -> str | None:
     """Why a path of data or tokenizer cannot be read."""
     if path.startswith("demo:"):
         return None if path in DEMOS[key] else f"there is no such demo. Use  {key}={DEMOS[key][0]}"
-    if "://" in path:
-        return "this version reads local files only: download it first"
+    if is_url(path):
+        return "only local tokenizers are read: download it first" if key == "tokenizer.path" else why_url_unusable(path)
     if key == "tokenizer.path" and is_hub_id(path):
         return "there is no such file or folder. The tokenizer of a model on the hub comes with  model.init_from"
     if Path(path).exists():
         return None if key == "tokenizer.path" else _unreadable_files(path)
     if glob.has_magic(path):
         return _unreadable_files(path) if glob.glob(path, recursive=True) else f"no file matches (looked in {Path.cwd()})"
+    if key != "tokenizer.path" and is_hub_id(path):
+        return f"{_missing(path)}\nA data set on the hub is named  hf://datasets/{path}"
     return _missing(path)
 
 

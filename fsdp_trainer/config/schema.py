@@ -20,7 +20,7 @@ def key(
     return field(default=default, metadata=metadata)
 
 
-FORMATS = ("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text")
+FORMATS = ("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference")
 NEEDS_NCCL = "is memory of NCCL's, which GPUs communicate by; gloo on a CPU has none"
 
 
@@ -211,11 +211,19 @@ class Data:
         "fill rows with whole samples that never see each other; `none`: one sample a row, padded; `stream`: texts one after another, cut where a row ends",
         choices=("best_fit", "none", "stream"),
     )
+    pad_to_multiple: int | None = key(
+        None,
+        "packing=none: a micro-batch is as long as its longest sample, up to the next multiple of this; null: batch.seq_len",
+        minimum=1,
+    )
     shuffle: bool = key(True, "a new order every epoch, from run.seed")
     validation: float | str | list[str | dict[str, Any]] | None = key(
         None, "a path like data.path, or a share of the samples such as 0.02, chosen by their content; null: none"
     )
     cache: str | None = key(None, "folder for tokenised data, shared by all ranks and runs; null: run.root/.data")
+    workers: int | None = key(
+        None, "processes that tokenise; null: one for each core that may be used; 1: none besides this one", minimum=1
+    )
     prefetch: int | None = key(
         None,
         "micro-batches that a thread assembles and copies to the device ahead; 0: none, no thread; null: 2 on a GPU, 0 on a CPU",
@@ -412,7 +420,9 @@ class Launch:
     device: str = key("auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda"))
     timeout: str = key("30m", "longest wait in a collective before the run is given up")
     slurm_time_limit: bool = key(True, "in a Slurm job, stop as with train.time_limit before the job is over")
-    data_timeout: str = key("24h", "longest wait of the other ranks for data preparation and downloads")
+    data_timeout: str = key(
+        "24h", "longest silence in which the other ranks wait for data preparation and downloads: tokenising gives signs of life"
+    )
     watchdog: bool = key(
         True, "a process on each node finds ranks that died, were stopped or do not go on, keeps their stacks and kills them"
     )

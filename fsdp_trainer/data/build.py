@@ -4,7 +4,7 @@ from pathlib import Path
 
 from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.data.prepare import Prepared, Progress, prepare
+from fsdp_trainer.data.prepare import Prepared, Told, prepare
 from fsdp_trainer.data.templates import Template, load_template
 from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -31,9 +31,13 @@ def build_template(cfg: TrainConfig, tokenizer: TextTokenizer) -> Template:
     return load_template(cfg.data.template, tokenizer)
 
 
-def build_data(cfg: TrainConfig, progress: Progress | None = None) -> tuple[TextTokenizer, Template, Prepared]:
+def cache_root(cfg: TrainConfig) -> Path:
+    """Where tokenised data lies."""
+    return Path(cfg.data.cache or Path(cfg.run.root) / ".data").expanduser()
+
+
+def build_data(cfg: TrainConfig, told: Told | None = None) -> tuple[TextTokenizer, Template, Prepared]:
     """Tokenizer, template and tokenised data; the latter from `data.cache` if the same was prepared before."""
     tokenizer = build_tokenizer(cfg)
     template = build_template(cfg, tokenizer)
-    root = Path(cfg.data.cache or Path(cfg.run.root) / ".data").expanduser()
-    return tokenizer, template, prepare(cfg.data, cfg.batch, tokenizer, template, root, progress)
+    return tokenizer, template, prepare(cfg.data, cfg.batch, tokenizer, template, cache_root(cfg), told)

@@ -36,7 +36,7 @@ class Turns:
         self.parts, self.whole = [int(part) for part in parts], sum(map(int, parts))
         self.span = max(1024, -(-self.whole // min(part for part in self.parts if part)))
         """Turns in a block. Everybody has one in it, or counts at two edges could contradict each other."""
-        self.edge, self.block = lru_cache(maxsize=16)(self._edge), lru_cache(maxsize=8)(self._block)
+        self.edge, self.block = lru_cache(maxsize=8)(self._edge), lru_cache(maxsize=3)(self._block)
 
     def taken(self, n: int) -> np.ndarray:
         """[components] int64: the turns of each among the first n."""

@@ -3,19 +3,22 @@
 import hashlib
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from mmap import MADV_RANDOM, mmap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fsdp_trainer.data.samples import Sample
+from fsdp_trainer.data.shared_arrays import SHARED_FROM, SharedArrays
 
 COLUMNS = {
     "tokens": np.int32, "weights": np.float32, "lengths": np.int64, "weight_sums": np.float64, "supervised": np.int64, "sources": np.int32,
     "files": np.int32, "lines": np.int64, "digests": np.uint64,
 }  # fmt: skip
+PER_TOKEN = ("tokens", "weights")
 BLOCK = 1 << 24  # bytes that are copied between two signs of life
 
 
@@ -53,7 +56,20 @@ class TokenStore:
         self.files: np.ndarray = columns["files"]  # [samples] int32, places in file_names
         self.lines: np.ndarray = columns["lines"]  # [samples] int64, from 1; in a table the row
         self.digests: np.ndarray = columns["digests"]  # [samples] uint64: of a sample's tokens and weights, to find duplicates by
-        self.offsets: np.ndarray = np.concatenate([[0], np.cumsum(self.lengths)])  # [samples + 1] int64
+        for column in (self.tokens, self.weights):
+            if isinstance(column.base, mmap):  # shuffled samples lie all over the file: what is read ahead behind each is read for nothing
+                column.base.madvise(MADV_RANDOM)
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """[samples + 1] int64: where the tokens of each begin, and where those of the last one end."""
+
+        def make() -> dict[str, np.ndarray]:
+            return {"offsets": np.concatenate([[0], np.cumsum(self.lengths)])}
+
+        large = len(self) >= SHARED_FROM
+        made = SharedArrays(self.folder / "plans" / "store", always=("offsets",)).get("offsets", make) if large else make()
+        return made["offsets"]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -79,8 +95,8 @@ class StoreWriter:
     def __init__(self, folder: Path):
         folder.mkdir()
         self._files = {name: open(folder / f"{name}.bin", "wb") for name in COLUMNS}  # noqa: SIM115
-        self.totals: Counter[str] = Counter()
-        """Samples, tokens, supervised tokens, and the longest sample."""
+        self.totals: dict[str, dict[str, int]] = {}
+        """By source (its place, as text): samples, tokens, supervised tokens, the longest sample."""
 
     def write(self, samples: list[Sample], source: int = 0, file: int = 0, lines: Sequence[int] | int = 0) -> None:
         """Append, in order. source, file: places among their names; lines: of the file, one for each sample."""
@@ -102,8 +118,8 @@ class StoreWriter:
         }
         for name, dtype in COLUMNS.items():
             columns[name].astype(dtype, copy=False).tofile(self._files[name])
-        self.totals.update(samples=len(samples), tokens=int(lengths.sum()), supervised=int(columns["supervised"].sum()))
-        self.totals["longest"] = max(self.totals["longest"], int(lengths.max()))
+        found = {"samples": len(samples), "tokens": lengths.sum(), "supervised": columns["supervised"].sum(), "longest": lengths.max()}
+        add_totals(self.totals, {str(source): {what: int(n) for what, n in found.items()}})
 
     def close(self) -> None:
         """All of it is with the system."""
@@ -116,47 +132,66 @@ def _digest(sample: Sample) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
-def merge(parts: Sequence[Path], into: Path, tick: Callable[[], None], use_up: bool = True) -> dict[str, Any]:
-    """The columns of `parts`, one after another, on disk; use_up: the parts may go. Returns the store's fingerprint and the sizes of its files.
+def add_totals(totals: dict[str, dict[str, int]], more: dict[str, dict[str, int]]) -> None:
+    """What each source has, with what it has besides."""
+    for source, found in more.items():
+        mine = totals.setdefault(source, dict.fromkeys(found, 0))
+        for what, n in found.items():
+            mine[what] = max(mine[what], n) if what == "longest" else mine[what] + n
 
-    Memory is bounded by `BLOCK`. tick: called while it goes on.
-    """
+
+def check_columns(folder: Path, totals: dict[str, dict[str, int]]) -> None:
+    """Raise Damaged unless the columns hold just what was counted."""
+    samples, tokens = (sum(of[what] for of in totals.values()) for what in ("samples", "tokens"))
+    for column, dtype in COLUMNS.items():
+        file, expected = folder / f"{column}.bin", np.dtype(dtype).itemsize * (tokens if column in PER_TOKEN else samples)
+        try:
+            size = file.stat().st_size
+        except OSError as error:
+            raise Damaged(str(error)) from None
+        if size != expected:
+            raise Damaged(f"{file} has {size:,} bytes instead of {expected:,}")
+
+
+def merge(parts: Sequence[Path], into: Path, tick: Callable[[], None]) -> str:
+    """The columns of `parts`, one after another, on disk; memory is bounded. tick: called while it goes on. Returns the fingerprint."""
     into.mkdir()
-    sizes = {}
     for column in COLUMNS:
-        name = f"{column}.bin"
-        if use_up:
-            os.replace(parts[0] / name, into / name)
-        with open(into / name, "ab") as whole:
-            for part in parts[use_up:]:
-                with open(part / name, "rb") as piece:
-                    while block := piece.read(BLOCK):
-                        whole.write(block)
+        with open(into / f"{column}.bin", "wb") as whole:
+            for part in parts:
+                with open(part / f"{column}.bin", "rb") as piece:
+                    while _copy(piece.fileno(), whole.fileno()):
                         tick()
-                if use_up:
-                    os.unlink(part / name)  # so that there is never room for two of it needed
-            whole.flush()
             os.fsync(whole.fileno())
-            sizes[column] = whole.tell()
-    return {"fingerprint": _fingerprint(into / "digests.bin"), "sizes": sizes}
-
-
-def _fingerprint(digests: Path) -> str:
-    with open(digests, "rb") as file:
+    with open(into / "digests.bin", "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=10)).hexdigest()
 
 
+def _copy(source: int, target: int) -> int:
+    """Up to BLOCK bytes from where one file stands to where the other does: by the kernel, where it can, which may only note that they are shared."""
+    if hasattr(os, "copy_file_range"):
+        try:
+            if copied := os.copy_file_range(source, target, BLOCK):
+                return copied
+        except OSError:  # not between these file systems; what else is wrong, writing tells
+            pass
+    block = os.read(source, BLOCK)
+    left = memoryview(block)
+    while left:
+        left = left[os.write(target, left) :]
+    return len(block)
+
+
 def read_meta(folder: Path) -> dict[str, Any]:
-    """What `write_meta` wrote last into a folder of stores. Raises Damaged if it, or a file that it counts, is not as it was."""
+    """What `write_meta` wrote last into a folder of stores. Raises Damaged if it, or a column that it counts, is not as it was."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         for store, about in meta["stores"].items():
-            for column in COLUMNS:
-                file, expected = folder / store / f"{column}.bin", about["sizes"][column]
-                if (size := file.stat().st_size) != expected:
-                    raise Damaged(f"{file} has {size:,} bytes instead of {expected:,}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{folder / 'meta.json'} cannot be read: {error}" if isinstance(error, ValueError) else str(error)) from None
+            check_columns(folder / store, about["totals"])
+    except OSError as error:
+        raise Damaged(str(error)) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{folder / 'meta.json'} cannot be read: {type(error).__name__} {error}") from None
     return meta
 
 

@@ -40,10 +40,13 @@ class StepPlan:
 class Batches:
     """This rank's micro-batches of any range of rows."""
 
-    def __init__(self, order: Mixture, micro_rows: int, rank: int, ranks: int, device: torch.device, attention: str = "documents"):
-        """attention: a name of `LAYOUTS`."""
+    attention = "documents"
+    """A name of `LAYOUTS`."""
+
+    def __init__(self, order: Mixture, micro_rows: int, rank: int, ranks: int, device: torch.device, pad_to_multiple: int | None = None):
+        """pad_to_multiple: micro-batches are no longer than their longest row, up to the next multiple; None: batch.seq_len."""
+        self.pad_to_multiple = pad_to_multiple
         self.order, self.micro_rows, self.rank, self.ranks, self.device = order, micro_rows, rank, ranks, device
-        self.attention = attention
         self.source_names = order.source_names
 
     def steps(
@@ -94,23 +97,32 @@ class Batches:
         return {"ranks": ranks, "samples": [*islice(samples, SHOWN)], **({"more_samples": more} if more > 0 else {})}
 
     def assemble(self, rows: Rows) -> MicroBatch:
-        """[micro_rows, seq_len] tensors on the device; missing rows are empty."""
+        """[micro_rows, length] tensors on the device; missing rows are empty."""
         if len(rows.documents) < self.micro_rows:
             there, rows = rows, Rows.empty(self.micro_rows, self.order.seq_len)
             rows.put(range(len(there.documents)), there)
-        labels, weights, sources = rows.labels.reshape(-1), rows.weights.reshape(-1), rows.sources.reshape(-1)
+        length = self.length(rows)
+        tokens, positions, *every = (part[:, :length] for part in (rows.tokens, rows.positions, rows.labels, rows.weights, rows.sources))
+        labels, weights, sources = (part.reshape(-1) for part in every)
         learnt = np.flatnonzero(labels != -100)
         padding = (0, -len(learnt) % INDEX_STEP or (INDEX_STEP if not len(learnt) else 0))
         on_device = partial(to_device, device=self.device)
         return MicroBatch(
-            on_device(rows.tokens),
-            on_device(rows.positions),
-            LAYOUTS[self.attention](rows.documents, self.order.seq_len, self.device),
+            on_device(np.ascontiguousarray(tokens)),
+            on_device(np.ascontiguousarray(positions)),
+            LAYOUTS[self.attention](rows.documents, length, self.device),
             on_device(np.pad(learnt, padding)),
             on_device(np.pad(labels[learnt], padding)),
             on_device(np.pad(weights[learnt], padding)),
             on_device(np.pad(sources[learnt], padding)) if len(self.source_names) > 1 else None,
         )
+
+    def length(self, rows: Rows) -> int:
+        """Of a micro-batch of these rows, padding included."""
+        if self.pad_to_multiple is None or self.attention == "flex":  # whose kernel is compiled for each length
+            return self.order.seq_len
+        longest = max(1, *(sum(documents) for documents in rows.documents))
+        return min(self.order.seq_len, -(-longest // self.pad_to_multiple) * self.pad_to_multiple)
 
 
 def row_ranges(rows: int, last_row: int | None, start: int, left_out: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:

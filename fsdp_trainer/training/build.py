@@ -21,6 +21,7 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.mixture import Mixture, build_order, validation_order
 from fsdp_trainer.data.prepare import Prepared
+from fsdp_trainer.data.summary import two_lines
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -29,7 +30,7 @@ from fsdp_trainer.models.attention_choice import Choice, choose
 from fsdp_trainer.models.attention_kernels import describe_device, prefer
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.resolve import resolve_model
+from fsdp_trainer.models.resolve import resolve_model, resolve_with_tokenizer
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.profiler import Profiler
@@ -75,7 +76,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     model = parallelize(model, mesh, cfg, compiled)
 
     def batches(order: Mixture) -> Batches:
-        return Batches(order, cfg.batch.micro_rows, world.rank, world.size, world.device)
+        return Batches(order, cfg.batch.micro_rows, world.rank, world.size, world.device, cfg.data.pad_to_multiple)
 
     train = batches(build_order(cfg, material.data, config.attended))
     held_out = material.data.validation
@@ -145,14 +146,7 @@ def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
 def resolve_architecture(cfg: TrainConfig, material: Material) -> ModelConfig:
     """The model's configuration, checked against the tokenizer."""
     model = cfg.model if material.init_from is None else replace(cfg.model, init_from=str(material.init_from))
-    config = resolve_model(model, material.tokenizer.vocab_size)
-    if cfg.tokenizer.add_tokens and model.vocab_size is None:
-        config = replace(config, vocab_size=max(config.vocab_size, material.tokenizer.vocab_size))
-    if material.tokenizer.vocab_size > config.vocab_size:
-        size = material.tokenizer.vocab_size
-        why = f"the tokenizer has {size:,} tokens, more than the model's embedding.\nUse the model's own tokenizer, or add rows with  model.vocab_size={size}"
-        raise UserError("tokenizer and model do not fit", [Problem(f"vocabulary={config.vocab_size:,}", why)])
-    return config
+    return resolve_with_tokenizer(model, material.tokenizer.vocab_size, bool(cfg.tokenizer.add_tokens))
 
 
 def choose_attention(cfg: TrainConfig, config: ModelConfig, order: Mixture, device: torch.device, compiled: bool) -> Choice:
@@ -287,9 +281,9 @@ def describe(trainer: Trainer, world: World, material: Material, attention: Choi
             else []
         ),
         *(["       float8 without  compile=enabled  is slower than bfloat16"] if float8 and not cfg.compile.enabled else []),
-        *(f"data   {line}" for line in material.data.report),
-        f"rows   {order.rows_per_epoch:,} an epoch of {order.seq_len:,} tokens, {order.fill:.1%} full",
+        *(f"data   {line}" for line in two_lines(material.data, order.seq_len, order)),
         *(f"       {line}" for line in order.plan(last)),
+        *(f"       {note}" for note in dict.fromkeys(of.note for of in order.orders) if note),
         f"attend {attention}",
         f"head   logits of at most {head.rows_at_once(cfg.batch.micro_rows * order.seq_len, world.device.type):,} tokens at once",
         f"step   {cfg.batch.rows} rows = {micro_batches} micro-batches × {cfg.batch.micro_rows} rows × {world.size} ranks"

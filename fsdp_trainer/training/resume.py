@@ -29,9 +29,11 @@ COMPARED = ("model", "data", "tokenizer", "batch", "loss", "optim", "schedule")
 # How something is read or computed, not what; the data's and the tokenizer's content is in the fingerprint.
 FREE = {
     "data.cache",
+    "data.pad_to_multiple",
     "data.path",
     "data.prefetch",
     "data.validation",
+    "data.workers",
     "loss.chunk_mib",
     "model.attention",
     "model.attention_kernel",

@@ -207,6 +207,7 @@ def by(kind, sources, *numbers):
     return "data.path=[" + ", ".join(f"{{path: {path}, {kind}: {n}}}" for path, n in zip(sources, numbers, strict=False)) + "]"
 
 
+@pytest.mark.slow
 def test_a_mixture_trains_alike_on_any_number_of_ranks_and_tells_what_it_gave(train, sources):
     runs = [
         train(f"on{ranks}", by("weight", sources, 0.6, 0.4), "train.steps=6", "batch.rows=7", f"batch.micro_rows={micro}", ranks=ranks)
@@ -224,7 +225,6 @@ def test_a_mixture_trains_alike_on_any_number_of_ranks_and_tells_what_it_gave(tr
     assert f"asked for 40.00%; {b['tokens']:,} tokens, {b['epochs']:.2f} epochs" in runs[0].out
 
 
-@pytest.mark.slow
 def test_weights_in_other_numbers_are_the_same_mixture_and_another_order_is_not(train, sources):
     how = ["train.steps=2", "schedule=constant"]
     train("run", by("weight", sources, 0.6, 0.4), *how)

@@ -113,7 +113,7 @@ def test_processes_give_the_same_rows_and_import_no_torch(files):
         assert elsewhere.waits_for == str(files["chats"])
         elsewhere._processes[0].kill()
         with pytest.raises(RunFailed, match="was killed"):
-            for _ in range(30):
+            for _ in range(10_000):
                 elsewhere.next(0)
     finally:
         elsewhere.close()

@@ -29,7 +29,9 @@ class Turns:
 
     After any n turns each has had n · share of them to less than one: the j-th turn of a component lies within [⌊j / share⌋, ⌈(j + 1) / share⌉),
     which the earliest deadline first keeps for all (Baruah et al. 1996, Proportionate progress). That order would have to be followed from
-    the first turn on; so it begins anew in every block of turns, from counts at the block's edge that can be reached and gone on from.
+    the first turn on; so it begins anew in every block of turns. The counts at a block's edge are those that it leads to from the edge before,
+    where the turns that can have been taken or not had been by those with the earliest deadlines: from such counts all deadlines can be met,
+    and where everybody has a turn in a block, any two edges can be joined (Hall's condition for intervals).
     """
 
     def __init__(self, parts: Sequence[int]):
@@ -63,12 +65,12 @@ class Turns:
         return who, ordinal
 
     def _edge(self, block: int) -> np.ndarray:
-        """Turns of each before a block. Where turns are due that cannot all have been taken, a block of earliest deadlines tells which were."""
+        """Turns of each before a block."""
         if block == 0:
             return np.zeros(len(self.parts), np.int64)
         first = (block - 1) * self.span
         had, rests = zip(*(divmod(first * part, self.whole) for part in self.parts), strict=True)
-        due = [(-(rest - self.whole) // part, i) for i, (part, rest) in enumerate(zip(self.parts, rests, strict=True)) if rest]
+        due = [(-((rest - self.whole) // part), i) for i, (part, rest) in enumerate(zip(self.parts, rests, strict=True)) if rest]
         before = np.array(had, np.int64)
         before[[i for _, i in sorted(due)[: first - sum(had)]]] += 1
         begun = [-(-(first + self.span) * part // self.whole) for part in self.parts]

@@ -71,7 +71,7 @@ def list_files(url: str, key: str) -> list[RemoteFile]:
             found = system.find(path, detail=True)
             if not found:
                 raise FileNotFoundError(url)
-            found = {p: about for p, about in found.items() if is_data(p[len(path) :].strip("/"))}
+            found = {p: about for p, about in found.items() if is_data(p.removeprefix(path).strip("/"))}
         address = {p: url if p == path else _address(url, p) for p in found}
         try:
             chosen = choose_files(sorted(address.values()), url)
@@ -257,7 +257,9 @@ def _told(url: str, key: str, cache: Path | None, error: BaseException) -> UserE
     scheme, name, first = urlsplit(url).scheme, type(error).__name__, (str(error).splitlines() or [""])[0]
     for secret in filter(None, (urlsplit(url).query, urlsplit(url).password)):
         first = first.replace(secret, "…")
-    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+    status = (
+        getattr(error, "status", None) or getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
+    )
     local = str(getattr(error, "filename", None) or "").startswith(str(cache)) or getattr(error, "errno", None) in FULL
     if why := why_url_unusable(url):
         return _unusable(url, key, why)
@@ -276,7 +278,7 @@ def _told(url: str, key: str, cache: Path | None, error: BaseException) -> UserE
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the machine's role; another endpoint is AWS_ENDPOINT_URL",
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the machine's role; none: FSSPEC_S3_ANON=1; another endpoint: AWS_ENDPOINT_URL",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or  gcloud auth application-default login",
     "hf": "HF_TOKEN, or  hf auth login ; a gated data set is asked for on its page",
     "http": "those in the URL itself, or in ~/.netrc",

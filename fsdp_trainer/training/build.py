@@ -238,7 +238,9 @@ def take_up(trainer: Trainer, checkpoint: Path) -> list[str]:
     if trainer.last_row is not None:
         trainer.last_row = last_row(trainer.cfg, trainer.batches.order.rows_per_epoch, progress.segments)
     if kept["data"] != trainer.fingerprints()["data"]:
-        progress.streams = []  # which begin anew
+        progress.streams = []
+        if isinstance(trainer.batches.order, StreamedData):
+            told.append("data   the streams begin anew: what was seen may come again")
     trainer.count_steps()
     listed = trainer.saves.store.listed()
     ours = checkpoint.resolve() in [path.resolve() for path in listed]  # not one of another run, nor one that was left aside

@@ -19,10 +19,11 @@ from fsdp_trainer.config.schema import Train, TrainConfig
 from fsdp_trainer.data.mixture import Component, Mixture, Turns
 from fsdp_trainer.data.order import RowOrder
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.training.batches import Batches, StepPlan
+from fsdp_trainer.training.batches import Batches, StepPlan, row_ranges
 from fsdp_trainer.training.build import last_row
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.resume import take_up_data
+from fsdp_trainer.training.trainer import Trainer
 
 # --- whose turn it is ----------------------------------------------------------------------------------------------------------------
 
@@ -164,6 +165,15 @@ def test_epochs_that_were_done_of_other_data_are_done():
     assert last_row(TrainConfig(train=Train(epochs=1)), 7, segments) == 65
 
 
+@given(st.integers(0, 80), st.integers(1, 9), st.integers(0, 80), st.lists(st.tuples(st.integers(0, 90), st.integers(1, 20)), max_size=3))
+def test_the_steps_to_come_are_counted_without_going_through_them(rows, of_step, last, left_out):
+    left_out = [[first, first + length] for first, length in left_out]
+    cfg = SimpleNamespace(batch=SimpleNamespace(rows=of_step))
+    trainer = SimpleNamespace(cfg=cfg, progress=Progress(step=7, rows=rows, left_out=left_out), last_row=last, observer=SimpleNamespace())
+    Trainer.count_steps(trainer)
+    assert trainer.total_steps == 7 + len(list(row_ranges(of_step, last, rows, left_out)))
+
+
 # --- which rank has which row ---------------------------------------------------------------------------------------------------------
 
 
@@ -197,6 +207,7 @@ def by(kind, sources, *numbers):
     return "data.path=[" + ", ".join(f"{{path: {path}, {kind}: {n}}}" for path, n in zip(sources, numbers, strict=False)) + "]"
 
 
+@pytest.mark.slow
 def test_a_mixture_trains_alike_on_any_number_of_ranks_and_tells_what_it_gave(train, sources):
     runs = [
         train(f"on{ranks}", by("weight", sources, 0.6, 0.4), "train.steps=6", "batch.rows=7", f"batch.micro_rows={micro}", ranks=ranks)
@@ -212,6 +223,14 @@ def test_a_mixture_trains_alike_on_any_number_of_ranks_and_tells_what_it_gave(tr
     assert a["tokens"] + b["tokens"] == runs[0].column("tokens")[-1] and a["rows"] + b["rows"] == 42
     assert "mixed by weights; an epoch is as many rows as all have" in runs[0].out and "b: 4" in runs[0].out
     assert f"asked for 40.00%; {b['tokens']:,} tokens, {b['epochs']:.2f} epochs" in runs[0].out
+
+
+def test_weights_in_other_numbers_are_the_same_mixture_and_another_order_is_not(train, sources):
+    how = ["train.steps=2", "schedule=constant"]
+    train("run", by("weight", sources, 0.6, 0.4), *how)
+    assert "is already finished" in train("run", by("weight", sources, 3, 2), *how).out
+    refused = train("run", by("weight", sources[1::-1], 2, 3), *how, code=2)
+    assert "the same sources are in another order, or mixed otherwise" in refused.err
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """Files that lie elsewhere are fetched once, noticed when they change, and told by their URL when they cannot be had."""
 
+import contextlib
 import functools
 import http.server
 import json
 import threading
+import time
 from pathlib import Path
 
 import fsspec
@@ -12,7 +14,7 @@ import pytest
 from fsdp_trainer.data import remote
 from fsdp_trainer.data.sources import find_sources
 from fsdp_trainer.data.units import read_rows, read_unit, split_units
-from fsdp_trainer.errors import UserError
+from fsdp_trainer.errors import Stopped, UserError
 
 
 def texts(sources):
@@ -36,6 +38,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
     """Python's own server gives files from their beginning on only: `/ranged/` gives parts of them, `/secret/` nothing."""
 
     requests: list[str] = []  # noqa: RUF012
+    stalls: int | None = None  # after so many bytes of a whole file, for 1.5 seconds
 
     def do_GET(self):
         self.requests.append(f"{self.path} {self.headers.get('Range', '')}")
@@ -51,6 +54,14 @@ class Handler(http.server.SimpleHTTPRequestHandler):
             self.wfile.write(content[first : last + 1])
         else:
             super().do_GET()
+
+    def copyfile(self, source, outputfile):
+        if self.stalls:
+            outputfile.write(source.read(self.stalls))
+            outputfile.flush()
+            time.sleep(1.5)
+        with contextlib.suppress(ConnectionError):
+            super().copyfile(source, outputfile)
 
     def do_HEAD(self):
         if self.path.startswith("/secret/"):
@@ -111,6 +122,19 @@ def test_without_a_network_the_copy_serves_and_that_is_said(bucket, tmp_path, mo
         find_sources("memory://bucket/set/a.jsonl", "data.path", tmp_path)
 
 
+def test_the_other_ranks_of_a_node_read_what_the_first_has_found(bucket, tmp_path, monkeypatch):
+    before = find_sources("memory://bucket/set/a.jsonl", "data.path", tmp_path)
+    bucket.pipe("/bucket/set/a.jsonl", lines("changed in between"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert find_sources("memory://bucket/set/a.jsonl", "data.path", tmp_path) == before
+
+
+def test_who_waits_hears_that_a_download_goes_on(bucket, tmp_path):
+    heard = []
+    find_sources("memory://bucket/set", "data.path", tmp_path, progress=heard.append)
+    assert heard and all("fetched" in line for line in heard)
+
+
 def test_what_is_read_where_it_lies_is_the_same(bucket):
     (source,) = find_sources("memory://bucket/set/more/*", "data.path")
     assert source.files == ["memory://bucket/set/more/b.jsonl"]
@@ -156,6 +180,26 @@ def test_a_broken_off_download_goes_on(web, tmp_path, folder, monkeypatch):
     assert copy.read_bytes() == content and [p.name for p in copy.parent.iterdir()] == ["a.jsonl"]
     assert any("bytes=5000" in request for request in Handler.requests)
     assert any(not request.split()[1:] for request in Handler.requests) == (folder == "plain")
+
+
+def test_a_stop_ends_a_download_at_once_and_the_next_start_goes_on(web, tmp_path):
+    url, files = web
+    content = lines(*("x" * 1000 for i in range(20_000)))
+    (files / "ranged" / "a.jsonl").write_bytes(content)
+    Handler.stalls = 1 << 20
+
+    def stop(line):
+        raise Stopped("SIGTERM")
+
+    with pytest.raises(Stopped):
+        find_sources(f"{url}/ranged/a.jsonl", "data.path", tmp_path, progress=stop)
+    Handler.stalls = None
+    (part,) = tmp_path.rglob(".a.jsonl.part")
+    assert 0 < part.stat().st_size < len(content)
+    Handler.requests.clear()
+    (source,) = find_sources(f"{url}/ranged/a.jsonl", "data.path", tmp_path)
+    assert Path(source.files[0]).read_bytes() == content
+    assert all("bytes=" in request for request in Handler.requests)
 
 
 @pytest.mark.parametrize("folder", ["ranged", "plain"])

@@ -266,7 +266,11 @@ def write_table(path, rows):
     pa = pytest.importorskip("pyarrow")
     text = "".join(json.dumps(row) + "\n" for row in rows)
     table = pa.Table.from_pylist(rows)
-    if path.suffix == ".parquet":
+    if path.name.endswith((".parquet.gz", ".arrow.gz")):
+        inner = Path(write_table(path.with_suffix(""), rows))
+        path.write_bytes(gzip.compress(inner.read_bytes()))
+        inner.unlink()
+    elif path.suffix == ".parquet":
         pytest.importorskip("pyarrow.parquet").write_table(table, path, row_group_size=250)
     elif path.suffix == ".gz":
         path.write_bytes(gzip.compress(text.encode()))
@@ -280,11 +284,23 @@ def write_table(path, rows):
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "file.arrow", "stream.arrow", "a.jsonl.gz", "a.jsonl.zst"])
+KINDS = ["a.parquet", "file.arrow", "stream.arrow", "a.jsonl.gz", "a.jsonl.zst", "a.parquet.gz", "stream.arrow.gz"]
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, name):
     rows = list(read_rows(write_table(tmp_path / name, TABLE)))
     assert [row.columns for row in rows] == TABLE  # Arrow fills a struct's missing keys with null: they are gone again
     assert [row.where[1] for row in rows] == list(range(1, 601))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_file_is_read_where_it_lies(tmp_path, name):
+    """By units, over fsspec."""
+    file = write_table(tmp_path / name, TABLE)
+    units = split_units(f"file://{file}", 1)
+    assert len(units) == (3 if name in ("a.parquet", "file.arrow") else 1)
+    assert [row.columns for unit in units for row in read_unit(unit)] == TABLE
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "a.jsonl.gz", "a.jsonl.zst"])

@@ -129,6 +129,27 @@ def test_a_source_that_ends_with_nothing_or_all_cut_is_named(preview, tmp_path):
     assert "nothing to warn about" in preview(None, path, "batch.seq_len=1024")[0]
 
 
+def test_a_mixture_is_shown_by_its_shares_and_its_findings_by_component(preview, tmp_path):
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(ask("b" * n)) + "\n" for n in (5, 5, 6, 7, 500)))
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(ask("c" * n)) + "\n" for n in range(40)))
+    mixture = f"data.path=[{{path: {tmp_path}/b.jsonl, weight: 0.25}},{{path: {tmp_path}/c.jsonl, weight: 0.75}}]"
+    out, keys = preview(None, mixture, "train.steps=3", "batch.rows=8", "data.packing=none", "batch.micro_rows=1")
+    lines = {line.split()[0]: line.split() for line in out.splitlines() if line.split()[:1] in (["b"], ["c"])}
+    assert [float(lines[name][3].rstrip("%")) for name in "bc"] == pytest.approx([25, 75], abs=1)
+    taken = build_order(cfg := compose("preview", keys), build_data(cfg)[2]).taken(3 * 8)
+    assert [lines[name][5] for name in "bc"] == [f"{taken[0] / 4:.2f}", f"{taken[1] / 40:.2f}"] and sum(taken) == 24
+    assert "warning b: 1 sample dropped: longer than" in out and f"{tmp_path}/b.jsonl:5" in out and " c: 1 " not in out
+
+
+def test_a_template_without_marks_is_a_note_only(preview, tmp_path):
+    plain = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
+    (tmp_path / "own.jinja").write_text(plain + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+    out, _ = preview([ask("a")], f"data.template={tmp_path}/own.jinja")
+    assert "note    the chat template does not mark" in out and "warning" not in out
+    assert "does not mark" not in preview([ask("a")])[0]
+    assert "does not mark" not in preview([{"text": "a"}], f"data.template={tmp_path}/own.jinja")[0]
+
+
 def test_good_data_has_no_warning(preview):
     out, _ = preview([ask("a" * n) for n in range(1, 30)])
     assert "nothing to warn about" in out and "nothing dropped, cut or twice" in out

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,7 +189,7 @@ def _check_splits(files: list[str]) -> None:
 def needs_arrow(file: str) -> bool:
     """Whether reading the file takes pyarrow."""
     suffix, compression = kind(file)
-    return suffix in ARROW or compression == ".zst"
+    return suffix in ARROW or (compression == ".zst" and sys.version_info < (3, 14))
 
 
 def is_data(path: str) -> bool:
@@ -217,6 +218,6 @@ def why_url_unusable(url: str) -> str | None:
 
         if scheme not in known_implementations:
             return f"{scheme}:// is not known. Known are  s3:// gs:// https:// hf://datasets/…  and what else fsspec has a package for"
-    if (suffix := kind(url)[0]) in ARROW and importlib.util.find_spec("pyarrow") is None:
-        return f"to read {suffix}, pyarrow is needed:  pip install 'fsdp_trainer[arrow]'"
+    if needs_arrow(url) and importlib.util.find_spec("pyarrow") is None:
+        return f"to read {stem(url)}, pyarrow is needed:  pip install 'fsdp_trainer[arrow]'"
     return None

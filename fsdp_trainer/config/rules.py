@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.check import Report, convert, flatten, show, wrong_type, wrong_with
-from fsdp_trainer.config.data_files import Entry, data_files, entries, is_url, needs_arrow, why_url_unusable
+from fsdp_trainer.config.data_files import Entry, data_files, entries, is_mixture, is_url, needs_arrow, why_url_unusable
 from fsdp_trainer.config.formats import is_compact, moments_format, rounds
 from fsdp_trainer.config.names import ENTRY_SYNONYMS, nearest
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
 from fsdp_trainer.config.schema import GROUPS, NEEDS_NCCL, Sharding, Train, TrainConfig
 from fsdp_trainer.config.units import parse_duration, parse_steps
-from fsdp_trainer.config.verbs import ExportConfig, GenerateConfig, VerifyConfig
+from fsdp_trainer.config.verbs import ExportConfig, GenerateConfig, PrepareConfig, PreviewConfig, VerifyConfig
 from fsdp_trainer.models.attention_choice import Situation, attention_problems
 from fsdp_trainer.models.resolve import model_problems
 
@@ -88,6 +88,8 @@ def check_rules(cfg: Any, report: Report) -> None:
     if cfg.data.packing == "stream" and cfg.data.too_long != "split":
         why = "a stream cuts documents where rows end, it leaves none out.\nUse  data.too_long=split  or  data.packing=best_fit"
         report.add("data.packing", "stream", why)
+    if cfg.data.streaming:
+        _check_streaming(cfg, report)
     if isinstance(cfg.data.validation, float) and not 0 < cfg.data.validation < 1:
         report.add("data.validation", cfg.data.validation, "a share lies between 0 and 1, e.g.  data.validation=0.02 ; null: none")
     for key in ("data.path", "data.validation"):
@@ -174,6 +176,24 @@ def _check_validation_users(cfg: TrainConfig, report: Report) -> None:
             report.add(key, value, f"goes by the validation loss: set  {'  '.join(shown[m] for m in missing)}")
     if cfg.train.early_stop_delta and not cfg.train.early_stop:
         report.add("train.early_stop_delta", cfg.train.early_stop_delta, "only counts together with  train.early_stop=N")
+
+
+def _check_streaming(cfg: TrainConfig, report: Report) -> None:
+    """What takes more than one look at the data."""
+    if isinstance(cfg, PrepareConfig):
+        why = "a stream is tokenised while it is trained on: there is nothing to prepare.\nUse  data.streaming=false"
+        report.add("data.streaming", True, why)
+    elif cfg.train.steps is None and not isinstance(cfg, PreviewConfig):
+        why = "nobody knows how long an epoch is before it has been read.\nUse  train.steps=1000  or  data.streaming=false"
+        report.add("data.streaming", True, why)
+    if isinstance(cfg.data.validation, float):
+        why = "a share is not known before all has been read. Name what to hold out, e.g.  data.validation=heldout.jsonl"
+        report.add("data.validation", cfg.data.validation, why)
+    if is_mixture(cfg.data.path):
+        why = "weights and repeats need all lengths before training.\nUse  data.streaming=false  or paths without weight and repeat"
+        report.add("data.path", cfg.data.path, why)
+    if cfg.data.prefetch == 0:
+        report.add("data.prefetch", 0, "rows are made by a thread, ahead.\nUse  data.prefetch=1  or  data.streaming=false")
 
 
 def _check_recomputation(cfg: TrainConfig, report: Report) -> None:

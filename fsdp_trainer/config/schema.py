@@ -221,8 +221,14 @@ class Data:
         None, "a path like data.path, or a share of the samples such as 0.02, chosen by their content; null: none"
     )
     cache: str | None = key(None, "folder for tokenised data, shared by all ranks and runs; null: run.root/.data")
+    streaming: bool = key(
+        False,
+        "for data too large to store: rows are tokenised and packed while training reads them, nothing is kept; needs train.steps",
+    )
     workers: int | None = key(
-        None, "processes that tokenise; null: one for each core that may be used; 1: none besides this one", minimum=1
+        None,
+        "processes that tokenise, of each rank with data.streaming; null: one for each core that may be used; 1: none besides this one",
+        minimum=1,
     )
     prefetch: int | None = key(
         None,

@@ -29,7 +29,9 @@ class Turns:
 
     After any n turns each has had n · share of them to less than one: the j-th turn of a component lies within [⌊j / share⌋, ⌈(j + 1) / share⌉),
     which the earliest deadline first keeps for all (Baruah et al. 1996, Proportionate progress). That order would have to be followed from
-    the first turn on; so it begins anew in every block of turns, from counts at the block's edge that can be reached and gone on from.
+    the first turn on; so it begins anew in every block of turns. The counts at a block's edge are those that it leads to from the edge before,
+    where the turns that can have been taken or not had been by those with the earliest deadlines: from such counts all deadlines can be met,
+    and where everybody has a turn in a block, any two edges can be joined (Hall's condition for intervals).
     """
 
     def __init__(self, parts: Sequence[int]):
@@ -63,12 +65,12 @@ class Turns:
         return who, ordinal
 
     def _edge(self, block: int) -> np.ndarray:
-        """Turns of each before a block. Where turns are due that cannot all have been taken, a block of earliest deadlines tells which were."""
+        """Turns of each before a block."""
         if block == 0:
             return np.zeros(len(self.parts), np.int64)
         first = (block - 1) * self.span
         had, rests = zip(*(divmod(first * part, self.whole) for part in self.parts), strict=True)
-        due = [(-(rest - self.whole) // part, i) for i, (part, rest) in enumerate(zip(self.parts, rests, strict=True)) if rest]
+        due = [(-((rest - self.whole) // part), i) for i, (part, rest) in enumerate(zip(self.parts, rests, strict=True)) if rest]
         before = np.array(had, np.int64)
         before[[i for _, i in sorted(due)[: first - sum(had)]]] += 1
         begun = [-(-(first + self.span) * part // self.whole) for part in self.parts]
@@ -89,14 +91,15 @@ class Turns:
         by_release = np.argsort(released, kind="stable")
         jobs = (deadline * len(self.parts) + owner)[by_release].tolist()
         opens = [*released[by_release].tolist(), self.span]
-        who, job = np.empty(self.span, np.int64), 0
+        who: list[int] = []
         waiting: list[int] = []
+        job = 0
         for turn in range(self.span):
             while opens[job] <= turn:
                 heappush(waiting, jobs[job])
                 job += 1
-            who[turn] = heappop(waiting) % len(self.parts)
-        return who
+            who.append(heappop(waiting) % len(self.parts))
+        return np.array(who)
 
 
 @dataclass
@@ -109,6 +112,8 @@ class Component:
     asked: float = 1.0
     start: int = 0
     """How many of its rows were taken before the mixture's first."""
+    start_tokens: int = 0
+    """In those rows."""
 
     def tokens(self, rows: int) -> int:
         """In its first `rows` rows."""
@@ -207,7 +212,8 @@ class Mixture:
     def state(self, index: int) -> dict[str, Any]:
         """Where each component stands before row `index`, as a checkpoint keeps it: a segment of the run."""
         sources = [
-            {"name": c.name, "key": c.key, "asked": c.asked, "rows_per_epoch": c.order.rows_per_epoch, "start": c.start, "rows": rows}
+            {"name": c.name, "key": c.key, "asked": c.asked, "rows_per_epoch": c.order.rows_per_epoch}
+            | {"start": c.start, "start_tokens": c.start_tokens, "rows": rows, "tokens": c.tokens(rows)}
             for c, rows in zip(self.components, self.taken(index), strict=True)
         ]
         return {"key": self.key, "start": self.start, "rows_per_epoch": self.rows_per_epoch, "sources": sources}
@@ -229,15 +235,15 @@ class Mixture:
 
     def report(self, index: int) -> list[dict[str, Any]]:
         """Of each component up to row `index`: the share of tokens that was asked for, the one it got, its tokens and epochs so far."""
-        rows, tokens = self.taken(index), [c.tokens(c.start) for c in self.components]
-        got = [c.tokens(n) - before for c, n, before in zip(self.components, rows, tokens, strict=True)]
+        rows = self.taken(index)
+        got = [c.tokens(n) - c.start_tokens for c, n in zip(self.components, rows, strict=True)]
         asked = [share * order.fill / self.fill for share, order in zip(self.shares, self.orders, strict=True)]
         return [
             {
                 "name": c.name,
                 "share_asked": round(asked[i], 6),
                 "share": round(got[i] / max(1, sum(got)), 6),
-                "tokens": got[i] + tokens[i],
+                "tokens": c.start_tokens + got[i],
                 "rows": rows[i],
                 "epochs": round(rows[i] / c.order.rows_per_epoch, 4),
             }
@@ -249,13 +255,14 @@ def build_order(cfg: TrainConfig, prepared: Prepared, attended: Callable[[np.nda
     """The rows of training, in their order. attended: see RowOrder. Raises UserError for a mixture that cannot be."""
     named = entries(cfg.data.path)
     weighted = any(entry.weight is not None for entry in named)
-    asked = [(entry.weight if weighted else entry.repeat if entry.repeat is not None else 1.0) for entry in named]
+    given = [entry.weight if weighted else entry.repeat for entry in named]
+    asked = [1.0 if times is None else times for times in given]
     if len(prepared.train) == 1:
         asked, weighted = [1.0 if weighted else asked[0]], False
+    if weighted:
+        asked = [round(weight / sum(asked), 12) for weight in asked]
     stores = zip(prepared.names, prepared.train, asked, strict=False)
-    mixture = Mixture(
-        [_component(cfg, name, store, cfg.data.shuffle, attended, float(times or 0)) for name, store, times in stores], weighted
-    )
+    mixture = Mixture([_component(cfg, name, store, cfg.data.shuffle, attended, times) for name, store, times in stores], weighted)
     if small := [c.name for c, share in zip(mixture.components, mixture.shares, strict=True) if 0 < share < LEAST]:
         why = f"{small[0]} would have less than a millionth of the rows. Leave it out, or raise its {'weight' if weighted else 'repeat'}"
         raise UserError("the data cannot be mixed", [Problem("data.path", why)])

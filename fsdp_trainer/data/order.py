@@ -141,7 +141,10 @@ class RowOrder:
         in_row = before - np.repeat(before[first_documents], counts)
         places = ranges(np.repeat(np.arange(len(counts)) * self.seq_len, counts) + in_row, lengths)
         tokens, weights = np.asarray(self.store.tokens), np.asarray(self.store.weights)
-        at = ranges(self.store.offsets[samples] + starts, lengths)
+        firsts = self.store.offsets[samples] + starts
+        if self.shared:
+            self.store.fetch(firsts, lengths)
+        at = ranges(firsts, lengths)
         following = at + 1
         ends = (before + lengths - 1)[starts + lengths == self.store.lengths[samples]]  # a document that is cut goes on with its next token
         following[ends] = at[ends]

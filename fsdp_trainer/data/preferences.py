@@ -1,7 +1,6 @@
 """Preference pairs: a better and a worse answer to one prompt, read and checked for an objective that learns from them."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -59,9 +58,9 @@ def _side(value: object, name: str) -> list[Message]:
     return turns
 
 
-def preference_summary(data: Data, cache: Path, rows: int, say: Callable[[str], None] = lambda line: None) -> list[str]:
+def preference_summary(data: Data, cache: Path, rows: int) -> list[str]:
     """What `preview` shows of preference pairs, the first `rows` of them in full; empty if the data holds none. UserError if they are broken."""
-    files = [(source, file) for source in find_sources(data.path, "data.path", cache, say) for file in source.files]
+    files = [(source, file) for source in find_sources(data.path, "data.path", cache) for file in source.files]
     if not _holds_pairs(data, *files[0]):
         return []
     lines, shown, problems, pairs, characters = [], [], Problems(data.on_error), 0, [0, 0]

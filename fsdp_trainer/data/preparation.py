@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -17,6 +18,7 @@ from fsdp_trainer.config.data_files import ARROW, kind
 from fsdp_trainer.data.cache import clear_leftovers, held
 from fsdp_trainer.data.findings import told
 from fsdp_trainer.data.fingerprint import fingerprint
+from fsdp_trainer.data.remote import nothing
 from fsdp_trainer.data.samples import EXAMPLES
 from fsdp_trainer.data.sources import SHOWN, Problems, Source
 from fsdp_trainer.data.store import Damaged, TokenStore, add_totals, merge, read_meta, write_meta
@@ -28,10 +30,6 @@ from fsdp_trainer.observe.console import duration, short
 
 SMALLEST, LARGEST, FEWEST = 4 << 20, 256 << 20, 512  # bytes of a task, and how many a large data set has
 WORTH_PROCESSES = 8 << 20  # bytes below which starting processes takes longer than they save
-
-
-def nothing(line: str) -> None:
-    """For who does not listen."""
 
 
 @dataclass
@@ -145,7 +143,9 @@ class Preparation:
                 units = split_units(file, each)
                 for unit in units:
                     if room <= 0 or unit.start:
-                        tasks, self.bytes, room = [*tasks, []], [*self.bytes, 0.0], float(each)
+                        tasks.append([])
+                        self.bytes.append(0.0)
+                        room = float(each)
                     fields = tuple((source.fields or data.fields or {}).items())
                     tasks[-1].append(Piece(unit, place, number, 0, source.format or data.format, fields))
                     size = self.sizes[file] / len(units)
@@ -158,7 +158,7 @@ class Preparation:
         done = {i: found for i in wanted if (found := Done.of(self._part(i)))}
         pace = Pace(sum(self.bytes[i] for i in wanted), sum(self.bytes[i] for i in done), self.told)
         if done:
-            self.told.say(f"data   {len(done):,} of {len(wanted):,} parts are there from before")
+            self.told.say(f"data   {len(done):,} of {len(wanted):,} parts are there already")
         missing = [i for i in wanted if i not in done]
         count = min(self.how.data.workers or cores(), len(missing))
         last = [len(tasks)]  # a task behind this one need not be begun
@@ -171,11 +171,12 @@ class Preparation:
         try:
             several = count > 1 and sum(self.bytes[i] for i in missing) >= WORTH_PROCESSES
             ends = in_processes(jobs(), self.how, pace.tick, count) if several else in_this_process(jobs(), self.how, pace.tick)
-            for i, found in ends:
-                done[i] = found
-                pace.finished(self.bytes[i])
-                if found.bad_rows and self.how.data.on_error == "fail":
-                    last[0] = min(last[0], _last_of_file(tasks, i))
+            with closing(ends):  # at once, whatever comes
+                for i, found in ends:
+                    done[i] = found
+                    pace.finished(self.bytes[i])
+                    if found.bad_rows and self.how.data.on_error == "fail":
+                        last[0] = min(last[0], _last_of_file(tasks, i))
         except UserError:
             shutil.rmtree(self.parts, ignore_errors=True)  # other data, or other options, make other parts
             raise
@@ -299,7 +300,8 @@ class Pace:
     def __str__(self) -> str:
         seconds = max(time.monotonic() - self.began, 1e-3)
         parts = [f"{self.rows:,} rows", f"{short(self.tokens)} tokens", f"{short(self.tokens / seconds)} tok/s"]
-        parts.append(f"{self.done / max(1.0, self.total):.0%} of {self.total / 2**30:.2f} GiB")
+        size = f"{self.total / 2**30:,.1f} GiB" if self.total >= 2**30 else f"{self.total / 2**20:.1f} MiB"
+        parts.append(f"{self.done / max(1.0, self.total):.0%} of {size}")
         if self.done > self.before:
             parts.append(f"eta {duration(seconds * (self.total - self.done) / (self.done - self.before))}")
         return "data   " + "  ".join(parts)

@@ -1,7 +1,6 @@
 """The cache: what `data` names is tokenised once, into a folder that is named by all that decides it, and found there by every run."""
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from fsdp_trainer.data.fingerprint import content_hashes, fingerprint
 from fsdp_trainer.data.preparation import Component, Preparation, Told, commit, read_whole
 from fsdp_trainer.data.sources import find_sources
 from fsdp_trainer.data.store import TokenStore, add_totals, merge, read_meta, write_meta
+from fsdp_trainer.data.stream import StreamedData
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenise import TRAIN, VALIDATION, How
 from fsdp_trainer.data.tokenizer import TextTokenizer
@@ -30,17 +30,19 @@ class Prepared:
     validation: TokenStore | None
     report: list[str]
     """Short lines for people."""
+    streamed: StreamedData | None = None
+    """In place of `train`, with data.streaming."""
 
     @property
     def fingerprint(self) -> str:
         """Of all samples, those held out too."""
-        stores = [*self.train, *([self.validation] if self.validation else [])]
+        stores = [*([self.streamed] if self.streamed else self.train), *([self.validation] if self.validation else [])]
         return "-".join(store.fingerprint for store in stores)
 
 
-def components(data: Data, root: Path, say: Callable[[str], None]) -> tuple[list[Component], Component | None]:
+def components(data: Data, root: Path, told: Told) -> tuple[list[Component], Component | None]:
     """What `data` trains on, and what it names to be validated on, fetched if it lies elsewhere. UserError if there is nothing there."""
-    sources, named = find_sources(data.path, "data.path", root, say), entries(data.path)
+    sources, named = find_sources(data.path, "data.path", root, told.say, told.progress), entries(data.path)
     share = data.validation if isinstance(data.validation, int | float) else 0.0
     if is_mixture(data.path) and len(named) > 1:
         train = [Component(source.name, [source], share) for source in sources]
@@ -48,12 +50,14 @@ def components(data: Data, root: Path, say: Callable[[str], None]) -> tuple[list
         train = [Component(named[0].name or TRAIN, sources, share)]
     if data.validation is None or share:
         return train, None
-    return train, Component(VALIDATION, find_sources(data.validation, "data.validation", root, say), key="data.validation")
+    return train, Component(
+        VALIDATION, find_sources(data.validation, "data.validation", root, told.say, told.progress), key="data.validation"
+    )
 
 
 def preparations(data: Data, batch: Batch, tokenizer: TextTokenizer, template: Template, root: Path, told: Told) -> list["Preparation"]:
     """Of every component, the one to be validated on last if it is apart."""
-    train, apart = components(data, root, told.say)
+    train, apart = components(data, root, told)
     every = [*train, *([apart] if apart else [])]
     hashes = content_hashes([file for component in every for file in component.files], root, lambda: told.progress("data   hashing files"))
     how = How(data, batch.seq_len, 0.0, tokenizer, template)

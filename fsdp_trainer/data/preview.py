@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from fsdp_trainer.data.mixture import Mixture, build_order
 from fsdp_trainer.data.order import RowData
 from fsdp_trainer.data.preferences import preference_summary
 from fsdp_trainer.data.prepare import Prepared
+from fsdp_trainer.data.stream import StreamedData, StreamedRow
 from fsdp_trainer.data.summary import all_findings, amounts, figures_by_source, left_out
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
@@ -110,13 +111,14 @@ def preview(cfg: PreviewConfig) -> int:
         print(CONTROL.sub("", "\n".join(pairs)))
         return 0
     tokenizer, template, prepared = build_data(cfg)
-    order = build_order(cfg, prepared)
+    streamed, n = prepared.streamed, cfg.preview.rows
     if cfg.preview.format == "json":
-        for index in range(cfg.preview.rows):
-            print(json.dumps(as_json(index, order.read(index))))
+        rows: Iterable[RowData | StreamedRow] = streamed.first_rows(n) if streamed else map(build_order(cfg, prepared).read, range(n))
+        for index, row in enumerate(rows):
+            print(json.dumps(as_json(index, row)))
     if cfg.preview.format == "json" and not cfg.preview.html:
         return 0
-    page = look(cfg, tokenizer, template, prepared, order)
+    page = look_at_stream(cfg, tokenizer, streamed) if streamed else look(cfg, tokenizer, template, prepared, build_order(cfg, prepared))
     if cfg.preview.format == "text":
         from fsdp_trainer.data.preview_text import show  # rich takes a while
 
@@ -129,7 +131,7 @@ def preview(cfg: PreviewConfig) -> int:
     return 0
 
 
-def as_json(index: int, row: RowData) -> dict:
+def as_json(index: int, row: RowData | StreamedRow) -> dict:
     """The row without its padding; `weights` only where a learnt position has another weight than 1."""
     n = sum(row.documents)
     labels, weights = row.labels[:n], row.weights[:n]
@@ -156,6 +158,20 @@ def look(cfg: PreviewConfig, tokenizer: TextTokenizer, template: Template, prepa
         histogram(lengths),
         sources(cfg, prepared, order),
         sorted(known, key=lambda finding: not finding.is_warning),
+    )
+
+
+def look_at_stream(cfg: PreviewConfig, tokenizer: TextTokenizer, streamed: StreamedData) -> Page:
+    """The same of data that is streamed: of its first rows. Raises UserError as `look` does."""
+    pieces, names, seq_len = Pieces(tokenizer), streamed.source_names, streamed.seq_len
+    return Page(
+        str(cfg.run.name),
+        streamed.report,
+        streamed.how.template,
+        [shown_row(i, row, row.places, names, seq_len, pieces) for i, row in enumerate(streamed.first_rows(cfg.preview.rows))],
+        lengths=[(name, int(np.percentile(streamed.lengths, share))) for name, share in QUANTILES],
+        histogram=histogram(streamed.lengths),
+        findings=sorted([*vocabulary(cfg, tokenizer), *streamed.findings], key=lambda finding: not finding.is_warning),
     )
 
 
@@ -217,7 +233,7 @@ def vocabulary(cfg: PreviewConfig, tokenizer: TextTokenizer) -> list[Finding]:
     ]
 
 
-def shown_row(index: int, row: RowData, where: list[str], names: list[str], seq_len: int, pieces: "Pieces") -> ShownRow:
+def shown_row(index: int, row: RowData | StreamedRow, where: list[str], names: list[str], seq_len: int, pieces: "Pieces") -> ShownRow:
     """A row, document by document. where: FILE:LINE of each; names: of the sources."""
     documents, start = [], 0
     for length, source, place in zip(row.documents, row.sources, where, strict=True):

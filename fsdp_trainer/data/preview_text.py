@@ -46,7 +46,7 @@ def show(page: Page, console: Console | None = None) -> None:
             if i or len(row.documents) > 1:
                 console.print(Text(edge(document, i, len(row.documents)), "dim"), soft_wrap=True)
             console.print(body(document, colour), soft_wrap=True)
-    if page.figures:
+    if page.findings or page.figures:  # of a stream only some are known
         heading(console, "findings" if page.findings else "nothing to warn about")
     for finding in page.findings:
         console.print(told(finding), soft_wrap=True)  # so that a place can be copied

@@ -11,15 +11,15 @@ import hashlib
 import io
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 from fsspec import AbstractFileSystem
+from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 
 from fsdp_trainer.config.data_files import KINDS, choose_files, has_magic, is_data, is_url, kind, place, why_url_unusable
@@ -27,10 +27,15 @@ from fsdp_trainer.errors import Problem, UserError
 
 AT_ONCE = 8  # files that are fetched side by side
 BLOCK = 1 << 24  # bytes a request
+SILENT_SECONDS = 60  # of a web server, after which it is given up
 # what tells versions of a file apart, as the various stores call it; the first that is known is enough with the size
 MARKS = ("ETag", "etag", "blob_id", "md5Hash", "Content-MD5", "content_md5", "checksum", "mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")  # fmt: skip
 
 Say = Callable[[str], None]
+
+
+def nothing(line: str) -> None:
+    """For who does not listen."""
 
 
 class Unreachable(UserError):
@@ -55,7 +60,7 @@ class RemoteFile:
 def list_files(url: str, key: str) -> list[RemoteFile]:
     """The data files of a URL: a file, a folder (searched through) or a glob, in a fixed order. UserError if it cannot be read."""
     with _telling(url, key):
-        system, path = url_to_fs(url)
+        system, path = _system_of(url)
         system.invalidate_cache()
         is_web = urlsplit(url).scheme in ("http", "https")  # tells no folder from a file
         if has_magic(url):
@@ -66,7 +71,7 @@ def list_files(url: str, key: str) -> list[RemoteFile]:
             found = system.find(path, detail=True)
             if not found:
                 raise FileNotFoundError(url)
-            found = {p: about for p, about in found.items() if is_data(p[len(path) :].strip("/"))}
+            found = {p: about for p, about in found.items() if is_data(p.removeprefix(path).strip("/"))}
         address = {p: url if p == path else _address(url, p) for p in found}
         try:
             chosen = choose_files(sorted(address.values()), url)
@@ -77,6 +82,16 @@ def list_files(url: str, key: str) -> list[RemoteFile]:
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 about = dict(zip(chosen, pool.map(system.info, chosen), strict=True))
         return [RemoteFile(file, about[file].get("size"), _version(file, about[file])) for file in chosen]
+
+
+def _system_of(url: str) -> tuple[AbstractFileSystem, str]:
+    if not url.startswith(("http://", "https://")):
+        return url_to_fs(url)
+    from aiohttp import ClientTimeout
+
+    # its own limit is five minutes for a whole file; proxies and ~/.netrc are honoured
+    timeout = ClientTimeout(total=None, sock_connect=SILENT_SECONDS, sock_read=SILENT_SECONDS)
+    return url_to_fs(url, client_kwargs={"timeout": timeout, "trust_env": True})
 
 
 def _address(url: str, path: str) -> str:
@@ -90,29 +105,29 @@ def _version(url: str, about: dict[str, Any]) -> str:
     return hashlib.blake2b(f"{about.get('size')} {mark}".encode(), digest_size=6).hexdigest()
 
 
-def fetch(url: str, key: str, cache: Path, say: Say) -> dict[str, str]:
-    """The URL of each of its files → the local copy, fetched if it is not there. UserError if it cannot be had."""
+def fetch(url: str, key: str, cache: Path, say: Say = nothing, progress: Say = nothing) -> dict[str, str]:
+    """The URL of each of its files → the local copy, fetched if it is not there. UserError if it cannot be had.
+
+    say: told what is worth a lasting line; progress: told again and again how far it is.
+    """
     noted = cache / "remote" / "found" / f"{hashlib.blake2b(url.encode(), digest_size=10).hexdigest()}.json"
+    if int(os.environ.get("LOCAL_RANK", 0)) and (copies := _noted(noted)):
+        return copies  # the node's first rank has just asked, and all are to read the same
     try:
         files = list_files(url, key)
     except Unreachable as error:
-        copies: dict[str, str] = json.loads(noted.read_text()) if noted.exists() else {}
-        if not copies or not all(os.path.exists(copy) for copy in copies.values()):
+        if not (copies := _noted(noted)):
             raise
-        say(f"{shown(url)} is not asked for changes, the copy in {cache / 'remote'} is used: {error.problems[0].why.splitlines()[0]}")
+        say(f"data   {shown(url)} is not asked for changes, its copy is used: {error.problems[0].why.splitlines()[0]}")
         return copies
     copies = {file.url: str(file.copy_in(cache)) for file in files}
     missing = [file for file in files if not os.path.exists(copies[file.url])]
     with _telling(url, key, cache):
         if missing:
-            size = sum(file.size or 0 for file in missing) / 2**30
-            say(f"fetching {len(missing):,} file{'s' * (len(missing) > 1)} of {shown(url)}, {size:.2f} GiB, into {cache / 'remote'}")
-            with ThreadPoolExecutor(AT_ONCE) as pool:
-                for _ in pool.map(lambda file: _copy(file, Path(copies[file.url])), missing):
-                    pass
+            _copy_all(missing, cache, url, say, progress)
         noted.parent.mkdir(parents=True, exist_ok=True)
         aside = noted.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps(copies))
+        aside.write_text(json.dumps(copies), encoding="utf-8")
         os.replace(aside, noted)
     for copy in copies.values():
         if kind(copy)[0] not in KINDS:
@@ -120,18 +135,63 @@ def fetch(url: str, key: str, cache: Path, say: Say) -> dict[str, str]:
     return copies
 
 
-def _copy(file: RemoteFile, target: Path) -> None:
+def _noted(file: Path) -> dict[str, str]:
+    """What was found last, if the copies of all of it are there."""
+    copies: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return copies if all(map(os.path.exists, copies.values())) else {}
+
+
+def _copy_all(files: list[RemoteFile], cache: Path, url: str, say: Say, progress: Say) -> None:
+    total = sum(file.size or 0 for file in files)
+    say(f"data   fetching {len(files):,} file{'s' * (len(files) > 1)} of {shown(url)}, {total / 2**30:.2f} GiB, into {cache / 'remote'}")
+    targets = [file.copy_in(cache) for file in files]
+    leaving = _Leaving()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        running = {pool.submit(_copy, file, target, leaving) for file, target in zip(files, targets, strict=True)}
+        try:
+            while running:
+                done, running = wait(running, timeout=1, return_when=FIRST_EXCEPTION)
+                for one in done:
+                    one.result()
+                here = sum(_bytes_of(target) or _bytes_of(_part(target)) for target in targets)
+                progress(f"data   fetched {here / 2**30:.2f} of {total / 2**30:.2f} GiB")
+        except BaseException:
+            leaving.now = True
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+class _Leaving(Callback):
+    """Ends downloads that go on in other threads: what was fetched is gone on from at the next start."""
+
+    now = False
+
+    def relative_update(self, inc: int = 1) -> None:
+        if self.now:
+            raise InterruptedError("another file could not be fetched, or the run was stopped")
+
+
+def _part(target: Path) -> Path:
+    """What has come of a file so far."""
+    return target.with_name(f".{target.name}.part")
+
+
+def _bytes_of(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def _copy(file: RemoteFile, target: Path, leaving: _Leaving) -> None:
     """Fetch a file, from where an earlier attempt ended on; other processes of this machine wait for it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.part")
+    part = _part(target)
     with open(part, "ab") as out:
         with contextlib.suppress(OSError):  # a file system without locks: two may fetch the same, and one is kept
             fcntl.flock(out, fcntl.LOCK_EX)
         if target.exists():
             return
-        system, path = url_to_fs(file.url)
-        if not (out.tell() and _gone_on(system, path, out)):
-            system.get_file(path, str(part))
+        system, path = _system_of(file.url)
+        if not (out.tell() and _gone_on(system, path, out, leaving)):
+            system.get_file(path, str(part), callback=leaving)
         os.fsync(out.fileno())
         size = os.fstat(out.fileno()).st_size
         if file.size is not None and size != file.size:
@@ -140,12 +200,14 @@ def _copy(file: RemoteFile, target: Path) -> None:
         os.replace(part, target)
 
 
-def _gone_on(system: AbstractFileSystem, path: str, out: BinaryIO) -> bool:
+def _gone_on(system: AbstractFileSystem, path: str, out: BinaryIO, leaving: _Leaving) -> bool:
     """Append what an earlier attempt did not fetch. False if the store gives files only from their beginning on."""
     try:
         with system.open(path, "rb", block_size=BLOCK, cache_type="readahead") as source:
             source.seek(out.tell())
-            shutil.copyfileobj(source, out, BLOCK)
+            while block := source.read(BLOCK):
+                leaving.relative_update()
+                out.write(block)
         out.flush()
     except ValueError:
         return False
@@ -155,7 +217,7 @@ def _gone_on(system: AbstractFileSystem, path: str, out: BinaryIO) -> bool:
 def open_remote(url: str) -> BinaryIO:
     """A remote file that is read where it lies, a range at a time; from a web server without ranges, only from its beginning on."""
     with _telling(url, "data.path"):
-        system, path = url_to_fs(url)
+        system, path = _system_of(url)
         block = BLOCK if _has_ranges(system, path) else 0
         return io.BufferedReader(system.open(path, "rb", block_size=block, cache_type="readahead"), 1 << 20)
 
@@ -195,7 +257,9 @@ def _told(url: str, key: str, cache: Path | None, error: BaseException) -> UserE
     scheme, name, first = urlsplit(url).scheme, type(error).__name__, (str(error).splitlines() or [""])[0]
     for secret in filter(None, (urlsplit(url).query, urlsplit(url).password)):
         first = first.replace(secret, "…")
-    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+    status = (
+        getattr(error, "status", None) or getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
+    )
     local = str(getattr(error, "filename", None) or "").startswith(str(cache)) or getattr(error, "errno", None) in FULL
     if why := why_url_unusable(url):
         return _unusable(url, key, why)
@@ -208,16 +272,17 @@ def _told(url: str, key: str, cache: Path | None, error: BaseException) -> UserE
     if isinstance(error, PermissionError) or status in (401, 403) or "Credential" in name or "Forbidden" in first:
         known = CREDENTIALS.get(scheme, "as fsspec's documentation of its file system says")
         return _unusable(url, key, f"may not be read ({f'{status} ' if status else ''}{name}: {first}).\nCredentials: {known}")
-    return Unreachable("the data cannot be used", [Problem(f"{key}={shown(url)}", f"cannot be reached ({name}: {first})")])
+    kept = "\nWhat was fetched is kept: start again" if cache else ""
+    return Unreachable("the data cannot be used", [Problem(f"{key}={shown(url)}", f"cannot be reached ({name}: {first}){kept}")])
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the machine's role; another endpoint is AWS_ENDPOINT_URL",
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the machine's role; none: FSSPEC_S3_ANON=1; another endpoint: AWS_ENDPOINT_URL",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or  gcloud auth application-default login",
     "hf": "HF_TOKEN, or  hf auth login ; a gated data set is asked for on its page",
-    "http": "those in the URL itself",
-    "https": "those in the URL itself, as in a signed one",
+    "http": "those in the URL itself, or in ~/.netrc",
+    "https": "those in the URL itself, as in a signed one, or in ~/.netrc",
 }
 
 

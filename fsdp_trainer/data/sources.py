@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from fsdp_trainer.config.data_files import SHARD, Entry, data_files, entries, is_url, kind, place, stem
 from fsdp_trainer.data import demo
-from fsdp_trainer.data.remote import Say, fetch, list_files
+from fsdp_trainer.data.remote import Say, fetch, list_files, nothing
 from fsdp_trainer.errors import Problem, UserError
 
 SHOWN = 5
@@ -77,10 +77,10 @@ class Source:
     fields: dict[str, Any] | None = None
 
 
-def find_sources(path: Any, key: str, cache: Path | None = None, say: Say = lambda line: None) -> list[Source]:
+def find_sources(path: Any, key: str, cache: Path | None = None, say: Say = nothing, progress: Say = nothing) -> list[Source]:
     """Data files of a path: a file, a folder (searched through), a glob, a URL of any of these, a `demo:` name, or a list; in a fixed order.
 
-    cache: where remote files are copied to, which then stand for them; None: their URLs are the files. say: told of downloads.
+    cache: where remote files are copied to, which then stand for them; None: their URLs are the files. say, progress: told of downloads.
     """
     paths = [entry.path for entry in entries(path)]
     if not paths:
@@ -89,7 +89,7 @@ def find_sources(path: Any, key: str, cache: Path | None = None, say: Say = lamb
     copies: dict[str, str] = {}
     for p in paths:
         if is_url(p) and cache:
-            copies |= (of_url := fetch(p, key, cache, say))
+            copies |= (of_url := fetch(p, key, cache, say, progress))
             found.setdefault(place(p), []).extend(of_url)
         else:
             found.setdefault(place(p), []).extend(_files_of(p, key))

@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from mmap import MADV_RANDOM, mmap
+from mmap import MADV_RANDOM, MADV_WILLNEED, PAGESIZE, mmap
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,14 @@ class TokenStore:
         first, end = self.offsets[sample] + start, self.offsets[sample + 1]
         part = slice(first, end if length is None else min(first + length, end))
         return self.tokens[part], self.weights[part]
+
+    def fetch(self, firsts: np.ndarray, counts: np.ndarray) -> None:
+        """Have the disk begin with all these stretches of tokens at once; touched one after another, each would be waited for by itself."""
+        for column in (self.tokens, self.weights):
+            if isinstance(column.base, mmap):
+                begins, ends = firsts * column.itemsize // PAGESIZE * PAGESIZE, (firsts + counts) * column.itemsize
+                for begin, size in zip(begins.tolist(), (ends - begins).tolist(), strict=True):
+                    column.base.madvise(MADV_WILLNEED, begin, size)
 
     def where(self, sample: int) -> str:
         """FILE:LINE that a sample was made of."""

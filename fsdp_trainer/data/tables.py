@@ -2,6 +2,7 @@
 
 import csv
 import io
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
@@ -118,6 +119,10 @@ def _is_arrow_file(source: Any) -> bool:
 
 def open_zstd(file: BinaryIO) -> BinaryIO:
     """What was compressed with zstd."""
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+
+        return zstd.open(file)
     import pyarrow
 
     return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))  # Arrow's own stream has no lines

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
@@ -33,19 +33,19 @@ def cores() -> int:
     return allowed
 
 
-def in_this_process(jobs: Iterator[Job], how: How, tick: Tick) -> Iterator[tuple[int, Done]]:
+def in_this_process(jobs: Iterator[Job], how: How, tick: Tick) -> Generator[tuple[int, Done], None, None]:
     """Each task's place with what became of it, in order."""
     for i, task, part in jobs:
         yield i, tokenise(task, part, how, tick)
 
 
-def in_processes(jobs: Iterator[Job], how: How, tick: Tick, count: int) -> Iterator[tuple[int, Done]]:
+def in_processes(jobs: Iterator[Job], how: How, tick: Tick, count: int) -> Generator[tuple[int, Done], None, None]:
     """The same by `count` processes, as they come. Raises RunFailed if one is killed; none is left when this ends, however it ends."""
     workers: dict[Connection, subprocess.Popen] = {}
     try:
         for _ in range(count):
             ours, theirs = Pipe()
-            workers[ours] = _start(theirs)
+            workers[ours] = start(theirs)
             theirs.close()
         told = pickle.dumps(how)
         for connection in workers:
@@ -71,12 +71,14 @@ def in_processes(jobs: Iterator[Job], how: How, tick: Tick, count: int) -> Itera
             connection.close()
 
 
-def _start(connection: Connection) -> subprocess.Popen:
+def start(connection: Connection, module: str = "fsdp_trainer.data.workers") -> subprocess.Popen:
+    """A process that runs a module, which is told its end of the pipe."""
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     one_thread = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}  # it is none of the ranks
     return subprocess.Popen(
-        [sys.executable, "-m", "fsdp_trainer.data.workers", str(connection.fileno())],
-        env=os.environ | one_thread | {"PYTHONPATH": path},
+        [sys.executable, "-m", module, str(connection.fileno())],
+        env=env | one_thread | {"PYTHONPATH": path},
         pass_fds=[connection.fileno()],
         stdin=subprocess.DEVNULL,
     )

@@ -21,9 +21,11 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.mixture import Mixture, build_order, validation_order
 from fsdp_trainer.data.prepare import Prepared
+from fsdp_trainer.data.stream import StreamedData
 from fsdp_trainer.data.summary import two_lines
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.data.workers import cores
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.models.attention_choice import Choice, choose
@@ -51,6 +53,7 @@ from fsdp_trainer.training.resume import check_unchanged, find_start, require_wh
 from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.saving import Saves
 from fsdp_trainer.training.stop import StopRequests
+from fsdp_trainer.training.streaming import StreamBatches
 from fsdp_trainer.training.trainer import Trainer
 
 
@@ -78,13 +81,20 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     def batches(order: Mixture) -> Batches:
         return Batches(order, cfg.batch.micro_rows, world.rank, world.size, world.device, cfg.data.pad_to_multiple)
 
-    train = batches(build_order(cfg, material.data, config.attended))
+    streamed = material.data.streamed
+    train: Batches
+    if streamed:
+        processes = cfg.data.workers or min(8, cores() * world.nodes // world.size)
+        place = cfg.batch.micro_rows, world.rank, world.size, world.device
+        train = StreamBatches(streamed, *place, config.attended, processes, cfg.data.pad_to_multiple)
+    else:
+        train = batches(build_order(cfg, material.data, config.attended))
     held_out = material.data.validation
     validation = batches(validation_order(cfg, held_out, config.attended)) if held_out else None
-    attention = choose_attention(cfg, config, train.order, world.device, compiled)
+    attention = choose_attention(cfg, config, attended_share(train.order, config), world.device, compiled)
     for part in filter(None, (train, validation)):
         part.attention = attention.layout
-    total_steps, last_row = length_of_run(cfg, train.order.rows_per_epoch)
+    total_steps, last_row = length_of_run(cfg, 0 if streamed else train.order.rows_per_epoch)
     every = cfg.logging.every or (10 if world.device.type == "cuda" else 1)
     more = bool(cfg.loss.label_smoothing or cfg.loss.z_loss)
     observer = Observer(run, world.main, world.device, config, cfg.batch.seq_len, every, total_steps, train.source_names, more)
@@ -149,21 +159,28 @@ def resolve_architecture(cfg: TrainConfig, material: Material) -> ModelConfig:
     return resolve_with_tokenizer(model, material.tokenizer.vocab_size, bool(cfg.tokenizer.add_tokens))
 
 
-def choose_attention(cfg: TrainConfig, config: ModelConfig, order: Mixture, device: torch.device, compiled: bool) -> Choice:
+def choose_attention(cfg: TrainConfig, config: ModelConfig, share: float, device: torch.device, compiled: bool) -> Choice:
     """How attention is computed, settled for this process. Raises UserError for what this machine or model does not allow."""
     situation = replace(
         describe_device(device),
         dtype=cfg.precision.param_dtype,
         head_dim=config.head_dim,
         softcap=config.attn_logit_softcapping is not None,
-        windowed=any(window is not None and window < order.seq_len for window in config.windows),
+        windowed=any(window is not None and window < cfg.batch.seq_len for window in config.windows),
         compiled=compiled,
         selective=cfg.activation_checkpoint.mode == "selective",
-        share=order.totals(0, order.rows_per_epoch)[3] / (order.rows_per_epoch * order.seq_len**2),
+        share=share,
     )
     choice = choose(cfg.model.attention, cfg.model.attention_kernel, situation)
     prefer(choice, config, getattr(torch, cfg.precision.param_dtype), device, asked=cfg.model.attention_kernel != "auto")
     return choice
+
+
+def attended_share(order: Mixture | StreamedData, config: ModelConfig) -> float:
+    """What attention costs of what it would if every row were one document."""
+    if isinstance(order, StreamedData):
+        return config.attended(order.lengths).sum() / (order.lengths.sum() * order.seq_len)
+    return order.totals(0, order.rows_per_epoch)[3] / (order.rows_per_epoch * order.seq_len**2)
 
 
 def length_of_run(cfg: TrainConfig, rows_per_epoch: int) -> tuple[int, int | None]:
@@ -219,6 +236,8 @@ def take_up(trainer: Trainer, checkpoint: Path) -> list[str]:
     told = take_up_data(trainer.batches.order, progress, kept["data"])
     if trainer.last_row is not None:
         trainer.last_row = last_row(trainer.cfg, trainer.batches.order.rows_per_epoch, progress.segments)
+    if kept["data"] != trainer.fingerprints()["data"]:
+        progress.streams = []  # which begin anew
     trainer.count_steps()
     listed = trainer.saves.store.listed()
     ours = checkpoint.resolve() in [path.resolve() for path in listed]  # not one of another run, nor one that was left aside
@@ -262,8 +281,16 @@ def describe(trainer: Trainer, world: World, material: Material, attention: Choi
     slots = cfg.batch.micro_rows * world.size
     micro_batches = math.ceil(cfg.batch.rows / slots)
     surplus = micro_batches * slots - cfg.batch.rows
-    last = trainer.last_row or trainer.progress.rows + (trainer.total_steps - trainer.progress.step) * cfg.batch.rows
-    epochs = (last - order.start) / order.rows_per_epoch
+    if isinstance(order, StreamedData):
+        data, epochs = material.data.report, ""
+    else:
+        last = trainer.last_row or trainer.progress.rows + (trainer.total_steps - trainer.progress.step) * cfg.batch.rows
+        data = [
+            *two_lines(material.data, order.seq_len, order),
+            *order.plan(last),
+            *dict.fromkeys(of.note for of in order.orders if of.note),
+        ]
+        epochs = f", {(last - order.start) / order.rows_per_epoch:.2f} epochs"
     origin = cfg.model.init_from or "random weights"
     size = f"{short(config.parameters())} parameters, {config.num_hidden_layers} blocks, {config.vocab_size:,} tokens"
     numbers = f"{cfg.precision.param_dtype} (weights {cfg.precision.master_dtype})"
@@ -281,9 +308,7 @@ def describe(trainer: Trainer, world: World, material: Material, attention: Choi
             else []
         ),
         *(["       float8 without  compile=enabled  is slower than bfloat16"] if float8 and not cfg.compile.enabled else []),
-        *(f"data   {line}" for line in two_lines(material.data, order.seq_len, order)),
-        *(f"       {line}" for line in order.plan(last)),
-        *(f"       {note}" for note in dict.fromkeys(of.note for of in order.orders) if note),
+        *(f"data   {line}" for line in data),
         f"attend {attention}",
         f"head   logits of at most {head.rows_at_once(cfg.batch.micro_rows * order.seq_len, world.device.type):,} tokens at once",
         f"step   {cfg.batch.rows} rows = {micro_batches} micro-batches × {cfg.batch.micro_rows} rows × {world.size} ranks"
@@ -293,5 +318,5 @@ def describe(trainer: Trainer, world: World, material: Material, attention: Choi
             if lr
             else []
         ),
-        f"train  {trainer.total_steps:,} steps, {epochs:.2f} epochs",
+        f"train  {trainer.total_steps:,} steps{epochs}",
     ]

@@ -179,9 +179,10 @@ def check_unchanged(cfg: TrainConfig, order: Mixture, checkpoint: Path) -> dict[
         problems = [
             Problem(f"{key}={show(new)}", f"the checkpoint was trained with {show(old)}") for key, (old, new) in sorted(refused.items())
         ]
-        for problem in problems:
-            if problem.what.startswith("data.fingerprint="):
-                problem.why += "".join(f"\n{name} {what}" for name, what, _ in becomes(order, kept.get("segments", [])) if what)
+        if "data.fingerprint" in refused and kept.get("segments"):
+            told = [f"{name} {what}" for name, what, _ in becomes(order, kept["segments"]) if what]
+            problem = next(problem for problem in problems if problem.what.startswith("data.fingerprint="))
+            problem.why = "\n".join([problem.why, *(told or ["the same sources are in another order, or mixed otherwise"])])
         ways = f"run.name=NEW  or go on all the same with  'checkpoint.allow_changes=[{','.join(sorted(refused))}]'"
         problems[-1].why += f"\nStart another run with  {ways}"
         raise UserError(f"this is not the run that {checkpoint} belongs to", problems)
@@ -200,9 +201,9 @@ def becomes(order: Mixture, segments: list[dict[str, Any]]) -> list[tuple[str, s
         known.append(next((s for s in gone if s["key"] == c.key), None))
         gone = [s for s in gone if s is not known[-1]]
     for c, before in zip(order.components, known, strict=True):
-        before, c.start = before or left_out_before.get(c.key), 0
+        before, c.start, c.start_tokens = before or left_out_before.get(c.key), 0, 0
         if before:
-            c.start = before["rows"]
+            c.start, c.start_tokens = before["rows"], before["tokens"]
             what = f"was asked for {before['asked']:g}, is for {c.asked:g}" if before["asked"] != c.asked else ""
             epoch, row = divmod(c.start, c.order.rows_per_epoch)
             told.append((c.name, what, f"goes on at epoch {epoch + 1}, row {row:,} of {c.order.rows_per_epoch:,}"))
@@ -224,7 +225,7 @@ def take_up_data(order: Mixture, progress: Progress, fingerprint: str) -> list[s
     if segments and segments[-1]["key"] == order.key:
         order.start = segments[-1]["start"]
         for component, source in zip(order.components, segments[-1]["sources"], strict=True):
-            component.start = source["start"]
+            component.start, component.start_tokens = source["start"], source["start_tokens"]
         return []
     told = becomes(order, segments)
     order.start, progress.left_out = progress.rows, []  # rows of the data before

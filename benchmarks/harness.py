@@ -28,9 +28,9 @@ WORSE = 0.10
 T = TypeVar("T")
 
 
-def arguments(text: str | None, repeat: int, **more: Any) -> argparse.Namespace:
+def arguments(about: str | None, repeat: int, **more: Any) -> argparse.Namespace:
     """Of the command line: --repeat, --check, and `more` as --NAME with its default."""
-    parser = argparse.ArgumentParser(description=(text or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
     parser.add_argument("--repeat", type=int, default=repeat, help="rounds; each measures every way once")
     parser.add_argument("--check", action="store_true", help="compare with the stored result instead of replacing it")
     for name, default in more.items():

@@ -15,6 +15,7 @@ from fsdp_trainer.errors import Problem, RunFailed, UserError
 VERBS = {
     "train": "fsdp_trainer.launch.start:train",
     "preview": "fsdp_trainer.data.preview:preview",
+    "prepare": "fsdp_trainer.data.ahead:prepare_ahead",
     "doctor": "fsdp_trainer.launch.doctor:doctor",
     "export": "fsdp_trainer.checkpoint.export:export",
     "verify": "fsdp_trainer.checkpoint.verify:verify",
@@ -23,7 +24,7 @@ VERBS = {
     "recipes": "fsdp_trainer.config.document:recipes",
     "config": "fsdp_trainer.config.document:explain",
 }
-LATER = ("plan", "prepare", "report")
+LATER = ("plan", "report")
 AS_RANKS = ("train", "doctor")  # start their ranks with the configuration that was composed, and what it was composed from
 
 

@@ -7,6 +7,7 @@ import os
 import random
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from stored import assert_bitwise_equal, checkpoint, newest, stored
@@ -186,18 +187,18 @@ SPIKY = [
 @contextlib.contextmanager
 def garbage():
     """The rows of step SPIKED hold nothing but noise to learn, wherever and whenever they are trained."""
-    from fsdp_trainer.data.order import RowOrder
+    from fsdp_trainer.data.mixture import Mixture
 
-    real = RowOrder.read
+    real = Mixture.read_rows
 
-    def read(self, index):
-        row = real(self, index)
-        if 3 * (SPIKED - 1) <= index < 3 * SPIKED:
-            noise = (row.tokens * 2654435761 + index * 40503) % 200
-            row.labels[:] = [-100 if label == -100 else wrong for label, wrong in zip(row.labels, noise, strict=True)]
-        return row
+    def read(self, indices):
+        rows = real(self, indices)
+        for index, tokens, labels in zip(indices, rows.tokens, rows.labels, strict=True):
+            if 3 * (SPIKED - 1) <= index < 3 * SPIKED:
+                labels[:] = np.where(labels == -100, -100, (tokens * 2654435761 + index * 40503) % 200)
+        return rows
 
-    with patch.object(RowOrder, "read", read):
+    with patch.object(Mixture, "read_rows", read):
         yield
 
 
@@ -348,17 +349,18 @@ def test_without_a_checkpoint_to_go_back_to_the_update_is_left_out_instead(train
 @contextlib.contextmanager
 def always_garbage():
     """From row 57 on there is nothing else, one step in three."""
-    from fsdp_trainer.data.order import RowOrder
+    from fsdp_trainer.data.mixture import Mixture
 
-    real = RowOrder.read
+    real = Mixture.read_rows
 
-    def read(self, index):
-        row = real(self, index)
-        if index >= 57 and (index - 57) // 3 % 3 == 0:
-            row.labels[:] = [-100 if label == -100 else (199 * i) % 256 for i, label in enumerate(row.labels)]
-        return row
+    def read(self, indices):
+        rows = real(self, indices)
+        for index, labels in zip(indices, rows.labels, strict=True):
+            if index >= 57 and (index - 57) // 3 % 3 == 0:
+                labels[:] = np.where(labels == -100, -100, 199 * np.arange(len(labels)) % 256)
+        return rows
 
-    with patch.object(RowOrder, "read", read):
+    with patch.object(Mixture, "read_rows", read):
         yield
 
 

@@ -1,8 +1,14 @@
 """Whatever stands in a field of a row, it is a sample or an error of that row."""
 
+import contextlib
 import datetime
 import decimal
+import functools
+import gzip
 import json
+import shutil
+import tracemalloc
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -10,12 +16,15 @@ from hypothesis import strategies as st
 
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.conversations import FIELDS, REQUIRED, make_reader
+from fsdp_trainer.data.preferences import read_preference
+from fsdp_trainer.data.prepare import prepare
 from fsdp_trainer.data.samples import SampleBuilder
-from fsdp_trainer.data.sources import Row, RowError, read_rows
-from fsdp_trainer.data.store import prepare
+from fsdp_trainer.data.sources import Row, RowError, find_sources
 from fsdp_trainer.data.templates import load_template
 from fsdp_trainer.data.tokenizer import load_tokenizer
+from fsdp_trainer.data.units import read_rows, read_unit, split_units
 from fsdp_trainer.errors import UserError
+from fsdp_trainer.training.trainer import Trainer
 
 TOKENIZER = load_tokenizer("demo:bytes")
 BUILDERS = [SampleBuilder(Data(), 64, TOKENIZER, load_template(name, TOKENIZER)) for name in ("plain", "chatml")]
@@ -65,6 +74,10 @@ ROWS = st.one_of(
     st.tuples(
         st.just("messages"), st.fixed_dictionaries({"messages": with_any_turn("assistant", "user", "role", "content"), "tools": ANY})
     ),
+    st.tuples(
+        st.just("preference"),
+        st.fixed_dictionaries({name: with_any_turn("assistant", "user", "role", "content") for name in ("chosen", "rejected")}),
+    ),
     st.tuples(st.just("sharegpt"), st.fixed_dictionaries({"conversations": with_any_turn("gpt", "human", "from", "value")})),
 )
 
@@ -73,10 +86,14 @@ ROWS = st.one_of(
 @settings(max_examples=400, deadline=None)
 def test_any_value_in_any_field_is_read_or_an_error_of_the_row(formatted):
     format, columns = formatted
+    row = Row(columns, ("f", 1))
     try:
-        read = make_reader(columns, format, None, "f").read(Row(columns, ("f", 1)))
-        for builder in BUILDERS:
-            builder.render(read)
+        reader = make_reader(columns, format, None, "f", pairs=True)
+        if format == "preference":
+            read_preference(row, reader)
+        else:
+            for builder in BUILDERS:
+                builder.render(reader.read(row))
     except RowError:
         pass
 
@@ -103,7 +120,7 @@ def test_broken_rows_are_skipped_or_named(tmp_path):
     lines = [*map(json.dumps, [chat(), *BROKEN]), f'{{"messages": {DEEP}}}', f'{{"messages": {"9" * 5000}}}']
     file.write_text("\n".join(lines))
     skipped = prepared(tmp_path / "c", file, on_error="skip")
-    assert len(skipped.train) == 1 and f"skipped {len(lines) - 1} rows" in "\n".join(skipped.report)
+    assert len(skipped.train[0]) == 1 and f"skipped {len(lines) - 1} rows" in "\n".join(skipped.report)
     for line in lines[1:]:
         file.write_text(lines[0] + "\n" + line)
         with pytest.raises(UserError, match=r"a\.jsonl:2") as raised:
@@ -142,5 +159,173 @@ def test_a_table_may_hold_what_json_cannot(tmp_path, validation, template):
     rows = [chat(content=f"a{i}", tool_calls=[call], **odd) | {"tools": [{"name": "f", "default": odd}]} for i in range(20)]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     made = prepared(tmp_path / "c", tmp_path / "a.parquet", validation=validation, template=template)
-    assert len(made.train) + (len(made.validation) if made.validation else 0) == 20
-    assert "2024-01-02" in TOKENIZER.decode(made.train.read(0)[0].tolist())
+    assert len(made.train[0]) + (len(made.validation) if made.validation else 0) == 20
+    assert "2024-01-02" in TOKENIZER.decode(made.train[0].read(0)[0].tolist())
+
+
+GOOD = '{"text": "good"}\n'
+BROKEN_FILES = {
+    "cut.jsonl.gz": (gzip.compress((GOOD * 5000).encode())[:60], None, "cannot be read from here on"),
+    "plain.jsonl.gz": (GOOD, 1, "Not a gzipped file"),
+    "cut.jsonl": (GOOD + '{"text": "ha', 2, "not JSON"),
+    "latin.jsonl": ((GOOD + '{"text": "é"}\n' + GOOD).encode("latin1"), 2, "not UTF-8"),
+    "latin.json": (f'[{GOOD},\n{{"text": "é"}}, {GOOD}]'.encode("latin1"), 3, "not UTF-8"),
+    "types.jsonl": (GOOD + '{"text": [5]}\n', 2, "'text' should be text, it is list"),
+    "nan.jsonl": (GOOD + '{"text": NaN}\n', 2, "'text' is null"),
+    "twice.jsonl": (GOOD + '{"text": "a", "text": "b"}\n', 2, "'text' twice"),
+    "twice.json": (f'[{GOOD},\n{{"text": "a", "text": "b"}}, {GOOD}]', 3, "'text' twice"),
+    "nul.jsonl": (GOOD + "\0" * 100 + "\n", 2, "NUL byte"),
+    "nul.txt": ("a\n\0\nb\n", 2, "NUL byte"),
+    "nul.csv": ("text\na\nb\0\n", 3, "NUL byte"),
+    "two.json": (f"[{GOOD}]\n[{GOOD}]", 3, "something follows the array"),
+    "open.json": (f"[{GOOD}", 2, "Expecting ,"),
+    "quote.csv": ('text\na\n"b\nc\n', 3, "a quote is not closed"),
+    "empty.jsonl": ("", 1, "holds no rows"),
+    "empty.json": ("", 1, "neither an array"),
+    "empty.csv": ("", 1, "holds no rows"),
+    "empty.parquet": ("", 1, "cannot be read"),
+    "footer.parquet": (b"PAR1" + b"x" * 100, 1, "footer"),
+    "footer.arrow": (b"ARROW1\0\0" + b"x" * 100, 1, "cannot be read"),
+    **{f"wide{suffix}": (GOOD.encode("utf-16"), 1, "is UTF-16") for suffix in (".jsonl", ".json", ".csv", ".txt")},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_FILES)
+def test_a_broken_file_is_named_with_its_line_or_skipped_and_listed(tmp_path, name):
+    content, line, why = BROKEN_FILES[name]
+    if name.endswith((".parquet", ".arrow")):
+        pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / "whole.jsonl").write_text(GOOD)
+    paths = [str(tmp_path / name), str(tmp_path / "whole.jsonl")]
+    with pytest.raises(UserError, match=why) as raised:
+        prepared(tmp_path / "c", tmp_path / name)
+    (problem,) = raised.value.problems
+    assert problem.what.startswith(str(tmp_path / name)) and (line is None or problem.what.endswith(f":{line}"))
+    skipped = prepare(Data(path=paths, on_error="skip"), Batch(seq_len=64), TOKENIZER, load_template("plain", TOKENIZER), tmp_path / "c")
+    assert len(skipped.train[0]) >= 1 and "skipped 1 rows" in "\n".join(skipped.report)
+    (listed,) = [json.loads(found) for found in (skipped.train[0].folder.parent / "skipped.jsonl").read_text().splitlines()]
+    assert f"{listed['file']}:{listed['line']}" == problem.what and listed["why"] == problem.why
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", b"\xef\xbb\xbf" + GOOD.encode()),
+        ("a.jsonl", GOOD.replace("\n", "\r\n").encode()),
+        ("A.JSONL", GOOD.encode()),
+        ("A.JSONL.GZ", gzip.compress(GOOD.encode())),
+        ("no_suffix", GOOD.encode()),
+        ("no_suffix", b'[{"text": "good"}]'),
+        ("no_suffix", gzip.compress(GOOD.encode())),
+        ("a.jsonl", b'{"text": "good", "score": NaN}'),
+    ],
+)
+def test_what_is_only_unusual_is_read(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    made = prepared(tmp_path / "c", tmp_path / name)
+    assert TOKENIZER.decode(made.train[0].read(0)[0].tolist()).startswith("good")
+
+
+def test_a_line_and_a_document_of_50_megabytes_are_read_in_bounded_memory(tmp_path):
+    """Whatever the number of units: each byte is looked at once or twice, and the text is held a few times."""
+    long = "many words " * 4_600_000
+    (tmp_path / "line.jsonl").write_text(GOOD + json.dumps({"text": long}) + "\n" + GOOD)
+    (tmp_path / "document.txt").write_text("a\n\n" + long + "\n\nb")
+    for file in ("line.jsonl", "document.txt"):
+        tracemalloc.start()
+        lengths = [len(row.columns["text"]) for unit in split_units(str(tmp_path / file), 1 << 20) for row in read_unit(unit)]
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert len(lengths) == 3 and abs(max(lengths) - len(long)) < 2 and peak < 5 * len(long)
+
+
+def test_an_array_is_read_in_bounded_memory(tmp_path):
+    (tmp_path / "a.json").write_text("[" + ",\n".join(json.dumps({"text": "x" * 10_000}) for _ in range(2000)) + "]")
+    tracemalloc.start()
+    assert [row.where[1] for row in read_rows(str(tmp_path / "a.json"))] == list(range(1, 2001))
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20  # of 20 MB
+    tracemalloc.stop()
+
+
+def test_a_line_without_an_end_is_told_before_it_fills_the_memory(tmp_path, monkeypatch):
+    for module in ("units", "json_values"):
+        monkeypatch.setattr(f"fsdp_trainer.data.{module}.LONGEST", 1000)
+    monkeypatch.setattr("fsdp_trainer.data.json_values.CHUNK", 100)
+    long = json.dumps({"text": "x" * 5000})
+    (tmp_path / "a.jsonl").write_text(f"{GOOD}{long}\n{GOOD}")
+    (tmp_path / "a.json").write_text(f"[{GOOD},{long}]")
+    assert [row.error and "longer than" in row.error for row in read_rows(str(tmp_path / "a.jsonl"))] == [None, True, None]
+    assert [row.error and "in one value" in row.error for row in read_rows(str(tmp_path / "a.json"))] == [None, True]
+
+
+@pytest.mark.parametrize("on_error", ["fail", "skip"])
+@pytest.mark.parametrize("happens", ["vanishes", "shrinks", "changes"])
+def test_a_file_that_changes_while_it_is_read_ends_the_run(tmp_path, happens, on_error):
+    """Also where broken rows are skipped: the cache would hold, under the name of the whole file, a part of it."""
+    file = tmp_path / "a.jsonl"
+    file.write_text(GOOD * 1000)
+
+    def read(unit):
+        rows = read_unit(unit)
+        yield next(rows)
+        if happens == "vanishes":
+            file.unlink()
+        else:
+            file.write_text(GOOD * 10 if happens == "shrinks" else GOOD.replace("good", "evil") * 1000)
+        yield from rows
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as raised:
+        patch.setattr("fsdp_trainer.data.tokenise.read_unit", read)
+        prepared(tmp_path / "c", file, on_error=on_error)
+    (problem,) = raised.value.problems
+    assert problem.what.startswith(str(file)) and "Start again" in problem.why
+    assert not [*(tmp_path / "c").glob("*/meta.json")]
+
+
+def test_what_is_tokenised_needs_its_source_no_more(train, tmp_path, chats):
+    file = tmp_path / "chats.jsonl"
+    shutil.copy(chats, file)
+    seam = functools.partial(gone_when_tokenised, file)
+    assert train("run", f"data.path={file}", "train.steps=3", seam=seam).metrics[-1]["step"] == 3
+
+
+@contextlib.contextmanager
+def gone_when_tokenised(file):
+    fit = Trainer.fit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "fit", lambda trainer: (file.unlink(missing_ok=True), fit(trainer))[1])
+        yield
+
+
+def test_links_lead_nowhere_twice_and_those_that_lead_nowhere_are_named(tmp_path):
+    (tmp_path / "data" / "in").mkdir(parents=True)
+    (tmp_path / "data" / "in" / "a.jsonl").write_text(GOOD)
+    (tmp_path / "data" / "in" / "up").symlink_to(tmp_path / "data")
+    for path in ("data", "data/**/*.jsonl"):
+        assert [Path(f).name for s in find_sources(str(tmp_path / path), "data.path") for f in s.files] == ["a.jsonl"]
+    (tmp_path / "data" / "b.jsonl").symlink_to(tmp_path / "data" / "b.jsonl")
+    with pytest.raises(UserError, match=r"b\.jsonl is a link that leads nowhere"):
+        find_sources(str(tmp_path / "data"), "data.path")
+
+
+def test_a_linked_folder_is_searched_too(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.jsonl").write_text(GOOD)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "link").symlink_to(tmp_path / "elsewhere")
+    assert len(find_sources(str(tmp_path / "data"), "data.path")[0].files) == 1
+
+
+def test_a_folder_that_is_called_like_a_file_is_a_folder(tmp_path):
+    (tmp_path / "all.jsonl").mkdir()
+    (tmp_path / "all.jsonl" / "part-0.jsonl").write_text(GOOD)
+    for path in ("all.jsonl", "*.jsonl", ""):
+        assert [Path(f).name for s in find_sources(str(tmp_path / path), "data.path") for f in s.files] == ["part-0.jsonl"]
+
+
+def test_a_file_that_may_not_be_read_is_named_with_the_command(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text(GOOD)
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may read everything
+    with pytest.raises(UserError, match=r"may not be read by this user:  chmod \+r"):
+        find_sources(str(tmp_path), "data.path")

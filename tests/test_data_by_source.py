@@ -49,8 +49,12 @@ def test_validation_tells_its_files_apart(train, sources):
 def test_the_preview_tells_what_each_source_has(world, sources):
     arguments = [f"data.path={sources[0].parent}", "tokenizer.path=demo:bytes", f"run.root={sources[0].parent.parent}"]
     (told,) = world.command("preview", *arguments, "batch.seq_len=64")
-    lines = [line.split(":")[0].strip() for line in told.out.splitlines() if "of the tokens" in line]
-    assert lines == ["a", "b", "rare"] and "a: 40 samples" in told.out
+    lines = [line.split() for line in told.out.splitlines() if line.split()[:1] in (["a"], ["b"], ["rare"])]
+    assert [(name, samples, epochs) for name, samples, *_, epochs in lines] == [
+        ("a", "40", "1.00"),
+        ("b", "20", "1.00"),
+        ("rare", "1", "1.00"),
+    ]
 
 
 def test_trackers_get_a_curve_for_each_source(train, sources):

@@ -1,23 +1,31 @@
 """Rows: well filled, each sample once an epoch, and the same order for everyone."""
 
 import json
+import mmap
+import os
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.config.verbs import PreviewConfig
+from fsdp_trainer.data.mixture import Component, Mixture
 from fsdp_trainer.data.order import RowOrder
 from fsdp_trainer.data.packing import best_fit
+from fsdp_trainer.data.prepare import prepare
 from fsdp_trainer.data.preview import preview
 from fsdp_trainer.data.samples import Sample
-from fsdp_trainer.data.store import StoreWriter, TokenStore, prepare
+from fsdp_trainer.data.store import StoreWriter, TokenStore
 from fsdp_trainer.data.templates import load_template
 from fsdp_trainer.data.tokenizer import load_tokenizer
+from fsdp_trainer.training.batches import Batches, StepPlan
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -28,6 +36,10 @@ class Lengths:
 
     lengths: np.ndarray
     fingerprint: str = "f"
+
+    @property
+    def tokens(self):
+        return np.zeros(self.lengths.sum(), np.int32)
 
     @property
     def weight_sums(self):
@@ -83,17 +95,18 @@ def test_an_epoch_has_every_sample_once_and_no_row_is_too_long(lengths, shuffle,
 class Texts(Lengths):
     """A store of texts in which every token is another number; all but the first of a text are learnt."""
 
+    tokens = None
+
     def __init__(self, lengths):
-        self.lengths, self.fingerprint, self.sources = np.array(lengths), "f", np.zeros(len(lengths), np.int32)
+        self.lengths, self.fingerprint, self.source_names = np.array(lengths), "f", [""]
         self.offsets = np.cumsum(self.lengths) - self.lengths
+        self.tokens = np.arange(sum(lengths), dtype=np.int32)
+        self.weights = np.ones(sum(lengths), np.float32)
+        self.weights[self.offsets] = 0
 
     @property
     def weight_sums(self):
         return self.lengths - 1
-
-    def read(self, sample, start, length):
-        tokens = np.arange(self.offsets[sample], self.offsets[sample] + self.lengths[sample])
-        return tokens[start : start + length], (tokens > tokens[0]).astype(np.float32)[start : start + length]
 
 
 @settings(deadline=None)
@@ -131,7 +144,7 @@ def test_a_stream_is_cut_at_other_places_every_epoch():
 
 def test_pretraining_fills_its_rows(tmp_path):
     (tmp_path / "a.txt").write_text("\n".join("x" * (7 + i * i % 500) for i in range(2000)))
-    store = prepared(tmp_path, 64, path=str(tmp_path / "a.txt"), too_long="split").train
+    store = prepared(tmp_path, 64, path=str(tmp_path / "a.txt"), too_long="split").train[0]
     assert RowOrder(store, 64, "stream", True, 0).fill > 0.999
 
 
@@ -177,7 +190,7 @@ def prepared(tmp_path, seq_len=64, tokenizer="demo:bytes", **data):
 
 
 def test_totals_are_those_of_the_rows(tmp_path):
-    order = RowOrder(prepared(tmp_path, path="demo:backwards").train, 64, "best_fit", True, 0)
+    order = RowOrder(prepared(tmp_path, path="demo:backwards").train[0], 64, "best_fit", True, 0)
     n = order.rows_per_epoch
     rows = [order.read(i) for i in range(n - 3, n + 3)]
     weight, supervised = sum(float(r.weights.sum()) for r in rows), sum(int((r.labels != -100).sum()) for r in rows)
@@ -189,7 +202,7 @@ def test_totals_are_those_of_the_rows(tmp_path):
 def test_gsm8k_fills_98_percent_of_its_rows(tmp_path):
     if not SHARED.is_dir():
         pytest.skip("needs real data, which is not shipped")
-    store = prepared(tmp_path, 1024, str(SHARED / "bpe4k"), path=str(SHARED / "gsm8k_train.jsonl")).train
+    store = prepared(tmp_path, 1024, str(SHARED / "bpe4k"), path=str(SHARED / "gsm8k_train.jsonl")).train[0]
     assert RowOrder(store, 1024, "best_fit", True, 0).fill > 0.98
 
 
@@ -202,7 +215,7 @@ def test_preview_json_is_what_training_reads_and_nothing_else(tmp_path, capsys):
     cfg.preview.format, cfg.preview.rows = "json", 8
     assert preview(cfg) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    order = RowOrder(prepared(tmp_path / "other", 128, path=cfg.data.path).train, 128, "best_fit", True, 0)
+    order = RowOrder(prepared(tmp_path / "other", 128, path=cfg.data.path).train[0], 128, "best_fit", True, 0)
     weighted = 0
     for index, line in enumerate(lines):
         row, n = order.read(index), sum(line["documents"])
@@ -227,3 +240,119 @@ def test_preview_text_marks_what_is_learnt(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "4,000 rows, messages" in shown and "filled" in shown
     assert "<|im_start|>assistant\n[[" in shown and "<|im_end|>]]\n" in shown
+
+
+def test_padding_to_a_multiple_makes_micro_batches_shorter_and_changes_no_loss(train, planned):
+    order = Mixture([Component("", planned(packing="none"))])
+    whole, cut = (
+        list(Batches(order, 3, 0, 1, torch.device("cpu"), multiple).micro_batches(StepPlan(1, 0, 31, 1.0, 1, 1, 1)))
+        for multiple in (None, 8)
+    )
+    assert {batch.tokens.shape[1] for batch in whole} == {64} and {batch.tokens.shape[1] for batch in cut} == {24, 32, 40, 48}
+    for long, short in zip(whole, cut, strict=True):
+        length = short.tokens.shape[1]
+        assert length - 8 < max(sum(row) for row in short.layout.lengths) <= length
+        assert torch.equal(long.tokens[:, :length], short.tokens) and not long.tokens[:, length:].any()
+        assert torch.equal(long.targets, short.targets)
+    still = ["data.packing=none", "train.steps=3", "batch.micro_rows=2"]
+    runs = [train(f"{i}", *still, *more, ranks=2) for i, more in enumerate(([], ["data.pad_to_multiple=4"]))]
+    assert runs[1].column("loss") == pytest.approx(runs[0].column("loss"), rel=1e-5)
+    refused = train("refused", "data.pad_to_multiple=4", "data.packing=best_fit", code=2)
+    assert "data.packing=none" in refused.err
+
+
+# --- plans in files ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """A store of 300 samples whose plans are files, as those of large ones are."""
+    monkeypatch.setattr("fsdp_trainer.data.order.SHARED_FROM", 1)
+    monkeypatch.setattr("fsdp_trainer.data.store.SHARED_FROM", 1)
+    writer = StoreWriter(tmp_path / "s")
+    for n in range(2, 302):
+        writer.write([Sample(np.arange(n % 40 + 2, dtype=np.int32), np.ones(n % 40 + 2, np.float32))])
+    writer.close()
+    return lambda **more: RowOrder(TokenStore(tmp_path / "s", "f"), 64, **{"packing": "best_fit", "shuffle": True, "seed": 0, **more})
+
+
+def all_rows(order, epochs=2):
+    return [order.row(i) for i in range(epochs * order.rows_per_epoch)]
+
+
+def groups(order):
+    return {group.name for group in order.shared.folder.iterdir() if group.is_dir()}
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "none", "stream"])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_plan_in_files_is_made_once_and_is_the_one_in_memory(planned, monkeypatch, packing, shuffle):
+    first = planned(packing=packing, shuffle=shuffle)
+    rows, totals, read = all_rows(first), first.totals(1, first.rows_per_epoch + 2), first.read_rows([3, first.rows_per_epoch + 1])
+    monkeypatch.setattr(RowOrder, "_plan", None)
+    monkeypatch.setattr(RowOrder, "_pack", None)
+    again = planned(packing=packing, shuffle=shuffle)
+    assert all_rows(again) == rows and again.totals(1, again.rows_per_epoch + 2) == totals
+    assert isinstance(again.epoch(0).samples.base, np.memmap | mmap.mmap)
+    monkeypatch.undo()
+    in_memory = RowOrder(again.store, 64, packing, shuffle, 0)
+    assert in_memory.shared is None and all_rows(in_memory) == rows and in_memory.totals(1, again.rows_per_epoch + 2) == totals
+    assert all(
+        np.array_equal(getattr(read, name), value)
+        for name, value in vars(in_memory.read_rows([3, again.rows_per_epoch + 1])).items()
+        if name != "documents"
+    )
+
+
+def test_the_next_epoch_is_planned_from_the_middle_of_this_one(planned):
+    order = planned()
+    order.read_rows(range(order.rows_per_epoch // 2 - 1))
+    assert groups(order) == {"packing", "epoch-0"}
+    order.read_rows([order.rows_per_epoch // 2 + 1])
+    for thread in threading.enumerate():
+        if thread.name == "next epoch":
+            thread.join()
+    assert groups(order) == {"packing", "epoch-0", "epoch-1"}
+
+
+def test_plans_of_long_ago_go(planned):
+    order = planned()
+    for epoch in range(4):
+        order.epoch(epoch)
+        for group in ("packing", f"epoch-{epoch}"):
+            os.utime(order.shared.folder / group, (epoch, epoch))
+    order.epoch(4)
+    assert groups(order) == {"packing", "epoch-0", "epoch-3", "epoch-4"}
+    assert not any(group.name.startswith(".") for group in order.shared.folder.iterdir())
+
+
+def test_a_plan_cut_short_by_a_crash_is_made_anew(planned):
+    order = planned()
+    rows = all_rows(order)
+    for file, size in ((order.shared.folder / "epoch-0" / "samples.npy", 130), (order.shared.folder / "packing" / "offsets.npy", 0)):
+        left = file.read_bytes()[:size]
+        file.unlink()  # which `order` has mapped
+        file.write_bytes(left)
+    assert all_rows(planned()) == rows
+
+
+def test_where_plans_cannot_be_kept_every_rank_has_its_own(planned, tmp_path):
+    (tmp_path / "s" / "plans").write_text("in the way")
+    order = planned()
+    assert all_rows(order) == all_rows(RowOrder(order.store, 64, "best_fit", True, 0)) and "Not a directory" in order.note
+
+
+def test_who_comes_while_a_plan_is_made_waits_for_it(planned):
+    made = []
+
+    def make():
+        made.append(1)
+        time.sleep(0.2)
+        return {"a": np.arange(3)}
+
+    threads = [threading.Thread(target=planned().shared.get, args=("epoch-9", make)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1

@@ -11,7 +11,8 @@ from unittest.mock import patch
 import pytest
 
 from fsdp_trainer.data.conversations import Conversation, Document, make_reader
-from fsdp_trainer.data.sources import Problems, Row, RowError, find_sources, read_rows
+from fsdp_trainer.data.sources import Problems, Row, RowError, find_sources
+from fsdp_trainer.data.units import lines_before, read_rows, read_unit, split_units
 from fsdp_trainer.errors import UserError
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -70,14 +71,17 @@ def test_a_broken_file_is_named_with_the_line(tmp_path, name, content, line, why
 
 def test_failing_gathers_several_problems_and_skipping_counts_them():
     problems = Problems("fail")
+    for line in range(1, 100):
+        problems.add(("f", line), "broken")
+        assert problems.will_raise and problems.is_enough == (line >= 5)
     with pytest.raises(UserError) as raised:
-        for line in range(1, 100):
-            problems.add(("f", line), "broken")
+        problems.raise_if_failing()
     assert [p.what for p in raised.value.problems] == ["f:1", "f:2", "f:3", "f:4", "f:5"]
     skipping = Problems("skip")
     for line in range(1, 100):
         skipping.add(("f", line), "broken")
-    assert "99" in skipping.report()[0] and len(skipping.report()) == 6
+    skipping.raise_if_failing()
+    assert skipping.count == 99 and not skipping.will_raise
 
 
 def test_paths_are_files_folders_globs_and_lists(tmp_path):
@@ -109,6 +113,10 @@ def test_a_path_without_data_is_refused_by_name(path):
         {"question": "q", "answer": "a"},
         {"instruction": "q", "response": "a"},
         {"prompt": "q", "completion": "a", "other": 1},
+        {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]},
+        {"conversation": {"id": 1, "messages": CHAT["messages"]}, "other": {}},
+        {"messages": [{"role": "User", "content": "q"}, {"role": "Assistant", "content": "a"}]},
+        {"conversations": [{"role": "user", "value": "q"}, {"from": "gpt", "content": "a"}]},
     ],
 )
 def test_formats_are_found_out(columns):
@@ -125,6 +133,53 @@ def test_fields_say_what_columns_mean():
     assert read(columns, fields={"prompt": "anfrage", "completion": "antwort"}).messages == QUESTION_ANSWER
     assert read(columns, fields={"text": "antwort"}) == Document("a", ("file", 1))
     assert read({"chat": CHAT["messages"]}, fields={"messages": "chat"}).messages == QUESTION_ANSWER
+
+
+def test_what_is_given_beside_an_instruction_is_part_of_the_question():
+    for columns in ({"input": "i", "output": "a"}, {"context": "i", "response": "a"}, {"input": "i", "answer": "a"}):
+        assert read({"instruction": "q", **columns}).messages[0]["content"] == "q\ni"
+
+
+def test_a_name_with_a_dot_leads_into_a_column():
+    columns = {"request": {"body": {"turns": CHAT["messages"]}}, "a.b": "t"}
+    assert read(columns, fields={"messages": "request.body.turns"}).messages == QUESTION_ANSWER
+    assert read(columns, fields={"text": "a.b"}).text == "t"
+    with pytest.raises(RowError, match=r"has no 'request\.wat\.turns'"):
+        read(columns, fields={"messages": "request.wat.turns"})
+
+
+@pytest.mark.parametrize("flag", [{"train": False}, {"training": False}, {"loss": False}, {"masked": True}])
+def test_a_turn_that_other_trainers_leave_out_is_not_learnt(flag):
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **flag}]
+    assert read({"messages": turns}).messages[1] == {"role": "assistant", "content": "a", "weight": 0.0}
+    opposite = {name: not value for name, value in flag.items()}
+    assert read({"messages": [turns[0], {"role": "assistant", "content": "a", **opposite}]}).messages == QUESTION_ANSWER
+
+
+def test_answers_in_a_prompt_are_not_learnt():
+    turns = [{"role": "user", "content": "q1"}, {"role": "assistant", "content": "a1"}, {"role": "user", "content": "q2"}]
+    messages = read({"prompt": turns, "completion": "a2"}).messages
+    assert [turn.get("weight", 1.0) for turn in messages if turn["role"] == "assistant"] == [0.0, 1.0]
+
+
+def test_answers_that_are_marked_as_bad_are_not_learnt_unseen():
+    for row in ({"prompt": "q", "completion": "a"}, CHAT):
+        with pytest.raises(UserError, match="unpaired preferences"):
+            read(row | {"label": False})
+    assert read({"prompt": "q", "completion": "a", "label": False}, format="prompt_completion").messages == QUESTION_ANSWER
+    assert read({"text": "t", "label": True}).text == "t"  # of a classifier
+
+
+def test_a_function_call_in_the_older_form_of_openai_is_a_tool_call():
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+        {"role": "function", "name": "add", "content": "2"},
+        {"role": "assistant", "content": "a"},
+    ]
+    messages = read({"messages": turns}).messages
+    assert messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    assert messages[2] == {"role": "tool", "content": "2", "name": "add"}
 
 
 def test_a_system_column_comes_first():
@@ -181,11 +236,6 @@ def test_unknown_columns_are_listed_with_an_example():
     assert "body title" in str(raised.value) and "data.fields={prompt: question" in str(raised.value)
 
 
-def test_preference_data_is_refused_by_name():
-    with pytest.raises(UserError, match="preference data"):
-        read({"prompt": "q", "chosen": "a", "rejected": "b"})
-
-
 @pytest.mark.parametrize("fields", [{"wat": "x"}, {"prompt": "x"}, {"prompt": "x", "completion": "y", "wat": "z"}])
 def test_field_maps_that_fit_no_format_are_refused(fields):
     with pytest.raises(UserError, match=r"data\.fields"):
@@ -216,7 +266,11 @@ def write_table(path, rows):
     pa = pytest.importorskip("pyarrow")
     text = "".join(json.dumps(row) + "\n" for row in rows)
     table = pa.Table.from_pylist(rows)
-    if path.suffix == ".parquet":
+    if path.name.endswith((".parquet.gz", ".arrow.gz")):
+        inner = Path(write_table(path.with_suffix(""), rows))
+        path.write_bytes(gzip.compress(inner.read_bytes()))
+        inner.unlink()
+    elif path.suffix == ".parquet":
         pytest.importorskip("pyarrow.parquet").write_table(table, path, row_group_size=250)
     elif path.suffix == ".gz":
         path.write_bytes(gzip.compress(text.encode()))
@@ -230,11 +284,23 @@ def write_table(path, rows):
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "file.arrow", "stream.arrow", "a.jsonl.gz", "a.jsonl.zst"])
+KINDS = ["a.parquet", "file.arrow", "stream.arrow", "a.jsonl.gz", "a.jsonl.zst", "a.parquet.gz", "stream.arrow.gz"]
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, name):
     rows = list(read_rows(write_table(tmp_path / name, TABLE)))
     assert [row.columns for row in rows] == TABLE  # Arrow fills a struct's missing keys with null: they are gone again
     assert [row.where[1] for row in rows] == list(range(1, 601))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_file_is_read_where_it_lies(tmp_path, name):
+    """By units, over fsspec."""
+    file = write_table(tmp_path / name, TABLE)
+    units = split_units(f"file://{file}", 1)
+    assert len(units) == (3 if name in ("a.parquet", "file.arrow") else 1)
+    assert [row.columns for unit in units for row in read_unit(unit)] == TABLE
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "a.jsonl.gz", "a.jsonl.zst"])
@@ -379,3 +445,32 @@ def test_a_stream_of_conversations_is_refused(world, tmp_path):
     why = world.command(*how, "data.too_long=split", code=2)[0].err
     assert f"{chats} holds conversations" in why and "Use  data.packing=best_fit data.too_long=drop" in why
     world.command(*how, "data.packing=best_fit", "data.too_long=drop")
+
+
+TEXTS = {
+    "a.jsonl": '{"text": "a"}\n\n{"text": "' + "b" * 50 + '"}\r\n{"text": "c"}\n{"te',
+    "a.json": '{"text": "a"}\n{"text": "b"}\n{"text": "c"}',
+    "lines.txt": "a\nbb\n" + "c" * 40 + "\nd",
+    "blank.txt": "\n \na\nbb\n\n\n" + "c" * 40 + "\nd\r\n\r\ne\n\n",
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("bytes_each", [1, 2, 3, 7, 16, 1000])
+def test_units_of_a_text_hold_each_row_once_and_in_order(tmp_path, name, bytes_each):
+    """Wherever the file is cut, in the middle of a line or of a blank one."""
+    file = written(tmp_path, name, TEXTS[name])
+    units = split_units(file, bytes_each)
+    assert (len(units) > 1) == (bytes_each < 1000)
+    assert [(r.columns, r.where[1], r.error) for r in read_rows(file)] == [
+        (row.columns, lines_before(unit) + row.where[1], row.error) for unit in units for row in read_unit(unit)
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "file.arrow", "stream.arrow", "a.jsonl.gz"])
+def test_units_of_a_table_are_its_groups_of_rows(tmp_path, name):
+    file = write_table(tmp_path / name, TABLE)
+    units = split_units(file, 1)
+    assert len(units) == (3 if name in ("a.parquet", "file.arrow") else 1)
+    rows = [(row.columns, lines_before(unit) + row.where[1]) for unit in units for row in read_unit(unit)]
+    assert rows == [(columns, number) for number, columns in enumerate(TABLE, start=1)]

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from fsdp_trainer.config.schema import Batch, Data, TrainConfig
-from fsdp_trainer.data import demo, store
+from fsdp_trainer.data import demo, tokenise
+from fsdp_trainer.data import prepare as preparing
 from fsdp_trainer.data.build import build_data, tokenizer_path
-from fsdp_trainer.data.store import open_prepared, prepare
+from fsdp_trainer.data.prepare import prepare
 from fsdp_trainer.data.templates import load_template
 from fsdp_trainer.data.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
@@ -34,11 +35,11 @@ def texts(part):
 
 def test_another_rank_opens_what_one_has_prepared(tmp_path):
     one = prepared(tmp_path, path="demo:backwards", validation="demo:backwards/heldout")
-    other = open_prepared(one.folder)
-    assert (other.fingerprint, other.train.fingerprint, other.report) == (one.fingerprint, one.train.fingerprint, one.report)
-    assert len(other.train) == 4000 and len(other.validation) == 200
-    assert np.array_equal(other.train.tokens, one.train.tokens)
-    assert other.train.fingerprint != other.validation.fingerprint
+    other = prepared(tmp_path, path="demo:backwards", validation="demo:backwards/heldout")
+    assert (other.fingerprint, other.train[0].fingerprint, other.report) == (one.fingerprint, one.train[0].fingerprint, one.report)
+    assert len(other.train[0]) == 4000 and len(other.validation) == 200
+    assert np.array_equal(other.train[0].tokens, one.train[0].tokens)
+    assert other.train[0].fingerprint != other.validation.fingerprint
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
@@ -48,7 +49,7 @@ def test_the_same_data_is_tokenised_once_and_a_change_is_noticed(tmp_path, monke
     first = prepared(tmp_path / "c", **base)
     chats(tmp_path / "copy.jsonl", 30)
     with monkeypatch.context() as m:
-        m.setattr(store, "Preparation", None)
+        m.setattr(preparing.Preparation, "_make", None)
         assert prepared(tmp_path / "c", **base).fingerprint == first.fingerprint
         assert prepared(tmp_path / "c", path=str(tmp_path / "copy.jsonl")).fingerprint == first.fingerprint
         assert prepared(tmp_path / "c", **base, shuffle=False, packing="none").fingerprint == first.fingerprint
@@ -58,7 +59,7 @@ def test_the_same_data_is_tokenised_once_and_a_change_is_noticed(tmp_path, monke
     ]  # fmt: skip
     chats(tmp_path / "a.jsonl", 31)
     changed.append(prepared(tmp_path / "c", **base))
-    assert len({p.fingerprint for p in [first, *changed]}) == 6
+    assert len({p.train[0].folder for p in [first, *changed]}) == 6
 
 
 def test_a_broken_row_leaves_nothing_behind(tmp_path):
@@ -67,36 +68,32 @@ def test_a_broken_row_leaves_nothing_behind(tmp_path):
         prepared(tmp_path / "c", path=str(tmp_path / "a.jsonl"))
     assert list((tmp_path / "c").iterdir()) == []
     part = prepared(tmp_path / "c", path=str(tmp_path / "a.jsonl"), on_error="skip")
-    assert texts(part.train) == ["fine"] and any("skipped 1" in line for line in part.report)
+    assert texts(part.train[0]) == ["fine"] and any("skipped 1" in line for line in part.report)
 
 
 def test_a_validation_share_depends_on_content_and_not_on_order(tmp_path):
     path = tmp_path / "a.jsonl"
     chats(path, 200)
     part = prepared(tmp_path / "c", path=str(path), validation=0.2)
-    assert 20 < len(part.validation) < 60 and len(part.train) + len(part.validation) == 200
+    assert 20 < len(part.validation) < 60 and len(part.train[0]) + len(part.validation) == 200
     path.write_text("\n".join(reversed(path.read_text().splitlines())))
     turned = prepared(tmp_path / "c", path=str(path), validation=0.2)
     assert sorted(texts(turned.validation)) == sorted(texts(part.validation))
 
 
 def test_samples_keep_their_order_over_files_and_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "CHUNK", 7)
+    monkeypatch.setattr(tokenise, "CHUNK", 7)
     paths = [chats(tmp_path / "b.jsonl", 10), chats(tmp_path / "a.jsonl", 10, start=10)]
     part = prepared(tmp_path / "c", path=paths)
-    assert [t.split("a")[-1].strip() for t in texts(part.train)] == [str(i) for i in range(20)]
+    assert [t.split("a")[-1].strip() for t in texts(part.train[0])] == [str(i) for i in range(20)]
 
 
 def test_what_is_left_out_is_reported(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": "x" * n}) for n in (3, 100, 0, 5)))
-    report = "\n".join(prepared(tmp_path / "c", path=str(tmp_path / "a.jsonl")).report)
-    for line in (
-        "4 rows, text",
-        "dropped 1 samples longer than batch.seq_len=64 (data.too_long=split",
-        "dropped 1 empty documents",
-        "train: 2 samples, 10 tokens",
-    ):
-        assert line in report
+    part = prepared(tmp_path / "c", path=str(tmp_path / "a.jsonl"))
+    assert "4 rows, text" in part.report[0]
+    assert part.train[0].counts == {"too_long": 1, "empty": 1, "fits_112": 1, "lost_tokens": 101}
+    assert part.train[0].examples == {"too_long": [f"{tmp_path}/a.jsonl:2"], "empty": [f"{tmp_path}/a.jsonl:3"]}
 
 
 @pytest.mark.parametrize(
@@ -140,5 +137,5 @@ def test_the_demo_is_learnable_and_held_out(tmp_path):
     cfg = TrainConfig()
     cfg.data.path, cfg.tokenizer.path, cfg.run.root = "demo:backwards", "demo:bytes", str(tmp_path)
     tokenizer, _, data = build_data(cfg)
-    assert data.folder.parent == tmp_path / ".data" and tokenizer.vocab_size == 260
+    assert data.train[0].folder.parents[1] == tmp_path / ".data" and tokenizer.vocab_size == 260
     assert demo.rows("demo:backwards")[0]["messages"][0]["content"] == f"Spell {demo.words()[0]} backwards."

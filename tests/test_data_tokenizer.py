@@ -4,11 +4,16 @@ import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template, load_template
-from fsdp_trainer.data.tokenizer import load_tokenizer
+from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
+from fsdp_trainer.data.words import PATTERNS
 from fsdp_trainer.errors import UserError
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -184,3 +189,78 @@ def test_templates_do_not_know_the_day_and_cannot_reach_python():
     assert Template("t", "{{ strftime_now('%d %b %Y') }}{{ {'a': '<'} | tojson }}", tokenizer.special).render([]) == '26 Jul 2024{"a": "<"}'
     with pytest.raises(RowError):
         Template("t", "{{ ''.__class__.__mro__ }}", {}).render([])
+
+
+@pytest.mark.parametrize("text", ["the small world\n" * 200, "a" * 3000, " " * 3000, "é日👩‍👩‍👧 " * 300, "\n<s> x" * 300])
+def test_a_long_text_is_encoded_in_pieces_to_the_same_tokens(sentencepiece_file, monkeypatch, text):
+    """Its memory is bounded, its tokens and their places are those of the whole."""
+    monkeypatch.setattr("fsdp_trainer.data.tokenizer.OVERLAP", 200)
+    for tokenizer in (load_tokenizer("demo:bytes"), load_tokenizer(str(sentencepiece_file))):
+        (whole,) = tokenizer.encode_batch([text])
+        with monkeypatch.context() as patch:
+            patch.setattr("fsdp_trainer.data.tokenizer.LONG", 500)
+            (pieces,) = tokenizer.encode_batch([text])
+            assert tokenizer.encode_plain([text])[0].tolist() == pieces.ids.tolist()
+        for name in ("ids", "starts", "ends"):
+            assert getattr(pieces, name).tolist() == getattr(whole, name).tolist()
+
+
+# --- word by word ------------------------------------------------------------------------------------------------------------------
+
+
+def byte_level(pattern=None, normalizer=None, added=("<|end|>",), **how):
+    """A trained tokenizer that cuts texts as `pattern` says; None: as GPT-2."""
+    backend = Tokenizer(models.BPE())
+    of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    split = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*split, of_bytes]) if split else of_bytes
+    backend.normalizer = normalizer
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    backend.train_from_iterator(TEXTS * 3 + ["it's we'll WE'LL ... !?\n\n  x = 12345\n"] * 3, trainer)
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False, **how) for text in added])
+    return TextTokenizer(backend, {}, set(), None)
+
+
+BY_WORDS = [byte_level(), byte_level(normalizer=normalizers.NFC()), *map(byte_level, sorted(PATTERNS))]
+PIECES = [
+    *"ax'19é_-.!\n\t\r\x1c\u0301\u00a0\u2003\u200b你🙂",
+    " ",
+    " ",
+    "  ",
+    "\n\n",
+    "\r\n",
+    "'s",
+    "'LL",
+    "Hello",
+    "123456",
+    "...",
+    "<|end|>",
+    "<|",
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.lists(st.sampled_from(PIECES), max_size=16).map("".join), max_size=3), st.sampled_from(BY_WORDS))
+def test_word_by_word_gives_the_tokens_and_places_of_the_whole_text(texts, tokenizer):
+    assert tokenizer._words
+    expected = tokenizer.backend.encode_batch(texts, add_special_tokens=False)
+    for got, plain, whole in zip(tokenizer.encode_batch(texts), tokenizer.encode_plain(texts), expected, strict=True):
+        assert got.ids.tolist() == plain.tolist() == whole.ids
+        assert np.stack([got.starts, got.ends], axis=1).tolist() == [list(place) for place in whole.offsets]
+
+
+def test_a_tokenizer_that_may_look_across_a_space_gets_whole_texts():
+    across = [byte_level(pattern=r"\p{L}+ \p{L}+|."), byte_level(normalizer=normalizers.Lowercase())]
+    across += [byte_level(rstrip=True), byte_level(lstrip=True), byte_level(added=("<| end |>",)), load_tokenizer("demo:bytes")]
+    assert not any(tokenizer._words for tokenizer in across)
+    for tokenizer in across:
+        assert tokenizer.encode_batch(["a b<|end|> c"])[0].ids.tolist() == tokenizer.encode("a b<|end|> c")
+
+
+def test_words_are_forgotten_before_they_fill_the_memory(monkeypatch):
+    monkeypatch.setattr("fsdp_trainer.data.words.CHARACTERS", 100)
+    tokenizer = byte_level()
+    for i in range(50):
+        text = " ".join(f"word{i}{k}" for k in range(20))
+        assert tokenizer.encode_plain([text])[0].tolist() == tokenizer.encode(text)
+        assert len(tokenizer._words._ids) <= 40

@@ -130,14 +130,15 @@ def build(cls: Any, tree: dict[str, Any], report: Report, prefix: str = "") -> A
         try:
             values[f.name] = convert(raw, f.type)
         except (ValueError, OverflowError):
-            report.add(key, raw, _wrong_type(key, raw, f))
+            report.add(key, raw, wrong_type(key, raw, f))
             continue
         if why := wrong_with(values[f.name], f):
             report.add(key, raw, f"{why}\n{f.metadata['text']}")
     return cls(**values)
 
 
-def _wrong_type(key: str, value: Any, f: Field) -> str:
+def wrong_type(key: str, value: Any, f: Field) -> str:
+    """Why a value cannot be converted."""
     if f.metadata["choices"]:
         why = f"is not one of: {limits(f)}"
     else:

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 _ACCUMULATION = "gradient accumulation follows from batch.rows: a step has rows / (micro_rows x ranks) micro-batches"
 _PRECISION = "use  precision=bf16 , precision=fp32 , precision=pure_bf16  or  precision=fp8"
 _CHUNKED = "the head never holds all logits of a micro-batch; how many at once, in MiB, is  loss.chunk_mib=64"
+_MIXTURE = "a mixture is written in data.path:  'data.path=[{path: a.jsonl, weight: 0.7},{path: b.jsonl, weight: 0.3}]'"
 _LORA = "this version trains all weights; it has no adapters yet"
 _WORLD = "how many ranks there are is torchrun's --nproc_per_node and --nnodes, or  launch.nproc_per_node=2  without torchrun"
 
@@ -33,6 +34,8 @@ SYNONYMS = {
     "z_loss_multiplier": "loss.z_loss", "z_loss_coefficient": "loss.z_loss", "zloss": "loss.z_loss", "chunk_size": _CHUNKED,
     "num_output_chunks": _CHUNKED, "chunked_cross_entropy": _CHUNKED, "use_liger": _CHUNKED, "use_liger_kernel": _CHUNKED,
     "fused_linear_cross_entropy": _CHUNKED,
+    "interleave_probs": _MIXTURE, "mix_strategy": _MIXTURE, "interleave_under": _MIXTURE, "dataset_weights": _MIXTURE, "data_weights": _MIXTURE,
+    "mixture": _MIXTURE, "data_mixture": _MIXTURE, "dataset_mixture": _MIXTURE, "sampling_weights": _MIXTURE, "probabilities": _MIXTURE,
     "max_time": "train.time_limit", "timeout_seconds": "train.time_limit", "max_duration": "train.time_limit",
     "model_name_or_path": "model.init_from", "base_model": "model.init_from", "pretrained_model_name_or_path": "model.init_from",
     "model_path": "model.init_from", "hf_assets_path": "model.init_from", "checkpoint_path": "model.init_from",
@@ -45,6 +48,7 @@ SYNONYMS = {
     "tie_embeddings": "model.tie_word_embeddings", "attn_implementation": "model.attention", "flash_attention": "model.attention",
     "attn_backend": "model.attention", "sdp_backend": "model.attention_kernel", "sdpa_kernel": "model.attention_kernel",
     "sample_packing": "data.packing", "pack": "data.packing", "group_by_length": "data.packing",
+    "pad_to_multiple_of": "data.pad_to_multiple",
     "dataset": "data.path", "datasets": "data.path", "dataset_path": "data.path", "dataset_name": "data.path", "data_path": "data.path",
     "train_file": "data.path", "train_files": "data.path", "data_files": "data.path", "train_data": "data.path", "dataset_dir": "data.path",
     "validation_file": "data.validation", "eval_dataset": "data.validation", "val_size": "data.validation", "test_size": "data.validation",
@@ -71,8 +75,8 @@ SYNONYMS = {
     "skip_on_spike": "train.on_spike=skip", "skip_spikes": "train.on_spike=skip", "skip_steps_sigma_factor": "train.spike_score",
     "max_skipped_steps": "train.max_skipped", "sdc_check_every": "train.check_every",
     "gc_freq": "train.gc_every", "gc_interval": "train.gc_every", "manual_gc": "train.gc_every", "manual_gc_interval": "train.gc_every",
-    "prefetch_factor": "data.prefetch", "dataloader_prefetch_factor": "data.prefetch", "num_workers": "data.prefetch",
-    "dataloader_num_workers": "data.prefetch", "symm_mem": "sharding.messages=symmetric", "symmetric_memory": "sharding.messages=symmetric",
+    "prefetch_factor": "data.prefetch", "dataloader_prefetch_factor": "data.prefetch", "num_workers": "data.workers",
+    "dataloader_num_workers": "data.workers", "symm_mem": "sharding.messages=symmetric", "symmetric_memory": "sharding.messages=symmetric",
     "inductor_cache_dir": "compile.cache", "compile_cache_dir": "compile.cache",
     "learning_rate": "optim.lr", "max_lr": "optim.lr", "peak_lr": "optim.lr", "wd": "optim.weight_decay", "decay": "optim.weight_decay",
     "max_grad_norm": "optim.grad_clip", "max_norm": "optim.grad_clip", "clip_grad": "optim.grad_clip",
@@ -104,6 +108,14 @@ SYNONYMS = {
     "hang_timeout": "launch.stall", "heartbeat_timeout": "launch.stall", "straggler_detection": "logging.stragglers",
     "use_lora": _LORA, "lora_r": _LORA, "lora_rank": _LORA, "peft": _LORA, "finetuning_type": _LORA, "adapter": _LORA, "load_in_4bit": _LORA,
 }  # fmt: skip
+
+ENTRY_SYNONYMS = {
+    "file": "path", "files": "path", "dataset": "path", "data": "path", "dataset_path": "path", "source": "path", "url": "path",
+    "weights": "weight", "ratio": "weight", "share": "weight", "prob": "weight", "probability": "weight", "proportion": "weight",
+    "epochs": "repeat", "repeats": "repeat", "times": "repeat", "upsample": "repeat", "num_epochs": "repeat", "type": "format",
+    "columns": "fields", "label": "name",
+}  # fmt: skip
+"""Of the parts of an entry of data.path."""
 
 OPTION_SYNONYMS = {
     "compile": {"true": "enabled", "on": "enabled", "false": "disabled", "off": "disabled"},

@@ -183,7 +183,10 @@ def why_unparsable(argument: str, parser: OverridesParser, keys: Mapping[str, An
         return f"settings are written without dashes:  {meant if re.search('[ =]', meant) else meant + '=' + (value or 'VALUE')}"
     if not equals:
         return "is neither a verb nor key=value"
-    quoted = f"[{','.join(_quote(item) for item in value[1:-1].split(','))}]" if re.fullmatch(r"\[.*\]", value) else _quote(value)
+    if re.fullmatch(r"\[.*\{.*\]", value):  # texts of mappings in it
+        quoted = re.sub(r"(?<=: )([^\s,{}\[\]\"'][^,{}\"']*)", lambda found: _quote_text(found[0]), value)
+    else:
+        quoted = f"[{','.join(_quote(item) for item in value[1:-1].split(','))}]" if re.fullmatch(r"\[.*\]", value) else _quote(value)
     try:
         parser.parse_override(f"{key}={quoted}")
     except HydraException:
@@ -197,6 +200,10 @@ def _why_no_sweep(argument: str) -> str:
         "commas mean a sweep, and this is one run. To start one run per value:  fsdp-trainer -m …\n"
         f"A list is written  {key}=[{text}]  , a text with commas  {shlex.quote(f'{key}={_quote(text)}')}"
     )
+
+
+def _quote_text(text: str) -> str:
+    return text if re.fullmatch(r"[\w.*/+ -]*", text) else _quote(text)
 
 
 def _quote(text: str) -> str:

@@ -2,19 +2,20 @@
 
 import glob
 import importlib.util
-from dataclasses import replace
+from collections import Counter
+from dataclasses import fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.check import Report, flatten, show
-from fsdp_trainer.config.data_files import data_files, needs_arrow
+from fsdp_trainer.config.check import Report, convert, flatten, show, wrong_type, wrong_with
+from fsdp_trainer.config.data_files import Entry, data_files, entries, is_mixture, is_url, needs_arrow, why_url_unusable
 from fsdp_trainer.config.formats import is_compact, moments_format, rounds
-from fsdp_trainer.config.names import nearest
+from fsdp_trainer.config.names import ENTRY_SYNONYMS, nearest
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
 from fsdp_trainer.config.schema import GROUPS, NEEDS_NCCL, Sharding, Train, TrainConfig
 from fsdp_trainer.config.units import parse_duration, parse_steps
-from fsdp_trainer.config.verbs import ExportConfig, GenerateConfig, VerifyConfig
+from fsdp_trainer.config.verbs import ExportConfig, GenerateConfig, PrepareConfig, PreviewConfig, VerifyConfig
 from fsdp_trainer.models.attention_choice import Situation, attention_problems
 from fsdp_trainer.models.resolve import model_problems
 
@@ -78,11 +79,21 @@ def check_rules(cfg: Any, report: Report) -> None:
         )
     if len(cfg.optim.betas) != 2 or max(cfg.optim.betas) >= 1:
         report.add("optim.betas", cfg.optim.betas, "two numbers below 1, e.g.  optim.betas=[0.9,0.95]")
+    if cfg.data.pad_to_multiple is not None and (cfg.data.packing != "none" or cfg.compile.enabled):
+        compiled = "micro-batches of many lengths have compiled blocks compiled again and again.\nUse  compile=disabled"
+        full = f"with data.packing={cfg.data.packing} rows are full.\nUse  data.packing=none"
+        report.add(
+            "data.pad_to_multiple", cfg.data.pad_to_multiple, (full if cfg.data.packing != "none" else compiled) + "  or leave it out"
+        )
     if cfg.data.packing == "stream" and cfg.data.too_long != "split":
         why = "a stream cuts documents where rows end, it leaves none out.\nUse  data.too_long=split  or  data.packing=best_fit"
         report.add("data.packing", "stream", why)
+    if cfg.data.streaming:
+        _check_streaming(cfg, report)
     if isinstance(cfg.data.validation, float) and not 0 < cfg.data.validation < 1:
         report.add("data.validation", cfg.data.validation, "a share lies between 0 and 1, e.g.  data.validation=0.02 ; null: none")
+    for key in ("data.path", "data.validation"):
+        _check_entries(cfg, key, report)
     _check_validation_users(cfg, report)
     if train.on_spike == "rewind" and cfg.checkpoint.every is None:
         why = "goes back to a checkpoint, and there is none before the end.\nUse  checkpoint.every=100  or  train.on_spike=skip"
@@ -110,6 +121,52 @@ def check_rules(cfg: Any, report: Report) -> None:
         report.problems += model_problems(cfg)
 
 
+def _check_entries(cfg: TrainConfig, key: str, report: Report) -> None:
+    """Each mapping of a list is an entry, its values converted; what a mixture needs of all of them together."""
+    listed = _get(cfg, key)
+    if not isinstance(listed, list):
+        return
+    parts = {f.name: f for f in fields(Entry)}
+    for item in (item for item in listed if isinstance(item, dict)):
+        for name, value in item.items():
+            why: str | None
+            if name not in parts:
+                why = f"is no part of an entry{_meant(name)}\nAn entry has: {' '.join(parts)}"
+            else:
+                try:
+                    item[name] = convert(value, parts[name].type)
+                    why = wrong_with(item[name], parts[name])
+                except (ValueError, OverflowError):
+                    why = wrong_type(name, value, parts[name])
+            if why:
+                report.add(key, listed, f"{name}: {show(value)}  {why}")
+        if item.get("path") is None:
+            report.add(key, listed, f"{show(item)}  lacks a path, as in  {{path: chats.jsonl, weight: 0.7}}")
+    if key in report.settled:
+        return
+    found = entries(listed)
+    weights, repeats = [e for e in found if e.weight is not None], [e for e in found if e.repeat is not None]
+    twice = [path for path, count in Counter(e.path for e in found).items() if count > 1]
+    why = ""
+    if (weights or repeats) and key == "data.validation":
+        why = "validation reads everything once: a weight or a repeat is for data.path"
+    elif weights and repeats:
+        why = "has weights and repeats: a weight is a share of the tokens, a repeat a number of times per epoch. Keep one kind"
+    elif weights and len(weights) < len(found):
+        why = f"{next(e.path for e in found if e.weight is None)} has no weight, and others have one: give each its own"
+    elif repeats and not any(e.repeat is None or e.repeat for e in found):
+        why = "repeats nothing: one entry must be read more than 0 times"
+    elif (weights or repeats) and twice:
+        why = f"names {twice[0]} twice.\nUse  {{path: {twice[0]}, {'weight: SUM' if weights else 'repeat: 2'}}}"
+    if why:
+        report.add(key, listed, why)
+
+
+def _meant(name: str) -> str:
+    close = ENTRY_SYNONYMS.get(name) or nearest(name, (f.name for f in fields(Entry)))
+    return f". Did you mean  {close} ?" if close else "."
+
+
 def _check_validation_users(cfg: TrainConfig, report: Report) -> None:
     """What looks at validation losses needs some."""
     missing = [key for key in ("data.validation", "train.validate_every") if _get(cfg, key) is None]
@@ -119,6 +176,24 @@ def _check_validation_users(cfg: TrainConfig, report: Report) -> None:
             report.add(key, value, f"goes by the validation loss: set  {'  '.join(shown[m] for m in missing)}")
     if cfg.train.early_stop_delta and not cfg.train.early_stop:
         report.add("train.early_stop_delta", cfg.train.early_stop_delta, "only counts together with  train.early_stop=N")
+
+
+def _check_streaming(cfg: TrainConfig, report: Report) -> None:
+    """What takes more than one look at the data."""
+    if isinstance(cfg, PrepareConfig):
+        why = "a stream is tokenised while it is trained on: there is nothing to prepare.\nUse  data.streaming=false"
+        report.add("data.streaming", True, why)
+    elif cfg.train.steps is None and not isinstance(cfg, PreviewConfig):
+        why = "nobody knows how long an epoch is before it has been read.\nUse  train.steps=1000  or  data.streaming=false"
+        report.add("data.streaming", True, why)
+    if isinstance(cfg.data.validation, float):
+        why = "a share is not known before all has been read. Name what to hold out, e.g.  data.validation=heldout.jsonl"
+        report.add("data.validation", cfg.data.validation, why)
+    if is_mixture(cfg.data.path):
+        why = "weights and repeats need all lengths before training.\nUse  data.streaming=false  or paths without weight and repeat"
+        report.add("data.path", cfg.data.path, why)
+    if cfg.data.prefetch == 0:
+        report.add("data.prefetch", 0, "rows are made by a thread, ahead.\nUse  data.prefetch=1  or  data.streaming=false")
 
 
 def _check_recomputation(cfg: TrainConfig, report: Report) -> None:
@@ -252,7 +327,7 @@ def _require_training_inputs(cfg: TrainConfig, report: Report) -> None:
 def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
     for key in ("data.path", "data.validation", "tokenizer.path"):
         value = _get(cfg, key)
-        paths = value if isinstance(value, list) else [value] if isinstance(value, str) else []
+        paths = [entry.path for entry in entries(value)] if key not in report.settled else []
         if wrong := [(path, why) for path in paths if (why := _unreadable(key, path))]:
             report.add(key, value, "\n".join(f"{path}: {why}" if len(paths) > 1 else why for path, why in wrong))
     goes_on = cfg.checkpoint.resume == "auto" and find_checkpoint(Path(cfg.run.root) / str(cfg.run.name))  # and has weights of its own
@@ -284,14 +359,16 @@ def _unreadable(key: str, path: str) -> str | None:
     """Why a path of data or tokenizer cannot be read."""
     if path.startswith("demo:"):
         return None if path in DEMOS[key] else f"there is no such demo. Use  {key}={DEMOS[key][0]}"
-    if "://" in path:
-        return "this version reads local files only: download it first"
+    if is_url(path):
+        return "only local tokenizers are read: download it first" if key == "tokenizer.path" else why_url_unusable(path)
     if key == "tokenizer.path" and is_hub_id(path):
         return "there is no such file or folder. The tokenizer of a model on the hub comes with  model.init_from"
     if Path(path).exists():
         return None if key == "tokenizer.path" else _unreadable_files(path)
     if glob.has_magic(path):
-        return _unreadable_files(path) if glob.glob(path, recursive=True) else f"no file matches (looked in {Path.cwd()})"
+        return _unreadable_files(path)
+    if key != "tokenizer.path" and is_hub_id(path):
+        return f"{_missing(path)}\nA data set on the hub is named  hf://datasets/{path}"
     return _missing(path)
 
 
@@ -349,7 +426,15 @@ def _expand_home(cfg: Any, key: str) -> None:
     *nodes, name = key.split(".")
     owner = _get(cfg, ".".join(nodes)) if nodes else cfg
     value = getattr(owner, name, None)
-    if isinstance(value, str) and value.startswith("~"):
-        setattr(owner, name, str(Path(value).expanduser()))
+    if isinstance(value, str):
+        setattr(owner, name, _home(value))
     elif isinstance(value, list):
-        setattr(owner, name, [str(Path(v).expanduser()) if isinstance(v, str) and v.startswith("~") else v for v in value])
+        setattr(
+            owner,
+            name,
+            [_home(v) if isinstance(v, str) else {part: _home(x) if part == "path" else x for part, x in v.items()} for v in value],
+        )
+
+
+def _home(path: Any) -> Any:
+    return str(Path(path).expanduser()) if isinstance(path, str) and path.startswith("~") else path

@@ -20,6 +20,7 @@ def key(
     return field(default=default, metadata=metadata)
 
 
+FORMATS = ("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference")
 NEEDS_NCCL = "is memory of NCCL's, which GPUs communicate by; gloo on a CPU has none"
 
 
@@ -180,13 +181,14 @@ class Model:
 class Data:
     """What to train on."""
 
-    path: str | list[str] | None = key(
-        None, "a file, folder, glob, or a list of them; `demo:backwards` is a small task generated on the spot"
+    path: str | list[str | dict[str, Any]] | None = key(
+        None,
+        "a file, folder, glob, or a list of them, perhaps a mixture: [{path: a.jsonl, weight: 0.7}, {path: b.jsonl, weight: 0.3}]; `demo:backwards` is a small task generated on the spot",
     )
     format: str = key(
         "auto",
         "how rows are read; `auto` finds it out and says so",
-        choices=("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"),
+        choices=FORMATS,
     )
     fields: dict[str, Any] | None = key(None, "which columns mean what, e.g. {prompt: question, completion: answer}; null: found out")
     template: str | None = key(
@@ -209,11 +211,25 @@ class Data:
         "fill rows with whole samples that never see each other; `none`: one sample a row, padded; `stream`: texts one after another, cut where a row ends",
         choices=("best_fit", "none", "stream"),
     )
+    pad_to_multiple: int | None = key(
+        None,
+        "packing=none: a micro-batch is as long as its longest sample, up to the next multiple of this; null: batch.seq_len",
+        minimum=1,
+    )
     shuffle: bool = key(True, "a new order every epoch, from run.seed")
-    validation: float | str | list[str] | None = key(
+    validation: float | str | list[str | dict[str, Any]] | None = key(
         None, "a path like data.path, or a share of the samples such as 0.02, chosen by their content; null: none"
     )
     cache: str | None = key(None, "folder for tokenised data, shared by all ranks and runs; null: run.root/.data")
+    streaming: bool = key(
+        False,
+        "for data too large to store: rows are tokenised and packed while training reads them, nothing is kept; needs train.steps",
+    )
+    workers: int | None = key(
+        None,
+        "processes that tokenise, of each rank with data.streaming; null: one for each core that may be used; 1: none besides this one",
+        minimum=1,
+    )
     prefetch: int | None = key(
         None,
         "micro-batches that a thread assembles and copies to the device ahead; 0: none, no thread; null: 2 on a GPU, 0 on a CPU",
@@ -410,7 +426,10 @@ class Launch:
     device: str = key("auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda"))
     timeout: str = key("30m", "longest wait in a collective before the run is given up")
     slurm_time_limit: bool = key(True, "in a Slurm job, stop as with train.time_limit before the job is over")
-    data_timeout: str = key("24h", "longest wait of the other ranks for data preparation and downloads")
+    data_timeout: str = key(
+        "24h",
+        "longest silence in which the other ranks wait for data preparation and downloads, where tokenising gives signs of life, and for the files of a stream",
+    )
     watchdog: bool = key(
         True, "a process on each node finds ranks that died, were stopped or do not go on, keeps their stacks and kills them"
     )

@@ -11,6 +11,7 @@ class Preview:
 
     format: str = key("text", "`text` for people; `json`: one row a line, in the order and form of training", choices=("text", "json"))
     rows: int = key(4, "how many rows", minimum=1)
+    html: str | None = key(None, "also write all of it as one HTML page: a file name")
 
 
 @dataclass
@@ -18,6 +19,22 @@ class PreviewConfig(TrainConfig):
     """Shows what the model sees: tokens, the loss mask, how rows are packed."""
 
     preview: Preview = field(default_factory=Preview)
+
+
+@dataclass
+class Prepare:
+    """What `prepare` tokenises."""
+
+    shard: str | None = key(
+        None, "`i/n`: of the work, what falls to machine i of n, from 0/n on; who is last puts all together; null: all of it"
+    )
+
+
+@dataclass
+class PrepareConfig(TrainConfig):
+    """Tokenises ahead of training, into the folder where `train` with the same keys looks."""
+
+    prepare: Prepare = field(default_factory=Prepare)
 
 
 @dataclass
@@ -97,6 +114,6 @@ class QuickstartConfig:
 
 
 PRIMARY: dict[str, type] = {
-    "train": TrainConfig, "preview": PreviewConfig, "doctor": DoctorConfig, "export": ExportConfig, "verify": VerifyConfig, "generate": GenerateConfig,
+    "train": TrainConfig, "preview": PreviewConfig, "prepare": PrepareConfig, "doctor": DoctorConfig, "export": ExportConfig, "verify": VerifyConfig, "generate": GenerateConfig,
     "recipes": RecipesConfig, "config": ConfigConfig, "quickstart": QuickstartConfig,
 }  # fmt: skip

@@ -1,10 +1,12 @@
 """From the configuration to tokenizer, template and prepared data."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.data.store import Prepared, Progress, prepare
+from fsdp_trainer.data.prepare import Prepared, Told, prepare
+from fsdp_trainer.data.stream import stream_data
 from fsdp_trainer.data.templates import Template, load_template
 from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -31,9 +33,20 @@ def build_template(cfg: TrainConfig, tokenizer: TextTokenizer) -> Template:
     return load_template(cfg.data.template, tokenizer)
 
 
-def build_data(cfg: TrainConfig, progress: Progress | None = None) -> tuple[TextTokenizer, Template, Prepared]:
-    """Tokenizer, template and tokenised data; the latter from `data.cache` if the same was prepared before."""
+def cache_root(cfg: TrainConfig) -> Path:
+    """Where tokenised data lies."""
+    return Path(cfg.data.cache or Path(cfg.run.root) / ".data").expanduser()
+
+
+def build_data(cfg: TrainConfig, told: Told | None = None) -> tuple[TextTokenizer, Template, Prepared]:
+    """Tokenizer, template and data: tokenised, from `data.cache` if the same was prepared before, or with data.streaming looked through."""
     tokenizer = build_tokenizer(cfg)
     template = build_template(cfg, tokenizer)
-    root = Path(cfg.data.cache or Path(cfg.run.root) / ".data").expanduser()
-    return tokenizer, template, prepare(cfg.data, cfg.batch, tokenizer, template, root, progress)
+    if not cfg.data.streaming:
+        return tokenizer, template, prepare(cfg.data, cfg.batch, tokenizer, template, cache_root(cfg), told)
+    streamed, report, validation = stream_data(cfg.data, cfg.batch, cfg.run.seed, tokenizer, template), list[str](), None
+    if cfg.data.validation is not None and not isinstance(cfg.data.validation, float):
+        apart = replace(cfg.data, path=cfg.data.validation, validation=None, streaming=False)
+        held_out = prepare(apart, cfg.batch, tokenizer, template, cache_root(cfg), told)
+        validation, report = held_out.train[0], [f"validation on {len(held_out.train[0]):,} samples"]
+    return tokenizer, template, Prepared([], [], validation, [*streamed.report, *report], streamed)

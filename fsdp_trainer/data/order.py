@@ -1,13 +1,17 @@
 """The global order of rows: row i of an epoch is a pure function of (data, packing, seed, epoch), on every rank alike."""
 
 import hashlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
+from fsdp_trainer.data import packing as packing_module
 from fsdp_trainer.data.packing import Pieces, best_fit, one_per_row, pieces_of, stream
+from fsdp_trainer.data.shared_arrays import SHARED_FROM, Arrays, SharedArrays
 from fsdp_trainer.data.store import TokenStore
 
 
@@ -25,16 +29,49 @@ class RowData:
 
 
 @dataclass
-class Epoch:
-    """All rows of an epoch, and what each weighs."""
+class Rows:
+    """Several rows, one below the other: tokens, labels and weights as in RowData."""
 
-    pieces: Pieces
-    documents: np.ndarray  # [pieces] int64: places in `pieces`, row by row
-    offsets: np.ndarray  # [rows + 1] int64
-    weight: np.ndarray  # [rows] float64
-    tokens: np.ndarray  # [rows] int64
-    supervised: np.ndarray  # [rows] int64
-    squares: np.ndarray  # [rows]: Σ length² of the documents, less what windows leave out
+    tokens: np.ndarray  # [rows, seq_len] int64
+    positions: np.ndarray  # [rows, seq_len] int64; each document's begin at 0
+    labels: np.ndarray  # [rows, seq_len] int64
+    weights: np.ndarray  # [rows, seq_len] float32
+    sources: np.ndarray  # [rows, seq_len] int64: which source a position's document comes from
+    documents: list[list[int]]
+    """Lengths of each row's documents, in order."""
+
+    @classmethod
+    def empty(cls, rows: int, seq_len: int) -> "Rows":
+        """Nothing but padding."""
+        tokens, positions, sources = np.zeros((3, rows, seq_len), np.int64)
+        labels, weights = np.full((rows, seq_len), -100, np.int64), np.zeros((rows, seq_len), np.float32)
+        return cls(tokens, positions, labels, weights, sources, [[] for _ in range(rows)])
+
+    def put(self, places: Sequence[int] | np.ndarray, rows: "Rows") -> None:
+        """Lay `rows` at these places."""
+        for name in ("tokens", "positions", "labels", "weights", "sources"):
+            getattr(self, name)[places] = getattr(rows, name)
+        for place, documents in zip(places, rows.documents, strict=True):
+            self.documents[place] = documents
+
+    def row(self, i: int) -> RowData:
+        """The i-th by itself."""
+        starts = np.cumsum([0, *self.documents[i]], dtype=np.int64)[:-1]
+        return RowData(self.tokens[i], self.labels[i], self.weights[i], self.documents[i], self.sources[i, starts].tolist())
+
+
+@dataclass
+class Epoch:
+    """All documents of an epoch, row by row, and the sums over all rows before each one. Unsigned numbers, as small as will do."""
+
+    samples: np.ndarray  # [documents]
+    starts: np.ndarray  # [documents]: the first of the sample's tokens that is in this row
+    lengths: np.ndarray  # [documents]
+    offsets: np.ndarray  # [rows + 1]: row i holds documents [offsets[i], offsets[i + 1])
+    weight: np.ndarray  # [rows + 1] float64
+    tokens: np.ndarray  # [rows + 1]
+    supervised: np.ndarray  # [rows + 1]
+    squares: np.ndarray  # [rows + 1] float64: Σ length² of the documents, less what windows leave out
 
 
 Arranged = tuple[Pieces, np.ndarray, np.ndarray]
@@ -42,7 +79,11 @@ Arranged = tuple[Pieces, np.ndarray, np.ndarray]
 
 
 class RowOrder:
-    """Rows over all epochs, by one running index. The state of a loader is that index and nothing else."""
+    """Rows over all epochs, by one running index. The state of a loader is that index and nothing else.
+
+    What is where in an epoch is made once on a node and mapped from files beside the store by all its ranks and by later runs, so that
+    a rank's memory does not grow with the data; the next epoch's in the background, from the middle of this one.
+    """
 
     def __init__(
         self,
@@ -55,106 +96,185 @@ class RowOrder:
     ):
         """attended: what attention costs a model, of documents' lengths."""
         self.attended = attended
-        self.store, self.seq_len, self.shuffle = store, seq_len, shuffle
+        self.store, self.seq_len, self.packing, self.shuffle = store, seq_len, packing, shuffle
         self._key = f"{store.fingerprint}/{packing}/{seq_len}/{seed}"
-        lengths = np.asarray(store.lengths)
-        self._arrange: Callable[[int], Arranged]
-        rows = -(-int(lengths.sum()) // seq_len)
-        if packing == "stream":
-            self._arrange = self._streamed
-        else:
-            self._pieces = pieces_of(lengths, seq_len)
-            self._packing = one_per_row(self._pieces.lengths) if packing == "none" else best_fit(self._pieces.lengths, seq_len)
-            self._arrange = self._shuffled if shuffle else self._in_order
-            rows = len(self._packing.offsets) - 1
+        tokens = len(store.tokens)
+        rows = -(-tokens // seq_len)
+        self.shared: SharedArrays | None = None
+        """None: so little data that every rank makes its own."""
+        if max(len(store.lengths), rows) >= SHARED_FROM:
+            self.shared = SharedArrays(store.folder / "plans" / self._plan_key(), always=("packing", "epoch-0"))
+        if packing != "stream":
+            self._packing = self._once("packing", self._pack)
+            rows = len(self._packing["offsets"]) - 1
         self.rows_per_epoch: int = rows
         """The same for every epoch: it depends on the lengths only."""
-        self.fill: float = float(lengths.sum() / (self.rows_per_epoch * seq_len))
+        self.fill: float = tokens / (self.rows_per_epoch * seq_len)
         """Share of positions that hold a token."""
         self.epoch = lru_cache(maxsize=2)(self._epoch)
+        self._ahead = 0  # the last epoch that was asked for
+
+    @property
+    def note(self) -> str | None:
+        """What a user should know about where the plans are."""
+        if self.shared is None or self.shared.problem is None:
+            return None
+        return f"the order of the rows cannot be kept beside the data, so every rank makes its own and holds it: {self.shared.problem}"
 
     def row(self, index: int) -> list[tuple[int, int, int]]:
         """What is in row `index`, which counts over all epochs: (sample, first token, number of tokens) of each document."""
-        epoch, i = divmod(index, self.rows_per_epoch)
-        plan = self.epoch(epoch)
-        at = plan.documents[plan.offsets[i] : plan.offsets[i + 1]]
-        parts = (plan.pieces.samples[at], plan.pieces.starts[at], plan.pieces.lengths[at])
+        *parts, _ = self._documents([index])
         return list(zip(*(part.tolist() for part in parts), strict=True))
 
     def read(self, index: int) -> RowData:
-        """The tokens of row `index`."""
-        row = RowData(np.zeros(self.seq_len, np.int64), np.full(self.seq_len, -100), np.zeros(self.seq_len, np.float32), [], [])
-        begin = 0
-        for sample, start, length in self.row(index):
-            tokens, weights = self.store.read(sample, start, length + 1)  # a document that is cut here goes on with its next token
-            row.tokens[begin : begin + length] = tokens[:length]
-            end = begin + len(tokens) - 1
-            row.labels[begin:end] = np.where(weights[1:] > 0, tokens[1:], -100)
-            row.weights[begin:end] = weights[1:]
-            row.documents.append(length)
-            row.sources.append(int(self.store.sources[sample]))
-            begin += length
-        return row
+        """Row `index` by itself."""
+        return self.read_rows([index]).row(0)
+
+    def read_rows(self, indices: Sequence[int] | np.ndarray) -> Rows:
+        """The rows of these indices, in their order. All of it is done to whole arrays: the step waits for this."""
+        rows = Rows.empty(len(indices), self.seq_len)
+        if not len(indices):
+            return rows
+        samples, starts, lengths, counts = self._documents(indices)
+        first_documents = np.cumsum(counts) - counts
+        before = np.cumsum(lengths) - lengths
+        in_row = before - np.repeat(before[first_documents], counts)
+        places = ranges(np.repeat(np.arange(len(counts)) * self.seq_len, counts) + in_row, lengths)
+        tokens, weights = np.asarray(self.store.tokens), np.asarray(self.store.weights)
+        firsts = self.store.offsets[samples] + starts
+        if self.shared:
+            self.store.fetch(firsts, lengths)
+        at = ranges(firsts, lengths)
+        following = at + 1
+        ends = (before + lengths - 1)[starts + lengths == self.store.lengths[samples]]  # a document that is cut goes on with its next token
+        following[ends] = at[ends]
+        learnt = weights[following]
+        learnt[ends] = 0
+        rows.tokens.reshape(-1)[places] = tokens[at]
+        rows.positions.reshape(-1)[places] = ranges(np.zeros_like(lengths), lengths)
+        rows.labels.reshape(-1)[places] = np.where(learnt > 0, tokens[following], -100)
+        rows.weights.reshape(-1)[places] = learnt
+        if len(self.store.source_names) > 1:
+            rows.sources.reshape(-1)[places] = np.repeat(self.store.sources[samples], lengths)
+        every = lengths.tolist()
+        rows.documents = [every[first : first + n] for first, n in zip(first_documents.tolist(), counts.tolist(), strict=True)]
+        return rows
+
+    def costs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """[rows] float64 of what attention costs in each of these rows."""
+        parts = [plan.squares[rows + 1] - plan.squares[rows] for plan, rows in self._by_epoch(indices)]
+        return np.concatenate([np.zeros(0), *parts])
 
     def totals(self, start: int, stop: int) -> tuple[float, int, int, int]:
         """(Σ weight, tokens, supervised tokens, Σ of what attention costs) of rows [start, stop), without reading one."""
         weight, tokens, supervised, squares = 0.0, 0, 0, 0
         while start < stop:
             epoch, i = divmod(start, self.rows_per_epoch)
-            part = slice(i, min(i + stop - start, self.rows_per_epoch))
-            plan = self.epoch(epoch)
-            weight += float(plan.weight[part].sum())
-            tokens += int(plan.tokens[part].sum())
-            supervised += int(plan.supervised[part].sum())
-            squares += int(plan.squares[part].sum())
-            start += part.stop - part.start
+            end = min(i + stop - start, self.rows_per_epoch)
+            plan = self.epoch(epoch if self.shuffle else 0)
+            weight += float(plan.weight[end] - plan.weight[i])
+            tokens += int(plan.tokens[end] - plan.tokens[i])
+            supervised += int(plan.supervised[end] - plan.supervised[i])
+            squares += round(plan.squares[end] - plan.squares[i])
+            start += end - i
         return weight, tokens, supervised, squares
 
+    def _by_epoch(self, indices: Sequence[int] | np.ndarray) -> Iterator[tuple[Epoch, np.ndarray]]:
+        """The plan of every epoch that these rows are in, and their places in it, in the order of the indices."""
+        epochs, rows = np.divmod(np.asarray(indices, np.int64), self.rows_per_epoch)
+        for part in np.split(np.arange(len(epochs)), np.flatnonzero(np.diff(epochs)) + 1) if len(epochs) else []:
+            epoch = int(epochs[part[0]])
+            yield self.epoch(epoch if self.shuffle else 0), rows[part]
+            if self.shared and self.shuffle and epoch >= self._ahead and 2 * rows[part[-1]] >= self.rows_per_epoch:
+                self._ahead = epoch + 1
+                threading.Thread(target=self.epoch, args=(self._ahead,), name="next epoch", daemon=True).start()
+
+    def _documents(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Of the documents of these rows, all int64: sample, first token, number of tokens; and how many documents each row has."""
+        parts = []
+        for plan, rows in self._by_epoch(indices):
+            first = plan.offsets[rows].astype(np.int64)
+            counts = plan.offsets[rows + 1] - first
+            at = ranges(first, counts)
+            parts.append((plan.samples[at], plan.starts[at], plan.lengths[at], counts))
+        samples, starts, lengths, counts = (np.concatenate(every).astype(np.int64) for every in zip(*parts, strict=True))
+        return samples, starts, lengths, counts
+
+    def _plan_key(self) -> str:
+        """Of everything that decides the files of this order, the code that makes them included."""
+        costs = np.asarray(self.attended(np.arange(1, self.seq_len + 1)), np.float64)
+        code = b"".join(Path(file).read_bytes() for file in (__file__, packing_module.__file__))
+        parts = (self._key.encode(), b"shuffled" if self.shuffle else b"", costs.tobytes(), code)
+        return hashlib.blake2b(b"/".join(parts), digest_size=10).hexdigest()
+
+    def _once(self, name: str, make: Callable[[], Arrays]) -> Arrays:
+        return self.shared.get(name, make) if self.shared else make()
+
+    def _pack(self) -> Arrays:
+        lengths = self._pieces().lengths
+        packing = one_per_row(lengths) if self.packing == "none" else best_fit(lengths, self.seq_len)
+        return {"documents": narrow(packing.documents), "offsets": narrow(packing.offsets)}
+
     def _epoch(self, epoch: int) -> Epoch:
-        pieces, documents, offsets = self._arrange(epoch)
-        store, starts = self.store, offsets[:-1]
-        lengths = pieces.lengths
+        return Epoch(**self._once(f"epoch-{epoch}", lambda: self._plan(epoch)))
+
+    def _plan(self, epoch: int) -> Arrays:
+        """The arrays of an `Epoch`."""
+        arrange = self._streamed if self.packing == "stream" else self._shuffled if self.shuffle else self._in_order
+        pieces, documents, offsets = arrange(epoch)
+        samples, starts, lengths = (part[documents] for part in (pieces.samples, pieces.starts, pieces.lengths))
+        of_sample = np.asarray(self.store.lengths)[samples]
         # only texts are cut: all their tokens but the first are learnt, also the one behind the cut
-        whole = lengths == store.lengths[pieces.samples]
-        learnt = np.minimum(pieces.starts + lengths, store.lengths[pieces.samples] - 1) - pieces.starts
-        sums = (
-            np.add.reduceat(values[documents], starts)
-            for values in (
-                np.where(whole, store.weight_sums[pieces.samples], learnt),
-                lengths,
-                np.where(whole, store.supervised[pieces.samples], learnt),
-                self.attended(lengths),
-            )
-        )
-        return Epoch(pieces, documents, offsets, *sums)
+        whole = lengths == of_sample
+        learnt = np.minimum(starts + lengths, of_sample - 1) - starts
+
+        def sums(values: np.ndarray) -> np.ndarray:
+            return np.concatenate([[0], np.cumsum(np.add.reduceat(values, offsets[:-1]))])
+
+        return {
+            "samples": narrow(samples),
+            "starts": narrow(starts),
+            "lengths": narrow(lengths),
+            "offsets": narrow(offsets),
+            "weight": sums(np.where(whole, np.asarray(self.store.weight_sums)[samples], learnt)),
+            "tokens": narrow(sums(lengths)),
+            "supervised": narrow(sums(np.where(whole, np.asarray(self.store.supervised)[samples], learnt))),
+            "squares": sums(self.attended(lengths).astype(np.float64)),
+        }
+
+    def _pieces(self) -> Pieces:
+        return pieces_of(np.asarray(self.store.lengths), self.seq_len)
 
     def _shuffled(self, epoch: int) -> Arranged:
         """Samples of one length change places, which leaves every row as full as it was; then the rows change places."""
-        lengths = self._pieces.lengths
-        documents = np.empty_like(self._packing.documents)
+        pieces, packed = self._pieces(), self._packing["documents"]
+        shortness = narrow(self.seq_len - pieces.lengths)
+        documents = np.empty(len(packed), np.int64)
         # The i-th longest sample gives its place to the i-th longest in an order that is random among equals.
-        place = np.argsort(-lengths[self._packing.documents], kind="stable")
-        documents[place] = np.lexsort((self._random("samples", epoch, len(lengths)), -lengths))
-        return self._pieces, *_take_rows(documents, self._packing.offsets, self._random_order("rows", epoch, self.rows_per_epoch))
+        order = self._random_order("samples", epoch, len(packed))
+        documents[np.argsort(shortness[packed], kind="stable")] = order[np.argsort(shortness[order], kind="stable")]
+        rows = self._random_order("rows", epoch, self.rows_per_epoch)
+        return pieces, *_take_rows(documents, self._packing["offsets"], rows)
 
     def _in_order(self, epoch: int) -> Arranged:
         """Samples of a row by index, rows by their first sample."""
-        offsets = self._packing.offsets
+        offsets = self._packing["offsets"].astype(np.int64)
         row_of = np.repeat(np.arange(self.rows_per_epoch), np.diff(offsets))
-        documents = self._packing.documents[np.lexsort((self._packing.documents, row_of))]
-        return self._pieces, *_take_rows(documents, offsets, np.argsort(documents[offsets[:-1]], kind="stable"))
+        documents = self._packing["documents"][np.lexsort((self._packing["documents"], row_of))]
+        return self._pieces(), *_take_rows(documents, offsets, np.argsort(documents[offsets[:-1]], kind="stable"))
 
     def _streamed(self, epoch: int) -> Arranged:
         """Texts in a new order, which cuts them at other places; then the rows change places, so that a book is not read in one go."""
-        n = len(self.store.lengths)
-        pieces, offsets = stream(
-            self.store.lengths, self._random_order("samples", epoch, n) if self.shuffle else np.arange(n), self.seq_len
-        )
+        lengths = np.asarray(self.store.lengths)
+        order = self._random_order("samples", epoch, len(lengths)) if self.shuffle else np.arange(len(lengths))
+        pieces, offsets = stream(lengths, order, self.seq_len)
         rows = self._random_order("rows", epoch, self.rows_per_epoch) if self.shuffle else np.arange(self.rows_per_epoch)
         return pieces, *_take_rows(np.arange(len(pieces.samples)), offsets, rows)
 
     def _random_order(self, purpose: str, epoch: int, n: int) -> np.ndarray:
-        return np.argsort(self._random(purpose, epoch, n), kind="stable")
+        drawn = self._random(purpose, epoch, n)
+        order = np.argsort(drawn)  # twice as fast as a stable one, and the same where no two are equal
+        return order if np.all(np.diff(drawn[order])) else np.argsort(drawn, kind="stable")
 
     def _random(self, purpose: str, epoch: int, n: int) -> np.ndarray:
         """[n] uint64. Raw bits: numpy promises their stream for every version, but not that of `permutation`."""
@@ -164,6 +284,17 @@ class RowOrder:
 
 def _take_rows(documents: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Documents and offsets with the rows in the order `rows`."""
+    offsets = offsets.astype(np.int64)
     sizes = np.diff(offsets)[rows]
-    taken = np.concatenate([[0], np.cumsum(sizes)])
-    return documents[np.repeat(offsets[:-1][rows] - taken[:-1], sizes) + np.arange(len(documents))], taken
+    return documents[ranges(offsets[:-1][rows], sizes)], np.concatenate([[0], np.cumsum(sizes)])
+
+
+def narrow(numbers: np.ndarray) -> np.ndarray:
+    """As the smallest unsigned numbers that will do."""
+    return numbers.astype(np.min_scalar_type(int(numbers.max())))
+
+
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """[Σ counts] int64: the `counts[i]` numbers from `starts[i]` on, for every i."""
+    ends = np.cumsum(counts)
+    return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)

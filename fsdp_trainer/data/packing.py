@@ -36,7 +36,8 @@ def stream(lengths: np.ndarray, order: np.ndarray, capacity: int) -> tuple[Piece
     ends = np.cumsum(lengths[order])
     begins = ends - lengths[order]
     rows = np.arange(0, ends[-1], capacity)
-    cuts = np.union1d(begins, rows)
+    cuts = np.sort(np.concatenate([begins, rows]), kind="stable")  # two ascending runs
+    cuts = cuts[np.diff(cuts, prepend=-1) > 0]
     place = np.searchsorted(begins, cuts, side="right") - 1
     offsets = np.append(np.searchsorted(cuts, rows), len(cuts))
     return Pieces(order[place], cuts - begins[place], np.diff(cuts, append=ends[-1])), offsets
@@ -54,10 +55,12 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
     would one by one. So the work grows with the number of different lengths, not of samples.
     """
     assert len(lengths) == 0 or 0 < lengths.min() <= lengths.max() <= capacity
-    by_length = np.argsort(-lengths.astype(np.int64), kind="stable")
+    by_length = np.argsort((capacity - lengths).astype(np.min_scalar_type(capacity)), kind="stable")
+    counts = np.bincount(lengths)
+    different = np.flatnonzero(counts)[::-1]
     row_of = np.empty(len(lengths), np.int64)  # row of the i-th longest sample
     room, rows, placed = Room(), 0, 0
-    for length, count in zip(*(a[::-1].tolist() for a in np.unique(lengths, return_counts=True)), strict=True):
+    for length, count in zip(different.tolist(), counts[different].tolist(), strict=True):
         end = placed + count
         while placed < end:
             free = room.tightest(length) or capacity

@@ -1,42 +1,137 @@
-"""The verb `preview`: the first rows of training, as the model sees them."""
+"""The verb `preview`: what a data set is, what is wrong with it, and its first rows as the model sees them."""
 
 import json
+import re
 import sys
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
+from fsdp_trainer.config.paths import is_hub_id
 from fsdp_trainer.config.verbs import PreviewConfig
-from fsdp_trainer.data.build import build_data
-from fsdp_trainer.data.order import RowData, RowOrder
-from fsdp_trainer.data.store import Prepared
+from fsdp_trainer.data.build import build_data, cache_root
+from fsdp_trainer.data.findings import Finding
+from fsdp_trainer.data.mixture import Mixture, build_order
+from fsdp_trainer.data.order import RowData
+from fsdp_trainer.data.preferences import preference_summary
+from fsdp_trainer.data.prepare import Prepared
+from fsdp_trainer.data.stream import StreamedData, StreamedRow
+from fsdp_trainer.data.summary import all_findings, amounts, figures_by_source, left_out
+from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.resolve import resolve_with_tokenizer
 
-GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""What would move a terminal's cursor, or turn the text around."""
+LONGEST_CHARACTER = 4  # tokens: a byte each
+
+
+@dataclass
+class Piece:
+    """A token, or those that only together are a character."""
+
+    text: str
+    ids: list[int]
+    weight: float
+    """With which it is learnt, as a target; 0: it is context only."""
+    special: bool
+
+    def visible(self) -> str:
+        """Its text; where it is learnt or special, line ends can be seen."""
+        return self.text.replace("\n", "↵\n") if self.weight or self.special else self.text
+
+
+@dataclass
+class ShownDocument:
+    """A document of a row, or a whole sample."""
+
+    where: str
+    source: str
+    pieces: list[Piece]
+    next_label: int = -100
+    """What the last position is trained to predict, where the document goes on in another row."""
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        return sum(len(piece.ids) for piece in self.pieces)
+
+    @property
+    def supervised(self) -> int:
+        """How many of its tokens are learnt."""
+        return sum(len(piece.ids) for piece in self.pieces if piece.weight)
+
+
+@dataclass
+class ShownRow:
+    """A row of training."""
+
+    index: int
+    documents: list[ShownDocument]
+    padding: int
+
+    @property
+    def title(self) -> str:
+        """What is in it."""
+        tokens, supervised = (sum(getattr(document, what) for document in self.documents) for what in ("tokens", "supervised"))
+        n = len(self.documents)
+        return f"row {self.index}: {n} document{'s' * (n != 1)}, {tokens:,} tokens, {supervised:,} supervised, {self.padding:,} padding"
+
+
+@dataclass
+class Page:
+    """Everything that a preview shows, but for how it looks. A stream is not known beyond its rows."""
+
+    name: str
+    files: list[str]
+    template: Template
+    rows: list[ShownRow]
+    first: ShownDocument | None = None
+    """A whole sample."""
+    figures: list[tuple[str, str]] = field(default_factory=list)
+    lengths: list[tuple[str, int]] = field(default_factory=list)
+    histogram: list[tuple[str, int]] = field(default_factory=list)
+    """Samples by their number of tokens."""
+    sources: list[tuple[str, ...]] = field(default_factory=list)
+    """A line of SOURCE_COLUMNS for each, if there are several."""
+    findings: list[Finding] = field(default_factory=list)
+
+
+SOURCE_COLUMNS = ("source", "samples", "tokens", "share", "supervised", "epochs")
 
 
 def preview(cfg: PreviewConfig) -> int:
     """Print `preview.rows` rows in the order of training; returns the exit code."""
-    tokenizer, template, prepared = build_data(cfg)
-    order = RowOrder(prepared.train, cfg.batch.seq_len, cfg.data.packing, cfg.data.shuffle, cfg.run.seed)
-    if cfg.preview.format == "json":
-        for index in range(cfg.preview.rows):
-            print(json.dumps(as_json(index, order.read(index))))
+    if cfg.preview.html and not Path(cfg.preview.html).expanduser().parent.is_dir():
+        raise UserError("the preview cannot be written", [Problem(f"preview.html={cfg.preview.html}", "there is no such folder")])
+    if cfg.preview.format == "text" and (pairs := preference_summary(cfg.data, cache_root(cfg), cfg.preview.rows)):
+        print(CONTROL.sub("", "\n".join(pairs)))
         return 0
-    print("\n".join(summary(prepared, order, template.name)))
-    for index in range(min(cfg.preview.rows, order.rows_per_epoch)):
-        print(f"\nrow {index}")
-        print(as_text(order.read(index), tokenizer, colour=sys.stdout.isatty()))
+    tokenizer, template, prepared = build_data(cfg)
+    streamed, n = prepared.streamed, cfg.preview.rows
+    if cfg.preview.format == "json":
+        rows: Iterable[RowData | StreamedRow] = streamed.first_rows(n) if streamed else map(build_order(cfg, prepared).read, range(n))
+        for index, row in enumerate(rows):
+            print(json.dumps(as_json(index, row)))
+    if cfg.preview.format == "json" and not cfg.preview.html:
+        return 0
+    page = look_at_stream(cfg, tokenizer, streamed) if streamed else look(cfg, tokenizer, template, prepared, build_order(cfg, prepared))
+    if cfg.preview.format == "text":
+        from fsdp_trainer.data.preview_text import show  # rich takes a while
+
+        show(page)
+    if cfg.preview.html:
+        from fsdp_trainer.data.preview_html import write
+
+        write(page, Path(cfg.preview.html).expanduser())
+        print(f"\nwritten to {cfg.preview.html}", file=sys.stderr)
     return 0
 
 
-def summary(prepared: Prepared, order: RowOrder, template: str) -> list[str]:
-    """What was found, and how it was packed."""
-    packed = f"rows of {order.seq_len:,}: {order.rows_per_epoch:,} an epoch, {100 * order.fill:.1f}% filled"
-    return [*prepared.report, f"template: {template}", packed]
-
-
-def as_json(index: int, row: RowData) -> dict:
+def as_json(index: int, row: RowData | StreamedRow) -> dict:
     """The row without its padding; `weights` only where a learnt position has another weight than 1."""
     n = sum(row.documents)
     labels, weights = row.labels[:n], row.weights[:n]
@@ -44,24 +139,147 @@ def as_json(index: int, row: RowData) -> dict:
     return shown if np.all(weights[labels != -100] == 1) else shown | {"weights": weights.tolist()}
 
 
-def as_text(row: RowData, tokenizer: TextTokenizer, colour: bool) -> str:
-    """The row's text, a line between documents; learnt tokens green, the rest dim; without colour, learnt ones in [[ ]]."""
-    texts, start = [], 0
-    for length in row.documents:
+def look(cfg: PreviewConfig, tokenizer: TextTokenizer, template: Template, prepared: Prepared, order: Mixture) -> Page:
+    """Gather what there is to see. Raises UserError for a tokenizer that does not fit the model."""
+    lengths = np.concatenate([store.lengths for store in prepared.train])
+    store, pieces = prepared.train[0], Pieces(tokenizer)
+    known = [*vocabulary(cfg, tokenizer), *all_findings(prepared, order.seq_len)]
+    if "generation %}" not in template.source and amounts(prepared.train)[2] < lengths.sum() - len(lengths):
+        known.append(Finding(*NO_MARKERS, is_warning=False))
+    rows = range(min(cfg.preview.rows, order.rows_per_epoch))
+    return Page(
+        str(cfg.run.name),
+        prepared.report,
+        template,
+        [shown_row(index, order.read(index), order.where(index), order.source_names, order.seq_len, pieces) for index in rows],
+        ShownDocument(store.where(0), store.source_names[store.sources[0]], pieces.of(*store.read(0, 0, order.seq_len))),
+        figures(cfg, prepared, order),
+        [(name, int(np.percentile(lengths, share))) for name, share in QUANTILES],
+        histogram(lengths),
+        sources(cfg, prepared, order),
+        sorted(known, key=lambda finding: not finding.is_warning),
+    )
+
+
+def look_at_stream(cfg: PreviewConfig, tokenizer: TextTokenizer, streamed: StreamedData) -> Page:
+    """The same of data that is streamed: of its first rows. Raises UserError as `look` does."""
+    pieces, names, seq_len = Pieces(tokenizer), streamed.source_names, streamed.seq_len
+    return Page(
+        str(cfg.run.name),
+        streamed.report,
+        streamed.how.template,
+        [shown_row(i, row, row.places, names, seq_len, pieces) for i, row in enumerate(streamed.first_rows(cfg.preview.rows))],
+        lengths=[(name, int(np.percentile(streamed.lengths, share))) for name, share in QUANTILES],
+        histogram=histogram(streamed.lengths),
+        findings=sorted([*vocabulary(cfg, tokenizer), *streamed.findings], key=lambda finding: not finding.is_warning),
+    )
+
+
+QUANTILES = (("shortest", 0), ("median", 50), ("90%", 90), ("99%", 99), ("longest", 100))
+NO_MARKERS = (
+    "the chat template does not mark what the assistant says by {% generation %}",
+    "nothing to do here: the mask is found by rendering. Tools that ask transformers for an assistant mask need the marks",
+)
+
+
+def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tuple[str, str]]:
+    """What the table says: (name, value)."""
+    samples, tokens, supervised = amounts(prepared.train)
+    documents = sum(share * len(of.epoch(0).samples) / of.rows_per_epoch for share, of in zip(order.shares, order.orders, strict=True))
+    return [
+        ("samples", f"{samples:,}"),
+        ("tokens", f"{tokens:,}"),
+        ("supervised", f"{supervised:,}, {supervised / tokens:.1%} of them"),
+        ("left out", left_out(prepared.train)),
+        ("rows an epoch", f"{order.rows_per_epoch:,} of {order.seq_len:,} tokens, {order.fill:.1%} filled ({cfg.data.packing})"),
+        ("documents a row", f"{documents:.1f}"),
+        *([("validation", f"{len(prepared.validation):,} samples")] if prepared.validation else []),
+    ]
+
+
+def sources(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tuple[str, ...]]:
+    """A line for each source, if there are several."""
+    rows = cfg.train.steps * cfg.batch.rows if cfg.train.steps is not None else (cfg.train.epochs or 1) * order.rows_per_epoch
+    epochs = [taken / of.rows_per_epoch for taken, of in zip(order.taken(rows), order.orders, strict=True)]
+    parts = [(source, n) for store, n in zip(prepared.train, epochs, strict=True) for source in figures_by_source(store)]
+    tokens = sum(source.tokens * n for source, n in parts) or 1
+    return [
+        (s.name, f"{s.samples:,}", f"{s.tokens:,}", f"{s.tokens * n / tokens:.1%}", f"{s.supervised / max(1, s.tokens):.1%}", f"{n:.2f}")
+        for s, n in (parts if len(parts) > 1 else [])
+    ]
+
+
+def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:
+    """Samples by length, between 1, 1.5, 2, 3, 4, 6 … tokens; where that gives many bars, between powers of two."""
+    edges = sorted({*(2**n for n in range(40)), *(3 * 2**n for n in range(40))})
+    low, high = np.searchsorted(edges, [lengths.min(), lengths.max()], side="right")
+    edges = edges[low - 1 : high + 1]
+    if len(edges) > 14:
+        edges = [edge for edge in edges if edge & (edge - 1) == 0 or edge in (edges[0], edges[-1])]
+    counts, _ = np.histogram(lengths, edges)
+    return [(f"{first:,}–{end - 1:,}", int(n)) for first, end, n in zip(edges, edges[1:], counts, strict=False)]
+
+
+def vocabulary(cfg: PreviewConfig, tokenizer: TextTokenizer) -> list[Finding]:
+    """Whether the model has a row for every token. Raises UserError where it lacks one."""
+    if cfg.model.init_from and is_hub_id(cfg.model.init_from):
+        return []  # not fetched for this
+    config = resolve_with_tokenizer(cfg.model, tokenizer.vocab_size, bool(cfg.tokenizer.add_tokens))
+    if config.vocab_size == tokenizer.vocab_size:
+        return []
+    text = f"the model has {config.vocab_size:,} tokens, the tokenizer {tokenizer.vocab_size:,}"
+    return [
+        Finding(text, "as it should be where the model's vocabulary is padded; else this is not the model's tokenizer", is_warning=False)
+    ]
+
+
+def shown_row(index: int, row: RowData | StreamedRow, where: list[str], names: list[str], seq_len: int, pieces: "Pieces") -> ShownRow:
+    """A row, document by document. where: FILE:LINE of each; names: of the sources."""
+    documents, start = [], 0
+    for length, source, place in zip(row.documents, row.sources, where, strict=True):
+        here = slice(start, start + length)
         # A token is learnt where the position before it has a label.
-        learnt = np.concatenate([[False], row.labels[start : start + length - 1] != -100])
-        texts.append(_marked(row.tokens[start : start + length], learnt, tokenizer, (GREEN, DIM, RESET) if colour else None))
+        weights = np.concatenate([[0], np.where(row.labels[here] != -100, row.weights[here], 0)[:-1]])
+        documents.append(ShownDocument(place, names[source], pieces.of(row.tokens[here], weights), int(row.labels[here.stop - 1])))
         start += length
-    return ("\n" + "-" * 40 + "\n").join(texts)
+    return ShownRow(index, documents, seq_len - start)
 
 
-def _marked(tokens: np.ndarray, learnt: np.ndarray, tokenizer: TextTokenizer, colours: tuple[str, str, str] | None) -> str:
-    edges = [0, *(np.flatnonzero(np.diff(learnt)) + 1).tolist(), len(tokens)]
-    text = ""
-    for start, end in pairwise(edges):
-        piece = tokenizer.decode(tokens[start:end].tolist(), skip_special=False)
-        if colours:
-            text += (colours[0] if learnt[start] else colours[1]) + piece + colours[2]
-        else:
-            text += f"[[{piece}]]" if learnt[start] else piece
-    return text
+class Pieces:
+    """Text of single tokens. Decoders look at neighbours (a space at the beginning, bytes of one character), so each is decoded behind another one."""
+
+    def __init__(self, tokenizer: TextTokenizer):
+        self.tokenizer = tokenizer
+        self.special = set(tokenizer.special_tokens.values())
+        self.anchor = tokenizer.encode("a")[-1:]
+        self.before = len(tokenizer.decode(self.anchor, skip_special=False))
+        self.known: dict[tuple[int, ...], str] = {}
+
+    def of(self, tokens: np.ndarray, weights: np.ndarray) -> list[Piece]:
+        """tokens, weights: [length]."""
+        return list(self._cut(tokens.tolist(), weights.tolist()))
+
+    def _cut(self, tokens: list[int], weights: list[float]) -> Iterator[Piece]:
+        start = 0
+        while start < len(tokens):
+            alike = 1
+            while alike < LONGEST_CHARACTER and weights[start + alike : start + alike + 1] == [weights[start]]:
+                alike += 1
+            n = next((n for n in range(1, alike + 1) if "\ufffd" not in self.text(tokens[start : start + n])), 1)
+            text = self.text(tokens[start : start + n])
+            if "\ufffd" in text:
+                text = self.tokenizer.backend.id_to_token(tokens[start]) or text
+            yield Piece(text, tokens[start : start + n], weights[start], tokens[start] in self.special)
+            start += n
+
+    def text(self, ids: list[int]) -> str:
+        """Of these tokens, with control characters made visible."""
+        if (found := self.known.get(tuple(ids))) is None:
+            text = self.tokenizer.decode([*self.anchor, *ids], skip_special=False)[self.before :]
+            found = self.known[tuple(ids)] = CONTROL.sub(_visible, text)
+        return found
+
+
+def _visible(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return chr(0x2400 + code) if code < 32 else f"\\u{code:04x}"

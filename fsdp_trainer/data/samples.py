@@ -3,6 +3,7 @@
 What is learnt is found by construction: a turn is what the template renders with it and does not render without it.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,10 +14,19 @@ from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.conversations import Conversation, Document, Message
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template
-from fsdp_trainer.data.tokenizer import Encoding, TextTokenizer
+from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.data.words import Encoding
 
 Span = tuple[int, int, float]
 """Characters [start, end) of a text and the weight with which their tokens are learnt."""
+EXAMPLES = 3
+FITS = "fits_"
+"""Begins the keys that count samples too long for a row, by the length that would hold them: fits_1536."""
+LOST = "lost_tokens"
+"""Key of the tokens that were dropped or cut off with them."""
+TEXTS = ("content", "reasoning_content")
+"""What a turn of the data may hold."""
+EMPTY_THINK = re.compile(r"<think>\s*</think>")
 
 
 @dataclass
@@ -25,7 +35,11 @@ class Rendered:
 
     text: str
     spans: list[Span]
+    where: tuple[str, int]
+    """File and line."""
     is_document: bool = False
+    ends: tuple[int, ...] = ()
+    """Characters behind the special tokens that end the assistant's turns."""
 
 
 @dataclass
@@ -42,8 +56,20 @@ class SampleBuilder:
     def __init__(self, data: Data, seq_len: int, tokenizer: TextTokenizer, template: Template):
         self.data, self.seq_len, self.tokenizer, self.template = data, seq_len, tokenizer, template
         self.counts: Counter[str] = Counter()
-        """How often what happened: sentences for the report, with a place for the number."""
+        """How often what happened, by the keys of `findings.KINDS`."""
+        self.examples: dict[str, list[str]] = {}
+        """The first FILE:LINE of each."""
         self._ends = tuple(tokenizer.special_tokens)
+        self._special = re.compile("|".join(map(re.escape, sorted(self._ends, key=len, reverse=True))) or "(?!)")
+        self._special_ids = set(tokenizer.special_tokens.values())
+        self._stripping = [id for id, token in tokenizer.backend.get_added_tokens_decoder().items() if token.lstrip or token.rstrip]
+
+    def count(self, key: str, where: tuple[str, int]) -> None:
+        """One more of it."""
+        self.counts[key] += 1
+        place, places = f"{where[0]}:{where[1]}", self.examples.setdefault(key, [])
+        if len(places) < EXAMPLES and place not in places:
+            places.append(place)
 
     def render(self, row: Conversation | Document) -> list[Rendered]:
         """One text, or one for each assistant turn if the template rewrites earlier turns. RowError if it refuses the conversation."""
@@ -57,52 +83,62 @@ class SampleBuilder:
 
     def _document(self, row: Document) -> list[Rendered]:
         if not row.text.strip():
-            return self._left_out("empty documents")
-        return [Rendered(row.text, [(0, len(row.text), 1.0)], is_document=True)]
+            return self._left_out("empty", row.where)
+        bos, eos = self.tokenizer.bos_token or "", self.tokenizer.eos_token or ""
+        if self._special.search(row.text.removeprefix(bos).removesuffix(eos)):
+            self.count("special_in_text", row.where)
+        return [Rendered(row.text, [(0, len(row.text), 1.0)], row.where, is_document=True)]
 
     def _conversation(self, row: Conversation) -> list[Rendered]:
-        messages = self.template.adapt(row.messages, row.tools)
+        noted: set[str] = set()
+        messages = self.template.adapt(row.messages, row.tools, noted.add)
+        if any(self._special.search(message[name]) for message in row.messages for name in TEXTS if message.get(name)):
+            noted.add("special_in_text")
+        for key in noted:
+            self.count(key, row.where)
         whole = self.template.render(messages, row.tools)
         if self.data.loss_on == "all":
-            return [Rendered(whole, [(0, len(whole), 1.0), *self._weighted_turns(messages, row.tools, whole)])]
+            return [Rendered(whole, [(0, len(whole), 1.0), *self._weighted_turns(messages, row.tools, whole)], row.where)]
         turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
         learnt = [k for k in (turns[-1:] if self.data.loss_on == "last" else turns) if messages[k].get("weight", 1.0) > 0]
-        rendered = [self._turn(messages, k, row.tools) for k in learnt]
+        rendered = [self._turn(messages, k, row, whole) for k in learnt]
         if all(whole.startswith(turn.text) for turn in rendered):
-            return [Rendered(whole, [span for turn in rendered for span in turn.spans])]
-        self.counts["{:,} conversations became one sample per assistant turn: the template rewrites earlier turns"] += 1
+            ends = tuple(end for turn in rendered for end in turn.ends)
+            return [Rendered(whole, [span for turn in rendered for span in turn.spans], row.where, ends=ends)]
+        self.count("rewritten", row.where)
         return rendered
 
-    def _turn(self, messages: list[Message], k: int, tools: list[dict] | None) -> Rendered:
-        """The conversation up to assistant turn k, as it stands when the model has just written it."""
-        full = self.template.render(messages[: k + 1], tools)
-        start = self._answer_start(messages, k, tools, full)
+    def _turn(self, messages: list[Message], k: int, row: Conversation, whole: str) -> Rendered:
+        """The conversation up to assistant turn k, as it stands when the model has just written it; `whole`: up to its last turn."""
+        is_last = k == len(messages) - 1
+        full = whole if is_last else self.template.render(messages[: k + 1], row.tools)
+        start = self._answer_start(messages, k, row, full)
         weight = messages[k].get("weight", 1.0)
         # what closes a conversation is no part of the turn, unless nothing else ends it
         for text in (full.removesuffix(self.template.closing), full):
             stripped = text.rstrip()
             if stripped.endswith(self._ends) and len(stripped) >= start:
-                return Rendered(full if k == len(messages) - 1 else text, [(start, len(stripped), weight)])
-        self.counts["warning: {:,} assistant turns end without a special token: the model does not learn to stop"] += 1
-        return Rendered(full, [(start, len(full), weight)])
+                return Rendered(full if is_last else text, [(start, len(stripped), weight)], row.where, ends=(len(stripped),))
+        self.count("no_end", row.where)
+        return Rendered(full, [(start, len(full), weight)], row.where)
 
-    def _answer_start(self, messages: list[Message], k: int, tools: list[dict] | None, full: str) -> int:
+    def _answer_start(self, messages: list[Message], k: int, row: Conversation, full: str) -> int:
         """Where the text begins that the model writes: after the generation prompt.
 
         Some prompts hold what the finished turn does not (an opened <think>, say). Then it begins where two different answers part.
         """
         try:
-            prompt = self.template.render(messages[:k], tools, add_generation_prompt=True)
+            prompt = self.template.render(messages[:k], row.tools, add_generation_prompt=True)
             if full.startswith(prompt):
                 return len(prompt)
         except RowError:  # e.g. no turn before it
             pass
-        one, other = (self.template.render([*messages[:k], {"role": "assistant", "content": answer}], tools) for answer in ("1", "A"))
+        one, other = (self.template.render([*messages[:k], {"role": "assistant", "content": answer}], row.tools) for answer in ("1", "A"))
         start = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
         if start is None or not full.startswith(one[:start]):
             name = self.template.name
             raise RowError(f"the chat template ({name}) rewrites what comes before turn {k + 1}: what is learnt cannot be told")
-        self.counts["warning: {:,} assistant turns do not start with the generation prompt that inference uses (an opened <think>?)"] += 1
+        self.count("prompt_differs", row.where)
         return start
 
     def _weighted_turns(self, messages: list[Message], tools: list[dict] | None, whole: str) -> list[Span]:
@@ -117,38 +153,62 @@ class SampleBuilder:
 
     def tokenize(self, texts: list[Rendered]) -> Iterator[list[Sample]]:
         """For every text its sample, or none where it is left out."""
-        for text, encoding in zip(texts, self.tokenizer.encode_batch([text.text for text in texts]), strict=True):
-            sample = self._frame(encoding) if text.is_document else Sample(encoding.ids, token_weights(encoding, text))
-            yield [kept for piece in self._fit(sample, text.is_document) for kept in self._keep(piece)]
+        documents = iter(self.tokenizer.encode_plain([text.text for text in texts if text.is_document]))
+        chats = iter(self.tokenizer.encode_batch([text.text for text in texts if not text.is_document]))
+        for text in texts:
+            sample = self._frame(next(documents)) if text.is_document else self._weigh(next(chats), text)
+            yield [kept for piece in self._fit(sample, text) for kept in self._keep(piece, text)]
 
-    def _frame(self, encoding: Encoding) -> Sample:
+    def _frame(self, ids: np.ndarray) -> Sample:
         bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
-        ids = encoding.ids
-        front = [bos] if bos is not None and ids[:1] != bos else []
-        tokens = np.concatenate([front, ids, [eos] if eos is not None else []]).astype(np.int32)
+        front = [bos] if bos is not None and ids[:1].tolist() != [bos] else []
+        tokens = np.concatenate([front, ids, [eos] if eos is not None and ids[-1:].tolist() != [eos] else []]).astype(np.int32)
         return Sample(tokens, np.ones(len(tokens), np.float32))
 
-    def _fit(self, sample: Sample, is_document: bool) -> list[Sample]:
+    def _weigh(self, encoding: Encoding, text: Rendered) -> Sample:
+        sample = Sample(encoding.ids, token_weights(self._without_stripped(encoding, text.text), text))
+        for at in np.searchsorted(encoding.ends, text.ends).tolist():  # the tokens that reach the ends
+            if at == len(encoding.ids) or not sample.weights[at] or int(encoding.ids[at]) not in self._special_ids:
+                self.count("no_end", text.where)
+        for start, end, _ in text.spans:
+            if EMPTY_THINK.search(text.text, start, end):
+                self.count("empty_think", text.where)
+        return sample
+
+    def _without_stripped(self, encoding: Encoding, text: str) -> Encoding:
+        """Special tokens that swallow white space beside them (Phi-3's) stand for their own characters only."""
+        for i in np.flatnonzero(np.isin(encoding.ids, self._stripping)) if self._stripping else ():
+            covered = text[encoding.starts[i] : encoding.ends[i]]
+            encoding.starts[i] += len(covered) - len(covered.lstrip())
+            encoding.ends[i] -= len(covered) - len(covered.rstrip())
+        return encoding
+
+    def _fit(self, sample: Sample, text: Rendered) -> list[Sample]:
         length, seq_len = len(sample.tokens), self.seq_len
         if length <= seq_len:
             return [sample]
-        if self.data.too_long == "split" and is_document:
-            self.counts[f"{{:,}} documents longer than batch.seq_len={seq_len} were cut into pieces"] += 1
+        if self.data.too_long == "split" and text.is_document:
+            self.count("split", text.where)
             return [sample]  # the order of rows cuts it
+        self.counts[f"{FITS}{rounded_length(length)}"] += 1
         if self.data.too_long == "truncate":
-            self.counts[f"{{:,}} samples longer than batch.seq_len={seq_len} were cut at the end"] += 1
+            self.count("truncated", text.where)
+            self.counts[LOST] += length - seq_len
             return [Sample(sample.tokens[:seq_len], sample.weights[:seq_len])]
-        kept_by = "data.too_long=split would keep them" if is_document else "data.too_long=truncate would keep their start"
-        return self._left_out(f"samples longer than batch.seq_len={seq_len} ({kept_by})")
+        self.counts[LOST] += length
+        return self._left_out("too_long", text.where)
 
-    def _keep(self, sample: Sample) -> list[Sample]:
+    def _keep(self, sample: Sample, text: Rendered) -> list[Sample]:
+        bos = self.tokenizer.bos_id
+        if bos is not None and sample.tokens[:2].tolist() == [bos, bos]:
+            self.count("two_bos", text.where)
         sample.weights[:1] = 0  # nothing comes before the first token to predict it from
         if len(sample.tokens) >= 2 and sample.weights.any():
             return [sample]
-        return self._left_out("samples with nothing to learn")
+        return self._left_out("unsupervised", text.where)
 
-    def _left_out(self, why: str) -> list:
-        self.counts["dropped {:,} " + why] += 1
+    def _left_out(self, key: str, where: tuple[str, int]) -> list:
+        self.count(key, where)
         return []
 
 
@@ -159,3 +219,9 @@ def token_weights(encoding: Encoding, text: Rendered) -> np.ndarray:
         characters[start:end] = weight
     last = np.maximum(encoding.ends - 1, encoding.starts)
     return np.minimum(characters[encoding.starts], characters[last])
+
+
+def rounded_length(length: int) -> int:
+    """The next length that one would choose: 1024, 1280, 1536, 1792, 2048, 2560 …"""
+    step = max(1, 1 << max(0, (length - 1).bit_length() - 3))
+    return -(-length // step) * step

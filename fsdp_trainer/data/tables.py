@@ -2,8 +2,9 @@
 
 import csv
 import io
+import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 Record = tuple[int, dict[str, Any], str | None]
 """(number, columns, error) of a row; a number is a line of a CSV file, else it counts rows from 1."""
@@ -22,14 +23,18 @@ def read_csv(file: Iterable[bytes], delimiter: str) -> Iterator[Record]:
         start = reader.line_num + 1
         try:
             values = next(reader)
-            "".join(values).encode()
+            text = "".join(values)
+            text.encode()
+            if "\0" in text:
+                yield start, {}, "holds a NUL byte, as a file does that a crash has cut off, or that is no text"
+                continue
         except StopIteration:
             return
         except UnicodeEncodeError:
             yield start, {}, "is not UTF-8. Convert the file:  iconv -f latin1 -t utf-8"
             continue
         except csv.Error as e:
-            yield start, {}, f"is not CSV ({e})"
+            yield start, {}, f"is not CSV ({'a quote is not closed' if str(e) == 'unexpected end of data' else e})"
             continue
         if not values:
             continue
@@ -41,44 +46,83 @@ def read_csv(file: Iterable[bytes], delimiter: str) -> Iterator[Record]:
             yield start, dict(zip(names, values, strict=True)), None
 
 
-def read_arrow(file: str, suffix: str) -> Iterator[Record]:
-    """Rows of a Parquet file, or of Arrow's own file and stream formats, the one that `datasets` saves."""
+def read_arrow(file: str | BinaryIO, suffix: str, start: int = 0, stop: int | None = None) -> Iterator[Record]:
+    """Rows of a Parquet file, or of Arrow's own file and stream formats, the one that `datasets` saves.
+
+    start, stop: row groups of Parquet, batches of an Arrow file.
+    """
     import pyarrow
 
     number = 0
     try:
-        for batch in _parquet(file) if suffix == ".parquet" else _arrow(file):
-            for start in range(0, batch.num_rows, BATCH):
-                for columns in batch.slice(start, BATCH).to_pylist():
+        for batch in _parquet(file, start, stop) if suffix == ".parquet" else _arrow(file, start, stop):
+            for first in range(0, batch.num_rows, BATCH):
+                for columns in batch.slice(first, BATCH).to_pylist():
                     number += 1
                     # every struct of a column has the keys of all: those that a row does not have are null
                     yield number, {name: _without_nulls(value) for name, value in columns.items()}, None
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
+        if isinstance(e, OSError) and e.errno:
+            raise
         yield number + 1, {}, f"cannot be read from here on: {str(e).splitlines()[0]}"
 
 
-def _parquet(file: str) -> Iterator[Any]:
+def rows_of_parts(file: str | BinaryIO, suffix: str) -> list[int]:
+    """Rows of each row group or batch that can be read by itself; none of a stream, nor of what cannot be read."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        if suffix == ".parquet":
+            about = parquet.read_metadata(file)
+            return [about.row_group(i).num_rows for i in range(about.num_row_groups)]
+        with _opened(file) as source:
+            if not _is_arrow_file(source):
+                return []
+            reader = pyarrow.ipc.open_file(source)
+            return [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)]
+    except (pyarrow.ArrowException, OSError):
+        return []
+
+
+def _parquet(file: str | BinaryIO, start: int, stop: int | None) -> Iterator[Any]:
     from pyarrow import parquet
 
     # without pre_buffer and with a buffer, column chunks are read piecewise, not a whole row group at once
     with parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as opened:
-        yield from opened.iter_batches(BATCH)
+        yield from opened.iter_batches(BATCH, row_groups=range(opened.num_row_groups)[start:stop])
 
 
-def _arrow(file: str) -> Iterator[Any]:
+def _arrow(file: str | BinaryIO, start: int, stop: int | None) -> Iterator[Any]:
     import pyarrow
 
-    with pyarrow.memory_map(file) as source:
-        if source.read(6) == b"ARROW1":
+    with _opened(file) as source:
+        if _is_arrow_file(source):
             reader = pyarrow.ipc.open_file(source)
-            yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
+            yield from (reader.get_batch(i) for i in range(reader.num_record_batches)[start:stop])
         else:
-            source.seek(0)
             yield from pyarrow.ipc.open_stream(source)
 
 
-def open_zstd(file: str) -> io.BufferedReader:
-    """A file that was compressed with zstd."""
+def _opened(file: str | BinaryIO) -> Any:
+    import pyarrow
+
+    return pyarrow.memory_map(file) if isinstance(file, str) else pyarrow.PythonFile(file)
+
+
+def _is_arrow_file(source: Any) -> bool:
+    """Or a stream."""
+    magic = source.read(6)
+    source.seek(0)
+    return magic == b"ARROW1"
+
+
+def open_zstd(file: BinaryIO) -> BinaryIO:
+    """What was compressed with zstd."""
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+
+        return zstd.open(file)
     import pyarrow
 
     return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))  # Arrow's own stream has no lines

@@ -38,13 +38,14 @@ class Template:
     """A compiled chat template with a tokenizer's special tokens.
 
     What it cannot render becomes text: a system turn goes before the first user turn, a tool's result into a user turn, reasoning and
-    tool calls into the assistant's content. `adapted` says which of that happened.
+    tool calls into the assistant's content.
     """
 
     def __init__(self, name: str, source: str, special: dict[str, str]):
         self.name, self.source = name, source
         self._special = special
         self._compiled = _environment().from_string(source)
+        self._compiled.globals = dict(self._compiled.globals)  # a chain of dictionaries takes half of a rendering's time to go through
         ask, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
         call = {"type": "function", "function": {"name": "probed_call", "arguments": {"x": 1}}}
         tool = {"type": "function", "function": {"name": "probed_tool", "description": "", "parameters": {}}}
@@ -57,8 +58,9 @@ class Template:
         self._keeps_thinking = self._shows("probed_thought", [ask, {"role": "assistant", "content": "<think>probed_thought</think>answer"}])
         self.closing: str = self._closing([ask, answer], ask)
         """What the template writes behind the last turn, but not between turns: Phi-3's ends in an eos_token."""
-        self.adapted: set[str] = set()
-        """What the template could not render so far, for the report."""
+
+    def __reduce__(self) -> tuple:
+        return Template, (self.name, self.source, self._special)  # what is compiled goes to no other process
 
     def render(self, messages: list[Message], tools: list[dict] | None = None, add_generation_prompt: bool = False) -> str:
         """The text of a conversation; RowError with the template's own words if it refuses."""
@@ -73,26 +75,25 @@ class Template:
         """The conversation up to where the model is to answer; RowError as `render`."""
         return self.render(self.adapt(messages, None), add_generation_prompt=True)
 
-    def adapt(self, messages: list[Message], tools: list[dict] | None) -> list[Message]:
-        """The same conversation in turns that this template can render."""
+    def adapt(self, messages: list[Message], tools: list[dict] | None, note: Callable[[str], Any] = lambda key: None) -> list[Message]:
+        """The same conversation in turns that this template can render. note: is told what it could not, as a key of `findings.KINDS`."""
         if tools and not self._renders_tools:
-            self.adapted.add("the template shows no tools: the model does not see their descriptions")
+            note("tools_not_shown")
         adapted: list[Message] = []
         for message in messages:
             if message.get("tool_calls") and not self._renders_calls:
-                self.adapted.add("the template knows no tool calls: they are written as JSON text")
+                note("calls_as_text")
                 message = {**message, "content": _call_text(message)}
                 del message["tool_calls"]
             if (reasoning := message.get("reasoning_content")) and not self._renders_reasoning:
-                stands = "it stands in <think> … </think> before the answer" if self._keeps_thinking else "it is left out"
-                self.adapted.add(f"the template knows no reasoning: {stands}")
+                note("reasoning_as_text" if self._keeps_thinking else "reasoning_left_out")
                 message = {**message, "content": f"<think>\n{reasoning}\n</think>\n\n{message['content']}"}
                 del message["reasoning_content"]
             if message["role"] == "tool" and not self._renders_results:
-                self.adapted.add("the template knows no tool results: they are user turns")
+                note("results_as_user")
                 message = {**message, "role": "user"}
             if adapted and adapted[-1]["role"] == "system" and message["role"] == "user" and not self._renders_system:
-                self.adapted.add("the template knows no system turns: they are put before the user's")
+                note("system_in_user")
                 message = {**message, "content": adapted.pop()["content"] + "\n\n" + message["content"]}
             adapted.append(message)
         return adapted

@@ -4,7 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from fsdp_trainer.data import demo
 from fsdp_trainer.data.sentencepiece_model import read_sentencepiece
+from fsdp_trainer.data.words import Encoding, Words, looks_across_no_space
 from fsdp_trainer.errors import Problem, UserError
 
 FILES = (
@@ -29,13 +30,17 @@ USUAL = {
 }
 
 
-@dataclass
-class Encoding:
-    """Tokens of one text. A token covers the characters `starts[i]:ends[i]`; bytes of one character share its place."""
+LONG, OVERLAP, ALIKE = 1 << 18, 1 << 11, 16  # characters of a piece, and those it shares with the next; tokens in which both must agree
 
-    ids: np.ndarray  # [tokens] int32
-    starts: np.ndarray  # [tokens] int64
-    ends: np.ndarray  # [tokens] int64
+
+def _seam(before: Encoding, after: Encoding, start: int) -> tuple[int, int] | None:
+    """The token of either encoding at which one gives way to the other, in the middle of what they share from `start` on."""
+    for here in range(*np.searchsorted(before.starts, (start + OVERLAP // 4, start + OVERLAP // 2))):
+        there = int(np.searchsorted(after.starts, before.starts[here]))
+        one, other = before.cut(here, here + ALIKE), after.cut(there, there + ALIKE)
+        if len(one.ids) == ALIKE and np.array_equal(one.ids, other.ids) and np.array_equal(one.starts, other.starts):
+            return int(here), there
+    return None
 
 
 class TextTokenizer:
@@ -55,6 +60,7 @@ class TextTokenizer:
         backend.no_truncation()
         backend.no_padding()
         backend.post_processor = None  # ByteLevel's trims the offsets, templates add bos
+        self._words = Words(backend) if looks_across_no_space(backend) else None
         added = backend.get_added_tokens_decoder()
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         """Number of ids, the largest id + 1."""
@@ -75,8 +81,38 @@ class TextTokenizer:
         return self.backend.token_to_id(self.special[name]) if name in self.special else None
 
     def encode_batch(self, texts: list[str]) -> list[Encoding]:
-        """Tokens with their place in the text, in parallel threads."""
-        return [_encoding(e) for e in self.backend.encode_batch(texts, add_special_tokens=False)]
+        """Tokens with their place in the text; of a very long one piece by piece, else word by word or in threads, where that gives the same."""
+        short = [text for text in texts if len(text) <= LONG]
+        of_short = iter(
+            self._words.encode(short) if self._words else map(_encoding, self.backend.encode_batch(short, add_special_tokens=False))
+        )
+        return [next(of_short) if len(text) <= LONG else self._encode_long(text) for text in texts]
+
+    def _encode_long(self, text: str) -> Encoding:
+        """What the backend says of each token takes some hundred times the memory of its character, so that pieces that overlap are joined.
+
+        They are joined at a token where both go on alike for a while: far enough from either's edge, a tokenizer sees no further.
+        """
+        whole: list[Encoding] = []
+        for start in range(0, len(text), LONG):
+            piece = _encoding(self.backend.encode(text[start : start + LONG + OVERLAP], add_special_tokens=False))
+            piece = Encoding(piece.ids, piece.starts + start, piece.ends + start)
+            if whole:
+                seam = _seam(whole[-1], piece, start)
+                if seam is None:
+                    return _encoding(self.backend.encode(text, add_special_tokens=False))
+                whole[-1], piece = whole[-1].cut(stop=seam[0]), piece.cut(start=seam[1])
+            whole.append(piece)
+        return Encoding(*(np.concatenate([getattr(piece, name) for piece in whole]) for name in ("ids", "starts", "ends")))
+
+    def encode_plain(self, texts: list[str]) -> list[np.ndarray]:
+        """Tokens alone, [tokens] int32 of each text: where no place is asked for, it takes less time."""
+        short = [text for text in texts if len(text) <= LONG]
+        if self._words:
+            of_short = iter(self._words.plain(short))
+        else:
+            of_short = (np.array(e.ids, dtype=np.int32) for e in self.backend.encode_batch_fast(short, add_special_tokens=False))
+        return [next(of_short) if len(text) <= LONG else self._encode_long(text).ids for text in texts]
 
     def encode(self, text: str) -> list[int]:
         """Token ids."""
@@ -111,8 +147,9 @@ class TextTokenizer:
 
 
 def _encoding(encoding: Any) -> Encoding:
-    offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-    return Encoding(np.array(encoding.ids, dtype=np.int32), offsets[:, 0], offsets[:, 1])
+    ids = np.array(encoding.ids, dtype=np.int32)
+    offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
+    return Encoding(ids, offsets[:, 0], offsets[:, 1])
 
 
 def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.config.data_files import is_url
 from fsdp_trainer.config.paths import LAG_SECONDS, find_checkpoint, is_hub_id
 from fsdp_trainer.config.verbs import DoctorConfig
 from fsdp_trainer.data import demo
 from fsdp_trainer.data.build import build_tokenizer
+from fsdp_trainer.data.remote import list_files
 from fsdp_trainer.data.sources import find_sources
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch import speed
@@ -194,6 +196,11 @@ def digest_of(files: Sequence[str]) -> str:
     digest, total = hashlib.blake2b(digest_size=4), 0
     real = [file for file in files if file not in demo.TASKS]
     for file in real:
+        if is_url(file):
+            (about,) = list_files(file, "data.path")
+            digest.update(f"{file} {about.version}".encode())
+            total += about.size or 0
+            continue
         with open(file, "rb") as f:
             size = os.fstat(f.fileno()).st_size
             digest.update(f"{Path(file).name} {size}".encode() + f.read(EDGE))

@@ -85,10 +85,15 @@ class World:
         self.store.wait([key], timedelta(seconds=timeout))
         return pickle.loads(bytes.fromhex(self.store.get(key).decode()))
 
+    def beat(self) -> None:
+        """Tell the ranks that wait in `node_by_node` that this one's work goes on."""
+        self.store.add("beats", 1)
+
     def node_by_node(self, name: str, work: Callable[[], T], timeout: float) -> T:
         """Run `work` on rank 0, then on one rank of every node, then on all: the later ones find what the first left on disk.
 
-        Waits outside any collective, so that hours of tokenising time nothing out. All return together; a failure of one is the failure of all.
+        Waits outside any collective, so that hours of tokenising time nothing out: only `timeout` seconds without a beat do. All return
+        together; a failure of one is the failure of all.
         """
         first, node, all_done = f"{name}/rank0", f"{name}/node{self.node}", f"{name}/all"
         mine = first if self.main else node
@@ -114,7 +119,17 @@ class World:
         return result
 
     def _hear(self, name: str, key: str, timeout: float) -> None:
-        """Wait for what others did. Raises what it failed with."""
+        """Wait for what others did. Raises what it failed with, and RunFailed after `timeout` seconds without a beat."""
+        beats, heard = 0, time.monotonic()
+        while not self.store.check([key]):
+            time.sleep(max(MEETING_SECONDS, self.size / LOOKS_A_SECOND))
+            if (beats_now := self.store.add("beats", 0)) != beats:
+                beats, heard = beats_now, time.monotonic()
+            elif time.monotonic() - heard > timeout:
+                silence = RunFailed(f"{name}: nothing was heard of it for {timeout:g} s. Longer with  launch.data_timeout=…")
+                if not self.main:  # rank 0 may be the one that is not heard
+                    print(f"rank {self.rank}: {silence}", file=sys.stderr)
+                raise silence
         failure = self._get(key, timeout)
         if failure:
             self.store.add(f"{name}/heard", 1)

@@ -34,6 +34,17 @@ def resolve_model(model: Model, vocab_size: int | None = None) -> ModelConfig:
     return ModelConfig(**asked)
 
 
+def resolve_with_tokenizer(model: Model, tokens: int, grows: bool) -> ModelConfig:
+    """The architecture for a tokenizer of so many tokens. grows: tokens were added to it, and the model gets rows for them. Raises UserError."""
+    config = resolve_model(model, tokens)
+    if grows and model.vocab_size is None:
+        config = dataclasses.replace(config, vocab_size=max(config.vocab_size, tokens))
+    if tokens > config.vocab_size:
+        why = f"the tokenizer has {tokens:,} tokens, more than the model's embedding.\nUse the model's own tokenizer, or add rows with  model.vocab_size={tokens}"
+        raise UserError("tokenizer and model do not fit", [Problem(f"vocabulary={config.vocab_size:,}", why)])
+    return config
+
+
 def _differences(model: Model, asked: dict[str, Any], found: ModelConfig) -> list[Problem]:
     named = model.name != "auto"
     free = {*OURS, "vocab_size", *(() if named else CONTEXT_KEYS)}

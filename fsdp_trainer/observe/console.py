@@ -1,8 +1,12 @@
 """The line that says everything: redrawn in a terminal, one plain line per logging step in a file."""
 
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TextIO
+
+REDRAW_SECONDS, TELL_EVERY_SECONDS = 0.2, 5.0  # in a terminal, in a file
 
 
 class Console:
@@ -25,6 +29,18 @@ class Console:
             self._drawn = len(text)
         else:
             self.say(text)
+
+    def paced(self) -> Callable[[str], None]:
+        """As `progress`, for what changes faster than it can be read: a line every now and then."""
+        told = time.monotonic()
+
+        def tell(text: str) -> None:
+            nonlocal told
+            if time.monotonic() - told > (REDRAW_SECONDS if self.live else TELL_EVERY_SECONDS):
+                self.progress(text)
+                told = time.monotonic()
+
+        return tell
 
     def _print(self, text: str) -> None:
         with suppress(OSError):  # a log file on a full disk, a reader that has gone: training goes on

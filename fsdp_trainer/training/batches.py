@@ -1,5 +1,6 @@
 """From the global order of rows to what this rank computes: every number here is arithmetic on a row count."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fsdp_trainer.data.order import RowData, RowOrder
+from fsdp_trainer.data.mixture import Mixture
+from fsdp_trainer.data.order import Rows
 from fsdp_trainer.models.attention import LAYOUTS, to_device
 from fsdp_trainer.models.decoder import MicroBatch
 
@@ -38,11 +40,14 @@ class StepPlan:
 class Batches:
     """This rank's micro-batches of any range of rows."""
 
-    def __init__(self, order: RowOrder, micro_rows: int, rank: int, ranks: int, device: torch.device, attention: str = "documents"):
-        """attention: a name of `LAYOUTS`."""
+    attention = "documents"
+    """A name of `LAYOUTS`."""
+
+    def __init__(self, order: Mixture, micro_rows: int, rank: int, ranks: int, device: torch.device, pad_to_multiple: int | None = None):
+        """pad_to_multiple: micro-batches are no longer than their longest row, up to the next multiple; None: batch.seq_len."""
+        self.pad_to_multiple = pad_to_multiple
         self.order, self.micro_rows, self.rank, self.ranks, self.device = order, micro_rows, rank, ranks, device
-        self.attention = attention
-        self.source_names = order.store.source_names
+        self.source_names = order.source_names
 
     def steps(
         self, rows: int, last_row: int | None, step: int = 0, start: int = 0, left_out: Sequence[Sequence[int]] = ()
@@ -56,10 +61,26 @@ class Batches:
         return -(-(plan.stop - plan.start) // (self.micro_rows * self.ranks))
 
     def micro_batches(self, plan: StepPlan) -> Iterator[MicroBatch]:
-        """This rank's part of a step. Consecutive rows go to consecutive ranks."""
-        for m in range(self.count(plan)):
-            first = plan.start + (m * self.ranks + self.rank) * self.micro_rows
-            yield self.assemble([self.order.read(i) for i in range(first, min(first + self.micro_rows, plan.stop))])
+        """This rank's part of a step."""
+        for dealt in self.deal(plan)[:, self.rank]:
+            yield self.assemble(self.order.read_rows(dealt[dealt >= 0]))
+
+    def deal(self, plan: StepPlan) -> np.ndarray:
+        """[micro-batches, ranks, micro_rows] int64: which rows of a step go where; -1: none.
+
+        Ranks wait for one another in every micro-batch, so all should take as long: rows that attention costs about the same are in
+        the same micro-batch, the costliest first, and go to the ranks to and fro.
+        """
+        shape = (self.count(plan), self.ranks, self.micro_rows)
+        rows = np.full(math.prod(shape), -1)
+        rows[: plan.stop - plan.start] = np.arange(plan.start, plan.stop)
+        costs = self.order.costs(range(plan.start, plan.stop)) if self.ranks > 1 else np.zeros(1)
+        if (costs == costs[0]).all():
+            return rows.reshape(shape)
+        rows[: len(costs)] = rows[np.argsort(-costs, kind="stable")]
+        rounds = rows.reshape(-1, self.ranks)
+        rounds[plan.step % 2 :: 2] = rounds[plan.step % 2 :: 2, ::-1].copy()
+        return rounds.reshape(shape[0], self.micro_rows, self.ranks).swapaxes(1, 2)
 
     def suspects(self, plan: StepPlan, worst: Sequence[float], which: Sequence[float]) -> dict[str, Any]:
         """Whose numbers were bad in a step: the ranks where a micro-batch's loss or gradient was not finite, else the one with the highest loss.
@@ -69,34 +90,39 @@ class Batches:
         """
         highest = max(worst)
         ranks = [rank for rank, value in enumerate(worst) if value == highest][:SHOWN]
-        firsts = [plan.start + (int(which[rank]) * self.ranks + rank) * self.micro_rows for rank in ranks]
-        rows = [i for first in firsts for i in range(first, min(first + self.micro_rows, plan.stop))]
-        samples = dict.fromkeys(self.order.store.where(sample) for i in rows for sample, _, _ in self.order.row(i))
+        dealt = self.deal(plan)
+        rows = [row for rank in ranks for row in dealt[int(which[rank]), rank].tolist() if row >= 0]
+        samples = dict.fromkeys(where for row in rows for where in self.order.where(row))
         more = len(samples) - SHOWN
         return {"ranks": ranks, "samples": [*islice(samples, SHOWN)], **({"more_samples": more} if more > 0 else {})}
 
-    def assemble(self, rows: list[RowData]) -> MicroBatch:
-        """[micro_rows, seq_len] tensors on the device; missing rows are empty."""
-        shape = (self.micro_rows, self.order.seq_len)
-        tokens, positions, labels = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -100, np.int64)
-        weights, sources = np.zeros(shape, np.float32), np.zeros(shape, np.int64)
-        lengths: list[list[int]] = [[] for _ in range(self.micro_rows)]
-        for i, row in enumerate(rows):
-            tokens[i], labels[i], weights[i], lengths[i] = row.tokens, row.labels, row.weights, row.documents
-            sources[i, : sum(row.documents)] = np.repeat(row.sources, row.documents)
-            positions[i, : sum(row.documents)] = np.concatenate([np.arange(n) for n in row.documents])
-        learnt = np.flatnonzero(labels.reshape(-1) != -100)
+    def assemble(self, rows: Rows) -> MicroBatch:
+        """[micro_rows, length] tensors on the device; missing rows are empty."""
+        if len(rows.documents) < self.micro_rows:
+            there, rows = rows, Rows.empty(self.micro_rows, self.order.seq_len)
+            rows.put(range(len(there.documents)), there)
+        length = self.length(rows)
+        tokens, positions, *every = (part[:, :length] for part in (rows.tokens, rows.positions, rows.labels, rows.weights, rows.sources))
+        labels, weights, sources = (part.reshape(-1) for part in every)
+        learnt = np.flatnonzero(labels != -100)
         padding = (0, -len(learnt) % INDEX_STEP or (INDEX_STEP if not len(learnt) else 0))
         on_device = partial(to_device, device=self.device)
         return MicroBatch(
-            on_device(tokens),
-            on_device(positions),
-            LAYOUTS[self.attention](lengths, shape[1], self.device),
+            on_device(np.ascontiguousarray(tokens)),
+            on_device(np.ascontiguousarray(positions)),
+            LAYOUTS[self.attention](rows.documents, length, self.device),
             on_device(np.pad(learnt, padding)),
-            on_device(np.pad(labels.reshape(-1)[learnt], padding)),
-            on_device(np.pad(weights.reshape(-1)[learnt], padding)),
-            on_device(np.pad(sources.reshape(-1)[learnt], padding)) if len(self.source_names) > 1 else None,
+            on_device(np.pad(labels[learnt], padding)),
+            on_device(np.pad(weights[learnt], padding)),
+            on_device(np.pad(sources[learnt], padding)) if len(self.source_names) > 1 else None,
         )
+
+    def length(self, rows: Rows) -> int:
+        """Of a micro-batch of these rows, padding included."""
+        if self.pad_to_multiple is None or self.attention == "flex":  # whose kernel is compiled for each length
+            return self.order.seq_len
+        longest = max(1, *(sum(documents) for documents in rows.documents))
+        return min(self.order.seq_len, -(-longest // self.pad_to_multiple) * self.pad_to_multiple)
 
 
 def row_ranges(rows: int, last_row: int | None, start: int, left_out: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:

@@ -3,7 +3,10 @@
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -16,17 +19,20 @@ from fsdp_trainer.checkpoint.store import CheckpointStore, everywhere, load, rea
 from fsdp_trainer.config.paths import find_checkpoint, model_folder, step_of
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
-from fsdp_trainer.data.order import RowOrder
-from fsdp_trainer.data.store import Prepared, TokenStore
+from fsdp_trainer.data.mixture import Mixture, build_order, validation_order
+from fsdp_trainer.data.prepare import Prepared
+from fsdp_trainer.data.stream import StreamedData
+from fsdp_trainer.data.summary import two_lines
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.data.workers import cores
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.models.attention_choice import Choice, choose
 from fsdp_trainer.models.attention_kernels import describe_device, prefer
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.resolve import resolve_model
+from fsdp_trainer.models.resolve import resolve_model, resolve_with_tokenizer
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.profiler import Profiler
@@ -43,10 +49,11 @@ from fsdp_trainer.training.corruption import Corruption
 from fsdp_trainer.training.gradients import GradientSync
 from fsdp_trainer.training.guard import Guard, Stream
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.resume import check_unchanged, find_start, require_whole
+from fsdp_trainer.training.resume import check_unchanged, find_start, require_whole, take_up_data
 from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.saving import Saves
 from fsdp_trainer.training.stop import StopRequests
+from fsdp_trainer.training.streaming import StreamBatches
 from fsdp_trainer.training.trainer import Trainer
 
 
@@ -71,16 +78,23 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     compiled, uncompiled = can_compile(cfg, world.device)
     model = parallelize(model, mesh, cfg, compiled)
 
-    def batches(store: TokenStore, shuffle: bool) -> Batches:
-        order = RowOrder(store, cfg.batch.seq_len, cfg.data.packing, shuffle, cfg.run.seed, config.attended)
-        return Batches(order, cfg.batch.micro_rows, world.rank, world.size, world.device)
+    def batches(order: Mixture) -> Batches:
+        return Batches(order, cfg.batch.micro_rows, world.rank, world.size, world.device, cfg.data.pad_to_multiple)
 
-    train = batches(material.data.train, cfg.data.shuffle)
-    validation = batches(material.data.validation, shuffle=False) if material.data.validation else None
-    attention = choose_attention(cfg, config, train.order, world.device, compiled)
+    streamed = material.data.streamed
+    train: Batches
+    if streamed:
+        processes = cfg.data.workers or min(8, cores() * world.nodes // world.size)
+        place = cfg.batch.micro_rows, world.rank, world.size, world.device
+        train = StreamBatches(streamed, *place, config.attended, processes, cfg.data.pad_to_multiple)
+    else:
+        train = batches(build_order(cfg, material.data, config.attended))
+    held_out = material.data.validation
+    validation = batches(validation_order(cfg, held_out, config.attended)) if held_out else None
+    attention = choose_attention(cfg, config, attended_share(train.order, config), world.device, compiled)
     for part in filter(None, (train, validation)):
         part.attention = attention.layout
-    total_steps, last_row = length_of_run(cfg, train.order.rows_per_epoch)
+    total_steps, last_row = length_of_run(cfg, 0 if streamed else train.order.rows_per_epoch)
     every = cfg.logging.every or (10 if world.device.type == "cuda" else 1)
     more = bool(cfg.loss.label_smoothing or cfg.loss.z_loss)
     observer = Observer(run, world.main, world.device, config, cfg.batch.seq_len, every, total_steps, train.source_names, more)
@@ -94,7 +108,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         committed=lambda told: observer.event("checkpoint", **told),
     )
     start = find_start(cfg, checkpoints, observer)
-    changes = check_unchanged(cfg, material.data.train.fingerprint, start) if start else {}
+    changes = check_unchanged(cfg, train.order, start) if start else {}
 
     allocate(model, torch.device("cpu") if cfg.sharding.cpu_offload else world.device)
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed)
@@ -121,7 +135,8 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         changes=changes,
         compilations=Compilations() if compiled else None,
     )
-    for line in [*describe(trainer, world, material, attention), *([uncompiled] if uncompiled else [])]:
+    told = take_up(trainer, start) if start else []
+    for line in [*describe(trainer, world, material, attention), *([uncompiled] if uncompiled else []), *told]:
         observer.console.say(line)
     if start:
         restore(trainer, start)
@@ -141,39 +156,47 @@ def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
 def resolve_architecture(cfg: TrainConfig, material: Material) -> ModelConfig:
     """The model's configuration, checked against the tokenizer."""
     model = cfg.model if material.init_from is None else replace(cfg.model, init_from=str(material.init_from))
-    config = resolve_model(model, material.tokenizer.vocab_size)
-    if cfg.tokenizer.add_tokens and model.vocab_size is None:
-        config = replace(config, vocab_size=max(config.vocab_size, material.tokenizer.vocab_size))
-    if material.tokenizer.vocab_size > config.vocab_size:
-        size = material.tokenizer.vocab_size
-        why = f"the tokenizer has {size:,} tokens, more than the model's embedding.\nUse the model's own tokenizer, or add rows with  model.vocab_size={size}"
-        raise UserError("tokenizer and model do not fit", [Problem(f"vocabulary={config.vocab_size:,}", why)])
-    return config
+    return resolve_with_tokenizer(model, material.tokenizer.vocab_size, bool(cfg.tokenizer.add_tokens))
 
 
-def choose_attention(cfg: TrainConfig, config: ModelConfig, order: RowOrder, device: torch.device, compiled: bool) -> Choice:
+def choose_attention(cfg: TrainConfig, config: ModelConfig, share: float, device: torch.device, compiled: bool) -> Choice:
     """How attention is computed, settled for this process. Raises UserError for what this machine or model does not allow."""
     situation = replace(
         describe_device(device),
         dtype=cfg.precision.param_dtype,
         head_dim=config.head_dim,
         softcap=config.attn_logit_softcapping is not None,
-        windowed=any(window is not None and window < order.seq_len for window in config.windows),
+        windowed=any(window is not None and window < cfg.batch.seq_len for window in config.windows),
         compiled=compiled,
         selective=cfg.activation_checkpoint.mode == "selective",
-        share=order.totals(0, order.rows_per_epoch)[3] / (order.rows_per_epoch * order.seq_len**2),
+        share=share,
     )
     choice = choose(cfg.model.attention, cfg.model.attention_kernel, situation)
     prefer(choice, config, getattr(torch, cfg.precision.param_dtype), device, asked=cfg.model.attention_kernel != "auto")
     return choice
 
 
+def attended_share(order: Mixture | StreamedData, config: ModelConfig) -> float:
+    """What attention costs of what it would if every row were one document."""
+    if isinstance(order, StreamedData):
+        return config.attended(order.lengths).sum() / (order.lengths.sum() * order.seq_len)
+    return order.totals(0, order.rows_per_epoch)[3] / (order.rows_per_epoch * order.seq_len**2)
+
+
 def length_of_run(cfg: TrainConfig, rows_per_epoch: int) -> tuple[int, int | None]:
     """Optimizer steps in all, and the row at which the data ends (None where steps are what counts)."""
     if cfg.train.steps is not None:
         return cfg.train.steps, None
-    last_row = (cfg.train.epochs or 1) * rows_per_epoch
-    return math.ceil(last_row / cfg.batch.rows), last_row
+    last = last_row(cfg, rows_per_epoch, [])
+    return math.ceil(last / cfg.batch.rows), last
+
+
+def last_row(cfg: TrainConfig, rows_per_epoch: int, segments: list[dict[str, Any]]) -> int:
+    """Where train.epochs end: what earlier segments have done of them, by their own measure, is done. Streams have no epochs."""
+    measured = [(before, after) for before, after in pairwise(segments) if before["rows_per_epoch"]]
+    done = [Fraction(after["start"] - before["start"], before["rows_per_epoch"]) for before, after in measured]
+    start = segments[-1]["start"] if segments else 0
+    return start + max(0, math.ceil(((cfg.train.epochs or 1) - sum(done)) * rows_per_epoch))
 
 
 def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, str]:
@@ -203,11 +226,21 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
     require_shapes(trainer.model, checkpoint)
     prepare_optimizer(trainer.model, trainer.optimizer, str(checkpoint))
     load(checkpoint, weights(trainer.model) | optimizer_state(trainer.model, trainer.optimizer))
+    take_up(trainer, checkpoint)
+
+
+def take_up(trainer: Trainer, checkpoint: Path) -> list[str]:
+    """Stand where the checkpoint does, but for weights and optimizer state. Returns what becomes of the data, if it has changed since."""
     kept = read_progress(checkpoint)
     trainer.dtypes |= kept["dtypes"]
     trainer.progress = progress = Progress(**{name: kept[name] for name in asdict(Progress()) if name in kept})
+    told = take_up_data(trainer.batches.order, progress, kept["data"])
+    if trainer.last_row is not None:
+        trainer.last_row = last_row(trainer.cfg, trainer.batches.order.rows_per_epoch, progress.segments)
     if kept["data"] != trainer.fingerprints()["data"]:
-        progress.left_out = []  # other rows
+        progress.streams = []
+        if isinstance(trainer.batches.order, StreamedData):
+            told.append("data   the streams begin anew: what was seen may come again")
     trainer.count_steps()
     listed = trainer.saves.store.listed()
     ours = checkpoint.resolve() in [path.resolve() for path in listed]  # not one of another run, nor one that was left aside
@@ -216,6 +249,7 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
         progress.forget_validation()
     elif progress.best_step not in [step_of(path) for path in listed]:
         progress.best_step = progress.best_loss = None  # checkpoint.best was off, or the best one is gone
+    return told
 
 
 def require_shapes(model: Decoder, checkpoint: Path) -> None:
@@ -250,7 +284,16 @@ def describe(trainer: Trainer, world: World, material: Material, attention: Choi
     slots = cfg.batch.micro_rows * world.size
     micro_batches = math.ceil(cfg.batch.rows / slots)
     surplus = micro_batches * slots - cfg.batch.rows
-    epochs = (trainer.last_row or trainer.total_steps * cfg.batch.rows) / order.rows_per_epoch
+    if isinstance(order, StreamedData):
+        data, epochs = material.data.report, ""
+    else:
+        last = trainer.last_row or trainer.progress.rows + (trainer.total_steps - trainer.progress.step) * cfg.batch.rows
+        data = [
+            *two_lines(material.data, order.seq_len, order),
+            *order.plan(last),
+            *dict.fromkeys(of.note for of in order.orders if of.note),
+        ]
+        epochs = f", {(last - order.start) / order.rows_per_epoch:.2f} epochs"
     origin = cfg.model.init_from or "random weights"
     size = f"{short(config.parameters())} parameters, {config.num_hidden_layers} blocks, {config.vocab_size:,} tokens"
     numbers = f"{cfg.precision.param_dtype} (weights {cfg.precision.master_dtype})"
@@ -268,8 +311,7 @@ def describe(trainer: Trainer, world: World, material: Material, attention: Choi
             else []
         ),
         *(["       float8 without  compile=enabled  is slower than bfloat16"] if float8 and not cfg.compile.enabled else []),
-        *(f"data   {line}" for line in material.data.report),
-        f"rows   {order.rows_per_epoch:,} an epoch of {order.seq_len:,} tokens, {order.fill:.1%} full",
+        *(f"data   {line}" for line in data),
         f"attend {attention}",
         f"head   logits of at most {head.rows_at_once(cfg.batch.micro_rows * order.seq_len, world.device.type):,} tokens at once",
         f"step   {cfg.batch.rows} rows = {micro_batches} micro-batches × {cfg.batch.micro_rows} rows × {world.size} ranks"
@@ -279,5 +321,5 @@ def describe(trainer: Trainer, world: World, material: Material, attention: Choi
             if lr
             else []
         ),
-        f"train  {trainer.total_steps:,} steps, {epochs:.2f} epochs",
+        f"train  {trainer.total_steps:,} steps{epochs}",
     ]

@@ -2,17 +2,20 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from fsdp_trainer.training.batches import StepPlan
 
 
 @dataclass
 class Progress:
-    """All there is to know about where a run stands: the data order is a function of `rows`.
+    """All there is to know about where a run stands: the data order is a function of `rows`, or with data.streaming of `streams`.
 
     best_loss: the lowest validation loss, after best_step; lower_loss: the last one that counted as lower for train.early_stop;
     stale: how many in a row have not, since. recent, spikes_in_a_row: the guard's window; left_out: [first, stop) of rows that rewinds jump over.
+    segments: the mixtures that the rows came from, one after another, see Mixture.state; the last one as of this checkpoint.
     best_before: what was the best before that; cut_short: what a stop kept this step from, `validation` or `samples`; a resume begins with it.
+    streams: a cursor of each stream, see data/stream.py, as of this checkpoint; empty where they begin.
     """
 
     step: int = 0
@@ -27,8 +30,10 @@ class Progress:
     recent: list[list[float]] = field(default_factory=lambda: [[], []])
     spikes_in_a_row: int = 0
     left_out: list[list[int]] = field(default_factory=list)
+    segments: list[dict[str, Any]] = field(default_factory=list)
     rewinds: int = 0
     cut_short: str | None = None
+    streams: list[list[int]] = field(default_factory=list)
 
     def advance(self, plan: StepPlan) -> None:
         """Count a finished step."""

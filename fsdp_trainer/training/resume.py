@@ -18,8 +18,10 @@ from fsdp_trainer.checkpoint.store import CheckpointStore, damage_anywhere, read
 from fsdp_trainer.config.check import show
 from fsdp_trainer.config.paths import LAG_SECONDS, checkpoint_folders, find_checkpoint
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.data.mixture import Mixture
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.observer import Observer
+from fsdp_trainer.training.progress import Progress
 
 LOCK = ".lock"
 LOCK_SECONDS = 120.0  # a rank 0 of the attempt before, on a host that was cut off, holds the lock until its torchrun gives up
@@ -27,9 +29,11 @@ COMPARED = ("model", "data", "tokenizer", "batch", "loss", "optim", "schedule")
 # How something is read or computed, not what; the data's and the tokenizer's content is in the fingerprint.
 FREE = {
     "data.cache",
+    "data.pad_to_multiple",
     "data.path",
     "data.prefetch",
     "data.validation",
+    "data.workers",
     "loss.chunk_mib",
     "model.attention",
     "model.attention_kernel",
@@ -150,19 +154,22 @@ def require_whole(checkpoint: Path) -> None:
         raise UserError(f"the checkpoint {checkpoint} is damaged", problems)
 
 
-def check_unchanged(cfg: TrainConfig, fingerprint: str, checkpoint: Path) -> dict[str, list[Any]]:
+def check_unchanged(cfg: TrainConfig, order: Mixture, checkpoint: Path) -> dict[str, list[Any]]:
     """Every key that is not as in the checkpoint, with its value then and now, the number of ranks among them.
 
     Raises UserError listing those that change what is trained and are not in allow_changes.
     """
     before, now = _flat(yaml.safe_load((checkpoint / "config.yaml").read_text())), _flat(asdict(cfg))
-    before["data.fingerprint"], now["data.fingerprint"] = read_progress(checkpoint)["data"], fingerprint
+    kept = read_progress(checkpoint)
+    before["data.fingerprint"], now["data.fingerprint"] = kept["data"], order.fingerprint
     before["world_size"], now["world_size"] = read_manifest(checkpoint)["world_size"], dist.get_world_size()
     # a key that is younger than the checkpoint had its default
     changes = {
         key: [old, new] for key, new in now.items() if (old := before.get(key, DEFAULTS.get(key))) != new and key not in OF_THE_RESUME
     }
     allowed = set(cfg.checkpoint.allow_changes)
+    if "data.path" in allowed:
+        allowed.add("data.fingerprint")
     refused = {
         key: change
         for key, change in changes.items()
@@ -172,10 +179,58 @@ def check_unchanged(cfg: TrainConfig, fingerprint: str, checkpoint: Path) -> dic
         problems = [
             Problem(f"{key}={show(new)}", f"the checkpoint was trained with {show(old)}") for key, (old, new) in sorted(refused.items())
         ]
+        if "data.fingerprint" in refused and kept.get("segments"):
+            told = [f"{name} {what}" for name, what, _ in becomes(order, kept["segments"]) if what]
+            problem = next(problem for problem in problems if problem.what.startswith("data.fingerprint="))
+            problem.why = "\n".join([problem.why, *(told or ["the same sources are in another order, or mixed otherwise"])])
         ways = f"run.name=NEW  or go on all the same with  'checkpoint.allow_changes=[{','.join(sorted(refused))}]'"
         problems[-1].why += f"\nStart another run with  {ways}"
         raise UserError(f"this is not the run that {checkpoint} belongs to", problems)
     return changes
+
+
+def becomes(order: Mixture, segments: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """Of each component, and of those that are gone: its name, what has changed since a checkpoint, and where it goes on. Sets its start.
+
+    segments: the checkpoint's.
+    """
+    gone, told = list(segments[-1]["sources"]) if segments else [], []
+    left_out_before = {source["key"]: source for segment in segments[:-1] for source in segment["sources"]}
+    known = []
+    for c in order.components:
+        known.append(next((s for s in gone if s["key"] == c.key), None))
+        gone = [s for s in gone if s is not known[-1]]
+    for c, before in zip(order.components, known, strict=True):
+        before, c.start, c.start_tokens = before or left_out_before.get(c.key), 0, 0
+        if before:
+            c.start, c.start_tokens = before["rows"], before["tokens"]
+            what = f"was asked for {before['asked']:g}, is for {c.asked:g}" if before["asked"] != c.asked else ""
+            epoch, row = divmod(c.start, c.order.rows_per_epoch)
+            told.append((c.name, what, f"goes on at epoch {epoch + 1}, row {row:,} of {c.order.rows_per_epoch:,}"))
+        elif before := next((s for s in gone if s["name"] == c.name), None):
+            gone.remove(before)
+            same = before["key"].split("/")[0] == c.key.split("/")[0]
+            what = "is the same, in other rows or another order" if same else "has other content"
+            told.append((c.name, what, "begins at the first row of what it is now; what was seen of it may come again"))
+        else:
+            told.append((c.name, "is new", "begins at its first row"))
+    return told + [(s["name"], "is left out", f"was seen for {s['rows'] / s['rows_per_epoch']:.2f} epochs") for s in gone]
+
+
+def take_up_data(order: Mixture, progress: Progress, fingerprint: str) -> list[str]:
+    """Let the data go on where a checkpoint stands. Returns what that means, if it is not the data that the checkpoint's was."""
+    segments = progress.segments
+    if not segments and fingerprint == order.fingerprint:  # a checkpoint from before there were segments
+        return []
+    if segments and segments[-1]["key"] == order.key:
+        order.start = segments[-1]["start"]
+        for component, source in zip(order.components, segments[-1]["sources"], strict=True):
+            component.start, component.start_tokens = source["start"], source["start_tokens"]
+        return []
+    told = becomes(order, segments)
+    order.start, progress.left_out = progress.rows, []  # rows of the data before
+    progress.segments = [*segments, order.state(progress.rows)]
+    return [f"data   {name} {f'{what}: ' if what else ''}{where}" for name, what, where in told]
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from functools import partial
 
 from fsdp_trainer import phases
-from fsdp_trainer.checkpoint.store import everywhere
+from fsdp_trainer.checkpoint.store import everywhere, read_progress
 from fsdp_trainer.config.paths import step_of
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.parallel.convert import scale
@@ -27,7 +27,10 @@ def rewind(trainer: Trainer) -> None:
     good = partial(trainer.saves.store.newest_good, partial(tell_damaged, observer))
     # the cause may be some steps older than the spike
     checkpoint = good(spike.step - cfg.rewind_margin) or good(spike.step)
-    if checkpoint is None:
+    start = trainer.batches.order.start
+    if checkpoint is not None and read_progress(checkpoint)["rows"] < start:  # before the data changed, its rows had other numbers
+        checkpoint = good(spike.step)
+    if checkpoint is None or read_progress(checkpoint)["rows"] < start:
         observer.console.say(f"there is no checkpoint before step {spike.step:,} to rewind to: its update was left out instead")
         return
     rewinds = trainer.progress.rewinds + 1

@@ -19,12 +19,13 @@ from fsdp_trainer.config.paths import BEST, committed_checkpoints, find_checkpoi
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.build import build_data
+from fsdp_trainer.data.preparation import Told
 from fsdp_trainer.errors import RunFailed, Stopped, UserError
 from fsdp_trainer.launch.facts import look_over
 from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
 from fsdp_trainer.models.hub import fetch
-from fsdp_trainer.observe.console import Console, short
+from fsdp_trainer.observe.console import Console
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.stragglers import Straggler, comparing
 from fsdp_trainer.observe.trackers import Trackers
@@ -36,7 +37,7 @@ from fsdp_trainer.training.rewind import rewind
 from fsdp_trainer.training.stop import StopRequests
 from fsdp_trainer.training.trainer import Outcome, Trainer
 
-TELL_EVERY_SECONDS = 5.0
+BEAT_SECONDS = 1.0
 
 
 def run_rank(cfg: TrainConfig) -> int:
@@ -143,18 +144,19 @@ def prepare(cfg: TrainConfig, run: Path, console: Console, world: World) -> Mate
     init_from = fetch(cfg.model.init_from) if cfg.model.init_from else None
     if world.local_rank == 0:  # whose word all hear; what is free changes from moment to moment
         check_room(cfg, init_from, world)
-    return Material(*build_data(cfg, tokenising(console)), init_from)
+    return Material(*build_data(cfg, Told(beating(console, world), console.say)), init_from)
 
 
-def tokenising(console: Console) -> Callable[[int, int], None]:
-    """Tells how far the data is, from time to time."""
-    told = time.monotonic()
+def beating(console: Console, world: World) -> Callable[[str], None]:
+    """Tells how far the data is, from time to time, and all ranks that wait for it that it goes on."""
+    progress, beat = console.paced(), time.monotonic()
 
-    def tell(rows: int, tokens: int) -> None:
-        nonlocal told
-        if time.monotonic() - told > TELL_EVERY_SECONDS:
-            console.progress(f"data   {rows:,} rows read, {short(tokens)} tokens")
-            told = time.monotonic()
+    def tell(line: str) -> None:
+        nonlocal beat
+        progress(line)
+        if (now := time.monotonic()) - beat > BEAT_SECONDS:
+            world.beat()
+            beat = now
 
     return tell
 
@@ -210,7 +212,12 @@ def already_finished(trainer: Trainer, run: Path) -> str:
 
 def tell_end(trainer: Trainer, reason: str) -> None:
     """What validation said over the run."""
-    progress = trainer.progress
+    progress, order = trainer.progress, trainer.batches.order
+    for of in order.report(progress.rows) if len(order.components) > 1 else []:
+        asked, got = f"{of['share_asked']:.2%}", f"{of['share']:.2%}"
+        trainer.observer.console.say(
+            f"data   {of['name']}: {got} of the tokens, asked for {asked}; {of['tokens']:,} tokens, {of['epochs']:.2f} epochs"
+        )
     if reason == "early_stop":
         trainer.observer.console.say(f"stopped early: {progress.stale} validations in a row without a lower loss")
     if trainer.cfg.checkpoint.best and progress.best_step is not None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_trainer import phases
-from fsdp_trainer.errors import Stopped
+from fsdp_trainer.errors import Stopped, UserError
 from fsdp_trainer.launch.start import ECHO_SECONDS, SIGNALS
 
 LIMITS = ("time_limit", "slurm_time_limit")
@@ -49,7 +49,7 @@ class StopRequests:
         """Seconds that it takes to come to the next boundary and to commit a checkpoint there."""
         self.last_words: Callable[[str, int], Any] = lambda reason, code: None
         """Hears why the process ends at once, and with which code."""
-        self.missing: str | None = None
+        self.missing: str | UserError | None = None
         """Why this rank lacks the data of a step; empty if a stop did not wait for it."""
         self.leaving = False
         """From here on this rank waits for no other: they may go."""

@@ -18,7 +18,8 @@ from fsdp_trainer.checkpoint.state import optimizer_state, weights
 from fsdp_trainer.checkpoint.store import gather
 from fsdp_trainer.config.paths import checkpoint_name
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.errors import RunFailed
+from fsdp_trainer.config.units import parse_duration
+from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.observe.observer import Observer, losses
@@ -38,6 +39,7 @@ from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.saving import Saves
 from fsdp_trainer.training.stop import StopRequests
+from fsdp_trainer.training.streaming import StreamBatches, StreamFeed
 
 Outcome = tuple[str, int]
 """Why training ended, and the exit code."""
@@ -87,13 +89,13 @@ class Trainer:
             self.conclude(collect)
         while not (self.finished or self.stops):
             phases.enter("data", self.progress.step + 1)
-            plan = next(plans)
+            plan = feed.complete(next(plans))
             self.profiler.before(plan.step)
             lr = learning_rate(self.cfg.schedule, peak, plan.step, self.total_steps)
             loss, objective, sums, worst = self.forward_backward(plan, feed.of(plan))
             grad_norm = self.clip()
             verdict = self.update(lr, loss, grad_norm)
-            if self.agree():  # that a rank had no data for this step, which changed nothing
+            if self.agree(keep=True):  # that a rank had no data for this step, which changed nothing
                 break
             self.progress.advance(plan)
             self.tell_compilations("training")
@@ -161,17 +163,26 @@ class Trainer:
     def count_steps(self) -> None:
         """How many there will be in all, of a run counted in epochs: steps so far may have had other rows, and some rows are left out."""
         if self.last_row is not None:
-            to_come = row_ranges(self.cfg.batch.rows, self.last_row, self.progress.rows, self.progress.left_out)
-            self.total_steps = self.observer.total_steps = self.progress.step + sum(1 for _ in to_come)
+            rows, left_out = self.progress.rows, self.progress.left_out
+            changed = max([rows, *(min(stop, self.last_row) for _, stop in left_out)])  # from where on all steps are whole, but the last
+            steps = sum(1 for _ in row_ranges(self.cfg.batch.rows, changed, rows, left_out))
+            steps += max(0, math.ceil((self.last_row - changed) / self.cfg.batch.rows))
+            self.total_steps = self.observer.total_steps = self.progress.step + steps
 
     def feed(self, batches: Batches, plans: Iterator[StepPlan]) -> Feed:
         """This rank's part of all plans."""
+        if isinstance(batches, StreamBatches):
+            patience, observer = parse_duration(self.cfg.launch.data_timeout), self.observer
+            return StreamFeed(
+                batches, plans, self.cfg.data.prefetch, self.stop, self.progress, patience, observer.event, observer.console.say
+            )
         return Feed(batches, plans, self.cfg.data.prefetch, self.stop)
 
-    def agree(self, limits: bool = True) -> bool:
+    def agree(self, limits: bool = True, keep: bool = False) -> bool:
         """All ranks learn whether they stop, and whether a save in the background failed.
 
-        Returns whether a rank had no data because of the stop. Raises RunFailed on all of them if one could not read its.
+        Returns whether a rank had no data because of the stop. Raises RunFailed on all of them if one could not read its, UserError for what it read;
+        keep: after a checkpoint of what was trained.
         """
         phases.enter("agree")
         agreement = self.stop.agreed(self.saves.store.failed, limits)
@@ -180,8 +191,11 @@ class Trainer:
             phases.enter("staging")  # other ranks may yet write their part
             self.saves.settle(self.progress, self.next_save)
         if agreement.missing and (told := [why for why in gather(self.stop.missing) if why]):
+            if keep and self.progress.step:
+                self.observer.write_if_due(self.progress.step, last=True)
+                self.save_last()
             self.stop.leaving = True
-            raise RunFailed("\n".join(told))
+            raise next((why for why in told if isinstance(why, UserError)), RunFailed("\n".join(map(str, told))))
         return agreement.missing
 
     def must_stop(self, during: str) -> bool:
@@ -339,7 +353,15 @@ class Trainer:
                 self.check_replicas()
         phases.enter("staging")
         self.remember_window()
+        if isinstance(self.batches, StreamBatches):
+            self.progress.streams = self.batches.place(self.progress)
+        self.tell_sources()
         self.saves.save(self.progress, self.tensors(), self.state, self.next_save)
+
+    def tell_sources(self) -> None:
+        """On record, what a mixture has given so far."""
+        if self.observer.records and len(self.batches.order.components) > 1:
+            self.observer.event("data", step=self.progress.step, sources=self.batches.order.report(self.progress.rows))
 
     def save_last(self) -> None:
         """A checkpoint of this step, whatever it takes. Raises RunFailed."""
@@ -368,13 +390,14 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint remembers besides tensors."""
+        self.progress.segments = [*self.progress.segments[:-1], self.batches.order.state(self.progress.rows)]
         return {**asdict(self.progress), "total_steps": self.total_steps, "dtypes": self.dtypes, **self.fingerprints()}
 
     def fingerprints(self) -> dict[str, str | None]:
         """Of the data, and of what it is validated on."""
         return {
-            "data": self.batches.order.store.fingerprint,
-            "validation": self.validation.order.store.fingerprint if self.validation else None,
+            "data": self.batches.order.fingerprint,
+            "validation": self.validation.order.fingerprint if self.validation else None,
         }
 
     def stop_if_nothing_is_learnt(self) -> None:

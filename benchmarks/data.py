@@ -1,0 +1,312 @@
+"""The way of the data: tokenising beside `datasets.map`, packing ten million samples, delivering micro-batches, and the first one after a resume.
+
+    python -m benchmarks.data [--repeat 3] [--check] [--text FILE.jsonl] [--chats FILE.jsonl] [--tokenizer FOLDER]
+
+- texts: from a JSONL file to packed tokens on disk. The other side is what `run_clm.py` of transformers does: `datasets.map` in batches over the
+  same tokenizer, then `group_texts`; reading the JSONL into Arrow, which it does first, is not counted. Both must give the same tokens.
+- chats: tokens and the mask of what is learnt. The other side is `datasets.map` over `apply_chat_template(return_assistant_tokens_mask=True)`,
+  as TRL does it. Both must give the same tokens and the same mask.
+- pack: best fit for ten million samples, and the whole plan of an epoch.
+- deliver: how many micro-batches are made while the tiny model needs one, forward and backward.
+- first batch: of a store of two million samples, opened by a fresh process at step 1,000,000, its epoch planned before (warm) or not (cold).
+
+Every way of tokenising runs in a process of its own on one core. Without --text and --chats the texts are made: words of Zipf's distribution over
+a million made-up ones, the frequent ones short, with a tokenizer of 8,000 tokens trained on them.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from benchmarks.harness import arguments, finish, in_turn, ratio, spread
+from fsdp_trainer.config.schema import Batch, Data
+from fsdp_trainer.data.mixture import Component, Mixture
+from fsdp_trainer.data.order import RowOrder
+from fsdp_trainer.data.packing import best_fit
+from fsdp_trainer.data.prepare import prepare
+from fsdp_trainer.data.samples import Sample
+from fsdp_trainer.data.store import COLUMNS, StoreWriter, TokenStore
+from fsdp_trainer.data.templates import load_template
+from fsdp_trainer.data.tokenizer import load_tokenizer
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.training.batches import Batches
+from fsdp_trainer.training.objective import CrossEntropy
+
+SEQ_LEN = 1024
+MARKS = ("<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}"
+    "{% endgeneration %}{{ '\n' }}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+)
+SIZES = {"texts": 5e6, "chats": 2e6}  # bytes of what is made
+PACKED, RESUMED = 10_000_000, 2_000_000
+
+
+# --- tokenising --------------------------------------------------------------------------------------------------------------------
+
+
+def make_inputs(folder: Path) -> None:
+    """texts.jsonl, chats.jsonl and a tokenizer for them."""
+    draw = np.random.default_rng(0)
+    syllables = [a + b + c for a in "bdfgklmnprst" for b in "aeiou" for c in ("", "n", "r", "s")]
+    share = np.cumsum(1 / (np.arange(1_000_000) + 2.7) ** 1.2)
+
+    def word(rank: int) -> str:
+        """Frequent ones are short."""
+        rest, last = divmod(rank, len(syllables))
+        return (word(rest - 1) if rest else "") + syllables[last]
+
+    def sentence() -> str:
+        ranks = np.searchsorted(share, draw.random(draw.integers(6, 25)) * share[-1]).tolist()
+        return " ".join(map(word, ranks)).capitalize() + "."
+
+    def text(mean: float) -> str:
+        return " ".join(sentence() for _ in range(max(1, int(draw.lognormal(np.log(mean), 0.8)))))
+
+    makers: dict[str, Callable[[], dict]] = {
+        "texts": lambda: {"text": text(15)},
+        "chats": lambda: {"messages": [{"role": r, "content": text(m)} for _ in range(2) for r, m in (("user", 1), ("assistant", 3))]},
+    }
+    for name, maker in makers.items():
+        with open(folder / f"{name}.jsonl", "w") as file:
+            while file.tell() < SIZES[name]:
+                file.write(json.dumps(maker()) + "\n")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        [text(15) for _ in range(400)],
+        trainers.BpeTrainer(vocab_size=8000, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False),
+    )
+    (folder / "tokenizer").mkdir()
+    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+
+
+def ours(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str, Any]:
+    """The columns of a store."""
+    tokenizer = load_tokenizer(tokenizer_path, list(MARKS) if what == "chats" else [])
+    texts = {"format": "text", "loss_on": "all", "too_long": "split", "packing": "stream"}
+    data = Data(path=file, workers=1, **(texts if what == "texts" else {"format": "messages", "too_long": "truncate"}))
+    template = load_template("chatml" if what == "chats" else None, tokenizer)
+    started = clocks()
+    store = prepare(data, Batch(seq_len=SEQ_LEN), tokenizer, template, scratch / "cache").train[0]
+    seconds = clocks() - started
+    masks = np.asarray(store.weights) > 0 if what == "chats" else np.zeros(0, bool)
+    return told(np.asarray(store.tokens), masks, seconds, len(store))
+
+
+def theirs(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str, Any]:
+    """Arrow files of `datasets`."""
+    from datasets import disable_progress_bars, load_dataset  # of no use to the other ways, and slow
+    from transformers import PreTrainedTokenizerFast
+
+    disable_progress_bars()
+    rows = load_dataset("json", data_files=file, split="train", cache_dir=str(scratch / "datasets"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{tokenizer_path}/tokenizer.json", chat_template=CHATML)
+    if what == "texts":
+        backend, mine = tokenizer.backend_tokenizer, load_tokenizer(tokenizer_path)
+        ends = [token for token in (mine.bos_token, mine.eos_token) if token]
+        around = " ".join(filter(None, (mine.bos_token, "$A", mine.eos_token)))
+        backend.post_processor = processors.TemplateProcessing(
+            around, special_tokens=[(token, backend.token_to_id(token)) for token in ends]
+        )
+
+        def group_texts(batch: dict) -> dict:
+            every = {name: list(chain(*values)) for name, values in batch.items()}
+            total = len(every["input_ids"]) // SEQ_LEN * SEQ_LEN
+            blocks = {name: [values[i : i + SEQ_LEN] for i in range(0, total, SEQ_LEN)] for name, values in every.items()}
+            return {**blocks, "labels": blocks["input_ids"].copy()}
+
+        started = clocks()
+        tokenised = rows.map(lambda batch: tokenizer(batch["text"]), batched=True, remove_columns=rows.column_names)
+        tokenised.map(group_texts, batched=True)
+        seconds = clocks() - started
+        return told(np.concatenate(tokenised.with_format("numpy")["input_ids"][:]), np.zeros(0, bool), seconds, len(rows))
+
+    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
+
+    def render(row: dict) -> dict:
+        made = tokenizer.apply_chat_template(
+            row["messages"], return_dict=True, return_assistant_tokens_mask=True, truncation=True, max_length=SEQ_LEN
+        )
+        return {"input_ids": made["input_ids"], "mask": made["assistant_masks"]}
+
+    started = clocks()
+    made = rows.map(render, remove_columns=rows.column_names).with_format("numpy")
+    seconds = clocks() - started
+    return told(np.concatenate(made["input_ids"][:]), np.concatenate(made["mask"][:]) > 0, seconds, len(rows))
+
+
+def clocks() -> np.ndarray:
+    """Seconds on the wall, and of processor time."""
+    return np.array([time.perf_counter(), time.process_time()])
+
+
+def told(tokens: np.ndarray, masks: np.ndarray, seconds: np.ndarray, samples: int) -> dict[str, Any]:
+    """What both sides must have in common, and how fast it was: of processor time, since others may use the machine meanwhile."""
+    content = hashlib.sha256(tokens.astype(np.int32).tobytes() + masks.tobytes()).hexdigest()
+    wall, processor = seconds.tolist()
+    return {"content": content, "tokens": len(tokens), "samples": samples, "seconds": wall, "tokens_per_second": len(tokens) / processor}
+
+
+# --- packing, delivering, resuming -------------------------------------------------------------------------------------------------
+
+
+def lengths_of(samples: int, longest: int) -> np.ndarray:
+    """As web pages have them: log-normal, 400 tokens in the median."""
+    return np.minimum(np.random.default_rng(0).lognormal(6, 1, samples).astype(np.int64) + 2, longest)
+
+
+def memory_mib(which: str) -> float:
+    """Of this process: VmHWM, resident at its peak; RssAnon, its own now, without what it maps from files."""
+    return next(int(line.split()[1]) / 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(which))
+
+
+def pack(scratch: Path) -> dict[str, float]:
+    """Best fit of PACKED lengths."""
+    lengths, before = lengths_of(PACKED, 8192), memory_mib("VmHWM")
+    started = time.perf_counter()
+    packing = best_fit(lengths, 8192)
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "mib": memory_mib("VmHWM") - before, "fill": float(lengths.sum()) / 8192 / (len(packing.offsets) - 1)}
+
+
+def large_store(folder: Path, samples: int) -> TokenStore:
+    """Of the right size and lengths; its tokens are holes in a file."""
+    lengths = lengths_of(samples, 8192)
+    columns = {"lengths": lengths, "weight_sums": lengths - 1.0, "supervised": lengths - 1}
+    if not folder.exists():
+        folder.mkdir()
+        for name, dtype in COLUMNS.items():
+            size = int(lengths.sum()) if name in ("tokens", "weights") else samples
+            with open(folder / f"{name}.bin", "wb") as file:
+                columns.get(name, np.zeros(0)).astype(dtype).tofile(file)
+                file.truncate(size * np.dtype(dtype).itemsize)
+    return TokenStore(folder, "f")
+
+
+def batches_of(store: TokenStore, seq_len: int) -> Batches:
+    """Rows of best fit, shuffled; one is a micro-batch."""
+    return Batches(Mixture([Component("", RowOrder(store, seq_len, "best_fit", True, 0))]), 1, 0, 1, torch.device("cpu"))
+
+
+def first_batch(scratch: Path) -> dict[str, float]:
+    """Seconds to the first micro-batch of step 1,000,000, and this process's memory then."""
+    folder = scratch / "large"
+    if not folder.exists():
+        large_store(folder, RESUMED)
+    before, started = memory_mib("RssAnon"), time.perf_counter()
+    batches = batches_of(TokenStore(folder, "f"), 8192)
+    plan = next(batches.steps(32, None, 1_000_000, 32_000_000))
+    next(batches.micro_batches(plan))
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "mib": memory_mib("RssAnon") - before}
+
+
+def deliver(scratch: Path, repeat: int) -> dict[str, Any]:
+    """Seconds of a micro-batch, made and consumed; samples as long as gsm8k's, 195 tokens in the mean."""
+    draw = np.random.default_rng(0)
+    writer = StoreWriter(scratch / "small")
+    for n in np.minimum(draw.lognormal(5.2, 0.4, 5000).astype(int) + 2, SEQ_LEN):
+        writer.write([Sample(draw.integers(0, 8000, n, dtype=np.int32), (np.arange(n) > n // 3).astype(np.float32))])
+    writer.close()
+    batches = batches_of(TokenStore(scratch / "small", "f"), SEQ_LEN)
+    model = Decoder(ModelConfig(vocab_size=8000))  # its other defaults are model=tiny
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    made = list(batches.micro_batches(next(batches.steps(4, None))))
+
+    def consume() -> float:
+        started = time.perf_counter()
+        for batch in made:
+            model(batch, CrossEntropy(batch.weights))[0].backward()
+            model.zero_grad()
+        return (time.perf_counter() - started) / len(made)
+
+    def make() -> float:
+        plans = batches.steps(16, None)
+        started = time.perf_counter()
+        count = sum(1 for _ in range(10) for _ in batches.micro_batches(next(plans)))
+        return (time.perf_counter() - started) / count
+
+    consume(), make()
+    measured = in_turn({"made": make, "consumed": consume}, repeat)
+    return {
+        **{f"seconds {way}": spread(seconds) for way, seconds in measured.items()},
+        "made for one consumed": ratio(measured["consumed"], measured["made"]),
+    }
+
+
+# --- all of it ---------------------------------------------------------------------------------------------------------------------
+
+
+def in_a_process(what: str, *args: str, cores: int = 1) -> dict[str, Any]:
+    """`what` in a fresh process on so many cores."""
+    threads = {"RAYON_NUM_THREADS": str(cores), "OMP_NUM_THREADS": str(cores), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "benchmarks.data", "--one", json.dumps([what, *args])]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **threads})
+    if done.returncode:
+        raise RuntimeError(f"{what} {args} failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def one(what: str, *args: str) -> dict[str, Any]:
+    """What `in_a_process` runs."""
+    with tempfile.TemporaryDirectory() as scratch:
+        if what in ("ours", "theirs"):
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+            return {"ours": ours, "theirs": theirs}[what](args[0], args[1], args[2], Path(scratch))
+        return {"pack": pack, "first_batch": first_batch}[what](Path(*args) if args else Path(scratch))
+
+
+def main() -> None:
+    """Check, measure, print and write down."""
+    options = arguments(__doc__, repeat=3, one="", text="", chats="", tokenizer="")
+    if options.one:
+        print(json.dumps(one(*json.loads(options.one))))
+        return
+    result: dict[str, Any] = {"repeat": options.repeat}
+    compared = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_inputs(folder)
+        tokenizer = options.tokenizer or str(folder / "tokenizer")
+        for what, file in (("texts", options.text), ("chats", options.chats)):
+            args = (what, file or str(folder / f"{what}.jsonl"), tokenizer)
+            runs = in_turn({way: partial(in_a_process, way, *args) for way in ("ours", "theirs")}, options.repeat)
+            both = [run for way in runs.values() for run in way]
+            assert len({run["content"] for run in both}) == 1, f"{what}: not the same tokens: {both}"
+            rates = {way: [run["tokens_per_second"] for run in every] for way, every in runs.items()}
+            faster = ratio(rates["ours"], rates["theirs"])
+            result[what] = {
+                "tokens": both[0]["tokens"], "tokens a second and core": {way: spread(rate) for way, rate in rates.items()}, "ratio": faster,
+                "seconds": {way: spread([run["seconds"] for run in every]) for way, every in runs.items()},
+            }  # fmt: skip
+            compared[f"{what}: speed"] = faster["median"]
+        packs = [in_a_process("pack") for _ in range(options.repeat)]
+        result["pack 10,000,000"] = {figure: spread([run[figure] for run in packs]) for figure in packs[0]}
+        result["deliver"] = deliver(folder, max(5, options.repeat))
+        # far more than is needed, and as unsteady as the machine: what is compared is whether it is enough
+        compared["micro-batches made for one consumed, up to 50"] = min(50.0, result["deliver"]["made for one consumed"]["median"])
+        large_store(folder / "large", RESUMED)
+        cold, *warm = (in_a_process("first_batch", name) for _ in range(1 + options.repeat))
+        result["first batch at step 1,000,000"] = {"cold": cold, "warm": {figure: spread([run[figure] for run in warm]) for figure in cold}}
+    finish("data", result, compared, options.check, ("datasets", "tokenizers", "transformers", "numpy"))
+
+
+if __name__ == "__main__":
+    main()

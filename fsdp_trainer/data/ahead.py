@@ -1,0 +1,42 @@
+"""The verb `prepare`: tokenises ahead of training, into the folder where `train` with the same keys looks."""
+
+import re
+
+from fsdp_trainer.config.verbs import PrepareConfig
+from fsdp_trainer.data.build import build_template, build_tokenizer, cache_root
+from fsdp_trainer.data.prepare import Told, preparations, prepare
+from fsdp_trainer.data.summary import two_lines
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.observe.console import Console
+
+
+def prepare_ahead(cfg: PrepareConfig) -> int:
+    """Prepare all of the data, or a shard of it; returns the exit code."""
+    shard = parse_shard(cfg.prepare.shard)
+    console = Console(quiet=False)
+    tokenizer = build_tokenizer(cfg)
+    data = cfg.data, cfg.batch, tokenizer, build_template(cfg, tokenizer), cache_root(cfg), Told(console.paced(), console.say)
+    if shard:
+        index, of = shard
+        missing = sorted({i for one in preparations(*data) for i in one.shard(index, of)})
+        if missing:
+            others = " ".join(f"prepare.shard={i}/{of}" for i in missing)
+            console.say(f"done: {index}/{of}. The last of these, or train, puts the parts together: {others}")
+            return 0
+    prepared = prepare(*data)
+    for line in [*prepared.report, *two_lines(prepared, cfg.batch.seq_len)]:
+        console.say(f"data   {line}")
+    for store in [*prepared.train, *([prepared.validation] if prepared.validation else [])]:
+        console.say(f"in     {store.folder}")
+    return 0
+
+
+def parse_shard(shard: str | None) -> tuple[int, int] | None:
+    """`0/8` as numbers. Raises UserError."""
+    if shard is None:
+        return None
+    found = re.fullmatch(r"(\d+)/(\d+)", shard)
+    if not found or not int(found[1]) < int(found[2]):
+        why = "is not one of the machines, counted from 0, and their number: with eight of them  prepare.shard=0/8  to  prepare.shard=7/8"
+        raise UserError("the configuration cannot be used", [Problem(f"prepare.shard={shard}", why)])
+    return int(found[1]), int(found[2])

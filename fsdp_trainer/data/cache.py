@@ -1,0 +1,70 @@
+"""Who may write into the cache: a folder for what is being made, held by a lock, so that it is made once and what a crash leaves is used."""
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from fsdp_trainer.errors import Problem, UserError
+
+LOCK = "lock"
+LOOK_SECONDS = 0.2
+OLD_SECONDS = 24 * 3600.0
+
+
+@contextmanager
+def held(folder: Path, shared: bool, waits: Callable[[], None]) -> Iterator[None]:
+    """Hold `folder`, which is made if need be: with others that share it, or alone. waits: called again and again while another holds it.
+
+    Where the file system knows no locks all go ahead: what they make is the same, and appears by rename.
+    """
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = open(folder / LOCK, "a+")  # noqa: SIM115
+        except FileNotFoundError:  # who held it has just finished
+            continue
+        except OSError as error:
+            why = f"the tokenised data cannot be kept there: {error}.\nUse  data.cache=FOLDER"
+            raise UserError("the data cannot be prepared", [Problem(f"data.cache={folder.parent}", why)]) from None
+        with lock:
+            while not _locked(lock, shared):
+                waits()
+                time.sleep(LOOK_SECONDS)
+            if _is_there(lock, folder / LOCK):
+                yield
+                return
+
+
+def _locked(lock: TextIO, shared: bool) -> bool:
+    try:
+        fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _is_there(lock: TextIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(lock.fileno()), path.stat())
+    except OSError:
+        return False
+
+
+def clear_leftovers(root: Path, but: Path) -> None:
+    """Delete what runs that were killed have left in the cache, and nobody went on with for a day."""
+    for lock in root.glob(f".*/{LOCK}"):
+        folder = lock.parent
+        try:
+            if folder != but and time.time() - folder.stat().st_mtime > OLD_SECONDS:
+                with open(lock, "a+") as opened:
+                    if _locked(opened, shared=False):
+                        shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            continue

@@ -1,0 +1,90 @@
+"""What decides the tokens of a component: its files' content, tokenizer, template, options, and the code that turns one into the other."""
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.data.sources import content_hash
+
+HASHES = "hashes.json"
+SETTLED_SECONDS = 2.0  # a file that was written just now may be written again within one tick of its file system's clock
+PACKAGE = Path(__file__).parents[1]
+IMPORTS = re.compile(r"^from fsdp_trainer\.(data|config)(?:\.(\w+))? import (.+)", re.MULTILINE)
+LIBRARIES = ("tokenizers", "jinja2")  # which also decide
+
+
+def content_hashes(files: Iterable[str], root: Path, tick: Callable[[], None] = lambda: None) -> dict[str, str]:
+    """By file. A file that has the size, the time and the inode that it had when it was hashed last is not read again."""
+    kept = _kept(root)
+    found: dict[str, list[Any]] = {}
+    with ThreadPoolExecutor(8) as threads:
+        stamps = {file: _stamp(file) for file in dict.fromkeys(files)}
+        known = {file: kept[file] for file, stamp in stamps.items() if stamp and kept.get(file, [None])[:-1] == stamp}
+        unknown = [file for file in stamps if file not in known]
+        for file, digest in zip(unknown, threads.map(content_hash, unknown), strict=True):
+            found[file] = [*(stamps[file] or []), digest]
+            tick()
+    settled = (time.time() - SETTLED_SECONDS) * 1e9
+    worth_keeping = {file: entry for file, entry in found.items() if len(entry) > 1 and entry[1] < settled}
+    if worth_keeping:
+        _keep(root, _kept(root) | worth_keeping)
+    return {file: entry[-1] for file, entry in (known | found).items()}
+
+
+def _stamp(file: str) -> list[Any] | None:
+    try:
+        found = os.stat(file)
+    except OSError:  # it is no file of this machine
+        return None
+    return [found.st_size, found.st_mtime_ns, found.st_ino, os.path.abspath(file)]
+
+
+def _kept(root: Path) -> dict[str, list[Any]]:
+    try:
+        kept = json.loads((root / HASHES).read_text(encoding="utf-8"))
+        return kept if isinstance(kept, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _keep(root: Path, hashes: dict[str, list[Any]]) -> None:
+    aside = root / f".{HASHES}.{os.getpid()}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        aside.write_text(json.dumps(hashes), encoding="utf-8")
+        os.replace(aside, root / HASHES)
+    except OSError:  # they are computed again
+        with suppress(OSError):
+            aside.unlink()
+
+
+@cache
+def code_digest(package: Path = PACKAGE) -> str:
+    """Of the modules that `data/tokenise.py` needs to turn a file into tokens, and of the libraries that do part of it."""
+    digest, seen, open_ends = hashlib.blake2b(digest_size=10), set(), ["data/tokenise.py"]
+    while open_ends:
+        name = open_ends.pop()
+        if name in seen or name == "config/schema.py":  # whose values are in the fingerprint
+            continue
+        seen.add(name)
+        source = (package / name).read_text(encoding="utf-8")
+        for folder, module, names in IMPORTS.findall(source):
+            open_ends += [f"{folder}/{m}.py" for m in ([module] if module else re.findall(r"\w+", names))]
+    for name in sorted(seen):
+        digest.update(name.encode() + (package / name).read_bytes())
+    digest.update(repr([version(library) for library in LIBRARIES]).encode())
+    return digest.hexdigest()
+
+
+def fingerprint(parts: Any) -> str:
+    """A folder's name."""
+    return hashlib.blake2b(json.dumps([code_digest(), parts], sort_keys=True, default=str).encode(), digest_size=10).hexdigest()

@@ -1,0 +1,180 @@
+"""JSON to rows; a list a piece at a time, so that it need not fit into memory."""
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from fsdp_trainer.data.sources import Row, RowError
+
+CHUNK = 1 << 20  # bytes of a list that are read at a time
+LONGEST = 1 << 28  # bytes of one line or element: one without an end is not to fill the memory
+LOST = re.compile("[\udc80-\udcff]")  # what is left of bytes that are no UTF-8
+SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    columns = dict(pairs)
+    if len(columns) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise RowError(f"has {next(name for name in names if names.count(name) > 1)!r} twice in one object")
+    return columns
+
+
+# NaN and Infinity, which Python writes and JSON does not have, are what is missing: as in pandas, which writes them
+DECODER = json.JSONDecoder(object_pairs_hook=_without_twins, parse_constant=lambda _: None)
+
+
+def parse_object(text: str, where: tuple[str, int]) -> Row:
+    """The row that a line of JSON is."""
+    try:
+        return _row(DECODER.decode(text), where)
+    except RowError as e:
+        return Row({}, where, str(e))
+    except json.JSONDecodeError as e:
+        return Row({}, where, f"is not JSON (character {e.pos + 1}: {e.msg})")
+    except (ValueError, RecursionError) as e:
+        return Row({}, where, _beyond(e))
+
+
+def _row(value: Any, where: tuple[str, int]) -> Row:
+    if isinstance(value, dict):
+        return Row(value, where)
+    return Row({}, where, f"is a JSON {type(value).__name__}, not an object with columns: {str(value)[:60]}")
+
+
+def _beyond(error: Exception) -> str:
+    """JSON that Python does not read: a number of thousands of digits, or lists within lists."""
+    return f"is not JSON that can be read: {'it is nested too deeply' if isinstance(error, RecursionError) else error}"
+
+
+def read_list(file: BinaryIO, name: str) -> Iterator[Row]:
+    """Elements of the file's array, or of the one list in its object, each with the line on which it starts. `file` can seek."""
+    values = _Values(file)
+    try:
+        opening = values.peek()
+        if opening == "{" and [is_list for _, is_list in values.members()].count(True) == 1:
+            file.seek(0)
+            values = _Values(file)
+            next(key for key, is_list in values.members() if is_list)
+        elif opening != "[":
+            yield Row({}, (name, 1), "holds neither an array of objects nor an object with exactly one list")
+            return
+        for value in values.elements():
+            where = (name, values.line)
+            yield Row({}, where, str(value)) if isinstance(value, RowError) else _row(value, where)
+        values.position += 1
+        if opening == "[" and values.peek():
+            raise json.JSONDecodeError("something follows the array", values.text, values.position)
+    except json.JSONDecodeError as e:
+        line = values.line_of(e.pos)
+        yield Row({}, (name, line), f"is not JSON from here on (column {values.column_of(e.pos)}: {e.msg})")
+    except (ValueError, RecursionError) as e:
+        yield Row({}, (name, values.line_of(values.position)), _beyond(e))
+
+
+class _Values:
+    """A place in a JSON text, of which only the piece around it is in memory."""
+
+    def __init__(self, file: BinaryIO):
+        self.file, self.text, self.position = file, "", 0
+        self.line = 1
+        """Of the element that `elements` gave last."""
+        self._counted = self._column = 0  # how far `line` has been counted; characters of that line that are gone from `text`
+        # bytes that are no UTF-8 become lone surrogates, which are found in the element that holds them
+        self._decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
+
+    def line_of(self, position: int) -> int:
+        return self.line + self.text.count("\n", self._counted, position)
+
+    def column_of(self, position: int) -> int:
+        begin = self.text.rfind("\n", 0, position)
+        return position - begin if begin >= 0 else self._column + position + 1
+
+    def _count(self) -> None:
+        self.line, self._counted = self.line_of(self.position), self.position
+
+    def _more(self) -> bool:
+        """Read on, as much again as there is: a long element is tried anew few times. False at the end."""
+        self._count()
+        self._column = self.column_of(self.position) - 1
+        left = len(self.text) - self.position
+        if left > LONGEST:
+            raise json.JSONDecodeError(f"more than {LONGEST >> 20} MiB in one value", self.text, self.position)
+        block = self.file.read(max(CHUNK, left))
+        self.text = self.text[self.position :] + self._decode(block, not block)
+        self.position = self._counted = 0
+        return bool(block)
+
+    def peek(self) -> str:
+        """The next character that is no space; empty at the end."""
+        while True:
+            self.position = SPACE.match(self.text, self.position).end()  # type: ignore[union-attr]
+            if self.position < len(self.text) or not self._more():
+                return self.text[self.position : self.position + 1]
+
+    def elements(self) -> Iterator[Any]:
+        """The values of the list that begins here, a RowError for one that is to be left out; ends on its bracket."""
+        self._expect("[")
+        while self.peek() != "]":
+            self._count()
+            try:
+                yield self.value()
+            except RowError as e:
+                yield e
+            if self.peek() != "]":
+                self._expect(",")
+
+    def members(self) -> Iterator[tuple[str, bool]]:
+        """(key, whether its value is a list) of the object that begins here, while standing at that value."""
+        self._expect("{")
+        while self.peek() != "}":
+            key = self.value()
+            self._expect(":")
+            is_list = self.peek() == "["
+            yield key, is_list
+            if is_list:
+                for _ in self.elements():
+                    pass
+                self._expect("]")
+            else:
+                self.value()
+            if self.peek() != "}":
+                self._expect(",")
+
+    def _expect(self, character: str) -> None:
+        if self.peek() != character:
+            raise json.JSONDecodeError(f"Expecting {character}", self.text, self.position)
+        self.position += 1
+
+    def value(self) -> Any:
+        """The value that begins here, whatever it is; RowError if it is whole and still cannot be used."""
+        self.peek()
+        while True:
+            try:
+                value, end, wrong = *DECODER.raw_decode(self.text, self.position), None
+            except json.JSONDecodeError as e:
+                if self._is_cut(e) and self._more():
+                    continue
+                raise
+            except RowError as e:  # found before the value's end was
+                wrong = e
+                try:
+                    value, end = json.JSONDecoder().raw_decode(self.text, self.position)
+                except json.JSONDecodeError as cut:
+                    if self._is_cut(cut) and self._more():
+                        continue
+                    raise
+            if end == len(self.text) and self._more():  # a number may go on
+                continue
+            text, self.position = self.text[self.position : end], end
+            if wrong:
+                raise wrong
+            if not text.isascii() and LOST.search(text):
+                raise RowError("is not UTF-8. Convert the file:  iconv -f latin1 -t utf-8")
+            return value
+
+    def _is_cut(self, error: json.JSONDecodeError) -> bool:
+        """Whether the error may be no more than the end of the piece that is in memory."""
+        return error.msg.startswith("Unterminated string") or error.pos + len("-Infinity") >= len(self.text.rstrip())

@@ -1,0 +1,281 @@
+"""The rows of all components as one running index: whose row n is, and which of its rows, is a pure function of n and the shares."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heappop, heappush
+from typing import Any
+
+import numpy as np
+
+from fsdp_trainer.config.data_files import entries
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.data.order import RowData, RowOrder, Rows
+from fsdp_trainer.data.prepare import Prepared
+from fsdp_trainer.data.store import TokenStore
+from fsdp_trainer.errors import Problem, UserError
+
+REPEATED = (
+    4  # more passes than these over the same text teach less and less (Muennighoff et al. 2023, Scaling Data-Constrained Language Models)
+)
+PARTS = 1 << 40  # weights in whole numbers; 10⁹ rows are not off by a thousandth of one
+LEAST = 1e-6  # of all rows; what it takes to find a turn grows with the inverse
+
+
+class Turns:
+    """Who has the n-th turn, where component i has `parts[i]` of every Σ parts.
+
+    After any n turns each has had n · share of them to less than one: the j-th turn of a component lies within [⌊j / share⌋, ⌈(j + 1) / share⌉),
+    which the earliest deadline first keeps for all (Baruah et al. 1996, Proportionate progress). That order would have to be followed from
+    the first turn on; so it begins anew in every block of turns. The counts at a block's edge are those that it leads to from the edge before,
+    where the turns that can have been taken or not had been by those with the earliest deadlines: from such counts all deadlines can be met,
+    and where everybody has a turn in a block, any two edges can be joined (Hall's condition for intervals).
+    """
+
+    def __init__(self, parts: Sequence[int]):
+        self.parts, self.whole = [int(part) for part in parts], sum(map(int, parts))
+        self.span = max(1024, -(-self.whole // min(part for part in self.parts if part)))
+        """Turns in a block. Everybody has one in it, or counts at two edges could contradict each other."""
+        self.edge, self.block = lru_cache(maxsize=8)(self._edge), lru_cache(maxsize=3)(self._block)
+
+    def taken(self, n: int) -> np.ndarray:
+        """[components] int64: the turns of each among the first n."""
+        block, within = divmod(n, self.span)
+        had = np.bincount(self.block(block)[0][:within], minlength=len(self.parts)) if within else 0
+        return self.edge(block) + had
+
+    def at(self, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Whose these turns are, and how many turns it has had before, both int64."""
+        who, ordinal = np.empty((2, len(turns)), np.int64)
+        blocks, places = np.divmod(turns, self.span)
+        for block in np.unique(blocks).tolist():
+            here = blocks == block
+            who[here], ordinal[here] = (part[places[here]] for part in self.block(block))
+        return who, ordinal
+
+    def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """[span] each: who has which turn, and its how manieth that is."""
+        first = self.edge(block)
+        who = self._deal(block * self.span, first, self.edge(block + 1))
+        ordinal = np.empty_like(who)
+        for i, before in enumerate(first.tolist()):
+            ordinal[who == i] = before + np.arange(np.count_nonzero(who == i))
+        return who, ordinal
+
+    def _edge(self, block: int) -> np.ndarray:
+        """Turns of each before a block."""
+        if block == 0:
+            return np.zeros(len(self.parts), np.int64)
+        first = (block - 1) * self.span
+        had, rests = zip(*(divmod(first * part, self.whole) for part in self.parts), strict=True)
+        due = [(-((rest - self.whole) // part), i) for i, (part, rest) in enumerate(zip(self.parts, rests, strict=True)) if rest]
+        before = np.array(had, np.int64)
+        before[[i for _, i in sorted(due)[: first - sum(had)]]] += 1
+        begun = [-(-(first + self.span) * part // self.whole) for part in self.parts]
+        return before + np.bincount(self._deal(first, before, begun), minlength=len(self.parts))
+
+    def _deal(self, first: int, before: Sequence[int] | np.ndarray, until: Sequence[int] | np.ndarray) -> np.ndarray:
+        """[span] int64: who has the turns from `first` on, where component i has had before[i], and may get to until[i]."""
+        releases, deadlines, owners = [], [], []
+        for i, part in enumerate(self.parts):
+            had, rest = divmod(first * part, self.whole)
+            turns = np.arange(int(before[i]) - had, int(until[i]) - had)
+            releases.append((turns * self.whole - rest) // max(1, part))
+            deadlines.append(-((rest - (turns + 1) * self.whole) // max(1, part)))
+            owners.append(np.full(len(turns), i))
+        released, deadline, owner = (np.concatenate(every) for every in (releases, deadlines, owners))
+        if len(owner) == self.span:  # all are to be done
+            deadline = np.minimum(deadline, self.span)
+        by_release = np.argsort(released, kind="stable")
+        jobs = (deadline * len(self.parts) + owner)[by_release].tolist()
+        opens = [*released[by_release].tolist(), self.span]
+        who: list[int] = []
+        waiting: list[int] = []
+        job = 0
+        for turn in range(self.span):
+            while opens[job] <= turn:
+                heappush(waiting, jobs[job])
+                job += 1
+            who.append(heappop(waiting) % len(self.parts))
+        return np.array(who)
+
+
+@dataclass
+class Component:
+    """What is packed and ordered by itself. key: of all that decides its rows; asked: its weight or repeat."""
+
+    name: str
+    order: RowOrder
+    key: str = ""
+    asked: float = 1.0
+    start: int = 0
+    """How many of its rows were taken before the mixture's first."""
+    start_tokens: int = 0
+    """In those rows."""
+
+    def tokens(self, rows: int) -> int:
+        """In its first `rows` rows."""
+        epochs, rest = divmod(rows, self.order.rows_per_epoch)
+        first = epochs * self.order.rows_per_epoch
+        return epochs * len(self.order.store.tokens) + self.order.totals(first, first + rest)[1]
+
+
+class Mixture:
+    """Rows of all components over all epochs, by one running index.
+
+    weighted: `asked` are shares of the tokens; rows are shared out so, as full as those of each component are on average. An epoch has as
+    many rows as all components have. Else they are repeats: an epoch holds exactly so many times the rows of each.
+    """
+
+    def __init__(self, components: Sequence[Component], weighted: bool = False):
+        self.components, self.weighted = list(components), weighted
+        self.orders = [component.order for component in self.components]
+        rows = [order.rows_per_epoch for order in self.orders]
+        asked = [component.asked for component in self.components]
+        if weighted:
+            shares = np.array(asked) / [order.fill for order in self.orders]
+            parts = [max(1, round(share * PARTS)) for share in (shares / shares.sum()).tolist()]
+        else:
+            parts = [max(1, round(times * each)) if times else 0 for times, each in zip(asked, rows, strict=True)]
+        self.shares = [part / sum(parts) for part in parts]
+        """Of the rows."""
+        self.turns = Turns(parts)
+        self.rows_per_epoch: int = sum(rows) if weighted else sum(parts)
+        self.seq_len = self.orders[0].seq_len
+        self.fill: float = sum(share * order.fill for share, order in zip(self.shares, self.orders, strict=True))
+        """Share of positions that hold a token."""
+        self.source_names = [name for order in self.orders for name in order.store.source_names]
+        self._first_source = np.cumsum([0, *(len(order.store.source_names) for order in self.orders)])
+        self.folder = ", ".join(str(order.store.folder) for order in self.orders)
+        self.fingerprint = self._hash(self.orders[0].store.fingerprint, [order.store.fingerprint for order in self.orders])
+        self.key = self._hash(self.components[0].key, [component.key for component in self.components])
+        """Of all that decides which row is which."""
+        self.start = 0
+        """The running index of its first row: what came before was another mixture's."""
+
+    def _hash(self, alone: str, each: list[str]) -> str:
+        if len(each) == 1 and self.components[0].asked == 1:
+            return alone
+        parts = [self.weighted, [*zip(each, (component.asked for component in self.components), strict=True)]]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=10).hexdigest()
+
+    def taken(self, index: int) -> list[int]:
+        """How many rows of each component come before row `index`, in this mixture and before it."""
+        n = index - self.start
+        turns = self.turns.taken(n).tolist() if len(self.orders) > 1 else [n]
+        return [component.start + had for component, had in zip(self.components, turns, strict=True)]
+
+    def locate(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each row, int64: its component, and its index there."""
+        turns = np.asarray(indices, np.int64) - self.start
+        who, ordinal = self.turns.at(turns) if len(self.orders) > 1 else (np.zeros_like(turns), turns)
+        return who, ordinal + np.array([component.start for component in self.components])[who]
+
+    def read(self, index: int) -> RowData:
+        """Row `index` by itself."""
+        return self.read_rows([index]).row(0)
+
+    def read_rows(self, indices: Sequence[int] | np.ndarray) -> Rows:
+        """The rows of these indices, in their order."""
+        who, index = self.locate(indices)
+        if len(self.orders) == 1:
+            return self.orders[0].read_rows(index)
+        rows = Rows.empty(len(index), self.seq_len)
+        for i in np.unique(who).tolist():
+            places = np.flatnonzero(who == i)
+            part = self.orders[i].read_rows(index[places])
+            part.sources += self._first_source[i]
+            rows.put(places, part)
+        return rows
+
+    def costs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """[rows] of what attention costs in each of these rows."""
+        who, index = self.locate(indices)
+        costs = np.zeros(len(index))
+        for i in np.unique(who).tolist():
+            costs[who == i] = self.orders[i].costs(index[who == i])
+        return costs
+
+    def totals(self, start: int, stop: int) -> tuple[float, int, int, int]:
+        """(Σ weight, tokens, supervised tokens, Σ of what attention costs) of rows [start, stop), without reading one."""
+        ranges = zip(self.orders, self.taken(start), self.taken(stop), strict=True)
+        weight, tokens, supervised, squares = zip(*(order.totals(first, end) for order, first, end in ranges), strict=True)
+        return sum(weight), sum(tokens), sum(supervised), sum(squares)
+
+    def where(self, index: int) -> list[str]:
+        """FILE:LINE of what is in row `index`."""
+        (who,), (of_it,) = (part.tolist() for part in self.locate([index]))
+        return [self.orders[who].store.where(sample) for sample, _, _ in self.orders[who].row(of_it)]
+
+    def state(self, index: int) -> dict[str, Any]:
+        """Where each component stands before row `index`, as a checkpoint keeps it: a segment of the run."""
+        sources = [
+            {"name": c.name, "key": c.key, "asked": c.asked, "rows_per_epoch": c.order.rows_per_epoch}
+            | {"start": c.start, "start_tokens": c.start_tokens, "rows": rows, "tokens": c.tokens(rows)}
+            for c, rows in zip(self.components, self.taken(index), strict=True)
+        ]
+        return {"key": self.key, "start": self.start, "rows_per_epoch": self.rows_per_epoch, "sources": sources}
+
+    def plan(self, last: int) -> list[str]:
+        """What a run up to row `last` will have seen of each component; nothing where there is but one."""
+        if len(self.components) == 1:
+            return []
+        epoch = "as many rows as all have" if self.weighted else "every source as often as its repeat says"
+        lines = [f"mixed by {'weights' if self.weighted else 'repeats'}; an epoch is {epoch}. In this run:"]
+        for c, share, rows in zip(self.components, self.shares, self.taken(last), strict=True):
+            tokens, epochs = share * c.order.fill / self.fill, rows / c.order.rows_per_epoch
+            lines.append(
+                f"    {c.name}: {tokens:.2%} of the tokens, {share:.2%} of the rows, {epochs:.2f} epochs of {c.order.rows_per_epoch:,} rows"
+            )
+            if epochs > REPEATED:
+                lines.append(f"        more than {REPEATED} passes over the same text teach less and less (Muennighoff et al. 2023)")
+        return lines
+
+    def report(self, index: int) -> list[dict[str, Any]]:
+        """Of each component up to row `index`: the share of tokens that was asked for, the one it got, its tokens and epochs so far."""
+        rows = self.taken(index)
+        got = [c.tokens(n) - c.start_tokens for c, n in zip(self.components, rows, strict=True)]
+        asked = [share * order.fill / self.fill for share, order in zip(self.shares, self.orders, strict=True)]
+        return [
+            {
+                "name": c.name,
+                "share_asked": round(asked[i], 6),
+                "share": round(got[i] / max(1, sum(got)), 6),
+                "tokens": c.start_tokens + got[i],
+                "rows": rows[i],
+                "epochs": round(rows[i] / c.order.rows_per_epoch, 4),
+            }
+            for i, c in enumerate(self.components)
+        ]
+
+
+def build_order(cfg: TrainConfig, prepared: Prepared, attended: Callable[[np.ndarray], np.ndarray] = np.square) -> Mixture:
+    """The rows of training, in their order. attended: see RowOrder. Raises UserError for a mixture that cannot be."""
+    named = entries(cfg.data.path)
+    weighted = any(entry.weight is not None for entry in named)
+    given = [entry.weight if weighted else entry.repeat for entry in named]
+    asked = [1.0 if times is None else times for times in given]
+    if len(prepared.train) == 1:
+        asked, weighted = [1.0 if weighted else asked[0]], False
+    if weighted:
+        asked = [round(weight / sum(asked), 12) for weight in asked]
+    stores = zip(prepared.names, prepared.train, asked, strict=False)
+    mixture = Mixture([_component(cfg, name, store, cfg.data.shuffle, attended, times) for name, store, times in stores], weighted)
+    if small := [c.name for c, share in zip(mixture.components, mixture.shares, strict=True) if 0 < share < LEAST]:
+        why = f"{small[0]} would have less than a millionth of the rows. Leave it out, or raise its {'weight' if weighted else 'repeat'}"
+        raise UserError("the data cannot be mixed", [Problem("data.path", why)])
+    return mixture
+
+
+def validation_order(cfg: TrainConfig, store: TokenStore, attended: Callable[[np.ndarray], np.ndarray] = np.square) -> Mixture:
+    """All rows of what is held out, unshuffled."""
+    return Mixture([_component(cfg, "validation", store, False, attended)])
+
+
+def _component(
+    cfg: TrainConfig, name: str, store: TokenStore, shuffle: bool, attended: Callable[[np.ndarray], np.ndarray], asked: float = 1.0
+) -> Component:
+    order = RowOrder(store, cfg.batch.seq_len, cfg.data.packing, shuffle, cfg.run.seed, attended)
+    return Component(name, order, f"{store.fingerprint}/{cfg.data.packing}/{cfg.batch.seq_len}/{cfg.run.seed}/{shuffle}", asked)

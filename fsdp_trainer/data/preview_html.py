@@ -1,0 +1,34 @@
+"""A preview as one HTML file that needs nothing else: no network, no program. The data is text of strangers: it is escaped, and no script of its own could run."""
+
+from base64 import b64encode
+from hashlib import sha256
+from pathlib import Path
+
+import jinja2
+
+from fsdp_trainer.data.preview import SOURCE_COLUMNS, Page, Piece
+from fsdp_trainer.errors import Problem, UserError
+
+HERE = Path(__file__).parent
+
+
+def write(page: Page, file: Path) -> None:
+    """Write it; UserError where that cannot be."""
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    style, script = (environment.loader.get_source(environment, f"preview.{kind}")[0] for kind in ("css", "js"))  # type: ignore[union-attr]
+    html = environment.get_template("preview.html.jinja").render(
+        page=page, columns=SOURCE_COLUMNS, style=style, script=script, hashes=[_hash(style), _hash(script)], classes=_classes
+    )
+    try:
+        file.write_text(html, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError("the preview cannot be written", [Problem(f"preview.html={file}", str(error))]) from None
+
+
+def _hash(content: str) -> str:
+    """As a Content-Security-Policy names what may be used."""
+    return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"
+
+
+def _classes(piece: Piece) -> str:
+    return " ".join(name for name, holds in (("s", piece.special), ("w", piece.weight not in (0, 1))) if holds)

@@ -1,0 +1,290 @@
+"""Files that lie elsewhere, through fsspec: listed, and copied once into the cache that a machine's ranks and runs share.
+
+A copy lies in `remote/SCHEME/HOST/PATH/VERSION/NAME`, so that one of another version is another file, and a message that names it
+says where it came from. What was found last is noted down: without a network, the copies serve as they are.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import urlsplit
+
+from fsspec import AbstractFileSystem
+from fsspec.callbacks import Callback
+from fsspec.core import url_to_fs
+
+from fsdp_trainer.config.data_files import KINDS, choose_files, has_magic, is_data, is_url, kind, place, why_url_unusable
+from fsdp_trainer.errors import Problem, UserError
+
+AT_ONCE = 8  # files that are fetched side by side
+BLOCK = 1 << 24  # bytes a request
+SILENT_SECONDS = 60  # of a web server, after which it is given up
+# what tells versions of a file apart, as the various stores call it; the first that is known is enough with the size
+MARKS = ("ETag", "etag", "blob_id", "md5Hash", "Content-MD5", "content_md5", "checksum", "mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")  # fmt: skip
+
+Say = Callable[[str], None]
+
+
+def nothing(line: str) -> None:
+    """For who does not listen."""
+
+
+class Unreachable(UserError):
+    """The network is at fault, or the store: what was fetched before may serve."""
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """One file of a URL, as the store describes it."""
+
+    url: str
+    size: int | None
+    version: str
+    """Hash of size and ETag, or what else the store knows; changes with the content."""
+
+    def copy_in(self, cache: Path) -> Path:
+        """Where its copy lies."""
+        folders = [part for part in place(self.url).split("/") if part not in ("", ".", "..")]
+        return cache.joinpath("remote", urlsplit(self.url).scheme, *folders[:-1], self.version, folders[-1])
+
+
+def list_files(url: str, key: str) -> list[RemoteFile]:
+    """The data files of a URL: a file, a folder (searched through) or a glob, in a fixed order. UserError if it cannot be read."""
+    with _telling(url, key):
+        system, path = _system_of(url)
+        system.invalidate_cache()
+        is_web = urlsplit(url).scheme in ("http", "https")  # tells no folder from a file
+        if has_magic(url):
+            found = {p: about for p, about in system.glob(path, detail=True).items() if about["type"] == "file"}
+        elif not path.endswith("/") if is_web else system.isfile(path):
+            found = {path: system.info(path)}
+        else:
+            found = system.find(path, detail=True)
+            if not found:
+                raise FileNotFoundError(url)
+            found = {p: about for p, about in found.items() if is_data(p.removeprefix(path).strip("/"))}
+        address = {p: url if p == path else _address(url, p) for p in found}
+        try:
+            chosen = choose_files(sorted(address.values()), url)
+        except ValueError as error:
+            raise _unusable(url, key, str(error)) from None
+        about = {address[p]: about for p, about in found.items()}
+        if is_web:  # whose listings are bare
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                about = dict(zip(chosen, pool.map(system.info, chosen), strict=True))
+        return [RemoteFile(file, about[file].get("size"), _version(file, about[file])) for file in chosen]
+
+
+def _system_of(url: str) -> tuple[AbstractFileSystem, str]:
+    if not url.startswith(("http://", "https://")):
+        return url_to_fs(url)
+    from aiohttp import ClientTimeout
+
+    # its own limit is five minutes for a whole file; proxies and ~/.netrc are honoured
+    timeout = ClientTimeout(total=None, sock_connect=SILENT_SECONDS, sock_read=SILENT_SECONDS)
+    return url_to_fs(url, client_kwargs={"timeout": timeout, "trust_env": True})
+
+
+def _address(url: str, path: str) -> str:
+    """The URL of what a file system calls `path`."""
+    scheme = urlsplit(url).scheme
+    return path if is_url(path) else f"{scheme}://{path if scheme in ('file', 'local') else path.lstrip('/')}"
+
+
+def _version(url: str, about: dict[str, Any]) -> str:
+    mark = next((str(about[name]) for name in MARKS if about.get(name)), url)
+    return hashlib.blake2b(f"{about.get('size')} {mark}".encode(), digest_size=6).hexdigest()
+
+
+def fetch(url: str, key: str, cache: Path, say: Say = nothing, progress: Say = nothing) -> dict[str, str]:
+    """The URL of each of its files → the local copy, fetched if it is not there. UserError if it cannot be had.
+
+    say: told what is worth a lasting line; progress: told again and again how far it is.
+    """
+    noted = cache / "remote" / "found" / f"{hashlib.blake2b(url.encode(), digest_size=10).hexdigest()}.json"
+    if int(os.environ.get("LOCAL_RANK", 0)) and (copies := _noted(noted)):
+        return copies  # the node's first rank has just asked, and all are to read the same
+    try:
+        files = list_files(url, key)
+    except Unreachable as error:
+        if not (copies := _noted(noted)):
+            raise
+        say(f"data   {shown(url)} is not asked for changes, its copy is used: {error.problems[0].why.splitlines()[0]}")
+        return copies
+    copies = {file.url: str(file.copy_in(cache)) for file in files}
+    missing = [file for file in files if not os.path.exists(copies[file.url])]
+    with _telling(url, key, cache):
+        if missing:
+            _copy_all(missing, cache, url, say, progress)
+        noted.parent.mkdir(parents=True, exist_ok=True)
+        aside = noted.with_suffix(f".{os.getpid()}")
+        aside.write_text(json.dumps(copies), encoding="utf-8")
+        os.replace(aside, noted)
+    for copy in copies.values():
+        if kind(copy)[0] not in KINDS:
+            raise _unusable(url, key, f"{Path(copy).name} is no kind of file that is read: its name and its first bytes tell none")
+    return copies
+
+
+def _noted(file: Path) -> dict[str, str]:
+    """What was found last, if the copies of all of it are there."""
+    copies: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return copies if all(map(os.path.exists, copies.values())) else {}
+
+
+def _copy_all(files: list[RemoteFile], cache: Path, url: str, say: Say, progress: Say) -> None:
+    total = sum(file.size or 0 for file in files)
+    say(f"data   fetching {len(files):,} file{'s' * (len(files) > 1)} of {shown(url)}, {total / 2**30:.2f} GiB, into {cache / 'remote'}")
+    targets = [file.copy_in(cache) for file in files]
+    leaving = _Leaving()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        running = {pool.submit(_copy, file, target, leaving) for file, target in zip(files, targets, strict=True)}
+        try:
+            while running:
+                done, running = wait(running, timeout=1, return_when=FIRST_EXCEPTION)
+                for one in done:
+                    one.result()
+                here = sum(_bytes_of(target) or _bytes_of(_part(target)) for target in targets)
+                progress(f"data   fetched {here / 2**30:.2f} of {total / 2**30:.2f} GiB")
+        except BaseException:
+            leaving.now = True
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+class _Leaving(Callback):
+    """Ends downloads that go on in other threads: what was fetched is gone on from at the next start."""
+
+    now = False
+
+    def relative_update(self, inc: int = 1) -> None:
+        if self.now:
+            raise InterruptedError("another file could not be fetched, or the run was stopped")
+
+
+def _part(target: Path) -> Path:
+    """What has come of a file so far."""
+    return target.with_name(f".{target.name}.part")
+
+
+def _bytes_of(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def _copy(file: RemoteFile, target: Path, leaving: _Leaving) -> None:
+    """Fetch a file, from where an earlier attempt ended on; other processes of this machine wait for it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = _part(target)
+    with open(part, "ab") as out:
+        with contextlib.suppress(OSError):  # a file system without locks: two may fetch the same, and one is kept
+            fcntl.flock(out, fcntl.LOCK_EX)
+        if target.exists():
+            return
+        system, path = _system_of(file.url)
+        if not (out.tell() and _gone_on(system, path, out, leaving)):
+            system.get_file(path, str(part), callback=leaving)
+        os.fsync(out.fileno())
+        size = os.fstat(out.fileno()).st_size
+        if file.size is not None and size != file.size:
+            part.unlink()
+            raise OSError(f"{shown(file.url)} has {size:,} bytes, not {file.size:,} as its store says")
+        os.replace(part, target)
+
+
+def _gone_on(system: AbstractFileSystem, path: str, out: BinaryIO, leaving: _Leaving) -> bool:
+    """Append what an earlier attempt did not fetch. False if the store gives files only from their beginning on."""
+    try:
+        with system.open(path, "rb", block_size=BLOCK, cache_type="readahead") as source:
+            source.seek(out.tell())
+            while block := source.read(BLOCK):
+                leaving.relative_update()
+                out.write(block)
+        out.flush()
+    except ValueError:
+        return False
+    return True
+
+
+def open_remote(url: str) -> BinaryIO:
+    """A remote file that is read where it lies, a range at a time; from a web server without ranges, only from its beginning on."""
+    with _telling(url, "data.path"):
+        system, path = _system_of(url)
+        block = BLOCK if _has_ranges(system, path) else 0
+        return io.BufferedReader(system.open(path, "rb", block_size=block, cache_type="readahead"), 1 << 20)
+
+
+def _has_ranges(system: AbstractFileSystem, path: str) -> bool:
+    if "https" not in system.protocol:
+        return True
+    with system.open(path, "rb", block_size=1, cache_type="none") as opened:
+        try:
+            opened.seek(1)
+            opened.read(1)
+        except ValueError:
+            return False
+    return True
+
+
+def shown(url: str) -> str:
+    """A URL without what may be secret in it: a password, the signature behind the question mark."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}" if parts.query or "@" in parts.netloc else url
+
+
+@contextlib.contextmanager
+def _telling(url: str, key: str, cache: Path | None = None) -> Iterator[None]:
+    """Whatever a store or the disk of the cache raises, in one message with the URL."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise _told(url, key, cache, error) from error
+
+
+def _told(url: str, key: str, cache: Path | None, error: BaseException) -> UserError:
+    if isinstance(error, FileNotFoundError) and error.__cause__:  # fsspec's for whatever keeps it from an answer
+        error = error.__cause__
+    scheme, name, first = urlsplit(url).scheme, type(error).__name__, (str(error).splitlines() or [""])[0]
+    for secret in filter(None, (urlsplit(url).query, urlsplit(url).password)):
+        first = first.replace(secret, "…")
+    status = (
+        getattr(error, "status", None) or getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
+    )
+    local = str(getattr(error, "filename", None) or "").startswith(str(cache)) or getattr(error, "errno", None) in FULL
+    if why := why_url_unusable(url):
+        return _unusable(url, key, why)
+    if cache and local:
+        return _unusable(url, key, f"cannot be kept in {cache}: {first}.\nUse  data.cache=FOLDER")
+    if isinstance(error, ImportError):
+        return _unusable(url, key, f"{scheme}:// needs a package that is not installed: {first}")
+    if isinstance(error, FileNotFoundError) or status == 404 or "NotFound" in name:
+        return _unusable(url, key, "there is no such file or folder there")
+    if isinstance(error, PermissionError) or status in (401, 403) or "Credential" in name or "Forbidden" in first:
+        known = CREDENTIALS.get(scheme, "as fsspec's documentation of its file system says")
+        return _unusable(url, key, f"may not be read ({f'{status} ' if status else ''}{name}: {first}).\nCredentials: {known}")
+    kept = "\nWhat was fetched is kept: start again" if cache else ""
+    return Unreachable("the data cannot be used", [Problem(f"{key}={shown(url)}", f"cannot be reached ({name}: {first}){kept}")])
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the machine's role; none: FSSPEC_S3_ANON=1; another endpoint: AWS_ENDPOINT_URL",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or  gcloud auth application-default login",
+    "hf": "HF_TOKEN, or  hf auth login ; a gated data set is asked for on its page",
+    "http": "those in the URL itself, or in ~/.netrc",
+    "https": "those in the URL itself, as in a signed one, or in ~/.netrc",
+}
+
+
+def _unusable(url: str, key: str, why: str) -> UserError:
+    return UserError("the data cannot be used", [Problem(f"{key}={shown(url)}", why)])

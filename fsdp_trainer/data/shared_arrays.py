@@ -1,0 +1,80 @@
+"""Arrays that the processes of a node share: made by one of them, written aside, renamed when whole, and then mapped from files."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+Arrays = dict[str, np.ndarray]
+DAY = 24 * 3600.0
+SHARED_FROM = 200_000  # samples or rows: for less, what an epoch takes is a few MB, made within 0.1 s in every process
+
+
+class SharedArrays:
+    """Groups of named arrays in `folder`, one folder for each group.
+
+    When one is made, older ones go: those that nobody has opened for a day, but for the newest two and `always`; and of the neighbours of
+    `folder` those of more than a month. Who maps them keeps them.
+    """
+
+    def __init__(self, folder: Path, always: Collection[str] = ()):
+        self.folder, self.always = folder, always
+        self.problem: OSError | None = None
+        """Why nothing can be kept there; every process then holds the arrays in its own memory."""
+
+    def get(self, group: str, make: Callable[[], Arrays]) -> Arrays:
+        """What `make` returns, from files if any process has made it; whoever comes while another one makes it waits."""
+        made: Arrays | None = self._open(group)
+        if made is not None:
+            return made
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(self.folder / "lock", "w") as lock:
+                with suppress(OSError):  # where there are no locks, several make the same
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                if (found := self._open(group)) is not None:
+                    return found
+                made = make()
+                self._write(group, made)
+                self._clear_up()
+            return self._open(group) or made
+        except OSError as error:
+            self.problem = error
+            return made or make()
+
+    def _open(self, group: str) -> Arrays | None:
+        try:
+            arrays = {file.stem: np.asarray(np.load(file, mmap_mode="r")) for file in (self.folder / group).glob("*.npy")}
+        except (OSError, ValueError, EOFError):  # cut short by a crash of the machine
+            return None
+        with suppress(OSError):
+            os.utime(self.folder / group)
+        return arrays or None
+
+    def _write(self, group: str, arrays: Arrays) -> None:
+        aside = Path(tempfile.mkdtemp(prefix=f".{group}-", dir=self.folder))
+        try:
+            for name, array in arrays.items():
+                with open(aside / f"{name}.npy", "wb") as file:
+                    np.save(file, array)
+                    file.flush()
+                    os.fsync(file.fileno())
+            aside.chmod(0o755)  # mkdtemp's folder is for its owner only
+            shutil.rmtree(self.folder / group, ignore_errors=True)
+            os.replace(aside, self.folder / group)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def _clear_up(self) -> None:
+        with suppress(OSError):
+            age = {group: time.time() - group.stat().st_mtime for group in self.folder.parent.glob("*/*/")}
+            own = sorted((group for group in age if group.parent == self.folder and group.name not in self.always), key=age.__getitem__)
+            others = [group for group in age if group.parent != self.folder]
+            for group in [g for g in own[2:] if age[g] > DAY] + [g for g in others if age[g] > 30 * DAY]:
+                shutil.rmtree(group, ignore_errors=True)

@@ -1,0 +1,88 @@
+"""What a data set is, in figures: two lines above a run, tables in the preview."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fsdp_trainer.data.findings import DROPPED, Finding, percent, told
+from fsdp_trainer.data.mixture import Mixture
+from fsdp_trainer.data.prepare import Prepared
+from fsdp_trainer.data.samples import LOST
+from fsdp_trainer.data.store import TokenStore
+
+
+@dataclass
+class SourceFigures:
+    """One source of the data."""
+
+    name: str
+    samples: int
+    tokens: int
+    supervised: int
+
+
+def figures_by_source(store: TokenStore) -> list[SourceFigures]:
+    """Samples, tokens and supervised tokens of every source, those without a sample too."""
+    sources = np.asarray(store.sources)
+    sums = [np.bincount(sources, weights, len(store.source_names)) for weights in (None, store.lengths, store.supervised)]
+    return [SourceFigures(name, *(int(of[i]) for of in sums)) for i, name in enumerate(store.source_names)]
+
+
+def findings(store: TokenStore, seq_len: int) -> list[Finding]:
+    """What is worth knowing about a store."""
+    known = told(store.counts, store.examples, len(store), int(store.lengths.sum()), seq_len)
+    for i, source in enumerate(figures_by_source(store)) if len(store.source_names) > 1 else ():
+        if not source.samples:
+            known.append(Finding(f"source {source.name} has no samples left", "see above what was dropped, or take it out of data.path"))
+        elif store.counts.get("truncated") and (np.asarray(store.lengths)[np.asarray(store.sources) == i] == seq_len).all():
+            known.append(Finding(f"every sample of source {source.name} is cut at batch.seq_len={seq_len}", "use a larger batch.seq_len"))
+    return known
+
+
+def all_findings(prepared: Prepared, seq_len: int) -> list[Finding]:
+    """Of all components of the training data, and of what `data.validation` names. The most serious first."""
+    every = [*zip(prepared.train, prepared.names, strict=True)]
+    if prepared.validation and prepared.validation.counts:
+        every.append((prepared.validation, "data.validation"))
+    known = [
+        replace(finding, text=(f"{name}: " if len(every) > 1 else "") + finding.text)
+        for store, name in every
+        for finding in findings(store, seq_len)
+    ]
+    return sorted(known, key=lambda finding: not finding.is_warning)
+
+
+def two_lines(prepared: Prepared, seq_len: int, order: Mixture | None = None) -> list[str]:
+    """What there is to train on, and what of the data is not trained on. order: the rows that it is packed into."""
+    samples, tokens, supervised = amounts(prepared.train)
+    longest = max(int(store.lengths.max()) for store in prepared.train)
+    packed = f"; {order.rows_per_epoch:,} rows an epoch, {order.fill:.1%} full" if order else ""
+    held_out = f"; {len(prepared.validation):,} for validation" if prepared.validation else ""
+    warnings = sum(finding.is_warning for finding in all_findings(prepared, seq_len))
+    see = f"; {warnings} warning{'s' * (warnings != 1)}, which  fsdp-trainer preview  with the same keys explains" if warnings else ""
+    return [
+        f"{samples:,} samples, {tokens:,} tokens, {supervised / tokens:.1%} supervised, longest {longest:,}{packed}{held_out}",
+        left_out(prepared.train) + see,
+    ]
+
+
+def amounts(stores: Sequence[TokenStore]) -> list[int]:
+    """Samples, tokens, supervised tokens of all stores."""
+    return [sum(map(len, stores)), *(sum(int(getattr(store, name).sum()) for store in stores) for name in ("lengths", "supervised"))]
+
+
+def left_out(stores: Sequence[TokenStore]) -> str:
+    """What of the data is not trained on, or more than once."""
+    count = {key: sum(store.counts.get(key, 0) for store in stores) for key in (*DROPPED, "truncated", "duplicate", "unreadable", LOST)}
+    named = {"too_long": "too long", "unsupervised": "without a supervised token", "empty": "empty"}
+    why = [f"{count[key]:,} {name}" for key, name in named.items() if count[key]]
+    tokens = sum(int(store.lengths.sum()) for store in stores)
+    parts = [
+        *([f"{sum(count[key] for key in DROPPED):,} dropped ({', '.join(why)})"] if why else []),
+        *([f"{count['truncated']:,} cut"] if count["truncated"] else []),
+        *([f"{percent(count[LOST] / (tokens + count[LOST]))} of the tokens lost"] if count[LOST] else []),
+        *([f"{count['unreadable']:,} rows unreadable"] if count["unreadable"] else []),
+        *([f"{count['duplicate']:,} duplicate{'s' * (count['duplicate'] != 1)}"] if count["duplicate"] else []),
+    ]
+    return ", ".join(parts) or "nothing dropped, cut or twice"

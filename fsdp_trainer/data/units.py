@@ -1,0 +1,292 @@
+"""Parts of files to rows: a part can be read by itself, so that many processes share a file, and a stream goes on within one.
+
+`.json` is one array, or an object with one list; `.jsonl` has an object a line; in `.txt` blank lines separate documents, and a file
+without any in its first 16 MiB has one document a line; tables are in `tables.py`. A `.json` with an object a line is read as `.jsonl`.
+"""
+
+import contextlib
+import gzip
+import json
+import os
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from typing import BinaryIO, cast
+
+from fsdp_trainer.config.data_files import ARROW, CSV, TEXT, is_url, kind
+from fsdp_trainer.data import demo
+from fsdp_trainer.data.json_values import LONGEST, parse_object, read_list
+from fsdp_trainer.data.remote import open_remote
+from fsdp_trainer.data.sources import Row
+from fsdp_trainer.data.tables import open_zstd, read_arrow, read_csv, rows_of_parts
+from fsdp_trainer.errors import Problem, UserError
+
+HEAD = 1 << 24  # bytes in which a blank line tells that blank lines separate documents
+BLANK = re.compile(rb"\n[ \t\r]*\n")
+BYTE_ORDER_MARK, UTF_16 = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Part of a file: bytes of a text that is not compressed, row groups of Parquet, batches of an Arrow file; else all of it.
+
+    A row belongs to the unit in which it begins, a document between blank lines to that in which the blank line before it begins.
+    """
+
+    file: str
+    start: int = 0
+    stop: int | None = None
+    """None: to the end."""
+    stamp: tuple[int, int] | None = None
+    """`stamp` of the file when it was cut into units: reading notices when it has changed since."""
+
+
+def stamp(file: str) -> tuple[int, int] | None:
+    """What changes when a local file does: (bytes, nanoseconds)."""
+    if file in demo.TASKS or is_url(file):
+        return None
+    found = os.stat(file)
+    return found.st_size, found.st_mtime_ns
+
+
+def split_units(file: str, bytes_each: int) -> list[Unit]:
+    """The file as units of about so many bytes, in order; one unit where it can only be read from its beginning on."""
+    (suffix, compression), mark = kind(file), stamp(file)
+    edges = [0]
+    if file not in demo.TASKS and not compression:
+        if suffix in ARROW:
+            edges = _edges_of_parts(file, suffix, bytes_each)
+        elif suffix in TEXT or _is_json_lines(file, suffix):
+            edges = list(range(0, _size(file), bytes_each)) or [0]
+    return [Unit(file, start, stop, mark) for start, stop in zip(edges, [*edges[1:], None], strict=True)]
+
+
+def _size(file: str) -> int:
+    """In bytes; 0 of what cannot be read but from its beginning on."""
+    with _raw(file) as opened, contextlib.suppress(ValueError):
+        return opened.seek(0, os.SEEK_END)
+    return 0
+
+
+def _edges_of_parts(file: str, suffix: str, bytes_each: int) -> list[int]:
+    """Where a new unit begins, in row groups or batches."""
+    rows = rows_of_parts(_table(file, None), suffix)
+    bytes_a_row = _size(file) / max(1, sum(rows))
+    edges, held = [0], 0.0
+    for part, n in enumerate(rows):
+        if held >= bytes_each:
+            edges, held = [*edges, part], 0.0
+        held += n * bytes_a_row
+    return edges
+
+
+def lines_before(unit: Unit) -> int:
+    """Lines (in a table, rows) of the file before the first that begins in the unit: what `row.where` lacks."""
+    suffix = kind(unit.file)[0]
+    if not unit.start:
+        return 0
+    if suffix in ARROW:
+        return sum(rows_of_parts(_table(unit.file, None), suffix)[: unit.start])
+    with _raw(unit.file) as opened:
+        lines, left = 1, unit.start - 1
+        while left and (block := opened.read(min(left, 1 << 22))):
+            lines, left = lines + block.count(b"\n"), left - len(block)
+    return lines
+
+
+def read_rows(file: str) -> Iterator[Row]:
+    """The rows of one file, in order, in bounded memory."""
+    yield from read_unit(Unit(file))
+
+
+def read_unit(unit: Unit) -> Iterator[Row]:
+    """The rows of a unit, in order; `row.where` counts from the unit's own first line. UserError if the file changes on the way."""
+    number = 0
+    try:
+        _check_stamp(unit)
+        for row in _rows(unit, *kind(unit.file)):
+            number = row.where[1]
+            yield row
+        _check_stamp(unit)
+    except UserError:
+        raise
+    except Exception as e:
+        content = isinstance(e, EOFError | OSError | zlib.error) and not getattr(e, "errno", None)
+        if content and not (is_url(unit.file) and isinstance(e, OSError)):
+            yield Row({}, (unit.file, number + 1), f"cannot be read from here on: {e}")
+        elif isinstance(e, OSError) or is_url(unit.file):  # of the disk or the network: to skip it would lose rows unseen
+            raise _lost(unit, number + 1, f"cannot be read from here on: {getattr(e, 'strerror', None) or e}") from e
+        else:
+            raise
+
+
+def _check_stamp(unit: Unit) -> None:
+    if unit.stamp and stamp(unit.file) != unit.stamp:
+        raise _lost(unit, 1, "was changed while it was read")
+
+
+def _lost(unit: Unit, line: int, why: str) -> UserError:
+    try:
+        place = f"{unit.file}:{lines_before(unit) + line}"
+    except OSError:  # it is gone
+        place = f"{unit.file}:{line}" if not unit.start else f"{unit.file}, from byte {unit.start:,} on"
+    return UserError("the data cannot be used", [Problem(place, f"{why}.\nStart again once it can be read whole")])
+
+
+def _rows(unit: Unit, suffix: str, compression: str | None) -> Iterator[Row]:
+    file = unit.file
+    if file in demo.TASKS:
+        yield from (Row(columns, (file, i)) for i, columns in enumerate(demo.rows(file), start=1))
+    elif suffix in ARROW:
+        records = read_arrow(_table(file, compression), suffix, unit.start, unit.stop)
+        yield from (Row(columns, (file, number), error) for number, columns, error in records)
+    elif not unit.start and _first_bytes(file, 2) in UTF_16:
+        yield Row({}, (file, 1), "is UTF-16. Convert the file:  iconv -f utf-16 -t utf-8")
+    elif suffix in CSV:
+        with _open(file) as opened:
+            records = read_csv(opened, "\t" if suffix == ".tsv" else ",")
+            yield from (Row(columns, (file, number), error) for number, columns, error in records)
+    elif suffix in TEXT:
+        yield from _read_text(unit)
+    elif _is_json_lines(file, suffix):
+        yield from _read_jsonl(unit)
+    else:
+        with _seekable(file, compression) as opened:
+            yield from read_list(opened, file)
+
+
+def _raw(file: str) -> BinaryIO:
+    return open_remote(file) if is_url(file) else open(file, "rb")
+
+
+def _open(file: str) -> BinaryIO:
+    """The bytes of a file, decompressed."""
+    compression = kind(file)[1]
+    if compression == ".zst":
+        return open_zstd(_raw(file))
+    return cast(BinaryIO, gzip.open(_raw(file))) if compression == ".gz" else _raw(file)
+
+
+def _first_bytes(file: str, n: int) -> bytes:
+    with _open(file) as opened:
+        return opened.read(n)
+
+
+def _seekable(file: str, compression: str | None) -> BinaryIO:
+    """The same where one can go back: what was compressed is unpacked into a nameless file."""
+    if not compression:
+        return _raw(file)
+    beside = tempfile.TemporaryFile()  # noqa: SIM115
+    with _open(file) as opened:
+        shutil.copyfileobj(opened, beside, 1 << 22)
+    beside.seek(0)
+    return cast(BinaryIO, beside)
+
+
+def _table(file: str, compression: str | None) -> str | BinaryIO:
+    """What Arrow opens: a local file by its name, which it can map."""
+    return _seekable(file, compression) if compression or is_url(file) else file
+
+
+def _is_json_lines(file: str, suffix: str) -> bool:
+    """By its name, or a `.json` whose first line is an object and not the last one."""
+    if suffix != ".json":
+        return suffix in (".jsonl", ".ndjson")
+    try:
+        with _open(file) as opened:
+            lines = (opened.readline(LONGEST) for _ in count())
+            first = next(line for line in lines if line.strip() or not line).removeprefix(BYTE_ORDER_MARK)
+            is_object = first.lstrip().startswith(b"{") and isinstance(json.loads(first), dict)
+            return is_object and bool(next(line for line in lines if line.strip() or not line))
+    except (ValueError, RecursionError, EOFError, OSError, zlib.error):
+        return False
+
+
+def _lines(file: BinaryIO, unit: Unit) -> Iterator[tuple[int, int, str, str | None]]:
+    """(number, place in bytes, text, error) of the lines from the first that begins in the unit to the file's end: the caller stops."""
+    place = _first_line(file, unit)
+    for number in count(1) if unit.stop is None or place < unit.stop else ():
+        line, begins = file.readline(LONGEST), place
+        if not line:
+            return
+        place += len(line)
+        error = None
+        if len(line) == LONGEST and not line.endswith(b"\n"):
+            error = f"is longer than {LONGEST >> 20} MiB"
+            while more := file.readline(LONGEST):
+                place += len(more)
+                if more.endswith(b"\n"):
+                    break
+        elif b"\0" in line:
+            error = f"holds a NUL byte (byte {line.index(0) + 1}), as a file does that a crash has cut off, or that is no text"
+        if begins == 0:
+            line = line.removeprefix(BYTE_ORDER_MARK)
+        try:
+            yield number, begins, "" if error else line.decode(), error
+        except UnicodeDecodeError as e:
+            why = f"is not UTF-8: byte {e.start + 1} is 0x{line[e.start]:02x}. Convert the file:  iconv -f latin1 -t utf-8"
+            yield number, begins, "", why
+
+
+def _first_line(file: BinaryIO, unit: Unit) -> int:
+    """Go to the first line that begins in the unit, or past the unit's end."""
+    if not unit.start:
+        return 0
+    place = file.seek(unit.start - 1)
+    while (piece := file.readline(1 << 20)) and (unit.stop is None or place < unit.stop):
+        place += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return place
+
+
+def _read_jsonl(unit: Unit) -> Iterator[Row]:
+    with _open(unit.file) as file:
+        for number, place, line, error in _lines(file, unit):
+            if unit.stop is not None and place >= unit.stop:
+                return
+            if error:
+                yield Row({}, (unit.file, number), error)
+            elif line.strip():
+                yield parse_object(line, (unit.file, number))
+
+
+@lru_cache
+def _is_separated(file: str, mark: tuple[int, int] | None) -> bool:
+    """Whether documents of a text are separated by blank lines."""
+    return bool(BLANK.search(b"\n" + _first_bytes(file, HEAD).removeprefix(BYTE_ORDER_MARK)))
+
+
+def _read_text(unit: Unit) -> Iterator[Row]:
+    separated = _is_separated(unit.file, stamp(unit.file))
+    document: list[str] = []
+    row, before = Row({}, (unit.file, 1)), separated and unit.start > 0  # before the blank line after which the unit's own begin
+    with _open(unit.file) as file:
+        for number, place, line, error in _lines(file, unit):
+            past, blank = unit.stop is not None and place >= unit.stop, not error and not line.strip()
+            if past and (blank or before or not separated):
+                break
+            before = before and not blank
+            if before:
+                continue
+            if not blank:
+                row = row if document else Row({}, (unit.file, number))
+                document.append(line)
+                if error and not row.error:
+                    row.error, row.where = error, (unit.file, number)
+            if document and (blank or not separated):
+                yield _finished(row, document)
+                document = []
+    if document:
+        yield _finished(row, document)
+
+
+def _finished(row: Row, document: list[str]) -> Row:
+    if not row.error:
+        row.columns = {"text": "".join(document).replace("\r\n", "\n").rstrip("\n")}
+    return row

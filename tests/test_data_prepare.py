@@ -1,0 +1,348 @@
+"""Prepared by any number of processes and machines, interrupted anywhere, the same bytes lie in the cache; nothing stale or damaged is taken from it."""
+
+import gzip
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from world import wait_until
+
+from fsdp_trainer.config.schema import Batch, Data
+from fsdp_trainer.data import fingerprint, preparation, workers
+from fsdp_trainer.data.preparation import Told
+from fsdp_trainer.data.prepare import prepare
+from fsdp_trainer.data.templates import load_template
+from fsdp_trainer.data.tokenizer import load_tokenizer
+from fsdp_trainer.errors import RunFailed, UserError
+
+TOKENIZER = load_tokenizer("demo:bytes")
+
+
+@pytest.fixture
+def many_parts(monkeypatch):
+    """Little data is as much work as much is."""
+    monkeypatch.setattr(preparation, "SMALLEST", 3000)
+    monkeypatch.setattr(preparation, "WORTH_PROCESSES", 0)
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Chats in a folder: a large file, small ones, and one that is compressed; 600 rows in all."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder / "a.jsonl", 0, 300)
+    for i in range(5):
+        write(folder / f"b{i}.jsonl", 300 + 10 * i, 310 + 10 * i)
+    with gzip.open(folder / "c.jsonl.gz", "wt") as file:
+        file.writelines(rows(350, 600))
+    return folder
+
+
+def rows(start, stop):
+    return [json.dumps({"prompt": f"q{i}", "completion": "a" * (i % 7) + str(i)}) + "\n" for i in range(start, stop)]
+
+
+def write(path, start, stop):
+    path.write_text("".join(rows(start, stop)))
+    return str(path)
+
+
+def made(path, root, said=None, template=None, **options):
+    told = Told(say=said.append if said is not None else lambda line: None)
+    return prepare(Data(path=path, **options), Batch(seq_len=64), TOKENIZER, load_template(template, TOKENIZER), root, told)
+
+
+def content(prepared):
+    """Of every column, and what is known of them."""
+    folders = {store.folder.parent for store in [*prepared.train, prepared.validation] if store}
+    return {str(file.relative_to(folder)): file.read_bytes() for folder in folders for file in folder.rglob("*") if file.is_file()}
+
+
+def visible(root):
+    return sorted(p.name for p in root.iterdir() if p.name != "hashes.json")
+
+
+def test_any_number_of_processes_writes_the_same_bytes(tmp_path, data, many_parts):
+    one, several = (made(str(data), tmp_path / f"c{n}", workers=n, validation=0.2) for n in (1, 3))
+    assert content(one) == content(several) and len(content(one)) == 19
+    assert len(one.train[0]) + len(one.validation) == 600 and visible(tmp_path / "c3") == [one.train[0].folder.parent.name]
+    places = [several.train[0].where(i) for i in range(len(several.train[0]))]
+    line = places.index(f"{data}/a.jsonl:200")
+    assert "q199" in TOKENIZER.decode(several.train[0].read(line)[0].tolist())
+
+
+def test_one_process_for_all_of_it_gives_what_many_parts_give(tmp_path, data, many_parts, monkeypatch):
+    many = made(str(data), tmp_path / "many")
+    monkeypatch.setattr(preparation, "SMALLEST", 1 << 20)
+    whole = made(str(data), tmp_path / "whole")
+    assert content(many) == content(whole)
+
+
+def test_processes_that_tokenise_import_no_torch():
+    what = "import sys, fsdp_trainer.data.workers; sys.exit(any(name in sys.modules for name in ('torch', 'pyarrow', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", what], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_first_bad_rows_are_told_whichever_process_finds_them(tmp_path, data, many_parts, count):
+    lines = rows(0, 300)
+    for bad in (60, 130, 131, 200, 201, 202, 290):
+        lines[bad] = "{broken\n"
+    (data / "a.jsonl").write_text("".join(lines))
+    (data / "b0.jsonl").write_text("{broken")
+    with pytest.raises(UserError) as raised:
+        made(str(data), tmp_path / "c", workers=count)
+    assert [p.what.rpartition("/")[2] for p in raised.value.problems] == [f"a.jsonl:{n}" for n in (61, 131, 132, 201, 202)]
+    assert visible(tmp_path / "c") == []
+    skipped = made(str(data), tmp_path / "c", workers=count, on_error="skip").train[0]
+    assert skipped.counts["unreadable"] == 8 and skipped.examples["unreadable"][0].endswith("a.jsonl:61")
+
+
+@pytest.mark.parametrize("how", ["killed", "interrupted"])
+def test_what_is_finished_when_a_process_dies_is_not_done_again(tmp_path, data, many_parts, monkeypatch, how):
+    whole = made(str(data), tmp_path / "whole")
+    real, given = workers._next, []
+
+    def next_task(connection, jobs):
+        given.append(connection)
+        if len(given) == 6 and how == "interrupted":
+            raise KeyboardInterrupt
+        if len(given) == 6:
+            child = next(int(pid) for pid in children(os.getpid()))
+            os.kill(child, signal.SIGKILL)
+        return real(connection, jobs)
+
+    monkeypatch.setattr(workers, "_next", next_task)
+    with pytest.raises(RunFailed if how == "killed" else KeyboardInterrupt, match="memory" if how == "killed" else None):
+        made(str(data), tmp_path / "c", workers=2)
+    monkeypatch.setattr(workers, "_next", real)
+    assert not children(os.getpid()) and [name[0] for name in visible(tmp_path / "c")] == ["."]
+    said = []
+    again = made(str(data), tmp_path / "c", said, workers=2)
+    assert content(again) == content(whole)
+    kept = int(re.search(r"(\d+) of \d+ parts are there", "\n".join(said))[1])
+    assert kept >= 3 and visible(tmp_path / "c") == [again.train[0].folder.parent.name]
+
+
+def children(pid):
+    """Of a process, those that tokenise."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            try:
+                if "fsdp_trainer.data.workers" in Path(f"/proc/{child}/cmdline").read_text():
+                    found.append(int(child))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.slow
+def test_processes_that_tokenise_end_with_the_one_that_started_them(tmp_path):
+    with open(tmp_path / "a.jsonl", "w") as file:
+        for start in range(0, 400_000, 50_000):
+            file.writelines(rows(start, start + 50_000))
+    command = ["prepare", f"data.path={tmp_path}/a.jsonl", "tokenizer.path=demo:bytes", f"data.cache={tmp_path}/c", "data.workers=2"]
+    with subprocess.Popen([sys.executable, "-m", "fsdp_trainer", *command], stdout=subprocess.DEVNULL) as process:
+        started = wait_until(lambda: len(found := children(process.pid)) == 2 and found, process)
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() and "Z" not in state(pid) for pid in started):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def state(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+@pytest.mark.slow
+def test_shards_of_several_machines_are_put_together_by_the_last(tmp_path, data, many_parts, capsys):
+    from fsdp_trainer.cli import main
+
+    whole = made(str(data), tmp_path / "whole", validation=0.2)
+    prepare = [
+        "prepare",
+        f"data.path={data}",
+        "tokenizer.path=demo:bytes",
+        f"data.cache={tmp_path}/c",
+        "data.validation=0.2",
+        "batch.seq_len=64",
+    ]
+    told = []
+    for shard in ("0/3", "2/3", "1/3"):
+        assert main([*prepare, f"prepare.shard={shard}"]) == 0
+        told.append(capsys.readouterr().out)
+    assert "prepare.shard=1/3 prepare.shard=2/3" in told[0] and "prepare.shard=1/3\n" in told[1]
+    assert f"{tmp_path}/c/{whole.train[0].folder.parent.name}/train" in told[2]
+    assert content(made(str(data), tmp_path / "c", validation=0.2)) == content(whole)
+    for wrong in ("3/3", "-1/2"):
+        assert main([*prepare, f"prepare.shard={wrong}"]) == 2
+        assert "prepare.shard=0/8" in capsys.readouterr().err
+
+
+def test_a_changed_line_of_code_that_makes_tokens_meets_no_old_cache(tmp_path):
+    package = tmp_path / "fsdp_trainer"
+    shutil.copytree(fingerprint.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    before = fingerprint.code_digest()
+    assert fingerprint.code_digest(package) == before
+    for name, changes in {"data/samples.py": True, "data/units.py": True, "config/data_files.py": True, "data/order.py": False}.items():
+        with (package / name).open("a") as file:
+            file.write("\nX = 1\n")
+        fingerprint.code_digest.cache_clear()
+        after = fingerprint.code_digest(package)
+        assert (after != before) == changes, name
+        before = after
+
+
+def test_the_same_tokens_of_other_code_are_the_same_data(tmp_path, data, monkeypatch):
+    before = made(str(data), tmp_path / "c").train[0]
+    monkeypatch.setattr(fingerprint, "code_digest", lambda: "other")
+    after = made(str(data), tmp_path / "c").train[0]
+    assert after.folder != before.folder and after.fingerprint == before.fingerprint
+    assert made(str(data), tmp_path / "c", loss_on="all").train[0].fingerprint != before.fingerprint  # the same tokens, other weights
+
+
+def cut(folder):
+    os.truncate(folder / "train" / "tokens.bin", 40)
+
+
+def half_a_file(folder):
+    (folder / "meta.json").write_text((folder / "meta.json").read_text()[:50])
+
+
+def one_is_missing(folder):
+    (folder / "train" / "weights.bin").unlink()
+
+
+@pytest.mark.parametrize("damage", [cut, half_a_file, one_is_missing])
+def test_a_damaged_cache_is_made_anew_with_a_note(tmp_path, data, damage):
+    before = made(str(data), tmp_path / "c")
+    expected, folder = content(before), before.train[0].folder.parent
+    damage(folder)
+    said = []
+    assert content(made(str(data), tmp_path / "c", said)) == expected
+    assert "damaged" in said[0] and str(folder) in said[0] and visible(tmp_path / "c") == [folder.name]
+
+
+def test_two_that_prepare_the_same_do_it_once(tmp_path, data, many_parts, monkeypatch):
+    real, tasks = workers.tokenise, []
+
+    def slow(task, part, how, tick):
+        tasks.append(part.name)
+        time.sleep(0.05)
+        return real(task, part, how, tick)
+
+    monkeypatch.setattr(workers, "tokenise", slow)
+    said, results = [], []
+    threads = [threading.Thread(target=lambda: results.append(made(str(data), tmp_path / "c", said, workers=1))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(tasks) == len(set(tasks)) > 3 and results[0].fingerprint == results[1].fingerprint
+    assert sum("another process" in line for line in said) == 1
+
+
+def test_leftovers_of_a_crash_go_after_a_day(tmp_path, data):
+    for name, age in {".old": 2, ".young": 0.5}.items():
+        (tmp_path / "c" / name).mkdir(parents=True)
+        (tmp_path / "c" / name / "lock").touch()
+        os.utime(tmp_path / "c" / name, (time.time() - age * 24 * 3600,) * 2)
+    made(str(data), tmp_path / "c")
+    assert visible(tmp_path / "c")[0] == ".young"
+
+
+def test_a_full_disk_is_one_message_and_leaves_what_is_finished(tmp_path, data, many_parts, monkeypatch):
+    real, calls = workers.tokenise, []
+
+    def full(task, part, how, tick):
+        calls.append(part)
+        if len(calls) == 4:
+            raise OSError(28, "No space left on device")
+        return real(task, part, how, tick)
+
+    monkeypatch.setattr(workers, "tokenise", full)
+    with pytest.raises(RunFailed, match=r"No space left.*data\.cache=FOLDER"):
+        made(str(data), tmp_path / "c", workers=1)
+    said = []
+    made(str(data), tmp_path / "c", said, workers=1)
+    assert "3 of" in said[0]
+
+
+def test_a_source_that_is_added_to_a_mixture_tokenises_no_other_anew(tmp_path, monkeypatch):
+    a, b, c = (write(tmp_path / f"{name}.jsonl", i, i + 40) for i, name in enumerate("abc"))
+    entries = [{"path": a, "weight": 0.5}, {"path": b, "weight": 0.5}]
+    two = made(entries, tmp_path / "c", validation=0.3)
+    assert two.names == ["a", "b"] and two.validation.source_names == ["a", "b"]
+    assert sorted(set(two.validation.sources.tolist())) == [0, 1]
+    assert sum(map(len, two.train)) + len(two.validation) == 80
+    last = len(two.validation) - 1
+    file, line = two.validation.where(last).rsplit(":", 1)
+    assert file == b and f"q{int(line)}" in TOKENIZER.decode(two.validation.read(last)[0].tolist())
+    real, tasks = workers.tokenise, []
+    monkeypatch.setattr(workers, "tokenise", lambda task, *rest: tasks.append(task[0].unit.file) or real(task, *rest))
+    three = made([*entries, {"path": c, "weight": 1.0}], tmp_path / "c", validation=0.3)
+    assert tasks == [c] and [store.folder for store in three.train[:2]] == [store.folder for store in two.train]
+
+
+def test_a_file_is_hashed_again_when_it_has_changed_and_not_before(tmp_path, data, monkeypatch):
+    for file in data.iterdir():
+        os.utime(file, (time.time() - 100,) * 2)
+    real, read = fingerprint.content_hash, []
+    monkeypatch.setattr(fingerprint, "content_hash", lambda file: read.append(Path(file).name) or real(file))
+    folders = [made(str(data), tmp_path / "c").train[0].folder for _ in range(2)]
+    assert len(read) == 7 and folders[0] == folders[1]
+    (data / "b1.jsonl").write_text((data / "b1.jsonl").read_text().replace("q31", "q30"))
+    assert made(str(data), tmp_path / "c").train[0].folder != folders[0] and read[7:] == ["b1.jsonl"]
+    (tmp_path / "c" / "hashes.json").write_text("{half")
+    made(str(data), tmp_path / "c")
+    assert len(read) == 15
+
+
+# --- ranks that wait ---------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def slow_tokenising(beats):
+    """Takes longer than the others are told to wait, with a sign of life now and then, or none."""
+    real = workers.tokenise
+
+    def slow(task, part, how, tick):
+        for _ in range(7):
+            time.sleep(0.4)
+            if beats:
+                tick(0, 0)
+        return real(task, part, how, tick)
+
+    with patch.object(workers, "tokenise", slow), patch("fsdp_trainer.training.run.BEAT_SECONDS", 0.1):
+        yield
+
+
+def waits(train, tmp_path, data, beats, code):
+    how = ["train.steps=1", f"data.path={data}/b0.jsonl", f"data.cache={tmp_path / 'cache'}", "launch.data_timeout=2s"]
+    return train("run", *how, ranks=2, seam=partial(slow_tokenising, beats), code=code)
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_as_long_as_there_are_signs_of_life(train, tmp_path, data):
+    assert waits(train, tmp_path, data, beats=True, code=0).column("step") == [1]
+
+
+@pytest.mark.slow
+def test_ranks_that_hear_nothing_give_up(train, tmp_path, data):
+    assert "launch.data_timeout" in waits(train, tmp_path, data, beats=False, code=1).ranks[1].err

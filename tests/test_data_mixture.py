@@ -163,6 +163,7 @@ def test_epochs_that_were_done_of_other_data_are_done():
     assert last_row(cfg, 7, segments[:1]) == 21
     assert last_row(cfg, 10, segments[:2]) == 60 + 15 and last_row(cfg, 7, segments) == 65 + 7
     assert last_row(TrainConfig(train=Train(epochs=1)), 7, segments) == 65
+    assert last_row(cfg, 40, [{"start": 0, "rows_per_epoch": 0}, {"start": 60, "rows_per_epoch": 40}]) == 180, "after a stream"
 
 
 @given(st.integers(0, 80), st.integers(1, 9), st.integers(0, 80), st.lists(st.tuples(st.integers(0, 90), st.integers(1, 20)), max_size=3))

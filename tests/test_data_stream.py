@@ -137,6 +137,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     assert peak < 20e6
 
 
+@pytest.mark.slow
 def test_what_a_step_holds_does_not_depend_on_the_ranks(train, inputs, files):
     cache = inputs["data.cache"] / "unused"
     texts = [f"data.path={files['texts']}", *(f"data.{key}={value}" for key, value in PRETRAIN.items())]
@@ -163,6 +164,7 @@ def killed_after_seven():
         yield
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bitwise_and_on_another_number_of_ranks_all_but_so(train):
     how = [*STREAMED, "train.steps=10", "checkpoint.every=4"]
     whole = train("whole", *how, ranks=2)
@@ -177,6 +179,7 @@ def test_a_run_goes_on_bitwise_and_on_another_number_of_ranks_all_but_so(train):
     assert fewer.column("tokens") == whole.column("tokens")
 
 
+@pytest.mark.slow
 def test_a_row_that_cannot_be_read_ends_all_ranks_with_its_file_and_line(train, files, tmp_path):
     broken = write_chats(tmp_path / "broken.jsonl", 1200)
     lines = broken.read_text().splitlines()
@@ -214,6 +217,7 @@ def slow_file():
         yield
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_its_files_is_named_and_keeps_the_others_out_of_time_outs(train, files):
     run = train("slow", *STREAMED, "train.steps=3", ranks=2, seam=slow_file)
     (event,) = run.event("data_wait")
@@ -239,6 +243,10 @@ def test_another_number_of_rows_is_other_data(train):
     train("run", *how)
     changed = train("run", *how[:-1], "train.steps=4", "batch.rows=5", code=2)
     assert "data.fingerprint" in changed.err and "batch.rows=5" in changed.err
+    allowed = train("run", *how[:-1], "train.steps=4", "batch.rows=5", "checkpoint.allow_changes=[batch.rows,data.fingerprint]")
+    anew = train("anew", *how, "batch.rows=5")
+    assert "the streams begin anew" in allowed.out
+    assert np.diff(allowed.column("tokens")[1:]).tolist() == np.diff([0, *anew.column("tokens")]).tolist()
 
 
 def test_the_preview_shows_the_rows_of_training(files, capsys):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from fsdp_trainer.config.data_files import data_files
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data import preparation
 from fsdp_trainer.data.prepare import preparations, prepare
@@ -96,3 +98,13 @@ def test_words_that_are_looked_up_are_the_tokens_of_the_whole_text(text):
         whole, (found,), (plain,) = backend.encode(text, add_special_tokens=False), words.encode([text]), words.plain([text])
         assert found.ids.tolist() == plain.tolist() == whole.ids
         assert list(zip(found.starts.tolist(), found.ends.tolist(), strict=True)) == whole.offsets
+
+
+@pytest.mark.parametrize("path", ["**/*.jsonl", "**", "*/../**/a.jsonl", "."])
+def test_links_in_a_ring_are_gone_through_once(tmp_path, path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text('{"text": "a"}')
+    for name, target in {"in/loop": ".", "in/up": "..", "in/back": "../in"}.items():  # 3 links: Python's own glob follows 3^40 paths
+        (tmp_path / name).symlink_to(target)
+    found = data_files(str(tmp_path / path))
+    assert {os.path.realpath(file) for file in found} == {str(tmp_path / "in" / "a.jsonl")} and len(found) < 5

@@ -3,6 +3,8 @@
 import io
 import json
 import re
+import subprocess
+import sys
 from base64 import b64encode
 from hashlib import sha256
 from html.parser import HTMLParser
@@ -186,6 +188,14 @@ def test_train_says_in_two_lines_what_it_trains_on(train, tmp_path):
 def test_json_stays_alone_on_stdout_beside_a_page(preview, tmp_path):
     out, _ = preview([ask("a"), ask(EVIL)], "preview.format=json", f"preview.html={tmp_path}/p.html", "batch.seq_len=512")
     assert [json.loads(line)["row"] for line in out.splitlines()] == [0, 1, 2, 3] and (tmp_path / "p.html").stat().st_size
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path):
+    command = f"{sys.executable} -m fsdp_trainer preview data.path=demo:backwards tokenizer.path=demo:bytes data.cache={tmp_path} batch.seq_len=64"
+    ended = subprocess.run(
+        ["bash", "-c", f"{command} preview.rows=3000 | head -2; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "") and "data" in ended.stdout
 
 
 def test_a_page_that_cannot_be_written_is_told_before_anything_is_read(preview, tmp_path):

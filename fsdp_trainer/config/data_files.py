@@ -106,14 +106,14 @@ def data_files(path: str) -> list[str]:
         found = [path]
     else:
         found = []
-        for match in sorted(match for match in glob.glob(path, recursive=True) if not _is_cyclic(match)):
+        for match in sorted(set(_matches(path))):
             if not Path(match).is_dir():
                 found.append(match)
             elif is_data(Path(match).name):  # a data set that was written in parts: all.parquet/part-0.parquet
                 found += data_files(match)
         found = list(dict.fromkeys(found))
         if not found:
-            raise ValueError("there is no such file or folder")
+            raise ValueError(f"no file matches (looked in {Path.cwd()})" if has_magic(path) else "there is no such file or folder")
     for file in found:
         if not os.path.exists(file):
             raise ValueError(f"{file} is a link that leads nowhere, or in a circle. Remove it, or name the files to read")
@@ -140,26 +140,37 @@ def has_magic(path: str) -> bool:
     return glob.has_magic(path.partition("?")[0] if path.startswith(("http://", "https://")) else path)
 
 
-def _walk(folder: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Files of a folder and of those within it; a link to a folder that one is in already leads no further."""
+def _matches(path: str) -> Iterator[str]:
+    """What a glob matches: as Python's own, but `**` goes through a ring of links only once."""
+    before, *rest = re.split(r"(?:^|(?<=/))\*\*(?:/|$)", path, maxsplit=1)
+    if not rest:
+        yield from glob.glob(path)
+        return
+    for base in glob.glob(before) if before else ["."]:
+        for folder in _folders(base):
+            yield from (match.removeprefix("./") for match in _matches(f"{glob.escape(folder)}/{rest[0] or '*'}"))
+
+
+def _walk(folder: str) -> Iterator[str]:
+    """Files of a folder and of those within it."""
+    return (entry.path for within in _folders(folder) for entry in os.scandir(within) if not os.path.isdir(entry.path))
+
+
+def _folders(folder: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
+    """A folder and those within it; a link to a folder that one is in already leads no further."""
     real = os.path.realpath(folder)
     if real in above:
         return
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except NotADirectoryError:
+        return
     except PermissionError:
         raise ValueError(f"{folder} may not be searched by this user:  chmod +rx '{folder}'") from None
+    yield folder
     for entry in entries:
-        if not os.path.isdir(entry.path):
-            yield entry.path
-        elif not entry.name.startswith("."):
-            yield from _walk(entry.path, above | {real})
-
-
-def _is_cyclic(path: str) -> bool:
-    """Whether a path goes through one folder twice, by a link."""
-    real = [os.path.realpath(folder) for folder in Path(path).parents]
-    return len(set(real)) < len(real)
+        if os.path.isdir(entry.path) and not entry.name.startswith("."):
+            yield from _folders(entry.path, above | {real})
 
 
 def _check_splits(files: list[str]) -> None:

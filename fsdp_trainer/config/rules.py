@@ -366,7 +366,7 @@ def _unreadable(key: str, path: str) -> str | None:
     if Path(path).exists():
         return None if key == "tokenizer.path" else _unreadable_files(path)
     if glob.has_magic(path):
-        return _unreadable_files(path) if glob.glob(path, recursive=True) else f"no file matches (looked in {Path.cwd()})"
+        return _unreadable_files(path)
     if key != "tokenizer.path" and is_hub_id(path):
         return f"{_missing(path)}\nA data set on the hub is named  hf://datasets/{path}"
     return _missing(path)

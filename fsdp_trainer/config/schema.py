@@ -427,7 +427,8 @@ class Launch:
     timeout: str = key("30m", "longest wait in a collective before the run is given up")
     slurm_time_limit: bool = key(True, "in a Slurm job, stop as with train.time_limit before the job is over")
     data_timeout: str = key(
-        "24h", "longest silence in which the other ranks wait for data preparation and downloads: tokenising gives signs of life"
+        "24h",
+        "longest silence in which the other ranks wait for data preparation and downloads, where tokenising gives signs of life, and for the files of a stream",
     )
     watchdog: bool = key(
         True, "a process on each node finds ranks that died, were stopped or do not go on, keeps their stacks and kills them"

@@ -13,9 +13,17 @@ from fsdp_trainer.data.preview import SOURCE_COLUMNS, Page, Piece, ShownDocument
 BAR = 30  # characters of the longest bar
 
 
+class Terminal(Console):
+    """A reader that has seen enough, such as `head`, is the front door's matter: rich would end with exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise what was raised."""
+        raise
+
+
 def show(page: Page, console: Console | None = None) -> None:
     """Print it."""
-    console = console or Console(highlight=False, markup=False, emoji=False)
+    console = console or Terminal(highlight=False, markup=False, emoji=False)
     colour = console.color_system is not None and not console.no_color
     heading(console, "data")
     for line in page.files:
@@ -23,7 +31,8 @@ def show(page: Page, console: Console | None = None) -> None:
     figures = Table.grid(padding=(0, 2))
     for name, value in page.figures:
         figures.add_row(Text(name, "dim"), value)
-    console.print(figures)
+    if page.figures:
+        console.print(figures)
     if page.histogram:
         heading(console, "lengths in tokens")
         console.print("  ".join(f"{name} {tokens:,}" for name, tokens in page.lengths))

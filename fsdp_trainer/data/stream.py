@@ -23,7 +23,7 @@ from fsdp_trainer.data import demo
 from fsdp_trainer.data.conversations import Reader, make_reader
 from fsdp_trainer.data.findings import Finding, told
 from fsdp_trainer.data.packing import Packing, best_fit, one_per_row, pieces_of
-from fsdp_trainer.data.remote import open_remote, shown
+from fsdp_trainer.data.remote import list_files, open_remote, shown
 from fsdp_trainer.data.samples import Rendered, SampleBuilder
 from fsdp_trainer.data.sources import Problems, Row, RowError, Source, content_hash, find_sources
 from fsdp_trainer.data.templates import Template
@@ -411,10 +411,13 @@ def _identity(file: str) -> tuple[int, str]:
     digest = hashlib.blake2b(repr(kind(file)).encode(), digest_size=16)
     try:
         with _open(file) as opened:
-            size = opened.seek(0, os.SEEK_END)
-            for place in (0, max(0, size - ENDS)):
-                opened.seek(place)
+            digest.update(opened.read(ENDS))
+            try:
+                size = opened.seek(0, os.SEEK_END)
+                opened.seek(max(0, size - ENDS))
                 digest.update(opened.read(ENDS))
+            except ValueError:  # a web server that gives files only from their beginning on
+                size = sum(found.size or 0 for found in list_files(file, "data.path"))
     except OSError as error:
         raise UserError("the data cannot be used", [Problem(file, f"cannot be read: {error}")]) from None
     return size, digest.hexdigest()

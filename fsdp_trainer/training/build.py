@@ -192,8 +192,9 @@ def length_of_run(cfg: TrainConfig, rows_per_epoch: int) -> tuple[int, int | Non
 
 
 def last_row(cfg: TrainConfig, rows_per_epoch: int, segments: list[dict[str, Any]]) -> int:
-    """Where train.epochs end: what earlier segments have done of them, by their own measure, is done."""
-    done = [Fraction(after["start"] - before["start"], before["rows_per_epoch"]) for before, after in pairwise(segments)]
+    """Where train.epochs end: what earlier segments have done of them, by their own measure, is done. Streams have no epochs."""
+    measured = [(before, after) for before, after in pairwise(segments) if before["rows_per_epoch"]]
+    done = [Fraction(after["start"] - before["start"], before["rows_per_epoch"]) for before, after in measured]
     start = segments[-1]["start"] if segments else 0
     return start + max(0, math.ceil(((cfg.train.epochs or 1) - sum(done)) * rows_per_epoch))
 
@@ -237,7 +238,9 @@ def take_up(trainer: Trainer, checkpoint: Path) -> list[str]:
     if trainer.last_row is not None:
         trainer.last_row = last_row(trainer.cfg, trainer.batches.order.rows_per_epoch, progress.segments)
     if kept["data"] != trainer.fingerprints()["data"]:
-        progress.streams = []  # which begin anew
+        progress.streams = []
+        if isinstance(trainer.batches.order, StreamedData):
+            told.append("data   the streams begin anew: what was seen may come again")
     trainer.count_steps()
     listed = trainer.saves.store.listed()
     ours = checkpoint.resolve() in [path.resolve() for path in listed]  # not one of another run, nor one that was left aside

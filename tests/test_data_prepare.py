@@ -284,6 +284,13 @@ def test_a_full_disk_is_one_message_and_leaves_what_is_finished(tmp_path, data, 
     assert "3 of" in said[0]
 
 
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, data):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file" / "c", Path("/proc/nowhere")):
+        with pytest.raises(UserError, match="cannot be kept there"):
+            made(str(data), folder)
+
+
 def test_a_source_that_is_added_to_a_mixture_tokenises_no_other_anew(tmp_path, monkeypatch):
     a, b, c = (write(tmp_path / f"{name}.jsonl", i, i + 40) for i, name in enumerate("abc"))
     entries = [{"path": a, "weight": 0.5}, {"path": b, "weight": 0.5}]

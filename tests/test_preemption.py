@@ -148,7 +148,7 @@ def test_a_signal_while_another_rank_tokenises_ends_all_and_leaves_nothing_half_
     how = ["train.steps=1", f"data.path={other}", f"data.cache={tmp_path / 'cache'}"]
     stopped = train("run", *how, ranks=2, seam=slow_tokenising, code=75)
     assert end_of(stopped) == ("end", 75) and stopped.events[-1]["reason"] == "SIGINT" and "the same command goes on" in stopped.out
-    assert not list((tmp_path / "cache").iterdir())
+    assert {path.name for path in (tmp_path / "cache").iterdir()} <= {"hashes.json"}
     assert train("run", *how, ranks=2).column("step") == [1]
 
 

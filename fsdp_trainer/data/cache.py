@@ -26,9 +26,9 @@ def held(folder: Path, shared: bool, waits: Callable[[], None]) -> Iterator[None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = open(folder / LOCK, "a+")  # noqa: SIM115
-        except FileNotFoundError:  # who held it has just finished
-            continue
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and folder.parent.is_dir() and str(error.filename) == str(folder / LOCK):
+                continue  # who held it has just finished
             why = f"the tokenised data cannot be kept there: {error}.\nUse  data.cache=FOLDER"
             raise UserError("the data cannot be prepared", [Problem(f"data.cache={folder.parent}", why)]) from None
         with lock:

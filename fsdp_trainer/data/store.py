@@ -125,7 +125,7 @@ class StoreWriter:
             "digests": np.array([_digest(s) for s in samples], np.uint64),
         }
         for name, dtype in COLUMNS.items():
-            columns[name].astype(dtype, copy=False).tofile(self._files[name])
+            self._files[name].write(np.ascontiguousarray(columns[name], dtype).data)  # unlike tofile it says when the disk is full
         found = {"samples": len(samples), "tokens": lengths.sum(), "supervised": columns["supervised"].sum(), "longest": lengths.max()}
         add_totals(self.totals, {str(source): {what: int(n) for what, n in found.items()}})
 

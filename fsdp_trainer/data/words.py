@@ -7,7 +7,6 @@ are met again and again: to look them up takes a quarter of the time.
 
 import json
 import re
-from array import array
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -95,8 +94,19 @@ class Words:
             self._ids, self._places, self._characters = {}, {}, 0
         cut = [WORD.findall(text) for text in texts]
         new = [word for word in dict.fromkeys(word for words in cut for word in words) if word not in self._ids]
-        for word, encoding in zip(new, self._backend.encode_batch(new, add_special_tokens=False), strict=True):
-            self._ids[word] = array("i", encoding.ids).tobytes()
-            self._places[word] = array("q", chain.from_iterable(encoding.offsets)).tobytes()
-            self._characters += len(word)
+        of_a_text = [word for word in new if word[0] == " " and not word[-1].isspace()]  # may follow one another
+        for words in [of_a_text, *([word] for word in new if word[0] != " " or word[-1].isspace())]:
+            self._meet(words)
         return cut
+
+    def _meet(self, words: list[str]) -> None:
+        """Ask the backend for words, as one text that they make up."""
+        encoding = self._backend.encode("".join(words), add_special_tokens=False)
+        ids = np.array(encoding.ids, np.int32)
+        places = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
+        edges = np.cumsum([0, *map(len, words)])
+        tokens = np.searchsorted(places[:, 0], edges).tolist()
+        for word, first, stop, edge in zip(words, tokens, tokens[1:], edges.tolist(), strict=False):
+            self._ids[word] = ids[first:stop].tobytes()
+            self._places[word] = (places[first:stop] - edge).tobytes()
+        self._characters += int(edges[-1])

@@ -98,7 +98,10 @@ def data_files(path: str) -> list[str]:
     """Data files of a file, a folder (searched through) or a glob, sorted; ValueError says why there are none."""
     if Path(path).is_dir():
         splits = Path(path) / "dataset_dict.json"
-        told = json.loads(splits.read_text()) if splits.is_file() else {}
+        try:
+            told = json.loads(splits.read_text()) if splits.is_file() else {}
+        except ValueError as error:
+            raise ValueError(f"{splits} is not JSON: {error}. Mend it, or name the files to read") from None
         if isinstance(told, dict) and len(names := told.get("splits", [])) > 1:
             raise ValueError(f"holds several splits: {' '.join(names)}. Name the one to read:  {Path(path) / names[0]}")
         found = sorted((file for file in _walk(path) if is_data(os.path.relpath(file, path))), key=Path)

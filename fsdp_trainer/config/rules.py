@@ -388,6 +388,8 @@ def _check_exists(key: str, path: str | None, report: Report) -> None:
 
 
 def _missing(path: str) -> str:
+    if Path(path).is_symlink():
+        return "is a link that leads nowhere, or in a circle"
     looked = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
     return f"there is no such file or folder{looked}{_near(path)}"
 

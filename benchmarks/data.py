@@ -52,7 +52,7 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}"
     "{% endgeneration %}{{ '\n' }}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
 )
-SIZES = {"texts": 30e6, "chats": 2e6}  # bytes of what is made; of a text of less most words are new, as they are not in a corpus
+SIZES = {"texts": 30e6, "chats": 2e6}  # bytes of what is made; in a small text most words are new, which they are not in a corpus
 PACKED, RESUMED = 10_000_000, 2_000_000
 
 

@@ -191,18 +191,27 @@ def test_templates_do_not_know_the_day_and_cannot_reach_python():
         Template("t", "{{ ''.__class__.__mro__ }}", {}).render([])
 
 
-@pytest.mark.parametrize("text", ["the small world\n" * 200, "a" * 3000, " " * 3000, "é日👩‍👩‍👧 " * 300, "\n<s> x" * 300])
+@pytest.mark.parametrize(
+    "text", ["the small world\n" * 200, "a" * 3000, " " * 3000, "é日👩‍👩‍👧 " * 300, "\n<s> x" * 300, "x12345678" * 400]
+)
 def test_a_long_text_is_encoded_in_pieces_to_the_same_tokens(sentencepiece_file, monkeypatch, text):
     """Its memory is bounded, its tokens and their places are those of the whole."""
     monkeypatch.setattr("fsdp_trainer.data.tokenizer.OVERLAP", 200)
-    for tokenizer in (load_tokenizer("demo:bytes"), load_tokenizer(str(sentencepiece_file))):
-        (whole,) = tokenizer.encode_batch([text])
-        with monkeypatch.context() as patch:
-            patch.setattr("fsdp_trainer.data.tokenizer.LONG", 500)
-            (pieces,) = tokenizer.encode_batch([text])
-            assert tokenizer.encode_plain([text])[0].tolist() == pieces.ids.tolist()
-        for name in ("ids", "starts", "ends"):
-            assert getattr(pieces, name).tolist() == getattr(whole, name).tolist()
+    monkeypatch.setattr("fsdp_trainer.data.tokenizer.LONG", 500)
+    for tokenizer in (load_tokenizer("demo:bytes"), load_tokenizer(str(sentencepiece_file)), byte_level(), byte_level(LLAMA_3)):
+        whole = tokenizer.backend.encode(text, add_special_tokens=False)
+        (pieces,) = tokenizer.encode_batch([text])
+        assert pieces.ids.tolist() == tokenizer.encode_plain([text])[0].tolist() == whole.ids
+        assert np.stack([pieces.starts, pieces.ends], axis=1).tolist() == [list(place) for place in whole.offsets]
+
+
+def test_a_text_is_joined_only_where_that_gives_the_tokens_of_the_whole(monkeypatch):
+    """A run of digits is cut by threes from its beginning, wherever a piece begins: both may go on alike for a while, and differ then."""
+    monkeypatch.setattr("fsdp_trainer.data.tokenizer.OVERLAP", 200)
+    monkeypatch.setattr("fsdp_trainer.data.tokenizer.LONG", 500)
+    tokenizer = byte_level(LLAMA_3)  # it knows 123 as one token, and 9 as one only
+    text = "9" * 801 + "123" * 60
+    assert tokenizer.encode_batch([text])[0].ids.tolist() == tokenizer.encode(text)
 
 
 # --- word by word ------------------------------------------------------------------------------------------------------------------
@@ -218,25 +227,13 @@ def byte_level(pattern=None, normalizer=None, added=("<|end|>",), **how):
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     backend.train_from_iterator(TEXTS * 3 + ["it's we'll WE'LL ... !?\n\n  x = 12345\n"] * 3, trainer)
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False, **how) for text in added])
+    backend.add_tokens([AddedToken("foo", normalized=True)])
     return TextTokenizer(backend, {}, set(), None)
 
 
+LLAMA_3 = next(pattern for pattern in PATTERNS if r"\p{N}{1,3}" in pattern and "Lu" not in pattern)
 BY_WORDS = [byte_level(), byte_level(normalizer=normalizers.NFC()), *map(byte_level, sorted(PATTERNS))]
-PIECES = [
-    *"ax'19é_-.!\n\t\r\x1c\u0301\u00a0\u2003\u200b你🙂",
-    " ",
-    " ",
-    "  ",
-    "\n\n",
-    "\r\n",
-    "'s",
-    "'LL",
-    "Hello",
-    "123456",
-    "...",
-    "<|end|>",
-    "<|",
-]
+PIECES = [*"ax'19é²_-.!/\n\t\r\x00\x0b\x1c\x85\u0301\u00a0\u2003\u3000\u200b你。🙂", " ", " ", "  ", "\n\n", "\r\n", "'s", "'LL", "Hello", "foo", "123456", "...", "<|end|>", "<|"]  # fmt: skip
 
 
 @settings(max_examples=400, deadline=None)
@@ -244,7 +241,7 @@ PIECES = [
 def test_word_by_word_gives_the_tokens_and_places_of_the_whole_text(texts, tokenizer):
     assert tokenizer._words
     expected = tokenizer.backend.encode_batch(texts, add_special_tokens=False)
-    for got, plain, whole in zip(tokenizer.encode_batch(texts), tokenizer.encode_plain(texts), expected, strict=True):
+    for got, plain, whole in zip(tokenizer._words.encode(texts), tokenizer._words.plain(texts), expected, strict=True):
         assert got.ids.tolist() == plain.tolist() == whole.ids
         assert np.stack([got.starts, got.ends], axis=1).tolist() == [list(place) for place in whole.offsets]
 

@@ -3,12 +3,10 @@
 import gzip
 import json
 import os
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from fsdp_trainer.config.data_files import data_files
 from fsdp_trainer.config.schema import Batch, Data
@@ -16,7 +14,6 @@ from fsdp_trainer.data import preparation
 from fsdp_trainer.data.prepare import preparations, prepare
 from fsdp_trainer.data.templates import load_template
 from fsdp_trainer.data.tokenizer import load_tokenizer
-from fsdp_trainer.data.words import PATTERNS, Words, looks_across_no_space
 from fsdp_trainer.errors import UserError
 
 BYTES = load_tokenizer("demo:bytes")
@@ -69,35 +66,6 @@ def test_any_cut_into_parts_shards_and_interruptions_gives_the_same_samples(tmp_
         except UserError as error:
             again = type(error)
     assert again == whole
-
-
-def trained(cut, normalizer):
-    """A byte-level BPE with the pattern of a family, whose added tokens are special or words of their own."""
-    backend = Tokenizer(models.BPE())
-    steps = [pre_tokenizers.Split(Regex(cut), "isolated")] if cut else []
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not cut)])
-    backend.decoder, backend.normalizer = decoders.ByteLevel(), normalizer
-    text = [Path(preparation.__file__).read_text(encoding="utf-8"), "a  b\n\n  c \t d\r\n it's 你好 " * 50]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(text, trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, show_progress=False))
-    backend.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=False)])
-    backend.add_tokens([AddedToken("foo", normalized=True)])
-    return backend
-
-
-FAMILIES = [trained(cut, normalizer) for cut in ("", *PATTERNS) for normalizer in (None, normalizers.NFC())]
-LOOKED_UP = [Words(backend) for backend in FAMILIES]
-PIECES = [" ", "  ", "\n", "\r\n", "\t", "\x0b", "\x1c", "\x85", "\xa0", "\u2003", "\u3000", "\u200b", "a", "A", "foo", "e\u0301", "\u0301", "'s", "'LL", "1", "234", "²", "!", "...", "/", "<|im_end|>", "<|im", "你好", "。", "👩‍👩‍👧", "\x00"]  # fmt: skip
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=2), max_size=20).map("".join))
-def test_words_that_are_looked_up_are_the_tokens_of_the_whole_text(text):
-    for backend, words in zip(FAMILIES, LOOKED_UP, strict=True):
-        assert looks_across_no_space(backend)
-        whole, (found,), (plain,) = backend.encode(text, add_special_tokens=False), words.encode([text]), words.plain([text])
-        assert found.ids.tolist() == plain.tolist() == whole.ids
-        assert list(zip(found.starts.tolist(), found.ends.tolist(), strict=True)) == whole.offsets
 
 
 @pytest.mark.parametrize("path", ["**/*.jsonl", "**", "*/../**/a.jsonl", "."])

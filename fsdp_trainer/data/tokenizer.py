@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from fsdp_trainer.data import demo
 from fsdp_trainer.data.sentencepiece_model import read_sentencepiece
-from fsdp_trainer.data.words import Encoding, Words, looks_across_no_space
+from fsdp_trainer.data.words import Encoding, Words, has_spaces, joins_anywhere, looks_across_no_space
 from fsdp_trainer.errors import Problem, UserError
 
 FILES = (
@@ -30,15 +30,14 @@ USUAL = {
 }
 
 
-LONG, OVERLAP, ALIKE = 1 << 18, 1 << 11, 16  # characters of a piece, and those it shares with the next; tokens in which both must agree
+LONG, OVERLAP = 1 << 18, 1 << 11  # characters of a piece, and those it shares with the next
 
 
 def _seam(before: Encoding, after: Encoding, start: int) -> tuple[int, int] | None:
-    """The token of either encoding at which one gives way to the other, in the middle of what they share from `start` on."""
+    """The first token that both encodings have, its place in either, in the middle of what they share from `start` on."""
     for here in range(*np.searchsorted(before.starts, (start + OVERLAP // 4, start + OVERLAP // 2))):
         there = int(np.searchsorted(after.starts, before.starts[here]))
-        one, other = before.cut(here, here + ALIKE), after.cut(there, there + ALIKE)
-        if len(one.ids) == ALIKE and np.array_equal(one.ids, other.ids) and np.array_equal(one.starts, other.starts):
+        if there < len(after.ids) and (after.starts[there], after.ids[there]) == (before.starts[here], before.ids[here]):
             return int(here), there
     return None
 
@@ -61,6 +60,7 @@ class TextTokenizer:
         backend.no_padding()
         backend.post_processor = None  # ByteLevel's trims the offsets, templates add bos
         self._words = Words(backend) if looks_across_no_space(backend) else None
+        self._joins = joins_anywhere(backend)
         added = backend.get_added_tokens_decoder()
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         """Number of ids, the largest id + 1."""
@@ -81,38 +81,41 @@ class TextTokenizer:
         return self.backend.token_to_id(self.special[name]) if name in self.special else None
 
     def encode_batch(self, texts: list[str]) -> list[Encoding]:
-        """Tokens with their place in the text; of a very long one piece by piece, else word by word or in threads, where that gives the same."""
-        short = [text for text in texts if len(text) <= LONG]
-        of_short = iter(
-            self._words.encode(short) if self._words else map(_encoding, self.backend.encode_batch(short, add_special_tokens=False))
-        )
-        return [next(of_short) if len(text) <= LONG else self._encode_long(text) for text in texts]
-
-    def _encode_long(self, text: str) -> Encoding:
-        """What the backend says of each token takes some hundred times the memory of its character, so that pieces that overlap are joined.
-
-        They are joined at a token where both go on alike for a while: far enough from either's edge, a tokenizer sees no further.
-        """
-        whole: list[Encoding] = []
-        for start in range(0, len(text), LONG):
-            piece = _encoding(self.backend.encode(text[start : start + LONG + OVERLAP], add_special_tokens=False))
-            piece = Encoding(piece.ids, piece.starts + start, piece.ends + start)
-            if whole:
-                seam = _seam(whole[-1], piece, start)
-                if seam is None:
-                    return _encoding(self.backend.encode(text, add_special_tokens=False))
-                whole[-1], piece = whole[-1].cut(stop=seam[0]), piece.cut(start=seam[1])
-            whole.append(piece)
-        return Encoding(*(np.concatenate([getattr(piece, name) for piece in whole]) for name in ("ids", "starts", "ends")))
+        """Tokens with their place in the text."""
+        by_word = self._words.encode if self._words else list
+        whole = self.backend.encode_batch
+        return self._encode(texts, by_word, lambda some: map(_encoding, whole(some, add_special_tokens=False)), self._encode_long)
 
     def encode_plain(self, texts: list[str]) -> list[np.ndarray]:
         """Tokens alone, [tokens] int32 of each text: where no place is asked for, it takes less time."""
-        short = [text for text in texts if len(text) <= LONG]
-        if self._words:
-            of_short = iter(self._words.plain(short))
-        else:
-            of_short = (np.array(e.ids, dtype=np.int32) for e in self.backend.encode_batch_fast(short, add_special_tokens=False))
-        return [next(of_short) if len(text) <= LONG else self._encode_long(text).ids for text in texts]
+        by_word = self._words.plain if self._words else list
+        whole = self.backend.encode_batch_fast
+        return self._encode(
+            texts,
+            by_word,
+            lambda some: (np.array(e.ids, dtype=np.int32) for e in whole(some, add_special_tokens=False)),
+            lambda text: self._encode_long(text).ids,
+        )
+
+    def _encode(self, texts: list[str], by_word: Callable, whole: Callable, long: Callable) -> list:
+        """Each text in the way that costs it least; where there are several, they give the same tokens."""
+        ways = [by_word if self._words and has_spaces(text) else long if self._joins and len(text) > LONG else whole for text in texts]
+        some = {way: iter(way([text for text, of in zip(texts, ways, strict=True) if of is way])) for way in (by_word, whole)}
+        return [long(text) if way is long else next(some[way]) for text, way in zip(texts, ways, strict=True)]
+
+    def _encode_long(self, text: str) -> Encoding:
+        """Piece by piece: what the backend says of each token takes some hundred times the memory of its character."""
+        found: list[Encoding] = []
+        for start in range(0, len(text), LONG):
+            piece = _encoding(self.backend.encode(text[start : start + LONG + OVERLAP], add_special_tokens=False))
+            piece = Encoding(piece.ids, piece.starts + start, piece.ends + start)
+            if found:
+                seam = _seam(found[-1], piece, start)
+                if seam is None:
+                    return _encoding(self.backend.encode(text, add_special_tokens=False))
+                found[-1], piece = found[-1].cut(stop=seam[0]), piece.cut(start=seam[1])
+            found.append(piece)
+        return Encoding(*(np.concatenate([getattr(piece, name) for piece in found]) for name in ("ids", "starts", "ends")))
 
     def encode(self, text: str) -> list[int]:
         """Token ids."""

@@ -16,7 +16,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 WORD = re.compile(r"\s*\S+(?:[^\S ]\s*\S+)*(?:[^\S ]\s*\Z)?|\s+")  # up to a space behind what is no white space
-CHARACTERS = 1 << 23  # of the words that are kept: some 100 MB
+CHARACTERS = 1 << 21  # of the words that are kept: some 100 MB
+SPACES = 16  # characters for each space: where there are more, as in Chinese, most words are new
+AT_ONCE = 1 << 15  # new words that are asked for together
 SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 PATTERNS = {
     SUFFIXES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",  # Llama 3, GPT-4
@@ -51,6 +53,24 @@ def looks_across_no_space(backend: Tokenizer) -> bool:
         and _cuts_at_spaces(told["pre_tokenizer"])
         and not any(re.search(r"\s", t["content"]) or t["lstrip"] or t["rstrip"] or t["single_word"] for t in added)
     )
+
+
+def joins_anywhere(backend: Tokenizer) -> bool:
+    """Whether two overlapping stretches of a text, joined at any token that both have, give the tokens of the whole.
+
+    So it is for BPE that cuts at single characters or not at all. A merge across the edge of two neighbours would be made where these two
+    are the whole text as well, and the other way round; so tokens are those of the whole if each two neighbours are tokens of their own text.
+    """
+    told = json.loads(backend.to_str())
+    pre, model = told["pre_tokenizer"] or {"type": "Metaspace"}, told["model"]
+    cuts_nothing = pre["type"] == "ByteLevel" and not pre["use_regex"]
+    at_a_space = pre["type"] == "Split" and pre["pattern"] == {"String": " "}
+    return model["type"] == "BPE" and not model.get("dropout") and (pre["type"] == "Metaspace" or cuts_nothing or at_a_space)
+
+
+def has_spaces(text: str) -> bool:
+    """Whether words are short enough to be met again."""
+    return SPACES * text.count(" ") >= len(text)
 
 
 def _cuts_at_spaces(pre: dict[str, Any] | None) -> bool:
@@ -98,7 +118,8 @@ class Words:
         cut = [WORD.findall(text) for text in texts]
         new = set(chain.from_iterable(cut)).difference(known)
         alone = [word for word in new if word[0] != " " or word[-1].isspace()]  # the others may follow one another
-        for words in [list(new.difference(alone)), *([word] for word in alone)]:
+        joined = list(new.difference(alone))
+        for words in [*(joined[i : i + AT_ONCE] for i in range(0, len(joined), AT_ONCE)), *([word] for word in alone)]:
             self._meet(words, with_places=known is self._places)
         return cut
 

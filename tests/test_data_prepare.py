@@ -1,5 +1,6 @@
 """Prepared by any number of processes and machines, interrupted anywhere, the same bytes lie in the cache; nothing stale or damaged is taken from it."""
 
+import errno
 import gzip
 import json
 import os
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -308,17 +309,53 @@ def test_a_source_that_is_added_to_a_mixture_tokenises_no_other_anew(tmp_path, m
 
 
 def test_a_file_is_hashed_again_when_it_has_changed_and_not_before(tmp_path, data, monkeypatch):
-    for file in data.iterdir():
-        os.utime(file, (time.time() - 100,) * 2)
+    monkeypatch.setattr(fingerprint, "SETTLED_SECONDS", 0)
     real, read = fingerprint.content_hash, []
     monkeypatch.setattr(fingerprint, "content_hash", lambda file: read.append(Path(file).name) or real(file))
     folders = [made(str(data), tmp_path / "c").train[0].folder for _ in range(2)]
     assert len(read) == 7 and folders[0] == folders[1]
+    before = (data / "b1.jsonl").stat()
     (data / "b1.jsonl").write_text((data / "b1.jsonl").read_text().replace("q31", "q30"))
+    os.utime(data / "b1.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns))  # the same inode, size and time, as rsync may leave it
     assert made(str(data), tmp_path / "c").train[0].folder != folders[0] and read[7:] == ["b1.jsonl"]
     (tmp_path / "c" / "hashes.json").write_text("{half")
     made(str(data), tmp_path / "c")
     assert len(read) == 15
+
+
+def test_a_file_that_changes_between_hashing_and_reading_is_not_kept_under_the_name_of_what_it_was(tmp_path, data, monkeypatch):
+    real = preparation.Preparation._tasks
+    monkeypatch.setattr(preparation.Preparation, "_tasks", lambda self: write(data / "b0.jsonl", 5, 6) and real(self))
+    with pytest.raises(UserError, match=r"b0\.jsonl:1\n? *was changed"):
+        made(str(data), tmp_path / "c")
+    assert visible(tmp_path / "c") == []
+
+
+def test_without_locks_two_that_prepare_the_same_do_not_disturb_each_other(tmp_path, data, many_parts, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    real, results, meet = workers.tokenise, [], threading.Barrier(2, timeout=20)
+
+    def in_step(task, part, how, tick):
+        if not results:
+            with suppress(threading.BrokenBarrierError):
+                meet.wait()
+        return real(task, part, how, tick)
+
+    def prepare_it(late):
+        time.sleep(late)
+        results.append(made(str(data), tmp_path / "c", workers=1).fingerprint)
+        meet.abort()
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    monkeypatch.setattr(workers, "tokenise", in_step)
+    threads = [threading.Thread(target=prepare_it, args=(late,)) for late in (0, 0.2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 2 and len(set(results)) == 1
 
 
 # --- ranks that wait ---------------------------------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ OLD_SECONDS = 24 * 3600.0
 
 
 @contextmanager
-def held(folder: Path, shared: bool, waits: Callable[[], None]) -> Iterator[None]:
+def held(folder: Path, shared: bool, waits: Callable[[], None]) -> Iterator[bool]:
     """Hold `folder`, which is made if need be: with others that share it, or alone. waits: called again and again while another holds it.
 
-    Where the file system knows no locks all go ahead: what they make is the same, and appears by rename.
+    Gives whether this one is alone with it. Where the file system knows no locks all go ahead: what they make is the same, and appears by rename.
     """
     while True:
         try:
@@ -32,21 +32,22 @@ def held(folder: Path, shared: bool, waits: Callable[[], None]) -> Iterator[None
             why = f"the tokenised data cannot be kept there: {error}.\nUse  data.cache=FOLDER"
             raise UserError("the data cannot be prepared", [Problem(f"data.cache={folder.parent}", why)]) from None
         with lock:
-            while not _locked(lock, shared):
+            while (locked := _locked(lock, shared)) is False:
                 waits()
                 time.sleep(LOOK_SECONDS)
             if _is_there(lock, folder / LOCK):
-                yield
+                yield bool(locked) and not shared
                 return
 
 
-def _locked(lock: TextIO, shared: bool) -> bool:
+def _locked(lock: TextIO, shared: bool) -> bool | None:
+    """None where the file system knows no locks."""
     try:
         fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        pass
+        return None
     return True
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -16,36 +17,45 @@ from typing import Any
 from fsdp_trainer.data.sources import content_hash
 
 HASHES = "hashes.json"
-SETTLED_SECONDS = 2.0  # a file that was written just now may be written again within one tick of its file system's clock
+SETTLED_SECONDS = 2.0  # a file that was changed just now may be changed again within one tick of its file system's clock
 PACKAGE = Path(__file__).parents[1]
 IMPORTS = re.compile(r"^from fsdp_trainer\.(data|config)(?:\.(\w+))? import (.+)", re.MULTILINE)
 LIBRARIES = ("tokenizers", "jinja2")  # which also decide
 
 
-def content_hashes(files: Iterable[str], root: Path, tick: Callable[[], None] = lambda: None) -> dict[str, str]:
-    """By file. A file that has the size, the time and the inode that it had when it was hashed last is not read again."""
+@dataclass(frozen=True)
+class Content:
+    """What a file held when it had this stamp, of `units.stamp`."""
+
+    digest: str
+    stamp: tuple[int, int] | None
+
+
+def contents(files: Iterable[str], root: Path, tick: Callable[[], None] = lambda: None) -> dict[str, Content]:
+    """By file. A file that has the size, the times and the inode that it had when it was hashed last is not read again."""
     kept = _kept(root)
-    found: dict[str, list[Any]] = {}
+    marks = {file: _marks(file) for file in dict.fromkeys(files)}
+    digests = {file: kept[file][-1] for file, mark in marks.items() if mark and kept.get(file, [None])[:-1] == mark}
+    settled, worth_keeping = (time.time() - SETTLED_SECONDS) * 1e9, {}
+    unknown = [file for file in marks if file not in digests]
     with ThreadPoolExecutor(8) as threads:
-        stamps = {file: _stamp(file) for file in dict.fromkeys(files)}
-        known = {file: kept[file] for file, stamp in stamps.items() if stamp and kept.get(file, [None])[:-1] == stamp}
-        unknown = [file for file in stamps if file not in known]
         for file, digest in zip(unknown, threads.map(content_hash, unknown), strict=True):
-            found[file] = [*(stamps[file] or []), digest]
+            digests[file], mark = digest, marks[file]
+            if mark and mark[2] < settled:
+                worth_keeping[file] = [*mark, digest]
             tick()
-    settled = (time.time() - SETTLED_SECONDS) * 1e9
-    worth_keeping = {file: entry for file, entry in found.items() if len(entry) > 1 and entry[1] < settled}
     if worth_keeping:
         _keep(root, _kept(root) | worth_keeping)
-    return {file: entry[-1] for file, entry in (known | found).items()}
+    return {file: Content(digests[file], (mark[0], mark[1]) if mark else None) for file, mark in marks.items()}
 
 
-def _stamp(file: str) -> list[Any] | None:
+def _marks(file: str) -> list[Any] | None:
+    """Nobody can set the third, the time at which anything about a file was changed, as `cp -p` and rsync set the second."""
     try:
         found = os.stat(file)
     except OSError:  # it is no file of this machine
         return None
-    return [found.st_size, found.st_mtime_ns, found.st_ino, os.path.abspath(file)]
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, os.path.abspath(file)]
 
 
 def _kept(root: Path) -> dict[str, list[Any]]:

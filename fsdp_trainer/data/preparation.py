@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 from fsdp_trainer.config.data_files import ARROW, kind
 from fsdp_trainer.data.cache import clear_leftovers, held
 from fsdp_trainer.data.findings import told
-from fsdp_trainer.data.fingerprint import fingerprint
+from fsdp_trainer.data.fingerprint import Content, fingerprint
 from fsdp_trainer.data.remote import nothing
 from fsdp_trainer.data.samples import EXAMPLES
 from fsdp_trainer.data.sources import SHOWN, Problems, Source
@@ -58,15 +58,16 @@ class Component:
 class Preparation:
     """One component's stores, as folders of the cache."""
 
-    def __init__(self, component: Component, how: How, hashes: dict[str, str], root: Path, told: Told):
+    def __init__(self, component: Component, how: How, content: dict[str, Content], root: Path, told: Told):
         self.component, self.how, self.root, self.told = component, how, root, told
+        self.stamps = {file: content[file].stamp for file in component.files}
         self.meta: dict[str, Any] = {}
         self.report: list[str] = []
         """Short lines for people."""
         data = how.data
-        content = [[source.format, source.fields, [hashes[file] for file in source.files]] for source in component.sources]
+        read = [[source.format, source.fields, [content[file].digest for file in source.files]] for source in component.sources]
         options = [data.format, data.fields, data.loss_on, data.too_long, data.on_error, how.seq_len, how.share]
-        name = fingerprint([content, options, how.tokenizer.fingerprint, how.template.source])
+        name = fingerprint([read, options, how.tokenizer.fingerprint, how.template.source])
         self.folder, self.parts = root / name, root / f".{name}"
 
     def stores(self) -> dict[str, TokenStore]:
@@ -99,34 +100,38 @@ class Preparation:
 
     def _make(self) -> None:
         tasks = self._tasks()
-        with self._held(shared=False):
-            if read_whole(self.folder, self.told.say):  # while this one waited
-                return
-            for left in self.parts.glob("tmp-*"):
-                shutil.rmtree(left, ignore_errors=True)
-            clear_leftovers(self.root, self.parts)
-            done = self._tokenise(tasks, range(len(tasks)))
-            try:
+        with self._held(shared=False) as alone:
+            if not read_whole(self.folder, self.told.say):  # another may have made it while this one waited
+                for left in self.parts.glob("tmp-*") if alone else ():
+                    shutil.rmtree(left, ignore_errors=True)
+                clear_leftovers(self.root, self.parts)
+                done = self._tokenise(tasks, range(len(tasks)))
                 whole = Path(tempfile.mkdtemp(prefix="tmp-", dir=self.parts))
                 self._merge([done[i] for i in range(len(tasks))], whole)
                 whole.chmod(0o755)
                 shutil.rmtree(self.folder, ignore_errors=True)  # which is damaged, if it is there
                 commit(whole, self.folder)
-            except OSError as error:
-                raise self._unwritable(error) from None
             shutil.rmtree(self.parts, ignore_errors=True)
 
-    def _held(self, shared: bool) -> Any:
-        told = False
+    @contextmanager
+    def _held(self, shared: bool) -> Iterator[bool]:
+        """Hold the folder of the parts; whether no other can. Raises RunFailed if something cannot be written."""
+        waiting = False
 
         def waits() -> None:
-            nonlocal told
-            if not told:
+            nonlocal waiting
+            if not waiting:
                 self.told.say(f"data   another process prepares the same in {self.root}: this one waits for it")
-            told = True
+            waiting = True
             self.told.progress("data   waiting for another process, which prepares the same")
 
-        return held(self.parts, shared, waits)
+        try:
+            with held(self.parts, shared, waits) as alone:
+                yield alone
+        except OSError as error:
+            if not read_whole(self.folder):  # without locks another may have been through with it, and have tidied up
+                why = f"the tokenised data cannot be written to {self.root}: {error.strerror or error}. Use  data.cache=FOLDER"
+                raise RunFailed(why) from None
 
     def _part(self, i: int) -> Path:
         return self.parts / f"{i:06}"
@@ -140,7 +145,7 @@ class Preparation:
         number, room = 0, 0.0
         for place, source in enumerate(self.component.sources):
             for file in source.files:
-                units = split_units(file, each)
+                units = split_units(file, each, self.stamps[file])
                 for unit in units:
                     if room <= 0 or unit.start:
                         tasks.append([])
@@ -180,8 +185,6 @@ class Preparation:
         except UserError:
             shutil.rmtree(self.parts, ignore_errors=True)  # other data, or other options, make other parts
             raise
-        except OSError as error:
-            raise self._unwritable(error) from None
         finally:
             if not done:  # nothing to go on from
                 shutil.rmtree(self.parts, ignore_errors=True)
@@ -193,9 +196,6 @@ class Preparation:
         if problems.will_raise:
             shutil.rmtree(self.parts, ignore_errors=True)
             problems.raise_if_failing()
-
-    def _unwritable(self, error: OSError) -> RunFailed:
-        return RunFailed(f"the tokenised data cannot be written to {self.root}: {error.strerror or error}. Use  data.cache=FOLDER")
 
     def _merge(self, done: list[Done], into: Path) -> None:
         """All parts as one, and last of all what is known of them."""

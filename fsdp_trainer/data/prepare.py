@@ -8,7 +8,7 @@ import numpy as np
 
 from fsdp_trainer.config.data_files import entries, is_mixture
 from fsdp_trainer.config.schema import Batch, Data
-from fsdp_trainer.data.fingerprint import content_hashes, fingerprint
+from fsdp_trainer.data.fingerprint import contents, fingerprint
 from fsdp_trainer.data.preparation import Component, Preparation, Told, commit, read_whole
 from fsdp_trainer.data.sources import find_sources
 from fsdp_trainer.data.store import TokenStore, add_totals, merge, read_meta, write_meta
@@ -59,9 +59,9 @@ def preparations(data: Data, batch: Batch, tokenizer: TextTokenizer, template: T
     """Of every component, the one to be validated on last if it is apart."""
     train, apart = components(data, root, told)
     every = [*train, *([apart] if apart else [])]
-    hashes = content_hashes([file for component in every for file in component.files], root, lambda: told.progress("data   hashing files"))
+    content = contents([file for component in every for file in component.files], root, lambda: told.progress("data   hashing files"))
     how = How(data, batch.seq_len, 0.0, tokenizer, template)
-    return [Preparation(component, replace(how, share=component.share), hashes, root, told) for component in every]
+    return [Preparation(component, replace(how, share=component.share), content, root, told) for component in every]
 
 
 def prepare(data: Data, batch: Batch, tokenizer: TextTokenizer, template: Template, root: Path, told: Told | None = None) -> Prepared:

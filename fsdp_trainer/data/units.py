@@ -54,9 +54,12 @@ def stamp(file: str) -> tuple[int, int] | None:
     return found.st_size, found.st_mtime_ns
 
 
-def split_units(file: str, bytes_each: int) -> list[Unit]:
-    """The file as units of about so many bytes, in order; one unit where it can only be read from its beginning on."""
-    (suffix, compression), mark = kind(file), stamp(file)
+def split_units(file: str, bytes_each: int, mark: tuple[int, int] | None = None) -> list[Unit]:
+    """The file as units of about so many bytes, in order; one unit where it can only be read from its beginning on.
+
+    mark: the stamp that it had earlier, and is to have still when it is read.
+    """
+    (suffix, compression), mark = kind(file), mark or stamp(file)
     edges = [0]
     if file not in demo.TASKS and not compression:
         if suffix in ARROW:

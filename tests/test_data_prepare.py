@@ -318,9 +318,10 @@ def test_a_file_is_hashed_again_when_it_has_changed_and_not_before(tmp_path, dat
     (data / "b1.jsonl").write_text((data / "b1.jsonl").read_text().replace("q31", "q30"))
     os.utime(data / "b1.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns))  # the same inode, size and time, as rsync may leave it
     assert made(str(data), tmp_path / "c").train[0].folder != folders[0] and read[7:] == ["b1.jsonl"]
-    (tmp_path / "c" / "hashes.json").write_text("{half")
-    made(str(data), tmp_path / "c")
-    assert len(read) == 15
+    for n, damaged in enumerate(["{half", "[1]", json.dumps({str(data / "b1.jsonl"): 5})]):
+        (tmp_path / "c" / "hashes.json").write_text(damaged)
+        made(str(data), tmp_path / "c")
+        assert len(read) == 15 + 7 * n
 
 
 def test_a_file_that_changes_between_hashing_and_reading_is_not_kept_under_the_name_of_what_it_was(tmp_path, data, monkeypatch):

@@ -127,6 +127,9 @@ def test_the_other_ranks_of_a_node_read_what_the_first_has_found(bucket, tmp_pat
     bucket.pipe("/bucket/set/a.jsonl", lines("changed in between"))
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert find_sources("memory://bucket/set/a.jsonl", "data.path", tmp_path) == before
+    (note,) = (tmp_path / "remote" / "found").iterdir()
+    note.write_text("{half")  # as a crash of the machine leaves it: the store is asked again
+    assert find_sources("memory://bucket/set/a.jsonl", "data.path", tmp_path) != before
 
 
 def test_who_waits_hears_that_a_download_goes_on(bucket, tmp_path):

@@ -242,6 +242,12 @@ def test_field_maps_that_fit_no_format_are_refused(fields):
         read({"x": "1"}, fields=fields)
 
 
+@pytest.mark.parametrize("column", [None, 5, ["a"]])
+def test_a_column_that_is_no_text_is_one_that_the_row_lacks(column):
+    with pytest.raises(RowError, match="its columns: answer"):
+        read({"answer": "1"}, fields={"prompt": column, "completion": "answer"})
+
+
 def test_earlier_turns_of_alpaca_come_first():
     turns = read({"instruction": "q2", "output": "a2", "history": [["q1", "a1"]]}).messages
     assert [(t["role"], t["content"]) for t in turns] == [("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("assistant", "a2")]

@@ -168,6 +168,15 @@ def test_a_model_file_that_is_cut_short_is_refused(sentencepiece_file, tmp_path)
             load_tokenizer(str(tmp_path / "cut.model"))
 
 
+@pytest.mark.parametrize("config", ['{"eos_token": 5, "bos_token": {"a": 1}, "chat_template": [{"a": 5}]}', "[]"])
+def test_values_of_the_wrong_type_in_a_description_are_as_if_they_were_not_there(tmp_path, config):
+    load_tokenizer("demo:bytes").save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    (tmp_path / "chat_template.jinja").unlink()
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert (tokenizer.eos_token, tokenizer.bos_token, tokenizer.chat_template) == ("<|endoftext|>", None, None)  # the usual ones
+
+
 @pytest.mark.parametrize("name", ["missing", ".", "notes.txt", "tokenizer.json"])
 def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, name):
     (tmp_path / "notes.txt").write_text("x")
@@ -175,6 +184,12 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, name):
         (tmp_path / name).write_text("{}")
     with pytest.raises(UserError, match=r"tokenizer\.path="):
         load_tokenizer(str(tmp_path / name))
+
+
+def test_a_template_that_is_no_text_is_refused_by_name(tmp_path):
+    (tmp_path / "a.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"data\.template=.*a\.jinja"):
+        load_template(str(tmp_path / "a.jinja"), load_tokenizer("demo:bytes"))
 
 
 def test_a_template_whose_markers_the_tokenizer_lacks_is_refused():

@@ -122,7 +122,7 @@ or, where `chosen` holds the whole conversation:  'data.fields={messages: chosen
 
 def make_reader(columns: dict[str, Any], format: str | None, fields: dict[str, str] | None, file: str, pairs: bool = False) -> Reader:
     """The reader for a file, from the columns of its first row; UserError if it cannot be found out. pairs: whether preferences are wanted."""
-    fields = fields or {}
+    fields = {meaning: str(column) for meaning, column in (fields or {}).items()}
     if format == "auto" and not fields:
         _refuse_judged(columns, file)
     if format == "auto":

@@ -61,8 +61,8 @@ def _marks(file: str) -> list[Any] | None:
 def _kept(root: Path) -> dict[str, list[Any]]:
     try:
         kept = json.loads((root / HASHES).read_text(encoding="utf-8"))
-        return kept if isinstance(kept, dict) else {}
-    except (OSError, ValueError):
+        return {file: entry for file, entry in kept.items() if isinstance(entry, list)}
+    except (OSError, ValueError, AttributeError):
         return {}
 
 

@@ -137,7 +137,10 @@ def fetch(url: str, key: str, cache: Path, say: Say = nothing, progress: Say = n
 
 def _noted(file: Path) -> dict[str, str]:
     """What was found last, if the copies of all of it are there."""
-    copies: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    try:
+        copies: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
     return copies if all(map(os.path.exists, copies.values())) else {}
 
 

@@ -137,7 +137,10 @@ def load_template(name_or_path: str | None, tokenizer: TextTokenizer) -> Templat
 def _read(path: str) -> str:
     if not Path(path).expanduser().is_file():
         raise _bad(path, f"there is no such file, and no template of this name; there is  {'  '.join(BUILT_IN)}")
-    return Path(path).expanduser().read_text(encoding="utf-8")
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _bad(path, f"cannot be read: {error}") from None
 
 
 def _call_text(message: Message) -> str:

@@ -212,19 +212,22 @@ def _json(folder: Path | None, name: str) -> dict:
     if folder is None or not (folder / name).is_file():
         return {}
     try:
-        return json.loads((folder / name).read_text(encoding="utf-8"))
-    except ValueError as e:
+        read = json.loads((folder / name).read_text(encoding="utf-8"))
+        return read if isinstance(read, dict) else {}
+    except (OSError, ValueError) as e:
         raise _bad(folder, f"{name} cannot be read: {e}") from None
 
 
 def _special_tokens(backend: Tokenizer, *sources: dict) -> dict[str, str]:
     """bos_token, eos_token …: the last source counts; a token is its text or an object with `content`. Without any: the usual ones."""
-    named = {name: source[name] for source in sources for name in SPECIAL if source.get(name)}
+    given = {name: source[name] for source in sources for name in SPECIAL if source.get(name)}
+    texts_of = {name: token.get("content") if isinstance(token, dict) else token for name, token in given.items()}
+    named = {name: text for name, text in texts_of.items() if isinstance(text, str)}
     if not named:
         return {
             name: text for name, texts in USUAL.items() if (text := next((t for t in texts if backend.token_to_id(t) is not None), None))
         }
-    return {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
+    return named
 
 
 def _add_tokens(backend: Tokenizer, added: dict[str, dict], path: str) -> None:
@@ -250,7 +253,7 @@ def _chat_template(folder: Path | None, config: dict) -> str | None:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     template = config.get("chat_template") or _json(folder, "chat_template.json").get("chat_template")
     if isinstance(template, list):  # several by name
-        by_name = {entry["name"]: entry["template"] for entry in template}
+        by_name = {entry.get("name"): entry.get("template") for entry in template}
         return by_name.get("default") or next(iter(by_name.values()), None)
     return template
 

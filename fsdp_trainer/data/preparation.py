@@ -109,8 +109,9 @@ class Preparation:
                 whole = Path(tempfile.mkdtemp(prefix="tmp-", dir=self.parts))
                 self._merge([done[i] for i in range(len(tasks))], whole)
                 whole.chmod(0o755)
-                shutil.rmtree(self.folder, ignore_errors=True)  # which is damaged, if it is there
-                commit(whole, self.folder)
+                if not read_whole(self.folder):  # without locks another may have been faster
+                    shutil.rmtree(self.folder, ignore_errors=True)
+                    commit(whole, self.folder)
             shutil.rmtree(self.parts, ignore_errors=True)
 
     @contextmanager

@@ -311,7 +311,7 @@ def test_a_source_that_is_added_to_a_mixture_tokenises_no_other_anew(tmp_path, m
 def test_a_file_is_hashed_again_when_it_has_changed_and_not_before(tmp_path, data, monkeypatch):
     monkeypatch.setattr(fingerprint, "SETTLED_SECONDS", 0)
     real, read = fingerprint.content_hash, []
-    monkeypatch.setattr(fingerprint, "content_hash", lambda file: read.append(Path(file).name) or real(file))
+    monkeypatch.setattr(fingerprint, "content_hash", lambda file, _: read.append(Path(file).name) or real(file))
     folders = [made(str(data), tmp_path / "c").train[0].folder for _ in range(2)]
     assert len(read) == 7 and folders[0] == folders[1]
     before = (data / "b1.jsonl").stat()
@@ -322,6 +322,31 @@ def test_a_file_is_hashed_again_when_it_has_changed_and_not_before(tmp_path, dat
         (tmp_path / "c" / "hashes.json").write_text(damaged)
         made(str(data), tmp_path / "c")
         assert len(read) == 15 + 7 * n
+
+
+def test_a_stop_does_not_wait_until_a_large_file_is_hashed(tmp_path, monkeypatch):
+    with open(tmp_path / "a.jsonl", "wb") as file:
+        file.truncate(16 << 30)  # takes up no space
+
+    def stopped(line):
+        raise KeyboardInterrupt(line)
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt, match="hashing"):
+        prepare(
+            Data(path=str(tmp_path / "a.jsonl")),
+            Batch(seq_len=64),
+            TOKENIZER,
+            load_template(None, TOKENIZER),
+            tmp_path / "c",
+            Told(stopped),
+        )
+    assert time.monotonic() - start < 5
+
+
+def test_a_file_that_is_gone_when_it_is_to_be_hashed_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"a\.jsonl\n? *cannot be read: No such file"):
+        fingerprint.contents([str(tmp_path / "a.jsonl")], tmp_path)
 
 
 def test_a_file_that_changes_between_hashing_and_reading_is_not_kept_under_the_name_of_what_it_was(tmp_path, data, monkeypatch):

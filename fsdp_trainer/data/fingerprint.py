@@ -6,17 +6,19 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from fsdp_trainer.data.sources import content_hash
 
 HASHES = "hashes.json"
+LOOK_SECONDS = 0.2
 SETTLED_SECONDS = 2.0  # a file that was changed just now may be changed again within one tick of its file system's clock
 PACKAGE = Path(__file__).parents[1]
 IMPORTS = re.compile(r"^from fsdp_trainer\.(data|config)(?:\.(\w+))? import (.+)", re.MULTILINE)
@@ -36,14 +38,17 @@ def contents(files: Iterable[str], root: Path, tick: Callable[[], None] = lambda
     kept = _kept(root)
     marks = {file: _marks(file) for file in dict.fromkeys(files)}
     digests = {file: kept[file][-1] for file, mark in marks.items() if mark and kept.get(file, [None])[:-1] == mark}
-    settled, worth_keeping = (time.time() - SETTLED_SECONDS) * 1e9, {}
-    unknown = [file for file in marks if file not in digests]
+    settled, leaving = (time.time() - SETTLED_SECONDS) * 1e9, Event()
     with ThreadPoolExecutor(8) as threads:
-        for file, digest in zip(unknown, threads.map(content_hash, unknown), strict=True):
-            digests[file], mark = digest, marks[file]
-            if mark and mark[2] < settled:
-                worth_keeping[file] = [*mark, digest]
-            tick()
+        hashed = {file: threads.submit(content_hash, file, leaving) for file in marks if file not in digests}
+        try:
+            while wait(hashed.values(), LOOK_SECONDS).not_done:
+                tick()
+        finally:  # a stop does not wait for the end of a large file
+            leaving.set()
+            threads.shutdown(cancel_futures=True)
+    digests |= {file: one.result() for file, one in hashed.items()}
+    worth_keeping = {file: [*mark, digests[file]] for file in hashed if (mark := marks[file]) and mark[2] < settled}
     if worth_keeping:
         _keep(root, _kept(root) | worth_keeping)
     return {file: Content(digests[file], (mark[0], mark[1]) if mark else None) for file, mark in marks.items()}

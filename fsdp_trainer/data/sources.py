@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event
 from typing import Any, TextIO
 
 from fsdp_trainer.config.data_files import SHARD, Entry, data_files, entries, is_url, kind, place, stem
@@ -146,14 +147,17 @@ def _files_of(path: str, key: str) -> list[str]:
         raise _bad(key, path, str(e)) from None
 
 
-def content_hash(file: str) -> str:
-    """Hash of what a file holds, not of its name: a moved file is the same data."""
+def content_hash(file: str, leaving: Event | None = None) -> str:
+    """Hash of what a file holds, not of its name: a moved file is the same data. leaving: ends it, in whatever thread it is."""
     if file in demo.TASKS:
         return hashlib.blake2b(json.dumps(demo.rows(file)).encode(), digest_size=16).hexdigest()
     digest = hashlib.blake2b(repr(kind(file)).encode(), digest_size=16)
-    with open(file, "rb") as f:
-        while block := f.read(1 << 22):
-            digest.update(block)
+    try:
+        with open(file, "rb") as f:
+            while (block := f.read(1 << 22)) and not (leaving and leaving.is_set()):
+                digest.update(block)
+    except OSError as error:
+        raise UserError("the data cannot be used", [Problem(file, f"cannot be read: {error.strerror or error}")]) from None
     return digest.hexdigest()
 
 

@@ -14,7 +14,7 @@ import time
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from world import wait_until
@@ -22,7 +22,7 @@ from world import wait_until
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data import fingerprint, preparation, workers
 from fsdp_trainer.data.preparation import Told
-from fsdp_trainer.data.prepare import prepare
+from fsdp_trainer.data.prepare import preparations, prepare
 from fsdp_trainer.data.templates import load_template
 from fsdp_trainer.data.tokenizer import load_tokenizer
 from fsdp_trainer.errors import RunFailed, UserError
@@ -194,6 +194,17 @@ def test_shards_of_several_machines_are_put_together_by_the_last(tmp_path, data,
     for wrong in ("3/3", "-1/2"):
         assert main([*prepare, f"prepare.shard={wrong}"]) == 2
         assert "prepare.shard=0/8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, UserError("the data cannot be used", [])])
+def test_a_shard_that_fails_leaves_what_the_others_have_made(tmp_path, data, many_parts, monkeypatch, error):
+    how = (Data(path=str(data), workers=1), Batch(seq_len=64), TOKENIZER, load_template(None, TOKENIZER), tmp_path / "c", Told())
+    assert preparations(*how)[0].shard(0, 2) == [1]
+    parts = sorted((tmp_path / "c").glob(".*/[0-9]*"))
+    with monkeypatch.context() as patch, pytest.raises(type(error) if isinstance(error, UserError) else error):
+        patch.setattr(workers, "tokenise", Mock(side_effect=error))
+        preparations(*how)[0].shard(1, 2)
+    assert sorted((tmp_path / "c").glob(".*/[0-9]*")) == parts != []
 
 
 def test_a_changed_line_of_code_that_makes_tokens_meets_no_old_cache(tmp_path):

@@ -128,7 +128,13 @@ class Preparation:
 
         try:
             with held(self.parts, shared, waits) as alone:
-                yield alone
+                try:
+                    yield alone
+                except BaseException as error:
+                    # other data, or other options, make other parts
+                    if alone and (isinstance(error, UserError) or not any(self.parts.glob("[0-9]*"))):
+                        shutil.rmtree(self.parts, ignore_errors=True)
+                    raise
         except OSError as error:
             if not read_whole(self.folder):  # without locks another may have been through with it, and have tidied up
                 why = f"the tokenised data cannot be written to {self.root}: {error.strerror or error}. Use  data.cache=FOLDER"
@@ -174,29 +180,18 @@ class Preparation:
             for i in takewhile(lambda i: i <= last[0], missing):
                 yield i, [replace(piece, lines_before=lines.before(piece.unit)) for piece in tasks[i]], self._part(i)
 
-        try:
-            several = count > 1 and sum(self.bytes[i] for i in missing) >= WORTH_PROCESSES
-            ends = in_processes(jobs(), self.how, pace.tick, count) if several else in_this_process(jobs(), self.how, pace.tick)
-            with closing(ends):  # at once, whatever comes
-                for i, found in ends:
-                    done[i] = found
-                    pace.finished(self.bytes[i])
-                    if found.bad_rows and self.how.data.on_error == "fail":
-                        last[0] = min(last[0], _last_of_file(tasks, i))
-        except UserError:
-            shutil.rmtree(self.parts, ignore_errors=True)  # other data, or other options, make other parts
-            raise
-        finally:
-            if not done:  # nothing to go on from
-                shutil.rmtree(self.parts, ignore_errors=True)
-        self._raise_problems([done[i] for i in sorted(done) if i <= last[0]])
+        several = count > 1 and sum(self.bytes[i] for i in missing) >= WORTH_PROCESSES
+        ends = in_processes(jobs(), self.how, pace.tick, count) if several else in_this_process(jobs(), self.how, pace.tick)
+        with closing(ends):  # at once, whatever comes
+            for i, found in ends:
+                done[i] = found
+                pace.finished(self.bytes[i])
+                if found.bad_rows and self.how.data.on_error == "fail":
+                    last[0] = min(last[0], _last_of_file(tasks, i))
+        read = [done[i] for i in sorted(done) if i <= last[0]]
+        problems = [problem for one in read for problem in one.problems][:SHOWN]
+        Problems(self.how.data.on_error, sum(one.bad_rows for one in read), problems).raise_if_failing()
         return done
-
-    def _raise_problems(self, done: list[Done]) -> None:
-        problems = Problems(self.how.data.on_error, sum(one.bad_rows for one in done), [p for one in done for p in one.problems][:SHOWN])
-        if problems.will_raise:
-            shutil.rmtree(self.parts, ignore_errors=True)
-            problems.raise_if_failing()
 
     def _merge(self, done: list[Done], into: Path) -> None:
         """All parts as one, and last of all what is known of them."""

@@ -6,6 +6,7 @@ import decimal
 import functools
 import gzip
 import json
+import os
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_trainer.config.data_files import data_files
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.conversations import FIELDS, REQUIRED, make_reader
 from fsdp_trainer.data.preferences import read_preference
@@ -128,11 +130,6 @@ def test_broken_rows_are_skipped_or_named(tmp_path):
         str(raised.value).encode()
 
 
-def test_a_history_that_is_no_list_is_an_error_of_the_row(tmp_path):
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"instruction": "q", "output": "a", "history": h}) for h in ([], 5, [5], "x")))
-    assert "skipped 3 rows" in "\n".join(prepared(tmp_path / "c", tmp_path / "a.jsonl", on_error="skip").report)
-
-
 def test_a_row_that_is_read_with_the_last_of_the_stack_is_an_error_of_the_row(tmp_path):
     """What could just be read may be too deep to be written: somewhere among these depths."""
     turns = json.dumps(chat(tool_calls=[{"name": "f", "arguments": "HERE"}])["messages"])
@@ -170,6 +167,15 @@ BROKEN_FILES = {
     "cut.jsonl": (GOOD + '{"text": "ha', 2, "not JSON"),
     "latin.jsonl": ((GOOD + '{"text": "é"}\n' + GOOD).encode("latin1"), 2, "not UTF-8"),
     "latin.json": (f'[{GOOD},\n{{"text": "é"}}, {GOOD}]'.encode("latin1"), 3, "not UTF-8"),
+    "latin.txt": (b"caf\xe9\n", 1, "not UTF-8"),
+    "list.jsonl": (GOOD + "[1]", 2, "not an object"),
+    "five.json": ("5", 1, "neither an array"),
+    "comma.json": (f"[{GOOD}{GOOD}]", 2, "Expecting ,"),
+    "history.jsonl": (
+        '{"instruction": "q", "output": "a"}\n{"instruction": "q", "output": "a", "history": [5]}',
+        2,
+        "history should be a list",
+    ),
     "types.jsonl": (GOOD + '{"text": [5]}\n', 2, "'text' should be text, it is list"),
     "nan.jsonl": (GOOD + '{"text": NaN}\n', 2, "'text' is null"),
     "twice.jsonl": (GOOD + '{"text": "a", "text": "b"}\n', 2, "'text' twice"),
@@ -298,23 +304,18 @@ def gone_when_tokenised(file):
         yield
 
 
-def test_links_lead_nowhere_twice_and_those_that_lead_nowhere_are_named(tmp_path):
-    (tmp_path / "data" / "in").mkdir(parents=True)
-    (tmp_path / "data" / "in" / "a.jsonl").write_text(GOOD)
-    (tmp_path / "data" / "in" / "up").symlink_to(tmp_path / "data")
-    for path in ("data", "data/**/*.jsonl"):
-        assert [Path(f).name for s in find_sources(str(tmp_path / path), "data.path") for f in s.files] == ["a.jsonl"]
-    (tmp_path / "data" / "b.jsonl").symlink_to(tmp_path / "data" / "b.jsonl")
-    with pytest.raises(UserError, match=r"b\.jsonl is a link that leads nowhere"):
-        find_sources(str(tmp_path / "data"), "data.path")
-
-
-def test_a_linked_folder_is_searched_too(tmp_path):
+@pytest.mark.parametrize("path", ["**/*.jsonl", "**", "*/**/a.jsonl", "."])
+def test_links_in_a_ring_are_gone_through_once_and_those_that_lead_nowhere_are_named(tmp_path, path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "a.jsonl").write_text(GOOD)
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "link").symlink_to(tmp_path / "elsewhere")
-    assert len(find_sources(str(tmp_path / "data"), "data.path")[0].files) == 1
+    for name, target in {"in": "../elsewhere", "loop": ".", "up": "..", "back": "../data"}.items():  # Python's own glob follows 4^40 paths
+        (tmp_path / "data" / name).symlink_to(target)
+    found = data_files(str(tmp_path / "data" / path))
+    assert {os.path.realpath(file) for file in found} == {str(tmp_path / "elsewhere" / "a.jsonl")} and len(found) < 9
+    (tmp_path / "data" / "b.jsonl").symlink_to("b.jsonl")
+    with pytest.raises(UserError, match=r"b\.jsonl is a link that leads nowhere"):
+        find_sources(str(tmp_path / "data"), "data.path")
 
 
 def test_a_folder_that_is_called_like_a_file_is_a_folder(tmp_path):

@@ -66,11 +66,6 @@ def learnt(tokenizer, sample):
     return [tokenizer.decode(t, skip_special=False) for t in texts]
 
 
-def test_every_assistant_turn_is_learnt_with_its_end_but_not_the_newline_after_it(tokenizer):
-    (sample,), _ = samples_of(tokenizer, Conversation(CHAT, None, WHERE))
-    assert learnt(tokenizer, sample) == ["Hello!<|im_end|>", "4<|im_end|>"]
-
-
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 LONG_CHAT = [turn("system", "S"), turn("user", "U"), turn("assistant", "A"), turn("user", "V"), turn("assistant", "B")]
 RENDERED = {  # the families' own formats, written out: before the last answer, the answer as it is learnt, what follows it

@@ -12,7 +12,7 @@ import pytest
 
 from fsdp_trainer.data.conversations import Conversation, Document, make_reader
 from fsdp_trainer.data.sources import Problems, Row, RowError, find_sources
-from fsdp_trainer.data.units import lines_before, read_rows, read_unit, split_units
+from fsdp_trainer.data.units import Lines, lines_before, read_rows, read_unit, split_units
 from fsdp_trainer.errors import UserError
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -454,3 +454,5 @@ def test_units_of_a_text_hold_each_row_once_and_in_order(tmp_path, name, bytes_e
     assert [(r.columns, r.where[1], r.error) for r in read_rows(file)] == [
         (row.columns, lines_before(unit) + row.where[1], row.error) for unit in units for row in read_unit(unit)
     ]
+    counted = Lines()  # once each, also of a file that is named twice
+    assert [counted.before(unit) for unit in [*units, *units]] == 2 * [lines_before(unit) for unit in units]

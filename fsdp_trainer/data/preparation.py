@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_trainer.config.data_files import ARROW, kind
 from fsdp_trainer.data.cache import clear_leftovers, held
 from fsdp_trainer.data.findings import told
 from fsdp_trainer.data.fingerprint import Content, fingerprint
@@ -23,7 +22,7 @@ from fsdp_trainer.data.samples import EXAMPLES
 from fsdp_trainer.data.sources import SHOWN, Problems, Source
 from fsdp_trainer.data.store import Damaged, TokenStore, add_totals, merge, read_meta, write_meta
 from fsdp_trainer.data.tokenise import SKIPPED, TRAIN, VALIDATION, Done, How, Piece, Task
-from fsdp_trainer.data.units import Unit, lines_before, split_units
+from fsdp_trainer.data.units import Lines, split_units
 from fsdp_trainer.data.workers import Job, cores, in_processes, in_this_process
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.observe.console import duration, short
@@ -145,8 +144,8 @@ class Preparation:
 
     def _tasks(self) -> list[Task]:
         """All files in pieces of about one size, which depends on the files alone."""
-        data, self.sizes = self.how.data, {file: _size(file) for file in self.component.files}
-        each = min(max(sum(self.sizes.values()) // FEWEST, SMALLEST), LARGEST)
+        data, sizes = self.how.data, {file: stamp[0] if stamp else 0 for file, stamp in self.stamps.items()}
+        each = min(max(sum(sizes.values()) // FEWEST, SMALLEST), LARGEST)
         tasks: list[Task] = []
         self.bytes: list[float] = []
         number, room = 0, 0.0
@@ -160,7 +159,7 @@ class Preparation:
                         room = float(each)
                     fields = tuple((source.fields or data.fields or {}).items())
                     tasks[-1].append(Piece(unit, place, number, 0, source.format or data.format, fields))
-                    size = self.sizes[file] / len(units)
+                    size = sizes[file] / len(units)
                     self.bytes[-1], room = self.bytes[-1] + size, room - size
                 number += 1
         return tasks
@@ -256,25 +255,6 @@ class Preparation:
         return lines
 
 
-class Lines:
-    """How many lines of a file come before a unit, for units in order: each byte is read once."""
-
-    def __init__(self) -> None:
-        self._file, self._at, self._lines = "", 0, 1
-
-    def before(self, unit: Unit) -> int:
-        """As `units.lines_before`."""
-        if not unit.start or kind(unit.file)[0] in ARROW or _size(unit.file) == 0:
-            return lines_before(unit)
-        if unit.file != self._file:
-            self._file, self._at, self._lines = unit.file, 0, 1
-        with open(unit.file, "rb") as file:
-            file.seek(self._at)
-            while block := file.read(min(unit.start - 1 - self._at, 1 << 22)):
-                self._lines, self._at = self._lines + block.count(b"\n"), self._at + len(block)
-        return self._lines
-
-
 class Pace:
     """The line that tells how far it is, and how long it will take."""
 
@@ -307,13 +287,6 @@ def _last_of_file(tasks: list[Task], i: int) -> int:
     """The last task with a piece of the file that task i ends with."""
     file = tasks[i][-1].number
     return max(k for k in range(i, len(tasks)) if tasks[k][0].number <= file)
-
-
-def _size(file: str) -> int:
-    try:
-        return os.stat(file).st_size
-    except OSError:  # no file of this machine
-        return 0
 
 
 def _duplicates(digests: np.ndarray) -> list[int]:

@@ -94,7 +94,7 @@ class TokenStore:
 
 
 def _map(file: Path, dtype: Any) -> np.ndarray:
-    return np.memmap(file, dtype, mode="r") if file.exists() and file.stat().st_size else np.empty(0, dtype)
+    return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.empty(0, dtype)
 
 
 class StoreWriter:

@@ -90,16 +90,29 @@ def _edges_of_parts(file: str, suffix: str, bytes_each: int) -> list[int]:
 
 def lines_before(unit: Unit) -> int:
     """Lines (in a table, rows) of the file before the first that begins in the unit: what `row.where` lacks."""
-    suffix = kind(unit.file)[0]
-    if not unit.start:
-        return 0
-    if suffix in ARROW:
-        return sum(rows_of_parts(_table(unit.file, None), suffix)[: unit.start])
-    with _raw(unit.file) as opened:
-        lines, left = 1, unit.start - 1
-        while left and (block := opened.read(min(left, 1 << 22))):
-            lines, left = lines + block.count(b"\n"), left - len(block)
-    return lines
+    return Lines().before(unit)
+
+
+class Lines:
+    """The same for many units in order: each byte is read once."""
+
+    def __init__(self) -> None:
+        self._file, self._at, self._lines = "", 0, 1
+
+    def before(self, unit: Unit) -> int:
+        """As `lines_before`."""
+        suffix = kind(unit.file)[0]
+        if not unit.start:
+            return 0
+        if suffix in ARROW:
+            return sum(rows_of_parts(_table(unit.file, None), suffix)[: unit.start])
+        if unit.file != self._file or unit.start <= self._at:  # a file may be named twice
+            self._file, self._at, self._lines = unit.file, 0, 1
+        with _raw(unit.file) as file:
+            file.seek(self._at)
+            while block := file.read(min(unit.start - 1 - self._at, 1 << 22)):
+                self._lines, self._at = self._lines + block.count(b"\n"), self._at + len(block)
+        return self._lines
 
 
 def read_rows(file: str) -> Iterator[Row]:

@@ -196,6 +196,23 @@ def test_shards_of_several_machines_are_put_together_by_the_last(tmp_path, data,
         assert "prepare.shard=0/8" in capsys.readouterr().err
 
 
+def lost_in_a_crash(monkeypatch, part):
+    os.truncate(part / "train" / "tokens.bin", 40)
+
+
+def of_another_division(monkeypatch, part):
+    monkeypatch.setattr(preparation, "SMALLEST", 2000)
+
+
+@pytest.mark.parametrize("what", [lost_in_a_crash, of_another_division])
+def test_a_part_that_is_damaged_or_of_other_rows_is_made_anew(tmp_path, data, many_parts, monkeypatch, what):
+    whole = made(str(data), tmp_path / "whole", workers=1)
+    how = (Data(path=str(data), workers=1), Batch(seq_len=64), TOKENIZER, load_template(None, TOKENIZER), tmp_path / "c", Told())
+    assert preparations(*how)[0].shard(0, 2) == [1]
+    what(monkeypatch, next((tmp_path / "c").glob(".*/000002")))
+    assert content(made(str(data), tmp_path / "c", workers=1)) == content(whole)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, UserError("the data cannot be used", [])])
 def test_a_shard_that_fails_leaves_what_the_others_have_made(tmp_path, data, many_parts, monkeypatch, error):
     how = (Data(path=str(data), workers=1), Batch(seq_len=64), TOKENIZER, load_template(None, TOKENIZER), tmp_path / "c", Told())

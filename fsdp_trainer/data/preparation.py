@@ -91,7 +91,7 @@ class Preparation:
         tasks = self._tasks()
         with self._held(shared=True):
             self._tokenise(tasks, range(index, len(tasks), of))
-        missing = sorted({i % of for i in range(len(tasks)) if Done.of(self._part(i)) is None})
+        missing = sorted({i % of for i, task in enumerate(tasks) if Done.of(self._part(i), task) is None})
         if not missing or read_whole(self.folder):
             self.stores()
             return []
@@ -166,7 +166,7 @@ class Preparation:
 
     def _tokenise(self, tasks: list[Task], wanted: range) -> dict[int, Done]:
         """Those of the wanted parts that are not there. Raises UserError with the first bad rows, if they are to end it."""
-        done = {i: found for i in wanted if (found := Done.of(self._part(i)))}
+        done = {i: found for i in wanted if (found := Done.of(self._part(i), tasks[i]))}
         pace = Pace(sum(self.bytes[i] for i in wanted), sum(self.bytes[i] for i in done), self.told)
         if done:
             self.told.say(f"data   {len(done):,} of {len(wanted):,} parts are there already")

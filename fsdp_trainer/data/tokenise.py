@@ -53,10 +53,17 @@ Task = list[Piece]
 """What one part is made of: a part of a large file, or several small files."""
 
 
+def pieces_of(task: Task) -> list[list[int | None]]:
+    """What tells it from other tasks over the same files."""
+    return [[piece.number, piece.unit.start, piece.unit.stop] for piece in task]
+
+
 @dataclass
 class Done:
     """What is known of a task when its rows have been read."""
 
+    task: list[list[int | None]] = field(default_factory=list)
+    """Number of the file, start and stop of each piece."""
     rows: list[tuple[int, str, int]] = field(default_factory=list)
     """(number of the file, format, rows) of each piece."""
     bad_rows: int = 0
@@ -68,12 +75,14 @@ class Done:
     """Of each store, of each source (its place, as text): samples, tokens, supervised, longest."""
 
     @classmethod
-    def of(cls, part: Path) -> "Done | None":
-        """Of a part that an earlier process has finished."""
+    def of(cls, part: Path, task: Task) -> "Done | None":
+        """Of a part that an earlier process has finished, of the same task: another version may have divided the work in another way."""
         try:
             told = json.loads((part / "done.json").read_text(encoding="utf-8"))
             for name, by_source in told["totals"].items():
                 check_columns(part / name, by_source)
+            if told["task"] != pieces_of(task):
+                return None
             return cls(**told | {"problems": [Problem(**problem) for problem in told["problems"]]})
         except (OSError, ValueError, KeyError, TypeError, AttributeError, Damaged):
             return None
@@ -94,8 +103,9 @@ def tokenise(task: Task, part: Path, how: How, tick: Tick) -> Done:
             try:
                 os.replace(aside, part)
             except OSError:
-                if Done.of(part) is None:  # else another process was faster, with the same content
-                    raise
+                if Done.of(part, task) is None:  # else another process was faster, with the same content
+                    shutil.rmtree(part, ignore_errors=True)
+                    os.replace(aside, part)
         return done
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -110,7 +120,7 @@ class Tokenising:
         self.builder = SampleBuilder(how.data, how.seq_len, how.tokenizer, how.template)
         listed = open(folder / SKIPPED, "w", encoding="utf-8") if how.data.on_error == "skip" else None  # noqa: SIM115
         self.problems = Problems(how.data.on_error, listed=listed)
-        self.done = Done()
+        self.done = Done(pieces_of(task))
 
     def run(self) -> Done:
         """Everything is written."""

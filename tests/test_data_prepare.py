@@ -83,11 +83,10 @@ def test_any_number_of_processes_writes_the_same_bytes(tmp_path, data, many_part
     assert "q199" in TOKENIZER.decode(several.train[0].read(line)[0].tolist())
 
 
-def test_one_process_for_all_of_it_gives_what_many_parts_give(tmp_path, data, many_parts, monkeypatch):
-    many = made(str(data), tmp_path / "many")
-    monkeypatch.setattr(preparation, "SMALLEST", 1 << 20)
-    whole = made(str(data), tmp_path / "whole")
-    assert content(many) == content(whole)
+def test_files_beside_the_user_are_no_modules_of_the_processes(tmp_path, data, many_parts, monkeypatch):
+    (tmp_path / "heapq.py").write_text("raise SystemExit(1)")
+    monkeypatch.chdir(tmp_path)
+    assert len(made(str(data), tmp_path / "c", workers=2).train[0]) == 600
 
 
 def test_processes_that_tokenise_import_no_torch():

@@ -77,7 +77,7 @@ def start(connection: Connection, module: str = "fsdp_trainer.data.workers") -> 
     one_thread = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}  # it is none of the ranks
     return subprocess.Popen(
-        [sys.executable, "-m", module, str(connection.fileno())],
+        [sys.executable, "-P", "-m", module, str(connection.fileno())],  # whose modules are not those that lie where the user stands
         env=env | one_thread | {"PYTHONPATH": path},
         pass_fds=[connection.fileno()],
         stdin=subprocess.DEVNULL,

@@ -213,8 +213,8 @@ class Preparation:
         if bad := sum(one.bad_rows for one in done):
             counts["unreadable"], examples["unreadable"] = bad, [problem.what for problem in problems[:EXAMPLES]]
         train = TokenStore(into / TRAIN, "", files=self.component.files)
-        if again := _duplicates(train.digests):
-            counts["duplicate"], examples["duplicate"] = len(again), [train.where(i) for i in again[:EXAMPLES]]
+        if len(again := _duplicates(train.digests)):
+            counts["duplicate"], examples["duplicate"] = len(again), [train.where(i) for i in again[:EXAMPLES].tolist()]
         meta = {
             "files": self.component.files,
             "rows": [[number, format, n] for (number, format), n in sorted(rows.items())],
@@ -289,10 +289,11 @@ def _last_of_file(tasks: list[Task], i: int) -> int:
     return max(k for k in range(i, len(tasks)) if tasks[k][0].number <= file)
 
 
-def _duplicates(digests: np.ndarray) -> list[int]:
-    """Samples that are the same as one before."""
-    firsts = np.unique(digests, return_index=True)[1]
-    return np.setdiff1d(np.arange(len(digests)), firsts, assume_unique=True).tolist() if len(firsts) < len(digests) else []
+def _duplicates(digests: np.ndarray) -> np.ndarray:
+    """Samples that are the same as one before, in order."""
+    order = np.argsort(digests, kind="stable")
+    alike = digests[order[1:]] == digests[order[:-1]]
+    return np.sort(order[1:][alike])
 
 
 def _renamed(where: str, renamed: dict[str, str]) -> str:

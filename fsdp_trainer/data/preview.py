@@ -109,6 +109,10 @@ def preview(cfg: PreviewConfig) -> int:
         raise UserError("the preview cannot be written", [Problem(f"preview.html={cfg.preview.html}", "there is no such folder")])
     if cfg.preview.format == "text" and (pairs := preference_summary(cfg.data, cache_root(cfg), cfg.preview.rows)):
         print(CONTROL.sub("", "\n".join(pairs)))
+        if cfg.preview.html:
+            raise UserError(
+                "the preview cannot be written", [Problem(f"preview.html={cfg.preview.html}", "a page shows no preference pairs")]
+            )
         return 0
     tokenizer, template, prepared = build_data(cfg)
     streamed, n = prepared.streamed, cfg.preview.rows

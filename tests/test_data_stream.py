@@ -198,14 +198,19 @@ def test_a_row_that_cannot_be_read_ends_all_ranks_with_its_file_and_line(train, 
 
 @contextlib.contextmanager
 def slow_file():
-    """Rank 1 waits for a file once."""
+    """Rank 1 waits for a file once. Rank 0 takes its time to tell."""
     import time
 
     import torch.distributed as dist
 
+    from fsdp_trainer.observe.console import Console
     from fsdp_trainer.training import streaming
 
-    real, waited = stream_module.read_unit, []
+    real, say, waited = stream_module.read_unit, Console.say, []
+
+    def slowly(self, text):
+        time.sleep(0.1 if "waits for" in text and not self.quiet else 0)
+        say(self, text)
 
     def read_unit(unit):
         if dist.is_initialized() and dist.get_rank() == 1 and not waited:
@@ -213,14 +218,20 @@ def slow_file():
             time.sleep(1.5)
         return real(unit)
 
-    with patch.object(stream_module, "read_unit", read_unit), patch.object(streaming, "ROUND_SECONDS", 0.2):
+    with contextlib.ExitStack() as stack:
+        for where, name, value in (
+            (stream_module, "read_unit", read_unit), (Console, "say", slowly),
+            (streaming, "ROUND_SECONDS", 0.2), (streaming, "TELL_EVERY_ROUNDS", 3),
+        ):  # fmt: skip
+            stack.enter_context(patch.object(where, name, value))
         yield
 
 
 @pytest.mark.slow
 def test_a_rank_that_waits_for_its_files_is_named_and_keeps_the_others_out_of_time_outs(train, files):
     run = train("slow", *STREAMED, "train.steps=3", ranks=2, seam=slow_file)
-    (event,) = run.event("data_wait")
+    event, *later = run.event("data_wait")
+    assert 1 <= len(later) <= 2, "told every third time that the ranks meet"
     assert event["rank"] == 1 and f"rank 1 waits for {event['file']}" in run.out and event["file"].endswith("chats.jsonl")
     assert len(run.metrics) == 3
     run = train("gives_up", *STREAMED, "train.steps=3", "launch.data_timeout=1s", ranks=2, seam=slow_file, code=1)
@@ -272,15 +283,21 @@ def test_the_preview_shows_the_rows_of_training(files, capsys):
 
 @contextlib.contextmanager
 def two_steps_left_out():
+    from fsdp_trainer.training.streaming import StreamFeed
     from fsdp_trainer.training.trainer import Trainer
 
-    real = Trainer.fit
+    real, complete = Trainer.fit, StreamFeed.complete
 
     def fit(self):
         self.progress.left_out = [[12, 24]]
         return real(self)
 
-    with patch.object(Trainer, "fit", fit):
+    def completed(self, plan):
+        plan = complete(self, plan)
+        assert plan.start != 24 or 12 in self.batches.cursors, "where a stop in this step would leave the run"
+        return plan
+
+    with patch.object(Trainer, "fit", fit), patch.object(StreamFeed, "complete", completed):
         yield
 
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -24,7 +24,7 @@ from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.stop import StopRequests
 
 ROUND_SECONDS = 5.0  # that a rank waits for its rows before it tells the others, who wait in a collective
-TELL_EVERY_SECONDS = 60.0
+TELL_EVERY_ROUNDS = 12
 REMEMBERED = 100  # steps whose samples can still be named
 
 
@@ -161,8 +161,8 @@ class StreamFeed(Feed):
 
         Nobody waits long in a collective: where a rank's files are slow, all meet again every few seconds.
         """
-        began, told, made = time.monotonic(), 0.0, None
-        while True:
+        began, made = time.monotonic(), None
+        for meeting in count():
             made = made or self._wait(plan, time.monotonic() - began)
             waits = made is None and self.stop.missing is None
             mine = torch.tensor([*(made.sums if made else [0.0] * 4), waits, len(made.skipped) if made else 0], dtype=torch.float64)
@@ -171,15 +171,15 @@ class StreamFeed(Feed):
             weight, tokens, supervised, squares, waiting, skipped = mine.tolist()
             if not waiting:
                 break
-            if not told or time.monotonic() - told > TELL_EVERY_SECONDS:
+            if meeting % TELL_EVERY_ROUNDS == 0:  # which is the same on all ranks; their clocks are not
                 self._tell_waiting(plan, waits, time.monotonic() - began)
-                told = time.monotonic()
             phases.enter("data")
         if skipped:
             self._tell_skipped(plan, made.skipped if made else [])
         if made:
             self.batches.cursors[plan.stop] = made.cursors
-            self.batches.cursors.pop(plan.start - 2 * self.batches.order.streams, None)
+            for past in sorted(self.batches.cursors)[:-2]:  # but where the step before ended, in case that this one cannot be done
+                del self.batches.cursors[past]
         return replace(plan, weight=weight, tokens=int(tokens), supervised=int(supervised), squares=int(squares))
 
     def _wait(self, plan: StepPlan, waited: float) -> Made | None:

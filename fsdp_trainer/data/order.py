@@ -239,7 +239,7 @@ class RowOrder:
             "weight": sums(np.where(whole, np.asarray(self.store.weight_sums)[samples], learnt)),
             "tokens": narrow(sums(lengths)),
             "supervised": narrow(sums(np.where(whole, np.asarray(self.store.supervised)[samples], learnt))),
-            "squares": sums(self.attended(lengths).astype(np.float64)),
+            "squares": sums(np.rint(self.attended(lengths)).astype(np.float64)),  # whole: sums are exact, and equal rows cost the same
         }
 
     def _pieces(self) -> Pieces:

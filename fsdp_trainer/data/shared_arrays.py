@@ -66,7 +66,7 @@ class SharedArrays:
                     file.flush()
                     os.fsync(file.fileno())
             aside.chmod(0o755)  # mkdtemp's folder is for its owner only
-            shutil.rmtree(self.folder / group, ignore_errors=True)
+            _remove(self.folder / group)
             os.replace(aside, self.folder / group)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -77,4 +77,12 @@ class SharedArrays:
             own = sorted((group for group in age if group.parent == self.folder and group.name not in self.always), key=age.__getitem__)
             others = [group for group in age if group.parent != self.folder]
             for group in [g for g in own[2:] if age[g] > DAY] + [g for g in others if age[g] > 30 * DAY]:
-                shutil.rmtree(group, ignore_errors=True)
+                _remove(group)
+
+
+def _remove(group: Path) -> None:
+    """Renamed first, so that nobody finds a part of it."""
+    gone = group.with_name(f".gone-{group.name}-{os.getpid()}")
+    with suppress(OSError):
+        os.replace(group, gone)
+        shutil.rmtree(gone, ignore_errors=True)

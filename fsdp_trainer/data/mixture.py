@@ -86,8 +86,6 @@ class Turns:
             deadlines.append(-((rest - (turns + 1) * self.whole) // max(1, part)))
             owners.append(np.full(len(turns), i))
         released, deadline, owner = (np.concatenate(every) for every in (releases, deadlines, owners))
-        if len(owner) == self.span:  # all are to be done
-            deadline = np.minimum(deadline, self.span)
         by_release = np.argsort(released, kind="stable")
         jobs = (deadline * len(self.parts) + owner)[by_release].tolist()
         opens = [*released[by_release].tolist(), self.span]

@@ -18,7 +18,7 @@ from fsdp_trainer.data.stream import START, Cursor, StreamedData, StreamedRow, p
 from fsdp_trainer.data.stream_readers import Readers, ReadersElsewhere
 from fsdp_trainer.errors import Stopped
 from fsdp_trainer.models.decoder import MicroBatch
-from fsdp_trainer.training.batches import SHOWN, Batches, StepPlan, row_ranges
+from fsdp_trainer.training.batches import SHOWN, Batches, StepPlan, suspected, told_of
 from fsdp_trainer.training.feed import Feed
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.stop import StopRequests
@@ -61,13 +61,6 @@ class StreamBatches(Batches):
         self.where: dict[int, list[list[tuple[str, int, int]]]] = {}
         """Of this rank's documents in each micro-batch of the last steps."""
 
-    def steps(
-        self, rows: int, last_row: int | None, step: int = 0, start: int = 0, left_out: Sequence[Sequence[int]] = ()
-    ) -> Iterator[StepPlan]:
-        """As of Batches; what they weigh is not known yet: `StreamFeed.complete`."""
-        for number, (first, stop) in enumerate(row_ranges(rows, last_row, start, left_out), step + 1):
-            yield StepPlan(number, first, stop, 0.0, 0, 0, 0)
-
     def slots(self) -> list[list[int]]:
         """This rank's streams, in each micro-batch of a step. Consecutive ones go to consecutive ranks."""
         each, n = self.micro_rows, self.order.streams
@@ -92,13 +85,11 @@ class StreamBatches(Batches):
 
     def suspects(self, plan: StepPlan, worst: Sequence[float], which: Sequence[float]) -> dict[str, Any]:
         """As of Batches. Collective: each rank knows its own samples."""
-        ranks = [rank for rank, value in enumerate(worst) if value == max(worst)][:SHOWN]
+        ranks = suspected(worst)
         mine = self.where.get(plan.start) if self.rank in ranks else None
         own = [] if mine is None else [*dict.fromkeys(mine[int(which[self.rank])])]
         told = [place_of(where) for where in own[:SHOWN]]
-        samples = list(dict.fromkeys(where for of_rank in gather(told) for where in of_rank))
-        more = len(samples) - SHOWN
-        return {"ranks": ranks, "samples": samples[:SHOWN], **({"more_samples": more} if more > 0 else {})}
+        return told_of(ranks, [where for of_rank in gather(told) for where in of_rank])
 
     def place(self, progress: Progress) -> list[list[int]]:
         """Where all streams stand before row progress.rows. Collective."""

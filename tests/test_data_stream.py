@@ -238,6 +238,33 @@ def test_a_rank_that_waits_for_its_files_is_named_and_keeps_the_others_out_of_ti
     assert "gave nothing for" in run.err and "launch.data_timeout" in run.err
 
 
+@contextlib.contextmanager
+def one_file_gone_and_one_that_hangs():
+    """Rank 0's is gone, and rank 1 waits for its own."""
+    import time
+
+    import torch.distributed as dist
+
+    from fsdp_trainer.training import streaming
+
+    real = stream_module.read_unit
+
+    def read_unit(unit):
+        if not dist.is_initialized():
+            return real(unit)
+        if dist.get_rank() == 0:
+            raise OSError("it is gone")
+        return time.sleep(30)
+
+    with patch.object(stream_module, "read_unit", read_unit), patch.object(streaming, "ROUND_SECONDS", 0.2):
+        yield
+
+
+def test_nobody_waits_for_a_file_once_another_rank_has_failed(train):
+    run = train("run", *STREAMED, "train.steps=3", "launch.data_timeout=20s", ranks=2, seam=one_file_gone_and_one_that_hangs, code=1)
+    assert "rank 0 cannot read its part of the data of step 1" in run.err and "it is gone" in run.err and "rank 1" not in run.err
+
+
 def test_what_streaming_cannot_do_is_refused(train, files, tmp_path):
     few = write_chats(tmp_path / "few.jsonl", 3)
     assert "has 3 rows, fewer than a step" in train("few", *STREAMED, f"data.path={few}", "train.steps=2", code=2).err

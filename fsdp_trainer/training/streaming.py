@@ -156,11 +156,14 @@ class StreamFeed(Feed):
         for meeting in count():
             made = made or self._wait(plan, time.monotonic() - began)
             waits = made is None and self.stop.missing is None
-            mine = torch.tensor([*(made.sums if made else [0.0] * 4), waits, len(made.skipped) if made else 0], dtype=torch.float64)
+            states = waits, self.stop.missing is not None, len(made.skipped) if made else 0
+            mine = torch.tensor([*(made.sums if made else [0.0] * 4), *states], dtype=torch.float64)
             if dist.get_world_size() > 1:
                 dist.all_reduce(mine)
-            weight, tokens, supervised, squares, waiting, skipped = mine.tolist()
-            if not waiting:
+            weight, tokens, supervised, squares, waiting, missing, skipped = mine.tolist()
+            if missing and waits:
+                self.stop.missing = ""  # nobody will do this step
+            if missing or not waiting:
                 break
             if meeting % TELL_EVERY_ROUNDS == 0:  # which is the same on all ranks; their clocks are not
                 self._tell_waiting(plan, waits, time.monotonic() - began)

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}"
     "{% endgeneration %}{{ '\n' }}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
 )
-SIZES = {"texts": 5e6, "chats": 2e6}  # bytes of what is made
+SIZES = {"texts": 30e6, "chats": 2e6}  # bytes of what is made; in a small text most words are new, which they are not in a corpus
 PACKED, RESUMED = 10_000_000, 2_000_000
 
 
@@ -65,6 +65,7 @@ def make_inputs(folder: Path) -> None:
     syllables = [a + b + c for a in "bdfgklmnprst" for b in "aeiou" for c in ("", "n", "r", "s")]
     share = np.cumsum(1 / (np.arange(1_000_000) + 2.7) ** 1.2)
 
+    @cache
     def word(rank: int) -> str:
         """Frequent ones are short."""
         rest, last = divmod(rank, len(syllables))

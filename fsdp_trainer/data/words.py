@@ -7,6 +7,7 @@ are met again and again: to look them up takes a quarter of the time.
 
 import json
 import re
+from array import array
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -75,12 +76,12 @@ class Words:
 
     def plain(self, texts: list[str]) -> list[np.ndarray]:
         """[tokens] int32 of each text."""
-        return [np.frombuffer(b"".join(map(self._ids.__getitem__, words)), np.int32) for words in self._met(texts)]
+        return [np.frombuffer(b"".join(map(self._ids.__getitem__, words)), np.int32) for words in self._met(texts, self._ids)]
 
     def encode(self, texts: list[str]) -> list[Encoding]:
         """Tokens with their places in the text."""
         encoded = []
-        for words in self._met(texts):
+        for words in self._met(texts, self._places):
             ids = [self._ids[word] for word in words]
             places = np.frombuffer(b"".join(map(self._places.__getitem__, words)), np.int64).reshape(-1, 2)
             lengths = np.array([len(word) for word in words], np.int64)
@@ -88,25 +89,29 @@ class Words:
             encoded.append(Encoding(np.frombuffer(b"".join(ids), np.int32), places[:, 0] + starts, places[:, 1] + starts))
         return encoded
 
-    def _met(self, texts: list[str]) -> list[list[str]]:
-        """The words of each text, all of which are known then."""
+    def _met(self, texts: list[str], known: dict[str, bytes]) -> list[list[str]]:
+        """The words of each text, all of which are in `known` then: the ids, or the places."""
         if self._characters > CHARACTERS:
-            self._ids, self._places, self._characters = {}, {}, 0
+            self._ids.clear()
+            self._places.clear()
+            self._characters = 0
         cut = [WORD.findall(text) for text in texts]
-        new = [word for word in dict.fromkeys(word for words in cut for word in words) if word not in self._ids]
-        of_a_text = [word for word in new if word[0] == " " and not word[-1].isspace()]  # may follow one another
-        for words in [of_a_text, *([word] for word in new if word[0] != " " or word[-1].isspace())]:
-            self._meet(words)
+        new = set(chain.from_iterable(cut)).difference(known)
+        alone = [word for word in new if word[0] != " " or word[-1].isspace()]  # the others may follow one another
+        for words in [list(new.difference(alone)), *([word] for word in alone)]:
+            self._meet(words, with_places=known is self._places)
         return cut
 
-    def _meet(self, words: list[str]) -> None:
+    def _meet(self, words: list[str], with_places: bool) -> None:
         """Ask the backend for words, as one text that they make up."""
         encoding = self._backend.encode("".join(words), add_special_tokens=False)
-        ids = np.array(encoding.ids, np.int32)
-        places = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
+        places = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(encoding.ids)).reshape(-1, 2)
         edges = np.cumsum([0, *map(len, words)])
-        tokens = np.searchsorted(places[:, 0], edges).tolist()
-        for word, first, stop, edge in zip(words, tokens, tokens[1:], edges.tolist(), strict=False):
-            self._ids[word] = ids[first:stop].tobytes()
-            self._places[word] = (places[first:stop] - edge).tobytes()
+        tokens = np.searchsorted(places[:, 0], edges)
+        spans = list(zip(words, tokens.tolist(), tokens[1:].tolist(), strict=False))
+        ids = array("i", encoding.ids).tobytes()
+        self._ids.update((word, ids[4 * first : 4 * stop]) for word, first, stop in spans)
+        if with_places:
+            within = (places - np.repeat(edges[:-1], np.diff(tokens))[:, None]).tobytes()
+            self._places.update((word, within[16 * first : 16 * stop]) for word, first, stop in spans)
         self._characters += int(edges[-1])

@@ -20,14 +20,14 @@ import numpy as np
 from fsdp_trainer.config.data_files import is_url, kind
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data import demo
-from fsdp_trainer.data.conversations import Reader, make_reader
+from fsdp_trainer.data.conversations import Reader
 from fsdp_trainer.data.findings import Finding, told
 from fsdp_trainer.data.packing import Packing, best_fit, one_per_row, pieces_of
 from fsdp_trainer.data.remote import list_files, open_remote, shown
 from fsdp_trainer.data.samples import Rendered, SampleBuilder
 from fsdp_trainer.data.sources import Problems, Row, RowError, Source, content_hash, find_sources
 from fsdp_trainer.data.templates import Template
-from fsdp_trainer.data.tokenise import How
+from fsdp_trainer.data.tokenise import How, next_texts, reader_for
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.data.units import Unit, lines_before, read_unit, split_units
 from fsdp_trainer.errors import Problem, UserError
@@ -156,19 +156,8 @@ class StreamedData:
 
     def reader(self, row: Row, source: int) -> Reader:
         """For a unit that begins with this row. UserError if its columns are of no format that is read."""
-        format, fields = self.sources[source].format, self.sources[source].fields
-        try:
-            reader = make_reader(row.columns, format or self.how.data.format, fields or self.how.data.fields, row.where[0])
-        except UserError as error:
-            if self.how.data.on_error == "fail":
-                raise
-            raise RowError(error.problems[0].why.splitlines()[0]) from None  # the next row may tell
-        if self.how.data.too_long == "split" and reader.format != "text":
-            beside = "data.packing=best_fit " if self.how.data.packing == "stream" else ""  # a stream of anything must be split
-            use = f"Use  {beside}data.too_long=drop  or  {beside}data.too_long=truncate"
-            why = f"only text can be cut into pieces, and {row.where[0]} holds conversations.\n{use}"
-            raise UserError("the data cannot be used", [Problem("data.too_long=split", why)])
-        return reader
+        of, data = self.sources[source], self.how.data
+        return reader_for(data, row.columns, row.where[0], of.format or data.format, of.fields or data.fields)
 
 
 class Stream:
@@ -293,7 +282,7 @@ class Stream:
 
     def _tokenised(self, turn: int, source: int, unit: Unit, part: int, first: tuple[int, int]) -> Iterator[Taken]:
         texts = self._texts(source, unit, part, first)
-        while chunk := list(_chunk(texts)):
+        while chunk := next_texts(texts, CHUNK_TEXTS, CHUNK_CHARACTERS):
             for (row, n, line, _), made in zip(chunk, self._builder.tokenize([text for *_, text in chunk]), strict=True):
                 for one in made:  # at most one of each text
                     yield Taken(one.tokens, one.weights, source, (unit.file, unit.start, line), (turn, row, n))
@@ -319,16 +308,6 @@ class Stream:
                     self._skipped.append(f"{where[0]}:{where[1]}  {why.splitlines()[0]}")
                 continue
             yield from ((number, n, row.where[1], text) for n, text in enumerate(texts) if (number, n) >= first)
-
-
-def _chunk(texts: Iterator[tuple[int, int, int, Rendered]]) -> Iterator[tuple[int, int, int, Rendered]]:
-    """A few of them: a document may be a book."""
-    characters = 0
-    for text in islice(texts, CHUNK_TEXTS):
-        yield text
-        characters += len(text[3].text)
-        if characters >= CHUNK_CHARACTERS:
-            return
 
 
 def dealt(data: StreamedData, place: int) -> tuple[int, Unit, int]:

@@ -1,9 +1,11 @@
 """Several sources by weight or repeat: exact over any prefix, counted, and changed on the way without a row lost or repeated."""
 
+import contextlib
 import json
 from collections import Counter
 from fractions import Fraction
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -265,6 +267,20 @@ def test_weights_in_other_numbers_are_the_same_mixture_and_another_order_is_not(
     assert "is already finished" in train("run", by("weight", sources, 3, 2), *how).out
     refused = train("run", by("weight", sources[1::-1], 2, 3), *how, code=2)
     assert "the same sources are in another order, or mixed otherwise" in refused.err
+
+
+@contextlib.contextmanager
+def another_version():
+    """Of the program, which orders rows otherwise."""
+    with patch("fsdp_trainer.data.mixture.VERSION", 2):
+        yield
+
+
+def test_a_version_that_orders_rows_otherwise_begins_anew_and_says_so(train):
+    train("run", "train.steps=2", "schedule=constant")
+    told = "is the same, in other rows or another order: begins at the first row of what it is now"
+    assert told in train("run", "train.steps=4", "schedule=constant", seam=another_version).out
+    assert told not in train("run", "train.steps=5", "schedule=constant", seam=another_version).out
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from fsdp_trainer.errors import Problem, UserError
 REPEATED = (
     4  # more passes than these over the same text teach less and less (Muennighoff et al. 2023, Scaling Data-Constrained Language Models)
 )
+VERSION = 1  # raise it when a row comes to hold other documents: runs that go on then begin their data anew, and say so
 PARTS = 1 << 40  # weights in whole numbers; 10⁹ rows are not off by a thousandth of one
 LEAST = 1e-6  # of all rows; what it takes to find a turn grows with the inverse
 
@@ -276,4 +277,4 @@ def _component(
     cfg: TrainConfig, name: str, store: TokenStore, shuffle: bool, attended: Callable[[np.ndarray], np.ndarray], asked: float = 1.0
 ) -> Component:
     order = RowOrder(store, cfg.batch.seq_len, cfg.data.packing, shuffle, cfg.run.seed, attended)
-    return Component(name, order, f"{store.fingerprint}/{cfg.data.packing}/{cfg.batch.seq_len}/{cfg.run.seed}/{shuffle}", asked)
+    return Component(name, order, f"{store.fingerprint}/{cfg.data.packing}/{cfg.batch.seq_len}/{cfg.run.seed}/{shuffle}/{VERSION}", asked)

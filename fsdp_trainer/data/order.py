@@ -267,14 +267,15 @@ class RowOrder:
         return pieces, *_take_rows(np.arange(len(pieces.samples)), offsets, rows)
 
     def _random_order(self, purpose: str, epoch: int, n: int) -> np.ndarray:
-        drawn = self._random(purpose, epoch, n)
+        drawn = random_bits(f"{self._key}/{epoch}/{purpose}", n)
         order = np.argsort(drawn)  # twice as fast as a stable one, and the same where no two are equal
         return order if np.all(np.diff(drawn[order])) else np.argsort(drawn, kind="stable")
 
-    def _random(self, purpose: str, epoch: int, n: int) -> np.ndarray:
-        """[n] uint64. Raw bits: numpy promises their stream for every version, but not that of `permutation`."""
-        key = hashlib.blake2b(f"{self._key}/{epoch}/{purpose}".encode(), digest_size=16).digest()
-        return np.random.Philox(key=int.from_bytes(key, "little")).random_raw(n)
+
+def random_bits(key: str, n: int) -> np.ndarray:
+    """[n] uint64. Raw bits: numpy promises their stream for every version, but not that of `permutation`."""
+    digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+    return np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(n)
 
 
 def _take_rows(documents: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -22,6 +22,7 @@ from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data import demo
 from fsdp_trainer.data.conversations import Reader
 from fsdp_trainer.data.findings import Finding, told
+from fsdp_trainer.data.order import random_bits
 from fsdp_trainer.data.packing import Packing, best_fit, one_per_row, pieces_of
 from fsdp_trainer.data.remote import list_files, open_remote, shown
 from fsdp_trainer.data.samples import Rendered, SampleBuilder
@@ -323,12 +324,6 @@ def dealt(data: StreamedData, place: int) -> tuple[int, Unit, int]:
 @lru_cache(maxsize=4)
 def _order(fingerprint: str, epoch: int, n: int) -> np.ndarray:
     return np.argsort(random_bits(f"{fingerprint}/{epoch}", n), kind="stable")
-
-
-def random_bits(key: str, n: int) -> np.ndarray:
-    """[n] uint64. Raw bits: numpy promises their stream for every version, but not that of `permutation`."""
-    digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
-    return np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(n)
 
 
 def stream_data(data: Data, batch: Batch, seed: int, tokenizer: TextTokenizer, template: Template) -> StreamedData:

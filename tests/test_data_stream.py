@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 from unittest.mock import patch
 
 import fsspec
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stored import assert_bitwise_equal, stored
-from test_bad_numbers import bad_gradient
+from test_bad_numbers import SPIKED, SPIKY, bad_gradient
 from world import write_chats
 
 from fsdp_trainer.config.schema import Batch, Data
@@ -333,6 +334,34 @@ def test_rows_that_a_rewind_leaves_out_are_jumped_over(train):
     jumps = train("jumps", *STREAMED, "train.steps=6", seam=two_steps_left_out)
     each, jumped = (np.diff([0, *run.column("tokens")]).tolist() for run in (plain, jumps))
     assert jumped == [*each[:2], *each[4:]]
+
+
+@contextlib.contextmanager
+def spike():
+    from fsdp_trainer.training.streaming import StreamFeed
+
+    real = StreamFeed.complete
+
+    def complete(self, plan):
+        plan = real(self, plan)
+        return replace(plan, weight=plan.weight / 50) if plan.start == 3 * (SPIKED - 1) else plan
+
+    with patch.object(StreamFeed, "complete", complete):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [6, 100])
+def test_a_rewind_takes_the_streams_back_and_where_it_cannot_they_go_on(train, every):
+    how = [*SPIKY, *STREAMED, f"train.steps={SPIKED + 6}"]
+    plain = train("plain", *how)
+    run = train("run", *how, "train.on_spike=rewind", "train.rewind_margin=0", f"checkpoint.every={every}", seam=spike, ranks=2)
+    each, again = (np.diff([0, *of.column("tokens")]).tolist() for of in (plain, run))
+    if every == 6:
+        assert run.event("rewind")[0]["left_out"] == [3 * (SPIKED - 1), 3 * SPIKED]
+        assert again[:-1] == [*each[: SPIKED - 1], *each[SPIKED:]]
+    else:
+        assert "there is no checkpoint before step" in run.out and again == each
 
 
 def test_a_bad_step_names_the_lines_that_were_streamed(train, files):

@@ -309,6 +309,24 @@ def test_the_preview_shows_the_rows_of_training(files, capsys):
         assert row["labels"] == expected.labels.tolist()
 
 
+def test_the_preview_of_a_stream_tells_whole_lengths_and_what_was_skipped(tmp_path, capsys):
+    from fsdp_trainer.cli import main
+
+    rows = [json.dumps({"text": "x" * 200}) for _ in range(20)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows[:10], "broken", *rows[10:]]))
+    how = [
+        "data=pretrain",
+        "tokenizer.path=demo:bytes",
+        f"data.path={tmp_path}/a.jsonl",
+        "batch.seq_len=64",
+        "batch.rows=1",
+        "data.shuffle=false",
+    ]
+    assert main(["preview", *how, "data.streaming=true", "data.on_error=skip", "preview.rows=1"]) == 0
+    out = capsys.readouterr().out
+    assert "longest 201" in out and "skipped that cannot be read" in out and "a.jsonl:11" in out
+
+
 @contextlib.contextmanager
 def two_steps_left_out():
     from fsdp_trainer.training.streaming import StreamFeed

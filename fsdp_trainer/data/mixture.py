@@ -17,9 +17,8 @@ from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.store import TokenStore
 from fsdp_trainer.errors import Problem, UserError
 
-REPEATED = (
-    4  # more passes than these over the same text teach less and less (Muennighoff et al. 2023, Scaling Data-Constrained Language Models)
-)
+REPEATED = 4
+OFTEN = f"more than {REPEATED} passes over the same text teach less and less (Muennighoff et al. 2023, Scaling Data-Constrained Language Models)"
 VERSION = 1  # raise it when a row comes to hold other documents: runs that go on then begin their data anew, and say so
 PARTS = 1 << 40  # weights in whole numbers; 10⁹ rows are not off by a thousandth of one
 LEAST = 1e-6  # of all rows; what it takes to find a turn grows with the inverse
@@ -229,7 +228,7 @@ class Mixture:
                 f"    {c.name}: {tokens:.2%} of the tokens, {share:.2%} of the rows, {epochs:.2f} epochs of {c.order.rows_per_epoch:,} rows"
             )
             if epochs > REPEATED:
-                lines.append(f"        more than {REPEATED} passes over the same text teach less and less (Muennighoff et al. 2023)")
+                lines.append(f"        {OFTEN}")
         return lines
 
     def report(self, index: int) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from fsdp_trainer.data.findings import Finding, told
 from fsdp_trainer.data.order import random_bits
 from fsdp_trainer.data.packing import Packing, best_fit, one_per_row, pieces_of
 from fsdp_trainer.data.remote import list_files, open_remote, shown
-from fsdp_trainer.data.samples import Rendered, SampleBuilder
+from fsdp_trainer.data.samples import EXAMPLES, Rendered, SampleBuilder
 from fsdp_trainer.data.sources import Problems, Row, RowError, Source, content_hash, find_sources
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenise import How, next_texts, reader_for
@@ -257,7 +258,8 @@ class Stream:
 
     def findings(self, samples: int = 0, tokens: int = 0) -> list[Finding]:
         """What happened on the way to so many samples of so many tokens."""
-        return told(self._builder.counts, {}, samples, tokens, self.of.seq_len)
+        counts = self._builder.counts | Counter(unreadable=len(self._skipped))
+        return told(counts, {"unreadable": self._skipped[:EXAMPLES]}, samples, tokens, self.of.seq_len)
 
     def _samples_of_unit(self, turn: int, before: int, sample: int) -> Iterator[Taken]:
         """Of the unit that is dealt in this turn, without its first rows, and without the first samples of the next one.
@@ -367,8 +369,8 @@ def _look(streamed: StreamedData, size: int) -> tuple[list[str], str]:
     files = sum(len(source.files) for source in streamed.sources)
     streamed.findings = stream.findings(len(samples), tokens)
     report = [
-        f"streamed: {files:,} files of {size / 2**30:.2f} GiB in {len(streamed.units):,} units, by {streamed.streams:,} streams",
-        f"the first {len(samples):,} samples: {tokens:,} tokens, {100 * learnt / tokens:.1f}% learnt, longest {max(streamed.lengths):,}",
+        f"streamed: {files:,} file{'s' * (files != 1)} of {size / 2**20:,.1f} MiB in {len(streamed.units):,} units, by {streamed.streams:,} streams",
+        f"the first {len(samples):,} samples: {tokens:,} tokens, {100 * learnt / tokens:.1f}% learnt, longest {max(len(sample.tokens) for sample in samples):,}",
         *((f"warning: {one.text}. {one.fix}".rstrip(". ") if one.is_warning else one.text) for one in streamed.findings),
     ]
     if streamed.parts > 1:

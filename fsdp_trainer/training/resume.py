@@ -182,6 +182,8 @@ def check_unchanged(cfg: TrainConfig, order: Mixture, checkpoint: Path) -> dict[
         ]
         if "data.fingerprint" in refused:
             told = [f"{name} {what}" for name, what, _ in becomes(order, kept["segments"]) if what] if kept.get("segments") else [OLDER]
+            if not order.components:
+                told = ["another list of files, other content, or another tokenizer: a stream begins anew with them"]
             problem = next(problem for problem in problems if problem.what.startswith("data.fingerprint="))
             problem.why = "\n".join([problem.why, *(told or ["the same sources are in another order, or mixed otherwise"])])
         ways = f"run.name=NEW  or go on all the same with  'checkpoint.allow_changes=[{','.join(sorted(refused))}]'"

@@ -1,9 +1,11 @@
 """Several sources by weight or repeat: exact over any prefix, counted, and changed on the way without a row lost or repeated."""
 
+import contextlib
 import json
 from collections import Counter
 from fractions import Fraction
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from fsdp_trainer.data.mixture import Component, Mixture, Turns
 from fsdp_trainer.data.order import RowOrder
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.training.batches import Batches, StepPlan, row_ranges
-from fsdp_trainer.training.build import last_row
+from fsdp_trainer.training.build import attended_share, last_row
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.resume import take_up_data
 from fsdp_trainer.training.trainer import Trainer
@@ -156,6 +158,39 @@ def test_what_a_resume_makes_of_changed_data_is_told():
     assert other.taken(10) == [5, 0, 0]
 
 
+def test_what_a_version_without_segments_did_counts_by_the_epochs_of_now():
+    """It named the same data otherwise, and ordered it so."""
+    mixture = Mixture([text_component("a", [16] * 10)])
+    progress = Progress(rows=13)
+    (told,) = take_up_data(mixture, progress, "older")
+    assert "from a version that named data otherwise" in told and mixture.taken(15) == [2]
+    assert last_row(TrainConfig(train=Train(epochs=3)), mixture.rows_per_epoch, progress.segments) == 30
+
+
+def test_the_cost_of_attention_is_looked_up_in_one_epoch_of_each_source():
+    """At a start: a small source with a large weight has thousands."""
+    small, large = text_component("small", [16], 0.9), text_component("large", [8, 8] * 100, 0.1)
+    mixture = Mixture([small, large], weighted=True)
+    share = attended_share(mixture, SimpleNamespace())
+    assert share == pytest.approx(mixture.totals(0, 5000)[3] / (5000 * 16**2), abs=1e-3)
+    fresh = Mixture([text_component("small", [16], 0.9), large], weighted=True)
+    attended_share(fresh, SimpleNamespace())
+    assert fresh.orders[0].epoch.cache_info().misses == 1
+
+
+def test_rows_of_the_same_documents_cost_the_same_to_the_last_bit():
+    """They are dealt by it, on every machine alike; a mean over windows is no whole number."""
+    cost = lambda lengths: lengths**2 / 3 + 0.1  # noqa: E731
+    store = Texts([7, 8] * 500)
+    order = RowOrder(store, 16, "best_fit", True, 0, cost)
+    rows = order.read_rows(range(order.rows_per_epoch))
+    costs = order.costs(range(order.rows_per_epoch))
+    by_documents = {}
+    for documents, of_row in zip(rows.documents, costs.tolist(), strict=True):
+        by_documents.setdefault(tuple(sorted(documents)), set()).add(of_row)
+    assert all(len(found) == 1 for found in by_documents.values())
+
+
 def test_epochs_that_were_done_of_other_data_are_done():
     cfg = TrainConfig(train=Train(epochs=3))
     assert last_row(cfg, 40, []) == 120
@@ -232,6 +267,20 @@ def test_weights_in_other_numbers_are_the_same_mixture_and_another_order_is_not(
     assert "is already finished" in train("run", by("weight", sources, 3, 2), *how).out
     refused = train("run", by("weight", sources[1::-1], 2, 3), *how, code=2)
     assert "the same sources are in another order, or mixed otherwise" in refused.err
+
+
+@contextlib.contextmanager
+def another_version():
+    """Of the program, which orders rows otherwise."""
+    with patch("fsdp_trainer.data.mixture.VERSION", 2):
+        yield
+
+
+def test_a_version_that_orders_rows_otherwise_begins_anew_and_says_so(train):
+    train("run", "train.steps=2", "schedule=constant")
+    told = "is the same, in other rows or another order: begins at the first row of what it is now"
+    assert told in train("run", "train.steps=4", "schedule=constant", seam=another_version).out
+    assert told not in train("run", "train.steps=5", "schedule=constant", seam=another_version).out
 
 
 @pytest.mark.slow

@@ -316,14 +316,24 @@ def test_the_next_epoch_is_planned_from_the_middle_of_this_one(planned):
 
 
 def test_plans_of_long_ago_go(planned):
-    order = planned()
+    other, order = planned(seed=1), planned()
+    other.epoch(1)
     for epoch in range(4):
         order.epoch(epoch)
-        for group in ("packing", f"epoch-{epoch}"):
-            os.utime(order.shared.folder / group, (epoch, epoch))
+    for group in (order.shared.folder / "epoch-1", other.shared.folder / "epoch-1"):
+        os.utime(group, (1, 1))
     order.epoch(4)
-    assert groups(order) == {"packing", "epoch-0", "epoch-3", "epoch-4"}
-    assert not any(group.name.startswith(".") for group in order.shared.folder.iterdir())
+    assert groups(order) == {"packing", "epoch-0", "epoch-2", "epoch-3", "epoch-4"} and groups(other) == {"packing"}
+
+
+def test_nobody_finds_a_part_of_a_plan_that_goes(planned, monkeypatch):
+    order = planned()
+    expected, _ = order.epoch(1), order.epoch(2)
+    for epoch in (1, 2):
+        os.utime(order.shared.folder / f"epoch-{epoch}", (epoch, epoch))
+    monkeypatch.setattr("shutil.rmtree", lambda folder, **_: (folder / "samples.npy").unlink(missing_ok=True))  # so far
+    order.epoch(3)
+    assert np.array_equal(planned().epoch(1).samples, expected.samples)
 
 
 def test_a_plan_cut_short_by_a_crash_is_made_anew(planned):

@@ -97,8 +97,17 @@ def test_pairs_have_no_rows_of_training(world, pairs):
     given = [f"data.path={pairs}", "tokenizer.path=demo:bytes", f"data.cache={pairs.parent / 'cache'}", "preview.format=json"]
     (told,) = world.command("preview", *given, code=2)
     assert "preference pairs" in told.err and not told.out
+    (told,) = world.command("preview", *given[:-1], f"preview.html={pairs.parent / 'page.html'}", code=2)
+    assert "in the terminal only" in told.err and not (pairs.parent / "page.html").exists()
 
 
 def test_a_file_for_another_objective_is_named(tmp_path):
-    with pytest.raises(UserError, match="preference pairs"):
-        make_reader({"prompt": "q", "chosen": "a", "rejected": "b"}, "auto", None, os.fspath(tmp_path))
+    sides = {"chosen": "a", "rejected": "b"}
+    for prompt, advised in (
+        ({"prompt": "q"}, "prompt: prompt, c"),
+        ({"conversations": [HUMAN]}, "prompt: conversations, c"),
+        ({}, "messages: c"),
+    ):
+        with pytest.raises(UserError, match="preference pairs") as raised:
+            make_reader(prompt | sides, "auto", None, os.fspath(tmp_path))
+        assert f"'data.fields={{{advised}" in str(raised.value)

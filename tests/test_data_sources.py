@@ -317,6 +317,7 @@ def test_what_datasets_saves_is_read_and_its_descriptions_are_not(tmp_path):
         write_table(tmp_path / split / "data-00000-of-00002.arrow", TABLE)
         written(tmp_path / split, "state.json", "{}")
         written(tmp_path / split, "dataset_info.json", "{}")
+        written(tmp_path / split, "tokenizer.json", "{}")
     written(tmp_path, "dataset_dict.json", '{"splits": ["train", "test"]}')
     (source,) = find_sources(str(tmp_path / "train"), "data.path")
     assert (source.name, [Path(file).name for file in source.files]) == ("data", ["data-00000-of-00002.arrow"])

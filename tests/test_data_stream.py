@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 from unittest.mock import patch
 
 import fsspec
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stored import assert_bitwise_equal, stored
-from test_bad_numbers import bad_gradient
+from test_bad_numbers import SPIKED, SPIKY, bad_gradient
 from world import write_chats
 
 from fsdp_trainer.config.schema import Batch, Data
@@ -198,14 +199,19 @@ def test_a_row_that_cannot_be_read_ends_all_ranks_with_its_file_and_line(train, 
 
 @contextlib.contextmanager
 def slow_file():
-    """Rank 1 waits for a file once."""
+    """Rank 1 waits for a file once. Rank 0 takes its time to tell."""
     import time
 
     import torch.distributed as dist
 
+    from fsdp_trainer.observe.console import Console
     from fsdp_trainer.training import streaming
 
-    real, waited = stream_module.read_unit, []
+    real, say, waited = stream_module.read_unit, Console.say, []
+
+    def slowly(self, text):
+        time.sleep(0.1 if "waits for" in text and not self.quiet else 0)
+        say(self, text)
 
     def read_unit(unit):
         if dist.is_initialized() and dist.get_rank() == 1 and not waited:
@@ -213,18 +219,51 @@ def slow_file():
             time.sleep(1.5)
         return real(unit)
 
-    with patch.object(stream_module, "read_unit", read_unit), patch.object(streaming, "ROUND_SECONDS", 0.2):
+    with contextlib.ExitStack() as stack:
+        for where, name, value in (
+            (stream_module, "read_unit", read_unit), (Console, "say", slowly),
+            (streaming, "ROUND_SECONDS", 0.2), (streaming, "TELL_EVERY_ROUNDS", 3),
+        ):  # fmt: skip
+            stack.enter_context(patch.object(where, name, value))
         yield
 
 
 @pytest.mark.slow
 def test_a_rank_that_waits_for_its_files_is_named_and_keeps_the_others_out_of_time_outs(train, files):
     run = train("slow", *STREAMED, "train.steps=3", ranks=2, seam=slow_file)
-    (event,) = run.event("data_wait")
+    event, *later = run.event("data_wait")
+    assert 1 <= len(later) <= 2, "told every third time that the ranks meet"
     assert event["rank"] == 1 and f"rank 1 waits for {event['file']}" in run.out and event["file"].endswith("chats.jsonl")
     assert len(run.metrics) == 3
     run = train("gives_up", *STREAMED, "train.steps=3", "launch.data_timeout=1s", ranks=2, seam=slow_file, code=1)
     assert "gave nothing for" in run.err and "launch.data_timeout" in run.err
+
+
+@contextlib.contextmanager
+def one_file_gone_and_one_that_hangs():
+    """Rank 0's is gone, and rank 1 waits for its own."""
+    import time
+
+    import torch.distributed as dist
+
+    from fsdp_trainer.training import streaming
+
+    real = stream_module.read_unit
+
+    def read_unit(unit):
+        if not dist.is_initialized():
+            return real(unit)
+        if dist.get_rank() == 0:
+            raise OSError("it is gone")
+        return time.sleep(30)
+
+    with patch.object(stream_module, "read_unit", read_unit), patch.object(streaming, "ROUND_SECONDS", 0.2):
+        yield
+
+
+def test_nobody_waits_for_a_file_once_another_rank_has_failed(train):
+    run = train("run", *STREAMED, "train.steps=3", "launch.data_timeout=20s", ranks=2, seam=one_file_gone_and_one_that_hangs, code=1)
+    assert "rank 0 cannot read its part of the data of step 1" in run.err and "it is gone" in run.err and "rank 1" not in run.err
 
 
 def test_what_streaming_cannot_do_is_refused(train, files, tmp_path):
@@ -270,17 +309,41 @@ def test_the_preview_shows_the_rows_of_training(files, capsys):
         assert row["labels"] == expected.labels.tolist()
 
 
+def test_the_preview_of_a_stream_tells_whole_lengths_and_what_was_skipped(tmp_path, capsys):
+    from fsdp_trainer.cli import main
+
+    rows = [json.dumps({"text": "x" * 200}) for _ in range(20)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows[:10], "broken", *rows[10:]]))
+    how = [
+        "data=pretrain",
+        "tokenizer.path=demo:bytes",
+        f"data.path={tmp_path}/a.jsonl",
+        "batch.seq_len=64",
+        "batch.rows=1",
+        "data.shuffle=false",
+    ]
+    assert main(["preview", *how, "data.streaming=true", "data.on_error=skip", "preview.rows=1"]) == 0
+    out = capsys.readouterr().out
+    assert "longest 201" in out and "skipped that cannot be read" in out and "a.jsonl:11" in out
+
+
 @contextlib.contextmanager
 def two_steps_left_out():
+    from fsdp_trainer.training.streaming import StreamFeed
     from fsdp_trainer.training.trainer import Trainer
 
-    real = Trainer.fit
+    real, complete = Trainer.fit, StreamFeed.complete
 
     def fit(self):
         self.progress.left_out = [[12, 24]]
         return real(self)
 
-    with patch.object(Trainer, "fit", fit):
+    def completed(self, plan):
+        plan = complete(self, plan)
+        assert plan.start != 24 or 12 in self.batches.cursors, "where a stop in this step would leave the run"
+        return plan
+
+    with patch.object(Trainer, "fit", fit), patch.object(StreamFeed, "complete", completed):
         yield
 
 
@@ -289,6 +352,34 @@ def test_rows_that_a_rewind_leaves_out_are_jumped_over(train):
     jumps = train("jumps", *STREAMED, "train.steps=6", seam=two_steps_left_out)
     each, jumped = (np.diff([0, *run.column("tokens")]).tolist() for run in (plain, jumps))
     assert jumped == [*each[:2], *each[4:]]
+
+
+@contextlib.contextmanager
+def spike():
+    from fsdp_trainer.training.streaming import StreamFeed
+
+    real = StreamFeed.complete
+
+    def complete(self, plan):
+        plan = real(self, plan)
+        return replace(plan, weight=plan.weight / 50) if plan.start == 3 * (SPIKED - 1) else plan
+
+    with patch.object(StreamFeed, "complete", complete):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [6, 100])
+def test_a_rewind_takes_the_streams_back_and_where_it_cannot_they_go_on(train, every):
+    how = [*SPIKY, *STREAMED, f"train.steps={SPIKED + 6}"]
+    plain = train("plain", *how)
+    run = train("run", *how, "train.on_spike=rewind", "train.rewind_margin=0", f"checkpoint.every={every}", seam=spike, ranks=2)
+    each, again = (np.diff([0, *of.column("tokens")]).tolist() for of in (plain, run))
+    if every == 6:
+        assert run.event("rewind")[0]["left_out"] == [3 * (SPIKED - 1), 3 * SPIKED]
+        assert again[:-1] == [*each[: SPIKED - 1], *each[SPIKED:]]
+    else:
+        assert "there is no checkpoint before step" in run.out and again == each
 
 
 def test_a_bad_step_names_the_lines_that_were_streamed(train, files):

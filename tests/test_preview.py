@@ -141,6 +141,8 @@ def test_a_mixture_is_shown_by_its_shares_and_its_findings_by_component(preview,
     taken = build_order(cfg := compose("preview", keys), build_data(cfg)[2]).taken(3 * 8)
     assert [lines[name][5] for name in "bc"] == [f"{taken[0] / 4:.2f}", f"{taken[1] / 40:.2f}"] and sum(taken) == 24
     assert "warning b: 1 sample dropped: longer than" in out and f"{tmp_path}/b.jsonl:5" in out and " c: 1 " not in out
+    assert "warning b is seen" in preview(None, mixture, "train.steps=30", "batch.rows=8", "batch.micro_rows=1")[0]
+    assert "is seen" not in preview(None, mixture, "train.steps=1", "batch.rows=4", "batch.micro_rows=1")[0]
 
 
 def test_a_template_without_marks_is_a_note_only(preview, tmp_path):
@@ -154,7 +156,7 @@ def test_a_template_without_marks_is_a_note_only(preview, tmp_path):
 
 def test_good_data_has_no_warning(preview):
     out, _ = preview([ask("a" * n) for n in range(1, 30)])
-    assert "nothing to warn about" in out and "nothing dropped, cut or twice" in out
+    assert "nothing to warn about" in out and "nothing dropped or cut, no duplicates" in out
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused_and_a_smaller_one_noted(preview):
@@ -182,7 +184,9 @@ def test_train_says_in_two_lines_what_it_trains_on(train, tmp_path):
     lines = [line for line in train("run", f"data.path={tmp_path}/a.jsonl", "train.steps=1").out.splitlines() if line.startswith("data ")]
     assert len(lines) == 2
     assert re.search(r"4 samples, \d+ tokens, \d+\.\d% supervised, longest \d+; \d rows an epoch, \d+\.\d% full", lines[0])
-    assert "1 dropped (1 too long)" in lines[1] and "1 duplicate;" in lines[1] and "3 warnings, which  fsdp-trainer preview" in lines[1]
+    assert (
+        "1 dropped (1 too long)" in lines[1] and "1 duplicate kept;" in lines[1] and "3 warnings, which  fsdp-trainer preview" in lines[1]
+    )
 
 
 def test_json_stays_alone_on_stdout_beside_a_page(preview, tmp_path):

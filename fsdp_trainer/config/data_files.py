@@ -19,8 +19,12 @@ JSON, TEXT, CSV, ARROW = (".json", ".jsonl", ".ndjson"), (".txt", ".text", ".md"
 KINDS, COMPRESSED = JSON + TEXT + CSV + ARROW, (".gz", ".zst")
 COMPRESSIONS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 MAGIC = {b"PAR1": ".parquet", b"ARROW1": ".arrow", b"{": ".jsonl", b"[": ".json"}
-# what describes a data set that `datasets` or the hub has written is not data
-DESCRIPTIONS = ("readme.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+# what describes a data set that `datasets` or the hub has written is not data, nor is a tokenizer or a model beside it
+DESCRIPTIONS = (
+    "readme.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "config.json", "generation_config.json", "model.safetensors.index.json",
+)  # fmt: skip
 
 SHARD = re.compile(r"[-_.]?\d+-of-\d+$")  # train-00000-of-00004 belongs to train
 HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")

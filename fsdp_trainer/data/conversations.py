@@ -116,8 +116,7 @@ def with_system(messages: list[Message], values: dict[str, Any]) -> list[Message
 
 
 PREFERENCE = """holds preference pairs (chosen, rejected): `preview` shows and checks them, no objective learns from them yet.
-To train on the better answers alone:  'data.fields={prompt: prompt, completion: chosen}'
-or, where `chosen` holds the whole conversation:  'data.fields={messages: chosen}'"""
+To train on the better answers alone:  'data.fields={%s}'"""
 
 
 def make_reader(columns: dict[str, Any], format: str | None, fields: dict[str, str] | None, file: str, pairs: bool = False) -> Reader:
@@ -131,7 +130,8 @@ def make_reader(columns: dict[str, Any], format: str | None, fields: dict[str, s
         example = "'data.fields={prompt: question, completion: answer}'  or  'data.fields={text: body}'"
         raise _unusable(file, f"no known format has its columns: {' '.join(columns) or 'none'}\nSay what they mean:  {example}")
     if format == "preference" and not pairs:
-        raise _unusable(file, PREFERENCE)
+        prompt = _found(columns, "preference")["prompt"]
+        raise _unusable(file, PREFERENCE % (f"prompt: {prompt}, completion: chosen" if prompt in columns else "messages: chosen"))
     if unknown := sorted(set(fields) - set(FIELDS[format])):
         raise _unusable(f"data.fields={{{unknown[0]}: {fields[unknown[0]]}}}", f"format {format} has only: {' '.join(FIELDS[format])}")
     return Reader(format, {name: name for name in FIELDS[format]} | _found(columns, format) | fields)

@@ -106,5 +106,5 @@ def _longer_rows(counts: Mapping[str, int], samples: int, tokens: int, seq_len: 
         keeps, left = longer, left - counts[f"{FITS}{longer}"]
     lost = counts.get(LOST, 0) / max(1, tokens + counts.get(LOST, 0))
     advice = f"batch.seq_len={keeps} would hold 99% of the samples" if keeps > seq_len else "more than 99% of the samples fit"
-    cut = "" if counts.get("truncated") else "; data.too_long=truncate keeps their start, =split all of a text"
+    cut = "" if counts.get("truncated") else "; data.too_long=truncate keeps their start, of documents  data.too_long=split  keeps all"
     return f"{percent(lost)} of the tokens are lost; {advice}{cut}"

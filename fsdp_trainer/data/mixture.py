@@ -17,9 +17,9 @@ from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.store import TokenStore
 from fsdp_trainer.errors import Problem, UserError
 
-REPEATED = (
-    4  # more passes than these over the same text teach less and less (Muennighoff et al. 2023, Scaling Data-Constrained Language Models)
-)
+REPEATED = 4
+OFTEN = f"more than {REPEATED} passes over the same text teach less and less (Muennighoff et al. 2023, Scaling Data-Constrained Language Models)"
+VERSION = 1  # raise it when a row comes to hold other documents: runs that go on then begin their data anew, and say so
 PARTS = 1 << 40  # weights in whole numbers; 10⁹ rows are not off by a thousandth of one
 LEAST = 1e-6  # of all rows; what it takes to find a turn grows with the inverse
 
@@ -86,8 +86,6 @@ class Turns:
             deadlines.append(-((rest - (turns + 1) * self.whole) // max(1, part)))
             owners.append(np.full(len(turns), i))
         released, deadline, owner = (np.concatenate(every) for every in (releases, deadlines, owners))
-        if len(owner) == self.span:  # all are to be done
-            deadline = np.minimum(deadline, self.span)
         by_release = np.argsort(released, kind="stable")
         jobs = (deadline * len(self.parts) + owner)[by_release].tolist()
         opens = [*released[by_release].tolist(), self.span]
@@ -230,7 +228,7 @@ class Mixture:
                 f"    {c.name}: {tokens:.2%} of the tokens, {share:.2%} of the rows, {epochs:.2f} epochs of {c.order.rows_per_epoch:,} rows"
             )
             if epochs > REPEATED:
-                lines.append(f"        more than {REPEATED} passes over the same text teach less and less (Muennighoff et al. 2023)")
+                lines.append(f"        {OFTEN}")
         return lines
 
     def report(self, index: int) -> list[dict[str, Any]]:
@@ -278,4 +276,4 @@ def _component(
     cfg: TrainConfig, name: str, store: TokenStore, shuffle: bool, attended: Callable[[np.ndarray], np.ndarray], asked: float = 1.0
 ) -> Component:
     order = RowOrder(store, cfg.batch.seq_len, cfg.data.packing, shuffle, cfg.run.seed, attended)
-    return Component(name, order, f"{store.fingerprint}/{cfg.data.packing}/{cfg.batch.seq_len}/{cfg.run.seed}/{shuffle}", asked)
+    return Component(name, order, f"{store.fingerprint}/{cfg.data.packing}/{cfg.batch.seq_len}/{cfg.run.seed}/{shuffle}/{VERSION}", asked)

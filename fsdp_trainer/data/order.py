@@ -62,16 +62,15 @@ class Rows:
 
 @dataclass
 class Epoch:
-    """All documents of an epoch, row by row, and the sums over all rows before each one. Unsigned numbers, as small as will do."""
+    """All documents of an epoch, row by row: unsigned numbers, as small as will do. And the sums over all rows before each one."""
 
     samples: np.ndarray  # [documents]
     starts: np.ndarray  # [documents]: the first of the sample's tokens that is in this row
     lengths: np.ndarray  # [documents]
     offsets: np.ndarray  # [rows + 1]: row i holds documents [offsets[i], offsets[i + 1])
-    weight: np.ndarray  # [rows + 1] float64
-    tokens: np.ndarray  # [rows + 1]
-    supervised: np.ndarray  # [rows + 1]
-    squares: np.ndarray  # [rows + 1] float64: Σ length² of the documents, less what windows leave out
+    sums: (
+        np.ndarray
+    )  # [rows + 1, 4] float64: weight, tokens, supervised tokens, what attention costs (Σ length², less what windows leave out)
 
 
 Arranged = tuple[Pieces, np.ndarray, np.ndarray]
@@ -103,7 +102,7 @@ class RowOrder:
         self.shared: SharedArrays | None = None
         """None: so little data that every rank makes its own."""
         if max(len(store.lengths), rows) >= SHARED_FROM:
-            self.shared = SharedArrays(store.folder / "plans" / self._plan_key(), always=("packing", "epoch-0"))
+            self.shared = SharedArrays(store.folder / "plans" / self._plan_key())
         if packing != "stream":
             self._packing = self._once("packing", self._pack)
             rows = len(self._packing["offsets"]) - 1
@@ -162,22 +161,20 @@ class RowOrder:
 
     def costs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """[rows] float64 of what attention costs in each of these rows."""
-        parts = [plan.squares[rows + 1] - plan.squares[rows] for plan, rows in self._by_epoch(indices)]
+        parts = [plan.sums[rows + 1, 3] - plan.sums[rows, 3] for plan, rows in self._by_epoch(indices)]
         return np.concatenate([np.zeros(0), *parts])
 
     def totals(self, start: int, stop: int) -> tuple[float, int, int, int]:
         """(Σ weight, tokens, supervised tokens, Σ of what attention costs) of rows [start, stop), without reading one."""
-        weight, tokens, supervised, squares = 0.0, 0, 0, 0
+        sums = np.zeros(4)
         while start < stop:
             epoch, i = divmod(start, self.rows_per_epoch)
             end = min(i + stop - start, self.rows_per_epoch)
             plan = self.epoch(epoch if self.shuffle else 0)
-            weight += float(plan.weight[end] - plan.weight[i])
-            tokens += int(plan.tokens[end] - plan.tokens[i])
-            supervised += int(plan.supervised[end] - plan.supervised[i])
-            squares += round(plan.squares[end] - plan.squares[i])
+            sums += plan.sums[end] - plan.sums[i]
             start += end - i
-        return weight, tokens, supervised, squares
+        weight, tokens, supervised, squares = sums.tolist()
+        return weight, int(tokens), int(supervised), int(squares)
 
     def _by_epoch(self, indices: Sequence[int] | np.ndarray) -> Iterator[tuple[Epoch, np.ndarray]]:
         """The plan of every epoch that these rows are in, and their places in it, in the order of the indices."""
@@ -228,19 +225,17 @@ class RowOrder:
         whole = lengths == of_sample
         learnt = np.minimum(starts + lengths, of_sample - 1) - starts
 
-        def sums(values: np.ndarray) -> np.ndarray:
-            return np.concatenate([[0], np.cumsum(np.add.reduceat(values, offsets[:-1]))])
+        def before(values: np.ndarray) -> np.ndarray:
+            return np.cumsum(np.add.reduceat(values, offsets[:-1], dtype=np.float64))
 
-        return {
-            "samples": narrow(samples),
-            "starts": narrow(starts),
-            "lengths": narrow(lengths),
-            "offsets": narrow(offsets),
-            "weight": sums(np.where(whole, np.asarray(self.store.weight_sums)[samples], learnt)),
-            "tokens": narrow(sums(lengths)),
-            "supervised": narrow(sums(np.where(whole, np.asarray(self.store.supervised)[samples], learnt))),
-            "squares": sums(self.attended(lengths).astype(np.float64)),
-        }
+        sums = [
+            before(np.where(whole, np.asarray(self.store.weight_sums)[samples], learnt)),
+            before(lengths),
+            before(np.where(whole, np.asarray(self.store.supervised)[samples], learnt)),
+            before(np.rint(self.attended(lengths))),  # whole numbers: sums are exact, and equal rows cost the same
+        ]
+        columns = {"samples": samples, "starts": starts, "lengths": lengths, "offsets": offsets}
+        return {name: narrow(column) for name, column in columns.items()} | {"sums": np.pad(np.stack(sums, 1), ((1, 0), (0, 0)))}
 
     def _pieces(self) -> Pieces:
         return pieces_of(np.asarray(self.store.lengths), self.seq_len)
@@ -272,14 +267,15 @@ class RowOrder:
         return pieces, *_take_rows(np.arange(len(pieces.samples)), offsets, rows)
 
     def _random_order(self, purpose: str, epoch: int, n: int) -> np.ndarray:
-        drawn = self._random(purpose, epoch, n)
+        drawn = random_bits(f"{self._key}/{epoch}/{purpose}", n)
         order = np.argsort(drawn)  # twice as fast as a stable one, and the same where no two are equal
         return order if np.all(np.diff(drawn[order])) else np.argsort(drawn, kind="stable")
 
-    def _random(self, purpose: str, epoch: int, n: int) -> np.ndarray:
-        """[n] uint64. Raw bits: numpy promises their stream for every version, but not that of `permutation`."""
-        key = hashlib.blake2b(f"{self._key}/{epoch}/{purpose}".encode(), digest_size=16).digest()
-        return np.random.Philox(key=int.from_bytes(key, "little")).random_raw(n)
+
+def random_bits(key: str, n: int) -> np.ndarray:
+    """[n] uint64. Raw bits: numpy promises their stream for every version, but not that of `permutation`."""
+    digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+    return np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(n)
 
 
 def _take_rows(documents: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

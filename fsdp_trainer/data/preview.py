@@ -13,9 +13,10 @@ from fsdp_trainer.config.paths import is_hub_id
 from fsdp_trainer.config.verbs import PreviewConfig
 from fsdp_trainer.data.build import build_data, cache_root
 from fsdp_trainer.data.findings import Finding
-from fsdp_trainer.data.mixture import Mixture, build_order
+from fsdp_trainer.data.mixture import OFTEN, REPEATED, Mixture, build_order
 from fsdp_trainer.data.order import RowData
 from fsdp_trainer.data.preferences import preference_summary
+from fsdp_trainer.data.preparation import Told
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.stream import StreamedData, StreamedRow
 from fsdp_trainer.data.summary import all_findings, amounts, figures_by_source, left_out
@@ -23,6 +24,7 @@ from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.resolve import resolve_with_tokenizer
+from fsdp_trainer.observe.console import Console
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """What would move a terminal's cursor, or turn the text around."""
@@ -108,13 +110,18 @@ def preview(cfg: PreviewConfig) -> int:
     if cfg.preview.html and not Path(cfg.preview.html).expanduser().parent.is_dir():
         raise UserError("the preview cannot be written", [Problem(f"preview.html={cfg.preview.html}", "there is no such folder")])
     if cfg.preview.format == "text" and (pairs := preference_summary(cfg.data, cache_root(cfg), cfg.preview.rows)):
+        if cfg.preview.html:
+            raise UserError(
+                "the preview cannot be written", [Problem(f"preview.html={cfg.preview.html}", "pairs are shown in the terminal only")]
+            )
         print(CONTROL.sub("", "\n".join(pairs)))
         if cfg.preview.html:
             raise UserError(
                 "the preview cannot be written", [Problem(f"preview.html={cfg.preview.html}", "a page shows no preference pairs")]
             )
         return 0
-    tokenizer, template, prepared = build_data(cfg)
+    console = Console(quiet=False, stream=sys.stderr)
+    tokenizer, template, prepared = build_data(cfg, Told(console.paced(), console.say))
     streamed, n = prepared.streamed, cfg.preview.rows
     if cfg.preview.format == "json":
         rows: Iterable[RowData | StreamedRow] = streamed.first_rows(n) if streamed else map(build_order(cfg, prepared).read, range(n))
@@ -147,7 +154,7 @@ def look(cfg: PreviewConfig, tokenizer: TextTokenizer, template: Template, prepa
     """Gather what there is to see. Raises UserError for a tokenizer that does not fit the model."""
     lengths = np.concatenate([store.lengths for store in prepared.train])
     store, pieces = prepared.train[0], Pieces(tokenizer)
-    known = [*vocabulary(cfg, tokenizer), *all_findings(prepared, order.seq_len)]
+    known = [*vocabulary(cfg, tokenizer), *all_findings(prepared, order.seq_len), *often(cfg, order)]
     if "generation %}" not in template.source and amounts(prepared.train)[2] < lengths.sum() - len(lengths):
         known.append(Finding(*NO_MARKERS, is_warning=False))
     rows = range(min(cfg.preview.rows, order.rows_per_epoch))
@@ -194,7 +201,7 @@ def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
         ("samples", f"{samples:,}"),
         ("tokens", f"{tokens:,}"),
         ("supervised", f"{supervised:,}, {supervised / tokens:.1%} of them"),
-        ("left out", left_out(prepared.train)),
+        ("dropped, twice", left_out(prepared.train)),
         ("rows an epoch", f"{order.rows_per_epoch:,} of {order.seq_len:,} tokens, {order.fill:.1%} filled ({cfg.data.packing})"),
         ("documents a row", f"{documents:.1f}"),
         *([("validation", f"{len(prepared.validation):,} samples")] if prepared.validation else []),
@@ -203,14 +210,24 @@ def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
 
 def sources(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tuple[str, ...]]:
     """A line for each source, if there are several."""
-    rows = cfg.train.steps * cfg.batch.rows if cfg.train.steps is not None else (cfg.train.epochs or 1) * order.rows_per_epoch
-    epochs = [taken / of.rows_per_epoch for taken, of in zip(order.taken(rows), order.orders, strict=True)]
-    parts = [(source, n) for store, n in zip(prepared.train, epochs, strict=True) for source in figures_by_source(store)]
+    parts = [(source, n) for store, n in zip(prepared.train, epochs(cfg, order), strict=True) for source in figures_by_source(store)]
     tokens = sum(source.tokens * n for source, n in parts) or 1
     return [
         (s.name, f"{s.samples:,}", f"{s.tokens:,}", f"{s.tokens * n / tokens:.1%}", f"{s.supervised / max(1, s.tokens):.1%}", f"{n:.2f}")
         for s, n in (parts if len(parts) > 1 else [])
     ]
+
+
+def epochs(cfg: PreviewConfig, order: Mixture) -> list[float]:
+    """How often the run goes over each component."""
+    rows = cfg.train.steps * cfg.batch.rows if cfg.train.steps is not None else (cfg.train.epochs or 1) * order.rows_per_epoch
+    return [taken / of.rows_per_epoch for taken, of in zip(order.taken(rows), order.orders, strict=True)]
+
+
+def often(cfg: PreviewConfig, order: Mixture) -> list[Finding]:
+    """What a mixture repeats too often."""
+    seen = zip(order.components, epochs(cfg, order), strict=True)
+    return [Finding(f"{c.name} is seen {n:.1f} times in this run", OFTEN) for c, n in seen if n > REPEATED and len(order.components) > 1]
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:

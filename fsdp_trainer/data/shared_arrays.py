@@ -5,26 +5,25 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 Arrays = dict[str, np.ndarray]
-DAY = 24 * 3600.0
+UNUSED_SECONDS = 30 * 24 * 3600.0
 SHARED_FROM = 200_000  # samples or rows: for less, what an epoch takes is a few MB, made within 0.1 s in every process
 
 
 class SharedArrays:
     """Groups of named arrays in `folder`, one folder for each group.
 
-    When one is made, older ones go: those that nobody has opened for a day, but for the newest two and `always`; and of the neighbours of
-    `folder` those of more than a month. Who maps them keeps them.
+    When one is made, those of it and of its neighbours go that nobody has opened for a month. Who maps them keeps them.
     """
 
-    def __init__(self, folder: Path, always: Collection[str] = ()):
-        self.folder, self.always = folder, always
+    def __init__(self, folder: Path):
+        self.folder = folder
         self.problem: OSError | None = None
         """Why nothing can be kept there; every process then holds the arrays in its own memory."""
 
@@ -66,15 +65,21 @@ class SharedArrays:
                     file.flush()
                     os.fsync(file.fileno())
             aside.chmod(0o755)  # mkdtemp's folder is for its owner only
-            shutil.rmtree(self.folder / group, ignore_errors=True)
+            _remove(self.folder / group)
             os.replace(aside, self.folder / group)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
     def _clear_up(self) -> None:
         with suppress(OSError):
-            age = {group: time.time() - group.stat().st_mtime for group in self.folder.parent.glob("*/*/")}
-            own = sorted((group for group in age if group.parent == self.folder and group.name not in self.always), key=age.__getitem__)
-            others = [group for group in age if group.parent != self.folder]
-            for group in [g for g in own[2:] if age[g] > DAY] + [g for g in others if age[g] > 30 * DAY]:
-                shutil.rmtree(group, ignore_errors=True)
+            for group in self.folder.parent.glob("*/*/"):
+                if time.time() - group.stat().st_mtime > UNUSED_SECONDS:
+                    _remove(group)
+
+
+def _remove(group: Path) -> None:
+    """Renamed first, so that nobody finds a part of it."""
+    gone = group.with_name(f".gone-{group.name}-{os.getpid()}")
+    with suppress(OSError):
+        os.replace(group, gone)
+        shutil.rmtree(gone, ignore_errors=True)

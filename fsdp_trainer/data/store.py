@@ -68,7 +68,7 @@ class TokenStore:
             return {"offsets": np.concatenate([[0], np.cumsum(self.lengths)])}
 
         large = len(self) >= SHARED_FROM
-        made = SharedArrays(self.folder / "plans" / "store", always=("offsets",)).get("offsets", make) if large else make()
+        made = SharedArrays(self.folder / "plans" / "store").get("offsets", make) if large else make()
         return made["offsets"]
 
     def __len__(self) -> int:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,14 +21,15 @@ import numpy as np
 from fsdp_trainer.config.data_files import is_url, kind
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data import demo
-from fsdp_trainer.data.conversations import Reader, make_reader
+from fsdp_trainer.data.conversations import Reader
 from fsdp_trainer.data.findings import Finding, told
+from fsdp_trainer.data.order import random_bits
 from fsdp_trainer.data.packing import Packing, best_fit, one_per_row, pieces_of
 from fsdp_trainer.data.remote import list_files, open_remote, shown
-from fsdp_trainer.data.samples import Rendered, SampleBuilder
+from fsdp_trainer.data.samples import EXAMPLES, Rendered, SampleBuilder
 from fsdp_trainer.data.sources import Problems, Row, RowError, Source, content_hash, find_sources
 from fsdp_trainer.data.templates import Template
-from fsdp_trainer.data.tokenise import How
+from fsdp_trainer.data.tokenise import How, next_texts, reader_for
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.data.units import Unit, lines_before, read_unit, split_units
 from fsdp_trainer.errors import Problem, UserError
@@ -142,6 +144,10 @@ class StreamedData:
         """As of a Mixture."""
         return self.fingerprint
 
+    def totals(self, start: int, stop: int) -> tuple[float, int, int, int]:
+        """As of a Mixture; but what rows hold is known when they are there."""
+        return 0.0, 0, 0, 0
+
     def state(self, index: int) -> dict[str, Any]:
         """As of a Mixture: a segment of the run. Where it stands the cursors say."""
         return {"key": self.key, "start": self.start, "rows_per_epoch": 0, "sources": []}
@@ -152,19 +158,8 @@ class StreamedData:
 
     def reader(self, row: Row, source: int) -> Reader:
         """For a unit that begins with this row. UserError if its columns are of no format that is read."""
-        format, fields = self.sources[source].format, self.sources[source].fields
-        try:
-            reader = make_reader(row.columns, format or self.how.data.format, fields or self.how.data.fields, row.where[0])
-        except UserError as error:
-            if self.how.data.on_error == "fail":
-                raise
-            raise RowError(error.problems[0].why.splitlines()[0]) from None  # the next row may tell
-        if self.how.data.too_long == "split" and reader.format != "text":
-            beside = "data.packing=best_fit " if self.how.data.packing == "stream" else ""  # a stream of anything must be split
-            use = f"Use  {beside}data.too_long=drop  or  {beside}data.too_long=truncate"
-            why = f"only text can be cut into pieces, and {row.where[0]} holds conversations.\n{use}"
-            raise UserError("the data cannot be used", [Problem("data.too_long=split", why)])
-        return reader
+        of, data = self.sources[source], self.how.data
+        return reader_for(data, row.columns, row.where[0], of.format or data.format, of.fields or data.fields)
 
 
 class Stream:
@@ -263,7 +258,8 @@ class Stream:
 
     def findings(self, samples: int = 0, tokens: int = 0) -> list[Finding]:
         """What happened on the way to so many samples of so many tokens."""
-        return told(self._builder.counts, {}, samples, tokens, self.of.seq_len)
+        counts = self._builder.counts | Counter(unreadable=len(self._skipped))
+        return told(counts, {"unreadable": self._skipped[:EXAMPLES]}, samples, tokens, self.of.seq_len)
 
     def _samples_of_unit(self, turn: int, before: int, sample: int) -> Iterator[Taken]:
         """Of the unit that is dealt in this turn, without its first rows, and without the first samples of the next one.
@@ -289,7 +285,7 @@ class Stream:
 
     def _tokenised(self, turn: int, source: int, unit: Unit, part: int, first: tuple[int, int]) -> Iterator[Taken]:
         texts = self._texts(source, unit, part, first)
-        while chunk := list(_chunk(texts)):
+        while chunk := next_texts(texts, CHUNK_TEXTS, CHUNK_CHARACTERS):
             for (row, n, line, _), made in zip(chunk, self._builder.tokenize([text for *_, text in chunk]), strict=True):
                 for one in made:  # at most one of each text
                     yield Taken(one.tokens, one.weights, source, (unit.file, unit.start, line), (turn, row, n))
@@ -317,16 +313,6 @@ class Stream:
             yield from ((number, n, row.where[1], text) for n, text in enumerate(texts) if (number, n) >= first)
 
 
-def _chunk(texts: Iterator[tuple[int, int, int, Rendered]]) -> Iterator[tuple[int, int, int, Rendered]]:
-    """A few of them: a document may be a book."""
-    characters = 0
-    for text in islice(texts, CHUNK_TEXTS):
-        yield text
-        characters += len(text[3].text)
-        if characters >= CHUNK_CHARACTERS:
-            return
-
-
 def dealt(data: StreamedData, place: int) -> tuple[int, Unit, int]:
     """(source, unit, part) of a place in the endless deal: all of an epoch, then all of the next."""
     n = len(data.units) * data.parts
@@ -340,12 +326,6 @@ def dealt(data: StreamedData, place: int) -> tuple[int, Unit, int]:
 @lru_cache(maxsize=4)
 def _order(fingerprint: str, epoch: int, n: int) -> np.ndarray:
     return np.argsort(random_bits(f"{fingerprint}/{epoch}", n), kind="stable")
-
-
-def random_bits(key: str, n: int) -> np.ndarray:
-    """[n] uint64. Raw bits: numpy promises their stream for every version, but not that of `permutation`."""
-    digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
-    return np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(n)
 
 
 def stream_data(data: Data, batch: Batch, seed: int, tokenizer: TextTokenizer, template: Template) -> StreamedData:
@@ -389,8 +369,8 @@ def _look(streamed: StreamedData, size: int) -> tuple[list[str], str]:
     files = sum(len(source.files) for source in streamed.sources)
     streamed.findings = stream.findings(len(samples), tokens)
     report = [
-        f"streamed: {files:,} files of {size / 2**30:.2f} GiB in {len(streamed.units):,} units, by {streamed.streams:,} streams",
-        f"the first {len(samples):,} samples: {tokens:,} tokens, {100 * learnt / tokens:.1f}% learnt, longest {max(streamed.lengths):,}",
+        f"streamed: {files:,} file{'s' * (files != 1)} of {size / 2**20:,.1f} MiB in {len(streamed.units):,} units, by {streamed.streams:,} streams",
+        f"the first {len(samples):,} samples: {tokens:,} tokens, {100 * learnt / tokens:.1f}% learnt, longest {max(len(sample.tokens) for sample in samples):,}",
         *((f"warning: {one.text}. {one.fix}".rstrip(". ") if one.is_warning else one.text) for one in streamed.findings),
     ]
     if streamed.parts > 1:

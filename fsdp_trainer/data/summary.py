@@ -73,7 +73,7 @@ def amounts(stores: Sequence[TokenStore]) -> list[int]:
 
 
 def left_out(stores: Sequence[TokenStore]) -> str:
-    """What of the data is not trained on, or more than once."""
+    """What of the data is not trained on, or there more than once."""
     count = {key: sum(store.counts.get(key, 0) for store in stores) for key in (*DROPPED, "truncated", "duplicate", "unreadable", LOST)}
     named = {"too_long": "too long", "unsupervised": "without a supervised token", "empty": "empty"}
     why = [f"{count[key]:,} {name}" for key, name in named.items() if count[key]]
@@ -83,6 +83,6 @@ def left_out(stores: Sequence[TokenStore]) -> str:
         *([f"{count['truncated']:,} cut"] if count["truncated"] else []),
         *([f"{percent(count[LOST] / (tokens + count[LOST]))} of the tokens lost"] if count[LOST] else []),
         *([f"{count['unreadable']:,} rows unreadable"] if count["unreadable"] else []),
-        *([f"{count['duplicate']:,} duplicate{'s' * (count['duplicate'] != 1)}"] if count["duplicate"] else []),
+        *([f"{count['duplicate']:,} duplicate{'s' * (count['duplicate'] != 1)} kept"] if count["duplicate"] else []),
     ]
-    return ", ".join(parts) or "nothing dropped, cut or twice"
+    return ", ".join(parts) or "nothing dropped or cut, no duplicates"

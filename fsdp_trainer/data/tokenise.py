@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ class Tokenising:
     def _read(self, piece: Piece) -> None:
         self.rows, told = 0, 0
         texts = self._texts(piece)
-        while chunk := _chunk(texts):
+        while chunk := next_texts(texts, CHUNK, CHARACTERS):
             samples: dict[str, list[Sample]] = {name: [] for name in self.writers}
             lines: dict[str, list[int]] = {name: [] for name in self.writers}
             for (name, line, _), made in zip(chunk, self.builder.tokenize([text for *_, text in chunk]), strict=True):
@@ -163,8 +164,7 @@ class Tokenising:
                 if row.error:
                     raise RowError(row.error)
                 if reader is None:
-                    reader = self._reader(row.columns, piece)
-                    self._check_split(reader.format, file)
+                    reader = reader_for(self.how.data, row.columns, file, piece.format, dict(piece.fields))
                 read = reader.read(row)
                 texts, name = self.builder.render(read), self._store_of(read)
             except (RowError, RecursionError) as e:
@@ -182,21 +182,21 @@ class Tokenising:
     def _store_of(self, row: Conversation | Document) -> str:
         return VALIDATION if self.how.share and place(row) < self.how.share else TRAIN
 
-    def _reader(self, columns: dict[str, Any], piece: Piece) -> Reader:
-        try:
-            return make_reader(columns, piece.format, dict(piece.fields), piece.unit.file)
-        except UserError as error:
-            if self.how.data.on_error == "fail":
-                raise
-            raise RowError(error.problems[0].why.splitlines()[0]) from None  # the next row may tell
 
-    def _check_split(self, format: str, file: str) -> None:
-        data = self.how.data
-        if data.too_long == "split" and format != "text":
-            beside = "data.packing=best_fit " if data.packing == "stream" else ""  # a stream of anything must be split
-            use = f"Use  {beside}data.too_long=drop  or  {beside}data.too_long=truncate"
-            why = f"only text can be cut into pieces, and {file} holds conversations.\n{use}"
-            raise UserError("the data cannot be used", [Problem("data.too_long=split", why)])
+def reader_for(data: Data, columns: dict[str, Any], file: str, format: str, fields: dict[str, str] | None) -> Reader:
+    """Of what begins with such a row. UserError if that cannot be used; RowError where data.on_error=skip goes on with the next row."""
+    try:
+        reader = make_reader(columns, format, fields, file)
+    except UserError as error:
+        if data.on_error == "fail":
+            raise
+        raise RowError(error.problems[0].why.splitlines()[0]) from None
+    if data.too_long == "split" and reader.format != "text":
+        beside = "data.packing=best_fit " if data.packing == "stream" else ""  # a stream of anything must be split
+        use = f"Use  {beside}data.too_long=drop  or  {beside}data.too_long=truncate"
+        why = f"only text can be cut into pieces, and {file} holds conversations.\n{use}"
+        raise UserError("the data cannot be used", [Problem("data.too_long=split", why)])
+    return reader
 
 
 @lru_cache(maxsize=64)
@@ -211,13 +211,13 @@ def first_reader(file: str, stamp: tuple[int, int] | None, format: str, fields: 
     return None
 
 
-def _chunk(texts: Iterator[tuple[str, int, Rendered]]) -> list[tuple[str, int, Rendered]]:
-    """The next texts to be tokenised in one call: how many there are bounds the memory that it takes."""
+def next_texts(texts: Iterator[tuple[Any, ...]], most: int, most_characters: int) -> list[tuple[Any, ...]]:
+    """Those to be tokenised in one call, each a Rendered behind whatever belongs to it: how many there are bounds the memory that it takes."""
     chunk, characters = [], 0
-    for text in texts:
+    for text in islice(texts, most):
         chunk.append(text)
-        characters += len(text[2].text)
-        if len(chunk) >= CHUNK or characters >= CHARACTERS:
+        characters += len(text[-1].text)
+        if characters >= most_characters:
             break
     return chunk
 

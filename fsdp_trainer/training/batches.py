@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -88,13 +87,9 @@ class Batches:
         worst, which: of each rank the highest mean loss of its micro-batches (inf: not finite), and the place of that micro-batch.
         Returns the ranks, and where the samples of those micro-batches come from, at most SHOWN of each.
         """
-        highest = max(worst)
-        ranks = [rank for rank, value in enumerate(worst) if value == highest][:SHOWN]
-        dealt = self.deal(plan)
+        ranks, dealt = suspected(worst), self.deal(plan)
         rows = [row for rank in ranks for row in dealt[int(which[rank]), rank].tolist() if row >= 0]
-        samples = dict.fromkeys(where for row in rows for where in self.order.where(row))
-        more = len(samples) - SHOWN
-        return {"ranks": ranks, "samples": [*islice(samples, SHOWN)], **({"more_samples": more} if more > 0 else {})}
+        return told_of(ranks, [where for row in rows for where in self.order.where(row)])
 
     def assemble(self, rows: Rows) -> MicroBatch:
         """[micro_rows, length] tensors on the device; missing rows are empty."""
@@ -123,6 +118,18 @@ class Batches:
             return self.order.seq_len
         longest = max(1, *(sum(documents) for documents in rows.documents))
         return min(self.order.seq_len, -(-longest // self.pad_to_multiple) * self.pad_to_multiple)
+
+
+def suspected(worst: Sequence[float]) -> list[int]:
+    """The ranks with the highest number."""
+    return [rank for rank, value in enumerate(worst) if value == max(worst)][:SHOWN]
+
+
+def told_of(ranks: list[int], samples: list[str]) -> dict[str, Any]:
+    """What an event says of them."""
+    different = [*dict.fromkeys(samples)]
+    more = len(different) - SHOWN
+    return {"ranks": ranks, "samples": different[:SHOWN], **({"more_samples": more} if more > 0 else {})}
 
 
 def row_ranges(rows: int, last_row: int | None, start: int, left_out: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:

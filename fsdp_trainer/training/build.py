@@ -136,8 +136,9 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         compilations=Compilations() if compiled else None,
     )
     told = take_up(trainer, start) if start else []
-    for line in [*describe(trainer, world, material, attention), *([uncompiled] if uncompiled else []), *told]:
-        observer.console.say(line)
+    if world.main:  # who alone is heard: it looks through all samples
+        for line in [*describe(trainer, world, material, attention), *([uncompiled] if uncompiled else []), *told]:
+            observer.console.say(line)
     if start:
         restore(trainer, start)
     else:
@@ -180,7 +181,8 @@ def attended_share(order: Mixture | StreamedData, config: ModelConfig) -> float:
     """What attention costs of what it would if every row were one document."""
     if isinstance(order, StreamedData):
         return config.attended(order.lengths).sum() / (order.lengths.sum() * order.seq_len)
-    return order.totals(0, order.rows_per_epoch)[3] / (order.rows_per_epoch * order.seq_len**2)
+    of_rows = [of.totals(0, of.rows_per_epoch)[3] / of.rows_per_epoch for of in order.orders]  # of one epoch: small sources have thousands
+    return sum(share * squares for share, squares in zip(order.shares, of_rows, strict=True)) / order.seq_len**2
 
 
 def length_of_run(cfg: TrainConfig, rows_per_epoch: int) -> tuple[int, int | None]:

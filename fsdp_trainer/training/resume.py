@@ -40,6 +40,7 @@ FREE = {
     "optim.implementation",
     "tokenizer.path",
 }
+OLDER = "the checkpoint is from a version that named data otherwise: it may be the same"
 OF_THE_RESUME = {"checkpoint.resume", "checkpoint.allow_changes", "run.overwrite"}
 
 
@@ -179,8 +180,10 @@ def check_unchanged(cfg: TrainConfig, order: Mixture, checkpoint: Path) -> dict[
         problems = [
             Problem(f"{key}={show(new)}", f"the checkpoint was trained with {show(old)}") for key, (old, new) in sorted(refused.items())
         ]
-        if "data.fingerprint" in refused and kept.get("segments"):
-            told = [f"{name} {what}" for name, what, _ in becomes(order, kept["segments"]) if what]
+        if "data.fingerprint" in refused:
+            told = [f"{name} {what}" for name, what, _ in becomes(order, kept["segments"]) if what] if kept.get("segments") else [OLDER]
+            if not order.components:
+                told = ["another list of files, other content, or another tokenizer: a stream begins anew with them"]
             problem = next(problem for problem in problems if problem.what.startswith("data.fingerprint="))
             problem.why = "\n".join([problem.why, *(told or ["the same sources are in another order, or mixed otherwise"])])
         ways = f"run.name=NEW  or go on all the same with  'checkpoint.allow_changes=[{','.join(sorted(refused))}]'"
@@ -227,10 +230,13 @@ def take_up_data(order: Mixture, progress: Progress, fingerprint: str) -> list[s
         for component, source in zip(order.components, segments[-1]["sources"], strict=True):
             component.start, component.start_tokens = source["start"], source["start_tokens"]
         return []
-    told = becomes(order, segments)
+    told = [f"data   {name} {f'{what}: ' if what else ''}{where}" for name, what, where in becomes(order, segments)]
+    if not segments and progress.rows:
+        segments = [{"key": fingerprint, "start": 0, "rows_per_epoch": order.state(0)["rows_per_epoch"], "sources": []}]
+        told = [f"data   {OLDER}: its rows begin anew, in another order; what was seen may come again"]
     order.start, progress.left_out = progress.rows, []  # rows of the data before
     progress.segments = [*segments, order.state(progress.rows)]
-    return [f"data   {name} {f'{what}: ' if what else ''}{where}" for name, what, where in told]
+    return told
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

@@ -213,10 +213,11 @@ def already_finished(trainer: Trainer, run: Path) -> str:
 def tell_end(trainer: Trainer, reason: str) -> None:
     """What validation said over the run."""
     progress, order = trainer.progress, trainer.batches.order
+    since = " since the data was changed" if len(progress.segments) > 1 else ""
     for of in order.report(progress.rows) if len(order.components) > 1 else []:
         asked, got = f"{of['share_asked']:.2%}", f"{of['share']:.2%}"
         trainer.observer.console.say(
-            f"data   {of['name']}: {got} of the tokens, asked for {asked}; {of['tokens']:,} tokens, {of['epochs']:.2f} epochs"
+            f"data   {of['name']}: {got} of the tokens{since}, asked for {asked}; {of['tokens']:,} tokens, {of['epochs']:.2f} epochs in all"
         )
     if reason == "early_stop":
         trainer.observer.console.say(f"stopped early: {progress.stale} validations in a row without a lower loss")

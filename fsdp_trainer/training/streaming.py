@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -18,13 +18,13 @@ from fsdp_trainer.data.stream import START, Cursor, StreamedData, StreamedRow, p
 from fsdp_trainer.data.stream_readers import Readers, ReadersElsewhere
 from fsdp_trainer.errors import Stopped
 from fsdp_trainer.models.decoder import MicroBatch
-from fsdp_trainer.training.batches import SHOWN, Batches, StepPlan, row_ranges
+from fsdp_trainer.training.batches import SHOWN, Batches, StepPlan, suspected, told_of
 from fsdp_trainer.training.feed import Feed
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.stop import StopRequests
 
 ROUND_SECONDS = 5.0  # that a rank waits for its rows before it tells the others, who wait in a collective
-TELL_EVERY_SECONDS = 60.0
+TELL_EVERY_ROUNDS = 12
 REMEMBERED = 100  # steps whose samples can still be named
 
 
@@ -61,13 +61,6 @@ class StreamBatches(Batches):
         self.where: dict[int, list[list[tuple[str, int, int]]]] = {}
         """Of this rank's documents in each micro-batch of the last steps."""
 
-    def steps(
-        self, rows: int, last_row: int | None, step: int = 0, start: int = 0, left_out: Sequence[Sequence[int]] = ()
-    ) -> Iterator[StepPlan]:
-        """As of Batches; what they weigh is not known yet: `StreamFeed.complete`."""
-        for number, (first, stop) in enumerate(row_ranges(rows, last_row, start, left_out), step + 1):
-            yield StepPlan(number, first, stop, 0.0, 0, 0, 0)
-
     def slots(self) -> list[list[int]]:
         """This rank's streams, in each micro-batch of a step. Consecutive ones go to consecutive ranks."""
         each, n = self.micro_rows, self.order.streams
@@ -92,13 +85,11 @@ class StreamBatches(Batches):
 
     def suspects(self, plan: StepPlan, worst: Sequence[float], which: Sequence[float]) -> dict[str, Any]:
         """As of Batches. Collective: each rank knows its own samples."""
-        ranks = [rank for rank, value in enumerate(worst) if value == max(worst)][:SHOWN]
+        ranks = suspected(worst)
         mine = self.where.get(plan.start) if self.rank in ranks else None
         own = [] if mine is None else [*dict.fromkeys(mine[int(which[self.rank])])]
         told = [place_of(where) for where in own[:SHOWN]]
-        samples = list(dict.fromkeys(where for of_rank in gather(told) for where in of_rank))
-        more = len(samples) - SHOWN
-        return {"ranks": ranks, "samples": samples[:SHOWN], **({"more_samples": more} if more > 0 else {})}
+        return told_of(ranks, [where for of_rank in gather(told) for where in of_rank])
 
     def place(self, progress: Progress) -> list[list[int]]:
         """Where all streams stand before row progress.rows. Collective."""
@@ -161,25 +152,28 @@ class StreamFeed(Feed):
 
         Nobody waits long in a collective: where a rank's files are slow, all meet again every few seconds.
         """
-        began, told, made = time.monotonic(), 0.0, None
-        while True:
+        began, made = time.monotonic(), None
+        for meeting in count():
             made = made or self._wait(plan, time.monotonic() - began)
             waits = made is None and self.stop.missing is None
-            mine = torch.tensor([*(made.sums if made else [0.0] * 4), waits, len(made.skipped) if made else 0], dtype=torch.float64)
+            states = waits, self.stop.missing is not None, len(made.skipped) if made else 0
+            mine = torch.tensor([*(made.sums if made else [0.0] * 4), *states], dtype=torch.float64)
             if dist.get_world_size() > 1:
                 dist.all_reduce(mine)
-            weight, tokens, supervised, squares, waiting, skipped = mine.tolist()
-            if not waiting:
+            weight, tokens, supervised, squares, waiting, missing, skipped = mine.tolist()
+            if missing and waits:
+                self.stop.missing = ""  # nobody will do this step
+            if missing or not waiting:
                 break
-            if not told or time.monotonic() - told > TELL_EVERY_SECONDS:
+            if meeting % TELL_EVERY_ROUNDS == 0:  # which is the same on all ranks; their clocks are not
                 self._tell_waiting(plan, waits, time.monotonic() - began)
-                told = time.monotonic()
             phases.enter("data")
         if skipped:
             self._tell_skipped(plan, made.skipped if made else [])
         if made:
             self.batches.cursors[plan.stop] = made.cursors
-            self.batches.cursors.pop(plan.start - 2 * self.batches.order.streams, None)
+            for past in sorted(self.batches.cursors)[:-2]:  # but where the step before ended, in case that this one cannot be done
+                del self.batches.cursors[past]
         return replace(plan, weight=weight, tokens=int(tokens), supervised=int(supervised), squares=int(squares))
 
     def _wait(self, plan: StepPlan, waited: float) -> Made | None:

@@ -104,7 +104,7 @@ class Trainer:
             self.profiler.after(plan.step)
             self.conclude(collect)
             if self.stands_out:
-                self.remember_window()
+                self.remember()
                 return None
         return self.stop_in_order() if self.stops else self.finish()
 
@@ -352,9 +352,7 @@ class Trainer:
             with self.observer.apart("checkpoint"):
                 self.check_replicas()
         phases.enter("staging")
-        self.remember_window()
-        if isinstance(self.batches, StreamBatches):
-            self.progress.streams = self.batches.place(self.progress)
+        self.remember()
         self.tell_sources()
         self.saves.save(self.progress, self.tensors(), self.state, self.next_save)
 
@@ -375,9 +373,11 @@ class Trainer:
         every, step = self.cfg.checkpoint.every or self.total_steps, self.progress.step
         return None if self.stops or step == self.total_steps else min(self.total_steps, (step // every + 1) * every)
 
-    def remember_window(self) -> None:
-        """What the coming steps are judged by is part of where the run stands."""
+    def remember(self) -> None:
+        """What the coming steps are judged by, and what they read, is part of where the run stands. Collective."""
         self.progress.recent, self.progress.spikes_in_a_row = self.guard.state()
+        if isinstance(self.batches, StreamBatches):
+            self.progress.streams = self.batches.place(self.progress)
 
     def check_replicas(self) -> None:
         """Raise RunFailed if replicas no longer hold the same bits."""
@@ -417,7 +417,7 @@ class Trainer:
         assert self.stops
         self.observer.write_if_due(self.progress.step, last=True, whole=not self.progress.cut_short)
         if self.stands_out:  # which is known only now: a resume from here would never hear of it
-            self.remember_window()
+            self.remember()
             return None
         self.observer.event("signal" if self.stops.startswith("SIG") else self.stops, step=self.progress.step, reason=self.stops)
         if self.finished and not self.progress.cut_short:

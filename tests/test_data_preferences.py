@@ -78,7 +78,7 @@ def test_preview_shows_and_checks_pairs_and_train_says_what_to_use(world, pairs,
     given = [f"data.path={pairs}", "tokenizer.path=demo:bytes", f"run.root={tmp_path}", "run.name=r"]
     (told,) = world.command("preview", *given, "preview.rows=1")
     assert "3 preference pairs" in told.out and "chosen    assistant: good" in told.out and "q1" not in told.out and "\x1b" not in told.out
-    assert "a page shows no preference pairs" in world.command("preview", *given, f"preview.html={tmp_path}/p.html", code=2)[0].err
+    assert "pairs are shown in the terminal only" in world.command("preview", *given, f"preview.html={tmp_path}/p.html", code=2)[0].err
     (refused,) = world.command("train", *given, "train.steps=1", code=2)
     assert "data.fields={prompt: prompt, completion: chosen}" in refused.err
     with open(pairs, "a") as file:

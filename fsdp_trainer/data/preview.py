@@ -115,10 +115,6 @@ def preview(cfg: PreviewConfig) -> int:
                 "the preview cannot be written", [Problem(f"preview.html={cfg.preview.html}", "pairs are shown in the terminal only")]
             )
         print(CONTROL.sub("", "\n".join(pairs)))
-        if cfg.preview.html:
-            raise UserError(
-                "the preview cannot be written", [Problem(f"preview.html={cfg.preview.html}", "a page shows no preference pairs")]
-            )
         return 0
     console = Console(quiet=False, stream=sys.stderr)
     tokenizer, template, prepared = build_data(cfg, Told(console.paced(), console.say))

@@ -8,6 +8,7 @@
   as TRL does it. Both must give the same tokens and the same mask.
 - pack: best fit for ten million samples, and the whole plan of an epoch.
 - deliver: how many micro-batches are made while the tiny model needs one, forward and backward.
+- balance: what attention costs the slowest of 2 and of 8 ranks, over the mean, as rows are dealt to them.
 - first batch: of a store of two million samples, opened by a fresh process at step 1,000,000, its epoch planned before (warm) or not (cold).
 
 Every way of tokenising runs in a process of its own on one core. Without --text and --chats the texts are made: words of Zipf's distribution over
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -200,9 +201,24 @@ def large_store(folder: Path, samples: int) -> TokenStore:
     return TokenStore(folder, "f")
 
 
-def batches_of(store: TokenStore, seq_len: int) -> Batches:
+def batches_of(store: TokenStore, seq_len: int, ranks: int = 1) -> Batches:
     """Rows of best fit, shuffled; one is a micro-batch."""
-    return Batches(Mixture([Component("", RowOrder(store, seq_len, "best_fit", True, 0))]), 1, 0, 1, torch.device("cpu"))
+    return Batches(Mixture([Component("", RowOrder(store, seq_len, "best_fit", True, 0))]), 1, 0, ranks, torch.device("cpu"))
+
+
+def balance(store: TokenStore) -> dict[str, dict[str, float]]:
+    """What attention costs the slowest rank over the mean of all, summed over micro-batches: rows in their order, and as they are dealt."""
+    found = {}
+    for ranks, rows in ((2, 32), (8, 64)):
+        batches = batches_of(store, 8192, ranks)
+        sums = {"in order": np.zeros(2), "dealt": np.zeros(2)}
+        for plan in islice(batches.steps(rows, None), 50):
+            dealt = batches.deal(plan)[..., 0]  # [micro-batches, ranks]
+            for way, of_ranks in (("in order", np.arange(plan.start, plan.stop).reshape(dealt.shape)), ("dealt", dealt)):
+                costs = batches.order.costs(of_ranks.ravel()).reshape(dealt.shape)
+                sums[way] += costs.max(1).sum(), costs.mean(1).sum()
+        found[f"{ranks} ranks"] = {way: float(slowest / mean) for way, (slowest, mean) in sums.items()}
+    return found
 
 
 def first_batch(scratch: Path) -> dict[str, float]:
@@ -303,6 +319,7 @@ def main() -> None:
         result["deliver"] = deliver(folder, max(5, options.repeat))
         # far more than is needed, and as unsteady as the machine: what is compared is whether it is enough
         compared["micro-batches made for one consumed, up to 50"] = min(50.0, result["deliver"]["made for one consumed"]["median"])
+        result["balance"] = balance(large_store(folder / "balanced", 100_000))
         large_store(folder / "large", RESUMED)
         cold, *warm = (in_a_process("first_batch", name) for _ in range(1 + options.repeat))
         result["first batch at step 1,000,000"] = {"cold": cold, "warm": {figure: spread([run[figure] for run in warm]) for figure in cold}}

@@ -102,9 +102,10 @@ def test_a_rank_that_ends_before_the_first_one_is_seen_and_named(capsys):
 
 @pytest.mark.slow
 def test_a_second_signal_to_the_launcher_ends_at_once_and_is_no_hang(start, tmp_path):
-    process = start(SELF, "launch.nproc_per_node=2", "launch.watchdog=true", "batch.rows=60000", "train.steps=3")
+    process = start(SELF, "launch.nproc_per_node=2", "launch.watchdog=true", "batch.rows=20000", "train.steps=3")
     run = Run(tmp_path / "cwd" / "runs" / "run")
     wait_until(lambda: (run.folder / "events.jsonl").exists() and run.event("start"), process)
+    time.sleep(1)  # while it waits for data, the first one would end the step
     process.send_signal(signal.SIGTERM)
     time.sleep(2.5)  # two within two seconds would count as one
     process.send_signal(signal.SIGTERM)

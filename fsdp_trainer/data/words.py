@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 WORD = re.compile(r"\s*\S+(?:[^\S ]\s*\S+)*(?:[^\S ]\s*\Z)?|\s+")  # up to a space behind what is no white space
-CHARACTERS = 1 << 21  # of the words that are kept: some 100 MB
+CHARACTERS = 1 << 22  # of the words that are kept: some 200 MB
 SPACES = 16  # characters for each space: where there are more, as in Chinese, most words are new
 AT_ONCE = 1 << 15  # new words that are asked for together
 SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

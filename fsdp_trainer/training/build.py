@@ -224,11 +224,10 @@ def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, 
 
 
 def restore(trainer: Trainer, checkpoint: Path) -> None:
-    """Weights, optimizer state and progress as they were, on any number of ranks. Raises UserError for weights of other shapes."""
+    """Weights and optimizer state as they were, on any number of ranks. Raises UserError for weights of other shapes."""
     require_shapes(trainer.model, checkpoint)
     prepare_optimizer(trainer.model, trainer.optimizer, str(checkpoint))
     load(checkpoint, weights(trainer.model) | optimizer_state(trainer.model, trainer.optimizer))
-    take_up(trainer, checkpoint)
 
 
 def take_up(trainer: Trainer, checkpoint: Path) -> list[str]:

@@ -8,7 +8,7 @@ from fsdp_trainer.config.paths import step_of
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.parallel.convert import scale
 from fsdp_trainer.parallel.parallelize import reshard
-from fsdp_trainer.training.build import restore
+from fsdp_trainer.training.build import restore, take_up
 from fsdp_trainer.training.resume import tell_damaged
 from fsdp_trainer.training.trainer import Trainer
 
@@ -51,6 +51,7 @@ def rewind(trainer: Trainer) -> None:
 
     everywhere("take the run's records back", cut)
     restore(trainer, checkpoint)
+    take_up(trainer, checkpoint)
     scale(trainer.model, trainer.cfg.precision)
     reshard(trainer.model)
     trainer.progress.left_out, trainer.progress.rewinds = left_out, rewinds

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import cycle, islice
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -25,13 +25,13 @@ from fsdp_trainer.data.conversations import Reader
 from fsdp_trainer.data.findings import Finding, told
 from fsdp_trainer.data.order import random_bits
 from fsdp_trainer.data.packing import Packing, best_fit, one_per_row, pieces_of
-from fsdp_trainer.data.remote import list_files, open_remote, shown
+from fsdp_trainer.data.remote import list_files, shown
 from fsdp_trainer.data.samples import EXAMPLES, Rendered, SampleBuilder
 from fsdp_trainer.data.sources import Problems, Row, RowError, Source, content_hash, find_sources
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenise import How, next_texts, reader_for
 from fsdp_trainer.data.tokenizer import TextTokenizer
-from fsdp_trainer.data.units import Unit, lines_before, read_unit, split_units
+from fsdp_trainer.data.units import Unit, lines_before, open_raw, read_unit, split_units
 from fsdp_trainer.errors import Problem, UserError
 
 VERSION = 1  # raise it when a cursor means another place, or a window other rows
@@ -364,13 +364,14 @@ def _look(streamed: StreamedData, size: int) -> tuple[list[str], str]:
     samples = [*islice(stream.samples, LOOKED_AT)]
     for sample in samples:
         digest.update(sample.tokens.astype(np.int32).tobytes() + sample.weights.astype(np.float32).tobytes())
-    streamed.lengths = np.minimum([len(sample.tokens) for sample in samples], streamed.how.seq_len)
-    tokens, learnt = sum(len(sample.tokens) for sample in samples), sum(np.count_nonzero(sample.weights) for sample in samples)
+    lengths = [len(sample.tokens) for sample in samples]
+    streamed.lengths = np.minimum(lengths, streamed.how.seq_len)
+    tokens, learnt = sum(lengths), sum(np.count_nonzero(sample.weights) for sample in samples)
     files = sum(len(source.files) for source in streamed.sources)
     streamed.findings = stream.findings(len(samples), tokens)
     report = [
         f"streamed: {files:,} file{'s' * (files != 1)} of {size / 2**20:,.1f} MiB in {len(streamed.units):,} units, by {streamed.streams:,} streams",
-        f"the first {len(samples):,} samples: {tokens:,} tokens, {100 * learnt / tokens:.1f}% learnt, longest {max(len(sample.tokens) for sample in samples):,}",
+        f"the first {len(samples):,} samples: {tokens:,} tokens, {100 * learnt / tokens:.1f}% learnt, longest {max(lengths):,}",
         *((f"warning: {one.text}. {one.fix}".rstrip(". ") if one.is_warning else one.text) for one in streamed.findings),
     ]
     if streamed.parts > 1:
@@ -380,17 +381,13 @@ def _look(streamed: StreamedData, size: int) -> tuple[list[str], str]:
     return report, digest.hexdigest()
 
 
-def _open(file: str) -> BinaryIO:
-    return open_remote(file) if is_url(file) else open(file, "rb")
-
-
 def _identity(file: str) -> tuple[int, str]:
     """Bytes of a file, and a hash by which it is known wherever it lies: of its kind and both its ends."""
     if file in demo.TASKS:
         return 0, content_hash(file)
     digest = hashlib.blake2b(repr(kind(file)).encode(), digest_size=16)
     try:
-        with _open(file) as opened:
+        with open_raw(file) as opened:
             digest.update(opened.read(ENDS))
             try:
                 size = opened.seek(0, os.SEEK_END)

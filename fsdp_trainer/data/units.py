@@ -71,7 +71,7 @@ def split_units(file: str, bytes_each: int, mark: tuple[int, int] | None = None)
 
 def _size(file: str) -> int:
     """In bytes; 0 of what cannot be read but from its beginning on."""
-    with _raw(file) as opened, contextlib.suppress(ValueError):
+    with open_raw(file) as opened, contextlib.suppress(ValueError):
         return opened.seek(0, os.SEEK_END)
     return 0
 
@@ -108,7 +108,7 @@ class Lines:
             return sum(rows_of_parts(_table(unit.file, None), suffix)[: unit.start])
         if unit.file != self._file or unit.start <= self._at:  # a file may be named twice
             self._file, self._at, self._lines = unit.file, 0, 1
-        with _raw(unit.file) as file:
+        with open_raw(unit.file) as file:
             file.seek(self._at)
             while block := file.read(min(unit.start - 1 - self._at, 1 << 22)):
                 self._lines, self._at = self._lines + block.count(b"\n"), self._at + len(block)
@@ -176,7 +176,8 @@ def _rows(unit: Unit, suffix: str, compression: str | None) -> Iterator[Row]:
             yield from read_list(opened, file)
 
 
-def _raw(file: str) -> BinaryIO:
+def open_raw(file: str) -> BinaryIO:
+    """The bytes of a file as they lie, here or elsewhere."""
     return open_remote(file) if is_url(file) else open(file, "rb")
 
 
@@ -184,8 +185,8 @@ def _open(file: str) -> BinaryIO:
     """The bytes of a file, decompressed."""
     compression = kind(file)[1]
     if compression == ".zst":
-        return open_zstd(_raw(file))
-    return cast(BinaryIO, gzip.open(_raw(file))) if compression == ".gz" else _raw(file)
+        return open_zstd(open_raw(file))
+    return cast(BinaryIO, gzip.open(open_raw(file))) if compression == ".gz" else open_raw(file)
 
 
 def _first_bytes(file: str, n: int) -> bytes:
@@ -196,7 +197,7 @@ def _first_bytes(file: str, n: int) -> bytes:
 def _seekable(file: str, compression: str | None) -> BinaryIO:
     """The same where one can go back: what was compressed is unpacked into a nameless file."""
     if not compression:
-        return _raw(file)
+        return open_raw(file)
     beside = tempfile.TemporaryFile()  # noqa: SIM115
     with _open(file) as opened:
         shutil.copyfileobj(opened, beside, 1 << 22)

@@ -17,8 +17,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fsdp_trainer.config.check import Report, build, flatten, show
+from fsdp_trainer.config.inputs import check_inputs
 from fsdp_trainer.config.overrides import LAID_OVER, contents, owner_of, read_overrides, why_forbidden, why_unknown
-from fsdp_trainer.config.rules import check_inputs, check_rules
+from fsdp_trainer.config.rules import check_rules
 from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.errors import Problem, UserError

@@ -13,6 +13,7 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.verbs import ExportConfig, GenerateConfig, VerifyConfig
 
 DEMOS = {"data.path": ("demo:backwards",), "data.validation": ("demo:backwards/heldout",), "tokenizer.path": ("demo:bytes",)}
+NO_TOKENIZER = "has neither a tokenizer.json nor a SentencePiece .model"
 
 
 def check_inputs(cfg: Any, report: Report, whole: bool = True) -> None:
@@ -24,6 +25,8 @@ def check_inputs(cfg: Any, report: Report, whole: bool = True) -> None:
     elif isinstance(cfg, ExportConfig | VerifyConfig | GenerateConfig):
         _require("source", cfg.source, "say what to read: a run or a checkpoint, e.g.  source=runs/quickstart", report)
         _check_exists("source", cfg.source, report)
+    if isinstance(cfg, GenerateConfig) and cfg.source and _lacks_tokenizer(cfg.source):
+        report.add("source", cfg.source, f"{NO_TOKENIZER}: copy the model's into it")
     if isinstance(cfg, ExportConfig):
         _require("out", cfg.out, "say where to write, e.g.  out=hf", report)
     if isinstance(cfg, VerifyConfig):
@@ -36,6 +39,8 @@ def _require_training_inputs(cfg: TrainConfig, report: Report) -> None:
     if cfg.model.init_from is None:
         why = "say which tokenizer, e.g.  tokenizer.path=tokenizer.json  or  demo:bytes ; with model.init_from it is the model's"
         _require("tokenizer.path", cfg.tokenizer.path, why, report)
+    elif _lacks_tokenizer(cfg.model.init_from):
+        _require("tokenizer.path", cfg.tokenizer.path, f"{cfg.model.init_from} {NO_TOKENIZER}. Say which, e.g.  tokenizer.path=DIR", report)
 
 
 def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
@@ -68,6 +73,12 @@ def _check_weights(path: str, report: Report) -> None:
         why = "has neither config.json (a Hugging Face folder) nor a committed checkpoint (a run)"
         why += f".\nUse  model.init_from={Path(path).parent}" if inside else ""
         report.add("model.init_from", path, "this run has not committed a checkpoint yet: wait for its first" if started else why)
+
+
+def _lacks_tokenizer(path: str) -> bool:
+    """Of a Hugging Face folder; a run's checkpoints always have one."""
+    folder = Path(path)
+    return (folder / "config.json").is_file() and not (folder / "tokenizer.json").is_file() and not any(folder.glob("*.model"))
 
 
 def _unreadable(key: str, path: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from typing import Any
 
 _ACCUMULATION = "gradient accumulation follows from batch.rows: a step has rows / (micro_rows x ranks) micro-batches"
 _PRECISION = "use  precision=bf16 , precision=fp32 , precision=pure_bf16  or  precision=fp8"
@@ -127,10 +128,34 @@ OPTION_SYNONYMS = {
     "data": {"chat": "sft", "text": "pretrain"},
 }
 
+VALUE_SYNONYMS = {
+    "gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "half": "float16", "float": "float32", "adam": "adamw",
+    "int8": "8bit", "best-fit": "best_fit", "bestfit": "best_fit", "greedy": "best_fit",
+    "chatml": "messages", "openai": "messages", "jsonl": "auto", "dpo": "preference",
+}  # fmt: skip
+"""Of keys that have choices."""
+SWITCHED_OFF = ("disabled", "none", "ignore", "never")
+
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """The best-spelt match, if there is one."""
     return next(iter(get_close_matches(name.lower(), list(names), 1)), None)
+
+
+def choice_meant(value: Any, choices: Collection[Any]) -> Any:
+    """Which of a key's choices `value` should have been: by another program's name, switched on or off, or by spelling; None: nobody knows."""
+    off = [choice for choice in SWITCHED_OFF if choice in choices]
+    text = str(value).lower()
+    if (synonym := VALUE_SYNONYMS.get(text)) in choices:
+        return synonym
+    if off and text in ("true", "false", "on", "off", "yes", "no"):
+        return off[0] if text in ("false", "off", "no") else next(choice for choice in choices if choice not in off)
+    return nearest(text, map(str, choices)) if isinstance(value, str) else None
+
+
+def synonyms_of(key: str) -> list[str]:
+    """What other programs call `key`."""
+    return [name for name, meant in SYNONYMS.items() if meant.split("=")[0] == key and " " not in meant]
 
 
 def meant_by(key: str, keys: Collection[str], groups: Collection[str]) -> str | None:

@@ -2,7 +2,8 @@
 
 import re
 import shlex
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,8 +112,13 @@ def why_unknown(key: str, text: str | None, keys: Mapping[str, Any], groups: Map
 def contents(node: str, keys: Mapping[str, Any]) -> str:
     """What can be set under a group or node; the groups themselves if it is neither."""
     if names := [key.removeprefix(f"{node}.") for key in keys if key.startswith(f"{node}.")]:
-        return f"{node} has: {' '.join(names)}"
-    return f"the first part is one of: {' '.join(dict.fromkeys(key.split('.')[0] for key in keys))}" if keys else "this verb takes no keys"
+        return listed(f"{node} has:", names)
+    return listed("the first part is one of:", dict.fromkeys(key.split(".")[0] for key in keys)) if keys else "this verb takes no keys"
+
+
+def listed(head: str, names: Iterable[str]) -> str:
+    """`head` and names after it, on as many lines as it takes."""
+    return textwrap.fill(" ".join([head, *names]), 90, break_on_hyphens=False)
 
 
 def owner_of(key: str, keys: Mapping[str, Any]) -> str | None:
@@ -162,16 +168,18 @@ def _choose(line: CommandLine, argument: str, group: str, chosen: Any, options: 
 
 def _why_no_option(group: str, name: Any, options: Mapping[str, list[str]]) -> str:
     text, synonyms = show(name), OPTION_SYNONYMS.get(group, {})
-    listed = f"{f'{group}s' if group in LAID_OVER else f'{group} has'}: {' '.join(options[group])}"
+    choices = listed(f"{group}s:" if group in LAID_OVER else f"{group} has:", options[group])
     if isinstance(name, dict | list) or name is None:
-        return f"{group} is a group: choose an option, or set its keys one by one, as  {group}.KEY=value\n{listed}"
+        return f"{group} is a group: choose an option, or set its keys one by one, as  {group}.KEY=value\n{choices}"
+    if group in LAID_OVER and re.search(r"[/.]", text):
+        return f"files of your own are named by their folder:  --config-dir DIR +{group}=NAME  takes  DIR/{group}/NAME.yaml\n{choices}"
     if group in ("model", "data", "tokenizer") and re.search(r"[/.:]", text) and text not in synonyms:
         meant = f"{group}.{'init_from' if group == 'model' else 'path'}={text}"
     elif close := synonyms.get(text.lower()) or nearest(text, options[group]):
         meant = f"{'+' if group in LAID_OVER else ''}{group}={close}"
     else:
         meant = ""
-    return f"{group} has no option {text}.{f' Did you mean  {meant} ?' if meant else ''}\n{listed}"
+    return f"{group} has no option {text}.{f' Did you mean  {meant} ?' if meant else ''}\n{choices}"
 
 
 def why_unparsable(argument: str, parser: OverridesParser, keys: Mapping[str, Any], groups: Mapping[str, Any]) -> str:
@@ -182,7 +190,8 @@ def why_unparsable(argument: str, parser: OverridesParser, keys: Mapping[str, An
         meant = name if name in keys or name in groups else meant_by(name, keys, groups) or "key"
         return f"settings are written without dashes:  {meant if re.search('[ =]', meant) else meant + '=' + (value or 'VALUE')}"
     if not equals:
-        return "is neither a verb nor key=value"
+        meant = without_key(argument, keys, groups)
+        return f"is neither a verb nor key=value{f'. Did you mean  {meant} ?' if meant else ''}"
     if re.fullmatch(r"\[.*\{.*\]", value):  # texts of mappings in it
         quoted = re.sub(r"(?<=: )([^\s,{}\[\]\"'][^,{}\"']*)", lambda found: _quote_text(found[0]), value)
     else:
@@ -194,11 +203,23 @@ def why_unparsable(argument: str, parser: OverridesParser, keys: Mapping[str, An
     return f"has characters that must be quoted, for Hydra and for the shell. Write  {shlex.quote(f'{key}={quoted}')}"
 
 
+def without_key(word: str, keys: Mapping[str, Any], groups: Mapping[str, Any]) -> str:
+    """What a word that is no override should have been: a key without a value, a recipe's name, or the value of what the verb asks for first."""
+    name = word.lstrip("+")
+    if name in keys or name in groups:
+        return f"{name}=VALUE"
+    if name in groups.get("recipe", ()):
+        return f"+recipe={name}"
+    if "data.path" in keys:
+        return f"data.path={word}" if re.search(r"[/.]", word) else ""
+    return f"{next(iter(keys))}={word}" if keys else ""
+
+
 def _why_no_sweep(argument: str) -> str:
     key, _, text = argument.lstrip("+").partition("=")
     return (
         "commas mean a sweep, and this is one run. To start one run per value:  fsdp-trainer -m …\n"
-        f"A list is written  {key}=[{text}]  , a text with commas  {shlex.quote(f'{key}={_quote(text)}')}"
+        f"A list is written  {key}=[{','.join(map(str.strip, text.split(',')))}]  , a text with commas  {shlex.quote(f'{key}={_quote(text)}')}"
     )
 
 

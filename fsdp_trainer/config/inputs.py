@@ -68,10 +68,13 @@ def _check_weights(path: str, report: Report) -> None:
     if not Path(path).exists():
         report.add("model.init_from", path, f"there is no such folder{_near(path)}")
     elif not (Path(path) / "config.json").is_file() and find_checkpoint(path) is None:
+        way_out = "Copy the model's config.json into it, or name a folder that has one"
+        if find_checkpoint(Path(path).parent):
+            way_out = f"Use  model.init_from={Path(path).parent}"
+        elif (Path(path) / "adapter_config.json").is_file():
+            way_out = "It is an adapter: merge it into its model first"
+        why = f"has neither config.json (a Hugging Face folder) nor a committed checkpoint (a run).\n{way_out}"
         started = (Path(path) / "events.jsonl").is_file()
-        inside = find_checkpoint(Path(path).parent)
-        why = "has neither config.json (a Hugging Face folder) nor a committed checkpoint (a run)"
-        why += f".\nUse  model.init_from={Path(path).parent}" if inside else ""
         report.add("model.init_from", path, "this run has not committed a checkpoint yet: wait for its first" if started else why)
 
 

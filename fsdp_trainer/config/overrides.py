@@ -172,7 +172,11 @@ def _why_no_option(group: str, name: Any, options: Mapping[str, list[str]]) -> s
     if isinstance(name, dict | list) or name is None:
         return f"{group} is a group: choose an option, or set its keys one by one, as  {group}.KEY=value\n{choices}"
     if group in LAID_OVER and re.search(r"[/.]", text):
-        return f"files of your own are named by their folder:  --config-dir DIR +{group}=NAME  takes  DIR/{group}/NAME.yaml\n{choices}"
+        own = re.fullmatch(rf"(.+)/{group}/(.+?)(\.ya?ml)?", text)
+        folder, file = (own[1], own[2]) if own else ("DIR", "NAME")
+        return (
+            f"one of your own is named by its folder:  --config-dir {folder} +{group}={file}  is  {folder}/{group}/{file}.yaml\n{choices}"
+        )
     if group in ("model", "data", "tokenizer") and re.search(r"[/.:]", text) and text not in synonyms:
         meant = f"{group}.{'init_from' if group == 'model' else 'path'}={text}"
     elif close := synonyms.get(text.lower()) or nearest(text, options[group]):

@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     except (UserError, RunFailed) as error:
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             print(error, file=sys.stderr)
-        elif file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        elif os.environ.get("GROUP_RANK", "0") != "0" and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
             leave_a_word(error, file)
         return error.exit_code
     except KeyboardInterrupt:
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def leave_a_word(error: UserError | RunFailed, file: str) -> None:
-    """One line for the table that torchrun ends with: another rank than 0 may be the only one that fails, on a node that lacks a file."""
+    """One line for the table that this node's torchrun ends with: rank 0 speaks on another, and may know nothing of a file that is missing here."""
     line = " ".join(str(error).split())
     Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": {"timestamp": int(time.time())}}}))
 

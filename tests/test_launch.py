@@ -1,5 +1,6 @@
 """Ranks that torchrun, Slurm or the trainer itself starts: one folder, one voice, the contract's exit codes."""
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from world import SMALL, Run, ranks_below, wait_until
 
 from fsdp_trainer.cli import main
@@ -181,6 +183,28 @@ def test_a_data_error_is_told_by_one_rank_of_two_and_all_exit_2(train, tmp_path)
     (tmp_path / "broken.jsonl").write_text(BROKEN)
     run = train("run", f"data.path={tmp_path / 'broken.jsonl'}", "train.steps=1", ranks=2, code=2)
     assert "broken.jsonl:2" in run.err and run.ranks[1].err == run.ranks[1].out == ""
+
+
+def test_what_only_another_node_finds_stands_in_its_torchruns_table(monkeypatch, tmp_path, capsys):
+    for name, value in {"RANK": "8", "GROUP_RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["data.path=missing.jsonl", "tokenizer.path=demo:bytes"]) == 2
+    assert "data.path=missing.jsonl there is no such file" in ProcessFailure(0, 1, 2, str(tmp_path / "error.json")).message
+    assert "missing.jsonl" not in capsys.readouterr().err
+
+
+@contextlib.contextmanager
+def stopped_while_it_waits():
+    def stopped(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return meet(*args)
+
+    with patch("fsdp_trainer.launch.world.meet", stopped):
+        yield
+
+
+def test_a_rank_that_waits_for_others_to_start_stops_at_a_signal(train):
+    train("run", "train.steps=1", code=75, seam=stopped_while_it_waits, env={"WORLD_SIZE": "2"})
 
 
 def test_replicas_that_do_not_divide_the_world_are_refused(train):

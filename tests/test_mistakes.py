@@ -61,6 +61,7 @@ def folder(world, tmp_path_factory):
     for name in ("empty", "tok?v=1", "own/recipe", "runs/locked"):
         (here / name).mkdir(parents=True)
     shutil.copy(here / "hf/tokenizer.json", here / "tok?v=1")
+    shutil.copy(here / "hf/tokenizer.json", here)
     (here / "empty.jsonl").touch()
     (here / "broken.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "c", "compl\n')
     own = {"good": "optim: {lr: 1e-4}", "mine": "optim:\n  learning_rate: 1e-4\nlogging:\n  wandb: off", "tab": "optim:\n\tlr: 1e-4"}

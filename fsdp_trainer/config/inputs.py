@@ -37,10 +37,15 @@ def _require_training_inputs(cfg: TrainConfig, report: Report) -> None:
     why = "say what to train on, e.g.  data.path=chats.jsonl  or, to try it out,  data.path=demo:backwards"
     _require("data.path", cfg.data.path, why, report)
     if cfg.model.init_from is None:
-        why = "say which tokenizer, e.g.  tokenizer.path=tokenizer.json  or  demo:bytes ; with model.init_from it is the model's"
+        why = "say which tokenizer, e.g.  tokenizer.path=tokenizer.json  or  tokenizer.path=demo:bytes ; with model.init_from it is the model's"
         _require("tokenizer.path", cfg.tokenizer.path, why, report)
     elif _lacks_tokenizer(cfg.model.init_from):
-        _require("tokenizer.path", cfg.tokenizer.path, f"{cfg.model.init_from} {NO_TOKENIZER}. Say which, e.g.  tokenizer.path=DIR", report)
+        _require(
+            "tokenizer.path",
+            cfg.tokenizer.path,
+            f"{cfg.model.init_from} {NO_TOKENIZER}. Say which, e.g.  tokenizer.path=tokenizer.json",
+            report,
+        )
 
 
 def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:

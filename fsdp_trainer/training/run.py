@@ -49,7 +49,8 @@ def run_rank(cfg: TrainConfig) -> int:
     run = Path(cfg.run.root).expanduser() / str(cfg.run.name)
     records, watch, lock, trainer, reason, code = Records(run, console.say), None, None, None, "failed", 1
     try:
-        world = join(env, cfg.launch.device, parse_duration(cfg.launch.timeout))
+        with stop.waiting(limits=False):  # for ranks that may never start
+            world = join(env, cfg.launch.device, parse_duration(cfg.launch.timeout))
         stop.connect(world.store)
         launchers = world.launchers(waiting)
         # rank 0 alone looks: it is about to claim the folder for this attempt

@@ -8,9 +8,14 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 
+from fsdp_trainer.config.sweeping import LAUNCHERS, node
 
-class LocalLauncher(Launcher):
-    """hydra/launcher=local: one job after the other on this node, each with ranks of its own. For `fsdp-trainer -m`, not for other programs."""
+
+class FsdpTrainerLauncher(Launcher):
+    """hydra/launcher=NAME, for each of config.sweeping's: hands jobs on to those who run them. For `fsdp-trainer -m`, not for other programs."""
+
+    def __init__(self, **settings: Any):
+        """settings: the launcher's keys, which those read who run the jobs."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: Any) -> None:
         """task_function: runs a batch, one job for each list of overrides, and gives their objectives."""
@@ -24,4 +29,6 @@ class LocalLauncher(Launcher):
         ]
 
 
-ConfigStore.instance().store("local", {"_target_": f"{__name__}.LocalLauncher"}, "hydra/launcher", provider="fsdp_trainer")
+for name, settings in LAUNCHERS.items():
+    plugin = f"{__name__}.{FsdpTrainerLauncher.__name__}"
+    ConfigStore.instance().store(name, node(settings, plugin), "hydra/launcher", provider="fsdp_trainer")

@@ -16,9 +16,10 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fsdp_trainer.config.check import Report, flatten
+from fsdp_trainer.config.check import Report, build, flatten, show
 from fsdp_trainer.config.compose import check_files, config_flag, hydra, options, told_by_hydra
-from fsdp_trainer.config.overrides import has_target, read_overrides, why_unparsable
+from fsdp_trainer.config.overrides import has_target, read_overrides, why_unknown, why_unparsable
+from fsdp_trainer.config.sweeping import LAUNCHERS
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.errors import Problem, UserError
 
@@ -83,8 +84,9 @@ class SweepLine:
             ]
         for word in how:
             key, _, launcher = word.lstrip("+").partition("=")
-            if key == "hydra/launcher" and launcher != "local":
-                report.problems.append(Problem(word, "would not start the ranks of a job. There is:  hydra/launcher=local"))
+            if key == "hydra/launcher" and launcher not in LAUNCHERS:
+                there = "  ".join(f"hydra/launcher={name}" for name in LAUNCHERS)
+                report.problems.append(Problem(word, f"would not start the ranks of a job. There is:  {there}"))
         report.close()
 
     def _set_up(self, how: list[str]) -> tuple[Sweeper, str, str | None]:
@@ -100,7 +102,8 @@ class SweepLine:
             whole = GlobalHydra.instance().hydra
             assert whole
             cfg = whole.compose_config("train", given, RunMode.MULTIRUN)
-            _check_composed(cfg.hydra, report)
+            self.launcher = cfg.hydra.runtime.choices["hydra/launcher"]
+            self.launcher_settings = _check_composed(cfg.hydra, self.launcher, report)
             context = HydraContext(config_loader=whole.config_loader, callbacks=Callbacks())
             sweeper = Plugins.instance().instantiate_sweeper(hydra_context=context, task_function=self._launch, config=cfg)
             root, name = cfg.run.root, cfg.run.name
@@ -112,14 +115,25 @@ def _listed(value: Any) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list) else [str(value)]
 
 
-def _check_composed(settings: Any, report: Report) -> None:
-    """Refuse what only shows once Hydra's `settings` are composed. Before objects are made of them: that runs code."""
-    for name in ("launcher", "sweeper"):
-        plain: Any = OmegaConf.to_container(settings[name], resolve=True)
-        if any(map(has_target, plain.values())):
+def _check_composed(settings: Any, launcher: str, report: Report) -> Any:
+    """The launcher's settings. Refuse what only shows once Hydra's are composed. Before objects are made of them: that runs code."""
+    plain: dict[str, Any] = {name: OmegaConf.to_container(settings[name], resolve=True) for name in ("launcher", "sweeper")}
+    for name, node in plain.items():
+        if any(map(has_target, node.values())):
             why = "a configuration cannot run code: _target_ is refused below  hydra.launcher  and  hydra.sweeper"
             report.problems.append(Problem(f"hydra.{name}", why))
-    for key, value in (settings.sweeper.get("params") or {}).items():
+    for key, value in (plain["sweeper"].get("params") or {}).items():
         if key.lstrip("+") in PLACE:
             report.add(f"hydra.sweeper.params.{key}", value, ONE_PLACE)
+    found = _read_settings(LAUNCHERS[launcher], plain["launcher"], "hydra.launcher.", report)
     report.close()
+    return found
+
+
+def _read_settings(cls: Any, node: dict[str, Any], prefix: str, report: Report) -> Any:
+    """`cls` from what was composed of it."""
+    keys = flatten(cls, prefix)
+    for name, value in node.items():
+        if prefix + name not in keys and name != "_target_":
+            report.add(prefix + name, value, why_unknown(prefix + name, show(value), keys, {}))
+    return build(cls, node, report, prefix)

@@ -1,4 +1,4 @@
-"""`fsdp-trainer -m`: one training after the other, each with ranks and a folder of its own. Needs no torch."""
+"""`fsdp-trainer -m`: trainings, each with ranks and a folder of its own: which jobs there are, and what becomes of them. Needs no torch."""
 
 import fcntl
 import hashlib
@@ -10,11 +10,12 @@ import shlex
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Protocol, TextIO
 
 import yaml
 
@@ -23,9 +24,12 @@ from fsdp_trainer.config.overrides import quoted
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.sweep import SweepLine
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.launch.start import STOPPED, launcher, start_ranks
+from fsdp_trainer.launch.places import PLACES, Place, Running
+from fsdp_trainer.launch.start import ECHO_SECONDS, SIGNALS, STOPPED, launcher
 from fsdp_trainer.observe.records import Records, parse
 
+LOOK_SECONDS = 0.1
+GRACE_SECONDS = 5.0  # after a second signal, for a job to have ended
 STATES = {0: "finished", 2: "refused", STOPPED: "stopped"}  # every other exit code: failed
 
 
@@ -36,7 +40,7 @@ class Job:
     job: str
     folder: str
     overrides: list[str]
-    state: str = "waiting"  # finished, skipped (finished by an earlier command), stopped, failed, refused
+    state: str = "waiting"  # running, finished, skipped (finished by an earlier command), stopped, failed, refused
     exit_code: int | None = None
     objective: float | None = None  # the last validation loss, without validation the last loss
     seconds: float = 0.0  # of this command
@@ -58,7 +62,7 @@ def sweep(words: list[str], config_dir: str | None) -> int:
     line = SweepLine(words, config_dir)
     jobs = Jobs(line)
     with jobs, suppress(Stopped):
-        line.run(jobs.run)
+        line.run(jobs.run_batch)
     print("\n" + table(list(jobs.jobs.values())))
     left = {job.state for job in jobs.jobs.values()} - {"finished", "skipped"}
     if left and (jobs.received or left == {"stopped"}):
@@ -67,37 +71,96 @@ def sweep(words: list[str], config_dir: str | None) -> int:
     return 1 if left else 0
 
 
+class Search(Protocol):
+    """Which jobs there are to be."""
+
+    def ask(self, room: int) -> Sequence[Sequence[str]]:
+        """The overrides of the next jobs: at most `room`, unless all are known from the start. None to come any more: []."""
+
+    def tell(self, job: Job) -> None:
+        """How it ended."""
+
+
+class Batch:
+    """Jobs that are all known."""
+
+    def __init__(self, batch: Sequence[Sequence[str]]):
+        self.batch: list[Sequence[str]] = list(batch)
+
+    def ask(self, room: int) -> Sequence[Sequence[str]]:
+        """All at once: they are checked before the first one starts."""
+        batch, self.batch = self.batch, []
+        return batch
+
+    def tell(self, job: Job) -> None:
+        """Changes nothing about the others."""
+
+
 class Jobs:
-    """The jobs of one command; `run` is called with a batch of them, by some sweepers several times."""
+    """The jobs of one command; `run` is called with a search among them, by some sweepers several times."""
 
     def __init__(self, line: SweepLine):
         self.line, self.folder = line, line.root / line.name
         self.jobs: dict[str, Job] = {}
         self.received: list[int] = []  # signals
         self._held = ExitStack()
+        self._heard_at = -ECHO_SECONDS
         self._words: dict[str, list[str]] = {}  # what each accepted job is started with
         self._configurations: dict[str, TrainConfig] = {}
         self._refused: dict[str, UserError] = {}
+        self._running: dict[str, tuple[Running, float]] = {}  # and when it began
+        self._place: Place | None = None  # known with the first configuration
 
-    def run(self, batch: Sequence[Sequence[str]]) -> list[float]:
-        """Check every job of a batch, then run them one by one. Gives their objectives, NaN where there is none. Raises Stopped."""
-        ids = [job_id(overrides) for overrides in batch]
-        new = {job: list(overrides) for job, overrides in zip(ids, batch, strict=True) if job not in self.jobs}  # a job is run once
+    def run_batch(self, batch: Sequence[Sequence[str]]) -> list[float]:
+        """Check every job of a batch, then run them. Gives their objectives, NaN where there is none. Raises Stopped."""
+        self.run(Batch(batch))
+        return [math.nan if (value := self.jobs[job_id(overrides)].objective) is None else value for overrides in batch]
+
+    def run(self, search: Search) -> None:
+        """Run what `search` asks for, side by side where there is room, until it asks for nothing more. Raises Stopped after a signal."""
+        waiting: deque[str] = deque()
+        while not self.received:
+            room = (self._place.at_once if self._place else 1) - len(self._running) - len(waiting)
+            asked = search.ask(room) if room > 0 else []
+            waiting += self._take_on(asked, search)
+            while waiting and not self.received and self._begin(waiting[0]):
+                job = waiting.popleft()
+                if job not in self._running:
+                    search.tell(self.jobs[job])
+            if not (self._running or waiting or asked):
+                return
+            self._wait(search)
+        while self._running:
+            self._wait(search)
+        raise Stopped
+
+    def _take_on(self, batch: Sequence[Sequence[str]], search: Search) -> list[str]:
+        """Check what is asked for; the ids of jobs that are new: a job is run once."""
+        new = {job: list(overrides) for overrides in batch if (job := job_id(overrides)) not in self.jobs}
         first = not self.jobs
+        for overrides in batch:
+            if (job := job_id(overrides)) in self.jobs and job not in self._running and self.jobs[job].state != "waiting":
+                search.tell(self.jobs[job])
         for job, overrides in new.items():
             self.jobs[job] = Job(job, str(self.folder / "jobs" / job), _without_place(overrides))
             self._check(self.jobs[job])
-        if first:
+        if first and new:
             self._refuse_what_all_have_in_common()
             self._held.enter_context(self._lock())
-        for job in new:
-            if self.received:
-                raise Stopped
-            self._run(self.jobs[job])
-            self.write()
-        if self.received:
-            raise Stopped
-        return [math.nan if (value := self.jobs[job].objective) is None else value for job in ids]
+        return list(new)
+
+    def _wait(self, search: Search) -> None:
+        """Look after the jobs that run."""
+        if self._running:
+            time.sleep(LOOK_SECONDS)
+        for job, (running, began) in list(self._running.items()):
+            if len(self.received) > 1 and time.monotonic() - self._heard_at > GRACE_SECONDS:
+                running.signal(signal.SIGKILL)
+            if (code := running.poll()) is not None:
+                del self._running[job]
+                self._ended(self.jobs[job], code, began)
+                search.tell(self.jobs[job])
+                self.write()
 
     def write(self) -> None:
         """sweep.jsonl: a line for each job. Those of earlier commands stay as long as their folders do."""
@@ -109,10 +172,18 @@ class Jobs:
         partial.replace(file)
 
     def __enter__(self) -> None:
-        """Listen: a signal between two jobs is remembered; during one, its ranks get it too."""
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            before = signal.signal(signum, lambda number, _: self.received.append(number))
+        """Listen: jobs that run get a signal too, and no other starts."""
+        for signum in SIGNALS:
+            before = signal.signal(signum, self._hear)
             self._held.callback(signal.signal, signum, before)
+
+    def _hear(self, signum: int, _frame: object) -> None:
+        if time.monotonic() - self._heard_at < ECHO_SECONDS:
+            return
+        self._heard_at = time.monotonic()
+        self.received.append(signum)
+        for running, _ in list(self._running.values()):
+            running.signal(signum)
 
     def __exit__(self, *_: object) -> None:
         self._held.close()
@@ -156,27 +227,38 @@ class Jobs:
         own = {(p.what, p.why): p for error in errors for p in error.problems}
         raise UserError(f"{errors[0].title}, in every job" if len(errors) > 1 else errors[0].title, common or list(own.values()))
 
-    def _run(self, job: Job) -> None:
-        folder, number = Path(job.folder), f"job {list(self.jobs).index(job.job) + 1}/{len(self.jobs)}"
-        varied = shlex.join(varying(list(self.jobs.values()))[job.job])
-        if job.state == "refused":
-            print(f"\n{number}  {job.job}  {varied}  refused", flush=True)
-            print(self._refused[job.job], file=sys.stderr, flush=True)
-            return
-        cfg = self._configurations[job.job]
-        if not cfg.run.overwrite and finished(folder, cfg):
-            job.state, job.exit_code = "skipped", 0
-            print(f"\n{number}  {job.job}  {varied}  finished before", flush=True)
-        else:
-            print(f"\n{number}  {job.job}  {varied}", flush=True)
-            began = time.time()
-            code = start_ranks(cfg, [*self.line.config_flag, *self._words[job.job]], self.received)
-            job.seconds, job.exit_code = round(time.time() - began, 1), code
-            job.state = "stopped" if self.received and code else STATES.get(code, "failed")
-            last = Records(folder).last_event()
-            job.reason = last["reason"] if last.get("event") == "end" and last["time"] >= began else "ended without a word"
-        if job.state in ("finished", "skipped"):  # what a job that went wrong came to is no result
-            job.objective = objective(folder)
+    def _begin(self, id: str) -> bool:
+        """Start a job, unless there is nothing to do; False: there is no room for it yet."""
+        job, cfg = self.jobs[id], self._configurations.get(id)
+        done = cfg is not None and not cfg.run.overwrite and finished(Path(job.folder), cfg)
+        if cfg and not done:
+            self._place = self._place or PLACES[self.line.launcher](self.line.launcher_settings, cfg)
+            if not self._place.has_room(cfg):
+                return False
+        told = "  refused" if cfg is None else "  finished before" if done else ""
+        number, varied = list(self.jobs).index(id) + 1, shlex.join(varying(list(self.jobs.values()))[id])
+        print(f"\njob {number}/{len(self.jobs)}  {id}  {varied}{told}", flush=True)
+        if cfg is None:
+            print(self._refused[id], file=sys.stderr, flush=True)
+        elif done:
+            job.state, job.exit_code, job.objective = "skipped", 0, objective(Path(job.folder))
+        elif self._place:
+            job.state, words = "running", [*self.line.config_flag, *self._words[id]]
+            self._running[id] = self._place.start(cfg, words, Path(job.folder) / "output.log"), time.time()
+            for signum in self.received:  # heard meanwhile
+                self._running[id][0].signal(signum)
+        self.write()
+        return True
+
+    def _ended(self, job: Job, code: int, began: float) -> None:
+        job.seconds, job.exit_code = round(time.time() - began, 1), code if code >= 0 else 1
+        job.state = "stopped" if self.received and code else STATES.get(code, "failed")
+        last = Records(Path(job.folder)).last_event()
+        job.reason = last["reason"] if last.get("event") == "end" and last["time"] >= began else "ended without a word"
+        if code < 0:
+            print(f"fsdp-trainer: job {job.job} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+        if job.state == "finished":  # what a job that went wrong came to is no result
+            job.objective = objective(Path(job.folder))
 
 
 def job_id(overrides: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
-"""Hydra's launcher plugin for sweeps. It lies here because Hydra takes plugins from `hydra_plugins` only."""
+"""What Hydra is to know of our launchers and sweepers. It lies here because Hydra takes plugins from `hydra_plugins` only."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -8,7 +9,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 
-from fsdp_trainer.config.sweeping import LAUNCHERS, node
+from fsdp_trainer.config.sweeping import LAUNCHERS, SWEEPERS
 
 
 class FsdpTrainerLauncher(Launcher):
@@ -29,6 +30,8 @@ class FsdpTrainerLauncher(Launcher):
         ]
 
 
+for name, settings in SWEEPERS.items():  # whose jobs go past Hydra: it has no way to run some, look at them and then choose the next
+    ConfigStore.instance().store(name, asdict(settings()), "hydra/sweeper", provider="fsdp_trainer")
 for name, settings in LAUNCHERS.items():
     plugin = f"{__name__}.{FsdpTrainerLauncher.__name__}"
-    ConfigStore.instance().store(name, node(settings, plugin), "hydra/launcher", provider="fsdp_trainer")
+    ConfigStore.instance().store(name, {"_target_": plugin, **asdict(settings())}, "hydra/launcher", provider="fsdp_trainer")

@@ -106,6 +106,7 @@ SYNONYMS = {
     "gpus": "launch.nproc_per_node", "num_processes": "launch.nproc_per_node", "world_size": _WORLD, "nnodes": _WORLD, "num_nodes": _WORLD,
     "num_machines": _WORLD, "accelerator": "launch.device", "ddp_timeout": "launch.timeout", "nccl_timeout": "launch.timeout",
     "hang_timeout": "launch.stall", "heartbeat_timeout": "launch.stall", "straggler_detection": "logging.stragglers",
+    "n_jobs": "how many jobs of a sweep run side by side is  hydra.launcher.jobs=2",
     "use_lora": _LORA, "lora_r": _LORA, "lora_rank": _LORA, "peft": _LORA, "finetuning_type": _LORA, "adapter": _LORA, "load_in_4bit": _LORA,
 }  # fmt: skip
 

@@ -112,7 +112,7 @@ class Process:
 def devices(cfg: Launch) -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; [] if it trains on the CPU."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = 0 if cfg.device == "cpu" else gpus()
+    count = gpus(cfg)
     return [name.strip() for name in given.split(",")][:count] if given is not None else [str(i) for i in range(count)]
 
 

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import re
 import socket
 import sys
 import time
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_trainer.errors import Problem, RunFailed, Stopped, UserError
+from fsdp_trainer.launch.nodes import first_host, port_of_job
 from fsdp_trainer.launch.start import PARENT, die_with_parent
 
 ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun
@@ -153,16 +153,9 @@ def environment_of_ranks(env: Mapping[str, str]) -> dict[str, str] | None:
             "LOCAL_RANK": env["SLURM_LOCALID"],
             "GROUP_RANK": env.get("SLURM_NODEID", "0"),
             "MASTER_ADDR": env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"]),
-            "MASTER_PORT": env.get("MASTER_PORT") or str(20_000 + int(env["SLURM_JOB_ID"]) % 20_000),
+            "MASTER_PORT": env.get("MASTER_PORT") or str(port_of_job(env)),
         }
     return None
-
-
-def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list such as `gpu[003-007,9],login1`."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)  # up to a comma that is in no brackets
-    assert first, nodes
-    return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first[0])
 
 
 def join(env: Mapping[str, str], device: str, timeout: float) -> World:
@@ -176,9 +169,14 @@ def join(env: Mapping[str, str], device: str, timeout: float) -> World:
     else:
         hosted = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent keeps the store, with the keys of earlier attempts
         address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-        store = dist.TCPStore(
-            address, port, size, is_master=rank == 0 and not hosted, timeout=timedelta(seconds=timeout), wait_for_workers=False
-        )
+        serves = rank == 0 and not hosted
+        try:
+            store = dist.TCPStore(address, port, size, is_master=serves, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+        except dist.DistNetworkError as error:
+            if serves and "EADDRINUSE" in str(error):
+                why = "is in use on this node (ss -ltnp says by whom): another run, or what is left of one. Set another, the same for all ranks"
+                raise UserError("the ranks cannot meet", [Problem(f"MASTER_PORT={port}", why)]) from None
+            raise
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "there is no GPU", [Problem("launch.device=cuda", "torch sees none here. Use  launch.device=cpu  or a CUDA build of torch")]

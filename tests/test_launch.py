@@ -16,8 +16,8 @@ from world import SMALL, Run, ranks_below, wait_until
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.errors import RunFailed
-from fsdp_trainer.launch.start import Patience, ranks_to_start, wait_for_ranks
 from fsdp_trainer.launch.nodes import first_host
+from fsdp_trainer.launch.start import Patience, ranks_to_start, wait_for_ranks
 from fsdp_trainer.launch.world import environment_of_ranks, meet
 
 SELF = [sys.executable, "-m", "fsdp_trainer"]

@@ -13,6 +13,11 @@ class Local:
     """Jobs run on this node."""
 
     jobs: int | None = key(None, "jobs at once, each with GPUs of its own; null: as many as there are GPUs for, without GPUs 1", minimum=1)
+    memory_gib: float | None = key(
+        None,
+        "a job that needs more memory on a GPU, by `plan`, is not started; null: what GPU 0 of this node has, without GPUs no limit",
+        above=0,
+    )
 
 
 @dataclass

@@ -53,8 +53,14 @@ class Progress:
         self.last = found[-1] if found else self.last
         return found
 
-    def __str__(self) -> str:
-        return f"step {self.last['step']:,}  loss {self.last['loss'] or float('nan'):.4f}" if self.last else "starts"
+    def told(self, cfg: TrainConfig) -> str:
+        """Step, loss and, if it is known how many steps there are, the time left."""
+        if not self.last:
+            return "starts"
+        step, steps, seconds = self.last["step"], cfg.train.steps, self.last.get("step_seconds")
+        left = f"  eta {duration((steps - step) * seconds)}" if steps and seconds else ""
+        loss = "not finite" if self.last["loss"] is None else f"{self.last['loss']:.4f}"
+        return f"step {step:,}{f'/{steps:,}' if steps else ''}  loss {loss}{left}"
 
 
 class Board:
@@ -66,7 +72,7 @@ class Board:
 
     def show(self, jobs: dict[str, tuple[TrainConfig, Progress]]) -> None:
         """jobs: by what to call them."""
-        lines = [f"{name}  {progress}{left(cfg, progress.last)}" for name, (cfg, progress) in jobs.items()]
+        lines = [f"{name}  {progress.told(cfg)}" for name, (cfg, progress) in jobs.items()]
         if sys.stdout.isatty():
             from rich.live import Live
             from rich.text import Text
@@ -83,13 +89,6 @@ class Board:
         """Leave the terminal as it was."""
         if self._live:
             self._live.stop()
-
-
-def left(cfg: TrainConfig, last: dict[str, Any]) -> str:
-    """Of a run's time, if it is known how many steps it has."""
-    if not (cfg.train.steps and last.get("step_seconds")):
-        return ""
-    return f"  of {cfg.train.steps:,}  eta {duration((cfg.train.steps - last['step']) * last['step_seconds'])}"
 
 
 def job_id(overrides: Sequence[str]) -> str:

@@ -31,6 +31,12 @@ class Place(Protocol):
     at_once: int
     """Jobs side by side. If it is 1, a job's output is the sweep's own."""
 
+    def world(self, cfg: TrainConfig) -> int:
+        """How many ranks such a job has."""
+
+    def memory_gib(self) -> float | None:
+        """What each of them may take on its device; None: any."""
+
     def has_room(self, cfg: TrainConfig) -> bool:
         """Whether another job, of this configuration, can be started now."""
 
@@ -46,10 +52,18 @@ class OnThisNode:
         self.devices = devices(cfg.launch)
         possible = len(self.devices) // ranks_to_start(cfg.launch) if self.devices else 1
         self.at_once = settings.jobs or max(1, possible)
-        self.running: list[Process] = []
+        self.settings, self.running = settings, list[Process]()
 
-    def ranks(self, cfg: TrainConfig) -> int:
-        """Of one job."""
+    def memory_gib(self) -> float | None:
+        """What was set, else what the first GPU has."""
+        if self.settings.memory_gib or not self.devices:
+            return self.settings.memory_gib
+        import torch  # only where there is a GPU to ask
+
+        return torch.cuda.get_device_properties(0).total_memory / 2**30
+
+    def world(self, cfg: TrainConfig) -> int:
+        """Ranks of one job: a share of the devices, if it wants all there are."""
         if cfg.launch.nproc_per_node == "auto":
             return max(1, len(self.devices) // self.at_once)
         return cfg.launch.nproc_per_node
@@ -63,11 +77,11 @@ class OnThisNode:
     def has_room(self, cfg: TrainConfig) -> bool:
         """One that wants more devices than there are is started too, and says so itself."""
         free = len(self.free())
-        return not self.running or (len(self.running) < self.at_once and (not self.devices or self.ranks(cfg) <= free))
+        return not self.running or (len(self.running) < self.at_once and (not self.devices or self.world(cfg) <= free))
 
     def start(self, cfg: TrainConfig, words: list[str], output: Path) -> "Process":
         """Start a process that trains, or whose ranks do."""
-        mine, ranks = self.free()[: self.ranks(cfg)], self.ranks(cfg)
+        mine, ranks = self.free()[: self.world(cfg)], self.world(cfg)
         env = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")} | {PARENT: str(os.getpid())}
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // (self.at_once * ranks))))
         if mine:

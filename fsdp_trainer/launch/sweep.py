@@ -256,7 +256,10 @@ class Jobs:
         if cfg.data.cache is None:  # tokenised once, for all jobs and other runs
             cfg.data.cache = str(self.line.root / ".data")
             words.append(f"data.cache={quoted(cfg.data.cache)}")
+        self._place = self._place or PLACES[self.line.launcher](self.line.launcher_settings, cfg)
         self._words[job.job], self._configurations[job.job] = words, cfg
+        if why := does_not_fit(cfg, self._place):
+            job.state, job.reason = "does not fit", why
 
     def check_what_all_have_in_common(self, overrides: list[str]) -> None:
         """Raises UserError for what is wrong with a job, but for the values that vary."""
@@ -279,19 +282,18 @@ class Jobs:
     def _begin(self, id: str) -> bool:
         """Start a job, unless there is nothing to do; False: there is no room for it yet."""
         job, cfg = self.jobs[id], self._configurations.get(id)
-        done = cfg is not None and not cfg.run.overwrite and finished(Path(job.folder), cfg)
-        if cfg and not done:
-            self._place = self._place or PLACES[self.line.launcher](self.line.launcher_settings, cfg)
-            if not self._place.has_room(cfg):
-                return False
-        told = "  refused" if cfg is None else "  finished before" if done else ""
+        idle = job.state == "does not fit" or cfg is None
+        done = cfg is not None and not idle and not cfg.run.overwrite and finished(Path(job.folder), cfg)
+        if cfg and self._place and not (idle or done or self._place.has_room(cfg)):
+            return False
+        told = f"  {job.state}" if idle else "  finished before" if done else ""
         number = [job.job for job in self.all()].index(id) + 1
         print(f"\njob {number}/{self.study.settings.n_trials if self.study else len(self.jobs)}  {self._called(id)}{told}", flush=True)
-        if cfg is None:
-            print(self._refused[id], file=sys.stderr, flush=True)
+        if idle:
+            print(self._refused.get(id, job.reason), file=sys.stderr, flush=True)
         elif done:
             job.state, job.exit_code, job.objective = "skipped", 0, objective(Path(job.folder), self.line.metric)
-        elif self._place:
+        elif cfg and self._place:
             words, progress = [*self.line.config_flag, *self._words[id]], Progress(job.folder)
             began = time.time()
             self._running[id] = Started(self._place.start(cfg, words, Path(job.folder) / "output.log"), cfg, progress, began)
@@ -320,3 +322,26 @@ class Jobs:
             print(f"{self._called(job.job)}  {job.state}{value}  {duration(job.seconds)}", flush=True)
             if job.state in ("failed", "refused"):
                 print(f"{job.reason}: see {job.folder}/output.log", file=sys.stderr, flush=True)
+
+
+def does_not_fit(cfg: TrainConfig, place: Place) -> str | None:
+    """By `plan`: how much more memory than there is a job would take, and the first override that would help. None: it fits, or nobody knows."""
+    limit, world = place.memory_gib(), place.world(cfg)
+    if limit is None:
+        return None
+    from fsdp_trainer.plan.inputs import architecture  # and with it torch, for a sweep that has something to ask it
+    from fsdp_trainer.plan.plan import GIB, Device, make_plan
+    from fsdp_trainer.plan.suggest import suggest
+
+    device = Device("cpu" if cfg.launch.device == "cpu" else "any", limit)
+    try:
+        config, _ = architecture(cfg)
+        plan = make_plan(cfg, config, world, device)
+        if plan.fits:
+            return None
+        helps = [found.override for found in suggest(cfg, config, world, device)[:1]]
+    except UserError:  # the run itself will tell it
+        return None
+    return f"needs {plan.memory.peak.total / GIB:.2f} of {limit:.2f} GiB on each of {world} ranks" + "".join(
+        f": try  {word}" for word in helps
+    )

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 from hydra.core.config_store import ConfigStore
-from world import SMALL, Run, ranks_below, read_lines, wait_until
+from world import SMALL, Run, read_lines, wait_until
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.compose import CONF, compose, options
@@ -40,26 +40,40 @@ def sweep(monkeypatch, tmp_path, capsys):
     for name in ("RANK", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
 
-    def compose_once(verb, words, config_dir):
-        checked[next(w for w in words if w.startswith("run.name="))] = cfg = compose(verb, words, config_dir)
-        return cfg
+    class Ended:
+        """A job that is over as soon as it has begun."""
 
-    def ranks(launch, words, received):
-        cfg = checked[next(w for w in words if w.startswith("run.name="))]
-        folder, code = Path(cfg.run.root) / cfg.run.name, run.endings.get(cfg.optim.lr, 0)
-        run.trained.append((cfg, words))
-        folder.mkdir(exist_ok=True, parents=True)
-        (folder / "config.yaml").write_text(yaml.safe_dump(asdict(cfg)))
-        (folder / "metrics.jsonl").write_text(
-            json.dumps({"step": 1, "loss": 5.0}) + "\n" + json.dumps({"step": 2, "loss": cfg.optim.lr}) + "\n"
-        )
-        (folder / "events.jsonl").write_text(
-            json.dumps({"event": "end", "time": time.time() + 1, "reason": "told", "exit_code": code}) + "\n"
-        )
-        if code == "signal":
-            received.append(signal.SIGTERM)
-            return 1
-        return code
+        def __init__(self, code):
+            self.code = code
+
+        def poll(self):
+            return self.code
+
+        def signal(self, signum):
+            pass
+
+    class Here:
+        at_once = 1
+
+        def __init__(self, settings, cfg):
+            pass
+
+        def has_room(self, cfg):
+            return True
+
+        def start(self, cfg, words, output):
+            folder, code = output.parent, run.endings.get(cfg.optim.lr, 0)
+            run.trained.append((cfg, words))
+            folder.mkdir(exist_ok=True, parents=True)
+            (folder / "config.yaml").write_text(yaml.safe_dump(asdict(cfg)))
+            losses = ({"step": 1, "loss": 5.0}, {"step": 2, "loss": cfg.optim.lr})
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in losses))
+            end = {"event": "end", "time": time.time() + 1, "reason": "told", "exit_code": code}
+            (folder / "events.jsonl").write_text(json.dumps(end) + "\n")
+            if code == "signal":
+                signal.raise_signal(signal.SIGTERM)
+                code = 1
+            return Ended(code)
 
     def run(*words, code=0):
         run.trained.clear()
@@ -67,10 +81,9 @@ def sweep(monkeypatch, tmp_path, capsys):
         run.said = capsys.readouterr()
         return read_lines(tmp_path / "runs/s/sweep.jsonl")
 
-    checked: dict = {}
     run.endings, run.trained = {}, []
-    monkeypatch.setattr(sweeps, "compose", compose_once)
-    monkeypatch.setattr(sweeps, "start_ranks", ranks)
+    monkeypatch.setitem(sweeps.PLACES, "local", Here)
+    monkeypatch.setattr(sweeps, "LOOK_SECONDS", 0)
     return run
 
 
@@ -124,9 +137,11 @@ def test_a_sweep_that_is_wrong_itself_is_refused(tmp_path, capsys):
         "optim.lr=interval(1,2)": "no end of values",
         "run.name=a,b": "it takes one value",
         "hydra/launcher=basic": "hydra/launcher=local",
-        "hydra/sweeper=optuna": "Could not find 'hydra/sweeper/optuna'",
+        "hydra/sweeper=optuna": "nothing varies",
+        "hydra/sweeper=nevergrad": "Could not find 'hydra/sweeper/nevergrad'",
         "hydra.sweep.dir=x": "hydra.* is closed",
-        "hydra.launcher.n_jobs=2": "takes no parameters: launch.*",
+        "hydra.launcher.job=2": "Did you mean  hydra.launcher.jobs=2 ?",
+        "hydra.launcher.jobs=two": "hydra.launcher.jobs=two",
         "hydra.sweeper.params={run.name: c}": "key=a,b",
         "hydra.sweeper.max_batch_size.x=1": "Error merging override",
         "run.root=${nothing}": "Interpolation key 'nothing' not found",
@@ -156,7 +171,7 @@ INTERPOLATED = f"""'${{oc.create:${{oc.decode:"{{{COPY}}}"}}}}'"""
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (f"launcher: {{x: {INTERPOLATED}}}", "takes no parameters"),
+        (f"launcher: {{x: {INTERPOLATED}}}", "write the value itself"),
         (f"sweeper: {{x: {INTERPOLATED}}}", "write the value itself"),
         (f"sweeper: {{params: {{a: [{INTERPOLATED}]}}}}", "write the value itself"),
         (f"sweeper: {{x: {{{COPY}}}}}", "_target_ is refused"),
@@ -323,12 +338,17 @@ def start(inputs, tmp_path):
     return run
 
 
+def job_below(pid: int) -> int:
+    """The process of the one job that runs: with one rank it is the rank."""
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+
+
 @pytest.mark.slow
 def test_one_bad_value_and_one_killed_job_and_the_same_command_finishes(start, train, tmp_path):
     command = ["optim.lr=3e-3,abc,1e-3,2e-3", "train.steps=20", "checkpoint.every=5"]
     process = start(*command)
     killed = wait_until(lambda: sorted((tmp_path / "runs/s/jobs").glob("*/checkpoints/step-00000005")), process)[0].parents[1]
-    os.kill(ranks_below(process.pid)["0"], signal.SIGKILL)
+    os.kill(job_below(process.pid), signal.SIGKILL)
     out, err = process.communicate(timeout=150)
     lines = read_lines(tmp_path / "runs/s/sweep.jsonl")
     assert process.returncode == 1 and states(lines) == ["failed", "refused", "finished", "finished"], out + err
@@ -358,7 +378,7 @@ def test_sigterm_stops_the_running_job_in_order_and_starts_no_other(start, tmp_p
 def test_ranks_do_not_outlive_a_sweep_that_was_killed(start, tmp_path):
     process = start("optim.lr=1e-3", "train.steps=100000")
     wait_until(lambda: list((tmp_path / "runs/s/jobs").glob("*/metrics.jsonl")), process)
-    rank = ranks_below(process.pid)["0"]
+    rank = job_below(process.pid)
     process.kill()
     process.wait()
     deadline = time.monotonic() + 10

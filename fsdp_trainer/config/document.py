@@ -19,7 +19,7 @@ from fsdp_trainer.config.verbs import PRIMARY, ConfigConfig, LaunchFiles, Recipe
 from fsdp_trainer.errors import Problem, UserError
 
 WIDTH = 140
-OWN_NODES = [verb for verb, cls in PRIMARY.items() if verb in (f.name for f in fields(cls))]
+OWN_NODES = [verb for verb, cls in PRIMARY.items() if verb != "train" and verb in (f.name for f in fields(cls))]
 """Verbs with training's groups and a node of their own name."""
 SMALL: dict[str, Any] = {verb: cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)} | {"launch-files": LaunchFiles}
 """The keys of the other verbs; `launch-files` has training's groups beside them."""

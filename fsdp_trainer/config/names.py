@@ -109,6 +109,7 @@ SYNONYMS = {
     "num_machines": "launch.nodes", "rdzv_endpoint": "launch.rendezvous", "master_addr": "launch.rendezvous", "main_process_ip": "launch.rendezvous",
     "accelerator": "launch.device", "ddp_timeout": "launch.timeout", "nccl_timeout": "launch.timeout",
     "hang_timeout": "launch.stall", "heartbeat_timeout": "launch.stall", "straggler_detection": "logging.stragglers",
+    "n_jobs": "how many jobs of a sweep run side by side is  hydra.launcher.jobs=2",
     "use_lora": _LORA, "lora_r": _LORA, "lora_rank": _LORA, "peft": _LORA, "finetuning_type": _LORA, "adapter": _LORA, "load_in_4bit": _LORA,
 }  # fmt: skip
 

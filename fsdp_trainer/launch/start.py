@@ -23,6 +23,7 @@ GRACE_SECONDS = 10.0
 SECOND_SECONDS = 1.0  # for ranks to end at a second signal by themselves
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # that ask a run to stop in order
 ECHO_SECONDS = 2.0  # a scheduler or `timeout` signals a process and its group, and a launcher passes its own on: one request, not two
+PARENT = "FSDP_TRAINER_PARENT"  # set by our own launcher: the process that a rank, or a job of a sweep, must not outlive
 STOPPED = 75  # on a signal or a time limit, with a checkpoint committed
 
 
@@ -101,11 +102,31 @@ def ranks_to_start(cfg: Launch) -> int:
     """How many ranks this node gets."""
     if cfg.nproc_per_node != "auto":
         return cfg.nproc_per_node
+    return max(1, gpus(cfg))
+
+
+def gpus(cfg: Launch) -> int:
+    """How many GPUs of this node ranks may compute on."""
     if not has_gpus(cfg):
-        return 1
+        return 0
     import torch  # only where there may be a GPU to count
 
-    return max(1, torch.cuda.device_count())
+    return torch.cuda.device_count()
+
+
+def cores() -> int:
+    """How many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def die_with_parent(parent: int) -> None:
+    """What outlives a launcher killed hard would go on writing into a run that a new launch has taken over."""
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    except (OSError, AttributeError):
+        return  # not Linux
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def start_ranks(cfg: TrainConfig, overrides: list[str], received: list[int] | None = None, verb: str = "train") -> int:
@@ -114,11 +135,12 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], received: list[int] | No
     What torchrun does, but the codes come through, and the parent needs no torch. Signals are passed on, and kept in `received`. Of several
     nodes each starts its own ranks when all have met; when ranks of one fail, those of the others end, and all return its code.
     """
+    if PARENT in os.environ:  # a job of a sweep
+        die_with_parent(int(os.environ[PARENT]))
     count, node = ranks_to_start(cfg.launch), None
-    env = {**cfg.launch.env, **os.environ, "LOCAL_WORLD_SIZE": str(count), "FSDP_TRAINER_PARENT": str(os.getpid())}
+    env = {**cfg.launch.env, **os.environ, "LOCAL_WORLD_SIZE": str(count), PARENT: str(os.getpid())}
     env |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    env.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))
+    env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the ranks inherit it
     if cfg.launch.nodes > 1 or nodes_of_step(os.environ):
         devices = f"{socket.gethostname()}:{os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}" if has_gpus(cfg.launch) else ""

@@ -1,9 +1,7 @@
 """This process's place among the ranks, and what they agree on before the first collective."""
 
-import ctypes
 import os
 import pickle
-import signal
 import socket
 import sys
 import time
@@ -19,8 +17,8 @@ import torch.distributed as dist
 
 from fsdp_trainer.errors import Problem, RunFailed, Stopped, UserError
 from fsdp_trainer.launch.nodes import first_host, port_of_job
+from fsdp_trainer.launch.start import PARENT, die_with_parent
 
-PARENT = "FSDP_TRAINER_PARENT"  # set by our own launcher: the process that a rank must not outlive
 ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun
 LINGER_SECONDS = 30.0
 MEETING_SECONDS, LOOKS_A_SECOND = 0.02, 5000  # between two looks at who is there; of all ranks together at the store, which is one thread
@@ -163,7 +161,7 @@ def environment_of_ranks(env: Mapping[str, str]) -> dict[str, str] | None:
 def join(env: Mapping[str, str], device: str, timeout: float) -> World:
     """Find this process's place and open the store that all ranks share. No process group yet."""
     if PARENT in env:
-        _die_with_parent(int(env[PARENT]))
+        die_with_parent(int(env[PARENT]))
     rank, size, local_rank = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1)), int(env.get("LOCAL_RANK", 0))
     store: dist.Store
     if size == 1 and "MASTER_ADDR" not in env:
@@ -235,13 +233,3 @@ def connect(world: World, timeout: float) -> None:
     dist.init_process_group(
         backend, store=world.store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout), **options
     )
-
-
-def _die_with_parent(parent: int) -> None:
-    """Ranks that outlive a launcher killed hard would go on writing into a run that a new launch has taken over."""
-    try:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    except (OSError, AttributeError):
-        return  # not Linux
-    if os.getppid() != parent:
-        os._exit(1)

@@ -171,11 +171,13 @@ def test_slurm_says_how_many_nodes_there_are_and_where_they_meet():
         (["launch.rendezvous=a:29500"], "launch.nodes=2"),
         (["launch.nodes=2", "launch.rendezvous=a"], "is a host and a port"),
         (["nnodes=2"], "launch.nodes=2"),
+        (["-m", "launch.nodes=2", "run.seed=1,2"], "hydra.launcher.nodes=2"),
     ],
 )
-def test_what_is_missing_is_told(capsys, monkeypatch, typed, said):
+def test_what_is_missing_is_told(capsys, monkeypatch, tmp_path, typed, said):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
-    assert main(["+recipe=quickstart", *typed]) == 2 and said in capsys.readouterr().err
+    assert main([*typed, "+recipe=quickstart"]) == 2 and said in capsys.readouterr().err
 
 
 def test_a_master_port_in_use_is_told():

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from fsdp_trainer.config.handover import DESCRIPTOR, hand_over
 from fsdp_trainer.config.schema import Launch, TrainConfig
 from fsdp_trainer.config.sweeping import Local
+from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.slurm import OnSlurm
 from fsdp_trainer.launch.start import PARENT, SIGNALS, cores, gpus, ranks_to_start
 
@@ -49,7 +50,13 @@ class OnThisNode:
     """hydra/launcher=local: processes of this node, each with devices of its own."""
 
     def __init__(self, settings: Local, cfg: TrainConfig):
-        """cfg: that of a job, which says what devices there are and, unless settings do, how many of them a job has."""
+        """cfg: that of a job, which says what devices there are and, unless settings do, how many of them a job has.
+
+        Raises UserError for jobs of several nodes.
+        """
+        if cfg.launch.nodes > 1:
+            why = f"jobs run on this node. Over several nodes each:  hydra/launcher=slurm hydra.launcher.nodes={cfg.launch.nodes}"
+            raise UserError("the sweep cannot be started", [Problem(f"launch.nodes={cfg.launch.nodes}", why)])
         self.devices = devices(cfg.launch)
         possible = len(self.devices) // ranks_to_start(cfg.launch) if self.devices else 1
         self.at_once = settings.jobs or max(1, possible)

@@ -139,6 +139,8 @@ class SweepLine:
             ]
         if self.sweeper == "optuna" and not find_spec("optuna"):
             report.problems.append(Problem("hydra/sweeper=optuna", "optuna is not installed:  pip install 'fsdp_trainer[optuna]'"))
+        if self.launcher == "slurm" and not find_spec("submitit"):
+            report.problems.append(Problem("hydra/launcher=slurm", "submitit is not installed:  pip install 'fsdp_trainer[slurm]'"))
         self.launcher_settings = _read_settings(LAUNCHERS[self.launcher], plain["launcher"], "hydra.launcher.", report)
         if self.sweeper in SWEEPERS:
             self.sweeper_settings = _read_settings(SWEEPERS[self.sweeper], plain["sweeper"], "hydra.sweeper.", report)

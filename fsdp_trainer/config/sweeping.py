@@ -47,5 +47,27 @@ class Optuna:
     params: dict[str, Any] = key({}, "in sweep files: what varies")
 
 
-LAUNCHERS: dict[str, Any] = {"local": Local}
+@dataclass
+class Slurm:
+    """Every job is a Slurm job, submitted by submitit. Each of its nodes starts its own ranks."""
+
+    nodes: int = key(1, "nodes of a job", minimum=1)
+    gpus_per_node: int = key(8, "GPUs, and ranks, of each; 0: one rank without", minimum=0)
+    cpus_per_task: int | None = key(None, "cores of a node; null: as Slurm has it", minimum=1)
+    mem_gb: float | None = key(None, "memory of a node in GB; null: as Slurm has it", above=0)
+    timeout_min: int = key(1440, "minutes until a job is stopped, and queued again", minimum=1)
+    partition: str | None = key(None, "where to queue")
+    account: str | None = key(None, "who pays")
+    qos: str | None = key(None, "quality of service")
+    constraint: str | None = key(None, "features that nodes must have, e.g. h100")
+    jobs: int = key(64, "jobs in the queue or running at once", minimum=1)
+    requeue: bool = key(True, "queue a job again that stopped in order before its time was up (exit code 75)")
+    signal_seconds: int = key(600, "how long before its time is up a job is told to stop", minimum=0)
+    setup: list[str] = key([], "lines of bash before the run, e.g. ['module load cuda']")
+    additional_parameters: dict[str, str] = key({}, "other options of sbatch, e.g. {exclude: node7}")
+    memory_gib: float | None = key(None, "a job that needs more memory on a GPU, by `plan`, is not submitted; null: no limit", above=0)
+    dry_run: bool = key(False, "print the batch script, and submit nothing")
+
+
+LAUNCHERS: dict[str, Any] = {"local": Local, "slurm": Slurm}
 SWEEPERS: dict[str, Any] = {"optuna": Optuna}

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from fsdp_trainer.config.handover import DESCRIPTOR, hand_over
 from fsdp_trainer.config.schema import Launch, TrainConfig
 from fsdp_trainer.config.sweeping import Local
+from fsdp_trainer.launch.slurm import OnSlurm
 from fsdp_trainer.launch.start import PARENT, SIGNALS, cores, gpus, ranks_to_start
 
 
@@ -130,4 +131,4 @@ def devices(cfg: Launch) -> list[str]:
     return [name.strip() for name in given.split(",")][:count] if given is not None else [str(i) for i in range(count)]
 
 
-PLACES: dict[str, Callable[[Any, TrainConfig], Place]] = {"local": OnThisNode}
+PLACES: dict[str, Callable[[Any, TrainConfig], Place]] = {"local": OnThisNode, "slurm": OnSlurm}

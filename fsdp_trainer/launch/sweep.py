@@ -23,6 +23,7 @@ from fsdp_trainer.config.sweep import PLACE, SweepLine
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.jobs import Board, Job, Progress, finished, job_id, objective, table, varying, without_place
 from fsdp_trainer.launch.places import PLACES, Place, Running
+from fsdp_trainer.launch.slurm import Shown
 from fsdp_trainer.launch.start import ECHO_SECONDS, SIGNALS, STOPPED, launcher
 from fsdp_trainer.observe.console import duration
 from fsdp_trainer.observe.records import Records, parse, replace
@@ -51,7 +52,7 @@ def sweep(words: list[str], config_dir: str | None) -> int:
         raise UserError("the sweep cannot be started", [Problem(f"-m under {under}", why)])
     line = SweepLine(words, config_dir)
     jobs = Jobs(line)
-    with jobs, suppress(Stopped):
+    with jobs, suppress(Stopped, Shown):
         if line.sweeper == "optuna":
             from fsdp_trainer.launch.study import Study  # an extra, and numpy
 
@@ -62,6 +63,8 @@ def sweep(words: list[str], config_dir: str | None) -> int:
             jobs.run(jobs.study)
         else:
             line.run(jobs.run_batch)
+    if line.launcher == "slurm" and line.launcher_settings.dry_run:
+        return 0
     whole = jobs.all()
     print("\n" + table(whole, line.best))
     states = {job.state for job in jobs.jobs.values()}

@@ -128,6 +128,12 @@ class SweepLine:
             if key.lstrip("+") in PLACE:
                 report.add(f"hydra.sweeper.params.{key}", value, ONE_PLACE)
         if self.sweeper == "basic":
+            for name in plain["sweeper"].keys() - {"_target_", "max_batch_size", "params"}:
+                report.add(
+                    f"hydra.sweeper.{name}",
+                    plain["sweeper"][name],
+                    "is no key of Hydra's own sweeper. To search, add  hydra/sweeper=optuna",
+                )
             report.problems += [
                 Problem(word, f"{ENDLESS}\nhydra/sweeper=optuna  chooses from it") for o, word in self.settings if o.is_interval_sweep()
             ]

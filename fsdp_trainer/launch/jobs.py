@@ -68,11 +68,13 @@ class Board:
 
     def __init__(self) -> None:
         self._live: Any = None
-        self._told = time.monotonic()
+        self._told, self._shown = time.monotonic(), ""
 
     def show(self, jobs: dict[str, tuple[TrainConfig, Progress]]) -> None:
         """jobs: by what to call them."""
-        lines = [f"{name}  {progress.told(cfg)}" for name, (cfg, progress) in jobs.items()]
+        text = "\n".join(f"{name}  {progress.told(cfg)}" for name, (cfg, progress) in jobs.items())
+        if text == self._shown:
+            return
         if sys.stdout.isatty():
             from rich.live import Live
             from rich.text import Text
@@ -80,10 +82,11 @@ class Board:
             if self._live is None:
                 self._live = Live(auto_refresh=False, transient=True)
                 self._live.start()
-            self._live.update(Text("\n".join(lines)), refresh=True)
+            self._live.update(Text(text), refresh=True)
+            self._shown = text
         elif time.monotonic() - self._told > TELL_EVERY_SECONDS:
-            self._told = time.monotonic()
-            print("\n".join(lines), flush=True)
+            self._told, self._shown = time.monotonic(), text
+            print(text, flush=True)
 
     def close(self) -> None:
         """Leave the terminal as it was."""

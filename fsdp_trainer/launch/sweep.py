@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fsdp_trainer.config.compose import compose, config_flag
 from fsdp_trainer.config.overrides import quoted
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.config.sweep import SweepLine
+from fsdp_trainer.config.sweep import PLACE, SweepLine
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.jobs import Board, Job, Progress, finished, job_id, objective, table, varying, without_place
 from fsdp_trainer.launch.places import PLACES, Place, Running
@@ -248,7 +248,8 @@ class Jobs:
             ) from None
 
     def _check(self, job: Job, overrides: list[str]) -> None:
-        words = [*overrides, f"run.root={quoted(str(self.folder / 'jobs'))}", f"run.name={job.job}"]
+        own = [word for word in overrides if word.partition("=")[0] not in PLACE]
+        words = [*own, f"run.root={quoted(str(self.folder / 'jobs'))}", f"run.name={job.job}"]
         try:
             cfg = compose("train", words, self.line.config_dir)
         except UserError as error:
@@ -287,7 +288,7 @@ class Jobs:
         job, cfg = self.jobs[id], self._configurations.get(id)
         idle = job.state == "does not fit" or cfg is None
         done = cfg is not None and not idle and not cfg.run.overwrite and finished(Path(job.folder), cfg)
-        if cfg and self._place and not (idle or done or self._place.has_room(cfg)):
+        if cfg and self._place and not (idle or done) and (not self._place.has_room(cfg) or self.received):
             return False
         told = f"  {job.state}" if idle else "  finished before" if done else ""
         number = [job.job for job in self.all()].index(id) + 1

@@ -18,8 +18,9 @@ from world import SMALL, Run, ranks_below, wait_until
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.errors import RunFailed
+from fsdp_trainer.launch.nodes import first_host
 from fsdp_trainer.launch.start import Patience, ranks_to_start, wait_for_ranks
-from fsdp_trainer.launch.world import environment_of_ranks, first_host, meet
+from fsdp_trainer.launch.world import environment_of_ranks, meet
 
 SELF = [sys.executable, "-m", "fsdp_trainer"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0"]
@@ -352,7 +353,7 @@ def test_the_first_host_of_a_node_list(nodes, host):
 @pytest.mark.slow
 def test_slurm_ranks_train(world, inputs, tmp_path):
     """Real ranks with nothing but Slurm's variables."""
-    from fsdp_trainer.launch.start import free_port
+    from fsdp_trainer.launch.nodes import free_port
 
     told = world.call(
         2,

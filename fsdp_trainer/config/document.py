@@ -18,12 +18,14 @@ from fsdp_trainer.config.compose import CONF, compose_and_tell, find_file, optio
 from fsdp_trainer.config.names import SYNONYMS, synonyms_of
 from fsdp_trainer.config.overrides import why_unknown
 from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig, default_of
-from fsdp_trainer.config.verbs import PRIMARY, ConfigConfig, RecipesConfig
+from fsdp_trainer.config.verbs import PRIMARY, ConfigConfig, LaunchFiles, RecipesConfig
 from fsdp_trainer.errors import Problem, UserError
 
 WIDTH = 140
-OWN_NODES = [verb for verb, cls in PRIMARY.items() if issubclass(cls, TrainConfig) and cls is not TrainConfig]
+OWN_NODES = [verb for verb, cls in PRIMARY.items() if verb != "train" and verb in (f.name for f in fields(cls))]
 """Verbs with training's groups and a node of their own name."""
+SMALL: dict[str, Any] = {verb: cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)} | {"launch-files": LaunchFiles}
+"""The keys of the other verbs; `launch-files` has training's groups beside them."""
 
 
 def written(value: Any) -> str:
@@ -68,7 +70,7 @@ def documented_files(conf: Path) -> dict[Path, str]:
     """Every file in conf/ that is written from the schema, with what it must say."""
     groups: dict[str, Any] = {f.name: f.type for f in fields(TrainConfig)}
     found = {conf / group / f"{option}.yaml": groups[group] for group, option in main_options(conf).items()}
-    found |= {conf / f"{verb}.yaml": cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)}
+    found |= {conf / f"{verb}.yaml": cls for verb, cls in SMALL.items()}
     texts = {path: yaml_file(path.read_text(), cls) for path, cls in found.items()}
     plain = {"train": ("run", "batch", "train", "loss", "profile")} | {verb: (verb,) for verb in OWN_NODES}
     for verb, nodes in plain.items():
@@ -92,8 +94,7 @@ def markdown(options: dict[str, list[str]]) -> str:
     for f in [*fields(TrainConfig), *(node_of(verb, verb) for verb in OWN_NODES)]:
         chosen = f"\nOptions: {', '.join(f'`{f.name}={name}`' for name in options[f.name])}\n" if f.name in GROUPS else ""
         parts.append(_section(f.name, f.type, f"{f.name}.", chosen))
-    small: dict[str, Any] = {verb: cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)}
-    for verb, cls in small.items():
+    for verb, cls in SMALL.items():
         if fields(cls):
             parts.append(_section(f"The verb {verb}", cls, "", ""))
     return "\n".join(parts)
@@ -129,16 +130,15 @@ def explain(cfg: ConfigConfig, overrides: list[str], config_dir: str | None = No
         print(_filled(f"  choose   {group}=", f"OPTION, which sets the keys that belong together: {' '.join(options('train')[group])}"))
     if synonyms := synonyms_of(key):
         print(_filled("  known as ", ", ".join(synonyms)))
-    if group in PRIMARY and not issubclass(PRIMARY[group], TrainConfig):
+    if group in SMALL:
         print(f"  goes to  fsdp-trainer {group} {name}=…")
     return 0
 
 
 def every_key() -> dict[str, Field]:
     """Of all verbs; before those of a small one stands its name."""
-    found = {key: f for cls in PRIMARY.values() if issubclass(cls, TrainConfig) for key, f in flatten(cls).items()}
-    small = {verb: cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)}
-    return found | {f"{verb}.{key}": f for verb, cls in small.items() for key, f in flatten(cls).items()}
+    found = {key: f for verb in ("train", *OWN_NODES) for key, f in flatten(PRIMARY[verb]).items()}
+    return found | {f"{verb}.{key}": f for verb, cls in SMALL.items() for key, f in flatten(cls).items()}
 
 
 def keys_meant(asked: str | None, keys: dict[str, Field]) -> list[str]:
@@ -204,15 +204,15 @@ def help_text(verb: str | None, config_dir: str | None) -> str:
     recipes = "\n".join(f"  {name:22} {does}" for name, (does, *_) in recipe_heads(config_dir).items())
     groups = "\n".join(f"  {group:22} {' '.join(found[group])}" for group in GROUPS)
     if verb is None:
-        verbs = "\n".join(f"  {name:11}{_first_line(cls)}" for name, cls in PRIMARY.items())
+        verbs = "\n".join(f"  {name:13}{_first_line(cls)}" for name, cls in PRIMARY.items())
         sweeps = "\n".join(f"  {name:22} {_head(f'sweep/{name}', config_dir)[0]}" for name in found["sweep"])
         return HELP.format(verbs=verbs, groups=groups, recipes=recipes, sweeps=sweeps)
     cls: Any = PRIMARY[verb]
     usage = f"{_first_line(cls)}\n\nfsdp-trainer {verb} "
     if not issubclass(cls, TrainConfig):
         return f"{usage}{'key=value …' if fields(cls) else ''}\n\n{textwrap.indent(yaml_block(cls), '  ')}".rstrip()
-    keys = [key.split(".") for key in flatten(cls)]
-    nodes = "\n".join(f"  {f.name:22} {' '.join(name for node, name in keys if node == f.name)}" for f in fields(cls))
+    keys = [key.partition(".")[::2] for key in flatten(cls)]
+    nodes = "\n".join(f"  {f.name:22} {' '.join(name or comment(f) for node, name in keys if node == f.name)}" for f in fields(cls))
     return f"{usage}[+recipe=NAME] [group=option] [key=value] …\n\nkeys\n{nodes}\n\ngroups\n{groups}\n\nrecipes\n{recipes}"
 
 

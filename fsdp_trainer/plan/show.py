@@ -192,7 +192,7 @@ def checkpoints(cfg: PlanConfig, plan: Plan) -> str:
 
 def table_of(suggestions: list[Suggestion], plan: Plan) -> Table:
     """Overrides with their peak and cost."""
-    table = Table("override", "peak", "cost", "why", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = Table("override", "peak", "GPU time", "why", box=box.SIMPLE_HEAD, padding=(0, 1))
     table.columns[1].justify = table.columns[2].justify = "right"
     for column in table.columns[:3]:
         column.no_wrap = True
@@ -202,5 +202,5 @@ def table_of(suggestions: list[Suggestion], plan: Plan) -> Table:
 
 
 def told_cost(cost: float) -> str:
-    """0.25 → 25% slower; by GPU time a token."""
-    return f"{cost:.0%} slower" if cost >= 0.005 else f"{-cost:.0%} faster" if cost <= -0.005 else "none"
+    """0.25 → +25%: how much more time of GPUs a token takes."""
+    return f"{cost:+.0%}" if abs(cost) >= 0.005 else "same"

@@ -3,13 +3,13 @@
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import duration, short
+from fsdp_trainer.observe.terminal import Terminal
 from fsdp_trainer.plan.plan import GIB, Plan
 from fsdp_trainer.plan.suggest import Suggestion
 from fsdp_trainer.plan.time import Times
@@ -73,10 +73,10 @@ def show(
     plans: list[Plan],
     suggestions: list[list[Suggestion]],
     assumed: list[str],
-    console: Console | None = None,
+    console: Terminal | None = None,
 ) -> None:
     """Print it: a table of the worlds if there are several, then the smallest that fits, else the largest."""
-    console = console or Console(highlight=False, markup=False, emoji=False)
+    console = console or Terminal()
     index = next((i for i, plan in enumerate(plans) if plan.fits), len(plans) - 1)
     plan = plans[index]
     size = config.parameters()
@@ -114,10 +114,12 @@ def worlds(plans: list[Plan]) -> Table:
 
 def verdict(plan: Plan) -> Text:
     """Whether it fits, in one line."""
-    name = {"any": "a device with", "cpu": "this machine's share,"}.get(plan.device.name, plan.device.name)
+    where = {"any": f"{plan.world_size:,} devices", "cpu": f"{plan.world_size:,} ranks on this machine"}
     told = Text()
     told.append("fits" if plan.fits else "does not fit", "bold green" if plan.fits else "bold red")
-    told.append(f": {plan.memory.peak.total / GIB:,.1f} of {plan.device.memory_gib:,.1f} GiB on each of {plan.world_size:,} × {name}")
+    told.append(
+        f": {plan.memory.peak.total / GIB:,.1f} of {plan.device.memory_gib:,.1f} GiB on each of {where.get(plan.device.name, f'{plan.world_size:,} × {plan.device.name}')}"
+    )
     return told
 
 
@@ -190,7 +192,7 @@ def checkpoints(cfg: PlanConfig, plan: Plan) -> str:
 
 def table_of(suggestions: list[Suggestion], plan: Plan) -> Table:
     """Overrides with their peak and cost."""
-    table = Table("override", "peak", "cost", "why", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = Table("override", "peak", "GPU time", "why", box=box.SIMPLE_HEAD, padding=(0, 1))
     table.columns[1].justify = table.columns[2].justify = "right"
     for column in table.columns[:3]:
         column.no_wrap = True
@@ -200,5 +202,5 @@ def table_of(suggestions: list[Suggestion], plan: Plan) -> Table:
 
 
 def told_cost(cost: float) -> str:
-    """0.25 → 25% slower; by GPU time a token."""
-    return f"{cost:.0%} slower" if cost >= 0.005 else f"{-cost:.0%} faster" if cost <= -0.005 else "none"
+    """0.25 → +25%: how much more time of GPUs a token takes."""
+    return f"{cost:+.0%}" if abs(cost) >= 0.005 else "same"

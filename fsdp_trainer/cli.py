@@ -21,10 +21,11 @@ VERBS = {
     "verify": "fsdp_trainer.checkpoint.verify:verify",
     "generate": "fsdp_trainer.generate:generate",
     "quickstart": "fsdp_trainer.quickstart:quickstart",
+    "report": "fsdp_trainer.report.verb:report",
     "recipes": "fsdp_trainer.config.document:recipes",
     "config": "fsdp_trainer.config.document:explain",
 }
-LATER = ("plan", "report")
+LATER = ("plan",)
 AS_RANKS = ("train", "doctor")  # start their ranks with the configuration that was composed, and what it was composed from
 
 

@@ -7,7 +7,7 @@ import shlex
 import sys
 from typing import NoReturn
 
-from fsdp_trainer import __version__
+from fsdp_trainer import __version__, phases
 from fsdp_trainer.config.handover import take_over
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.errors import Problem, RunFailed, UserError
@@ -56,6 +56,7 @@ def write_no_more() -> None:
 
 def run_verb(verb: str, overrides: list[str], config_dir: str | None = None) -> int:
     """Compose the configuration of `verb` and do it."""
+    phases.begin()
     module, name = VERBS[verb].split(":")
     if verb in AS_RANKS and (handed := take_over(PRIMARY[verb])):
         return getattr(importlib.import_module(module), name)(handed, overrides)

@@ -62,15 +62,16 @@ class Observer:
     ) -> None:
         """Take note of a step; loss, objective, judged (the gradient norm and what a Verdict has), worst and the sums by source stay on the device."""
         line = {"step": plan.step, "lr": lr, "tokens": progress.tokens, "supervised_tokens": progress.supervised_tokens, "_plan": plan}
+        line["time"] = round(time.time(), 3)
         self._pending.append((line, torch.cat([torch.stack([loss, objective]).double(), judged, worst, sums])))
 
-    def validated(self, step: int, loss: float, losses: dict[str, float | None]) -> None:
+    def validated(self, step: int, loss: float, losses: dict[str, float | None], seconds: float) -> None:
         """The validation loss belongs to the line of the step it followed, which is not yet written. losses: of several sources, each.
 
         A run that was stopped amid the validation wrote that line before.
         """
         said = finite_or_none(loss)
-        self.event("evaluation", step=step, loss=said, **({"losses": losses} if losses else {}))
+        self.event("evaluation", step=step, loss=said, **({"losses": losses} if losses else {}), seconds=round(seconds, 3))
         more = {"validation_loss": said} | ({"validation_loss_by_source": losses} if losses else {})
         if self._pending:
             self._pending[-1][0].update(more)
@@ -92,10 +93,10 @@ class Observer:
             self.records.event(name, **details)
 
     @contextmanager
-    def apart(self, what: str) -> Iterator[None]:
-        """Time that is not training's: not counted in step_seconds."""
+    def apart(self, what: str) -> Iterator[Callable[[], float]]:
+        """Time that is not training's: not counted in step_seconds. Gives what tells how many seconds have passed."""
         started = time.perf_counter()
-        yield
+        yield lambda: time.perf_counter() - started
         self._started += time.perf_counter() - started
 
     def write_if_due(self, step: int, last: bool = False, whole: bool = True) -> None:
@@ -108,6 +109,7 @@ class Observer:
         seconds = (time.perf_counter() - self._started) / len(self._pending)
         memory = self._memory()
         lines = [self._line(line, scalars, seconds, memory) for (line, _), scalars in zip(self._pending, values.tolist(), strict=True)]
+        lines[-1] |= {"time": round(time.time(), 3), "phases": phases.lately()}
         if self._writes:
             self.longest_write = max(self.longest_write, seconds * len(lines))
         self._writes += 1

@@ -170,7 +170,8 @@ def train(trainer: Trainer, world: World, run: Path, attempt: int) -> Outcome:
         return "already finished", 0
     everywhere("open the run's records", lambda: open_records(trainer, run) if world.main else None)
     details = {"step": step, "rows": trainer.progress.rows, "world_size": world.size, "attempt": attempt}
-    observer.event("resume" if step else "start", **details, **({"changes": trainer.changes} if step else {}))
+    seconds = round(sum(phases.seconds().values()), 3)
+    observer.event("resume" if step else "start", **details, seconds=seconds, **({"changes": trainer.changes} if step else {}))
     if step:
         observer.console.say(f"goes on after step {step:,}")
         for key, (then, now) in sorted(trainer.changes.items()):
@@ -251,11 +252,12 @@ def export_hf(trainer: Trainer, world: World, run: Path) -> None:
         checkpoint = best.resolve() if cfg.best and best.exists() else committed_checkpoints(run)[-1]
         if not world.main or is_export_of(out, checkpoint, cfg.export_dtype):
             return
+        began = time.monotonic()
         try:
             export_checkpoint(checkpoint, out, cfg.export_dtype)
         except OSError as error:
             raise RunFailed(f"cannot write the export {out}: {error}") from None
-        trainer.observer.event("export", step=step_of(checkpoint), path=str(out))
+        trainer.observer.event("export", step=step_of(checkpoint), path=str(out), seconds=round(time.monotonic() - began, 3))
 
     phases.enter("export")
     # outside any collective: a large model takes longer than launch.timeout
@@ -279,7 +281,7 @@ def leave(trainer: Trainer | None, records: Records, ours: bool, reason: str, co
     if trainer and trainer.observer.trackers:
         trainer.observer.trackers.close(code)
     if ours:
-        records.event("end", reason=reason, exit_code=code)
+        records.event("end", reason=reason, exit_code=code, phases=phases.lately())
         records.close()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -99,7 +99,9 @@ class ReportConfig:
     source: str | list[str] | None = key(None, "a run, a sweep, a folder of runs, or a list of them, e.g. [runs/a,runs/b]")
     out: str | None = key(None, "the page to write; null: report.html in the run's or the sweep's folder")
     format: str = key(
-        "text", "`text`: the page, and a summary for people; `json`: the summary's figures, and a page only with out", choices=("text", "json")
+        "text",
+        "`text`: the page, and a summary for people; `json`: the summary's figures, and a page only with out",
+        choices=("text", "json"),
     )
 
 

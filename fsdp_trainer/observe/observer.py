@@ -43,6 +43,8 @@ class Observer:
         self.records = Records(run, self.console.say) if main else None
         self.trackers: Trackers | None = None
         self.peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self.about: list[str] = []
+        """What was told of model, world and data at the start."""
         self.skipped_in_a_row = 0
         """Steps without an update for a number that was not finite, as of the last write."""
         self.spike: Any = None

@@ -103,7 +103,9 @@ def goodput(run: Run) -> Goodput | None:
         rest = attempt.ended - _last_line(run, attempt)
         told = _by_part(attempt.end.get("phases") or {})
         if not told:
-            told = {"checkpoint": sum(_stall(e) for e in attempt.events if e["event"] == "checkpoint" and e["time"] > _last_line(run, attempt))}
+            told = {
+                "checkpoint": sum(_stall(e) for e in attempt.events if e["event"] == "checkpoint" and e["time"] > _last_line(run, attempt))
+            }
         told = {part: min(value, max(0.0, rest)) for part, value in told.items() if part not in ("startup", "restart") or not again}
         _add(seconds, told, first=not i)
         if again and attempt.end.get("exit_code") != 75:

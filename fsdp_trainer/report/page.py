@@ -12,7 +12,7 @@ import jinja2
 import numpy as np
 
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.report.goodput import PARTS, attempts_of
+from fsdp_trainer.report.goodput import ESTIMATED, PARTS, attempts_of
 from fsdp_trainer.report.read import Run, differing, overrides
 from fsdp_trainer.report.summary import Summary, duration, short
 
@@ -21,7 +21,18 @@ ROWS, ALL_ROWS = 2_000, 40_000  # points of each line of the page: of one run, a
 BARS = 120  # intervals of which the phases are shown
 CURVES = 100  # runs with lines of their own; of the others there are figures
 EVENTS, TEXT = 400, 2_000  # events shown of each run, characters of an answer
-LINES = ("loss", "objective", "validation_loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "memory_gib", "mfu_palm", "mfu_causal")
+LINES = (
+    "loss",
+    "objective",
+    "validation_loss",
+    "lr",
+    "grad_norm",
+    "tokens_per_second",
+    "step_seconds",
+    "memory_gib",
+    "mfu_palm",
+    "mfu_causal",
+)
 OF_SOURCES = ("loss_by_source/", "validation_loss_by_source/")
 GROUPS = {  # phases in the order of a step, as they are stacked
     "data": ("data",),
@@ -40,17 +51,18 @@ def write(summaries: list[Summary], file: Path) -> None:
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"duration": duration, "short": short, "shown": shown}
     styles, scripts = ([(HERE / name).read_text() for name in names] for names in (("uPlot.css", "page.css"), ("uPlot.js", "page.js")))
-    runs = [summary.run for summary in summaries]
+    runs, data = [summary.run for summary in summaries], page_data(summaries[:CURVES])
     html = environment.get_template("page.html.jinja").render(
         summaries=summaries,
-        data=as_script(page_data(summaries[:CURVES])),
+        data=data,
+        script_data=as_script(data),
         style="\n".join(styles),
         script="\n".join(scripts),
         hash=content_hash,
         parts=PARTS,
+        estimated=ESTIMATED,
         differing=differing(runs) if len(runs) > 1 else {},
         overrides={key: [override(run, key) for run in runs] for key in overrides(runs)},
-        sweep=any(run.job for run in runs),
         curves=CURVES,
         text=TEXT,
         written=time.strftime("%Y-%m-%d %H:%M"),
@@ -105,7 +117,9 @@ def run_data(run: Run, most: int) -> dict[str, Any]:
             "kind": event["event"],
             "text": about(event),
             "steps": event.get("step", round(float(np.interp(i, np.arange(run.lines), steps))) if run.lines else 0),
-            "tokens": round(float(np.interp(event.get("step", np.interp(i, np.arange(run.lines), steps)), steps, tokens))) if run.lines else 0,
+            "tokens": round(float(np.interp(event.get("step", np.interp(i, np.arange(run.lines), steps)), steps, tokens)))
+            if run.lines
+            else 0,
             "time": round(float(s), 3),
         }
         for event, s, i in zip(events, place, at, strict=True)
@@ -162,8 +176,10 @@ def seconds_of(run: Run, event: dict[str, Any]) -> float:
 
 def about(event: dict[str, Any]) -> str:
     """An event's details on a line."""
-    details = {name: value for name, value in event.items() if name not in ("event", "time", "step", "phases")}
-    return ", ".join(f"{name.replace('_', ' ')} {short(value) if isinstance(value, float) else shown(value)}" for name, value in details.items())
+    details = {name: value for name, value in event.items() if name not in ("event", "time", "step", "phases", "about")}
+    return ", ".join(
+        f"{name.replace('_', ' ')} {short(value) if isinstance(value, float) else shown(value)}" for name, value in details.items()
+    )
 
 
 def intervals(run: Run, seconds: np.ndarray) -> dict[str, Any]:
@@ -180,5 +196,9 @@ def intervals(run: Run, seconds: np.ndarray) -> dict[str, Any]:
             bars[of_phase.get(phase, "other")] += [float(np.nansum(values[rows])) for rows in chosen]
     last = np.array([rows[-1] for rows in chosen])
     count = np.diff(np.concatenate([[0], last + 1]))
-    x = {"steps": numbers(run.column("step")[last], 15), "tokens": numbers(run.column("tokens")[last], 15), "time": numbers(seconds[last], 9)}
+    x = {
+        "steps": numbers(run.column("step")[last], 15),
+        "tokens": numbers(run.column("tokens")[last], 15),
+        "time": numbers(seconds[last], 9),
+    }
     return {"x": x, "count": count.tolist(), "bars": {group: numbers(values) for group, values in bars.items()}}

@@ -43,6 +43,11 @@ class Summary:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     @property
+    def about(self) -> list[str]:
+        """Model, world and data, as the last start told them."""
+        return next((event["about"] for event in reversed(self.run.events) if event.get("about")), [])
+
+    @property
     def objective(self) -> float | None:
         """What a sweep compares: the job's own, else the last validation loss, else the last loss."""
         if self.run.job:

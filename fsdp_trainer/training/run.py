@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch.distributed as dist
 import yaml
@@ -168,10 +168,16 @@ def train(trainer: Trainer, world: World, run: Path, attempt: int) -> Outcome:
         observer.console.say(already_finished(trainer, run))
         export_hf(trainer, world, run)
         return "already finished", 0
-    everywhere("open the run's records", lambda: open_records(trainer, run) if world.main else None)
+    reached = everywhere("open the run's records", lambda: open_records(trainer, run) if world.main else {})[0]
     details = {"step": step, "rows": trainer.progress.rows, "world_size": world.size, "attempt": attempt}
     seconds = round(sum(phases.seconds().values()), 3)
-    observer.event("resume" if step else "start", **details, seconds=seconds, **({"changes": trainer.changes} if step else {}))
+    observer.event(
+        "resume" if step else "start",
+        **details,
+        seconds=seconds,
+        about=observer.about,
+        **({"changes": trainer.changes} | reached if step else {}),
+    )
     if step:
         observer.console.say(f"goes on after step {step:,}")
         for key, (then, now) in sorted(trainer.changes.items()):
@@ -228,10 +234,11 @@ def tell_end(trainer: Trainer, reason: str) -> None:
         )
 
 
-def open_records(trainer: Trainer, run: Path) -> None:
-    """Bring the run's files to where it stands. Rank 0's task."""
+def open_records(trainer: Trainer, run: Path) -> dict[str, Any]:
+    """Bring the run's files to where it stands; how far it had come before, which the report reckons with. Rank 0's task."""
     cfg, observer, step = trainer.cfg, trainer.observer, trainer.progress.step
     assert observer.records
+    last = observer.records.last_line()
     observer.records.cut_after(step)
     trainer.saves.store.clear_up(step)
     try:
@@ -239,6 +246,7 @@ def open_records(trainer: Trainer, run: Path) -> None:
     except OSError as error:  # each checkpoint has its own
         observer.console.say(f"{run / 'config.yaml'} cannot be written: {error}; training goes on")
     observer.trackers = Trackers(cfg.logging, run, asdict(cfg), observer.console.say, step)
+    return {"reached": {name: last.get(name) for name in ("step", "time")}}
 
 
 def export_hf(trainer: Trainer, world: World, run: Path) -> None:

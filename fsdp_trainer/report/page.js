@@ -1,6 +1,6 @@
 "use strict";
 const find = id => document.getElementById(id), data = JSON.parse(find("data").textContent), runs = data.runs, root = document.documentElement;
-const state = { x: "steps", smooth: 0.5, range: null, hidden: new Set(), quiet: new Set(["data", "evaluation", "checkpoint", "compile"]), log: new Set(["grad_norm"]), run: 0 };
+const state = { x: "steps", smooth: 0.5, range: null, hidden: new Set(), quiet: new Set(["data", "evaluation", ...(runs.length > 1 ? ["start", "end", "checkpoint"] : [])]), log: new Set(["grad_norm"]), run: 0 };
 const TITLES = {
   loss: "Loss", objective: "Objective (what was minimised)", validation_loss: "Validation loss", grad_norm: "Gradient norm, before clipping", lr: "Learning rate",
   tokens_per_second: "Tokens per second", step_seconds: "Seconds a step", memory_gib: "Memory at the peak, GiB", mfu_palm: "MFU (6N + 12LHDT)", mfu_causal: "MFU, causal",
@@ -9,7 +9,7 @@ const TITLES = {
 const SMOOTHED = ["loss", "objective", "loss_by_source/", "grad_norm", "tokens_per_second"], LOG = ["loss", "objective", "validation_loss", "grad_norm", "lr", "step_seconds"];
 const BAD = ["skipped", "spike", "rewind", "hang", "straggler", "corruption", "not_deterministic", "checkpoint_failed", "checkpoint_waited", "damaged", "out_of_memory", "signal"];
 const MINOR = ["checkpoint", "evaluation", "compile", "data", "profile", "export"];
-let charts = [], active = null;
+let charts = [], scatters = [], active = null;
 
 const css = name => getComputedStyle(root).getPropertyValue(name).trim();
 const colour = i => css("--c" + (i % 8)), dashes = i => [[], [8, 4], [2, 3], [9, 3, 2, 3]][Math.floor(i / 8) % 4];
@@ -19,14 +19,15 @@ function number(v) {
   if (v === null || v === undefined) return "–";
   const a = Math.abs(v);
   if (a >= 1e6) return v.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 4 });
-  return a && a < 1e-3 ? v.toPrecision(3).replace(/\.?0+e/, "e") : v.toLocaleString("en", { maximumSignificantDigits: Math.max(5, a >= 1e4 ? 6 : 0) });
+  return a && a < 1e-3 ? v.toExponential(2).replace(/\.?0+e/, "e") : v.toLocaleString("en", { maximumSignificantDigits: Math.max(5, a >= 1e4 ? 6 : 0) });
 }
 function duration(s) {
   if (s < 120) return number(Math.round(s * 10) / 10) + " s";
   const m = Math.round(s / 60), h = Math.floor(m / 60);
   return h > 48 ? number(Math.round(h / 2.4) / 10) + " d" : h ? h + " h" + (m % 60 ? " " + m % 60 : "") : m + " m";
 }
-const place = v => state.x === "time" ? duration(v) : number(v);
+const tick = (v, log) => v === null || log && Number(v.toPrecision(1)) !== Number(v.toPrecision(6)) ? null : number(v);
+const place = v => state.x === "time" ? duration(v) : number(v), whole = v => state.x === "time" ? duration(v) : Math.round(v).toLocaleString("en");
 // The times of uPlot's own axis are dates; these are round numbers of seconds, minutes or hours.
 const SECONDS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 432000, 864000, 1728000];
 
@@ -97,7 +98,7 @@ function tell(u) {
   if (u !== active) return;
   box.hidden = at === null || at === undefined || u.cursor.left < 0;
   if (box.hidden) return;
-  box.replaceChildren(make("b", (state.x === "time" ? "" : { steps: "step ", tokens: "tokens " }[state.x]) + place(u.posToVal(u.cursor.left, "x"))));
+  box.replaceChildren(make("b", u.setting ? u.setting + " " + number(u.data[0][at]) : (state.x === "time" ? "" : { steps: "step ", tokens: "tokens " }[state.x]) + whole(u.posToVal(u.cursor.left, "x"))));
   const rows = u.shown.map((line, k) => ({ line, value: line.own ? line.own[u.cursor.idxs[k + 1]] : u.data[k + 1][u.cursor.idxs[k + 1]] }));
   for (const { line, value } of rows.filter(row => row.value !== null && row.value !== undefined).slice(0, 24)) {
     const row = make("div", line.label + "  " + number(value) + (line.unit || "")), mark = make("i");
@@ -105,7 +106,7 @@ function tell(u) {
     if (!line.faint) row.prepend(mark); else row.className = "faint";
     box.append(row);
   }
-  for (const e of events().filter(e => Math.abs(u.valToPos(e[state.x], "x") - u.cursor.left) < 6).slice(0, 6))
+  for (const e of u.setting ? [] : events().filter(e => Math.abs(u.valToPos(e[state.x], "x") - u.cursor.left) < 6).slice(0, 6))
     box.append(make("div", (runs.length > 1 ? e.of + ": " : "") + e.kind + " at step " + number(e.steps) + (e.text ? ": " + e.text.slice(0, 160) : ""), BAD.includes(e.kind) ? "bad" : "event"));
   const r = u.over.getBoundingClientRect(), left = r.left + u.cursor.left, wide = box.offsetWidth;
   box.style.left = Math.max(4, left + 16 + wide < innerWidth ? left + 12 : left - wide - 12) + "px";
@@ -151,10 +152,10 @@ function draw(parent, title, name, shown, more = {}) {
   parent.append(figure);
   const [min, max] = state.range || extent(), grid = { stroke: css("--line"), width: 1 }, axis = { stroke: css("--faint"), grid, ticks: grid, font: "12px system-ui, sans-serif" };
   const u = new uPlot({
-    width: figure.clientWidth, height: innerWidth < 600 ? 200 : 240, legend: { show: false }, padding: [8, 8, 0, 0],
+    width: figure.clientWidth, height: innerWidth < 600 ? 200 : 240, legend: { show: false }, padding: [8, 18, 0, 0],
     cursor: { sync: { key: "x", scales: ["x", null], filters: { pub: type => !["mousedown", "mouseup", "dblclick"].includes(type) } }, drag: { x: true, y: false, setScale: false, dist: 6 }, dataIdx: nearest, y: false, bind: { dblclick: () => null }, points: { size: 7 } },
-    scales: { x: { time: false, auto: false, min, max }, y: { distr: state.log.has(name) ? 3 : 1, ...more.scale } },
-    axes: [{ ...axis, values: (_, ticks) => ticks.map(place), ...(state.x === "time" ? { incrs: SECONDS, space: 70 } : {}) }, { ...axis, size: 62, values: (_, ticks) => ticks.map(v => v === null ? null : number(v)) }],
+    scales: { x: { time: false, auto: false, min, max }, y: { distr: state.log.has(name) ? 3 : 1, ...(state.log.has(name) ? { range: (_, low, high) => [low * 0.9, high * 1.1] } : {}), ...more.scale } },
+    axes: [{ ...axis, size: 32, values: (_, ticks) => ticks.map(place), ...(state.x === "time" ? { incrs: SECONDS, space: 70 } : {}) }, { ...axis, size: 62, values: (_, ticks) => ticks.map(v => tick(v, state.log.has(name))) }],
     series: [{}, ...shown.map(s => ({ stroke: s.colour, width: s.faint ? 1 : 1.75, alpha: s.faint ? 0.35 : 1, dash: s.dash, spanGaps: true, points: { show: s.ys.length < 40 || name.startsWith("validation"), size: 5, fill: s.colour }, ...s.more }))],
     hooks: { draw: [markers], setCursor: [tell], setSelect: [u => { const { left, width } = u.select; if (width) { zoom([u.posToVal(left, "x"), u.posToVal(left + width, "x")]); u.setSelect({ width: 0 }, false); } }] },
   }, uPlot.join(shown.map(s => [s.xs, s.ys])), figure);
@@ -162,18 +163,43 @@ function draw(parent, title, name, shown, more = {}) {
   by_hand(u);
   charts.push(u);
 }
+// Of a sweep: the objective over each setting that takes numbers.
+function settings() {
+  const table = find("runs"), heads = table ? [...table.tHead.rows[0].cells].map(th => th.textContent) : [], end = heads.indexOf("objective");
+  const rows = table ? [...table.tBodies[0].rows].filter(row => row.cells[end].dataset.v && row.querySelector("[data-run]")) : [];
+  for (let k = 1; k < end; k++) {
+    const points = rows.map(row => [Number(row.cells[k].textContent || NaN), Number(row.cells[end].dataset.v), Number(row.querySelector("[data-run]").dataset.run)]);
+    const xs = points.map(point => point[0]), low = Math.min(...xs), high = Math.max(...xs), log = low > 0 && high / low >= 10;
+    if (!points.length || xs.some(isNaN) || low === high) continue;
+    const figure = make("figure"), grid = { stroke: css("--line"), width: 1 }, axis = { stroke: css("--faint"), grid, ticks: grid, font: "12px system-ui, sans-serif" };
+    figure.append(make("figcaption", "Objective over " + heads[k]));
+    find("settings").append(figure);
+    const u = new uPlot({
+      width: figure.clientWidth, height: 200, legend: { show: false }, padding: [8, 18, 0, 0], cursor: { drag: { x: false }, y: false, points: { size: 9 } },
+      scales: { x: { time: false, distr: log ? 3 : 1, range: () => log ? [low / 1.2, high * 1.2] : [low - (high - low) * 0.05, high + (high - low) * 0.05] } },
+      axes: [{ ...axis, size: 32, values: (_, ticks) => ticks.map(v => tick(v, log)) }, { ...axis, size: 62, values: (_, ticks) => ticks.map(number) }],
+      series: [{}, ...points.map(([, , i]) => ({ stroke: colour(i), points: { show: true, size: 9, fill: colour(i) } }))], hooks: { setCursor: [tell] },
+    }, uPlot.join(points.map(([x, y]) => [[x], [y]])), figure);
+    u.shown = points.map(([, , i]) => ({ label: runs[i].name, colour: colour(i) })); u.setting = heads[k];
+    u.over.addEventListener("mouseenter", () => active = u);
+    u.over.addEventListener("mouseleave", () => { find("tip").hidden = true; });
+    scatters.push(u);
+  }
+}
 function redraw() {
-  charts.forEach(u => u.destroy());
-  charts = [];
-  const places = [find("charts"), find("phases")];
+  [...charts, ...scatters].forEach(u => u.destroy());
+  charts = []; scatters = [];
+  const places = [find("charts"), find("phases"), find("settings")];
   places.forEach(p => p.replaceChildren());
   for (const name of Object.keys(TITLES)) { const shown = lines(name); if (shown.length) draw(places[0], TITLES[name], name, shown); }
+  settings();
   const run = runs[state.run], spent = run && run.phases;
   if (spent && spent.x) {
-    const used = data.groups.filter(g => spent.bars[g].some(v => v)), own = used.map(g => spent.bars[g].map((v, j) => v / spent.count[j]));
+    const used = data.groups.filter(g => spent.bars[g].some(v => v)), own = used.map(g => [0, ...spent.count.keys()].map(j => spent.bars[g][j] / spent.count[j]));
+    const xs = [state.x === "steps" ? spent.x.steps[0] - spent.count[0] : 0, ...spent.x[state.x]];
     const stack = own.map((_, k) => own[0].map((_, j) => own.slice(0, k + 1).reduce((sum, ys) => sum + ys[j], 0)));
-    const paths = uPlot.paths.bars({ size: [1, 80], align: -1 });
-    draw(places[1], "Seconds of a step by phase" + (runs.length > 1 ? ": " + run.name : ""), "phases", used.map((g, k) => ({ label: g, unit: " s", xs: spent.x[state.x], ys: stack[k], own: own[k], colour: css("--c" + data.groups.indexOf(g)), more: { paths, fill: css("--c" + data.groups.indexOf(g)), width: 0, points: { show: false } } })).reverse(), { scale: { range: (_, low, high) => [0, high * 1.05] } });
+    const paths = uPlot.paths.stepped({ align: -1 });
+    draw(places[1], "Seconds of a step by phase" + (runs.length > 1 ? ": " + run.name : ""), "phases", used.map((g, k) => ({ label: g, unit: " s", xs, ys: stack[k], own: own[k], colour: css("--c" + data.groups.indexOf(g)), more: { paths, fill: css("--c" + data.groups.indexOf(g)), width: 0, points: { show: false } } })).reverse(), { scale: { range: (_, low, high) => [0, high * 1.05] } });
   }
   find("reset").hidden = !state.range;
 }

@@ -97,7 +97,9 @@ def override(run: Run, key: str) -> str | None:
 def page_data(summaries: list[Summary]) -> dict[str, Any]:
     """What the page's charts are made of."""
     most = max(50, min(ROWS, ALL_ROWS // max(1, len(summaries))))
-    return {"groups": [*GROUPS, "other"], "runs": [run_data(summary.run, most) for summary in summaries]}
+    runs = [run_data(summary.run, most) for summary in summaries]
+    spent = [run["phases"]["bars"] for run in runs if run["phases"]]
+    return {"groups": [group for group in (*GROUPS, "other") if any(any(bars[group]) for bars in spent)], "runs": runs}
 
 
 def run_data(run: Run, most: int) -> dict[str, Any]:
@@ -176,10 +178,10 @@ def seconds_of(run: Run, event: dict[str, Any]) -> float:
 
 def about(event: dict[str, Any]) -> str:
     """An event's details on a line."""
-    details = {name: value for name, value in event.items() if name not in ("event", "time", "step", "phases", "about")}
-    return ", ".join(
-        f"{name.replace('_', ' ')} {short(value) if isinstance(value, float) else shown(value)}" for name, value in details.items()
-    )
+    details = {name: value for name, value in event.items() if name not in ("event", "time", "step", "phases", "about", "reached")}
+    if again := int((event.get("reached") or {}).get("step") or 0) - int(event.get("step") or 0):
+        details["steps done again"] = again
+    return ", ".join(f"{name.replace('_', ' ')} {short(value) if isinstance(value, float) else shown(value)}" for name, value in details.items())
 
 
 def intervals(run: Run, seconds: np.ndarray) -> dict[str, Any]:

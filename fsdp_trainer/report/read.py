@@ -174,7 +174,7 @@ def state(run: Run) -> tuple[str, str]:
         return str(job.get("state", "nothing yet")), str(job.get("reason", ""))
     last = run.events[-1] if run.events else {}
     if last.get("event") == "end":
-        return {0: "finished", 75: "stopped"}.get(last.get("exit_code"), "failed"), str(last.get("reason", ""))
+        return {0: "finished", 75: "stopped"}.get(last.get("exit_code", 1), "failed"), str(last.get("reason", ""))
     signs = [file.stat().st_mtime for name in ("metrics", "events") if (file := run.folder / f"{name}.jsonl").exists()]
     silent = time.time() - max(signs)
     if silent < SILENT_SECONDS:

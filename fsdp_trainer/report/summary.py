@@ -68,14 +68,14 @@ class Summary:
         total, best = run.configuration.get("train.steps"), run.least("validation_loss")
         speed = run.column("tokens_per_second")
         facts = [
-            ("state", f"{run.state}{': ' * bool(run.reason)}{run.reason}"),
+            ("state", run.state if run.reason in ("", run.state) else f"{run.state}: {run.reason}"),
             ("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(starts[0]["time"])) if starts else None),
             ("took", f"{duration(good.wall)}{f', {good.attempts} attempts' if good.attempts > 1 else ''}" if good else None),
             ("steps", f"{short(last('step'))}{f' of {total:,}' if isinstance(total, int) else ''}" if run.lines else None),
             ("tokens", short(last("tokens")) if run.lines else None),
             ("loss", f"{short(last('loss'))}, lowest {short(run.least('loss')[1])}" if run.least("loss") else None),  # type: ignore[index]
             ("validation", f"{short(last('validation_loss'))}, lowest {short(best[1])} after step {best[0]:,}" if best else None),
-            ("world", " → ".join(dict.fromkeys(str(event.get("world_size", "?")) for event in starts)) + " ranks" if starts else None),
+            ("world", " → ".join(dict.fromkeys(f"{count} rank{'s' * (count != 1)}" for event in starts if (count := event.get("world_size")))) or None),
             ("speed", f"{short(float(np.nanmedian(speed)))} tokens/s (median)" if not np.isnan(speed).all() else None),
             ("goodput", goodput_in_words(good) if good else None),
         ]
@@ -119,8 +119,8 @@ def duration(seconds: float | None) -> str:
         return ""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, hours = seconds / 60, seconds / 3600
-    return f"{minutes:.0f} m {seconds % 60:02.0f} s" if seconds < 600 else f"{int(hours)} h {minutes % 60:02.0f} m"
+    minutes, left = divmod(round(seconds), 60)
+    return f"{minutes} m {left:02} s" if minutes < 10 else f"{minutes // 60} h {minutes % 60:02} m"
 
 
 def short(value: float | None) -> str:

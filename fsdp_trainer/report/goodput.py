@@ -83,7 +83,9 @@ def attempts_of(run: Run) -> list[Attempt]:
         if len(signs) == len(attempt.events):
             signs.append(attempt.ready + float(took[attempt.lines].sum()))
         if later:
-            signs.append(min(float((later[0].event.get("reached") or {}).get("time") or 0.0), later[0].began))
+            rewound = later[0].event["event"] == "rewind"
+            reached = later[0].began if rewound else float((later[0].event.get("reached") or {}).get("time") or 0.0)
+            signs.append(min(reached, later[0].began))
         attempt.ended = max(signs)
     return attempts
 
@@ -97,12 +99,11 @@ def goodput(run: Run) -> Goodput | None:
     for i, attempt in enumerate(attempts):
         again = attempts[i + 1 : i + 2]
         if i:
-            rewound = attempt.event["event"] == "rewind"
-            seconds["down"] += 0.0 if rewound else max(0.0, attempt.began - attempts[i - 1].ended)
+            seconds["down"] += max(0.0, attempt.began - attempts[i - 1].ended)
         _add(seconds, _of_lines(run, attempt), first=not i)
         rest = attempt.ended - _last_line(run, attempt)
         told = _by_part(attempt.end.get("phases") or {})
-        if not told:
+        if not told and phases_of(run, attempt.lines):
             told = {
                 "checkpoint": sum(_stall(e) for e in attempt.events if e["event"] == "checkpoint" and e["time"] > _last_line(run, attempt))
             }

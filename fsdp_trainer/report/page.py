@@ -179,9 +179,11 @@ def seconds_of(run: Run, event: dict[str, Any]) -> float:
 def about(event: dict[str, Any]) -> str:
     """An event's details on a line."""
     details = {name: value for name, value in event.items() if name not in ("event", "time", "step", "phases", "about", "reached")}
-    if again := int((event.get("reached") or {}).get("step") or 0) - int(event.get("step") or 0):
-        details["steps done again"] = again
-    return ", ".join(f"{name.replace('_', ' ')} {short(value) if isinstance(value, float) else shown(value)}" for name, value in details.items())
+    if event.get("reached"):
+        details["steps done again"] = max(0, int(event["reached"].get("step") or 0) - int(event.get("step") or 0))
+    return ", ".join(
+        f"{name.replace('_', ' ')} {short(value) if isinstance(value, float) else shown(value)}" for name, value in details.items()
+    )
 
 
 def intervals(run: Run, seconds: np.ndarray) -> dict[str, Any]:

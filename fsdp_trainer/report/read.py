@@ -188,7 +188,7 @@ def differing(runs: list[Run]) -> dict[str, list[Any]]:
     keys = dict.fromkeys(key for run in known for key in run.configuration)
     shown = {key: [json.dumps(run.configuration.get(key)) for run in known] for key in keys}
     own = ("run.name", "run.root", "run.overwrite")
-    return {key: [run.configuration.get(key) for run in runs] for key in keys if len(set(shown[key])) > 1 and key not in own}
+    return {key: [run.configuration.get(key, "") for run in runs] for key in keys if len(set(shown[key])) > 1 and key not in own}
 
 
 def overrides(runs: list[Run]) -> list[str]:

@@ -75,7 +75,11 @@ class Summary:
             ("tokens", short(last("tokens")) if run.lines else None),
             ("loss", f"{short(last('loss'))}, lowest {short(run.least('loss')[1])}" if run.least("loss") else None),  # type: ignore[index]
             ("validation", f"{short(last('validation_loss'))}, lowest {short(best[1])} after step {best[0]:,}" if best else None),
-            ("world", " → ".join(dict.fromkeys(f"{count} rank{'s' * (count != 1)}" for event in starts if (count := event.get("world_size")))) or None),
+            (
+                "world",
+                " → ".join(dict.fromkeys(f"{count} rank{'s' * (count != 1)}" for event in starts if (count := event.get("world_size"))))
+                or None,
+            ),
             ("speed", f"{short(float(np.nanmedian(speed)))} tokens/s (median)" if not np.isnan(speed).all() else None),
             ("goodput", goodput_in_words(good) if good else None),
         ]
@@ -157,7 +161,7 @@ def show(summaries: list[Summary], console: Console) -> None:
     if different := differing(runs):
         heading(console, "keys that differ")
         for key, values in list(different.items())[:SHOWN]:
-            console.print(Text(f"{key}: {', '.join(map(str, dict.fromkeys(map(str, values))))}"), soft_wrap=True)
+            console.print(Text(f"{key}: {', '.join(filter(None, dict.fromkeys(map(str, values))))}"), soft_wrap=True)
         if len(different) > SHOWN:
             console.print(f"and {len(different) - SHOWN} more, in the page")
 

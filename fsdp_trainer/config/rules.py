@@ -15,7 +15,7 @@ from fsdp_trainer.config.names import ENTRY_SYNONYMS, nearest
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
 from fsdp_trainer.config.schema import GROUPS, NEEDS_NCCL, Sharding, Train, TrainConfig
 from fsdp_trainer.config.units import parse_duration, parse_steps
-from fsdp_trainer.config.verbs import ExportConfig, GenerateConfig, PrepareConfig, PreviewConfig, ReportConfig, VerifyConfig
+from fsdp_trainer.config.verbs import ExportConfig, GenerateConfig, PrepareConfig, PreviewConfig, VerifyConfig
 from fsdp_trainer.models.attention_choice import Situation, attention_problems
 from fsdp_trainer.models.resolve import model_problems
 
@@ -307,8 +307,6 @@ def check_inputs(cfg: Any, report: Report, whole: bool = True) -> None:
         if whole:
             _require_training_inputs(cfg, report)
         _check_training_inputs(cfg, report)
-    elif isinstance(cfg, ReportConfig):
-        _require("source", cfg.source, "say what to read: a run, several, or a sweep, e.g.  source=runs/quickstart", report)
     elif isinstance(cfg, ExportConfig | VerifyConfig | GenerateConfig):
         _require("source", cfg.source, "say what to read: a run or a checkpoint, e.g.  source=runs/quickstart", report)
         _check_exists("source", cfg.source, report)

@@ -107,7 +107,7 @@ def goodput(run: Run) -> Goodput | None:
             told = {
                 "checkpoint": sum(_stall(e) for e in attempt.events if e["event"] == "checkpoint" and e["time"] > _last_line(run, attempt))
             }
-        told = {part: min(value, max(0.0, rest)) for part, value in told.items() if part not in ("startup", "restart") or not again}
+        told = {part: min(value, max(0.0, rest)) for part, value in told.items() if part not in ("startup", "restart")}  # which is above
         _add(seconds, told, first=not i)
         if again and attempt.end.get("exit_code") != 75:
             seconds["redone"] += max(0.0, rest - sum(told.values()))

@@ -62,11 +62,11 @@ class Run:
         return len(self.metrics.get("step", ()))
 
 
-def read_sources(source: str | list[str]) -> list[Run]:
+def read_sources(source: str | list[str] | None) -> list[Run]:
     """Every run of the folders named: runs, sweeps, folders of either. Raises UserError for what is none."""
     found: dict[Path, tuple[str, dict[str, Any] | None]] = {}
     problems = []
-    for name in [source] if isinstance(source, str) else source:
+    for name in [source] if isinstance(source, str) else source or []:
         folder = Path(name).expanduser()
         runs = list(runs_below(folder)) if folder.is_dir() else []
         if not runs:
@@ -74,7 +74,7 @@ def read_sources(source: str | list[str]) -> list[Run]:
             problems.append(Problem(f"source={name}", f"{folder} {why if folder.is_dir() else 'is no folder'}"))
         found |= {run.resolve(): (shown, job) for run, shown, job in runs}
     if problems or not found:
-        raise UserError("there is nothing to report on", problems or [Problem("source=[]", "name a run, e.g.  source=runs/quickstart")])
+        raise UserError("there is nothing to report on", problems or [Problem("source", "say what to read: a run, several, or a sweep, e.g.  source=runs/quickstart")])
     return [read_run(folder, name, job, READ_BYTES // len(found)) for folder, (name, job) in found.items()]
 
 

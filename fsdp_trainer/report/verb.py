@@ -12,9 +12,8 @@ from fsdp_trainer.report.summary import Summary, show
 
 def report(cfg: ReportConfig) -> int:
     """The verb. Raises UserError for sources that hold no run, and where the page cannot be written."""
-    assert cfg.source is not None
     summaries = [Summary(run) for run in read_sources(cfg.source)]
-    sources = [cfg.source] if isinstance(cfg.source, str) else cfg.source
+    sources = [cfg.source] if isinstance(cfg.source, str) else cfg.source or []
     out = Path(cfg.out or (Path(sources[0]) if len(sources) == 1 else Path()) / "report.html").expanduser()
     if cfg.out or cfg.format == "text":
         write(summaries, out)

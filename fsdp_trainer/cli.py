@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from fsdp_trainer import __version__
+from fsdp_trainer import __version__, phases
 from fsdp_trainer.config.handover import take_over
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.errors import Problem, RunFailed, UserError
@@ -26,10 +26,10 @@ VERBS = {
     "verify": "fsdp_trainer.checkpoint.verify:verify",
     "generate": "fsdp_trainer.generate:generate",
     "quickstart": "fsdp_trainer.quickstart:quickstart",
+    "report": "fsdp_trainer.report.verb:report",
     "recipes": "fsdp_trainer.config.document:recipes",
     "config": "fsdp_trainer.config.document:explain",
 }
-LATER = ("report",)
 AS_RANKS = ("train", "doctor")  # start their ranks with the configuration that was composed, and what it was composed from
 
 
@@ -68,6 +68,7 @@ def write_no_more() -> None:
 
 def run_verb(verb: str, overrides: list[str], config_dir: str | None = None) -> int:
     """Compose the configuration of `verb` and do it."""
+    phases.begin()
     module, name = VERBS[verb].split(":")
     if verb in AS_RANKS and (handed := take_over(PRIMARY[verb])):
         return getattr(importlib.import_module(module), name)(handed, overrides)
@@ -135,11 +136,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _verb(words: list[str]) -> tuple[str, list[str]]:
-    """The verb and its overrides. Raises UserError for a verb that is misspelt, not first, or not there yet."""
+    """The verb and its overrides. Raises UserError for a verb that is misspelt or not first."""
     first, rest = (words[0], words[1:]) if words and _bare(words[0]) else (None, words)
-    misplaced = next((w for w in rest if w in VERBS or w in LATER), None)
-    if first in LATER:
-        raise UserError("no such verb yet", [Problem(str(first), f"this version does not have it yet. There are: {' '.join(VERBS)}")])
+    misplaced = next((w for w in rest if w in VERBS), None)
     if first is not None and first not in VERBS:
         raise UserError("no such verb", [Problem(first, _why_no_verb(first))])
     if misplaced:

@@ -4,8 +4,10 @@ import gzip
 import importlib.util
 import io
 import json
+import time
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from fsdp_trainer import phases
 from fsdp_trainer.models.attention import Layout
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
@@ -40,6 +43,45 @@ def test_metrics_and_events_have_the_contracts_fields(train):
     assert run.events[-1]["reason"] == "finished" and run.events[-1]["exit_code"] == 0
     config = yaml.safe_load((run.folder / "config.yaml").read_text())
     assert config["optim"]["lr"] == 3e-3 and config["run"]["name"] == "run"
+
+
+def slow_data():
+    """Data that comes 0.3 s late, in the first step."""
+    real, calls = phases.enter, []
+
+    def enter(phase, step=None):
+        real(phase, step)
+        if phase == "data" and not calls:
+            calls.append(time.sleep(0.3))
+
+    return patch.object(phases, "enter", enter)
+
+
+def test_the_time_of_a_run_is_that_of_its_phases(train):
+    began = time.time()
+    run = train(
+        "run",
+        "train.steps=4",
+        "logging.every=2",
+        "checkpoint.every=2",
+        "train.validate_every=2",
+        "data.validation=0.2",
+        "checkpoint.export_hf=true",
+        seam=slow_data,
+    )
+    wall, (first, last) = time.time() - began, [line["phases"] for line in run.metrics if "phases" in line]
+    assert all({"data", "forward", "backward", "clip", "update", "read", "validation", "log"} <= set(of) for of in (first, last))
+    assert first["data"] >= 0.3 and first["start"] > 0 and "start" not in last and last["shards"] > 0, (
+        "the first checkpoint is the second write's"
+    )
+    assert (
+        sum(last.values()) >= sum(run.column("step_seconds")[2:])
+        and began < run.metrics[0]["time"] <= run.metrics[3]["time"] < began + wall
+    )
+    took = {event["event"]: event.get("seconds") for event in run.events}
+    assert all(took[name] > 0 for name in ("start", "evaluation", "checkpoint", "export")) and took["start"] <= first["start"]
+    end = run.events[-1]["phases"]
+    assert end["export"] > 0 and sum(sum(of.values()) for of in (first, last, end)) < wall
 
 
 def test_tokens_are_those_of_the_rows_without_padding(train, world, inputs):

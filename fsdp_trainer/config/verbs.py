@@ -145,6 +145,19 @@ class GenerateConfig:
 
 
 @dataclass
+class ReportConfig:
+    """Shows what happened in one run or many: a page that needs no network, and a summary at the terminal."""
+
+    source: str | list[str] | None = key(None, "a run, a sweep, a folder of runs, or a list of them, e.g. [runs/a,runs/b]")
+    out: str | None = key(None, "the page to write; null: report.html in the run's or the sweep's folder")
+    format: str = key(
+        "text",
+        "`text`: the page, and a summary for people; `json`: the summary's figures, and a page only with out",
+        choices=("text", "json"),
+    )
+
+
+@dataclass
 class ConfigConfig:
     """Explains a key of the configuration."""
 
@@ -166,7 +179,7 @@ class QuickstartConfig:
 
 
 PRIMARY: dict[str, type] = {
-    "train": TrainConfig, "plan": PlanConfig, "preview": PreviewConfig, "prepare": PrepareConfig, "doctor": DoctorConfig, "export": ExportConfig, "verify": VerifyConfig, "generate": GenerateConfig,
-    "recipes": RecipesConfig, "config": ConfigConfig, "quickstart": QuickstartConfig,
-    "launch-files": LaunchFilesConfig,
+    "train": TrainConfig, "plan": PlanConfig, "preview": PreviewConfig, "prepare": PrepareConfig, "doctor": DoctorConfig, "export": ExportConfig,
+    "verify": VerifyConfig, "generate": GenerateConfig, "report": ReportConfig, "recipes": RecipesConfig, "config": ConfigConfig,
+    "quickstart": QuickstartConfig, "launch-files": LaunchFilesConfig,
 }  # fmt: skip

@@ -137,7 +137,8 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
     )
     told = take_up(trainer, start) if start else []
     if world.main:  # who alone is heard: it looks through all samples
-        for line in [*describe(trainer, world, material, attention), *([uncompiled] if uncompiled else []), *told]:
+        observer.about = [*describe(trainer, world, material, attention), *([uncompiled] if uncompiled else []), *told]
+        for line in observer.about:
             observer.console.say(line)
     if start:
         restore(trainer, start)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch.distributed as dist
 import yaml
@@ -169,9 +169,16 @@ def train(trainer: Trainer, world: World, run: Path, attempt: int) -> Outcome:
         observer.console.say(already_finished(trainer, run))
         export_hf(trainer, world, run)
         return "already finished", 0
-    everywhere("open the run's records", lambda: open_records(trainer, run) if world.main else None)
+    reached = everywhere("open the run's records", lambda: open_records(trainer, run) if world.main else {})[0]
     details = {"step": step, "rows": trainer.progress.rows, "world_size": world.size, "attempt": attempt}
-    observer.event("resume" if step else "start", **details, **({"changes": trainer.changes} if step else {}))
+    seconds = round(sum(phases.seconds().values()), 3)
+    observer.event(
+        "resume" if step else "start",
+        **details,
+        seconds=seconds,
+        about=observer.about,
+        **({"changes": trainer.changes} | reached if step else {}),
+    )
     if step:
         observer.console.say(f"goes on after step {step:,}")
         for key, (then, now) in sorted(trainer.changes.items()):
@@ -228,10 +235,11 @@ def tell_end(trainer: Trainer, reason: str) -> None:
         )
 
 
-def open_records(trainer: Trainer, run: Path) -> None:
-    """Bring the run's files to where it stands. Rank 0's task."""
+def open_records(trainer: Trainer, run: Path) -> dict[str, Any]:
+    """Bring the run's files to where it stands; how far it had come before, which the report reckons with. Rank 0's task."""
     cfg, observer, step = trainer.cfg, trainer.observer, trainer.progress.step
     assert observer.records
+    last = observer.records.last_line()
     observer.records.cut_after(step)
     trainer.saves.store.clear_up(step)
     try:
@@ -239,6 +247,7 @@ def open_records(trainer: Trainer, run: Path) -> None:
     except OSError as error:  # each checkpoint has its own
         observer.console.say(f"{run / 'config.yaml'} cannot be written: {error}; training goes on")
     observer.trackers = Trackers(cfg.logging, run, asdict(cfg), observer.console.say, step)
+    return {"reached": {name: last.get(name) for name in ("step", "time")}}
 
 
 def export_hf(trainer: Trainer, world: World, run: Path) -> None:
@@ -252,11 +261,12 @@ def export_hf(trainer: Trainer, world: World, run: Path) -> None:
         checkpoint = best.resolve() if cfg.best and best.exists() else committed_checkpoints(run)[-1]
         if not world.main or is_export_of(out, checkpoint, cfg.export_dtype):
             return
+        began = time.monotonic()
         try:
             export_checkpoint(checkpoint, out, cfg.export_dtype)
         except OSError as error:
             raise RunFailed(f"cannot write the export {out}: {error}") from None
-        trainer.observer.event("export", step=step_of(checkpoint), path=str(out))
+        trainer.observer.event("export", step=step_of(checkpoint), path=str(out), seconds=round(time.monotonic() - began, 3))
 
     phases.enter("export")
     # outside any collective: a large model takes longer than launch.timeout
@@ -280,7 +290,7 @@ def leave(trainer: Trainer | None, records: Records, ours: bool, reason: str, co
     if trainer and trainer.observer.trackers:
         trainer.observer.trackers.close(code)
     if ours:
-        records.event("end", reason=reason, exit_code=code)
+        records.event("end", reason=reason, exit_code=code, phases=phases.lately())
         records.close()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -312,7 +312,7 @@ class Trainer:
         if self.validation is None:
             return
         phases.enter("validation")
-        with self.observer.apart("validation"):
+        with self.observer.apart("validation") as seconds:
             plan = next(self.validation.steps(self.validation.order.rows_per_epoch, None))
             total = self.sums_of(self.validation)
             with self.feed(self.validation, iter([plan])) as feed:
@@ -329,7 +329,7 @@ class Trainer:
             dist.broadcast(total, 0)  # the ranks decide by it: it must be the same to the last bit
             total_loss, *sums = total.tolist()
             loss = total_loss / (plan.weight or math.nan)
-            self.observer.validated(self.progress.step, loss, losses(self.validation.source_names, sums))
+            self.observer.validated(self.progress.step, loss, losses(self.validation.source_names, sums), seconds())
             self.progress.validated(loss, self.cfg.train.early_stop_delta)
 
     def sample(self) -> None:

@@ -111,7 +111,10 @@ class Profile:
         None, "which optimizer steps, both included: `10..12`, or one; the first ones are slower than the rest; null: none"
     )
     ranks: list[int] | None = key(None, "which ranks write one; null: those of the first node, 8 at most", minimum=0)
-    memory: bool = key(False, "on a GPU also a snapshot of every allocation, for pytorch.org/memory_viz")
+    memory: bool = key(
+        False,
+        "on a GPU also a snapshot of every allocation, for pytorch.org/memory_viz; without steps: of the whole run, written where it runs out of memory",
+    )
 
 
 @dataclass

@@ -39,6 +39,8 @@ class Profiler:
         self._began, self._step = 0, 0
         self._trace: profile | None = None
         self._open: list[record_function] = []  # the step's slice, and the phase's within it
+        if self.snapshot and self.wanted and not cfg.steps:  # whoever looks for what fills the memory does not know the step
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
 
     def before(self, step: int) -> None:
         """A step begins, before any of its phases. A run that goes on in the middle of the range records what is left of it."""
@@ -128,6 +130,19 @@ class Profiler:
         finally:
             if self.snapshot:
                 torch.cuda.memory._record_memory_history(enabled=None)
+
+    def out_of_memory(self) -> Path | None:
+        """The snapshot of a rank that has run out, if it was recorded."""
+        file = self.folder / f"oom-rank-{self.rank}.pickle"
+        if not self.snapshot or not self.wanted:
+            return None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(file))
+        except Exception as error:
+            self._tell_failure(error)
+            return None
+        return file
 
     def _tell_failure(self, error: Exception) -> None:
         self.observer.console.say(f"profile: {type(error).__name__}: {error}. Training goes on.")

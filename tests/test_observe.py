@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -83,6 +84,8 @@ def test_the_time_of_a_run_is_that_of_its_phases(train):
     took = {event["event"]: event.get("seconds") for event in run.events}
     assert all(took[name] > 0 for name in ("start", "evaluation", "checkpoint", "export")) and took["start"] <= first["start"]
     end = run.events[-1]["phases"]
+    (line,) = [line for line in run.out.splitlines() if line.startswith("time ")]
+    assert sum(map(int, re.findall(r"(\d+)%", line))) > 80 and "start-up" in line and "shards" not in line
     assert end["export"] > 0 and sum(sum(of.values()) for of in (first, last, end)) < wall
 
 

@@ -25,7 +25,7 @@ from fsdp_trainer.launch.facts import look_over
 from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
 from fsdp_trainer.models.hub import fetch
-from fsdp_trainer.observe.console import Console
+from fsdp_trainer.observe.console import Console, time_line
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.stragglers import Straggler, comparing
 from fsdp_trainer.observe.trackers import Trackers
@@ -203,6 +203,8 @@ def train(trainer: Trainer, world: World, run: Path, attempt: int) -> Outcome:
     if outcome[1] == 0:
         tell_end(trainer, outcome[0])
         export_hf(trainer, world, run)
+    observer.console.say(time_line(phases.seconds()))
+    if outcome[1] == 0:
         observer.console.say(f"done: {run}")
     else:
         kept = "checkpoint committed" if trainer.progress.step else "nothing to save yet"

@@ -276,11 +276,6 @@ def test_a_verb_that_is_not_first_is_shown_in_the_right_order(refused):
     assert "fsdp-trainer preview +recipe=quickstart" in refused("+recipe=quickstart", "preview")
 
 
-def test_a_misspelt_verb_and_one_that_is_not_there_yet(refused):
-    assert "Did you mean  export ?" in refused("exprot", "source=x")
-    assert "does not have it yet" in refused("plan")
-
-
 def test_only_rank_0_speaks(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
     assert main(["nonsense=1"]) == 2 and capsys.readouterr().err == ""

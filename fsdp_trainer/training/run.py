@@ -25,13 +25,14 @@ from fsdp_trainer.launch.facts import look_over
 from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
 from fsdp_trainer.models.hub import fetch
-from fsdp_trainer.observe.console import Console
+from fsdp_trainer.observe.console import Console, time_line
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.stragglers import Straggler, comparing
 from fsdp_trainer.observe.trackers import Trackers
 from fsdp_trainer.parallel.compile import told_in_short
 from fsdp_trainer.parallel.fit import checkpoint_bytes
 from fsdp_trainer.training.build import Material, build, check_room, resolve_architecture
+from fsdp_trainer.training.out_of_memory import is_out_of_memory, tell
 from fsdp_trainer.training.resume import Claim, claim_folder
 from fsdp_trainer.training.rewind import rewind
 from fsdp_trainer.training.stop import StopRequests
@@ -48,10 +49,11 @@ def run_rank(cfg: TrainConfig) -> int:
     stop = StopRequests(parse_duration(cfg.train.time_limit) if cfg.train.time_limit else None, console.say)
     run = Path(cfg.run.root).expanduser() / str(cfg.run.name)
     records, watch, lock, trainer, reason, code = Records(run, console.say), None, None, None, "failed", 1
+    world: World | None = None
     try:
         with stop.waiting(limits=False):  # for ranks that may never start
             world = join(env, cfg.launch.device, parse_duration(cfg.launch.timeout))
-        stop.connect(world.store)
+        stop.connect(world.store, world.main)
         launchers = world.launchers(waiting)
         # rank 0 alone looks: it is about to claim the folder for this attempt
         attempt, left = world.from_main("earlier attempt", lambda: earlier_attempt(run, launchers), waiting)
@@ -94,6 +96,13 @@ def run_rank(cfg: TrainConfig) -> int:
         raise
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
+        if world and is_out_of_memory(error):
+            failure = tell(error, trainer, world, records, stop)
+            reason = failure.args[0].partition("\n")[0]
+            raise failure from None
+        if isinstance(error, RuntimeError) and (told := stop.failure()):
+            reason = told.partition("\n")[0]
+            raise RunFailed(told) from None
         if isinstance(error, RuntimeError) and (gone := stop.ended()):  # as collectives fail
             reason = f"{' and '.join(f'rank {rank}' for rank in gone)} ended before its time, and the others cannot go on without it"
             raise RunFailed(reason) from None
@@ -201,6 +210,8 @@ def train(trainer: Trainer, world: World, run: Path, attempt: int) -> Outcome:
     if outcome[1] == 0:
         tell_end(trainer, outcome[0])
         export_hf(trainer, world, run)
+    observer.console.say(time_line(phases.seconds()))
+    if outcome[1] == 0:
         observer.console.say(f"done: {run}")
     else:
         kept = "checkpoint committed" if trainer.progress.step else "nothing to save yet"
@@ -286,7 +297,7 @@ def leave(trainer: Trainer | None, records: Records, ours: bool, reason: str, co
         except BaseException as error:  # beside what ended the run, which is told by the front door
             trainer.observer.console.say(f"the checkpoint on its way was lost: {error}")
     if trainer:
-        trainer.profiler.close()
+        trainer.profiler.close(alone=True)
     if trainer and trainer.observer.trackers:
         trainer.observer.trackers.close(code)
     if ours:

@@ -33,7 +33,7 @@ def commands(block: str) -> list[tuple[str, str]]:
 def words_of(line: str, base: tuple | list = ()) -> list[str]:
     """What the program is given; what is right, and left out on the page, is added."""
     words = shlex.split(line.replace("torchrun --nproc_per_node=8 -m fsdp_trainer", "fsdp-trainer"))[1:]
-    if not words or {"export", "exprot", "preview"} & {*words}:
+    if not words or {"export", "exprot", "preview", "report"} & {*words}:
         return words
     given = {word.split("=")[0] for word in words}
     right = [w for w in [*base, *RIGHT] if w.split("=")[0] not in given and not (w.startswith("tokenizer") and "model.init_from" in given)]

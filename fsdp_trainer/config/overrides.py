@@ -5,7 +5,7 @@ import shlex
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -61,7 +61,7 @@ def read_overrides(
         if override.is_delete():
             line.refuse(argument, "keys are not deleted. To switch something off write  key=null  or choose another option of its group")
         elif override.is_sweep_override():
-            line.refuse(argument, _why_no_sweep(argument))
+            line.refuse(argument, _why_no_sweep(argument, keys[key].type if key in keys else None))
         elif key == "sweep" and key in options and not sweeping:
             line.refuse(argument, f"says what a sweep varies, and this is one run. Start a sweep with  fsdp-trainer -m {argument} …")
         elif why := why_forbidden(key, override.value()):
@@ -217,12 +217,14 @@ def without_key(word: str, keys: Mapping[str, Any], groups: Mapping[str, Any]) -
     return f"{next(iter(keys))}={word}" if keys else ""
 
 
-def _why_no_sweep(argument: str) -> str:
+def _why_no_sweep(argument: str, kind: Any) -> str:
+    """What was meant by commas, as the type of the key allows; None: there is no such key."""
     key, _, text = argument.lstrip("+").partition("=")
-    return (
-        "commas mean a sweep, and this is one run. To start one run per value:  fsdp-trainer -m …\n"
-        f"A list is written  {key}=[{','.join(map(str.strip, text.split(',')))}]  , a text with commas  {shlex.quote(f'{key}={_quote(text)}')}"
-    )
+    lists = kind is not None and any(get_origin(member) is list for member in (kind, *get_args(kind)))
+    ways = [f"a list is written  {key}=[{','.join(map(str.strip, text.split(',')))}]"] if lists else []
+    ways += [f"a text with commas  {shlex.quote(f'{key}={_quote(text)}')}"] if kind is not None and takes_text(kind) else []
+    ways += [] if lists and not takes_text(kind) else [f"one run per value is  fsdp-trainer -m {argument} …"]
+    return "commas mean a sweep, and this is one run:\n" + "\n".join(ways)
 
 
 def _quote_text(text: str) -> str:

@@ -13,9 +13,11 @@ from fsdp_trainer.config.formats import is_compact, moments_format, rounds
 from fsdp_trainer.config.names import ENTRY_SYNONYMS, nearest
 from fsdp_trainer.config.schema import GROUPS, NEEDS_NCCL, Sharding, Train, TrainConfig
 from fsdp_trainer.config.units import parse_duration, parse_steps
-from fsdp_trainer.config.verbs import PrepareConfig, PreviewConfig
+from fsdp_trainer.config.verbs import PlanConfig, PrepareConfig, PreviewConfig
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.attention_choice import Situation, attention_problems
 from fsdp_trainer.models.resolve import model_problems
+from fsdp_trainer.plan.devices import device
 
 PATHS = (
     "run.root", "data.path", "data.validation", "data.template", "data.cache", "compile.cache", "tokenizer.path", "model.init_from", "checkpoint.resume",
@@ -45,6 +47,11 @@ def check_rules(cfg: Any, report: Report) -> None:
         _expand_home(cfg, key)
     if not isinstance(cfg, TrainConfig):
         return
+    if isinstance(cfg, PlanConfig) and cfg.plan.gpu:
+        try:
+            device(cfg.plan.gpu)
+        except UserError as error:
+            report.problems += error.problems
     run, train, model, sharding = cfg.run, cfg.train, cfg.model, cfg.sharding
     _settle_length(train, report)
     if sharding.strategy == "hsdp" and sharding.replicas == 1:

@@ -25,17 +25,8 @@ PATHS = (
 )  # fmt: skip
 # what says which code a rank runs: the loader's, Python's, the compiler, plugins
 RUNS_CODE = (
-    "LD_",
-    "DYLD_",
-    "PYTHON",
-    "BASH_ENV",
-    "CC",
-    "CXX",
-    "CUDA_INJECTION",
-    "NCCL_NET_PLUGIN",
-    "NCCL_TUNER_PLUGIN",
-    "NCCL_PROFILER_PLUGIN",
-)
+    "LD_", "DYLD_", "PYTHON", "BASH_ENV", "CC", "CXX", "CUDA_INJECTION", "NCCL_NET_PLUGIN", "NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN",
+)  # fmt: skip
 COMMUNICATION = {"messages": (2, 11), "separate_reduce_scatter": (2, 13), "reduce_scatter_buffers": (2, 13)}
 """Options of FSDP2's collectives, and the first torch that has them."""
 THE_LAUNCHERS = ("PATH", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -57,11 +48,8 @@ def check_rules(cfg: Any, report: Report) -> None:
     if sharding.strategy == "hsdp" and sharding.replicas == 1:
         report.add("sharding.replicas", 1, "hsdp replicates across groups: say how many, e.g.  sharding.replicas=2")
     if sharding.strategy != "hsdp" and sharding.replicas > 1:
-        report.add(
-            "sharding.replicas",
-            sharding.replicas,
-            f"{sharding.strategy} has no replica groups.\nUse  sharding=hsdp  or  sharding.replicas=1",
-        )
+        why = f"{sharding.strategy} has no replica groups.\nUse  sharding=hsdp  or  sharding.replicas=1"
+        report.add("sharding.replicas", sharding.replicas, why)
     if sharding.strategy == "ddp" and sharding.cpu_offload:
         report.add("sharding.cpu_offload", True, "ddp keeps everything on the device.\nUse  sharding=fsdp  or  sharding.cpu_offload=false")
     _check_communication(cfg, report)
@@ -76,19 +64,15 @@ def check_rules(cfg: Any, report: Report) -> None:
     if run.overwrite and cfg.checkpoint.resume != "never":
         report.add("run.overwrite", True, "only counts together with  checkpoint.resume=never")
     if model.hidden_size and model.num_attention_heads and model.head_dim is None and model.hidden_size % model.num_attention_heads:
-        report.add(
-            "model.hidden_size",
-            model.hidden_size,
-            f"not a multiple of num_attention_heads={model.num_attention_heads}; else set model.head_dim",
-        )
+        why = f"not a multiple of num_attention_heads={model.num_attention_heads}; else set model.head_dim"
+        report.add("model.hidden_size", model.hidden_size, why)
     if len(cfg.optim.betas) != 2 or max(cfg.optim.betas) >= 1:
         report.add("optim.betas", cfg.optim.betas, "two numbers below 1, e.g.  optim.betas=[0.9,0.95]")
     if cfg.data.pad_to_multiple is not None and (cfg.data.packing != "none" or cfg.compile.enabled):
         compiled = "micro-batches of many lengths have compiled blocks compiled again and again.\nUse  compile=disabled"
         full = f"with data.packing={cfg.data.packing} rows are full.\nUse  data.packing=none"
-        report.add(
-            "data.pad_to_multiple", cfg.data.pad_to_multiple, (full if cfg.data.packing != "none" else compiled) + "  or leave it out"
-        )
+        why = f"{full if cfg.data.packing != 'none' else compiled}  or leave it out"
+        report.add("data.pad_to_multiple", cfg.data.pad_to_multiple, why)
     if cfg.data.packing == "stream" and cfg.data.too_long != "split":
         why = "a stream cuts documents where rows end, it leaves none out.\nUse  data.too_long=split  or  data.packing=best_fit"
         report.add("data.packing", "stream", why)
@@ -237,9 +221,8 @@ def _check_float8(cfg: TrainConfig, report: Report) -> None:
     if recipe is None:
         return
     if cfg.launch.device == "cpu":
-        report.add(
-            "precision.float8", recipe, "needs a GPU of compute capability 8.9 or higher, not launch.device=cpu.\nUse  precision=bf16"
-        )
+        why = "needs a GPU of compute capability 8.9 or higher, not launch.device=cpu.\nUse  precision=bf16"
+        report.add("precision.float8", recipe, why)
     if cfg.precision.param_dtype != "bfloat16":
         report.add("precision.float8", recipe, "is faster than bfloat16 only: use  precision.param_dtype=bfloat16")
     if tokens % 16:
@@ -271,11 +254,8 @@ def _check_communication(cfg: TrainConfig, report: Report) -> None:
             continue
         needed = (2, 12) if value == "symmetric" else needed
         if sharding.strategy == "ddp":
-            report.add(
-                f"sharding.{name}",
-                value,
-                f"ddp gathers and scatters nothing.\nUse  sharding=fsdp  or  sharding.{name}={show(getattr(Sharding(), name))}",
-            )
+            why = f"ddp gathers and scatters nothing.\nUse  sharding=fsdp  or  sharding.{name}={show(getattr(Sharding(), name))}"
+            report.add(f"sharding.{name}", value, why)
         elif tuple(map(int, torch.split(".")[:2])) < needed:
             report.add(f"sharding.{name}", value, f"needs torch {needed[0]}.{needed[1]}; installed is {torch}")
         elif name == "messages" and cfg.launch.device == "cpu":
@@ -314,9 +294,7 @@ def _check_duration(key: str, text: str | None, report: Report) -> None:
         return
     try:
         if parse_duration(text) <= 0:
-            report.add(
-                key, text, "must be longer than nothing; null: no limit" if key == "train.time_limit" else "must be longer than nothing"
-            )
+            report.add(key, text, f"must be longer than nothing{'; null: no limit' if key == 'train.time_limit' else ''}")
     except ValueError as error:
         report.add(key, text, str(error))
 
@@ -334,11 +312,8 @@ def _expand_home(cfg: Any, key: str) -> None:
     if isinstance(value, str):
         setattr(owner, name, _home(value))
     elif isinstance(value, list):
-        setattr(
-            owner,
-            name,
-            [_home(v) if isinstance(v, str) else {part: _home(x) if part == "path" else x for part, x in v.items()} for v in value],
-        )
+        expanded = [{**v, "path": _home(v.get("path"))} if isinstance(v, dict) and "path" in v else _home(v) for v in value]
+        setattr(owner, name, expanded)
 
 
 def _home(path: Any) -> Any:

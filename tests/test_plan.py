@@ -155,6 +155,7 @@ def test_a_plan_for_people_fits_a_narrow_terminal(capsys, monkeypatch):
         (["plan.gpu=h101"], "plan.memory_gib="),
         (["model.init_from=nobody/nothing", "plan.gpu=h100"], "Say which size it is"),
         (["model=tiny", "sharding=hsdp", "plan.gpu=h100", "plan.world_size=[4,9]"], "Use  plan.world_size=8"),
+        (["model=tiny", "precision=fp8", "plan.gpu=a100"], "A100 has no float8"),
         (["model=tiny", "plan.gpu=h100", "plan.world_size=[]"], "plan.world_size=[8,16,64]"),
         (["model=tiny", "plan.gpu=h100", "plan.world_size=[8,x]"], "a list of whole numbers"),
     ],

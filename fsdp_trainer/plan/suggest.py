@@ -141,7 +141,7 @@ def _sharded_more(cfg: TrainConfig, world: int) -> Iterator[Change]:
 def faster(cfg: TrainConfig, world: int, device: Device) -> Iterator[Change]:
     """Single changes that take more memory, or none, and may take less time. The numbers stay the same."""
     asked, sharding, rows = cfg.activation_checkpoint, cfg.sharding, cfg.batch.micro_rows
-    if not cfg.compile.enabled:
+    if device.name != "cpu" and not cfg.compile.enabled:
         yield Change("compile=enabled", {"compile.enabled": True}, "blocks are compiled, which takes a minute or so first")
     for mode in ("none", "selective"):
         if asked.mode not in ("none", mode):

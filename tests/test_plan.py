@@ -143,6 +143,10 @@ def test_json_is_one_object_and_the_exit_code_says_whether_it_fits(capsys):
 
 def test_a_plan_for_people_fits_a_narrow_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", *DOES_NOT_FIT]) == 3
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80 and "…" not in out and "does not fit" in out
+    assert "activation_checkpoint=selective " in out and re.search(r"plan.world_size=\d+ +[\d.]+ GiB", out)
     assert main(["plan", "+recipe=qwen3_0_6b_sft", "plan.gpu=l4", "plan.world_size=1"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80 and len(out.splitlines()) < 50

@@ -143,6 +143,10 @@ def test_json_is_one_object_and_the_exit_code_says_whether_it_fits(capsys):
 
 def test_a_plan_for_people_fits_a_narrow_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", *DOES_NOT_FIT]) == 3
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80 and "…" not in out and "does not fit" in out
+    assert "activation_checkpoint=selective " in out and re.search(r"plan.world_size=\d+ +[\d.]+ GiB", out)
     assert main(["plan", "+recipe=qwen3_0_6b_sft", "plan.gpu=l4", "plan.world_size=1"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80 and len(out.splitlines()) < 50
@@ -155,6 +159,7 @@ def test_a_plan_for_people_fits_a_narrow_terminal(capsys, monkeypatch):
         (["plan.gpu=h101"], "plan.memory_gib="),
         (["model.init_from=nobody/nothing", "plan.gpu=h100"], "Say which size it is"),
         (["model=tiny", "sharding=hsdp", "plan.gpu=h100", "plan.world_size=[4,9]"], "Use  plan.world_size=8"),
+        (["model=tiny", "precision=fp8", "plan.gpu=a100"], "A100 has no float8"),
         (["model=tiny", "plan.gpu=h100", "plan.world_size=[]"], "plan.world_size=[8,16,64]"),
         (["model=tiny", "plan.gpu=h100", "plan.world_size=[8,x]"], "a list of whole numbers"),
     ],

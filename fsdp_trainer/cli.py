@@ -14,6 +14,7 @@ from fsdp_trainer.errors import Problem, RunFailed, UserError
 
 VERBS = {
     "train": "fsdp_trainer.launch.start:train",
+    "plan": "fsdp_trainer.plan.verb:plan",
     "preview": "fsdp_trainer.data.preview:preview",
     "prepare": "fsdp_trainer.data.ahead:prepare_ahead",
     "doctor": "fsdp_trainer.launch.doctor:doctor",
@@ -25,7 +26,6 @@ VERBS = {
     "recipes": "fsdp_trainer.config.document:recipes",
     "config": "fsdp_trainer.config.document:explain",
 }
-LATER = ("plan",)
 AS_RANKS = ("train", "doctor")  # start their ranks with the configuration that was composed, and what it was composed from
 
 
@@ -62,7 +62,7 @@ def run_verb(verb: str, overrides: list[str], config_dir: str | None = None) -> 
         return getattr(importlib.import_module(module), name)(handed, overrides)
     from fsdp_trainer.config.compose import compose, config_flag  # Hydra, which a rank that is handed its configuration does without
 
-    cfg = compose(verb, overrides, config_dir, inputs=verb != "doctor")  # which says on which node something is missing
+    cfg = compose(verb, overrides, config_dir, inputs=verb not in ("plan", "doctor"))  # doctor says on which node something is missing
     do = getattr(importlib.import_module(module), name)
     if verb in AS_RANKS:
         return do(cfg, [*config_flag(config_dir), *overrides])
@@ -119,11 +119,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _verb(words: list[str]) -> tuple[str, list[str]]:
-    """The verb and its overrides. Raises UserError for a verb that is misspelt, not first, or not there yet."""
+    """The verb and its overrides. Raises UserError for a verb that is misspelt or not first."""
     first, rest = (words[0], words[1:]) if words and _bare(words[0]) else (None, words)
-    misplaced = next((w for w in rest if w in VERBS or w in LATER), None)
-    if first in LATER:
-        raise UserError("no such verb yet", [Problem(str(first), f"this version does not have it yet. There are: {' '.join(VERBS)}")])
+    misplaced = next((w for w in rest if w in VERBS), None)
     if first is not None and first not in VERBS:
         raise UserError("no such verb", [Problem(first, _why_no_verb(first))])
     if misplaced:

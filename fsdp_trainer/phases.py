@@ -89,6 +89,8 @@ _offset = 0
 _trains = threading.main_thread().ident
 _count: Callable[[], int] = int
 _told: dict[str, float] = {}
+listener: Callable[[str], None] | None = None
+"""Hears of each phase that the thread which trains begins."""
 
 
 def begin() -> None:
@@ -110,6 +112,8 @@ def _move(place: Place, phase: str, step: int | None = None) -> None:
     left, place.phase, place.since = place.phase, phase, now
     place.step = place.step if step is None else step
     place.entered += 1
+    if listener and place is main and threading.get_ident() == _trains:
+        listener(phase)
     if memory:
         place.collectives = _count() if place is main else 0
         TIME.pack_into(memory, _offset + TIMES + TIME.size * NUMBER[left], times, seconds)

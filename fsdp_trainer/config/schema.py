@@ -105,12 +105,12 @@ class Loss:
 
 @dataclass
 class Profile:
-    """Where time and memory go, for a few steps: traces for Perfetto or chrome://tracing in the run's profile/ folder."""
+    """Where time and memory go, for a few steps: a table of their phases, and traces for Perfetto or chrome://tracing, in the run's profile/ folder."""
 
     steps: str | None = key(
-        None, "which optimizer steps, both included: `10-12`, or one; the first ones are slower than the rest; null: none"
+        None, "which optimizer steps, both included: `10..12`, or one; the first ones are slower than the rest; null: none"
     )
-    ranks: list[int] = key([0], "which ranks write one", minimum=0)
+    ranks: list[int] | None = key(None, "which ranks write one; null: those of the first node, 8 at most", minimum=0)
     memory: bool = key(False, "on a GPU also a snapshot of every allocation, for pytorch.org/memory_viz")
 
 

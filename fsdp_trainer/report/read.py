@@ -74,7 +74,10 @@ def read_sources(source: str | list[str] | None) -> list[Run]:
             problems.append(Problem(f"source={name}", f"{folder} {why if folder.is_dir() else 'is no folder'}"))
         found |= {run.resolve(): (shown, job) for run, shown, job in runs}
     if problems or not found:
-        raise UserError("there is nothing to report on", problems or [Problem("source", "say what to read: a run, several, or a sweep, e.g.  source=runs/quickstart")])
+        raise UserError(
+            "there is nothing to report on",
+            problems or [Problem("source", "say what to read: a run, several, or a sweep, e.g.  source=runs/quickstart")],
+        )
     return [read_run(folder, name, job, READ_BYTES // len(found)) for folder, (name, job) in found.items()]
 
 

@@ -130,7 +130,7 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         saves=Saves(checkpoints, observer),
         dtypes=dtypes,
         observer=observer,
-        profiler=Profiler(cfg.profile, run, world.rank, world.size, observer),
+        profiler=Profiler(cfg.profile, run, world, observer),
         stop=stop,
         changes=changes,
         compilations=Compilations() if compiled else None,

@@ -285,7 +285,7 @@ def leave(trainer: Trainer | None, records: Records, ours: bool, reason: str, co
         except BaseException as error:  # beside what ended the run, which is told by the front door
             trainer.observer.console.say(f"the checkpoint on its way was lost: {error}")
     if trainer:
-        trainer.profiler.close()
+        trainer.profiler.close(alone=True)
     if trainer and trainer.observer.trackers:
         trainer.observer.trackers.close(code)
     if ours:

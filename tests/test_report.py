@@ -196,6 +196,11 @@ def test_what_cannot_be_read_is_counted_and_the_rest_is_shown(tmp_path, capsys, 
     whole = (folder / "metrics.jsonl").read_bytes()
     (folder / "metrics.jsonl").write_bytes(b'{"step": 1, "lo\n\xff\xfe\x00\n[1, 2]\n' + whole + b'{"step": 9, "lo')
     (folder / "config.yaml").write_text("a: [")
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(
+            '{"event": 5, "time": 1, "step": "x"}\n{"event": "no time"}\n{"event": "odd", "time": 1160.0, "step": null, "seconds": null}\n'
+        )
+    (folder / "samples.jsonl").write_text('{"step": null}\n')
     report(folder, out=tmp_path / "page.html")
     said = capsys.readouterr().out
     assert "3 lines of metrics.jsonl cannot be read" in said and "config.yaml cannot be read" in said and "\nsteps" in said
@@ -282,6 +287,15 @@ def test_the_report_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+def settle(there, page):
+    """Wait for what the browser does in its own time; its wait_for_function would need eval, which the page forbids."""
+    for _ in range(3000):
+        if there():
+            return
+        page.wait_for_timeout(10)
+    raise AssertionError("not within 30 s")
+
+
 @pytest.mark.slow
 def test_the_page_in_a_browser(sweep, tmp_path):
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -306,6 +320,7 @@ def test_the_page_in_a_browser(sweep, tmp_path):
         over = page.locator("#charts .u-over").first
         box = over.bounding_box()
         page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 50)
+        settle(lambda: page.locator("#tip").is_visible(), page)
         tip = page.locator("#tip").inner_text()
         assert "step 3" in tip and re.search(r"a1\s+5\.7", tip) and re.search(r"b2\s+5\.7", tip)
         extent = "charts.map(u => [u.scales.x.min, u.scales.x.max])"
@@ -313,12 +328,14 @@ def test_the_page_in_a_browser(sweep, tmp_path):
         page.mouse.down()
         page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + 50, steps=3)
         page.mouse.up()
+        settle(lambda: page.evaluate(extent)[0] != [1, 8], page)
         zoomed = page.evaluate(extent)
         assert all(2.5 < low < 3.7 and 5.3 < high < 6.5 for low, high in zoomed)
         over.dblclick()
-        assert page.evaluate(extent)[0] == [1, 8]
+        settle(lambda: page.evaluate(extent)[0] == [1, 8], page)
         over.focus()
         page.keyboard.press("+")
+        settle(lambda: page.evaluate(extent)[0] != [1, 8], page)
         assert page.evaluate(extent)[0][1] - page.evaluate(extent)[0][0] < 7
         page.keyboard.press("Escape")
         page.get_by_label("tokens", exact=True).check()
@@ -334,7 +351,7 @@ def test_the_page_in_a_browser(sweep, tmp_path):
         page.locator("#theme").click()
         assert page.evaluate(dark) != before
         page.set_viewport_size({"width": 390, "height": 800})
-        page.wait_for_function("charts[0].width <= 390")
+        settle(lambda: page.evaluate("charts[0].width") <= 390, page)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         browser.close()
     assert wrong == []

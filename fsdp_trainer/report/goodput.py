@@ -63,6 +63,12 @@ class Goodput:
         """Of the wall time."""
         return self.seconds[part] / self.wall if self.wall else 0.0
 
+    @property
+    def while_running(self) -> float:
+        """Training's share of the time in which something ran."""
+        ran = self.wall - self.seconds["down"]
+        return self.seconds["training"] / ran if ran else 0.0
+
 
 def attempts_of(run: Run) -> list[Attempt]:
     """In their order. Words of a command that trained nothing, such as that a run is already finished, belong to none."""

@@ -111,21 +111,14 @@ def run_data(run: Run, most: int) -> dict[str, Any]:
     if len(kept) < run.lines and "loss" in run.metrics:
         lines["mean of loss"] = numbers(means(run.metrics["loss"], kept))
     x = {"steps": numbers(steps[kept], 15), "tokens": numbers(tokens[kept], 15), "time": numbers(seconds[kept], 9)}
-    events = run.events[-EVENTS:]
-    place = np.array([seconds_of(run, event) for event in events])
-    at = np.interp(place, seconds, np.arange(run.lines)) if run.lines else np.zeros(len(events))
-    told = [
-        {
-            "kind": event["event"],
-            "text": about(event),
-            "steps": event.get("step", round(float(np.interp(i, np.arange(run.lines), steps))) if run.lines else 0),
-            "tokens": round(float(np.interp(event.get("step", np.interp(i, np.arange(run.lines), steps)), steps, tokens)))
-            if run.lines
-            else 0,
-            "time": round(float(s), 3),
-        }
-        for event, s, i in zip(events, place, at, strict=True)
-    ]
+    began, known = beginning(run), (steps, np.nan_to_num(tokens)) if run.lines else (np.zeros(1), np.zeros(1))
+    told = []
+    for event in run.events[-EVENTS:]:
+        since, step = float(event["time"]) - began, event.get("step")
+        if not isinstance(step, int):
+            step = round(float(np.interp(since, seconds, steps))) if run.lines else 0
+        place = {"steps": step, "tokens": round(float(np.interp(step, *known))), "time": round(since, 3)}
+        told.append({"kind": str(event["event"]), "text": about(event)} | place)
     return {"name": run.name, "rows": run.lines, "x": x, "lines": lines, "events": told, "phases": intervals(run, seconds)}
 
 
@@ -160,20 +153,21 @@ def numbers(values: np.ndarray, digits: int = 6) -> list[float | None]:
 def elapsed(run: Run) -> np.ndarray:
     """Seconds from the run's first start to the end of each step; where lines have no time, from step_seconds."""
     took, seconds = np.nan_to_num(run.column("step_seconds")), run.column("time").copy()
-    attempts = attempts_of(run)
-    for attempt in attempts:
+    for attempt in attempts_of(run):
         part = seconds[attempt.lines]
         part[np.isnan(part)] = (attempt.ready + np.cumsum(took[attempt.lines]))[np.isnan(part)]
-    start = attempts[0].began if attempts else 0.0
     unknown = np.isnan(seconds)
-    seconds[unknown] = start + np.cumsum(took)[unknown]
-    return np.maximum.accumulate(seconds) - start
+    began = beginning(run)
+    seconds[unknown] = began + np.cumsum(took)[unknown]
+    return np.maximum.accumulate(seconds) - began
 
 
-def seconds_of(run: Run, event: dict[str, Any]) -> float:
-    """From the run's first start to an event."""
-    first = run.events[0]
-    return float(event["time"] - first["time"] + float(first.get("seconds") or 0.0))
+def beginning(run: Run) -> float:
+    """Unix seconds at which its first attempt began."""
+    attempts, times = attempts_of(run), run.column("time")
+    if attempts:
+        return attempts[0].began
+    return float(times[0]) if len(times) and not np.isnan(times[0]) else run.events[0]["time"] if run.events else 0.0
 
 
 def about(event: dict[str, Any]) -> str:

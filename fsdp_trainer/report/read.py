@@ -68,7 +68,11 @@ def read_sources(source: str | list[str] | None) -> list[Run]:
     problems = []
     for name in [source] if isinstance(source, str) else source or []:
         folder = Path(name).expanduser()
-        runs = list(runs_below(folder)) if folder.is_dir() else []
+        try:
+            runs = list(runs_below(folder)) if folder.is_dir() else []
+        except OSError as error:
+            problems.append(Problem(f"source={name}", str(error)))
+            continue
         if not runs:
             why = "holds no run: a run has metrics.jsonl, events.jsonl or config.yaml, a sweep sweep.jsonl"
             problems.append(Problem(f"source={name}", f"{folder} {why if folder.is_dir() else 'is no folder'}"))
@@ -139,7 +143,7 @@ def read_run(folder: Path, name: str, job: dict[str, Any] | None = None, most: i
     run.samples = list(lines("samples.jsonl", 2**24))[-SAMPLES:]
     try:
         run.configuration = dict(flat(yaml.load((folder / "config.yaml").read_text(), YAML_LOADER) or {}))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         if not isinstance(error, FileNotFoundError):
             run.remarks.append(f"config.yaml cannot be read: {error}")
     run.state, run.reason = state(run)
@@ -171,10 +175,12 @@ def flat(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def state(run: Run) -> tuple[str, str]:
-    """running, finished, stopped, failed or nothing yet, and why."""
+    """running, finished, stopped, failed or nothing yet, and why; of a sweep's job what the sweep says, once it is over."""
+    job = run.job or {}
+    if job.get("state", "running") not in ("waiting", "running"):
+        return "finished" if job["state"] == "skipped" else str(job["state"]), str(job.get("reason") or "")
     if not run.events and not run.lines:
-        job = run.job or {}
-        return str(job.get("state", "nothing yet")), str(job.get("reason", ""))
+        return "nothing yet", ""
     last = run.events[-1] if run.events else {}
     if last.get("event") == "end":
         return {0: "finished", 75: "stopped"}.get(last.get("exit_code", 1), "failed"), str(last.get("reason", ""))

@@ -99,6 +99,7 @@ class Summary:
             "objective": self.objective,
             "wall_seconds": good and good.wall,
             "goodput": good and good.share("training"),
+            "goodput_while_running": good and good.while_running,
             "goodput_seconds": good and good.seconds,
             "goodput_estimated": good and good.estimated,
             "attempts": good and good.attempts,
@@ -114,7 +115,8 @@ def goodput_in_words(good: Goodput) -> str:
     """The share of training, and of what cost more than 1%."""
     parts = sorted(((part, good.share(part)) for part in PARTS if part != "training"), key=lambda item: -item[1])
     rest = ", ".join(f"{part} {share:.1%}" for part, share in parts if share >= 0.01)
-    return f"{good.share('training'):.1%} training" + (f"; {rest}" if rest else "")
+    ran = f" ({good.while_running:.1%} while it ran)" if good.share("down") >= 0.01 else ""
+    return f"{good.share('training'):.1%} training{ran}" + (f"; {rest}" if rest else "")
 
 
 def duration(seconds: float | None) -> str:
@@ -124,7 +126,9 @@ def duration(seconds: float | None) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, left = divmod(round(seconds), 60)
-    return f"{minutes} m {left:02} s" if minutes < 10 else f"{minutes // 60} h {minutes % 60:02} m"
+    if minutes < 60:
+        return f"{minutes} m {left:02} s"
+    return f"{minutes // 60} h {minutes % 60:02} m"
 
 
 def short(value: float | None) -> str:

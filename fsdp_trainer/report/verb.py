@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from fsdp_trainer.config.verbs import ReportConfig
-from fsdp_trainer.data.preview_text import Terminal
+from fsdp_trainer.observe.terminal import Terminal
 from fsdp_trainer.report.page import write
 from fsdp_trainer.report.read import read_sources
 from fsdp_trainer.report.summary import Summary, show
@@ -20,6 +20,6 @@ def report(cfg: ReportConfig) -> int:
     if cfg.format == "json":
         print(json.dumps([summary.figures() for summary in summaries], indent=1))
         return 0
-    show(summaries, Terminal(highlight=False, markup=False, emoji=False))
+    show(summaries, Terminal())
     print(f"\npage: {out}")
     return 0

@@ -48,7 +48,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def tell(error: BaseException, trainer: Trainer | None, world: World, records: Records, stop: StopRequests) -> RunFailed:
     """What this rank fails with, which rank 0 hears too: it waits for this one in a collective. On record, for the first rank alone."""
-    first = bool(world.store.add("out of memory", 1) == 1)
+    try:
+        first = bool(world.store.add("out of memory", 1) == 1)
+    except RuntimeError:  # the store has gone with its owner
+        first = True
     if trainer is None or not (first or world.main):  # often all run out together
         return RunFailed(f"rank {world.rank} ran out of memory on {world.device}: {error}".splitlines()[0])
     text, figures = explain(error, trainer, world)

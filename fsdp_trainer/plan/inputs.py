@@ -96,6 +96,9 @@ def target(cfg: PlanConfig, world: int) -> Device:
     if found is None:
         why = f"this machine has no GPU: name one. There are: {' '.join(DEVICES)}.\nAny other:  plan.memory_gib=48 ; this machine's memory:  launch.device=cpu"
         raise UserError("there is no device to plan for", [Problem("plan.gpu=null", why)])
+    if cfg.precision.float8 and found.name.startswith(("A100", "A800")):
+        why = f"{found.name} has no float8 matrix products.\nUse  precision=bf16  or  plan.gpu=h100"
+        raise UserError("there is no float8 on this device", [Problem(f"precision.float8={cfg.precision.float8}", why)])
     if asked.memory_gib:
         found = found._replace(memory_gib=asked.memory_gib)
     if asked.network_gbps:

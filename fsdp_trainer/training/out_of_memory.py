@@ -19,7 +19,7 @@ from fsdp_trainer.parallel.fit import device_bytes, gib
 from fsdp_trainer.parallel.parallelize import fsdp_modules
 from fsdp_trainer.plan.devices import Device, named_by_driver
 from fsdp_trainer.plan.plan import make_plan
-from fsdp_trainer.plan.suggest import suggest
+from fsdp_trainer.plan.suggest import Suggestion, suggest
 from fsdp_trainer.training.stop import StopRequests
 from fsdp_trainer.training.trainer import Trainer
 
@@ -48,7 +48,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def tell(error: BaseException, trainer: Trainer | None, world: World, records: Records, stop: StopRequests) -> RunFailed:
     """What this rank fails with, which rank 0 hears too: it waits for this one in a collective. On record, for the first rank alone."""
-    first = bool(world.store.add("out of memory", 1) == 1)
+    try:
+        first = bool(world.store.add("out of memory", 1) == 1)
+    except RuntimeError:  # the store has gone with its owner
+        first = True
     if trainer is None or not (first or world.main):  # often all run out together
         return RunFailed(f"rank {world.rank} ran out of memory on {world.device}: {error}".splitlines()[0])
     text, figures = explain(error, trainer, world)
@@ -79,7 +82,7 @@ def explain(error: BaseException, trainer: Trainer, world: World) -> tuple[str, 
         where |= {"planned": planned, "suggestions": [override for override, _ in tries]}
     except Exception as failure:  # the plan knows less than the run: what was measured stands
         planned, when, tries = {}, f"no plan: {type(failure).__name__}: {failure}", []
-    return "\n".join([*lines, *table(held, planned, when, world), *advice(held, tries, world.device)]), where
+    return "\n".join([*lines, *table(held, planned, when, world), *advice(held, tries, world.device, trainer.saves.newest)]), where
 
 
 def measure(trainer: Trainer, device: torch.device) -> Held:
@@ -142,11 +145,13 @@ def plan(trainer: Trainer, world: World, held: Held) -> tuple[dict[str, float], 
     device = device._replace(memory_gib=held.total / 2**30, per_node=max(1, world.size // world.nodes))
     peak = make_plan(cfg, config, world.size, device).memory.peak
     smaller = device._replace(memory_gib=min(device.memory_gib, LESS * peak.total / 2**30))
-    found = suggest(cfg, config, world.size, smaller)[:SUGGESTIONS]
+    found: dict[tuple[str, ...], Suggestion] = {}
+    for one in suggest(cfg, config, world.size, smaller):  # the best of those that set the same keys
+        found.setdefault(tuple(word.partition("=")[0] for word in one.override.split()), one)
     return (
         peak.bytes,
         f"planned: the peak, {peak.when}",
-        [(s.override, f"{gib(s.peak_bytes)}{f', {s.cost:+.0%} time' if known else ''}; {s.why}") for s in found],
+        [(s.override, f"{gib(s.peak_bytes)}{f', {s.cost:+.0%} time' if known else ''}; {s.why}") for s in [*found.values()][:SUGGESTIONS]],
     )
 
 
@@ -163,15 +168,17 @@ def table(held: Held, planned: dict[str, float], when: str, world: World) -> lis
     return [*lines, f"  of {gib(held.total)}; {when}"]
 
 
-def advice(held: Held, tries: list[tuple[str, str]], device: torch.device) -> list[str]:
-    """What to type."""
+def advice(held: Held, tries: list[tuple[str, str]], device: torch.device, newest: int) -> list[str]:
+    """What to type. newest: step of the newest checkpoint, below 0 if there is none."""
     lines = ["Worth trying, by the same plan:", *(f"  {override:46} {why}" for override, why in tries)] if tries else []
     if device.type == "cuda":
         if held.reserved - held.allocated > 0.1 * held.total:
             lines.append("Much is reserved but not allocated, which is fragmentation:")
             lines.append("  'launch.env={PYTORCH_CUDA_ALLOC_CONF: \"expandable_segments:True\"}'")
         lines.append("Which lines of code hold what:  profile.memory=true  writes a snapshot when it happens again")
-    lines.append("The newest checkpoint stands: the same command goes on from it")
+    if newest < 0:
+        return lines
+    lines.append(f"The checkpoint of step {newest:,} stands: the same command goes on from it")
     if any("batch.micro_rows" in override for override, _ in tries):
         lines[-1] += ", with another batch.micro_rows only by  'checkpoint.allow_changes=[batch.micro_rows]'"
     return lines

@@ -111,8 +111,9 @@ class StopRequests:
 
     def tell_failure(self, text: str) -> None:
         """Have rank 0 say why this rank, which it does not know anything of, ends the run."""
-        if self._store:
-            self._store.set("failure", text)
+        with suppress(RuntimeError):
+            if self._store:
+                self._store.set("failure", text)
 
     def failure(self) -> str | None:
         """What another rank has told of, if one has."""

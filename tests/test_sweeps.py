@@ -464,9 +464,13 @@ def start(inputs, tmp_path):
     def run(*words):
         words = [sys.executable, "-m", "fsdp_trainer", "-m", *SMALL, *(f"{k}={v}" for k, v in inputs.items()), "run.name=s", *words]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return started[-1]
 
-    return run
+    started: list[subprocess.Popen] = []
+    yield run
+    for process in started:  # a test that fails leaves nothing running
+        process.kill()
 
 
 def jobs_below(pid: int) -> dict[str, int]:

@@ -44,6 +44,7 @@ class Input:
     length: int
     dtype: str
     attention: str
+    gpu: bool = False
     window: int | None = None
 
 
@@ -99,19 +100,28 @@ def trace(make: Callable[[], tuple[nn.Module, tuple]], shape: tuple[int, ...], d
 
 def trace_block(config: ModelConfig, of: Input, recomputed: ActivationCheckpoint) -> Traced:
     """A decoder block, as training computes it. Rows are traced as two documents each: how many there are hardly counts."""
-    dtype = getattr(torch, of.dtype)
+    dtype, attention = getattr(torch, of.dtype), of.attention
+    if attention == "flex":  # keeps what varlen keeps; only a compiler knows it
+        config, attention = replace(config, attn_logit_softcapping=None), "varlen"
     with torch.device("meta"):
         block = Block(config).to(dtype)
     checkpoint_activations(SimpleNamespace(model=SimpleNamespace(layers={"0": block})), recomputed)  # type: ignore[arg-type]
 
     def make() -> tuple[nn.Module, tuple]:
         lengths = [[of.length - of.length // 4, of.length // 4]] * of.rows
-        layout = LAYOUTS[of.attention](lengths, of.length, CPU).within(of.window)
-        if of.attention == "documents":
+        layout = LAYOUTS[attention](lengths, of.length, CPU).within(of.window)
+        if attention == "documents":
             layout.plan = Plan.of(lengths, of.length, of.window, CPU)
         return block, (Rope(config)(torch.zeros(of.rows, of.length, dtype=torch.int64), dtype), layout)
 
-    return trace(make, (of.rows, of.length, config.hidden_size), dtype)
+    traced = trace(make, (of.rows, of.length, config.hidden_size), dtype)
+    if not of.gpu or config.num_attention_heads == config.num_key_value_heads or not (attention == "mask" or dtype == torch.float32):
+        return traced
+    # `attention.kernel` repeats keys and values there
+    more = 2 * of.rows * of.length * (config.num_attention_heads - config.num_key_value_heads) * config.head_dim * dtype.itemsize
+    return traced._replace(
+        forward=traced.forward + more, backward=traced.backward + more, kept=traced.kept + more * (recomputed.mode != "full")
+    )
 
 
 def trace_norm(config: ModelConfig, tokens: int, dtype: str) -> Traced:

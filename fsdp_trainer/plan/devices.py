@@ -38,7 +38,7 @@ def _sheet(
 ) -> Device:
     """From a data sheet. tera: TFLOP/s in bfloat16 and float32; memory, link: GB/s; gbps: Gbit/s of the network, as reference designs have it."""
     host = 64e9 if name.startswith(("H", "GH", "B", "RTX 50", "MI300")) else 32e9  # PCIe 5, PCIe 4
-    return Device(name, gib, tera[0] * 1e12, tera[1] * 1e12, memory * 1e9, link * 1e9, host, per_node, gbps / 8 * 1e9, **more)  # type: ignore[arg-type]
+    return Device(name, gib, tera[0] * 1e12, tera[1] * 1e12, memory * 1e9, link * 1e9, host, per_node, gbps / 8 * 1e9, **more)
 
 
 # NVIDIA's and AMD's data sheets of each; memory as torch's messages of running out have it. MegaScale reports 55% of the peak on Ampere

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from fsdp_trainer.config.compose import find_file, options
+from fsdp_trainer.config.compose import compose, find_file, options
 from fsdp_trainer.config.paths import model_folder
-from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.schema import Model, TrainConfig
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.data import demo
 from fsdp_trainer.errors import Problem, UserError
@@ -24,16 +24,28 @@ def architecture(cfg: TrainConfig) -> tuple[ModelConfig, list[str]]:
     """The model, and what was assumed about it. Nothing is fetched: what is not on this disk is of the named size. Raises UserError without one."""
     model, assumed = cfg.model, []
     if model.init_from and not (model_folder(model.init_from) / "config.json").is_file():
-        if model.name == "auto":
-            why = f"is not on this disk, and a plan fetches nothing. Say which size it is, e.g.  model=llama3_8b\nThere are: {' '.join(options('plan')['model'])}"
-            raise UserError("the architecture is not known", [Problem(f"model.init_from={model.init_from}", why)])
-        assumed.append(f"{model.init_from} is not on this disk: its sizes are taken to be those of model={model.name}")
-        model = replace(model, init_from=None)
+        model, known_by = _named_size(model)
+        assumed.append(f"{cfg.model.init_from} is not on this disk: its sizes are taken to be those of {known_by}")
+        if model.init_from:
+            return architecture(replace(cfg, model=model))
     tokens = None
     if model.init_from is None and model.vocab_size is None:
         tokens, why = _vocabulary(cfg, model.name)
         assumed.append(f"{tokens:,} tokens in the vocabulary, {why}")
     return resolve_model(model, tokens), assumed
+
+
+def _named_size(model: Model) -> tuple[Model, str]:
+    """The architecture of weights that are not here, and what tells it: the named size beside them, the hub's name of one, the recipe of the run."""
+    path, names = str(model.init_from), options("plan")
+    if model.name != "auto":
+        return replace(model, init_from=None), f"model={model.name}"
+    published = (f"model={size}" for size in names["model"] if f"({path})" in (find_file(f"model/{size}") or Path()).read_text())
+    recipe = f"+recipe={Path(path).name}" if Path(path).name in names["recipe"] else None
+    if words := next(published, recipe):
+        return compose("train", [words], inputs=False).model, words
+    why = "is not on this disk, and a plan fetches nothing. Say which size it is, e.g.  model=llama3_8b  (fsdp-trainer --help lists them)"
+    raise UserError("the architecture is not known", [Problem(f"model.init_from={path}", why)])
 
 
 def _vocabulary(cfg: TrainConfig, size: str) -> tuple[int, str]:
@@ -84,6 +96,9 @@ def target(cfg: PlanConfig, world: int) -> Device:
     if found is None:
         why = f"this machine has no GPU: name one. There are: {' '.join(DEVICES)}.\nAny other:  plan.memory_gib=48 ; this machine's memory:  launch.device=cpu"
         raise UserError("there is no device to plan for", [Problem("plan.gpu=null", why)])
+    if cfg.precision.float8 and found.name.startswith(("A100", "A800")):
+        why = f"{found.name} has no float8 matrix products.\nUse  precision=bf16  or  plan.gpu=h100"
+        raise UserError("there is no float8 on this device", [Problem(f"precision.float8={cfg.precision.float8}", why)])
     if asked.memory_gib:
         found = found._replace(memory_gib=asked.memory_gib)
     if asked.network_gbps:

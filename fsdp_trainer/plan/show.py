@@ -3,18 +3,19 @@
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import duration, short
+from fsdp_trainer.observe.terminal import Terminal
 from fsdp_trainer.plan.plan import GIB, Plan
 from fsdp_trainer.plan.suggest import Suggestion
 from fsdp_trainer.plan.time import Times
 
 BAR = 32  # characters for the whole of the device's memory
+NARROW = 110  # characters
 UNTIMED = "its speed is not in the table: time is compared as on an H100"
 
 
@@ -73,10 +74,10 @@ def show(
     plans: list[Plan],
     suggestions: list[list[Suggestion]],
     assumed: list[str],
-    console: Console | None = None,
+    console: Terminal | None = None,
 ) -> None:
     """Print it: a table of the worlds if there are several, then the smallest that fits, else the largest."""
-    console = console or Console(highlight=False, markup=False, emoji=False)
+    console = console or Terminal()
     index = next((i for i, plan in enumerate(plans) if plan.fits), len(plans) - 1)
     plan = plans[index]
     size = config.parameters()
@@ -91,7 +92,7 @@ def show(
     console.print(figures(cfg, plan))
     if suggestions[index]:
         console.print(Text("faster, and fits" if plan.fits else "what would make it fit", "bold"))
-        console.print(table_of(suggestions[index], plan))
+        console.print(table_of(suggestions[index], narrow=console.width < NARROW))
     elif not plan.fits:
         console.print(
             "Nothing that a configuration can change makes it fit: a smaller model, or a device with more memory, is what is left."
@@ -114,10 +115,12 @@ def worlds(plans: list[Plan]) -> Table:
 
 def verdict(plan: Plan) -> Text:
     """Whether it fits, in one line."""
-    name = {"any": "a device with", "cpu": "this machine's share,"}.get(plan.device.name, plan.device.name)
+    where = {"any": f"{plan.world_size:,} devices", "cpu": f"{plan.world_size:,} ranks on this machine"}
     told = Text()
     told.append("fits" if plan.fits else "does not fit", "bold green" if plan.fits else "bold red")
-    told.append(f": {plan.memory.peak.total / GIB:,.1f} of {plan.device.memory_gib:,.1f} GiB on each of {plan.world_size:,} × {name}")
+    told.append(
+        f": {plan.memory.peak.total / GIB:,.1f} of {plan.device.memory_gib:,.1f} GiB on each of {where.get(plan.device.name, f'{plan.world_size:,} × {plan.device.name}')}"
+    )
     return told
 
 
@@ -140,9 +143,12 @@ def figures(cfg: PlanConfig, plan: Plan) -> Table:
     count = "one micro-batch" if plan.micro_batches == 1 else f"{plan.micro_batches} micro-batches"
     rows = [("wire", f"{wires(plan)}, each rank and step of {count}")]
     if timed := plan.step_seconds:
-        spans = [f"{name} {fast:.2f} – {slow:.2f}" for name, fast, slow in zip(Times._fields, plan.fast, plan.slow, strict=True)]
+        spans = [f"{name} {fast:.2f} – {slow:.2f}" for name, fast, slow in zip(Times._fields[:3], plan.fast, plan.slow, strict=False)]
         rows.append(
-            ("step", f"{timed[0]:.2f} – {timed[1]:.2f} s: {', '.join(spans[:2])} (exposed {spans[2].split(' ', 1)[1]}), {spans[3]}")
+            (
+                "step",
+                f"{timed[0]:.2f} – {timed[1]:.2f} s: {', '.join(spans[:2])} (exposed {spans[2].split(' ', 1)[1]}), optimizer {plan.slow.optimizer:.2f}",
+            )
         )
         slow, fast = (plan.tokens / seconds for seconds in timed[::-1])
         rates = f"{slow / plan.world_size:,.0f} – {fast / plan.world_size:,.0f} tokens/s a GPU, {short(slow)} – {short(fast)} in all"
@@ -188,17 +194,21 @@ def checkpoints(cfg: PlanConfig, plan: Plan) -> str:
     return f"{told}, every {every:,} steps: {lost:.1%} of the time"
 
 
-def table_of(suggestions: list[Suggestion], plan: Plan) -> Table:
-    """Overrides with their peak and cost."""
-    table = Table("override", "peak", "cost", "why", box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.columns[1].justify = table.columns[2].justify = "right"
-    for column in table.columns[:3]:
-        column.no_wrap = True
+def table_of(suggestions: list[Suggestion], narrow: bool) -> Table:
+    """Overrides with their peak and cost; why stands beside them, or in a narrow terminal below."""
+    table = Table("override", "peak", "GPU time", *([] if narrow else ["why"]), box=box.SIMPLE_HEAD, padding=(0, 1))
+    for column in table.columns[1:3]:
+        column.justify, column.no_wrap = "right", True
     for found in suggestions:
-        table.add_row(Text(found.override, "bold"), f"{found.peak_bytes / GIB:,.1f} GiB", told_cost(found.cost), found.why)
+        words, why = Text(found.override, "bold"), Text(found.why, "dim")
+        figures = f"{found.peak_bytes / GIB:,.1f} GiB", told_cost(found.cost)
+        if narrow:
+            table.add_row(Text("\n").join([words, why]), *figures)
+        else:
+            table.add_row(words, *figures, why)
     return table
 
 
 def told_cost(cost: float) -> str:
-    """0.25 → 25% slower; by GPU time a token."""
-    return f"{cost:.0%} slower" if cost >= 0.005 else f"{-cost:.0%} faster" if cost <= -0.005 else "none"
+    """0.25 → +25%: how much more time of GPUs a token takes."""
+    return f"{cost:+.0%}" if abs(cost) >= 0.005 else "same"

@@ -75,7 +75,7 @@ def smaller(cfg: TrainConfig, world: int, device: Device) -> Iterator[Change]:
     """Single changes that take less memory on the same devices."""
     asked, sharding, formats = cfg.activation_checkpoint, cfg.sharding, cfg.precision
     if asked.mode not in ("full", "selective"):
-        why = "blocks compute again all but attention and every second matrix product"
+        why = "all but attention and every second product is computed again"
         yield Change("activation_checkpoint=selective", {"activation_checkpoint.mode": "selective"}, why)
     if asked.mode != "full":
         yield Change("activation_checkpoint=full", {"activation_checkpoint.mode": "full"}, "blocks are computed again in backward")
@@ -83,15 +83,13 @@ def smaller(cfg: TrainConfig, world: int, device: Device) -> Iterator[Change]:
         yield Change("activation_checkpoint.every=1", {"activation_checkpoint.every": 1}, "every block is computed again")
     rows = cfg.batch.micro_rows
     for fewer in sorted({rows // 2**i for i in range(1, rows.bit_length())}):
-        yield Change(f"batch.micro_rows={fewer}", {"batch.micro_rows": fewer}, "more micro-batches, each with its communication")
+        yield Change(f"batch.micro_rows={fewer}", {"batch.micro_rows": fewer}, "more micro-batches, more communication")
     yield from _sharded_more(cfg, world)
     if device.name != "cpu" and sharding.strategy != "ddp" and not sharding.cpu_offload:
-        why = "states lie in the host's memory, and the host updates them"
+        why = "the host holds and updates the states"
         yield Change("sharding.cpu_offload=true", {"sharding.cpu_offload": True}, why)
     if device.name != "cpu" and (cfg.loss.chunk_mib or math.inf) > 128:
-        yield Change(
-            "loss.chunk_mib=128", {"loss.chunk_mib": 128}, "the head's matrix products are smaller, and slower by what is not reckoned here"
-        )
+        yield Change("loss.chunk_mib=128", {"loss.chunk_mib": 128}, "the head's products are smaller, and slower by what is not reckoned")
     if (held := moments_format(cfg.optim, formats.master_dtype)) == "float32":
         yield Change("optim=adamw_bf16", {"optim.state_dtype": "bfloat16"}, "moments are kept in bfloat16", FORMATS)
     if held != "8bit":
@@ -113,9 +111,7 @@ def smaller(cfg: TrainConfig, world: int, device: Device) -> Iterator[Change]:
     length = cfg.batch.seq_len
     for shorter in (length // 2, length // 4):
         if shorter >= 512:
-            yield Change(
-                f"batch.seq_len={shorter}", {"batch.seq_len": shorter}, "shorter rows, fewer tokens a step: another training", TRAINING
-            )
+            yield Change(f"batch.seq_len={shorter}", {"batch.seq_len": shorter}, "fewer tokens a step: another training", TRAINING)
 
 
 def _sharded_more(cfg: TrainConfig, world: int) -> Iterator[Change]:
@@ -141,7 +137,7 @@ def _sharded_more(cfg: TrainConfig, world: int) -> Iterator[Change]:
 def faster(cfg: TrainConfig, world: int, device: Device) -> Iterator[Change]:
     """Single changes that take more memory, or none, and may take less time. The numbers stay the same."""
     asked, sharding, rows = cfg.activation_checkpoint, cfg.sharding, cfg.batch.micro_rows
-    if not cfg.compile.enabled:
+    if device.name != "cpu" and not cfg.compile.enabled:
         yield Change("compile=enabled", {"compile.enabled": True}, "blocks are compiled, which takes a minute or so first")
     for mode in ("none", "selective"):
         if asked.mode not in ("none", mode):

@@ -106,6 +106,10 @@ def wire(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> d
     compute, reduce = BYTES[cfg.precision.param_dtype], BYTES[cfg.precision.reduce_dtype]
     passes = 1 if keeps_gathered(cfg.sharding) else 2
     gathered = count * (passes * units.blocks * _block_bytes(cfg) + (units.first + units.last) * compute)
+    if cfg.sharding.accumulate == "unsharded" and count > 1:
+        gathered += (
+            units.last * compute
+        )  # FSDP2 prefetches it once too often: it forgets which unit comes next only when gradients are reduced
     reduced = sum(units) * reduce * (count if cfg.sharding.accumulate == "sharded" else 1)
     all_reduced = 2 * sum(units) / shard.ranks * reduce
     return {

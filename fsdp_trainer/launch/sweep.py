@@ -43,7 +43,7 @@ class Stopped(Exception):
 
 
 def sweep(words: list[str], config_dir: str | None) -> int:
-    """Train once for each combination of values. Returns the exit code: 0 all finished, 1 a job failed or was refused, 75 stopped."""
+    """Train once for each combination of values. Returns the exit code: 0 finished, 1 a job failed or was refused, or none finished, 75 stopped."""
     if under := launcher(os.environ):
         ranks = re.match(r"\d+", os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE") or "1")
         count = [f"launch.nproc_per_node={ranks[0]}"] if ranks else []
@@ -67,11 +67,11 @@ def sweep(words: list[str], config_dir: str | None) -> int:
         return 0
     whole = jobs.all()
     print("\n" + table(whole, line.best))
-    states = {job.state for job in jobs.jobs.values()}
-    if (jobs.received and states - DONE) or states - DONE == {"stopped"}:
+    left = {job.state for job in jobs.jobs.values()} - DONE - {"pruned", "does not fit"}
+    if left and (jobs.received or left == {"stopped"}):
         print("stopped: the same command goes on")
         return STOPPED
-    return 1 if states - DONE - {"pruned", "does not fit"} or not any(job.state in DONE for job in whole) else 0
+    return 1 if left or not any(job.state in DONE for job in whole) else 0
 
 
 class Search(Protocol):

@@ -14,6 +14,7 @@ from fsdp_trainer.errors import Problem, RunFailed, UserError
 
 VERBS = {
     "train": "fsdp_trainer.launch.start:train",
+    "plan": "fsdp_trainer.plan.verb:plan",
     "preview": "fsdp_trainer.data.preview:preview",
     "prepare": "fsdp_trainer.data.ahead:prepare_ahead",
     "doctor": "fsdp_trainer.launch.doctor:doctor",
@@ -24,7 +25,7 @@ VERBS = {
     "recipes": "fsdp_trainer.config.document:recipes",
     "config": "fsdp_trainer.config.document:explain",
 }
-LATER = ("plan", "report")
+LATER = ("report",)
 AS_RANKS = ("train", "doctor")  # start their ranks with the configuration that was composed, and what it was composed from
 
 
@@ -60,7 +61,7 @@ def run_verb(verb: str, overrides: list[str], config_dir: str | None = None) -> 
         return getattr(importlib.import_module(module), name)(handed, overrides)
     from fsdp_trainer.config.compose import compose, config_flag  # Hydra, which a rank that is handed its configuration does without
 
-    cfg = compose(verb, overrides, config_dir, inputs=verb != "doctor")  # which says on which node something is missing
+    cfg = compose(verb, overrides, config_dir, inputs=verb not in ("plan", "doctor"))  # doctor says on which node something is missing
     do = getattr(importlib.import_module(module), name)
     if verb in AS_RANKS:
         return do(cfg, [*config_flag(config_dir), *overrides])

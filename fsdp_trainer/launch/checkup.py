@@ -19,8 +19,8 @@ from fsdp_trainer.launch.facts import CLOCK_SECONDS, Finding, clocks, facts_of, 
 from fsdp_trainer.launch.machines import Looked, configuration, cpu_model, environment, interfaces, machines, software
 from fsdp_trainer.launch.storage import inputs, storage, what_is_read
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
-from fsdp_trainer.observe.flops import peak_flops
 from fsdp_trainer.parallel.fit import gib, host_bytes
+from fsdp_trainer.plan.devices import peak_flops
 
 MOST_SECONDS = 180.0  # to wait for others: of a doctor one expects a word
 HUNG = "A firewall between the nodes, or the wrong interface: every port must be open; see GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"

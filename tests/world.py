@@ -1,6 +1,7 @@
 """A pool of worker processes that are the ranks of a world: a training on 2 ranks costs what it computes, not what importing torch does."""
 
 import contextlib
+import gc
 import io
 import json
 import multiprocessing
@@ -14,7 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.checkpoint", "fsdp_trainer.config.compose", "fsdp_trainer.training.run", "fsdp_trainer.data.preview"]
+from fsdp_trainer.config.compose import compose
+from fsdp_trainer.config.handover import DESCRIPTOR, hand_over
+from fsdp_trainer.errors import UserError
+from fsdp_trainer.launch.start import free_port
+
+PRELOAD = ["torch", "torch.distributed.checkpoint", "tests.warm"]
 RANKS = 4
 SMALL = [
     "model=tiny", "model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=2", "model.head_dim=8", "precision=fp32",
@@ -114,8 +120,6 @@ class World:
 
     def call(self, ranks: int, function: Callable, *args: Any, env: dict[str, str] | None = None, timeout: float = 120) -> list:
         """`function(*args)` on each rank with torchrun's variables set; what it returned. Raises RankFailed."""
-        from fsdp_trainer.launch.start import free_port
-
         while len(self.workers) < ranks:
             ours, theirs = self.context.Pipe()
             process = self.context.Process(target=work, args=(theirs,), daemon=True)
@@ -147,7 +151,8 @@ class World:
 
     def command(self, *argv: str, ranks: int = 1, code: int = 0, seam: Callable | None = None, **options: Any) -> list[Told]:
         """The command line on every rank, each of which must exit with `code`. seam: a context manager, entered on every rank."""
-        told = self.call(ranks, command, list(argv), seam, **options)
+        composed = compose_once(argv) if ranks > 1 and code != 2 else None
+        told = self.call(ranks, command, list(argv), seam, composed, **options)
         assert [t.code for t in told] == [code] * ranks, "\n".join(f"rank {i} exit {t.code}\n{t.out}{t.err}" for i, t in enumerate(told))
         return told
 
@@ -172,7 +177,7 @@ def work(pipe) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    jobs, signals = 0, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before, handlers = dict(os.environ), [signal.getsignal(s) for s in signals]
     while True:
         try:
@@ -180,6 +185,10 @@ def work(pipe) -> None:
         except (EOFError, OSError):
             return
         os.environ.update(env)
+        jobs += 1
+        if jobs % 20 == 0:
+            gc.collect()
+        gc.freeze()  # as after a rank's imports: a run's own collections would go through all that torch has, for a third of a small run
         try:
             function, args = pickle.loads(job)
             answer = ("done", function(*args))
@@ -194,11 +203,24 @@ def work(pipe) -> None:
         pipe.send(answer)
 
 
-def command(argv: list[str], seam: Callable | None) -> Told:
-    """A command line in this process, with what it printed."""
+def compose_once(argv: tuple[str, ...]) -> Any:
+    """What the ranks of a training would each compose, as our own launcher does it for them; None where each is to do so itself."""
+    if argv[0] != "train" or any("${" in word for word in argv):
+        return None
+    try:
+        return compose("train", list(argv[1:]))
+    except UserError:
+        return None  # for rank 0 to tell
+
+
+def command(argv: list[str], seam: Callable | None, composed: Any = None) -> Told:
+    """A command line in this process, with what it printed. composed: its configuration, if a launcher has handed it over."""
     from fsdp_trainer.cli import main
 
     out, err = io.StringIO(), io.StringIO()
+    if composed:
+        with hand_over(composed) as file:
+            os.environ[DESCRIPTOR] = str(os.dup(file.fileno()))
     with seam() if seam else contextlib.nullcontext(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(argv)
     return Told(code, out.getvalue(), err.getvalue())

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import importlib.util
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -11,7 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from glob import glob
+from pathlib import Path
 
 from fsdp_trainer.config.handover import DESCRIPTOR, hand_over
 from fsdp_trainer.config.paths import COMPILE_CACHE, compile_cache
@@ -186,7 +189,11 @@ def wait_for_ranks(ranks: list[subprocess.Popen], patience: Patience) -> int:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A TCP port of this machine that nobody listens on; where there are such, one that the system hands out to nobody until rank 0 comes."""
+    told = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first = int(told.read_text().split()[0]) if told.exists() else 0
+    for port in (*(random.SystemRandom().sample(range(10_000, first), 50) if first > 20_000 else ()), 0):
+        with suppress(OSError), socket.socket() as s:
+            s.bind(("", port))
+            return s.getsockname()[1]
+    raise OSError("every port is in use")

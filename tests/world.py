@@ -100,13 +100,22 @@ def ranks_below(pid: int) -> dict[str, int]:
     return found
 
 
-def wait_until(there: Callable[[], Any], process: Any) -> Any:
+def wait_until(there: Callable[[], Any], process: Any = None) -> Any:
     """What `there` gives, once it gives something, while a process runs."""
     deadline = time.monotonic() + 100
     while not (found := there()):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert not process or process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "took too long"
         time.sleep(0.01)
     return found
+
+
+def alive(pid: int | str) -> bool:
+    """Whether a process runs: not so if it has ended, also if nobody has asked for its exit code yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 class World:
@@ -142,7 +151,7 @@ class World:
                 except EOFError:
                     answers[rank] = ("died", workers[rank][0].exitcode)
                 if answers[rank][0] != "done":
-                    deadline = min(deadline, time.monotonic() + 5)
+                    deadline = min(deadline, time.monotonic() + 20)  # for the others to find out
         if any(kind != "done" for kind, _ in answers.values()) or len(answers) < ranks:
             self.close()
             told = [f"rank {r}: {' '.join(map(str, answers.get(r, ('stuck',))))}" for r in range(ranks)]

@@ -190,7 +190,9 @@ def slow_steps():
     from fsdp_trainer.training.trainer import Trainer
 
     update, write, later = Trainer.update, CheckpointStore._complete, [0.0]
-    clocks = [patch.object(time, name, lambda real=getattr(time, name): real() + later[0]) for name in ("monotonic", "perf_counter")]
+
+    def put_forward(clock):
+        return lambda: clock() + later[0]
 
     def slowly(real, seconds, self, *args):
         later[0] += seconds
@@ -198,8 +200,8 @@ def slow_steps():
         return real(self, *args)
 
     with (
-        clocks[0],
-        clocks[1],
+        patch.object(time, "monotonic", put_forward(time.monotonic)),
+        patch.object(time, "perf_counter", put_forward(time.perf_counter)),
         patch.object(Trainer, "update", lambda self, *args: slowly(update, 70, self, *args)),
         patch.object(CheckpointStore, "_complete", lambda self, *args: slowly(write, 300, self, *args)),
     ):
@@ -402,7 +404,8 @@ def places_told():
         return patch.object(where, name, tell)
 
     no_disk = patch.object(store, "write_file", side_effect=OSError(28, "No space left on device"))
-    with telling(store.CheckpointStore, "wait"), telling(Corruption, "check_replicas"), telling(Records, "write"), no_disk:
+    no_pauses = patch("fsdp_trainer.training.saving.PAUSES", (0.1, 0.1))
+    with no_pauses, telling(store.CheckpointStore, "wait"), telling(Corruption, "check_replicas"), telling(Records, "write"), no_disk:
         yield
 
 

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import textwrap
 import time
 import traceback
 from collections.abc import Callable
@@ -110,6 +111,46 @@ def wait_until(there: Callable[[], Any], process: Any = None) -> Any:
     return found
 
 
+def seamed(folder: Path, code: str) -> dict[str, str]:
+    """An environment in which every process of Python, whoever starts it, first does `code`: where processes are real, and their order must be certain."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(textwrap.dedent(code))
+    return {"PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[1])])}
+
+
+def killed_once(folder: Path, rank: int, step: int) -> dict[str, str]:
+    """Where `rank` is killed hard as it begins that step, but for the first time only: from outside it might come too late."""
+    return seamed(
+        folder,
+        f"""
+        import os, pathlib, signal
+        from fsdp_trainer import phases
+
+        enter, killed = phases.enter, pathlib.Path({str(folder / "killed")!r})
+
+        def enter_and_die(phase, step=None):
+            enter(phase, step)
+            if step == {step} and os.environ.get("RANK") == "{rank}" and not killed.exists():
+                killed.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        phases.enter = enter_and_die
+        """,
+    )
+
+
+ONE_SIGNAL = "from fsdp_trainer.launch import start\nstart.ECHO_SECONDS = 60"
+"""Signals that are sent one after the other are one request, however slow the machine is between them."""
+
+
+def end(processes: list) -> None:
+    """Of a test, also of one that failed: what it has started trains no longer."""
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
 def alive(pid: int | str) -> bool:
     """Whether a process runs: not so if it has ended, also if nobody has asked for its exit code yet."""
     try:
@@ -127,8 +168,13 @@ class World:
         self.context.set_forkserver_preload(PRELOAD)
         self.workers: list = []
 
-    def call(self, ranks: int, function: Callable, *args: Any, env: dict[str, str] | None = None, timeout: float = 120) -> list:
-        """`function(*args)` on each rank with torchrun's variables set; what it returned. Raises RankFailed."""
+    def call(
+        self, ranks: int, function: Callable, *args: Any, env: dict[str, str] | None = None, timeout: float = 120, patience: float = 20
+    ) -> list:
+        """`function(*args)` on each rank with torchrun's variables set; what it returned. Raises RankFailed.
+
+        patience: seconds for the others to find out that one has failed.
+        """
         while len(self.workers) < ranks:
             ours, theirs = self.context.Pipe()
             process = self.context.Process(target=work, args=(theirs,), daemon=True)
@@ -151,7 +197,7 @@ class World:
                 except EOFError:
                     answers[rank] = ("died", workers[rank][0].exitcode)
                 if answers[rank][0] != "done":
-                    deadline = min(deadline, time.monotonic() + 20)  # for the others to find out
+                    deadline = min(deadline, time.monotonic() + patience)
         if any(kind != "done" for kind, _ in answers.values()) or len(answers) < ranks:
             self.close()
             told = [f"rank {r}: {' '.join(map(str, answers.get(r, ('stuck',))))}" for r in range(ranks)]

@@ -28,6 +28,13 @@ def inputs(chats, tmp_path_factory):
     return {"data.path": chats, "tokenizer.path": "demo:bytes", "data.cache": tmp_path_factory.mktemp("cache")}
 
 
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """A compiler's cache for all tests that look at what is computed, not at what is compiled; pytest's workers share it."""
+    folder = tmp_path_factory.getbasetemp()
+    return f"compile.cache={(folder.parent if 'PYTEST_XDIST_WORKER' in os.environ else folder) / 'compiled'}"
+
+
 @pytest.fixture
 def train(world, inputs, tmp_path):
     """`train("name", *overrides, ranks=2, code=0)`: a small training; gives the Run."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +16,8 @@ from stored import assert_bitwise_equal, end_of, newest, stored
 from world import ONE_SIGNAL, SMALL, RankFailed, Run, alive, seamed, wait_until, write_chats
 
 from fsdp_trainer import phases
+from fsdp_trainer.errors import UserError
+from fsdp_trainer.training.resume import Claim, claim_folder
 
 # --- killed hard -------------------------------------------------------------------------------------------------------------------
 
@@ -199,6 +202,16 @@ def test_never_refuses_a_used_folder_and_overwrite_starts_anew(train):
     anew = train("run", "train.steps=2", "checkpoint.resume=never", "run.overwrite=true", ranks=2)
     assert anew.column("step") == [1, 2] and anew.checkpoints == ["step-00000002"]
     assert anew.events[0]["event"] == "start" and anew.column("loss")[0] == pytest.approx(first_loss)
+
+
+def test_a_process_that_was_refused_a_folder_does_not_keep_it_locked(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    cfg = SimpleNamespace(checkpoint=SimpleNamespace(resume="never"), run=SimpleNamespace(overwrite=False))
+    with pytest.raises(UserError) as refused:
+        claim_folder(cfg, tmp_path, Claim([]))
+    cfg.run.overwrite = True
+    claim_folder(cfg, tmp_path, Claim([])).close()
+    assert "holds an earlier run" in str(refused.value)
 
 
 @pytest.mark.slow

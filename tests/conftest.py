@@ -30,9 +30,10 @@ def inputs(chats, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """A compiler's cache for all tests that look at what is computed, not at what is compiled; pytest's workers share it."""
+    """Overrides that compile, patiently, with one cache for all tests that look at what is computed; pytest's workers share it."""
     folder = tmp_path_factory.getbasetemp()
-    return f"compile.cache={(folder.parent if 'PYTEST_XDIST_WORKER' in os.environ else folder) / 'compiled'}"
+    cache = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "compiled"
+    return ["compile=enabled", f"compile.cache={cache}", "launch.timeout=300s"]
 
 
 @pytest.fixture

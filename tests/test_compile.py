@@ -40,7 +40,7 @@ def test_all_blocks_share_a_graph_that_is_never_compiled_again_and_outlives_the_
 
 @pytest.mark.slow
 def test_blocks_that_are_compiled_again_are_told(train, compiled):
-    run = train("run", "compile=enabled", compiled, "train.steps=3", seam=another_shape_in_step_2)
+    run = train("run", *compiled, "train.steps=3", seam=another_shape_in_step_2)
     assert [c[:2] for c in compilations(run)] == [(1, "training"), (2, "training")] and "compiled again in step 2" in run.out
 
 
@@ -114,7 +114,7 @@ def test_a_cache_that_cannot_be_written_and_modes_that_sharding_rules_out_are_re
 @pytest.mark.slow
 def test_kernels_can_be_tuned(train, compiled):
     how = ["train.steps=2", "batch.micro_rows=2", "model.attention=mask"]
-    run = train("run", *how, "compile=enabled", "compile.mode=max-autotune-no-cudagraphs", compiled, timeout=300)
+    run = train("run", *how, *compiled, "compile.mode=max-autotune-no-cudagraphs", timeout=300)
     assert run.column("loss") == pytest.approx(train("eager", *how).column("loss"), rel=1e-5) and len(compilations(run)) == 1
 
 

@@ -187,7 +187,7 @@ def test_pure_bf16_trains_with_states_of_two_bytes_and_is_near_fp32(train, alone
     ids=lambda how: " ".join(how),
 )
 def test_compiled_as_eager(same, compiled, how):
-    same(2, "compile=enabled", compiled, *how, steps=3)
+    same(2, *compiled, *how, steps=3)
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ class World:
         self.workers: list = []
 
     def call(
-        self, ranks: int, function: Callable, *args: Any, env: dict[str, str] | None = None, timeout: float = 120, patience: float = 20
+        self, ranks: int, function: Callable, *args: Any, env: dict[str, str] | None = None, timeout: float = 300, patience: float = 20
     ) -> list:
         """`function(*args)` on each rank with torchrun's variables set; what it returned. Raises RankFailed.
 

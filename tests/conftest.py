@@ -28,6 +28,14 @@ def inputs(chats, tmp_path_factory):
     return {"data.path": chats, "tokenizer.path": "demo:bytes", "data.cache": tmp_path_factory.mktemp("cache")}
 
 
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """Overrides that compile, patiently, with one cache for all tests that look at what is computed; pytest's workers share it."""
+    folder = tmp_path_factory.getbasetemp()
+    cache = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "compiled"
+    return ["compile=enabled", f"compile.cache={cache}", "launch.timeout=300s"]
+
+
 @pytest.fixture
 def train(world, inputs, tmp_path):
     """`train("name", *overrides, ranks=2, code=0)`: a small training; gives the Run."""

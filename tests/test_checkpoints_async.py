@@ -4,7 +4,9 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
+from concurrent.futures import Future
 from unittest.mock import patch
 
 import pytest
@@ -29,7 +31,7 @@ def when_writing(act):
 
 
 def wait_until(condition, what):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while not condition():
         if time.monotonic() > deadline:
             raise OSError(what)
@@ -141,12 +143,21 @@ def broken_rank_0():
 @pytest.mark.slow
 def test_an_error_of_one_rank_alone_leaves_no_rank_waiting(train, world):
     with pytest.raises(RankFailed, match="something else"):
-        train("run", *ASYNC, "train.steps=100000", "launch.timeout=30s", ranks=2, seam=broken_rank_0, timeout=60)
+        train("run", *ASYNC, "train.steps=100000", "launch.timeout=30s", ranks=2, seam=broken_rank_0, patience=2)
 
 
 def slow_first_write():
-    """The first checkpoint takes a second to write."""
-    return when_writing(lambda step, run: step > 1 or time.sleep(1))
+    """The first checkpoint is written when the run has waited for it for a second."""
+    waits, result = threading.Event(), Future.result
+
+    def wait(self):
+        waits.set()
+        return result(self)
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(when_writing(lambda step, run: step > 1 or (waits.wait(100), time.sleep(1))))
+    stack.enter_context(patch.object(Future, "result", wait))
+    return stack
 
 
 @pytest.mark.slow

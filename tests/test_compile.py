@@ -12,12 +12,7 @@ from world import write_chats
 NOWHERE = "/no/such/g++"
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return f"compile.cache={tmp_path_factory.mktemp('compiled')}"
-
-
-def compiled(run):
+def compilations(run):
     """Of each time that something was compiled: when, how many graphs, how many of them from the cache."""
     return [(e["step"], e["during"], e["graphs"], e["cached"]) for e in run.event("compile")]
 
@@ -34,19 +29,19 @@ def test_all_blocks_share_a_graph_that_is_never_compiled_again_and_outlives_the_
     how = ["compile=enabled", "batch.rows=5", "batch.micro_rows=2", f"data.validation={held_out}", "train.validate_every=3", *model]
     run = train("run", *how, "model.num_hidden_layers=4", "train.steps=6")
     # a block, the head's scores and their derivatives; without gradients a block is another graph, scores are not
-    assert compiled(run) == [(1, "training", 3, 0), (3, "validation", 1, 0)]
+    assert compilations(run) == [(1, "training", 3, 0), (3, "validation", 1, 0)]
     assert "compiled again" not in run.out and len(run.event("evaluation")) == 2
     assert list((tmp_path / ".compile").iterdir()), "kept beside the runs"
     resumed = train("run", *how, "model.num_hidden_layers=4", "train.steps=8", "schedule=constant", "checkpoint.allow_changes=[schedule]")
-    trained, validated = compiled(resumed)[2:]
+    trained, validated = compilations(resumed)[2:]
     # what the cache holds of the head knows a range of token numbers, and the first micro-batch now may be out of it
     assert trained[:3] == (7, "training", 3) and trained[3] in (2, 3) and validated == (8, "validation", 1, 1)
 
 
 @pytest.mark.slow
-def test_blocks_that_are_compiled_again_are_told(train, cache):
-    run = train("run", "compile=enabled", cache, "train.steps=3", seam=another_shape_in_step_2)
-    assert [c[:2] for c in compiled(run)] == [(1, "training"), (2, "training")] and "compiled again in step 2" in run.out
+def test_blocks_that_are_compiled_again_are_told(train, compiled):
+    run = train("run", *compiled, "train.steps=3", seam=another_shape_in_step_2)
+    assert [c[:2] for c in compilations(run)] == [(1, "training"), (2, "training")] and "compiled again in step 2" in run.out
 
 
 @contextlib.contextmanager
@@ -117,10 +112,10 @@ def test_a_cache_that_cannot_be_written_and_modes_that_sharding_rules_out_are_re
 
 
 @pytest.mark.slow
-def test_kernels_can_be_tuned(train, cache):
+def test_kernels_can_be_tuned(train, compiled):
     how = ["train.steps=2", "batch.micro_rows=2", "model.attention=mask"]
-    run = train("run", *how, "compile=enabled", "compile.mode=max-autotune-no-cudagraphs", cache, timeout=300)
-    assert run.column("loss") == pytest.approx(train("eager", *how).column("loss"), rel=1e-5) and len(compiled(run)) == 1
+    run = train("run", *how, *compiled, "compile.mode=max-autotune-no-cudagraphs", timeout=300)
+    assert run.column("loss") == pytest.approx(train("eager", *how).column("loss"), rel=1e-5) and len(compilations(run)) == 1
 
 
 @pytest.mark.gpu

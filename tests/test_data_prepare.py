@@ -17,7 +17,7 @@ from pathlib import Path
 from unittest.mock import Mock, patch
 
 import pytest
-from world import wait_until
+from world import alive, wait_until
 
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data import fingerprint, preparation, workers
@@ -157,17 +157,7 @@ def test_processes_that_tokenise_end_with_the_one_that_started_them(tmp_path):
     with subprocess.Popen([sys.executable, "-m", "fsdp_trainer", *command], stdout=subprocess.DEVNULL) as process:
         started = wait_until(lambda: len(found := children(process.pid)) == 2 and found, process)
         process.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}").exists() and "Z" not in state(pid) for pid in started):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def state(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"
+    wait_until(lambda: not any(map(alive, started)))
 
 
 @pytest.mark.slow
@@ -272,7 +262,7 @@ def test_two_that_prepare_the_same_do_it_once(tmp_path, data, many_parts, monkey
 
     def slow(task, part, how, tick):
         tasks.append(part.name)
-        time.sleep(0.05)
+        wait_until(lambda: any("another process" in line for line in said))
         return real(task, part, how, tick)
 
     monkeypatch.setattr(workers, "tokenise", slow)
@@ -353,7 +343,7 @@ def test_a_file_is_hashed_again_when_it_has_changed_and_not_before(tmp_path, dat
 
 def test_a_stop_does_not_wait_until_a_large_file_is_hashed(tmp_path, monkeypatch):
     with open(tmp_path / "a.jsonl", "wb") as file:
-        file.truncate(16 << 30)  # takes up no space
+        file.truncate(1 << 40)  # takes up no space
 
     def stopped(line):
         raise KeyboardInterrupt(line)
@@ -368,7 +358,7 @@ def test_a_stop_does_not_wait_until_a_large_file_is_hashed(tmp_path, monkeypatch
             tmp_path / "c",
             Told(stopped),
         )
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 100, "of a quarter of an hour"
 
 
 def test_a_file_that_is_gone_when_it_is_to_be_hashed_is_named(tmp_path):
@@ -420,8 +410,8 @@ def slow_tokenising(beats):
     real = workers.tokenise
 
     def slow(task, part, how, tick):
-        for _ in range(7):
-            time.sleep(0.4)
+        for _ in range(16):
+            time.sleep(0.3)
             if beats:
                 tick(0, 0)
         return real(task, part, how, tick)
@@ -431,7 +421,7 @@ def slow_tokenising(beats):
 
 
 def waits(train, tmp_path, data, beats, code):
-    how = ["train.steps=1", f"data.path={data}/b0.jsonl", f"data.cache={tmp_path / 'cache'}", "launch.data_timeout=2s"]
+    how = ["train.steps=1", f"data.path={data}/b0.jsonl", f"data.cache={tmp_path / 'cache'}", "launch.data_timeout=4s"]
     return train("run", *how, ranks=2, seam=partial(slow_tokenising, beats), code=code)
 
 

@@ -7,8 +7,10 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import fsspec
@@ -198,8 +200,8 @@ def test_a_row_that_cannot_be_read_ends_all_ranks_with_its_file_and_line(train, 
 
 
 @contextlib.contextmanager
-def slow_file():
-    """Rank 1 waits for a file once. Rank 0 takes its time to tell."""
+def slow_file(for_ever=False):
+    """Rank 1 waits for a file once, until it has been told of three times, or as long as the run lasts. Rank 0 takes its time to tell."""
     import time
 
     import torch.distributed as dist
@@ -207,7 +209,8 @@ def slow_file():
     from fsdp_trainer.observe.console import Console
     from fsdp_trainer.training import streaming
 
-    real, say, waited = stream_module.read_unit, Console.say, []
+    real, say, tell = stream_module.read_unit, Console.say, streaming.StreamFeed._tell_waiting
+    waited, told, over = [], [], threading.Event()
 
     def slowly(self, text):
         time.sleep(0.1 if "waits for" in text and not self.quiet else 0)
@@ -216,13 +219,19 @@ def slow_file():
     def read_unit(unit):
         if dist.is_initialized() and dist.get_rank() == 1 and not waited:
             waited.append(True)
-            time.sleep(1.5)
+            while not over.wait(0.05) and (len(told) < 3 or for_ever):
+                pass
         return real(unit)
 
+    def tell_waiting(self, *args):
+        told.append(args)
+        tell(self, *args)
+
     with contextlib.ExitStack() as stack:
+        stack.callback(over.set)
         for where, name, value in (
             (stream_module, "read_unit", read_unit), (Console, "say", slowly),
-            (streaming, "ROUND_SECONDS", 0.2), (streaming, "TELL_EVERY_ROUNDS", 3),
+            (streaming, "ROUND_SECONDS", 0.1), (streaming, "TELL_EVERY_ROUNDS", 3), (streaming.StreamFeed, "_tell_waiting", tell_waiting),
         ):  # fmt: skip
             stack.enter_context(patch.object(where, name, value))
         yield
@@ -232,33 +241,32 @@ def slow_file():
 def test_a_rank_that_waits_for_its_files_is_named_and_keeps_the_others_out_of_time_outs(train, files):
     run = train("slow", *STREAMED, "train.steps=3", ranks=2, seam=slow_file)
     event, *later = run.event("data_wait")
-    assert 1 <= len(later) <= 2, "told every third time that the ranks meet"
+    assert len(later) >= 2 and later[1]["seconds"] - event["seconds"] >= 0.5, "told every third time that the ranks meet"
     assert event["rank"] == 1 and f"rank 1 waits for {event['file']}" in run.out and event["file"].endswith("chats.jsonl")
     assert len(run.metrics) == 3
-    run = train("gives_up", *STREAMED, "train.steps=3", "launch.data_timeout=1s", ranks=2, seam=slow_file, code=1)
+    run = train("gives_up", *STREAMED, "train.steps=3", "launch.data_timeout=1s", ranks=2, seam=partial(slow_file, for_ever=True), code=1)
     assert "gave nothing for" in run.err and "launch.data_timeout" in run.err
 
 
 @contextlib.contextmanager
 def one_file_gone_and_one_that_hangs():
     """Rank 0's is gone, and rank 1 waits for its own."""
-    import time
-
     import torch.distributed as dist
 
     from fsdp_trainer.training import streaming
 
-    real = stream_module.read_unit
+    real, over = stream_module.read_unit, threading.Event()
 
     def read_unit(unit):
         if not dist.is_initialized():
             return real(unit)
         if dist.get_rank() == 0:
             raise OSError("it is gone")
-        return time.sleep(30)
+        return over.wait()
 
     with patch.object(stream_module, "read_unit", read_unit), patch.object(streaming, "ROUND_SECONDS", 0.2):
         yield
+    over.set()
 
 
 def test_nobody_waits_for_a_file_once_another_rank_has_failed(train):

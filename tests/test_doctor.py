@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -51,16 +52,17 @@ def a_clock_that_is_behind_on_node_1():
 
 @contextlib.contextmanager
 def slow_device_link_and_disk():
-    products, link, disk = speed.products, speed.there_and_back, speed.disk
+    """By rates that are made up: what is measured depends on what else this machine does."""
+    link, disk = speed.there_and_back, speed.disk
 
     def slow_link(buffer, a, b):
-        return link(buffer, a, b) / (1000 if 3 in (a, b) else 1)
+        return link(buffer, a, b) * 0 + (1e6 if 3 in (a, b) else 1e9)
 
     with (
         two_nodes(),
-        mock.patch.object(speed, "products", lambda device: products(device) / (1000 if rank() == 1 else 1)),
+        mock.patch.object(speed, "products", lambda device: 1e6 if rank() == 1 else 1e9),
         mock.patch.object(speed, "there_and_back", slow_link),
-        mock.patch.object(speed, "disk", lambda *of: tuple(rate / (1000 if rank() == 2 else 1) for rate in disk(*of))),
+        mock.patch.object(speed, "disk", lambda *of: tuple(rate * 0 + (1e6 if rank() == 2 else 1e9) for rate in disk(*of))),
     ):
         yield
 
@@ -168,14 +170,14 @@ def test_nodes_that_have_the_same_under_other_names_train(train, tmp_path):
 @pytest.mark.slow
 def test_a_clock_that_is_off_is_named_and_does_not_keep_train_from_training(doctor, train):
     told = doctor(*QUICK, ranks=2, seam=a_clock_that_is_behind_on_node_1)
-    assert "90.0 s behind" in told["warning", "clock"]["text"]
+    assert 0 < float(re.search(r"([\d.]+) s behind", told["warning", "clock"]["text"])[1]) <= 90
     run = train("run", "train.steps=1", ranks=2, seam=a_clock_that_is_behind_on_node_1)
     assert "note   clock: " in run.out and len(run.metrics) == 1
 
 
 @pytest.mark.slow
 def test_a_slow_device_a_slow_link_and_a_slow_disk_are_named(doctor):
-    told = doctor("doctor.slow=0.1", ranks=4, seam=slow_device_link_and_disk)  # a thousandth, on a machine that others use
+    told = doctor("doctor.slow=0.1", ranks=4, seam=slow_device_link_and_disk)
     assert told["warning", "slow: float32 products"]["text"].startswith("rank 1 (")
     assert (
         told["warning", "slow: links in a node"]["text"].startswith("rank 2 (")
@@ -191,7 +193,7 @@ def test_a_folder_that_is_not_shared_and_other_data_are_named_and_train_refuses_
         (tmp_path / f"node{i}").mkdir()
         write_chats(tmp_path / f"node{i}" / "chats.jsonl", 40 + i)
     how = {"seam": folders_of_their_own, "env": {"PLACE": str(tmp_path / "node")}, "ranks": 2}
-    words = ["run.root=runs", "data.path=chats.jsonl", "tokenizer.path=demo:bytes", "launch.timeout=4s"]
+    words = ["run.root=runs", "data.path=chats.jsonl", "tokenizer.path=demo:bytes", "launch.timeout=30s"]
     told = doctor(*QUICK, *words, code=3, **how)
     assert told["problem", "not shared"]["text"].startswith("rank 1 (") and "2 on rank 1 (" not in told["problem", "data.path"]["text"]
     assert "1 file" in told["problem", "data.path"]["text"]

@@ -186,8 +186,8 @@ def test_pure_bf16_trains_with_states_of_two_bytes_and_is_near_fp32(train, alone
     ],
     ids=lambda how: " ".join(how),
 )
-def test_compiled_as_eager(same, how):
-    same(2, "compile=enabled", *how, steps=3)
+def test_compiled_as_eager(same, compiled, how):
+    same(2, *compiled, *how, steps=3)
 
 
 @pytest.mark.slow

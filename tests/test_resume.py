@@ -6,22 +6,26 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 from stored import assert_bitwise_equal, end_of, newest, stored
-from world import SMALL, Run, write_chats
+from world import ONE_SIGNAL, SMALL, RankFailed, Run, alive, seamed, wait_until, write_chats
+
+from fsdp_trainer import phases
+from fsdp_trainer.errors import UserError
+from fsdp_trainer.training.resume import Claim, claim_folder
 
 # --- killed hard -------------------------------------------------------------------------------------------------------------------
 
 
-def started(folder, inputs, *overrides):
+def started(folder, inputs, *overrides, env=None):
     """A command line of its own that starts its ranks itself."""
     words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), f"run.root={folder.parent}", f"run.name={folder.name}", *overrides]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     return subprocess.Popen(
         [sys.executable, "-m", "fsdp_trainer", *words],
         start_new_session=True,
@@ -32,28 +36,32 @@ def started(folder, inputs, *overrides):
     )
 
 
-def wait_for(condition, process, seconds=90):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "took too long"
-        time.sleep(0.01)
+@contextmanager
+def killed_hard():
+    """Both ranks, as they begin step 12."""
+    enter = phases.enter
+
+    def enter_and_die(phase, step=None):
+        enter(phase, step)
+        if step == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with patch.object(phases, "enter", enter_and_die):
+        yield
 
 
 @pytest.mark.slow
-def test_killed_hard_and_started_again_ends_bitwise_where_an_uninterrupted_run_does(train, inputs, tmp_path):
-    how = ["train.steps=40", "checkpoint.every=5", "batch.micro_rows=2"]
-    process = started(tmp_path / "killed", inputs, *how, "launch.nproc_per_node=2")
+def test_killed_hard_and_started_again_ends_bitwise_where_an_uninterrupted_run_does(train, tmp_path):
+    how = ["train.steps=16", "checkpoint.every=5", "batch.micro_rows=2"]
+    with pytest.raises(RankFailed):
+        train("killed", *how, ranks=2, seam=killed_hard)
     killed = Run(tmp_path / "killed")
-    wait_for((killed.folder / "checkpoints" / "step-00000010").exists, process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert "end" not in [e["event"] for e in killed.events] and 10 <= len(killed.metrics) < 40
+    assert "end" not in [e["event"] for e in killed.events] and len(killed.metrics) == 11
     with (killed.folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "lo')  # a half line
     killed = train("killed", *how, ranks=2)
     whole = train("whole", *how, ranks=2)
-    assert killed.column("step") == list(range(1, 41))
+    assert killed.column("step") == list(range(1, 17)) and killed.event("resume")[0]["step"] == 10
     for column in ("loss", "grad_norm", "lr", "tokens", "supervised_tokens"):
         assert killed.column(column) == whole.column(column), column
     assert_bitwise_equal(stored(newest(killed)), stored(newest(whole)))
@@ -61,25 +69,15 @@ def test_killed_hard_and_started_again_ends_bitwise_where_an_uninterrupted_run_d
     assert end_of(killed) == ("end", 0) and len(killed.checkpoints) == 2
 
 
-def running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.slow
 def test_no_rank_outlives_a_launcher_that_was_killed_hard(inputs, tmp_path):
     process = started(tmp_path / "run", inputs, "train.steps=100000", "launch.nproc_per_node=2")
-    wait_for((tmp_path / "run" / "metrics.jsonl").exists, process)
+    wait_until((tmp_path / "run" / "metrics.jsonl").exists, process)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 2
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 10
-    while any(running(pid) for pid in children):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(alive, children)))
     process.stdout.close()
 
 
@@ -89,14 +87,14 @@ def test_no_rank_outlives_a_launcher_that_was_killed_hard(inputs, tmp_path):
 @pytest.mark.slow
 def test_sigterm_commits_a_checkpoint_exits_75_and_the_same_command_goes_on(train, inputs, tmp_path):
     how = ["train.steps=100000", "schedule=constant", "launch.nproc_per_node=2"]
-    process = started(tmp_path / "run", inputs, *how)
+    process = started(tmp_path / "run", inputs, *how, env=seamed(tmp_path / "seam", ONE_SIGNAL))
     run = Run(tmp_path / "run")
-    wait_for(lambda: len(run.metrics) > 3, process)
+    wait_until(lambda: len(run.metrics) > 3, process)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(signal.SIGTERM)
     for pid in children:  # as a scheduler that signals every process; the launcher passes its own on too
         os.kill(int(pid), signal.SIGTERM)
-    out = process.communicate(timeout=60)[0]
+    out = process.communicate(timeout=150)[0]
     assert process.returncode == 75, out
     stopped = run.metrics[-1]["step"]
     assert end_of(run) == ("end", 75) and run.event("signal")[0]["reason"] == "SIGTERM" and run.checkpoints == [f"step-{stopped:08d}"]
@@ -204,6 +202,16 @@ def test_never_refuses_a_used_folder_and_overwrite_starts_anew(train):
     anew = train("run", "train.steps=2", "checkpoint.resume=never", "run.overwrite=true", ranks=2)
     assert anew.column("step") == [1, 2] and anew.checkpoints == ["step-00000002"]
     assert anew.events[0]["event"] == "start" and anew.column("loss")[0] == pytest.approx(first_loss)
+
+
+def test_a_process_that_was_refused_a_folder_does_not_keep_it_locked(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    cfg = SimpleNamespace(checkpoint=SimpleNamespace(resume="never"), run=SimpleNamespace(overwrite=False))
+    with pytest.raises(UserError) as refused:
+        claim_folder(cfg, tmp_path, Claim([]))
+    cfg.run.overwrite = True
+    claim_folder(cfg, tmp_path, Claim([])).close()
+    assert "holds an earlier run" in str(refused.value)
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def test_items_come_in_order_and_no_more_are_made_than_there_is_room_for(depth):
     items = []
     with Ahead(made(items, 9), depth, CPU) as ahead:
         assert next(ahead) == 0
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while len(items) < 1 + depth and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(0.02)
@@ -82,7 +82,7 @@ def test_making_ahead_changes_nothing_and_a_run_goes_on_bitwise(train, ranks):
 def torn_row():
     from fsdp_trainer.training.batches import Batches
 
-    real, calls = Batches.assemble, []
+    real, calls, before = Batches.assemble, [], workers()
 
     def assemble(self, rows):
         calls.append(rows)
@@ -92,7 +92,7 @@ def torn_row():
 
     with patch.object(Batches, "assemble", assemble):
         yield
-    if workers():
+    if set(workers()) - set(before):  # of a run before, whose file hung
         raise AssertionError("a thread was left behind")
 
 

@@ -1,12 +1,14 @@
 """A pool of worker processes that are the ranks of a world: a training on 2 ranks costs what it computes, not what importing torch does."""
 
 import contextlib
+import gc
 import io
 import json
 import multiprocessing
 import os
 import pickle
 import signal
+import textwrap
 import time
 import traceback
 from collections.abc import Callable
@@ -14,7 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.checkpoint", "fsdp_trainer.config.compose", "fsdp_trainer.training.run", "fsdp_trainer.data.preview"]
+from fsdp_trainer.config.compose import compose
+from fsdp_trainer.config.handover import DESCRIPTOR, hand_over
+from fsdp_trainer.errors import UserError
+from fsdp_trainer.launch.nodes import free_port
+
+PRELOAD = ["torch", "torch.distributed.checkpoint", "tests.warm"]
 RANKS = 4
 SMALL = [
     "model=tiny", "model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=2", "model.head_dim=8", "precision=fp32",
@@ -94,13 +101,62 @@ def ranks_below(pid: int) -> dict[str, int]:
     return found
 
 
-def wait_until(there: Callable[[], Any], process: Any) -> Any:
+def wait_until(there: Callable[[], Any], process: Any = None) -> Any:
     """What `there` gives, once it gives something, while a process runs."""
     deadline = time.monotonic() + 100
     while not (found := there()):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert not process or process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "took too long"
         time.sleep(0.01)
     return found
+
+
+def seamed(folder: Path, code: str) -> dict[str, str]:
+    """An environment in which every process of Python, whoever starts it, first does `code`: where processes are real, and their order must be certain."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(textwrap.dedent(code))
+    return {"PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[1])])}
+
+
+def killed_once(folder: Path, rank: int, step: int) -> dict[str, str]:
+    """Where `rank` is killed hard as it begins that step, but for the first time only: from outside it might come too late."""
+    return seamed(
+        folder,
+        f"""
+        import os, pathlib, signal
+        from fsdp_trainer import phases
+
+        enter, killed = phases.enter, pathlib.Path({str(folder / "killed")!r})
+
+        def enter_and_die(phase, step=None):
+            enter(phase, step)
+            if step == {step} and os.environ.get("RANK") == "{rank}" and not killed.exists():
+                killed.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        phases.enter = enter_and_die
+        """,
+    )
+
+
+ONE_SIGNAL = "from fsdp_trainer.launch import start\nstart.ECHO_SECONDS = 60"
+"""Signals that are sent one after the other are one request, however slow the machine is between them."""
+
+
+def end(processes: list) -> None:
+    """Of a test, also of one that failed: what it has started trains no longer."""
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def alive(pid: int | str) -> bool:
+    """Whether a process runs: not so if it has ended, also if nobody has asked for its exit code yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 class World:
@@ -112,10 +168,13 @@ class World:
         self.context.set_forkserver_preload(PRELOAD)
         self.workers: list = []
 
-    def call(self, ranks: int, function: Callable, *args: Any, env: dict[str, str] | None = None, timeout: float = 120) -> list:
-        """`function(*args)` on each rank with torchrun's variables set; what it returned. Raises RankFailed."""
-        from fsdp_trainer.launch.nodes import free_port
+    def call(
+        self, ranks: int, function: Callable, *args: Any, env: dict[str, str] | None = None, timeout: float = 300, patience: float = 20
+    ) -> list:
+        """`function(*args)` on each rank with torchrun's variables set; what it returned. Raises RankFailed.
 
+        patience: seconds for the others to find out that one has failed.
+        """
         while len(self.workers) < ranks:
             ours, theirs = self.context.Pipe()
             process = self.context.Process(target=work, args=(theirs,), daemon=True)
@@ -138,7 +197,7 @@ class World:
                 except EOFError:
                     answers[rank] = ("died", workers[rank][0].exitcode)
                 if answers[rank][0] != "done":
-                    deadline = min(deadline, time.monotonic() + 5)
+                    deadline = min(deadline, time.monotonic() + patience)
         if any(kind != "done" for kind, _ in answers.values()) or len(answers) < ranks:
             self.close()
             told = [f"rank {r}: {' '.join(map(str, answers.get(r, ('stuck',))))}" for r in range(ranks)]
@@ -147,7 +206,8 @@ class World:
 
     def command(self, *argv: str, ranks: int = 1, code: int = 0, seam: Callable | None = None, **options: Any) -> list[Told]:
         """The command line on every rank, each of which must exit with `code`. seam: a context manager, entered on every rank."""
-        told = self.call(ranks, command, list(argv), seam, **options)
+        composed = compose_once(argv) if ranks > 1 and code != 2 else None
+        told = self.call(ranks, command, list(argv), seam, composed, **options)
         assert [t.code for t in told] == [code] * ranks, "\n".join(f"rank {i} exit {t.code}\n{t.out}{t.err}" for i, t in enumerate(told))
         return told
 
@@ -172,7 +232,7 @@ def work(pipe) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    jobs, signals = 0, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before, handlers = dict(os.environ), [signal.getsignal(s) for s in signals]
     while True:
         try:
@@ -180,6 +240,10 @@ def work(pipe) -> None:
         except (EOFError, OSError):
             return
         os.environ.update(env)
+        jobs += 1
+        if jobs % 20 == 0:
+            gc.collect()
+        gc.freeze()  # as after a rank's imports: a run's own collections would go through all that torch has, for a third of a small run
         try:
             function, args = pickle.loads(job)
             answer = ("done", function(*args))
@@ -194,11 +258,24 @@ def work(pipe) -> None:
         pipe.send(answer)
 
 
-def command(argv: list[str], seam: Callable | None) -> Told:
-    """A command line in this process, with what it printed."""
+def compose_once(argv: tuple[str, ...]) -> Any:
+    """What the ranks of a training would each compose, as our own launcher does it for them; None where each is to do so itself."""
+    if argv[0] != "train" or any("${" in word for word in argv):
+        return None
+    try:
+        return compose("train", list(argv[1:]))
+    except UserError:
+        return None  # for rank 0 to tell
+
+
+def command(argv: list[str], seam: Callable | None, composed: Any = None) -> Told:
+    """A command line in this process, with what it printed. composed: its configuration, if a launcher has handed it over."""
     from fsdp_trainer.cli import main
 
     out, err = io.StringIO(), io.StringIO()
+    if composed:
+        with hand_over(composed) as file:
+            os.environ[DESCRIPTOR] = str(os.dup(file.fileno()))
     with seam() if seam else contextlib.nullcontext(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(argv)
     return Told(code, out.getvalue(), err.getvalue())

@@ -7,6 +7,7 @@ does not tell when a node dies; here the kernel closes its connection.
 import contextlib
 import errno
 import json
+import random
 import re
 import signal
 import socket
@@ -14,6 +15,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.schema import Launch
@@ -295,10 +297,14 @@ def owns(address: str) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return s.getsockname()[1]
+    """A TCP port of this machine that nobody listens on; where there are such, one that the system hands out to nobody until rank 0 comes."""
+    told = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first = int(told.read_text().split()[0]) if told.exists() else 0
+    for port in (*(random.SystemRandom().sample(range(10_000, first), 50) if first > 20_000 else ()), 0):
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("", port))
+            return s.getsockname()[1]
+    raise OSError("every port is in use")
 
 
 def write(to: Any, **what: Any) -> None:

@@ -81,7 +81,11 @@ def claim_folder(cfg: TrainConfig, run: Path, claim: Claim) -> TextIO:
         while not _locked(lock, wait=time.monotonic() < deadline):
             time.sleep(0.1)
         if cfg.checkpoint.resume == "never":
-            empty_folder(cfg, run)
+            try:
+                empty_folder(cfg, run)
+            except BaseException:
+                lock.close()  # a notebook's process lives on, and may try again
+                raise
         for before in (run / "checkpoints").glob(replaced(Path("step-*")).name):
             put_back(before.with_name(before.name[1 : -len(before.suffix)]))
         lock.truncate(0)

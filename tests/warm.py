@@ -1,0 +1,14 @@
+"""Imported by the server that ranks are forked from: what each of them would else import and parse when it first trains."""
+
+import gc
+
+import torch._dynamo  # noqa: F401 - as launch.start does before a training
+
+import fsdp_trainer.cli
+import fsdp_trainer.data.preview
+import fsdp_trainer.training.run  # noqa: F401
+from fsdp_trainer.config.compose import compose
+
+compose("train", ["model=tiny", "data.path=demo:backwards", "tokenizer.path=demo:bytes"])
+gc.collect()
+gc.freeze()  # pages that no collection touches stay shared

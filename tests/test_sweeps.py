@@ -429,9 +429,9 @@ def test_what_is_refused_or_failed_has_no_result_for_optuna(sweep):
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_not_started(sweep, monkeypatch):
-    lines = sweep("batch.micro_rows=1,1024", "hydra.launcher.memory_gib=0.5", "precision=fp32", code=0)
+    lines = sweep("batch.micro_rows=1,1024", "hydra.launcher.memory_gib=8", "precision=fp32", code=0)
     assert states(lines) == ["finished", "does not fit"] and [c.batch.micro_rows for c, _ in sweep.trained] == [1]
-    assert re.search(r"needs \d+\.\d+ of 0.50 GiB on each of 1 ranks: try  batch.micro_rows=", lines[1]["reason"])
+    assert re.search(r"needs \d+\.\d+ of 8.00 GiB on each of 1 ranks: try  batch.micro_rows=", lines[1]["reason"])
     assert lines[1]["reason"] in sweep.said.err
     monkeypatch.setattr(sweeps, "does_not_fit", lambda cfg, place: "too large")
     assert states(sweep("batch.micro_rows=1024", code=1))[-1] == "does not fit", "and nothing is finished"

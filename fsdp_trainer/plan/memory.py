@@ -241,7 +241,8 @@ class Step:
         self.flying.append(message)
         self.at(phase, when, self.kept + self.stream, 0 if self.whole else whole, fetched)
         self.gradients -= unit.whole * self.reduce if self.whole else 0
-        self.at(phase, when, self.kept + self.stream, 0, fetched, self.copy(message) + out)
+        again = message if self.group == 1 else self.copy(message)  # FSDP2 divides by 1.0 what it does not send
+        self.at(phase, when, self.kept + self.stream, 0, fetched, again + out)
         if self.replicated and self.reduce != self.master:
             self.reduced += out
         if self.whole or not self.later:

@@ -1,0 +1,108 @@
+"""A step of training on tensors without storage, and what it holds at its peak, measured in two ways that know nothing of the plan."""
+
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from fsdp_trainer.models.attention import Layout
+from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.optim.optimizers import build_optimizer, empty_state
+from fsdp_trainer.parallel.mesh import build_mesh
+from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.training.gradients import GradientSync, clip_gradients
+from fsdp_trainer.training.guard import Stream
+from fsdp_trainer.training.objective import CrossEntropy
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all storages that operators make and that live; peak: the most so far. FSDP2 frees and fills storages by resizing them."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.now, self.peak, self.resize = {}, 0, 0, torch.UntypedStorage.resize_
+
+    def __enter__(self):
+        def resize(storage, size):
+            self.resize(storage, size)
+            if storage._cdata in self.live:
+                self.change(storage._cdata, size)
+
+        torch.UntypedStorage.resize_ = resize
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.UntypedStorage.resize_ = self.resize
+        return super().__exit__(*error)
+
+    def change(self, storage, size):
+        self.now += size - self.live.get(storage, 0)
+        self.live[storage] = size
+        self.peak = max(self.peak, self.now)
+
+    def gone(self, storage):
+        self.now -= self.live.pop(storage)
+
+    def add(self, tensor):
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        if storage._cdata not in self.live:
+            self.change(storage._cdata, storage.nbytes())
+            weakref.finalize(storage, self.gone, storage._cdata)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(kind is DTensor for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        for tensor in (t for t in tree_iter(out) if isinstance(t, torch.Tensor)):
+            self.add(tensor)
+        return out
+
+
+def peaks(cases):
+    """[(cfg, config, ranks, by)] → bytes at the peak of the last micro-batch and the clipping, by `live` storages or torch's `tracker`."""
+    return [peak(*case) for case in cases]
+
+
+def peak(cfg, config, ranks, by):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    cpu = torch.device("cpu")
+    try:
+        mesh = build_mesh(cfg.sharding, "cpu")
+        with torch.device("meta"):
+            model = Decoder(config)
+        parallelize(model, mesh, cfg)
+        with FakeTensorMode(allow_non_fake_inputs=True), cpu:
+            model.to_empty(device="cpu")
+            optimizer, stream = build_optimizer(model, cfg.optim), Stream(model)
+            sync = GradientSync(model, cfg.sharding.accumulate, "replicate" in mesh.mesh_dim_names)
+            for parameter in model.parameters():
+                optimizer.state[parameter] = empty_state(optimizer, parameter)
+            measure = LiveBytes() if by == "live" else FSDPMemTracker(model, optimizer)
+            with measure:
+                if by == "live":
+                    for parameter in model.parameters():
+                        for tensor in (parameter.detach(), *optimizer.state[parameter].values()):
+                            measure.add(tensor)
+                count = cfg.batch.rows // (cfg.batch.micro_rows * ranks)
+                for i in range(count):
+                    sync.before(last=i == count - 1)
+                    micro_step(model, cfg)
+                    stream.take()
+                clip_gradients(model, 1.0, None)
+            return measure.peak if by == "live" else measure.get_tracker_snapshot("peak")[cpu]["Total"]
+    finally:
+        dist.destroy_process_group()
+
+
+def micro_step(model, cfg):
+    rows, length = cfg.batch.micro_rows, cfg.batch.seq_len
+    layout = Layout([[length - length // 4, length // 4]] * rows)
+    places = torch.zeros(rows, length, dtype=torch.int64)
+    batch = MicroBatch(places, places, layout, places.flatten(), places.flatten(), torch.ones(rows * length))
+    model(batch, CrossEntropy(batch.weights))[0].backward()

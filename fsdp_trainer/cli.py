@@ -2,12 +2,15 @@
 
 import argparse
 import importlib
+import json
 import os
 import shlex
 import sys
+import time
+from pathlib import Path
 from typing import NoReturn
 
-from fsdp_trainer import __version__
+from fsdp_trainer import __version__, phases
 from fsdp_trainer.config.handover import take_over
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.errors import Problem, RunFailed, UserError
@@ -18,14 +21,15 @@ VERBS = {
     "preview": "fsdp_trainer.data.preview:preview",
     "prepare": "fsdp_trainer.data.ahead:prepare_ahead",
     "doctor": "fsdp_trainer.launch.doctor:doctor",
+    "launch-files": "fsdp_trainer.launch.files:launch_files",
     "export": "fsdp_trainer.checkpoint.export:export",
     "verify": "fsdp_trainer.checkpoint.verify:verify",
     "generate": "fsdp_trainer.generate:generate",
     "quickstart": "fsdp_trainer.quickstart:quickstart",
+    "report": "fsdp_trainer.report.verb:report",
     "recipes": "fsdp_trainer.config.document:recipes",
     "config": "fsdp_trainer.config.document:explain",
 }
-LATER = ("report",)
 AS_RANKS = ("train", "doctor")  # start their ranks with the configuration that was composed, and what it was composed from
 
 
@@ -44,9 +48,17 @@ def main(argv: list[str] | None = None) -> int:
     except (UserError, RunFailed) as error:
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             print(error, file=sys.stderr)
+        elif os.environ.get("GROUP_RANK", "0") != "0" and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+            leave_a_word(error, file)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+
+
+def leave_a_word(error: UserError | RunFailed, file: str) -> None:
+    """One line for the table that this node's torchrun ends with: rank 0 speaks on another, and may know nothing of a file that is missing here."""
+    line = " ".join(str(error).split())
+    Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": {"timestamp": int(time.time())}}}))
 
 
 def write_no_more() -> None:
@@ -56,15 +68,21 @@ def write_no_more() -> None:
 
 def run_verb(verb: str, overrides: list[str], config_dir: str | None = None) -> int:
     """Compose the configuration of `verb` and do it."""
+    phases.begin()
     module, name = VERBS[verb].split(":")
     if verb in AS_RANKS and (handed := take_over(PRIMARY[verb])):
         return getattr(importlib.import_module(module), name)(handed, overrides)
     from fsdp_trainer.config.compose import compose, config_flag  # Hydra, which a rank that is handed its configuration does without
 
-    cfg = compose(verb, overrides, config_dir, inputs=verb not in ("plan", "doctor"))  # doctor says on which node something is missing
+    of_training = [w for w in overrides if verb == "config" and "=" in w and not w.startswith("key=")]  # whose values are to be explained
+    own = [w for w in overrides if w not in of_training]
+    on_the_spot = verb not in ("plan", "doctor", "launch-files")  # doctor says on which node something is missing; the others run elsewhere
+    cfg = compose(verb, own, config_dir, inputs=on_the_spot)
     do = getattr(importlib.import_module(module), name)
-    if verb in AS_RANKS:
+    if verb in (*AS_RANKS, "launch-files"):
         return do(cfg, [*config_flag(config_dir), *overrides])
+    if verb == "config":
+        return do(cfg, of_training, config_dir)
     return do(cfg, config_dir) if verb == "recipes" else do(cfg)
 
 
@@ -118,11 +136,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _verb(words: list[str]) -> tuple[str, list[str]]:
-    """The verb and its overrides. Raises UserError for a verb that is misspelt, not first, or not there yet."""
+    """The verb and its overrides. Raises UserError for a verb that is misspelt or not first."""
     first, rest = (words[0], words[1:]) if words and _bare(words[0]) else (None, words)
-    misplaced = next((w for w in rest if w in VERBS or w in LATER), None)
-    if first in LATER:
-        raise UserError("no such verb yet", [Problem(str(first), f"this version does not have it yet. There are: {' '.join(VERBS)}")])
+    misplaced = next((w for w in rest if w in VERBS), None)
     if first is not None and first not in VERBS:
         raise UserError("no such verb", [Problem(first, _why_no_verb(first))])
     if misplaced:
@@ -133,10 +149,14 @@ def _verb(words: list[str]) -> tuple[str, list[str]]:
 
 
 def _why_no_verb(word: str) -> str:
+    from fsdp_trainer.config.check import flatten
+    from fsdp_trainer.config.compose import options
     from fsdp_trainer.config.names import nearest
+    from fsdp_trainer.config.overrides import listed, without_key
 
-    close = nearest(word, VERBS)
-    return f"there is no such verb.{f' Did you mean  {close} ?' if close else ''}\nThere are: {' '.join(VERBS)}; settings are  key=value"
+    meant = without_key(word, flatten(PRIMARY["train"]), options("train")) or nearest(word, VERBS)
+    head = f"there is no such verb.{f' Did you mean  {meant} ?' if meant else ''}"
+    return f"{head}\n{listed('There are:', VERBS)}\nSettings are  key=value"
 
 
 def _bare(word: str) -> bool:
@@ -164,20 +184,20 @@ def _hydra_info(what: str, verb: str, overrides: list[str], config_dir: str | No
 
 
 def _completion(words: list[str]) -> int:
-    """Hydra's own shell completion (`-sc install=bash`), taught the verbs."""
+    """The completion scripts are Hydra's (`-sc install=bash`); what they ask for (`query`) is answered by the schema, without composing."""
+    if words and words[0].startswith("query="):
+        from fsdp_trainer.config.complete import completions
+
+        line = os.environ.get("COMP_LINE", "fsdp-trainer ")
+        print(*completions(line[: int(os.environ.get("COMP_POINT", len(line)))]), sep="\n")
+        return 0
     from hydra.core.global_hydra import GlobalHydra
 
     from fsdp_trainer.config.compose import hydra
 
-    program, *typed = os.environ.get("COMP_LINE", "").split(" ")
-    verb = typed[0] if len(typed) > 1 and typed[0] in VERBS else None
-    if verb:
-        os.environ["COMP_LINE"] = " ".join([program, *typed[1:]])
-    elif len(typed) == 1:
-        print(*(v for v in VERBS if v.startswith(typed[0])), end=" ")
     with hydra([], None):
         try:
-            GlobalHydra.instance().hydra.shell_completion(verb or "train", words)  # type: ignore[union-attr]
+            GlobalHydra.instance().hydra.shell_completion("train", words)  # type: ignore[union-attr]
         except ValueError as error:
             raise UserError(
                 "no such completion", [Problem(shlex.join(["-sc", *words]), f"{error}\nUse  -sc install=bash  (zsh, fish)")]

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+WIDEST = 34  # what is longer has a line of its own
+
 
 @dataclass
 class Problem:
@@ -22,15 +24,12 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         lines = [f"fsdp-trainer: {self.title}"]
-        width = min(34, max((len(p.what) for p in self.problems), default=0))
+        width = max((len(p.what) for p in self.problems if len(p.what) <= WIDEST), default=0)
         for p in self.problems:
             first, *rest = p.why.splitlines() or [""]
-            lines.append("")
-            if len(p.what) > width:
-                lines += [f"  {p.what}", f"  {'':{width}}  {first}"]
-            else:
-                lines.append(f"  {p.what:{width}}  {first}")
-            lines += [f"  {'':{width}}  {line}" for line in rest]
+            above = len(p.what) > WIDEST  # and what is said of it stands below
+            lines += ["", *([f"  {p.what}", f"      {first}"] if above else [f"  {p.what:{width}}  {first}"])]
+            lines += [f"  {'':{4 if above else width + 2}}{line}" for line in rest]
         return "\n".join(lines)
 
 

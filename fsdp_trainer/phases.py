@@ -49,13 +49,17 @@ TRACE_LENGTH = (SLOT - TRACES) // TRACE.size
 
 @dataclass
 class Place:
-    """since: time.monotonic() when the phase began; entered: how many have begun; collectives: how many this rank had begun by then."""
+    """since: time.monotonic() when the phase began; entered: how many have begun; collectives: how many this rank had begun by then.
+
+    spent: by phase, how often this thread left it and after how many seconds in all.
+    """
 
     step: int = 0
     phase: str = "start"
     since: float = field(default_factory=time.monotonic)
     entered: int = 0
     collectives: int = 0
+    spent: dict[str, tuple[int, float]] = field(default_factory=dict)
 
 
 @dataclass
@@ -84,7 +88,16 @@ _memory: mmap.mmap | None = None
 _offset = 0
 _trains = threading.main_thread().ident
 _count: Callable[[], int] = int
-_spent: dict[str, tuple[int, float]] = {}
+_told: dict[str, float] = {}
+listener: Callable[[str], None] | None = None
+"""Hears of each phase that the thread which trains begins."""
+
+
+def begin() -> None:
+    """A run begins, in this thread."""
+    global main, background, _trains
+    main, background, _trains = Place(), Place(), threading.get_ident()
+    _told.clear()
 
 
 def enter(phase: str, step: int | None = None) -> None:
@@ -94,11 +107,13 @@ def enter(phase: str, step: int | None = None) -> None:
 
 def _move(place: Place, phase: str, step: int | None = None) -> None:
     now, memory = time.monotonic(), _memory
-    times, seconds = _spent.get(place.phase, (0, 0.0))
-    _spent[place.phase] = times, seconds = times + 1, seconds + now - place.since
+    times, seconds = place.spent.get(place.phase, (0, 0.0))
+    place.spent[place.phase] = times, seconds = times + 1, seconds + now - place.since
     left, place.phase, place.since = place.phase, phase, now
     place.step = place.step if step is None else step
     place.entered += 1
+    if listener and place is main and threading.get_ident() == _trains:
+        listener(phase)
     if memory:
         place.collectives = _count() if place is main else 0
         TIME.pack_into(memory, _offset + TIMES + TIME.size * NUMBER[left], times, seconds)
@@ -111,6 +126,20 @@ def _show(memory: mmap.mmap, place: Place) -> None:
     if first:
         at = _offset + TRACES + TRACE.size * (place.entered % TRACE_LENGTH)
         TRACE.pack_into(memory, at, place.entered, place.step, number, place.collectives)
+
+
+def seconds() -> dict[str, float]:
+    """That the thread which trains has spent in each phase since the run began: they sum to the time since then."""
+    spent = {phase: seconds for phase, (_, seconds) in main.spent.items()}
+    return spent | {main.phase: spent.get(main.phase, 0.0) + time.monotonic() - main.since}
+
+
+def lately() -> dict[str, float]:
+    """The same since this was asked last."""
+    now = seconds()
+    passed = {phase: round(spent - _told.get(phase, 0.0), 6) for phase, spent in now.items() if spent > _told.get(phase, 0.0)}
+    _told.update(now)
+    return passed
 
 
 class Compiling:
@@ -133,16 +162,14 @@ compiling = Compiling()
 
 def share(file: Path, index: int, rank: int) -> None:
     """From now on show this process's place in slot `index` of a file that all ranks of the node map, until `leave`. Raises OSError."""
-    global _memory, _offset, _trains, main, background
+    global _memory, _offset, _trains
     descriptor = os.open(file, os.O_RDWR)
     try:
         os.posix_fallocate(descriptor, index * SLOT, SLOT)  # a page that a full /dev/shm cannot give would be a SIGBUS later
         memory = mmap.mmap(descriptor, (index + 1) * SLOT)
     finally:
         os.close(descriptor)
-    main, background = Place(), Place()
     _offset, _trains = index * SLOT, threading.get_ident()
-    _spent.clear()
     _show(memory, main)
     _show(memory, background)
     HEAD.pack_into(memory, _offset, os.getpid(), started_at(os.getpid()) or 0, rank, 0, _trains, here())

@@ -276,11 +276,6 @@ def test_a_verb_that_is_not_first_is_shown_in_the_right_order(refused):
     assert "fsdp-trainer preview +recipe=quickstart" in refused("+recipe=quickstart", "preview")
 
 
-def test_a_misspelt_verb_and_one_that_is_not_there_yet(refused):
-    assert "Did you mean  export ?" in refused("exprot", "source=x")
-    assert "does not have it yet" in refused("report")
-
-
 def test_only_rank_0_speaks(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
     assert main(["nonsense=1"]) == 2 and capsys.readouterr().err == ""
@@ -331,18 +326,57 @@ def test_help_lists_verbs_groups_and_recipes(capsys):
         ("ex", "export"),
         ("preview preview.", "preview.rows="),
         ("+recipe=qu", "+recipe=quickstart"),
+        ("-m +sweep=", "+sweep=lr"),
         ("export so", "source="),
         ("train sharding=", "sharding=hsdp"),
+        ("op", "optim."),
+        ("optim.w", "optim.weight_decay="),
+        ("activation_checkpoint.mode=s", "activation_checkpoint.mode=selective"),
+        ("run.overwrite=", "run.overwrite=true"),
+        ("data.path=de", "data.path=demo:backwards"),
+        ("data.path=pyproj", "data.path=pyproject.toml"),
+        ("data.path=conf/opt", "data.path=conf/optim/"),
+        ("config key=export.d", "key=export.dtype"),
+        ("--info defaults-", "defaults-tree"),
     ],
 )
-def test_completion_knows_verbs_recipes_and_keys(capsys, monkeypatch, line, offered):
-    monkeypatch.setenv("COMP_LINE", f"fsdp-trainer {line}")
+def test_completion_knows_verbs_recipes_keys_and_values(capsys, monkeypatch, line, offered):
+    monkeypatch.chdir(REPO)
+    monkeypatch.setenv("COMP_LINE", f"fsdp-trainer {line} and what follows")
+    monkeypatch.setenv("COMP_POINT", str(len(f"fsdp-trainer {line}")))
     assert main(["-sc", "query=bash"]) == 0
-    assert offered in capsys.readouterr().out.split()
+    said = capsys.readouterr().out.split()
+    assert offered in said and all(word.startswith(line.split()[-1]) for word in said)
+
+
+def test_completion_offers_recipes_of_ones_own_and_leaves_folders_to_the_shell(own, capsys, monkeypatch):
+    folder = own(recipe__mine="# @package _global_")
+    for line, offered in ((f"--config-dir {folder} +recipe=mi", "+recipe=mine +recipe=mistral7b_sft"), ("--config-dir ", "")):
+        monkeypatch.setenv("COMP_LINE", f"fsdp-trainer {line}")
+        assert main(["-sc", "query=bash"]) == 0 and " ".join(capsys.readouterr().out.split()) == offered
+
+
+def test_bash_completes(tmp_path):
+    program = tmp_path / "fsdp-trainer"
+    program.write_text(f"#!{sys.executable}\nimport sys; from fsdp_trainer.cli import main; sys.exit(main())\n")
+    program.chmod(0o755)
+    script = """eval "$(fsdp-trainer -sc install=bash)"; complete -p fsdp-trainer
+        COMP_LINE="fsdp-trainer activation_checkpoint.mode=" COMP_POINT=${#COMP_LINE} COMP_CWORD=1; hydra_bash_completion; echo ${COMPREPLY[@]}"""
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(REPO)}
+    out = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, check=True).stdout
+    assert "hydra_bash_completion fsdp-trainer" in out and out.split()[-1] == "activation_checkpoint.mode=selective"
 
 
 @pytest.mark.parametrize(
-    "argv", [["--help"], ["optim.learning_rate=1"], ["--cfg", "job", "+recipe=llama70b_sft"], ["recipes"], ["config", "key=optim.lr"]]
+    "argv",
+    [
+        ["--help"],
+        ["optim.learning_rate=1"],
+        ["--cfg", "job", "+recipe=llama70b_sft"],
+        ["recipes"],
+        ["config", "key=optim.lr"],
+        ["-sc", "query=bash"],
+    ],
 )
 def test_answers_come_within_two_seconds_and_without_torch(argv):
     code = f"import sys; from fsdp_trainer.cli import main; main({argv}); assert 'torch' not in sys.modules"
@@ -369,14 +403,62 @@ def test_every_key_is_explained(capsys):
     assert main(["config"]) == 0
     every = capsys.readouterr().out
     assert all(f"{key} " in every for key in flatten(TrainConfig))
-    assert main(["config", "key=optim.lr"]) == 0
-    assert "peak learning rate" in capsys.readouterr().out
+    for asked in ("optim.lr", "learning_rate", "lr"):
+        assert main(["config", f"key={asked}"]) == 0
+        told = capsys.readouterr().out
+        assert all(part in told for part in ("optim.lr", "peak learning rate [at least 0]", "1e-5", "learning_rate, max_lr")), asked
 
 
-def test_the_recipes_verb_names_hardware_and_command(capsys):
+def test_a_key_is_explained_with_what_a_recipe_makes_of_it(capsys, own):
+    assert main(["config", "key=optim.lr", "+recipe=quickstart"]) == 0
+    assert "here     0.001, set by  recipe/quickstart.yaml" in capsys.readouterr().out
+    assert main(["config", "key=preview.rows", "preview.rows=7"]) == 0
+    assert "here     7, set by  preview.rows=7" in capsys.readouterr().out
+    assert main(["--config-dir", own(recipe__mine="# @package _global_\noptim: {lr: 2}"), "config", "key=lr", "+recipe=mine"]) == 0
+    assert "here     2.0, set by" in capsys.readouterr().out
+
+
+def test_groups_and_keys_of_other_verbs_are_explained(capsys):
+    assert main(["config", "key=sharding"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"{key} " in told for key in flatten(TrainConfig) if key.startswith("sharding.")) and "ddp fsdp hsdp" in told
+    assert main(["config", "key=export.dtype"]) == 0
+    assert "fsdp-trainer export dtype=…" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("key", "typed", "meant"),
+    [
+        ("precision.param_dtype", "fp32", "float32"),
+        ("launch.device", "gpu", "cuda"),
+        ("logging.wandb", "false", "disabled"),
+        ("train.on_spike", "on", "warn"),
+        ("data.packing", "bestfit", "best_fit"),
+        ("activation_checkpoint.mode", "selectiv", "selective"),
+    ],
+)
+def test_a_choice_by_another_name_is_understood(refused, key, typed, meant):
+    assert f"Did you mean  {key}={meant} ?" in refused(*DEMO, f"{key}={typed}")
+
+
+def test_an_adapters_folder_is_known_for_one(refused, tmp_path):
+    (tmp_path / "adapter_config.json").touch()
+    assert "merge it into its model" in refused(f"model.init_from={tmp_path}", "data.path=demo:backwards")
+
+
+def test_a_model_without_a_tokenizer_is_known_by_its_folder(refused, tmp_path):
+    (tmp_path / "config.json").touch()
+    assert "neither a tokenizer.json" in refused("generate", f"source={tmp_path}")
+
+
+def test_the_recipes_verb_names_hardware_and_command_from_small_to_large(capsys, own):
+    assert main(["--config-dir", own(recipe__mine="# @package _global_\n# Mine."), "recipes"]) == 0
+    assert "mine  (your own: " in capsys.readouterr().out
     assert main(["recipes"]) == 0
     text = capsys.readouterr().out
     assert "not said" not in text and all(f"+recipe={name}" in text for name in options("train")["recipe"])
+    places = [text.index(f"\n{name}\n") for name in ("qwen3_0_6b_sft", "llama1b_sft", "llama8b_sft", "llama70b_sft")]
+    assert places == sorted(places)
 
 
 def test_every_synonym_leads_to_something_real():

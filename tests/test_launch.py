@@ -1,8 +1,11 @@
 """Ranks that torchrun, Slurm or the trainer itself starts: one folder, one voice, the contract's exit codes."""
 
+import contextlib
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,12 +15,16 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from world import SMALL, Run, ranks_below, wait_until
 
 from fsdp_trainer.cli import main
-from fsdp_trainer.errors import RunFailed
+from fsdp_trainer.config.compose import compose
+from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.launch.nodes import first_host
 from fsdp_trainer.launch.start import Patience, ranks_to_start, wait_for_ranks
-from fsdp_trainer.launch.world import environment_of_ranks, first_host, meet
+from fsdp_trainer.launch.world import environment_of_ranks, meet
+from fsdp_trainer.training.resume import Claim, claim_folder
 
 SELF = [sys.executable, "-m", "fsdp_trainer"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0"]
@@ -183,6 +190,38 @@ def test_a_data_error_is_told_by_one_rank_of_two_and_all_exit_2(train, tmp_path)
     assert "broken.jsonl:2" in run.err and run.ranks[1].err == run.ranks[1].out == ""
 
 
+def test_what_only_another_node_finds_stands_in_its_torchruns_table(monkeypatch, tmp_path, capsys):
+    for name, value in {"RANK": "8", "GROUP_RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["data.path=missing.jsonl", "tokenizer.path=demo:bytes"]) == 2
+    table = str(ChildFailedError("fsdp_trainer", {8: ProcessFailure(0, 1, 2, str(tmp_path / "error.json"))}))
+    assert "data.path=missing.jsonl there is no such file" in table
+    assert "missing.jsonl" not in capsys.readouterr().err
+
+
+@contextlib.contextmanager
+def stopped_while_it_waits():
+    def stopped(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return meet(*args)
+
+    with patch("fsdp_trainer.launch.world.meet", stopped):
+        yield
+
+
+def test_a_rank_that_waits_for_others_to_start_stops_at_a_signal(train):
+    train("run", "train.steps=1", code=75, seam=stopped_while_it_waits, env={"WORLD_SIZE": "2"})
+
+
+def test_who_finds_a_folder_locked_is_told_by_whom(tmp_path):
+    cfg = compose("train", ["data.path=demo:backwards", "tokenizer.path=demo:bytes"])
+    with claim_folder(cfg, tmp_path / "run", Claim(["a"])):
+        assert Claim.of(tmp_path / "run") == Claim(["a"])
+        with pytest.raises(UserError, match=f"process {os.getpid()} on {re.escape(socket.gethostname())} trains in it, since 20"):
+            claim_folder(cfg, tmp_path / "run", Claim(["b"]))
+    claim_folder(cfg, tmp_path / "run", Claim(["b"])).close()
+
+
 def test_replicas_that_do_not_divide_the_world_are_refused(train):
     assert "sharding.replicas" in train("run", "train.steps=1", "sharding=hsdp", "sharding.replicas=2", ranks=1, code=2).err
 
@@ -328,7 +367,7 @@ def test_the_first_host_of_a_node_list(nodes, host):
 @pytest.mark.slow
 def test_slurm_ranks_train(world, inputs, tmp_path):
     """Real ranks with nothing but Slurm's variables."""
-    from fsdp_trainer.launch.start import free_port
+    from fsdp_trainer.launch.nodes import free_port
 
     told = world.call(
         2,

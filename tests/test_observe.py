@@ -4,8 +4,12 @@ import gzip
 import importlib.util
 import io
 import json
+import os
+import re
+import time
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from fsdp_trainer import phases
 from fsdp_trainer.models.attention import Layout
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
@@ -20,6 +25,7 @@ from fsdp_trainer.models.initialize import initialize_whole
 from fsdp_trainer.observe.console import Console, duration, progress_line, short
 from fsdp_trainer.observe.flops import causal_flops, palm_flops
 from fsdp_trainer.observe.records import Records
+from fsdp_trainer.observe.step_phases import phases_of, read_trace, table
 from fsdp_trainer.plan.devices import peak_flops
 from fsdp_trainer.training.objective import CrossEntropy
 
@@ -40,6 +46,47 @@ def test_metrics_and_events_have_the_contracts_fields(train):
     assert run.events[-1]["reason"] == "finished" and run.events[-1]["exit_code"] == 0
     config = yaml.safe_load((run.folder / "config.yaml").read_text())
     assert config["optim"]["lr"] == 3e-3 and config["run"]["name"] == "run"
+
+
+def slow_data():
+    """Data that comes 0.3 s late, in the first step."""
+    real, calls = phases.enter, []
+
+    def enter(phase, step=None):
+        real(phase, step)
+        if phase == "data" and not calls:
+            calls.append(time.sleep(0.3))
+
+    return patch.object(phases, "enter", enter)
+
+
+def test_the_time_of_a_run_is_that_of_its_phases(train):
+    began = time.time()
+    run = train(
+        "run",
+        "train.steps=4",
+        "logging.every=2",
+        "checkpoint.every=2",
+        "train.validate_every=2",
+        "data.validation=0.2",
+        "checkpoint.export_hf=true",
+        seam=slow_data,
+    )
+    wall, (first, last) = time.time() - began, [line["phases"] for line in run.metrics if "phases" in line]
+    assert all({"data", "forward", "backward", "clip", "update", "read", "validation", "log"} <= set(of) for of in (first, last))
+    assert first["data"] >= 0.3 and first["start"] > 0 and "start" not in last and last["shards"] > 0, (
+        "the first checkpoint is the second write's"
+    )
+    assert (
+        sum(last.values()) >= sum(run.column("step_seconds")[2:])
+        and began < run.metrics[0]["time"] <= run.metrics[3]["time"] < began + wall
+    )
+    took = {event["event"]: event.get("seconds") for event in run.events}
+    assert all(took[name] > 0 for name in ("start", "evaluation", "checkpoint", "export")) and took["start"] <= first["start"]
+    end = run.events[-1]["phases"]
+    (line,) = [line for line in run.out.splitlines() if line.startswith("time ")]
+    assert sum(map(int, re.findall(r"(\d+)%", line))) > 80 and "start-up" in line and "shards" not in line
+    assert end["export"] > 0 and sum(sum(of.values()) for of in (first, last, end)) < wall
 
 
 def test_tokens_are_those_of_the_rows_without_padding(train, world, inputs):
@@ -137,29 +184,117 @@ def test_records_survive_a_half_written_line(tmp_path):
     assert records.last_event()["event"] == "resume", "a line after a half one is a line of its own"
 
 
-@pytest.mark.slow
-def test_a_profile_holds_exactly_the_steps_asked_for_with_their_phases_blocks_and_operators(train):
-    run = train("run", "train.steps=5", "profile.steps=2-3", "profile.ranks=[1]", "profile.memory=true", ranks=2)
-    assert [file.name for file in (run.folder / "profile").iterdir()] == ["steps-2-3-rank-1.json.gz"]
-    with gzip.open(run.folder / "profile" / "steps-2-3-rank-1.json.gz") as file:
+def slow_backward():
+    """Rank 1 is late by half a second in two steps' backward."""
+    real = phases.enter
+
+    def enter(phase, step=None):
+        real(phase, step)
+        if phase == "backward" and os.environ["RANK"] == "1" and phases.main.step in (2, 3):
+            time.sleep(0.5)
+
+    return patch.object(phases, "enter", enter)
+
+
+@pytest.fixture(scope="module")
+def profiled(world, inputs, tmp_path_factory):
+    """Two ranks, of which one is slow, and two of their steps."""
+    how = [
+        "train.steps=4",
+        "profile.steps=2..3",
+        "profile.memory=true",
+        "model.tie_word_embeddings=false",
+        "sharding.reshard_after_forward=false",
+    ]
+    where = tmp_path_factory.mktemp("profiled") / "run"
+    return world.train(where, *(f"{k}={v}" for k, v in inputs.items()), *how, ranks=2, seam=slow_backward)
+
+
+def test_a_profile_holds_exactly_the_steps_asked_for_with_their_phases_blocks_and_operators(profiled, train):
+    folder = profiled.folder / "profile"
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "steps-2-3-phases.json",
+        "steps-2-3-rank-0.json.gz",
+        "steps-2-3-rank-1.json.gz",
+    ]
+    with gzip.open(folder / "steps-2-3-rank-1.json.gz") as file:
         names = Counter(event["name"] for event in json.load(file)["traceEvents"] if event.get("ph") == "X")
     assert {name for name in names if name.startswith("step ")} == {"step 2", "step 3"}
-    assert names["forward_backward"] == names["clip"] == names["update"] == 2
+    assert names["forward"] == names["loss"] == names["clip"] == names["update"] == 2
     assert names["FSDP::pre_forward (model.layers.0)"] == names["FSDP::pre_forward (model.layers.1)"] == 2 and names["aten::mm"] > 20
-    assert [event["steps"] for event in run.event("profile")] == [[2, 3]] and run.events[-1]["event"] == "end"
-    plain = train("plain", "train.steps=5", ranks=2)
-    assert plain.column("loss") == run.column("loss") and not (plain.folder / "profile").exists()
+    assert [event["steps"] for event in profiled.event("profile")] == [[2, 3]] and profiled.events[-1]["event"] == "end"
+    plain = train("plain", "train.steps=4", "model.tie_word_embeddings=false", ranks=2)
+    assert plain.column("loss") == profiled.column("loss") and not (plain.folder / "profile").exists()
+
+
+def test_what_one_rank_is_late_by_is_gradient_sync_that_the_other_waits_in(profiled):
+    told = json.loads((profiled.folder / "profile" / "steps-2-3-phases.json").read_text())
+    fast, slow = told["ranks"]["0"], told["ranks"]["1"]
+    assert told["steps"] == [2, 3] and fast["gradient sync, exposed"]["seconds"] > 0.9 and slow["backward"]["idle"] > 0.9
+    assert all(of[row]["seconds"] > 0 for of in (fast, slow) for row in ("data", "forward", "loss", "clip", "optimizer", "log"))
+    steps = [event for event in read_trace(profiled.folder / "profile" / "steps-2-3-rank-0.json.gz") if event.name.startswith("step ")]
+    assert sum(row["seconds"] for row in fast.values()) == pytest.approx((steps[1].end - steps[0].begin) / 2e6), "every instant counts once"
+    (line,) = [line for line in profiled.out.splitlines() if "gradient sync, exposed" in line]
+    assert "of 2 ranks" in profiled.out and float(line.split()[-1]) > 900
+
+
+KERNELS = [  # name, stream, launched at, begin, end; milliseconds
+    ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 9, 2, 5, 30),  # 10 before the first block, then hidden
+    ("gemm of the forward", 7, 3, 15, 50),
+    ("flash_fwd", 7, 12, 50, 60),
+    ("cross_entropy", 7, 16, 60, 65),
+    ("gemm of the backward", 7, 20, 65, 100),
+    ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 9, 22, 90, 115),  # 10 hidden, then 15 alone
+    ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 9, 42, 115, 120),  # the norm's
+    ("multi_tensor_apply", 7, 51, 120, 140),
+]
+
+
+def test_on_a_gpu_messages_that_run_beside_a_kernel_are_hidden_and_those_alone_are_exposed(tmp_path):
+    """A made trace, in the form that Kineto writes; the device's time is what counts, by the phase that launched it."""
+    host = {"step 7": (0, 150), "data": (0, 1), "forward": (1, 18), "loss": (14, 17), "backward": (18, 40), "clip": (40, 50)}
+    host |= {"update": (50, 55), "read": (55, 145), "log": (145, 150)}
+    events = [
+        {"ph": "X", "cat": "user_annotation", "name": name, "tid": 1, "ts": 1e3 * at, "dur": 1e3 * (end - at)}
+        for name, (at, end) in host.items()
+    ]
+    for number, (name, stream, launched, begin, end) in enumerate(KERNELS):
+        of = {"correlation": number, "stream": stream}
+        events.append({"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "tid": 2, "ts": 1e3 * launched, "dur": 1, "args": of})
+        events.append({"ph": "X", "cat": "kernel", "name": name, "tid": stream, "ts": 1e3 * begin, "dur": 1e3 * (end - begin), "args": of})
+    events += [
+        {"ph": "M", "name": "process_name", "args": {"name": "python"}},
+        {"ph": "X", "cat": "gpu_memcpy", "name": "copy", "tid": 3, "ts": 0, "dur": 9},
+    ]
+    with gzip.open(tmp_path / "trace.json.gz", "wt") as file:
+        json.dump({"schemaVersion": 1, "traceEvents": events}, file)
+    told = phases_of(read_trace(tmp_path / "trace.json.gz"))
+    ms = {row: tuple(round(1e3 * of[what], 3) for what in ("seconds", "idle", "hidden")) for row, of in told.items()}
+    assert ms == {
+        "data": (1, 1, 0),
+        "forward": (4 + 45, 4, 0),
+        "all-gather, exposed": (10, 0, 15),
+        "loss": (5, 0, 0),
+        "backward": (35, 0, 0),
+        "gradient sync, exposed": (15, 0, 10),
+        "clip": (5, 0, 0),
+        "optimizer": (20, 0, 0),
+        "log": (10, 10, 0),
+    }
+    assert sum(seconds for seconds, _, _ in ms.values()) == 150 and table({0: told})[-1].split() == ["a", "step", "150.0"]
 
 
 @pytest.mark.slow
 def test_a_profile_that_a_run_cuts_short_is_written_and_the_rest_by_the_next(train):
     train("run", "train.steps=2", "profile.steps=2-4")
     run = train("run", "train.steps=5", "profile.steps=2-4")
-    assert sorted(file.name for file in (run.folder / "profile").iterdir()) == ["steps-2-2-rank-0.json.gz", "steps-3-4-rank-0.json.gz"]
+    assert sorted(file.name for file in (run.folder / "profile").iterdir()) == [
+        f"steps-{steps}-{what}" for steps in ("2-2", "3-4") for what in ("phases.json", "rank-0.json.gz")
+    ]
 
 
 def test_a_profile_of_steps_or_ranks_that_are_not_there_is_refused(train):
-    assert "write 10 or 10-12" in train("run", "profile.steps=3-2", code=2).err
+    assert "write 10 or 10..12" in train("run", "profile.steps=3-2", code=2).err
     assert "there is no rank 2" in train("run", "profile.steps=3", "profile.ranks=[0,2]", ranks=2, code=2).err
 
 

@@ -114,7 +114,7 @@ class World:
 
     def call(self, ranks: int, function: Callable, *args: Any, env: dict[str, str] | None = None, timeout: float = 120) -> list:
         """`function(*args)` on each rank with torchrun's variables set; what it returned. Raises RankFailed."""
-        from fsdp_trainer.launch.start import free_port
+        from fsdp_trainer.launch.nodes import free_port
 
         while len(self.workers) < ranks:
             ours, theirs = self.context.Pipe()

@@ -62,10 +62,12 @@ def read_headers(folder: Path) -> tuple[dict[str, Stored], list[Problem]]:
     for path in _weight_files(folder):
         try:
             found.update(_read_header(path))
+        except FileNotFoundError:
+            problems.append(Problem(str(path), f"is not there, and {INDEX} names it: copy or download it again"))
         except (OSError, ValueError) as error:
             problems.append(Problem(str(path), str(error)))
         except (KeyError, TypeError, AttributeError, IndexError, RecursionError, struct.error):
-            problems.append(Problem(str(path), "is no safetensors file, or was cut"))
+            problems.append(Problem(str(path), "is no safetensors file, or was cut: copy or download it again"))
     return found, problems
 
 
@@ -87,12 +89,12 @@ def _read_header(path: Path) -> dict[str, Stored]:
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > size:
-            raise ValueError("is no safetensors file, or was cut")
+            raise ValueError("is no safetensors file, or was cut: copy or download it again")
         header: dict[str, Any] = json.loads(file.read(length), parse_float=str)  # sizes and places are whole numbers
     header.pop("__metadata__", None)
     end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if size != end:
-        raise ValueError(f"has {size:,} bytes; its header says {end:,}: copied or downloaded in part")
+        raise ValueError(f"has {size:,} bytes; its header says {end:,}: copied or downloaded in part, do it again")
     found = {}
     for name, entry in header.items():
         if not NOT_LANGUAGE.match(name):

@@ -6,6 +6,7 @@ from dataclasses import Field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from fsdp_trainer.config.names import choice_meant
 from fsdp_trainer.config.schema import default_of
 from fsdp_trainer.errors import Problem, UserError
 
@@ -132,27 +133,33 @@ def build(cls: Any, tree: dict[str, Any], report: Report, prefix: str = "") -> A
         try:
             values[f.name] = convert(raw, f.type)
         except (ValueError, OverflowError):
-            report.add(key, raw, wrong_type(key, raw, f))
+            in_file = isinstance(raw, bool) and takes_text(f.type) and key not in report.typed
+            note = "\n(YAML reads a bare on, off, yes or no as true or false: put it in quotes)" if in_file else ""
+            report.add(key, raw, wrong_type(key, raw, f, note))
             continue
         if why := wrong_with(values[f.name], f):
-            report.add(key, raw, f"{why}\n{f.metadata['text']}")
+            report.add(key, raw, f"{why}{_meant(key, raw, f)}\n{f.metadata['text']}")
     return cls(**values)
 
 
-def wrong_type(key: str, value: Any, f: Field) -> str:
-    """Why a value cannot be converted."""
+def wrong_type(key: str, value: Any, f: Field, note: str = "") -> str:
+    """Why a value cannot be converted. note: what is told beside it."""
     if f.metadata["choices"]:
         why = f"is not one of: {limits(f)}"
     else:
         why = f"must be {describe(f.type)}" + (f", {limits(f)}" if limits(f) else "")
     if value == "":
         why = "is empty: leave it out, or write null where that is allowed"
-    if isinstance(value, bool) and takes_text(f.type):
-        why += "\n(YAML reads a bare on, off, yes or no as true or false: put it in quotes)"
+    why += _meant(key, value, f) + note
     if value is None:
         default = default_of(f)
         why += f"\nleave it out, or write  {key}={show(default)}"
     return f"{why}\n{f.metadata['text']}"
+
+
+def _meant(key: str, value: Any, f: Field) -> str:
+    meant = choice_meant(value, f.metadata["choices"]) if f.metadata["choices"] and not isinstance(value, list) else None
+    return f"\nDid you mean  {key}={show(meant)} ?" if meant is not None else ""
 
 
 def flatten(cls: Any, prefix: str = "") -> dict[str, Field]:

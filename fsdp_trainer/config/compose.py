@@ -17,8 +17,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fsdp_trainer.config.check import Report, build, flatten, show
+from fsdp_trainer.config.inputs import check_inputs
 from fsdp_trainer.config.overrides import LAID_OVER, contents, owner_of, read_overrides, why_forbidden, why_unknown
-from fsdp_trainer.config.rules import check_inputs, check_rules
+from fsdp_trainer.config.rules import check_rules
 from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.errors import Problem, UserError
@@ -37,6 +38,11 @@ def compose(verb: str, overrides: list[str], config_dir: str | None = None, *, i
 
     config_dir: a folder with more groups and recipes. inputs=False: what is to be read need not be there. Raises UserError with all problems.
     """
+    return compose_and_tell(verb, overrides, config_dir, inputs=inputs)[0]
+
+
+def compose_and_tell(verb: str, overrides: list[str], config_dir: str | None = None, *, inputs: bool = True) -> tuple[Any, Report]:
+    """As `compose`; the report knows where each value was set."""
     keys = flatten(PRIMARY[verb])
     line = read_overrides(overrides, keys, options(verb, config_dir))
     report = Report(line.typed, line.problems, line.settled - line.typed.keys())
@@ -48,7 +54,7 @@ def compose(verb: str, overrides: list[str], config_dir: str | None = None, *, i
     if inputs:
         check_inputs(cfg, report, line.whole)
     report.close()
-    return cfg
+    return cfg, report
 
 
 def options(verb: str, config_dir: str | None = None) -> dict[str, list[str]]:
@@ -90,6 +96,12 @@ def hydra(overrides: list[str], config_dir: str | None) -> Iterator[list[str]]:
     try:
         with initialize_config_dir(str(CONF.resolve()), version_base="1.3", job_name="fsdp_trainer"):
             yield overrides
+    except yaml.MarkedYAMLError as error:
+        at = error.problem_mark or error.context_mark
+        tab = "\nYAML is indented with spaces" if "\\t" in str(error.problem) else ""
+        raise UserError(
+            "a problem in the configuration", [Problem(f"{at.name}:{at.line + 1}" if at else "YAML", f"is not YAML: {error.problem}{tab}")]
+        ) from None
     except NOT_COMPOSED as error:
         raise UserError("a problem in the configuration", [Problem("composing", told_by_hydra(error))]) from None
 
@@ -142,6 +154,7 @@ def _check_file(file: Path, kind: str, package: str, keys: dict[str, Any], group
         if why := _why_refused(key, value, kind, keys, groups):
             refused[key] = why
     report.problems += [Problem(f"{key} in {file}", why) for key, why in refused.items()]
+    report.settled |= refused.keys()
 
 
 def _why_refused(key: str, value: Any, kind: str, keys: dict[str, Any], groups: dict[str, list[str]]) -> str | None:

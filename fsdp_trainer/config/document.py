@@ -4,23 +4,28 @@
 """
 
 import re
+import shutil
 import textwrap
 from dataclasses import Field, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
 from fsdp_trainer.config.check import describe, flatten, limits, show
-from fsdp_trainer.config.compose import CONF, find_file, options
+from fsdp_trainer.config.compose import CONF, compose_and_tell, find_file, options
+from fsdp_trainer.config.names import SYNONYMS, synonyms_of
 from fsdp_trainer.config.overrides import why_unknown
 from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig, default_of
-from fsdp_trainer.config.verbs import PRIMARY, ConfigConfig, RecipesConfig
+from fsdp_trainer.config.verbs import PRIMARY, ConfigConfig, LaunchFiles, RecipesConfig
 from fsdp_trainer.errors import Problem, UserError
 
 WIDTH = 140
-OWN_NODES = [verb for verb, cls in PRIMARY.items() if issubclass(cls, TrainConfig) and cls is not TrainConfig]
+OWN_NODES = [verb for verb, cls in PRIMARY.items() if verb != "train" and verb in (f.name for f in fields(cls))]
 """Verbs with training's groups and a node of their own name."""
+SMALL: dict[str, Any] = {verb: cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)} | {"launch-files": LaunchFiles}
+"""The keys of the other verbs; `launch-files` has training's groups beside them."""
 
 
 def written(value: Any) -> str:
@@ -65,7 +70,7 @@ def documented_files(conf: Path) -> dict[Path, str]:
     """Every file in conf/ that is written from the schema, with what it must say."""
     groups: dict[str, Any] = {f.name: f.type for f in fields(TrainConfig)}
     found = {conf / group / f"{option}.yaml": groups[group] for group, option in main_options(conf).items()}
-    found |= {conf / f"{verb}.yaml": cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)}
+    found |= {conf / f"{verb}.yaml": cls for verb, cls in SMALL.items()}
     texts = {path: yaml_file(path.read_text(), cls) for path, cls in found.items()}
     plain = {"train": ("run", "batch", "train", "loss", "profile")} | {verb: (verb,) for verb in OWN_NODES}
     for verb, nodes in plain.items():
@@ -89,8 +94,7 @@ def markdown(options: dict[str, list[str]]) -> str:
     for f in [*fields(TrainConfig), *(node_of(verb, verb) for verb in OWN_NODES)]:
         chosen = f"\nOptions: {', '.join(f'`{f.name}={name}`' for name in options[f.name])}\n" if f.name in GROUPS else ""
         parts.append(_section(f.name, f.type, f"{f.name}.", chosen))
-    small: dict[str, Any] = {verb: cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)}
-    for verb, cls in small.items():
+    for verb, cls in SMALL.items():
         if fields(cls):
             parts.append(_section(f"The verb {verb}", cls, "", ""))
     return "\n".join(parts)
@@ -101,29 +105,68 @@ def _section(title: str, cls: Any, prefix: str, chosen: str) -> str:
     return "\n".join([f"## {title}\n\n{cls.__doc__}\n{chosen}\n| key | default | meaning |\n|---|---|---|", *rows, ""])
 
 
-def explain(cfg: ConfigConfig) -> int:
-    """`fsdp-trainer config`: one key, a group's keys, or all."""
-    keys = {key: f for cls in PRIMARY.values() if issubclass(cls, TrainConfig) for key, f in flatten(cls).items()}
-    wanted = [key for key in keys if cfg.key in (None, key) or key.startswith(f"{cfg.key}.")]
-    if not wanted:
-        raise UserError("no such key", [Problem(f"key={cfg.key}", why_unknown(str(cfg.key), None, keys, dict.fromkeys(GROUPS)))])
+def explain(cfg: ConfigConfig, overrides: list[str], config_dir: str | None = None) -> int:
+    """`fsdp-trainer config`: one key, a group's keys, or all; with `overrides` of training also what they make of it."""
+    keys = every_key()
+    wanted = keys_meant(cfg.key, keys)
+    values, report = {key: default_of(f) for key, f in keys.items()}, None
+    if overrides:
+        node = wanted[0].split(".")[0]
+        composed, report = compose_and_tell(node if node in OWN_NODES else "train", overrides, config_dir, inputs=False)
+        values |= {key: attrgetter(key)(composed) for key in flatten(type(composed))}
     if len(wanted) > 1:
         for key in wanted:
-            print(f"{key:40}{written(default_of(keys[key])):14}{comment(keys[key])}")
+            print(_filled(f"{key:38} {written(values[key]):14} ", comment(keys[key])))
+        if cfg.key in GROUPS:
+            print(_filled(f"\n{cfg.key}=OPTION sets those that belong together:  ", " ".join(options("train")[cfg.key])))
         return 0
     key, f = wanted[0], keys[wanted[0]]
-    print(f"{key}\n  {comment(f)}\n\n  type     {describe(f.type)}\n  default  {written(default_of(f))}")
-    group = key.split(".")[0]
-    if SELECTORS.get(group) == f.name:
-        print(f"  choose   {group}=OPTION, which sets the keys that belong together: {' '.join(options('train')[group])}")
+    group, _, name = key.partition(".")
+    print(f"{key}\n{_filled('  ', comment(f))}\n\n  type     {describe(f.type)}\n  default  {written(default_of(f))}")
+    if report:
+        origin = report.origins.get(key, "the schema")
+        print(f"  here     {written(values[key])}, set by  {report.typed.get(key) or origin.removeprefix(f'{CONF}/')}")
+    if SELECTORS.get(group) == name:
+        print(_filled(f"  choose   {group}=", f"OPTION, which sets the keys that belong together: {' '.join(options('train')[group])}"))
+    if synonyms := synonyms_of(key):
+        print(_filled("  known as ", ", ".join(synonyms)))
+    if group in SMALL:
+        print(f"  goes to  fsdp-trainer {group} {name}=…")
     return 0
 
 
+def every_key() -> dict[str, Field]:
+    """Of all verbs; before those of a small one stands its name."""
+    found = {key: f for verb in ("train", *OWN_NODES) for key, f in flatten(PRIMARY[verb]).items()}
+    return found | {f"{verb}.{key}": f for verb, cls in SMALL.items() for key, f in flatten(cls).items()}
+
+
+def keys_meant(asked: str | None, keys: dict[str, Field]) -> list[str]:
+    """Of `keys` what `config key=ASKED` explains: a key, what lies in a group, all of a last name, or what another program's name is here."""
+    wanted = [key for key in keys if asked in (None, key) or key.startswith(f"{asked}.")]
+    wanted = wanted or [key for key in keys if key.split(".")[-1] == asked]
+    meant = "" if wanted else SYNONYMS.get(str(asked), "").split("=")[0]
+    wanted = wanted or [key for key in keys if key == meant or key.startswith(f"{meant}.")]
+    if not wanted:
+        raise UserError("no such key", [Problem(f"key={asked}", why_unknown(str(asked), None, keys, dict.fromkeys(GROUPS)))])
+    return wanted
+
+
+def _filled(head: str, text: str) -> str:
+    """`text` behind `head`, on lines as wide as the terminal; on one where it is no terminal."""
+    width = shutil.get_terminal_size((10_000, 0)).columns
+    indent = " " * (len(head) if len(head) <= 12 else 4)
+    return textwrap.fill(text, width, initial_indent=head, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
 def recipes(cfg: RecipesConfig, config_dir: str | None = None) -> int:
-    """`fsdp-trainer recipes`: what each is for, on what hardware, and how to start it."""
+    """`fsdp-trainer recipes`: what each is for, on what hardware, and how to start it; the smallest first."""
     for name, head in recipe_heads(config_dir).items():
-        said = {name: text for name, text in head._asdict().items() if text and name != "does"}
-        print("\n".join([name, f"  {head.does}", *(f"  {name:10}{text}" for name, text in said.items())]), end="\n\n")
+        file = find_file(f"recipe/{name}", config_dir)
+        print(name if file == CONF / f"recipe/{name}.yaml" else f"{name}  (your own: {file})")
+        said = {f"{part:10}": text for part, text in head._asdict().items() if text and part not in ("does", "start")}
+        print("\n".join(_filled(f"  {part}", text) for part, text in {"": head.does, **said}.items()))
+        print(f"  start     {head.start}\n")
     return 0
 
 
@@ -161,15 +204,15 @@ def help_text(verb: str | None, config_dir: str | None) -> str:
     recipes = "\n".join(f"  {name:22} {does}" for name, (does, *_) in recipe_heads(config_dir).items())
     groups = "\n".join(f"  {group:22} {' '.join(found[group])}" for group in GROUPS)
     if verb is None:
-        verbs = "\n".join(f"  {name:11}{_first_line(cls)}" for name, cls in PRIMARY.items())
+        verbs = "\n".join(f"  {name:13}{_first_line(cls)}" for name, cls in PRIMARY.items())
         sweeps = "\n".join(f"  {name:22} {_head(f'sweep/{name}', config_dir)[0]}" for name in found["sweep"])
         return HELP.format(verbs=verbs, groups=groups, recipes=recipes, sweeps=sweeps)
     cls: Any = PRIMARY[verb]
     usage = f"{_first_line(cls)}\n\nfsdp-trainer {verb} "
     if not issubclass(cls, TrainConfig):
         return f"{usage}{'key=value …' if fields(cls) else ''}\n\n{textwrap.indent(yaml_block(cls), '  ')}".rstrip()
-    keys = [key.split(".") for key in flatten(cls)]
-    nodes = "\n".join(f"  {f.name:22} {' '.join(name for node, name in keys if node == f.name)}" for f in fields(cls))
+    keys = [key.partition(".")[::2] for key in flatten(cls)]
+    nodes = "\n".join(f"  {f.name:22} {' '.join(name or comment(f) for node, name in keys if node == f.name)}" for f in fields(cls))
     return f"{usage}[+recipe=NAME] [group=option] [key=value] …\n\nkeys\n{nodes}\n\ngroups\n{groups}\n\nrecipes\n{recipes}"
 
 
@@ -189,8 +232,8 @@ class RecipeHead(NamedTuple):
 
 
 def recipe_heads(config_dir: str | None = None) -> dict[str, RecipeHead]:
-    """The head of each recipe's file, by name."""
-    heads = {}
+    """The head of each recipe's file, by name: the smallest model first."""
+    heads, sizes = {}, {}
     for name in options("train", config_dir)["recipe"]:
         text = (find_file(f"recipe/{name}", config_dir) or Path()).read_text()
         lines = _head(f"recipe/{name}", config_dir)
@@ -199,6 +242,8 @@ def recipe_heads(config_dir: str | None = None) -> dict[str, RecipeHead]:
             found = re.search(f"(?m){pattern}", text)
             return found[1].strip() if found else None
 
+        number, unit = (find(r"^# Memory +([\d.]+ [MG]) parameters") or "0 M").split()
+        sizes[name] = float(number) * (1000 if unit == "G" else 1)
         command = find(r"^#   ((?:.*\\\n)*.*)")
         heads[name] = RecipeHead(
             does=lines[0],
@@ -208,7 +253,7 @@ def recipe_heads(config_dir: str | None = None) -> dict[str, RecipeHead]:
             speed=find("^# Speed +([^;:\n]+)"),
             start=re.sub(r"\s*\\\n#\s*", " ", command) if command else f"fsdp-trainer +recipe={name}",
         )
-    return heads
+    return {name: heads[name] for name in sorted(heads, key=lambda name: sizes[name])}
 
 
 def recipes_page(text: str) -> str:

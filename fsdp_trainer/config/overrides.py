@@ -2,9 +2,10 @@
 
 import re
 import shlex
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -16,7 +17,7 @@ from fsdp_trainer.errors import Problem
 
 LAID_OVER = ("recipe", "sweep")  # chosen with a plus, several at once if need be
 PROSE = ("prompt", "system")  # keys of `generate` whose text is taken as it is, commas and all
-HYDRA_ALLOWED = re.compile(r"hydra/launcher$|hydra/sweeper(/\w+)*$|hydra\.sweeper\.")
+HYDRA_ALLOWED = re.compile(r"hydra/launcher$|hydra/sweeper(/\w+)*$|hydra\.(launcher|sweeper)\.")
 
 
 @dataclass
@@ -60,7 +61,7 @@ def read_overrides(
         if override.is_delete():
             line.refuse(argument, "keys are not deleted. To switch something off write  key=null  or choose another option of its group")
         elif override.is_sweep_override():
-            line.refuse(argument, _why_no_sweep(argument))
+            line.refuse(argument, _why_no_sweep(argument, keys[key].type if key in keys else None))
         elif key == "sweep" and key in options and not sweeping:
             line.refuse(argument, f"says what a sweep varies, and this is one run. Start a sweep with  fsdp-trainer -m {argument} …")
         elif why := why_forbidden(key, override.value()):
@@ -76,10 +77,8 @@ def read_overrides(
 
 def why_forbidden(key: str, value: Any) -> str | None:
     """Why neither the command line nor a file may set `key`: of Hydra's own settings objects are made, by the name of their class."""
-    if re.match(r"hydra\.launcher\b", key):
-        return "hydra/launcher=local takes no parameters: launch.* says how the ranks of a job are started"
     if re.match(r"hydra\b", key) and not HYDRA_ALLOWED.match(key):
-        return "hydra.* is closed: only hydra/launcher=local, hydra/sweeper=NAME and hydra.sweeper.KEY=value may be set"
+        return "hydra.* is closed: only hydra/launcher=NAME, hydra/sweeper=NAME, hydra.launcher.KEY=value and hydra.sweeper.KEY=value may be set"
     if key.startswith("hydra.sweeper.custom_search_space"):
         return "a configuration cannot run code, and this names a function to call"
     if key.startswith("hydra") and "${" in str(value):
@@ -111,8 +110,13 @@ def why_unknown(key: str, text: str | None, keys: Mapping[str, Any], groups: Map
 def contents(node: str, keys: Mapping[str, Any]) -> str:
     """What can be set under a group or node; the groups themselves if it is neither."""
     if names := [key.removeprefix(f"{node}.") for key in keys if key.startswith(f"{node}.")]:
-        return f"{node} has: {' '.join(names)}"
-    return f"the first part is one of: {' '.join(dict.fromkeys(key.split('.')[0] for key in keys))}" if keys else "this verb takes no keys"
+        return listed(f"{node} has:", names)
+    return listed("the first part is one of:", dict.fromkeys(key.split(".")[0] for key in keys)) if keys else "this verb takes no keys"
+
+
+def listed(head: str, names: Iterable[str]) -> str:
+    """`head` and names after it, on as many lines as it takes."""
+    return textwrap.fill(" ".join([head, *names]), 90, break_on_hyphens=False)
 
 
 def owner_of(key: str, keys: Mapping[str, Any]) -> str | None:
@@ -162,16 +166,22 @@ def _choose(line: CommandLine, argument: str, group: str, chosen: Any, options: 
 
 def _why_no_option(group: str, name: Any, options: Mapping[str, list[str]]) -> str:
     text, synonyms = show(name), OPTION_SYNONYMS.get(group, {})
-    listed = f"{f'{group}s' if group in LAID_OVER else f'{group} has'}: {' '.join(options[group])}"
+    choices = listed(f"{group}s:" if group in LAID_OVER else f"{group} has:", options[group])
     if isinstance(name, dict | list) or name is None:
-        return f"{group} is a group: choose an option, or set its keys one by one, as  {group}.KEY=value\n{listed}"
+        return f"{group} is a group: choose an option, or set its keys one by one, as  {group}.KEY=value\n{choices}"
+    if group in LAID_OVER and re.search(r"[/.]", text):
+        own = re.fullmatch(rf"(.+)/{group}/(.+?)(\.ya?ml)?", text)
+        folder, file = (own[1], own[2]) if own else ("DIR", "NAME")
+        return (
+            f"one of your own is named by its folder:  --config-dir {folder} +{group}={file}  is  {folder}/{group}/{file}.yaml\n{choices}"
+        )
     if group in ("model", "data", "tokenizer") and re.search(r"[/.:]", text) and text not in synonyms:
         meant = f"{group}.{'init_from' if group == 'model' else 'path'}={text}"
     elif close := synonyms.get(text.lower()) or nearest(text, options[group]):
         meant = f"{'+' if group in LAID_OVER else ''}{group}={close}"
     else:
         meant = ""
-    return f"{group} has no option {text}.{f' Did you mean  {meant} ?' if meant else ''}\n{listed}"
+    return f"{group} has no option {text}.{f' Did you mean  {meant} ?' if meant else ''}\n{choices}"
 
 
 def why_unparsable(argument: str, parser: OverridesParser, keys: Mapping[str, Any], groups: Mapping[str, Any]) -> str:
@@ -182,7 +192,8 @@ def why_unparsable(argument: str, parser: OverridesParser, keys: Mapping[str, An
         meant = name if name in keys or name in groups else meant_by(name, keys, groups) or "key"
         return f"settings are written without dashes:  {meant if re.search('[ =]', meant) else meant + '=' + (value or 'VALUE')}"
     if not equals:
-        return "is neither a verb nor key=value"
+        meant = without_key(argument, keys, groups)
+        return f"is neither a verb nor key=value{f'. Did you mean  {meant} ?' if meant else ''}"
     if re.fullmatch(r"\[.*\{.*\]", value):  # texts of mappings in it
         quoted = re.sub(r"(?<=: )([^\s,{}\[\]\"'][^,{}\"']*)", lambda found: _quote_text(found[0]), value)
     else:
@@ -194,12 +205,26 @@ def why_unparsable(argument: str, parser: OverridesParser, keys: Mapping[str, An
     return f"has characters that must be quoted, for Hydra and for the shell. Write  {shlex.quote(f'{key}={quoted}')}"
 
 
-def _why_no_sweep(argument: str) -> str:
+def without_key(word: str, keys: Mapping[str, Any], groups: Mapping[str, Any]) -> str:
+    """What a word that is no override should have been: a key without a value, a recipe's name, or the value of what the verb asks for first."""
+    name = word.lstrip("+")
+    if name in keys or name in groups:
+        return f"{name}=VALUE"
+    if name in groups.get("recipe", ()):
+        return f"+recipe={name}"
+    if "data.path" in keys:
+        return f"data.path={word}" if re.search(r"[/.]", word) else ""
+    return f"{next(iter(keys))}={word}" if keys else ""
+
+
+def _why_no_sweep(argument: str, kind: Any) -> str:
+    """What was meant by commas, as the type of the key allows; None: there is no such key."""
     key, _, text = argument.lstrip("+").partition("=")
-    return (
-        "commas mean a sweep, and this is one run. To start one run per value:  fsdp-trainer -m …\n"
-        f"A list is written  {key}=[{text}]  , a text with commas  {shlex.quote(f'{key}={_quote(text)}')}"
-    )
+    lists = kind is not None and any(get_origin(member) is list for member in (kind, *get_args(kind)))
+    ways = [f"a list is written  {key}=[{','.join(map(str.strip, text.split(',')))}]"] if lists else []
+    ways += [f"a text with commas  {shlex.quote(f'{key}={_quote(text)}')}"] if kind is not None and takes_text(kind) else []
+    ways += [] if lists and not takes_text(kind) else [f"one run per value is  fsdp-trainer -m {argument} …"]
+    return "commas mean a sweep, and this is one run:\n" + "\n".join(ways)
 
 
 def _quote_text(text: str) -> str:

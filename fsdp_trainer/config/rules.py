@@ -1,7 +1,6 @@
-"""What must hold between keys, and what must be there to be read. No torch."""
+"""What must hold between keys. No torch."""
 
-import glob
-import importlib.util
+import re
 from collections import Counter
 from dataclasses import fields, replace
 from importlib.metadata import version
@@ -9,34 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.check import Report, convert, flatten, show, wrong_type, wrong_with
-from fsdp_trainer.config.data_files import Entry, data_files, entries, is_mixture, is_url, needs_arrow, why_url_unusable
+from fsdp_trainer.config.data_files import Entry, entries, is_mixture
 from fsdp_trainer.config.formats import is_compact, moments_format, rounds
 from fsdp_trainer.config.names import ENTRY_SYNONYMS, nearest
-from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
 from fsdp_trainer.config.schema import GROUPS, NEEDS_NCCL, Sharding, Train, TrainConfig
 from fsdp_trainer.config.units import parse_duration, parse_steps
-from fsdp_trainer.config.verbs import ExportConfig, GenerateConfig, PrepareConfig, PreviewConfig, VerifyConfig
+from fsdp_trainer.config.verbs import PlanConfig, PrepareConfig, PreviewConfig
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.attention_choice import Situation, attention_problems
 from fsdp_trainer.models.resolve import model_problems
+from fsdp_trainer.plan.devices import device
 
-DEMOS = {"data.path": ("demo:backwards",), "data.validation": ("demo:backwards/heldout",), "tokenizer.path": ("demo:bytes",)}
 PATHS = (
     "run.root", "data.path", "data.validation", "data.template", "data.cache", "compile.cache", "tokenizer.path", "model.init_from", "checkpoint.resume",
     "source", "out", "hf", "root",
 )  # fmt: skip
 # what says which code a rank runs: the loader's, Python's, the compiler, plugins
 RUNS_CODE = (
-    "LD_",
-    "DYLD_",
-    "PYTHON",
-    "BASH_ENV",
-    "CC",
-    "CXX",
-    "CUDA_INJECTION",
-    "NCCL_NET_PLUGIN",
-    "NCCL_TUNER_PLUGIN",
-    "NCCL_PROFILER_PLUGIN",
-)
+    "LD_", "DYLD_", "PYTHON", "BASH_ENV", "CC", "CXX", "CUDA_INJECTION", "NCCL_NET_PLUGIN", "NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN",
+)  # fmt: skip
 COMMUNICATION = {"messages": (2, 11), "separate_reduce_scatter": (2, 13), "reduce_scatter_buffers": (2, 13)}
 """Options of FSDP2's collectives, and the first torch that has them."""
 THE_LAUNCHERS = ("PATH", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -48,16 +38,18 @@ def check_rules(cfg: Any, report: Report) -> None:
         _expand_home(cfg, key)
     if not isinstance(cfg, TrainConfig):
         return
+    if isinstance(cfg, PlanConfig) and cfg.plan.gpu:
+        try:
+            device(cfg.plan.gpu)
+        except UserError as error:
+            report.problems += error.problems
     run, train, model, sharding = cfg.run, cfg.train, cfg.model, cfg.sharding
     _settle_length(train, report)
     if sharding.strategy == "hsdp" and sharding.replicas == 1:
         report.add("sharding.replicas", 1, "hsdp replicates across groups: say how many, e.g.  sharding.replicas=2")
     if sharding.strategy != "hsdp" and sharding.replicas > 1:
-        report.add(
-            "sharding.replicas",
-            sharding.replicas,
-            f"{sharding.strategy} has no replica groups.\nUse  sharding=hsdp  or  sharding.replicas=1",
-        )
+        why = f"{sharding.strategy} has no replica groups.\nUse  sharding=hsdp  or  sharding.replicas=1"
+        report.add("sharding.replicas", sharding.replicas, why)
     if sharding.strategy == "ddp" and sharding.cpu_offload:
         report.add("sharding.cpu_offload", True, "ddp keeps everything on the device.\nUse  sharding=fsdp  or  sharding.cpu_offload=false")
     _check_communication(cfg, report)
@@ -72,19 +64,15 @@ def check_rules(cfg: Any, report: Report) -> None:
     if run.overwrite and cfg.checkpoint.resume != "never":
         report.add("run.overwrite", True, "only counts together with  checkpoint.resume=never")
     if model.hidden_size and model.num_attention_heads and model.head_dim is None and model.hidden_size % model.num_attention_heads:
-        report.add(
-            "model.hidden_size",
-            model.hidden_size,
-            f"not a multiple of num_attention_heads={model.num_attention_heads}; else set model.head_dim",
-        )
+        why = f"not a multiple of num_attention_heads={model.num_attention_heads}; else set model.head_dim"
+        report.add("model.hidden_size", model.hidden_size, why)
     if len(cfg.optim.betas) != 2 or max(cfg.optim.betas) >= 1:
         report.add("optim.betas", cfg.optim.betas, "two numbers below 1, e.g.  optim.betas=[0.9,0.95]")
     if cfg.data.pad_to_multiple is not None and (cfg.data.packing != "none" or cfg.compile.enabled):
         compiled = "micro-batches of many lengths have compiled blocks compiled again and again.\nUse  compile=disabled"
         full = f"with data.packing={cfg.data.packing} rows are full.\nUse  data.packing=none"
-        report.add(
-            "data.pad_to_multiple", cfg.data.pad_to_multiple, (full if cfg.data.packing != "none" else compiled) + "  or leave it out"
-        )
+        why = f"{full if cfg.data.packing != 'none' else compiled}  or leave it out"
+        report.add("data.pad_to_multiple", cfg.data.pad_to_multiple, why)
     if cfg.data.packing == "stream" and cfg.data.too_long != "split":
         why = "a stream cuts documents where rows end, it leaves none out.\nUse  data.too_long=split  or  data.packing=best_fit"
         report.add("data.packing", "stream", why)
@@ -105,6 +93,10 @@ def check_rules(cfg: Any, report: Report) -> None:
         why = f"{', '.join(closed)}: decides what code a rank runs, or which rank it is. Set it in the shell instead"
         for name in closed:
             report.add(key if (key := f"launch.env.{name}") in report.typed else "launch.env", cfg.launch.env, why)
+    if (where := cfg.launch.rendezvous) and not re.fullmatch(r".+:\d{1,5}", where):
+        report.add("launch.rendezvous", where, "is a host and a port, e.g.  launch.rendezvous=node0:29500")
+    elif where and cfg.launch.nodes == 1:
+        report.add("launch.rendezvous", where, "is for several nodes: how many?  launch.nodes=2")
     for name in cfg.checkpoint.allow_changes:
         if name not in known:
             close = nearest(name, known)
@@ -229,9 +221,8 @@ def _check_float8(cfg: TrainConfig, report: Report) -> None:
     if recipe is None:
         return
     if cfg.launch.device == "cpu":
-        report.add(
-            "precision.float8", recipe, "needs a GPU of compute capability 8.9 or higher, not launch.device=cpu.\nUse  precision=bf16"
-        )
+        why = "needs a GPU of compute capability 8.9 or higher, not launch.device=cpu.\nUse  precision=bf16"
+        report.add("precision.float8", recipe, why)
     if cfg.precision.param_dtype != "bfloat16":
         report.add("precision.float8", recipe, "is faster than bfloat16 only: use  precision.param_dtype=bfloat16")
     if tokens % 16:
@@ -263,11 +254,8 @@ def _check_communication(cfg: TrainConfig, report: Report) -> None:
             continue
         needed = (2, 12) if value == "symmetric" else needed
         if sharding.strategy == "ddp":
-            report.add(
-                f"sharding.{name}",
-                value,
-                f"ddp gathers and scatters nothing.\nUse  sharding=fsdp  or  sharding.{name}={show(getattr(Sharding(), name))}",
-            )
+            why = f"ddp gathers and scatters nothing.\nUse  sharding=fsdp  or  sharding.{name}={show(getattr(Sharding(), name))}"
+            report.add(f"sharding.{name}", value, why)
         elif tuple(map(int, torch.split(".")[:2])) < needed:
             report.add(f"sharding.{name}", value, f"needs torch {needed[0]}.{needed[1]}; installed is {torch}")
         elif name == "messages" and cfg.launch.device == "cpu":
@@ -301,121 +289,14 @@ def _settle_length(train: Train, report: Report) -> None:
         report.add("train.epochs", train.epochs, "train.steps and train.epochs are both set: keep one, as in  train.steps=null")
 
 
-def check_inputs(cfg: Any, report: Report, whole: bool = True) -> None:
-    """Everything that will be read was named, and is there. whole: no recipe or group is missing that may have named it."""
-    if isinstance(cfg, TrainConfig):
-        if whole:
-            _require_training_inputs(cfg, report)
-        _check_training_inputs(cfg, report)
-    elif isinstance(cfg, ExportConfig | VerifyConfig | GenerateConfig):
-        _require("source", cfg.source, "say what to read: a run or a checkpoint, e.g.  source=runs/quickstart", report)
-        _check_exists("source", cfg.source, report)
-    if isinstance(cfg, ExportConfig):
-        _require("out", cfg.out, "say where to write, e.g.  out=hf", report)
-    if isinstance(cfg, VerifyConfig):
-        _check_exists("hf", cfg.hf, report)
-
-
-def _require_training_inputs(cfg: TrainConfig, report: Report) -> None:
-    why = "say what to train on, e.g.  data.path=chats.jsonl  or, to try it out,  data.path=demo:backwards"
-    _require("data.path", cfg.data.path, why, report)
-    if cfg.model.init_from is None:
-        why = "say which tokenizer, e.g.  tokenizer.path=tokenizer.json  or  demo:bytes ; with model.init_from it is the model's"
-        _require("tokenizer.path", cfg.tokenizer.path, why, report)
-
-
-def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
-    for key in ("data.path", "data.validation", "tokenizer.path"):
-        value = _get(cfg, key)
-        paths = [entry.path for entry in entries(value)] if key not in report.settled else []
-        if wrong := [(path, why) for path in paths if (why := _unreadable(key, path))]:
-            report.add(key, value, "\n".join(f"{path}: {why}" if len(paths) > 1 else why for path, why in wrong))
-    goes_on = cfg.checkpoint.resume == "auto" and find_checkpoint(Path(cfg.run.root) / str(cfg.run.name))  # and has weights of its own
-    init_from = cfg.model.init_from if not goes_on else None
-    if init_from and (not is_hub_id(init_from) or init_from.startswith(f"{cfg.run.root}/")):  # runs/NAME before any run
-        _check_weights(init_from, report)
-    if cfg.data.template and cfg.data.template.endswith((".jinja", ".j2")):
-        _check_exists("data.template", cfg.data.template, report)
-    if cfg.logging.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        report.add("logging.tensorboard", True, "TensorBoard is not installed:  pip install 'fsdp_trainer[tensorboard]'")
-    if cfg.precision.float8 and importlib.util.find_spec("torchao") is None:
-        report.add("precision.float8", cfg.precision.float8, "torchao is not installed:  pip install 'fsdp_trainer[ao]'")
-    if cfg.checkpoint.resume not in ("auto", "never") and find_checkpoint(cfg.checkpoint.resume) is None:
-        report.add("checkpoint.resume", cfg.checkpoint.resume, "is neither auto nor never, nor a run or checkpoint that was committed")
-
-
-def _check_weights(path: str, report: Report) -> None:
-    if not Path(path).exists():
-        report.add("model.init_from", path, f"there is no such folder{_near(path)}")
-    elif not (Path(path) / "config.json").is_file() and find_checkpoint(path) is None:
-        started = (Path(path) / "events.jsonl").is_file()
-        inside = find_checkpoint(Path(path).parent)
-        why = "has neither config.json (a Hugging Face folder) nor a committed checkpoint (a run)"
-        why += f".\nUse  model.init_from={Path(path).parent}" if inside else ""
-        report.add("model.init_from", path, "this run has not committed a checkpoint yet: wait for its first" if started else why)
-
-
-def _unreadable(key: str, path: str) -> str | None:
-    """Why a path of data or tokenizer cannot be read."""
-    if path.startswith("demo:"):
-        return None if path in DEMOS[key] else f"there is no such demo. Use  {key}={DEMOS[key][0]}"
-    if is_url(path):
-        return "only local tokenizers are read: download it first" if key == "tokenizer.path" else why_url_unusable(path)
-    if key == "tokenizer.path" and is_hub_id(path):
-        return "there is no such file or folder. The tokenizer of a model on the hub comes with  model.init_from"
-    if Path(path).exists():
-        return None if key == "tokenizer.path" else _unreadable_files(path)
-    if glob.has_magic(path):
-        return _unreadable_files(path)
-    if key != "tokenizer.path" and is_hub_id(path):
-        return f"{_missing(path)}\nA data set on the hub is named  hf://datasets/{path}"
-    return _missing(path)
-
-
-def _unreadable_files(path: str) -> str | None:
-    try:
-        files = data_files(path)
-    except ValueError as error:
-        return str(error)
-    if importlib.util.find_spec("pyarrow") is None and (needing := [file for file in files if needs_arrow(file)]):
-        return f"to read {Path(needing[0]).name}, pyarrow is needed:  pip install 'fsdp_trainer[arrow]'"
-    return None
-
-
-def _check_exists(key: str, path: str | None, report: Report) -> None:
-    if path is not None and not Path(path).exists():
-        report.add(key, path, _missing(path))
-
-
-def _missing(path: str) -> str:
-    if Path(path).is_symlink():
-        return "is a link that leads nowhere, or in a circle"
-    looked = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
-    return f"there is no such file or folder{looked}{_near(path)}"
-
-
-def _near(path: str) -> str:
-    folder = Path(path).parent
-    close = nearest(Path(path).name, (f.name for f in folder.iterdir())) if folder.is_dir() else None
-    return f"\nDid you mean  {folder / close} ?" if close else ""
-
-
 def _check_duration(key: str, text: str | None, report: Report) -> None:
     if text is None:
         return
     try:
         if parse_duration(text) <= 0:
-            report.add(
-                key, text, "must be longer than nothing; null: no limit" if key == "train.time_limit" else "must be longer than nothing"
-            )
+            report.add(key, text, f"must be longer than nothing{'; null: no limit' if key == 'train.time_limit' else ''}")
     except ValueError as error:
         report.add(key, text, str(error))
-
-
-def _require(key: str, value: Any, why: str, report: Report) -> None:
-    if value is None:
-        report.origins.pop(key, None)  # the null of the defaults
-        report.add(key, value, f"is required: {why}")
 
 
 def _get(cfg: Any, key: str) -> Any:
@@ -431,11 +312,8 @@ def _expand_home(cfg: Any, key: str) -> None:
     if isinstance(value, str):
         setattr(owner, name, _home(value))
     elif isinstance(value, list):
-        setattr(
-            owner,
-            name,
-            [_home(v) if isinstance(v, str) else {part: _home(x) if part == "path" else x for part, x in v.items()} for v in value],
-        )
+        expanded = [{**v, "path": _home(v.get("path"))} if isinstance(v, dict) and "path" in v else _home(v) for v in value]
+        setattr(owner, name, expanded)
 
 
 def _home(path: Any) -> Any:

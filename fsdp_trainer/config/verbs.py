@@ -82,6 +82,31 @@ class DoctorConfig(TrainConfig):
 
 
 @dataclass
+class LaunchFiles:
+    """For what `launch-files` writes files."""
+
+    kind: str | None = key(
+        None, "`slurm`: a batch script; `kubernetes`: a PyTorchJob; `docker`: a command", choices=("slurm", "kubernetes", "docker")
+    )
+    out: str | None = key(None, "the folder to write to; null: launch/NAME of the run")
+    nodes: int = key(1, "how many nodes", minimum=1)
+    gpus_per_node: int = key(8, "GPUs, and ranks, of each; 0: one rank without", minimum=0)
+    cpus_per_gpu: int = key(12, "slurm: cores", minimum=1)
+    time: str = key("24h", "slurm: until the job is requeued, as `30m` or `24h`")
+    partition: str | None = key(None, "slurm: where to queue")
+    account: str | None = key(None, "slurm: who pays")
+    setup: list[str] = key([], "slurm: lines of bash before the run, e.g. ['source venv/bin/activate']")
+    restarts: int = key(3, "how often a run that failed is started again within the job", minimum=0)
+    image: str = key("fsdp_trainer", "kubernetes, docker: the container's; examples/launch/Dockerfile builds one")
+    claim: str = key("shared", "kubernetes: the claim on storage that all pods write to; it is their /shared")
+
+
+@dataclass
+class LaunchFilesConfig(TrainConfig, LaunchFiles):
+    """Writes ready files that start a run: kind=slurm, kubernetes or docker."""
+
+
+@dataclass
 class ExportConfig:
     """Writes a complete Hugging Face folder from a run or a checkpoint."""
 
@@ -120,6 +145,19 @@ class GenerateConfig:
 
 
 @dataclass
+class ReportConfig:
+    """Shows what happened in one run or many: a page that needs no network, and a summary at the terminal."""
+
+    source: str | list[str] | None = key(None, "a run, a sweep, a folder of runs, or a list of them, e.g. [runs/a,runs/b]")
+    out: str | None = key(None, "the page to write; null: report.html in the run's or the sweep's folder")
+    format: str = key(
+        "text",
+        "`text`: the page, and a summary for people; `json`: the summary's figures, and a page only with out",
+        choices=("text", "json"),
+    )
+
+
+@dataclass
 class ConfigConfig:
     """Explains a key of the configuration."""
 
@@ -141,6 +179,7 @@ class QuickstartConfig:
 
 
 PRIMARY: dict[str, type] = {
-    "train": TrainConfig, "plan": PlanConfig, "preview": PreviewConfig, "prepare": PrepareConfig, "doctor": DoctorConfig, "export": ExportConfig, "verify": VerifyConfig, "generate": GenerateConfig,
-    "recipes": RecipesConfig, "config": ConfigConfig, "quickstart": QuickstartConfig,
+    "train": TrainConfig, "plan": PlanConfig, "preview": PreviewConfig, "prepare": PrepareConfig, "doctor": DoctorConfig, "export": ExportConfig,
+    "verify": VerifyConfig, "generate": GenerateConfig, "report": ReportConfig, "recipes": RecipesConfig, "config": ConfigConfig,
+    "quickstart": QuickstartConfig, "launch-files": LaunchFilesConfig,
 }  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from fsdp_trainer.models.config import ModelConfig
 
@@ -50,6 +51,7 @@ class Head(nn.Module):
         self.score: Callable = _score
         self.differentiate: Callable = _differentiate
 
+    @record_function("loss")
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, objective: Objective | None = None
     ) -> Tensor | Scores | tuple[Tensor, Scores]:

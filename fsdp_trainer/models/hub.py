@@ -24,6 +24,6 @@ def fetch(name: str, weights: bool = True) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=TEXTS + (WEIGHTS if weights else [])))
     except Exception as error:  # network, rights, a name that does not exist: all are the caller's to mend
-        raise UserError(
-            "cannot fetch the model", [Problem(f"model.init_from={name}", f"{type(error).__name__}: {str(error).splitlines()[0]}")]
-        ) from None
+        why = f"{type(error).__name__}: {str(error).splitlines()[0]}\nIs the name right, and has this machine a network?"
+        why += f"\nWhere there is one:  hf download {name} --local-dir DIR  , then here  model.init_from=DIR"
+        raise UserError("cannot fetch the model", [Problem(f"model.init_from={name}", why)]) from None

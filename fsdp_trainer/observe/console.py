@@ -2,10 +2,13 @@
 
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TextIO
 
+PEOPLE = {"start": "start-up", "read": "device", "update": "optimizer", "samples": "validation"}  # phases in other words
+PEOPLE |= dict.fromkeys(("staging", "shards", "manifest", "rename", "prune"), "checkpoint")
 REDRAW_SECONDS, TELL_EVERY_SECONDS = 0.2, 5.0  # in a terminal, in a file
 
 
@@ -67,6 +70,16 @@ def progress_line(line: dict[str, Any], total_steps: int, seconds_left: float) -
         *([f"validation {line['validation_loss']:.4f}"] if line.get("validation_loss") is not None else []),
     ]
     return "  ".join(parts)
+
+
+def time_line(seconds: dict[str, float]) -> str:
+    """Where a run's time went, by phase, e.g. `time   3m12s: forward 41%, backward 38%, checkpoint 9%, …`; what is below 1% is left out."""
+    total = sum(seconds.values())
+    by_name: dict[str, float] = defaultdict(float)
+    for phase, spent in seconds.items():
+        by_name[PEOPLE.get(phase, phase)] += spent
+    parts = [f"{name} {spent / total:.0%}" for name, spent in sorted(by_name.items(), key=lambda part: -part[1]) if spent >= 0.01 * total]
+    return f"time   {duration(total)}: {', '.join(parts)}"
 
 
 def short(number: float) -> str:

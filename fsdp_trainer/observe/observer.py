@@ -44,6 +44,8 @@ class Observer:
         self.records = Records(run, self.console.say) if main else None
         self.trackers: Trackers | None = None
         self.peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self.about: list[str] = []
+        """What was told of model, world and data at the start."""
         self.skipped_in_a_row = 0
         """Steps without an update for a number that was not finite, as of the last write."""
         self.spike: Any = None
@@ -63,15 +65,16 @@ class Observer:
     ) -> None:
         """Take note of a step; loss, objective, judged (the gradient norm and what a Verdict has), worst and the sums by source stay on the device."""
         line = {"step": plan.step, "lr": lr, "tokens": progress.tokens, "supervised_tokens": progress.supervised_tokens, "_plan": plan}
+        line["time"] = round(time.time(), 3)
         self._pending.append((line, torch.cat([torch.stack([loss, objective]).double(), judged, worst, sums])))
 
-    def validated(self, step: int, loss: float, losses: dict[str, float | None]) -> None:
+    def validated(self, step: int, loss: float, losses: dict[str, float | None], seconds: float) -> None:
         """The validation loss belongs to the line of the step it followed, which is not yet written. losses: of several sources, each.
 
         A run that was stopped amid the validation wrote that line before.
         """
         said = finite_or_none(loss)
-        self.event("evaluation", step=step, loss=said, **({"losses": losses} if losses else {}))
+        self.event("evaluation", step=step, loss=said, **({"losses": losses} if losses else {}), seconds=round(seconds, 3))
         more = {"validation_loss": said} | ({"validation_loss_by_source": losses} if losses else {})
         if self._pending:
             self._pending[-1][0].update(more)
@@ -93,10 +96,10 @@ class Observer:
             self.records.event(name, **details)
 
     @contextmanager
-    def apart(self, what: str) -> Iterator[None]:
-        """Time that is not training's: not counted in step_seconds."""
+    def apart(self, what: str) -> Iterator[Callable[[], float]]:
+        """Time that is not training's: not counted in step_seconds. Gives what tells how many seconds have passed."""
         started = time.perf_counter()
-        yield
+        yield lambda: time.perf_counter() - started
         self._started += time.perf_counter() - started
 
     def write_if_due(self, step: int, last: bool = False, whole: bool = True) -> None:
@@ -109,6 +112,7 @@ class Observer:
         seconds = (time.perf_counter() - self._started) / len(self._pending)
         memory = self._memory()
         lines = [self._line(line, scalars, seconds, memory) for (line, _), scalars in zip(self._pending, values.tolist(), strict=True)]
+        lines[-1] |= {"time": round(time.time(), 3), "phases": phases.lately()}
         if self._writes:
             self.longest_write = max(self.longest_write, seconds * len(lines))
         self._writes += 1

@@ -65,8 +65,14 @@ class Records:
 
     def last_event(self) -> dict[str, Any]:
         """The last whole event; {} if there is none."""
-        lines = self.events.read_text().splitlines() if self.events.exists() else []
-        return next((line for text in reversed(lines) if (line := parse(text))), {})
+        return last(self.events)
+
+    def last_line(self) -> dict[str, Any]:
+        """The last whole line of the metrics; {} if there is none that can be read."""
+        try:
+            return last(self.metrics)
+        except OSError:
+            return {}
 
     def close(self) -> None:
         """Give the disk a few seconds to take what is kept; tell what it did not. A thread that still writes a checkpoint adds nothing any more."""
@@ -127,6 +133,12 @@ class Records:
         if time.monotonic() - started > SLOW_SECONDS:
             self._say(f"{file}: the disk took {time.monotonic() - started:.0f} s for a few lines")
         return True
+
+
+def last(file: Path) -> dict[str, Any]:
+    """The last whole line of a file; {} if there is none. Raises OSError."""
+    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+    return next((line for text in reversed(lines) if (line := parse(text))), {})
 
 
 def cut(file: Path, step: int) -> None:

@@ -76,7 +76,7 @@ class Trackers:
     def log(self, line: dict[str, Any]) -> None:
         """A line of metrics.jsonl."""
         grouped = {f"{name}/{of}": value for name, values in line.items() if isinstance(values, dict) for of, value in values.items()}
-        single = {name: value for name, value in line.items() if name != "step" and not isinstance(value, dict)}
+        single = {name: value for name, value in line.items() if name not in ("step", "time") and not isinstance(value, dict)}
         values = {name: value for name, value in (single | grouped).items() if value is not None}
         for feed in self.feeds:
             feed.put(lambda tracker: tracker.log(values, line["step"]))

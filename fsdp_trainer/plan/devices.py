@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from fsdp_trainer.config.names import nearest
 from fsdp_trainer.errors import Problem, UserError
 
 
@@ -66,7 +67,9 @@ def device(name: str) -> Device:
     """The device that `plan.gpu` names. Raises UserError with the names there are."""
     spelled = name.lower().replace("-", "_").replace(" ", "_")
     if spelled not in DEVICES:
-        why = f"is not in the table. There are: {' '.join(DEVICES)}.\nAny other, as far as it fits:  plan.memory_gib=48"
+        close = nearest(spelled, DEVICES)
+        meant = f" Did you mean  plan.gpu={close} ?" if close else ""
+        why = f"is not in the table.{meant}\nThere are: {' '.join(DEVICES)}\nAny other, as far as it fits:  plan.memory_gib=48"
         raise UserError("there is no such GPU", [Problem(f"plan.gpu={name}", why)])
     return DEVICES[spelled]
 

@@ -130,14 +130,15 @@ def build(cfg: TrainConfig, material: Material, world: World, run: Path, stop: S
         saves=Saves(checkpoints, observer),
         dtypes=dtypes,
         observer=observer,
-        profiler=Profiler(cfg.profile, run, world.rank, world.size, observer),
+        profiler=Profiler(cfg.profile, run, world, observer),
         stop=stop,
         changes=changes,
         compilations=Compilations() if compiled else None,
     )
     told = take_up(trainer, start) if start else []
     if world.main:  # who alone is heard: it looks through all samples
-        for line in [*describe(trainer, world, material, attention), *([uncompiled] if uncompiled else []), *told]:
+        observer.about = [*describe(trainer, world, material, attention), *([uncompiled] if uncompiled else []), *told]
+        for line in observer.about:
             observer.console.say(line)
     if start:
         restore(trainer, start)

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -55,8 +56,9 @@ class Claim:
     def of(cls, run: Path) -> "Claim":
         """The last one on a run's folder."""
         try:
-            return cls(**json.loads((run / LOCK).read_text()))
-        except (OSError, ValueError, TypeError):
+            told = json.loads((run / LOCK).read_text())
+            return cls(told["launchers"], told["attempt"])
+        except (OSError, ValueError, TypeError, KeyError):
             return cls([])
 
     def reaches(self, run: Path, timeout: float) -> bool:
@@ -83,17 +85,29 @@ def claim_folder(cfg: TrainConfig, run: Path, claim: Claim) -> TextIO:
         for before in (run / "checkpoints").glob(replaced(Path("step-*")).name):
             put_back(before.with_name(before.name[1 : -len(before.suffix)]))
         lock.truncate(0)
-        lock.write(json.dumps(asdict(claim)))
+        lock.write(json.dumps(asdict(claim) | holder()))
         lock.flush()
         os.fsync(lock.fileno())  # NFS shows it to the other nodes, which look whether they share the folder
         return lock
     except BlockingIOError:
-        raise UserError(
-            "the run's folder is in use", [Problem(str(run), "another process trains in it. Use  run.name=NEW  or wait")]
-        ) from None
+        raise UserError("the run's folder is in use", [Problem(str(run), f"{who_holds(run)}. Use  run.name=NEW  or wait")]) from None
     except OSError as error:
         why = f"{error}. Use  run.root=FOLDER"
         raise UserError("the run's folder cannot be used", [Problem(f"run.root={cfg.run.root}", why)]) from None
+
+
+def holder() -> dict[str, Any]:
+    """Who this process is, for those who find the folder locked."""
+    return {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %Z")}
+
+
+def who_holds(run: Path) -> str:
+    """What the lock says of the process that holds it."""
+    try:
+        told = json.loads((run / LOCK).read_text())
+        return f"process {told['pid']} on {told['host']} trains in it, since {told['since']}"
+    except (OSError, ValueError, TypeError, KeyError):  # it is about to write it
+        return "another process trains in it"
 
 
 def _locked(lock: TextIO, wait: bool) -> bool:
@@ -108,7 +122,7 @@ def _locked(lock: TextIO, wait: bool) -> bool:
 
 def empty_folder(cfg: TrainConfig, run: Path) -> None:
     """Delete what an earlier run left, if run.overwrite allows it."""
-    used = [path for path in run.iterdir() if path.name not in (LOCK, "jobs", "sweep.jsonl")]  # a sweep of that name is no earlier run
+    used = [path for path in run.iterdir() if path.name not in (LOCK, "jobs", "sweep.jsonl", "output.log")]  # a sweep is no earlier run
     if used and not cfg.run.overwrite:
         why = "holds an earlier run. Use  run.name=NEW,  run.overwrite=true  to delete it,  or  checkpoint.resume=auto  to go on"
         raise UserError("the run's folder is in use", [Problem(str(run), why)])

@@ -1,5 +1,6 @@
 """Back to the checkpoint before a spike, and on past the rows around it (PaLM; Chowdhery et al. 2022, §5.1)."""
 
+import time
 from functools import partial
 
 from fsdp_trainer import phases
@@ -22,6 +23,7 @@ def rewind(trainer: Trainer) -> None:
     cfg, observer, spike = trainer.cfg.train, trainer.observer, trainer.observer.spike
     assert spike
     phases.enter("rewind")
+    began = time.monotonic()
     observer.spike = None
     trainer.saves.settle(trainer.progress, trainer.next_save)
     good = partial(trainer.saves.store.newest_good, partial(tell_damaged, observer))
@@ -57,5 +59,5 @@ def rewind(trainer: Trainer) -> None:
     trainer.progress.left_out, trainer.progress.rewinds = left_out, rewinds
     trainer.count_steps()
     observer.skipped_in_a_row = 0
-    observer.event("rewind", step=spike.step, to=step, left_out=left_out[-1])
+    observer.event("rewind", step=spike.step, to=step, left_out=left_out[-1], seconds=round(time.monotonic() - began, 3))
     observer.console.say(f"rewind: back to step {step:,}, and on without rows {left_out[-1][0]:,} to {left_out[-1][1] - 1:,}")

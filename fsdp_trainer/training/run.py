@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch.distributed as dist
 import yaml
@@ -25,13 +25,14 @@ from fsdp_trainer.launch.facts import look_over
 from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
 from fsdp_trainer.models.hub import fetch
-from fsdp_trainer.observe.console import Console
+from fsdp_trainer.observe.console import Console, time_line
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.stragglers import Straggler, comparing
 from fsdp_trainer.observe.trackers import Trackers
 from fsdp_trainer.parallel.compile import told_in_short
 from fsdp_trainer.parallel.fit import checkpoint_bytes
 from fsdp_trainer.training.build import Material, build, check_room, resolve_architecture
+from fsdp_trainer.training.out_of_memory import is_out_of_memory, tell
 from fsdp_trainer.training.resume import Claim, claim_folder
 from fsdp_trainer.training.rewind import rewind
 from fsdp_trainer.training.stop import StopRequests
@@ -48,9 +49,11 @@ def run_rank(cfg: TrainConfig) -> int:
     stop = StopRequests(parse_duration(cfg.train.time_limit) if cfg.train.time_limit else None, console.say)
     run = Path(cfg.run.root).expanduser() / str(cfg.run.name)
     records, watch, lock, trainer, reason, code = Records(run, console.say), None, None, None, "failed", 1
+    world: World | None = None
     try:
-        world = join(env, cfg.launch.device, parse_duration(cfg.launch.timeout))
-        stop.connect(world.store)
+        with stop.waiting(limits=False):  # for ranks that may never start
+            world = join(env, cfg.launch.device, parse_duration(cfg.launch.timeout))
+        stop.connect(world.store, world.main)
         launchers = world.launchers(waiting)
         # rank 0 alone looks: it is about to claim the folder for this attempt
         attempt, left = world.from_main("earlier attempt", lambda: earlier_attempt(run, launchers), waiting)
@@ -93,6 +96,13 @@ def run_rank(cfg: TrainConfig) -> int:
         raise
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
+        if world and is_out_of_memory(error):
+            failure = tell(error, trainer, world, records, stop)
+            reason = failure.args[0].partition("\n")[0]
+            raise failure from None
+        if isinstance(error, RuntimeError) and (told := stop.failure()):
+            reason = told.partition("\n")[0]
+            raise RunFailed(told) from None
         if isinstance(error, RuntimeError) and (gone := stop.ended()):  # as collectives fail
             reason = f"{' and '.join(f'rank {rank}' for rank in gone)} ended before its time, and the others cannot go on without it"
             raise RunFailed(reason) from None
@@ -168,9 +178,16 @@ def train(trainer: Trainer, world: World, run: Path, attempt: int) -> Outcome:
         observer.console.say(already_finished(trainer, run))
         export_hf(trainer, world, run)
         return "already finished", 0
-    everywhere("open the run's records", lambda: open_records(trainer, run) if world.main else None)
+    reached = everywhere("open the run's records", lambda: open_records(trainer, run) if world.main else {})[0]
     details = {"step": step, "rows": trainer.progress.rows, "world_size": world.size, "attempt": attempt}
-    observer.event("resume" if step else "start", **details, **({"changes": trainer.changes} if step else {}))
+    seconds = round(sum(phases.seconds().values()), 3)
+    observer.event(
+        "resume" if step else "start",
+        **details,
+        seconds=seconds,
+        about=observer.about,
+        **({"changes": trainer.changes} | reached if step else {}),
+    )
     if step:
         observer.console.say(f"goes on after step {step:,}")
         for key, (then, now) in sorted(trainer.changes.items()):
@@ -193,6 +210,8 @@ def train(trainer: Trainer, world: World, run: Path, attempt: int) -> Outcome:
     if outcome[1] == 0:
         tell_end(trainer, outcome[0])
         export_hf(trainer, world, run)
+    observer.console.say(time_line(phases.seconds()))
+    if outcome[1] == 0:
         observer.console.say(f"done: {run}")
     else:
         kept = "checkpoint committed" if trainer.progress.step else "nothing to save yet"
@@ -227,10 +246,11 @@ def tell_end(trainer: Trainer, reason: str) -> None:
         )
 
 
-def open_records(trainer: Trainer, run: Path) -> None:
-    """Bring the run's files to where it stands. Rank 0's task."""
+def open_records(trainer: Trainer, run: Path) -> dict[str, Any]:
+    """Bring the run's files to where it stands; how far it had come before, which the report reckons with. Rank 0's task."""
     cfg, observer, step = trainer.cfg, trainer.observer, trainer.progress.step
     assert observer.records
+    last = observer.records.last_line()
     observer.records.cut_after(step)
     trainer.saves.store.clear_up(step)
     try:
@@ -238,6 +258,7 @@ def open_records(trainer: Trainer, run: Path) -> None:
     except OSError as error:  # each checkpoint has its own
         observer.console.say(f"{run / 'config.yaml'} cannot be written: {error}; training goes on")
     observer.trackers = Trackers(cfg.logging, run, asdict(cfg), observer.console.say, step)
+    return {"reached": {name: last.get(name) for name in ("step", "time")}}
 
 
 def export_hf(trainer: Trainer, world: World, run: Path) -> None:
@@ -251,11 +272,12 @@ def export_hf(trainer: Trainer, world: World, run: Path) -> None:
         checkpoint = best.resolve() if cfg.best and best.exists() else committed_checkpoints(run)[-1]
         if not world.main or is_export_of(out, checkpoint, cfg.export_dtype):
             return
+        began = time.monotonic()
         try:
             export_checkpoint(checkpoint, out, cfg.export_dtype)
         except OSError as error:
             raise RunFailed(f"cannot write the export {out}: {error}") from None
-        trainer.observer.event("export", step=step_of(checkpoint), path=str(out))
+        trainer.observer.event("export", step=step_of(checkpoint), path=str(out), seconds=round(time.monotonic() - began, 3))
 
     phases.enter("export")
     # outside any collective: a large model takes longer than launch.timeout
@@ -275,11 +297,11 @@ def leave(trainer: Trainer | None, records: Records, ours: bool, reason: str, co
         except BaseException as error:  # beside what ended the run, which is told by the front door
             trainer.observer.console.say(f"the checkpoint on its way was lost: {error}")
     if trainer:
-        trainer.profiler.close()
+        trainer.profiler.close(alone=True)
     if trainer and trainer.observer.trackers:
         trainer.observer.trackers.close(code)
     if ours:
-        records.event("end", reason=reason, exit_code=code)
+        records.event("end", reason=reason, exit_code=code, phases=phases.lately())
         records.close()
     if dist.is_initialized():
         dist.destroy_process_group()

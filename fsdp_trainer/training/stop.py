@@ -58,6 +58,7 @@ class StopRequests:
         self._heard, self._limit = 0.0, 0
         self._waits_since: tuple[float, bool] | None = None
         self._store: dist.Store | None = None
+        self._main = False
         self._closed = threading.Event()
         # only the main thread may listen: in a notebook's worker thread the limits alone count
         self._listens = threading.current_thread() is threading.main_thread()
@@ -89,8 +90,9 @@ class StopRequests:
             os.close(key.fd)
         self._selector.close()
 
-    def connect(self, store: dist.Store) -> None:
-        """Hear of the other ranks' signals, and tell of this one's, through the store that they share."""
+    def connect(self, store: dist.Store, main: bool = False) -> None:
+        """Hear of the other ranks' signals, and tell of this one's, through the store that they share; rank 0 (main) also of their failures."""
+        self._main = main
         self._store = store.clone()  # type: ignore[attr-defined]  # whose owner may wait in it for hours
 
     def watch(self, ranks: Mapping[int, int]) -> None:
@@ -106,6 +108,19 @@ class StopRequests:
         while not self.gone and self._listens and len(self._selector.get_map()) > 1 and time.monotonic() < deadline:
             time.sleep(0.02)
         return sorted(self.gone)
+
+    def tell_failure(self, text: str) -> None:
+        """Have rank 0 say why this rank, which it does not know anything of, ends the run."""
+        with suppress(RuntimeError):
+            if self._store:
+                self._store.set("failure", text)
+
+    def failure(self) -> str | None:
+        """What another rank has told of, if one has."""
+        try:
+            return self._store.get("failure").decode() if self._store and self._store.check(["failure"]) else None
+        except RuntimeError:  # the store has gone with its owner
+            return None
 
     def ask_slurm(self) -> None:
         """Stop before the Slurm job is over, if there is one. Rank 0's task, which agrees with the others; squeue may take its time."""
@@ -166,6 +181,9 @@ class StopRequests:
         """Tell the other ranks of a signal; wake the main thread where it waits and is to stop."""
         told = False
         while not self._closed.wait(PATIENCE_SECONDS / 2):
+            if self._main and (failure := self.failure()) and not self._closed.wait(GRACE_SECONDS) and not self.leaving:
+                briefly(partial(self.say, failure))  # the main thread has not noticed: it may wait for a device that waits for that rank
+                self._end(1, failure.partition("\n")[0])
             with suppress(RuntimeError):  # the store may be gone before us
                 if self.received and self._store and not told:
                     self._store.set("stop", str(self.received))

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.profiler import record_function
 
 from fsdp_trainer import phases
 from fsdp_trainer.checkpoint.state import optimizer_state, weights
@@ -88,9 +87,9 @@ class Trainer:
         if self.progress.cut_short and not self.stops:
             self.conclude(collect)
         while not (self.finished or self.stops):
+            self.profiler.before(self.progress.step + 1)
             phases.enter("data", self.progress.step + 1)
             plan = feed.complete(next(plans))
-            self.profiler.before(plan.step)
             lr = learning_rate(self.cfg.schedule, peak, plan.step, self.total_steps)
             loss, objective, sums, worst = self.forward_backward(plan, feed.of(plan))
             grad_norm = self.clip()
@@ -101,11 +100,12 @@ class Trainer:
             self.tell_compilations("training")
             judged = torch.stack([grad_norm.double(), *(value.double() for value in verdict)])
             self.observer.step(plan, self.progress, lr, loss, objective, beside(judged, loss), worst, sums)
-            self.profiler.after(plan.step)
             self.conclude(collect)
+            self.profiler.after(self.progress.step)
             if self.stands_out:
                 self.remember()
                 return None
+        self.profiler.close()
         return self.stop_in_order() if self.stops else self.finish()
 
     def conclude(self, collect: Callable[[int], None]) -> None:
@@ -212,7 +212,6 @@ class Trainer:
         saves = 2 if self.cfg.checkpoint.mode == "async" else 1  # one may be on its way
         return self.observer.longest_write + 1.25 * saves * save + 2.0
 
-    @record_function("forward_backward")
     def forward_backward(self, plan: StepPlan, batches: Iterator[MicroBatch]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """All micro-batches of a step. Gradients end up sharded and summed; returns the step's loss and objective over all ranks, on the device.
 
@@ -271,13 +270,11 @@ class Trainer:
         if batch.sources is not None:
             sums[1:] += by_source(scores, batch.weights, batch.sources, len(sums) // 2).flatten()
 
-    @record_function("clip")
     def clip(self) -> Tensor:
         """Clip the gradients; returns their global norm before, a scalar where they lie: on the device, or offloaded on the host."""
         phases.enter("clip")
         return clip_gradients(self.model, self.cfg.optim.grad_clip, self.cfg.optim.grad_clip_value)
 
-    @record_function("update")
     def update(self, lr: float, loss: Tensor, grad_norm: Tensor) -> Verdict:
         """One optimizer step, or none on any rank if a number is not finite, or stands out with train.on_spike=skip; returns which, beside `grad_norm`.
 
@@ -312,7 +309,7 @@ class Trainer:
         if self.validation is None:
             return
         phases.enter("validation")
-        with self.observer.apart("validation"):
+        with self.observer.apart("validation") as seconds:
             plan = next(self.validation.steps(self.validation.order.rows_per_epoch, None))
             total = self.sums_of(self.validation)
             with self.feed(self.validation, iter([plan])) as feed:
@@ -329,7 +326,7 @@ class Trainer:
             dist.broadcast(total, 0)  # the ranks decide by it: it must be the same to the last bit
             total_loss, *sums = total.tolist()
             loss = total_loss / (plan.weight or math.nan)
-            self.observer.validated(self.progress.step, loss, losses(self.validation.source_names, sums))
+            self.observer.validated(self.progress.step, loss, losses(self.validation.source_names, sums), seconds())
             self.progress.validated(loss, self.cfg.train.early_stop_delta)
 
     def sample(self) -> None:

@@ -121,6 +121,13 @@ def lock(_folder: Path) -> None:
     held.acquire()
 
 
+def hoard(_folder: Path) -> None:
+    """Asks for more memory than an address can name: the system's own refusal."""
+    import torch
+
+    torch.empty(2**50, dtype=torch.uint8)
+
+
 def skip(_folder: Path) -> None:
     """Leaves out its next all-reduce."""
     import torch.distributed as dist
@@ -133,4 +140,14 @@ def skip(_folder: Path) -> None:
     dist.all_reduce = leave_out
 
 
-DEEDS = {"lock": lock, "skip": skip, "kill": kill, "kill_all": kill_all, "stop": stop, "term": terminate, "full": full, "slow": slow}
+DEEDS = {
+    "lock": lock,
+    "hoard": hoard,
+    "skip": skip,
+    "kill": kill,
+    "kill_all": kill_all,
+    "stop": stop,
+    "term": terminate,
+    "full": full,
+    "slow": slow,
+}

@@ -1,0 +1,207 @@
+"""Runs as their folders tell of them. A run may be at work, have crashed, or be of an older version: what is missing is left out."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.observe.records import parse
+
+READ_BYTES = 2**30  # of all runs' metrics together; of longer ones the end is read
+EVENTS, SAMPLES = 20_000, 200  # kept of each run, the latest
+SILENT_SECONDS = 900  # without a line, after which a run is taken for dead
+YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+GONE = "ended without a word"
+
+
+@dataclass
+class Run:
+    """metrics: a column for each figure, NaN where a line lacks it; those of `phases` and of the sources are named `phases/forward` and so on.
+
+    configuration: by dotted key; job: its line in sweep.jsonl; remarks: what of the files could not be read.
+    """
+
+    name: str
+    folder: Path
+    metrics: dict[str, np.ndarray] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    configuration: dict[str, Any] = field(default_factory=dict)
+    job: dict[str, Any] | None = None
+    remarks: list[str] = field(default_factory=list)
+    state: str = "nothing yet"
+    reason: str = ""
+
+    def column(self, name: str) -> np.ndarray:
+        """Of all lines; NaN where there is none."""
+        return self.metrics.get(name, np.full(self.lines, np.nan))
+
+    def last(self, name: str) -> float | None:
+        """The last value of a column; None if it has none."""
+        known = self.column(name)[~np.isnan(self.column(name))]
+        return float(known[-1]) if len(known) else None
+
+    def least(self, name: str) -> tuple[int, float] | None:
+        """The step of the smallest value of a column, and the value."""
+        column = self.column(name)
+        if np.isnan(column).all():
+            return None
+        at = int(np.nanargmin(column))
+        return int(self.metrics["step"][at]), float(column[at])
+
+    @property
+    def lines(self) -> int:
+        """Of the metrics."""
+        return len(self.metrics.get("step", ()))
+
+
+def read_sources(source: str | list[str] | None) -> list[Run]:
+    """Every run of the folders named: runs, sweeps, folders of either. Raises UserError for what is none."""
+    found: dict[Path, tuple[str, dict[str, Any] | None]] = {}
+    problems = []
+    for name in [source] if isinstance(source, str) else source or []:
+        folder = Path(name).expanduser()
+        try:
+            runs = list(runs_below(folder)) if folder.is_dir() else []
+        except OSError as error:
+            problems.append(Problem(f"source={name}", str(error)))
+            continue
+        if not runs:
+            why = "holds no run: a run has metrics.jsonl, events.jsonl or config.yaml, a sweep sweep.jsonl"
+            problems.append(Problem(f"source={name}", f"{folder} {why if folder.is_dir() else 'is no folder'}"))
+        found |= {run.resolve(): (shown, job) for run, shown, job in runs}
+    if problems or not found:
+        raise UserError(
+            "there is nothing to report on",
+            problems or [Problem("source", "say what to read: a run, several, or a sweep, e.g.  source=runs/quickstart")],
+        )
+    return [read_run(folder, name, job, READ_BYTES // len(found)) for folder, (name, job) in found.items()]
+
+
+def is_run(folder: Path) -> bool:
+    """Whether one of a run's files is there."""
+    return any((folder / name).is_file() for name in ("metrics.jsonl", "events.jsonl", "config.yaml"))
+
+
+def runs_below(folder: Path, below: str = "") -> Iterator[tuple[Path, str, dict[str, Any] | None]]:
+    """Folder, name and job of the run, of a sweep's jobs, or of the runs and sweeps in a folder."""
+    name = f"{below}{folder.name or folder.resolve().name}"
+    if (folder / "sweep.jsonl").is_file():
+        for job in read_lines(folder / "sweep.jsonl", lambda count: None):
+            own = folder / "jobs" / str(job.get("job"))  # a sweep that was moved still names where it was
+            yield own if own.is_dir() else Path(str(job.get("folder"))), f"{below}{job.get('job')}", job
+    elif is_run(folder):
+        yield folder, name, None
+    elif not below:
+        for inside in sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")):
+            if is_run(inside) or (inside / "sweep.jsonl").is_file():
+                yield from ((f, n if n == inside.name else f"{inside.name}/{n}", j) for f, n, j in runs_below(inside))
+
+
+def read_lines(file: Path, broken: Callable[[int], None], most: int | None = None) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines, of its last `most` bytes; {} of none. `broken` hears how many lines were no object."""
+    bad = 0
+    try:
+        with file.open("rb") as lines:
+            if most is not None and file.stat().st_size > most:
+                lines.seek(-most, 2)
+                lines.readline()
+            for text in lines:
+                line = parse(text.decode(errors="replace"))
+                if isinstance(line, dict):
+                    yield line
+                elif text.endswith(b"\n"):  # else it is just being written
+                    bad += 1
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError):
+            bad += 1
+    broken(bad)
+
+
+def read_run(folder: Path, name: str, job: dict[str, Any] | None = None, most: int = READ_BYTES) -> Run:
+    """All that is on record of a run. most: bytes of its metrics that are read."""
+    run = Run(name, folder, job=job)
+
+    def lines(file: str, most: int) -> list[dict[str, Any]] | Iterator[dict[str, Any]]:
+        def broken(count: int) -> None:
+            if count:
+                run.remarks.append(f"{count:,} line{'s' * (count != 1)} of {file} cannot be read")
+
+        if (path := folder / file).is_file() and path.stat().st_size > most:
+            run.remarks.append(f"{file} has {path.stat().st_size / 2**20:,.0f} MiB; only the last {most / 2**20:,.0f} were read")
+        return read_lines(path, broken, most)
+
+    run.metrics = columns(line for line in lines("metrics.jsonl", most) if isinstance(line.get("step"), int))
+    run.events = [e for e in lines("events.jsonl", 2**26) if isinstance(e.get("time"), int | float) and "event" in e][-EVENTS:]
+    run.samples = list(lines("samples.jsonl", 2**24))[-SAMPLES:]
+    try:
+        run.configuration = dict(flat(yaml.load((folder / "config.yaml").read_text(), YAML_LOADER) or {}))
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        if not isinstance(error, FileNotFoundError):
+            run.remarks.append(f"config.yaml cannot be read: {error}")
+    run.state, run.reason = state(run)
+    return run
+
+
+def columns(lines: Iterator[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Lines as columns: numbers, and one level below them."""
+    sparse: dict[str, tuple[list[int], list[float]]] = {}
+    count = 0
+    for line in lines:
+        for name, value in line.items():
+            for key, number in ((f"{name}/{k}", v) for k, v in value.items()) if isinstance(value, dict) else ((name, value),):
+                if isinstance(number, int | float):
+                    at, values = sparse.setdefault(key, ([], []))
+                    at.append(count)
+                    values.append(number)
+        count += 1
+    dense = {name: np.full(count, np.nan) for name in sparse}
+    for name, (at, values) in sparse.items():
+        dense[name][at] = values
+    return dense
+
+
+def flat(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every leaf."""
+    for key, value in tree.items():
+        yield from flat(value, f"{above}{key}.") if isinstance(value, dict) and value else ((f"{above}{key}", value),)
+
+
+def state(run: Run) -> tuple[str, str]:
+    """running, finished, stopped, failed or nothing yet, and why; of a sweep's job what the sweep says, once it is over."""
+    job = run.job or {}
+    if job.get("state", "running") not in ("waiting", "running"):
+        return "finished" if job["state"] == "skipped" else str(job["state"]), str(job.get("reason") or "")
+    if not run.events and not run.lines:
+        return "nothing yet", ""
+    last = run.events[-1] if run.events else {}
+    if last.get("event") == "end":
+        return {0: "finished", 75: "stopped"}.get(last.get("exit_code", 1), "failed"), str(last.get("reason", ""))
+    signs = [file.stat().st_mtime for name in ("metrics", "events") if (file := run.folder / f"{name}.jsonl").exists()]
+    silent = time.time() - max(signs)
+    if silent < SILENT_SECONDS:
+        return "running", f"last line {silent:.0f} s ago"
+    return "failed", GONE
+
+
+def differing(runs: list[Run]) -> dict[str, list[Any]]:
+    """Keys that do not have the same value in all runs, with each run's; where a run is written does not count."""
+    known = [run for run in runs if run.configuration]
+    keys = dict.fromkeys(key for run in known for key in run.configuration)
+    shown = {key: [json.dumps(run.configuration.get(key)) for run in known] for key in keys}
+    own = ("run.name", "run.root", "run.overwrite")
+    return {key: [run.configuration.get(key, "") for run in runs] for key in keys if len(set(shown[key])) > 1 and key not in own}
+
+
+def overrides(runs: list[Run]) -> list[str]:
+    """The keys that a sweep's jobs were started with and that not all have alike."""
+    given = [override.partition("=")[0::2] for run in runs if run.job for override in run.job.get("overrides", ())]
+    jobs = sum(run.job is not None for run in runs)
+    return list(dict.fromkeys(key for (key, _), count in Counter(given).items() if count < jobs))

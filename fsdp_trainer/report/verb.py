@@ -1,0 +1,25 @@
+"""`fsdp-trainer report`: the page, and the summary."""
+
+import json
+from pathlib import Path
+
+from fsdp_trainer.config.verbs import ReportConfig
+from fsdp_trainer.observe.terminal import Terminal
+from fsdp_trainer.report.page import write
+from fsdp_trainer.report.read import read_sources
+from fsdp_trainer.report.summary import Summary, show
+
+
+def report(cfg: ReportConfig) -> int:
+    """The verb. Raises UserError for sources that hold no run, and where the page cannot be written."""
+    summaries = [Summary(run) for run in read_sources(cfg.source)]
+    sources = [cfg.source] if isinstance(cfg.source, str) else cfg.source or []
+    out = Path(cfg.out or (Path(sources[0]) if len(sources) == 1 else Path()) / "report.html").expanduser()
+    if cfg.out or cfg.format == "text":
+        write(summaries, out)
+    if cfg.format == "json":
+        print(json.dumps([summary.figures() for summary in summaries], indent=1))
+        return 0
+    show(summaries, Terminal())
+    print(f"\npage: {out}")
+    return 0

@@ -19,11 +19,13 @@ from fsdp_trainer.config.compose import compose
 from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.plan.memory import Moment, memory
 
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
+"""glibc gives memory back as soon as it is free: else it keeps much of it in its arenas, and the peak tells of that."""
 STEPS = 2  # the first makes the optimizer's moments
 HEADS = ["model.head_dim=64", "model.max_position_embeddings=8192"]
 SMALL = [
     "model=tiny", *HEADS, "model.hidden_size=768", "model.intermediate_size=2048", "model.num_attention_heads=12", "model.num_key_value_heads=4",
-    "model.num_hidden_layers=6", "model.vocab_size=16384", "model.tie_word_embeddings=false", "precision=fp32", "batch.seq_len=512", "batch.rows=4",
+    "model.num_hidden_layers=6", "model.vocab_size=16384", "model.tie_word_embeddings=false", "precision=fp32", "batch.seq_len=256", "batch.rows=4",
 ]  # fmt: skip
 LARGE = [
     "model=tiny", *HEADS, "model.hidden_size=2048", "model.intermediate_size=5632", "model.num_attention_heads=32", "model.num_key_value_heads=8",
@@ -108,7 +110,7 @@ def measured(folder: Path, ranks: int, overrides: list[str], device: str) -> flo
         f"train.steps={STEPS}",
     ]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "fsdp_trainer", "train"]
-    done = subprocess.run([*command, *overrides, *run], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run([*command, *overrides, *run], capture_output=True, text=True, env={**os.environ, **ENVIRONMENT})
     if done.returncode:
         raise RuntimeError(f"{' '.join(overrides)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()

@@ -144,7 +144,8 @@ def plan(trainer: Trainer, world: World, held: Held) -> tuple[dict[str, float], 
     device = known or Device("cpu" if not cuda else torch.cuda.get_device_name(world.device), 0.0)
     device = device._replace(memory_gib=held.total / 2**30, per_node=max(1, world.size // world.nodes))
     peak = make_plan(cfg, config, world.size, device).memory.peak
-    smaller = device._replace(memory_gib=min(device.memory_gib, LESS * peak.total / 2**30))
+    less = peak.total - (1 - LESS) * (peak.total - peak.bytes["allowance"])  # which no override changes much
+    smaller = device._replace(memory_gib=min(device.memory_gib, less / 2**30))
     found: dict[tuple[str, ...], Suggestion] = {}
     for one in suggest(cfg, config, world.size, smaller):  # the best of those that set the same keys
         found.setdefault(tuple(word.partition("=")[0] for word in one.override.split()), one)

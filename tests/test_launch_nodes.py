@@ -21,9 +21,11 @@ from fsdp_trainer.launch.world import join
 
 
 @pytest.fixture
-def come():
+def come(monkeypatch):
     """`come(name, **differs)`: a node comes in a thread of its own; `come.all()` waits, and gives each one's Node or error, by name."""
-    port, came, threads = free_port(), {}, []
+    port, came, threads, heard = free_port(), {}, [], []
+    take_in = nodes.Meeting.come
+    monkeypatch.setattr(nodes.Meeting, "come", lambda meeting, said, out: (take_in(meeting, said, out), heard.append(said))[0])
 
     def one(name, count=2, run="run", ranks=1, devices="", timeout="30s", env=None, at=None):
         launch = Launch(nodes=count, rendezvous=at or f"localhost:{port}", timeout=timeout)
@@ -37,7 +39,7 @@ def come():
         threads.append(threading.Thread(target=meet))
         threads[-1].start()
         if name == "serves":
-            until(lambda: came or not nodes.unreachable("localhost", port))
+            until(lambda: heard)
 
     def everyone():
         for thread in threads:
@@ -99,6 +101,18 @@ def test_a_node_that_dies_is_noticed(come, lost):
     came[lost]._connection.shutdown(socket.SHUT_RDWR)
     until(lambda: stays.heard)
     assert stays.heard[0] == 1 and "was lost" in stays.heard[1]
+
+
+def test_a_node_that_starts_again_waits_for_the_others_to_end(come):
+    come("serves")
+    come("other")
+    before = [come.all()[name] for name in ("serves", "other")]
+    before[1].leave(1)
+    until(lambda: before[0].heard)
+    come("again")
+    come("again too")
+    before[0].leave(1)
+    assert sorted(node.node for name, node in come.all().items() if "again" in name) == [0, 1]
 
 
 def test_a_failure_elsewhere_ends_the_ranks_here_with_its_code(monkeypatch, capsys):
@@ -187,6 +201,19 @@ def test_a_master_port_in_use_is_told():
         port = str(taken.getsockname()[1])
         with pytest.raises(UserError, match=f"MASTER_PORT={port}.*is in use"):
             join({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, "cpu", 5)
+
+
+def test_more_ranks_than_gpus_are_told(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(UserError, match="has 2 that are visible"):
+        join({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "2"}, "auto", 5)
+
+
+def test_auto_is_one_rank_for_each_visible_gpu(monkeypatch):
+    monkeypatch.setattr(start, "glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1"])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert start.ranks_to_start(Launch()) == 2 and start.ranks_to_start(Launch(device="cpu")) == 1
 
 
 @pytest.mark.slow

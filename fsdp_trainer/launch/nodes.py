@@ -32,27 +32,27 @@ class Meeting(socketserver.ThreadingTCPServer):
 
     allow_reuse_address, daemon_threads, block_on_close, request_queue_size = True, True, False, 1024
 
-    def __init__(self, port: int):
+    def __init__(self, port: int, run: str, nodes: int):
+        self.run, self.nodes = run, nodes
         self.there: list[tuple[dict[str, Any], Any]] = []  # what each node said, and where to write to it
-        self.full, self.changed = False, threading.Condition()
+        self.full, self.over, self.changed = False, False, threading.Condition()
         super().__init__(("", port), Visit)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def come(self, said: dict[str, Any], out: Any) -> str:
         """Take a node in. Why not, if not."""
         with self.changed:
-            first = self.there[0][0] if self.there else said
             twin = next((one for one, _ in self.there if said["devices"] and one["devices"] == said["devices"]), None)
-            if said["run"] != first["run"]:
-                return f"is where the run {first['run']} meets, not {said['run']}. Use another port, or the same  run.name  on all nodes"
-            if said["nodes"] != first["nodes"]:
-                return f"is where launch.nodes={first['nodes']} meet, not {said['nodes']}: give the same command on all nodes"
+            if said["run"] != self.run:
+                return f"is where the run {self.run} meets, not {said['run']}. Use another port, or the same  run.name  on all nodes"
+            if said["nodes"] != self.nodes:
+                return f"is where launch.nodes={self.nodes} meet, not {said['nodes']}: give the same command on all nodes"
             if self.full or twin:
-                why = f"{said['host']} is there already" if twin else f"all {said['nodes']} nodes are there"
-                return f"{why} ({', '.join(one['host'] for one, _ in self.there)}): the command was given twice, or a run is still ending"
+                why = f"{said['host']} is there already" if twin else f"all {self.nodes} nodes are there"
+                return f"{why} ({', '.join(one['host'] for one, _ in self.there)}): the command was given twice"
             self.there.append((said, out))
             self.tell(here=[one["host"] for one, _ in self.there])
-            self.full = len(self.there) == said["nodes"]
+            self.full = len(self.there) == self.nodes
             if self.full:
                 self.there.sort(key=lambda node: (not node[0]["serves"], node[0]["order"]))  # stable: else in order of arrival
                 ranks, port = [one["ranks"] for one, _ in self.there], self.there[0][0]["serves"]
@@ -65,6 +65,7 @@ class Meeting(socketserver.ThreadingTCPServer):
         with self.changed:
             self.there = [node for node in self.there if node[0] is not said]
             if self.full:
+                self.over = True
                 self.tell(code=1 if code is None else code, host=said["host"], lost=code is None)
             self.changed.notify_all()
 
@@ -89,7 +90,7 @@ class Visit(socketserver.StreamRequestHandler):
         except (ValueError, KeyError, TypeError, AttributeError, OSError):
             return  # a port scanner, a web browser
         if refused:
-            write(self.wfile, refused=refused)
+            write(self.wfile, **{"over" if self.server.over else "refused": refused})
             return
         with contextlib.suppress(ValueError, OSError):
             code = json.loads(self.rfile.readline())["code"]
@@ -105,15 +106,18 @@ class Node:
         self.address, _, port = where.rpartition(":")
         self.where, self._deadline = f"launch.rendezvous={where}", time.monotonic() + parse_duration(launch.timeout)
         self.heard: tuple[int, str] | None = None  # the first failure of another node: its code, and told in words
-        self._left, self._rest = False, b""
-        self._meeting = self._serve(int(port))
+        self._left = False
+        self._run = run
+        self._meeting: Meeting | None = None
+        self._silent_since: float | None = None  # since when nobody answers as a Meeting does
+        who = {"run": run, "nodes": self.nodes, "host": socket.gethostname(), "devices": devices, "ranks": ranks}
         try:
-            self._connection = self._connect(int(port))
-            self._connection.settimeout(MOMENT)
-            order = {"serves": free_port() if self._meeting else 0, "order": int(env.get("SLURM_NODEID", 0))}
-            who = {"run": run, "nodes": self.nodes, "host": socket.gethostname(), "devices": devices, "ranks": ranks}
-            write(self._connection.makefile("wb"), hello=HELLO, **order, **who)
-            place = self._place()
+            place = None
+            while place is None:  # what met there before may still be ending
+                self._connect(int(port))
+                order = {"serves": free_port() if self._meeting else 0, "order": int(env.get("SLURM_NODEID", 0))}
+                write(self._connection.makefile("wb"), hello=HELLO, **order, **who)
+                place = self._place()
         except BaseException:
             self._close()
             raise
@@ -144,20 +148,24 @@ class Node:
     def _serve(self, port: int) -> Meeting | None:
         try:
             if owns(self.address):
-                return Meeting(port)
+                return Meeting(port, self._run, self.nodes)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:  # if it is: another node of this run on the same host, or whoever will be found out
                 raise self._wrong(f"cannot be listened on: {error}") from None
         return None
 
-    def _connect(self, port: int) -> socket.socket:
+    def _connect(self, port: int) -> None:
+        """Serve the Meeting, if it is for this host to do, and reach it."""
         began, told = time.monotonic(), False
         while True:
+            self._meeting = self._meeting or self._serve(port)
             try:
-                connection = socket.create_connection((self.address, port), timeout=5)
-                keep_alive(connection)
-                return connection
+                self._connection, self._rest = socket.create_connection((self.address, port), timeout=5), b""
+                keep_alive(self._connection)
+                self._connection.settimeout(MOMENT)
+                return
             except OSError as error:
+                self._silent_since = None
                 why, nameless = unreachable(self.address, port, error), isinstance(error, socket.gaierror)
             waited = time.monotonic() - began
             if nameless and waited > NAME_SECONDS:
@@ -169,28 +177,39 @@ class Node:
                 told = True
             self._pause(MOMENT)
 
-    def _place(self) -> dict[str, Any]:
-        """What the Meeting says when all have come."""
+    def _place(self) -> dict[str, Any] | None:
+        """What the Meeting says when all have come; None: it is over, and another one is to come."""
         here: list[str] = []
-        answer_by = time.monotonic() + ANSWER_SECONDS
+        self._silent_since = self._silent_since or time.monotonic()
         while True:
             self._pause(0)
             told = self._hear()
-            if not here and (told is None or time.monotonic() > answer_by):
+            if not (here or told) and time.monotonic() > self._silent_since + ANSWER_SECONDS:
                 raise self._wrong("something that is not fsdp-trainer answers: the port is in use (ss -ltnp says by whom).\nTake another")
+            if not here and told is None:  # a Meeting that closes just now says nothing; another one follows
+                self._close_connection()
+                return None
             if told is None:
                 raise RunFailed(f"{self.where}: the node that serves it left before all {self.nodes} had come")
             for line in told:
+                if "over" in line and time.monotonic() < self._deadline:
+                    self._silent_since = None
+                    self._close_connection()
+                    return None
                 if "refused" in line:
                     raise self._wrong(line["refused"])
                 if "node" in line:
                     return line
-                here = line["here"]
+                here = line.get("here", here)
                 if self._meeting and len(here) < self.nodes:
                     print(f"{len(here)} of {self.nodes} nodes have come: {', '.join(here)}", flush=True)
             if time.monotonic() > self._deadline:
                 came = f"{len(here)} of {self.nodes} nodes came within launch.timeout: {', '.join(here)}"
                 raise RunFailed(f"{self.where}: {came}. Give the same command on the others, too")
+
+    def _close_connection(self) -> None:
+        self._connection.close()
+        self._pause(MOMENT)
 
     def _listen(self) -> None:
         ended = False

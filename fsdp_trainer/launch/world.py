@@ -184,6 +184,9 @@ def join(env: Mapping[str, str], device: str, timeout: float) -> World:
     chosen = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
     place = torch.device(chosen, local_rank) if chosen == "cuda" else torch.device("cpu")
     if chosen == "cuda":
+        if local_rank >= (there := torch.cuda.device_count()):
+            why = f"this node has {there} that are visible (CUDA_VISIBLE_DEVICES), and rank {rank} would take number {local_rank + 1}"
+            raise UserError("there are fewer GPUs than ranks", [Problem("launch.nproc_per_node", f"{why}. Use  auto")])
         torch.cuda.set_device(place)
     attempt = meet(store, rank, size, timeout)
     node, nodes = int(env.get("GROUP_RANK", 0)), int(env.get("GROUP_WORLD_SIZE", 1))

@@ -197,7 +197,7 @@ class Node:
                 if "over" in line and time.monotonic() < self._deadline:
                     self._silent_since = None
                     self._close_connection()
-                return None
+                    return None
                 if "refused" in line:
                     raise self._wrong(line["refused"])
                 if "node" in line:

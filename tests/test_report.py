@@ -89,6 +89,7 @@ def report(*sources, out, code=0):
     return Page(out.read_text())
 
 
+@pytest.mark.slow
 def test_a_trained_run_is_told_as_its_files_tell_it(train, capsys):
     run = train(
         "a", "train.steps=4", "train.validate_every=2", "checkpoint.every=2", "data.validation=0.1", 'train.sample_prompts=["hello"]'

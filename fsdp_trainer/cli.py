@@ -14,9 +14,11 @@ from fsdp_trainer.errors import Problem, RunFailed, UserError
 
 VERBS = {
     "train": "fsdp_trainer.launch.start:train",
+    "plan": "fsdp_trainer.plan.verb:plan",
     "preview": "fsdp_trainer.data.preview:preview",
     "prepare": "fsdp_trainer.data.ahead:prepare_ahead",
     "doctor": "fsdp_trainer.launch.doctor:doctor",
+    "launch-files": "fsdp_trainer.launch.files:launch_files",
     "export": "fsdp_trainer.checkpoint.export:export",
     "verify": "fsdp_trainer.checkpoint.verify:verify",
     "generate": "fsdp_trainer.generate:generate",
@@ -24,7 +26,7 @@ VERBS = {
     "recipes": "fsdp_trainer.config.document:recipes",
     "config": "fsdp_trainer.config.document:explain",
 }
-LATER = ("plan", "report")
+LATER = ("report",)
 AS_RANKS = ("train", "doctor")  # start their ranks with the configuration that was composed, and what it was composed from
 
 
@@ -60,9 +62,10 @@ def run_verb(verb: str, overrides: list[str], config_dir: str | None = None) -> 
         return getattr(importlib.import_module(module), name)(handed, overrides)
     from fsdp_trainer.config.compose import compose, config_flag  # Hydra, which a rank that is handed its configuration does without
 
-    cfg = compose(verb, overrides, config_dir, inputs=verb != "doctor")  # which says on which node something is missing
+    on_the_spot = verb not in ("plan", "doctor", "launch-files")  # doctor says on which node something is missing; the others run elsewhere
+    cfg = compose(verb, overrides, config_dir, inputs=on_the_spot)
     do = getattr(importlib.import_module(module), name)
-    if verb in AS_RANKS:
+    if verb in (*AS_RANKS, "launch-files"):
         return do(cfg, [*config_flag(config_dir), *overrides])
     return do(cfg, config_dir) if verb == "recipes" else do(cfg)
 

@@ -1,6 +1,7 @@
-"""Hydra's launcher plugin for sweeps. It lies here because Hydra takes plugins from `hydra_plugins` only."""
+"""What Hydra is to know of our launchers and sweepers. It lies here because Hydra takes plugins from `hydra_plugins` only."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -8,9 +9,14 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 
+from fsdp_trainer.config.sweeping import LAUNCHERS, SWEEPERS
 
-class LocalLauncher(Launcher):
-    """hydra/launcher=local: one job after the other on this node, each with ranks of its own. For `fsdp-trainer -m`, not for other programs."""
+
+class FsdpTrainerLauncher(Launcher):
+    """hydra/launcher=NAME, for each of config.sweeping's: hands jobs on to those who run them. For `fsdp-trainer -m`, not for other programs."""
+
+    def __init__(self, **settings: Any):
+        """settings: the launcher's keys, which those read who run the jobs."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: Any) -> None:
         """task_function: runs a batch, one job for each list of overrides, and gives their objectives."""
@@ -24,4 +30,8 @@ class LocalLauncher(Launcher):
         ]
 
 
-ConfigStore.instance().store("local", {"_target_": f"{__name__}.LocalLauncher"}, "hydra/launcher", provider="fsdp_trainer")
+for name, settings in SWEEPERS.items():  # whose jobs go past Hydra: it has no way to run some, look at them and then choose the next
+    ConfigStore.instance().store(name, asdict(settings()), "hydra/sweeper", provider="fsdp_trainer")
+for name, settings in LAUNCHERS.items():
+    plugin = f"{__name__}.{FsdpTrainerLauncher.__name__}"
+    ConfigStore.instance().store(name, {"_target_": plugin, **asdict(settings())}, "hydra/launcher", provider="fsdp_trainer")

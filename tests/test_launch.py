@@ -16,8 +16,9 @@ from world import ONE_SIGNAL, SMALL, Run, end, killed_once, ranks_below, seamed,
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.errors import RunFailed
-from fsdp_trainer.launch.start import Patience, free_port, ranks_to_start, wait_for_ranks
-from fsdp_trainer.launch.world import environment_of_ranks, first_host, meet
+from fsdp_trainer.launch.nodes import first_host, free_port
+from fsdp_trainer.launch.start import Patience, ranks_to_start, wait_for_ranks
+from fsdp_trainer.launch.world import environment_of_ranks, meet
 
 SELF = [sys.executable, "-m", "fsdp_trainer"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0"]

@@ -1,37 +1,37 @@
-"""The files in examples/launch and the commands in docs/launching.md and docs/sweeps.md: what can be held of them without a cluster."""
+"""`launch-files`, and the commands in docs/launching.md and docs/sweeps.md: what can be held of them without a cluster."""
 
+import json
 import os
 import re
 import shlex
 import signal
 import subprocess
-import time
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
+from world import wait_until
 
-from fsdp_trainer.cli import VERBS
+from fsdp_trainer.cli import VERBS, main
 from fsdp_trainer.config.compose import compose
 from fsdp_trainer.config.sweep import SweepLine
 
 REPO = Path(__file__).parents[1]
-FILES = REPO / "examples/launch"
-SCRIPTS = sorted([*FILES.glob("*.sh"), *FILES.glob("*.sbatch")])
-TEXTS = [*SCRIPTS, FILES / "pytorchjob.yaml", FILES / "Dockerfile", REPO / "docs/launching.md", REPO / "docs/sweeps.md"]
+NASTY = [
+    "+recipe=llama8b_sft", "data.path=[/shared/a.jsonl,\"/shared/it's $HOME (1), `b`.jsonl\"]", "data.fields={prompt: question, completion: 'an answer'}",
+    "train.sample_prompts=['Say \"hi\" & go\\\\n', 'C:\\\\x; # no']", "launch.env={NCCL_DEBUG: INFO}", "optim.lr=2e-5",
+]  # fmt: skip
 
 
 def commands(path: Path) -> list[list[str]]:
-    """Every command line of the trainer in a file, launcher and all, with a value for each variable."""
+    """Every command line of the trainer in a page's blocks or the Dockerfile, with a value for each variable."""
     text = path.read_text().replace("\\\n", " ")
-    lines = [
-        line.lstrip("# ").strip() for line in text.splitlines() if re.search(r"-m fsdp_trainer |(^|[^`\w-])fsdp-trainer (?!-- )", line)
-    ]
-    if path.suffix == ".md":  # prose speaks of commands, blocks give them
-        blocks = "\n".join(re.findall(r"(?m)^```\n(.*?)^```", text, re.S))
-        lines = [line for line in blocks.splitlines() if re.search(r"-m fsdp_trainer |fsdp-trainer ", line)]
-    values = [re.sub(r"\$\{\w+[^}]*\}|\$\w+", "value", line).replace('"$@"', "").removesuffix("&") for line in lines]
-    return [[word for word in shlex.split(line, comments=True) if word != "$@"] for line in values]
+    blocks = "\n".join(re.findall(r"(?m)^```\w*\n(.*?)^```", text, re.S)) if path.suffix == ".md" else text
+    lines = [line.lstrip("# ") for line in blocks.splitlines() if re.search(r"-m fsdp_trainer |fsdp-trainer (?!-- )", line)]
+    values = [re.sub(r"\$\{\w+[^}]*\}|\$\w+", "value", line) for line in lines]
+    return [shlex.split(line, comments=True) for line in values]
 
 
 def trainer_words(command: list[str]) -> list[str]:
@@ -40,12 +40,11 @@ def trainer_words(command: list[str]) -> list[str]:
     return command[start:] if start > 0 else command[command.index("fsdp-trainer") + 1 :]
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
-def test_every_command_line_composes(path):
-    found = [trainer_words(command) for command in commands(path)]
+@pytest.mark.parametrize("name", ["examples/launch/Dockerfile", "docs/launching.md", "docs/sweeps.md"])
+def test_every_command_line_composes(name):
+    found = [trainer_words(command) for command in commands(REPO / name) if "-c" not in command]
     assert found
     for words in found:
-        words = [word for word in words if not word.startswith("optim.lr=2e-5")]
         if words[:1] == ["-m"]:
             SweepLine(words[1:])
         elif words != ["--help"]:
@@ -53,106 +52,140 @@ def test_every_command_line_composes(path):
             compose(verb, words, inputs=False)
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_are_bash(path):
-    assert subprocess.run(["bash", "-n", path], capture_output=True, text=True).stderr == ""
-
-
-def directives(path: Path) -> dict[str, str]:
-    found = re.findall(r"(?m)^#SBATCH --([\w-]+)(?:=(\S+))?$", path.read_text())
-    assert len(found) == path.read_text().count("#SBATCH")
-    return dict(found)
-
-
-@pytest.mark.parametrize("path", sorted(FILES.glob("*.sbatch")), ids=lambda path: path.name)
-def test_sbatch_directives_agree_with_the_command(path):
-    told, text = directives(path), path.read_text()
-    (command,) = [words for words in commands(path) if words[0] == "srun"]
-    if "torchrun" in command:
-        assert told["ntasks-per-node"] == "1" and f"--nproc_per_node={told['gpus-per-node']}" in command
-        assert "--nnodes=value" in command and "--rdzv-backend=c10d" in command and "SIGUSR1" in text
-        shutdown = int(re.search(r"--shutdown-timeout=(\d+)", text)[1])
-    else:
-        assert told["ntasks-per-node"] == told["gpus-per-node"] and "--kill-on-bad-exit=0" in command
-        shutdown = 0
-    warning = re.fullmatch(r"B:USR1@(\d+)", told["signal"])
-    assert shutdown < int(warning[1]) and {"requeue", "open-mode", "time", "nodes"} <= set(told)
-
-
 @pytest.fixture
-def batch(tmp_path):
-    """Run a batch script with an srun that stops in order on SIGUSR1 and an scontrol that writes down what it is told."""
+def write(monkeypatch, tmp_path, capsys):
+    """`write("slurm", *words, code=0)`: the text of the file; `write.said`: what was printed."""
+    monkeypatch.chdir(tmp_path)
 
-    def run(name: str, send: bool) -> tuple[int, str]:
-        events = f'mkdir -p {tmp_path}/runs/job && echo \'{{"event": "end", "exit_code": 75}}\' > {tmp_path}/runs/job/events.jsonl'
-        torchrun = "torchrun" in name
-        stop = f"{events}; exit {1 if torchrun else 75}"
-        stubs = {
-            "srun": f"trap '{stop.replace(chr(39), chr(39) + chr(92) + chr(39) + chr(39))}' USR1\ntouch {tmp_path}/started\n"
-            + ("while :; do sleep 0.05; done" if send else "exit 3"),
-            "scontrol": f'echo "$@" >> {tmp_path}/scontrol',
-        }
-        (tmp_path / "bin").mkdir()
-        for stub, body in stubs.items():
-            (tmp_path / "bin" / stub).write_text(f"#!/usr/bin/env bash\n{body}\n")
-            (tmp_path / "bin" / stub).chmod(0o755)
-        (tmp_path / "script").write_text((FILES / name).read_text().replace("/shared", str(tmp_path)))
-        slurm = {
-            "SLURM_JOB_NAME": "job",
-            "SLURM_JOB_ID": "7",
-            "SLURM_NNODES": "2",
-            "SLURM_JOB_NODELIST": "n[1-2]",
-            "SLURM_CPUS_PER_TASK": "2",
-        }
-        env = {**os.environ, **slurm, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-        process = subprocess.Popen(["bash", tmp_path / "script"], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 20
-        while send and not (tmp_path / "started").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        time.sleep(0.2 * send)
-        if send:
-            process.send_signal(signal.SIGUSR1)
-        code = process.wait(timeout=20)
-        told = (tmp_path / "scontrol").read_text() if (tmp_path / "scontrol").exists() else ""
-        return code, told
+    def run(kind: str, *words: str, code: int = 0) -> str:
+        assert main(["launch-files", f"kind={kind}", *words]) == code
+        run.said = capsys.readouterr()
+        files = [file for file in tmp_path.rglob("*") if file.suffix in (".sbatch", ".yaml", ".sh")]
+        return files[0].read_text() if code == 0 else ""
 
     return run
 
 
-@pytest.mark.parametrize("name", ["slurm_torchrun.sbatch", "slurm_srun.sbatch"])
-def test_a_batch_script_requeues_a_run_that_stopped_in_order(batch, name):
-    code, told = batch(name, send=True)
-    assert code == 0 and "requeue 7" in told
+def started(tmp_path: Path, script: str, **env: str) -> dict:
+    """The configuration that a script's command composes. Stands for srun, docker and torchrun: they start their last words, torchrun -m's."""
+    (tmp_path / "bin").mkdir()
+    trainer = f'"{sys.executable}" -c "import sys, json; json.dump(sys.argv[1:], open(\'{tmp_path}/words\', \'w\'))" "$@"'
+    find = 'while [ "$1" != {} ]; do shift; done; shift\n'
+    stubs = {
+        "fsdp-trainer": trainer,
+        "srun": '"${@:3}"',
+        "docker": find.format("fsdp-trainer") + trainer,
+        "torchrun": find.format("fsdp_trainer") + trainer,
+    }
+    for name, body in stubs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    env = {"SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_ID": "7", "MASTER_ADDR": "a", "MASTER_PORT": "1", "HEAD": "node0", **env}
+    path = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", script], env={**os.environ, **env, **path}, check=True, timeout=60)
+    verb, *words = json.loads((tmp_path / "words").read_text())
+    return asdict(compose(verb, words, inputs=False))
 
 
-@pytest.mark.parametrize("name", ["slurm_torchrun.sbatch", "slurm_srun.sbatch"])
-def test_a_batch_script_does_not_requeue_a_run_that_failed(batch, name):
-    code, told = batch(name, send=False)
-    assert code == 3 and "requeue" not in told
+def of_yaml(text: str) -> tuple[dict, str]:
+    job = yaml.safe_load(text)
+    return job, job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]["args"][0]
 
 
-def test_the_kubernetes_job_is_whole():
-    job = yaml.safe_load((FILES / "pytorchjob.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob") and job["metadata"]["name"]
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes", "docker"])
+def test_what_is_started_is_the_run_that_was_composed(write, tmp_path, kind):
+    text = write(kind, *NASTY, "nodes=1", "out=here")
+    expected = asdict(compose("train", NASTY, inputs=False))
+    assert started(tmp_path, of_yaml(text)[1] if kind == "kubernetes" else text) == expected
+    assert expected["run"]["name"] == "llama8b_sft" and "here/" in write.said.out
+
+
+def test_nodes_in_containers_meet(write, tmp_path):
+    launch = started(tmp_path, write("docker", "+recipe=quickstart", "nodes=3"))["launch"]
+    assert (launch["nodes"], launch["rendezvous"]) == (3, "node0:29500") and "HEAD" in write.said.out
+
+
+def test_a_batch_script_says_what_it_was_asked_for(write):
+    told = write(
+        "slurm", "+recipe=quickstart", "nodes=4", "gpus_per_node=2", "time=90m", "partition=gpu", "setup=['source venv/bin/activate']"
+    )
+    found = dict(re.findall(r"(?m)^#SBATCH --([\w-]+)(?:=(\S+))?$", told))
+    asked = {"nodes": "4", "ntasks-per-node": "1", "gpus-per-node": "2", "cpus-per-task": "24", "time": "90", "partition": "gpu"}
+    assert asked.items() <= found.items() and {"requeue", "open-mode"} <= set(found) and "account" not in found
+    assert len(found) == told.count("#SBATCH") and "\nsource venv/bin/activate\n" in told and "B:USR1@" in found["signal"]
+
+
+def test_a_job_for_kubernetes_is_whole(write):
+    job, script = of_yaml(write("kubernetes", "+recipe=llama8b_sft", "run.name=My run", "nodes=3", "gpus_per_node=4", "image=r.io/x:1"))
+    assert (job["apiVersion"], job["kind"], job["metadata"]["name"]) == ("kubeflow.org/v1", "PyTorchJob", "my-run")
     replicas = job["spec"]["pytorchReplicaSpecs"]
-    assert replicas["Master"]["replicas"] == 1 and {r["restartPolicy"] for r in replicas.values()} == {"OnFailure"}
+    assert {name: r["replicas"] for name, r in replicas.items()} == {"Master": 1, "Worker": 2}
+    assert {r["restartPolicy"] for r in replicas.values()} == {"OnFailure"} and "--nnodes=3 --nproc_per_node=4 " in script
     for replica in replicas.values():
         pod = replica["template"]["spec"]
         (container,) = pod["containers"]
-        (script,) = container["args"]
-        assert container["name"] == "pytorch" and container["command"] == ["bash", "-c"] and script.startswith("exec torchrun ")
-        assert subprocess.run(["bash", "-nc", script], capture_output=True, text=True).stderr == ""
-        assert f"--nnodes={sum(r['replicas'] for r in replicas.values())} " in script
-        gpus = container["resources"]["limits"]["nvidia.com/gpu"]
-        assert f"--nproc_per_node={gpus} " in script and job["spec"]["nprocPerNode"] == str(gpus)
+        assert container["name"] == "pytorch" and container["image"] == "r.io/x:1"
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 4 and job["spec"]["nprocPerNode"] == "4"
         assert int(re.search(r"--shutdown-timeout=(\d+)", script)[1]) < pod["terminationGracePeriodSeconds"]
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
         assert set(mounts) == {volume["name"] for volume in pod["volumes"]} and {"/dev/shm", "/shared"} == set(mounts.values())
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["kind=null"], "kind=slurm"),
+        (["kind=podman"], "slurm, kubernetes, docker"),
+        (["kind=docker", "partition=gpu"], "kind=slurm"),
+        (["kind=slurm", "launch.nodes=2"], "nodes=2"),
+        (["kind=slurm", "checkpoint.resume=never"], "started again"),
+        (["kind=slurm", "time=soon"], "time=soon"),
+        (["kind=slurm", "optim.lrr=1"], "optim.lr=1"),
+        (["kind=slurm", "gpus_pr_node=1"], "gpus_per_node"),
+    ],
+)
+def test_what_cannot_be_is_told_and_nothing_written(capsys, monkeypatch, tmp_path, words, said):
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch-files", "+recipe=quickstart", *words]) == 2
+    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_own_changes_are_not_written_over(write, tmp_path):
+    write("slurm", "+recipe=quickstart")
+    write("slurm", "+recipe=quickstart")  # the same again
+    (file,) = tmp_path.rglob("*.sbatch")
+    file.write_text("mine")
+    write("slurm", "+recipe=quickstart", code=2)
+    assert "out=" in write.said.err and file.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("steps", "code", "starts", "requeued"),
+    [(["75"], 0, 1, True), (["3"], 3, 1, False), (["1", "0"], 0, 2, False), (["1", "1", "1"], 1, 3, False), (["signal"], 0, 1, True)],
+    ids=["time limit", "mistake", "a rank dies", "always", "its time is up"],
+)
+def test_a_batch_script_starts_again_what_failed_and_requeues_what_stopped_in_order(write, tmp_path, steps, code, starts, requeued):
+    script = write("slurm", "+recipe=quickstart", "restarts=2")
+    (tmp_path / "bin").mkdir()
+    stop = f"trap 'exit 75' USR1; touch {tmp_path}/waits; while :; do sleep 0.02; done"
+    cases = "\n".join(f"{i + 1}) {stop if step == 'signal' else f'exit {step}'};;" for i, step in enumerate(steps))
+    for stub, body in {
+        "srun": f"echo >> {tmp_path}/starts\ncase $(wc -l < {tmp_path}/starts) in\n{cases}\nesac",
+        "scontrol": f'echo "$@" >> {tmp_path}/told',
+    }.items():
+        (tmp_path / "bin" / stub).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / "bin" / stub).chmod(0o755)
+    env = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    process = subprocess.Popen(["bash", "-c", script], env=env)
+    if steps == ["signal"]:
+        wait_until((tmp_path / "waits").exists, process)
+        process.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == code and (tmp_path / "starts").read_text().count("\n") == starts
+    assert ((tmp_path / "told").read_text() == "requeue 7\n") if requeued else not (tmp_path / "told").exists()
+
+
 def test_the_dockerfile_copies_what_the_wheel_is_made_of():
-    text = re.sub(r"\\\n", " ", (FILES / "Dockerfile").read_text())
+    text = re.sub(r"\\\n", " ", (REPO / "examples/launch/Dockerfile").read_text())
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
     assert {name for name, _ in lines} <= {"FROM", "WORKDIR", "COPY", "RUN", "CMD"} and lines[0][0] == "FROM"
     stages = [rest.split()[-1] for name, rest in lines if name == "FROM" and " AS " in rest]

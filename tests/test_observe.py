@@ -18,8 +18,9 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.initialize import initialize_whole
 from fsdp_trainer.observe.console import Console, duration, progress_line, short
-from fsdp_trainer.observe.flops import causal_flops, palm_flops, peak_flops
+from fsdp_trainer.observe.flops import causal_flops, palm_flops
 from fsdp_trainer.observe.records import Records
+from fsdp_trainer.plan.devices import peak_flops
 from fsdp_trainer.training.objective import CrossEntropy
 
 FIELDS = {"step", "loss", "grad_norm", "lr", "tokens", "supervised_tokens", "tokens_per_second", "step_seconds", "memory_gib"}

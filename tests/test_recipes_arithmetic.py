@@ -8,7 +8,8 @@ from test_recipes_compose import RECIPES, published_model, recipe_as_it_is
 
 from fsdp_trainer.config.compose import CONF
 from fsdp_trainer.config.document import recipes_page
-from fsdp_trainer.observe.flops import PEAKS, palm_flops
+from fsdp_trainer.observe.flops import palm_flops
+from fsdp_trainer.plan.devices import device
 
 GB = r"([\d.]+) GB"
 
@@ -64,7 +65,7 @@ def test_the_expected_speed_follows_from_the_models_flops(recipe):
     speed, peak, share, flops = recipe.numbers(
         r"Speed +(\d+) tokens/s a GPU \(estimate\): an H100's (\d+) TFLOP/s × (\d+)% ÷ ([\d.]+) GFLOP a token"
     )
-    assert peak == PEAKS["H100"] / 1e12
+    assert peak * 1e12 == device("h100").flops
     assert flops == pytest.approx(palm_flops(recipe.model, 1, recipe.batch.seq_len) / 1e9, rel=5e-3)
     assert speed == pytest.approx(peak * 1e12 * share / 100 / (flops * 1e9), rel=5e-3)
     if recipe.cfg.train.steps:

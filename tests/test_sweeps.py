@@ -12,16 +12,22 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from hydra.core.config_store import ConfigStore
-from world import SMALL, Run, alive, end, killed_once, ranks_below, read_lines, wait_until
+from world import SMALL, Run, alive, end, killed_once, read_lines, wait_until
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.compose import CONF, compose, options
 from fsdp_trainer.config.sweep import SweepLine
+from fsdp_trainer.config.sweeping import Local
+from fsdp_trainer.launch import jobs as jobs_module
+from fsdp_trainer.launch import places
+from fsdp_trainer.launch import start as start_module
 from fsdp_trainer.launch import sweep as sweeps
+from fsdp_trainer.launch.places import OnThisNode
 
 DEMO = ["model=tiny", "data.path=demo:backwards", "tokenizer.path=demo:bytes", "run.name=s"]
 
@@ -40,26 +46,12 @@ def sweep(monkeypatch, tmp_path, capsys):
     for name in ("RANK", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
 
-    def compose_once(verb, words, config_dir):
-        checked[next(w for w in words if w.startswith("run.name="))] = cfg = compose(verb, words, config_dir)
-        return cfg
-
-    def ranks(launch, words, received):
-        cfg = checked[next(w for w in words if w.startswith("run.name="))]
-        folder, code = Path(cfg.run.root) / cfg.run.name, run.endings.get(cfg.optim.lr, 0)
-        run.trained.append((cfg, words))
-        folder.mkdir(exist_ok=True, parents=True)
-        (folder / "config.yaml").write_text(yaml.safe_dump(asdict(cfg)))
-        (folder / "metrics.jsonl").write_text(
-            json.dumps({"step": 1, "loss": 5.0}) + "\n" + json.dumps({"step": 2, "loss": cfg.optim.lr}) + "\n"
-        )
-        (folder / "events.jsonl").write_text(
-            json.dumps({"event": "end", "time": time.time() + 1, "reason": "told", "exit_code": code}) + "\n"
-        )
-        if code == "signal":
-            received.append(signal.SIGTERM)
-            return 1
-        return code
+    class Here(OnThisNode):
+        def start(self, cfg, words, output):
+            run.trained.append((cfg, words))
+            job = FakeJob(output.parent, cfg, run.endings.get(cfg.optim.lr, 0), run.losses(cfg))
+            self.running.append(job)
+            return job
 
     def run(*words, code=0):
         run.trained.clear()
@@ -67,11 +59,43 @@ def sweep(monkeypatch, tmp_path, capsys):
         run.said = capsys.readouterr()
         return read_lines(tmp_path / "runs/s/sweep.jsonl")
 
-    checked: dict = {}
-    run.endings, run.trained = {}, []
-    monkeypatch.setattr(sweeps, "compose", compose_once)
-    monkeypatch.setattr(sweeps, "start_ranks", ranks)
+    run.endings, run.trained, run.losses = {}, [], lambda cfg: [5.0, cfg.optim.lr]
+    monkeypatch.setitem(sweeps.PLACES, "local", Here)
+    monkeypatch.setattr(sweeps, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(sweeps, "READ_SECONDS", 0)
+    monkeypatch.setattr(jobs_module, "TELL_EVERY_SECONDS", 0)
     return run
+
+
+class FakeJob:
+    """Writes a run's files, one loss at each look, and ends as told: with an exit code, by having the sweep signalled, or never by itself."""
+
+    devices = ()
+
+    def __init__(self, folder, cfg, code, losses):
+        self.folder, self.code, self.losses = folder, code, list(losses)
+        folder.mkdir(exist_ok=True, parents=True)
+        (folder / "config.yaml").write_text(yaml.safe_dump(asdict(cfg)))
+        (folder / "metrics.jsonl").write_text("")
+        self.step = 0
+
+    def poll(self):
+        if self.losses:
+            self.step += 1
+            with (self.folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": self.step, "loss": self.losses.pop(0), "step_seconds": 0.5}) + "\n")
+            return None
+        if self.code == "signal":
+            self.code = 1
+            signal.raise_signal(signal.SIGTERM)
+        if self.code == "never":
+            return None
+        end = {"event": "end", "time": time.time() + 1, "reason": "told", "exit_code": self.code}
+        (self.folder / "events.jsonl").write_text(json.dumps(end) + "\n")
+        return self.code
+
+    def signal(self, signum):
+        self.code, self.losses = 75 if self.code == "never" else self.code, []
 
 
 def states(lines):
@@ -124,9 +148,12 @@ def test_a_sweep_that_is_wrong_itself_is_refused(tmp_path, capsys):
         "optim.lr=interval(1,2)": "no end of values",
         "run.name=a,b": "it takes one value",
         "hydra/launcher=basic": "hydra/launcher=local",
-        "hydra/sweeper=optuna": "Could not find 'hydra/sweeper/optuna'",
+        "hydra/sweeper=optuna": "nothing varies",
+        "hydra.sweeper.n_trials=3": "hydra/sweeper=optuna",
+        "hydra/sweeper=nevergrad": "Could not find 'hydra/sweeper/nevergrad'",
         "hydra.sweep.dir=x": "hydra.* is closed",
-        "hydra.launcher.n_jobs=2": "takes no parameters: launch.*",
+        "hydra.launcher.job=2": "Did you mean  hydra.launcher.jobs=2 ?",
+        "hydra.launcher.jobs=two": "hydra.launcher.jobs=two",
         "hydra.sweeper.params={run.name: c}": "key=a,b",
         "hydra.sweeper.max_batch_size.x=1": "Error merging override",
         "run.root=${nothing}": "Interpolation key 'nothing' not found",
@@ -156,7 +183,7 @@ INTERPOLATED = f"""'${{oc.create:${{oc.decode:"{{{COPY}}}"}}}}'"""
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (f"launcher: {{x: {INTERPOLATED}}}", "takes no parameters"),
+        (f"launcher: {{x: {INTERPOLATED}}}", "write the value itself"),
         (f"sweeper: {{x: {INTERPOLATED}}}", "write the value itself"),
         (f"sweeper: {{params: {{a: [{INTERPOLATED}]}}}}", "write the value itself"),
         (f"sweeper: {{x: {{{COPY}}}}}", "_target_ is refused"),
@@ -308,6 +335,126 @@ def test_to_overwrite_a_run_leaves_a_sweep_of_the_same_name_alone(train, tmp_pat
     assert (tmp_path / "run/jobs/038723f4").is_dir()
 
 
+# --- side by side, and chosen ones -----------------------------------------------------------------------------------------------------
+
+OPTUNA = ["hydra/sweeper=optuna", "optim.lr=tag(log,interval(1e-4,1))"]
+
+
+def test_jobs_side_by_side_share_the_devices_out(monkeypatch, tmp_path):
+    started = []
+    codes = {}
+
+    def popen(words, env, **more):
+        started.append(env)
+        number = len(started)
+        return SimpleNamespace(poll=lambda: codes.get(number))
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,3,5,7")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for module in (places, start_module):
+        monkeypatch.setattr(module, "gpus", lambda launch: 4)  # torch's count: a name it does not know ends the list
+    monkeypatch.setattr(places, "cores", lambda: 32)
+    monkeypatch.setattr(places.subprocess, "Popen", popen)
+    cfg = compose("train", [*DEMO, "launch.nproc_per_node=2"])
+    place = places.OnThisNode(Local(), cfg)
+    assert place.at_once == 2 and place.world(cfg) == 2
+    for number in (1, 2):
+        assert place.has_room(cfg)
+        place.start(cfg, [], tmp_path / f"{number}/output.log")
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["GPU-a,GPU-b", "3,5"] and started[0]["OMP_NUM_THREADS"] == "8"
+    assert (tmp_path / "2/output.log").exists() and not place.has_room(cfg)
+    codes[1] = 1
+    assert place.has_room(cfg)
+    place.start(cfg, [], tmp_path / "3/output.log")
+    assert started[2]["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+    cfg.launch.nproc_per_node = "auto"
+    assert places.OnThisNode(Local(), compose("train", DEMO)).at_once == 1 and places.OnThisNode(Local(jobs=4), cfg).world(cfg) == 1
+
+
+def test_a_job_that_fails_leaves_those_beside_it_alone_and_each_is_told_on(sweep):
+    sweep.endings, sweep.losses = {2.0: 1}, lambda cfg: [cfg.optim.lr] * 9
+    lines = sweep("optim.lr=1,2,3,4", "hydra.launcher.jobs=2", code=1)
+    assert states(lines) == ["finished", "failed", "finished", "finished"]
+    assert re.search(r"optim.lr=1  step \d  loss 1.0000", sweep.said.out) and "see runs/s/jobs/" in sweep.said.err
+
+
+def test_what_a_validation_adds_to_the_last_line_is_read(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
+    progress = jobs_module.Progress(str(tmp_path))
+    assert [line["step"] for line in progress.lines()] == [1, 2]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0, "validation_loss": 3.0}\n{"step": 3, "lo')
+    assert [line.get("validation_loss") for line in progress.lines()] == [3.0]
+
+
+def test_optuna_chooses_as_if_it_had_never_been_stopped(sweep, tmp_path, monkeypatch):
+    command = [*OPTUNA, "sharding=fsdp,ddp", "hydra.sweeper.n_trials=4", "hydra.sweeper.startup_trials=2", "hydra.sweeper.seed=3"]
+    whole = [line["overrides"] for line in sweep(*command)]
+    assert len({tuple(words) for words in whole}) == 4 and len({words[-1] for words in whole}) == 2
+    best = min(sweep.trained, key=lambda started: started[0].optim.lr)[0]
+    assert f"lowest objective: runs/s/jobs/{best.run.name}" in sweep.said.out
+    assert states(sweep(*command)) == ["finished"] * 4 and not sweep.trained and sweep.said.out.count("finished") == 4, (
+        "n_trials counts in all"
+    )
+
+    monkeypatch.chdir(tmp_path / "runs")  # another folder, and stopped in its third job
+    sweep.endings = {float(whole[2][-2].partition("=")[2]): "signal"}
+    assert main(["-m", *DEMO, *command]) == 75
+    assert states(read_lines(Path("runs/s/sweep.jsonl"))) == ["finished", "finished", "stopped"]
+    sweep.endings = {}
+    assert main(["-m", *DEMO, *command]) == 0
+    assert [line["overrides"] for line in read_lines(Path("runs/s/sweep.jsonl"))] == whole
+    assert [cfg.optim.lr for cfg, _ in sweep.trained] == [float(whole[i][-2].partition("=")[2]) for i in (0, 1, 2, 2, 3)]
+
+
+def test_a_job_that_others_beat_is_ended_early(sweep):
+    sweep.endings = {2.0: "never"}
+    sweep.losses = lambda cfg: [cfg.optim.lr] * 40
+    words = ["hydra/sweeper=optuna", "optim.lr=range(0.5,2.5,0.5)", "hydra.sweeper.n_trials=6", "hydra.sweeper.pruner=median"]
+    lines = sweep(*words, "hydra.sweeper.startup_trials=1", "hydra.sweeper.sampler=random", "hydra.launcher.jobs=1")
+    assert states(lines).count("pruned") == 1
+    (pruned,) = (line for line in lines if line["state"] == "pruned")
+    assert pruned["overrides"][-1] == "optim.lr=2" and pruned["objective"] == 2.0 and "pruner=median" in pruned["reason"]
+
+
+def test_what_is_refused_or_failed_has_no_result_for_optuna(sweep):
+    sweep.endings = {2.0: 1}
+    words = ["hydra/sweeper=optuna", "optim.lr=-1,1,2", "hydra.sweeper.n_trials=8", "hydra.sweeper.sampler=random"]
+    lines = sweep(*words, code=1)
+    assert sorted(zip([line["overrides"][-1][9:] for line in lines], states(lines), strict=True)) == [("-1", "refused"), ("1", "finished"), ("2", "failed")]  # fmt: skip
+    sweep.endings = {}
+    assert "finished" in states(sweep(*words, code=0)) and {cfg.optim.lr for cfg, _ in sweep.trained} == {2.0}, (
+        "only what failed is tried again"
+    )
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_not_started(sweep, monkeypatch):
+    lines = sweep("batch.micro_rows=1,1024", "hydra.launcher.memory_gib=0.5", "precision=fp32", code=0)
+    assert states(lines) == ["finished", "does not fit"] and [c.batch.micro_rows for c, _ in sweep.trained] == [1]
+    assert re.search(r"needs \d+\.\d+ of 0.50 GiB on each of 1 ranks: try  batch.micro_rows=", lines[1]["reason"])
+    assert lines[1]["reason"] in sweep.said.err
+    monkeypatch.setattr(sweeps, "does_not_fit", lambda cfg, place: "too large")
+    assert states(sweep("batch.micro_rows=1024", code=1))[-1] == "does not fit", "and nothing is finished"
+
+
+def test_a_search_that_is_wrong_itself_is_refused_before_anything_starts(sweep, tmp_path, monkeypatch):
+    wrong = {
+        "hydra.sweeper.n_trial=3": "Did you mean  hydra.sweeper.n_trials=3 ?",
+        "hydra.sweeper.n_jobs=3": "hydra.launcher.jobs=2",
+        "hydra.sweeper.n_trials=0": "must be at least 1",
+        "hydra.sweeper.sampler=grid": "is not one of: tpe, random",
+        "hydra.sweeper.seed=x": "must be a whole number",
+        "optim.eps=tag(log,interval(0,1))": "optim.eps=tag(log,interval(0,1))",
+        "optim.eps=interval(2,1)": "optim.eps=interval(2,1)",
+        "optim.weight_deca=0.1": "Did you mean  optim.weight_decay=0.1 ?",
+    }
+    for word, said in wrong.items():
+        assert sweep(*OPTUNA, word, code=2) == [] and said in sweep.said.err, word
+    monkeypatch.setattr("fsdp_trainer.config.sweep.find_spec", lambda name: None)
+    assert sweep(*OPTUNA, code=2) == [] and "pip install 'fsdp_trainer[optuna]'" in sweep.said.err
+    assert not list(tmp_path.iterdir()) and not sweep.trained
+
+
 # --- with real ranks -------------------------------------------------------------------------------------------------------------------
 
 
@@ -327,40 +474,58 @@ def start(inputs, tmp_path):
     end(processes)
 
 
+def jobs_below(pid: int) -> dict[str, int]:
+    """The processes of the jobs that run, by the job's name: with one rank each is the rank."""
+    found = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+        found |= {word.partition("=")[2]: int(child) for word in words if word.startswith("run.name=")}
+    return found
+
+
 @pytest.mark.slow
 def test_one_bad_value_and_one_killed_job_and_the_same_command_finishes(start, train, tmp_path):
-    command, env = ["optim.lr=3e-3,abc,1e-3", "train.steps=8", "checkpoint.every=5"], killed_once(tmp_path / "seam", 0, 7)
+    command, env = (
+        ["optim.lr=3e-3,abc,1e-3,2e-3,4e-3,5e-3", "train.steps=8", "checkpoint.every=5", "hydra.launcher.jobs=2"],
+        killed_once(tmp_path / "seam", 0, 7),
+    )
     process = start(*command, env=env)
     out, err = process.communicate(timeout=150)
-    lines = read_lines(tmp_path / "runs/s/sweep.jsonl")
-    assert process.returncode == 1 and states(lines) == ["failed", "refused", "finished"], out + err
-    assert lines[0]["reason"] == "ended without a word"
+    lines = {line["job"]: line for line in read_lines(tmp_path / "runs/s/sweep.jsonl")}
+    assert process.returncode == 1 and sorted(states(lines.values())) == ["failed", *["finished"] * 4, "refused"], out + err
+    killed = tmp_path / next(line["folder"] for line in lines.values() if line["state"] == "failed")
+    assert lines[killed.name]["reason"] == "ended without a word"
+    assert f"job {killed.name} was killed by SIGKILL" in err and "100%" not in out
+    whole = next(line for line in lines.values() if line["state"] == "finished")
+    assert "8/8 100%" in (killed.parent / whole["job"] / "output.log").read_text()
     process = start(*command, env=env)
     out, err = process.communicate(timeout=150)
-    lines = read_lines(tmp_path / "runs/s/sweep.jsonl")
-    assert process.returncode == 1 and states(lines) == ["finished", "refused", "skipped"], out + err
-    run = Run(tmp_path / lines[0]["folder"])
+    lines = {line["job"]: line for line in read_lines(tmp_path / "runs/s/sweep.jsonl")}
+    assert process.returncode == 1 and sorted(states(lines.values())) == ["finished", "refused", *["skipped"] * 4], out + err
+    run = Run(killed)
     assert run.event("resume")[0]["step"] == 5 and run.column("step") == list(range(1, 9))
-    assert run.column("loss") == train("whole", "optim.lr=3e-3", "train.steps=8").column("loss"), "as if it had never been killed"
-    assert lines[0]["objective"] == run.column("loss")[-1]
+    lr = next(word for word in lines[killed.name]["overrides"] if word.startswith("optim.lr="))
+    assert run.column("loss") == train("whole", lr, "train.steps=8").column("loss"), "as if it had never been killed"
+    assert lines[killed.name]["objective"] == run.column("loss")[-1]
 
 
 @pytest.mark.slow
-def test_sigterm_stops_the_running_job_in_order_and_starts_no_other(start, tmp_path):
-    process = start("optim.lr=1e-3,2e-3", "train.steps=100000")
-    (metrics,) = wait_until(lambda: list((tmp_path / "runs/s/jobs").glob("*/metrics.jsonl")), process)
+def test_sigterm_stops_the_running_jobs_in_order_and_starts_no_other(start, tmp_path):
+    process = start("optim.lr=1e-3,2e-3,3e-3", "train.steps=100000", "hydra.launcher.jobs=2")
+    wait_until(lambda: len(list((tmp_path / "runs/s/jobs").glob("*/metrics.jsonl"))) == 2, process)
     process.terminate()
     out, err = process.communicate(timeout=150)
     assert process.returncode == 75 and "the same command goes on" in out, out + err
-    assert states(read_lines(tmp_path / "runs/s/sweep.jsonl")) == ["stopped", "waiting"]
-    assert Run(metrics.parent).checkpoints and len(list((tmp_path / "runs/s/jobs").glob("*/"))) == 1
+    lines = read_lines(tmp_path / "runs/s/sweep.jsonl")
+    assert states(lines) == ["stopped", "stopped", "waiting"]
+    assert all(Run(tmp_path / line["folder"]).checkpoints for line in lines[:2]) and not (tmp_path / lines[2]["folder"]).exists()
 
 
 @pytest.mark.slow
 def test_ranks_do_not_outlive_a_sweep_that_was_killed(start, tmp_path):
     process = start("optim.lr=1e-3", "train.steps=100000")
     wait_until(lambda: list((tmp_path / "runs/s/jobs").glob("*/metrics.jsonl")), process)
-    rank = ranks_below(process.pid)["0"]
+    (rank,) = jobs_below(process.pid).values()
     process.kill()
     process.wait()
     wait_until(lambda: not alive(rank))

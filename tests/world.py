@@ -19,7 +19,7 @@ from typing import Any
 from fsdp_trainer.config.compose import compose
 from fsdp_trainer.config.handover import DESCRIPTOR, hand_over
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.launch.start import free_port
+from fsdp_trainer.launch.nodes import free_port
 
 PRELOAD = ["torch", "torch.distributed.checkpoint", "tests.warm"]
 RANKS = 4
@@ -130,9 +130,12 @@ def killed_once(folder: Path, rank: int, step: int) -> dict[str, str]:
 
         def enter_and_die(phase, step=None):
             enter(phase, step)
-            if step == {step} and os.environ.get("RANK") == "{rank}" and not killed.exists():
-                killed.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+            if step == {step} and os.environ.get("RANK", "0") == "{rank}":
+                try:
+                    killed.touch(exist_ok=False)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                except FileExistsError:
+                    pass
 
         phases.enter = enter_and_die
         """,

@@ -55,7 +55,9 @@ def describe(kind: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join(map(describe, inside))
     if origin is list:
-        return f"a list of {'numbers' if inside[0] is float else 'texts'} such as [{'0.9,0.95' if inside[0] is float else 'a,b'}]"
+        return {float: "a list of numbers such as [0.9,0.95]", int: "a list of whole numbers such as [8,16]"}.get(
+            inside[0], "a list of texts such as [a,b]"
+        )
     return inside[0] if origin is Literal else KINDS[origin or kind]
 
 

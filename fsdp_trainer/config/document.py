@@ -15,12 +15,14 @@ from fsdp_trainer.config.check import describe, flatten, limits, show
 from fsdp_trainer.config.compose import CONF, find_file, options
 from fsdp_trainer.config.overrides import why_unknown
 from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig, default_of
-from fsdp_trainer.config.verbs import PRIMARY, ConfigConfig, RecipesConfig
+from fsdp_trainer.config.verbs import PRIMARY, ConfigConfig, LaunchFiles, RecipesConfig
 from fsdp_trainer.errors import Problem, UserError
 
 WIDTH = 140
-OWN_NODES = [verb for verb, cls in PRIMARY.items() if issubclass(cls, TrainConfig) and cls is not TrainConfig]
+OWN_NODES = [verb for verb, cls in PRIMARY.items() if verb != "train" and verb in (f.name for f in fields(cls))]
 """Verbs with training's groups and a node of their own name."""
+SMALL: dict[str, Any] = {verb: cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)} | {"launch-files": LaunchFiles}
+"""The keys of the other verbs; `launch-files` has training's groups beside them."""
 
 
 def written(value: Any) -> str:
@@ -65,7 +67,7 @@ def documented_files(conf: Path) -> dict[Path, str]:
     """Every file in conf/ that is written from the schema, with what it must say."""
     groups: dict[str, Any] = {f.name: f.type for f in fields(TrainConfig)}
     found = {conf / group / f"{option}.yaml": groups[group] for group, option in main_options(conf).items()}
-    found |= {conf / f"{verb}.yaml": cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)}
+    found |= {conf / f"{verb}.yaml": cls for verb, cls in SMALL.items()}
     texts = {path: yaml_file(path.read_text(), cls) for path, cls in found.items()}
     plain = {"train": ("run", "batch", "train", "loss", "profile")} | {verb: (verb,) for verb in OWN_NODES}
     for verb, nodes in plain.items():
@@ -89,8 +91,7 @@ def markdown(options: dict[str, list[str]]) -> str:
     for f in [*fields(TrainConfig), *(node_of(verb, verb) for verb in OWN_NODES)]:
         chosen = f"\nOptions: {', '.join(f'`{f.name}={name}`' for name in options[f.name])}\n" if f.name in GROUPS else ""
         parts.append(_section(f.name, f.type, f"{f.name}.", chosen))
-    small: dict[str, Any] = {verb: cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)}
-    for verb, cls in small.items():
+    for verb, cls in SMALL.items():
         if fields(cls):
             parts.append(_section(f"The verb {verb}", cls, "", ""))
     return "\n".join(parts)
@@ -161,15 +162,15 @@ def help_text(verb: str | None, config_dir: str | None) -> str:
     recipes = "\n".join(f"  {name:22} {does}" for name, (does, *_) in recipe_heads(config_dir).items())
     groups = "\n".join(f"  {group:22} {' '.join(found[group])}" for group in GROUPS)
     if verb is None:
-        verbs = "\n".join(f"  {name:11}{_first_line(cls)}" for name, cls in PRIMARY.items())
+        verbs = "\n".join(f"  {name:13}{_first_line(cls)}" for name, cls in PRIMARY.items())
         sweeps = "\n".join(f"  {name:22} {_head(f'sweep/{name}', config_dir)[0]}" for name in found["sweep"])
         return HELP.format(verbs=verbs, groups=groups, recipes=recipes, sweeps=sweeps)
     cls: Any = PRIMARY[verb]
     usage = f"{_first_line(cls)}\n\nfsdp-trainer {verb} "
     if not issubclass(cls, TrainConfig):
         return f"{usage}{'key=value …' if fields(cls) else ''}\n\n{textwrap.indent(yaml_block(cls), '  ')}".rstrip()
-    keys = [key.split(".") for key in flatten(cls)]
-    nodes = "\n".join(f"  {f.name:22} {' '.join(name for node, name in keys if node == f.name)}" for f in fields(cls))
+    keys = [key.partition(".")[::2] for key in flatten(cls)]
+    nodes = "\n".join(f"  {f.name:22} {' '.join(name or comment(f) for node, name in keys if node == f.name)}" for f in fields(cls))
     return f"{usage}[+recipe=NAME] [group=option] [key=value] …\n\nkeys\n{nodes}\n\ngroups\n{groups}\n\nrecipes\n{recipes}"
 
 

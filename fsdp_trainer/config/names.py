@@ -8,7 +8,9 @@ _PRECISION = "use  precision=bf16 , precision=fp32 , precision=pure_bf16  or  pr
 _CHUNKED = "the head never holds all logits of a micro-batch; how many at once, in MiB, is  loss.chunk_mib=64"
 _MIXTURE = "a mixture is written in data.path:  'data.path=[{path: a.jsonl, weight: 0.7},{path: b.jsonl, weight: 0.3}]'"
 _LORA = "this version trains all weights; it has no adapters yet"
-_WORLD = "how many ranks there are is torchrun's --nproc_per_node and --nnodes, or  launch.nproc_per_node=2  without torchrun"
+_WORLD = (
+    "how many ranks there are is torchrun's --nproc_per_node and --nnodes, or  launch.nproc_per_node=2 launch.nodes=2  without torchrun"
+)
 
 # Names from Hugging Face's Trainer and TRL, axolotl, LLaMA-Factory, torchtitan, torchtune, NeMo and Lightning. The right side is a key
 # or group, which keeps the value; with a "=", the whole override; with a space, what to say.
@@ -103,9 +105,12 @@ SYNONYMS = {
     "report_to": "trackers are switched on one by one:  logging.wandb=online  logging.tensorboard=true", "wandb_mode": "logging.wandb",
     "wandb_project": "logging.project", "project_name": "logging.project", "enable_tensorboard": "logging.tensorboard",
     "devices": "launch.nproc_per_node", "nproc": "launch.nproc_per_node", "num_gpus": "launch.nproc_per_node", "n_gpus": "launch.nproc_per_node",
-    "gpus": "launch.nproc_per_node", "num_processes": "launch.nproc_per_node", "world_size": _WORLD, "nnodes": _WORLD, "num_nodes": _WORLD,
-    "num_machines": _WORLD, "accelerator": "launch.device", "ddp_timeout": "launch.timeout", "nccl_timeout": "launch.timeout",
+    "gpus": "launch.nproc_per_node", "num_processes": "launch.nproc_per_node", "world_size": _WORLD, "nnodes": "launch.nodes", "num_nodes": "launch.nodes",
+    "num_machines": "launch.nodes", "rdzv_endpoint": "launch.rendezvous", "master_addr": "launch.rendezvous", "main_process_ip": "launch.rendezvous",
+    "array_parallelism": "hydra.launcher.jobs", "tasks_per_node": "hydra.launcher.gpus_per_node",
+    "accelerator": "launch.device", "ddp_timeout": "launch.timeout", "nccl_timeout": "launch.timeout",
     "hang_timeout": "launch.stall", "heartbeat_timeout": "launch.stall", "straggler_detection": "logging.stragglers",
+    "n_jobs": "how many jobs of a sweep run side by side is  hydra.launcher.jobs=2",
     "use_lora": _LORA, "lora_r": _LORA, "lora_rank": _LORA, "peft": _LORA, "finetuning_type": _LORA, "adapter": _LORA, "load_in_4bit": _LORA,
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from fsdp_trainer.errors import Problem
 
 LAID_OVER = ("recipe", "sweep")  # chosen with a plus, several at once if need be
 PROSE = ("prompt", "system")  # keys of `generate` whose text is taken as it is, commas and all
-HYDRA_ALLOWED = re.compile(r"hydra/launcher$|hydra/sweeper(/\w+)*$|hydra\.sweeper\.")
+HYDRA_ALLOWED = re.compile(r"hydra/launcher$|hydra/sweeper(/\w+)*$|hydra\.(launcher|sweeper)\.")
 
 
 @dataclass
@@ -76,10 +76,8 @@ def read_overrides(
 
 def why_forbidden(key: str, value: Any) -> str | None:
     """Why neither the command line nor a file may set `key`: of Hydra's own settings objects are made, by the name of their class."""
-    if re.match(r"hydra\.launcher\b", key):
-        return "hydra/launcher=local takes no parameters: launch.* says how the ranks of a job are started"
     if re.match(r"hydra\b", key) and not HYDRA_ALLOWED.match(key):
-        return "hydra.* is closed: only hydra/launcher=local, hydra/sweeper=NAME and hydra.sweeper.KEY=value may be set"
+        return "hydra.* is closed: only hydra/launcher=NAME, hydra/sweeper=NAME, hydra.launcher.KEY=value and hydra.sweeper.KEY=value may be set"
     if key.startswith("hydra.sweeper.custom_search_space"):
         return "a configuration cannot run code, and this names a function to call"
     if key.startswith("hydra") and "${" in str(value):

@@ -2,6 +2,7 @@
 
 import glob
 import importlib.util
+import re
 from collections import Counter
 from dataclasses import fields, replace
 from importlib.metadata import version
@@ -105,6 +106,10 @@ def check_rules(cfg: Any, report: Report) -> None:
         why = f"{', '.join(closed)}: decides what code a rank runs, or which rank it is. Set it in the shell instead"
         for name in closed:
             report.add(key if (key := f"launch.env.{name}") in report.typed else "launch.env", cfg.launch.env, why)
+    if (where := cfg.launch.rendezvous) and not re.fullmatch(r".+:\d{1,5}", where):
+        report.add("launch.rendezvous", where, "is a host and a port, e.g.  launch.rendezvous=node0:29500")
+    elif where and cfg.launch.nodes == 1:
+        report.add("launch.rendezvous", where, "is for several nodes: how many?  launch.nodes=2")
     for name in cfg.checkpoint.allow_changes:
         if name not in known:
             close = nearest(name, known)

@@ -423,8 +423,10 @@ class Launch:
     """How ranks start and wait. Under torchrun, or in an srun step of several tasks, their number is the launcher's."""
 
     nproc_per_node: int | Literal["auto"] = key("auto", "ranks to start when no launcher did; `auto`: every visible GPU, else 1", minimum=1)
+    nodes: int = key(1, "how many nodes are given the same command; each starts its own ranks. Slurm says so itself", minimum=1)
+    rendezvous: str | None = key(None, "where they meet: `HOST:PORT` of one of them, the same on all")
     device: str = key("auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda"))
-    timeout: str = key("30m", "longest wait in a collective before the run is given up")
+    timeout: str = key("30m", "longest wait in a collective, and for all nodes to come, before the run is given up")
     slurm_time_limit: bool = key(True, "in a Slurm job, stop as with train.time_limit before the job is over")
     data_timeout: str = key(
         "24h",

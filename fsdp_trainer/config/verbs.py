@@ -22,6 +22,33 @@ class PreviewConfig(TrainConfig):
 
 
 @dataclass
+class Plan:
+    """What a run is planned for."""
+
+    gpu: str | None = key(None, "a GPU of the table: h100, h200, b200, a100, l40s, mi300x …; null: the one in this machine")
+    memory_gib: float | None = key(
+        None, "memory of a device in GiB, in place of the table's; enough without plan.gpu, but then no times are told", above=0
+    )
+    world_size: int | list[int] | None = key(
+        None, "ranks, or several worlds to compare: [8,16,64]; null: those that launch would start, without a GPU here 8", minimum=1
+    )
+    format: str = key("text", "`text` for people; `json`: one object", choices=("text", "json"))
+    efficiency: float | None = key(
+        None, "share of the GPU's peak that arithmetic reaches; null: a range, from published trainings", above=0, maximum=1
+    )
+    network_gbps: float | None = key(None, "Gbit/s between nodes for each GPU; null: the table's, e.g. 400 for h100", above=0)
+    disk: float = key(2.0, "GB/s that each node writes to run.root", above=0)
+    tokens: float | None = key(None, "tokens of the data, for the length of train.epochs; null: only train.steps say", above=0)
+
+
+@dataclass
+class PlanConfig(TrainConfig):
+    """Says whether a run fits, how fast it would be, and what would make it fit; needs no GPU, data, tokenizer or weights."""
+
+    plan: Plan = field(default_factory=Plan)
+
+
+@dataclass
 class Prepare:
     """What `prepare` tokenises."""
 
@@ -52,6 +79,31 @@ class DoctorConfig(TrainConfig):
     """Looks machine and cluster over, and names the odd one out."""
 
     doctor: Doctor = field(default_factory=Doctor)
+
+
+@dataclass
+class LaunchFiles:
+    """For what `launch-files` writes files."""
+
+    kind: str | None = key(
+        None, "`slurm`: a batch script; `kubernetes`: a PyTorchJob; `docker`: a command", choices=("slurm", "kubernetes", "docker")
+    )
+    out: str | None = key(None, "the folder to write to; null: launch/NAME of the run")
+    nodes: int = key(1, "how many nodes", minimum=1)
+    gpus_per_node: int = key(8, "GPUs, and ranks, of each; 0: one rank without", minimum=0)
+    cpus_per_gpu: int = key(12, "slurm: cores", minimum=1)
+    time: str = key("24h", "slurm: until the job is requeued, as `30m` or `24h`")
+    partition: str | None = key(None, "slurm: where to queue")
+    account: str | None = key(None, "slurm: who pays")
+    setup: list[str] = key([], "slurm: lines of bash before the run, e.g. ['source venv/bin/activate']")
+    restarts: int = key(3, "how often a run that failed is started again within the job", minimum=0)
+    image: str = key("fsdp_trainer", "kubernetes, docker: the container's; examples/launch/Dockerfile builds one")
+    claim: str = key("shared", "kubernetes: the claim on storage that all pods write to; it is their /shared")
+
+
+@dataclass
+class LaunchFilesConfig(TrainConfig, LaunchFiles):
+    """Writes ready files that start a run: kind=slurm, kubernetes or docker."""
 
 
 @dataclass
@@ -114,6 +166,7 @@ class QuickstartConfig:
 
 
 PRIMARY: dict[str, type] = {
-    "train": TrainConfig, "preview": PreviewConfig, "prepare": PrepareConfig, "doctor": DoctorConfig, "export": ExportConfig, "verify": VerifyConfig, "generate": GenerateConfig,
+    "train": TrainConfig, "plan": PlanConfig, "preview": PreviewConfig, "prepare": PrepareConfig, "doctor": DoctorConfig, "export": ExportConfig, "verify": VerifyConfig, "generate": GenerateConfig,
     "recipes": RecipesConfig, "config": ConfigConfig, "quickstart": QuickstartConfig,
+    "launch-files": LaunchFilesConfig,
 }  # fmt: skip

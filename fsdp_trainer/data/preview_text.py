@@ -9,21 +9,14 @@ from rich.text import Text
 
 from fsdp_trainer.data.findings import Finding
 from fsdp_trainer.data.preview import SOURCE_COLUMNS, Page, Piece, ShownDocument
+from fsdp_trainer.observe.terminal import Terminal
 
 BAR = 30  # characters of the longest bar
 
 
-class Terminal(Console):
-    """A reader that has seen enough, such as `head`, is the front door's matter: rich would end with exit code 1."""
-
-    def on_broken_pipe(self) -> None:
-        """Raise what was raised."""
-        raise
-
-
 def show(page: Page, console: Console | None = None) -> None:
     """Print it."""
-    console = console or Terminal(highlight=False, markup=False, emoji=False)
+    console = console or Terminal()
     colour = console.color_system is not None and not console.no_color
     heading(console, "data")
     for line in page.files:

@@ -17,10 +17,11 @@ from fsdp_trainer.launch import speed
 from fsdp_trainer.launch.doctor import UNHEALTHY, Report, counted
 from fsdp_trainer.launch.facts import CLOCK_SECONDS, Finding, clocks, facts_of, flops, gigabytes, host_name, judge, limits, who
 from fsdp_trainer.launch.machines import Looked, configuration, cpu_model, environment, interfaces, machines, software
+from fsdp_trainer.launch.nodes import unreachable
 from fsdp_trainer.launch.storage import inputs, storage, what_is_read
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
-from fsdp_trainer.observe.flops import peak_flops
 from fsdp_trainer.parallel.fit import gib, host_bytes
+from fsdp_trainer.plan.devices import peak_flops
 
 MOST_SECONDS = 180.0  # to wait for others: of a doctor one expects a word
 HUNG = "A firewall between the nodes, or the wrong interface: every port must be open; see GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
@@ -54,19 +55,6 @@ def meet(cfg: DoctorConfig, timeout: float) -> World | None:
         why = unreachable(address, port) if isinstance(error, dist.DistError) else ""
         print(f"rank {env.get('RANK', 0)} ({socket.gethostname()}): {why or error.args[0].splitlines()[0]}", file=sys.stderr)
         return None
-
-
-def unreachable(address: str, port: int) -> str:
-    """Why nothing is to be had from a port, in words; empty where it answers."""
-    try:
-        socket.create_connection((address, port), timeout=5).close()
-        return ""
-    except socket.gaierror:
-        return f"{address} resolves to no address here: use one, or mend DNS or /etc/hosts"
-    except ConnectionRefusedError:
-        return f"nobody listens on {address}:{port}: rank 0 is not there, or another host is meant"
-    except OSError as error:
-        return f"{address}:{port} cannot be reached ({error}): a firewall, or an address of another network"
 
 
 def examine(cfg: DoctorConfig, world: World, report: Report, timeout: float) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from fsdp_trainer.config.verbs import DoctorConfig
-from fsdp_trainer.launch.start import launcher, ranks_to_start, start_ranks
+from fsdp_trainer.launch.start import start_ranks, starts_ranks
 
 if TYPE_CHECKING:
     from fsdp_trainer.launch.facts import Finding
@@ -18,7 +18,7 @@ UNHEALTHY = 3
 
 def doctor(cfg: DoctorConfig, overrides: list[str]) -> int:
     """Look over what a launcher started, else what `train` would start here. 0: fit to train, perhaps with warnings; 3: not."""
-    if launcher(os.environ) is None and ranks_to_start(cfg.launch) > 1:
+    if starts_ranks(cfg.launch, os.environ):
         return start_ranks(cfg, overrides, verb="doctor")
     os.environ.update({name: value for name, value in cfg.launch.env.items() if name not in os.environ})
     from fsdp_trainer.launch.checkup import checkup

@@ -4,7 +4,6 @@ import ctypes
 import gc
 import importlib.util
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -12,18 +11,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from glob import glob
-from pathlib import Path
 
 from fsdp_trainer.config.handover import DESCRIPTOR, hand_over
 from fsdp_trainer.config.paths import COMPILE_CACHE, compile_cache
 from fsdp_trainer.config.schema import Launch, TrainConfig
+from fsdp_trainer.errors import Stopped
+from fsdp_trainer.launch.nodes import Node, free_port, nodes_of_step
 
 GRACE_SECONDS = 10.0
 SECOND_SECONDS = 1.0  # for ranks to end at a second signal by themselves
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # that ask a run to stop in order
 ECHO_SECONDS = 2.0  # a scheduler or `timeout` signals a process and its group, and a launcher passes its own on: one request, not two
+PARENT = "FSDP_TRAINER_PARENT"  # set by our own launcher: the process that a rank, or a job of a sweep, must not outlive
 STOPPED = 75  # on a signal or a time limit, with a checkpoint committed
 
 
@@ -31,7 +31,7 @@ def train(cfg: TrainConfig, overrides: list[str]) -> int:
     """Train as one rank of a world that torchrun or srun made, else start launch.nproc_per_node ranks. Returns the exit code."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what comes before someone listens waits for him
     try:
-        if launcher(os.environ) is None and ranks_to_start(cfg.launch) > 1:
+        if starts_ranks(cfg.launch, os.environ):
             return start_ranks(cfg, overrides)
         os.environ.update({name: value for name, value in cfg.launch.env.items() if name not in os.environ})
         if cfg.compile.enabled:
@@ -87,38 +87,77 @@ def launcher(env: Mapping[str, str]) -> str | None:
     return "srun" if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1 else None
 
 
+def starts_ranks(cfg: Launch, env: Mapping[str, str]) -> bool:
+    """Whether this process is to start ranks, rather than to be one: no launcher made any, or srun one task for a node's many."""
+    alone = launcher(env) is None
+    return (alone and cfg.nodes > 1) or ((alone or (launcher(env) == "srun" and nodes_of_step(env) > 1)) and ranks_to_start(cfg) > 1)
+
+
+def has_gpus(cfg: Launch) -> bool:
+    """Whether ranks may compute on GPUs of this node."""
+    return cfg.device != "cpu" and bool(glob("/dev/nvidia[0-9]*") + glob("/dev/kfd"))
+
+
 def ranks_to_start(cfg: Launch) -> int:
     """How many ranks this node gets."""
     if cfg.nproc_per_node != "auto":
         return cfg.nproc_per_node
-    if cfg.device == "cpu" or not glob("/dev/nvidia[0-9]*") + glob("/dev/kfd"):
-        return 1
+    return max(1, gpus(cfg))
+
+
+def gpus(cfg: Launch) -> int:
+    """How many GPUs of this node ranks may compute on."""
+    if not has_gpus(cfg):
+        return 0
     import torch  # only where there may be a GPU to count
 
-    return max(1, torch.cuda.device_count())
+    return torch.cuda.device_count()
+
+
+def cores() -> int:
+    """How many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def die_with_parent(parent: int) -> None:
+    """What outlives a launcher killed hard would go on writing into a run that a new launch has taken over."""
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    except (OSError, AttributeError):
+        return  # not Linux
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def start_ranks(cfg: TrainConfig, overrides: list[str], received: list[int] | None = None, verb: str = "train") -> int:
     """Start the ranks of `cfg`, composed from `overrides`, on this node and wait. Returns the exit code of the first that failed, else 0.
 
-    What torchrun does, but the codes come through, and the parent needs no torch. Signals are passed on, and kept in `received`.
+    What torchrun does, but the codes come through, and the parent needs no torch. Signals are passed on, and kept in `received`. Of several
+    nodes each starts its own ranks when all have met; when ranks of one fail, those of the others end, and all return its code.
     """
-    count = ranks_to_start(cfg.launch)
-    env = {
-        **cfg.launch.env,
-        **os.environ,
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "FSDP_TRAINER_PARENT": str(os.getpid()),
-    }
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    env.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))
+    if PARENT in os.environ:  # a job of a sweep
+        die_with_parent(int(os.environ[PARENT]))
+    count, node = ranks_to_start(cfg.launch), None
+    env = {**cfg.launch.env, **os.environ, "LOCAL_WORLD_SIZE": str(count), PARENT: str(os.getpid())}
+    env |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the ranks inherit it
+    if cfg.launch.nodes > 1 or nodes_of_step(os.environ):
+        devices = f"{socket.gethostname()}:{os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}" if has_gpus(cfg.launch) else ""
+        try:
+            node = Node(cfg.launch, str(cfg.run.name), count, devices, os.environ)
+        except Stopped as stopped:
+            print(f"stopped by {stopped.args[0]} before all nodes had come", file=sys.stderr)
+            return STOPPED
+        finally:
+            if node is None:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        env |= node.environment()
+    first = node.first if node else 0
     with hand_over(cfg) as file:
         env[DESCRIPTOR] = str(file.fileno())
-        ranks = [start_rank([verb, *overrides], {**env, "RANK": str(r), "LOCAL_RANK": str(r)}, file.fileno()) for r in range(count)]
+        places = [{"RANK": str(first + r), "LOCAL_RANK": str(r)} for r in range(count)]
+        ranks = [start_rank([verb, *overrides], env | place, file.fileno()) for place in places]
     received = [] if received is None else received
 
     heard_at, patience = -ECHO_SECONDS, Patience()
@@ -138,7 +177,9 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], received: list[int] | No
     before = {signum: signal.signal(signum, pass_on) for signum in heard}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
-        code = wait_for_ranks(ranks, patience)
+        code = wait_for_ranks(ranks, patience, node)
+        if node:
+            node.leave(code)
         if received and code == 1:
             print(f"fsdp-trainer: ended by {signal.Signals(received[0]).name}; what was committed stays", file=sys.stderr)
         return code
@@ -165,12 +206,17 @@ class Patience:
         self.until = min(self.until, time.monotonic() + seconds)
 
 
-def wait_for_ranks(ranks: list[subprocess.Popen], patience: Patience) -> int:
-    """Wait until all have ended. The first to fail decides the code; the others get a little time, then are killed."""
+def wait_for_ranks(ranks: list[subprocess.Popen], patience: Patience, node: Node | None = None) -> int:
+    """Wait until all have ended. The first to fail, here or on another node, decides the code; the others get a little time, then are killed."""
     first_failure, told = 0, False
     while True:
         codes = [rank.poll() for rank in ranks]  # of all: one that ended before the first must be seen
-        failed = {number: code for number, code in enumerate(codes) if code}
+        failed = {number: code for number, code in enumerate(codes, node.first if node else 0) if code}
+        if node and node.heard and not first_failure and not failed:
+            first_failure, why = node.heard
+            print(f"fsdp-trainer: {why}", file=sys.stderr)
+            told = True  # what ends here ends for that
+            patience.ends_in(GRACE_SECONDS)
         if failed and not first_failure:
             first_failure = next(iter(failed.values()))
             if first_failure != STOPPED:  # those that stop in order may still be closing their trackers
@@ -186,14 +232,3 @@ def wait_for_ranks(ranks: list[subprocess.Popen], patience: Patience) -> int:
             for rank in ranks:
                 rank.kill()
         time.sleep(0.05)
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on; where there are such, one that the system hands out to nobody until rank 0 comes."""
-    told = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    first = int(told.read_text().split()[0]) if told.exists() else 0
-    for port in (*(random.SystemRandom().sample(range(10_000, first), 50) if first > 20_000 else ()), 0):
-        with suppress(OSError), socket.socket() as s:
-            s.bind(("", port))
-            return s.getsockname()[1]
-    raise OSError("every port is in use")

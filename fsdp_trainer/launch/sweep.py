@@ -1,7 +1,6 @@
-"""`fsdp-trainer -m`: one training after the other, each with ranks and a folder of its own. Needs no torch."""
+"""`fsdp-trainer -m`: trainings, each with ranks and a folder of its own: which jobs there are, and what becomes of them. Needs no torch."""
 
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -10,37 +9,33 @@ import shlex
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TextIO
-
-import yaml
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdp_trainer.config.compose import compose, config_flag
 from fsdp_trainer.config.overrides import quoted
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.config.sweep import SweepLine
+from fsdp_trainer.config.sweep import PLACE, SweepLine
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.launch.start import STOPPED, launcher, start_ranks
-from fsdp_trainer.observe.records import Records, parse
+from fsdp_trainer.launch.jobs import Board, Job, Progress, finished, job_id, objective, table, varying, without_place
+from fsdp_trainer.launch.places import PLACES, Place, Running
+from fsdp_trainer.launch.slurm import Shown
+from fsdp_trainer.launch.start import ECHO_SECONDS, SIGNALS, STOPPED, launcher
+from fsdp_trainer.observe.console import duration
+from fsdp_trainer.observe.records import Records, parse, replace
 
+if TYPE_CHECKING:
+    from fsdp_trainer.launch.study import Study
+
+LOOK_SECONDS, READ_SECONDS = 0.1, 1.0  # between looks at processes, at what they have written
+GRACE_SECONDS = 5.0  # after a second signal, for a job to have ended
 STATES = {0: "finished", 2: "refused", STOPPED: "stopped"}  # every other exit code: failed
 
-
-@dataclass
-class Job:
-    """One training of a sweep, and its line in sweep.jsonl."""
-
-    job: str
-    folder: str
-    overrides: list[str]
-    state: str = "waiting"  # finished, skipped (finished by an earlier command), stopped, failed, refused
-    exit_code: int | None = None
-    objective: float | None = None  # the last validation loss, without validation the last loss
-    seconds: float = 0.0  # of this command
-    reason: str = ""
+DONE = {"finished", "skipped"}
 
 
 class Stopped(Exception):
@@ -48,7 +43,7 @@ class Stopped(Exception):
 
 
 def sweep(words: list[str], config_dir: str | None) -> int:
-    """Train once for each combination of values. Returns the exit code: 0 all finished, 1 a job failed or was refused, 75 stopped."""
+    """Train once for each combination of values. Returns the exit code: 0 finished, 1 a job failed or was refused, or none finished, 75 stopped."""
     if under := launcher(os.environ):
         ranks = re.match(r"\d+", os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE") or "1")
         count = [f"launch.nproc_per_node={ranks[0]}"] if ranks else []
@@ -57,73 +52,193 @@ def sweep(words: list[str], config_dir: str | None) -> int:
         raise UserError("the sweep cannot be started", [Problem(f"-m under {under}", why)])
     line = SweepLine(words, config_dir)
     jobs = Jobs(line)
-    with jobs, suppress(Stopped):
-        line.run(jobs.run)
-    print("\n" + table(list(jobs.jobs.values())))
-    left = {job.state for job in jobs.jobs.values()} - {"finished", "skipped"}
+    with jobs, suppress(Stopped, Shown):
+        if line.sweeper == "optuna":
+            from fsdp_trainer.launch.study import Study  # an extra, and numpy
+
+            jobs.study = Study(line.sweeper_settings, line.space())
+            jobs.check_what_all_have_in_common(jobs.study.example())
+            jobs.hold()
+            jobs.study.open(jobs.folder)
+            jobs.run(jobs.study)
+        else:
+            line.run(jobs.run_batch)
+    if line.launcher == "slurm" and line.launcher_settings.dry_run:
+        return 0
+    whole = jobs.all()
+    print("\n" + table(whole, line.best))
+    left = {job.state for job in jobs.jobs.values()} - DONE - {"pruned", "does not fit"}
     if left and (jobs.received or left == {"stopped"}):
         print("stopped: the same command goes on")
         return STOPPED
-    return 1 if left else 0
+    return 1 if left or not any(job.state in DONE for job in whole) else 0
+
+
+class Search(Protocol):
+    """Which jobs there are to be."""
+
+    def ask(self, room: int) -> Sequence[Sequence[str]]:
+        """The overrides of the next jobs: at most `room`, unless all are known from the start. None to come any more: []."""
+
+    def tell(self, job: Job) -> None:
+        """How it ended."""
+
+    def prunes(self, job: Job, cfg: TrainConfig, lines: list[dict[str, Any]]) -> bool:
+        """Whether a job that runs is to end, from new lines of its metrics."""
+
+
+class Batch:
+    """Jobs that are all known."""
+
+    def __init__(self, batch: Sequence[Sequence[str]]):
+        self.batch: list[Sequence[str]] = list(batch)
+
+    def ask(self, room: int) -> Sequence[Sequence[str]]:
+        """All at once: they are checked before the first one starts."""
+        batch, self.batch = self.batch, []
+        return batch
+
+    def tell(self, job: Job) -> None:
+        """Changes nothing about the others."""
+
+    def prunes(self, job: Job, cfg: TrainConfig, lines: list[dict[str, Any]]) -> bool:
+        """All are wanted."""
+        return False
+
+
+@dataclass
+class Started:
+    """A job that runs. began: unix seconds; looked: when its metrics were last read; unwanted: it was told to end, since others are better."""
+
+    running: Running
+    cfg: TrainConfig
+    progress: Progress
+    began: float
+    looked: float = 0.0
+    unwanted: bool = False
 
 
 class Jobs:
-    """The jobs of one command; `run` is called with a batch of them, by some sweepers several times."""
+    """The jobs of one command; `run` is called with a search among them, by some sweepers several times."""
 
     def __init__(self, line: SweepLine):
         self.line, self.folder = line, line.root / line.name
         self.jobs: dict[str, Job] = {}
+        self.study: Study | None = None
         self.received: list[int] = []  # signals
         self._held = ExitStack()
+        self._heard_at = -ECHO_SECONDS
         self._words: dict[str, list[str]] = {}  # what each accepted job is started with
         self._configurations: dict[str, TrainConfig] = {}
         self._refused: dict[str, UserError] = {}
+        self._running: dict[str, Started] = {}
+        self._board = Board()
+        self._place: Place | None = None  # known with the first configuration
 
-    def run(self, batch: Sequence[Sequence[str]]) -> list[float]:
-        """Check every job of a batch, then run them one by one. Gives their objectives, NaN where there is none. Raises Stopped."""
-        ids = [job_id(overrides) for overrides in batch]
-        new = {job: list(overrides) for job, overrides in zip(ids, batch, strict=True) if job not in self.jobs}  # a job is run once
-        first = not self.jobs
-        for job, overrides in new.items():
-            self.jobs[job] = Job(job, str(self.folder / "jobs" / job), _without_place(overrides))
-            self._check(self.jobs[job])
-        if first:
+    def run_batch(self, batch: Sequence[Sequence[str]]) -> list[float]:
+        """Check every job of a batch, then run them. Gives their objectives, NaN where there is none. Raises Stopped."""
+        self.run(Batch(batch))
+        return [math.nan if (value := self.jobs[job_id(overrides)].objective) is None else value for overrides in batch]
+
+    def run(self, search: Search) -> None:
+        """Run what `search` asks for, side by side where there is room, until it asks for nothing more. Raises Stopped after a signal."""
+        waiting: deque[str] = deque()
+        while not self.received:
+            room = (self._place.at_once if self._place else 1) - len(self._running) - len(waiting)
+            asked = search.ask(room) if room > 0 else []
+            waiting += self._take_on(asked, search)
+            while waiting and not self.received and self._begin(waiting[0]):
+                job = waiting.popleft()
+                if job not in self._running:
+                    search.tell(self.jobs[job])
+            if not (self._running or waiting or asked):
+                return
+            self._wait(search)
+        while self._running:
+            self._wait(search)
+        raise Stopped
+
+    def _take_on(self, batch: Sequence[Sequence[str]], search: Search) -> list[str]:
+        """Check what is asked for; the ids of jobs that are new: a job is run once."""
+        first, new = not self.jobs, []
+        for overrides in batch:
+            job = self.jobs.get(id := job_id(overrides))
+            if job is None:
+                job = self.jobs[id] = Job(id, str(self.folder / "jobs" / id), without_place(overrides))
+                self._check(job, list(overrides))
+                new.append(id)
+            elif job.state not in ("waiting", "running"):
+                search.tell(job)
+        if first and new and isinstance(search, Batch):
             self._refuse_what_all_have_in_common()
-            self._held.enter_context(self._lock())
-        for job in new:
-            if self.received:
-                raise Stopped
-            self._run(self.jobs[job])
-            self.write()
-        if self.received:
-            raise Stopped
-        return [math.nan if (value := self.jobs[job].objective) is None else value for job in ids]
+            self.hold()
+        return new
+
+    def _wait(self, search: Search) -> None:
+        """Look after the jobs that run."""
+        if not self._running:
+            return
+        time.sleep(LOOK_SECONDS)
+        for id, started in list(self._running.items()):
+            job, now = self.jobs[id], time.monotonic()
+            if len(self.received) > 1 and now - self._heard_at > GRACE_SECONDS:
+                started.running.signal(signal.SIGKILL)
+            code = started.running.poll()
+            if now - started.looked > READ_SECONDS or code is not None:
+                started.looked, lines = now, started.progress.lines()
+                if search.prunes(job, started.cfg, lines) and code is None and not started.unwanted:
+                    started.unwanted = True
+                    started.running.signal(signal.SIGTERM)
+            if code is not None:
+                del self._running[id]
+                self._ended(job, code, started)
+                search.tell(job)
+                self.write()
+        if self._place and self._place.at_once > 1:
+            self._board.show({self._called(id): (started.cfg, started.progress) for id, started in self._running.items()})
+
+    def all(self) -> list[Job]:
+        """This command's jobs; of a study, those of earlier commands too."""
+        if self.study is None:
+            return list(self.jobs.values())
+        known = {job.job: job for job in self.on_record()}
+        return [known[id] for id in dict.fromkeys(self.study.jobs()) if id in known]
+
+    def on_record(self) -> list[Job]:
+        """All of sweep.jsonl: this command's, and those of earlier ones whose folders are still there."""
+        file, names = self.folder / "sweep.jsonl", {f.name for f in fields(Job)}
+        lines = [line for text in file.read_text().splitlines() if (line := parse(text))] if file.exists() else []
+        kept = [line for line in lines if line["job"] not in self.jobs and Path(line["folder"]).exists()]
+        return [*(Job(**{name: line[name] for name in names & line.keys()}) for line in kept), *self.jobs.values()]
 
     def write(self) -> None:
         """sweep.jsonl: a line for each job. Those of earlier commands stay as long as their folders do."""
-        file = self.folder / "sweep.jsonl"
-        before = [line for text in file.read_text().splitlines() if (line := parse(text))] if file.exists() else []
-        kept = [line for line in before if line["job"] not in self.jobs and Path(line["folder"]).exists()]
-        partial = file.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in [*kept, *map(asdict, self.jobs.values())]))
-        partial.replace(file)
+        replace(self.folder / "sweep.jsonl", "".join(json.dumps(asdict(job)) + "\n" for job in self.on_record()))
 
     def __enter__(self) -> None:
-        """Listen: a signal between two jobs is remembered; during one, its ranks get it too."""
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            before = signal.signal(signum, lambda number, _: self.received.append(number))
+        """Listen: jobs that run get a signal too, and no other starts."""
+        for signum in SIGNALS:
+            before = signal.signal(signum, self._hear)
             self._held.callback(signal.signal, signum, before)
 
+    def _hear(self, signum: int, _frame: object) -> None:
+        if time.monotonic() - self._heard_at < ECHO_SECONDS:
+            return
+        self._heard_at = time.monotonic()
+        self.received.append(signum)
+        for started in list(self._running.values()):
+            started.running.signal(signum)
+
     def __exit__(self, *_: object) -> None:
+        self._board.close()
         self._held.close()
 
-    def _lock(self) -> TextIO:
+    def hold(self) -> None:
         """Two sweeps in one folder would start the same jobs. The lock goes with the process, whatever ends it."""
         try:
             (self.folder / "jobs").mkdir(parents=True, exist_ok=True)
-            lock = (self.folder / "jobs" / ".lock").open("a")
+            lock = self._held.enter_context((self.folder / "jobs" / ".lock").open("a"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
         except BlockingIOError:
             why = "another sweep runs there. Use  run.name=NEW  or wait"
             raise UserError("the sweep's folder is in use", [Problem(str(self.folder), why)]) from None
@@ -132,8 +247,9 @@ class Jobs:
                 "the sweep's folder cannot be used", [Problem(f"run.root={self.line.root}", f"{error}. Use  run.root=FOLDER")]
             ) from None
 
-    def _check(self, job: Job) -> None:
-        words = [*job.overrides, f"run.root={quoted(str(self.folder / 'jobs'))}", f"run.name={job.job}"]
+    def _check(self, job: Job, overrides: list[str]) -> None:
+        own = [word for word in overrides if word.partition("=")[0] not in PLACE]
+        words = [*own, f"run.root={quoted(str(self.folder / 'jobs'))}", f"run.name={job.job}"]
         try:
             cfg = compose("train", words, self.line.config_dir)
         except UserError as error:
@@ -144,7 +260,18 @@ class Jobs:
         if cfg.data.cache is None:  # tokenised once, for all jobs and other runs
             cfg.data.cache = str(self.line.root / ".data")
             words.append(f"data.cache={quoted(cfg.data.cache)}")
+        self._place = self._place or PLACES[self.line.launcher](self.line.launcher_settings, cfg)
         self._words[job.job], self._configurations[job.job] = words, cfg
+        if why := does_not_fit(cfg, self._place):
+            job.state, job.reason = "does not fit", why
+
+    def check_what_all_have_in_common(self, overrides: list[str]) -> None:
+        """Raises UserError for what is wrong with a job, but for the values that vary."""
+        try:
+            compose("train", overrides, self.line.config_dir)
+        except UserError as error:
+            if own := [p for p in error.problems if p.what.split("=")[0].lstrip("+") not in self.line.swept]:
+                raise UserError(f"{error.title}, in every job", own) from None
 
     def _refuse_what_all_have_in_common(self) -> None:
         """A mistake that every job has is told once, and nothing starts. Neither if all jobs are refused, each for a reason of its own."""
@@ -156,70 +283,69 @@ class Jobs:
         own = {(p.what, p.why): p for error in errors for p in error.problems}
         raise UserError(f"{errors[0].title}, in every job" if len(errors) > 1 else errors[0].title, common or list(own.values()))
 
-    def _run(self, job: Job) -> None:
-        folder, number = Path(job.folder), f"job {list(self.jobs).index(job.job) + 1}/{len(self.jobs)}"
-        varied = shlex.join(varying(list(self.jobs.values()))[job.job])
-        if job.state == "refused":
-            print(f"\n{number}  {job.job}  {varied}  refused", flush=True)
-            print(self._refused[job.job], file=sys.stderr, flush=True)
-            return
-        cfg = self._configurations[job.job]
-        if not cfg.run.overwrite and finished(folder, cfg):
-            job.state, job.exit_code = "skipped", 0
-            print(f"\n{number}  {job.job}  {varied}  finished before", flush=True)
-        else:
-            print(f"\n{number}  {job.job}  {varied}", flush=True)
+    def _begin(self, id: str) -> bool:
+        """Start a job, unless there is nothing to do; False: there is no room for it yet."""
+        job, cfg = self.jobs[id], self._configurations.get(id)
+        idle = job.state == "does not fit" or cfg is None
+        done = cfg is not None and not idle and not cfg.run.overwrite and finished(Path(job.folder), cfg)
+        if cfg and self._place and not (idle or done) and (not self._place.has_room(cfg) or self.received):
+            return False
+        told = f"  {job.state}" if idle else "  finished before" if done else ""
+        number = [job.job for job in self.all()].index(id) + 1
+        print(f"\njob {number}/{self.study.settings.n_trials if self.study else len(self.jobs)}  {self._called(id)}{told}", flush=True)
+        if idle:
+            print(self._refused.get(id, job.reason), file=sys.stderr, flush=True)
+        elif done:
+            job.state, job.exit_code, job.objective = "skipped", 0, objective(Path(job.folder), self.line.metric)
+        elif cfg and self._place:
+            words, progress = [*self.line.config_flag, *self._words[id]], Progress(job.folder)
             began = time.time()
-            code = start_ranks(cfg, [*self.line.config_flag, *self._words[job.job]], self.received)
-            job.seconds, job.exit_code = round(time.time() - began, 1), code
-            job.state = "stopped" if self.received and code else STATES.get(code, "failed")
-            last = Records(folder).last_event()
-            job.reason = last["reason"] if last.get("event") == "end" and last["time"] >= began else "ended without a word"
-        if job.state in ("finished", "skipped"):  # what a job that went wrong came to is no result
-            job.objective = objective(folder)
+            self._running[id] = Started(self._place.start(cfg, words, Path(job.folder) / "output.log"), cfg, progress, began)
+            job.state = "running"
+            for signum in self.received:  # heard meanwhile
+                self._running[id].running.signal(signum)
+        self.write()
+        return True
+
+    def _called(self, id: str) -> str:
+        return f"{id}  {shlex.join(varying(list(self.jobs.values()))[id])}"
+
+    def _ended(self, job: Job, code: int, started: Started) -> None:
+        job.seconds, job.exit_code = round(time.time() - started.began, 1), code if code >= 0 else 1
+        job.state = "stopped" if self.received and code else STATES.get(code, "failed")
+        last = Records(Path(job.folder)).last_event()
+        job.reason = last["reason"] if last.get("event") == "end" and last["time"] >= started.began else "ended without a word"
+        if started.unwanted and job.state == "stopped" and not self.received:
+            job.state, job.reason = "pruned", f"others were better: hydra.sweeper.pruner={self.line.sweeper_settings.pruner}"
+        if code < 0:
+            print(f"fsdp-trainer: job {job.job} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+        if job.state in ("finished", "pruned"):  # what a job that went wrong came to is no result
+            job.objective = objective(Path(job.folder), self.line.metric)
+        if self._place and self._place.at_once > 1:
+            value = "" if job.objective is None else f"  objective {job.objective:.4f}"
+            print(f"{self._called(job.job)}  {job.state}{value}  {duration(job.seconds)}", flush=True)
+            if job.state in ("failed", "refused"):
+                print(f"{job.reason}: see {job.folder}/output.log", file=sys.stderr, flush=True)
 
 
-def job_id(overrides: Sequence[str]) -> str:
-    """The name of a job's folder: a short hash of its sorted overrides; where the sweep lies does not count."""
-    return hashlib.blake2b("\n".join(sorted(_without_place(overrides))).encode(), digest_size=4).hexdigest()
+def does_not_fit(cfg: TrainConfig, place: Place) -> str | None:
+    """By `plan`: how much more memory than there is a job would take, and the first override that would help. None: it fits, or nobody knows."""
+    limit, world = place.memory_gib(), place.world(cfg)
+    if limit is None:
+        return None
+    from fsdp_trainer.plan.inputs import architecture  # and with it torch, for a sweep that has something to ask it
+    from fsdp_trainer.plan.plan import GIB, Device, make_plan
+    from fsdp_trainer.plan.suggest import suggest
 
-
-def _without_place(overrides: Sequence[str]) -> list[str]:
-    words = [word.replace("\\:", ":") for word in overrides]  # Hydra escapes it, for no need
-    return [word for word in words if word.partition("=")[0] not in ("run.root", "run.name")]
-
-
-def finished(folder: Path, cfg: TrainConfig) -> bool:
-    """Whether this very configuration was trained to its end there."""
-    last, stored = Records(folder).last_event(), folder / "config.yaml"
-    return last.get("event") == "end" and last["exit_code"] == 0 and stored.exists() and yaml.safe_load(stored.read_text()) == asdict(cfg)
-
-
-def objective(folder: Path) -> float | None:
-    """The last validation loss of a run, without validation its last loss; None if it has neither."""
-    metrics = Records(folder).metrics
-    lines = [line for text in metrics.read_text().splitlines() if (line := parse(text))] if metrics.exists() else []
-    found = [[line[name] for line in lines if line.get(name) is not None] for name in ("validation_loss", "loss")]
-    return next((values[-1] for values in found if values), None)
-
-
-def varying(jobs: list[Job]) -> dict[str, list[str]]:
-    """By job: the overrides that not all have."""
-    common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
-    return {job.job: [word for word in job.overrides if word not in common] for job in jobs}
-
-
-def table(jobs: list[Job]) -> str:
-    """All jobs, one a line, in columns, and which has the lowest objective."""
-    names = varying(jobs)
-    rows = [["job", "overrides", "objective", "state", "seconds"]]
-    for job in jobs:
-        value = "-" if job.objective is None else f"{job.objective:.4f}"
-        rows.append([job.job, shlex.join(names[job.job]), value, job.state, f"{job.seconds:.0f}"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    done = [job for job in jobs if job.objective is not None and job.state in ("finished", "skipped")]
-    if done:
-        best = min(done, key=lambda job: job.objective or 0.0)
-        lines.append(f"lowest objective: {best.folder}  {shlex.join(names[best.job])}".rstrip())
-    return "\n".join(lines)
+    device = Device("cpu" if cfg.launch.device == "cpu" else "any", limit)
+    try:
+        config, _ = architecture(cfg)
+        plan = make_plan(cfg, config, world, device)
+        if plan.fits:
+            return None
+        helps = [found.override for found in suggest(cfg, config, world, device)[:1]]
+    except UserError:  # the run itself will tell it
+        return None
+    return f"needs {plan.memory.peak.total / GIB:.2f} of {limit:.2f} GiB on each of {world} ranks" + "".join(
+        f": try  {word}" for word in helps
+    )

@@ -1,10 +1,7 @@
 """This process's place among the ranks, and what they agree on before the first collective."""
 
-import ctypes
 import os
 import pickle
-import re
-import signal
 import socket
 import sys
 import time
@@ -19,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp_trainer.errors import Problem, RunFailed, Stopped, UserError
+from fsdp_trainer.launch.nodes import first_host, port_of_job
+from fsdp_trainer.launch.start import PARENT, die_with_parent
 
-PARENT = "FSDP_TRAINER_PARENT"  # set by our own launcher: the process that a rank must not outlive
 ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun
 LINGER_SECONDS = 30.0
 MEETING_SECONDS, LOOKS_A_SECOND = 0.02, 5000  # between two looks at who is there; of all ranks together at the store, which is one thread
@@ -155,22 +153,15 @@ def environment_of_ranks(env: Mapping[str, str]) -> dict[str, str] | None:
             "LOCAL_RANK": env["SLURM_LOCALID"],
             "GROUP_RANK": env.get("SLURM_NODEID", "0"),
             "MASTER_ADDR": env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"]),
-            "MASTER_PORT": env.get("MASTER_PORT") or str(20_000 + int(env["SLURM_JOB_ID"]) % 20_000),
+            "MASTER_PORT": env.get("MASTER_PORT") or str(port_of_job(env)),
         }
     return None
-
-
-def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list such as `gpu[003-007,9],login1`."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)  # up to a comma that is in no brackets
-    assert first, nodes
-    return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first[0])
 
 
 def join(env: Mapping[str, str], device: str, timeout: float) -> World:
     """Find this process's place and open the store that all ranks share. No process group yet."""
     if PARENT in env:
-        _die_with_parent(int(env[PARENT]))
+        die_with_parent(int(env[PARENT]))
     rank, size, local_rank = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1)), int(env.get("LOCAL_RANK", 0))
     store: dist.Store
     if size == 1 and "MASTER_ADDR" not in env:
@@ -178,9 +169,14 @@ def join(env: Mapping[str, str], device: str, timeout: float) -> World:
     else:
         hosted = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent keeps the store, with the keys of earlier attempts
         address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-        store = dist.TCPStore(
-            address, port, size, is_master=rank == 0 and not hosted, timeout=timedelta(seconds=timeout), wait_for_workers=False
-        )
+        serves = rank == 0 and not hosted
+        try:
+            store = dist.TCPStore(address, port, size, is_master=serves, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+        except dist.DistNetworkError as error:
+            if serves and "EADDRINUSE" in str(error):
+                why = "is in use on this node (ss -ltnp says by whom): another run, or what is left of one. Set another, the same for all ranks"
+                raise UserError("the ranks cannot meet", [Problem(f"MASTER_PORT={port}", why)]) from None
+            raise
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "there is no GPU", [Problem("launch.device=cuda", "torch sees none here. Use  launch.device=cpu  or a CUDA build of torch")]
@@ -188,6 +184,9 @@ def join(env: Mapping[str, str], device: str, timeout: float) -> World:
     chosen = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
     place = torch.device(chosen, local_rank) if chosen == "cuda" else torch.device("cpu")
     if chosen == "cuda":
+        if local_rank >= (there := torch.cuda.device_count()):
+            why = f"this node has {there} that are visible (CUDA_VISIBLE_DEVICES), and rank {rank} would take number {local_rank + 1}"
+            raise UserError("there are fewer GPUs than ranks", [Problem("launch.nproc_per_node", f"{why}. Use  auto")])
         torch.cuda.set_device(place)
     attempt = meet(store, rank, size, timeout)
     node, nodes = int(env.get("GROUP_RANK", 0)), int(env.get("GROUP_WORLD_SIZE", 1))
@@ -237,13 +236,3 @@ def connect(world: World, timeout: float) -> None:
     dist.init_process_group(
         backend, store=world.store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout), **options
     )
-
-
-def _die_with_parent(parent: int) -> None:
-    """Ranks that outlive a launcher killed hard would go on writing into a run that a new launch has taken over."""
-    try:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    except (OSError, AttributeError):
-        return  # not Linux
-    if os.getppid() != parent:
-        os._exit(1)

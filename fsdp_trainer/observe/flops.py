@@ -2,28 +2,6 @@
 
 from fsdp_trainer.models.config import ModelConfig
 
-# dense bf16 FLOP/s by a part of the device's name, from the vendors' data sheets; the first match counts
-PEAKS = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "B100": 1750e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "RTX 4090": 165e12,
-    "MI300X": 1307e12,
-}
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a device; None where it is not known, rather than a guess."""
-    return next((peak for part, peak in PEAKS.items() if part in device_name), None)
-
 
 def matmul_parameters(config: ModelConfig) -> int:
     """Weights that take part in a matrix product for every token: all but the input embedding (a tied one is the head's)."""

@@ -16,9 +16,10 @@ from torch import Tensor
 from fsdp_trainer import phases
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import Console, progress_line, shortened
-from fsdp_trainer.observe.flops import causal_flops, palm_flops, peak_flops
+from fsdp_trainer.observe.flops import causal_flops, palm_flops
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.trackers import Trackers
+from fsdp_trainer.plan.devices import peak_flops
 
 
 class Observer:

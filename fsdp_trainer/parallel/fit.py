@@ -31,7 +31,7 @@ class Need(NamedTuple):
 
 def least_needs(model: Decoder, sharding: Sharding, precision: Precision, optim: Optim, ranks: int) -> list[Need]:
     """What a rank of `ranks` holds at the same moment, at least. Activations and temporaries are left out."""
-    group = {"fsdp": ranks, "hsdp": max(1, ranks // sharding.replicas), "ddp": 1}[sharding.strategy]
+    group = ranks_that_share(sharding, ranks)
     count = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     stored, computed = (getattr(torch, dtype).itemsize for dtype in (precision.master_dtype, precision.param_dtype))
@@ -58,6 +58,11 @@ def checkpoint_bytes(parameters: int, precision: Precision, optim: Optim) -> flo
     """Weights and both moments, as they are stored; what lies beside them is small."""
     moments = MOMENT_BYTES[moments_format(optim, precision.master_dtype)]
     return parameters * (getattr(torch, precision.master_dtype).itemsize + 2 * moments)
+
+
+def ranks_that_share(sharding: Sharding, ranks: int) -> int:
+    """How many of `ranks` hold one copy of the states together."""
+    return {"fsdp": ranks, "hsdp": max(1, ranks // sharding.replicas), "ddp": 1}[sharding.strategy]
 
 
 def keeps_gathered(sharding: Sharding) -> bool:

@@ -112,7 +112,7 @@ def _locked(lock: TextIO, wait: bool) -> bool:
 
 def empty_folder(cfg: TrainConfig, run: Path) -> None:
     """Delete what an earlier run left, if run.overwrite allows it."""
-    used = [path for path in run.iterdir() if path.name not in (LOCK, "jobs", "sweep.jsonl")]  # a sweep of that name is no earlier run
+    used = [path for path in run.iterdir() if path.name not in (LOCK, "jobs", "sweep.jsonl", "output.log")]  # a sweep is no earlier run
     if used and not cfg.run.overwrite:
         why = "holds an earlier run. Use  run.name=NEW,  run.overwrite=true  to delete it,  or  checkpoint.resume=auto  to go on"
         raise UserError("the run's folder is in use", [Problem(str(run), why)])

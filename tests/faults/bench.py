@@ -13,7 +13,7 @@ from pathlib import Path
 from stored import newest, stored
 from world import PRELOAD, SMALL, Run
 
-from fsdp_trainer.launch.start import free_port
+from fsdp_trainer.launch.nodes import free_port
 
 INJECT = Path(__file__).parent / "inject"
 GRACE_SECONDS = 10.0  # that ranks have after the first has failed; as in launch/start.py

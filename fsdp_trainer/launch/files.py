@@ -1,0 +1,90 @@
+"""The verb `launch-files`: ready files that start the composed run under Slurm, on Kubernetes or in Docker. Needs no torch."""
+
+import math
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import jinja2
+
+from fsdp_trainer.config.check import Report
+from fsdp_trainer.config.overrides import quoted
+from fsdp_trainer.config.schema import default_of
+from fsdp_trainer.config.units import parse_duration
+from fsdp_trainer.config.verbs import LaunchFiles, LaunchFilesConfig
+from fsdp_trainer.errors import Problem, UserError
+
+FILES = {"slurm": "job.sbatch", "kubernetes": "pytorchjob.yaml", "docker": "run.sh"}
+START = {"slurm": "sbatch {}", "kubernetes": "kubectl apply -f {}", "docker": "bash {}"}
+ONLY = {"time": ("slurm",), "partition": ("slurm",), "account": ("slurm",), "setup": ("slurm",), "cpus_per_gpu": ("slurm",)} | {
+    "image": ("kubernetes", "docker"), "claim": ("kubernetes",), "restarts": ("slurm", "kubernetes"),
+}  # fmt: skip
+"""Keys that not every kind reads."""
+
+
+def launch_files(cfg: LaunchFilesConfig, words: list[str]) -> int:
+    """Write the file of `cfg.kind`. words: what `cfg` was composed from. Raises UserError for what no such job can be."""
+    kind = checked(cfg)
+    name = re.sub(r"[^\w.-]+", "-", str(cfg.run.name))
+    file = Path(cfg.out or f"launch/{name}") / FILES[kind]
+    text = render(cfg, kind, name, file, words)
+    try:
+        if file.exists() and file.read_text() != text:
+            why = "is there with other contents, perhaps your own changes: delete it, or write elsewhere with  out=FOLDER"
+            raise UserError("nothing was written", [Problem(str(file), why)])
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    except OSError as error:
+        raise UserError("nothing was written", [Problem(f"out={file.parent}", str(error))]) from None
+    print(f"wrote  {file}\nstart  {START[kind].format(shlex.quote(str(file)))}")
+    if kind == "docker" and cfg.nodes > 1:
+        print("on every node, with HEAD=NAME of one of them in the environment")
+    return 0
+
+
+def checked(cfg: LaunchFilesConfig) -> str:
+    """The kind. Raises UserError with all that does not go together."""
+    report = Report({}, [], set())
+    if cfg.kind is None:
+        report.add("kind", None, f"say for what:  {'  '.join(f'kind={kind}' for kind in FILES)}")
+    for f in fields(LaunchFiles):
+        value = getattr(cfg, f.name)
+        if cfg.kind not in (None, *ONLY.get(f.name, FILES)) and value != default_of(f):
+            report.add(f.name, value, f"only counts with  {'  or  '.join(f'kind={kind}' for kind in ONLY[f.name])}")
+    if cfg.launch.nodes > 1:
+        report.add("launch.nodes", cfg.launch.nodes, f"the files say where nodes meet. How many there are is  nodes={cfg.launch.nodes}")
+    if cfg.checkpoint.resume != "auto" and cfg.kind != "docker":
+        why = "the job is started again after a fault, and is to go on then. Leave it out; weights to begin with are  model.init_from=…"
+        report.add("checkpoint.resume", cfg.checkpoint.resume, why)
+    try:
+        parse_duration(cfg.time)
+    except ValueError as error:
+        report.add("time", cfg.time, str(error))
+    report.close()
+    return str(cfg.kind)
+
+
+def render(cfg: LaunchFilesConfig, kind: str, name: str, file: Path, words: list[str]) -> str:
+    """The file's text."""
+    own = {f.name for f in fields(LaunchFiles)}
+    trained = [word for word in words if word.lstrip("+").partition("=")[0] not in (*own, "run.name")]
+    given = {f.name: getattr(cfg, f.name) for f in fields(LaunchFiles)}
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    ranks = cfg.launch.nproc_per_node if cfg.launch.nproc_per_node != "auto" else max(1, cfg.gpus_per_node)
+    return environment.get_template(f"{FILES[kind]}.jinja").render(
+        **given,
+        name=name,
+        dns_name=re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:50] or "run",
+        file=file,
+        words=" \\\n    ".join(map(shlex.quote, [*trained, f"run.name={quoted(str(cfg.run.name))}"])),
+        image_word=shlex.quote(cfg.image),
+        minutes=math.ceil(parse_duration(cfg.time) / 60),
+        cpus_per_node=cfg.cpus_per_gpu * max(1, cfg.gpus_per_node),
+        ranks=ranks,
+    )

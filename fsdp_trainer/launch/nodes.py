@@ -1,0 +1,322 @@
+"""Nodes that were given the same command meet at `launch.rendezvous`, and hear of one another's end. Needs no torch.
+
+The host that owns the address serves it. Plain sockets and lines of JSON: a torch TCPStore waits for ever where something else listens, and
+does not tell when a node dies; here the kernel closes its connection.
+"""
+
+import contextlib
+import errno
+import json
+import random
+import re
+import signal
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.config.schema import Launch
+from fsdp_trainer.config.units import parse_duration
+from fsdp_trainer.errors import Problem, RunFailed, Stopped, UserError
+
+HELLO, ANSWER_SECONDS = "fsdp-trainer", 10.0
+NAME_SECONDS = 30.0  # for a name to appear in the DNS: a Kubernetes service's does so late
+LINGER_SECONDS = 15.0  # in which the others hear how the serving node ended
+MOMENT = 0.2  # seconds between two looks at signals and deadlines
+IN_ORDER = (0, 75)  # nobody ends because another node ended like that
+
+
+class Meeting(socketserver.ThreadingTCPServer):
+    """The serving node's part. Every node says who it is, is told its place when all are there, and in the end each one's exit code."""
+
+    allow_reuse_address, daemon_threads, block_on_close, request_queue_size = True, True, False, 1024
+
+    def __init__(self, port: int, run: str, nodes: int):
+        self.run, self.nodes = run, nodes
+        self.there: list[tuple[dict[str, Any], Any]] = []  # what each node said, and where to write to it
+        self.full, self.over, self.changed = False, False, threading.Condition()
+        super().__init__(("", port), Visit)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def come(self, said: dict[str, Any], out: Any) -> str:
+        """Take a node in. Why not, if not."""
+        with self.changed:
+            twin = next((one for one, _ in self.there if said["devices"] and one["devices"] == said["devices"]), None)
+            if said["run"] != self.run:
+                return f"is where the run {self.run} meets, not {said['run']}. Use another port, or the same  run.name  on all nodes"
+            if said["nodes"] != self.nodes:
+                return f"is where launch.nodes={self.nodes} meet, not {said['nodes']}: give the same command on all nodes"
+            if self.full or twin:
+                why = f"{said['host']} is there already" if twin else f"all {self.nodes} nodes are there"
+                return f"{why} ({', '.join(one['host'] for one, _ in self.there)}): the command was given twice"
+            self.there.append((said, out))
+            self.tell(here=[one["host"] for one, _ in self.there])
+            self.full = len(self.there) == self.nodes
+            if self.full:
+                self.there.sort(key=lambda node: (not node[0]["serves"], node[0]["order"]))  # stable: else in order of arrival
+                ranks, port = [one["ranks"] for one, _ in self.there], self.there[0][0]["serves"]
+                for node, (_, to) in enumerate(self.there):
+                    write(to, node=node, first=sum(ranks[:node]), size=sum(ranks), port=port)
+        return ""
+
+    def go(self, said: dict[str, Any], code: int | None) -> None:
+        """A node ended with `code`; None: without a word."""
+        with self.changed:
+            self.there = [node for node in self.there if node[0] is not said]
+            if self.full:
+                self.over = True
+                self.tell(code=1 if code is None else code, host=said["host"], lost=code is None)
+            self.changed.notify_all()
+
+    def tell(self, **what: Any) -> None:
+        """All that are there."""
+        for _, to in self.there:
+            write(to, **what)
+
+
+class Visit(socketserver.StreamRequestHandler):
+    """One node's connection to the Meeting."""
+
+    server: Meeting
+
+    def handle(self) -> None:
+        """From its first word to its last."""
+        keep_alive(self.connection)
+        code = None
+        try:
+            said = json.loads(self.rfile.readline())
+            refused = self.server.come(said, self.wfile) if said.pop("hello") == HELLO else "speaks another language"
+        except (ValueError, KeyError, TypeError, AttributeError, OSError):
+            return  # a port scanner, a web browser
+        if refused:
+            write(self.wfile, **{"over" if self.server.over else "refused": refused})
+            return
+        with contextlib.suppress(ValueError, OSError):
+            code = json.loads(self.rfile.readline())["code"]
+        self.server.go(said, code)
+
+
+class Node:
+    """This node among the others: node of nodes; its ranks are `first` and those after it, of size in all; rank 0 listens at address:port."""
+
+    def __init__(self, launch: Launch, run: str, ranks: int, devices: str, env: Mapping[str, str]):
+        """Meet the others. devices: what no other node may use, too. Raises UserError, RunFailed, and Stopped at a signal, which are blocked."""
+        self.nodes, where = where_to_meet(launch, env)
+        self.address, _, port = where.rpartition(":")
+        self.where, self._deadline = f"launch.rendezvous={where}", time.monotonic() + parse_duration(launch.timeout)
+        self.heard: tuple[int, str] | None = None  # the first failure of another node: its code, and told in words
+        self._left = False
+        self._run = run
+        self._meeting: Meeting | None = None
+        self._silent_since: float | None = None  # since when nobody answers as a Meeting does
+        who = {"run": run, "nodes": self.nodes, "host": socket.gethostname(), "devices": devices, "ranks": ranks}
+        try:
+            place = None
+            while place is None:  # what met there before may still be ending
+                self._connect(int(port))
+                order = {"serves": free_port() if self._meeting else 0, "order": int(env.get("SLURM_NODEID", 0))}
+                write(self._connection.makefile("wb"), hello=HELLO, **order, **who)
+                place = self._place()
+        except BaseException:
+            self._close()
+            raise
+        self.node, self.first, self.size, self.port = (int(place[name]) for name in ("node", "first", "size", "port"))
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def environment(self) -> dict[str, str]:
+        """What torchrun would tell every rank of this node."""
+        of_node = {"GROUP_RANK": self.node, "GROUP_WORLD_SIZE": self.nodes, "WORLD_SIZE": self.size, "MASTER_PORT": self.port}
+        return {"MASTER_ADDR": self.address, **{name: str(value) for name, value in of_node.items()}}
+
+    def leave(self, code: int) -> None:
+        """Tell the others how it ended here; the serving node waits a little until all have told."""
+        self._left = True
+        write(self._connection.makefile("wb"), code=code)
+        if meeting := self._meeting:
+            with meeting.changed:
+                meeting.changed.wait_for(lambda: not meeting.there, LINGER_SECONDS)
+        self._close()
+
+    def _close(self) -> None:
+        if hasattr(self, "_connection"):
+            self._connection.close()
+        if self._meeting:
+            self._meeting.shutdown()
+            self._meeting.server_close()
+
+    def _serve(self, port: int) -> Meeting | None:
+        try:
+            if owns(self.address):
+                return Meeting(port, self._run, self.nodes)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:  # if it is: another node of this run on the same host, or whoever will be found out
+                raise self._wrong(f"cannot be listened on: {error}") from None
+        return None
+
+    def _connect(self, port: int) -> None:
+        """Serve the Meeting, if it is for this host to do, and reach it."""
+        began, told = time.monotonic(), False
+        while True:
+            self._meeting = self._meeting or self._serve(port)
+            try:
+                self._connection, self._rest = socket.create_connection((self.address, port), timeout=5), b""
+                keep_alive(self._connection)
+                self._connection.settimeout(MOMENT)
+                return
+            except OSError as error:
+                self._silent_since = None
+                why, nameless = unreachable(self.address, port, error), isinstance(error, socket.gaierror)
+            waited = time.monotonic() - began
+            if nameless and waited > NAME_SECONDS:
+                raise self._wrong(why)
+            if time.monotonic() > self._deadline:
+                raise RunFailed(f"{self.where}: {why}")
+            if not told and waited > 3:
+                print(f"waiting: {why}", flush=True)
+                told = True
+            self._pause(MOMENT)
+
+    def _place(self) -> dict[str, Any] | None:
+        """What the Meeting says when all have come; None: it is over, and another one is to come."""
+        here: list[str] = []
+        self._silent_since = self._silent_since or time.monotonic()
+        while True:
+            self._pause(0)
+            told = self._hear()
+            if not (here or told) and time.monotonic() > self._silent_since + ANSWER_SECONDS:
+                raise self._wrong("something that is not fsdp-trainer answers: the port is in use (ss -ltnp says by whom).\nTake another")
+            if not here and told is None:  # a Meeting that closes just now says nothing; another one follows
+                self._close_connection()
+                return None
+            if told is None:
+                raise RunFailed(f"{self.where}: the node that serves it left before all {self.nodes} had come")
+            for line in told:
+                if "over" in line and time.monotonic() < self._deadline:
+                    self._silent_since = None
+                    self._close_connection()
+                return None
+                if "refused" in line:
+                    raise self._wrong(line["refused"])
+                if "node" in line:
+                    return line
+                here = line.get("here", here)
+                if self._meeting and len(here) < self.nodes:
+                    print(f"{len(here)} of {self.nodes} nodes have come: {', '.join(here)}", flush=True)
+            if time.monotonic() > self._deadline:
+                came = f"{len(here)} of {self.nodes} nodes came within launch.timeout: {', '.join(here)}"
+                raise RunFailed(f"{self.where}: {came}. Give the same command on the others, too")
+
+    def _close_connection(self) -> None:
+        self._connection.close()
+        self._pause(MOMENT)
+
+    def _listen(self) -> None:
+        ended = False
+        while (told := self._hear()) is not None:
+            for line in told:
+                ended = True
+                if line["code"] not in IN_ORDER:
+                    how = "was lost" if line["lost"] else f"ended with {line['code']}"
+                    self.heard = self.heard or (line["code"], f"the node {line['host']} {how}")
+        if not ended and not self._left:
+            self.heard = self.heard or (1, f"the node that serves {self.where} was lost")
+
+    def _hear(self) -> list[dict[str, Any]] | None:
+        """What was said, after a moment at most; None: the connection is closed, or it is no Meeting."""
+        try:
+            more = self._connection.recv(2**16)
+            *lines, self._rest = (self._rest + more).split(b"\n")
+            return [dict(json.loads(line)) for line in lines] if more else None
+        except TimeoutError:
+            return []
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def _pause(self, seconds: float) -> None:
+        if at := signal.sigtimedwait((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), seconds):
+            raise Stopped(signal.Signals(at.si_signo).name)
+
+    def _wrong(self, why: str) -> UserError:
+        return UserError("the nodes cannot meet", [Problem(self.where, why)])
+
+
+def where_to_meet(launch: Launch, env: Mapping[str, str]) -> tuple[int, str]:
+    """How many nodes, and where they meet: as configured, else as a Slurm step with one task on each of several nodes has it."""
+    if launch.nodes > 1 and launch.rendezvous:
+        return launch.nodes, launch.rendezvous
+    if slurm := nodes_of_step(env):
+        return slurm, launch.rendezvous or f"{first_host(env['SLURM_STEP_NODELIST'])}:{port_of_job(env)}"
+    why = "where do they meet? Name one of them, and a free port there:  launch.rendezvous=HOST:29500  (the same on all)"
+    raise UserError("the nodes cannot meet", [Problem(f"launch.nodes={launch.nodes}", why)])
+
+
+def nodes_of_step(env: Mapping[str, str]) -> int:
+    """How many nodes a Slurm step has that gives each of several nodes one task; else 0."""
+    nodes = int(env.get("SLURM_STEP_NUM_NODES", "1"))
+    return nodes if nodes == int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1 else 0
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list such as `gpu[003-007,9],login1`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)  # up to a comma that is in no brackets
+    assert first, nodes
+    return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first[0])
+
+
+def port_of_job(env: Mapping[str, str]) -> int:
+    """A port for the ranks of a Slurm job to meet at, the same on all its nodes."""
+    return 20_000 + int(env["SLURM_JOB_ID"]) % 20_000
+
+
+def unreachable(address: str, port: int, error: OSError | None = None) -> str:
+    """Why nothing is to be had from a port, in words; empty where it answers. error: what an attempt gave, if there was one."""
+    if error is None:
+        try:
+            socket.create_connection((address, port), timeout=5).close()
+            return ""
+        except OSError as found:
+            error = found
+    if isinstance(error, socket.gaierror):
+        return f"{address} resolves to no address here: use one, or mend DNS or /etc/hosts"
+    if isinstance(error, ConnectionRefusedError):
+        return f"nobody listens on {address}:{port}: rank 0 is not there, or another host is meant"
+    return f"{address}:{port} cannot be reached ({error}): a firewall, or an address of another network"
+
+
+def owns(address: str) -> bool:
+    """Whether `address` is this host's."""
+    try:
+        with socket.socket() as s:
+            s.bind((socket.gethostbyname(address), 0))
+        return True
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on; where there are such, one that the system hands out to nobody until rank 0 comes."""
+    told = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first = int(told.read_text().split()[0]) if told.exists() else 0
+    for port in (*(random.SystemRandom().sample(range(10_000, first), 50) if first > 20_000 else ()), 0):
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("", port))
+            return s.getsockname()[1]
+    raise OSError("every port is in use")
+
+
+def write(to: Any, **what: Any) -> None:
+    """A line; one who does not hear it has gone."""
+    with contextlib.suppress(OSError, ValueError):
+        to.write(json.dumps(what).encode() + b"\n")
+        to.flush()
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """A host without power closes nothing: let the kernel ask whether it is there, and give it up after half a minute."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,159 @@
+"""hydra/sweeper=optuna: which jobs a sweep tries next, and which of those that run it ends early, by what came of the others."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.study import StudyDirection
+from optuna.trial import Trial, TrialState
+
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.sweep import Space
+from fsdp_trainer.config.sweeping import Optuna
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.launch.jobs import Job, job_id
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+class Study:
+    """A search whose course is in the sweep's folder: optuna.journal, which optuna's own tools can read.
+
+    A trial is a job. One that was stopped, killed or failed stays open, and is taken up again by the same command.
+    """
+
+    def __init__(self, settings: Optuna, space: Space):
+        """Raises UserError for what cannot be searched."""
+        self.settings, self.space = settings, space
+        self.distributions = {key: distribution(override, space.whole[key]) for key, override in space.varied.items()}
+        self._open: dict[str, list[Trial]] = defaultdict(list)  # by job
+        self._again: list[Trial] = []
+        self._seen: dict[str, int] = {}  # the last step of each job that was looked at
+        self._window: dict[str, list[float]] = defaultdict(list)
+
+    def open(self, folder: Path) -> None:
+        """Begin, or go on with what an earlier command began: the same settings over the same values are the same study."""
+        described = [
+            *self.space.fixed,
+            *(f"{key}={d!r}" for key, d in self.distributions.items()),
+            str(self.settings.metric),
+            self.settings.direction,
+        ]
+        self.study = optuna.create_study(
+            storage=JournalStorage(JournalFileBackend(str(folder / "optuna.journal"))),
+            study_name=job_id(described),
+            direction=StudyDirection[self.settings.direction.upper()],
+            pruner=PRUNERS[self.settings.pruner](self.settings),
+            load_if_exists=True,
+        )
+        for trial in self.study.get_trials(states=[TrialState.RUNNING]):
+            if trial.params.keys() == self.distributions.keys():
+                self._again.append(Trial(self.study, trial._trial_id))
+            else:  # killed before it was whole
+                self.study.tell(trial.number, state=TrialState.FAIL)
+
+    def example(self) -> list[str]:
+        """The overrides of some job."""
+        return self._words({key: lowest(d) for key, d in self.distributions.items()})
+
+    def jobs(self) -> list[str]:
+        """The ids of all that it has chosen, in their order."""
+        return [trial.user_attrs["job"] for trial in self.study.get_trials(deepcopy=False) if "job" in trial.user_attrs]
+
+    def ask(self, room: int) -> list[list[str]]:
+        """Those that an earlier command left open come first."""
+        asked: list[list[str]] = []
+        while len(asked) < room and (self._again or len(self.study.get_trials(deepcopy=False)) < self.settings.n_trials):
+            trial = self._again.pop(0) if self._again else self._new()
+            words = self._words(trial.params)
+            trial.set_user_attr("job", job_id(words))
+            self._open[job_id(words)].append(trial)
+            asked.append(words)
+        return asked
+
+    def tell(self, job: Job) -> None:
+        """A job without a result that trying again cannot change is a failed trial."""
+        ended = {"pruned": TrialState.PRUNED, "refused": TrialState.FAIL, "does not fit": TrialState.FAIL}
+        for trial in self._open.pop(job.job, []):
+            if job.state in ("finished", "skipped"):
+                done = job.objective is not None
+                self.study.tell(trial, job.objective, state=TrialState.COMPLETE if done else TrialState.FAIL)
+            elif job.state in ended:
+                trial.set_user_attr("reason", job.reason)
+                self.study.tell(trial, state=ended[job.state])
+
+    def prunes(self, job: Job, cfg: TrainConfig, lines: list[dict[str, Any]]) -> bool:
+        """Report the values among `lines`; whether the pruner has seen enough."""
+        trial, told = self._open[job.job][0], False
+        if job.job not in self._seen:
+            self._seen[job.job] = max(self.study._storage.get_trial(trial._trial_id).intermediate_values, default=0)
+        for step, value in self._values(job.job, cfg, lines):
+            trial.report(value, step)
+            told = True
+        return told and trial.should_prune()
+
+    def _new(self) -> Trial:
+        number = len(self.study.get_trials(deepcopy=False))
+        # seeded for each trial: a sampler that starts anew with the study's seed would repeat itself after a restart
+        self.study.sampler = SAMPLERS[self.settings.sampler](self.settings, (self.settings.seed * 1_000_003 + number) % 2**32)
+        return self.study.ask(fixed_distributions=self.distributions)
+
+    def _words(self, params: Mapping[str, Any]) -> list[str]:
+        return [*self.space.fixed, *(f"{key}={f'{v:.4g}' if isinstance(v, float) else v}" for key, v in params.items())]
+
+    def _values(self, job: str, cfg: TrainConfig, lines: list[dict[str, Any]]) -> Iterator[tuple[int, float]]:
+        """Step and value, at the same steps in every job: each validation, or means of prune_every steps."""
+        validates = cfg.data.validation is not None and cfg.train.validate_every is not None
+        name = self.settings.metric or ("validation_loss" if validates else "loss")
+        for line in lines:
+            value = line.get(name)
+            if line["step"] <= self._seen[job] or value is None:
+                continue
+            self._seen[job] = line["step"]
+            if name == "validation_loss":
+                yield line["step"], value
+                continue
+            self._window[job].append(value)
+            if line["step"] % self.settings.prune_every == 0:
+                window = self._window.pop(job)
+                yield line["step"], sum(window) / len(window)
+
+
+def distribution(override: Any, whole: bool) -> BaseDistribution:
+    """The values of a sweep in Hydra's grammar as optuna's. whole: the key takes whole numbers only. Raises UserError."""
+    value, log = override.value(), "log" in override.value().tags
+    try:
+        if override.is_interval_sweep():
+            if whole or (isinstance(value.start, int) and isinstance(value.end, int)):
+                return IntDistribution(int(value.start), int(value.end), log=log)
+            return FloatDistribution(value.start, value.end, log=log)
+        if override.is_range_sweep() and value.step > 0:
+            numbers = [float(text) for text in override.sweep_string_iterator()]
+            if all(map(float.is_integer, (*numbers, float(value.step)))):
+                return IntDistribution(int(numbers[0]), int(numbers[-1]), step=int(value.step))
+            return FloatDistribution(numbers[0], numbers[-1], step=value.step)
+        return CategoricalDistribution(list(override.sweep_string_iterator()))
+    except ValueError as error:
+        raise UserError("the sweep cannot be set up", [Problem(str(override.input_line), str(error))]) from None
+
+
+def lowest(values: BaseDistribution) -> Any:
+    """One of them."""
+    return values.choices[0] if isinstance(values, CategoricalDistribution) else values.low  # type: ignore[attr-defined]
+
+
+SAMPLERS: dict[str, Any] = {
+    "tpe": lambda s, seed: optuna.samplers.TPESampler(seed=seed, n_startup_trials=s.startup_trials),
+    "random": lambda s, seed: optuna.samplers.RandomSampler(seed=seed),
+}
+PRUNERS: dict[str, Any] = {
+    "none": lambda s: optuna.pruners.NopPruner(),
+    "median": lambda s: optuna.pruners.MedianPruner(s.startup_trials, n_warmup_steps=s.prune_from - 1),
+    "asha": lambda s: optuna.pruners.SuccessiveHalvingPruner(min_resource=s.prune_from),
+    "hyperband": lambda s: optuna.pruners.HyperbandPruner(min_resource=s.prune_from),
+}

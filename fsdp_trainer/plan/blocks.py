@@ -1,0 +1,149 @@
+"""What a part of the model takes of memory in one micro-batch: traced, by computing it forward and backward on tensors without storage."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from fsdp_trainer.config.schema import ActivationCheckpoint
+from fsdp_trainer.models.attention import LAYOUTS, Plan
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Block, RMSNorm
+from fsdp_trainer.models.rope import Rope
+from fsdp_trainer.parallel.recompute import checkpoint_activations
+
+CPU = torch.device("cpu")
+
+
+class Traced(NamedTuple):
+    """Bytes, weights and what all blocks share left out; an input is counted as long as the part holds it.
+
+    forward: at forward's peak; kept: from forward to backward; backward: at backward's peak, `kept` and the gradients of its weights
+    included, of which there are `gradients` then.
+    """
+
+    forward: int
+    kept: int
+    backward: int
+    gradients: int
+
+
+@dataclass(frozen=True)
+class Input:
+    """Of a block. dtype: of its numbers, torch's name; attention: a name of `models.attention.LAYOUTS`; window: None if it sees whole rows."""
+
+    rows: int
+    length: int
+    dtype: str
+    attention: str
+    gpu: bool = False
+    window: int | None = None
+
+
+class Storages(TorchDispatchMode):
+    """Which storages operators make, and when they go. events: (number of the storage, bytes), negative where it goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[int, int]] = []
+        self.numbers: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        for storage in (t.untyped_storage() for t in tree_iter(out) if isinstance(t, Tensor)):
+            if storage._cdata not in given and storage._cdata not in self.numbers:
+                number = self.numbers[storage._cdata] = len(self.events)
+                self.events.append((number, storage.nbytes()))
+                weakref.finalize(storage, self._gone, storage._cdata, number, storage.nbytes())
+        return out
+
+    def _gone(self, address: int, number: int, size: int) -> None:
+        del self.numbers[address]
+        self.events.append((number, -size))
+
+    def number(self, tensor: Tensor) -> int | None:
+        """Of the storage of `tensor`."""
+        return self.numbers.get(tensor.untyped_storage()._cdata)
+
+
+def trace(make: Callable[[], tuple[nn.Module, tuple]], shape: tuple[int, ...], dtype: torch.dtype) -> Traced:
+    """Of a module whose first input, and output, has this shape and dtype. make: it, on the meta device, and its other inputs."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        module, others = make()
+        module.to_empty(device=CPU)
+        leaf = torch.empty(shape, dtype=dtype, requires_grad=True)
+        with Storages() as storages:
+            x = leaf * 2.0  # as in the model, nobody besides the module holds its input, or the gradient of its output
+            out = module(x, *others)
+            del x
+            end = len(storages.events)
+            edge = torch.autograd.graph.get_gradient_edge(out * 2.0)
+            del out
+            middle = len(storages.events)
+            torch.autograd.backward((edge,), (torch.empty((), dtype=dtype).expand(shape),))
+            stop = len(storages.events)
+        own = {storages.number(p.grad) for p in module.parameters() if p.grad is not None}
+        live = list(accumulate(size for _, size in storages.events[:stop]))
+        peak = max(range(middle, stop), key=live.__getitem__)
+        gradients = sum(size for number, size in storages.events[: peak + 1] if number in own)
+    return Traced(max(live[:end]), live[middle - 1], live[peak], gradients)
+
+
+def trace_block(config: ModelConfig, of: Input, recomputed: ActivationCheckpoint) -> Traced:
+    """A decoder block, as training computes it. Rows are traced as two documents each: how many there are hardly counts."""
+    dtype, attention = getattr(torch, of.dtype), of.attention
+    if attention == "flex":  # keeps what varlen keeps; only a compiler knows it
+        config, attention = replace(config, attn_logit_softcapping=None), "varlen"
+    with torch.device("meta"):
+        block = Block(config).to(dtype)
+    checkpoint_activations(SimpleNamespace(model=SimpleNamespace(layers={"0": block})), recomputed)  # type: ignore[arg-type]
+
+    def make() -> tuple[nn.Module, tuple]:
+        lengths = [[of.length - of.length // 4, of.length // 4]] * of.rows
+        layout = LAYOUTS[attention](lengths, of.length, CPU).within(of.window)
+        if attention == "documents":
+            layout.plan = Plan.of(lengths, of.length, of.window, CPU)
+        return block, (Rope(config)(torch.zeros(of.rows, of.length, dtype=torch.int64), dtype), layout)
+
+    traced = trace(make, (of.rows, of.length, config.hidden_size), dtype)
+    if not of.gpu or config.num_attention_heads == config.num_key_value_heads or not (attention == "mask" or dtype == torch.float32):
+        return traced
+    # `attention.kernel` repeats keys and values there
+    more = 2 * of.rows * of.length * (config.num_attention_heads - config.num_key_value_heads) * config.head_dim * dtype.itemsize
+    return traced._replace(
+        forward=traced.forward + more, backward=traced.backward + more, kept=traced.kept + more * (recomputed.mode != "full")
+    )
+
+
+def trace_norm(config: ModelConfig, tokens: int, dtype: str) -> Traced:
+    """The norm before the head, over the supervised tokens."""
+    with torch.device("meta"):
+        norm = RMSNorm(config).to(getattr(torch, dtype))
+    return trace(lambda: (norm, ()), (tokens, config.hidden_size), getattr(torch, dtype))
+
+
+def shapes(config: ModelConfig) -> list[torch.Size]:
+    """Of a block's weights."""
+    with torch.device("meta"):
+        return [p.shape for p in Block(config).parameters()]
+
+
+_known: dict[str, Any] = {}
+
+
+def remembered(function: Callable[..., Any], config: ModelConfig, *args: Any) -> Any:
+    """`function(config, *args)`, once: what of a configuration does not change a block is left out."""
+    config = replace(config, num_hidden_layers=1, layer_types=(), vocab_size=1, source={})
+    name = f"{function.__name__} {config} {args}"
+    if name not in _known:
+        _known[name] = function(config, *args)
+    return _known[name]

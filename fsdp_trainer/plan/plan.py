@@ -1,0 +1,76 @@
+"""Whether a run fits a device and how fast it would be. Nothing is allocated; hundreds of tries take a second."""
+
+from dataclasses import dataclass
+
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.observe.flops import palm_flops
+from fsdp_trainer.parallel.fit import checkpoint_bytes
+from fsdp_trainer.plan.devices import DEVICES, Device
+from fsdp_trainer.plan.memory import Memory, memory
+from fsdp_trainer.plan.time import Times, Wire, micro_batches, times, wire
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run on one world would need and do. tokens: of a step; flops: of a step, by PaLM's count; checkpoint: bytes on disk."""
+
+    world_size: int
+    device: Device
+    memory: Memory
+    slow: Times
+    fast: Times
+    wire: dict[str, Wire]
+    tokens: int
+    micro_batches: int
+    flops: float
+    checkpoint: float
+
+    @property
+    def memory_bytes(self) -> float:
+        """What the device has."""
+        return self.device.memory_gib * GIB
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is no more than that."""
+        return self.memory.peak.total <= self.memory_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, the middle of the range; where the device's speed is not known an H100's, to compare overrides by."""
+        return (self.slow.step + self.fast.step) / 2
+
+    @property
+    def step_seconds(self) -> tuple[float, float] | None:
+        """The shortest and the longest that a step may take; None where the device's speed is not known."""
+        return (self.fast.step, self.slow.step) if self.device.flops else None
+
+    def mfu(self, seconds: float) -> float:
+        """Of all devices, if a step takes `seconds`: by PaLM's count, of the dense bfloat16 peak."""
+        return self.flops / seconds / self.world_size / (self.device.flops or 1.0)
+
+    @property
+    def checkpoint_seconds(self) -> float:
+        """To write a checkpoint, all nodes together."""
+        return self.checkpoint / (self.device.disk * max(1, self.world_size // self.device.per_node))
+
+
+def make_plan(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> Plan:
+    """The plan of `cfg` for a model of shape `config` on `world` ranks."""
+    rated = device if device.flops else DEVICES["h100"]._replace(per_node=device.per_node)
+    tokens = cfg.batch.rows * cfg.batch.seq_len
+    return Plan(
+        world_size=world,
+        device=device,
+        memory=memory(cfg, config, world, "cpu" if device.name == "cpu" else "cuda"),
+        slow=times(cfg, config, world, rated, best=False),
+        fast=times(cfg, config, world, rated, best=True),
+        wire=wire(cfg, config, world, rated),
+        tokens=tokens,
+        micro_batches=micro_batches(cfg, world),
+        flops=palm_flops(config, tokens, cfg.batch.seq_len),
+        checkpoint=checkpoint_bytes(config.parameters(), cfg.precision, cfg.optim),
+    )

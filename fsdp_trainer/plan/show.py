@@ -1,0 +1,214 @@
+"""A plan as people read it, on one screen, and as scripts do."""
+
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from fsdp_trainer.config.verbs import PlanConfig
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.observe.console import duration, short
+from fsdp_trainer.observe.terminal import Terminal
+from fsdp_trainer.plan.plan import GIB, Plan
+from fsdp_trainer.plan.suggest import Suggestion
+from fsdp_trainer.plan.time import Times
+
+BAR = 32  # characters for the whole of the device's memory
+NARROW = 110  # characters
+UNTIMED = "its speed is not in the table: time is compared as on an H100"
+
+
+def as_json(cfg: PlanConfig, plans: list[Plan], suggestions: list[list[Suggestion]], assumed: list[str]) -> dict[str, Any]:
+    """The plan; of several worlds the smallest that fits, else the largest, with all of them under `worlds`."""
+    told = [one_world(cfg, plan, found) for plan, found in zip(plans, suggestions, strict=True)]
+    fitting = [plan.world_size for plan in plans if plan.fits]
+    chosen = next((one for one in told if one["fits"]), told[-1])
+    several = {"smallest": min(fitting, default=None), "worlds": told} if len(told) > 1 else {}
+    return {**chosen, "assumed": assumed, **several}
+
+
+def one_world(cfg: PlanConfig, plan: Plan, suggestions: list[Suggestion]) -> dict[str, Any]:
+    """GiB, seconds and bytes of one rank; tokens of all. Times are null where the device's speed is not known."""
+    peak, timed = plan.memory.peak, plan.step_seconds
+    steps = steps_of(cfg, plan)
+    return {
+        "fits": plan.fits,
+        "gpu": plan.device.name,
+        "memory_gib": round(plan.device.memory_gib, 2),
+        "world_size": plan.world_size,
+        "peak_gib": round(peak.total / GIB, 3),
+        "moment": peak.when,
+        "by_category": {name: round(size / GIB, 3) for name, size in peak.bytes.items()},
+        "moments": {moment.when: round(moment.total / GIB, 3) for moment in plan.memory.moments},
+        "host_gib": round(plan.memory.host / GIB, 3),
+        "micro_batches": plan.micro_batches,
+        "bytes_per_step": {name: round(wire.gathered + wire.reduced) for name, wire in plan.wire.items()},
+        "bytes_across_nodes": {name: round(wire.across) for name, wire in plan.wire.items()},
+        "step_seconds": timed,
+        "slowest_step": plan.slow._asdict() if timed else None,
+        "fastest_step": plan.fast._asdict() if timed else None,
+        "tokens_per_second": plan.tokens / plan.seconds if timed else None,
+        "tokens_per_second_range": [plan.tokens / s for s in timed[::-1]] if timed else None,
+        "mfu_palm": [plan.mfu(s) for s in timed[::-1]] if timed else None,
+        "steps": steps,
+        "days": [steps * s / 86400 for s in timed] if timed and steps else None,
+        "checkpoint_gib": round(plan.checkpoint / GIB, 3),
+        "checkpoint_seconds": round(plan.checkpoint_seconds, 2),
+        "suggestions": [
+            {"override": s.override, "peak_gib": round(s.peak_bytes / GIB, 3), "cost": round(s.cost, 4), "why": s.why} for s in suggestions
+        ],
+    }
+
+
+def steps_of(cfg: PlanConfig, plan: Plan) -> int | None:
+    """Optimizer steps of the run; None where that depends on data that nobody has counted."""
+    if cfg.train.steps is not None:
+        return cfg.train.steps
+    return round((cfg.train.epochs or 1) * cfg.plan.tokens / plan.tokens) if cfg.plan.tokens else None
+
+
+def show(
+    cfg: PlanConfig,
+    config: ModelConfig,
+    plans: list[Plan],
+    suggestions: list[list[Suggestion]],
+    assumed: list[str],
+    console: Terminal | None = None,
+) -> None:
+    """Print it: a table of the worlds if there are several, then the smallest that fits, else the largest."""
+    console = console or Terminal()
+    index = next((i for i, plan in enumerate(plans) if plan.fits), len(plans) - 1)
+    plan = plans[index]
+    size = config.parameters()
+    model = cfg.model.name if cfg.model.name != "auto" else cfg.model.init_from or config.family
+    console.print(f"{model}, {short(size)} parameters: {cfg.batch.rows:,} rows × {cfg.batch.seq_len:,} tokens a step")
+    for line in assumed:
+        console.print(Text(f"assumed: {line}", "dim"))
+    if len(plans) > 1:
+        console.print(worlds(plans))
+    console.print(verdict(plan))
+    console.print(categories(plan))
+    console.print(figures(cfg, plan))
+    if suggestions[index]:
+        console.print(Text("faster, and fits" if plan.fits else "what would make it fit", "bold"))
+        console.print(table_of(suggestions[index], narrow=console.width < NARROW))
+    elif not plan.fits:
+        console.print(
+            "Nothing that a configuration can change makes it fit: a smaller model, or a device with more memory, is what is left."
+        )
+
+
+def worlds(plans: list[Plan]) -> Table:
+    """A row for each world."""
+    table = Table("ranks", "peak", "fits", "step", "tokens/s", "a GPU", "wire a step", box=box.SIMPLE_HEAD, padding=(0, 1))
+    for column in table.columns:
+        column.justify = "right"
+    for plan in plans:
+        rate = plan.tokens / plan.seconds
+        timed = (f"{plan.seconds:.2f} s", short(rate), short(rate / plan.world_size)) if plan.step_seconds else ("–",) * 3
+        sent = sum(wire.gathered + wire.reduced for wire in plan.wire.values())
+        fits = Text("yes", "green") if plan.fits else Text("no", "red")
+        table.add_row(f"{plan.world_size:,}", f"{plan.memory.peak.total / GIB:,.1f} GiB", fits, *timed, f"{sent / GIB:,.1f} GiB")
+    return table
+
+
+def verdict(plan: Plan) -> Text:
+    """Whether it fits, in one line."""
+    where = {"any": f"{plan.world_size:,} devices", "cpu": f"{plan.world_size:,} ranks on this machine"}
+    told = Text()
+    told.append("fits" if plan.fits else "does not fit", "bold green" if plan.fits else "bold red")
+    told.append(
+        f": {plan.memory.peak.total / GIB:,.1f} of {plan.device.memory_gib:,.1f} GiB on each of {where.get(plan.device.name, f'{plan.world_size:,} × {plan.device.name}')}"
+    )
+    return told
+
+
+def categories(plan: Plan) -> Table:
+    """The peak by category."""
+    peak = plan.memory.peak
+    table = Table.grid(padding=(0, 2))
+    for name, size in peak.bytes.items():
+        bar = round(BAR * size / max(plan.memory_bytes, peak.total))
+        table.add_row(f"  {name}", Text(f"{size / GIB:,.2f} GiB", justify="right"), Text("━" * bar, "cyan"))
+    table.add_row("  peak", Text(f"{peak.total / GIB:,.2f} GiB", "bold", justify="right"), Text(peak.when, "dim"))
+    if plan.memory.host:
+        table.add_row("  host", Text(f"{plan.memory.host / GIB:,.2f} GiB", justify="right"), Text("of the host's memory, each rank", "dim"))
+    return table
+
+
+def figures(cfg: PlanConfig, plan: Plan) -> Table:
+    """Times, wire, length and checkpoints."""
+    table = Table.grid(padding=(0, 2))
+    count = "one micro-batch" if plan.micro_batches == 1 else f"{plan.micro_batches} micro-batches"
+    rows = [("wire", f"{wires(plan)}, each rank and step of {count}")]
+    if timed := plan.step_seconds:
+        spans = [f"{name} {fast:.2f} – {slow:.2f}" for name, fast, slow in zip(Times._fields[:3], plan.fast, plan.slow, strict=False)]
+        rows.append(
+            (
+                "step",
+                f"{timed[0]:.2f} – {timed[1]:.2f} s: {', '.join(spans[:2])} (exposed {spans[2].split(' ', 1)[1]}), optimizer {plan.slow.optimizer:.2f}",
+            )
+        )
+        slow, fast = (plan.tokens / seconds for seconds in timed[::-1])
+        rates = f"{slow / plan.world_size:,.0f} – {fast / plan.world_size:,.0f} tokens/s a GPU, {short(slow)} – {short(fast)} in all"
+        rows.append(("speed", f"{rates}; MFU {plan.mfu(timed[1]):.0%} – {plan.mfu(timed[0]):.0%}"))
+        rows.append(("run", length(cfg, plan)))
+    else:
+        rows.append(("step", UNTIMED))
+    rows.append(("checkpoint", checkpoints(cfg, plan)))
+    for name, text in rows:
+        table.add_row(Text(f"  {name}", "dim"), text)
+    return table
+
+
+def wires(plan: Plan) -> str:
+    """What a rank sends, by dimension of the mesh."""
+    told = []
+    for name, wire in plan.wire.items():
+        if wire.ranks > 1:
+            gathered = f" ({wire.gathered / GIB:,.1f} gathered)" if wire.gathered else ""
+            across = f", {wire.across / GIB:,.1f} between nodes" if wire.across else ""
+            told.append(f"{name} × {wire.ranks}: {(wire.gathered + wire.reduced) / GIB:,.1f} GiB{gathered}{across}")
+    return "; ".join(told) or "nothing"
+
+
+def length(cfg: PlanConfig, plan: Plan) -> str:
+    """How long the run takes."""
+    steps = steps_of(cfg, plan)
+    if steps is None or plan.step_seconds is None:
+        return "as long as the data is: plan.tokens=N or train.steps=N says"
+    fast, slow = (duration(steps * seconds) for seconds in plan.step_seconds)
+    return f"{fast} – {slow} for {steps:,} steps, {short(steps * plan.tokens)} tokens"
+
+
+def checkpoints(cfg: PlanConfig, plan: Plan) -> str:
+    """Their size, and what they cost."""
+    told = f"{plan.checkpoint / GIB:,.1f} GiB, {plan.checkpoint_seconds:,.0f} s at {plan.device.disk / 1e9:g} GB/s a node"
+    every = cfg.checkpoint.every
+    if not every or plan.step_seconds is None:
+        return told
+    if cfg.checkpoint.mode == "async":
+        return f"{told}, behind training, every {every:,} steps"
+    lost = plan.checkpoint_seconds / (every * plan.seconds + plan.checkpoint_seconds)
+    return f"{told}, every {every:,} steps: {lost:.1%} of the time"
+
+
+def table_of(suggestions: list[Suggestion], narrow: bool) -> Table:
+    """Overrides with their peak and cost; why stands beside them, or in a narrow terminal below."""
+    table = Table("override", "peak", "GPU time", *([] if narrow else ["why"]), box=box.SIMPLE_HEAD, padding=(0, 1))
+    for column in table.columns[1:3]:
+        column.justify, column.no_wrap = "right", True
+    for found in suggestions:
+        words, why = Text(found.override, "bold"), Text(found.why, "dim")
+        figures = f"{found.peak_bytes / GIB:,.1f} GiB", told_cost(found.cost)
+        if narrow:
+            table.add_row(Text("\n").join([words, why]), *figures)
+        else:
+            table.add_row(words, *figures, why)
+    return table
+
+
+def told_cost(cost: float) -> str:
+    """0.25 → +25%: how much more time of GPUs a token takes."""
+    return f"{cost:+.0%}" if abs(cost) >= 0.005 else "same"

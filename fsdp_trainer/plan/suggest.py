@@ -1,0 +1,223 @@
+"""Overrides that would make a run fit, or faster: each tried by the same plan, and told with what it costs."""
+
+import math
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from fsdp_trainer.config.check import Report
+from fsdp_trainer.config.formats import moments_format
+from fsdp_trainer.config.rules import check_rules
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.parallel.fit import keeps_gathered
+from fsdp_trainer.plan.devices import Device
+from fsdp_trainer.plan.plan import Plan, make_plan
+
+SAME, FORMATS, TRAINING = range(3)  # what a change touches: time alone; number formats; what is learnt from
+MOST, ENOUGH = 8, 4  # suggestions; and how many make looking for longer ones needless
+GAIN = 0.02  # below which a step is not called faster
+
+
+class Suggestion(NamedTuple):
+    """override: words of a command line. cost: how much more time of GPUs a token takes, 0.25 for a quarter; below 0 it takes less."""
+
+    override: str
+    peak_bytes: float
+    cost: float
+    why: str
+
+
+class Change(NamedTuple):
+    """What to type, the keys that this sets, what it is about, and its kind (SAME …)."""
+
+    override: str
+    keys: dict[str, Any]
+    why: str
+    kind: int = SAME
+
+
+def suggest(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> list[Suggestion]:
+    """For a run that does not fit: what makes it fit, on these GPUs by the time it costs, then on more of them, then by training on less at once.
+
+    For one that fits: what makes it faster and still fits.
+    """
+    plan = make_plan(cfg, config, world, device)
+    if plan.fits:
+        better = [found for change in faster(cfg, world, device) if (found := tried(change, cfg, config, plan)) and found.cost < -GAIN]
+        return sorted(better, key=lambda found: found.cost)[:MOST]
+    changes = list(smaller(cfg, world, device))
+    enough: dict[frozenset[str], tuple[int, float, Suggestion]] = {}  # by what is typed
+    for count in (1, 2, 3):
+        for some in combinations(changes, count):
+            words = frozenset(change.override for change in some)
+            change = together(*some)
+            if change and not any(fewer < words for fewer in enough) and (found := tried(change, cfg, config, plan)):
+                enough[words] = change.kind, found.cost, found
+        if len(enough) >= ENOUGH:
+            break
+    ranked = sorted(enough.values(), key=lambda found: found[:2])
+    here = [found for kind, _, found in ranked if kind < TRAINING][: MOST - 2]
+    return [*here, *larger(cfg, config, plan), *(found for kind, _, found in ranked if kind == TRAINING)][:MOST]
+
+
+def changed(cfg: TrainConfig, keys: dict[str, Any]) -> TrainConfig:
+    """`cfg` with other values, e.g. {"optim.state_dtype": "8bit"}."""
+    for key, value in keys.items():
+        node, name = key.split(".")
+        cfg = replace(cfg, **{node: replace(getattr(cfg, node), **{name: value})})
+    return cfg
+
+
+def smaller(cfg: TrainConfig, world: int, device: Device) -> Iterator[Change]:
+    """Single changes that take less memory on the same devices."""
+    asked, sharding, formats = cfg.activation_checkpoint, cfg.sharding, cfg.precision
+    if asked.mode not in ("full", "selective"):
+        why = "all but attention and every second product is computed again"
+        yield Change("activation_checkpoint=selective", {"activation_checkpoint.mode": "selective"}, why)
+    if asked.mode != "full":
+        yield Change("activation_checkpoint=full", {"activation_checkpoint.mode": "full"}, "blocks are computed again in backward")
+    if asked.every > 1:
+        yield Change("activation_checkpoint.every=1", {"activation_checkpoint.every": 1}, "every block is computed again")
+    rows = cfg.batch.micro_rows
+    for fewer in sorted({rows // 2**i for i in range(1, rows.bit_length())}):
+        yield Change(f"batch.micro_rows={fewer}", {"batch.micro_rows": fewer}, "more micro-batches, more communication")
+    yield from _sharded_more(cfg, world)
+    if device.name != "cpu" and sharding.strategy != "ddp" and not sharding.cpu_offload:
+        why = "the host holds and updates the states"
+        yield Change("sharding.cpu_offload=true", {"sharding.cpu_offload": True}, why)
+    if device.name != "cpu" and (cfg.loss.chunk_mib or math.inf) > 128:
+        yield Change("loss.chunk_mib=128", {"loss.chunk_mib": 128}, "the head's products are smaller, and slower by what is not reckoned")
+    if (held := moments_format(cfg.optim, formats.master_dtype)) == "float32":
+        yield Change("optim=adamw_bf16", {"optim.state_dtype": "bfloat16"}, "moments are kept in bfloat16", FORMATS)
+    if held != "8bit":
+        yield Change("optim=adamw_8bit", {"optim.state_dtype": "8bit"}, "moments are kept in 8 bits", FORMATS)
+    if formats.param_dtype == "float32":
+        bf16 = {"precision.param_dtype": "bfloat16", "precision.reduce_dtype": "float32", "precision.master_dtype": "float32"}
+        yield Change("precision=bf16", bf16, "forward and backward compute in bfloat16", FORMATS)
+    if formats.master_dtype == "float32":
+        pure = {"precision.param_dtype": "bfloat16", "precision.reduce_dtype": "float32", "precision.master_dtype": "bfloat16"}
+        why = "weights, gradients and moments are kept in bfloat16"
+        yield Change("precision=pure_bf16", pure | {"precision.float8": None}, why, FORMATS)
+    if formats.reduce_dtype == "float32" and world > 1:
+        yield Change(
+            "precision.reduce_dtype=bfloat16",
+            {"precision.reduce_dtype": "bfloat16"},
+            "gradients are summed over ranks in bfloat16",
+            FORMATS,
+        )
+    length = cfg.batch.seq_len
+    for shorter in (length // 2, length // 4):
+        if shorter >= 512:
+            yield Change(f"batch.seq_len={shorter}", {"batch.seq_len": shorter}, "fewer tokens a step: another training", TRAINING)
+
+
+def _sharded_more(cfg: TrainConfig, world: int) -> Iterator[Change]:
+    sharding = cfg.sharding
+    if sharding.strategy != "fsdp" and world > 1:
+        words = "sharding=fsdp" + (" sharding.replicas=1" if sharding.replicas > 1 else "")
+        keys = {"sharding.strategy": "fsdp", "sharding.replicas": 1}
+        yield Change(words, keys, "all ranks share one copy of the states")
+    if sharding.strategy != "ddp" and keeps_gathered(sharding):
+        why = "blocks are gathered again in backward"
+        yield Change("sharding.reshard_after_forward=true", {"sharding.reshard_after_forward": True}, why)
+    for name, least, why in (
+        ("prefetch", 1, "fewer blocks are gathered ahead"),
+        ("blocks_per_unit", 1, "blocks are gathered one at a time"),
+    ):
+        if getattr(sharding, name) > least:
+            yield Change(f"sharding.{name}={least}", {f"sharding.{name}": least}, why)
+    if sharding.accumulate == "unsharded":
+        why = "every micro-batch reduces its gradients"
+        yield Change("sharding.accumulate=sharded", {"sharding.accumulate": "sharded"}, why)
+
+
+def faster(cfg: TrainConfig, world: int, device: Device) -> Iterator[Change]:
+    """Single changes that take more memory, or none, and may take less time. The numbers stay the same."""
+    asked, sharding, rows = cfg.activation_checkpoint, cfg.sharding, cfg.batch.micro_rows
+    if device.name != "cpu" and not cfg.compile.enabled:
+        yield Change("compile=enabled", {"compile.enabled": True}, "blocks are compiled, which takes a minute or so first")
+    for mode in ("none", "selective"):
+        if asked.mode not in ("none", mode):
+            why = "backward computes nothing again" if mode == "none" else "backward computes less again"
+            yield Change(f"activation_checkpoint={mode}", {"activation_checkpoint.mode": mode}, why)
+    for more in (2 * rows, 4 * rows):
+        if more * world <= cfg.batch.rows:
+            yield Change(f"batch.micro_rows={more}", {"batch.micro_rows": more}, "fewer micro-batches, less communication")
+    if world > 1 and sharding.strategy == "fsdp":
+        yield Change("sharding=ddp", {"sharding.strategy": "ddp"}, "nothing is gathered; every rank holds all")
+        if not keeps_gathered(sharding):
+            why = "blocks stay gathered until backward"
+            yield Change("sharding.reshard_after_forward=false", {"sharding.reshard_after_forward": False}, why)
+        if world > device.per_node and not world % device.per_node:
+            nodes = world // device.per_node
+            keys = {"sharding.strategy": "hsdp", "sharding.replicas": nodes}
+            yield Change(f"sharding=hsdp sharding.replicas={nodes}", keys, "blocks are gathered inside nodes")
+
+
+def larger(cfg: TrainConfig, config: ModelConfig, plan: Plan) -> list[Suggestion]:
+    """The smallest world that fits, with as little else changed as that takes. Empty if none does."""
+    possible = list(smaller(cfg, plan.world_size, plan.device))
+    by_name = {change.override.split()[0]: change for change in possible}
+    asked = [by_name[name] for name in ("sharding=fsdp", "activation_checkpoint=full", "batch.micro_rows=1") if name in by_name]
+    for count in range(len(asked) + 1):
+        for some in combinations(asked, count):
+            settings = changed(cfg, {key: value for change in some for key, value in change.keys.items()})
+            if not refused(settings) and (world := smallest_world(settings, config, plan)):
+                units = "ranks" if plan.device.name == "cpu" else "GPUs"
+                more = Change(f"plan.world_size={world}", {}, f"{world} {units} instead of {plan.world_size}")
+                new, change = make_plan(settings, config, world, plan.device), together(more, *some) or more
+                return [Suggestion(change.override, new.memory.peak.total, cost(new, plan), change.why)]
+    return []
+
+
+def smallest_world(cfg: TrainConfig, config: ModelConfig, plan: Plan) -> int | None:
+    """The fewest ranks beyond the plan's on which `cfg` fits: whole nodes, once one is full."""
+    replicas = cfg.sharding.replicas
+    node = math.lcm(plan.device.per_node, replicas)
+
+    def fits(world: int) -> bool:
+        return make_plan(cfg, config, world, plan.device).fits
+
+    within = (2**i for i in range(10) if plan.world_size < 2**i < node and not 2**i % replicas)
+    if found := next(filter(fits, within), None):
+        return found
+    low = plan.world_size // node  # nodes that are too few
+    high = next((nodes for i in range(16) if fits((nodes := (low + 1) * 2**i) * node)), None)
+    while high and high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle * node) else (middle, high)
+    return high * node if high else None
+
+
+def together(*changes: Change) -> Change | None:
+    """One change of several; None where they are about the same key."""
+    keys = {key: value for change in changes for key, value in change.keys.items()}
+    if len(keys) < sum(len(change.keys) for change in changes):
+        return None
+    whys = "; ".join(change.why for change in changes)
+    return Change(" ".join(change.override for change in changes), keys, whys, max(change.kind for change in changes))
+
+
+def tried(change: Change, cfg: TrainConfig, config: ModelConfig, plan: Plan) -> Suggestion | None:
+    """What a change does, if it fits with it and no rule between keys forbids it."""
+    settings = changed(cfg, change.keys)
+    new = make_plan(settings, config, plan.world_size, plan.device)
+    if not new.fits or refused(settings):
+        return None
+    host = f" ({new.memory.host / 2**30:,.0f} GiB a rank)" if new.memory.host and not plan.memory.host else ""
+    return Suggestion(change.override, new.memory.peak.total, cost(new, plan), change.why + host)
+
+
+def cost(new: Plan, old: Plan) -> float:
+    """How much more time of all devices together a token takes than it would in the old plan, if that fitted."""
+    return (new.seconds * new.world_size / new.tokens) / (old.seconds * old.world_size / old.tokens) - 1
+
+
+def refused(cfg: TrainConfig) -> bool:
+    """Whether some rule between keys forbids it."""
+    report = Report({}, [], set())
+    check_rules(deepcopy(cfg), report)
+    return bool(report.problems)

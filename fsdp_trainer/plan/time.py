@@ -1,0 +1,204 @@
+"""How long a step takes: arithmetic, bytes on the wire, and which of them wait for each other. Closed forms: docs/plan.md has them in words."""
+
+from dataclasses import replace
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+
+from fsdp_trainer.config.formats import moments_format
+from fsdp_trainer.config.schema import ActivationCheckpoint, Sharding, TrainConfig
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.parallel.fit import MOMENT_BYTES, keeps_gathered
+from fsdp_trainer.plan.devices import Device
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+# What published trainings reach of an H100's dense peak, attention counted as causal and recomputation as work
+EFFICIENCY = {"eager": (0.32, 0.45), "compiled": (0.37, 0.52)}
+WIDTH, WIDEST = 4096, 1.2  # small matrices reach less, large ones more: by the third root of the model's width, up to so much
+LINKS = (0.5, 0.85)
+"""Share of a link's rate that collectives reach: NCCL's own tests on 256 H100 gave 200 (all-gather) to 340 GB/s of 400 (NVIDIA/nccl#1218)."""
+FLOAT8 = {"tensorwise": 1.4, "rowwise": 1.15, "rowwise_with_gw_hp": 1.1}
+"""How much faster a block's matrix products are, casts included."""
+MEMORY = 0.8  # share of the device's memory rate that elementwise kernels reach
+HOST_ADAMW = 20e9  # bytes per second and rank of the host's memory with sharding.cpu_offload: assumed
+
+
+class Group(NamedTuple):
+    """Ranks that communicate: how many, and how many of them are on one node."""
+
+    ranks: int
+    beside: int
+
+    @property
+    def sent(self) -> float:
+        """Of a gathered or reduced message, what each rank sends: (n - 1) / n, in a ring as in all that sends nothing twice."""
+        return (self.ranks - 1) / self.ranks
+
+    @property
+    def across(self) -> float:
+        """Of it, what leaves the node through each rank's share of the network cards."""
+        nodes = self.ranks / self.beside
+        return (nodes - 1) / nodes / self.beside
+
+    def seconds(self, size: float, device: Device, efficiency: float) -> float:
+        """To gather or reduce a message of `size` bytes: on the slower of the links within and between nodes."""
+        within = size * self.sent / device.link if self.beside > 1 else 0.0
+        return max(within, size * self.across / device.network) / efficiency if self.ranks > 1 else 0.0
+
+
+class Wire(NamedTuple):
+    """What a rank sends in one step over one dimension of the mesh, in bytes, and how much of that leaves its node."""
+
+    ranks: int
+    gathered: float
+    reduced: float
+    across: float
+
+
+class Times(NamedTuple):
+    """Seconds of one step. exposed: of the communication, what no computation hides."""
+
+    compute: float
+    communication: float
+    exposed: float
+    optimizer: float
+
+    @property
+    def step(self) -> float:
+        """From one step to the next."""
+        return self.compute + self.exposed + self.optimizer
+
+
+class Units(NamedTuple):
+    """Parameters of fully_shard's units: first what is gathered first and reduced last, then all blocks, then [norm, head] (0 where tied)."""
+
+    first: int
+    blocks: int
+    last: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "Units":
+        """Padded rows of the embedding included."""
+        embedding = config.embedding_rows * config.hidden_size
+        blocks = config.parameters() - replace(config, num_hidden_layers=0).parameters()
+        tied = config.tie_word_embeddings
+        return cls(embedding + (config.hidden_size if tied else 0), blocks, 0 if tied else embedding + config.hidden_size)
+
+
+def micro_batches(cfg: TrainConfig, world: int) -> int:
+    """Of one step on each rank; where rows do not divide, some of their rows are empty."""
+    return ceil(cfg.batch.rows / (cfg.batch.micro_rows * world))
+
+
+def groups(sharding: Sharding, world: int, per_node: int) -> tuple[Group, Group]:
+    """The shard and the replicate dimension of the mesh: neighbouring ranks share shards."""
+    replicas = {"fsdp": 1, "hsdp": sharding.replicas, "ddp": world}[sharding.strategy]
+    shards = world // replicas
+    return Group(shards, min(shards, per_node)), Group(replicas, min(replicas, max(1, per_node // shards)))
+
+
+def wire(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> dict[str, Wire]:
+    """Bytes of one step by dimension of the mesh. All-gathers forward and, of blocks that were freed, backward; reductions of each gradient."""
+    shard, replicate = groups(cfg.sharding, world, device.per_node)
+    units, count = Units.of(config), micro_batches(cfg, world)
+    compute, reduce = BYTES[cfg.precision.param_dtype], BYTES[cfg.precision.reduce_dtype]
+    passes = 1 if keeps_gathered(cfg.sharding) else 2
+    gathered = count * (passes * units.blocks * _block_bytes(cfg) + (units.first + units.last) * compute)
+    if cfg.sharding.accumulate == "unsharded" and count > 1:
+        gathered += (
+            units.last * compute
+        )  # FSDP2 prefetches it once too often: it forgets which unit comes next only when gradients are reduced
+    reduced = sum(units) * reduce * (count if cfg.sharding.accumulate == "sharded" else 1)
+    all_reduced = 2 * sum(units) / shard.ranks * reduce
+    return {
+        "shard": Wire(shard.ranks, gathered * shard.sent, reduced * shard.sent, (gathered + reduced) * shard.across),
+        "replicate": Wire(replicate.ranks, 0.0, all_reduced * replicate.sent, all_reduced * replicate.across),
+    }
+
+
+def _block_bytes(cfg: TrainConfig) -> float:
+    """Bytes of a gathered parameter of a block."""
+    return 1 if cfg.precision.float8 == "tensorwise" else BYTES[cfg.precision.param_dtype]
+
+
+def recomputed(asked: ActivationCheckpoint) -> tuple[float, float]:
+    """Which shares of a block's forward are computed again in backward: of its matrix products, and of attention."""
+    if asked.mode == "budget":
+        return 1 - asked.budget, 1 - asked.budget  # at most: the compiler begins with what costs least
+    if asked.mode == "none":
+        return 0.0, 0.0
+    kept = asked.save if asked.mode == "selective" else []
+    products = 0.0 if "matmul" in kept else 0.5 if "second_matmul" in kept else 1.0
+    return products / asked.every, ("attention" not in kept) / asked.every
+
+
+def forward_flops(config: ModelConfig, seq_len: int) -> tuple[float, float, float]:
+    """Of one row: all blocks' matrix products, their attention as if the row were one document, and the head. Backward is twice that."""
+    attended = float(config.attended(np.array([seq_len]))[0])
+    attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * attended
+    return 2.0 * Units.of(config).blocks * seq_len, attention, 2.0 * config.embedding_rows * config.hidden_size * seq_len
+
+
+def step_flops(cfg: TrainConfig, config: ModelConfig) -> float:
+    """Of the whole batch, without recomputation."""
+    return 3 * sum(forward_flops(config, cfg.batch.seq_len)) * cfg.batch.rows
+
+
+def speed(cfg: TrainConfig, config: ModelConfig, device: Device, best: bool) -> float:
+    """FLOP/s that the arithmetic of this model reaches on `device`."""
+    peak = (device.flops or 0.0) if cfg.precision.param_dtype == "bfloat16" else device.flops_float32
+    width = min(WIDEST, (config.hidden_size / WIDTH) ** (1 / 3))
+    reached = EFFICIENCY["compiled" if cfg.compile.enabled else "eager"][best] * device.reach * width
+    return peak * (device.efficiency or reached)
+
+
+def times(cfg: TrainConfig, config: ModelConfig, world: int, device: Device, best: bool) -> Times:
+    """One step, at the upper or the lower end of what is reached of arithmetic and links."""
+    shard, replicate = groups(cfg.sharding, world, device.per_node)
+    units, count, links = Units.of(config), micro_batches(cfg, world), LINKS[best]
+    stored = BYTES[cfg.precision.master_dtype]
+    to_host = stored / shard.ranks / device.host_link if cfg.sharding.cpu_offload else 0.0
+
+    def gather(numbers: float, size: float) -> float:
+        return shard.seconds(numbers * size, device, links) + numbers * to_host
+
+    def reduce(numbers: float, last: bool) -> float:
+        size = numbers * BYTES[cfg.precision.reduce_dtype]
+        over_replicas = 2 * replicate.seconds(size / shard.ranks, device, links) if last else 0.0
+        return shard.seconds(size, device, links) + over_replicas + numbers * to_host
+
+    compute_size = BYTES[cfg.precision.param_dtype]
+    first, last, blocks = (gather(units.first, compute_size), gather(units.last, compute_size), gather(units.blocks, _block_bytes(cfg)))
+    unit = 1 / ceil(config.num_hidden_layers / cfg.sharding.blocks_per_unit)  # whose share of the blocks nothing hides: the one at an end
+    forward, backward, head = _compute_seconds(cfg, config, device, best)
+
+    exposed = count * (first + blocks * unit + max(0.0, blocks * (1 - unit) + last - forward))
+    again = 0.0 if keeps_gathered(cfg.sharding) else blocks
+    total = count * (first + blocks + last + again)
+    for i in range(count):
+        is_last = i == count - 1
+        reduces = is_last or cfg.sharding.accumulate == "sharded"
+        ends, middle, lasts = (reduce(n, is_last) if reduces else 0.0 for n in units)
+        exposed += again * unit + max(0.0, (again + middle) * (1 - unit) + lasts - backward) + middle * unit + ends
+        total += ends + middle + lasts
+    return Times(count * (forward + backward + head), total, exposed, _optimizer_seconds(cfg, sum(units) / shard.ranks, device))
+
+
+def _compute_seconds(cfg: TrainConfig, config: ModelConfig, device: Device, best: bool) -> tuple[float, float, float]:
+    """Of one micro-batch: the blocks forward, the blocks backward, and the head, which does all of its work forward."""
+    products, attention, head = (flops * cfg.batch.micro_rows for flops in forward_flops(config, cfg.batch.seq_len))
+    products /= FLOAT8.get(cfg.precision.float8 or "", 1.0)
+    products_again, attention_again = recomputed(cfg.activation_checkpoint)
+    backward = products * (2 + products_again) + attention * (2 + attention_again)
+    rate = speed(cfg, config, device, best)
+    return (products + attention) / rate, backward / rate, 3 * head / rate
+
+
+def _optimizer_seconds(cfg: TrainConfig, numbers: float, device: Device) -> float:
+    """Norm, clipping and AdamW of `numbers` parameters, each of which is read from and written to memory."""
+    stored = BYTES[cfg.precision.master_dtype]
+    moment = MOMENT_BYTES[moments_format(cfg.optim, cfg.precision.master_dtype)]
+    moved = numbers * (2 * stored + 4 * moment + 4 * stored)  # weights; both moments; the gradient for norm, clipping (twice) and update
+    return moved / (HOST_ADAMW if cfg.sharding.cpu_offload else device.memory_rate * MEMORY)

@@ -1,0 +1,25 @@
+"""`fsdp-trainer plan`: from the same overrides as training, whether it fits, how fast it is, and what to change."""
+
+import json
+
+from fsdp_trainer.config.verbs import PlanConfig
+from fsdp_trainer.plan.inputs import architecture, target, world_sizes
+from fsdp_trainer.plan.plan import make_plan
+from fsdp_trainer.plan.show import as_json, show
+from fsdp_trainer.plan.suggest import suggest
+
+DOES_NOT_FIT = 3
+
+
+def plan(cfg: PlanConfig) -> int:
+    """Print the plan of each world, as text or JSON. Returns 0 if any of them fits, else 3. Raises UserError."""
+    worlds = world_sizes(cfg)
+    devices = [target(cfg, world) for world in worlds]
+    config, assumed = architecture(cfg)
+    plans = [make_plan(cfg, config, world, device) for world, device in zip(worlds, devices, strict=True)]
+    suggestions = [suggest(cfg, config, world, device) for world, device in zip(worlds, devices, strict=True)]
+    if cfg.plan.format == "json":
+        print(json.dumps(as_json(cfg, plans, suggestions, assumed), allow_nan=False))
+    else:
+        show(cfg, config, plans, suggestions, assumed)
+    return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT

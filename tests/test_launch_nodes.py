@@ -1,0 +1,229 @@
+"""Several nodes that are given the same command, without torchrun: they meet, and hear of one another's end."""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from world import SMALL, Run, wait_until
+
+from fsdp_trainer.cli import main
+from fsdp_trainer.config.schema import Launch
+from fsdp_trainer.errors import RunFailed, Stopped, UserError
+from fsdp_trainer.launch import nodes, start
+from fsdp_trainer.launch.nodes import Node, free_port, where_to_meet
+from fsdp_trainer.launch.start import Patience, starts_ranks, wait_for_ranks
+from fsdp_trainer.launch.world import join
+
+
+@pytest.fixture
+def come(monkeypatch):
+    """`come(name, **differs)`: a node comes in a thread of its own; `come.all()` waits, and gives each one's Node or error, by name."""
+    port, came, threads, heard = free_port(), {}, [], []
+    take_in = nodes.Meeting.come
+    monkeypatch.setattr(nodes.Meeting, "come", lambda meeting, said, out: (take_in(meeting, said, out), heard.append(said))[0])
+
+    def one(name, count=2, run="run", ranks=1, devices="", timeout="30s", env=None, at=None):
+        launch = Launch(nodes=count, rendezvous=at or f"localhost:{port}", timeout=timeout)
+
+        def meet():
+            try:
+                came[name] = Node(launch, run, ranks, devices, env or {})
+            except (UserError, RunFailed) as error:
+                came[name] = error
+
+        threads.append(threading.Thread(target=meet))
+        threads[-1].start()
+        if name == "serves":
+            until(lambda: heard)
+
+    def everyone():
+        for thread in threads:
+            thread.join(40)
+            assert not thread.is_alive()
+        return came
+
+    one.all, one.came = everyone, came
+    yield one
+    for node in everyone().values():
+        if isinstance(node, Node):
+            node._left = True
+            node._close()
+
+
+def until(there):
+    deadline = time.monotonic() + 30
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_nodes_get_their_places_and_ranks_as_torchrun_would_number_them(come):
+    come("serves", count=3, ranks=2)
+    come("late", count=3, ranks=4, env={"SLURM_NODEID": "2"})
+    come("early", count=3, ranks=1, env={"SLURM_NODEID": "1"})
+    came = come.all()
+    places = {name: (node.node, node.first, node.size) for name, node in came.items()}
+    assert places == {"serves": (0, 0, 7), "early": (1, 2, 7), "late": (2, 3, 7)}
+    told = [node.environment() for node in came.values()]
+    assert told[0]["MASTER_ADDR"] == "localhost" and len({env["MASTER_PORT"] for env in told}) == 1
+    assert {env["WORLD_SIZE"] for env in told} == {"7"} and {env["GROUP_WORLD_SIZE"] for env in told} == {"3"}
+
+
+@pytest.mark.parametrize(("code", "heard"), [(7, 7), (0, None), (75, None)])
+def test_only_a_node_that_failed_ends_the_others(come, code, heard):
+    come("serves")
+    come("other")
+    serves, other = (come.all()[name] for name in ("serves", "other"))
+    leaving = threading.Thread(target=serves.leave, args=[code])
+    leaving.start()
+    if heard:
+        until(lambda: other.heard)
+        assert other.heard[0] == heard and "ended with 7" in other.heard[1]
+    other.leave(code)
+    leaving.join(10)
+    assert not leaving.is_alive() and serves.heard is None and (heard or other.heard is None)
+
+
+@pytest.mark.parametrize("lost", ["serves", "other"])
+def test_a_node_that_dies_is_noticed(come, lost):
+    come("serves")
+    come("other")
+    came = come.all()
+    stays = came["other" if lost == "serves" else "serves"]
+    if lost == "serves":  # as the kernel does when a process is killed
+        for _, out in came["serves"]._meeting.there:
+            out._sock.shutdown(socket.SHUT_RDWR)
+    came[lost]._connection.shutdown(socket.SHUT_RDWR)
+    until(lambda: stays.heard)
+    assert stays.heard[0] == 1 and "was lost" in stays.heard[1]
+
+
+def test_a_node_that_starts_again_waits_for_the_others_to_end(come):
+    come("serves")
+    come("other")
+    before = [come.all()[name] for name in ("serves", "other")]
+    before[1].leave(1)
+    until(lambda: before[0].heard)
+    come("again")
+    come("again too")
+    before[0].leave(1)
+    assert sorted(node.node for name, node in come.all().items() if "again" in name) == [0, 1]
+
+
+def test_a_failure_elsewhere_ends_the_ranks_here_with_its_code(monkeypatch, capsys):
+    monkeypatch.setattr(start, "GRACE_SECONDS", 0.1)
+    ranks = [subprocess.Popen(["sleep", "60"])]
+    assert wait_for_ranks(ranks, Patience(), SimpleNamespace(first=4, heard=(2, "the node b ended with 2"))) == 2
+    assert capsys.readouterr().err == "fsdp-trainer: the node b ended with 2\n" and ranks[0].returncode == -signal.SIGKILL
+
+
+def test_who_does_not_belong_there_is_told_why(come):
+    come("serves", count=3, devices="a:all")
+    come("other run", count=3, run="another")
+    come("other command", count=2)
+    come("given twice", count=3, devices="a:all")
+    come("second", count=3, devices="b:all")
+    come("third", count=3)
+    until(lambda: len(come.came) == 6)
+    come("too late", count=3)
+    told = {name: str(error) for name, error in come.all().items() if isinstance(error, UserError)}
+    assert "where the run run meets, not another" in told["other run"] and "launch.nodes=3" in told["other command"]
+    assert "is there already" in told["given twice"] and "all 3 nodes are there" in told["too late"]
+    assert set(told) == {"other run", "other command", "given twice", "too late"}
+
+
+def test_who_waits_in_vain_says_who_came(come):
+    come("serves", count=3, timeout="1s")
+    come("second", count=3, timeout="1s")
+    assert any(f"2 of 3 nodes came within launch.timeout: {socket.gethostname()}" in str(error) for error in come.all().values())
+    assert all(isinstance(error, RunFailed) for error in come.all().values())
+
+
+def test_a_port_in_use_and_a_host_that_is_none_are_told(come, monkeypatch):
+    monkeypatch.setattr(nodes, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(nodes, "NAME_SECONDS", 0.1)
+    with socket.socket() as silent:
+        silent.bind(("", 0))
+        silent.listen()
+        come("in use", at=f"localhost:{silent.getsockname()[1]}")
+        come("no host", at="no-such-host.invalid:29500")
+        told = come.all()
+    assert "the port is in use" in str(told["in use"]) and "launch.rendezvous=localhost:" in str(told["in use"])
+    assert "resolves to no address" in str(told["no host"]) and told["no host"].exit_code == 2
+
+
+def test_a_signal_ends_the_wait_for_others():
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(Stopped, match="SIGUSR1"):
+            Node(Launch(nodes=2, rendezvous=f"localhost:{free_port()}", timeout="20s"), "run", 1, "", {})
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+STEP = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "gpu[3-4]", "SLURM_JOB_ID": "7"}
+
+
+def test_slurm_says_how_many_nodes_there_are_and_where_they_meet():
+    assert where_to_meet(Launch(), STEP) == (2, "gpu3:20007")
+    assert where_to_meet(Launch(nodes=4, rendezvous="a:1"), {}) == (4, "a:1")
+    each, many = Launch(nproc_per_node=8), STEP | {"SLURM_STEP_NUM_TASKS": "16"}
+    assert starts_ranks(each, STEP) and not starts_ranks(each, many), "one task a node, or one a rank"
+    assert not starts_ranks(each, STEP | {"RANK": "0"}) and starts_ranks(Launch(nodes=2), {})
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["launch.nodes=2"], "launch.rendezvous=HOST:29500"),
+        (["launch.rendezvous=a:29500"], "launch.nodes=2"),
+        (["launch.nodes=2", "launch.rendezvous=a"], "is a host and a port"),
+        (["nnodes=2"], "launch.nodes=2"),
+        (["-m", "launch.nodes=2", "run.seed=1,2"], "hydra.launcher.nodes=2"),
+    ],
+)
+def test_what_is_missing_is_told(capsys, monkeypatch, tmp_path, typed, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    assert main([*typed, "+recipe=quickstart"]) == 2 and said in capsys.readouterr().err
+
+
+def test_a_master_port_in_use_is_told():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with pytest.raises(UserError, match=f"MASTER_PORT={port}.*is in use"):
+            join({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, "cpu", 5)
+
+
+def test_more_ranks_than_gpus_are_told(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(UserError, match="has 2 that are visible"):
+        join({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "2"}, "auto", 5)
+
+
+def test_auto_is_one_rank_for_each_visible_gpu(monkeypatch):
+    monkeypatch.setattr(start, "glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1"])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert start.ranks_to_start(Launch()) == 2 and start.ranks_to_start(Launch(device="cpu")) == 1
+
+
+@pytest.mark.slow
+def test_two_nodes_train_as_one_world_and_stop_as_one(inputs, tmp_path):
+    words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), "train.steps=100000", f"run.root={tmp_path}", "run.name=run"]
+    where = ["launch.nodes=2", "launch.nproc_per_node=1", f"launch.rendezvous=localhost:{free_port()}"]
+    told = [(tmp_path / name).open("w+") for name in "ab"]
+    both = [subprocess.Popen([sys.executable, "-m", "fsdp_trainer", *words, *where], stdout=out, stderr=out) for out in told]
+    run = Run(tmp_path / "run")
+    wait_until(lambda: run.metrics, both[0])
+    both[1].send_signal(signal.SIGTERM)
+    assert [node.wait(60) for node in both] == [75, 75], [out.seek(0) or out.read() for out in told]
+    assert run.event("start")[0]["world_size"] == 2 and run.events[-1]["reason"] == "SIGTERM"

@@ -1,0 +1,242 @@
+"""`plan`: whether it fits, how fast it is and what to change, told before there are data, weights or GPUs."""
+
+import json
+import os
+import re
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_recipes_compose import RECIPES
+from world import SMALL
+
+from fsdp_trainer.cli import main
+from fsdp_trainer.config.compose import CONF, compose
+from fsdp_trainer.plan.devices import device, named_by_driver, peak_flops
+from fsdp_trainer.plan.inputs import architecture, target
+from fsdp_trainer.plan.plan import GIB, make_plan
+from fsdp_trainer.plan.suggest import suggest
+from fsdp_trainer.plan.time import Group, groups, times
+
+DOES_NOT_FIT = ("model=llama3_8b", "batch.seq_len=4096", "batch.micro_rows=2", "plan.gpu=a100_40gb", "plan.world_size=8")
+
+
+def planned(*words):
+    cfg = compose("plan", list(words), inputs=False)
+    return make_plan(cfg, architecture(cfg)[0], cfg.plan.world_size, target(cfg, cfg.plan.world_size))
+
+
+@contextmanager
+def counting():
+    """Writes what rank 0's collectives send in the whole run: gathers and reduce-scatters, and all-reduces of more than a few numbers."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    sent = {"shard": 0.0, "replicate": 0.0}
+
+    class Wire(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func._schema.name
+            if name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
+                whole, part = sorted((args[0].nbytes, args[1].nbytes), reverse=True)
+                sent["shard"] += whole - part
+            elif name == "c10d::allreduce_" and args[0][0].numel() > 256:
+                ranks = torch.distributed.ProcessGroup.unbox(args[1]).size()
+                sent["replicate"] += 2 * (ranks - 1) / ranks * args[0][0].nbytes
+            return func(*args, **(kwargs or {}))
+
+    with Wire():
+        yield
+    if os.environ["RANK"] == "0":
+        Path(os.environ["SENT"]).write_text(json.dumps(sent))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (
+            2,
+            [
+                "sharding.reshard_after_forward=false",
+                "sharding.accumulate=unsharded",
+                "batch.micro_rows=1",
+                "model.tie_word_embeddings=false",
+            ],
+        ),
+        (4, ["sharding=hsdp", "batch.micro_rows=1", "sharding.blocks_per_unit=2"]),
+        (2, ["sharding=ddp", "batch.micro_rows=1"]),
+    ],
+    ids=lambda given: given[0] if isinstance(given, list) else None,
+)
+def test_the_bytes_on_the_wire_are_those_that_a_real_run_sends(train, tmp_path, ranks, words):
+    words = ["precision.param_dtype=bfloat16", "model.vocab_multiple=4", "train.steps=2", *words]
+    train("run", *words, ranks=ranks, seam=counting, env={"SENT": str(tmp_path / "sent")})
+    base = [word for word in SMALL if word.split("=")[0] not in [w.split("=")[0] for w in words]]
+    told = planned(*base, "tokenizer.path=demo:bytes", "plan.gpu=h100", f"plan.world_size={ranks}", *words).wire
+    sent = json.loads((tmp_path / "sent").read_text())
+    assert sent == {name: pytest.approx(2 * (way.gathered + way.reduced), rel=1e-3) for name, way in told.items()}
+    assert sum(sent.values()) > 0
+
+
+def hardware(name):
+    """The device and the ranks that the head of a recipe names: `8 nodes of 8 GPUs with 80 GB`, `one GPU with 40 GB`."""
+    head = (CONF / "recipe" / f"{name}.yaml").read_text().replace("one ", "1 ")
+    nodes, gpus, size = re.search(r"hardware: (?:(\d+) nodes? of )?(\d+) GPUs? with (\d+) GB", head).groups()
+    return [f"plan.world_size={int(nodes or 1) * int(gpus)}", f"plan.memory_gib={int(size) * 1e9 / GIB:.2f}"]
+
+
+@pytest.mark.parametrize("name", sorted({*RECIPES} - {"quickstart"}))
+def test_every_recipe_fits_the_hardware_that_its_head_names(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = planned(f"+recipe={name}", *hardware(name))
+    assert plan.fits, plan.memory.peak
+    (told,) = re.findall(r"in all +([\d.]+) GB on (?:one GPU|\d+)", (CONF / "recipe" / f"{name}.yaml").read_text())
+    assert plan.memory.peak.total / 1e9 == pytest.approx(float(told), rel=0.25)
+
+
+def test_what_is_suggested_fits_when_it_is_typed():
+    cfg = compose("plan", list(DOES_NOT_FIT), inputs=False)
+    config, gpu = architecture(cfg)[0], target(cfg, 8)
+    assert not make_plan(cfg, config, 8, gpu).fits
+    found = suggest(cfg, config, 8, gpu)
+    assert len(found) >= 4 and len({s.override for s in found}) == len(found)
+    for one in found:
+        words = [*DOES_NOT_FIT, *one.override.split()]
+        last = {word.split("=")[0]: word for word in words}  # whoever types it changes what is there
+        again = planned(*last.values())
+        assert again.fits and again.memory.peak.total == one.peak_bytes and one.peak_bytes <= 39.4 * GIB, one.override
+    kinds = ["more" if "world_size" in s.override else "other" if "seq_len" in s.override else "same" for s in found]
+    assert "more" in kinds and kinds == sorted(kinds, key=["same", "more", "other"].index)
+    (bigger,) = (s for s in found if "world_size" in s.override)
+    world = int(re.search(r"world_size=(\d+)", bigger.override)[1])
+    assert not planned(*DOES_NOT_FIT[:-1], f"plan.world_size={world - 8}").fits, "the smallest that fits"
+    full = next(s for s in found if s.override == "activation_checkpoint=full")
+    selective = next(s for s in found if s.override == "activation_checkpoint=selective")
+    assert full.peak_bytes < selective.peak_bytes and 0.2 < full.cost < 0.4 and 0.05 < selective.cost < full.cost
+
+
+def test_what_fits_is_told_what_makes_it_faster(capsys):
+    words = ["plan", "model=smollm2_135m", "activation_checkpoint=full", "plan.gpu=h100", "plan.world_size=8", "plan.format=json"]
+    assert main(words) == 0
+    found = {s["override"]: s for s in json.loads(capsys.readouterr().out)["suggestions"]}
+    assert {"activation_checkpoint=none", "compile=enabled"} <= {*found} and all(s["cost"] < 0 for s in found.values())
+    assert planned(*words[1:2], *words[3:5], "activation_checkpoint=none").memory.peak.total / GIB == pytest.approx(
+        found["activation_checkpoint=none"]["peak_gib"], abs=1e-3
+    )
+
+
+def test_json_is_one_object_and_the_exit_code_says_whether_it_fits(capsys):
+    small = ["plan", "model=smollm2_135m", "plan.format=json"]
+    assert main([*small, "plan.memory_gib=0.1", "plan.world_size=1"]) == 3
+    told = json.loads(capsys.readouterr().out)
+    assert told["fits"] is False and told["step_seconds"] is None and told["tokens_per_second"] is None
+    assert sum(told["by_category"].values()) == pytest.approx(told["peak_gib"], abs=0.01) and told["peak_gib"] > told["memory_gib"]
+    assert main([*small, "plan.memory_gib=1.5", "plan.gpu=h100", "plan.world_size=[8,2,1]", "train.steps=1000"]) == 0
+    several = json.loads(capsys.readouterr().out)
+    assert [one["world_size"] for one in several["worlds"]] == [1, 2, 8] and not several["worlds"][0]["fits"]
+    assert several["fits"] and several["world_size"] == several["smallest"] > 1
+    low, high = several["step_seconds"]
+    assert 0 < low < high and low * 1000 / 86400 == pytest.approx(several["days"][0])
+    assert several["bytes_per_step"]["shard"] > 0 == several["bytes_per_step"]["replicate"] and several["checkpoint_gib"] > 1
+
+
+def test_a_plan_for_people_fits_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", *DOES_NOT_FIT]) == 3
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80 and "…" not in out and "does not fit" in out
+    assert "activation_checkpoint=selective " in out and re.search(r"plan.world_size=\d+ +[\d.]+ GiB", out)
+    assert main(["plan", "+recipe=qwen3_0_6b_sft", "plan.gpu=l4", "plan.world_size=1"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80 and len(out.splitlines()) < 50
+    assert "fits: " in out and "Qwen/Qwen3-0.6B is not on this disk" in " ".join(out.split()) and "tokens/s" in out and "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["plan.gpu=h101"], "plan.memory_gib="),
+        (["model.init_from=nobody/nothing", "plan.gpu=h100"], "Say which size it is"),
+        (["model=tiny", "sharding=hsdp", "plan.gpu=h100", "plan.world_size=[4,9]"], "Use  plan.world_size=8"),
+        (["model=tiny", "precision=fp8", "plan.gpu=a100"], "A100 has no float8"),
+        (["model=tiny", "plan.gpu=h100", "plan.world_size=[]"], "plan.world_size=[8,16,64]"),
+        (["model=tiny", "plan.gpu=h100", "plan.world_size=[8,x]"], "a list of whole numbers"),
+    ],
+)
+def test_a_mistake_is_told_with_what_to_type(words, told, capsys):
+    assert main(["plan", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_without_a_gpu_one_must_be_named(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert main(["plan", "model=tiny"]) == 2
+    assert "h100 " in capsys.readouterr().err
+    assert main(["plan", "model=tiny", "model.vocab_size=100", "launch.device=cpu", "launch.nproc_per_node=2"]) == 0
+    assert "2 ranks on this machine" in capsys.readouterr().out
+
+
+def test_the_architecture_is_read_where_it_is_and_otherwise_what_the_hub_calls_so(tmp_path):
+    cfg = compose("plan", ["model.init_from=Qwen/Qwen3-0.6B"], inputs=False)
+    config, assumed = architecture(cfg)
+    assert config.parameters() == pytest.approx(0.596e9, rel=1e-2) and len(assumed) == 2
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(replace(config, num_hidden_layers=3).to_hf("bfloat16")))
+    read, assumed = architecture(compose("plan", [f"model.init_from={folder}"], inputs=False))
+    assert (read.num_hidden_layers, read.vocab_size, assumed) == (3, 151_936, [])
+
+
+# tokens/s a GPU: torchtitan's benchmarks/llama3_h100_202412 (their H100s have 500 W), IBM and Meta's FSDP2 blog of 2024-11, NeMo Automodel,
+# fms-fsdp, prime-rl's baselines
+PUBLISHED = {
+    "torchtitan, 8B, eager": (5762, 8, "llama3_8b", ["batch.micro_rows=2", "activation_checkpoint=selective"]),
+    "torchtitan, 8B, compiled": (6667, 8, "llama3_8b", ["batch.micro_rows=2", "activation_checkpoint=selective", "compile=enabled"]),
+    "torchtitan, 8B, float8": (8532, 8, "llama3_8b", ["batch.micro_rows=2", "activation_checkpoint=selective", "compile=enabled", "precision=fp8"]),
+    "torchtitan, 8B, 128 GPUs": (6514, 128, "llama3_8b", ["batch.micro_rows=2", "activation_checkpoint=selective", "compile=enabled"]),
+    "IBM, 8B": (8000, 8, "llama3_8b", ["batch.micro_rows=2", "activation_checkpoint=selective", "compile=enabled"]),
+    "IBM, 70B, 512 GPUs": (960, 512, "llama3_70b", ["activation_checkpoint=full", "compile=enabled"]),
+    "Automodel, 70B": (867, 64, "llama3_70b", ["activation_checkpoint=full"]),
+    "fms-fsdp, 7B": (9600, 96, "llama2_7b", ["batch.micro_rows=2", "batch.seq_len=4096"]),
+    "fms-fsdp, 70B": (890, 96, "llama2_70b", ["batch.micro_rows=2", "batch.seq_len=4096", "activation_checkpoint=full"]),
+    "prime-rl, 0.6B": (26005, 1, "qwen3_0_6b", ["activation_checkpoint=full"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("of", PUBLISHED)
+def test_published_speeds_lie_within_the_range(of):
+    rate, world, model, words = PUBLISHED[of]
+    words = [f"model={model}", "batch.seq_len=8192", *words]
+    cfg = compose("plan", list({word.split("=")[0]: word for word in words}.values()), inputs=False)
+    cfg.batch.rows = cfg.batch.micro_rows * world
+    config = architecture(cfg)[0]
+    slow, fast = (
+        cfg.batch.rows * cfg.batch.seq_len / times(cfg, config, world, device("h100"), best).step / world for best in (False, True)
+    )
+    assert slow < rate < fast < 1.6 * slow
+
+
+def test_blocks_gathered_inside_nodes_do_not_cross_them():
+    cfg = compose("plan", ["sharding=hsdp", "sharding.replicas=2"], inputs=False)
+    assert groups(cfg.sharding, 16, 8) == (Group(8, 8), Group(2, 1)) and Group(8, 8).across == 0
+    assert groups(cfg.sharding, 8, 8) == (Group(4, 4), Group(2, 2))
+    sharded = Group(16, 8)  # 2 nodes: each rank sends 15/16 of a message, and half of it leaves the node over 8 network cards
+    assert (sharded.sent, sharded.across) == (15 / 16, 1 / 16)
+    h100 = device("h100")
+    assert sharded.seconds(1e9, h100, 1.0) == pytest.approx(15 / 16 / 450) and Group(2, 1).seconds(1e9, h100, 1.0) == pytest.approx(
+        1 / 2 / 50
+    )
+
+
+def test_devices_are_known_by_the_drivers_names():
+    names = {
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA L4": 121e12,
+        "NVIDIA L40S": 362e12,
+        "NVIDIA GH200 480GB": 989e12,
+    }
+    assert {name: peak_flops(name) for name in names} == names and peak_flops("Some GPU") is None
+    assert named_by_driver("NVIDIA A100-SXM4-40GB").memory_gib < 40 < named_by_driver("NVIDIA A100-SXM4-80GB").memory_gib

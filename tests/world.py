@@ -130,9 +130,12 @@ def killed_once(folder: Path, rank: int, step: int) -> dict[str, str]:
 
         def enter_and_die(phase, step=None):
             enter(phase, step)
-            if step == {step} and os.environ.get("RANK") == "{rank}" and not killed.exists():
-                killed.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+            if step == {step} and os.environ.get("RANK", "0") == "{rank}":
+                try:
+                    killed.touch(exist_ok=False)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                except FileExistsError:
+                    pass
 
         phases.enter = enter_and_die
         """,

@@ -8,7 +8,6 @@ import shlex
 import sys
 import time
 from contextlib import suppress
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 

@@ -149,7 +149,8 @@ def plan(trainer: Trainer, world: World, held: Held) -> tuple[dict[str, float], 
     smaller = device._replace(memory_gib=min(device.memory_gib, less / 2**30))
     found: dict[tuple[str, ...], Suggestion] = {}
     for one in suggest(cfg, config, world.size, smaller):  # the best of those that set the same keys
-        found.setdefault(tuple(word.partition("=")[0] for word in one.override.split()), one)
+        if not one.override.startswith("plan."):  # more GPUs: no override of training's
+            found.setdefault(tuple(word.partition("=")[0] for word in one.override.split()), one)
     return (
         peak.bytes,
         f"planned: the peak, {peak.when}",

@@ -248,7 +248,7 @@ def recipe_heads(config_dir: str | None = None) -> dict[str, RecipeHead]:
         heads[name] = RecipeHead(
             does=lines[0],
             hardware=find("^# hardware:(.*)") or "not said",
-            memory=find("^# +in all +([^;(\n]+(?:[(]estimate[)])?)"),
+            memory=find(r"^# Memory +([^;\n]+)"),
             step=find("= ([0-9,]+ tokens) a step"),
             speed=find("^# Speed +([^;:\n]+)"),
             start=re.sub(r"\s*\\\n#\s*", " ", command) if command else f"fsdp-trainer +recipe={name}",

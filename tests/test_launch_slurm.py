@@ -129,7 +129,7 @@ def test_a_dry_run_prints_the_script_and_submits_nothing(cluster, capsys):
     ("words", "said"),
     [
         (["hydra.launcher.partion=gpu"], "hydra.launcher.partition=gpu"),
-        (["hydra.launcher.array_parallelism=4"], "hydra.launcher.jobs=4"),
+        (["hydra.launcher.array_parallelism=4"], "hydra.launcher.jobs=2"),
         (["hydra.launcher.nodes=0"], "at least 1"),
         (["hydra.launcher.timeout_min=soon"], "a whole number"),
         ([], "no sbatch"),

@@ -48,7 +48,6 @@ def test_what_a_rank_held_is_told_beside_the_plan_and_what_to_type(train):
         and "batch.micro_rows=" in event["suggestions"][0]
         and f"  {event['suggestions'][0]} " in run.err
     )
-    assert not any("plan." in override for override in event["suggestions"]), "what training does not take"
     assert run.events[-1]["exit_code"] == 1 and "ran out of memory" in run.events[-1]["reason"]
     (allow,) = re.findall(r"'(checkpoint.allow_changes=\S+)'", run.err)
     again = train("run", *HOW, "batch.micro_rows=1", allow)

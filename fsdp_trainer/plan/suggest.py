@@ -1,6 +1,7 @@
 """Overrides that would make a run fit, or faster: each tried by the same plan, and told with what it costs."""
 
 import math
+import re
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -16,7 +17,9 @@ from fsdp_trainer.parallel.fit import keeps_gathered
 from fsdp_trainer.plan.devices import Device
 from fsdp_trainer.plan.plan import Plan, make_plan
 
-SAME, FORMATS, TRAINING = range(3)  # what a change touches: time alone; number formats; what is learnt from
+SAME, MOMENTS, NUMBERS, TRAINING = range(
+    4
+)  # what a change touches: time alone; how moments are kept; what is computed; what is learnt from
 MOST, ENOUGH = 8, 4  # suggestions; and how many make looking for longer ones needless
 GAIN = 0.02  # below which a step is not called faster
 
@@ -58,9 +61,12 @@ def suggest(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -
                 enough[words] = change.kind, found.cost, found
         if len(enough) >= ENOUGH:
             break
-    ranked = sorted(enough.values(), key=lambda found: found[:2])
-    here = [found for kind, _, found in ranked if kind < TRAINING][: MOST - 2]
-    return [*here, *larger(cfg, config, plan), *(found for kind, _, found in ranked if kind == TRAINING)][:MOST]
+    ranked = sorted(enough.values(), key=lambda found: (found[0], round(found[1], 3), -found[2].peak_bytes))
+    best: dict[str, tuple[int, Suggestion]] = {}  # of those that differ in a number, the one that costs least, or changes least
+    for kind, _, found in ranked:
+        best.setdefault(re.sub(r"=\d+\b", "=", found.override), (kind, found))
+    here = [found for kind, found in best.values() if kind < TRAINING][: MOST - 2]
+    return [*here, *larger(cfg, config, plan), *(found for kind, found in best.values() if kind == TRAINING)][:MOST]
 
 
 def changed(cfg: TrainConfig, keys: dict[str, Any]) -> TrainConfig:
@@ -91,23 +97,19 @@ def smaller(cfg: TrainConfig, world: int, device: Device) -> Iterator[Change]:
     if device.name != "cpu" and (cfg.loss.chunk_mib or math.inf) > 128:
         yield Change("loss.chunk_mib=128", {"loss.chunk_mib": 128}, "the head's products are smaller, and slower by what is not reckoned")
     if (held := moments_format(cfg.optim, formats.master_dtype)) == "float32":
-        yield Change("optim=adamw_bf16", {"optim.state_dtype": "bfloat16"}, "moments are kept in bfloat16", FORMATS)
+        yield Change("optim=adamw_bf16", {"optim.state_dtype": "bfloat16"}, "moments are kept in bfloat16", MOMENTS)
     if held != "8bit":
-        yield Change("optim=adamw_8bit", {"optim.state_dtype": "8bit"}, "moments are kept in 8 bits", FORMATS)
+        yield Change("optim=adamw_8bit", {"optim.state_dtype": "8bit"}, "moments are kept in 8 bits", MOMENTS)
     if formats.param_dtype == "float32":
         bf16 = {"precision.param_dtype": "bfloat16", "precision.reduce_dtype": "float32", "precision.master_dtype": "float32"}
-        yield Change("precision=bf16", bf16, "forward and backward compute in bfloat16", FORMATS)
+        yield Change("precision=bf16", bf16, "forward and backward compute in bfloat16: other numbers", NUMBERS)
     if formats.master_dtype == "float32":
         pure = {"precision.param_dtype": "bfloat16", "precision.reduce_dtype": "float32", "precision.master_dtype": "bfloat16"}
-        why = "weights, gradients and moments are kept in bfloat16"
-        yield Change("precision=pure_bf16", pure | {"precision.float8": None}, why, FORMATS)
+        why = "weights, gradients and moments are kept in bfloat16: other numbers, which may learn less"
+        yield Change("precision=pure_bf16", pure | {"precision.float8": None}, why, NUMBERS)
     if formats.reduce_dtype == "float32" and world > 1:
-        yield Change(
-            "precision.reduce_dtype=bfloat16",
-            {"precision.reduce_dtype": "bfloat16"},
-            "gradients are summed over ranks in bfloat16",
-            FORMATS,
-        )
+        why = "gradients are summed over ranks in bfloat16: other numbers"
+        yield Change("precision.reduce_dtype=bfloat16", {"precision.reduce_dtype": "bfloat16"}, why, NUMBERS)
     length = cfg.batch.seq_len
     for shorter in (length // 2, length // 4):
         if shorter >= 512:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+CHECKPOINT = ("staging", "shards", "manifest", "rename", "prune")
 PHASES = (
     "start",
     "data",
@@ -22,11 +23,7 @@ PHASES = (
     "samples",
     "log",
     "read",
-    "staging",
-    "shards",
-    "manifest",
-    "rename",
-    "prune",
+    *CHECKPOINT,
     "agree",
     "export",
     "end",

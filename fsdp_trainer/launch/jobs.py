@@ -13,7 +13,7 @@ import yaml
 
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.observe.console import duration
-from fsdp_trainer.observe.records import Records, parse
+from fsdp_trainer.observe.records import Records, parse, whole_lines
 
 TELL_EVERY_SECONDS = 30.0  # in a log file
 
@@ -113,8 +113,7 @@ def finished(folder: Path, cfg: TrainConfig) -> bool:
 
 def objective(folder: Path, metric: str | None = None) -> float | None:
     """The last value of `metric`; of None: the last validation loss of a run, without validation its last loss. None if it has neither."""
-    metrics = Records(folder).metrics
-    lines = [line for text in metrics.read_text().splitlines() if (line := parse(text))] if metrics.exists() else []
+    lines = [*whole_lines(Records(folder).metrics)]
     names = ("validation_loss", "loss") if metric is None else (metric,)
     found = [[line[name] for line in lines if line.get(name) is not None] for name in names]
     return next((values[-1] for values in found if values), None)

@@ -26,7 +26,7 @@ from fsdp_trainer.launch.places import PLACES, Place, Running
 from fsdp_trainer.launch.slurm import Shown
 from fsdp_trainer.launch.start import ECHO_SECONDS, SIGNALS, STOPPED, launcher
 from fsdp_trainer.observe.console import duration
-from fsdp_trainer.observe.records import Records, parse, replace
+from fsdp_trainer.observe.records import Records, replace, whole_lines
 
 if TYPE_CHECKING:
     from fsdp_trainer.launch.study import Study
@@ -208,9 +208,8 @@ class Jobs:
 
     def on_record(self) -> list[Job]:
         """All of sweep.jsonl: this command's, and those of earlier ones whose folders are still there."""
-        file, names = self.folder / "sweep.jsonl", {f.name for f in fields(Job)}
-        lines = [line for text in file.read_text().splitlines() if (line := parse(text))] if file.exists() else []
-        kept = [line for line in lines if line["job"] not in self.jobs and Path(line["folder"]).exists()]
+        names = {f.name for f in fields(Job)}
+        kept = [line for line in whole_lines(self.folder / "sweep.jsonl") if line["job"] not in self.jobs and Path(line["folder"]).exists()]
         return [*(Job(**{name: line[name] for name in names & line.keys()}) for line in kept), *self.jobs.values()]
 
     def write(self) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TextIO
 
+from fsdp_trainer.phases import CHECKPOINT
+
 PEOPLE = {"start": "start-up", "read": "device", "update": "optimizer", "samples": "validation"}  # phases in other words
-PEOPLE |= dict.fromkeys(("staging", "shards", "manifest", "rename", "prune"), "checkpoint")
+PEOPLE |= dict.fromkeys(CHECKPOINT, "checkpoint")
 REDRAW_SECONDS, TELL_EVERY_SECONDS = 0.2, 5.0  # in a terminal, in a file
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -65,12 +65,12 @@ class Records:
 
     def last_event(self) -> dict[str, Any]:
         """The last whole event; {} if there is none."""
-        return last(self.events)
+        return next(whole_lines(self.events, newest_first=True), {})
 
     def last_line(self) -> dict[str, Any]:
         """The last whole line of the metrics; {} if there is none that can be read."""
         try:
-            return last(self.metrics)
+            return next(whole_lines(self.metrics, newest_first=True), {})
         except OSError:
             return {}
 
@@ -135,10 +135,10 @@ class Records:
         return True
 
 
-def last(file: Path) -> dict[str, Any]:
-    """The last whole line of a file; {} if there is none. Raises OSError."""
-    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
-    return next((line for text in reversed(lines) if (line := parse(text))), {})
+def whole_lines(file: Path, newest_first: bool = False) -> Iterator[dict[str, Any]]:
+    """Of a file that may be missing, or have lines that were cut. Raises OSError."""
+    texts = file.read_text(errors="replace").splitlines() if file.exists() else []
+    return (line for text in (reversed(texts) if newest_first else texts) if (line := parse(text)))
 
 
 def cut(file: Path, step: int) -> None:

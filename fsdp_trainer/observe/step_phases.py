@@ -8,11 +8,13 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
+from fsdp_trainer.phases import CHECKPOINT
+
 GATHER, SYNC = "all-gather, exposed", "gradient sync, exposed"
 ROWS = ("data", "forward", "loss", "backward", GATHER, SYNC, "clip", "optimizer", "agree", "log", "checkpoint", "validation", "other")
 """Every instant of a step is in exactly one: they sum to its time. `loss` is the head's part of forward, its gradients included."""
 ROW_OF = {"update": "optimizer", "read": "log", "samples": "validation", "check": "other", "profile": "other", "compile": "other"}
-ROW_OF |= dict.fromkeys(("staging", "shards", "manifest", "rename", "prune"), "checkpoint") | {row: row for row in ROWS}
+ROW_OF |= dict.fromkeys(CHECKPOINT, "checkpoint") | {row: row for row in ROWS}
 OF_MODEL = ("forward", "loss", "backward")
 COMPUTES = (
     "aten::",

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_trainer.phases import CHECKPOINT
 from fsdp_trainer.report.read import Run
 
 PARTS = {
@@ -22,7 +23,7 @@ PARTS = {
 OF_PHASE = (
     {"data": "data", "compile": "compile", "start": "startup", "rewind": "restart", "validation": "validation", "samples": "validation"}
     | dict.fromkeys(("forward", "backward", "clip", "update", "read"), "training")
-    | dict.fromkeys(("staging", "shards", "manifest", "rename", "prune"), "checkpoint")
+    | dict.fromkeys(CHECKPOINT, "checkpoint")
 )
 ESTIMATED = "an older version wrote no phase times: training is step_seconds, which contains waiting for data and compiling"
 

@@ -12,6 +12,7 @@ import jinja2
 import numpy as np
 
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.phases import CHECKPOINT
 from fsdp_trainer.report.goodput import ESTIMATED, PARTS, attempts_of
 from fsdp_trainer.report.read import Run, differing, overrides
 from fsdp_trainer.report.summary import Summary, duration, short
@@ -41,7 +42,7 @@ GROUPS = {  # phases in the order of a step, as they are stacked
     "clip, update": ("clip", "update"),
     "waiting for the device": ("read",),
     "validation, samples": ("validation", "samples"),
-    "checkpoint": ("staging", "shards", "manifest", "rename", "prune"),
+    "checkpoint": CHECKPOINT,
     "compile": ("compile",),
 }  # and all others
 

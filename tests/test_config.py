@@ -171,6 +171,7 @@ MISTAKES = [
     {
         "data.path=https://host/a?b=c": """'data.path="https://host/a?b=c"'""",
         "data.path=[~/a,~/b]": """'data.path=["~/a","~/b"]'""",
+        "optim.betas=(0.9,0.95)": "optim.betas=[0.9,0.95]",
         "~optim": "not deleted",
         "optim.lr": "neither a verb nor key=value",
         "batch=3": "batch has: seq_len rows micro_rows",

@@ -198,6 +198,8 @@ def why_unparsable(argument: str, parser: OverridesParser, keys: Mapping[str, An
         return f"is neither a verb nor key=value{f'. Did you mean  {meant} ?' if meant else ''}"
     if re.fullmatch(r"\[.*\{.*\]", value):  # texts of mappings in it
         quoted = re.sub(r"(?<=: )([^\s,{}\[\]\"'][^,{}\"']*)", lambda found: _quote_text(found[0]), value)
+    elif value[:1] == "(" and key in keys and not takes_text(keys[key].type):
+        quoted = f"[{value.strip('()')}]"
     else:
         quoted = f"[{','.join(_quote(item) for item in value[1:-1].split(','))}]" if re.fullmatch(r"\[.*\]", value) else _quote(value)
     try:

@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -58,7 +59,8 @@ def main(argv: list[str] | None = None) -> int:
 def leave_a_word(error: UserError | RunFailed, file: str) -> None:
     """One line for the table that this node's torchrun ends with: rank 0 speaks on another, and may know nothing of a file that is missing here."""
     line = " ".join(str(error).split())
-    Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": {"timestamp": int(time.time())}}}))
+    with suppress(OSError):  # what ends the run counts
+        Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": {"timestamp": int(time.time())}}}))
 
 
 def write_no_more() -> None:

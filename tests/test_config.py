@@ -1,5 +1,6 @@
 """Configuration through its doors: the command line and `compose`. Nothing here imports torch."""
 
+import logging
 import os
 import resource
 import subprocess
@@ -300,7 +301,8 @@ def test_cfg_job_prints_the_composed_configuration_and_writes_nothing(capsys, tm
     assert not list(tmp_path.iterdir())
 
 
-def test_hydras_own_view_is_there(capsys):
+def test_hydras_own_view_is_there(capsys, monkeypatch):
+    monkeypatch.setattr(logging.root, "handlers", [*logging.root.handlers])  # it leaves one, to what is then captured no more
     assert main(["--info", "defaults", "+recipe=quickstart"]) == 0
     assert "recipe/quickstart" in capsys.readouterr().out
 

@@ -98,7 +98,7 @@ ASKED = ["train.validate_every=4", "train.sample_prompts=[aaa,'b c']", "train.sa
     ids=str,
 )
 def test_samples_in_training_are_what_generate_says_of_the_checkpoint_and_change_nothing(train, compiled, ranks, how):
-    how = [*how, *(compiled if "compile=enabled" in how else [])]
+    how = compiled if "compile=enabled" in how else how
     plain = train("plain", "train.steps=12", *how, ranks=ranks, timeout=400)
     run = train("run", "train.steps=12", *ASKED, *how, ranks=ranks, timeout=400)
     assert run.column("loss") == plain.column("loss") and run.column("grad_norm") == plain.column("grad_norm")

@@ -259,7 +259,7 @@ def test_torchrun_restarts_a_world_whose_rank_was_killed_and_it_finishes(done, t
     assert code == 0, out + err
     assert run.column("step") == list(range(1, 10))
     assert [(e["attempt"], e["step"]) for e in run.event("resume")] == [(1, 5)]
-    assert run.events[-1] | {"time": 0} == {"event": "end", "time": 0, "reason": "finished", "exit_code": 0}
+    assert run.events[-1].items() >= {"event": "end", "reason": "finished", "exit_code": 0}.items()
 
 
 @pytest.mark.slow

@@ -153,6 +153,9 @@ def test_a_job_for_kubernetes_is_whole(write):
         (["kind=slurm", "optim.lrr=1"], "optim.lr=1"),
         (["kind=slurm", "data.path=null"], "data.path=demo:backwards"),
         (["kind=slurm", "gpus_pr_node=1"], "gpus_per_node"),
+        (["kind=slurm", 'partition="gpu\nrm -r x"'], "must be a name"),
+        (["kind=kubernetes", "claim='x}, evil: {'"], "must be a name"),
+        (["kind=docker", 'out="a\nrm -r x"'], "must be one line"),
     ],
 )
 def test_what_cannot_be_is_told_and_nothing_written(capsys, monkeypatch, tmp_path, words, said):

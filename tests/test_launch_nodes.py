@@ -216,6 +216,20 @@ def test_auto_is_one_rank_for_each_visible_gpu(monkeypatch):
     assert start.ranks_to_start(Launch()) == 2 and start.ranks_to_start(Launch(device="cpu")) == 1
 
 
+def test_a_node_without_rank_0_says_where_the_message_is(inputs, capfd, monkeypatch):
+    class Second:
+        first, node, address, heard = 1, 1, "gpu3", None
+
+        def __init__(self, *_: object):
+            self.environment, self.leave = dict, lambda code: None
+
+    monkeypatch.setattr(start, "Node", Second)
+    monkeypatch.setattr(start, "start_rank", lambda *_: subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"]))
+    where = ["launch.nodes=2", "launch.nproc_per_node=1", "launch.rendezvous=gpu3:29500"]
+    assert main([*SMALL, *(f"{k}={v}" for k, v in inputs.items()), *where]) == 2
+    assert "ends with code 2; rank 0, on gpu3, says why" in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_two_nodes_train_as_one_world_and_stop_as_one(inputs, tmp_path):
     words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), "train.steps=100000", f"run.root={tmp_path}", "run.name=run"]

@@ -6,14 +6,16 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed import HashStore
 from world import SMALL, Run
 
 from fsdp_trainer import phases
-from fsdp_trainer.training.out_of_memory import is_out_of_memory
+from fsdp_trainer.training.out_of_memory import is_out_of_memory, tell
 
 HOW = ["train.steps=6", "checkpoint.every=2", "batch.rows=8", "batch.micro_rows=4"]
 
@@ -62,6 +64,13 @@ def test_what_was_measured_stands_without_a_plan(train):
     run = train("run", *HOW, seam=greedy_without_a_plan, code=1)
     (event,) = run.event("out_of_memory")
     assert "no plan: ValueError: no such shape" in run.err and event["measured"]["parameters"] > 50_000 and "planned" not in event
+
+
+def test_rank_0_hears_of_a_rank_that_runs_out_before_there_is_a_model():
+    heard = []
+    world = SimpleNamespace(rank=1, main=False, device="cuda:1", store=HashStore())
+    told = tell(torch.OutOfMemoryError("CUDA out of memory."), None, world, None, SimpleNamespace(tell_failure=heard.append))
+    assert heard == [told.args[0]] == ["rank 1 ran out of memory on cuda:1: CUDA out of memory."]
 
 
 @pytest.mark.slow

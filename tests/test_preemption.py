@@ -82,7 +82,8 @@ def test_a_signal_in_any_phase_on_any_rank_stops_all_and_the_weights_at_the_end_
     stopped = train("run", *how, ranks=2, seam=partial(signalled, phase, rank, nth, signal.SIGUSR1), code=75)
     assert end_of(stopped) == ("end", 75) and stopped.events[-1]["reason"] == "SIGUSR1" and len(stopped.event("signal")) == 1
     step = len(stopped.metrics)
-    assert stopped.checkpoints[-1] == f"step-{step:08d}" and stopped.event("checkpoint")[-1]["step"] == step < 4
+    assert stopped.checkpoints[-1] == f"step-{step:08d}" and stopped.event("checkpoint")[-1]["step"] == step
+    assert step < 4 or mode == "async"  # whose thread may be in its first `prune` when the steps are over
     assert_the_same_end(train("run", *how, ranks=2), undisturbed)
 
 

@@ -4,14 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
+from test_plan import planned
 from test_recipes_compose import RECIPES, published_model, recipe_as_it_is
 
 from fsdp_trainer.config.compose import CONF
 from fsdp_trainer.config.document import recipes_page
-from fsdp_trainer.observe.flops import palm_flops
-from fsdp_trainer.plan.devices import device
-
-GB = r"([\d.]+) GB"
+from fsdp_trainer.plan.plan import GIB
 
 
 class Recipe:
@@ -42,39 +40,25 @@ def test_a_step_is_rows_times_tokens_and_divides_over_the_ranks(recipe):
         assert int(ranks) * recipe.batch.micro_rows * int(count.replace("one", "1")) == rows
 
 
-def test_the_memory_of_a_rank_adds_up(recipe):
-    billions, state = recipe.numbers(rf"16 B × ([\d.]+) G = {GB}")
-    assert billions == pytest.approx(recipe.model.parameters() / 1e9, rel=2e-3) and state == pytest.approx(16 * billions, rel=5e-3)
-    each = r"(\d+) × 2 B" if recipe.cfg.activation_checkpoint.mode == "full" else r"(\d+) kB"
-    kept, layers, size, tokens = recipe.numbers(rf"activations +{GB}.* (\d+) blocks × {each} × (\d+) tokens")
-    assert (layers, tokens) == (recipe.model.num_hidden_layers, recipe.batch.micro_rows * recipe.batch.seq_len)
-    if recipe.cfg.activation_checkpoint.mode == "full":
-        assert size == recipe.model.hidden_size
-    assert kept == pytest.approx(layers * size * tokens * (2 if "× 2 B" in recipe.text else 1000) / 1e9, rel=0.1)
-    rest = sum(map(float, re.findall(rf"(?m)^# +(?:gathered|activations|a block|head|reduction) +{GB}", recipe.text)))
-    for total, ranks in re.findall(rf"{GB} on (\d+)", re.search("in all.*?(;|$)", recipe.text, re.M)[0]):
-        assert float(total) == pytest.approx(state / int(ranks) + rest, rel=0.03), (total, ranks)
-
-
-def test_a_checkpoint_takes_twelve_bytes_a_parameter(recipe):
-    billions, size = recipe.numbers(rf"12 B × ([\d.]+) G = {GB} a checkpoint")
-    assert billions == pytest.approx(recipe.model.parameters() / 1e9, rel=2e-3) and size == pytest.approx(12 * billions, rel=1e-2)
-
-
-def test_the_expected_speed_follows_from_the_models_flops(recipe):
-    speed, peak, share, flops = recipe.numbers(
-        r"Speed +(\d+) tokens/s a GPU \(estimate\): an H100's (\d+) TFLOP/s × (\d+)% ÷ ([\d.]+) GFLOP a token"
-    )
-    assert peak * 1e12 == device("h100").flops
-    assert flops == pytest.approx(palm_flops(recipe.model, 1, recipe.batch.seq_len) / 1e9, rel=5e-3)
-    assert speed == pytest.approx(peak * 1e12 * share / 100 / (flops * 1e9), rel=5e-3)
+@pytest.mark.slow
+def test_memory_speed_and_length_are_those_of_the_plan_that_the_head_names(recipe):
+    (line,) = re.findall(r"# +Planned for H100s:  fsdp-trainer plan (.*) '?plan.world_size=\S+", recipe.text)
+    (told,) = re.findall("Memory +(.*)", recipe.text)
+    for part in told.split(";"):
+        (more,) = re.findall(r"with (\S+=\S+)", part) or [""]
+        for size, ranks in re.findall(r"([\d.]+) GiB on (\d+)", part):
+            plan = planned(*line.split(), *more.split(), f"plan.world_size={ranks}")
+            assert plan.fits and plan.memory.peak.total / GIB == pytest.approx(float(size), rel=0.01), (more, ranks)
+    ranks = int(re.findall(r"GiB on (\d+)", told)[0])
+    plan = planned(*line.split(), f"plan.world_size={ranks}")
+    assert plan.checkpoint / GIB == pytest.approx(*recipe.numbers(r"Disk +([\d.]+) GiB a checkpoint"), rel=0.01)
+    speeds = [plan.tokens / seconds / ranks for seconds in reversed(plan.step_seconds)]
+    assert speeds == pytest.approx(recipe.numbers(r"Speed +(\d+) – (\d+) tokens/s an H100"), rel=0.01)
     if recipe.cfg.train.steps:
-        steps, tokens, each, hours, ranks = recipe.numbers(
-            r"Length +(\d+) steps: ([\d.]+) G tokens (\d+) a weight; ([\d.]+) hours on (\d+) GPU"
-        )
-        assert steps == recipe.cfg.train.steps and tokens == pytest.approx(steps * recipe.batch.rows * recipe.batch.seq_len / 1e9, rel=1e-2)
+        steps, tokens, each, *hours = recipe.numbers(r"Length +(\d+) steps: ([\d.]+) G tokens (\d+) a weight; ([\d.]+) – ([\d.]+) hours")
+        assert steps == recipe.cfg.train.steps and tokens == pytest.approx(steps * plan.tokens / 1e9, rel=1e-2)
         assert each == pytest.approx(tokens * 1e9 / recipe.model.parameters(), rel=0.06)
-        assert hours == pytest.approx(tokens * 1e9 / speed / ranks / 3600, rel=0.06)
+        assert hours == pytest.approx([steps * seconds / 3600 for seconds in plan.step_seconds], rel=0.01)
 
 
 def test_the_table_in_the_docs_is_the_recipes():

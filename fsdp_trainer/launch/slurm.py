@@ -16,6 +16,7 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.sweeping import Slurm
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.launch.start import PARENT, SIGNALS, STOPPED
+from fsdp_trainer.observe.records import replace
 
 LOOK_SECONDS = 2.0  # between looks at a job's result on the shared disk
 ASK_SECONDS = 60  # between questions to Slurm's accounting, which many people ask
@@ -34,8 +35,11 @@ class OnSlurm:
         if not settings.dry_run and not (shutil.which("sbatch") and shutil.which("srun")):
             why = "there is no sbatch and srun here: start the sweep where jobs are submitted, or look at the script with"
             raise UserError("the sweep cannot be started", [Problem("hydra/launcher=slurm", f"{why}  hydra.launcher.dry_run=true")])
+        from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
+
         self.settings, self.at_once = settings, settings.jobs
         self.running: list[SlurmRunning] = []
+        self.job: Any = type("Job", (SlurmJob,), {"watcher": SlurmInfoWatcher(delay_s=ASK_SECONDS)})  # who asks once, for all jobs
 
     def memory_gib(self) -> float | None:
         """What was set."""
@@ -56,11 +60,11 @@ class OnSlurm:
         folder = output.parents[2] / "slurm" / output.parent.name
         submitted = folder / "job_id"
         if submitted.exists() and not self.settings.dry_run:
-            found = SlurmRunning(folder, submitted.read_text())
-            if found.goes_on():
-                print(f"found again: Slurm job {found.id}", flush=True)
-                self.running.append(found)
-                return found
+            found = self.job(folder, submitted.read_text())
+            if not found.done(force_check=True):
+                print(f"found again: Slurm job {found.job_id}", flush=True)
+                self.running.append(SlurmRunning(found))
+                return self.running[-1]
         import submitit
 
         executor = (
@@ -79,9 +83,9 @@ class OnSlurm:
             job = slurm.submit(Training(words, str(output), self.settings.requeue))
         except submitit.core.utils.FailedJobError as error:
             raise RunFailed(f"Slurm refuses the job: {str(error).strip()}") from None
-        submitted.write_text(job.job_id)
+        replace(submitted, job.job_id)
         print(f"submitted: Slurm job {job.job_id}", flush=True)
-        self.running.append(SlurmRunning(folder, job.job_id))
+        self.running.append(SlurmRunning(self.job(folder, job.job_id)))
         return self.running[-1]
 
 
@@ -107,17 +111,11 @@ def parameters(settings: Slurm, job: str) -> dict[str, Any]:
 class SlurmRunning:
     """A job that was submitted, by this command or an earlier one."""
 
-    def __init__(self, folder: Path, id: str):
-        from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
-
-        self.id, self._looked = id, 0.0
+    def __init__(self, job: Any):
+        """job: submitit's, of task 0; the others are nodes of the same run."""
+        self.id, self._job = job.job_id, job
+        self._looked = 0.0
         self._code: int | None = None
-        kind = type("Job", (SlurmJob,), {"watcher": SlurmInfoWatcher(delay_s=ASK_SECONDS)})
-        self._job: Any = kind(folder=folder, job_id=id)  # task 0: the others are nodes of the same run
-
-    def goes_on(self) -> bool:
-        """Whether it is queued or runs."""
-        return not self._job.done(force_check=True)
 
     def poll(self) -> int | None:
         """The run's exit code; 1 if Slurm ended the job, without a word of its own."""
@@ -132,10 +130,11 @@ class SlurmRunning:
 
     def signal(self, signum: int) -> None:
         """One that waits in the queue is cancelled, one that runs asked to stop, and not to be queued again."""
-        waits = self._job.watcher.get_state(self.id, mode="force") in ("PENDING", "REQUEUED")
-        how = [] if waits or signum == signal.SIGKILL else ["--signal=TERM"]
+        ends = signum == signal.SIGKILL or self._job.watcher.get_state(self.id, mode="force") in ("PENDING", "REQUEUED")
         with suppress(OSError):
-            subprocess.run(["scancel", *how, self.id], check=False)
+            done = subprocess.run(["scancel", *([] if ends else ["--signal=TERM"]), self.id], check=False)
+            if ends and done.returncode == 0:
+                self._code = 1  # submitit would wait for a result that does not come
 
 
 @dataclass

@@ -180,6 +180,8 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], received: list[int] | No
         code = wait_for_ranks(ranks, patience, node)
         if node:
             node.leave(code)
+            if node.node and code not in (0, STOPPED):
+                print(f"fsdp-trainer: this node ends with code {code}; rank 0, on {node.address}, says why", file=sys.stderr)
         if received and code == 1:
             print(f"fsdp-trainer: ended by {signal.Signals(received[0]).name}; what was committed stays", file=sys.stderr)
         return code

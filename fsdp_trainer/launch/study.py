@@ -1,5 +1,6 @@
 """hydra/sweeper=optuna: which jobs a sweep tries next, and which of those that run it ends early, by what came of the others."""
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -37,20 +38,29 @@ class Study:
         self._window: dict[str, list[float]] = defaultdict(list)
 
     def open(self, folder: Path) -> None:
-        """Begin, or go on with what an earlier command began: the same settings over the same values are the same study."""
+        """Begin, or go on with what an earlier command began: the same settings over the same values are the same study.
+
+        Raises UserError for a journal that is none.
+        """
         described = [
             *self.space.fixed,
             *(f"{key}={d!r}" for key, d in self.distributions.items()),
             str(self.settings.metric),
             self.settings.direction,
         ]
-        self.study = optuna.create_study(
-            storage=JournalStorage(JournalFileBackend(str(folder / "optuna.journal"))),
-            study_name=job_id(described),
-            direction=StudyDirection[self.settings.direction.upper()],
-            pruner=PRUNERS[self.settings.pruner](self.settings),
-            load_if_exists=True,
-        )
+        journal = folder / "optuna.journal"
+        mend(journal)
+        try:
+            self.study = optuna.create_study(
+                storage=JournalStorage(JournalFileBackend(str(journal))),
+                study_name=job_id(described),
+                direction=StudyDirection[self.settings.direction.upper()],
+                pruner=PRUNERS[self.settings.pruner](self.settings),
+                load_if_exists=True,
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            why = f"cannot be read: {error}. Move it away to search from the start; jobs that have finished count again"
+            raise UserError("the sweep cannot go on", [Problem(str(journal), why)]) from None
         for trial in self.study.get_trials(states=[TrialState.RUNNING]):
             if trial.params.keys() == self.distributions.keys():
                 self._again.append(Trial(self.study, trial._trial_id))
@@ -122,6 +132,13 @@ class Study:
             if line["step"] % self.settings.prune_every == 0:
                 window = self._window.pop(job)
                 yield line["step"], sum(window) / len(window)
+
+
+def mend(journal: Path) -> None:
+    """Of a sweep that was killed while it wrote: drop half a line, which optuna would add to, and a lock, which it would wait for."""
+    journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
+    if journal.exists() and not (lines := journal.read_bytes()).endswith(b"\n"):
+        os.truncate(journal, lines.rfind(b"\n") + 1)
 
 
 def distribution(override: Any, whole: bool) -> BaseDistribution:

@@ -20,7 +20,7 @@ from fsdp_trainer.config.compose import compose, config_flag
 from fsdp_trainer.config.overrides import quoted
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.sweep import PLACE, SweepLine
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.launch.jobs import Board, Job, Progress, finished, job_id, objective, table, varying, without_place
 from fsdp_trainer.launch.places import PLACES, Place, Running
 from fsdp_trainer.launch.slurm import Shown
@@ -160,8 +160,10 @@ class Jobs:
 
     def _take_on(self, batch: Sequence[Sequence[str]], search: Search) -> list[str]:
         """Check what is asked for; the ids of jobs that are new: a job is run once."""
-        first, new = not self.jobs, []
+        first, new = not self.jobs, list[str]()
         for overrides in batch:
+            if self.received:  # hundreds of jobs take a while to check
+                return new
             job = self.jobs.get(id := job_id(overrides))
             if job is None:
                 job = self.jobs[id] = Job(id, str(self.folder / "jobs" / id), without_place(overrides))
@@ -298,12 +300,16 @@ class Jobs:
         elif done:
             job.state, job.exit_code, job.objective = "skipped", 0, objective(Path(job.folder), self.line.metric)
         elif cfg and self._place:
-            words, progress = [*self.line.config_flag, *self._words[id]], Progress(job.folder)
-            began = time.time()
-            self._running[id] = Started(self._place.start(cfg, words, Path(job.folder) / "output.log"), cfg, progress, began)
-            job.state = "running"
-            for signum in self.received:  # heard meanwhile
-                self._running[id].running.signal(signum)
+            words, began = [*self.line.config_flag, *self._words[id]], time.time()
+            try:
+                running = self._place.start(cfg, words, Path(job.folder) / "output.log")
+            except (RunFailed, OSError) as error:  # a queue or a disk that does not take it
+                job.state, job.exit_code, job.reason = "failed", 1, f"cannot be started: {str(error).removeprefix('fsdp-trainer: ')}"
+                print(f"fsdp-trainer: job {id} {job.reason}", file=sys.stderr, flush=True)
+            else:
+                self._running[id], job.state = Started(running, cfg, Progress(job.folder), began), "running"
+                for signum in self.received:  # heard meanwhile
+                    running.signal(signum)
         self.write()
         return True
 

@@ -105,6 +105,7 @@ def _at(host: Host, moment: float) -> str:
 def _swept(host: Host, working: list[tuple[Event, str]], messages: list[tuple[Event, str]], begin: float, end: float, steps: int) -> Told:
     """Goes through the window once. A row of "" is the host's at the time."""
     told: Told = {row: dict.fromkeys(("seconds", "idle", "hidden"), 0.0) for row in ROWS}
+    working, messages = ([(event, row) for event, row in found if event.end > event.begin] for found in (working, messages))
     both = [*working, *messages]
     marks = [(moment, 0, i) for i, (moment, _) in enumerate(host)]
     marks += [(moment, kind, i) for i, (event, _) in enumerate(both) for moment, kind in ((event.begin, 1), (event.end, -1))]

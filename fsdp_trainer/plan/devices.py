@@ -74,6 +74,12 @@ def device(name: str) -> Device:
     return DEVICES[spelled]
 
 
+def nothing_to_plan_for() -> UserError:
+    """No device was named, and there is none here."""
+    why = f"this machine has no GPU: name one. There are: {' '.join(DEVICES)}.\nAny other:  plan.memory_gib=48 ; this machine's memory:  launch.device=cpu"
+    return UserError("there is no device to plan for", [Problem("plan.gpu=null", why)])
+
+
 def named_by_driver(name: str) -> Device | None:
     """The device that a driver calls `name`, e.g. `NVIDIA H100 80GB HBM3`; None where it is not known. The longest name that fits counts."""
     fitting = [device for device in DEVICES.values() if device.name in name]

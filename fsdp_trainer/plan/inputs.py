@@ -12,10 +12,11 @@ from fsdp_trainer.config.schema import Model, TrainConfig
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.data import demo
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.launch.start import gpus
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.parallel.fit import host_bytes
-from fsdp_trainer.plan.devices import DEVICES, Device, device, named_by_driver
+from fsdp_trainer.plan.devices import Device, device, named_by_driver, nothing_to_plan_for
 
 VOCABULARY = 32_000  # where nothing says how many tokens there are: Llama 2's
 
@@ -65,10 +66,10 @@ def world_sizes(cfg: PlanConfig) -> list[int]:
     """The worlds to plan for, smallest first. Raises UserError for one that does not divide into its replicas."""
     asked, launch = cfg.plan.world_size, cfg.launch
     if asked is None:
-        asked = here if (here := torch.cuda.device_count()) else 1 if launch.device == "cpu" and cfg.plan.gpu is None else 8
-        if launch.nproc_per_node != "auto":
-            asked = launch.nproc_per_node
-        asked *= getattr(launch, "nodes", 1)
+        of_a_node = launch.nproc_per_node
+        if of_a_node == "auto":
+            of_a_node = gpus(launch) or (1 if launch.device == "cpu" and cfg.plan.gpu is None else 8)
+        asked = of_a_node * launch.nodes
     worlds = sorted(set(asked if isinstance(asked, list) else [asked]))
     replicas = cfg.sharding.replicas
     if odd := [world for world in worlds if world % replicas]:
@@ -94,8 +95,7 @@ def target(cfg: PlanConfig, world: int) -> Device:
         known = named_by_driver(properties.name) or Device(properties.name, 0)
         found = known._replace(memory_gib=properties.total_memory / 2**30)
     if found is None:
-        why = f"this machine has no GPU: name one. There are: {' '.join(DEVICES)}.\nAny other:  plan.memory_gib=48 ; this machine's memory:  launch.device=cpu"
-        raise UserError("there is no device to plan for", [Problem("plan.gpu=null", why)])
+        raise nothing_to_plan_for()
     if cfg.precision.float8 and found.name.startswith(("A100", "A800")):
         why = f"{found.name} has no float8 matrix products.\nUse  precision=bf16  or  plan.gpu=h100"
         raise UserError("there is no float8 on this device", [Problem(f"precision.float8={cfg.precision.float8}", why)])

@@ -135,7 +135,8 @@ class Step:
         norm = Unit.of([torch.Size((self.config.hidden_size,))], self.group)
         self.block, self.table = Unit.of(weights, self.group), table
         self.first, self.last = (table.plus(norm), table.plus(norm)) if self.tied else (table, norm.plus(table))
-        self.units = [min(blocks_per_unit, count - i) for i in range(0, count, blocks_per_unit)]
+        self.sizes = [min(blocks_per_unit, count - i) for i in range(0, count, blocks_per_unit)]  # of units, in blocks
+        self.units = [self.block.times(size) for size in self.sizes]
         self.all = self.block.times(count).plus(self.last).plus(Unit(0, 0) if self.tied else self.first)
 
     def at(self, phase: str, when: str, activations: float, gathered: float = 0, fetched: float = 0, sent: float = 0, logits: float = 0):
@@ -163,9 +164,9 @@ class Step:
             found.append(Moment(when, {name: parts.get(name, 0.0) for name in CATEGORIES}))
         return tuple(found)
 
-    def message(self, unit: Unit) -> float:
+    def message(self, *units: Unit) -> float:
         """All-gathered, before it is copied out. One rank needs none."""
-        return unit.padded * self.compute if self.group > 1 else 0.0
+        return sum(unit.padded for unit in units) * self.compute if self.group > 1 else 0.0
 
     def copy(self, message: float) -> float:
         """gloo makes another one of each message, for a moment."""
@@ -178,12 +179,11 @@ class Step:
         if self.tied or not self.reshard:
             self.gathered += mine
         done = 0
-        for i, size in enumerate(self.units):
-            unit = self.block.times(size)
+        for i, unit in enumerate(self.units):
             mine, own = unit.padded * self.compute, self.message(unit)
-            fetched = own + self.message(self.block.times(sum(self.units[i + 1 : i + 1 + self.cfg.sharding.prefetch])))
+            fetched = own + self.message(*self.units[i + 1 : i + 1 + self.cfg.sharding.prefetch])
             self.at("forward", f"gathering before block {done + 1}", self.kept + self.stream, mine, fetched + self.copy(own))
-            for _ in range(size):
+            for _ in range(self.sizes[i]):
                 self.at("forward", f"forward of block {done + 1}", self.kept + self.traced[done].forward, mine, fetched)
                 self.kept += self.traced[done].kept
                 done += 1
@@ -193,14 +193,14 @@ class Step:
         """Final norm, head and loss: gradients are made with the logits, that of the weight in float32. Backward then only scales them."""
         config, half = self.config, self.compute < 4
         mine = 0 if self.tied else self.last.padded * self.compute
-        fetched = self.message(self.block.times(self.units[-1]) if self.tied else self.last)
+        fetched = self.message(self.units[-1] if self.tied else self.last)
         rows = rows_at_once(self.cfg, config, self.tokens, self.device)
         each = self.compute + (4 if half else 0) + (8 if config.final_logit_softcapping else 0)
         logits = rows * config.vocab_size * each + (self.table.whole * self.compute if half and self.device == "cpu" else 0)
         slopes = self.table.whole * 4 + self.stream
         inputs = self.stream * (2 if half else 1)  # in float32 the norm keeps its input
         self.at("head and loss", "head and loss", self.kept + self.norm.kept + inputs, mine, fetched, logits=slopes + logits)
-        fetched = self.message(self.block.times(self.units[-1])) if self.reshard else 0.0
+        fetched = self.message(self.units[-1]) if self.reshard else 0.0
         whole = self.table.whole * self.compute
         self.at("head and loss", "backward of the head", self.kept + self.norm.kept, mine + (whole if half else 0), fetched, logits=slopes)
         if self.tied:
@@ -211,15 +211,13 @@ class Step:
     def backward(self) -> None:
         """Of the blocks, last ones first, and of the embedding."""
         done = len(self.traced)
-        for i in reversed(range(len(self.units))):
-            unit = self.block.times(self.units[i])
+        for i, unit in reversed([*enumerate(self.units)]):
             mine, whole = unit.padded * self.compute, 0.0
-            before = self.block.times(sum(self.units[max(0, i - max(1, self.cfg.sharding.prefetch)) : i]))
-            fetched = self.message(before) if self.reshard else 0.0
+            fetched = self.message(*self.units[max(0, i - max(1, self.cfg.sharding.prefetch)) : i]) if self.reshard else 0.0
             self.gathered -= 0 if self.reshard else mine
-            copied = self.copy(self.message(self.block.times(self.units[i - 1]))) if i and self.reshard else 0.0
+            copied = self.copy(self.message(self.units[i - 1])) if i and self.reshard else 0.0
             self.at("backward", f"gathering before block {done} goes back", self.kept + self.stream, mine, fetched + copied)
-            for _ in range(self.units[i]):
+            for _ in range(self.sizes[i]):
                 traced = self.traced[done - 1]
                 self.kept -= traced.kept
                 activations = self.kept + traced.backward - traced.gradients

@@ -142,6 +142,10 @@ def figures(cfg: PlanConfig, plan: Plan) -> Table:
     table = Table.grid(padding=(0, 2))
     count = "one micro-batch" if plan.micro_batches == 1 else f"{plan.micro_batches} micro-batches"
     rows = [("wire", f"{wires(plan)}, each rank and step of {count}")]
+    computed = plan.micro_batches * cfg.batch.micro_rows * plan.world_size
+    if computed > cfg.batch.rows:
+        share = 1 - cfg.batch.rows / computed
+        rows.append(("empty", f"{share:.0%} of the rows that ranks compute: batch.rows={computed} fills them, in the same time"))
     if timed := plan.step_seconds:
         spans = [f"{name} {fast:.2f} – {slow:.2f}" for name, fast, slow in zip(Times._fields[:3], plan.fast, plan.slow, strict=False)]
         rows.append(

@@ -16,7 +16,9 @@ from fsdp_trainer.parallel.fit import keeps_gathered
 from fsdp_trainer.plan.devices import Device
 from fsdp_trainer.plan.plan import Plan, make_plan
 
-SAME, FORMATS, TRAINING = range(3)  # what a change touches: time alone; number formats; what is learnt from
+SAME, MOMENTS, NUMBERS, TRAINING = range(
+    4
+)  # what a change touches: time alone; how moments are kept; what is computed; what is learnt from
 MOST, ENOUGH = 8, 4  # suggestions; and how many make looking for longer ones needless
 GAIN = 0.02  # below which a step is not called faster
 
@@ -91,23 +93,19 @@ def smaller(cfg: TrainConfig, world: int, device: Device) -> Iterator[Change]:
     if device.name != "cpu" and (cfg.loss.chunk_mib or math.inf) > 128:
         yield Change("loss.chunk_mib=128", {"loss.chunk_mib": 128}, "the head's products are smaller, and slower by what is not reckoned")
     if (held := moments_format(cfg.optim, formats.master_dtype)) == "float32":
-        yield Change("optim=adamw_bf16", {"optim.state_dtype": "bfloat16"}, "moments are kept in bfloat16", FORMATS)
+        yield Change("optim=adamw_bf16", {"optim.state_dtype": "bfloat16"}, "moments are kept in bfloat16", MOMENTS)
     if held != "8bit":
-        yield Change("optim=adamw_8bit", {"optim.state_dtype": "8bit"}, "moments are kept in 8 bits", FORMATS)
+        yield Change("optim=adamw_8bit", {"optim.state_dtype": "8bit"}, "moments are kept in 8 bits", MOMENTS)
     if formats.param_dtype == "float32":
         bf16 = {"precision.param_dtype": "bfloat16", "precision.reduce_dtype": "float32", "precision.master_dtype": "float32"}
-        yield Change("precision=bf16", bf16, "forward and backward compute in bfloat16", FORMATS)
+        yield Change("precision=bf16", bf16, "forward and backward compute in bfloat16: other numbers", NUMBERS)
     if formats.master_dtype == "float32":
         pure = {"precision.param_dtype": "bfloat16", "precision.reduce_dtype": "float32", "precision.master_dtype": "bfloat16"}
-        why = "weights, gradients and moments are kept in bfloat16"
-        yield Change("precision=pure_bf16", pure | {"precision.float8": None}, why, FORMATS)
+        why = "weights, gradients and moments are kept in bfloat16: other numbers, which may learn less"
+        yield Change("precision=pure_bf16", pure | {"precision.float8": None}, why, NUMBERS)
     if formats.reduce_dtype == "float32" and world > 1:
-        yield Change(
-            "precision.reduce_dtype=bfloat16",
-            {"precision.reduce_dtype": "bfloat16"},
-            "gradients are summed over ranks in bfloat16",
-            FORMATS,
-        )
+        why = "gradients are summed over ranks in bfloat16: other numbers"
+        yield Change("precision.reduce_dtype=bfloat16", {"precision.reduce_dtype": "bfloat16"}, why, NUMBERS)
     length = cfg.batch.seq_len
     for shorter in (length // 2, length // 4):
         if shorter >= 512:

@@ -3,16 +3,21 @@
 import json
 
 from fsdp_trainer.config.verbs import PlanConfig
-from fsdp_trainer.plan.inputs import architecture, target, world_sizes
-from fsdp_trainer.plan.plan import make_plan
-from fsdp_trainer.plan.show import as_json, show
-from fsdp_trainer.plan.suggest import suggest
+from fsdp_trainer.launch.start import has_gpus
+from fsdp_trainer.plan.devices import nothing_to_plan_for
 
 DOES_NOT_FIT = 3
 
 
 def plan(cfg: PlanConfig) -> int:
     """Print the plan of each world, as text or JSON. Returns 0 if any of them fits, else 3. Raises UserError."""
+    if not (cfg.plan.gpu or cfg.plan.memory_gib or cfg.launch.device == "cpu" or has_gpus(cfg.launch)):
+        raise nothing_to_plan_for()  # before torch is imported
+    from fsdp_trainer.plan.inputs import architecture, target, world_sizes
+    from fsdp_trainer.plan.plan import make_plan
+    from fsdp_trainer.plan.show import as_json, show
+    from fsdp_trainer.plan.suggest import suggest
+
     worlds = world_sizes(cfg)
     devices = [target(cfg, world) for world in worlds]
     config, assumed = architecture(cfg)

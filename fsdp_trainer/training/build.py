@@ -57,6 +57,8 @@ from fsdp_trainer.training.stop import StopRequests
 from fsdp_trainer.training.streaming import StreamBatches
 from fsdp_trainer.training.trainer import Trainer
 
+SHOWN = 5  # parameters that are not the checkpoint's
+
 
 @dataclass
 class Material:
@@ -256,15 +258,18 @@ def take_up(trainer: Trainer, checkpoint: Path) -> list[str]:
 
 
 def require_shapes(model: Decoder, checkpoint: Path) -> None:
-    """Raise UserError for parameters that the checkpoint holds in another shape: its optimizer state would not belong to them."""
-    stored = stored_tensors(str(checkpoint))
-    problems = [
-        Problem(name, f"has shape {list(parameter.shape)}, in the checkpoint {list(stored.get(WEIGHTS + name, ()))}")
-        for name, parameter in model.named_parameters()
-        if stored.get(WEIGHTS + name) != parameter.shape
-    ]
+    """Raise UserError unless the checkpoint holds the model's parameters, all and no others: its optimizer state would not belong to them."""
+    stored = {name.removeprefix(WEIGHTS): shape for name, shape in stored_tensors(str(checkpoint)).items() if name.startswith(WEIGHTS)}
+    ours = {name: parameter.shape for name, parameter in model.named_parameters()}
+    problems = []
+    for name in sorted({*stored, *ours}):
+        if stored.get(name) != ours.get(name):
+            here, there = (f"has shape {list(shapes[name])}" if name in shapes else "is not" for shapes in (ours, stored))
+            problems.append(Problem(name, f"{here} in this model and {there} in the checkpoint"))
     if problems:
-        problems[-1].why += f"\nA run cannot change its weights' shapes; a new one can:  run.name=NEW model.init_from={checkpoint}"
+        more = f"\n… and {len(problems) - SHOWN:,} more" if len(problems) > SHOWN else ""
+        problems = problems[:SHOWN]
+        problems[-1].why += f"{more}\nA run cannot change its weights' shapes; a new one can:  run.name=NEW model.init_from={checkpoint}"
         raise UserError(f"the weights are not those of {checkpoint}", problems)
 
 

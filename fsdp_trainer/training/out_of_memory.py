@@ -52,15 +52,16 @@ def tell(error: BaseException, trainer: Trainer | None, world: World, records: R
         first = bool(world.store.add("out of memory", 1) == 1)
     except RuntimeError:  # the store has gone with its owner
         first = True
-    if trainer is None or not (first or world.main):  # often all run out together
-        return RunFailed(f"rank {world.rank} ran out of memory on {world.device}: {error}".splitlines()[0])
-    text, figures = explain(error, trainer, world)
-    if file := trainer.profiler.out_of_memory():
-        text += f"\nEvery allocation, for https://pytorch.org/memory_viz: {file}"
-    if first:
-        records.event("out_of_memory", **figures)
-        if not world.main:
-            stop.tell_failure(text)
+    text = f"rank {world.rank} ran out of memory on {world.device}: {error}".splitlines()[0]
+    if trainer and (first or world.main):  # often all run out together
+        file = trainer.profiler.out_of_memory()
+        text, figures = explain(error, trainer, world)
+        if file:
+            text += f"\nEvery allocation, for https://pytorch.org/memory_viz: {file}"
+        if first:
+            records.event("out_of_memory", **figures)
+    if first and not world.main:
+        stop.tell_failure(text)
     return RunFailed(text)
 
 

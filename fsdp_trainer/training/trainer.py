@@ -103,9 +103,11 @@ class Trainer:
             self.conclude(collect)
             self.profiler.after(self.progress.step)
             if self.stands_out:
-                self.remember()
-                return None
+                break
         self.profiler.close()
+        if self.stands_out:
+            self.remember()
+            return None
         return self.stop_in_order() if self.stops else self.finish()
 
     def conclude(self, collect: Callable[[int], None]) -> None:

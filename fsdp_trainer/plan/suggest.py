@@ -1,6 +1,7 @@
 """Overrides that would make a run fit, or faster: each tried by the same plan, and told with what it costs."""
 
 import math
+import re
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -60,9 +61,12 @@ def suggest(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -
                 enough[words] = change.kind, found.cost, found
         if len(enough) >= ENOUGH:
             break
-    ranked = sorted(enough.values(), key=lambda found: found[:2])
-    here = [found for kind, _, found in ranked if kind < TRAINING][: MOST - 2]
-    return [*here, *larger(cfg, config, plan), *(found for kind, _, found in ranked if kind == TRAINING)][:MOST]
+    ranked = sorted(enough.values(), key=lambda found: (found[0], round(found[1], 3), -found[2].peak_bytes))
+    best: dict[str, tuple[int, Suggestion]] = {}  # of those that differ in a number, the one that costs least, or changes least
+    for kind, _, found in ranked:
+        best.setdefault(re.sub(r"=\d+\b", "=", found.override), (kind, found))
+    here = [found for kind, found in best.values() if kind < TRAINING][: MOST - 2]
+    return [*here, *larger(cfg, config, plan), *(found for kind, found in best.values() if kind == TRAINING)][:MOST]
 
 
 def changed(cfg: TrainConfig, keys: dict[str, Any]) -> TrainConfig:

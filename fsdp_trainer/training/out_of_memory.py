@@ -19,7 +19,7 @@ from fsdp_trainer.parallel.fit import device_bytes, gib
 from fsdp_trainer.parallel.parallelize import fsdp_modules
 from fsdp_trainer.plan.devices import Device, named_by_driver
 from fsdp_trainer.plan.plan import make_plan
-from fsdp_trainer.plan.suggest import Suggestion, suggest
+from fsdp_trainer.plan.suggest import suggest
 from fsdp_trainer.training.stop import StopRequests
 from fsdp_trainer.training.trainer import Trainer
 
@@ -147,14 +147,16 @@ def plan(trainer: Trainer, world: World, held: Held) -> tuple[dict[str, float], 
     peak = make_plan(cfg, config, world.size, device).memory.peak
     less = peak.total - (1 - LESS) * (peak.total - peak.bytes["allowance"])  # which no override changes much
     smaller = device._replace(memory_gib=min(device.memory_gib, less / 2**30))
-    found: dict[tuple[str, ...], Suggestion] = {}
-    for one in suggest(cfg, config, world.size, smaller):  # the best of those that set the same keys
-        found.setdefault(tuple(word.partition("=")[0] for word in one.override.split()), one)
-    return (
-        peak.bytes,
-        f"planned: the peak, {peak.when}",
-        [(s.override, f"{gib(s.peak_bytes)}{f', {s.cost:+.0%} time' if known else ''}; {s.why}") for s in [*found.values()][:SUGGESTIONS]],
-    )
+    found = suggest(cfg, config, world.size, smaller)[:SUGGESTIONS]
+    tries = [(for_training(s.override), f"{gib(s.peak_bytes)}{f', {s.cost:+.0%} time' if known else ''}; {s.why}") for s in found]
+    return peak.bytes, f"planned: the peak, {peak.when}", tries
+
+
+def for_training(override: str) -> str:
+    """What `plan` would be told, as training is: its launcher says how many ranks there are."""
+    words = override.split()
+    ranks = [f"on {word.partition('=')[2]} ranks" for word in words if word.startswith("plan.world_size=")]
+    return " ".join([*(word for word in words if not word.startswith("plan.")), *ranks])
 
 
 def table(held: Held, planned: dict[str, float], when: str, world: World) -> list[str]:

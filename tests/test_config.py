@@ -100,7 +100,9 @@ def test_a_quoted_text_comes_through_hydra_as_it_is(text):
     assert OverridesParser.create().parse_override(f"key={quoted(text)}").value() == text
 
 
-@pytest.mark.parametrize("prompt", ["Hello, world", "What's 2 + 2?", 'Say "hi" (twice)', "a=b", "null and void", "line\none"])
+@pytest.mark.parametrize(
+    "prompt", ["Hello, world", "What's 2 + 2?", 'Say "hi" (twice)', "a=b, {c}", "null and void", "line\none", "${5}", "\\"]
+)
 def test_a_prompt_needs_no_quotes(prompt):
     assert compose("generate", [f"prompt={prompt}"], inputs=False).prompt == prompt
     assert compose("generate", ["prompt=null"], inputs=False).prompt is None
@@ -140,24 +142,20 @@ def test_all_problems_are_told_at_once(refused):
 
 
 MEANT = {
-    "learning_rate=1": "optim.lr=1",
     "training.batch_size=8": "batch.rows=8",
     "per_device_train_batch_size=8": "batch.micro_rows=8",
     "data.max_length=8": "batch.seq_len=8",
     "++num_train_epochs=3": "train.epochs=3",
     "+model_name_or_path=x/y": "model.init_from=x/y",
     "gradient_checkpointing=true": "activation_checkpoint=full",
-    "gradient_accumulation_steps=4": "follows from batch.rows",
     "optimizer=adamw": "optim=adamw",
     "seed=1": "run.seed=1",
     "optim.warmup_steps=10": "schedule.warmup_steps=10",
     "optim.weigth_decay=0.1": "optim.weight_decay=0.1",
+    "optim.learning_rat=1": "optim.lr=1",
+    "logging.steps=4": "logging.every=4",
     "bach.rows=1": "batch.rows=1",
-    "--learning-rate=1e-4": "optim.lr=1e-4",
-    "recipe=quickstart": "+recipe=quickstart",
-    "+recipe=quickstrat": "+recipe=quickstart",
     "model=qwen3_06b": "model=qwen3_0_6b",
-    "model=Qwen/Qwen3-0.6B": "model.init_from=Qwen/Qwen3-0.6B",
     "data=chats.jsonl": "data.path=chats.jsonl",
     "compile=true": "compile=enabled",
 }
@@ -172,11 +170,9 @@ def test_an_unknown_name_is_refused_and_the_right_one_named(refused):
 
 MISTAKES = [
     {
-        "data.path=~/x.jsonl": """'data.path="~/x.jsonl"'""",
-        "data.path=a(1).jsonl": """'data.path="a(1).jsonl"'""",
         "data.path=https://host/a?b=c": """'data.path="https://host/a?b=c"'""",
         "data.path=[~/a,~/b]": """'data.path=["~/a","~/b"]'""",
-        "optim.betas=0.9,0.95": "optim.betas=[0.9,0.95]",
+        "optim.betas=(0.9,0.95)": "optim.betas=[0.9,0.95]",
         "~optim": "not deleted",
         "optim.lr": "neither a verb nor key=value",
         "batch=3": "batch has: seq_len rows micro_rows",
@@ -186,13 +182,10 @@ MISTAKES = [
         "run.name=${now:%H}": "differs between ranks",
     },
     {
-        "optim.lr=-1": "at least 0",
         "optim.betas=[0.9,2]": "at most 1",
         "optim.grad_clip=0": "or null",
         "optim.eps=null": "optim.eps=1e-8",
-        "batch.rows=1.5": "whole number",
         "run.overwrite=3": "true or false",
-        "logging.wandb=false": "online, offline, disabled",
         "data.validation=1.5": "data.validation=0.02",
         "train.time_limit=soon": "1h30m",
         "sharding.replicas=2": "sharding=hsdp",
@@ -217,8 +210,13 @@ def test_a_mistake_says_what_to_type_instead(refused, mistakes):
         assert why in said.get(typed, ""), typed
 
 
-def test_what_is_required_is_asked_for_with_an_example(refused):
-    assert "data.path=demo:backwards" in refused() and "runs/quickstart" in refused("export")
+def test_only_what_a_sweep_can_vary_is_sent_to_one(refused):
+    assert "-m" not in refused("report", "source=a,b") and "choose one value" in refused("launch-files", "kind=slurm,docker")
+
+
+def test_the_verbs_own_keys_are_meant_before_trainings(refused):
+    assert "Did you mean  plan.memory_gib=80 ?" in refused("plan", "plan.memory=80")
+    assert "Did you mean  kind=slurm ?" in refused("launch-files", "slurm")
 
 
 def test_a_mistake_is_not_told_twice(refused):
@@ -273,10 +271,6 @@ def test_a_broken_recipe_is_one_message(own, refused, text):
 # --- verbs and options --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_verb_that_is_not_first_is_shown_in_the_right_order(refused):
-    assert "fsdp-trainer preview +recipe=quickstart" in refused("+recipe=quickstart", "preview")
-
-
 def test_only_rank_0_speaks(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
     assert main(["nonsense=1"]) == 2 and capsys.readouterr().err == ""
@@ -327,6 +321,7 @@ def test_help_lists_verbs_groups_and_recipes(capsys):
     [
         ("ex", "export"),
         ("preview preview.", "preview.rows="),
+        ("plan plan.gpu=b", "plan.gpu=b200"),
         ("+recipe=qu", "+recipe=quickstart"),
         ("-m +sweep=", "+sweep=lr"),
         ("export so", "source="),
@@ -431,7 +426,6 @@ def test_groups_and_keys_of_other_verbs_are_explained(capsys):
 @pytest.mark.parametrize(
     ("key", "typed", "meant"),
     [
-        ("precision.param_dtype", "fp32", "float32"),
         ("launch.device", "gpu", "cuda"),
         ("logging.wandb", "false", "disabled"),
         ("train.on_spike", "on", "warn"),
@@ -480,12 +474,6 @@ def test_every_verb_has_a_configuration():
 def test_an_allowed_change_must_be_a_key(capsys):
     assert main(["+recipe=quickstart", "checkpoint.allow_changes=[optim.lrr]"]) == 2
     assert "optim.lr ?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ['Say "hi"', "costs ${5}, no more", "ends in \\", "a, b = {c}"])
-def test_a_prompt_is_taken_as_it_is_typed(capsys, text):
-    assert main(["generate", "--cfg", "job", "source=x", f"prompt={text}"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["prompt"] == text
 
 
 @pytest.mark.parametrize("betas", ["[0.9]", "[0.9,1.0]", "[0.9,0.95,0.99]"])

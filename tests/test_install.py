@@ -27,6 +27,10 @@ def test_a_wheel_trains_a_recipe_from_any_folder(installed, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=installed, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/quickstart/hf/model.safetensors").is_file()
+    reported = subprocess.run(
+        [*command[:3], "report", "source=runs/quickstart"], cwd=tmp_path, env=installed, capture_output=True, text=True
+    )
+    assert reported.returncode == 0 and "The MIT License" in (tmp_path / "runs/quickstart/report.html").read_text(), reported.stderr
     swept = subprocess.run(
         [*command[:3], "-m", "+recipe=quickstart", "optim.lr=a,b"], cwd=tmp_path, env=installed, capture_output=True, text=True
     )

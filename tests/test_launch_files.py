@@ -116,7 +116,17 @@ def test_a_batch_script_says_what_it_was_asked_for(write):
 
 
 def test_a_job_for_kubernetes_is_whole(write):
-    job, script = of_yaml(write("kubernetes", "+recipe=llama8b_sft", "run.name=My run", "nodes=3", "gpus_per_node=4", "image=r.io/x:1"))
+    job, script = of_yaml(
+        write(
+            "kubernetes",
+            "+recipe=llama8b_sft",
+            "data.path=demo:backwards",
+            "run.name=My run",
+            "nodes=3",
+            "gpus_per_node=4",
+            "image=r.io/x:1",
+        )
+    )
     assert (job["apiVersion"], job["kind"], job["metadata"]["name"]) == ("kubeflow.org/v1", "PyTorchJob", "my-run")
     replicas = job["spec"]["pytorchReplicaSpecs"]
     assert {name: r["replicas"] for name, r in replicas.items()} == {"Master": 1, "Worker": 2}
@@ -141,6 +151,7 @@ def test_a_job_for_kubernetes_is_whole(write):
         (["kind=slurm", "checkpoint.resume=never"], "started again"),
         (["kind=slurm", "time=soon"], "time=soon"),
         (["kind=slurm", "optim.lrr=1"], "optim.lr=1"),
+        (["kind=slurm", "data.path=null"], "data.path=demo:backwards"),
         (["kind=slurm", "gpus_pr_node=1"], "gpus_per_node"),
         (["kind=slurm", 'partition="gpu\nrm -r x"'], "must be a name"),
         (["kind=kubernetes", "claim='x}, evil: {'"], "must be a name"),

@@ -160,6 +160,11 @@ def test_a_plan_for_people_fits_a_narrow_terminal(capsys, monkeypatch):
     assert main(["plan", *DOES_NOT_FIT]) == 3
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80 and "…" not in out and "does not fit" in out
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["plan", *DOES_NOT_FIT]) == 3
+    cut = [line for line in capsys.readouterr().out.splitlines() if "…" in line]
+    assert all("━" in line for line in cut), "bars may be cut, but nothing that is to be read or typed"
+    monkeypatch.setenv("COLUMNS", "80")
     assert "activation_checkpoint=selective " in out and re.search(r"plan.world_size=\d+ +[\d.]+ GiB", out)
     assert main(["plan", "+recipe=qwen3_0_6b_sft", "plan.gpu=l4", "plan.world_size=1", "batch.micro_rows=5", "batch.rows=32"]) == 0
     out = capsys.readouterr().out

@@ -113,3 +113,14 @@ def test_of_a_gemma_3_with_images_the_language_model_is_trained(train, tmp_path,
     assert_byte_equal(tensors(run.folder / "hf"), tensors(text))
     described = json.loads((run.folder / "hf" / "config.json").read_text())
     assert described["model_type"] == "gemma3_text" and described["architectures"] == ["Gemma3ForCausalLM"]
+
+
+def test_another_tokenizer_than_the_models_is_told(train, folder, tmp_path):
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[100:102]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (tmp_path / "other.json").write_text(json.dumps(tokenizer))
+    for path, said in ((folder, False), (tmp_path / "other.json", True)):
+        run = train(f"run{said}", f"model.init_from={folder}", f"tokenizer.path={path}", "train.steps=0", base=HF)
+        assert ("2 of 260 ids are other tokens" in run.out) == said

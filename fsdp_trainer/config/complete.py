@@ -17,6 +17,7 @@ from fsdp_trainer.config.rules import PATHS
 from fsdp_trainer.config.schema import default_of
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.errors import UserError
+from fsdp_trainer.plan.devices import DEVICES
 
 CONFIG_DIR = ("--config-dir", "-cd")
 FLAGS = {
@@ -69,6 +70,7 @@ def _values(word: str, keys: Mapping[str, Field], groups: Mapping[str, list[str]
         f = keys[name]
         default = default_of(f)
         found = [*map(show, f.metadata["choices"]), *(["true", "false"] if bool in (f.type, *get_args(f.type)) else [])]
+        found += DEVICES if name == "plan.gpu" else []
         found += [show(default)] if default not in (None, []) else ["null"] if NoneType in get_args(f.type) else []
         if name in PATHS:
             found += [f"{file}/" if Path(file).is_dir() else file for file in glob(f"{escape(typed)}*")] + [*DEMOS.get(name, ())]

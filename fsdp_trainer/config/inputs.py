@@ -10,7 +10,7 @@ from fsdp_trainer.config.data_files import data_files, entries, is_url, needs_ar
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.config.verbs import ExportConfig, GenerateConfig, VerifyConfig
+from fsdp_trainer.config.verbs import ExportConfig, GenerateConfig, ReportConfig, VerifyConfig
 
 DEMOS = {"data.path": ("demo:backwards",), "data.validation": ("demo:backwards/heldout",), "tokenizer.path": ("demo:bytes",)}
 NO_TOKENIZER = "has neither a tokenizer.json nor a SentencePiece .model"
@@ -20,10 +20,11 @@ def check_inputs(cfg: Any, report: Report, whole: bool = True) -> None:
     """Everything that will be read was named, and is there. whole: no recipe or group is missing that may have named it."""
     if isinstance(cfg, TrainConfig):
         if whole:
-            _require_training_inputs(cfg, report)
+            require_training_inputs(cfg, report)
         _check_training_inputs(cfg, report)
-    elif isinstance(cfg, ExportConfig | VerifyConfig | GenerateConfig):
-        _require("source", cfg.source, "say what to read: a run or a checkpoint, e.g.  source=runs/quickstart", report)
+    elif isinstance(cfg, ExportConfig | VerifyConfig | GenerateConfig | ReportConfig):
+        what = "a run, several, or a sweep" if isinstance(cfg, ReportConfig) else "a run or a checkpoint"
+        _require("source", cfg.source or None, f"say what to read: {what}, e.g.  source=runs/quickstart", report)
         _check_exists("source", cfg.source, report)
     if isinstance(cfg, GenerateConfig) and cfg.source and _lacks_tokenizer(cfg.source):
         report.add("source", cfg.source, f"{NO_TOKENIZER}: copy the model's into it")
@@ -33,7 +34,8 @@ def check_inputs(cfg: Any, report: Report, whole: bool = True) -> None:
         _check_exists("hf", cfg.hf, report)
 
 
-def _require_training_inputs(cfg: TrainConfig, report: Report) -> None:
+def require_training_inputs(cfg: TrainConfig, report: Report) -> None:
+    """Data and tokenizer are named."""
     why = "say what to train on, e.g.  data.path=chats.jsonl  or, to try it out,  data.path=demo:backwards"
     _require("data.path", cfg.data.path, why, report)
     if cfg.model.init_from is None:
@@ -116,9 +118,10 @@ def _unreadable_files(path: str) -> str | None:
     return None
 
 
-def _check_exists(key: str, path: str | None, report: Report) -> None:
-    if path is not None and not Path(path).exists():
-        report.add(key, path, _missing(path))
+def _check_exists(key: str, value: str | list[str] | None, report: Report) -> None:
+    paths = value if isinstance(value, list) else [value] if value else []
+    if missing := [path for path in paths if not Path(path).exists()]:
+        report.add(key, value, "\n".join(f"{path}: {_missing(path)}" if len(paths) > 1 else _missing(path) for path in missing))
 
 
 def _missing(path: str) -> str:

@@ -140,9 +140,9 @@ VALUE_SYNONYMS = {
 SWITCHED_OFF = ("disabled", "none", "ignore", "never")
 
 
-def nearest(name: str, names: Iterable[str]) -> str | None:
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The best-spelt match, if there is one."""
-    return next(iter(get_close_matches(name.lower(), list(names), 1)), None)
+    return next(iter(get_close_matches(name.lower(), list(names), 1, cutoff)), None)
 
 
 def choice_meant(value: Any, choices: Collection[Any]) -> Any:
@@ -164,15 +164,18 @@ def synonyms_of(key: str) -> list[str]:
 def meant_by(key: str, keys: Collection[str], groups: Collection[str]) -> str | None:
     """What `key` should have been: a real key or group, an override (has a `=`), a sentence (has a space), or None."""
     *_, leaf = path = key.lower().replace("-", "_").replace("/", ".").split(".")
-    synonym = SYNONYMS.get(leaf)
-    if synonym and (" " in synonym or (target := synonym.split("=")[0]) in keys or target in groups):
-        return synonym
-    if same := [k for k in keys if k.split(".")[-1] == leaf]:
-        return nearest(key, same) or same[0]
     siblings = {k.split(".")[-1]: k for k in keys if path[:-1] and k.startswith(path[0] + ".")}
-    if close := nearest(leaf, siblings):
+    if close := nearest(leaf, siblings, 0.85):
         return siblings[close]
     leaves = {k.split(".")[-1]: k for k in keys} | {g: g for g in groups}
+    spelt = nearest(leaf, [*SYNONYMS, *leaves], 0.85) or ""
+    synonym = SYNONYMS.get(leaf) or SYNONYMS.get("_".join(path)) or SYNONYMS.get(spelt)
+    if synonym and (" " in synonym or (target := synonym.split("=")[0]) in keys or target in groups):
+        return synonym
+    if close := nearest(leaf, siblings):
+        return siblings[close]
+    if same := [k for k in keys if k.split(".")[-1] == leaf]:
+        return nearest(key, same) or same[0]
     if close := nearest(leaf, leaves):
         return leaves[close]
     return nearest(key, keys)

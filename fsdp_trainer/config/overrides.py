@@ -4,19 +4,21 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field
 from typing import Any, get_args, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
-from fsdp_trainer.config.check import show, takes_text
+from fsdp_trainer.config.check import flatten, show, takes_text
 from fsdp_trainer.config.names import OPTION_SYNONYMS, meant_by, nearest
+from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem
 
 LAID_OVER = ("recipe", "sweep")  # chosen with a plus, several at once if need be
 PROSE = ("prompt", "system")  # keys of `generate` whose text is taken as it is, commas and all
+_OF_TRAINING = flatten(TrainConfig)
 HYDRA_ALLOWED = re.compile(r"hydra/launcher$|hydra/sweeper(/\w+)*$|hydra\.(launcher|sweeper)\.")
 
 
@@ -61,7 +63,7 @@ def read_overrides(
         if override.is_delete():
             line.refuse(argument, "keys are not deleted. To switch something off write  key=null  or choose another option of its group")
         elif override.is_sweep_override():
-            line.refuse(argument, _why_no_sweep(argument, keys[key].type if key in keys else None))
+            line.refuse(argument, _why_no_sweep(argument, keys.get(key), key in _OF_TRAINING if key in keys else bool(options)))
         elif key == "sweep" and key in options and not sweeping:
             line.refuse(argument, f"says what a sweep varies, and this is one run. Start a sweep with  fsdp-trainer -m {argument} …")
         elif why := why_forbidden(key, override.value()):
@@ -196,6 +198,8 @@ def why_unparsable(argument: str, parser: OverridesParser, keys: Mapping[str, An
         return f"is neither a verb nor key=value{f'. Did you mean  {meant} ?' if meant else ''}"
     if re.fullmatch(r"\[.*\{.*\]", value):  # texts of mappings in it
         quoted = re.sub(r"(?<=: )([^\s,{}\[\]\"'][^,{}\"']*)", lambda found: _quote_text(found[0]), value)
+    elif value[:1] == "(" and key in keys and not takes_text(keys[key].type):
+        quoted = f"[{value.strip('()')}]"
     else:
         quoted = f"[{','.join(_quote(item) for item in value[1:-1].split(','))}]" if re.fullmatch(r"\[.*\]", value) else _quote(value)
     try:
@@ -212,19 +216,22 @@ def without_key(word: str, keys: Mapping[str, Any], groups: Mapping[str, Any]) -
         return f"{name}=VALUE"
     if name in groups.get("recipe", ()):
         return f"+recipe={name}"
+    if len(choosing := [key for key, f in keys.items() if word in f.metadata["choices"]]) == 1:
+        return f"{choosing[0]}={word}"
     if "data.path" in keys:
         return f"data.path={word}" if re.search(r"[/.]", word) else ""
     return f"{next(iter(keys))}={word}" if keys else ""
 
 
-def _why_no_sweep(argument: str, kind: Any) -> str:
-    """What was meant by commas, as the type of the key allows; None: there is no such key."""
+def _why_no_sweep(argument: str, f: Field | None, sweeps: bool) -> str:
+    """What was meant by commas, as the key allows; None: a group, or no key at all. sweeps: it may vary in a sweep."""
     key, _, text = argument.lstrip("+").partition("=")
-    lists = kind is not None and any(get_origin(member) is list for member in (kind, *get_args(kind)))
+    lists = f is not None and any(get_origin(member) is list for member in (f.type, *get_args(f.type)))
+    texts = f is not None and takes_text(f.type) and not f.metadata["choices"]
     ways = [f"a list is written  {key}=[{','.join(map(str.strip, text.split(',')))}]"] if lists else []
-    ways += [f"a text with commas  {shlex.quote(f'{key}={_quote(text)}')}"] if kind is not None and takes_text(kind) else []
-    ways += [] if lists and not takes_text(kind) else [f"one run per value is  fsdp-trainer -m {argument} …"]
-    return "commas mean a sweep, and this is one run:\n" + "\n".join(ways)
+    ways += [f"a text with commas  {shlex.quote(f'{key}={_quote(text)}')}"] if texts else []
+    ways += [f"one run per value is  fsdp-trainer -m {argument} …"] if sweeps and (texts or not lists) else []
+    return "\n".join(["commas mean a sweep, and this is one run:", *(ways or ["choose one value"])])
 
 
 def _quote_text(text: str) -> str:

@@ -28,6 +28,20 @@ def build_tokenizer(cfg: TrainConfig) -> TextTokenizer:
     return load_tokenizer(tokenizer_path(cfg), cfg.tokenizer.add_tokens)
 
 
+def renumbered(cfg: TrainConfig, tokenizer: TextTokenizer, init_from: Path | None) -> list[str]:
+    """A note where ids of `tokenizer.path` are other tokens in the tokenizer beside the weights, which know them as those."""
+    if not cfg.tokenizer.path or init_from is None:
+        return []
+    try:
+        known = load_tokenizer(str(model_folder(init_from))).backend.get_vocab()
+    except UserError:  # the weights come without one
+        return []
+    own, given = ({id: text for text, id in vocabulary.items()} for vocabulary in (known, tokenizer.backend.get_vocab()))
+    others = sum(own.get(id, text) != text for id, text in given.items())
+    why = f"{others:,} of {len(given):,} ids are other tokens than in {cfg.model.init_from}, whose weights know those. Leave  tokenizer.path  out"
+    return [why] if others else []
+
+
 def build_template(cfg: TrainConfig, tokenizer: TextTokenizer) -> Template:
     """The chat template of a run."""
     return load_template(cfg.data.template, tokenizer)

@@ -9,6 +9,7 @@ from pathlib import Path
 import jinja2
 
 from fsdp_trainer.config.check import Report
+from fsdp_trainer.config.inputs import require_training_inputs
 from fsdp_trainer.config.overrides import quoted
 from fsdp_trainer.config.schema import default_of
 from fsdp_trainer.config.units import parse_duration
@@ -49,6 +50,7 @@ def launch_files(cfg: LaunchFilesConfig, words: list[str]) -> int:
 def checked(cfg: LaunchFilesConfig) -> str:
     """The kind. Raises UserError with all that does not go together."""
     report = Report({}, [], set())
+    require_training_inputs(cfg, report)
     if cfg.kind is None:
         report.add("kind", None, f"say for what:  {'  '.join(f'kind={kind}' for kind in FILES)}")
     for f in fields(LaunchFiles):

@@ -128,6 +128,7 @@ def categories(plan: Plan) -> Table:
     """The peak by category."""
     peak = plan.memory.peak
     table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
     for name, size in peak.bytes.items():
         bar = round(BAR * size / max(plan.memory_bytes, peak.total))
         table.add_row(f"  {name}", Text(f"{size / GIB:,.2f} GiB", justify="right"), Text("━" * bar, "cyan"))
@@ -201,6 +202,7 @@ def checkpoints(cfg: PlanConfig, plan: Plan) -> str:
 def table_of(suggestions: list[Suggestion], narrow: bool) -> Table:
     """Overrides with their peak and cost; why stands beside them, or in a narrow terminal below."""
     table = Table("override", "peak", "GPU time", *([] if narrow else ["why"]), box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.columns[0].overflow = "fold"  # it is to be typed
     for column in table.columns[1:3]:
         column.justify, column.no_wrap = "right", True
     for found in suggestions:

@@ -141,11 +141,6 @@ def forward_flops(config: ModelConfig, seq_len: int) -> tuple[float, float, floa
     return 2.0 * Units.of(config).blocks * seq_len, attention, 2.0 * config.embedding_rows * config.hidden_size * seq_len
 
 
-def step_flops(cfg: TrainConfig, config: ModelConfig) -> float:
-    """Of the whole batch, without recomputation."""
-    return 3 * sum(forward_flops(config, cfg.batch.seq_len)) * cfg.batch.rows
-
-
 def speed(cfg: TrainConfig, config: ModelConfig, device: Device, best: bool) -> float:
     """FLOP/s that the arithmetic of this model reaches on `device`."""
     peak = (device.flops or 0.0) if cfg.precision.param_dtype == "bfloat16" else device.flops_float32

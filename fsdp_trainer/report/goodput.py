@@ -25,7 +25,6 @@ OF_PHASE = (
     | dict.fromkeys(("forward", "backward", "clip", "update", "read"), "training")
     | dict.fromkeys(CHECKPOINT, "checkpoint")
 )
-ESTIMATED = "an older version wrote no phase times: training is step_seconds, which contains waiting for data and compiling"
 
 
 @dataclass
@@ -52,13 +51,12 @@ class Attempt:
 
 @dataclass
 class Goodput:
-    """seconds: of each of PARTS, which sum to `wall`; lost_steps: done twice; estimated: without phase times."""
+    """seconds: of each of PARTS, which sum to `wall`; lost_steps: done twice."""
 
     seconds: dict[str, float]
     wall: float
     attempts: int
     lost_steps: int
-    estimated: bool
 
     def share(self, part: str) -> float:
         """Of the wall time."""
@@ -81,14 +79,12 @@ def attempts_of(run: Run) -> list[Attempt]:
             attempts.append(Attempt(event, began, event["time"], step))
         if attempts and not attempts[-1].end:
             attempts[-1].events.append(event)
-    steps, times, took = run.column("step"), run.column("time"), np.nan_to_num(run.column("step_seconds"))
+    steps, times = run.column("step"), run.column("time")
     for i, attempt in enumerate(attempts):
         later = attempts[i + 1 :]
         attempt.kept = min((a.step for a in later), default=np.inf)
         attempt.lines = slice(int(np.searchsorted(steps, attempt.step, "right")), int(np.searchsorted(steps, attempt.kept, "right")))
         signs = [event["time"] for event in attempt.events] + times[attempt.lines][~np.isnan(times[attempt.lines])].tolist()
-        if len(signs) == len(attempt.events):
-            signs.append(attempt.ready + float(took[attempt.lines].sum()))
         if later:
             rewound = later[0].event["event"] == "rewind"
             reached = later[0].began if rewound else float((later[0].event.get("reached") or {}).get("time") or 0.0)
@@ -98,22 +94,23 @@ def attempts_of(run: Run) -> list[Attempt]:
 
 
 def goodput(run: Run) -> Goodput | None:
-    """None of a run without an attempt on record."""
+    """None of a run without an attempt on record, or whose version wrote no phase times."""
     attempts = attempts_of(run)
-    if not attempts:
+    if not attempts or (run.lines and not phases_of(run)):
         return None
     seconds = dict.fromkeys(PARTS, 0.0)
     for i, attempt in enumerate(attempts):
         again = attempts[i + 1 : i + 2]
         if i:
             seconds["down"] += max(0.0, attempt.began - attempts[i - 1].ended)
-        _add(seconds, _of_lines(run, attempt), first=not i)
-        rest = attempt.ended - _last_line(run, attempt)
+        startup = "restart" if attempt.event["event"] == "rewind" else "startup"
+        _add(seconds, _by_part(phases_of(run, attempt.lines)) or {startup: attempt.ready - attempt.began}, first=not i)
+        known = run.column("time")[attempt.lines]
+        last = float(known[-1]) if len(known) else attempt.ready
+        rest = attempt.ended - last
         told = _by_part(attempt.end.get("phases") or {})
-        if not told and phases_of(run, attempt.lines):
-            told = {
-                "checkpoint": sum(_stall(e) for e in attempt.events if e["event"] == "checkpoint" and e["time"] > _last_line(run, attempt))
-            }
+        if not told:
+            told = {"checkpoint": sum(_stall(e) for e in attempt.events if e["event"] == "checkpoint" and e["time"] > last)}
         told = {part: min(value, max(0.0, rest)) for part, value in told.items() if part not in ("startup", "restart")}  # which is above
         _add(seconds, told, first=not i)
         if again and attempt.end.get("exit_code") != 75:
@@ -124,30 +121,13 @@ def goodput(run: Run) -> Goodput | None:
         seconds["training"] += seconds["other"]
         seconds["other"] = 0.0
     lost = sum(max(0, int((a.event.get("reached") or {}).get("step") or a.event["step"]) - a.step) for a in attempts[1:])
-    return Goodput(seconds, wall, len(attempts), lost, not phases_of(run))
+    return Goodput(seconds, wall, len(attempts), lost)
 
 
 def phases_of(run: Run, lines: slice = slice(None)) -> dict[str, float]:
     """Seconds in each phase, over some lines of the metrics; {} where an older version wrote them."""
     columns = {name.partition("/")[2]: values[lines] for name, values in run.metrics.items() if name.startswith("phases/")}
     return {phase: float(np.nansum(values)) for phase, values in columns.items() if not np.isnan(values).all()}
-
-
-def _of_lines(run: Run, attempt: Attempt) -> dict[str, float]:
-    if phases := phases_of(run, attempt.lines):
-        return _by_part(phases)
-    stalls = sum(_stall(event) for event in attempt.events if event["event"] == "checkpoint" and event.get("step", 0) <= attempt.kept)
-    training = float(np.nansum(run.column("step_seconds")[attempt.lines]))
-    if not training:
-        stalls = 0.0
-    startup = "restart" if attempt.event["event"] == "rewind" else "startup"
-    return {startup: attempt.ready - attempt.began, "checkpoint": stalls, "training": training}
-
-
-def _last_line(run: Run, attempt: Attempt) -> float:
-    times = run.column("time")[attempt.lines]
-    times = times[~np.isnan(times)]
-    return float(times[-1]) if len(times) else attempt.began + sum(_of_lines(run, attempt).values())
 
 
 def _by_part(phases: dict[str, float]) -> dict[str, float]:

@@ -209,7 +209,7 @@ function controls() {
   find("reset").onclick = () => zoom(null);
   for (const box of document.querySelectorAll("[data-run]")) {
     box.onchange = () => { state.hidden[box.checked ? "delete" : "add"](Number(box.dataset.run)); state.range = null; redraw(); };
-    if (box.nextElementSibling) box.nextElementSibling.style.background = `var(--c${box.dataset.run % 8})`;
+    box.nextElementSibling.style.borderTop = `3px ${["solid", "dashed", "dotted", "double"][Math.floor(box.dataset.run / 8) % 4]} var(--c${box.dataset.run % 8})`;
   }
   const kinds = [...new Set(runs.flatMap(run => run.events.map(e => e.kind)))];
   for (const kind of kinds) {

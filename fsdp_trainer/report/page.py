@@ -13,7 +13,7 @@ import numpy as np
 
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.phases import CHECKPOINT
-from fsdp_trainer.report.goodput import ESTIMATED, PARTS, attempts_of
+from fsdp_trainer.report.goodput import PARTS, attempts_of
 from fsdp_trainer.report.read import Run, differing, overrides
 from fsdp_trainer.report.summary import Summary, duration, short
 
@@ -61,9 +61,8 @@ def write(summaries: list[Summary], file: Path) -> None:
         script="\n".join(scripts),
         hash=content_hash,
         parts=PARTS,
-        estimated=ESTIMATED,
         differing=differing(runs) if len(runs) > 1 else {},
-        overrides={key: [override(run, key) for run in runs] for key in overrides(runs)},
+        overrides=overrides(runs),
         curves=CURVES,
         text=TEXT,
         written=time.strftime("%Y-%m-%d %H:%M"),
@@ -90,11 +89,6 @@ def shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def override(run: Run, key: str) -> str | None:
-    """The value that a sweep's job was given for a key."""
-    return next((value for word in (run.job or {}).get("overrides", ()) for name, _, value in [word.partition("=")] if name == key), None)
-
-
 def page_data(summaries: list[Summary]) -> dict[str, Any]:
     """What the page's charts are made of."""
     most = max(50, min(ROWS, ALL_ROWS // max(1, len(summaries))))
@@ -106,18 +100,19 @@ def page_data(summaries: list[Summary]) -> dict[str, Any]:
 def run_data(run: Run, most: int) -> dict[str, Any]:
     """A run's lines, each with at most `most` rows or so; the rows of every line's least and greatest values are among them."""
     names = [name for name in run.metrics if name in LINES or name.startswith(OF_SOURCES)]
-    steps, tokens, seconds = run.column("step"), run.column("tokens"), elapsed(run)
+    began = beginning(run)
+    steps, tokens, seconds = run.column("step"), run.column("tokens"), np.fmax.accumulate(run.column("time")) - began
     kept = thinned({name: run.metrics[name] for name in names}, run.lines, most)
     lines = {name: numbers(run.metrics[name][kept]) for name in names}
     if len(kept) < run.lines and "loss" in run.metrics:
         lines["mean of loss"] = numbers(means(run.metrics["loss"], kept))
     x = {"steps": numbers(steps[kept], 15), "tokens": numbers(tokens[kept], 15), "time": numbers(seconds[kept], 9)}
-    began, known = beginning(run), (steps, np.nan_to_num(tokens)) if run.lines else (np.zeros(1), np.zeros(1))
+    known = (steps, np.nan_to_num(tokens)) if run.lines else (np.zeros(1), np.zeros(1))
     told = []
     for event in run.events[-EVENTS:]:
         since, step = float(event["time"]) - began, event.get("step")
         if not isinstance(step, int):
-            step = round(float(np.interp(since, seconds, steps))) if run.lines else 0
+            step = int(steps[seconds <= since][-1]) if (seconds <= since).any() else 0
         place = {"steps": step, "tokens": round(float(np.interp(step, *known))), "time": round(since, 3)}
         told.append({"kind": str(event["event"]), "text": about(event)} | place)
     return {"name": run.name, "rows": run.lines, "x": x, "lines": lines, "events": told, "phases": intervals(run, seconds)}
@@ -151,31 +146,17 @@ def numbers(values: np.ndarray, digits: int = 6) -> list[float | None]:
     return [None if not np.isfinite(v) else int(v) if v == int(v) and abs(v) < 2**53 else float(f"{v:.{digits}g}") for v in values.tolist()]
 
 
-def elapsed(run: Run) -> np.ndarray:
-    """Seconds from the run's first start to the end of each step; where lines have no time, from step_seconds."""
-    took, seconds = np.nan_to_num(run.column("step_seconds")), run.column("time").copy()
-    for attempt in attempts_of(run):
-        part = seconds[attempt.lines]
-        part[np.isnan(part)] = (attempt.ready + np.cumsum(took[attempt.lines]))[np.isnan(part)]
-    unknown = np.isnan(seconds)
-    began = beginning(run)
-    seconds[unknown] = began + np.cumsum(took)[unknown]
-    return np.maximum.accumulate(seconds) - began
-
-
 def beginning(run: Run) -> float:
-    """Unix seconds at which its first attempt began."""
-    attempts, times = attempts_of(run), run.column("time")
-    if attempts:
-        return attempts[0].began
-    return float(times[0]) if len(times) and not np.isnan(times[0]) else run.events[0]["time"] if run.events else 0.0
+    """Unix seconds at which its first attempt began, or of what else is known first."""
+    known = [*(attempt.began for attempt in attempts_of(run)[:1]), *run.column("time")[:1], *(event["time"] for event in run.events[:1])]
+    return next((time for time in known if not np.isnan(time)), 0.0)
 
 
 def about(event: dict[str, Any]) -> str:
     """An event's details on a line."""
     details = {name: value for name, value in event.items() if name not in ("event", "time", "step", "phases", "about", "reached")}
-    if event.get("reached"):
-        details["steps done again"] = max(0, int(event["reached"].get("step") or 0) - int(event.get("step") or 0))
+    if (again := int((event.get("reached") or {}).get("step") or 0) - int(event.get("step") or 0)) > 0:
+        details["steps done again"] = again
     return ", ".join(
         f"{name.replace('_', ' ')} {short(value) if isinstance(value, float) else shown(value)}" for name, value in details.items()
     )

@@ -2,10 +2,10 @@
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ EVENTS, SAMPLES = 20_000, 200  # kept of each run, the latest
 SILENT_SECONDS = 900  # without a line, after which a run is taken for dead
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 GONE = "ended without a word"
+HOLDS_NO_RUN = "holds no run: a run has metrics.jsonl, events.jsonl or config.yaml, a sweep sweep.jsonl"
 
 
 @dataclass
@@ -57,31 +58,35 @@ class Run:
         return int(self.metrics["step"][at]), float(column[at])
 
     @property
+    def given(self) -> dict[str, str]:
+        """What a sweep's job was started with."""
+        return {key: value for word in (self.job or {}).get("overrides", ()) for key, _, value in [word.partition("=")]}
+
+    @property
+    def why(self) -> str:
+        """The reason of the state, where it says more."""
+        return "" if self.reason in (self.state, "already finished") else self.reason
+
+    @property
     def lines(self) -> int:
         """Of the metrics."""
         return len(self.metrics.get("step", ()))
 
 
-def read_sources(source: str | list[str] | None) -> list[Run]:
+def read_sources(sources: list[str]) -> list[Run]:
     """Every run of the folders named: runs, sweeps, folders of either. Raises UserError for what is none."""
     found: dict[Path, tuple[str, dict[str, Any] | None]] = {}
     problems = []
-    for name in [source] if isinstance(source, str) else source or []:
-        folder = Path(name).expanduser()
+    for name in sources:
         try:
-            runs = list(runs_below(folder)) if folder.is_dir() else []
+            if not (runs := list(runs_below(Path(name)))):
+                problems.append(Problem(f"source={name}", HOLDS_NO_RUN))
         except OSError as error:
             problems.append(Problem(f"source={name}", str(error)))
             continue
-        if not runs:
-            why = "holds no run: a run has metrics.jsonl, events.jsonl or config.yaml, a sweep sweep.jsonl"
-            problems.append(Problem(f"source={name}", f"{folder} {why if folder.is_dir() else 'is no folder'}"))
         found |= {run.resolve(): (shown, job) for run, shown, job in runs}
-    if problems or not found:
-        raise UserError(
-            "there is nothing to report on",
-            problems or [Problem("source", "say what to read: a run, several, or a sweep, e.g.  source=runs/quickstart")],
-        )
+    if problems:
+        raise UserError("there is nothing to report on", problems)
     return [read_run(folder, name, job, READ_BYTES // len(found)) for folder, (name, job) in found.items()]
 
 
@@ -139,7 +144,7 @@ def read_run(folder: Path, name: str, job: dict[str, Any] | None = None, most: i
         return read_lines(path, broken, most)
 
     run.metrics = columns(line for line in lines("metrics.jsonl", most) if isinstance(line.get("step"), int))
-    run.events = [e for e in lines("events.jsonl", 2**26) if isinstance(e.get("time"), int | float) and "event" in e][-EVENTS:]
+    run.events = [event for event in lines("events.jsonl", 2**26) if is_event(event)][-EVENTS:]
     run.samples = list(lines("samples.jsonl", 2**24))[-SAMPLES:]
     try:
         run.configuration = dict(flat(yaml.load((folder / "config.yaml").read_text(), YAML_LOADER) or {}))
@@ -148,6 +153,11 @@ def read_run(folder: Path, name: str, job: dict[str, Any] | None = None, most: i
             run.remarks.append(f"config.yaml cannot be read: {error}")
     run.state, run.reason = state(run)
     return run
+
+
+def is_event(line: dict[str, Any]) -> bool:
+    """Whether it has the time, and no step or one that is a number."""
+    return "event" in line and isinstance(line.get("time"), int | float) and isinstance(line.get("step"), int | NoneType)
 
 
 def columns(lines: Iterator[dict[str, Any]]) -> dict[str, np.ndarray]:
@@ -184,8 +194,7 @@ def state(run: Run) -> tuple[str, str]:
     last = run.events[-1] if run.events else {}
     if last.get("event") == "end":
         return {0: "finished", 75: "stopped"}.get(last.get("exit_code", 1), "failed"), str(last.get("reason", ""))
-    signs = [file.stat().st_mtime for name in ("metrics", "events") if (file := run.folder / f"{name}.jsonl").exists()]
-    silent = time.time() - max(signs)
+    silent = time.time() - max(run.last("time") or 0.0, last.get("time", 0.0))
     if silent < SILENT_SECONDS:
         return "running", f"last line {silent:.0f} s ago"
     return "failed", GONE
@@ -202,6 +211,5 @@ def differing(runs: list[Run]) -> dict[str, list[Any]]:
 
 def overrides(runs: list[Run]) -> list[str]:
     """The keys that a sweep's jobs were started with and that not all have alike."""
-    given = [override.partition("=")[0::2] for run in runs if run.job for override in run.job.get("overrides", ())]
-    jobs = sum(run.job is not None for run in runs)
-    return list(dict.fromkeys(key for (key, _), count in Counter(given).items() if count < jobs))
+    jobs = [run.given for run in runs if run.job]
+    return [key for key in dict.fromkeys(key for given in jobs for key in given) if len({given.get(key) for given in jobs}) > 1]

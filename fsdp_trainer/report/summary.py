@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from fsdp_trainer.data.preview_text import heading
-from fsdp_trainer.report.goodput import ESTIMATED, PARTS, Goodput, goodput, phases_of
-from fsdp_trainer.report.read import Run, differing
+from fsdp_trainer.report.goodput import PARTS, Goodput, goodput, phases_of
+from fsdp_trainer.report.read import Run, differing, overrides
 
 SPARKS, WIDTH = "▁▂▃▄▅▆▇█", 60
 SHOWN = 12  # runs with a summary of their own at the terminal, and keys that differ
@@ -68,7 +69,7 @@ class Summary:
         total, best = run.configuration.get("train.steps"), run.least("validation_loss")
         speed = run.column("tokens_per_second")
         facts = [
-            ("state", run.state if run.reason in ("", run.state) else f"{run.state}: {run.reason}"),
+            ("state", f"{run.state}: {run.why}" if run.why else run.state),
             ("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(starts[0]["time"])) if starts else None),
             ("took", f"{duration(good.wall)}{f', {good.attempts} attempts' if good.attempts > 1 else ''}" if good else None),
             ("steps", f"{short(last('step'))}{f' of {total:,}' if isinstance(total, int) else ''}" if run.lines else None),
@@ -101,7 +102,6 @@ class Summary:
             "goodput": good and good.share("training"),
             "goodput_while_running": good and good.while_running,
             "goodput_seconds": good and good.seconds,
-            "goodput_estimated": good and good.estimated,
             "attempts": good and good.attempts,
             "lost_steps": good and good.lost_steps,
             "phases": self.phases,
@@ -154,11 +154,15 @@ def show(summaries: list[Summary], console: Console) -> None:
     """Print it: a table of all runs, and of a few each on its own."""
     runs = [summary.run for summary in summaries]
     if len(summaries) > 1:
-        table = Table("run", "objective", "state", "steps", "took", "goodput", box=box.SIMPLE_HEAD, padding=(0, 1))
+        varied = overrides(runs)
+        table = Table("run", *map(escape, varied), "objective", "state", "steps", "took", "goodput", box=box.SIMPLE_HEAD, padding=(0, 1))
         for summary in sorted(summaries, key=lambda s: (s.objective is None, s.objective or 0.0)):
             good = f"{summary.goodput.share('training'):.0%}" if summary.goodput else ""
             run, steps = summary.run, summary.run.last("step")
-            table.add_row(Text(run.name), short(summary.objective), Text(run.state), short(steps), duration(summary.seconds), good)
+            settings = [Text(run.given.get(key, "")) for key in varied]
+            table.add_row(
+                Text(run.name), *settings, short(summary.objective), Text(run.state), short(steps), duration(summary.seconds), good
+            )
         console.print(table)
     for summary in summaries[: SHOWN if len(summaries) <= SHOWN else 0]:
         show_one(summary, console)
@@ -183,7 +187,7 @@ def show_one(summary: Summary, console: Console) -> None:
     if summary.events:
         grid.add_row(Text("events", "dim"), Text(", ".join(f"{count:,} {kind}" for kind, count in summary.events.most_common())))
     console.print(grid)
-    for remark in [*run.remarks, *([ESTIMATED] if summary.goodput and summary.goodput.estimated and run.lines else [])]:
+    for remark in run.remarks:
         console.print(Text(f"note: {remark}", "dim"), soft_wrap=True)
     if run.state == "nothing yet":
         console.print(Text("nothing is on record yet"))

@@ -12,9 +12,9 @@ from fsdp_trainer.report.summary import Summary, show
 
 def report(cfg: ReportConfig) -> int:
     """The verb. Raises UserError for sources that hold no run, and where the page cannot be written."""
-    summaries = [Summary(run) for run in read_sources(cfg.source)]
     sources = [cfg.source] if isinstance(cfg.source, str) else cfg.source or []
-    out = Path(cfg.out or (Path(sources[0]) if len(sources) == 1 else Path()) / "report.html").expanduser()
+    summaries = [Summary(run) for run in read_sources(sources)]
+    out = Path(cfg.out or (Path(sources[0]) if len(sources) == 1 else Path()) / "report.html")
     if cfg.out or cfg.format == "text":
         write(summaries, out)
     if cfg.format == "json":

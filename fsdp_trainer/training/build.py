@@ -19,6 +19,7 @@ from fsdp_trainer.checkpoint.store import CheckpointStore, everywhere, load, rea
 from fsdp_trainer.config.paths import find_checkpoint, model_folder, step_of
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
+from fsdp_trainer.data.build import renumbered
 from fsdp_trainer.data.mixture import Mixture, build_order, validation_order
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.stream import StreamedData
@@ -310,6 +311,7 @@ def describe(trainer: Trainer, world: World, material: Material, attention: Choi
     return [
         f"run    {trainer.saves.store.run}",
         f"model  {config.family}, {size}, from {origin}",
+        *(f"token  {note}" for note in renumbered(cfg, material.tokenizer, material.init_from)),
         f"world  {world.size} × {world.device.type}, {cfg.sharding.strategy}, {numbers}",
         *(["       few CPUs have instructions for bfloat16; without them  precision=fp32  is ten times faster"] if slow else []),
         *(

@@ -152,7 +152,10 @@ def test_json_is_one_object_and_the_exit_code_says_whether_it_fits(capsys):
     assert several["fits"] and several["world_size"] == several["smallest"] > 1
     low, high = several["step_seconds"]
     assert 0 < low < high and low * 1000 / 86400 == pytest.approx(several["days"][0])
-    assert several["bytes_per_step"]["shard"] > 0 == several["bytes_per_step"]["replicate"] and several["checkpoint_gib"] > 1
+    assert (
+        several["bytes_per_step"] == several["bytes_by_link"]["shard"] > 0 == several["bytes_by_link"]["replicate"]
+        and several["checkpoint_gib"] > 1
+    )
 
 
 def test_a_plan_for_people_fits_a_narrow_terminal(capsys, monkeypatch):

@@ -38,7 +38,11 @@ class Plan:
     )
     network_gbps: float | None = key(None, "Gbit/s between nodes for each GPU; null: the table's, e.g. 400 for h100", above=0)
     disk: float = key(2.0, "GB/s that each node writes to run.root", above=0)
-    tokens: float | None = key(None, "tokens of the data, for the length of train.epochs; null: only train.steps say", above=0)
+    tokens: float | None = key(
+        None,
+        "tokens of the data: how long train.epochs over them take, 1 where train.steps is the limit; null: as train.steps say",
+        above=0,
+    )
 
 
 @dataclass

@@ -10,9 +10,9 @@ from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import duration, short
 from fsdp_trainer.observe.terminal import Terminal
+from fsdp_trainer.parallel.fit import gib
 from fsdp_trainer.plan.plan import GIB, Plan
 from fsdp_trainer.plan.suggest import Suggestion
-from fsdp_trainer.plan.time import Times
 
 BAR = 32  # characters for the whole of the device's memory
 NARROW = 110  # characters
@@ -43,7 +43,8 @@ def one_world(cfg: PlanConfig, plan: Plan, suggestions: list[Suggestion]) -> dic
         "moments": {moment.when: round(moment.total / GIB, 3) for moment in plan.memory.moments},
         "host_gib": round(plan.memory.host / GIB, 3),
         "micro_batches": plan.micro_batches,
-        "bytes_per_step": {name: round(wire.gathered + wire.reduced) for name, wire in plan.wire.items()},
+        "bytes_per_step": round(sum(wire.gathered + wire.reduced for wire in plan.wire.values())),
+        "bytes_by_link": {name: round(wire.gathered + wire.reduced) for name, wire in plan.wire.items()},
         "bytes_across_nodes": {name: round(wire.across) for name, wire in plan.wire.items()},
         "step_seconds": timed,
         "slowest_step": plan.slow._asdict() if timed else None,
@@ -63,9 +64,9 @@ def one_world(cfg: PlanConfig, plan: Plan, suggestions: list[Suggestion]) -> dic
 
 def steps_of(cfg: PlanConfig, plan: Plan) -> int | None:
     """Optimizer steps of the run; None where that depends on data that nobody has counted."""
-    if cfg.train.steps is not None:
-        return cfg.train.steps
-    return round((cfg.train.epochs or 1) * cfg.plan.tokens / plan.tokens) if cfg.plan.tokens else None
+    if cfg.plan.tokens:
+        return round((cfg.train.epochs or 1) * cfg.plan.tokens / plan.tokens)
+    return cfg.train.steps
 
 
 def show(
@@ -129,12 +130,17 @@ def categories(plan: Plan) -> Table:
     peak = plan.memory.peak
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
+    small = peak.total - peak.bytes["allowance"] < GIB
+
+    def told(size: float, style: str = "") -> Text:
+        return Text(f"{size / 2**20:,.1f} MiB" if small else f"{size / GIB:,.2f} GiB", style, justify="right")
+
     for name, size in peak.bytes.items():
         bar = round(BAR * size / max(plan.memory_bytes, peak.total))
-        table.add_row(f"  {name}", Text(f"{size / GIB:,.2f} GiB", justify="right"), Text("━" * bar, "cyan"))
-    table.add_row("  peak", Text(f"{peak.total / GIB:,.2f} GiB", "bold", justify="right"), Text(peak.when, "dim"))
+        table.add_row(f"  {name}", told(size), Text("━" * bar, "cyan"))
+    table.add_row("  peak", told(peak.total, "bold"), Text(peak.when, "dim"))
     if plan.memory.host:
-        table.add_row("  host", Text(f"{plan.memory.host / GIB:,.2f} GiB", justify="right"), Text("of the host's memory, each rank", "dim"))
+        table.add_row("  host", told(plan.memory.host), Text("of the host's memory, each rank", "dim"))
     return table
 
 
@@ -148,13 +154,10 @@ def figures(cfg: PlanConfig, plan: Plan) -> Table:
         share = 1 - cfg.batch.rows / computed
         rows.append(("empty", f"{share:.0%} of the rows that ranks compute: batch.rows={computed} fills them, in the same time"))
     if timed := plan.step_seconds:
-        spans = [f"{name} {fast:.2f} – {slow:.2f}" for name, fast, slow in zip(Times._fields[:3], plan.fast, plan.slow, strict=False)]
-        rows.append(
-            (
-                "step",
-                f"{timed[0]:.2f} – {timed[1]:.2f} s: {', '.join(spans[:2])} (exposed {spans[2].split(' ', 1)[1]}), optimizer {plan.slow.optimizer:.2f}",
-            )
-        )
+        size, unit = (1, "s") if timed[1] >= 1 else (1000, "ms")
+        whole, *parts = (f"{size * fast:.2f} – {size * slow:.2f}" for fast, slow in [timed, *zip(plan.fast, plan.slow, strict=True)])
+        told = "compute {}, communication {} (exposed {})".format(*parts)
+        rows.append(("step", f"{whole} {unit}: {told}, optimizer {size * plan.slow.optimizer:.2f}"))
         slow, fast = (plan.tokens / seconds for seconds in timed[::-1])
         rates = f"{slow / plan.world_size:,.0f} – {fast / plan.world_size:,.0f} tokens/s a GPU, {short(slow)} – {short(fast)} in all"
         rows.append(("speed", f"{rates}; MFU {plan.mfu(timed[1]):.0%} – {plan.mfu(timed[0]):.0%}"))
@@ -172,9 +175,9 @@ def wires(plan: Plan) -> str:
     told = []
     for name, wire in plan.wire.items():
         if wire.ranks > 1:
-            gathered = f" ({wire.gathered / GIB:,.1f} gathered)" if wire.gathered else ""
-            across = f", {wire.across / GIB:,.1f} between nodes" if wire.across else ""
-            told.append(f"{name} × {wire.ranks}: {(wire.gathered + wire.reduced) / GIB:,.1f} GiB{gathered}{across}")
+            gathered = f" ({gib(wire.gathered)} gathered)" if wire.gathered else ""
+            across = f", {gib(wire.across)} between nodes" if wire.across else ""
+            told.append(f"{name} × {wire.ranks}: {gib(wire.gathered + wire.reduced)}{gathered}{across}")
     return "; ".join(told) or "nothing"
 
 
@@ -183,13 +186,14 @@ def length(cfg: PlanConfig, plan: Plan) -> str:
     steps = steps_of(cfg, plan)
     if steps is None or plan.step_seconds is None:
         return "as long as the data is: plan.tokens=N or train.steps=N says"
-    fast, slow = (duration(steps * seconds) for seconds in plan.step_seconds)
+    days = [steps * seconds / 86400 for seconds in plan.step_seconds]
+    fast, slow = (f"{day:,.1f} days" if days[0] >= 2 else duration(day * 86400) for day in days)
     return f"{fast} – {slow} for {steps:,} steps, {short(steps * plan.tokens)} tokens"
 
 
 def checkpoints(cfg: PlanConfig, plan: Plan) -> str:
     """Their size, and what they cost."""
-    told = f"{plan.checkpoint / GIB:,.1f} GiB, {plan.checkpoint_seconds:,.0f} s at {plan.device.disk / 1e9:g} GB/s a node"
+    told = f"{gib(plan.checkpoint)}, {plan.checkpoint_seconds:,.0f} s at {plan.device.disk / 1e9:g} GB/s a node"
     every = cfg.checkpoint.every
     if not every or plan.step_seconds is None:
         return told

@@ -105,6 +105,12 @@ def test_nodes_in_containers_meet(write, tmp_path):
     assert (launch["nodes"], launch["rendezvous"]) == (3, "node0:29500") and "HEAD" in write.said.out
 
 
+def test_a_container_sees_what_the_run_reads_and_writes(write):
+    data = "data.path=[/shared/chats/*.jsonl,/data/my b.jsonl]"
+    text = write("docker", "+recipe=llama8b_sft", data, "model.init_from=/shared/models/l8b", "run.root=/shared", "tokenizer.path=here/t")
+    assert re.findall(r" -v (\S+:\S+)", text) == ['"$PWD":/work', "/data:/data", "/shared:/shared"], "and what is below only once"
+
+
 def test_a_batch_script_says_what_it_was_asked_for(write):
     told = write(
         "slurm", "+recipe=quickstart", "nodes=4", "gpus_per_node=2", "time=90m", "partition=gpu", "setup=['source venv/bin/activate']"

@@ -9,6 +9,7 @@ from pathlib import Path
 import jinja2
 
 from fsdp_trainer.config.check import Report
+from fsdp_trainer.config.data_files import entries
 from fsdp_trainer.config.inputs import require_training_inputs
 from fsdp_trainer.config.overrides import quoted
 from fsdp_trainer.config.schema import default_of
@@ -94,4 +95,14 @@ def render(cfg: LaunchFilesConfig, kind: str, name: str, file: Path, words: list
         minutes=math.ceil(parse_duration(cfg.time) / 60),
         cpus_per_node=cfg.cpus_per_gpu * max(1, cfg.gpus_per_node),
         ranks=ranks,
+        mounts="".join(f" -v {shlex.quote(f'{folder}:{folder}')}" for folder in outside(cfg)),
     )
+
+
+def outside(cfg: LaunchFilesConfig) -> list[str]:
+    """Folders with an absolute path that the run reads or writes; of files, those in which they lie."""
+    data = [entry.path for where in (cfg.data.path, cfg.data.validation) for entry in entries(where)]
+    named = [cfg.run.root, cfg.data.cache, cfg.compile.cache, cfg.model.init_from, cfg.tokenizer.path, *data]
+    paths = [Path(path) for path in named if path and path.startswith("/")]
+    folders = {next((p for p in (path, *path.parents) if not (p.suffix or re.search(r"[*?[]", str(p)))), path) for path in paths}
+    return sorted(str(folder) for folder in folders if not folders & {*folder.parents})

@@ -103,7 +103,7 @@ def test_a_run_is_queued_again_when_its_time_is_up_and_not_when_somebody_ends_it
 
 
 def test_a_dry_run_prints_the_script_and_submits_nothing(cluster, capsys):
-    asked = {"nodes": 2, "gpus_per_node": 4, "timeout_min": 90, "partition": "gpu", "mem_gb": 64, "cpus_per_task": 32, "qos": "high"}
+    asked = {"nodes": 2, "gpus_per_node": 4, "timeout_min": 90, "partition": "gpu", "mem_gb": 64, "qos": "high"}
     words = [f"hydra.launcher.{name}={value}" for name, value in asked.items()]
     more = ["hydra.launcher.setup=['module load cuda']", "hydra.launcher.additional_parameters={exclude: node7}"]
     assert main(["-m", *DEMO, "optim.lr=1e-3,2e-3", "hydra.launcher.dry_run=true", *words, *more]) == 0
@@ -115,7 +115,7 @@ def test_a_dry_run_prints_the_script_and_submits_nothing(cluster, capsys):
         "time=90",
         "partition=gpu",
         "mem=65536M",
-        "cpus-per-task=32",
+        "cpus-per-task=48",
         "qos=high",
     ):
         assert f"#SBATCH --{line}\n" in said

@@ -5,6 +5,8 @@ from typing import Any
 
 from fsdp_trainer.config.schema import key
 
+CORES_A_GPU = 12  # to ask Slurm for, which else may give one to all ranks of a node
+
 # fmt: off  (a key is a line)
 
 
@@ -53,7 +55,7 @@ class Slurm:
 
     nodes: int = key(1, "nodes of a job", minimum=1)
     gpus_per_node: int = key(8, "GPUs, and ranks, of each; 0: one rank without", minimum=0)
-    cpus_per_task: int | None = key(None, "cores of a node; null: as Slurm has it", minimum=1)
+    cpus_per_task: int | None = key(None, "cores of a node; null: 12 for each GPU, without GPUs as Slurm has it", minimum=1)
     mem_gb: float | None = key(None, "memory of a node in GiB; null: as Slurm has it", above=0)
     timeout_min: int = key(1440, "minutes until a job is stopped, and queued again", minimum=1)
     partition: str | None = key(None, "where to queue")

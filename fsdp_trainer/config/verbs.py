@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from fsdp_trainer.config.schema import TrainConfig, key
+from fsdp_trainer.config.sweeping import CORES_A_GPU
 
 
 @dataclass
@@ -95,7 +96,7 @@ class LaunchFiles:
     out: str | None = key(None, "the folder to write to; null: launch/NAME of the run")
     nodes: int = key(1, "how many nodes", minimum=1)
     gpus_per_node: int = key(8, "GPUs, and ranks, of each; 0: one rank without", minimum=0)
-    cpus_per_gpu: int = key(12, "slurm: cores", minimum=1)
+    cpus_per_gpu: int = key(CORES_A_GPU, "slurm: cores", minimum=1)
     time: str = key("24h", "slurm: until the job is requeued, as `30m` or `24h`")
     partition: str | None = key(None, "slurm: where to queue")
     account: str | None = key(None, "slurm: who pays")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.config.sweeping import Slurm
+from fsdp_trainer.config.sweeping import CORES_A_GPU, Slurm
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.launch.start import PARENT, SIGNALS, STOPPED
 from fsdp_trainer.observe.records import replace
@@ -91,16 +91,17 @@ class OnSlurm:
 
 def parameters(settings: Slurm, job: str) -> dict[str, Any]:
     """What submitit is told. One task a node: it starts the ranks of its node itself."""
+    cores = settings.cpus_per_task or CORES_A_GPU * settings.gpus_per_node or None
     more = {"signal": f"USR1@{settings.signal_seconds}", "requeue": settings.requeue or None}
     given = {
         "nodes": settings.nodes,
         "ntasks_per_node": 1,
         "gpus_per_node": settings.gpus_per_node or None,
-        "cpus_per_task": settings.cpus_per_task,
+        "cpus_per_task": cores,
         "mem": f"{settings.mem_gb * 1024:.0f}M" if settings.mem_gb else None,
         "time": settings.timeout_min,
         "job_name": f"fsdp_trainer-{job}",
-        "setup": [*settings.setup, *(["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"] if settings.cpus_per_task else [])],
+        "setup": [*settings.setup, *(["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"] if cores else [])],
         "stderr_to_stdout": True,
         "additional_parameters": {name: value for name, value in (more | settings.additional_parameters).items() if value is not None},
         **{name: getattr(settings, name) for name in ("partition", "account", "qos", "constraint")},

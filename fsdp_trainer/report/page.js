@@ -175,7 +175,7 @@ function settings() {
     figure.append(make("figcaption", "Objective over " + heads[k]));
     find("settings").append(figure);
     const u = new uPlot({
-      width: figure.clientWidth, height: 200, legend: { show: false }, padding: [8, 18, 0, 0], cursor: { drag: { x: false }, y: false, points: { size: 9 } },
+      width: figure.clientWidth, height: 200, legend: { show: false }, padding: [8, 18, 0, 0], cursor: { drag: { x: false }, y: false, points: { size: 9 }, dataIdx: (_, series, at) => at },
       scales: { x: { time: false, distr: log ? 3 : 1, range: () => log ? [low / 1.2, high * 1.2] : [low - (high - low) * 0.05, high + (high - low) * 0.05] } },
       axes: [{ ...axis, size: 32, values: (_, ticks) => ticks.map(v => tick(v, log)) }, { ...axis, size: 62, values: (_, ticks) => ticks.map(number) }],
       series: [{}, ...points.map(([, , i]) => ({ stroke: colour(i), points: { show: true, size: 9, fill: colour(i) } }))], hooks: { setCursor: [tell] },

@@ -241,7 +241,7 @@ def slow_file(for_ever=False):
 def test_a_rank_that_waits_for_its_files_is_named_and_keeps_the_others_out_of_time_outs(train, files):
     run = train("slow", *STREAMED, "train.steps=3", ranks=2, seam=slow_file)
     event, *later = run.event("data_wait")
-    assert len(later) >= 2 and later[1]["seconds"] - event["seconds"] >= 0.5, "told every third time that the ranks meet"
+    assert len(later) >= 2 and later[1]["seconds"] - event["seconds"] > 0.45, "told every third time that the ranks meet"
     assert event["rank"] == 1 and f"rank 1 waits for {event['file']}" in run.out and event["file"].endswith("chats.jsonl")
     assert len(run.metrics) == 3
     run = train("gives_up", *STREAMED, "train.steps=3", "launch.data_timeout=1s", ranks=2, seam=partial(slow_file, for_ever=True), code=1)

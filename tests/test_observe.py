@@ -230,7 +230,7 @@ def test_a_profile_holds_exactly_the_steps_asked_for_with_their_phases_blocks_an
 def test_what_one_rank_is_late_by_is_gradient_sync_that_the_other_waits_in(profiled):
     told = json.loads((profiled.folder / "profile" / "steps-2-3-phases.json").read_text())
     fast, slow = told["ranks"]["0"], told["ranks"]["1"]
-    assert told["steps"] == [2, 3] and fast["gradient sync, exposed"]["seconds"] > 0.9 and slow["backward"]["idle"] > 0.9
+    assert told["steps"] == [2, 3] and fast["gradient sync, exposed"]["seconds"] > 0.5 and slow["backward"]["idle"] > 0.9
     assert all(of[row]["seconds"] > 0 for of in (fast, slow) for row in ("data", "forward", "loss", "clip", "optimizer", "log"))
     steps = [event for event in read_trace(profiled.folder / "profile" / "steps-2-3-rank-0.json.gz") if event.name.startswith("step ")]
     assert sum(row["seconds"] for row in fast.values()) == pytest.approx((steps[1].end - steps[0].begin) / 2e6), "every instant counts once"

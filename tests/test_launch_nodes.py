@@ -224,7 +224,7 @@ def test_a_node_without_rank_0_says_where_the_message_is(inputs, capfd, monkeypa
             self.environment, self.leave = dict, lambda code: None
 
     monkeypatch.setattr(start, "Node", Second)
-    monkeypatch.setattr(start, "start_rank", lambda *_: subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"]))
+    monkeypatch.setattr(start, "start_process", lambda *_, **__: subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"]))
     where = ["launch.nodes=2", "launch.nproc_per_node=1", "launch.rendezvous=gpu3:29500"]
     assert main([*SMALL, *(f"{k}={v}" for k, v in inputs.items()), *where]) == 2
     assert "ends with code 2; rank 0, on gpu3, says why" in capfd.readouterr().err

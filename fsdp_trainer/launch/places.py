@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from fsdp_trainer.config.schema import Launch, TrainConfig
 from fsdp_trainer.config.sweeping import Local
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.slurm import OnSlurm
-from fsdp_trainer.launch.start import PARENT, SIGNALS, cores, gpus, ranks_to_start
+from fsdp_trainer.launch.start import PARENT, SIGNALS, cores, gpus, ranks_to_start, start_process
 
 
 class Running(Protocol):
@@ -102,15 +101,8 @@ class OnThisNode:
             file = closing.enter_context(hand_over(cfg))
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # it listens as soon as it can answer
             closing.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
-            process = subprocess.Popen(
-                [sys.executable, "-m", "fsdp_trainer", "train", *words],
-                env=env | {DESCRIPTOR: str(file.fileno())},
-                stdin=subprocess.DEVNULL,
-                stdout=shown,
-                stderr=shown,
-                pass_fds=[file.fileno()],
-                start_new_session=True,  # Ctrl-C at a terminal reaches it through us alone, and once
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": shown, "stderr": shown}
+            process = start_process(["train", *words], env | {DESCRIPTOR: str(file.fileno())}, file.fileno(), **streams)
         self.running.append(Process(process, mine))
         return self.running[-1]
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from glob import glob
+from typing import Any
 
 from fsdp_trainer.config.handover import DESCRIPTOR, hand_over
 from fsdp_trainer.config.paths import COMPILE_CACHE, compile_cache
@@ -157,7 +158,7 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], received: list[int] | No
     with hand_over(cfg) as file:
         env[DESCRIPTOR] = str(file.fileno())
         places = [{"RANK": str(first + r), "LOCAL_RANK": str(r)} for r in range(count)]
-        ranks = [start_rank([verb, *overrides], env | place, file.fileno()) for place in places]
+        ranks = [start_process([verb, *overrides], env | place, file.fileno()) for place in places]
     received = [] if received is None else received
 
     heard_at, patience = -ECHO_SECONDS, Patience()
@@ -191,11 +192,14 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], received: list[int] | No
             signal.signal(s, handler)
 
 
-def start_rank(words: list[str], env: dict[str, str], configuration: int) -> subprocess.Popen:
-    """One rank. What it is to do lies in the open file `configuration`; the verb's overrides are there for whoever lists processes."""
+def start_process(words: list[str], env: dict[str, str], configuration: int, **streams: Any) -> subprocess.Popen:
+    """A rank, or a job of a sweep. What it is to do lies in the open file `configuration`; the words are there for whoever lists processes.
+
+    streams: as of subprocess.
+    """
     command = [sys.executable, "-m", "fsdp_trainer", *words]
     # a session of its own: Ctrl-C at a terminal reaches it through us alone, and once
-    return subprocess.Popen(command, env=env, pass_fds=[configuration], start_new_session=True)
+    return subprocess.Popen(command, env=env, pass_fds=[configuration], start_new_session=True, **streams)
 
 
 class Patience:

@@ -7,10 +7,8 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.flops import palm_flops
 from fsdp_trainer.parallel.fit import checkpoint_bytes
 from fsdp_trainer.plan.devices import DEVICES, Device
-from fsdp_trainer.plan.memory import Memory, memory
+from fsdp_trainer.plan.memory import GIB, Memory, memory
 from fsdp_trainer.plan.time import Times, Wire, micro_batches, times, wire
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

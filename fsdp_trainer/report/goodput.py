@@ -25,6 +25,7 @@ OF_PHASE = (
     | dict.fromkeys(("forward", "backward", "clip", "update", "read"), "training")
     | dict.fromkeys(CHECKPOINT, "checkpoint")
 )
+OUTSIDE = ("start", "rewind")  # phases that are no part of a step
 
 
 @dataclass
@@ -126,7 +127,7 @@ def goodput(run: Run) -> Goodput | None:
 
 def phases_of(run: Run, lines: slice = slice(None)) -> dict[str, float]:
     """Seconds in each phase, over some lines of the metrics; {} where an older version wrote them."""
-    columns = {name.partition("/")[2]: values[lines] for name, values in run.metrics.items() if name.startswith("phases/")}
+    columns = {phase: values[lines] for phase, values in run.phases.items()}
     return {phase: float(np.nansum(values)) for phase, values in columns.items() if not np.isnan(values).all()}
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.phases import CHECKPOINT
-from fsdp_trainer.report.goodput import PARTS, attempts_of
+from fsdp_trainer.report.goodput import OUTSIDE, PARTS, attempts_of
 from fsdp_trainer.report.read import Run, differing, overrides
 from fsdp_trainer.report.summary import Summary, duration, short
 
@@ -164,15 +164,14 @@ def about(event: dict[str, Any]) -> str:
 
 def intervals(run: Run, seconds: np.ndarray) -> dict[str, Any]:
     """Seconds in each group of phases between two writes, several writes taken together where there are many."""
-    columns = {name.partition("/")[2]: values for name, values in run.metrics.items() if name.startswith("phases/")}
-    if not columns:
+    if not run.phases:
         return {}
-    closes = np.flatnonzero(np.any([~np.isnan(values) for values in columns.values()], axis=0))
+    closes = np.flatnonzero(np.any([~np.isnan(values) for values in run.phases.values()], axis=0))
     chosen = np.array_split(closes, min(BARS, len(closes)))
     of_phase = {phase: group for group, phases in GROUPS.items() for phase in phases}
     bars = {group: np.zeros(len(chosen)) for group in (*GROUPS, "other")}
-    for phase, values in columns.items():
-        if phase not in ("start", "rewind"):  # which is no part of a step
+    for phase, values in run.phases.items():
+        if phase not in OUTSIDE:
             bars[of_phase.get(phase, "other")] += [float(np.nansum(values[rows])) for rows in chosen]
     last = np.array([rows[-1] for rows in chosen])
     count = np.diff(np.concatenate([[0], last + 1]))

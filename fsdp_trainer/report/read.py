@@ -44,6 +44,11 @@ class Run:
         """Of all lines; NaN where there is none."""
         return self.metrics.get(name, np.full(self.lines, np.nan))
 
+    @property
+    def phases(self) -> dict[str, np.ndarray]:
+        """By phase, the column of the seconds in it; {} where an older version wrote them."""
+        return {name.partition("/")[2]: values for name, values in self.metrics.items() if name.startswith("phases/")}
+
     def last(self, name: str) -> float | None:
         """The last value of a column; None if it has none."""
         known = self.column(name)[~np.isnan(self.column(name))]

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_trainer.data.preview_text import heading
-from fsdp_trainer.report.goodput import PARTS, Goodput, goodput, phases_of
+from fsdp_trainer.report.goodput import OUTSIDE, PARTS, Goodput, goodput, phases_of
 from fsdp_trainer.report.read import Run, differing, overrides
 
 SPARKS, WIDTH = "▁▂▃▄▅▆▇█", 60
@@ -40,7 +40,7 @@ class Summary:
     @cached_property
     def phases(self) -> dict[str, float]:
         """Mean seconds a step in each phase; {} of old runs."""
-        found = {phase: spent / self.run.lines for phase, spent in phases_of(self.run).items() if phase not in ("start", "rewind")}
+        found = {phase: spent / self.run.lines for phase, spent in phases_of(self.run).items() if phase not in OUTSIDE}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     @property

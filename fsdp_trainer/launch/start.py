@@ -130,10 +130,10 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def start_ranks(cfg: TrainConfig, overrides: list[str], received: list[int] | None = None, verb: str = "train") -> int:
+def start_ranks(cfg: TrainConfig, overrides: list[str], verb: str = "train") -> int:
     """Start the ranks of `cfg`, composed from `overrides`, on this node and wait. Returns the exit code of the first that failed, else 0.
 
-    What torchrun does, but the codes come through, and the parent needs no torch. Signals are passed on, and kept in `received`. Of several
+    What torchrun does, but the codes come through, and the parent needs no torch. Signals are passed on. Of several
     nodes each starts its own ranks when all have met; when ranks of one fail, those of the others end, and all return its code.
     """
     if PARENT in os.environ:  # a job of a sweep
@@ -159,7 +159,7 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], received: list[int] | No
         env[DESCRIPTOR] = str(file.fileno())
         places = [{"RANK": str(first + r), "LOCAL_RANK": str(r)} for r in range(count)]
         ranks = [start_process([verb, *overrides], env | place, file.fileno()) for place in places]
-    received = [] if received is None else received
+    received: list[int] = []
 
     heard_at, patience = -ECHO_SECONDS, Patience()
 

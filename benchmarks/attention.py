@@ -70,36 +70,70 @@ def ways_of(device: torch.device, softcap: float | None) -> list[tuple[str, str 
     ]
 
 
-def measure(row: int, parts: int, window: int | None, softcap: float | None, device: torch.device, repeat: int) -> dict:
+def measure(
+    row: int,
+    parts: int,
+    window: int | None,
+    softcap: float | None,
+    device: torch.device,
+    repeat: int,
+) -> dict:
     """Milliseconds of each way, whose numbers are first checked against the mask's."""
     config, dtype = CONFIGS[device.type], DTYPES[device.type]
     heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-    inputs = [torch.randn(1, row, n, config.head_dim, device=device, dtype=dtype, requires_grad=True) for n in heads]
+    inputs = [
+        torch.randn(1, row, n, config.head_dim, device=device, dtype=dtype, requires_grad=True)
+        for n in heads
+    ]
     grad, sizes = torch.randn_like(inputs[0]), [row // parts] * parts
 
     def way(layout: Layout) -> Callable[[], list[Tensor]]:
         return partial(gradients, lambda: attend(*inputs, layout, None, softcap), inputs, grad)
 
-    made = {name: LAYOUTS[name]([sizes], row, device).within(window) for name in {layout for layout, _ in ways_of(device, softcap)}}
-    ways = {"/".join(filter(None, pair)): (Choice(*pair, ""), way(made[pair[0]])) for pair in ways_of(device, softcap)}
+    made = {
+        name: LAYOUTS[name]([sizes], row, device).within(window)
+        for name in {layout for layout, _ in ways_of(device, softcap)}
+    }
+    ways = {
+        "/".join(filter(None, pair)): (Choice(*pair, ""), way(made[pair[0]]))
+        for pair in ways_of(device, softcap)
+    }
     right = way(Layout.masked([sizes], row, device).within(window))()
     if not window and not softcap:
-        ways["whole row"] = (Choice("documents", None if device.type == "cpu" else "flash", ""), way(Layout()))
+        ways["whole row"] = (
+            Choice("documents", None if device.type == "cpu" else "flash", ""),
+            way(Layout()),
+        )
         if device.type == "cpu":
-            ways["cut out"] = (Choice("documents", None, ""), partial(gradients, lambda: cut_out(*inputs, sizes), inputs, grad))
+            ways["cut out"] = (
+                Choice("documents", None, ""),
+                partial(gradients, lambda: cut_out(*inputs, sizes), inputs, grad),
+            )
     for name, (first, run) in ways.items():
         prefer(first, config, dtype, device, asked=False)
         for mine, wanted in zip(run(), right, strict=True):
-            assert name == "whole row" or (mine - wanted).norm() <= TOLERANCE[dtype] * wanted.norm(), f"{name} computes something else"
+            assert (
+                name == "whole row" or (mine - wanted).norm() <= TOLERANCE[dtype] * wanted.norm()
+            ), f"{name} computes something else"
     measured = in_turn({name: partial(seconds, *way, device) for name, way in ways.items()}, repeat)
-    pairs = sum(n * (n + 1) // 2 if window is None else sum(min(i + 1, window) for i in range(n)) for n in sizes)
+    pairs = sum(
+        n * (n + 1) // 2 if window is None else sum(min(i + 1, window) for i in range(n))
+        for n in sizes
+    )
     flops = 7 * 2 * heads[0] * config.head_dim * pairs
     told = {
-        name: {"ms": spread([1e3 * s for s in times]), "tflops": float(f"{flops / min(times) / 1e12:.3g}")}
+        name: {
+            "ms": spread([1e3 * s for s in times]),
+            "tflops": float(f"{flops / min(times) / 1e12:.3g}"),
+        }
         for name, times in measured.items()
     }
     against = "whole row" if "whole row" in measured else "mask" if "mask" in measured else "flex"
-    ratios = {f"{against} / {name}": ratio(measured[against], times) for name, times in measured.items() if name != against}
+    ratios = {
+        f"{against} / {name}": ratio(measured[against], times)
+        for name, times in measured.items()
+        if name != against
+    }
     return {"ways": told, "ratios": ratios}
 
 
@@ -114,7 +148,12 @@ def main() -> None:
     cases["1 document, window"] = (row, 1, row // WINDOW_SHARE, None)
     cases["1 document, softcap"] = (row // 2, 1, None, 50.0)
     found = {case: measure(*how, device, asked.repeat) for case, how in cases.items()}
-    shape = {"row": row, "heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim}
+    shape = {
+        "row": row,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+    }
     compared = {
         f"{case}: {name}": told["median"]
         for case, result in found.items()

@@ -36,7 +36,14 @@ class Stores:
     def __init__(self) -> None:
         self.save, self.sync = CheckpointStore.save, None
 
-    def __call__(self, store: CheckpointStore, step: int, state: dict[str, Tensor], progress: dict[str, Any], _: float) -> None:
+    def __call__(
+        self,
+        store: CheckpointStore,
+        step: int,
+        state: dict[str, Tensor],
+        progress: dict[str, Any],
+        _: float,
+    ) -> None:
         way = way_of(step)
         store.wait()
         dist.barrier()
@@ -49,7 +56,9 @@ class Stores:
         elif way == "async":
             self.save(store, step, state, progress)
         else:
-            self.sync = self.sync or CheckpointStore(store.run, replace(store.cfg, mode="sync"), 0, store.write_assets, store.committed)
+            self.sync = self.sync or CheckpointStore(
+                store.run, replace(store.cfg, mode="sync"), 0, store.write_assets, store.committed
+            )
             self.save(self.sync, step, state, progress)
 
 
@@ -67,24 +76,60 @@ def as_rank() -> None:
 
 def measure(folder: Path, repeat: int, ranks: int, width: int) -> dict[str, Any]:
     """Figures of every way, a list with one of each round, and of the run."""
-    model = [f"model.hidden_size={width}", f"model.intermediate_size={width * 11 // 4}", "model.num_hidden_layers=6", "model.head_dim=64"]
+    model = [
+        f"model.hidden_size={width}",
+        f"model.intermediate_size={width * 11 // 4}",
+        "model.num_hidden_layers=6",
+        "model.head_dim=64",
+    ]
     steps = EVERY * (len(WAYS) * (repeat + 1) + 1)
-    shape = ["batch.seq_len=64", f"batch.rows={ranks}", f"train.steps={steps}", "precision=fp32", "logging.every=1"]
+    shape = [
+        "batch.seq_len=64",
+        f"batch.rows={ranks}",
+        f"train.steps={steps}",
+        "precision=fp32",
+        "logging.every=1",
+    ]
     data = ["data.path=demo:backwards", "data.too_long=truncate", "tokenizer.path=demo:bytes"]
     how = [f"run.root={folder}", "run.name=run", "checkpoint=async", f"checkpoint.every={EVERY}"]
-    run_ranks("benchmarks.checkpoint_stall", ranks, "train", "model=tiny", *model, *shape, *data, *how, env={"IN_TURN": "1"})
-    metrics, events = ([json.loads(x) for x in (folder / "run" / f).read_text().splitlines()] for f in ("metrics.jsonl", "events.jsonl"))
+    run_ranks(
+        "benchmarks.checkpoint_stall",
+        ranks,
+        "train",
+        "model=tiny",
+        *model,
+        *shape,
+        *data,
+        *how,
+        env={"IN_TURN": "1"},
+    )
+    metrics, events = (
+        [json.loads(x) for x in (folder / "run" / f).read_text().splitlines()]
+        for f in ("metrics.jsonl", "events.jsonl")
+    )
     seconds = [line["step_seconds"] for line in metrics]
-    counted = [e for e in events if e["event"] == "checkpoint" and EVERY * len(WAYS) < e["step"] < steps]
-    told: dict[str, Any] = {way: {"stall": [], "slower": [], "lost": [], "until_committed": []} for way in WAYS}
+    counted = [
+        e for e in events if e["event"] == "checkpoint" and EVERY * len(WAYS) < e["step"] < steps
+    ]
+    told: dict[str, Any] = {
+        way: {"stall": [], "slower": [], "lost": [], "until_committed": []} for way in WAYS
+    }
     half = EVERY // 2
     for event in counted:
         step, stall = event["step"], event["stall_seconds"]
         usual = statistics.median(seconds[step - half : step] + seconds[step + half : step + EVERY])
         slower = sum(seconds[step : step + half]) - usual * half
-        for name, value in {"stall": stall, "slower": slower, "lost": stall + slower, "until_committed": event["seconds"]}.items():
+        for name, value in {
+            "stall": stall,
+            "slower": slower,
+            "lost": stall + slower,
+            "until_committed": event["seconds"],
+        }.items():
             told[way_of(step)][name].append(value)
-    size = sum(f.stat().st_size for f in next((folder / "run" / "checkpoints").glob("plain-*")).glob("*.distcp"))
+    size = sum(
+        f.stat().st_size
+        for f in next((folder / "run" / "checkpoints").glob("plain-*")).glob("*.distcp")
+    )
     return told | {"steps": seconds[EVERY * len(WAYS) :], "mib": size / ranks / 2**20}
 
 
@@ -93,17 +138,30 @@ def main() -> None:
     given = arguments(__doc__, repeat=3, ranks=2, width=896)
     with tempfile.TemporaryDirectory() as folder:
         told = measure(Path(folder), given.repeat, given.ranks, given.width)
-    compared = {f"dcp.save/{way}": ratio(told["dcp.save"]["lost"], told[way]["lost"]) for way in WAYS[1:]}
+    compared = {
+        f"dcp.save/{way}": ratio(told["dcp.save"]["lost"], told[way]["lost"]) for way in WAYS[1:]
+    }
     result = {
         "what": f"{given.ranks} ranks over gloo, {told['mib']:.0f} MiB of checkpoint a rank",
         "rounds": given.repeat,
         "step_seconds": spread(told["steps"]),
-        **{f"{name}_seconds": {way: spread(told[way][name]) for way in WAYS} for name in told["sync"]},
+        **{
+            f"{name}_seconds": {way: spread(told[way][name]) for way in WAYS}
+            for name in told["sync"]
+        },
         "lost_of_dcp_save": {
-            way: spread([a / b for a, b in zip(told[way]["lost"], told["dcp.save"]["lost"], strict=True)]) for way in WAYS[1:]
+            way: spread(
+                [a / b for a, b in zip(told[way]["lost"], told["dcp.save"]["lost"], strict=True)]
+            )
+            for way in WAYS[1:]
         },
     }
-    finish("checkpoint_stall", result, {f"lost {name}": figures["median"] for name, figures in compared.items()}, given.check)
+    finish(
+        "checkpoint_stall",
+        result,
+        {f"lost {name}": figures["median"] for name, figures in compared.items()},
+        given.check,
+    )
 
 
 if __name__ == "__main__":

@@ -53,7 +53,10 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}"
     "{% endgeneration %}{{ '\n' }}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
 )
-SIZES = {"texts": 30e6, "chats": 2e6}  # bytes of what is made; in a small text most words are new, which they are not in a corpus
+SIZES = {
+    "texts": 30e6,
+    "chats": 2e6,
+}  # bytes of what is made; in a small text most words are new, which they are not in a corpus
 PACKED, RESUMED = 10_000_000, 2_000_000
 
 
@@ -81,18 +84,32 @@ def make_inputs(folder: Path) -> None:
 
     makers: dict[str, Callable[[], dict]] = {
         "texts": lambda: {"text": text(15)},
-        "chats": lambda: {"messages": [{"role": r, "content": text(m)} for _ in range(2) for r, m in (("user", 1), ("assistant", 3))]},
+        "chats": lambda: {
+            "messages": [
+                {"role": r, "content": text(m)}
+                for _ in range(2)
+                for r, m in (("user", 1), ("assistant", 3))
+            ]
+        },
     }
     for name, maker in makers.items():
         with open(folder / f"{name}.jsonl", "w") as file:
             while file.tell() < SIZES[name]:
                 file.write(json.dumps(maker()) + "\n")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
         [text(15) for _ in range(400)],
-        trainers.BpeTrainer(vocab_size=8000, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=8000,
+            special_tokens=["<|endoftext|>"],
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
     )
     (folder / "tokenizer").mkdir()
     tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
@@ -102,7 +119,11 @@ def ours(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str, 
     """The columns of a store."""
     tokenizer = load_tokenizer(tokenizer_path, list(MARKS) if what == "chats" else [])
     texts = {"format": "text", "loss_on": "all", "too_long": "split", "packing": "stream"}
-    data = Data(path=file, workers=1, **(texts if what == "texts" else {"format": "messages", "too_long": "truncate"}))
+    data = Data(
+        path=file,
+        workers=1,
+        **(texts if what == "texts" else {"format": "messages", "too_long": "truncate"}),
+    )
     template = load_template("chatml" if what == "chats" else None, tokenizer)
     started = clocks()
     store = prepare(data, Batch(seq_len=SEQ_LEN), tokenizer, template, scratch / "cache").train[0]
@@ -113,12 +134,17 @@ def ours(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str, 
 
 def theirs(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str, Any]:
     """Arrow files of `datasets`."""
-    from datasets import disable_progress_bars, load_dataset  # of no use to the other ways, and slow
+    from datasets import (
+        disable_progress_bars,
+        load_dataset,
+    )  # of no use to the other ways, and slow
     from transformers import PreTrainedTokenizerFast
 
     disable_progress_bars()
     rows = load_dataset("json", data_files=file, split="train", cache_dir=str(scratch / "datasets"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{tokenizer_path}/tokenizer.json", chat_template=CHATML)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=f"{tokenizer_path}/tokenizer.json", chat_template=CHATML
+    )
     if what == "texts":
         backend, mine = tokenizer.backend_tokenizer, load_tokenizer(tokenizer_path)
         ends = [token for token in (mine.bos_token, mine.eos_token) if token]
@@ -130,27 +156,46 @@ def theirs(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str
         def group_texts(batch: dict) -> dict:
             every = {name: list(chain(*values)) for name, values in batch.items()}
             total = len(every["input_ids"]) // SEQ_LEN * SEQ_LEN
-            blocks = {name: [values[i : i + SEQ_LEN] for i in range(0, total, SEQ_LEN)] for name, values in every.items()}
+            blocks = {
+                name: [values[i : i + SEQ_LEN] for i in range(0, total, SEQ_LEN)]
+                for name, values in every.items()
+            }
             return {**blocks, "labels": blocks["input_ids"].copy()}
 
         started = clocks()
-        tokenised = rows.map(lambda batch: tokenizer(batch["text"]), batched=True, remove_columns=rows.column_names)
+        tokenised = rows.map(
+            lambda batch: tokenizer(batch["text"]), batched=True, remove_columns=rows.column_names
+        )
         tokenised.map(group_texts, batched=True)
         seconds = clocks() - started
-        return told(np.concatenate(tokenised.with_format("numpy")["input_ids"][:]), np.zeros(0, bool), seconds, len(rows))
+        return told(
+            np.concatenate(tokenised.with_format("numpy")["input_ids"][:]),
+            np.zeros(0, bool),
+            seconds,
+            len(rows),
+        )
 
     tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
 
     def render(row: dict) -> dict:
         made = tokenizer.apply_chat_template(
-            row["messages"], return_dict=True, return_assistant_tokens_mask=True, truncation=True, max_length=SEQ_LEN
+            row["messages"],
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            truncation=True,
+            max_length=SEQ_LEN,
         )
         return {"input_ids": made["input_ids"], "mask": made["assistant_masks"]}
 
     started = clocks()
     made = rows.map(render, remove_columns=rows.column_names).with_format("numpy")
     seconds = clocks() - started
-    return told(np.concatenate(made["input_ids"][:]), np.concatenate(made["mask"][:]) > 0, seconds, len(rows))
+    return told(
+        np.concatenate(made["input_ids"][:]),
+        np.concatenate(made["mask"][:]) > 0,
+        seconds,
+        len(rows),
+    )
 
 
 def clocks() -> np.ndarray:
@@ -158,11 +203,19 @@ def clocks() -> np.ndarray:
     return np.array([time.perf_counter(), time.process_time()])
 
 
-def told(tokens: np.ndarray, masks: np.ndarray, seconds: np.ndarray, samples: int) -> dict[str, Any]:
+def told(
+    tokens: np.ndarray, masks: np.ndarray, seconds: np.ndarray, samples: int
+) -> dict[str, Any]:
     """What both sides must have in common, and how fast it was: of processor time, since others may use the machine meanwhile."""
     content = hashlib.sha256(tokens.astype(np.int32).tobytes() + masks.tobytes()).hexdigest()
     wall, processor = seconds.tolist()
-    return {"content": content, "tokens": len(tokens), "samples": samples, "seconds": wall, "tokens_per_second": len(tokens) / processor}
+    return {
+        "content": content,
+        "tokens": len(tokens),
+        "samples": samples,
+        "seconds": wall,
+        "tokens_per_second": len(tokens) / processor,
+    }
 
 
 # --- packing, delivering, resuming -------------------------------------------------------------------------------------------------
@@ -170,12 +223,18 @@ def told(tokens: np.ndarray, masks: np.ndarray, seconds: np.ndarray, samples: in
 
 def lengths_of(samples: int, longest: int) -> np.ndarray:
     """As web pages have them: log-normal, 400 tokens in the median."""
-    return np.minimum(np.random.default_rng(0).lognormal(6, 1, samples).astype(np.int64) + 2, longest)
+    return np.minimum(
+        np.random.default_rng(0).lognormal(6, 1, samples).astype(np.int64) + 2, longest
+    )
 
 
 def memory_mib(which: str) -> float:
     """Of this process: VmHWM, resident at its peak; RssAnon, its own now, without what it maps from files."""
-    return next(int(line.split()[1]) / 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(which))
+    return next(
+        int(line.split()[1]) / 1024
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(which)
+    )
 
 
 def pack(scratch: Path) -> dict[str, float]:
@@ -184,7 +243,11 @@ def pack(scratch: Path) -> dict[str, float]:
     started = time.perf_counter()
     packing = best_fit(lengths, 8192)
     seconds = time.perf_counter() - started
-    return {"seconds": seconds, "mib": memory_mib("VmHWM") - before, "fill": float(lengths.sum()) / 8192 / (len(packing.offsets) - 1)}
+    return {
+        "seconds": seconds,
+        "mib": memory_mib("VmHWM") - before,
+        "fill": float(lengths.sum()) / 8192 / (len(packing.offsets) - 1),
+    }
 
 
 def large_store(folder: Path, samples: int) -> TokenStore:
@@ -203,7 +266,13 @@ def large_store(folder: Path, samples: int) -> TokenStore:
 
 def batches_of(store: TokenStore, seq_len: int, ranks: int = 1) -> Batches:
     """Rows of best fit, shuffled; one is a micro-batch."""
-    return Batches(Mixture([Component("", RowOrder(store, seq_len, "best_fit", True, 0))]), 1, 0, ranks, torch.device("cpu"))
+    return Batches(
+        Mixture([Component("", RowOrder(store, seq_len, "best_fit", True, 0))]),
+        1,
+        0,
+        ranks,
+        torch.device("cpu"),
+    )
 
 
 def balance(store: TokenStore) -> dict[str, dict[str, float]]:
@@ -214,10 +283,15 @@ def balance(store: TokenStore) -> dict[str, dict[str, float]]:
         sums = {"in order": np.zeros(2), "dealt": np.zeros(2)}
         for plan in islice(batches.steps(rows, None), 50):
             dealt = batches.deal(plan)[..., 0]  # [micro-batches, ranks]
-            for way, of_ranks in (("in order", np.arange(plan.start, plan.stop).reshape(dealt.shape)), ("dealt", dealt)):
+            for way, of_ranks in (
+                ("in order", np.arange(plan.start, plan.stop).reshape(dealt.shape)),
+                ("dealt", dealt),
+            ):
                 costs = batches.order.costs(of_ranks.ravel()).reshape(dealt.shape)
                 sums[way] += costs.max(1).sum(), costs.mean(1).sum()
-        found[f"{ranks} ranks"] = {way: float(slowest / mean) for way, (slowest, mean) in sums.items()}
+        found[f"{ranks} ranks"] = {
+            way: float(slowest / mean) for way, (slowest, mean) in sums.items()
+        }
     return found
 
 
@@ -239,7 +313,14 @@ def deliver(scratch: Path, repeat: int) -> dict[str, Any]:
     draw = np.random.default_rng(0)
     writer = StoreWriter(scratch / "small")
     for n in np.minimum(draw.lognormal(5.2, 0.4, 5000).astype(int) + 2, SEQ_LEN):
-        writer.write([Sample(draw.integers(0, 8000, n, dtype=np.int32), (np.arange(n) > n // 3).astype(np.float32))])
+        writer.write(
+            [
+                Sample(
+                    draw.integers(0, 8000, n, dtype=np.int32),
+                    (np.arange(n) > n // 3).astype(np.float32),
+                )
+            ]
+        )
     writer.close()
     batches = batches_of(TokenStore(scratch / "small", "f"), SEQ_LEN)
     model = Decoder(ModelConfig(vocab_size=8000))  # its other defaults are model=tiny
@@ -273,7 +354,11 @@ def deliver(scratch: Path, repeat: int) -> dict[str, Any]:
 
 def in_a_process(what: str, *args: str, cores: int = 1) -> dict[str, Any]:
     """`what` in a fresh process on so many cores."""
-    threads = {"RAYON_NUM_THREADS": str(cores), "OMP_NUM_THREADS": str(cores), "HF_HUB_OFFLINE": "1"}
+    threads = {
+        "RAYON_NUM_THREADS": str(cores),
+        "OMP_NUM_THREADS": str(cores),
+        "HF_HUB_OFFLINE": "1",
+    }
     command = [sys.executable, "-m", "benchmarks.data", "--one", json.dumps([what, *args])]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **threads})
     if done.returncode:
@@ -287,7 +372,9 @@ def one(what: str, *args: str) -> dict[str, Any]:
         if what in ("ours", "theirs"):
             os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
             return {"ours": ours, "theirs": theirs}[what](args[0], args[1], args[2], Path(scratch))
-        return {"pack": pack, "first_batch": first_batch}[what](Path(*args) if args else Path(scratch))
+        return {"pack": pack, "first_batch": first_batch}[what](
+            Path(*args) if args else Path(scratch)
+        )
 
 
 def main() -> None:
@@ -304,10 +391,17 @@ def main() -> None:
         tokenizer = options.tokenizer or str(folder / "tokenizer")
         for what, file in (("texts", options.text), ("chats", options.chats)):
             args = (what, file or str(folder / f"{what}.jsonl"), tokenizer)
-            runs = in_turn({way: partial(in_a_process, way, *args) for way in ("ours", "theirs")}, options.repeat)
+            runs = in_turn(
+                {way: partial(in_a_process, way, *args) for way in ("ours", "theirs")},
+                options.repeat,
+            )
             both = [run for way in runs.values() for run in way]
-            assert len({run["content"] for run in both}) == 1, f"{what}: not the same tokens: {both}"
-            rates = {way: [run["tokens_per_second"] for run in every] for way, every in runs.items()}
+            assert len({run["content"] for run in both}) == 1, (
+                f"{what}: not the same tokens: {both}"
+            )
+            rates = {
+                way: [run["tokens_per_second"] for run in every] for way, every in runs.items()
+            }
             faster = ratio(rates["ours"], rates["theirs"])
             result[what] = {
                 "tokens": both[0]["tokens"], "tokens a second and core": {way: spread(rate) for way, rate in rates.items()}, "ratio": faster,
@@ -315,15 +409,24 @@ def main() -> None:
             }  # fmt: skip
             compared[f"{what}: speed"] = faster["median"]
         packs = [in_a_process("pack") for _ in range(options.repeat)]
-        result["pack 10,000,000"] = {figure: spread([run[figure] for run in packs]) for figure in packs[0]}
+        result["pack 10,000,000"] = {
+            figure: spread([run[figure] for run in packs]) for figure in packs[0]
+        }
         result["deliver"] = deliver(folder, max(5, options.repeat))
         # far more than is needed, and as unsteady as the machine: what is compared is whether it is enough
-        compared["micro-batches made for one consumed, up to 50"] = min(50.0, result["deliver"]["made for one consumed"]["median"])
+        compared["micro-batches made for one consumed, up to 50"] = min(
+            50.0, result["deliver"]["made for one consumed"]["median"]
+        )
         result["balance"] = balance(large_store(folder / "balanced", 100_000))
         large_store(folder / "large", RESUMED)
         cold, *warm = (in_a_process("first_batch", name) for _ in range(1 + options.repeat))
-        result["first batch at step 1,000,000"] = {"cold": cold, "warm": {figure: spread([run[figure] for run in warm]) for figure in cold}}
-    finish("data", result, compared, options.check, ("datasets", "tokenizers", "transformers", "numpy"))
+        result["first batch at step 1,000,000"] = {
+            "cold": cold,
+            "warm": {figure: spread([run[figure] for run in warm]) for figure in cold},
+        }
+    finish(
+        "data", result, compared, options.check, ("datasets", "tokenizers", "transformers", "numpy")
+    )
 
 
 if __name__ == "__main__":

@@ -40,7 +40,13 @@ LADDER = {
     "- recomputation": ["activation_checkpoint=none"],
     "+ float8": ["precision=fp8"],
 }
-PLAIN = ["compile=disabled", "model.attention=mask", "loss.chunk_mib=100000", "activation_checkpoint=full", "precision=bf16"]
+PLAIN = [
+    "compile=disabled",
+    "model.attention=mask",
+    "loss.chunk_mib=100000",
+    "activation_checkpoint=full",
+    "precision=bf16",
+]
 SIZE = {"sft": "qwen3_0_6b", "ladder": "llama3_2_1b", "mfu": "llama3_8b"}
 VOCABULARY = {"sft": 151_936, "ladder": 128_256, "mfu": 128_256}
 DOCUMENTS_AT_ONCE = 8  # of the Trainer's batch
@@ -52,18 +58,27 @@ def main() -> None:
     if given.task:
         return print(json.dumps(train_with_trainer(json.loads(Path(given.task).read_text()))))
     if not CUDA and not given.small:
-        sys.exit("benchmarks.gpu needs a GPU; to see whether it runs at all:  python -m benchmarks.gpu --small 1")
-    result: dict[str, Any] = {"what": f"one GPU, {STEPS - WARM} timed steps" + (", tiny models" if given.small else "")}
+        sys.exit(
+            "benchmarks.gpu needs a GPU; to see whether it runs at all:  python -m benchmarks.gpu --small 1"
+        )
+    result: dict[str, Any] = {
+        "what": f"one GPU, {STEPS - WARM} timed steps" + (", tiny models" if given.small else "")
+    }
     with tempfile.TemporaryDirectory() as name:
         for part in given.parts.split(","):
             result[part] = PARTS[part](Path(name), bool(given.small))
             print(part, json.dumps(result[part], indent=1), flush=True)
     compared = {
-        f"{part}: {name}: mfu_palm": run["mfu_palm"] for part in SIZE for name, run in result.get(part, {}).items() if run.get("mfu_palm")
+        f"{part}: {name}: mfu_palm": run["mfu_palm"]
+        for part in SIZE
+        for name, run in result.get(part, {}).items()
+        if run.get("mfu_palm")
     }
     if given.small:
         return
-    finish("gpu", result, compared, given.check, ("transformers", "accelerate", "torchao", "triton"))
+    finish(
+        "gpu", result, compared, given.check, ("transformers", "accelerate", "torchao", "triton")
+    )
 
 
 def ceilings(folder: Path, small: bool) -> dict[str, Any]:
@@ -71,10 +86,19 @@ def ceilings(folder: Path, small: bool) -> dict[str, Any]:
     device = torch.device("cuda" if CUDA else "cpu")
     n = 256 if small else 8192
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    found: dict[str, Any] = {f"{n}³ matrix product": {"tflops": spread(rates(lambda: a @ b, 2 * n**3))}}
+    found: dict[str, Any] = {
+        f"{n}³ matrix product": {"tflops": spread(rates(lambda: a @ b, 2 * n**3))}
+    }
     heads, tokens, channels = (2, 256, 64) if small else (32, 8192, 128)
-    q, k, v = (torch.randn(1, heads, tokens, channels, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    work = 3.5 * 4 * heads * tokens**2 * channels / 2  # forward and 2.5 times that backward, half of the scores masked
+    q, k, v = (
+        torch.randn(
+            1, heads, tokens, channels, device=device, dtype=torch.bfloat16, requires_grad=True
+        )
+        for _ in range(3)
+    )
+    work = (
+        3.5 * 4 * heads * tokens**2 * channels / 2
+    )  # forward and 2.5 times that backward, half of the scores masked
     for kernel in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"):
 
         def both() -> None:
@@ -110,7 +134,12 @@ def sft(folder: Path, small: bool) -> dict[str, Any]:
     """Qwen3-0.6B by row length."""
     lengths = [128] if small else [8192, 16384, 65536]
     how = ["activation_checkpoint=full", "precision=fp32" if small else "compile=enabled"]
-    return {f"{n} tokens": run(folder, "sft", small, n, [n] * 64, [*how, f"model.max_position_embeddings={n}"]) for n in lengths}
+    return {
+        f"{n} tokens": run(
+            folder, "sft", small, n, [n] * 64, [*how, f"model.max_position_embeddings={n}"]
+        )
+        for n in lengths
+    }
 
 
 def ladder(folder: Path, small: bool) -> dict[str, Any]:
@@ -133,18 +162,36 @@ def mfu(folder: Path, small: bool) -> dict[str, Any]:
     row, layers = (256, 2) if small else (8192, 8)
     shape = [f"model.num_hidden_layers={layers}", "activation_checkpoint=none"]
     # compiled blocks cannot take a call for each document, which is what cuDNN is used for
-    ways = {"bfloat16": ["compile=enabled"], "bfloat16, not compiled": [], "float8": ["compile=enabled", "precision=fp8"]}
-    return {name: run(folder, "mfu", small, row, [row] * 64, [*shape, *how]) for name, how in ways.items()}
+    ways = {
+        "bfloat16": ["compile=enabled"],
+        "bfloat16, not compiled": [],
+        "float8": ["compile=enabled", "precision=fp8"],
+    }
+    return {
+        name: run(folder, "mfu", small, row, [row] * 64, [*shape, *how])
+        for name, how in ways.items()
+    }
 
 
-def run(folder: Path, part: str, small: bool, row: int, lengths: list[int], how: list[str]) -> dict[str, Any]:
+def run(
+    folder: Path, part: str, small: bool, row: int, lengths: list[int], how: list[str]
+) -> dict[str, Any]:
     """One training of random weights on random letters: what it records, or why it failed."""
     letters = np.random.default_rng(1).integers(97, 123, sum(lengths), np.uint8).tobytes().decode()
     texts = [
-        letters[end - n + 1 : end] for n, end in zip(lengths, np.cumsum(lengths).tolist(), strict=True)
+        letters[end - n + 1 : end]
+        for n, end in zip(lengths, np.cumsum(lengths).tolist(), strict=True)
     ]  # the end of text is a token too
-    (folder / f"{part}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    given = [*data(folder, part, row), *model(part, small), f"train.steps={STEPS}", "schedule=constant", *how]
+    (folder / f"{part}.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
+    given = [
+        *data(folder, part, row),
+        *model(part, small),
+        f"train.steps={STEPS}",
+        "schedule=constant",
+        *how,
+    ]
     place = [
         f"run.root={folder}",
         "run.name=run",
@@ -153,31 +200,55 @@ def run(folder: Path, part: str, small: bool, row: int, lengths: list[int], how:
         "checkpoint.every=null",
         f"logging.every={EVERY}",
     ]
-    done = subprocess.run([sys.executable, "-m", "fsdp_trainer", *given, *place, "launch.nproc_per_node=1"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp_trainer", *given, *place, "launch.nproc_per_node=1"],
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
-        told = [line for line in done.stderr.splitlines() if "out of memory" in line] or done.stderr.strip().splitlines()
+        told = [
+            line for line in done.stderr.splitlines() if "out of memory" in line
+        ] or done.stderr.strip().splitlines()
         return {"failed": told[-1]}
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     seconds = [line["step_seconds"] for line in lines[WARM:]]
     tokens = np.diff([0, *(line["tokens"] for line in lines)])
-    found = {"tokens_per_second": float(tokens[WARM:].sum() / sum(seconds)), "memory_gib": lines[-1]["memory_gib"]}
+    found = {
+        "tokens_per_second": float(tokens[WARM:].sum() / sum(seconds)),
+        "memory_gib": lines[-1]["memory_gib"],
+    }
     found["mean_loss"] = float(
-        np.average([line["loss"] for line in lines], weights=np.diff([0, *(line["supervised_tokens"] for line in lines)]))
+        np.average(
+            [line["loss"] for line in lines],
+            weights=np.diff([0, *(line["supervised_tokens"] for line in lines)]),
+        )
     )
     for figure in ("mfu_palm", "mfu_causal"):
         if figure in lines[-1]:
-            found[figure] = float(np.average([line[figure] for line in lines[WARM:]], weights=seconds))
+            found[figure] = float(
+                np.average([line[figure] for line in lines[WARM:]], weights=seconds)
+            )
     return found
 
 
 def data(folder: Path, part: str, row: int) -> list[str]:
     """What training and its preview have in common."""
-    return [f"data.path={folder}/{part}.jsonl", "tokenizer.path=demo:bytes", f"batch.seq_len={row}", "batch.rows=1", "batch.micro_rows=1"]
+    return [
+        f"data.path={folder}/{part}.jsonl",
+        "tokenizer.path=demo:bytes",
+        f"batch.seq_len={row}",
+        "batch.rows=1",
+        "batch.micro_rows=1",
+    ]
 
 
 def model(part: str, small: bool) -> list[str]:
     """Random weights of the part's shape."""
-    return ["model=tiny", "model.vocab_size=260"] if small else [f"model={SIZE[part]}", f"model.vocab_size={VOCABULARY[part]}"]
+    return (
+        ["model=tiny", "model.vocab_size=260"]
+        if small
+        else [f"model={SIZE[part]}", f"model.vocab_size={VOCABULARY[part]}"]
+    )
 
 
 def trainer(folder: Path, small: bool, row: int, ours: dict[str, Any]) -> dict[str, Any]:
@@ -198,8 +269,16 @@ def trainer(folder: Path, small: bool, row: int, ours: dict[str, Any]) -> dict[s
     shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     samples = [sample for line in shown.splitlines() for sample in documents(json.loads(line))]
     config = resolve_model(compose("train", model("ladder", small), inputs=False).model)
-    (folder / "task.json").write_text(json.dumps({"config": config.to_hf("float32"), "samples": samples, "out": str(folder / "trainer")}))
-    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu", "--task", str(folder / "task.json")], capture_output=True, text=True)
+    (folder / "task.json").write_text(
+        json.dumps(
+            {"config": config.to_hf("float32"), "samples": samples, "out": str(folder / "trainer")}
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--task", str(folder / "task.json")],
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         return {"failed": done.stderr.strip().splitlines()[-1]}
     found = json.loads(done.stdout.splitlines()[-1])
@@ -230,15 +309,28 @@ def train_with_trainer(task: dict[str, Any]) -> dict[str, Any]:
         logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, dataloader_drop_last=True, remove_unused_columns=False,
     )  # fmt: skip
     trainer = transformers.Trainer(
-        weights, options, train_dataset=samples, data_collator=lambda batch: padded(batch, None), callbacks=[Clock()]
+        weights,
+        options,
+        train_dataset=samples,
+        data_collator=lambda batch: padded(batch, None),
+        callbacks=[Clock()],
     )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     warm = steps // 2
-    order = list(trainer.get_train_dataloader().sampler)  # the sampler's seed is fixed: the order of training
-    tokens = sum(len(samples[i]["tokens"]) for i in order[warm * DOCUMENTS_AT_ONCE : steps * DOCUMENTS_AT_ONCE])
+    order = list(
+        trainer.get_train_dataloader().sampler
+    )  # the sampler's seed is fixed: the order of training
+    tokens = sum(
+        len(samples[i]["tokens"])
+        for i in order[warm * DOCUMENTS_AT_ONCE : steps * DOCUMENTS_AT_ONCE]
+    )
     memory = torch.cuda.max_memory_allocated() / 2**30 if CUDA else None
-    return {"tokens_per_second": tokens / (seconds[-1] - seconds[warm - 1]), "memory_gib": memory, "mean_loss": float(np.mean(losses))}
+    return {
+        "tokens_per_second": tokens / (seconds[-1] - seconds[warm - 1]),
+        "memory_gib": memory,
+        "mean_loss": float(np.mean(losses)),
+    }
 
 
 PARTS = {"ceilings": ceilings, "sft": sft, "ladder": ladder, "mfu": mfu}

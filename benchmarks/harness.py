@@ -31,8 +31,14 @@ T = TypeVar("T")
 def arguments(about: str | None, repeat: int, **more: Any) -> argparse.Namespace:
     """Of the command line: --repeat, --check, and `more` as --NAME with its default."""
     parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
-    parser.add_argument("--repeat", type=int, default=repeat, help="rounds; each measures every way once")
-    parser.add_argument("--check", action="store_true", help="compare with the stored result instead of replacing it")
+    parser.add_argument(
+        "--repeat", type=int, default=repeat, help="rounds; each measures every way once"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compare with the stored result instead of replacing it",
+    )
     for name, default in more.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     return parser.parse_args()
@@ -64,11 +70,20 @@ def machine() -> dict[str, Any]:
         name = torch.cuda.get_device_name()
         kind = f"{torch.cuda.device_count()}x-{name}"
     else:
-        found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
+        found = (
+            re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+            if sys.platform == "linux"
+            else None
+        )
         name = found[1] if found else platform.processor()
         kind = f"{os.cpu_count()}-cpu-cores-{platform.machine()}"
     kind = re.sub(r"[^a-z0-9]+", "-", kind.lower())
-    return {"kind": kind, "processor": name, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.release()}"}
+    return {
+        "kind": kind,
+        "processor": name,
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+    }
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -84,9 +99,20 @@ def versions(*packages: str) -> dict[str, str]:
 
 def run_ranks(module: str, ranks: int, *args: str, env: dict[str, str] | None = None) -> list[dict]:
     """`python -m module` under torchrun; the JSON objects that its ranks print, one a line. OMP_NUM_THREADS: the cores shared out."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", module, *args]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        "-m",
+        module,
+        *args,
+    ]
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **threads, **(env or {})})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **threads, **(env or {})}
+    )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -96,7 +122,9 @@ def rank_memory() -> float:
     """MiB of this process at its peak: allocated on a GPU, resident on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 2**20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
+        1024 if sys.platform == "linux" else 2**20
+    )
 
 
 def result_path(name: str) -> Path:
@@ -104,10 +132,22 @@ def result_path(name: str) -> Path:
     return RESULTS / machine()["kind"] / f"{name}.json"
 
 
-def finish(name: str, result: dict[str, Any], compared: dict[str, float], check: bool, packages: tuple[str, ...] = ()) -> None:
+def finish(
+    name: str,
+    result: dict[str, Any],
+    compared: dict[str, float],
+    check: bool,
+    packages: tuple[str, ...] = (),
+) -> None:
     """Print, and write down or compare. result: what was measured, JSON; compared: figures of which more is better."""
     about, path = machine(), result_path(name)
-    written = {"date": time.strftime("%Y-%m-%d"), "machine": about, "versions": versions(*packages), **result, "compared": compared}
+    written = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": about,
+        "versions": versions(*packages),
+        **result,
+        "compared": compared,
+    }
     print(json.dumps(written, indent=1))
     if not check:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +156,11 @@ def finish(name: str, result: dict[str, Any], compared: dict[str, float], check:
     if not path.exists():
         sys.exit(f"{name}: there is no stored result of this kind of machine, {path}")
     stored = json.loads(path.read_text())["compared"]
-    worse = {figure: (stored[figure], now) for figure, now in compared.items() if figure in stored and now < stored[figure] * (1 - WORSE)}
+    worse = {
+        figure: (stored[figure], now)
+        for figure, now in compared.items()
+        if figure in stored and now < stored[figure] * (1 - WORSE)
+    }
     for figure, (then, now) in worse.items():
         print(f"{name}: {figure} was {then:.3g}, is {now:.3g}", file=sys.stderr)
     sys.exit(1 if worse else 0)

@@ -49,10 +49,18 @@ DTYPES = ("bfloat16", "float32")
 
 def write_folder(folder: Path, gib: float) -> ModelConfig:
     """A bfloat16 Llama of about `gib` in several files."""
-    size = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
+    size = {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    }
     one = ModelConfig(**size, vocab_size=32_000, num_hidden_layers=1, tie_word_embeddings=False)
     none = ModelConfig(**size, vocab_size=32_000, num_hidden_layers=0, tie_word_embeddings=False)
-    layers = max(1, round((gib * GIB / 2 - none.parameters()) / (one.parameters() - none.parameters())))
+    layers = max(
+        1, round((gib * GIB / 2 - none.parameters()) / (one.parameters() - none.parameters()))
+    )
     config = ModelConfig(**{**asdict(one), "num_hidden_layers": layers})
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Decoder(config).named_parameters()}
@@ -60,9 +68,17 @@ def write_folder(folder: Path, gib: float) -> ModelConfig:
     folder.mkdir()
     for i in range(0, len(names), 32):
         file = f"model-{i:05d}.safetensors"
-        save_file({name: torch.randn(shapes[name]).to(torch.bfloat16) * 0.02 for name in names[i : i + 32]}, folder / file)
+        save_file(
+            {
+                name: torch.randn(shapes[name]).to(torch.bfloat16) * 0.02
+                for name in names[i : i + 32]
+            },
+            folder / file,
+        )
         weight_map |= dict.fromkeys(names[i : i + 32], file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     (folder / "config.json").write_text(json.dumps(config.to_hf("bfloat16")))
     return config
 
@@ -93,7 +109,10 @@ def import_rank(folder: Path) -> None:
         torch.distributed.barrier()
     told = {"seconds": seconds[0], "again": seconds[1], "peak": peak()}
     local = [p.to_local() for p in model.parameters()]
-    told |= {"shard": sum(p.nbytes for p in local), "sum": sum(p.sum(dtype=torch.float64).item() for p in local)}
+    told |= {
+        "shard": sum(p.nbytes for p in local),
+        "sum": sum(p.sum(dtype=torch.float64).item() for p in local),
+    }
     print(json.dumps(told))
     torch.distributed.destroy_process_group()
 
@@ -145,19 +164,45 @@ def export(checkpoint: Path, out: Path, dtype: str) -> float:
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Of a Hugging Face folder."""
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def make_checkpoint(folder: Path, ranks: int) -> Path:
     """What `ranks` ranks write of the imported weights."""
-    data = ["data.path=demo:backwards", "data.too_long=truncate", "tokenizer.path=demo:bytes", "batch.seq_len=64", f"batch.rows={ranks}"]
-    how = ["precision=fp32", "train.steps=0", f"launch.nproc_per_node={ranks}", f"run.root={folder.parent}", f"run.name=run{ranks}"]
-    command = [sys.executable, "-m", "fsdp_trainer", "model=auto", f"model.init_from={folder}", *data, *how]
+    data = [
+        "data.path=demo:backwards",
+        "data.too_long=truncate",
+        "tokenizer.path=demo:bytes",
+        "batch.seq_len=64",
+        f"batch.rows={ranks}",
+    ]
+    how = [
+        "precision=fp32",
+        "train.steps=0",
+        f"launch.nproc_per_node={ranks}",
+        f"run.root={folder.parent}",
+        f"run.name=run{ranks}",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "fsdp_trainer",
+        "model=auto",
+        f"model.init_from={folder}",
+        *data,
+        *how,
+    ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return folder.parent / f"run{ranks}" / "checkpoints" / "step-00000000"
 
 
-def measure_import(place: Path, config: ModelConfig, repeat: int) -> tuple[dict[str, Any], dict[str, float]]:
+def measure_import(
+    place: Path, config: ModelConfig, repeat: int
+) -> tuple[dict[str, Any], dict[str, float]]:
     """On 1 and 2 ranks; and what is compared."""
     small, large = place / "small", place / "large"
     files = sorted(large.glob("*.safetensors"))
@@ -169,14 +214,23 @@ def measure_import(place: Path, config: ModelConfig, repeat: int) -> tuple[dict[
 
         def imported(ranks: int = ranks, told: list[list[dict]] = told) -> float:
             told.append(run_ranks("benchmarks.hf_io", ranks, "--import-of", str(large)))
-            assert abs(sum(r["sum"] for r in told[-1]) - whole) < 1e-6 * abs(whole), "the weights are not those of the folder"
+            assert abs(sum(r["sum"] for r in told[-1]) - whole) < 1e-6 * abs(whole), (
+                "the weights are not those of the folder"
+            )
             return max(r["seconds"] for r in told[-1])
 
         ways = {"read once": partial(read_once, files), "import": imported}
-        seconds = in_turn({name: partial(after_dropping, files, way) for name, way in ways.items()}, repeat)
+        seconds = in_turn(
+            {name: partial(after_dropping, files, way) for name, way in ways.items()}, repeat
+        )
         seconds["import again"] = [max(r["again"] for r in run) for run in told]
-        constant = max(r["peak"] - r["shard"] for r in run_ranks("benchmarks.hf_io", ranks, "--import-of", str(small)))
-        times, again = (ratio(seconds[way], seconds["read once"]) for way in ("import", "import again"))
+        constant = max(
+            r["peak"] - r["shard"]
+            for r in run_ranks("benchmarks.hf_io", ranks, "--import-of", str(small))
+        )
+        times, again = (
+            ratio(seconds[way], seconds["read once"]) for way in ("import", "import again")
+        )
         result[f"import on {ranks} rank{'s' * (ranks > 1)}"] = {
             "seconds": {name: spread(values) for name, values in seconds.items()},
             "import/read once": times,
@@ -184,7 +238,9 @@ def measure_import(place: Path, config: ModelConfig, repeat: int) -> tuple[dict[
             "memory_mib": {
                 "shard": round(max(r["shard"] for r in told[-1]) / MIB),
                 "constant": round(constant / MIB),
-                "beyond": round(max(r["peak"] - r["shard"] - constant for run in told for r in run) / MIB),
+                "beyond": round(
+                    max(r["peak"] - r["shard"] - constant for run in told for r in run) / MIB
+                ),
                 "largest_slice": round(4 * config.vocab_size * config.hidden_size / ranks / MIB),
             },
         }
@@ -205,12 +261,20 @@ def measure_export(place: Path, repeat: int) -> tuple[dict[str, Any], dict[str, 
             export(checkpoint, out, dtype)
             exported = tensors(out)
             assert exported.keys() == stored.keys()
-            assert all(torch.equal(stored[name].to(tensor.dtype), tensor) for name, tensor in exported.items())
+            assert all(
+                torch.equal(stored[name].to(tensor.dtype), tensor)
+                for name, tensor in exported.items()
+            )
             size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-            ways = {"write once": partial(write_once, once, size), "export": partial(export, checkpoint, out, dtype)}
+            ways = {
+                "write once": partial(write_once, once, size),
+                "export": partial(export, checkpoint, out, dtype),
+            }
             seconds = in_turn(ways, repeat)
             times = ratio(seconds["export"], seconds["write once"])
-            (memory,) = run_ranks("benchmarks.hf_io", 1, "--export-of", str(checkpoint), "--dtype", dtype)
+            (memory,) = run_ranks(
+                "benchmarks.hf_io", 1, "--export-of", str(checkpoint), "--dtype", dtype
+            )
             result[f"export of a checkpoint by {ranks} as {dtype}"] = {
                 "gib": round(size / GIB, 2),
                 "seconds": {name: spread(values) for name, values in seconds.items()},

@@ -37,7 +37,11 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 0.02}
 
 def ours(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
     """Its value is a sum; the weights make it the mean."""
-    return head(hidden, targets, CrossEntropy(torch.full(targets.shape, 1 / len(targets), device=targets.device)))[0]
+    return head(
+        hidden,
+        targets,
+        CrossEntropy(torch.full(targets.shape, 1 / len(targets), device=targets.device)),
+    )[0]
 
 
 def whole(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -50,15 +54,24 @@ def checkpointed(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
     def of_chunk(hidden: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(hidden, head.weight).float(), targets, reduction="sum")
 
-    parts = [checkpoint(of_chunk, h, t, use_reentrant=False) for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)]
+    parts = [
+        checkpoint(of_chunk, h, t, use_reentrant=False)
+        for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)
+    ]
     return torch.stack(parts).sum() / len(targets)  # type: ignore[arg-type]
 
 
 def linear_cross_entropy(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
-    return F.linear_cross_entropy(hidden, head.weight, targets, options=torch.nn.LinearCrossEntropyOptions())  # type: ignore[attr-defined]
+    return F.linear_cross_entropy(
+        hidden, head.weight, targets, options=torch.nn.LinearCrossEntropyOptions()
+    )  # type: ignore[attr-defined]
 
 
-WAYS: dict[str, Callable[[Head, Tensor, Tensor], Tensor]] = {"ours": ours, "whole": whole, "checkpoint": checkpointed}
+WAYS: dict[str, Callable[[Head, Tensor, Tensor], Tensor]] = {
+    "ours": ours,
+    "whole": whole,
+    "checkpoint": checkpointed,
+}
 if hasattr(F, "linear_cross_entropy"):
     WAYS["linear_cross_entropy"] = linear_cross_entropy
 EXACT = ("ours", "whole", "checkpoint")
@@ -84,13 +97,21 @@ GPU = (
 )
 
 
-def inputs(vocabulary: int, tokens: int, width: int, dtype: str, device: str) -> tuple[Head, Tensor, Tensor]:
+def inputs(
+    vocabulary: int, tokens: int, width: int, dtype: str, device: str
+) -> tuple[Head, Tensor, Tensor]:
     """A head, hidden states and targets, the same on every call."""
     draw = torch.Generator().manual_seed(0)
     head = Head(ModelConfig(vocab_size=vocabulary, hidden_size=width))
-    head.weight = torch.nn.Parameter(torch.randn(vocabulary, width, generator=draw).to(device, getattr(torch, dtype)).mul_(0.05))
+    head.weight = torch.nn.Parameter(
+        torch.randn(vocabulary, width, generator=draw).to(device, getattr(torch, dtype)).mul_(0.05)
+    )
     hidden = torch.randn(tokens, width, generator=draw).to(device, getattr(torch, dtype))
-    return head, hidden.requires_grad_(), torch.randint(vocabulary, (tokens,), generator=draw).to(device)
+    return (
+        head,
+        hidden.requires_grad_(),
+        torch.randint(vocabulary, (tokens,), generator=draw).to(device),
+    )
 
 
 def forget_peak(device: str) -> None:
@@ -150,7 +171,10 @@ def errors(way: str, dtype: str, device: str) -> dict[str, float]:
     wanted = F.cross_entropy(exact[0] @ exact[1].T, targets)
     wanted.backward()
     found = {"loss": abs(loss.item() - wanted.item())}
-    for name, ours, theirs in (("grad_hidden", hidden.grad, exact[0].grad), ("grad_weight", head.weight.grad, exact[1].grad)):
+    for name, ours, theirs in (
+        ("grad_hidden", hidden.grad, exact[0].grad),
+        ("grad_weight", head.weight.grad, exact[1].grad),
+    ):
         assert ours is not None and theirs is not None
         found[name] = ((ours.double() - theirs).norm() / theirs.norm()).item()
     return {name: float(f"{value:.2g}") for name, value in found.items()}
@@ -166,27 +190,52 @@ def main() -> None:
     width, cases = GPU if device == "cuda" else CPU
     checked = {dtype: {way: errors(way, dtype, device) for way in WAYS} for dtype in TOLERANCE}
     for dtype, way in product(TOLERANCE, EXACT):
-        assert max(checked[dtype][way].values()) < TOLERANCE[dtype], f"{way} in {dtype}: {checked[dtype][way]}"
+        assert max(checked[dtype][way].values()) < TOLERANCE[dtype], (
+            f"{way} in {dtype}: {checked[dtype][way]}"
+        )
     measured, compared, peaks = {}, {}, {}
     for dtype, vocabulary, tokens, ways, often in cases:
         shape = (vocabulary, tokens, width, dtype, device)
-        runs = harness.in_turn({way: partial(in_a_process, way, *shape) for way in ways}, options.repeat if often else 1)
-        case: dict[str, Any] = {"least_mib": round((vocabulary + tokens) * width * getattr(torch, dtype).itemsize / MIB, 1)}
+        runs = harness.in_turn(
+            {way: partial(in_a_process, way, *shape) for way in ways},
+            options.repeat if often else 1,
+        )
+        case: dict[str, Any] = {
+            "least_mib": round(
+                (vocabulary + tokens) * width * getattr(torch, dtype).itemsize / MIB, 1
+            )
+        }
         for way, found in runs.items():
-            case[way] = {figure: harness.spread([run[figure] for run in found]) for figure in ("mib", "seconds")}
+            case[way] = {
+                figure: harness.spread([run[figure] for run in found])
+                for figure in ("mib", "seconds")
+            }
             peaks[dtype, vocabulary, way, often] = case[way]["mib"]["median"]
             for figure in ("mib", "seconds") if way != "ours" else ():
-                case[way][f"{figure} / ours"] = harness.ratio([r[figure] for r in found], [r[figure] for r in runs["ours"]])
+                case[way][f"{figure} / ours"] = harness.ratio(
+                    [r[figure] for r in found], [r[figure] for r in runs["ours"]]
+                )
         name = f"{dtype}, vocabulary {vocabulary:,}, {tokens:,} tokens"
         measured[name] = case
         if often:
-            compared |= {f"{name}: {figure} whole / ours": case["whole"][f"{figure} / ours"]["median"] for figure in ("mib", "seconds")}
+            compared |= {
+                f"{name}: {figure} whole / ours": case["whole"][f"{figure} / ours"]["median"]
+                for figure in ("mib", "seconds")
+            }
     twice = {
-        f"{dtype}, vocabulary {vocabulary:,}, {way}": round(peaks[dtype, vocabulary, way, True] / mib, 2)
+        f"{dtype}, vocabulary {vocabulary:,}, {way}": round(
+            peaks[dtype, vocabulary, way, True] / mib, 2
+        )
         for (dtype, vocabulary, way, often), mib in peaks.items()
         if not often and (dtype, vocabulary, way, True) in peaks
     }
-    result = {"errors": checked, "hidden": width, "repeat": options.repeat, "measured": measured, "mib_of_twice_the_tokens": twice}
+    result = {
+        "errors": checked,
+        "hidden": width,
+        "repeat": options.repeat,
+        "measured": measured,
+        "mib_of_twice_the_tokens": twice,
+    }
     harness.finish("loss_memory", result, compared, options.check)
 
 

@@ -37,23 +37,37 @@ def main() -> None:
         steps[way], held[way] = prepared(dtype, cfg, device)
         steps[way]()  # makes the states
     taken = in_turn(steps, given.repeat)
-    result: dict[str, Any] = {"what": f"{SHAPE.parameters():,} parameters on one {device.type}, {given.repeat} rounds"}
+    result: dict[str, Any] = {
+        "what": f"{SHAPE.parameters():,} parameters on one {device.type}, {given.repeat} rounds"
+    }
     for way, seconds in taken.items():
         result[way] = {
             "moment_bytes_a_parameter": round(held[way], 3),
             "seconds": spread(seconds),
             "of_fused": ratio(seconds, taken["fused"]),
         }
-    finish("optimizers", result, {f"{way}: fused / it": ratio(taken["fused"], taken[way])["median"] for way in WAYS}, given.check)
+    finish(
+        "optimizers",
+        result,
+        {f"{way}: fused / it": ratio(taken["fused"], taken[way])["median"] for way in WAYS},
+        given.check,
+    )
 
 
-def prepared(dtype: torch.dtype, cfg: Optim, device: torch.device) -> tuple[Callable[[], float], float]:
+def prepared(
+    dtype: torch.dtype, cfg: Optim, device: torch.device
+) -> tuple[Callable[[], float], float]:
     """A step that gives its seconds, and bytes of both moments a parameter."""
     model = Decoder(SHAPE).to(device, dtype)
     optimizer = build_optimizer(model, cfg)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    moments = sum(t.nbytes for p in model.parameters() for name, t in empty_state(optimizer, p).items() if name != "step")
+    moments = sum(
+        t.nbytes
+        for p in model.parameters()
+        for name, t in empty_state(optimizer, p).items()
+        if name != "step"
+    )
     fine = torch.zeros((), dtype=torch.bool, device=device)
 
     def step() -> float:

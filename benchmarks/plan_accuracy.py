@@ -19,7 +19,11 @@ from fsdp_trainer.config.compose import compose
 from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.plan.memory import Moment, memory
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(2**20),
+}
 """glibc gives memory back as soon as it is free: else it keeps much of it in its arenas, and the peak tells of that."""
 STEPS = 2  # the first makes the optimizer's moments
 HEADS = ["model.head_dim=64", "model.max_position_embeddings=8192"]
@@ -31,15 +35,32 @@ LARGE = [
     "model=tiny", *HEADS, "model.hidden_size=2048", "model.intermediate_size=5632", "model.num_attention_heads=32", "model.num_key_value_heads=8",
     "model.num_hidden_layers=16", "model.vocab_size=128256", "model.tie_word_embeddings=false", "batch.seq_len=4096", "batch.rows=2",
 ]  # fmt: skip
-GEMMA = ["model.family=gemma3_text", "model.tie_word_embeddings=true", "model.vocab_size=65536", "model.hidden_size=512"]
-NOTHING = ["model=tiny", "model.vocab_size=300", "precision=fp32", "batch.seq_len=64", "batch.rows=4"]
+GEMMA = [
+    "model.family=gemma3_text",
+    "model.tie_word_embeddings=true",
+    "model.vocab_size=65536",
+    "model.hidden_size=512",
+]
+NOTHING = [
+    "model=tiny",
+    "model.vocab_size=300",
+    "precision=fp32",
+    "batch.seq_len=64",
+    "batch.rows=4",
+]
 FULL, SELECTIVE = "activation_checkpoint=full", "activation_checkpoint=selective"
 CPU: dict[str, tuple[int, list[str]]] = {
     "2 ranks": (2, ["batch.rows=2"]),
     "2 ranks, ddp, 2 micro-batches": (2, ["sharding=ddp", SELECTIVE]),
-    "2 ranks, gemma 3, 4 rows, 2 blocks a unit": (2, [*GEMMA, "sharding.blocks_per_unit=2", "batch.micro_rows=4", "batch.rows=8"]),
+    "2 ranks, gemma 3, 4 rows, 2 blocks a unit": (
+        2,
+        [*GEMMA, "sharding.blocks_per_unit=2", "batch.micro_rows=4", "batch.rows=8"],
+    ),
     "4 ranks, full": (4, [FULL]),
-    "4 ranks, hsdp, 2 blocks a unit": (4, ["sharding=hsdp", "sharding.replicas=2", "sharding.blocks_per_unit=2", SELECTIVE]),
+    "4 ranks, hsdp, 2 blocks a unit": (
+        4,
+        ["sharding=hsdp", "sharding.replicas=2", "sharding.blocks_per_unit=2", SELECTIVE],
+    ),
 }
 GPU: dict[str, tuple[int, list[str]]] = {
     "none": (1, []),
@@ -60,10 +81,19 @@ def main() -> None:
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "texts.jsonl").write_text("".join(json.dumps({"text": "plan " * 2000}) + "\n" for _ in range(64)))
-        nothing = {n: measured(folder, n, NOTHING, "cpu") for n in (2, 4)} if given.device == "cpu" else {}
+        (folder / "texts.jsonl").write_text(
+            "".join(json.dumps({"text": "plan " * 2000}) + "\n" for _ in range(64))
+        )
+        nothing = (
+            {n: measured(folder, n, NOTHING, "cpu") for n in (2, 4)}
+            if given.device == "cpu"
+            else {}
+        )
         for case, (ranks, more) in cases.items():
-            plan, peak = predicted([*base, *more], ranks, given.device), measured(folder, ranks, [*base, *more], given.device)
+            plan, peak = (
+                predicted([*base, *more], ranks, given.device),
+                measured(folder, ranks, [*base, *more], given.device),
+            )
             tensors = plan.total - plan.bytes["allowance"]
             rows[case] = {
                 "when": plan.when,
@@ -76,9 +106,20 @@ def main() -> None:
             if given.device == "cpu":
                 rows[case]["off"] = round(plan.total / peak - 1, 3)
             print(f"{case:32} {rows[case]}", file=sys.stderr)
-    worst = max(abs(row["off" if given.device == "cpu" else "tensors_off"]) for row in rows.values())
-    result = {"what": f"peak of {STEPS} steps", "nothing_mib": {n: mib(size) for n, size in nothing.items()}, "cases": rows}
-    finish(f"plan_accuracy_{given.device}", result, {"the worst case, predicted by measured": round(1 - worst, 3)}, given.check)
+    worst = max(
+        abs(row["off" if given.device == "cpu" else "tensors_off"]) for row in rows.values()
+    )
+    result = {
+        "what": f"peak of {STEPS} steps",
+        "nothing_mib": {n: mib(size) for n, size in nothing.items()},
+        "cases": rows,
+    }
+    finish(
+        f"plan_accuracy_{given.device}",
+        result,
+        {"the worst case, predicted by measured": round(1 - worst, 3)},
+        given.check,
+    )
 
 
 def mib(size: float) -> float:
@@ -88,7 +129,9 @@ def mib(size: float) -> float:
 
 def predicted(overrides: list[str], ranks: int, device: str) -> Moment:
     """The plan's peak."""
-    cfg = compose("train", [*overrides, "data.path=texts.jsonl", "tokenizer.path=demo:bytes"], inputs=False)
+    cfg = compose(
+        "train", [*overrides, "data.path=texts.jsonl", "tokenizer.path=demo:bytes"], inputs=False
+    )
     return memory(cfg, resolve_model(cfg.model), ranks, device).peak
 
 
@@ -109,10 +152,26 @@ def measured(folder: Path, ranks: int, overrides: list[str], device: str) -> flo
         f"launch.device={device}",
         f"train.steps={STEPS}",
     ]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "fsdp_trainer", "train"]
-    done = subprocess.run([*command, *overrides, *run], capture_output=True, text=True, env={**os.environ, **ENVIRONMENT})
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        "-m",
+        "fsdp_trainer",
+        "train",
+    ]
+    done = subprocess.run(
+        [*command, *overrides, *run],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **ENVIRONMENT},
+    )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(overrides)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"{' '.join(overrides)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     return json.loads(lines[-1])["memory_gib"] * 2**30
 

@@ -48,49 +48,107 @@ def main() -> None:
         folder = Path(name)
         # one document a row, and nothing but letters
         letters = np.random.default_rng(0).integers(97, 123, (40, 4200), np.uint8)
-        (folder / "texts.jsonl").write_text("".join(json.dumps({"text": bytes(row).decode()}) + "\n" for row in letters))
-        points = {(what, value): BASE | {what: value} for what, values in SWEEPS.items() for value in values}
-        unlike = {tuple(shape.values()): shape for shape in points.values()}  # the base is a point of every sweep
-        seconds = in_turn({key: (lambda shape=shape: step_seconds(folder, shape, 1, 1)) for key, shape in unlike.items()}, given.repeat)
+        (folder / "texts.jsonl").write_text(
+            "".join(json.dumps({"text": bytes(row).decode()}) + "\n" for row in letters)
+        )
+        points = {
+            (what, value): BASE | {what: value}
+            for what, values in SWEEPS.items()
+            for value in values
+        }
+        unlike = {
+            tuple(shape.values()): shape for shape in points.values()
+        }  # the base is a point of every sweep
+        seconds = in_turn(
+            {
+                key: (lambda shape=shape: step_seconds(folder, shape, 1, 1))
+                for key, shape in unlike.items()
+            },
+            given.repeat,
+        )
         wide = BASE | {"width": 512}
         worlds = {("ranks", n): (lambda n=n: step_seconds(folder, wide, n, 4)) for n in RANKS}
         worlds |= {("products", n): (lambda n=n: 1 / products_at_once(n)) for n in RANKS}
         taken = in_turn(worlds, given.repeat)
-    measured = {point: statistics.median(seconds[tuple(shape.values())]) for point, shape in points.items()}
-    result: dict[str, Any] = {"what": f"base {BASE}, float32, medians of {given.repeat} rounds of {STEPS - WARM} steps"}
+    measured = {
+        point: statistics.median(seconds[tuple(shape.values())]) for point, shape in points.items()
+    }
+    result: dict[str, Any] = {
+        "what": f"base {BASE}, float32, medians of {given.repeat} rounds of {STEPS - WARM} steps"
+    }
     for what, values in SWEEPS.items():
         operations = [flops(points[what, value]) for value in values]
         taken_by = [measured[what, value] for value in values]
-        result[what] = {"values": values, "seconds": [float(f"{t:.4g}") for t in taken_by], "flops": operations}
+        result[what] = {
+            "values": values,
+            "seconds": [float(f"{t:.4g}") for t in taken_by],
+            "flops": operations,
+        }
         for name, points_of in (("slope", slice(None)), ("slope_of_the_last_two", slice(-2, None))):
-            result[what][name] = round(float(np.polyfit(np.log(operations[points_of]), np.log(taken_by[points_of]), 1)[0]), 3)
+            result[what][name] = round(
+                float(np.polyfit(np.log(operations[points_of]), np.log(taken_by[points_of]), 1)[0]),
+                3,
+            )
     result["ranks"] = {"values": RANKS, "seconds": {n: spread(taken["ranks", n]) for n in RANKS}}
-    result["ranks"] |= {f"{kind}_times_faster": {n: ratio(taken[kind, 1], taken[kind, n]) for n in RANKS} for kind in ("ranks", "products")}
+    result["ranks"] |= {
+        f"{kind}_times_faster": {n: ratio(taken[kind, 1], taken[kind, n]) for n in RANKS}
+        for kind in ("ranks", "products")
+    }
     if not given.check:
         draw(result, result_path("scaling").with_suffix(".svg"))
-    finish("scaling", result, {"2 ranks, times faster": result["ranks"]["ranks_times_faster"][2]["median"]}, given.check)
+    finish(
+        "scaling",
+        result,
+        {"2 ranks, times faster": result["ranks"]["ranks_times_faster"][2]["median"]},
+        given.check,
+    )
 
 
 def overrides(shape: dict[str, int]) -> list[str]:
     """A model and rows of that shape."""
     width, row = shape["width"], shape["row length"]
     sizes = {"hidden_size": width, "intermediate_size": width * 11 // 4, "head_dim": 32}
-    sizes |= {"num_attention_heads": width // 32, "num_key_value_heads": width // 64, "num_hidden_layers": shape["layers"]}
-    sizes |= {"vocab_size": shape["vocabulary"], "tie_word_embeddings": "false", "max_position_embeddings": row}
-    return ["model=tiny", *(f"model.{key}={value}" for key, value in sizes.items()), f"batch.seq_len={row}", "precision=fp32"]
+    sizes |= {
+        "num_attention_heads": width // 32,
+        "num_key_value_heads": width // 64,
+        "num_hidden_layers": shape["layers"],
+    }
+    sizes |= {
+        "vocab_size": shape["vocabulary"],
+        "tie_word_embeddings": "false",
+        "max_position_embeddings": row,
+    }
+    return [
+        "model=tiny",
+        *(f"model.{key}={value}" for key, value in sizes.items()),
+        f"batch.seq_len={row}",
+        "precision=fp32",
+    ]
 
 
 def step_seconds(folder: Path, shape: dict[str, int], ranks: int, rows: int) -> float:
     """The median step of a run: of one rank in this process, of several with one thread each."""
-    data = [f"data.path={folder}/texts.jsonl", "tokenizer.path=demo:bytes", "data.too_long=split", f"batch.rows={rows}"]
-    how = [f"train.steps={STEPS}", "checkpoint.every=null", f"launch.nproc_per_node={ranks}", f"run.root={folder}/runs"]
+    data = [
+        f"data.path={folder}/texts.jsonl",
+        "tokenizer.path=demo:bytes",
+        "data.too_long=split",
+        f"batch.rows={rows}",
+    ]
+    how = [
+        f"train.steps={STEPS}",
+        "checkpoint.every=null",
+        f"launch.nproc_per_node={ranks}",
+        f"run.root={folder}/runs",
+    ]
     given = [*overrides(shape), *data, *how, "run.overwrite=true", "checkpoint.resume=never"]
     if rows == 1:
         with contextlib.redirect_stdout(io.StringIO()):
             fsdp_trainer.train(given)
     else:
         command = [sys.executable, "-m", "fsdp_trainer", *given]
-        subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        subprocess.run(
+            command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
     lines = (folder / "runs/run/metrics.jsonl").read_text().splitlines()
     return statistics.median(json.loads(line)["step_seconds"] for line in lines[WARM:])
 
@@ -137,13 +195,21 @@ def draw(result: dict[str, Any], path: Path) -> None:
         values = one["values"]
         if what == "ranks":
             taken = [one["seconds"][ranks]["median"] for ranks in values]
-            expected = [taken[0] / one["products_times_faster"][ranks]["median"] for ranks in values]
+            expected = [
+                taken[0] / one["products_times_faster"][ranks]["median"] for ranks in values
+            ]
             panel.set_title("ranks, one thread each")
         else:
             taken = one["seconds"]
             expected = [taken[-1] * operations / one["flops"][-1] for operations in one["flops"]]
             panel.set_title(f"{what}: slope at last {one['slope_of_the_last_two']:.2f}")
-        panel.loglog(values, expected, "--", color="gray", label="in proportion" if what != "ranks" else "as matrix products")
+        panel.loglog(
+            values,
+            expected,
+            "--",
+            color="gray",
+            label="in proportion" if what != "ranks" else "as matrix products",
+        )
         panel.loglog(values, taken, "o-", label="measured")
         panel.set_xticks(values, [f"{value:,}" for value in values])
         panel.minorticks_off()

@@ -29,7 +29,13 @@ from fsdp_trainer.data.tokenizer import load_tokenizer
 
 RANKS = (1, 2)
 ROWS, LENGTH, LR, TEXTS = 8, 128, 1e-3, 200
-SIZES = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 SCRIPT = f'''
 import json, os, sys
@@ -79,8 +85,13 @@ def prepare(place: Path) -> None:
     load_tokenizer("demo:bytes").save(place / "hf")
     torch.manual_seed(0)
     vocabulary = len(AutoTokenizer.from_pretrained(place / "hf"))
-    LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **SIZES, max_position_embeddings=256)).save_pretrained(place / "hf")
-    lines = [json.dumps({"text": f"The sum of {i} and {i + 1} is {2 * i + 1}. " * (1 + i % 3)}) for i in range(TEXTS)]
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=vocabulary, **SIZES, max_position_embeddings=256)
+    ).save_pretrained(place / "hf")
+    lines = [
+        json.dumps({"text": f"The sum of {i} and {i + 1} is {2 * i + 1}. " * (1 + i % 3)})
+        for i in range(TEXTS)
+    ]
     (place / "texts.jsonl").write_text("\n".join(lines) + "\n")
     (place / "script.py").write_text(SCRIPT)
 
@@ -88,7 +99,13 @@ def prepare(place: Path) -> None:
 def until_line(command: list[str], file: Path, losses: list[float], env: dict[str, str]) -> float:
     """Seconds until `file` has a line; its loss joins `losses`. The command must end well."""
     started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **env})
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **env},
+    )
     seconds = None
     while process.poll() is None:
         if seconds is None and file.exists() and file.stat().st_size:
@@ -106,10 +123,36 @@ def ours(place: Path, ranks: int, losses: list[float], warm: bool) -> float:
     shutil.rmtree(place / "runs" / "ours", ignore_errors=True)
     if not warm:
         shutil.rmtree(place / "cache", ignore_errors=True)
-    data = [f"data.path={place / 'texts.jsonl'}", f"data.cache={place / 'cache'}", "data.packing=none", "data.shuffle=false"]
-    batch = [f"batch.seq_len={LENGTH}", f"batch.rows={ROWS}", f"batch.micro_rows={ROWS // ranks}", f"optim.lr={LR}", "precision=fp32"]
-    how = [f"run.root={place / 'runs'}", "run.name=ours", "train.steps=1", f"launch.nproc_per_node={ranks}"]
-    command = [sys.executable, "-m", "fsdp_trainer", "model=auto", f"model.init_from={place / 'hf'}", "data=pretrain", *data, *batch, *how]
+    data = [
+        f"data.path={place / 'texts.jsonl'}",
+        f"data.cache={place / 'cache'}",
+        "data.packing=none",
+        "data.shuffle=false",
+    ]
+    batch = [
+        f"batch.seq_len={LENGTH}",
+        f"batch.rows={ROWS}",
+        f"batch.micro_rows={ROWS // ranks}",
+        f"optim.lr={LR}",
+        "precision=fp32",
+    ]
+    how = [
+        f"run.root={place / 'runs'}",
+        "run.name=ours",
+        "train.steps=1",
+        f"launch.nproc_per_node={ranks}",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "fsdp_trainer",
+        "model=auto",
+        f"model.init_from={place / 'hf'}",
+        "data=pretrain",
+        *data,
+        *batch,
+        *how,
+    ]
     return until_line(command, place / "runs" / "ours" / "metrics.jsonl", losses, {})
 
 
@@ -117,9 +160,20 @@ def theirs(place: Path, ranks: int, losses: list[float]) -> float:
     """Seconds."""
     shutil.rmtree(place / "theirs", ignore_errors=True)
     (place / "theirs").mkdir()
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    launch = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        if ranks > 1
+        else []
+    )
     out = place / "theirs" / "metrics.jsonl"
-    command = [sys.executable, *launch, str(place / "script.py"), str(place / "hf"), str(place / "texts.jsonl"), str(out)]
+    command = [
+        sys.executable,
+        *launch,
+        str(place / "script.py"),
+        str(place / "hf"),
+        str(place / "texts.jsonl"),
+        str(out),
+    ]
     return until_line(command, out, losses, {"HF_HUB_OFFLINE": "1"})
 
 
@@ -133,7 +187,10 @@ def answer(*words: str) -> float:
 def main() -> None:
     """Measure in turn, check that the losses agree, and write it down."""
     given = arguments(__doc__, repeat=3)
-    result: dict[str, Any] = {"what": f"Llama {SIZES}, {ROWS} rows a step, one step", "rounds": given.repeat}
+    result: dict[str, Any] = {
+        "what": f"Llama {SIZES}, {ROWS} rows a step, one step",
+        "rounds": given.repeat,
+    }
     compared = {}
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -148,15 +205,23 @@ def main() -> None:
             seconds = in_turn(ways, given.repeat)
             found = [loss for values in losses.values() for loss in values]
             assert max(found) - min(found) < 1e-4, losses
-            times = {name: ratio(seconds[name], seconds["transformers"]) for name in ("ours", "ours, warm")}
+            times = {
+                name: ratio(seconds[name], seconds["transformers"])
+                for name in ("ours", "ours, warm")
+            }
             result[f"{ranks} rank{'s' * (ranks > 1)}"] = {
                 "first_loss": {name: values[0] for name, values in losses.items()},
                 "seconds": {name: spread(values) for name, values in seconds.items()},
                 "ours/transformers": times,
             }
             compared[f"transformers/ours on {ranks}"] = 1 / times["ours"]["median"]
-    answers = {"--help": partial(answer, "--help"), "a mistake": partial(answer, "optim.learning_rate=1")}
-    result["answers"] = {name: spread(values) for name, values in in_turn(answers, given.repeat).items()}
+    answers = {
+        "--help": partial(answer, "--help"),
+        "a mistake": partial(answer, "optim.learning_rate=1"),
+    }
+    result["answers"] = {
+        name: spread(values) for name, values in in_turn(answers, given.repeat).items()
+    }
     finish("startup", result, compared, given.check, packages=("transformers", "accelerate"))
 
 

@@ -27,7 +27,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from benchmarks.harness import arguments, finish, in_turn, rank_memory, ratio, run_ranks, spread
 
 VOCABULARY = 32_000
-SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 STEPS, WARM = 4, 2  # optimizer steps in all, and of those not timed
 ROWS = {"padded": 8, "natural": 8}  # of a step, over all ranks
 SEQ_LEN = {"padded": 576, "natural": 1024}
@@ -43,9 +49,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
-        ways = {(who, way): (lambda who=who, way=way: WHO[who](folder, way, given.ranks)) for way in ROWS for who in WHO}
+        ways = {
+            (who, way): (lambda who=who, way=way: WHO[who](folder, way, given.ranks))
+            for way in ROWS
+            for who in WHO
+        }
         measured = in_turn(ways, given.repeat)
-    result: dict[str, Any] = {"what": f"{given.ranks} ranks over gloo, {given.repeat} rounds, {STEPS - WARM} timed steps each"}
+    result: dict[str, Any] = {
+        "what": f"{given.ranks} ranks over gloo, {given.repeat} rounds, {STEPS - WARM} timed steps each"
+    }
     for way in ROWS:
         mine, theirs = measured["fsdp_trainer", way], measured["accelerate", way]
         result[way] = {
@@ -54,8 +66,13 @@ def main() -> None:
                 what: {who: spread([run[what] for run in measured[who, way]]) for who in WHO}
                 for what in ("tokens_per_second", "memory_mib")
             },
-            "speed_ratio": ratio([run["tokens_per_second"] for run in mine], [run["tokens_per_second"] for run in theirs]),
-            "memory_ratio": ratio([run["memory_mib"] for run in mine], [run["memory_mib"] for run in theirs]),
+            "speed_ratio": ratio(
+                [run["tokens_per_second"] for run in mine],
+                [run["tokens_per_second"] for run in theirs],
+            ),
+            "memory_ratio": ratio(
+                [run["memory_mib"] for run in mine], [run["memory_mib"] for run in theirs]
+            ),
         }
     compared = {f"{way}: speed": result[way]["speed_ratio"]["median"] for way in ROWS}
     compared |= {f"{way}: memory saved": 1 / result[way]["memory_ratio"]["median"] for way in ROWS}
@@ -75,7 +92,10 @@ def prepare(folder: Path) -> None:
     import torch
     import transformers
 
-    words = {f"w{i}": i for i in range(VOCABULARY - 2)} | {"<unk>": VOCABULARY - 2, "</s>": VOCABULARY - 1}
+    words = {f"w{i}": i for i in range(VOCABULARY - 2)} | {
+        "<unk>": VOCABULARY - 2,
+        "</s>": VOCABULARY - 1,
+    }
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -90,22 +110,45 @@ def prepare(folder: Path) -> None:
     rows = [{"prompt": text(prompt), "completion": text(answer)} for prompt, answer in lengths]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=VOCABULARY, **SIZES, max_position_embeddings=1024, tie_word_embeddings=False)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, **SIZES, max_position_embeddings=1024, tie_word_embeddings=False
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "hf")
 
 
 def command(folder: Path, way: str) -> list[str]:
     """What training and its preview have in common."""
-    data = [f"data.path={folder}/rows.jsonl", f"tokenizer.path={folder}/tokenizer.json", "data.template=plain"]
+    data = [
+        f"data.path={folder}/rows.jsonl",
+        f"tokenizer.path={folder}/tokenizer.json",
+        "data.template=plain",
+    ]
     packing = "none" if way == "padded" else "best_fit"
-    return [*data, f"model.init_from={folder}/hf", f"data.packing={packing}", f"batch.seq_len={SEQ_LEN[way]}", f"batch.rows={ROWS[way]}"]
+    return [
+        *data,
+        f"model.init_from={folder}/hf",
+        f"data.packing={packing}",
+        f"batch.seq_len={SEQ_LEN[way]}",
+        f"batch.rows={ROWS[way]}",
+    ]
 
 
 def ours(folder: Path, way: str, ranks: int) -> dict[str, Any]:
     """A run of this trainer, as its records tell it."""
     run = folder / "runs" / f"{way}-{time.monotonic_ns()}"
-    shape = [f"launch.nproc_per_node={ranks}", f"batch.micro_rows={ROWS[way] // ranks}", f"train.steps={STEPS}", "precision=fp32"]
-    how = [f"optim.lr={LR[way]}", "schedule=constant", "checkpoint.every=null", f"run.root={run.parent}", f"run.name={run.name}"]
+    shape = [
+        f"launch.nproc_per_node={ranks}",
+        f"batch.micro_rows={ROWS[way] // ranks}",
+        f"train.steps={STEPS}",
+        "precision=fp32",
+    ]
+    how = [
+        f"optim.lr={LR[way]}",
+        "schedule=constant",
+        "checkpoint.every=null",
+        f"run.root={run.parent}",
+        f"run.name={run.name}",
+    ]
     start([sys.executable, "-m", "fsdp_trainer", *command(folder, way), *shape, *how], ranks)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     seconds = sum(line["step_seconds"] for line in lines[WARM:])
@@ -123,18 +166,26 @@ def ours(folder: Path, way: str, ranks: int) -> dict[str, Any]:
 def start(line: list[str], ranks: int) -> str:
     """Run a command with the machine's cores shared out; its output."""
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
-    return subprocess.run(line, check=True, capture_output=True, text=True, env={**os.environ, **threads}).stdout
+    return subprocess.run(
+        line, check=True, capture_output=True, text=True, env={**os.environ, **threads}
+    ).stdout
 
 
 def accelerated(folder: Path, way: str, ranks: int) -> dict[str, Any]:
     """The same samples by accelerate and transformers."""
     asked = ["preview.format=json", f"preview.rows={STEPS * ROWS[way]}"]
-    shown = start([sys.executable, "-m", "fsdp_trainer", "preview", *command(folder, way), *asked], 1)
+    shown = start(
+        [sys.executable, "-m", "fsdp_trainer", "preview", *command(folder, way), *asked], 1
+    )
     samples = [sample for line in shown.splitlines() for sample in documents(json.loads(line))]
     if way == "natural":
         samples = [samples[i] for i in np.random.default_rng(1).permutation(len(samples))]
     steps = np.array_split(np.arange(len(samples)), STEPS)
-    task = {"folder": str(folder / "hf"), "lr": LR[way], "length": SEQ_LEN[way] if way == "padded" else None}
+    task = {
+        "folder": str(folder / "hf"),
+        "lr": LR[way],
+        "length": SEQ_LEN[way] if way == "padded" else None,
+    }
     task["steps"] = [[samples[i] for i in step] for step in steps]
     (folder / "task.json").write_text(json.dumps(task))
     told = run_ranks("benchmarks.train_step", ranks, "--peer", str(folder / "task.json"))
@@ -143,7 +194,11 @@ def accelerated(folder: Path, way: str, ranks: int) -> dict[str, Any]:
         losses = [float(np.average(losses, weights=[weight for _, weight in told[0]["losses"]]))]
     seconds = max(rank["seconds"] for rank in told)
     tokens = sum(len(sample["tokens"]) for step in task["steps"][WARM:] for sample in step)
-    return {"tokens_per_second": tokens / seconds, "memory_mib": max(rank["memory_mib"] for rank in told), "losses": losses}
+    return {
+        "tokens_per_second": tokens / seconds,
+        "memory_mib": max(rank["memory_mib"] for rank in told),
+        "losses": losses,
+    }
 
 
 def documents(row: dict[str, Any]) -> list[dict[str, list[int]]]:
@@ -163,14 +218,22 @@ def train_with_accelerate(task: dict[str, Any]) -> dict[str, Any]:
     import transformers
 
     plugin = accelerate.FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
     )
     accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin)
     # On CPUs accelerate only ever chooses plain data parallelism; told that it is FSDP, it shards there as it does on GPUs.
-    accelerate.PartialState().distributed_type = accelerator.state.distributed_type = accelerate.DistributedType.FSDP
+    accelerate.PartialState().distributed_type = accelerator.state.distributed_type = (
+        accelerate.DistributedType.FSDP
+    )
     accelerator.state.fsdp_plugin = plugin
-    model = transformers.AutoModelForCausalLM.from_pretrained(task["folder"], dtype=torch.float32).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=task["lr"], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        task["folder"], dtype=torch.float32
+    ).train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=task["lr"], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True
+    )
     model, optimizer = accelerator.prepare(model, optimizer)
     assert accelerator.is_fsdp2
     losses, started = [], 0.0
@@ -180,7 +243,9 @@ def train_with_accelerate(task: dict[str, Any]) -> dict[str, Any]:
         batch = padded(step[accelerator.process_index :: accelerator.num_processes], task["length"])
         supervised = accelerator.reduce((batch["labels"][:, 1:] != IGNORED).sum(), "sum")
         loss = model(**batch, num_items_in_batch=supervised).loss
-        accelerator.backward(loss * accelerator.num_processes)  # gradients are averaged over the ranks
+        accelerator.backward(
+            loss * accelerator.num_processes
+        )  # gradients are averaged over the ranks
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -195,11 +260,17 @@ def padded(samples: list[dict], length: int | None) -> dict[str, Any]:
     length = length or max(len(sample["tokens"]) for sample in samples)
 
     def fill(name: str, value: int) -> torch.Tensor:
-        return torch.tensor([sample[name] + [value] * (length - len(sample[name])) for sample in samples])
+        return torch.tensor(
+            [sample[name] + [value] * (length - len(sample[name])) for sample in samples]
+        )
 
     for sample in samples:
         sample["mask"] = [1] * len(sample["tokens"])
-    return {"input_ids": fill("tokens", 0), "attention_mask": fill("mask", 0), "labels": fill("labels", IGNORED)}
+    return {
+        "input_ids": fill("tokens", 0),
+        "attention_mask": fill("mask", 0),
+        "labels": fill("labels", IGNORED),
+    }
 
 
 WHO = {"fsdp_trainer": ours, "accelerate": accelerated}

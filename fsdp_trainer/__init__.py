@@ -16,7 +16,9 @@ def train(overrides: list[str], config_dir: str | None = None) -> int:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "load_model":  # late: it imports torch, and a mistake in the configuration is answered before that
+    if (
+        name == "load_model"
+    ):  # late: it imports torch, and a mistake in the configuration is answered before that
         from fsdp_trainer.checkpoint.load import load_model
 
         return load_model

@@ -31,7 +31,10 @@ VERBS = {
     "recipes": "fsdp_trainer.config.document:recipes",
     "config": "fsdp_trainer.config.document:explain",
 }
-AS_RANKS = ("train", "doctor")  # start their ranks with the configuration that was composed, and what it was composed from
+AS_RANKS = (
+    "train",
+    "doctor",
+)  # start their ranks with the configuration that was composed, and what it was composed from
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,7 +52,9 @@ def main(argv: list[str] | None = None) -> int:
     except (UserError, RunFailed) as error:
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             print(error, file=sys.stderr)
-        elif os.environ.get("GROUP_RANK", "0") != "0" and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        elif os.environ.get("GROUP_RANK", "0") != "0" and (
+            file := os.environ.get("TORCHELASTIC_ERROR_FILE")
+        ):
             leave_a_word(error, file)
         return error.exit_code
     except KeyboardInterrupt:
@@ -60,7 +65,9 @@ def leave_a_word(error: UserError | RunFailed, file: str) -> None:
     """One line for the table that this node's torchrun ends with: rank 0 speaks on another, and may know nothing of a file that is missing here."""
     line = " ".join(str(error).split())
     with suppress(OSError):  # what ends the run counts
-        Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": {"timestamp": int(time.time())}}}))
+        Path(file).write_text(
+            json.dumps({"message": {"message": line, "extraInfo": {"timestamp": int(time.time())}}})
+        )
 
 
 def write_no_more() -> None:
@@ -74,11 +81,20 @@ def run_verb(verb: str, overrides: list[str], config_dir: str | None = None) -> 
     module, name = VERBS[verb].split(":")
     if verb in AS_RANKS and (handed := take_over(PRIMARY[verb])):
         return getattr(importlib.import_module(module), name)(handed, overrides)
-    from fsdp_trainer.config.compose import compose, config_flag  # Hydra, which a rank that is handed its configuration does without
+    from fsdp_trainer.config.compose import (
+        compose,
+        config_flag,
+    )  # Hydra, which a rank that is handed its configuration does without
 
-    of_training = [w for w in overrides if verb == "config" and "=" in w and not w.startswith("key=")]  # whose values are to be explained
+    of_training = [
+        w for w in overrides if verb == "config" and "=" in w and not w.startswith("key=")
+    ]  # whose values are to be explained
     own = [w for w in overrides if w not in of_training]
-    on_the_spot = verb not in ("plan", "doctor", "launch-files")  # doctor says on which node something is missing; the others run elsewhere
+    on_the_spot = verb not in (
+        "plan",
+        "doctor",
+        "launch-files",
+    )  # doctor says on which node something is missing; the others run elsewhere
     cfg = compose(verb, own, config_dir, inputs=on_the_spot)
     do = getattr(importlib.import_module(module), name)
     if verb in (*AS_RANKS, "launch-files"):
@@ -102,7 +118,10 @@ def _dispatch(argv: list[str]) -> int:
         print(help_text(verb if words[:1] == [verb] else None, flags.config_dir))
         return 0
     if flags.multirun and (flags.info or flags.cfg):
-        raise UserError("the command line cannot be read", [Problem("-m", "--cfg and --info show one run: leave one of them out")])
+        raise UserError(
+            "the command line cannot be read",
+            [Problem("-m", "--cfg and --info show one run: leave one of them out")],
+        )
     if flags.multirun:
         return _sweep(verb, overrides, flags.config_dir)
     if flags.info:
@@ -118,7 +137,12 @@ def _dispatch(argv: list[str]) -> int:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(
-            "the command line cannot be read", [Problem(shlex.join(sys.argv[1:]), f"{message}\nfsdp-trainer --help  lists what there is")]
+            "the command line cannot be read",
+            [
+                Problem(
+                    shlex.join(sys.argv[1:]), f"{message}\nfsdp-trainer --help  lists what there is"
+                )
+            ],
         )
 
 
@@ -129,7 +153,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument(
-        "--info", "-i", nargs="?", const="all", choices=["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+        "--info",
+        "-i",
+        nargs="?",
+        const="all",
+        choices=["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"],
     )
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--multirun", "-m", action="store_true")
@@ -145,7 +173,11 @@ def _verb(words: list[str]) -> tuple[str, list[str]]:
         raise UserError("no such verb", [Problem(first, _why_no_verb(first))])
     if misplaced:
         line = shlex.join(["fsdp-trainer", misplaced, *(w for w in rest if w != misplaced)])
-        why = f"the verb comes first:  {line}" if first is None else f"one verb at a time; {first} came first.\nFor {misplaced}:  {line}"
+        why = (
+            f"the verb comes first:  {line}"
+            if first is None
+            else f"one verb at a time; {first} came first.\nFor {misplaced}:  {line}"
+        )
         raise UserError("the command line cannot be read", [Problem(misplaced, why)])
     return first or "train", rest
 
@@ -171,7 +203,10 @@ def _sweep(verb: str, words: list[str], config_dir: str | None) -> int:
 
     if verb != "train":
         line = shlex.join(["fsdp-trainer", verb, *config_flag(config_dir), *words])
-        raise UserError("the sweep cannot be started", [Problem(f"-m {verb}", f"only training is swept. Without -m:  {line}")])
+        raise UserError(
+            "the sweep cannot be started",
+            [Problem(f"-m {verb}", f"only training is swept. Without -m:  {line}")],
+        )
     return sweep(words, config_dir)
 
 
@@ -202,6 +237,11 @@ def _completion(words: list[str]) -> int:
             GlobalHydra.instance().hydra.shell_completion("train", words)  # type: ignore[union-attr]
         except ValueError as error:
             raise UserError(
-                "no such completion", [Problem(shlex.join(["-sc", *words]), f"{error}\nUse  -sc install=bash  (zsh, fish)")]
+                "no such completion",
+                [
+                    Problem(
+                        shlex.join(["-sc", *words]), f"{error}\nUse  -sc install=bash  (zsh, fish)"
+                    )
+                ],
             ) from None
     return 0

@@ -28,7 +28,10 @@ class UserError(Exception):
         for p in self.problems:
             first, *rest = p.why.splitlines() or [""]
             above = len(p.what) > WIDEST  # and what is said of it stands below
-            lines += ["", *([f"  {p.what}", f"      {first}"] if above else [f"  {p.what:{width}}  {first}"])]
+            lines += [
+                "",
+                *([f"  {p.what}", f"      {first}"] if above else [f"  {p.what:{width}}  {first}"]),
+            ]
             lines += [f"  {'':{4 if above else width + 2}}{line}" for line in rest]
         return "\n".join(lines)
 

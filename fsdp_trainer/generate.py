@@ -27,7 +27,9 @@ class Speaker:
     template: Template
 
     @classmethod
-    def load(cls, source: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> "Speaker":
+    def load(
+        cls, source: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> "Speaker":
         """From a run, a checkpoint or a Hugging Face folder. Raises UserError."""
         tokenizer = load_tokenizer(str(model_folder(source)))
         return cls(load_model(source, device, dtype), tokenizer, load_template(None, tokenizer))
@@ -37,13 +39,18 @@ class Speaker:
         try:
             text = self.template.ask(messages)
         except RowError as error:
-            raise UserError("the conversation cannot be rendered", [Problem(messages[-1]["content"][:60], str(error))]) from None
+            raise UserError(
+                "the conversation cannot be rendered",
+                [Problem(messages[-1]["content"][:60], str(error))],
+            ) from None
         return self.say(text, cfg)
 
     def say(self, text: str, cfg: GenerateConfig) -> Iterator[str]:
         """What follows `text`, in pieces; a piece never ends within a character."""
         tokens, told = [], ""
-        for token in continue_tokens(self.model, self.tokenizer.encode(text), self.tokenizer.stop_ids, cfg):
+        for token in continue_tokens(
+            self.model, self.tokenizer.encode(text), self.tokenizer.stop_ids, cfg
+        ):
             tokens.append(token)
             whole = self.tokenizer.decode(tokens)
             if not whole.endswith("\ufffd"):
@@ -53,11 +60,17 @@ class Speaker:
 
 def generate(cfg: GenerateConfig) -> int:
     """The verb: answer `prompt=`, or chat at the terminal."""
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
+    device = (
+        ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
+    )
     speaker = Speaker.load(str(cfg.source), device, getattr(torch, cfg.dtype))
     if cfg.prompt is None:
         return chat(speaker, cfg)
-    show(speaker.say(cfg.prompt, cfg) if cfg.raw else speaker.answer([*system_turn(cfg), {"role": "user", "content": cfg.prompt}], cfg))
+    show(
+        speaker.say(cfg.prompt, cfg)
+        if cfg.raw
+        else speaker.answer([*system_turn(cfg), {"role": "user", "content": cfg.prompt}], cfg)
+    )
     return 0
 
 

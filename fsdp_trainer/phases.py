@@ -38,7 +38,12 @@ NUMBER = {name: number for number, name in enumerate(PHASES)}
 SLOT = 8192
 """Bytes that a rank has in the file which all ranks of a node share: who it is, where its two threads are, how long it was in which phase, and
 the phases that it entered last."""
-HEAD, PLACE, TIME, TRACE = struct.Struct("qqqqQQ"), struct.Struct("qqqqd"), struct.Struct("qd"), struct.Struct("qqqq")
+HEAD, PLACE, TIME, TRACE = (
+    struct.Struct("qqqqQQ"),
+    struct.Struct("qqqqd"),
+    struct.Struct("qd"),
+    struct.Struct("qqqq"),
+)
 PLACES, TIMES = 64, 256
 TRACES = TIMES + 64 * TIME.size
 TRACE_LENGTH = (SLOT - TRACES) // TRACE.size
@@ -119,7 +124,15 @@ def _move(place: Place, phase: str, step: int | None = None) -> None:
 
 def _show(memory: mmap.mmap, place: Place) -> None:
     number, first = NUMBER[place.phase], place is main
-    PLACE.pack_into(memory, _offset + PLACES + PLACE.size * (not first), place.step, number, place.entered, place.collectives, place.since)
+    PLACE.pack_into(
+        memory,
+        _offset + PLACES + PLACE.size * (not first),
+        place.step,
+        number,
+        place.entered,
+        place.collectives,
+        place.since,
+    )
     if first:
         at = _offset + TRACES + TRACE.size * (place.entered % TRACE_LENGTH)
         TRACE.pack_into(memory, at, place.entered, place.step, number, place.collectives)
@@ -134,7 +147,11 @@ def seconds() -> dict[str, float]:
 def lately() -> dict[str, float]:
     """The same since this was asked last."""
     now = seconds()
-    passed = {phase: round(spent - _told.get(phase, 0.0), 6) for phase, spent in now.items() if spent > _told.get(phase, 0.0)}
+    passed = {
+        phase: round(spent - _told.get(phase, 0.0), 6)
+        for phase, spent in now.items()
+        if spent > _told.get(phase, 0.0)
+    }
     _told.update(now)
     return passed
 
@@ -162,14 +179,18 @@ def share(file: Path, index: int, rank: int) -> None:
     global _memory, _offset, _trains
     descriptor = os.open(file, os.O_RDWR)
     try:
-        os.posix_fallocate(descriptor, index * SLOT, SLOT)  # a page that a full /dev/shm cannot give would be a SIGBUS later
+        os.posix_fallocate(
+            descriptor, index * SLOT, SLOT
+        )  # a page that a full /dev/shm cannot give would be a SIGBUS later
         memory = mmap.mmap(descriptor, (index + 1) * SLOT)
     finally:
         os.close(descriptor)
     _offset, _trains = index * SLOT, threading.get_ident()
     _show(memory, main)
     _show(memory, background)
-    HEAD.pack_into(memory, _offset, os.getpid(), started_at(os.getpid()) or 0, rank, 0, _trains, here())
+    HEAD.pack_into(
+        memory, _offset, os.getpid(), started_at(os.getpid()) or 0, rank, 0, _trains, here()
+    )
     _memory = memory
 
 
@@ -190,8 +211,12 @@ def leave() -> None:
 
 def in_collective(files: Iterable[str]) -> bool:
     """Whether a thread whose Python frames are in `files`, innermost first, waits in a collective."""
-    file = next((file for file in files if not file.endswith("/torch/_ops.py")), "")  # which only calls what others ask for
-    return "/torch/distributed/" in file and not any(part in file for part in ("/distributed/tensor/", "/distributed/checkpoint/"))
+    file = next(
+        (file for file in files if not file.endswith("/torch/_ops.py")), ""
+    )  # which only calls what others ask for
+    return "/torch/distributed/" in file and not any(
+        part in file for part in ("/distributed/tensor/", "/distributed/checkpoint/")
+    )
 
 
 def slots(content: bytes) -> list[Slot]:
@@ -205,10 +230,22 @@ def slots(content: bytes) -> list[Slot]:
         for at in (offset + PLACES, offset + PLACES + PLACE.size):
             step, number, entered, collectives, since = PLACE.unpack_from(content, at)
             places.append(Place(step, PHASES[number], since, entered, collectives))
-        spent = {name: TIME.unpack_from(content, offset + TIMES + TIME.size * number) for name, number in NUMBER.items()}
-        lines = sorted(TRACE.unpack_from(content, offset + TRACES + TRACE.size * i) for i in range(TRACE_LENGTH))
-        trace = [(entered, step, PHASES[number], collectives) for entered, step, number, collectives in lines if entered]
-        found.append(Slot(pid, started, rank, bool(left), thread, where, places[0], places[1], spent, trace))
+        spent = {
+            name: TIME.unpack_from(content, offset + TIMES + TIME.size * number)
+            for name, number in NUMBER.items()
+        }
+        lines = sorted(
+            TRACE.unpack_from(content, offset + TRACES + TRACE.size * i)
+            for i in range(TRACE_LENGTH)
+        )
+        trace = [
+            (entered, step, PHASES[number], collectives)
+            for entered, step, number, collectives in lines
+            if entered
+        ]
+        found.append(
+            Slot(pid, started, rank, bool(left), thread, where, places[0], places[1], spent, trace)
+        )
     return found
 
 
@@ -229,6 +266,8 @@ def stat(pid: int) -> list[str] | None:
 def here() -> int:
     """Of all processes for which a process id means the same: those of this container on this machine. Ranks of one node may have several."""
     try:
-        return zlib.crc32(f"{Path('/proc/sys/kernel/random/boot_id').read_text()}{os.stat('/proc/self/ns/pid').st_ino}".encode())
+        return zlib.crc32(
+            f"{Path('/proc/sys/kernel/random/boot_id').read_text()}{os.stat('/proc/self/ns/pid').st_ino}".encode()
+        )
     except OSError:
         return 0

@@ -29,7 +29,11 @@ What to type next (a chat at the terminal; your own data, first looked at, then 
 
 def quickstart(cfg: QuickstartConfig) -> int:
     """Ask held-out questions, train, ask them again of the exported model."""
-    overrides = ["+recipe=quickstart", f"run.root={cfg.root}", *([f"train.steps={cfg.steps}"] if cfg.steps else [])]
+    overrides = [
+        "+recipe=quickstart",
+        f"run.root={cfg.root}",
+        *([f"train.steps={cfg.steps}"] if cfg.steps else []),
+    ]
     recipe = compose("train", overrides)
     run = Path(cfg.root) / recipe.run.name
     tokenizer = build_tokenizer(recipe)
@@ -38,12 +42,17 @@ def quickstart(cfg: QuickstartConfig) -> int:
     questions = rows("demo:backwards/heldout")[: cfg.questions]
 
     before, example = ask(Speaker(model, tokenizer, build_template(recipe, tokenizer)), questions)
-    print(f"before training: {before} of {len(questions)} held-out questions right, e.g. {example}\n", flush=True)
+    print(
+        f"before training: {before} of {len(questions)} held-out questions right, e.g. {example}\n",
+        flush=True,
+    )
     if code := start_ranks(recipe, overrides):
         return code
     after, example = ask(Speaker.load(run / "hf"), questions)
     print(f"\nbefore training: {before} of {len(questions)} held-out questions right")
-    print(f"after training:  {after} of {len(questions)}, asked of the exported folder, e.g. {example}")
+    print(
+        f"after training:  {after} of {len(questions)}, asked of the exported folder, e.g. {example}"
+    )
     print(NEXT.format(run=run), end="")
     return 0
 

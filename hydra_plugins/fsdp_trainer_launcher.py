@@ -22,16 +22,29 @@ class FsdpTrainerLauncher(Launcher):
         """task_function: runs a batch, one job for each list of overrides, and gives their objectives."""
         self.run_batch = task_function
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
         """Run a batch. What a job returns is its objective, for sweepers that search; NaN: it has none."""
         return [
-            JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED, _return_value=objective)
-            for overrides, objective in zip(job_overrides, self.run_batch(job_overrides), strict=True)
+            JobReturn(
+                overrides=list(overrides), status=JobStatus.COMPLETED, _return_value=objective
+            )
+            for overrides, objective in zip(
+                job_overrides, self.run_batch(job_overrides), strict=True
+            )
         ]
 
 
-for name, settings in SWEEPERS.items():  # whose jobs go past Hydra: it has no way to run some, look at them and then choose the next
+for (
+    name,
+    settings,
+) in (
+    SWEEPERS.items()
+):  # whose jobs go past Hydra: it has no way to run some, look at them and then choose the next
     ConfigStore.instance().store(name, asdict(settings()), "hydra/sweeper", provider="fsdp_trainer")
 for name, settings in LAUNCHERS.items():
     plugin = f"{__name__}.{FsdpTrainerLauncher.__name__}"
-    ConfigStore.instance().store(name, {"_target_": plugin, **asdict(settings())}, "hydra/launcher", provider="fsdp_trainer")
+    ConfigStore.instance().store(
+        name, {"_target_": plugin, **asdict(settings())}, "hydra/launcher", provider="fsdp_trainer"
+    )

@@ -25,7 +25,11 @@ def chats(tmp_path_factory):
 @pytest.fixture(scope="session")
 def inputs(chats, tmp_path_factory):
     """Data, tokenizer and a cache that all tests share, as overrides by key."""
-    return {"data.path": chats, "tokenizer.path": "demo:bytes", "data.cache": tmp_path_factory.mktemp("cache")}
+    return {
+        "data.path": chats,
+        "tokenizer.path": "demo:bytes",
+        "data.cache": tmp_path_factory.mktemp("cache"),
+    }
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +48,12 @@ def train(world, inputs, tmp_path):
         given = {o.split("=")[0] for o in overrides}
         if "model.init_from" in given:
             given.add("tokenizer.path")
-        return world.train(tmp_path / name, *(f"{k}={v}" for k, v in inputs.items() if k not in given), *overrides, ranks=ranks, **options)
+        return world.train(
+            tmp_path / name,
+            *(f"{k}={v}" for k, v in inputs.items() if k not in given),
+            *overrides,
+            ranks=ranks,
+            **options,
+        )
 
     return start

@@ -10,14 +10,18 @@ from contextlib import suppress
 from pathlib import Path
 
 COMMANDS = ("sbatch", "srun", "sacct", "scancel", "scontrol")
-HERE = Path(os.environ.get("FAKE_SLURM", "."))  # JOB.state, JOB.pid, JOB.tasks, JOB.script; `hold`: nothing begins
+HERE = Path(
+    os.environ.get("FAKE_SLURM", ".")
+)  # JOB.state, JOB.pid, JOB.tasks, JOB.script; `hold`: nothing begins
 
 
 def install(folder: Path) -> dict[str, str]:
     """The environment in which there is a Slurm, whose queue lies in `folder`."""
     (folder / "bin").mkdir(parents=True)
     for name in COMMANDS:
-        (folder / "bin" / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" {name} "$@"\n')
+        (folder / "bin" / name).write_text(
+            f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" {name} "$@"\n'
+        )
         (folder / "bin" / name).chmod(0o755)
     return {"FAKE_SLURM": str(folder), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
 
@@ -31,7 +35,11 @@ def sbatch(script: str) -> int:
     job = str(1000 + len(list(HERE.glob("*.script"))))
     (HERE / f"{job}.script").write_text(Path(script).read_text())
     say(job, "PENDING")
-    nowhere = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    nowhere = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.DEVNULL,
+        "stderr": subprocess.DEVNULL,
+    }
     subprocess.Popen([sys.executable, __file__, "run", job], start_new_session=True, **nowhere)
     print(f"Submitted batch job {job}")
     return 0
@@ -47,8 +55,17 @@ def run(job: str) -> int:
                 return 0
             time.sleep(0.02)
         again.unlink(missing_ok=True)
-        env = {**os.environ, "SLURM_JOB_ID": job, "SLURM_JOB_NAME": "job", "SLURM_NNODES": nodes[1] if nodes else "1"}
-        batch = subprocess.Popen(["bash", HERE / f"{job}.script"], env={"SLURM_CPUS_PER_TASK": "1"} | env, start_new_session=True)
+        env = {
+            **os.environ,
+            "SLURM_JOB_ID": job,
+            "SLURM_JOB_NAME": "job",
+            "SLURM_NNODES": nodes[1] if nodes else "1",
+        }
+        batch = subprocess.Popen(
+            ["bash", HERE / f"{job}.script"],
+            env={"SLURM_CPUS_PER_TASK": "1"} | env,
+            start_new_session=True,
+        )
         (HERE / f"{job}.pid").write_text(str(batch.pid))
         say(job, "RUNNING")
         code = batch.wait()
@@ -60,10 +77,26 @@ def run(job: str) -> int:
 
 def srun(*words: str) -> int:
     """The step's tasks, one a node, all of them here. Passes signals on."""
-    words = words[next(i for i, word in enumerate(words) if word.startswith("-") is False and words[i - 1] != "--output") :]
+    words = words[
+        next(
+            i
+            for i, word in enumerate(words)
+            if word.startswith("-") is False and words[i - 1] != "--output"
+        ) :
+    ]
     count, job = os.environ["SLURM_NNODES"], os.environ["SLURM_JOB_ID"]
-    step = {"SLURM_STEP_NUM_TASKS": count, "SLURM_STEP_NUM_NODES": count, "SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0"}
-    tasks = [subprocess.Popen(words, env={**os.environ, **step, "SLURM_PROCID": str(i), "SLURM_NODEID": str(i)}) for i in range(int(count))]
+    step = {
+        "SLURM_STEP_NUM_TASKS": count,
+        "SLURM_STEP_NUM_NODES": count,
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_LOCALID": "0",
+    }
+    tasks = [
+        subprocess.Popen(
+            words, env={**os.environ, **step, "SLURM_PROCID": str(i), "SLURM_NODEID": str(i)}
+        )
+        for i in range(int(count))
+    ]
     for signum in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(signum, lambda number, _: [task.send_signal(number) for task in tasks])
     (HERE / f"{job}.tasks").write_text(" ".join(str(task.pid) for task in tasks))
@@ -72,7 +105,14 @@ def srun(*words: str) -> int:
 
 def sacct(*words: str) -> int:
     wanted = [words[i + 1] for i, word in enumerate(words) if word == "-j"]
-    print("\n".join(["JobID|State|NodeList", *(f"{job}|{state}|here" for job, state in states(HERE).items() if job in wanted)]))
+    print(
+        "\n".join(
+            [
+                "JobID|State|NodeList",
+                *(f"{job}|{state}|here" for job, state in states(HERE).items() if job in wanted),
+            ]
+        )
+    )
     return 0
 
 
@@ -104,4 +144,8 @@ def say(job: str, state: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit({f.__name__: f for f in (sbatch, run, srun, sacct, scancel, scontrol)}[sys.argv[1]](*sys.argv[2:]))
+    sys.exit(
+        {f.__name__: f for f in (sbatch, run, srun, sacct, scancel, scontrol)}[sys.argv[1]](
+            *sys.argv[2:]
+        )
+    )

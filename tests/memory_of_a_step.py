@@ -95,7 +95,9 @@ def peak(cfg, config, ranks, by):
                     micro_step(model, cfg)
                     stream.take()
                 clip_gradients(model, 1.0, None)
-            return measure.peak if by == "live" else measure.get_tracker_snapshot("peak")[cpu]["Total"]
+            return (
+                measure.peak if by == "live" else measure.get_tracker_snapshot("peak")[cpu]["Total"]
+            )
     finally:
         dist.destroy_process_group()
 
@@ -104,5 +106,7 @@ def micro_step(model, cfg):
     rows, length = cfg.batch.micro_rows, cfg.batch.seq_len
     layout = Layout([[length - length // 4, length // 4]] * rows)
     places = torch.zeros(rows, length, dtype=torch.int64)
-    batch = MicroBatch(places, places, layout, places.flatten(), places.flatten(), torch.ones(rows * length))
+    batch = MicroBatch(
+        places, places, layout, places.flatten(), places.flatten(), torch.ones(rows * length)
+    )
     model(batch, CrossEntropy(batch.weights))[0].backward()

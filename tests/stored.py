@@ -10,7 +10,10 @@ from torch.distributed.checkpoint import FileSystemReader
 def stored(checkpoint):
     """Every tensor of a checkpoint: weights, moments, step counts."""
     metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+    }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
@@ -28,7 +31,9 @@ def newest(run):
 def assert_bitwise_equal(a, b):
     assert a.keys() == b.keys() and any("exp_avg_sq" in name for name in a)
     for name in a:
-        assert a[name].dtype == b[name].dtype and torch.equal(bytes_of(a[name]), bytes_of(b[name])), name
+        assert a[name].dtype == b[name].dtype and torch.equal(
+            bytes_of(a[name]), bytes_of(b[name])
+        ), name
 
 
 def bytes_of(tensor):

@@ -14,10 +14,24 @@ IGNORED = -100
 
 
 @pytest.mark.slow
-def test_twenty_losses_on_two_ranks_are_those_of_accelerate_and_transformers(train, world, inputs, tmp_path):
+def test_twenty_losses_on_two_ranks_are_those_of_accelerate_and_transformers(
+    train, world, inputs, tmp_path
+):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=264, **sizes, max_position_embeddings=64, initializer_range=0.1, tie_word_embeddings=False)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = transformers.LlamaConfig(
+        vocab_size=264,
+        **sizes,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
     batch = ["batch.seq_len=64", f"batch.rows={ROWS}", "data.packing=none"]
     common = [f"model.init_from={tmp_path / 'hf'}", "tokenizer.path=demo:bytes", *batch]
@@ -26,9 +40,13 @@ def test_twenty_losses_on_two_ranks_are_those_of_accelerate_and_transformers(tra
         f"optim.weight_decay={DECAY}", "precision=fp32", "checkpoint.every=null", ranks=2, base=["launch.timeout=60s"],
     )  # fmt: skip
     data = [f"{key}={inputs[key]}" for key in ("data.path", "data.cache")]
-    shown = world.command("preview", *common, *data, "preview.format=json", f"preview.rows={STEPS * ROWS}")[0].out
+    shown = world.command(
+        "preview", *common, *data, "preview.format=json", f"preview.rows={STEPS * ROWS}"
+    )[0].out
     rows = [json.loads(line) for line in shown.splitlines()]
-    assert len({len(row["tokens"]) for row in rows}) > 1 and all(len(row["documents"]) == 1 for row in rows)
+    assert len({len(row["tokens"]) for row in rows}) > 1 and all(
+        len(row["documents"]) == 1 for row in rows
+    )
     losses, norms = world.call(2, train_with_accelerate, str(tmp_path / "hf"), rows, timeout=300)[0]
     assert run.column("loss") == pytest.approx(losses, abs=1e-4, rel=0)
     assert run.column("grad_norm") == pytest.approx(norms, rel=1e-3)
@@ -38,14 +56,20 @@ def test_twenty_losses_on_two_ranks_are_those_of_accelerate_and_transformers(tra
 def train_with_accelerate(folder: str, rows: list[dict]) -> tuple[list[float], list[float]]:
     """One rank's training, each step in one forward of its part of the rows; the losses and gradient norms of all ranks together."""
     plugin = accelerate.FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
     )
     accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin)
     # On CPUs accelerate only ever chooses plain data parallelism; told that it is FSDP, it shards there as it does on GPUs.
-    accelerate.PartialState().distributed_type = accelerator.state.distributed_type = accelerate.DistributedType.FSDP
+    accelerate.PartialState().distributed_type = accelerator.state.distributed_type = (
+        accelerate.DistributedType.FSDP
+    )
     accelerator.state.fsdp_plugin = plugin
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32
+        ).train()
         groups = [
             {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": DECAY},
             {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -56,11 +80,17 @@ def train_with_accelerate(folder: str, rows: list[dict]) -> tuple[list[float], l
         assert accelerator.is_fsdp2 and all(isinstance(p, DTensor) for p in model.parameters())
         losses, norms = [], []
         for step in range(STEPS):
-            mine = rows[step * ROWS : (step + 1) * ROWS][accelerator.process_index :: accelerator.num_processes]
+            mine = rows[step * ROWS : (step + 1) * ROWS][
+                accelerator.process_index :: accelerator.num_processes
+            ]
             batch = padded(mine)
             supervised = accelerator.reduce((batch["labels"][:, 1:] != IGNORED).sum(), "sum")
-            share = model(**batch, num_items_in_batch=supervised).loss  # the rank's sum over the tokens of all ranks
-            accelerator.backward(share * accelerator.num_processes)  # gradients are averaged over the ranks
+            share = model(
+                **batch, num_items_in_batch=supervised
+            ).loss  # the rank's sum over the tokens of all ranks
+            accelerator.backward(
+                share * accelerator.num_processes
+            )  # gradients are averaged over the ranks
             norms.append(accelerator.clip_grad_norm_(model.parameters(), CLIP).item())
             optimizer.step()
             schedule.step()
@@ -76,7 +106,16 @@ def padded(rows: list[dict]) -> dict[str, torch.Tensor]:
     length = max(len(row["tokens"]) for row in rows)
     assert all(row["labels"][-1] == IGNORED for row in rows)
     return {
-        "input_ids": torch.tensor([row["tokens"] + [0] * (length - len(row["tokens"])) for row in rows]),
-        "attention_mask": torch.tensor([[1] * len(row["tokens"]) + [0] * (length - len(row["tokens"])) for row in rows]),
-        "labels": torch.tensor([[IGNORED, *row["labels"][:-1]] + [IGNORED] * (length - len(row["tokens"])) for row in rows]),
+        "input_ids": torch.tensor(
+            [row["tokens"] + [0] * (length - len(row["tokens"])) for row in rows]
+        ),
+        "attention_mask": torch.tensor(
+            [[1] * len(row["tokens"]) + [0] * (length - len(row["tokens"])) for row in rows]
+        ),
+        "labels": torch.tensor(
+            [
+                [IGNORED, *row["labels"][:-1]] + [IGNORED] * (length - len(row["tokens"]))
+                for row in rows
+            ]
+        ),
     }

@@ -11,13 +11,24 @@ from zoo import make_model
 transformers = pytest.importorskip("transformers")
 
 STEPS, ROWS, PEAK, WARMUP, CLIP, DECAY, FLOOR = 10, 6, 3e-3, 3, 0.5, 0.1, 0.1
-FAMILIES = ("llama tied", "qwen3", "mistral window", "qwen2", "gemma2", "gemma3 long", "olmo2", "phi3")
+FAMILIES = (
+    "llama tied",
+    "qwen3",
+    "mistral window",
+    "qwen2",
+    "gemma2",
+    "gemma3 long",
+    "olmo2",
+    "phi3",
+)
 
 
 @pytest.fixture(params=FAMILIES)
 def folder(request, tmp_path):
     """A Hugging Face folder with random weights."""
-    make_model(request.param, vocab_size=264, max_position_embeddings=128).save_pretrained(tmp_path / "hf")
+    make_model(request.param, vocab_size=264, max_position_embeddings=128).save_pretrained(
+        tmp_path / "hf"
+    )
     return tmp_path / "hf"
 
 
@@ -36,17 +47,31 @@ def weighted(tmp_path):
 
 
 @pytest.mark.slow
-def test_ten_steps_of_packed_training_on_two_ranks_are_those_of_plain_transformers(train, world, inputs, weighted, folder):
-    common = [f"model.init_from={folder}", "tokenizer.path=demo:bytes", f"data.path={weighted}", "batch.seq_len=128", f"batch.rows={ROWS}"]
+def test_ten_steps_of_packed_training_on_two_ranks_are_those_of_plain_transformers(
+    train, world, inputs, weighted, folder
+):
+    common = [
+        f"model.init_from={folder}",
+        "tokenizer.path=demo:bytes",
+        f"data.path={weighted}",
+        "batch.seq_len=128",
+        f"batch.rows={ROWS}",
+    ]
     run = train(
         "ours", *common, "model=auto", f"train.steps={STEPS}", "batch.micro_rows=2", f"optim.lr={PEAK}", f"schedule.warmup_steps={WARMUP}", f"schedule.min_ratio={FLOOR}",
         f"optim.grad_clip={CLIP}", f"optim.weight_decay={DECAY}", "precision=fp32", "logging.every=5", ranks=2, base=["launch.timeout=60s"],
     )  # fmt: skip
-    shown = world.command("preview", *common, f"data.cache={inputs['data.cache']}", "preview.format=json", f"preview.rows={STEPS * ROWS}")[
-        0
-    ].out
+    shown = world.command(
+        "preview",
+        *common,
+        f"data.cache={inputs['data.cache']}",
+        "preview.format=json",
+        f"preview.rows={STEPS * ROWS}",
+    )[0].out
     rows = [json.loads(line) for line in shown.splitlines()]
-    assert [row["row"] for row in rows] == list(range(STEPS * ROWS)) and max(len(row["documents"]) for row in rows) > 1
+    assert [row["row"] for row in rows] == list(range(STEPS * ROWS)) and max(
+        len(row["documents"]) for row in rows
+    ) > 1
     assert any("weights" in row for row in rows)
     loss, norm, tokens = plain_training(folder, rows)
     assert run.column("loss") == pytest.approx(loss, rel=1e-4)
@@ -55,11 +80,16 @@ def test_ten_steps_of_packed_training_on_two_ranks_are_those_of_plain_transforme
 
 
 def plain_training(folder, rows):
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).train()
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0}], lr=1, betas=(0.9, 0.95), eps=1e-8
+        [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0}],
+        lr=1,
+        betas=(0.9, 0.95),
+        eps=1e-8,
     )
     losses, norms, tokens = [], [], []
     for step in range(1, STEPS + 1):
@@ -71,7 +101,9 @@ def plain_training(folder, rows):
             for length in row["documents"]:
                 part = slice(start, start + length)
                 logits = model(torch.tensor([row["tokens"][part]])).logits[0]
-                nll = F.cross_entropy(logits, torch.tensor(row["labels"][part]), reduction="none", ignore_index=-100)
+                nll = F.cross_entropy(
+                    logits, torch.tensor(row["labels"][part]), reduction="none", ignore_index=-100
+                )
                 share = (nll * torch.tensor(weights_of(row)[part])).sum() / weight
                 share.backward()
                 loss += share.item()

@@ -35,7 +35,10 @@ ROWS = {
 def inputs(lengths, row, heads=4, kv_heads=2, head_dim=16, device=CPU, dtype=torch.float32):
     """q, k, v, and a gradient that is zero where padding is."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v, grad = (torch.randn(len(lengths), row, n, head_dim, generator=generator) for n in (heads, kv_heads, kv_heads, heads))
+    q, k, v, grad = (
+        torch.randn(len(lengths), row, n, head_dim, generator=generator)
+        for n in (heads, kv_heads, kv_heads, heads)
+    )
     for i, lens in enumerate(lengths):
         grad[i, sum(lens) :] = 0
     return *(x.to(device, dtype).requires_grad_(True) for x in (q, k, v)), grad.to(device, dtype)
@@ -49,7 +52,9 @@ def results(layout, q, k, v, grad, window=None, softcap=None):
 
 
 def largest_difference(found, wanted):
-    return max((a.float() - b.float()).abs().max().item() for a, b in zip(found, wanted, strict=True))
+    return max(
+        (a.float() - b.float()).abs().max().item() for a, b in zip(found, wanted, strict=True)
+    )
 
 
 @pytest.mark.parametrize("multiple", [1, 128], ids=["cpu", "as on a GPU"])
@@ -60,7 +65,10 @@ def test_documents_are_as_under_a_mask(rows, window, softcap, multiple, monkeypa
     monkeypatch.setitem(attention.LENGTHS, "cpu", multiple)
     lengths, row = ROWS[rows]
     given = inputs(lengths, row)
-    found, wanted = (results(LAYOUTS[name](lengths, row, CPU), *given, window, softcap) for name in ("documents", "mask"))
+    found, wanted = (
+        results(LAYOUTS[name](lengths, row, CPU), *given, window, softcap)
+        for name in ("documents", "mask")
+    )
     assert largest_difference(found, wanted) <= 1e-5
 
 
@@ -68,12 +76,16 @@ def test_documents_are_as_under_a_mask(rows, window, softcap, multiple, monkeypa
 @pytest.mark.parametrize("window", [None, 64])
 def test_documents_cost_by_their_squares_or_windows_and_not_by_the_row(seed, window):
     rng = np.random.default_rng(seed)
-    lengths = [[int(n) for n in rng.integers(1, rng.choice([10, 100, 2000]), size=40)] for _ in range(2)]
+    lengths = [
+        [int(n) for n in rng.integers(1, rng.choice([10, 100, 2000]), size=40)] for _ in range(2)
+    ]
     row = max(map(sum, lengths))
     plan = Plan.of(lengths, row, window, CPU)
     computed = sum(call.queries.size * call.keys.shape[1] for call in plan.calls)
     sizes = np.concatenate(lengths)
-    needed = np.square(sizes).sum() if window is None else (sizes * np.minimum(sizes, 3 * window)).sum()
+    needed = (
+        np.square(sizes).sum() if window is None else (sizes * np.minimum(sizes, 3 * window)).sum()
+    )
     assert computed <= attention.WASTE * needed + len(plan.calls) * attention.CALL
     assert len(plan.calls) <= 40, "not a call for every document"
 
@@ -88,7 +100,14 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         self.numel = max(
-            [self.numel, *(x.numel() for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, torch.Tensor))]
+            [
+                self.numel,
+                *(
+                    x.numel()
+                    for x in (out if isinstance(out, tuple | list) else [out])
+                    if isinstance(x, torch.Tensor)
+                ),
+            ]
         )
         return out
 
@@ -103,13 +122,28 @@ def test_a_long_document_never_has_all_its_scores_or_a_mask_of_them(window, soft
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("save", [["attention"], ["matmul"], ["attention", "second_matmul"]], ids=str)
+@pytest.mark.parametrize(
+    "save", [["attention"], ["matmul"], ["attention", "second_matmul"]], ids=str
+)
 def test_a_soft_limit_and_windows_under_recomputation(mode, save):
     config = ModelConfig(
-        family="gemma2", vocab_size=64, hidden_size=32, num_hidden_layers=2, head_dim=16, sliding_window=8, attn_logit_softcapping=20.0
+        family="gemma2",
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        head_dim=16,
+        sliding_window=8,
+        attn_logit_softcapping=20.0,
     )
     positions, lengths = torch.cat([torch.arange(30), torch.arange(10)]), [[30, 10]]
-    batch = MicroBatch(positions[None] % 64, positions[None], Layout(lengths), torch.arange(40), positions % 64, torch.ones(40))
+    batch = MicroBatch(
+        positions[None] % 64,
+        positions[None],
+        Layout(lengths),
+        torch.arange(40),
+        positions % 64,
+        torch.ones(40),
+    )
     gradients = []
     for how in ("none", mode):
         with torch.device("meta"):
@@ -127,12 +161,26 @@ def test_a_soft_limit_and_windows_under_recomputation(mode, save):
 
 @torch.library.custom_op("tests::varlen_attn", mutates_args={})
 def document_by_document(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, longest: int, scale: float | None, past: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ends: torch.Tensor,
+    longest: int,
+    scale: float | None,
+    past: int,
 ) -> torch.Tensor:
     """In place of torch's kernel: one document after another."""
     places = ends.tolist()
-    assert ends.dtype == torch.int32 and places[0] == 0 and places[-1] == len(q) and all(0 < b - a <= longest for a, b in pairwise(places))
-    parts = [attend(q[None, a:b], k[None, a:b], v[None, a:b], Layout().within(past + 1 or None), scale) for a, b in pairwise(places)]
+    assert (
+        ends.dtype == torch.int32
+        and places[0] == 0
+        and places[-1] == len(q)
+        and all(0 < b - a <= longest for a, b in pairwise(places))
+    )
+    parts = [
+        attend(q[None, a:b], k[None, a:b], v[None, a:b], Layout().within(past + 1 or None), scale)
+        for a, b in pairwise(places)
+    ]
     return torch.cat(parts, 1)[0]
 
 
@@ -156,7 +204,10 @@ def test_varlen_is_told_where_documents_lie(varlen, rows, window):
     lengths, row = ROWS[rows]
     with torch.no_grad():
         q, k, v, grad = inputs(lengths, row)
-        found, wanted = (attend(q, k, v, LAYOUTS[name](lengths, row, CPU).within(window)) * (grad != 0) for name in ("varlen", "documents"))
+        found, wanted = (
+            attend(q, k, v, LAYOUTS[name](lengths, row, CPU).within(window)) * (grad != 0)
+            for name in ("varlen", "documents")
+        )
     assert (found - wanted).abs().max() <= 1e-5
 
 
@@ -168,7 +219,9 @@ def test_compiled_varlen_is_one_graph_for_any_documents(varlen):
         return graph
 
     torch._dynamo.reset()
-    compiled = torch.compile(lambda q, k, v, layout: attend(q, k, v, layout), backend=backend, fullgraph=True)
+    compiled = torch.compile(
+        lambda q, k, v, layout: attend(q, k, v, layout), backend=backend, fullgraph=True
+    )
     draw = random.Random(0)
     for _ in range(6):
         lengths = [[draw.randint(1, 20) for _ in range(draw.randint(1, 10))] for _ in range(2)]
@@ -185,7 +238,10 @@ def test_compiled_varlen_is_one_graph_for_any_documents(varlen):
 def test_flex_sees_what_a_mask_shows(window, softcap):
     lengths, row = [[100, 156, 30], [5] * 50], 384
     q, k, v, grad = (x.detach() for x in inputs(lengths, row))
-    found, wanted = (attend(q, k, v, LAYOUTS[name](lengths, row, CPU).within(window), None, softcap) for name in ("flex", "mask"))
+    found, wanted = (
+        attend(q, k, v, LAYOUTS[name](lengths, row, CPU).within(window), None, softcap)
+        for name in ("flex", "mask")
+    )
     assert ((found - wanted) * (grad != 0)).abs().max() <= 1e-5
 
 
@@ -206,7 +262,11 @@ CUDA = Situation("cuda", (9, 0), "bfloat16", 128, share=0.2)
         (replace(CUDA, share=0.9, windowed=True), "varlen", "flash"),
         (replace(CUDA, share=0.9, installed=frozenset({"fa3"})), "varlen", "fa3"),
         (replace(CUDA, share=0.9, capability=(8, 0)), "varlen", "flash"),
-        (replace(CUDA, share=0.9, capability=(8, 0), installed=frozenset({"fa3"})), "varlen", "flash"),
+        (
+            replace(CUDA, share=0.9, capability=(8, 0), installed=frozenset({"fa3"})),
+            "varlen",
+            "flash",
+        ),
         (replace(CUDA, capability=(10, 0), installed=frozenset({"fa4"})), "varlen", "fa4"),
         (replace(CUDA, capability=(7, 5)), "documents", "flash"),
         (replace(CUDA, head_dim=512), "documents", "cudnn"),
@@ -240,7 +300,12 @@ def test_the_choice_by_device_model_and_rows(situation, layout, kernel):
         ("flex", "flash", CUDA, "a kernel of its own"),
         ("mask", "fa3", CUDA, "takes no mask"),
         ("auto", "fa3", CUDA, "is not installed"),
-        ("auto", "fa3", replace(CUDA, capability=(8, 0)), "compute capability 9.0, this GPU has 8.0"),
+        (
+            "auto",
+            "fa3",
+            replace(CUDA, capability=(8, 0)),
+            "compute capability 9.0, this GPU has 8.0",
+        ),
         ("auto", "fa4", replace(CUDA, dtype="float32"), "16-bit"),
         ("auto", "cudnn", replace(CUDA, softcap=True), "soft limit"),
         ("auto", "math", replace(CUDA, device="cpu", capability=None), "one kernel only"),
@@ -254,9 +319,16 @@ def test_what_cannot_be_is_refused_with_what_to_type(layout, kernel, situation, 
 
 def test_a_kernel_that_is_asked_for_is_taken():
     for kernel in ("cudnn", "efficient", "math"):
-        assert choose("auto", kernel, CUDA) == replace(choose("documents", kernel, CUDA), why=f"{kernel} was asked for")
-    assert choose("auto", "fa3", replace(CUDA, share=0.9, installed=frozenset({"fa3"}))).kernel == "fa3"
-    assert choose("auto", "flash", replace(CUDA, share=0.9)).layout == "varlen", "cuDNN would be no reason to leave it"
+        assert choose("auto", kernel, CUDA) == replace(
+            choose("documents", kernel, CUDA), why=f"{kernel} was asked for"
+        )
+    assert (
+        choose("auto", "fa3", replace(CUDA, share=0.9, installed=frozenset({"fa3"}))).kernel
+        == "fa3"
+    )
+    assert choose("auto", "flash", replace(CUDA, share=0.9)).layout == "varlen", (
+        "cuDNN would be no reason to leave it"
+    )
 
 
 def test_a_kernel_stays_preferred_until_the_next_run():
@@ -287,12 +359,17 @@ def test_a_run_that_cannot_attend_as_asked_does_not_begin(train, how, says):
 
 def test_the_start_tells_how_attention_is_computed_and_why(train):
     assert "attend by documents: cost by Σ length²" in train("run", "train.steps=1").out
-    assert "attend by mask: as asked" in train("masked", "train.steps=1", "model.attention=mask").out
+    assert (
+        "attend by mask: as asked" in train("masked", "train.steps=1", "model.attention=mask").out
+    )
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------------------------
 
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.mark.parametrize(
@@ -309,12 +386,20 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 )
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(
-    "rows", [([[300, 1, 17, 600], [1000]], 1024), ([[1024], [1024]], 1024), ([[], [8] * 20], 256)], ids=["packed", "whole", "short"]
+    "rows",
+    [([[300, 1, 17, 600], [1000]], 1024), ([[1024], [1024]], 1024), ([[], [8] * 20], 256)],
+    ids=["packed", "whole", "short"],
 )
 def test_every_layout_and_kernel_is_near_float32_on_the_cpu(rows, window, layout, kernel, softcap):
     (lengths, row), device = rows, torch.device("cuda")
     config = ModelConfig(vocab_size=8, head_dim=64)
-    prefer(Choice(layout, None if kernel == "auto" else kernel, ""), config, torch.bfloat16, device, asked=False)
+    prefer(
+        Choice(layout, None if kernel == "auto" else kernel, ""),
+        config,
+        torch.bfloat16,
+        device,
+        asked=False,
+    )
     given = inputs(lengths, row, head_dim=64)
     there = [x.detach().to(device, torch.bfloat16).requires_grad_(x.requires_grad) for x in given]
     found = results(LAYOUTS[layout](lengths, row, device), *there, window, softcap)

@@ -29,7 +29,10 @@ def judged(losses, norms=None, **options):
     """Steps (from 0) that are spikes, and the guard behind them."""
     guard = Guard(Train(**{"spike_window": 16, **options}), torch.device("cpu"))
     norms = norms or [1.0] * len(losses)
-    found = [bool(guard.judge(number(loss), number(norm)).spike) for loss, norm in zip(losses, norms, strict=True)]
+    found = [
+        bool(guard.judge(number(loss), number(norm)).spike)
+        for loss, norm in zip(losses, norms, strict=True)
+    ]
     return [i for i, spike in enumerate(found) if spike], guard
 
 
@@ -45,7 +48,9 @@ def test_a_loss_or_a_gradient_norm_far_above_those_before_is_a_spike_and_trainin
     assert judged([*losses[:100], 9.0, *losses[100:]])[0] == [100]
     assert judged(losses, [1.0] * 200 + [30.0] + [1.0] * 199)[0] == [200]
     assert judged([*losses[:100], 0.01, *losses[100:]])[0] == [], "below is no spike"
-    assert judged([9.0, *losses[:6], 30.0])[0] == [], "not judged by fewer steps than half the window"
+    assert judged([9.0, *losses[:6], 30.0])[0] == [], (
+        "not judged by fewer steps than half the window"
+    )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -53,9 +58,19 @@ def test_the_window_never_holds_what_is_not_finite_nor_a_spike(bad):
     losses = falling(40)
     found, guard = judged([*losses, bad, 50.0, bad])
     kept, in_a_row = guard.state()
-    assert found == [41] and kept[0] == losses[-16:] and all(map(math.isfinite, kept[0] + kept[1])) and in_a_row == 1
+    assert (
+        found == [41]
+        and kept[0] == losses[-16:]
+        and all(map(math.isfinite, kept[0] + kept[1]))
+        and in_a_row == 1
+    )
     verdict = guard.judge(torch.tensor(2.1), torch.tensor(bad))
-    assert verdict.not_finite and not verdict.spike and verdict.skip and guard.state()[0][0] == losses[-16:]
+    assert (
+        verdict.not_finite
+        and not verdict.spike
+        and verdict.skip
+        and guard.state()[0][0] == losses[-16:]
+    )
 
 
 def test_a_step_without_a_target_is_no_measure():
@@ -65,7 +80,11 @@ def test_a_step_without_a_target_is_no_measure():
 
 def test_a_new_level_is_told_a_few_times_and_then_taken_for_what_it_is():
     noise = random.Random(1)
-    found, _ = judged([2 + noise.gauss(0, 0.02) for _ in range(60)] + [5 + noise.gauss(0, 0.02) for _ in range(60)] + [9.0])
+    found, _ = judged(
+        [2 + noise.gauss(0, 0.02) for _ in range(60)]
+        + [5 + noise.gauss(0, 0.02) for _ in range(60)]
+        + [9.0]
+    )
     assert found == [*range(60, 59 + NEW_LEVEL), 120]
 
 
@@ -110,12 +129,24 @@ def test_every_rank_is_given_the_same_sums_to_the_last_bit_and_so_judges_alike(w
 def test_rows_that_are_left_out_are_in_no_step_and_the_data_ends_where_it_ends():
     assert list(row_ranges(4, 20, 0, [])) == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20)]
     assert list(row_ranges(4, 22, 4, [[8, 12], [11, 13]])) == [(4, 8), (13, 17), (17, 21), (21, 22)]
-    assert list(row_ranges(4, 20, 0, [[6, 9], [18, 30]])) == [(0, 4), (4, 6), (9, 13), (13, 17), (17, 18)]
+    assert list(row_ranges(4, 20, 0, [[6, 9], [18, 30]])) == [
+        (0, 4),
+        (4, 6),
+        (9, 13),
+        (13, 17),
+        (17, 18),
+    ]
 
 
 # --- a step that is not finite -----------------------------------------------------------------------------------------------------
 
-EVERY = ["train.steps=4", "checkpoint.every=1", "checkpoint.keep=9", "batch.micro_rows=1", "train.on_spike=ignore"]
+EVERY = [
+    "train.steps=4",
+    "checkpoint.every=1",
+    "checkpoint.keep=9",
+    "batch.micro_rows=1",
+    "train.on_spike=ignore",
+]
 
 
 def bad_infinite_gradient():
@@ -126,7 +157,9 @@ def bad_infinite_gradient():
 
     def clip(self):
         if self.progress.step == 2 and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
-            next(p for p in self.model.parameters() if p.grad.to_local().numel()).grad.to_local().view(-1)[0] = math.inf
+            next(
+                p for p in self.model.parameters() if p.grad.to_local().numel()
+            ).grad.to_local().view(-1)[0] = math.inf
         return real(self)
 
     return patch.object(trainer.Trainer, "clip", clip)
@@ -146,20 +179,34 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("seam", [bad_gradient, bad_loss, bad_infinite_gradient])
-@pytest.mark.parametrize("name", ["fp32", *(pytest.param(name, marks=pytest.mark.faults) for name in list(FORMATS)[1:])])
+@pytest.mark.parametrize(
+    "name", ["fp32", *(pytest.param(name, marks=pytest.mark.faults) for name in list(FORMATS)[1:])]
+)
 def test_one_bad_number_on_one_rank_leaves_every_byte_of_every_format(train, name, seam):
     run = train("run", *EVERY, *FORMATS[name], ranks=4 if name == "hsdp" else 2, seam=seam)
     two, three, four = (stored(checkpoint(run, step)) for step in (2, 3, 4))
     assert_bitwise_equal(two, three)
-    assert any(not torch.equal(three[name], four[name]) for name in three) and all(t.isfinite().all() for t in four.values())
+    assert any(not torch.equal(three[name], four[name]) for name in three) and all(
+        t.isfinite().all() for t in four.values()
+    )
     assert [e["step"] for e in run.event("skipped")] == [3]
 
 
 def test_a_skipped_step_tells_the_rank_and_the_lines_of_the_file(train, chats):
-    run = train("run", "train.steps=3", "batch.micro_rows=1", "data.packing=none", "data.shuffle=false", ranks=2, seam=bad_gradient)
+    run = train(
+        "run",
+        "train.steps=3",
+        "batch.micro_rows=1",
+        "data.packing=none",
+        "data.shuffle=false",
+        ranks=2,
+        seam=bad_gradient,
+    )
     (event,) = run.event("skipped")
     assert event["ranks"] == [1] and event["rows"] == [12, 18]
-    assert event["samples"] == [f"{chats}:14"], "the second row of step 3 is the first of rank 1; a row is a line"
+    assert event["samples"] == [f"{chats}:14"], (
+        "the second row of step 3 is the first of rank 1; a row is a line"
+    )
 
 
 def no_good():
@@ -169,11 +216,25 @@ def no_good():
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_run_that_learns_nothing_names_the_last_good_checkpoint_however_rarely_it_looks(train, mode):
-    how = ["train.max_skipped=3", "logging.every=10", "checkpoint.every=4", f"checkpoint={mode}", "checkpoint.keep=9"]
+def test_a_run_that_learns_nothing_names_the_last_good_checkpoint_however_rarely_it_looks(
+    train, mode
+):
+    how = [
+        "train.max_skipped=3",
+        "logging.every=10",
+        "checkpoint.every=4",
+        f"checkpoint={mode}",
+        "checkpoint.keep=9",
+    ]
     run = train("run", "train.steps=40", *how, ranks=2, seam=no_good, code=1)
-    assert "4 steps in a row" in run.err and str(checkpoint(run, 4)) in run.err and run.column("step") == [*range(1, 9)]
-    assert run.checkpoints == ["step-00000004"] and all(t.isfinite().all() for t in stored(newest(run)).values())
+    assert (
+        "4 steps in a row" in run.err
+        and str(checkpoint(run, 4)) in run.err
+        and run.column("step") == [*range(1, 9)]
+    )
+    assert run.checkpoints == ["step-00000004"] and all(
+        t.isfinite().all() for t in stored(newest(run)).values()
+    )
 
 
 # --- a spike -----------------------------------------------------------------------------------------------------------------------
@@ -195,7 +256,9 @@ def garbage():
         rows = real(self, indices)
         for index, tokens, labels in zip(indices, rows.tokens, rows.labels, strict=True):
             if 3 * (SPIKED - 1) <= index < 3 * SPIKED:
-                labels[:] = np.where(labels == -100, -100, (tokens * 2654435761 + index * 40503) % 200)
+                labels[:] = np.where(
+                    labels == -100, -100, (tokens * 2654435761 + index * 40503) % 200
+                )
         return rows
 
     with patch.object(Mixture, "read_rows", read):
@@ -215,7 +278,9 @@ def spiky(world, inputs, tmp_path_factory):
         if key not in made:
             folder = tmp_path_factory.mktemp("spike") / name
             how = [*SPIKY, LONG, f"train.on_spike={policy}", *overrides]
-            made[key] = world.train(folder, *(f"{k}={v}" for k, v in inputs.items()), *how, ranks=ranks, seam=seam)
+            made[key] = world.train(
+                folder, *(f"{k}={v}" for k, v in inputs.items()), *how, ranks=ranks, seam=seam
+            )
         return made[key]
 
     return run
@@ -224,8 +289,17 @@ def spiky(world, inputs, tmp_path_factory):
 def test_a_warning_changes_nothing_of_training_and_names_the_rows(spiky, chats):
     warned, ignored = spiky("warn"), spiky("ignore")
     (event,) = warned.event("spike")
-    assert (event["step"], event["rows"], event["policy"], event["ranks"]) == (SPIKED, [57, 60], "warn", [0])
-    assert event["loss_score"] > 10 and event["samples"][0].startswith(f"{chats}:") and f"spike in step {SPIKED}" in warned.out
+    assert (event["step"], event["rows"], event["policy"], event["ranks"]) == (
+        SPIKED,
+        [57, 60],
+        "warn",
+        [0],
+    )
+    assert (
+        event["loss_score"] > 10
+        and event["samples"][0].startswith(f"{chats}:")
+        and f"spike in step {SPIKED}" in warned.out
+    )
     assert ignored.event("spike") == [] and warned.column("loss") == ignored.column("loss")
     assert_bitwise_equal(stored(newest(warned)), stored(newest(ignored)))
 
@@ -235,11 +309,22 @@ def test_a_warning_changes_nothing_of_training_and_names_the_rows(spiky, chats):
 def test_a_skipped_spike_leaves_every_byte_as_it_was(spiky, ranks):
     run = spiky("skip", f"checkpoint.every={SPIKED - 1}", ranks=ranks)
     again = spiky("skip", "checkpoint.every=1", "checkpoint.keep=30", ranks=ranks)
-    assert [e["step"] for e in run.event("spike")] == [e["step"] for e in again.event("spike")] == [SPIKED]
+    assert (
+        [e["step"] for e in run.event("spike")]
+        == [e["step"] for e in again.event("spike")]
+        == [SPIKED]
+    )
     assert_bitwise_equal(stored(checkpoint(again, SPIKED - 1)), stored(checkpoint(again, SPIKED)))
     assert_bitwise_equal(stored(checkpoint(run, SPIKED - 1)), stored(checkpoint(again, SPIKED)))
-    assert not torch.equal(*(stored(checkpoint(again, step))["weights/model.norm.weight"] for step in (SPIKED, SPIKED + 1)))
-    assert run.column("tokens")[SPIKED - 1] > run.column("tokens")[SPIKED - 2], "its rows are not trained again"
+    assert not torch.equal(
+        *(
+            stored(checkpoint(again, step))["weights/model.norm.weight"]
+            for step in (SPIKED, SPIKED + 1)
+        )
+    )
+    assert run.column("tokens")[SPIKED - 1] > run.column("tokens")[SPIKED - 2], (
+        "its rows are not trained again"
+    )
 
 
 def left_out():
@@ -264,12 +349,21 @@ def test_a_rewound_run_ends_bitwise_where_one_does_that_never_had_the_rows(spiky
     run = spiky("rewind", f"checkpoint={mode}", "logging.tensorboard=true", ranks=ranks)
     never = spiky("rewind", ranks=ranks, seam=left_out)
     (event,) = run.event("rewind")
-    assert (event["step"], event["to"], event["left_out"]) == (SPIKED, 18, [54, 63]) and len(run.event("spike")) == 1
+    assert (event["step"], event["to"], event["left_out"]) == (SPIKED, 18, [54, 63]) and len(
+        run.event("spike")
+    ) == 1
     shown = EventAccumulator(str(run.folder / "tensorboard")).Reload()
-    assert run.column("step") == [*range(1, 31)] == [scalar.step for scalar in shown.Scalars("loss")], "never two lines for a step"
-    assert run.column("loss") == never.column("loss") and run.column("tokens") == never.column("tokens")
+    assert (
+        run.column("step") == [*range(1, 31)] == [scalar.step for scalar in shown.Scalars("loss")]
+    ), "never two lines for a step"
+    assert run.column("loss") == never.column("loss") and run.column("tokens") == never.column(
+        "tokens"
+    )
     assert_bitwise_equal(stored(newest(run)), stored(newest(never)))
-    assert json.loads((newest(run) / "trainer.json").read_text())["left_out"] == [[54, 63]] and "back to step 18" in run.out
+    assert (
+        json.loads((newest(run) / "trainer.json").read_text())["left_out"] == [[54, 63]]
+        and "back to step 18" in run.out
+    )
 
 
 def stopped_after(step):
@@ -302,7 +396,9 @@ def test_a_rewound_run_that_is_killed_goes_on_bitwise_and_ends_with_its_data(tra
     run = train("run", *how, seam=garbage)
     plain = train("plain", *how, "train.on_spike=ignore")
     assert len(whole.event("rewind")) == 1 and len(plain.metrics) - len(whole.metrics) == 3
-    assert run.column("loss") == whole.column("loss") and run.column("step") == [*range(1, len(whole.metrics) + 1)]
+    assert run.column("loss") == whole.column("loss") and run.column("step") == [
+        *range(1, len(whole.metrics) + 1)
+    ]
     assert_bitwise_equal(stored(newest(run)), stored(newest(whole)))
 
 
@@ -318,7 +414,9 @@ def test_a_run_that_is_stopped_before_it_has_read_of_a_spike_is_taken_back_too(t
     whole = spiky("rewind")
     how = [*SPIKY, LONG, "train.on_spike=rewind", "logging.every=30"]
     stopped = train("run", *how, seam=garbage_and_stopped, code=75)
-    assert [e["to"] for e in stopped.event("rewind")] == [18] and stopped.checkpoints[-1] == "step-00000018"
+    assert [e["to"] for e in stopped.event("rewind")] == [18] and stopped.checkpoints[
+        -1
+    ] == "step-00000018"
     run = train("run", *how, seam=garbage)
     assert run.column("loss") == whole.column("loss")
     assert_bitwise_equal(stored(newest(run)), stored(newest(whole)))
@@ -340,9 +438,18 @@ def test_what_a_rewind_left_aside_stays_until_as_many_new_checkpoints_are_there_
 @pytest.mark.slow
 def test_without_a_checkpoint_to_go_back_to_the_update_is_left_out_instead(train):
     how = [*SPIKY, LONG, "checkpoint.every=26", "train.spike_score=5"]
-    run, skipped = (train(policy, *how, f"train.on_spike={policy}", seam=always_garbage) for policy in ("rewind", "skip"))
-    assert [e["step"] for e in run.event("spike")] == [e["step"] for e in skipped.event("spike")] and len(run.event("spike")) > 1
-    assert not run.event("rewind") and "no checkpoint before step 20" in run.out and run.column("loss") == skipped.column("loss")
+    run, skipped = (
+        train(policy, *how, f"train.on_spike={policy}", seam=always_garbage)
+        for policy in ("rewind", "skip")
+    )
+    assert [e["step"] for e in run.event("spike")] == [
+        e["step"] for e in skipped.event("spike")
+    ] and len(run.event("spike")) > 1
+    assert (
+        not run.event("rewind")
+        and "no checkpoint before step 20" in run.out
+        and run.column("loss") == skipped.column("loss")
+    )
     assert_bitwise_equal(stored(newest(run)), stored(newest(skipped)))
 
 
@@ -376,7 +483,12 @@ def test_a_run_is_not_taken_back_for_ever(train):
         seam=always_garbage,
         code=1,
     )
-    assert len(run.event("rewind")) == 2 and "2 times already" in run.err and "step-00000018" in run.err and "Traceback" not in run.err
+    assert (
+        len(run.event("rewind")) == 2
+        and "2 times already" in run.err
+        and "step-00000018" in run.err
+        and "Traceback" not in run.err
+    )
 
 
 def test_a_rewind_needs_checkpoints(train):
@@ -384,7 +496,10 @@ def test_a_rewind_needs_checkpoints(train):
     assert "train.on_spike=skip" in told.err
 
 
-@pytest.mark.parametrize("bad", ["train.on_spike=stop", "train.spike_score=0", "train.spike_window=2", "train.check_every=0"])
+@pytest.mark.parametrize(
+    "bad",
+    ["train.on_spike=stop", "train.spike_score=0", "train.spike_window=2", "train.check_every=0"],
+)
 def test_wrong_values_are_refused(train, bad):
     assert bad.split("=")[0] in train("run", "train.steps=2", bad, code=2).err
 
@@ -401,7 +516,9 @@ def flipped_bit():
     def update(self, *args):
         verdict = real(self, *args)
         if self.progress.step == 4 and os.environ["RANK"] == "1":
-            dict(self.model.named_parameters())["model.norm.weight"].to_local().detach().view(torch.int32)[3] ^= 1
+            dict(self.model.named_parameters())["model.norm.weight"].to_local().detach().view(
+                torch.int32
+            )[3] ^= 1
         return verdict
 
     return patch.object(Trainer, "update", update)
@@ -416,10 +533,26 @@ def flipped_bit():
         pytest.param(4, ["sharding=hsdp", "sharding.replicas=2"], [1, 3], marks=pytest.mark.faults),
     ],
 )
-def test_a_replica_that_holds_another_bit_is_named_and_nothing_of_it_is_saved(train, ranks, how, named):
-    run = train("run", "train.steps=9", "train.check_every=4", "checkpoint.every=3", *how, ranks=ranks, seam=flipped_bit, code=1)
+def test_a_replica_that_holds_another_bit_is_named_and_nothing_of_it_is_saved(
+    train, ranks, how, named
+):
+    run = train(
+        "run",
+        "train.steps=9",
+        "train.check_every=4",
+        "checkpoint.every=3",
+        *how,
+        ranks=ranks,
+        seam=flipped_bit,
+        code=1,
+    )
     (event,) = run.event("corruption")
-    assert event["ranks"] == named and event["step"] == 6 and "weights/model.norm.weight" in run.err and "Traceback" not in run.err
+    assert (
+        event["ranks"] == named
+        and event["step"] == 6
+        and "weights/model.norm.weight" in run.err
+        and "Traceback" not in run.err
+    )
     assert run.checkpoints == ["step-00000003"], "checked before the checkpoint of step 6, too"
 
 
@@ -442,7 +575,10 @@ def wrong_once():
         passes.append(0) if len(passes) == 2 else None
         return found
 
-    with patch.object(trainer, "CrossEntropy", Objective), patch.object(trainer.Trainer, "computed_apart", computed_apart):
+    with (
+        patch.object(trainer, "CrossEntropy", Objective),
+        patch.object(trainer.Trainer, "computed_apart", computed_apart),
+    ):
         yield
 
 
@@ -450,10 +586,14 @@ CHECKED = ["train.steps=8", "train.check_every=6", "checkpoint.every=2", "batch.
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.faults)])
-def test_a_rank_that_computes_differently_the_second_time_is_named_and_nothing_of_it_is_learnt(train, ranks):
+def test_a_rank_that_computes_differently_the_second_time_is_named_and_nothing_of_it_is_learnt(
+    train, ranks
+):
     run = train("run", *CHECKED, ranks=ranks, seam=wrong_once, code=1)
     (event,) = run.event("corruption")
-    assert event["ranks"] == [ranks - 1] and event["step"] == 6 and f"rank {ranks - 1} on" in run.err
+    assert (
+        event["ranks"] == [ranks - 1] and event["step"] == 6 and f"rank {ranks - 1} on" in run.err
+    )
     assert run.checkpoints == ["step-00000004"] or run.checkpoints[-1] == "step-00000004"
 
 
@@ -484,15 +624,27 @@ def test_kernels_that_are_not_deterministic_are_told_once_and_do_not_end_the_run
     [
         ["sharding=ddp"],
         pytest.param(["sharding.accumulate=unsharded"], marks=pytest.mark.faults),
-        pytest.param(["activation_checkpoint=full", "precision.param_dtype=bfloat16"], marks=pytest.mark.faults),
+        pytest.param(
+            ["activation_checkpoint=full", "precision.param_dtype=bfloat16"],
+            marks=pytest.mark.faults,
+        ),
         pytest.param(["sharding=hsdp", "sharding.replicas=2"], marks=pytest.mark.faults),
-        pytest.param(["optim=adamw_8bit", "model.hidden_size=64", "sharding=ddp"], marks=pytest.mark.faults),
+        pytest.param(
+            ["optim=adamw_8bit", "model.hidden_size=64", "sharding=ddp"], marks=pytest.mark.faults
+        ),
     ],
     ids=str,
 )
 def test_looking_changes_nothing_of_a_healthy_run(train, how):
     ranks = 4 if "sharding=hsdp" in how else 2
     common = ["train.steps=6", "batch.micro_rows=1", *how]
-    run, plain = train("run", *common, "train.check_every=2", ranks=ranks), train("plain", *common, ranks=ranks)
-    assert run.column("loss") == plain.column("loss") and not run.event("corruption") and not run.event("not_deterministic")
+    run, plain = (
+        train("run", *common, "train.check_every=2", ranks=ranks),
+        train("plain", *common, ranks=ranks),
+    )
+    assert (
+        run.column("loss") == plain.column("loss")
+        and not run.event("corruption")
+        and not run.event("not_deterministic")
+    )
     assert_bitwise_equal(stored(newest(run)), stored(newest(plain)))

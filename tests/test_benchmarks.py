@@ -16,12 +16,22 @@ def finish(compared, check):
     harness.finish("some", {"what": "a test"}, compared, check)
 
 
-def test_a_result_is_stored_with_its_machine_and_compared_with_on_request(tmp_path, monkeypatch, capsys):
+def test_a_result_is_stored_with_its_machine_and_compared_with_on_request(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     finish({"speed": 2.0, "memory": 3.0}, check=False)
     stored = json.loads((tmp_path / harness.machine()["kind"] / "some.json").read_text())
-    assert stored["compared"] == {"speed": 2.0, "memory": 3.0} and stored["versions"]["torch"] and stored["machine"]["cores"]
-    for compared, code in (({"speed": 1.85, "memory": 9.0}, 0), ({"speed": 1.75, "memory": 3.0}, 1), ({"memory": 2.5}, 1)):
+    assert (
+        stored["compared"] == {"speed": 2.0, "memory": 3.0}
+        and stored["versions"]["torch"]
+        and stored["machine"]["cores"]
+    )
+    for compared, code in (
+        ({"speed": 1.85, "memory": 9.0}, 0),
+        ({"speed": 1.75, "memory": 3.0}, 1),
+        ({"memory": 2.5}, 1),
+    ):
         with pytest.raises(SystemExit) as left:
             finish(compared, check=True)
         assert left.value.code == code
@@ -37,7 +47,13 @@ def test_a_check_without_a_stored_result_says_so(tmp_path, monkeypatch):
 
 def test_ways_take_turns_and_a_ratio_is_taken_within_a_round():
     order = []
-    measured = harness.in_turn({"a": lambda: order.append("a") or len(order), "b": lambda: order.append("b") or len(order)}, 2)
+    measured = harness.in_turn(
+        {
+            "a": lambda: order.append("a") or len(order),
+            "b": lambda: order.append("b") or len(order),
+        },
+        2,
+    )
     assert order == ["b", "a", "a", "b"] and measured == {"b": [1, 4], "a": [2, 3]}
     assert harness.ratio([2.0, 9.0], [1.0, 3.0]) == {"minimum": 2.0, "median": 2.5, "maximum": 3.0}
 

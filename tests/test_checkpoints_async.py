@@ -44,7 +44,12 @@ def steps_on_record(run):
 
 def slow_disk():
     """The checkpoint of step 3 is written only when two more steps were trained."""
-    return when_writing(lambda step, run: step > 3 or wait_until(lambda: steps_on_record(run) >= 5, "training waited for the write"))
+    return when_writing(
+        lambda step, run: (
+            step > 3
+            or wait_until(lambda: steps_on_record(run) >= 5, "training waited for the write")
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,14 +62,18 @@ def slow_disk():
     ],
     ids=lambda value: "" if isinstance(value, int) else value[0],
 )
-def test_steps_taken_while_a_checkpoint_is_written_change_neither_it_nor_the_losses(train, ranks, how):
+def test_steps_taken_while_a_checkpoint_is_written_change_neither_it_nor_the_losses(
+    train, ranks, how
+):
     background = train("async", *ASYNC, *how, "train.steps=6", ranks=ranks, seam=slow_disk)
     waiting = train("sync", *SYNC, *how, "train.steps=6", ranks=ranks)
     assert background.checkpoints == waiting.checkpoints == ["step-00000003", "step-00000006"]
     for column in ("loss", "grad_norm", "lr", "tokens"):
         assert background.column(column) == waiting.column(column), column
     for step in (3, 6):
-        assert_bitwise_equal(stored(checkpoint(background, step)), stored(checkpoint(waiting, step)))
+        assert_bitwise_equal(
+            stored(checkpoint(background, step)), stored(checkpoint(waiting, step))
+        )
     first = background.event("checkpoint")[0]
     assert first["step"] == 3 and first["stall_seconds"] < first["seconds"]
 
@@ -93,10 +102,19 @@ def full_disk():
 
 def test_a_write_that_fails_in_the_background_is_told_and_the_next_one_is_written(train):
     run = train("run", *ASYNC, "train.steps=9", ranks=2, seam=full_disk)
-    assert run.checkpoints == ["step-00000003", "step-00000009"] and [e["step"] for e in run.event("checkpoint")] == [3, 9]
+    assert run.checkpoints == ["step-00000003", "step-00000009"] and [
+        e["step"] for e in run.event("checkpoint")
+    ] == [3, 9]
     (failed,) = run.event("checkpoint_failed")
-    assert failed["step"] == 6 and "rank 1 cannot write" in failed["error"] and "No space left" in failed["error"]
-    assert "no checkpoint of step 6: rank 1" in run.out and "the next is written after step 9" in run.out
+    assert (
+        failed["step"] == 6
+        and "rank 1 cannot write" in failed["error"]
+        and "No space left" in failed["error"]
+    )
+    assert (
+        "no checkpoint of step 6: rank 1" in run.out
+        and "the next is written after step 9" in run.out
+    )
 
 
 def best_fails_late():
@@ -111,9 +129,24 @@ def best_fails_late():
 
 
 def test_a_checkpoint_does_not_name_a_best_one_that_was_lost_while_it_was_waited_for(train):
-    best = ["data.validation=0.1", "train.validate_every=2", "checkpoint.best=true", "checkpoint.every=1", "train.steps=4"]
-    run = train("run", "schedule=constant", "checkpoint=async", "checkpoint.keep=9", *best, seam=best_fails_late)
-    assert [e["step"] for e in run.event("checkpoint_failed")] == [2] and [e["step"] for e in run.event("checkpoint")] == [1, 3, 4]
+    best = [
+        "data.validation=0.1",
+        "train.validate_every=2",
+        "checkpoint.best=true",
+        "checkpoint.every=1",
+        "train.steps=4",
+    ]
+    run = train(
+        "run",
+        "schedule=constant",
+        "checkpoint=async",
+        "checkpoint.keep=9",
+        *best,
+        seam=best_fails_late,
+    )
+    assert [e["step"] for e in run.event("checkpoint_failed")] == [2] and [
+        e["step"] for e in run.event("checkpoint")
+    ] == [1, 3, 4]
     assert json.loads((checkpoint(run, 3) / "trainer.json").read_text())["best_step"] is None
 
 
@@ -143,7 +176,15 @@ def broken_rank_0():
 @pytest.mark.slow
 def test_an_error_of_one_rank_alone_leaves_no_rank_waiting(train, world):
     with pytest.raises(RankFailed, match="something else"):
-        train("run", *ASYNC, "train.steps=100000", "launch.timeout=30s", ranks=2, seam=broken_rank_0, patience=2)
+        train(
+            "run",
+            *ASYNC,
+            "train.steps=100000",
+            "launch.timeout=30s",
+            ranks=2,
+            seam=broken_rank_0,
+            patience=2,
+        )
 
 
 def slow_first_write():
@@ -155,18 +196,30 @@ def slow_first_write():
         return result(self)
 
     stack = contextlib.ExitStack()
-    stack.enter_context(when_writing(lambda step, run: step > 1 or (waits.wait(100), time.sleep(1))))
+    stack.enter_context(
+        when_writing(lambda step, run: step > 1 or (waits.wait(100), time.sleep(1)))
+    )
     stack.enter_context(patch.object(Future, "result", wait))
     return stack
 
 
 @pytest.mark.slow
 def test_a_save_that_is_still_on_its_way_is_waited_for_and_reported(train):
-    run = train("run", "schedule=constant", "checkpoint=async", "checkpoint.every=1", "train.steps=2", ranks=2, seam=slow_first_write)
+    run = train(
+        "run",
+        "schedule=constant",
+        "checkpoint=async",
+        "checkpoint.every=1",
+        "train.steps=2",
+        ranks=2,
+        seam=slow_first_write,
+    )
     (waited,) = run.event("checkpoint_waited")
     assert waited["step"] == 2 and waited["seconds"] > 0.5 and "waited" in run.out
     assert run.checkpoints == ["step-00000001", "step-00000002"]
-    assert run.event("checkpoint")[1]["stall_seconds"] >= waited["seconds"], "it is part of what the second one cost"
+    assert run.event("checkpoint")[1]["stall_seconds"] >= waited["seconds"], (
+        "it is part of what the second one cost"
+    )
 
 
 def fails_at_step_5():
@@ -194,10 +247,20 @@ def test_a_checkpoint_on_its_way_is_committed_whatever_ends_the_run(train):
 
 
 def test_a_run_that_is_stopped_leaves_with_its_last_step_committed(train):
-    run = train("run", "train.steps=100000", "train.time_limit=1s", "checkpoint=async", "checkpoint.every=1", ranks=2, code=75)
+    run = train(
+        "run",
+        "train.steps=100000",
+        "train.time_limit=1s",
+        "checkpoint=async",
+        "checkpoint.every=1",
+        ranks=2,
+        code=75,
+    )
     last = run.metrics[-1]["step"]
     assert (
-        run.checkpoints[-1] == f"step-{last:08d}" and run.event("checkpoint")[-1]["step"] == last and len(run.checkpoints) == min(2, last)
+        run.checkpoints[-1] == f"step-{last:08d}"
+        and run.event("checkpoint")[-1]["step"] == last
+        and len(run.checkpoints) == min(2, last)
     )
 
 

@@ -14,7 +14,10 @@ BEST = 6
 
 def turns_bad():
     """After six steps the optimizer goes up the hill."""
-    return patch("fsdp_trainer.training.trainer.learning_rate", lambda cfg, lr, step, total: lr if step <= BEST else -lr)
+    return patch(
+        "fsdp_trainer.training.trainer.learning_rate",
+        lambda cfg, lr, step, total: lr if step <= BEST else -lr,
+    )
 
 
 def losses(run):
@@ -40,25 +43,44 @@ def test_the_best_checkpoint_stays_beside_the_newest_and_is_what_is_exported(tra
     run = train("run", *how, "train.steps=10", ranks=2, seam=turns_bad)  # which remembers it
     best, last = assert_best_is_kept(run)
     assert (best, last) == (BEST, 10)
-    exported, weights = load_file(run.folder / "hf" / "model.safetensors"), stored(checkpoint(run, best))
+    exported, weights = (
+        load_file(run.folder / "hf" / "model.safetensors"),
+        stored(checkpoint(run, best)),
+    )
     assert all((weights[f"weights/{name}"] == tensor).all() for name, tensor in exported.items())
     assert f"best   validation loss {losses(run)[best]:.4f} after step {best}" in run.out
-    assert [e["best"] for e in run.event("checkpoint")] == [e["step"] in improvements(run) for e in run.event("checkpoint")]
+    assert [e["best"] for e in run.event("checkpoint")] == [
+        e["step"] in improvements(run) for e in run.event("checkpoint")
+    ]
 
 
 def improvements(run):
     """Steps at which the validation loss was lower than ever before."""
     found = losses(run)
-    return [step for step in found if all(found[step] < found[before] for before in found if before < step)]
+    return [
+        step
+        for step in found
+        if all(found[step] < found[before] for before in found if before < step)
+    ]
 
 
 @pytest.mark.slow
 def test_what_another_validation_set_or_another_run_gave_is_no_measure(train):
     how = [*HOW, "checkpoint.best=true"]
     first = train("first", *how, "train.steps=4")
-    moved = train("first", *how, "train.steps=6", "data.validation=0.3", "checkpoint.allow_changes=[data]")
-    assert json.loads((newest(moved) / "trainer.json").read_text())["best_step"] == 6, "its losses are those of other samples"
-    branch = train("branch", *how, "train.steps=8", f"checkpoint.resume={checkpoint(first, 6)}", "data.validation=0.3")
+    moved = train(
+        "first", *how, "train.steps=6", "data.validation=0.3", "checkpoint.allow_changes=[data]"
+    )
+    assert json.loads((newest(moved) / "trainer.json").read_text())["best_step"] == 6, (
+        "its losses are those of other samples"
+    )
+    branch = train(
+        "branch",
+        *how,
+        "train.steps=8",
+        f"checkpoint.resume={checkpoint(first, 6)}",
+        "data.validation=0.3",
+    )
     assert branch.checkpoints == ["best", "step-00000008"]
 
 
@@ -67,29 +89,49 @@ def test_training_stops_after_so_many_validations_without_a_lower_loss(train):
     how = [*HOW, "train.early_stop=3", "checkpoint.best=true"]
     run = train("run", *how, "train.steps=200", ranks=2, seam=turns_bad)
     assert assert_best_is_kept(run) == (BEST, BEST + 3 * 2)
-    assert end_of(run) == ("end", 0) and run.events[-1]["reason"] == "early_stop" and run.event("early_stop")[0]["best_step"] == BEST
+    assert (
+        end_of(run) == ("end", 0)
+        and run.events[-1]["reason"] == "early_stop"
+        and run.event("early_stop")[0]["best_step"] == BEST
+    )
     again = train("run", *how, "train.steps=200")
-    assert "already finished" in again.out and "train.early_stop=null" in again.out and again.metrics[-1]["step"] == 12
+    assert (
+        "already finished" in again.out
+        and "train.early_stop=null" in again.out
+        and again.metrics[-1]["step"] == 12
+    )
     more = train("run", *HOW, "train.steps=14", ranks=2)
-    assert more.column("step") == list(range(1, 15)) and more.checkpoints == ["step-00000014"], "no longer asked to keep the best"
+    assert more.column("step") == list(range(1, 15)) and more.checkpoints == ["step-00000014"], (
+        "no longer asked to keep the best"
+    )
 
 
 def test_patience_and_its_delta_are_remembered_by_a_resume(train):
     how = [*HOW, "train.early_stop=3", "train.early_stop_delta=100"]
     train("run", *how, "train.steps=4")
     run = train("run", *how, "train.steps=100", "checkpoint.every=50")
-    assert run.metrics[-1]["step"] == 8, "of the validations after 2, 4, 6 and 8 steps only the first can count"
+    assert run.metrics[-1]["step"] == 8, (
+        "of the validations after 2, 4, 6 and 8 steps only the first can count"
+    )
 
 
 def test_without_best_nothing_is_kept_beside_the_newest(train):
-    assert train("run", *HOW, "train.steps=6", "checkpoint.every=1").checkpoints == ["step-00000006"]
+    assert train("run", *HOW, "train.steps=6", "checkpoint.every=1").checkpoints == [
+        "step-00000006"
+    ]
 
 
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["checkpoint.best=true", "data.validation=null"], ["checkpoint.best", "data.validation=0.02"]),
-        (["train.early_stop=2", "data.validation=0.1"], ["train.early_stop", "train.validate_every=100"]),
+        (
+            ["checkpoint.best=true", "data.validation=null"],
+            ["checkpoint.best", "data.validation=0.02"],
+        ),
+        (
+            ["train.early_stop=2", "data.validation=0.1"],
+            ["train.early_stop", "train.validate_every=100"],
+        ),
         (["train.early_stop_delta=0.1"], ["train.early_stop=N"]),
         (["checkpoint.export_dtype=float16"], ["checkpoint.export_hf=true"]),
     ],
@@ -113,10 +155,18 @@ def test_the_export_is_made_again_only_if_it_would_differ(train):
     again = train("run", *how, "checkpoint.export_dtype=bfloat16", ranks=2)
     assert len(again.event("export")) == 1
     other = train("run", *how)
-    assert len(other.event("export")) == 2 and {str(tensor.dtype) for tensor in load_file(name).values()} == {"torch.float32"}
-    shutil.move(run.folder / "hf", run.folder / ".hf.partial")  # as after a kill in the middle of it
+    assert len(other.event("export")) == 2 and {
+        str(tensor.dtype) for tensor in load_file(name).values()
+    } == {"torch.float32"}
+    shutil.move(
+        run.folder / "hf", run.folder / ".hf.partial"
+    )  # as after a kill in the middle of it
     (run.folder / ".hf.partial" / "model.safetensors").write_bytes(b"half")
-    assert len(train("run", *how).event("export")) == 3 and load_file(name) and not (run.folder / ".hf.partial").exists()
+    assert (
+        len(train("run", *how).event("export")) == 3
+        and load_file(name)
+        and not (run.folder / ".hf.partial").exists()
+    )
 
 
 @pytest.mark.slow
@@ -125,7 +175,9 @@ def test_another_branch_that_ends_at_the_same_step_is_exported_again(train):
     run = train("run", *how)
     before = (run.folder / "hf" / "model.safetensors").read_bytes()
     other = ["optim.lr=1e-4", "checkpoint.allow_changes=[optim.lr]"]
-    train("run", *how, *other, "checkpoint.export_hf=false", f"checkpoint.resume={checkpoint(run, 2)}")
+    train(
+        "run", *how, *other, "checkpoint.export_hf=false", f"checkpoint.resume={checkpoint(run, 2)}"
+    )
     train("run", *how, *other)  # finished, but what is exported is the branch that was left
     assert (run.folder / "hf" / "model.safetensors").read_bytes() != before
 
@@ -135,11 +187,22 @@ def test_another_branch_that_ends_at_the_same_step_is_exported_again(train):
 
 def test_a_resume_tells_what_is_not_as_it_was(train):
     train("run", "train.steps=2", "schedule=constant", ranks=2)
-    same = train("run", "train.steps=3", "schedule=constant", "optim.lr=1e-3", "checkpoint.allow_changes=[optim]", "logging.every=2")
+    same = train(
+        "run",
+        "train.steps=3",
+        "schedule=constant",
+        "optim.lr=1e-3",
+        "checkpoint.allow_changes=[optim]",
+        "logging.every=2",
+    )
     assert same.event("resume")[0]["changes"] == {
         "train.steps": [2, 3], "optim.lr": [0.003, 0.001], "logging.every": [None, 2], "world_size": [2, 1]
     }  # fmt: skip
-    for line in ("optim.lr was 0.003, is 0.001", "world_size was 2, is 1", "logging.every was null, is 2"):
+    for line in (
+        "optim.lr was 0.003, is 0.001",
+        "world_size was 2, is 1",
+        "logging.every was null, is 2",
+    ):
         assert line in same.out, line
 
 
@@ -151,7 +214,10 @@ def test_a_key_that_is_younger_than_the_checkpoint_had_its_default(train):
     del listed["files"]["config.yaml"]
     manifest.write_text(json.dumps(listed))
     assert train("run", "train.steps=3", "schedule=constant").column("step") == [1, 2, 3]
-    assert "optim.eps=1e-6" in train("run", "train.steps=4", "schedule=constant", "optim.eps=1e-6", code=2).err
+    assert (
+        "optim.eps=1e-6"
+        in train("run", "train.steps=4", "schedule=constant", "optim.eps=1e-6", code=2).err
+    )
 
 
 @pytest.mark.slow
@@ -160,7 +226,12 @@ def test_what_a_crash_or_another_branch_left_does_not_stay_for_ever(train):
     run = train("run", *how, "train.steps=4")
     (run.folder / "checkpoints" / ".step-00000077.partial").mkdir()
     run = train("run", *how, "train.steps=4", f"checkpoint.resume={checkpoint(run, 3)}")
-    assert run.checkpoints == ["step-00000003", "step-00000004", "step-00000004.left"], "one new checkpoint: the old branch can be had back"
+    assert run.checkpoints == ["step-00000003", "step-00000004", "step-00000004.left"], (
+        "one new checkpoint: the old branch can be had back"
+    )
     back = train("run", *how, "train.steps=5", f"checkpoint.resume={checkpoint(run, 4)}.left")
     assert back.event("resume")[-1]["step"] == 4 and back.column("step") == [1, 2, 3, 4, 5]
-    assert train("run", *how, "train.steps=7", "checkpoint.keep=2").checkpoints == ["step-00000006", "step-00000007"]
+    assert train("run", *how, "train.steps=7", "checkpoint.keep=2").checkpoints == [
+        "step-00000006",
+        "step-00000007",
+    ]

@@ -19,7 +19,14 @@ from fsdp_trainer.checkpoint.files import commit, read_manifest, replaced
 def two_checkpoints(world, inputs, tmp_path_factory):
     """A run of two ranks, to be copied and broken."""
     where = tmp_path_factory.mktemp("broken") / "run"
-    return world.train(where, *(f"{k}={v}" for k, v in inputs.items()), "train.steps=4", "schedule=constant", "checkpoint.every=2", ranks=2)
+    return world.train(
+        where,
+        *(f"{k}={v}" for k, v in inputs.items()),
+        "train.steps=4",
+        "schedule=constant",
+        "checkpoint.every=2",
+        ranks=2,
+    )
 
 
 def checkpoints(run):
@@ -31,7 +38,9 @@ def checkpoints(run):
 
 def digest_of(world, run):
     told = world.command("verify", f"source={run.folder}")[0].out
-    return next(line.split()[-1] for line in told.splitlines() if line.startswith("weights digest "))
+    return next(
+        line.split()[-1] for line in told.splitlines() if line.startswith("weights digest ")
+    )
 
 
 @pytest.mark.slow
@@ -55,17 +64,34 @@ def test_the_manifest_says_what_wrote_it_and_lists_every_file(two_checkpoints):
         manifest = json.loads((folder / "MANIFEST.json").read_text())
         assert manifest["step"] == int(folder.name[5:]) and manifest["world_size"] == 2
         assert manifest["data"] == json.loads((folder / "trainer.json").read_text())["data"]
-        assert manifest["versions"].keys() == {"fsdp_trainer", "torch", "python"} and manifest["configuration"] in manifest["files"]
-        found = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file() and p.name != "MANIFEST.json"}
-        assert manifest["files"].keys() == found.keys() and {"config.yaml", "trainer.json", "hf/config.json"} <= found.keys()
+        assert (
+            manifest["versions"].keys() == {"fsdp_trainer", "torch", "python"}
+            and manifest["configuration"] in manifest["files"]
+        )
+        found = {
+            str(p.relative_to(folder)): p
+            for p in folder.rglob("*")
+            if p.is_file() and p.name != "MANIFEST.json"
+        }
+        assert (
+            manifest["files"].keys() == found.keys()
+            and {"config.yaml", "trainer.json", "hf/config.json"} <= found.keys()
+        )
         for name, path in found.items():
-            assert manifest["files"][name] == {"bytes": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())}
+            assert manifest["files"][name] == {
+                "bytes": path.stat().st_size,
+                "crc32": zlib.crc32(path.read_bytes()),
+            }
 
 
 def test_no_bit_of_a_manifest_can_flip_unnoticed(two_checkpoints, tmp_path):
     """Every one of the first and last entries', and a sample of the others'. In the checksum's own name it changes nothing that is trusted."""
     text = (checkpoints(two_checkpoints)[-1] / "MANIFEST.json").read_bytes()
-    bits = [*range(600), *range(600, 8 * len(text) - 600, 7), *range(8 * len(text) - 600, 8 * len(text))]
+    bits = [
+        *range(600),
+        *range(600, 8 * len(text) - 600, 7),
+        *range(8 * len(text) - 600, 8 * len(text)),
+    ]
     for bit in bits:
         flipped = bytearray(text)
         flipped[bit // 8] ^= 1 << bit % 8
@@ -75,16 +101,25 @@ def test_no_bit_of_a_manifest_can_flip_unnoticed(two_checkpoints, tmp_path):
                 read_manifest(tmp_path)
 
 
-def test_a_checkpoint_of_an_earlier_version_whose_manifest_has_no_checksum_is_gone_on_from(train, world, two_checkpoints, tmp_path):
+def test_a_checkpoint_of_an_earlier_version_whose_manifest_has_no_checksum_is_gone_on_from(
+    train, world, two_checkpoints, tmp_path
+):
     shutil.copytree(two_checkpoints.folder, tmp_path / "run")
     newest = tmp_path / "run" / "checkpoints" / "step-00000004"
     manifest = json.loads((newest / "MANIFEST.json").read_text())
     del manifest["crc32"]
     (newest / "MANIFEST.json").write_text(json.dumps(manifest, indent=1))
     world.command("verify", f"source={newest}")
-    assert train("run", "train.steps=5", "schedule=constant", "checkpoint.every=2").event("resume")[0]["step"] == 4
+    assert (
+        train("run", "train.steps=5", "schedule=constant", "checkpoint.every=2").event("resume")[0][
+            "step"
+        ]
+        == 4
+    )
     flip(newest / "trainer.json")
-    assert "trainer.json" in world.command("verify", f"source={newest}", code=3)[0].out, "its files have theirs"
+    assert "trainer.json" in world.command("verify", f"source={newest}", code=3)[0].out, (
+        "its files have theirs"
+    )
 
 
 # --- damage ------------------------------------------------------------------------------------------------------------------------
@@ -113,8 +148,14 @@ DAMAGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "damage"), DAMAGES, ids=lambda value: value if isinstance(value, str) else value.__name__)
-def test_damage_is_named_and_all_ranks_go_on_from_the_checkpoint_before(train, world, two_checkpoints, tmp_path, name, damage):
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    DAMAGES,
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_damage_is_named_and_all_ranks_go_on_from_the_checkpoint_before(
+    train, world, two_checkpoints, tmp_path, name, damage
+):
     shutil.copytree(two_checkpoints.folder, tmp_path / "run")
     newest = tmp_path / "run" / "checkpoints" / "step-00000004"
     damage(newest / name)
@@ -122,8 +163,16 @@ def test_damage_is_named_and_all_ranks_go_on_from_the_checkpoint_before(train, w
     assert "damaged" in told and name in told
     run = train("run", "train.steps=6", "schedule=constant", "checkpoint.every=2", ranks=2)
     found = run.event("damaged")
-    assert [Path(e["path"]).name for e in found] == [newest.name] and len(found[0]["problems"]) == 1 and name in found[0]["problems"][0]
-    assert run.event("resume")[0]["step"] == 2 and run.column("step") == [1, 2, 3, 4, 5, 6] and "damaged" in run.out
+    assert (
+        [Path(e["path"]).name for e in found] == [newest.name]
+        and len(found[0]["problems"]) == 1
+        and name in found[0]["problems"][0]
+    )
+    assert (
+        run.event("resume")[0]["step"] == 2
+        and run.column("step") == [1, 2, 3, 4, 5, 6]
+        and "damaged" in run.out
+    )
     assert run.column("loss")[:4] == two_checkpoints.column("loss"), "the same steps again"
 
 
@@ -134,9 +183,10 @@ def test_of_two_damaged_checkpoints_both_are_named_and_the_one_before_them_is_us
     cut(whole.folder / "checkpoints" / "step-00000003" / "__1_0.distcp")
     flip(whole.folder / "checkpoints" / "step-00000002" / ".metadata")
     run = train("run", *how, "train.steps=4", ranks=2)
-    assert [Path(e["path"]).name for e in run.event("damaged")] == ["step-00000003", "step-00000002"] and run.event("resume")[0][
-        "step"
-    ] == 1
+    assert [Path(e["path"]).name for e in run.event("damaged")] == [
+        "step-00000003",
+        "step-00000002",
+    ] and run.event("resume")[0]["step"] == 1
 
 
 def one_rank_reads(name, gives):
@@ -145,7 +195,11 @@ def one_rank_reads(name, gives):
     real = files.checksum
 
     def checksum(path):
-        return gives() if (os.environ["RANK"], path.parent.name, path.name) == ("1", "step-00000004", name) else real(path)
+        return (
+            gives()
+            if (os.environ["RANK"], path.parent.name, path.name) == ("1", "step-00000004", name)
+            else real(path)
+        )
 
     return patch.object(files, "checksum", checksum)
 
@@ -176,7 +230,9 @@ def disk_that_lags():
     real, until = Path.exists, time.monotonic() + 3
 
     def exists(self, **how):
-        late = os.environ["RANK"] == "1" and self.name == "MANIFEST.json" and time.monotonic() < until
+        late = (
+            os.environ["RANK"] == "1" and self.name == "MANIFEST.json" and time.monotonic() < until
+        )
         return not late and real(self, **how)
 
     return patch.object(Path, "exists", exists)
@@ -194,7 +250,9 @@ def folder_that_lags():
     real = Path.is_file
 
     def is_file(self):
-        return real(self) and not (os.environ["RANK"] == "1" and self.name == "MANIFEST.json" and self.parts[-4] == "own")
+        return real(self) and not (
+            os.environ["RANK"] == "1" and self.name == "MANIFEST.json" and self.parts[-4] == "own"
+        )
 
     return patch.object(Path, "is_file", is_file)
 
@@ -257,7 +315,9 @@ def test_a_folder_that_another_replaces_is_on_disk_whenever_that_is_killed(tmp_p
 
 
 @pytest.mark.parametrize("came", [False, True])
-def test_a_run_that_was_killed_while_one_checkpoint_replaced_another_goes_on_from_either(train, two_checkpoints, tmp_path, came):
+def test_a_run_that_was_killed_while_one_checkpoint_replaced_another_goes_on_from_either(
+    train, two_checkpoints, tmp_path, came
+):
     shutil.copytree(two_checkpoints.folder, tmp_path / "run")
     newest = tmp_path / "run" / "checkpoints" / "step-00000004"
     shutil.copytree(newest, replaced(newest))

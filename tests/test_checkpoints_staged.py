@@ -7,18 +7,27 @@ from stored import newest, stored
 from world import SMALL
 
 TEXT = ["data=pretrain", "data.too_long=split", "tokenizer.path=demo:bytes"]
-HOW = [*(o for o in SMALL if not o.startswith(("model", "optim.lr", "schedule"))), "schedule=constant"]
+HOW = [
+    *(o for o in SMALL if not o.startswith(("model", "optim.lr", "schedule"))),
+    "schedule=constant",
+]
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n\n".join(f"Document {i}: " + "the quick brown fox jumps. " * (1 + i % 3) for i in range(60)))
+    path.write_text(
+        "\n\n".join(
+            f"Document {i}: " + "the quick brown fox jumps. " * (1 + i % 3) for i in range(60)
+        )
+    )
     return path
 
 
 def weights(run):
-    return {name: tensor for name, tensor in stored(newest(run)).items() if name.startswith("weights/")}
+    return {
+        name: tensor for name, tensor in stored(newest(run)).items() if name.startswith("weights/")
+    }
 
 
 def chat_template(run):
@@ -32,9 +41,13 @@ def test_pretraining_and_chats_follow_each_other_on_any_number_of_ranks(train, t
     chats = train("chats", *how, "train.steps=3", "optim.lr=0", base=[], ranks=2)
     assert chats.column("step") == [1, 2, 3] and chats.column("lr") == [0, 0, 0]
     before, after = weights(pretrain), weights(chats)
-    assert before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before), "it begins where the other ended"
+    assert before.keys() == after.keys() and all(
+        (before[name] == after[name]).all() for name in before
+    ), "it begins where the other ended"
     last = train("last", *HOW, "train.steps=1", f"model.init_from={chats.folder}", base=[])
-    assert "<|im_start|>" in chat_template(chats) and chat_template(last) == chat_template(chats), "the template goes with the model"
+    assert "<|im_start|>" in chat_template(chats) and chat_template(last) == chat_template(chats), (
+        "the template goes with the model"
+    )
 
 
 @pytest.mark.slow
@@ -51,7 +64,10 @@ def test_a_run_goes_on_when_what_it_began_with_is_gone(train, text):
 def test_a_run_without_a_committed_checkpoint_is_no_beginning(train, tmp_path):
     (tmp_path / "young" / "checkpoints").mkdir(parents=True)
     (tmp_path / "young" / "events.jsonl").touch()
-    assert "not committed a checkpoint yet" in train("run", *HOW, f"model.init_from={tmp_path / 'young'}", base=[], code=2).err
+    assert (
+        "not committed a checkpoint yet"
+        in train("run", *HOW, f"model.init_from={tmp_path / 'young'}", base=[], code=2).err
+    )
     first = train("first", "train.steps=1")
     told = train("run", *HOW, f"model.init_from={first.folder}/checkpoints", base=[], code=2)
     assert f"model.init_from={first.folder}\n" in told.err.split("Use  ")[1] + "\n"

@@ -20,28 +20,59 @@ def compilations(run):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
-    [[], ["model.family=gemma2", "model.sliding_window=16", "model.attn_logit_softcapping=30", "activation_checkpoint=full"]],
+    [
+        [],
+        [
+            "model.family=gemma2",
+            "model.sliding_window=16",
+            "model.attn_logit_softcapping=30",
+            "activation_checkpoint=full",
+        ],
+    ],
     ids=["llama", "gemma2 with windows, recomputed"],
 )
-def test_all_blocks_share_a_graph_that_is_never_compiled_again_and_outlives_the_run(train, tmp_path, model):
+def test_all_blocks_share_a_graph_that_is_never_compiled_again_and_outlives_the_run(
+    train, tmp_path, model
+):
     held_out = write_chats(tmp_path / "held_out.jsonl", 9, start=500)
     # micro-batches of other packings in each step, of them one with an empty row, and validation twice
-    how = ["compile=enabled", "batch.rows=5", "batch.micro_rows=2", f"data.validation={held_out}", "train.validate_every=3", *model]
+    how = [
+        "compile=enabled",
+        "batch.rows=5",
+        "batch.micro_rows=2",
+        f"data.validation={held_out}",
+        "train.validate_every=3",
+        *model,
+    ]
     run = train("run", *how, "model.num_hidden_layers=4", "train.steps=6")
     # a block, the head's scores and their derivatives; without gradients a block is another graph, scores are not
     assert compilations(run) == [(1, "training", 3, 0), (3, "validation", 1, 0)]
     assert "compiled again" not in run.out and len(run.event("evaluation")) == 2
     assert list((tmp_path / ".compile").iterdir()), "kept beside the runs"
-    resumed = train("run", *how, "model.num_hidden_layers=4", "train.steps=8", "schedule=constant", "checkpoint.allow_changes=[schedule]")
+    resumed = train(
+        "run",
+        *how,
+        "model.num_hidden_layers=4",
+        "train.steps=8",
+        "schedule=constant",
+        "checkpoint.allow_changes=[schedule]",
+    )
     trained, validated = compilations(resumed)[2:]
     # what the cache holds of the head knows a range of token numbers, and the first micro-batch now may be out of it
-    assert trained[:3] == (7, "training", 3) and trained[3] in (2, 3) and validated == (8, "validation", 1, 1)
+    assert (
+        trained[:3] == (7, "training", 3)
+        and trained[3] in (2, 3)
+        and validated == (8, "validation", 1, 1)
+    )
 
 
 @pytest.mark.slow
 def test_blocks_that_are_compiled_again_are_told(train, compiled):
     run = train("run", *compiled, "train.steps=3", seam=another_shape_in_step_2)
-    assert [c[:2] for c in compilations(run)] == [(1, "training"), (2, "training")] and "compiled again in step 2" in run.out
+    assert [c[:2] for c in compilations(run)] == [
+        (1, "training"),
+        (2, "training"),
+    ] and "compiled again in step 2" in run.out
 
 
 @contextlib.contextmanager
@@ -73,14 +104,31 @@ def no_compiler():
 def test_without_a_compiler_on_one_rank_all_train_without(train, ranks):
     how = ["train.steps=3", "batch.micro_rows=2"]
     run = train("run", *how, "compile=enabled", ranks=ranks, seam=no_compiler)
-    assert f"on rank {ranks - 1} there is no C++ compiler ({NOWHERE}" in run.out and "attend by documents" in run.out
-    assert run.column("loss") == train("eager", *how, ranks=ranks).column("loss") and not run.event("compile")
-    assert yaml.safe_load((run.folder / "config.yaml").read_text())["compile"]["enabled"] is True, "recorded as asked"
+    assert (
+        f"on rank {ranks - 1} there is no C++ compiler ({NOWHERE}" in run.out
+        and "attend by documents" in run.out
+    )
+    assert run.column("loss") == train("eager", *how, ranks=ranks).column("loss") and not run.event(
+        "compile"
+    )
+    assert yaml.safe_load((run.folder / "config.yaml").read_text())["compile"]["enabled"] is True, (
+        "recorded as asked"
+    )
 
 
 def test_without_a_compiler_there_is_no_budget(train):
-    run = train("run", "compile=enabled", "activation_checkpoint=budget", "train.steps=1", seam=no_compiler, code=2)
-    assert "on rank 0 there is no C++ compiler" in run.err and "activation_checkpoint=selective" in run.err
+    run = train(
+        "run",
+        "compile=enabled",
+        "activation_checkpoint=budget",
+        "train.steps=1",
+        seam=no_compiler,
+        code=2,
+    )
+    assert (
+        "on rank 0 there is no C++ compiler" in run.err
+        and "activation_checkpoint=selective" in run.err
+    )
 
 
 @contextlib.contextmanager
@@ -97,14 +145,33 @@ def test_what_the_compiler_throws_is_told_in_short(train, tmp_path):
     broken = tmp_path / "g++"
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho broken >&2\nexit 1\n')
     broken.chmod(0o755)
-    run = train("run", "compile=enabled", "train.steps=1", seam=broken_compiler, env={"BROKEN_CXX": str(broken)}, code=1)
-    assert "the compiler gave up on a decoder block" in run.err and "compile=disabled" in run.err and "Traceback" not in run.err
+    run = train(
+        "run",
+        "compile=enabled",
+        "train.steps=1",
+        seam=broken_compiler,
+        env={"BROKEN_CXX": str(broken)},
+        code=1,
+    )
+    assert (
+        "the compiler gave up on a decoder block" in run.err
+        and "compile=disabled" in run.err
+        and "Traceback" not in run.err
+    )
     assert len(run.err.splitlines()) < 5
 
 
-def test_a_cache_that_cannot_be_written_and_modes_that_sharding_rules_out_are_refused(train, tmp_path):
+def test_a_cache_that_cannot_be_written_and_modes_that_sharding_rules_out_are_refused(
+    train, tmp_path
+):
     (tmp_path / "file").write_text("")
-    run = train("run", "compile=enabled", f"compile.cache={tmp_path / 'file' / 'cache'}", "train.steps=1", code=2)
+    run = train(
+        "run",
+        "compile=enabled",
+        f"compile.cache={tmp_path / 'file' / 'cache'}",
+        "train.steps=1",
+        code=2,
+    )
     assert "the compiler's cache cannot be used" in run.err
     run = train("run", "compile=enabled", "compile.mode=reduce-overhead", code=2)
     assert "CUDA graphs" in run.err and "compile.mode=default" in run.err
@@ -115,7 +182,10 @@ def test_a_cache_that_cannot_be_written_and_modes_that_sharding_rules_out_are_re
 def test_kernels_can_be_tuned(train, compiled):
     how = ["train.steps=2", "batch.micro_rows=2", "model.attention=mask"]
     run = train("run", *how, *compiled, "compile.mode=max-autotune-no-cudagraphs", timeout=300)
-    assert run.column("loss") == pytest.approx(train("eager", *how).column("loss"), rel=1e-5) and len(compilations(run)) == 1
+    assert (
+        run.column("loss") == pytest.approx(train("eager", *how).column("loss"), rel=1e-5)
+        and len(compilations(run)) == 1
+    )
 
 
 @pytest.mark.gpu

@@ -47,7 +47,11 @@ def answers(message: str) -> dict[str, str]:
     """What a message says about each thing that was typed."""
     found: dict[str, str] = {}
     for part in message.split("\n\n")[1:]:
-        head, _, rest = part.strip().partition("  ") if "  " in part.strip().split("\n")[0] else part.strip().partition("\n")
+        head, _, rest = (
+            part.strip().partition("  ")
+            if "  " in part.strip().split("\n")[0]
+            else part.strip().partition("\n")
+        )
         found[head] = rest
     return found
 
@@ -70,8 +74,21 @@ def own(tmp_path):
 
 
 def test_recipe_then_command_line_are_laid_over_the_defaults():
-    cfg = compose("train", ["+recipe=quickstart", "optim.lr=1e-5", "train.steps=1e4", "sharding=ddp", "data.path=[demo:backwards]"])
-    assert (cfg.run.name, cfg.precision.param_dtype, cfg.sharding.strategy) == ("quickstart", "float32", "ddp")
+    cfg = compose(
+        "train",
+        [
+            "+recipe=quickstart",
+            "optim.lr=1e-5",
+            "train.steps=1e4",
+            "sharding=ddp",
+            "data.path=[demo:backwards]",
+        ],
+    )
+    assert (cfg.run.name, cfg.precision.param_dtype, cfg.sharding.strategy) == (
+        "quickstart",
+        "float32",
+        "ddp",
+    )
     assert cfg.optim.lr == 1e-5 and cfg.train.steps == 10_000 and isinstance(cfg.train.steps, int)
     assert cfg.data.path == ["demo:backwards"]
     assert cfg.optim.betas == [0.9, 0.95]
@@ -84,9 +101,16 @@ def test_a_name_stays_as_it_was_typed(typed):
 
 def test_numbers_written_as_text_are_numbers(own, monkeypatch):
     monkeypatch.setenv("ROWS", "48")
-    folder = own(recipe__mine="# @package _global_\noptim: {lr: '1e-4', grad_clip: 2}\nbatch: {rows: '${oc.env:ROWS}'}\n")
+    folder = own(
+        recipe__mine="# @package _global_\noptim: {lr: '1e-4', grad_clip: 2}\nbatch: {rows: '${oc.env:ROWS}'}\n"
+    )
     cfg = compose("train", ["+recipe=mine", *DEMO], folder)
-    assert (cfg.optim.lr, cfg.optim.grad_clip, cfg.batch.rows, cfg.run.name) == (1e-4, 2.0, 48, "mine")
+    assert (cfg.optim.lr, cfg.optim.grad_clip, cfg.batch.rows, cfg.run.name) == (
+        1e-4,
+        2.0,
+        48,
+        "mine",
+    )
 
 
 def test_keys_inside_a_mapping_can_be_set_one_by_one():
@@ -101,7 +125,17 @@ def test_a_quoted_text_comes_through_hydra_as_it_is(text):
 
 
 @pytest.mark.parametrize(
-    "prompt", ["Hello, world", "What's 2 + 2?", 'Say "hi" (twice)', "a=b, {c}", "null and void", "line\none", "${5}", "\\"]
+    "prompt",
+    [
+        "Hello, world",
+        "What's 2 + 2?",
+        'Say "hi" (twice)',
+        "a=b, {c}",
+        "null and void",
+        "line\none",
+        "${5}",
+        "\\",
+    ],
 )
 def test_a_prompt_needs_no_quotes(prompt):
     assert compose("generate", [f"prompt={prompt}"], inputs=False).prompt == prompt
@@ -111,17 +145,28 @@ def test_a_prompt_needs_no_quotes(prompt):
 def test_home_is_expanded_in_paths(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "chats.jsonl").touch()
-    cfg = compose("train", ['data.path="~/chats.jsonl"', "tokenizer.path=demo:bytes", 'run.root="~/runs"'])
+    cfg = compose(
+        "train", ['data.path="~/chats.jsonl"', "tokenizer.path=demo:bytes", 'run.root="~/runs"']
+    )
     assert cfg.data.path == str(tmp_path / "chats.jsonl") and cfg.run.root == str(tmp_path / "runs")
 
 
 def test_preview_shares_trainings_groups_and_adds_its_own():
-    cfg = compose("preview", ["+recipe=quickstart", "preview.format=json", "preview.rows=2", "sharding=ddp"])
+    cfg = compose(
+        "preview", ["+recipe=quickstart", "preview.format=json", "preview.rows=2", "sharding=ddp"]
+    )
     assert cfg.preview.rows == 2 and cfg.sharding.strategy == "ddp" and cfg.run.name == "quickstart"
 
 
 def test_durations_are_read_as_people_write_them():
-    assert [parse_duration(t) for t in ("90s", "30m", "1h30m", "2d", "45", "1.5h")] == [90, 1800, 5400, 172_800, 45, 5400]
+    assert [parse_duration(t) for t in ("90s", "30m", "1h30m", "2d", "45", "1.5h")] == [
+        90,
+        1800,
+        5400,
+        172_800,
+        45,
+        5400,
+    ]
 
 
 # --- what is wrong is told, all at once -------------------------------------------------------------------------------------------
@@ -137,7 +182,13 @@ def test_all_problems_are_told_at_once(refused):
         "tokenizer.path=demo:bytes",
     )
     assert "5 problems in the configuration" in said
-    for part in ("Did you mean  optim.lr=3e-5 ?", "optim.weight_decay=1", "must be a whole number", "context", "no such file"):
+    for part in (
+        "Did you mean  optim.lr=3e-5 ?",
+        "optim.weight_decay=1",
+        "must be a whole number",
+        "context",
+        "no such file",
+    ):
         assert part in said
 
 
@@ -205,13 +256,19 @@ MISTAKES = [
 
 @pytest.mark.parametrize("mistakes", MISTAKES, ids=lambda m: next(iter(m)))
 def test_a_mistake_says_what_to_type_instead(refused, mistakes):
-    said = answers(refused(*reversed(mistakes), *(d for d in DEMO if d.split("=")[0] not in " ".join(mistakes))))
+    said = answers(
+        refused(
+            *reversed(mistakes), *(d for d in DEMO if d.split("=")[0] not in " ".join(mistakes))
+        )
+    )
     for typed, why in mistakes.items():
         assert why in said.get(typed, ""), typed
 
 
 def test_only_what_a_sweep_can_vary_is_sent_to_one(refused):
-    assert "-m" not in refused("report", "source=a,b") and "choose one value" in refused("launch-files", "kind=slurm,docker")
+    assert "-m" not in refused("report", "source=a,b") and "choose one value" in refused(
+        "launch-files", "kind=slurm,docker"
+    )
 
 
 def test_the_verbs_own_keys_are_meant_before_trainings(refused):
@@ -220,7 +277,9 @@ def test_the_verbs_own_keys_are_meant_before_trainings(refused):
 
 
 def test_a_mistake_is_not_told_twice(refused):
-    said = refused("dataset=demo:backwards", "tokenizer.path=demo:bytes")  # data.path is not also missing
+    said = refused(
+        "dataset=demo:backwards", "tokenizer.path=demo:bytes"
+    )  # data.path is not also missing
     assert "a problem in the configuration" in said
 
 
@@ -250,9 +309,17 @@ logging: {wandb: off}
 
 
 def test_a_folder_of_ones_own_adds_options_and_recipes(own):
-    folder = own(model__mine="name: mine\nhidden_size: 64\n", recipe__mine="# @package _global_\ndefaults: [override /model: mine]\n")
+    folder = own(
+        model__mine="name: mine\nhidden_size: 64\n",
+        recipe__mine="# @package _global_\ndefaults: [override /model: mine]\n",
+    )
     cfg = compose("train", ["+recipe=[quickstart,mine]"], folder)
-    assert (cfg.model.name, cfg.model.hidden_size, cfg.run.name, cfg.data.path) == ("mine", 64, "mine", "demo:backwards")
+    assert (cfg.model.name, cfg.model.hidden_size, cfg.run.name, cfg.data.path) == (
+        "mine",
+        64,
+        "mine",
+        "demo:backwards",
+    )
 
 
 def test_a_name_that_exists_twice_is_refused_and_both_files_named(own, refused):
@@ -262,10 +329,17 @@ def test_a_name_that_exists_twice_is_refused_and_both_files_named(own, refused):
 
 @pytest.mark.parametrize(
     "text",
-    ["a: [1\nb: }", "- a", "# @package _global_\ndefaults: [override /model: none_such]", "# @package _global_\nrun: {name: '${no.key}'}"],
+    [
+        "a: [1\nb: }",
+        "- a",
+        "# @package _global_\ndefaults: [override /model: none_such]",
+        "# @package _global_\nrun: {name: '${no.key}'}",
+    ],
 )
 def test_a_broken_recipe_is_one_message(own, refused, text):
-    assert "Traceback" not in refused("--config-dir", own(recipe__broken=text), "+recipe=broken", *DEMO)
+    assert "Traceback" not in refused(
+        "--config-dir", own(recipe__broken=text), "+recipe=broken", *DEMO
+    )
 
 
 # --- verbs and options --------------------------------------------------------------------------------------------------------------
@@ -290,19 +364,28 @@ def test_python_gets_the_error_itself():
         fsdp_trainer.train(["learning_rate=1"])
 
 
-def test_cfg_job_prints_the_composed_configuration_and_writes_nothing(capsys, tmp_path, monkeypatch):
+def test_cfg_job_prints_the_composed_configuration_and_writes_nothing(
+    capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    for argv in (["--cfg", "job"], ["-c", "job", "--resolve"], ["--cfg", "job", "data.path=not_there_yet.jsonl"]):
+    for argv in (
+        ["--cfg", "job"],
+        ["-c", "job", "--resolve"],
+        ["--cfg", "job", "data.path=not_there_yet.jsonl"],
+    ):
         assert main([*argv, "+recipe=quickstart", "sharding=ddp"]) == 0
         printed = yaml.safe_load(capsys.readouterr().out)
         assert printed["sharding"]["strategy"] == "ddp" and list(printed) == [
-            key.split(".")[0] for key in dict.fromkeys(k.split(".")[0] for k in flatten(TrainConfig))
+            key.split(".")[0]
+            for key in dict.fromkeys(k.split(".")[0] for k in flatten(TrainConfig))
         ]
     assert not list(tmp_path.iterdir())
 
 
 def test_hydras_own_view_is_there(capsys, monkeypatch):
-    monkeypatch.setattr(logging.root, "handlers", [*logging.root.handlers])  # it leaves one, to what is then captured no more
+    monkeypatch.setattr(
+        logging.root, "handlers", [*logging.root.handlers]
+    )  # it leaves one, to what is then captured no more
     assert main(["--info", "defaults", "+recipe=quickstart"]) == 0
     assert "recipe/quickstart" in capsys.readouterr().out
 
@@ -310,7 +393,9 @@ def test_hydras_own_view_is_there(capsys, monkeypatch):
 def test_help_lists_verbs_groups_and_recipes(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(word in text for word in (*VERBS, *GROUPS, *options("train")["recipe"], "qwen3_0_6b"))
+    assert all(
+        word in text for word in (*VERBS, *GROUPS, *options("train")["recipe"], "qwen3_0_6b")
+    )
     for verb in VERBS:
         assert main([verb, "--help"]) == 0
     assert main(["--version"]) == 0 and __version__ in capsys.readouterr().out
@@ -346,22 +431,37 @@ def test_completion_knows_verbs_recipes_keys_and_values(capsys, monkeypatch, lin
     assert offered in said and all(word.startswith(line.split()[-1]) for word in said)
 
 
-def test_completion_offers_recipes_of_ones_own_and_leaves_folders_to_the_shell(own, capsys, monkeypatch):
+def test_completion_offers_recipes_of_ones_own_and_leaves_folders_to_the_shell(
+    own, capsys, monkeypatch
+):
     folder = own(recipe__mine="# @package _global_")
-    for line, offered in ((f"--config-dir {folder} +recipe=mi", "+recipe=mine +recipe=mistral7b_sft"), ("--config-dir ", "")):
+    for line, offered in (
+        (f"--config-dir {folder} +recipe=mi", "+recipe=mine +recipe=mistral7b_sft"),
+        ("--config-dir ", ""),
+    ):
         monkeypatch.setenv("COMP_LINE", f"fsdp-trainer {line}")
-        assert main(["-sc", "query=bash"]) == 0 and " ".join(capsys.readouterr().out.split()) == offered
+        assert (
+            main(["-sc", "query=bash"]) == 0
+            and " ".join(capsys.readouterr().out.split()) == offered
+        )
 
 
 def test_bash_completes(tmp_path):
     program = tmp_path / "fsdp-trainer"
-    program.write_text(f"#!{sys.executable}\nimport sys; from fsdp_trainer.cli import main; sys.exit(main())\n")
+    program.write_text(
+        f"#!{sys.executable}\nimport sys; from fsdp_trainer.cli import main; sys.exit(main())\n"
+    )
     program.chmod(0o755)
     script = """eval "$(fsdp-trainer -sc install=bash)"; complete -p fsdp-trainer
         COMP_LINE="fsdp-trainer activation_checkpoint.mode=" COMP_POINT=${#COMP_LINE} COMP_CWORD=1; hydra_bash_completion; echo ${COMPREPLY[@]}"""
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(REPO)}
-    out = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, check=True).stdout
-    assert "hydra_bash_completion fsdp-trainer" in out and out.split()[-1] == "activation_checkpoint.mode=selective"
+    out = subprocess.run(
+        ["bash", "-c", script], env=env, capture_output=True, text=True, check=True
+    ).stdout
+    assert (
+        "hydra_bash_completion fsdp-trainer" in out
+        and out.split()[-1] == "activation_checkpoint.mode=selective"
+    )
 
 
 @pytest.mark.parametrize(
@@ -378,7 +478,13 @@ def test_bash_completes(tmp_path):
 def test_answers_come_within_two_seconds_and_without_torch(argv):
     code = f"import sys; from fsdp_trainer.cli import main; main({argv}); assert 'torch' not in sys.modules"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO, capture_output=True, env={**os.environ, "PYTHONPATH": str(REPO)})
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        cwd=REPO,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # processor seconds: what else the machine does must not decide
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
@@ -403,7 +509,15 @@ def test_every_key_is_explained(capsys):
     for asked in ("optim.lr", "learning_rate", "lr"):
         assert main(["config", f"key={asked}"]) == 0
         told = capsys.readouterr().out
-        assert all(part in told for part in ("optim.lr", "peak learning rate [at least 0]", "1e-5", "learning_rate, max_lr")), asked
+        assert all(
+            part in told
+            for part in (
+                "optim.lr",
+                "peak learning rate [at least 0]",
+                "1e-5",
+                "learning_rate, max_lr",
+            )
+        ), asked
 
 
 def test_a_key_is_explained_with_what_a_recipe_makes_of_it(capsys, own):
@@ -411,14 +525,28 @@ def test_a_key_is_explained_with_what_a_recipe_makes_of_it(capsys, own):
     assert "here     0.001, set by  recipe/quickstart.yaml" in capsys.readouterr().out
     assert main(["config", "key=preview.rows", "preview.rows=7"]) == 0
     assert "here     7, set by  preview.rows=7" in capsys.readouterr().out
-    assert main(["--config-dir", own(recipe__mine="# @package _global_\noptim: {lr: 2}"), "config", "key=lr", "+recipe=mine"]) == 0
+    assert (
+        main(
+            [
+                "--config-dir",
+                own(recipe__mine="# @package _global_\noptim: {lr: 2}"),
+                "config",
+                "key=lr",
+                "+recipe=mine",
+            ]
+        )
+        == 0
+    )
     assert "here     2.0, set by" in capsys.readouterr().out
 
 
 def test_groups_and_keys_of_other_verbs_are_explained(capsys):
     assert main(["config", "key=sharding"]) == 0
     told = capsys.readouterr().out
-    assert all(f"{key} " in told for key in flatten(TrainConfig) if key.startswith("sharding.")) and "ddp fsdp hsdp" in told
+    assert (
+        all(f"{key} " in told for key in flatten(TrainConfig) if key.startswith("sharding."))
+        and "ddp fsdp hsdp" in told
+    )
     assert main(["config", "key=export.dtype"]) == 0
     assert "fsdp-trainer export dtype=…" in capsys.readouterr().out
 
@@ -439,7 +567,9 @@ def test_a_choice_by_another_name_is_understood(refused, key, typed, meant):
 
 def test_an_adapters_folder_is_known_for_one(refused, tmp_path):
     (tmp_path / "adapter_config.json").touch()
-    assert "merge it into its model" in refused(f"model.init_from={tmp_path}", "data.path=demo:backwards")
+    assert "merge it into its model" in refused(
+        f"model.init_from={tmp_path}", "data.path=demo:backwards"
+    )
 
 
 def test_a_model_without_a_tokenizer_is_known_by_its_folder(refused, tmp_path):
@@ -452,8 +582,13 @@ def test_the_recipes_verb_names_hardware_and_command_from_small_to_large(capsys,
     assert "mine  (your own: " in capsys.readouterr().out
     assert main(["recipes"]) == 0
     text = capsys.readouterr().out
-    assert "not said" not in text and all(f"+recipe={name}" in text for name in options("train")["recipe"])
-    places = [text.index(f"\n{name}\n") for name in ("qwen3_0_6b_sft", "llama1b_sft", "llama8b_sft", "llama70b_sft")]
+    assert "not said" not in text and all(
+        f"+recipe={name}" in text for name in options("train")["recipe"]
+    )
+    places = [
+        text.index(f"\n{name}\n")
+        for name in ("qwen3_0_6b_sft", "llama1b_sft", "llama8b_sft", "llama70b_sft")
+    ]
     assert places == sorted(places)
 
 

@@ -46,11 +46,15 @@ def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     markers = dict.fromkeys(marker for markers in MARKERS.values() for marker in markers)
     made_tokenizer(["<s>", "</s>", *markers]).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({**SPECIAL, "tokenizer_class": "PreTrainedTokenizerFast"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**SPECIAL, "tokenizer_class": "PreTrainedTokenizerFast"})
+    )
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     ours = load_tokenizer(str(folder))
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    return SimpleNamespace(folder=folder, ours=ours, theirs=theirs, template=load_template(None, ours))
+    return SimpleNamespace(
+        folder=folder, ours=ours, theirs=theirs, template=load_template(None, ours)
+    )
 
 
 def turn(role, content, **others):
@@ -59,7 +63,11 @@ def turn(role, content, **others):
 
 CALL = {"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2]}}
 CALLED = {"type": "function", "function": CALL}
-TOOL = {"name": "weather", "description": "tells it", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+TOOL = {
+    "name": "weather",
+    "description": "tells it",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
 TOOLS = [{"type": "function", "function": TOOL}]
 ASKED = turn("user", "How is it? 🌧")
 RESULT = turn("tool", '{"sky": "grey"}')
@@ -109,9 +117,13 @@ FORMS = {
 
 
 def assert_learnt_alike(both, sample, messages, tools):
-    theirs = both.theirs.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    theirs = both.theirs.apply_chat_template(
+        messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
     assert sample.tokens.tolist() == theirs["input_ids"]
-    assert (sample.weights > 0).astype(int).tolist() == theirs["assistant_masks"] and sample.weights.any()
+    assert (sample.weights > 0).astype(int).tolist() == theirs[
+        "assistant_masks"
+    ] and sample.weights.any()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -127,14 +139,23 @@ TEXT = st.lists(
     max_size=4,
 ).map("".join)  # fmt: skip
 ANSWER = st.tuples(TEXT, st.none() | TEXT, st.booleans()).map(
-    lambda a: turn("assistant", a[0], **({"reasoning_content": a[1]} if a[1] else {}), **({"tool_calls": [CALLED]} if a[2] else {}))
+    lambda a: turn(
+        "assistant",
+        a[0],
+        **({"reasoning_content": a[1]} if a[1] else {}),
+        **({"tool_calls": [CALLED]} if a[2] else {}),
+    )
 )
-TURNS = st.lists(TEXT.map(lambda t: turn("user", t)) | TEXT.map(lambda t: turn("tool", t)) | ANSWER, max_size=5)
+TURNS = st.lists(
+    TEXT.map(lambda t: turn("user", t)) | TEXT.map(lambda t: turn("tool", t)) | ANSWER, max_size=5
+)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.booleans(), TURNS, ANSWER, st.sampled_from([None, TOOLS]))
-def test_any_conversation_is_learnt_where_transformers_says_the_assistant_writes(both, with_system, turns, last, tools):
+def test_any_conversation_is_learnt_where_transformers_says_the_assistant_writes(
+    both, with_system, turns, last, tools
+):
     messages = [*([turn("system", " S ")] if with_system else []), *turns, last]
     (sample,), _ = samples_of(both.ours, Conversation(messages, tools, ("f", 1)), both.template)
     assert_learnt_alike(both, sample, messages, tools)
@@ -149,17 +170,31 @@ LEARNT = {
     "llama3": ["padded<|eot_id|>", "<|eot_id|>", "🎉 é<|eot_id|>", "a</s>b<|eot_id|>"],
     "mistral": [" padded</s>", " </s>", " 🎉 é</s>", " a</s>b</s>"],
     "gemma": ["padded<end_of_turn>", "<end_of_turn>", "🎉 é<end_of_turn>", "a</s>b<end_of_turn>"],
-    "qwen3": ["  padded \n<|im_end|>", "<|im_end|>", "🎉 é<|im_end|>", "<think>\n\n</think>\n\na</s>b<|im_end|>"],
+    "qwen3": [
+        "  padded \n<|im_end|>",
+        "<|im_end|>",
+        "🎉 é<|im_end|>",
+        "<think>\n\n</think>\n\na</s>b<|im_end|>",
+    ],
 }
 
 
 @pytest.mark.parametrize("name", LEARNT)
 def test_the_answers_of_a_long_conversation_are_learnt_as_the_family_writes_them(both, name):
-    chat = [m for i, answer in enumerate(ANSWERS) for m in (turn("user", f" q{i}\n"), turn("assistant", answer))]
-    samples, _ = samples_of(both.ours, Conversation(chat, None, ("f", 1)), load_template(name, both.ours))
+    chat = [
+        m
+        for i, answer in enumerate(ANSWERS)
+        for m in (turn("user", f" q{i}\n"), turn("assistant", answer))
+    ]
+    samples, _ = samples_of(
+        both.ours, Conversation(chat, None, ("f", 1)), load_template(name, both.ours)
+    )
     found = [text for sample in samples for text in learnt(both.ours, sample)]
     if len(samples) > 1:  # qwen3 rewrites: each answer is learnt as it stood when it was the last
-        assert found == ["<think>\n\n</think>\n\n" * ("<think>" not in text) + text.lstrip("\n") for text in LEARNT[name]]
+        assert found == [
+            "<think>\n\n</think>\n\n" * ("<think>" not in text) + text.lstrip("\n")
+            for text in LEARNT[name]
+        ]
     else:
         assert found == LEARNT[name]
 
@@ -173,15 +208,30 @@ def words(start, n):
 
 
 def sharegpt(i):
-    turns = [("human", words(i, 3)), ("function_call", json.dumps(CALL)), ("observation", words(i + 1, 2)), ("gpt", words(i, i % 9))]
+    turns = [
+        ("human", words(i, 3)),
+        ("function_call", json.dumps(CALL)),
+        ("observation", words(i + 1, 2)),
+        ("gpt", words(i, i % 9)),
+    ]
     more = [("human", words(i + 2, 2)), ("gpt", words(i + 3, i % 30))] * (i % 5 == 0) * 2
-    return {"conversations": [{"from": role, "value": text} for role, text in turns + more], "tools": json.dumps([TOOL] * (i % 2))}
+    return {
+        "conversations": [{"from": role, "value": text} for role, text in turns + more],
+        "tools": json.dumps([TOOL] * (i % 2)),
+    }
 
 
 ROWS = {
     "sharegpt with tools": sharegpt,
-    "chinese alpaca": lambda i: {"instruction": words(i, 1 + i % 8), "input": "红" * (i % 3), "output": words(i + 1, i * i % 120)},
-    "question and answer": lambda i: {"question": words(i, 2 + i % 11), "answer": words(i + 5, i * i % 120)},
+    "chinese alpaca": lambda i: {
+        "instruction": words(i, 1 + i % 8),
+        "input": "红" * (i % 3),
+        "output": words(i + 1, i * i % 120),
+    },
+    "question and answer": lambda i: {
+        "question": words(i, 2 + i % 11),
+        "answer": words(i + 5, i * i % 120),
+    },
     "text": lambda i: {"text": words(i, 1 + i * i % 120)},
 }
 
@@ -191,7 +241,12 @@ def documents(both, columns):
     if "text" in columns:
         ids = both.theirs("<s>" + columns["text"] + "</s>", add_special_tokens=False)["input_ids"]
         return ids, [1] * len(ids)
-    roles = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+    roles = {
+        "human": "user",
+        "gpt": "assistant",
+        "function_call": "assistant",
+        "observation": "tool",
+    }
     if "conversations" in columns:
         messages = [turn("assistant", "", tool_calls=[CALLED]) if t["from"] == "function_call" else turn(roles[t["from"]], t["value"]) for t in columns["conversations"]]  # fmt: skip
     elif "question" in columns:
@@ -200,7 +255,9 @@ def documents(both, columns):
         question = columns["instruction"] + ("\n" + columns["input"] if columns["input"] else "")
         messages = [turn("user", question), turn("assistant", columns["output"])]
     tools = TOOLS if json.loads(columns.get("tools", "[]")) else None
-    made = both.theirs.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    made = both.theirs.apply_chat_template(
+        messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
     return made["input_ids"], made["assistant_masks"]
 
 
@@ -214,7 +271,9 @@ def model(both, tmp_path_factory):
 
 
 @pytest.mark.parametrize("form", ROWS)
-def test_the_loss_of_packed_rows_is_the_mean_over_documents_one_by_one_in_transformers(train, both, model, tmp_path, form):
+def test_the_loss_of_packed_rows_is_the_mean_over_documents_one_by_one_in_transformers(
+    train, both, model, tmp_path, form
+):
     folder, alone = model
     rows = [ROWS[form](i) for i in range(40)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -224,12 +283,19 @@ def test_the_loss_of_packed_rows_is_the_mean_over_documents_one_by_one_in_transf
     )  # fmt: skip
     (line,) = run.metrics  # one step is the whole epoch, before the weights have changed
     alone_too = [made for made in (documents(both, row) for row in rows) if len(made[0]) <= SEQ_LEN]
-    assert MOST_ROWS < len(alone_too) < len(rows), "rows must hold several documents, and some documents be too long"
+    assert MOST_ROWS < len(alone_too) < len(rows), (
+        "rows must hold several documents, and some documents be too long"
+    )
     total, count = 0.0, 0
     with torch.no_grad():
         for ids, mask in alone_too:
             learnt = torch.tensor(mask[1:]) > 0
-            nll = F.cross_entropy(alone(torch.tensor([ids])).logits[0, :-1], torch.tensor(ids[1:]), reduction="none").double()
+            nll = F.cross_entropy(
+                alone(torch.tensor([ids])).logits[0, :-1], torch.tensor(ids[1:]), reduction="none"
+            ).double()
             total, count = total + nll[learnt].sum().item(), count + int(learnt.sum())
-    assert (line["tokens"], line["supervised_tokens"]) == (sum(len(ids) for ids, _ in alone_too), count)
+    assert (line["tokens"], line["supervised_tokens"]) == (
+        sum(len(ids) for ids, _ in alone_too),
+        count,
+    )
     assert line["loss"] == pytest.approx(total / count, rel=0, abs=1e-6)

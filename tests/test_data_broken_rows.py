@@ -29,8 +29,22 @@ from fsdp_trainer.errors import UserError
 from fsdp_trainer.training.trainer import Trainer
 
 TOKENIZER = load_tokenizer("demo:bytes")
-BUILDERS = [SampleBuilder(Data(), 64, TOKENIZER, load_template(name, TOKENIZER)) for name in ("plain", "chatml")]
-TURN = ("role", "content", "weight", "loss_weight", "tool_calls", "reasoning", "reasoning_content", "thinking", "text", "name")
+BUILDERS = [
+    SampleBuilder(Data(), 64, TOKENIZER, load_template(name, TOKENIZER))
+    for name in ("plain", "chatml")
+]
+TURN = (
+    "role",
+    "content",
+    "weight",
+    "loss_weight",
+    "tool_calls",
+    "reasoning",
+    "reasoning_content",
+    "thinking",
+    "text",
+    "name",
+)
 KNOWN = [
     "user",
     "assistant",
@@ -54,7 +68,9 @@ ANY = st.recursive(
     | st.floats()
     | st.text(max_size=3)
     | st.sampled_from([*KNOWN, 10**400, "[1]", '{"name": "f"}']),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KNOWN), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KNOWN), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -74,13 +90,24 @@ ROWS = st.one_of(
         for format in FIELDS
     ),
     st.tuples(
-        st.just("messages"), st.fixed_dictionaries({"messages": with_any_turn("assistant", "user", "role", "content"), "tools": ANY})
+        st.just("messages"),
+        st.fixed_dictionaries(
+            {"messages": with_any_turn("assistant", "user", "role", "content"), "tools": ANY}
+        ),
     ),
     st.tuples(
         st.just("preference"),
-        st.fixed_dictionaries({name: with_any_turn("assistant", "user", "role", "content") for name in ("chosen", "rejected")}),
+        st.fixed_dictionaries(
+            {
+                name: with_any_turn("assistant", "user", "role", "content")
+                for name in ("chosen", "rejected")
+            }
+        ),
     ),
-    st.tuples(st.just("sharegpt"), st.fixed_dictionaries({"conversations": with_any_turn("gpt", "human", "from", "value")})),
+    st.tuples(
+        st.just("sharegpt"),
+        st.fixed_dictionaries({"conversations": with_any_turn("gpt", "human", "from", "value")}),
+    ),
 )
 
 
@@ -101,7 +128,12 @@ def test_any_value_in_any_field_is_read_or_an_error_of_the_row(formatted):
 
 
 def chat(**of_answer):
-    return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"} | of_answer]}
+    return {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "a"} | of_answer,
+        ]
+    }
 
 
 def prepared(root, path, **data):
@@ -119,10 +151,16 @@ BROKEN = [
 
 def test_broken_rows_are_skipped_or_named(tmp_path):
     file = tmp_path / "a.jsonl"
-    lines = [*map(json.dumps, [chat(), *BROKEN]), f'{{"messages": {DEEP}}}', f'{{"messages": {"9" * 5000}}}']
+    lines = [
+        *map(json.dumps, [chat(), *BROKEN]),
+        f'{{"messages": {DEEP}}}',
+        f'{{"messages": {"9" * 5000}}}',
+    ]
     file.write_text("\n".join(lines))
     skipped = prepared(tmp_path / "c", file, on_error="skip")
-    assert len(skipped.train[0]) == 1 and f"skipped {len(lines) - 1} rows" in "\n".join(skipped.report)
+    assert len(skipped.train[0]) == 1 and f"skipped {len(lines) - 1} rows" in "\n".join(
+        skipped.report
+    )
     for line in lines[1:]:
         file.write_text(lines[0] + "\n" + line)
         with pytest.raises(UserError, match=r"a\.jsonl:2") as raised:
@@ -133,12 +171,26 @@ def test_broken_rows_are_skipped_or_named(tmp_path):
 def test_a_row_that_is_read_with_the_last_of_the_stack_is_an_error_of_the_row(tmp_path):
     """What could just be read may be too deep to be written: somewhere among these depths."""
     turns = json.dumps(chat(tool_calls=[{"name": "f", "arguments": "HERE"}])["messages"])
-    nested = [json.dumps({"messages": turns.replace('"HERE"', "[" * depth + "]" * depth)}) for depth in range(700, 1000)]
-    (tmp_path / "a.jsonl").write_text("\n".join([*(json.dumps(chat(content=str(i))) for i in range(20)), *nested]))
-    assert "skipped" in "\n".join(prepared(tmp_path / "c", tmp_path / "a.jsonl", on_error="skip", validation=0.5).report)
+    nested = [
+        json.dumps({"messages": turns.replace('"HERE"', "[" * depth + "]" * depth)})
+        for depth in range(700, 1000)
+    ]
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join([*(json.dumps(chat(content=str(i))) for i in range(20)), *nested])
+    )
+    assert "skipped" in "\n".join(
+        prepared(tmp_path / "c", tmp_path / "a.jsonl", on_error="skip", validation=0.5).report
+    )
 
 
-@pytest.mark.parametrize("content", [f'[{{"text": {DEEP}}}]', f'{{"text": {DEEP}}}\n{{"text": "b"}}', f'[{{"text": {"9" * 5000}}}]'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        f'[{{"text": {DEEP}}}]',
+        f'{{"text": {DEEP}}}\n{{"text": "b"}}',
+        f'[{{"text": {"9" * 5000}}}]',
+    ],
+)
 def test_json_that_python_does_not_read_is_an_error_of_the_file(tmp_path, content):
     (tmp_path / "a.json").write_text(content)
     rows = list(read_rows(str(tmp_path / "a.json")))
@@ -153,16 +205,25 @@ def test_a_table_may_hold_what_json_cannot(tmp_path, validation, template):
 
     odd = {"at": datetime.datetime(2024, 1, 2), "cost": decimal.Decimal("0.10"), "raw": b"\xff"}
     call = {"name": "f", "arguments": odd}
-    rows = [chat(content=f"a{i}", tool_calls=[call], **odd) | {"tools": [{"name": "f", "default": odd}]} for i in range(20)]
+    rows = [
+        chat(content=f"a{i}", tool_calls=[call], **odd) | {"tools": [{"name": "f", "default": odd}]}
+        for i in range(20)
+    ]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    made = prepared(tmp_path / "c", tmp_path / "a.parquet", validation=validation, template=template)
+    made = prepared(
+        tmp_path / "c", tmp_path / "a.parquet", validation=validation, template=template
+    )
     assert len(made.train[0]) + (len(made.validation) if made.validation else 0) == 20
     assert "2024-01-02" in TOKENIZER.decode(made.train[0].read(0)[0].tolist())
 
 
 GOOD = '{"text": "good"}\n'
 BROKEN_FILES = {
-    "cut.jsonl.gz": (gzip.compress((GOOD * 5000).encode())[:60], None, "cannot be read from here on"),
+    "cut.jsonl.gz": (
+        gzip.compress((GOOD * 5000).encode())[:60],
+        None,
+        "cannot be read from here on",
+    ),
     "plain.jsonl.gz": (GOOD, 1, "Not a gzipped file"),
     "cut.jsonl": (GOOD + '{"text": "ha', 2, "not JSON"),
     "latin.jsonl": ((GOOD + '{"text": "é"}\n' + GOOD).encode("latin1"), 2, "not UTF-8"),
@@ -192,7 +253,10 @@ BROKEN_FILES = {
     "empty.parquet": ("", 1, "cannot be read"),
     "footer.parquet": (b"PAR1" + b"x" * 100, 1, "footer"),
     "footer.arrow": (b"ARROW1\0\0" + b"x" * 100, 1, "cannot be read"),
-    **{f"wide{suffix}": (GOOD.encode("utf-16"), 1, "is UTF-16") for suffix in (".jsonl", ".json", ".csv", ".txt")},
+    **{
+        f"wide{suffix}": (GOOD.encode("utf-16"), 1, "is UTF-16")
+        for suffix in (".jsonl", ".json", ".csv", ".txt")
+    },
 }
 
 
@@ -207,10 +271,21 @@ def test_a_broken_file_is_named_with_its_line_or_skipped_and_listed(tmp_path, na
     with pytest.raises(UserError, match=why) as raised:
         prepared(tmp_path / "c", tmp_path / name)
     (problem,) = raised.value.problems
-    assert problem.what.startswith(str(tmp_path / name)) and (line is None or problem.what.endswith(f":{line}"))
-    skipped = prepare(Data(path=paths, on_error="skip"), Batch(seq_len=64), TOKENIZER, load_template("plain", TOKENIZER), tmp_path / "c")
+    assert problem.what.startswith(str(tmp_path / name)) and (
+        line is None or problem.what.endswith(f":{line}")
+    )
+    skipped = prepare(
+        Data(path=paths, on_error="skip"),
+        Batch(seq_len=64),
+        TOKENIZER,
+        load_template("plain", TOKENIZER),
+        tmp_path / "c",
+    )
     assert len(skipped.train[0]) >= 1 and "skipped 1 rows" in "\n".join(skipped.report)
-    (listed,) = [json.loads(found) for found in (skipped.train[0].folder.parent / "skipped.jsonl").read_text().splitlines()]
+    (listed,) = [
+        json.loads(found)
+        for found in (skipped.train[0].folder.parent / "skipped.jsonl").read_text().splitlines()
+    ]
     assert f"{listed['file']}:{listed['line']}" == problem.what and listed["why"] == problem.why
 
 
@@ -240,14 +315,20 @@ def test_a_line_and_a_document_of_50_megabytes_are_read_in_bounded_memory(tmp_pa
     (tmp_path / "document.txt").write_text("a\n\n" + long + "\n\nb")
     for file in ("line.jsonl", "document.txt"):
         tracemalloc.start()
-        lengths = [len(row.columns["text"]) for unit in split_units(str(tmp_path / file), 1 << 20) for row in read_unit(unit)]
+        lengths = [
+            len(row.columns["text"])
+            for unit in split_units(str(tmp_path / file), 1 << 20)
+            for row in read_unit(unit)
+        ]
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert len(lengths) == 3 and abs(max(lengths) - len(long)) < 2 and peak < 5 * len(long)
 
 
 def test_an_array_is_read_in_bounded_memory(tmp_path):
-    (tmp_path / "a.json").write_text("[" + ",\n".join(json.dumps({"text": "x" * 10_000}) for _ in range(2000)) + "]")
+    (tmp_path / "a.json").write_text(
+        "[" + ",\n".join(json.dumps({"text": "x" * 10_000}) for _ in range(2000)) + "]"
+    )
     tracemalloc.start()
     assert [row.where[1] for row in read_rows(str(tmp_path / "a.json"))] == list(range(1, 2001))
     assert tracemalloc.get_traced_memory()[1] < 8 << 20  # of 20 MB
@@ -261,8 +342,12 @@ def test_a_line_without_an_end_is_told_before_it_fills_the_memory(tmp_path, monk
     long = json.dumps({"text": "x" * 5000})
     (tmp_path / "a.jsonl").write_text(f"{GOOD}{long}\n{GOOD}")
     (tmp_path / "a.json").write_text(f"[{GOOD},{long}]")
-    assert [row.error and "longer than" in row.error for row in read_rows(str(tmp_path / "a.jsonl"))] == [None, True, None]
-    assert [row.error and "in one value" in row.error for row in read_rows(str(tmp_path / "a.json"))] == [None, True]
+    assert [
+        row.error and "longer than" in row.error for row in read_rows(str(tmp_path / "a.jsonl"))
+    ] == [None, True, None]
+    assert [
+        row.error and "in one value" in row.error for row in read_rows(str(tmp_path / "a.json"))
+    ] == [None, True]
 
 
 @pytest.mark.parametrize("on_error", ["fail", "skip"])
@@ -278,7 +363,9 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run(tmp_path, happens, on
         if happens == "vanishes":
             file.unlink()
         else:
-            file.write_text(GOOD * 10 if happens == "shrinks" else GOOD.replace("good", "evil") * 1000)
+            file.write_text(
+                GOOD * 10 if happens == "shrinks" else GOOD.replace("good", "evil") * 1000
+            )
         yield from rows
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as raised:
@@ -300,19 +387,30 @@ def test_what_is_tokenised_needs_its_source_no_more(train, tmp_path, chats):
 def gone_when_tokenised(file):
     fit = Trainer.fit
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "fit", lambda trainer: (file.unlink(missing_ok=True), fit(trainer))[1])
+        patch.setattr(
+            Trainer, "fit", lambda trainer: (file.unlink(missing_ok=True), fit(trainer))[1]
+        )
         yield
 
 
 @pytest.mark.parametrize("path", ["**/*.jsonl", "**", "*/**/a.jsonl", "."])
-def test_links_in_a_ring_are_gone_through_once_and_those_that_lead_nowhere_are_named(tmp_path, path):
+def test_links_in_a_ring_are_gone_through_once_and_those_that_lead_nowhere_are_named(
+    tmp_path, path
+):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "a.jsonl").write_text(GOOD)
     (tmp_path / "data").mkdir()
-    for name, target in {"in": "../elsewhere", "loop": ".", "up": "..", "back": "../data"}.items():  # Python's own glob follows 4^40 paths
+    for name, target in {
+        "in": "../elsewhere",
+        "loop": ".",
+        "up": "..",
+        "back": "../data",
+    }.items():  # Python's own glob follows 4^40 paths
         (tmp_path / "data" / name).symlink_to(target)
     found = data_files(str(tmp_path / "data" / path))
-    assert {os.path.realpath(file) for file in found} == {str(tmp_path / "elsewhere" / "a.jsonl")} and len(found) < 9
+    assert {os.path.realpath(file) for file in found} == {
+        str(tmp_path / "elsewhere" / "a.jsonl")
+    } and len(found) < 9
     (tmp_path / "data" / "b.jsonl").symlink_to("b.jsonl")
     with pytest.raises(UserError, match=r"b\.jsonl is a link that leads nowhere"):
         find_sources(str(tmp_path / "data"), "data.path")
@@ -322,7 +420,9 @@ def test_a_folder_that_is_called_like_a_file_is_a_folder(tmp_path):
     (tmp_path / "all.jsonl").mkdir()
     (tmp_path / "all.jsonl" / "part-0.jsonl").write_text(GOOD)
     for path in ("all.jsonl", "*.jsonl", ""):
-        assert [Path(f).name for s in find_sources(str(tmp_path / path), "data.path") for f in s.files] == ["part-0.jsonl"]
+        assert [
+            Path(f).name for s in find_sources(str(tmp_path / path), "data.path") for f in s.files
+        ] == ["part-0.jsonl"]
 
 
 def test_a_file_that_may_not_be_read_is_named_with_the_command(tmp_path, monkeypatch):

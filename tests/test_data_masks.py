@@ -45,7 +45,13 @@ def turn(role, content, **others):
     return {"role": role, "content": content, **others}
 
 
-CHAT = [turn("system", "Be brief."), turn("user", "Hi"), turn("assistant", "Hello!"), turn("user", "2+2?"), turn("assistant", "4")]
+CHAT = [
+    turn("system", "Be brief."),
+    turn("user", "Hi"),
+    turn("assistant", "Hello!"),
+    turn("user", "2+2?"),
+    turn("assistant", "4"),
+]
 
 
 def samples_of(tokenizer, row, template=None, seq_len=1000, **options):
@@ -67,7 +73,13 @@ def learnt(tokenizer, sample):
 
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-LONG_CHAT = [turn("system", "S"), turn("user", "U"), turn("assistant", "A"), turn("user", "V"), turn("assistant", "B")]
+LONG_CHAT = [
+    turn("system", "S"),
+    turn("user", "U"),
+    turn("assistant", "A"),
+    turn("user", "V"),
+    turn("assistant", "B"),
+]
 RENDERED = {  # the families' own formats, written out: before the last answer, the answer as it is learnt, what follows it
     "chatml": ("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
                "<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n", "B<|im_end|>", "\n"),
@@ -91,7 +103,9 @@ RENDERED = {  # the families' own formats, written out: before the last answer, 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory):
     """A byte tokenizer with the special tokens of every family."""
-    backend = made_tokenizer(["<s>", "</s>", *(marker for markers in MARKERS.values() for marker in markers)])
+    backend = made_tokenizer(
+        ["<s>", "</s>", *(marker for markers in MARKERS.values() for marker in markers)]
+    )
     folder = tmp_path_factory.mktemp("tokenizer")
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(SPECIAL))
@@ -106,21 +120,34 @@ def test_a_named_template_writes_what_its_family_does_and_learns_the_answers(nam
     assert template.render(LONG_CHAT[:4], add_generation_prompt=True) == before
     samples, builder = samples_of(family, Conversation(LONG_CHAT, None, WHERE), template)
     assert learnt(family, samples[-1])[-1] == answer
-    assert sum(len(learnt(family, sample)) for sample in samples) == 2  # mistral and qwen3 rewrite earlier turns
+    assert (
+        sum(len(learnt(family, sample)) for sample in samples) == 2
+    )  # mistral and qwen3 rewrite earlier turns
     assert len(samples) == (2 if name in ("mistral", "qwen3") else 1)
-    assert set(builder.counts) <= {"rewritten", "system_in_user", "empty_think"} and ("empty_think" in builder.counts) == (name == "qwen3")
-    assert len(template.render(LONG_CHAT[1:])) < len(before + answer + after)  # no system turn of its own
+    assert set(builder.counts) <= {"rewritten", "system_in_user", "empty_think"} and (
+        "empty_think" in builder.counts
+    ) == (name == "qwen3")
+    assert len(template.render(LONG_CHAT[1:])) < len(
+        before + answer + after
+    )  # no system turn of its own
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_built_in_templates_mask_as_they_mark_generation(name, family):
     transformers = pytest.importorskip("transformers")
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=family.backend, **SPECIAL, chat_template=BUILT_IN[name])
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=family.backend, **SPECIAL, chat_template=BUILT_IN[name]
+    )
     template = load_template(name, family)
-    for messages in (CHAT, CHAT[1:], [*CHAT[:3], turn("tool", "ok"), turn("assistant", ""), turn("user", "end")]):
+    for messages in (
+        CHAT,
+        CHAT[1:],
+        [*CHAT[:3], turn("tool", "ok"), turn("assistant", ""), turn("user", "end")],
+    ):
         if (
             template.adapt(messages, None) == messages
-            and len(samples := samples_of(family, Conversation(messages, None, WHERE), template)[0]) == 1
+            and len(samples := samples_of(family, Conversation(messages, None, WHERE), template)[0])
+            == 1
         ):
             assert_same_as_transformers(samples[0], fast, messages)
 
@@ -137,9 +164,15 @@ def test_no_template_loses_reasoning_or_tools(name, family):
     ]
     noted: list[str] = []
     text = template.render(template.adapt(chat, None, noted.append))
-    assert all(part in text for part in ("<think>\nwhy\n</think>\n\n", '"name": "add", "arguments": {"a": 1}}', "two"))
+    assert all(
+        part in text
+        for part in ("<think>\nwhy\n</think>\n\n", '"name": "add", "arguments": {"a": 1}}', "two")
+    )
     if name == "qwen3":
-        assert not noted and "<|im_start|>user\n<tool_response>\ntwo\n</tool_response><|im_end|>" in text
+        assert (
+            not noted
+            and "<|im_start|>user\n<tool_response>\ntwo\n</tool_response><|im_end|>" in text
+        )
 
 
 def test_reasoning_is_learnt_in_every_turn_but_only_seen_in_the_last(family):
@@ -151,7 +184,10 @@ def test_reasoning_is_learnt_in_every_turn_but_only_seen_in_the_last(family):
         turn("assistant", "B", reasoning_content="r2"),
     ]
     samples, _ = samples_of(family, Conversation(chat, None, WHERE), template)
-    assert [learnt(family, s) for s in samples] == [["<think>\nr1\n</think>\n\nA<|im_end|>"], ["<think>\nr2\n</think>\n\nB<|im_end|>"]]
+    assert [learnt(family, s) for s in samples] == [
+        ["<think>\nr1\n</think>\n\nA<|im_end|>"],
+        ["<think>\nr2\n</think>\n\nB<|im_end|>"],
+    ]
     assert "r1" not in family.decode(samples[1].tokens.tolist(), skip_special=False)
 
 
@@ -164,20 +200,38 @@ def test_a_template_without_its_special_tokens_is_refused(tokenizer):
 def made_tokenizer(special=("<|begin_of_text|>", "<|eot_id|>")):
     """A small byte-level BPE."""
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator([str(CHAT)] * 3, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False))
-    backend.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in dict.fromkeys(special)])
+    backend.train_from_iterator(
+        [str(CHAT)] * 3,
+        trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False),
+    )
+    backend.add_special_tokens(
+        [AddedToken(s, special=True, normalized=False) for s in dict.fromkeys(special)]
+    )
     return backend
 
 
 def assert_same_as_transformers(sample, tokenizer, messages, tools=None):
-    theirs = tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    theirs = tokenizer.apply_chat_template(
+        messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
     assert sample.tokens.tolist() == theirs["input_ids"]
     assert (sample.weights > 0).astype(int).tolist() == theirs["assistant_masks"]
 
 
-@pytest.mark.parametrize("file", ["gsm8k_train.jsonl", "alpaca_en_demo.json", "alpaca_zh_demo.json", "glaive_toolcall_en_demo.json"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "gsm8k_train.jsonl",
+        "alpaca_en_demo.json",
+        "alpaca_zh_demo.json",
+        "glaive_toolcall_en_demo.json",
+    ],
+)
 def test_masks_equal_those_of_transformers_on_real_data(file):
     transformers = pytest.importorskip("transformers")
     if not SHARED.is_dir():
@@ -194,7 +248,12 @@ def test_masks_equal_those_of_transformers_on_real_data(file):
 
 def as_messages(columns):
     """A row of shared/data as a person would write it for `apply_chat_template`."""
-    roles = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+    roles = {
+        "human": "user",
+        "gpt": "assistant",
+        "function_call": "assistant",
+        "observation": "tool",
+    }
     if "conversations" in columns:
         return [turn(roles[t["from"]], t["value"]) for t in columns["conversations"]]
     if "question" in columns:
@@ -203,9 +262,16 @@ def as_messages(columns):
     return [turn("user", question), turn("assistant", columns["output"])]
 
 
-def test_a_template_that_rewrites_earlier_turns_gives_one_sample_per_turn_as_at_inference(tokenizer):
+def test_a_template_that_rewrites_earlier_turns_gives_one_sample_per_turn_as_at_inference(
+    tokenizer,
+):
     template = Template("rewriting", REWRITING, tokenizer.special)
-    chat = [turn("user", "a"), turn("assistant", "<think>\nwhy\n</think>\n\nb"), turn("user", "c"), turn("assistant", "d")]
+    chat = [
+        turn("user", "a"),
+        turn("assistant", "<think>\nwhy\n</think>\n\nb"),
+        turn("user", "c"),
+        turn("assistant", "d"),
+    ]
     first, second = samples_of(tokenizer, Conversation(chat, None, WHERE), template)[0]
     assert learnt(tokenizer, first) == ["<think>\nwhy\n</think>\n\nb<|im_end|>"]
     assert learnt(tokenizer, second) == ["<think>\n\n</think>\n\nd<|im_end|>"]
@@ -225,14 +291,21 @@ def test_a_template_that_rewrites_gives_one_sample_where_nothing_is_rewritten(to
 @pytest.mark.parametrize("answer", ["Hello", "<th", "<think>\nwhy\n</think>Hello", "1", "A"])
 def test_a_prompt_that_opens_a_think_block_does_not_shift_the_mask(tokenizer, answer):
     template = Template("opened", OPENED_THINK, tokenizer.special)
-    (sample,), builder = samples_of(tokenizer, Conversation([turn("user", "a"), turn("assistant", answer)], None, WHERE), template)
+    (sample,), builder = samples_of(
+        tokenizer,
+        Conversation([turn("user", "a"), turn("assistant", answer)], None, WHERE),
+        template,
+    )
     assert learnt(tokenizer, sample) == [answer.split("</think>")[-1] + "<|im_end|>"]
     assert builder.counts["prompt_differs"] == 1
 
 
 def test_an_assistant_that_speaks_first_is_learnt(tokenizer):
     (sample,), _ = samples_of(
-        tokenizer, Conversation([turn("assistant", "Welcome"), turn("user", "a"), turn("assistant", "b")], None, WHERE)
+        tokenizer,
+        Conversation(
+            [turn("assistant", "Welcome"), turn("user", "a"), turn("assistant", "b")], None, WHERE
+        ),
     )
     assert learnt(tokenizer, sample) == ["Welcome<|im_end|>", "b<|im_end|>"]
 
@@ -245,7 +318,12 @@ def test_loss_on_last_and_all(tokenizer):
 
 
 def test_weights_of_turns_are_honoured(tokenizer):
-    chat = [turn("user", "a"), turn("assistant", "b", weight=0.0), turn("user", "c"), turn("assistant", "d", weight=0.5)]
+    chat = [
+        turn("user", "a"),
+        turn("assistant", "b", weight=0.0),
+        turn("user", "c"),
+        turn("assistant", "d", weight=0.5),
+    ]
     (sample,), _ = samples_of(tokenizer, Conversation(chat, None, WHERE))
     assert learnt(tokenizer, sample) == ["d<|im_end|>"]
     assert set(sample.weights.tolist()) == {0.0, 0.5}
@@ -260,7 +338,9 @@ def test_a_token_across_the_edge_of_a_turn_is_not_learnt(tmp_path):
     # The prompt ends in a space, which this vocabulary may join with the first letter of the answer.
     source = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
     (sample,), _ = samples_of(
-        tokenizer, Conversation([turn("user", "a"), turn("assistant", "Be brief.")], None, WHERE), Template("t", source, {})
+        tokenizer,
+        Conversation([turn("user", "a"), turn("assistant", "Be brief.")], None, WHERE),
+        Template("t", source, {}),
     )
     assert " " not in learnt(tokenizer, sample)[0][:1]
     assert learnt(tokenizer, sample)[0].endswith("<|eot_id|>")
@@ -268,7 +348,9 @@ def test_a_token_across_the_edge_of_a_turn_is_not_learnt(tmp_path):
 
 def test_a_template_without_end_tokens_is_reported(tokenizer):
     source = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    _, builder = samples_of(tokenizer, Conversation(CHAT[1:3], None, WHERE), Template("t", source, {}))
+    _, builder = samples_of(
+        tokenizer, Conversation(CHAT[1:3], None, WHERE), Template("t", source, {})
+    )
     assert builder.counts == {"no_end": 1} and builder.examples == {"no_end": ["chats.jsonl:1"]}
 
 
@@ -276,16 +358,28 @@ def test_a_template_without_end_tokens_is_reported(tokenizer):
 def test_an_end_that_swallows_spaces_is_learnt_and_one_that_is_no_token_is_reported(tmp_path, how):
     transformers = pytest.importorskip("transformers")
     backend = made_tokenizer(["<|im_start|>"])
-    backend.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=False, **{how: True})])
+    backend.add_special_tokens(
+        [AddedToken("<|im_end|>", special=True, normalized=False, **{how: True})]
+    )
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path))
-    chat = [turn("user", "q"), turn("assistant", "word"), turn("user", "q"), turn("assistant", "spaced ")]
+    chat = [
+        turn("user", "q"),
+        turn("assistant", "word"),
+        turn("user", "q"),
+        turn("assistant", "spaced "),
+    ]
     (sample,), builder = samples_of(tokenizer, Conversation(chat, None, WHERE))
     if how == "single_word":  # "word<|im_end|>" is text to it, "spaced <|im_end|>" ends
         assert builder.counts["no_end"] == 1
         return
-    assert [text.endswith("<|im_end|>") for text in learnt(tokenizer, sample)] == [True, True] and not builder.counts
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend, chat_template=BUILT_IN["chatml"])
+    assert [text.endswith("<|im_end|>") for text in learnt(tokenizer, sample)] == [
+        True,
+        True,
+    ] and not builder.counts
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend, chat_template=BUILT_IN["chatml"]
+    )
     assert_same_as_transformers(sample, fast, chat)
 
 
@@ -294,7 +388,10 @@ def test_a_long_document_is_dropped_cut_or_kept_whole(tokenizer, policy, lengths
     samples, _ = samples_of(tokenizer, Document("0123456789", WHERE), seq_len=4, too_long=policy)
     assert [len(s.tokens) for s in samples] == lengths
     if policy == "split":  # where it is cut, the order of rows decides
-        assert tokenizer.decode(samples[0].tokens.tolist(), skip_special=False) == "0123456789<|im_end|>"
+        assert (
+            tokenizer.decode(samples[0].tokens.tolist(), skip_special=False)
+            == "0123456789<|im_end|>"
+        )
 
 
 def test_a_document_has_one_bos_and_one_eos_and_all_else_is_learnt():
@@ -302,7 +399,10 @@ def test_a_document_has_one_bos_and_one_eos_and_all_else_is_learnt():
     tokenizer.bos_id = tokenizer.special_tokens["<|endoftext|>"]
     for text in ("hi", "<|endoftext|>hi", "hi<|im_end|>"):
         (sample,), _ = samples_of(tokenizer, Document(text, WHERE))
-        assert tokenizer.decode(sample.tokens.tolist(), skip_special=False) == "<|endoftext|>hi<|im_end|>"
+        assert (
+            tokenizer.decode(sample.tokens.tolist(), skip_special=False)
+            == "<|endoftext|>hi<|im_end|>"
+        )
         assert sample.weights.tolist() == [0, 1, 1, 1]
 
 
@@ -316,10 +416,21 @@ def test_what_a_template_cannot_render_becomes_text(tokenizer):
 {{- m.role + ':' + m.content + '<|im_end|>' }}{%- endfor %}"""
     template = Template("strict", source, {})
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    chat = [turn("system", "S"), turn("user", "U"), turn("assistant", "", tool_calls=[call]), turn("tool", "1"), turn("assistant", "A")]
+    chat = [
+        turn("system", "S"),
+        turn("user", "U"),
+        turn("assistant", "", tool_calls=[call]),
+        turn("tool", "1"),
+        turn("assistant", "A"),
+    ]
     noted: list[str] = []
     text = template.render(template.adapt(chat, None, noted.append))
-    assert text == "user:S\n\nU<|im_end|>assistant:" + json.dumps(call["function"]) + "<|im_end|>user:1<|im_end|>assistant:A<|im_end|>"
+    assert (
+        text
+        == "user:S\n\nU<|im_end|>assistant:"
+        + json.dumps(call["function"])
+        + "<|im_end|>user:1<|im_end|>assistant:A<|im_end|>"
+    )
     assert noted == ["system_in_user", "calls_as_text", "results_as_user"]
 
 
@@ -339,18 +450,26 @@ def test_tool_calls_and_descriptions_are_rendered_where_the_template_knows_them(
     row = make_reader(columns, "auto", None, "f").read(Row(columns, WHERE))
     (sample,), builder = samples_of(tokenizer, row, template)
     assert learnt(tokenizer, sample) == ['<call>add{"a": 1}<|im_end|>', "a<|im_end|>"]
-    assert not builder.counts and '"name": "add"}}]<|im_start|>' in tokenizer.decode(sample.tokens.tolist(), skip_special=False)
+    assert not builder.counts and '"name": "add"}}]<|im_start|>' in tokenizer.decode(
+        sample.tokens.tolist(), skip_special=False
+    )
 
 
 def test_a_template_that_refuses_a_conversation_says_so_in_its_own_words(tokenizer):
     source = "{% if messages[0].role != 'user' %}{{ raise_exception('must start with user') }}{% endif %}"
     with pytest.raises(RowError, match="must start with user"):
-        samples_of(tokenizer, Conversation([turn("assistant", "A")], None, WHERE), Template("strict", source, {}))
+        samples_of(
+            tokenizer,
+            Conversation([turn("assistant", "A")], None, WHERE),
+            Template("strict", source, {}),
+        )
 
 
 def test_reasoning_and_tool_calls_are_masked_as_the_template_marks_generation(family):
     transformers = pytest.importorskip("transformers")
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=family.backend, **SPECIAL, chat_template=BUILT_IN["qwen3"])
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=family.backend, **SPECIAL, chat_template=BUILT_IN["qwen3"]
+    )
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     chat = [
         turn("user", "U"),
@@ -362,4 +481,8 @@ def test_reasoning_and_tool_calls_are_masked_as_the_template_marks_generation(fa
     row = make_reader({"messages": chat}, "auto", None, "f").read(Row({"messages": chat}, WHERE))
     (sample,), builder = samples_of(family, row, load_template("qwen3", family))
     assert_same_as_transformers(sample, fast, chat)
-    assert not builder.counts and "why" in learnt(family, sample)[0] and learnt(family, sample)[0].count("<tool_call>") == 2
+    assert (
+        not builder.counts
+        and "why" in learnt(family, sample)[0]
+        and learnt(family, sample)[0].count("<tool_call>") == 2
+    )

@@ -31,13 +31,20 @@ from fsdp_trainer.training.trainer import Trainer
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.floats(-4, 0), min_size=1, max_size=20), st.integers(0, 10**9), st.sampled_from([2**40, 10**5, 1]))
+@given(
+    st.lists(st.floats(-4, 0), min_size=1, max_size=20),
+    st.integers(0, 10**9),
+    st.sampled_from([2**40, 10**5, 1]),
+)
 def test_after_any_number_of_rows_each_share_is_exact_to_less_than_a_row(exponents, n, whole):
     parts = [max(1, round(10**e * whole)) for e in exponents]
     turns = Turns(parts)
     had = turns.taken(n)
     assert had.sum() == n
-    for window in (n, n // turns.span * turns.span + turns.span - 50):  # across an edge of blocks, too
+    for window in (
+        n,
+        n // turns.span * turns.span + turns.span - 50,
+    ):  # across an edge of blocks, too
         had, window = turns.taken(window), np.arange(window, window + 100)
         who, ordinal = turns.at(window)
         for i, part in enumerate(parts):
@@ -60,16 +67,23 @@ def text_component(name, lengths, asked=1.0, seed=0):
     """Texts of its own, packed into rows of 16."""
     store = Texts(lengths)
     store.source_names, store.folder, store.where = [name], name, lambda sample: f"{name}:{sample}"
-    return Component(name, RowOrder(store, 16, "best_fit", True, seed), f"{name}{list(lengths)}/{seed}", asked)
+    return Component(
+        name, RowOrder(store, 16, "best_fit", True, seed), f"{name}{list(lengths)}/{seed}", asked
+    )
 
 
 LENGTHS = st.lists(st.integers(2, 40), min_size=1, max_size=30)
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.tuples(LENGTHS, st.sampled_from([1, 2, 3])), min_size=1, max_size=5), st.integers(0, 3))
+@given(
+    st.lists(st.tuples(LENGTHS, st.sampled_from([1, 2, 3])), min_size=1, max_size=5),
+    st.integers(0, 3),
+)
 def test_an_epoch_of_repeats_holds_every_row_exactly_that_often(sources, epoch):
-    mixture = Mixture([text_component(f"{i}", lengths, times) for i, (lengths, times) in enumerate(sources)])
+    mixture = Mixture(
+        [text_component(f"{i}", lengths, times) for i, (lengths, times) in enumerate(sources)]
+    )
     n = mixture.rows_per_epoch
     who, index = mixture.locate(range(epoch * n, (epoch + 1) * n))
     for i, (component, (_, times)) in enumerate(zip(mixture.components, sources, strict=True)):
@@ -78,16 +92,28 @@ def test_an_epoch_of_repeats_holds_every_row_exactly_that_often(sources, epoch):
 
 
 def test_half_a_repeat_goes_on_with_the_other_half():
-    mixture = Mixture([text_component("a", [16] * 8, 0.5), text_component("b", [16] * 3), text_component("never", [16], 0)])
+    mixture = Mixture(
+        [
+            text_component("a", [16] * 8, 0.5),
+            text_component("b", [16] * 3),
+            text_component("never", [16], 0),
+        ]
+    )
     assert mixture.rows_per_epoch == 7
     who, index = mixture.locate(range(14))
-    assert sorted(index[who == 0]) == list(range(8)) and sorted(index[who == 1]) == list(range(6)) and 2 not in who
+    assert (
+        sorted(index[who == 0]) == list(range(8))
+        and sorted(index[who == 1]) == list(range(6))
+        and 2 not in who
+    )
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(LENGTHS, min_size=2, max_size=4), st.integers(0, 60), st.integers(1, 30))
 def test_rows_and_totals_are_those_of_the_components(sources, start, count):
-    mixture = Mixture([text_component(f"{i}", lengths, 1 + i) for i, lengths in enumerate(sources)], weighted=True)
+    mixture = Mixture(
+        [text_component(f"{i}", lengths, 1 + i) for i, lengths in enumerate(sources)], weighted=True
+    )
     read = mixture.read_rows(range(start, start + count))
     who, index = mixture.locate(range(start, start + count))
     for i in range(count):
@@ -106,12 +132,20 @@ def test_rows_and_totals_are_those_of_the_components(sources, start, count):
 
 def test_weights_are_shares_of_the_tokens_however_full_the_rows_are():
     mixture = Mixture(
-        [text_component("full", [16] * 100, 0.5), text_component("half", [9] * 100, 0.25), text_component("c", [12] * 9, 0.25)], True
+        [
+            text_component("full", [16] * 100, 0.5),
+            text_component("half", [9] * 100, 0.25),
+            text_component("c", [12] * 9, 0.25),
+        ],
+        True,
     )
     report = mixture.report(4000)
     assert [line["share"] for line in report] == pytest.approx([0.5, 0.25, 0.25], abs=1e-3)
     assert [line["share_asked"] for line in report] == pytest.approx([0.5, 0.25, 0.25], abs=1e-6)
-    assert report[2]["epochs"] == pytest.approx(report[2]["rows"] / 9, abs=1e-4) and mixture.rows_per_epoch == 209
+    assert (
+        report[2]["epochs"] == pytest.approx(report[2]["rows"] / 9, abs=1e-4)
+        and mixture.rows_per_epoch == 209
+    )
     assert sum(line["tokens"] for line in report) == mixture.totals(0, 4000)[1]
     assert "Muennighoff" in mixture.plan(4000)[-1] and "Muennighoff" not in str(mixture.plan(40))
 
@@ -127,7 +161,13 @@ def go_on(mixture, progress, rows):
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.tuples(st.sets(st.sampled_from("abcd"), min_size=1), st.integers(0, 40)), min_size=1, max_size=5))
+@given(
+    st.lists(
+        st.tuples(st.sets(st.sampled_from("abcd"), min_size=1), st.integers(0, 40)),
+        min_size=1,
+        max_size=5,
+    )
+)
 def test_each_source_goes_on_at_its_own_row_whatever_comes_and_goes(segments):
     lengths = {"a": [16] * 7, "b": [9] * 5, "c": [3, 16, 8], "d": [16]}
     seen, progress, start = {name: [] for name in lengths}, Progress(), 0
@@ -142,11 +182,25 @@ def test_each_source_goes_on_at_its_own_row_whatever_comes_and_goes(segments):
 
 
 def test_what_a_resume_makes_of_changed_data_is_told():
-    first = Mixture([text_component("a", [16] * 4, 0.5), text_component("b", [16] * 4, 0.3), text_component("c", [16], 0.2)], True)
+    first = Mixture(
+        [
+            text_component("a", [16] * 4, 0.5),
+            text_component("b", [16] * 4, 0.3),
+            text_component("c", [16], 0.2),
+        ],
+        True,
+    )
     begun = Progress(segments=[first.state(10)])
     same, told = go_on(Mixture(first.components, True), begun, 10)
     assert told == [] and same.left_out == [[1, 2]] and len(same.segments) == 1
-    other = Mixture([text_component("a", [16] * 4, 0.6), text_component("b", [16] * 5, 0.2), text_component("d", [16], 0.2)], True)
+    other = Mixture(
+        [
+            text_component("a", [16] * 4, 0.6),
+            text_component("b", [16] * 5, 0.2),
+            text_component("d", [16], 0.2),
+        ],
+        True,
+    )
     progress, told = go_on(other, begun, 10)
     assert told == [
         "data   a was asked for 0.5, is for 0.6: goes on at epoch 2, row 1 of 4",
@@ -154,7 +208,10 @@ def test_what_a_resume_makes_of_changed_data_is_told():
         "data   d is new: begins at its first row",
         "data   c is left out: was seen for 2.00 epochs",
     ]
-    assert progress.left_out == [] and [segment["start"] for segment in progress.segments] == [0, 10]
+    assert progress.left_out == [] and [segment["start"] for segment in progress.segments] == [
+        0,
+        10,
+    ]
     assert other.taken(10) == [5, 0, 0]
 
 
@@ -164,7 +221,10 @@ def test_what_a_version_without_segments_did_counts_by_the_epochs_of_now():
     progress = Progress(rows=13)
     (told,) = take_up_data(mixture, progress, "older")
     assert "from a version that named data otherwise" in told and mixture.taken(15) == [2]
-    assert last_row(TrainConfig(train=Train(epochs=3)), mixture.rows_per_epoch, progress.segments) == 30
+    assert (
+        last_row(TrainConfig(train=Train(epochs=3)), mixture.rows_per_epoch, progress.segments)
+        == 30
+    )
 
 
 def test_the_cost_of_attention_is_looked_up_in_one_epoch_of_each_source():
@@ -194,18 +254,35 @@ def test_rows_of_the_same_documents_cost_the_same_to_the_last_bit():
 def test_epochs_that_were_done_of_other_data_are_done():
     cfg = TrainConfig(train=Train(epochs=3))
     assert last_row(cfg, 40, []) == 120
-    segments = [{"start": 0, "rows_per_epoch": 40}, {"start": 60, "rows_per_epoch": 10}, {"start": 65, "rows_per_epoch": 7}]
+    segments = [
+        {"start": 0, "rows_per_epoch": 40},
+        {"start": 60, "rows_per_epoch": 10},
+        {"start": 65, "rows_per_epoch": 7},
+    ]
     assert last_row(cfg, 7, segments[:1]) == 21
     assert last_row(cfg, 10, segments[:2]) == 60 + 15 and last_row(cfg, 7, segments) == 65 + 7
     assert last_row(TrainConfig(train=Train(epochs=1)), 7, segments) == 65
-    assert last_row(cfg, 40, [{"start": 0, "rows_per_epoch": 0}, {"start": 60, "rows_per_epoch": 40}]) == 180, "after a stream"
+    assert (
+        last_row(cfg, 40, [{"start": 0, "rows_per_epoch": 0}, {"start": 60, "rows_per_epoch": 40}])
+        == 180
+    ), "after a stream"
 
 
-@given(st.integers(0, 80), st.integers(1, 9), st.integers(0, 80), st.lists(st.tuples(st.integers(0, 90), st.integers(1, 20)), max_size=3))
+@given(
+    st.integers(0, 80),
+    st.integers(1, 9),
+    st.integers(0, 80),
+    st.lists(st.tuples(st.integers(0, 90), st.integers(1, 20)), max_size=3),
+)
 def test_the_steps_to_come_are_counted_without_going_through_them(rows, of_step, last, left_out):
     left_out = [[first, first + length] for first, length in left_out]
     cfg = SimpleNamespace(batch=SimpleNamespace(rows=of_step))
-    trainer = SimpleNamespace(cfg=cfg, progress=Progress(step=7, rows=rows, left_out=left_out), last_row=last, observer=SimpleNamespace())
+    trainer = SimpleNamespace(
+        cfg=cfg,
+        progress=Progress(step=7, rows=rows, left_out=left_out),
+        last_row=last,
+        observer=SimpleNamespace(),
+    )
     Trainer.count_steps(trainer)
     assert trainer.total_steps == 7 + len(list(row_ranges(of_step, last, rows, left_out)))
 
@@ -214,13 +291,24 @@ def test_the_steps_to_come_are_counted_without_going_through_them(rows, of_step,
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 8), st.integers(1, 5), st.integers(1, 2))
-def test_rows_are_dealt_once_each_and_never_less_evenly_than_in_their_order(costs, ranks, micro_rows, step):
-    order = SimpleNamespace(costs=lambda rows: np.array([costs[i] for i in rows]), source_names=[""])
+@given(
+    st.lists(st.integers(1, 100), min_size=1, max_size=60),
+    st.integers(1, 8),
+    st.integers(1, 5),
+    st.integers(1, 2),
+)
+def test_rows_are_dealt_once_each_and_never_less_evenly_than_in_their_order(
+    costs, ranks, micro_rows, step
+):
+    order = SimpleNamespace(
+        costs=lambda rows: np.array([costs[i] for i in rows]), source_names=[""]
+    )
     batches = Batches(order, micro_rows, 0, ranks, torch.device("cpu"))
     plan = StepPlan(step, 0, len(costs), 1.0, 1, 1, 1)
     dealt = batches.deal(plan)
-    assert sorted(dealt[dealt >= 0]) == list(range(len(costs))) and np.array_equal(dealt, batches.deal(plan))
+    assert sorted(dealt[dealt >= 0]) == list(range(len(costs))) and np.array_equal(
+        dealt, batches.deal(plan)
+    )
     in_order = np.full(dealt.size, -1)
     in_order[: len(costs)] = range(len(costs))
     in_order = in_order.reshape(dealt.shape)
@@ -236,17 +324,33 @@ def test_rows_are_dealt_once_each_and_never_less_evenly_than_in_their_order(cost
 
 @pytest.fixture
 def sources(tmp_path):
-    return [write_chats(tmp_path / f"{name}.jsonl", n, start) for name, n, start in (("a", 40, 0), ("b", 20, 200), ("c", 9, 300))]
+    return [
+        write_chats(tmp_path / f"{name}.jsonl", n, start)
+        for name, n, start in (("a", 40, 0), ("b", 20, 200), ("c", 9, 300))
+    ]
 
 
 def by(kind, sources, *numbers):
-    return "data.path=[" + ", ".join(f"{{path: {path}, {kind}: {n}}}" for path, n in zip(sources, numbers, strict=False)) + "]"
+    return (
+        "data.path=["
+        + ", ".join(
+            f"{{path: {path}, {kind}: {n}}}" for path, n in zip(sources, numbers, strict=False)
+        )
+        + "]"
+    )
 
 
 @pytest.mark.slow
 def test_a_mixture_trains_alike_on_any_number_of_ranks_and_tells_what_it_gave(train, sources):
     runs = [
-        train(f"on{ranks}", by("weight", sources, 0.6, 0.4), "train.steps=6", "batch.rows=7", f"batch.micro_rows={micro}", ranks=ranks)
+        train(
+            f"on{ranks}",
+            by("weight", sources, 0.6, 0.4),
+            "train.steps=6",
+            "batch.rows=7",
+            f"batch.micro_rows={micro}",
+            ranks=ranks,
+        )
         for ranks, micro in ((1, 7), (2, 2), (4, 1))
     ]
     for run in runs[1:]:
@@ -255,9 +359,14 @@ def test_a_mixture_trains_alike_on_any_number_of_ranks_and_tells_what_it_gave(tr
     assert set(runs[0].metrics[0]["loss_by_source"]) == {"a", "b"}
     (told,) = runs[0].event("data")
     a, b = told["sources"]
-    assert (a["share_asked"], b["share_asked"]) == (0.6, 0.4) and a["share"] == pytest.approx(0.6, abs=0.05)
+    assert (a["share_asked"], b["share_asked"]) == (0.6, 0.4) and a["share"] == pytest.approx(
+        0.6, abs=0.05
+    )
     assert a["tokens"] + b["tokens"] == runs[0].column("tokens")[-1] and a["rows"] + b["rows"] == 42
-    assert "mixed by weights; an epoch is as many rows as all have" in runs[0].out and "b: 4" in runs[0].out
+    assert (
+        "mixed by weights; an epoch is as many rows as all have" in runs[0].out
+        and "b: 4" in runs[0].out
+    )
     assert f"asked for 40.00%; {b['tokens']:,} tokens, {b['epochs']:.2f} epochs" in runs[0].out
 
 
@@ -290,23 +399,46 @@ def test_an_epoch_of_a_mixture_ends_exactly_and_goes_on_bitwise_after_a_stop(tra
     assert [source["epochs"] for source in whole.event("data")[-1]["sources"]] == [2, 4]
     train("cut", *how, "train.epochs=null", "train.steps=3", ranks=2)
     cut = train("cut", *how, ranks=2)
-    assert cut.column("loss") == whole.column("loss") and cut.column("grad_norm") == whole.column("grad_norm")
+    assert cut.column("loss") == whole.column("loss") and cut.column("grad_norm") == whole.column(
+        "grad_norm"
+    )
 
 
 @pytest.mark.slow
 def test_a_source_is_added_at_resume_where_that_is_allowed(train, sources):
     how = ["schedule=constant", "checkpoint.every=2"]
-    before = train("run", by("repeat", sources, 1, 1), *how, "train.steps=3").event("data")[-1]["sources"]
+    before = train("run", by("repeat", sources, 1, 1), *how, "train.steps=3").event("data")[-1][
+        "sources"
+    ]
     refused = train("run", by("repeat", sources, 1, 2, 1), *how, "train.steps=5", code=2)
-    for text in ("data.fingerprint=", "b was asked for 1, is for 2\n", "c is new\n", "'checkpoint.allow_changes=[data.fingerprint]'"):
+    for text in (
+        "data.fingerprint=",
+        "b was asked for 1, is for 2\n",
+        "c is new\n",
+        "'checkpoint.allow_changes=[data.fingerprint]'",
+    ):
         assert text in refused.err, text
-    run = train("run", by("repeat", sources, 1, 2, 1), *how, "train.epochs=1", "checkpoint.allow_changes=[data.path]", ranks=2)
-    assert f"a goes on at epoch 1, row {before[0]['rows']} of" in run.out and "c is new: begins at its first row" in run.out
+    run = train(
+        "run",
+        by("repeat", sources, 1, 2, 1),
+        *how,
+        "train.epochs=1",
+        "checkpoint.allow_changes=[data.path]",
+        ranks=2,
+    )
+    assert (
+        f"a goes on at epoch 1, row {before[0]['rows']} of" in run.out
+        and "c is new: begins at its first row" in run.out
+    )
     after = run.event("data")[-1]["sources"]
-    share = 1 - 18 / sum(source["rows"] / source["epochs"] for source in before)  # of an epoch, to be done of the new one
+    share = 1 - 18 / sum(
+        source["rows"] / source["epochs"] for source in before
+    )  # of an epoch, to be done of the new one
     assert after[0]["epochs"] == pytest.approx(before[0]["epochs"] + share, abs=0.05)
     assert after[1]["epochs"] == pytest.approx(before[1]["epochs"] + 2 * share, abs=0.1)
-    again = train("run", by("repeat", sources, 1, 2, 1), *how, "train.epochs=1")  # what was allowed once is the run's data now
+    again = train(
+        "run", by("repeat", sources, 1, 2, 1), *how, "train.epochs=1"
+    )  # what was allowed once is the run's data now
     assert "is already finished" in again.out
 
 
@@ -316,10 +448,24 @@ def test_no_rewind_goes_back_beyond_a_change_of_the_data(train, sources):
     how = [*SPIKY, "train.on_spike=rewind", "train.rewind_margin=4"]
     train("run", by("repeat", sources, 1, 1), *how, "train.steps=17")
     allow = "checkpoint.allow_changes=[data.fingerprint]"
-    run = train("run", by("repeat", sources, 1, 1, 1), *how, f"train.steps={SPIKED + 4}", allow, seam=garbage, ranks=2)
+    run = train(
+        "run",
+        by("repeat", sources, 1, 1, 1),
+        *how,
+        f"train.steps={SPIKED + 4}",
+        allow,
+        seam=garbage,
+        ranks=2,
+    )
     (rewind,) = run.event("rewind")
-    assert rewind["step"] == SPIKED and rewind["to"] >= 17 and run.column("step") == list(range(1, SPIKED + 5))
-    assert sum(source["rows"] for source in run.event("data")[-1]["sources"]) == rewind["left_out"][1] + 3 * (SPIKED + 4 - rewind["to"])
+    assert (
+        rewind["step"] == SPIKED
+        and rewind["to"] >= 17
+        and run.column("step") == list(range(1, SPIKED + 5))
+    )
+    assert sum(source["rows"] for source in run.event("data")[-1]["sources"]) == rewind["left_out"][
+        1
+    ] + 3 * (SPIKED + 4 - rewind["to"])
 
 
 @pytest.mark.parametrize(
@@ -340,7 +486,9 @@ def test_no_rewind_goes_back_beyond_a_change_of_the_data(train, sources):
         "[{path: x?a=1, weight: 1}]": """Write  'data.path=[{path: "x?a=1", weight: 1}]'""",
     }.items(),
 )
-def test_entries_that_cannot_be_are_refused_by_what_is_wrong_with_them(path, why, tmp_path, monkeypatch):
+def test_entries_that_cannot_be_are_refused_by_what_is_wrong_with_them(
+    path, why, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for name in "AB":
         write_chats(tmp_path / name, 1).rename(tmp_path / f"{name}.jsonl")
@@ -363,5 +511,11 @@ def test_validation_takes_a_list_without_weights(tmp_path):
 
 def test_two_sources_of_one_name_are_refused(world, sources):
     path = "[" + ",".join(f"{{path: {file}, name: same, repeat: 1}}" for file in sources) + "]"
-    (told,) = world.command("preview", f"data.path={path}", "tokenizer.path=demo:bytes", f"run.root={sources[0].parent}", code=2)
+    (told,) = world.command(
+        "preview",
+        f"data.path={path}",
+        "tokenizer.path=demo:bytes",
+        f"run.root={sources[0].parent}",
+        code=2,
+    )
     assert "two sources have one name" in told.err

@@ -67,7 +67,9 @@ def test_placing_equal_lengths_together_is_best_fit_decreasing(lengths, capacity
     packing = best_fit(np.array(lengths, np.int64), capacity)
     assert sorted(packing.documents.tolist()) == list(range(len(lengths)))
     rows = np.split(packing.documents, packing.offsets[1:-1]) if lengths else []
-    assert sorted(capacity - sum(lengths[i] for i in row) for row in rows) == one_by_one(lengths, capacity)
+    assert sorted(capacity - sum(lengths[i] for i in row) for row in rows) == one_by_one(
+        lengths, capacity
+    )
 
 
 def test_a_million_samples_are_packed_in_seconds_and_full():
@@ -77,16 +79,25 @@ def test_a_million_samples_are_packed_in_seconds_and_full():
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(2, 16), min_size=1, max_size=40), st.booleans(), st.sampled_from(["best_fit", "none"]), st.integers(0, 3))
+@given(
+    st.lists(st.integers(2, 16), min_size=1, max_size=40),
+    st.booleans(),
+    st.sampled_from(["best_fit", "none"]),
+    st.integers(0, 3),
+)
 def test_an_epoch_has_every_sample_once_and_no_row_is_too_long(lengths, shuffle, packing, seed):
     store = Lengths(np.array(lengths))
     order = RowOrder(store, 16, packing, shuffle, seed)
     for epoch in range(2):
         rows = [order.row(epoch * order.rows_per_epoch + i) for i in range(order.rows_per_epoch)]
-        assert sorted(document for row in rows for document in row) == [(i, 0, n) for i, n in enumerate(lengths)]
+        assert sorted(document for row in rows for document in row) == [
+            (i, 0, n) for i, n in enumerate(lengths)
+        ]
         assert all(sum(n for _, _, n in row) <= 16 for row in rows)
         again = RowOrder(store, 16, packing, shuffle, seed)
-        assert [again.row(epoch * order.rows_per_epoch + i) for i in reversed(range(len(rows)))] == rows[::-1]
+        assert [
+            again.row(epoch * order.rows_per_epoch + i) for i in reversed(range(len(rows)))
+        ] == rows[::-1]
     total = order.totals(1, 2 * order.rows_per_epoch)
     parts = [order.totals(i, i + 1) for i in range(1, 2 * order.rows_per_epoch)]
     assert np.allclose(total, np.sum(parts, axis=0) if parts else (0, 0, 0, 0))
@@ -110,7 +121,11 @@ class Texts(Lengths):
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(2, 70), min_size=1, max_size=30), st.booleans(), st.sampled_from(["stream", "best_fit", "none"]))
+@given(
+    st.lists(st.integers(2, 70), min_size=1, max_size=30),
+    st.booleans(),
+    st.sampled_from(["stream", "best_fit", "none"]),
+)
 def test_every_token_of_a_text_that_is_cut_is_read_once_and_learnt_once(lengths, shuffle, packing):
     store = Texts(lengths)
     order = RowOrder(store, 16, packing, shuffle, 0)
@@ -119,16 +134,23 @@ def test_every_token_of_a_text_that_is_cut_is_read_once_and_learnt_once(lengths,
         held = [row.tokens[: sum(row.documents)] for row in rows]
         learnt = [row.labels[row.labels != -100] for row in rows]
         assert sorted(np.concatenate(held)) == list(range(sum(lengths)))
-        assert sorted(np.concatenate(learnt)) == sorted(set(range(sum(lengths))) - set(store.offsets))
+        assert sorted(np.concatenate(learnt)) == sorted(
+            set(range(sum(lengths))) - set(store.offsets)
+        )
         for row, tokens in zip(rows, held, strict=True):
             there = row.labels[: len(tokens)]
-            assert np.all((there == tokens + 1) | (there == -100)) and np.array_equal(row.weights > 0, row.labels != -100)
+            assert np.all((there == tokens + 1) | (there == -100)) and np.array_equal(
+                row.weights > 0, row.labels != -100
+            )
             starts = np.cumsum([0, *row.documents[:-1]])
             inside = np.delete(np.arange(len(tokens)), starts)  # a document's next token is its own
             assert np.array_equal(tokens[inside], tokens[inside - 1] + 1)
-        totals = [order.totals(epoch * len(rows) + i, epoch * len(rows) + i + 1) for i in range(len(rows))]
+        totals = [
+            order.totals(epoch * len(rows) + i, epoch * len(rows) + i + 1) for i in range(len(rows))
+        ]
         assert totals == [
-            (r.weights.sum(), sum(r.documents), len(y), sum(n * n for n in r.documents)) for r, y in zip(rows, learnt, strict=True)
+            (r.weights.sum(), sum(r.documents), len(y), sum(n * n for n in r.documents))
+            for r, y in zip(rows, learnt, strict=True)
         ]
         if packing == "stream":
             assert sum(len(tokens) == 16 for tokens in held) >= len(rows) - 1
@@ -138,7 +160,9 @@ def test_every_token_of_a_text_that_is_cut_is_read_once_and_learnt_once(lengths,
 
 def test_a_stream_is_cut_at_other_places_every_epoch():
     order = RowOrder(Texts([5, 9, 30, 11, 2]), 16, "stream", True, 0)
-    rows = lambda epoch: [order.row(epoch * order.rows_per_epoch + i) for i in range(order.rows_per_epoch)]  # noqa: E731
+    rows = lambda epoch: [  # noqa: E731
+        order.row(epoch * order.rows_per_epoch + i) for i in range(order.rows_per_epoch)
+    ]
     assert rows(0) != rows(1) and sorted(rows(0)) != sorted(rows(1))
 
 
@@ -150,20 +174,39 @@ def test_pretraining_fills_its_rows(tmp_path):
 
 def test_the_order_differs_between_epochs_seeds_and_data():
     lengths = np.full(100, 8)
-    rows = lambda order, epoch: [order.row(epoch * order.rows_per_epoch + i) for i in range(order.rows_per_epoch)]  # noqa: E731
+    rows = lambda order, epoch: [  # noqa: E731
+        order.row(epoch * order.rows_per_epoch + i) for i in range(order.rows_per_epoch)
+    ]
     order = RowOrder(Lengths(lengths), 16, "best_fit", True, 0)
-    others = [RowOrder(Lengths(lengths), 16, "best_fit", True, 1), RowOrder(Lengths(lengths, "g"), 16, "best_fit", True, 0)]
+    others = [
+        RowOrder(Lengths(lengths), 16, "best_fit", True, 1),
+        RowOrder(Lengths(lengths, "g"), 16, "best_fit", True, 0),
+    ]
     assert all(rows(order, 0) != other for other in [rows(order, 1), *(rows(o, 0) for o in others)])
 
 
 def test_the_order_is_the_same_in_every_version():
     order = RowOrder(Lengths(np.array([3, 3, 3, 5, 5, 8])), 8, "best_fit", True, 0)
-    assert [[sample for sample, _, _ in order.row(i)] for i in range(8)] == [[3, 2], [5], [4, 1], [0], [4, 1], [2], [3, 0], [5]]
+    assert [[sample for sample, _, _ in order.row(i)] for i in range(8)] == [
+        [3, 2],
+        [5],
+        [4, 1],
+        [0],
+        [4, 1],
+        [2],
+        [3, 0],
+        [5],
+    ]
 
 
 def test_without_shuffling_rows_follow_the_data():
     order = RowOrder(Lengths(np.array([3, 8, 5, 8, 2])), 8, "best_fit", False, 0)
-    assert [[sample for sample, _, _ in order.row(i)] for i in range(order.rows_per_epoch)] == [[0, 2], [1], [3], [4]]
+    assert [[sample for sample, _, _ in order.row(i)] for i in range(order.rows_per_epoch)] == [
+        [0, 2],
+        [1],
+        [3],
+        [4],
+    ]
 
 
 def test_labels_are_the_next_token_of_the_same_document(tmp_path):
@@ -178,7 +221,10 @@ def test_labels_are_the_next_token_of_the_same_document(tmp_path):
     order = RowOrder(TokenStore(tmp_path / "s", "f"), 8, "best_fit", False, 0)
     row = order.read(0)
     assert row.tokens.tolist() == [1, 2, 3, 4, 5, 6, 0, 0] and row.tokens.dtype == np.int64
-    assert row.labels.tolist() == [2, 3, -100, -100, 6, -100, -100, -100] and row.labels.dtype == np.int64
+    assert (
+        row.labels.tolist() == [2, 3, -100, -100, 6, -100, -100, -100]
+        and row.labels.dtype == np.int64
+    )
     assert row.weights.tolist() == [1, 1, 0, 0, 0.5, 0, 0, 0]
     assert row.documents == [3, 3]
     assert order.totals(0, 1) == (2.5, 6, 3, 18)
@@ -186,43 +232,73 @@ def test_labels_are_the_next_token_of_the_same_document(tmp_path):
 
 def prepared(tmp_path, seq_len=64, tokenizer="demo:bytes", **data):
     tokenizer = load_tokenizer(tokenizer)
-    return prepare(Data(**data), Batch(seq_len=seq_len), tokenizer, load_template(None, tokenizer), tmp_path / "cache")
+    return prepare(
+        Data(**data),
+        Batch(seq_len=seq_len),
+        tokenizer,
+        load_template(None, tokenizer),
+        tmp_path / "cache",
+    )
 
 
 def test_totals_are_those_of_the_rows(tmp_path):
     order = RowOrder(prepared(tmp_path, path="demo:backwards").train[0], 64, "best_fit", True, 0)
     n = order.rows_per_epoch
     rows = [order.read(i) for i in range(n - 3, n + 3)]
-    weight, supervised = sum(float(r.weights.sum()) for r in rows), sum(int((r.labels != -100).sum()) for r in rows)
+    weight, supervised = (
+        sum(float(r.weights.sum()) for r in rows),
+        sum(int((r.labels != -100).sum()) for r in rows),
+    )
     lengths = [n for r in rows for n in r.documents]
-    assert order.totals(n - 3, n + 3) == (weight, sum(lengths), supervised, sum(n * n for n in lengths))
+    assert order.totals(n - 3, n + 3) == (
+        weight,
+        sum(lengths),
+        supervised,
+        sum(n * n for n in lengths),
+    )
 
 
 @pytest.mark.slow
 def test_gsm8k_fills_98_percent_of_its_rows(tmp_path):
     if not SHARED.is_dir():
         pytest.skip("needs real data, which is not shipped")
-    store = prepared(tmp_path, 1024, str(SHARED / "bpe4k"), path=str(SHARED / "gsm8k_train.jsonl")).train[0]
+    store = prepared(
+        tmp_path, 1024, str(SHARED / "bpe4k"), path=str(SHARED / "gsm8k_train.jsonl")
+    ).train[0]
     assert RowOrder(store, 1024, "best_fit", True, 0).fill > 0.98
 
 
 def test_preview_json_is_what_training_reads_and_nothing_else(tmp_path, capsys):
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0.5}]
-    rows = [{"messages": chat}] + [{"messages": [chat[0], {"role": "assistant", "content": "b" * i}]} for i in range(20)]
+    rows = [{"messages": chat}] + [
+        {"messages": [chat[0], {"role": "assistant", "content": "b" * i}]} for i in range(20)
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     cfg = PreviewConfig()
-    cfg.data.path, cfg.tokenizer.path, cfg.data.cache, cfg.batch.seq_len = str(tmp_path / "a.jsonl"), "demo:bytes", str(tmp_path / "c"), 128
+    cfg.data.path, cfg.tokenizer.path, cfg.data.cache, cfg.batch.seq_len = (
+        str(tmp_path / "a.jsonl"),
+        "demo:bytes",
+        str(tmp_path / "c"),
+        128,
+    )
     cfg.preview.format, cfg.preview.rows = "json", 8
     assert preview(cfg) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    order = RowOrder(prepared(tmp_path / "other", 128, path=cfg.data.path).train[0], 128, "best_fit", True, 0)
+    order = RowOrder(
+        prepared(tmp_path / "other", 128, path=cfg.data.path).train[0], 128, "best_fit", True, 0
+    )
     weighted = 0
     for index, line in enumerate(lines):
         row, n = order.read(index), sum(line["documents"])
         assert line["row"] == index and line["documents"] == row.documents
-        assert line["tokens"] == row.tokens[:n].tolist() and line["labels"] == row.labels[:n].tolist()
+        assert (
+            line["tokens"] == row.tokens[:n].tolist() and line["labels"] == row.labels[:n].tolist()
+        )
         weighted += "weights" in line
-        assert line.get("weights", (row.labels[:n] != -100).astype(float).tolist()) == row.weights[:n].tolist()
+        assert (
+            line.get("weights", (row.labels[:n] != -100).astype(float).tolist())
+            == row.weights[:n].tolist()
+        )
     assert len(lines) == 8 and 0 < weighted < 8
 
 
@@ -245,17 +321,28 @@ def test_preview_text_marks_what_is_learnt(tmp_path, capsys):
 def test_padding_to_a_multiple_makes_micro_batches_shorter_and_changes_no_loss(train, planned):
     order = Mixture([Component("", planned(packing="none"))])
     whole, cut = (
-        list(Batches(order, 3, 0, 1, torch.device("cpu"), multiple).micro_batches(StepPlan(1, 0, 31, 1.0, 1, 1, 1)))
+        list(
+            Batches(order, 3, 0, 1, torch.device("cpu"), multiple).micro_batches(
+                StepPlan(1, 0, 31, 1.0, 1, 1, 1)
+            )
+        )
         for multiple in (None, 8)
     )
-    assert {batch.tokens.shape[1] for batch in whole} == {64} and {batch.tokens.shape[1] for batch in cut} == {24, 32, 40, 48}
+    assert {batch.tokens.shape[1] for batch in whole} == {64} and {
+        batch.tokens.shape[1] for batch in cut
+    } == {24, 32, 40, 48}
     for long, short in zip(whole, cut, strict=True):
         length = short.tokens.shape[1]
         assert length - 8 < max(sum(row) for row in short.layout.lengths) <= length
-        assert torch.equal(long.tokens[:, :length], short.tokens) and not long.tokens[:, length:].any()
+        assert (
+            torch.equal(long.tokens[:, :length], short.tokens) and not long.tokens[:, length:].any()
+        )
         assert torch.equal(long.targets, short.targets)
     still = ["data.packing=none", "train.steps=3", "batch.micro_rows=2"]
-    runs = [train(f"{i}", *still, *more, ranks=2) for i, more in enumerate(([], ["data.pad_to_multiple=4"]))]
+    runs = [
+        train(f"{i}", *still, *more, ranks=2)
+        for i, more in enumerate(([], ["data.pad_to_multiple=4"]))
+    ]
     assert runs[1].column("loss") == pytest.approx(runs[0].column("loss"), rel=1e-5)
     refused = train("refused", "data.pad_to_multiple=4", "data.packing=best_fit", code=2)
     assert "data.packing=none" in refused.err
@@ -271,9 +358,15 @@ def planned(tmp_path, monkeypatch):
     monkeypatch.setattr("fsdp_trainer.data.store.SHARED_FROM", 1)
     writer = StoreWriter(tmp_path / "s")
     for n in range(2, 302):
-        writer.write([Sample(np.arange(n % 40 + 2, dtype=np.int32), np.ones(n % 40 + 2, np.float32))])
+        writer.write(
+            [Sample(np.arange(n % 40 + 2, dtype=np.int32), np.ones(n % 40 + 2, np.float32))]
+        )
     writer.close()
-    return lambda **more: RowOrder(TokenStore(tmp_path / "s", "f"), 64, **{"packing": "best_fit", "shuffle": True, "seed": 0, **more})
+    return lambda **more: RowOrder(
+        TokenStore(tmp_path / "s", "f"),
+        64,
+        **{"packing": "best_fit", "shuffle": True, "seed": 0, **more},
+    )
 
 
 def all_rows(order, epochs=2):
@@ -286,9 +379,15 @@ def groups(order):
 
 @pytest.mark.parametrize("packing", ["best_fit", "none", "stream"])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_a_plan_in_files_is_made_once_and_is_the_one_in_memory(planned, monkeypatch, packing, shuffle):
+def test_a_plan_in_files_is_made_once_and_is_the_one_in_memory(
+    planned, monkeypatch, packing, shuffle
+):
     first = planned(packing=packing, shuffle=shuffle)
-    rows, totals, read = all_rows(first), first.totals(1, first.rows_per_epoch + 2), first.read_rows([3, first.rows_per_epoch + 1])
+    rows, totals, read = (
+        all_rows(first),
+        first.totals(1, first.rows_per_epoch + 2),
+        first.read_rows([3, first.rows_per_epoch + 1]),
+    )
     monkeypatch.setattr(RowOrder, "_plan", None)
     monkeypatch.setattr(RowOrder, "_pack", None)
     again = planned(packing=packing, shuffle=shuffle)
@@ -296,7 +395,11 @@ def test_a_plan_in_files_is_made_once_and_is_the_one_in_memory(planned, monkeypa
     assert isinstance(again.epoch(0).samples.base, np.memmap | mmap.mmap)
     monkeypatch.undo()
     in_memory = RowOrder(again.store, 64, packing, shuffle, 0)
-    assert in_memory.shared is None and all_rows(in_memory) == rows and in_memory.totals(1, again.rows_per_epoch + 2) == totals
+    assert (
+        in_memory.shared is None
+        and all_rows(in_memory) == rows
+        and in_memory.totals(1, again.rows_per_epoch + 2) == totals
+    )
     assert all(
         np.array_equal(getattr(read, name), value)
         for name, value in vars(in_memory.read_rows([3, again.rows_per_epoch + 1])).items()
@@ -323,7 +426,9 @@ def test_plans_of_long_ago_go(planned):
     for group in (order.shared.folder / "epoch-1", other.shared.folder / "epoch-1"):
         os.utime(group, (1, 1))
     order.epoch(4)
-    assert groups(order) == {"packing", "epoch-0", "epoch-2", "epoch-3", "epoch-4"} and groups(other) == {"packing"}
+    assert groups(order) == {"packing", "epoch-0", "epoch-2", "epoch-3", "epoch-4"} and groups(
+        other
+    ) == {"packing"}
 
 
 def test_nobody_finds_a_part_of_a_plan_that_goes(planned, monkeypatch):
@@ -331,7 +436,9 @@ def test_nobody_finds_a_part_of_a_plan_that_goes(planned, monkeypatch):
     expected, _ = order.epoch(1), order.epoch(2)
     for epoch in (1, 2):
         os.utime(order.shared.folder / f"epoch-{epoch}", (epoch, epoch))
-    monkeypatch.setattr("shutil.rmtree", lambda folder, **_: (folder / "samples.npy").unlink(missing_ok=True))  # so far
+    monkeypatch.setattr(
+        "shutil.rmtree", lambda folder, **_: (folder / "samples.npy").unlink(missing_ok=True)
+    )  # so far
     order.epoch(3)
     assert np.array_equal(planned().epoch(1).samples, expected.samples)
 
@@ -339,7 +446,10 @@ def test_nobody_finds_a_part_of_a_plan_that_goes(planned, monkeypatch):
 def test_a_plan_cut_short_by_a_crash_is_made_anew(planned):
     order = planned()
     rows = all_rows(order)
-    for file, size in ((order.shared.folder / "epoch-0" / "samples.npy", 130), (order.shared.folder / "packing" / "offsets.npy", 0)):
+    for file, size in (
+        (order.shared.folder / "epoch-0" / "samples.npy", 130),
+        (order.shared.folder / "packing" / "offsets.npy", 0),
+    ):
         left = file.read_bytes()[:size]
         file.unlink()  # which `order` has mapped
         file.write_bytes(left)
@@ -349,7 +459,10 @@ def test_a_plan_cut_short_by_a_crash_is_made_anew(planned):
 def test_where_plans_cannot_be_kept_every_rank_has_its_own(planned, tmp_path):
     (tmp_path / "s" / "plans").write_text("in the way")
     order = planned()
-    assert all_rows(order) == all_rows(RowOrder(order.store, 64, "best_fit", True, 0)) and "Not a directory" in order.note
+    assert (
+        all_rows(order) == all_rows(RowOrder(order.store, 64, "best_fit", True, 0))
+        and "Not a directory" in order.note
+    )
 
 
 def test_who_comes_while_a_plan_is_made_waits_for_it(planned):
@@ -360,7 +473,9 @@ def test_who_comes_while_a_plan_is_made_waits_for_it(planned):
         time.sleep(0.2)
         return {"a": np.arange(3)}
 
-    threads = [threading.Thread(target=planned().shared.get, args=("epoch-9", make)) for _ in range(3)]
+    threads = [
+        threading.Thread(target=planned().shared.get, args=("epoch-9", make)) for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

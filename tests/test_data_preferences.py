@@ -10,13 +10,19 @@ from fsdp_trainer.data.preferences import read_preference
 from fsdp_trainer.data.sources import Row, RowError
 from fsdp_trainer.errors import UserError
 
-Q, A, B = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}
+Q, A, B = (
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "a"},
+    {"role": "assistant", "content": "b"},
+)
 HUMAN = {"from": "human", "value": "q"}
 HH = "\n\nHuman: q\n\nAssistant: "
 
 
 def read(columns):
-    return read_preference(Row(columns, ("f", 1)), make_reader(columns, "auto", None, "f", pairs=True))
+    return read_preference(
+        Row(columns, ("f", 1)), make_reader(columns, "auto", None, "f", pairs=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -28,7 +34,11 @@ def read(columns):
         {"prompt": [Q], "chosen": A, "rejected": B},
         {"chosen": [Q, A], "rejected": [Q, B]},
         {"prompt": "q", "chosen": [Q, A], "rejected": [Q, B]},
-        {"conversations": [HUMAN], "chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}},
+        {
+            "conversations": [HUMAN],
+            "chosen": {"from": "gpt", "value": "a"},
+            "rejected": {"from": "gpt", "value": "b"},
+        },
         {"chosen": HH + "a", "rejected": HH + "b"},
     ],
 )
@@ -55,11 +65,24 @@ def test_answers_may_part_after_several_turns():
         ({"prompt": "q", "chosen": "a", "rejected": " "}, "rejected is empty"),
         ({"prompt": "q", "chosen": "a", "rejected": 5}, "rejected' should be text"),
         ({"chosen": "a", "rejected": "b"}, "share no prompt"),
-        ({"chosen": [Q, A], "rejected": [{"role": "user", "content": "other"}, B]}, "share no prompt"),
+        (
+            {"chosen": [Q, A], "rejected": [{"role": "user", "content": "other"}, B]},
+            "share no prompt",
+        ),
         ({"prompt": "other", "chosen": [Q, A], "rejected": [Q, B]}, "the row's own prompt"),
-        ({"chosen": [Q, A], "rejected": [Q, B, Q]}, "rejected does not end with a turn of the assistant"),
+        (
+            {"chosen": [Q, A], "rejected": [Q, B, Q]},
+            "rejected does not end with a turn of the assistant",
+        ),
         ({"chosen": [Q, A], "rejected": [Q, A, Q, B]}, "chosen is the beginning"),
-        ({"prompt": [Q], "chosen": [Q, A, Q, A], "rejected": [Q, A, {"role": "user", "content": "z"}, B]}, "user's turn"),
+        (
+            {
+                "prompt": [Q],
+                "chosen": [Q, A, Q, A],
+                "rejected": [Q, A, {"role": "user", "content": "z"}, B],
+            },
+            "user's turn",
+        ),
     ],
 )
 def test_a_pair_that_is_none_is_an_error_of_the_row(columns, why):
@@ -75,10 +98,23 @@ def pairs(tmp_path):
 
 
 def test_preview_shows_and_checks_pairs_and_train_says_what_to_use(world, pairs, tmp_path):
-    given = [f"data.path={pairs}", "tokenizer.path=demo:bytes", f"run.root={tmp_path}", "run.name=r"]
+    given = [
+        f"data.path={pairs}",
+        "tokenizer.path=demo:bytes",
+        f"run.root={tmp_path}",
+        "run.name=r",
+    ]
     (told,) = world.command("preview", *given, "preview.rows=1")
-    assert "3 preference pairs" in told.out and "chosen    assistant: good" in told.out and "q1" not in told.out and "\x1b" not in told.out
-    assert "pairs are shown in the terminal only" in world.command("preview", *given, f"preview.html={tmp_path}/p.html", code=2)[0].err
+    assert (
+        "3 preference pairs" in told.out
+        and "chosen    assistant: good" in told.out
+        and "q1" not in told.out
+        and "\x1b" not in told.out
+    )
+    assert (
+        "pairs are shown in the terminal only"
+        in world.command("preview", *given, f"preview.html={tmp_path}/p.html", code=2)[0].err
+    )
     (refused,) = world.command("train", *given, "train.steps=1", code=2)
     assert "data.fields={prompt: prompt, completion: chosen}" in refused.err
     with open(pairs, "a") as file:
@@ -90,14 +126,26 @@ def test_preview_shows_and_checks_pairs_and_train_says_what_to_use(world, pairs,
 
 
 def test_the_better_answers_can_be_trained_on(train, pairs):
-    assert train("run", f"data.path={pairs}", "data.fields={prompt: prompt, completion: chosen}", "train.steps=1").metrics
+    assert train(
+        "run",
+        f"data.path={pairs}",
+        "data.fields={prompt: prompt, completion: chosen}",
+        "train.steps=1",
+    ).metrics
 
 
 def test_pairs_have_no_rows_of_training(world, pairs):
-    given = [f"data.path={pairs}", "tokenizer.path=demo:bytes", f"data.cache={pairs.parent / 'cache'}", "preview.format=json"]
+    given = [
+        f"data.path={pairs}",
+        "tokenizer.path=demo:bytes",
+        f"data.cache={pairs.parent / 'cache'}",
+        "preview.format=json",
+    ]
     (told,) = world.command("preview", *given, code=2)
     assert "preference pairs" in told.err and not told.out
-    (told,) = world.command("preview", *given[:-1], f"preview.html={pairs.parent / 'page.html'}", code=2)
+    (told,) = world.command(
+        "preview", *given[:-1], f"preview.html={pairs.parent / 'page.html'}", code=2
+    )
     assert "in the terminal only" in told.err and not (pairs.parent / "page.html").exists()
 
 

@@ -51,7 +51,10 @@ def data(tmp_path):
 
 
 def rows(start, stop):
-    return [json.dumps({"prompt": f"q{i}", "completion": "a" * (i % 7) + str(i)}) + "\n" for i in range(start, stop)]
+    return [
+        json.dumps({"prompt": f"q{i}", "completion": "a" * (i % 7) + str(i)}) + "\n"
+        for i in range(start, stop)
+    ]
 
 
 def write(path, start, stop):
@@ -61,13 +64,25 @@ def write(path, start, stop):
 
 def made(path, root, said=None, template=None, **options):
     told = Told(say=said.append if said is not None else lambda line: None)
-    return prepare(Data(path=path, **options), Batch(seq_len=64), TOKENIZER, load_template(template, TOKENIZER), root, told)
+    return prepare(
+        Data(path=path, **options),
+        Batch(seq_len=64),
+        TOKENIZER,
+        load_template(template, TOKENIZER),
+        root,
+        told,
+    )
 
 
 def content(prepared):
     """Of every column, and what is known of them."""
     folders = {store.folder.parent for store in [*prepared.train, prepared.validation] if store}
-    return {str(file.relative_to(folder)): file.read_bytes() for folder in folders for file in folder.rglob("*") if file.is_file()}
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for folder in folders
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
 
 
 def visible(root):
@@ -77,13 +92,17 @@ def visible(root):
 def test_any_number_of_processes_writes_the_same_bytes(tmp_path, data, many_parts):
     one, several = (made(str(data), tmp_path / f"c{n}", workers=n, validation=0.2) for n in (1, 3))
     assert content(one) == content(several) and len(content(one)) == 19
-    assert len(one.train[0]) + len(one.validation) == 600 and visible(tmp_path / "c3") == [one.train[0].folder.parent.name]
+    assert len(one.train[0]) + len(one.validation) == 600 and visible(tmp_path / "c3") == [
+        one.train[0].folder.parent.name
+    ]
     places = [several.train[0].where(i) for i in range(len(several.train[0]))]
     line = places.index(f"{data}/a.jsonl:200")
     assert "q199" in TOKENIZER.decode(several.train[0].read(line)[0].tolist())
 
 
-def test_files_beside_the_user_are_no_modules_of_the_processes(tmp_path, data, many_parts, monkeypatch):
+def test_files_beside_the_user_are_no_modules_of_the_processes(
+    tmp_path, data, many_parts, monkeypatch
+):
     (tmp_path / "heapq.py").write_text("raise SystemExit(1)")
     monkeypatch.chdir(tmp_path)
     assert len(made(str(data), tmp_path / "c", workers=2).train[0]) == 600
@@ -95,7 +114,9 @@ def test_processes_that_tokenise_import_no_torch():
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_the_first_bad_rows_are_told_whichever_process_finds_them(tmp_path, data, many_parts, count):
+def test_the_first_bad_rows_are_told_whichever_process_finds_them(
+    tmp_path, data, many_parts, count
+):
     lines = rows(0, 300)
     for bad in (60, 130, 131, 200, 201, 202, 290):
         lines[bad] = "{broken\n"
@@ -103,14 +124,20 @@ def test_the_first_bad_rows_are_told_whichever_process_finds_them(tmp_path, data
     (data / "b0.jsonl").write_text("{broken")
     with pytest.raises(UserError) as raised:
         made(str(data), tmp_path / "c", workers=count)
-    assert [p.what.rpartition("/")[2] for p in raised.value.problems] == [f"a.jsonl:{n}" for n in (61, 131, 132, 201, 202)]
+    assert [p.what.rpartition("/")[2] for p in raised.value.problems] == [
+        f"a.jsonl:{n}" for n in (61, 131, 132, 201, 202)
+    ]
     assert visible(tmp_path / "c") == []
     skipped = made(str(data), tmp_path / "c", workers=count, on_error="skip").train[0]
-    assert skipped.counts["unreadable"] == 8 and skipped.examples["unreadable"][0].endswith("a.jsonl:61")
+    assert skipped.counts["unreadable"] == 8 and skipped.examples["unreadable"][0].endswith(
+        "a.jsonl:61"
+    )
 
 
 @pytest.mark.parametrize("how", ["killed", "interrupted"])
-def test_what_is_finished_when_a_process_dies_is_not_done_again(tmp_path, data, many_parts, monkeypatch, how):
+def test_what_is_finished_when_a_process_dies_is_not_done_again(
+    tmp_path, data, many_parts, monkeypatch, how
+):
     whole = made(str(data), tmp_path / "whole")
     real, given = workers._next, []
 
@@ -119,12 +146,17 @@ def test_what_is_finished_when_a_process_dies_is_not_done_again(tmp_path, data, 
         if len(given) == 6 and how == "interrupted":
             raise KeyboardInterrupt
         if len(given) == 6:
-            for child in children(os.getpid()):  # all: of one alone, the last answer may be on its way, and nothing more be asked of it
+            for child in children(
+                os.getpid()
+            ):  # all: of one alone, the last answer may be on its way, and nothing more be asked of it
                 os.kill(child, signal.SIGKILL)
         return real(connection, jobs)
 
     monkeypatch.setattr(workers, "_next", next_task)
-    with pytest.raises(RunFailed if how == "killed" else KeyboardInterrupt, match="memory" if how == "killed" else None):
+    with pytest.raises(
+        RunFailed if how == "killed" else KeyboardInterrupt,
+        match="memory" if how == "killed" else None,
+    ):
         made(str(data), tmp_path / "c", workers=2)
     monkeypatch.setattr(workers, "_next", real)
     assert not children(os.getpid()) and [name[0] for name in visible(tmp_path / "c")] == ["."]
@@ -153,15 +185,25 @@ def test_processes_that_tokenise_end_with_the_one_that_started_them(tmp_path):
     with open(tmp_path / "a.jsonl", "w") as file:
         for start in range(0, 400_000, 50_000):
             file.writelines(rows(start, start + 50_000))
-    command = ["prepare", f"data.path={tmp_path}/a.jsonl", "tokenizer.path=demo:bytes", f"data.cache={tmp_path}/c", "data.workers=2"]
-    with subprocess.Popen([sys.executable, "-m", "fsdp_trainer", *command], stdout=subprocess.DEVNULL) as process:
+    command = [
+        "prepare",
+        f"data.path={tmp_path}/a.jsonl",
+        "tokenizer.path=demo:bytes",
+        f"data.cache={tmp_path}/c",
+        "data.workers=2",
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-m", "fsdp_trainer", *command], stdout=subprocess.DEVNULL
+    ) as process:
         started = wait_until(lambda: len(found := children(process.pid)) == 2 and found, process)
         process.send_signal(signal.SIGKILL)
     wait_until(lambda: not any(map(alive, started)))
 
 
 @pytest.mark.slow
-def test_shards_of_several_machines_are_put_together_by_the_last(tmp_path, data, many_parts, capsys):
+def test_shards_of_several_machines_are_put_together_by_the_last(
+    tmp_path, data, many_parts, capsys
+):
     from fsdp_trainer.cli import main
 
     whole = made(str(data), tmp_path / "whole", validation=0.2)
@@ -194,20 +236,41 @@ def of_another_division(monkeypatch, part):
 
 
 @pytest.mark.parametrize("what", [lost_in_a_crash, of_another_division])
-def test_a_part_that_is_damaged_or_of_other_rows_is_made_anew(tmp_path, data, many_parts, monkeypatch, what):
+def test_a_part_that_is_damaged_or_of_other_rows_is_made_anew(
+    tmp_path, data, many_parts, monkeypatch, what
+):
     whole = made(str(data), tmp_path / "whole", workers=1)
-    how = (Data(path=str(data), workers=1), Batch(seq_len=64), TOKENIZER, load_template(None, TOKENIZER), tmp_path / "c", Told())
+    how = (
+        Data(path=str(data), workers=1),
+        Batch(seq_len=64),
+        TOKENIZER,
+        load_template(None, TOKENIZER),
+        tmp_path / "c",
+        Told(),
+    )
     assert preparations(*how)[0].shard(0, 2) == [1]
     what(monkeypatch, next((tmp_path / "c").glob(".*/000002")))
     assert content(made(str(data), tmp_path / "c", workers=1)) == content(whole)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, UserError("the data cannot be used", [])])
-def test_a_shard_that_fails_leaves_what_the_others_have_made(tmp_path, data, many_parts, monkeypatch, error):
-    how = (Data(path=str(data), workers=1), Batch(seq_len=64), TOKENIZER, load_template(None, TOKENIZER), tmp_path / "c", Told())
+def test_a_shard_that_fails_leaves_what_the_others_have_made(
+    tmp_path, data, many_parts, monkeypatch, error
+):
+    how = (
+        Data(path=str(data), workers=1),
+        Batch(seq_len=64),
+        TOKENIZER,
+        load_template(None, TOKENIZER),
+        tmp_path / "c",
+        Told(),
+    )
     assert preparations(*how)[0].shard(0, 2) == [1]
     parts = sorted((tmp_path / "c").glob(".*/[0-9]*"))
-    with monkeypatch.context() as patch, pytest.raises(type(error) if isinstance(error, UserError) else error):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(type(error) if isinstance(error, UserError) else error),
+    ):
         patch.setattr(workers, "tokenise", Mock(side_effect=error))
         preparations(*how)[0].shard(1, 2)
     assert sorted((tmp_path / "c").glob(".*/[0-9]*")) == parts != []
@@ -218,7 +281,12 @@ def test_a_changed_line_of_code_that_makes_tokens_meets_no_old_cache(tmp_path):
     shutil.copytree(fingerprint.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
     before = fingerprint.code_digest()
     assert fingerprint.code_digest(package) == before
-    for name, changes in {"data/samples.py": True, "data/units.py": True, "config/data_files.py": True, "data/order.py": False}.items():
+    for name, changes in {
+        "data/samples.py": True,
+        "data/units.py": True,
+        "config/data_files.py": True,
+        "data/order.py": False,
+    }.items():
         with (package / name).open("a") as file:
             file.write("\nX = 1\n")
         fingerprint.code_digest.cache_clear()
@@ -232,7 +300,9 @@ def test_the_same_tokens_of_other_code_are_the_same_data(tmp_path, data, monkeyp
     monkeypatch.setattr(fingerprint, "code_digest", lambda: "other")
     after = made(str(data), tmp_path / "c").train[0]
     assert after.folder != before.folder and after.fingerprint == before.fingerprint
-    assert made(str(data), tmp_path / "c", loss_on="all").train[0].fingerprint != before.fingerprint  # the same tokens, other weights
+    assert (
+        made(str(data), tmp_path / "c", loss_on="all").train[0].fingerprint != before.fingerprint
+    )  # the same tokens, other weights
 
 
 def cut(folder):
@@ -254,7 +324,9 @@ def test_a_damaged_cache_is_made_anew_with_a_note(tmp_path, data, damage):
     damage(folder)
     said = []
     assert content(made(str(data), tmp_path / "c", said)) == expected
-    assert "damaged" in said[0] and str(folder) in said[0] and visible(tmp_path / "c") == [folder.name]
+    assert (
+        "damaged" in said[0] and str(folder) in said[0] and visible(tmp_path / "c") == [folder.name]
+    )
 
 
 def test_two_that_prepare_the_same_do_it_once(tmp_path, data, many_parts, monkeypatch):
@@ -267,7 +339,12 @@ def test_two_that_prepare_the_same_do_it_once(tmp_path, data, many_parts, monkey
 
     monkeypatch.setattr(workers, "tokenise", slow)
     said, results = [], []
-    threads = [threading.Thread(target=lambda: results.append(made(str(data), tmp_path / "c", said, workers=1))) for _ in range(2)]
+    threads = [
+        threading.Thread(
+            target=lambda: results.append(made(str(data), tmp_path / "c", said, workers=1))
+        )
+        for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -285,7 +362,9 @@ def test_leftovers_of_a_crash_go_after_a_day(tmp_path, data):
     assert visible(tmp_path / "c")[0] == ".young"
 
 
-def test_a_full_disk_is_one_message_and_leaves_what_is_finished(tmp_path, data, many_parts, monkeypatch):
+def test_a_full_disk_is_one_message_and_leaves_what_is_finished(
+    tmp_path, data, many_parts, monkeypatch
+):
     real, calls = workers.tokenise, []
 
     def full(task, part, how, tick):
@@ -320,21 +399,33 @@ def test_a_source_that_is_added_to_a_mixture_tokenises_no_other_anew(tmp_path, m
     file, line = two.validation.where(last).rsplit(":", 1)
     assert file == b and f"q{int(line)}" in TOKENIZER.decode(two.validation.read(last)[0].tolist())
     real, tasks = workers.tokenise, []
-    monkeypatch.setattr(workers, "tokenise", lambda task, *rest: tasks.append(task[0].unit.file) or real(task, *rest))
+    monkeypatch.setattr(
+        workers,
+        "tokenise",
+        lambda task, *rest: tasks.append(task[0].unit.file) or real(task, *rest),
+    )
     three = made([*entries, {"path": c, "weight": 1.0}], tmp_path / "c", validation=0.3)
-    assert tasks == [c] and [store.folder for store in three.train[:2]] == [store.folder for store in two.train]
+    assert tasks == [c] and [store.folder for store in three.train[:2]] == [
+        store.folder for store in two.train
+    ]
 
 
 def test_a_file_is_hashed_again_when_it_has_changed_and_not_before(tmp_path, data, monkeypatch):
     monkeypatch.setattr(fingerprint, "SETTLED_SECONDS", 0)
     real, read = fingerprint.content_hash, []
-    monkeypatch.setattr(fingerprint, "content_hash", lambda file, _: read.append(Path(file).name) or real(file))
+    monkeypatch.setattr(
+        fingerprint, "content_hash", lambda file, _: read.append(Path(file).name) or real(file)
+    )
     folders = [made(str(data), tmp_path / "c").train[0].folder for _ in range(2)]
     assert len(read) == 7 and folders[0] == folders[1]
     before = (data / "b1.jsonl").stat()
     (data / "b1.jsonl").write_text((data / "b1.jsonl").read_text().replace("q31", "q30"))
-    os.utime(data / "b1.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns))  # the same inode, size and time, as rsync may leave it
-    assert made(str(data), tmp_path / "c").train[0].folder != folders[0] and read[7:] == ["b1.jsonl"]
+    os.utime(
+        data / "b1.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns)
+    )  # the same inode, size and time, as rsync may leave it
+    assert made(str(data), tmp_path / "c").train[0].folder != folders[0] and read[7:] == [
+        "b1.jsonl"
+    ]
     for n, damaged in enumerate(["{half", "[1]", json.dumps({str(data / "b1.jsonl"): 5})]):
         (tmp_path / "c" / "hashes.json").write_text(damaged)
         made(str(data), tmp_path / "c")
@@ -366,15 +457,23 @@ def test_a_file_that_is_gone_when_it_is_to_be_hashed_is_named(tmp_path):
         fingerprint.contents([str(tmp_path / "a.jsonl")], tmp_path)
 
 
-def test_a_file_that_changes_between_hashing_and_reading_is_not_kept_under_the_name_of_what_it_was(tmp_path, data, monkeypatch):
+def test_a_file_that_changes_between_hashing_and_reading_is_not_kept_under_the_name_of_what_it_was(
+    tmp_path, data, monkeypatch
+):
     real = preparation.Preparation._tasks
-    monkeypatch.setattr(preparation.Preparation, "_tasks", lambda self: write(data / "b0.jsonl", 5, 6) and real(self))
+    monkeypatch.setattr(
+        preparation.Preparation,
+        "_tasks",
+        lambda self: write(data / "b0.jsonl", 5, 6) and real(self),
+    )
     with pytest.raises(UserError, match=r"b0\.jsonl:1\n? *was changed"):
         made(str(data), tmp_path / "c")
     assert visible(tmp_path / "c") == []
 
 
-def test_without_locks_two_that_prepare_the_same_do_not_disturb_each_other(tmp_path, data, many_parts, monkeypatch):
+def test_without_locks_two_that_prepare_the_same_do_not_disturb_each_other(
+    tmp_path, data, many_parts, monkeypatch
+):
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -416,12 +515,20 @@ def slow_tokenising(beats):
                 tick(0, 0)
         return real(task, part, how, tick)
 
-    with patch.object(workers, "tokenise", slow), patch("fsdp_trainer.training.run.BEAT_SECONDS", 0.1):
+    with (
+        patch.object(workers, "tokenise", slow),
+        patch("fsdp_trainer.training.run.BEAT_SECONDS", 0.1),
+    ):
         yield
 
 
 def waits(train, tmp_path, data, beats, code):
-    how = ["train.steps=1", f"data.path={data}/b0.jsonl", f"data.cache={tmp_path / 'cache'}", "launch.data_timeout=4s"]
+    how = [
+        "train.steps=1",
+        f"data.path={data}/b0.jsonl",
+        f"data.cache={tmp_path / 'cache'}",
+        "launch.data_timeout=4s",
+    ]
     return train("run", *how, ranks=2, seam=partial(slow_tokenising, beats), code=code)
 
 

@@ -41,12 +41,13 @@ class Numbered:
 
 
 # A text is learnt whole and may be longer than a row; a chat has any weights, not all of them 0, and fits.
-TEXTS = st.tuples(st.integers(0, 2), st.sampled_from([2, 3, 15, 16, 17, 31, 32, 33, 70]) | st.integers(2, 40)).map(
-    lambda text: (text[0], np.array([0.0, *[1.0] * (text[1] - 1)]))
-)
-CHATS = st.tuples(st.integers(0, 2), st.lists(st.sampled_from([0, 0.25, 1]), min_size=1, max_size=SEQ_LEN - 1).filter(any)).map(
-    lambda chat: (chat[0], np.array([0.0, *chat[1]]))
-)
+TEXTS = st.tuples(
+    st.integers(0, 2), st.sampled_from([2, 3, 15, 16, 17, 31, 32, 33, 70]) | st.integers(2, 40)
+).map(lambda text: (text[0], np.array([0.0, *[1.0] * (text[1] - 1)])))
+CHATS = st.tuples(
+    st.integers(0, 2),
+    st.lists(st.sampled_from([0, 0.25, 1]), min_size=1, max_size=SEQ_LEN - 1).filter(any),
+).map(lambda chat: (chat[0], np.array([0.0, *chat[1]])))
 
 
 @dataclass
@@ -64,7 +65,9 @@ class Data:
         tokens = np.asarray(tokens)
         starts = np.concatenate([store.tokens[store.offsets[:-1]] for store in self.stores])
         before = np.cumsum([0, *(len(store.source_names) for store in self.stores)])
-        sources = np.concatenate([store.sources + first for store, first in zip(self.stores, before, strict=False)])
+        sources = np.concatenate(
+            [store.sources + first for store, first in zip(self.stores, before, strict=False)]
+        )
         samples = np.searchsorted(starts, tokens, side="right") - 1
         return samples, sources[samples]
 
@@ -72,19 +75,34 @@ class Data:
 @st.composite
 def data_sets(draw, mixed_by=("nothing", "repeats", "weights")):
     """With up to 4 components."""
-    packing, shuffle, seed = draw(st.sampled_from(["best_fit", "none", "stream"])), draw(st.booleans()), draw(st.integers(0, 3))
+    packing, shuffle, seed = (
+        draw(st.sampled_from(["best_fit", "none", "stream"])),
+        draw(st.booleans()),
+        draw(st.integers(0, 3)),
+    )
     by = draw(st.sampled_from(mixed_by))
     stores: list[Numbered] = []
     for _ in range(1 if by == "nothing" else draw(st.integers(2, 4))):
-        samples = draw(st.lists(TEXTS if packing == "stream" else TEXTS | CHATS, min_size=1, max_size=20))
-        stores.append(Numbered(samples, 1 + sum(len(store.tokens) for store in stores), draw(st.integers(1, 3))))
-    of_each = {"nothing": st.just(1), "repeats": st.integers(1, 3), "weights": st.floats(0.01, 1)}[by]
+        samples = draw(
+            st.lists(TEXTS if packing == "stream" else TEXTS | CHATS, min_size=1, max_size=20)
+        )
+        stores.append(
+            Numbered(
+                samples, 1 + sum(len(store.tokens) for store in stores), draw(st.integers(1, 3))
+            )
+        )
+    of_each = {"nothing": st.just(1), "repeats": st.integers(1, 3), "weights": st.floats(0.01, 1)}[
+        by
+    ]
     asked = [draw(of_each) for _ in stores]
     starts = [draw(st.integers(0, 50)) if by == "weights" else 0 for _ in stores]
 
     def make():
         orders = [RowOrder(store, SEQ_LEN, packing, shuffle, seed) for store in stores]
-        components = [Component(f"c{i}", *parts) for i, parts in enumerate(zip(orders, map(str, orders), asked, starts, strict=True))]
+        components = [
+            Component(f"c{i}", *parts)
+            for i, parts in enumerate(zip(orders, map(str, orders), asked, starts, strict=True))
+        ]
         return Mixture(components, by == "weights")
 
     return Data(make, stores, None if by == "weights" else [int(times) for times in asked])
@@ -104,69 +122,121 @@ def computed(data, order, world, plan):
 
     What holds for every micro-batch is looked at on the way.
     """
-    ranks = [Batches(order, world.micro_rows, rank, world.ranks, CPU) for rank in range(world.ranks)]
+    ranks = [
+        Batches(order, world.micro_rows, rank, world.ranks, CPU) for rank in range(world.ranks)
+    ]
     dealt = [list(rank.micro_batches(plan)) for rank in ranks]
-    assert {len(batches) for batches in dealt} == {rank.count(plan) for rank in ranks} and len({rank.count(plan) for rank in ranks}) == 1
+    assert {len(batches) for batches in dealt} == {rank.count(plan) for rank in ranks} and len(
+        {rank.count(plan) for rank in ranks}
+    ) == 1
     rows, weight, squares = [], 0.0, 0
     for batch in (batch for batches in dealt for batch in batches):
         assert batch.tokens.shape == batch.positions.shape == (world.micro_rows, SEQ_LEN)
         learnt = batch.weights > 0
-        assert len(batch.index) and not batch.weights[int(learnt.sum()) :].any()  # what fills the index up comes last, and weighs nothing
+        assert (
+            len(batch.index) and not batch.weights[int(learnt.sum()) :].any()
+        )  # what fills the index up comes last, and weighs nothing
         index, targets, weights = (x[learnt] for x in (batch.index, batch.targets, batch.weights))
         predicting = batch.tokens.flatten()[index]
-        assert torch.equal(targets, predicting + 1) and np.array_equal(data.of(targets)[0], data.of(predicting)[0])
+        assert torch.equal(targets, predicting + 1) and np.array_equal(
+            data.of(targets)[0], data.of(predicting)[0]
+        )
         if len(order.source_names) > 1:
             assert np.array_equal(batch.sources[learnt], data.of(targets)[1])
         weight += float(weights.double().sum())
         for i, lengths in enumerate(batch.layout.lengths):
             n = sum(lengths)
             assert min(lengths, default=1) > 0 and n <= SEQ_LEN and not batch.tokens[i, n:].any()
-            assert batch.positions[i, :n].tolist() == [place for length in lengths for place in range(length)]
+            assert batch.positions[i, :n].tolist() == [
+                place for length in lengths for place in range(length)
+            ]
             for document in torch.split(batch.tokens[i, :n], lengths) if lengths else ():
-                assert torch.equal(document, torch.arange(int(document[0]), int(document[0]) + len(document)))
+                assert torch.equal(
+                    document, torch.arange(int(document[0]), int(document[0]) + len(document))
+                )
                 assert len(set(data.of(document)[0].tolist())) == 1
             squares += sum(length**2 for length in lengths)
             mine = index // SEQ_LEN == i
             if lengths:
-                rows.append((tuple(batch.tokens[i, :n].tolist()), tuple(zip(targets[mine].tolist(), weights[mine].tolist(), strict=True))))
+                rows.append(
+                    (
+                        tuple(batch.tokens[i, :n].tolist()),
+                        tuple(zip(targets[mine].tolist(), weights[mine].tolist(), strict=True)),
+                    )
+                )
     assert len(rows) == plan.stop - plan.start
     assert np.isclose(weight, plan.weight) and squares == plan.squares
-    assert (sum(len(tokens) for tokens, _ in rows), sum(len(learnt) for _, learnt in rows)) == (plan.tokens, plan.supervised)
+    assert (sum(len(tokens) for tokens, _ in rows), sum(len(learnt) for _, learnt in rows)) == (
+        plan.tokens,
+        plan.supervised,
+    )
     return sorted(rows)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(data_sets(), st.integers(1, 13), st.integers(1, 3), st.lists(WORLDS, min_size=1, max_size=3), st.data())
-def test_steps_are_the_same_in_every_world_and_after_every_interruption(data, rows, epochs, worlds, draw):
+@given(
+    data_sets(),
+    st.integers(1, 13),
+    st.integers(1, 3),
+    st.lists(WORLDS, min_size=1, max_size=3),
+    st.data(),
+)
+def test_steps_are_the_same_in_every_world_and_after_every_interruption(
+    data, rows, epochs, worlds, draw
+):
     order = data.make()
     last_row = min(epochs * order.rows_per_epoch, MOST_ROWS)
     plans = list(Batches(order, 1, 0, 1, CPU).steps(rows, last_row))
     assert plans[0].start == 0 and plans[-1].stop == last_row
     assert all(before.stop == after.start for before, after in pairwise(plans))
-    assert all(plan.stop - plan.start == rows for plan in plans[:-1]) and 0 < plans[-1].stop - plans[-1].start <= rows
+    assert (
+        all(plan.stop - plan.start == rows for plan in plans[:-1])
+        and 0 < plans[-1].stop - plans[-1].start <= rows
+    )
     whole = [computed(data, order, World(1, 2), plan) for plan in plans]
     for world in worlds:
         done = draw.draw(st.integers(0, len(plans)))
         again = data.make()
-        rest = list(Batches(again, world.micro_rows, 0, world.ranks, CPU).steps(rows, last_row, done, done and plans[done - 1].stop))
+        rest = list(
+            Batches(again, world.micro_rows, 0, world.ranks, CPU).steps(
+                rows, last_row, done, done and plans[done - 1].stop
+            )
+        )
         assert rest == plans[done:]
         assert [computed(data, again, world, plan) for plan in rest] == whole[done:]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data_sets(mixed_by=("nothing", "repeats")), st.integers(1, 13), st.integers(1, 2), WORLDS)
-def test_an_epoch_has_every_token_exactly_as_often_as_asked_and_learns_each_with_its_weight(data, rows, epochs, world):
+def test_an_epoch_has_every_token_exactly_as_often_as_asked_and_learns_each_with_its_weight(
+    data, rows, epochs, world
+):
     order = data.make()
-    times = np.concatenate([np.full(len(store.tokens), repeat * epochs) for store, repeat in zip(data.stores, data.repeats, strict=True)])
-    tokens, weights = (np.concatenate([getattr(store, name) for store in data.stores]) for name in ("tokens", "weights"))
+    times = np.concatenate(
+        [
+            np.full(len(store.tokens), repeat * epochs)
+            for store, repeat in zip(data.stores, data.repeats, strict=True)
+        ]
+    )
+    tokens, weights = (
+        np.concatenate([getattr(store, name) for store in data.stores])
+        for name in ("tokens", "weights")
+    )
     seen: list[int] = []
     learnt: list[tuple[int, float]] = []
-    for plan in Batches(order, world.micro_rows, 0, world.ranks, CPU).steps(rows, epochs * order.rows_per_epoch):
+    for plan in Batches(order, world.micro_rows, 0, world.ranks, CPU).steps(
+        rows, epochs * order.rows_per_epoch
+    ):
         for held, targets in computed(data, order, world, plan):
             seen += held
             learnt += targets
     assert np.array_equal(np.sort(seen), np.repeat(tokens, times))
-    expected = [pair for *pair, n in zip(tokens.tolist(), weights.tolist(), times.tolist(), strict=True) for _ in range(n) if pair[1]]
+    expected = [
+        pair
+        for *pair, n in zip(tokens.tolist(), weights.tolist(), times.tolist(), strict=True)
+        for _ in range(n)
+        if pair[1]
+    ]
     assert sorted(learnt) == [tuple(pair) for pair in expected]
 
 

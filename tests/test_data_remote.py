@@ -18,7 +18,12 @@ from fsdp_trainer.errors import Stopped, UserError
 
 
 def texts(sources):
-    return [row.columns["text"] for source in sources for file in source.files for row in read_rows(file)]
+    return [
+        row.columns["text"]
+        for source in sources
+        for file in source.files
+        for row in read_rows(file)
+    ]
 
 
 def lines(*values):
@@ -29,7 +34,13 @@ def lines(*values):
 def bucket():
     """A remote folder in this process's memory."""
     system = fsspec.filesystem("memory")
-    system.pipe({"/bucket/set/a.jsonl": lines("a"), "/bucket/set/more/b.jsonl": lines("b", "c"), "/bucket/set/README.md": b"no data"})
+    system.pipe(
+        {
+            "/bucket/set/a.jsonl": lines("a"),
+            "/bucket/set/more/b.jsonl": lines("b", "c"),
+            "/bucket/set/README.md": b"no data",
+        }
+    )
     yield system
     system.rm("/bucket", recursive=True)
 
@@ -81,7 +92,9 @@ def web(tmp_path):
     for name in ("ranged", "plain", "secret"):
         (folder / name).mkdir(parents=True)
     Handler.requests.clear()
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder))) as server:
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Handler, directory=str(folder))
+    ) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}", folder
         server.shutdown()
@@ -93,13 +106,21 @@ def web(tmp_path):
         ("memory://bucket/set/a.jsonl", ["a"], ["a"]),
         ("memory://bucket/set", ["a", "b"], ["a", "b", "c"]),
         ("memory://bucket/set/**/*.jsonl", ["a", "b"], ["a", "b", "c"]),
-        (["memory://bucket/set/more", "memory://bucket/set/a.jsonl"], ["more", "a"], ["b", "c", "a"]),
+        (
+            ["memory://bucket/set/more", "memory://bucket/set/a.jsonl"],
+            ["more", "a"],
+            ["b", "c", "a"],
+        ),
     ],
 )
 def test_a_url_is_a_file_a_folder_or_a_glob_and_is_fetched(bucket, tmp_path, path, names, found):
     sources = find_sources(path, "data.path", tmp_path)
     assert [source.name for source in sources] == names and texts(sources) == found
-    assert all(file.startswith(str(tmp_path / "remote/memory/bucket/set")) for source in sources for file in source.files)
+    assert all(
+        file.startswith(str(tmp_path / "remote/memory/bucket/set"))
+        for source in sources
+        for file in source.files
+    )
 
 
 def test_a_file_is_fetched_once_and_anew_when_it_has_changed(bucket, tmp_path):
@@ -107,16 +128,26 @@ def test_a_file_is_fetched_once_and_anew_when_it_has_changed(bucket, tmp_path):
     for content, fetched in ((None, 1), (None, 1), (lines("new"), 2)):
         if content:
             bucket.pipe("/bucket/set/a.jsonl", content)
-        found = texts(find_sources("memory://bucket/set/a.jsonl", "data.path", tmp_path, said.append))
+        found = texts(
+            find_sources("memory://bucket/set/a.jsonl", "data.path", tmp_path, said.append)
+        )
         assert found == ["new" if content else "a"] and len(said) == fetched
-    assert len(list(tmp_path.rglob("a.jsonl"))) == 2  # another version is another file: a run may be reading the old one
+    assert (
+        len(list(tmp_path.rglob("a.jsonl"))) == 2
+    )  # another version is another file: a run may be reading the old one
 
 
 def test_without_a_network_the_copy_serves_and_that_is_said(bucket, tmp_path, monkeypatch):
     said = []
     find_sources("memory://bucket/set", "data.path", tmp_path)
-    monkeypatch.setattr(remote, "url_to_fs", lambda url: (_ for _ in ()).throw(ConnectionError("no route")))
-    assert texts(find_sources("memory://bucket/set", "data.path", tmp_path, said.append)) == ["a", "b", "c"]
+    monkeypatch.setattr(
+        remote, "url_to_fs", lambda url: (_ for _ in ()).throw(ConnectionError("no route"))
+    )
+    assert texts(find_sources("memory://bucket/set", "data.path", tmp_path, said.append)) == [
+        "a",
+        "b",
+        "c",
+    ]
     assert "no route" in said[0] and "copy" in said[0]
     with pytest.raises(UserError, match="no route"):
         find_sources("memory://bucket/set/a.jsonl", "data.path", tmp_path)
@@ -142,13 +173,18 @@ def test_what_is_read_where_it_lies_is_the_same(bucket):
     (source,) = find_sources("memory://bucket/set/more/*", "data.path")
     assert source.files == ["memory://bucket/set/more/b.jsonl"]
     units = split_units(source.files[0], 10)
-    assert [row.columns["text"] for unit in units for row in read_unit(unit)] == ["b", "c"] and len(units) > 1
+    assert [row.columns["text"] for unit in units for row in read_unit(unit)] == ["b", "c"] and len(
+        units
+    ) > 1
 
 
 @pytest.mark.parametrize(
     ("files", "why"),
     [
-        (["train-00000-of-00001.csv", "test-00000-of-00001.csv"], r"several splits: train test\. Name.*'memory://bucket/hub/train\*'"),
+        (
+            ["train-00000-of-00001.csv", "test-00000-of-00001.csv"],
+            r"several splits: train test\. Name.*'memory://bucket/hub/train\*'",
+        ),
         (["notes.pdf"], "no file in this folder"),
         ([], "no such file or folder"),
     ],
@@ -164,7 +200,9 @@ def test_configurations_of_a_hub_data_set_are_named(bucket, tmp_path):
     for name in ("main", "socratic"):
         for split in ("train", "test"):
             bucket.pipe(f"/bucket/hub/{name}/{split}-00000-of-00001.csv", b"text\nx\n")
-    with pytest.raises(UserError, match=r"(?s)'memory://bucket/hub/main/train\*'.*memory://bucket/hub/socratic"):
+    with pytest.raises(
+        UserError, match=r"(?s)'memory://bucket/hub/main/train\*'.*memory://bucket/hub/socratic"
+    ):
         find_sources("memory://bucket/hub", "data.path", tmp_path)
 
 
@@ -210,7 +248,9 @@ def test_a_web_file_is_read_where_it_lies(web, folder):
     url, files = web
     (files / folder / "a.jsonl").write_bytes(lines(*map(str, range(50))))
     units = split_units(f"{url}/{folder}/a.jsonl", 100)
-    assert [row.columns["text"] for unit in units for row in read_unit(unit)] == list(map(str, range(50)))
+    assert [row.columns["text"] for unit in units for row in read_unit(unit)] == list(
+        map(str, range(50))
+    )
     assert (len(units) > 1) == (folder == "ranged")
 
 
@@ -222,7 +262,9 @@ def test_a_web_file_is_read_where_it_lies(web, folder):
         ("/plain/page", "is no kind of file"),
     ],
 )
-def test_what_a_server_refuses_is_told_with_the_url_and_without_its_secret(web, tmp_path, path, why):
+def test_what_a_server_refuses_is_told_with_the_url_and_without_its_secret(
+    web, tmp_path, path, why
+):
     url, files = web
     (files / "plain" / "page").write_text("<html>")
     with pytest.raises(UserError, match=why) as raised:
@@ -250,7 +292,9 @@ def test_a_server_that_is_not_there_is_told(tmp_path):
 def test_a_url_that_cannot_work_is_told_before_anything_is_loaded(world, path, why):
     if path.startswith(("s3", "gs")) and any(map(remote_package_is_there, ("s3fs", "gcsfs"))):
         pytest.skip("the package is there")
-    (told,) = world.command("preview", f"data.path={path}", "tokenizer.path=demo:bytes", "logging.wat=1", code=2)
+    (told,) = world.command(
+        "preview", f"data.path={path}", "tokenizer.path=demo:bytes", "logging.wat=1", code=2
+    )
     assert "2 problems" in told.err and why in told.err
 
 
@@ -261,12 +305,20 @@ def remote_package_is_there(name):
 
 
 def test_the_program_trains_on_a_url(train, tmp_path, chats):
-    run = train("run", f"data.path=file://{chats}", f"data.cache={tmp_path / 'cache'}", "train.steps=1")
+    run = train(
+        "run", f"data.path=file://{chats}", f"data.cache={tmp_path / 'cache'}", "train.steps=1"
+    )
     assert run.metrics and len([*(tmp_path / "cache" / "remote").rglob("chats.jsonl")]) == 1
 
 
 def test_the_program_streams_from_a_web_server_that_gives_no_parts_of_a_file(web, train):
     url, files = web
     (files / "plain" / "a.jsonl").write_bytes(lines(*(f"text {i}" for i in range(100))))
-    stream = ["data=pretrain", "data.streaming=true", f"data.path={url}/plain/a.jsonl", "batch.seq_len=32", "batch.rows=2"]
+    stream = [
+        "data=pretrain",
+        "data.streaming=true",
+        f"data.path={url}/plain/a.jsonl",
+        "batch.seq_len=32",
+        "batch.rows=2",
+    ]
     assert train("run", *stream, "train.steps=2").metrics[-1]["step"] == 2

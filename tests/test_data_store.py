@@ -17,7 +17,13 @@ from fsdp_trainer.errors import UserError
 
 def chats(path, n, start=0):
     rows = [
-        {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]} for i in range(start, start + n)
+        {
+            "messages": [
+                {"role": "user", "content": f"q{i}"},
+                {"role": "assistant", "content": f"a{i}"},
+            ]
+        }
+        for i in range(start, start + n)
     ]
     path.write_text("\n".join(map(json.dumps, rows)))
     return str(path)
@@ -25,7 +31,9 @@ def chats(path, n, start=0):
 
 def prepared(root, seq_len=64, template=None, **data):
     tokenizer = load_tokenizer("demo:bytes")
-    return prepare(Data(**data), Batch(seq_len=seq_len), tokenizer, load_template(template, tokenizer), root)
+    return prepare(
+        Data(**data), Batch(seq_len=seq_len), tokenizer, load_template(template, tokenizer), root
+    )
 
 
 def texts(part):
@@ -36,7 +44,11 @@ def texts(part):
 def test_another_rank_opens_what_one_has_prepared(tmp_path):
     one = prepared(tmp_path, path="demo:backwards", validation="demo:backwards/heldout")
     other = prepared(tmp_path, path="demo:backwards", validation="demo:backwards/heldout")
-    assert (other.fingerprint, other.train[0].fingerprint, other.report) == (one.fingerprint, one.train[0].fingerprint, one.report)
+    assert (other.fingerprint, other.train[0].fingerprint, other.report) == (
+        one.fingerprint,
+        one.train[0].fingerprint,
+        one.report,
+    )
     assert len(other.train[0]) == 4000 and len(other.validation) == 200
     assert np.array_equal(other.train[0].tokens, one.train[0].tokens)
     assert other.train[0].fingerprint != other.validation.fingerprint
@@ -51,8 +63,14 @@ def test_the_same_data_is_tokenised_once_and_a_change_is_noticed(tmp_path, monke
     with monkeypatch.context() as m:
         m.setattr(preparing.Preparation, "_make", None)
         assert prepared(tmp_path / "c", **base).fingerprint == first.fingerprint
-        assert prepared(tmp_path / "c", path=str(tmp_path / "copy.jsonl")).fingerprint == first.fingerprint
-        assert prepared(tmp_path / "c", **base, shuffle=False, packing="none").fingerprint == first.fingerprint
+        assert (
+            prepared(tmp_path / "c", path=str(tmp_path / "copy.jsonl")).fingerprint
+            == first.fingerprint
+        )
+        assert (
+            prepared(tmp_path / "c", **base, shuffle=False, packing="none").fingerprint
+            == first.fingerprint
+        )
     changed = [
         prepared(tmp_path / "c", seq_len=32, **base), prepared(tmp_path / "c", template="chatml", loss_on="last", **base),
         prepared(tmp_path / "c", template="plain", **base), prepared(tmp_path / "c", validation=0.5, **base),
@@ -80,11 +98,16 @@ def test_samples_keep_their_order_over_files_and_chunks(tmp_path, monkeypatch):
 
 
 def test_what_is_left_out_is_reported(tmp_path):
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": "x" * n}) for n in (3, 100, 0, 5)))
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join(json.dumps({"text": "x" * n}) for n in (3, 100, 0, 5))
+    )
     part = prepared(tmp_path / "c", path=str(tmp_path / "a.jsonl"))
     assert "4 rows, text" in part.report[0]
     assert part.train[0].counts == {"too_long": 1, "empty": 1, "fits_112": 1, "lost_tokens": 101}
-    assert part.train[0].examples == {"too_long": [f"{tmp_path}/a.jsonl:2"], "empty": [f"{tmp_path}/a.jsonl:3"]}
+    assert part.train[0].examples == {
+        "too_long": [f"{tmp_path}/a.jsonl:2"],
+        "empty": [f"{tmp_path}/a.jsonl:3"],
+    }
 
 
 @pytest.mark.parametrize(
@@ -123,10 +146,15 @@ def test_the_tokenizer_is_found_with_the_weights(tmp_path):
 
 
 def test_the_demo_is_learnable_and_held_out(tmp_path):
-    train, heldout = ({row["messages"][0]["content"] for row in demo.rows(name)} for name in demo.TASKS)
+    train, heldout = (
+        {row["messages"][0]["content"] for row in demo.rows(name)} for name in demo.TASKS
+    )
     assert (len(train), len(heldout), len(train & heldout)) == (4000, 200, 0)
     cfg = TrainConfig()
     cfg.data.path, cfg.tokenizer.path, cfg.run.root = "demo:backwards", "demo:bytes", str(tmp_path)
     tokenizer, _, data = build_data(cfg)
     assert data.train[0].folder.parents[1] == tmp_path / ".data" and tokenizer.vocab_size == 260
-    assert demo.rows("demo:backwards")[0]["messages"][0]["content"] == f"Spell {demo.words()[0]} backwards."
+    assert (
+        demo.rows("demo:backwards")[0]["messages"][0]["content"]
+        == f"Spell {demo.words()[0]} backwards."
+    )

@@ -37,15 +37,31 @@ PRETRAIN = {"format": "text", "packing": "stream", "too_long": "split"}
 
 
 def streamed(path, rows=4, seq_len=64, seed=0, **options):
-    return stream_data(Data(path=str(path), streaming=True, **options), Batch(seq_len=seq_len, rows=rows), seed, TOKENIZER, TEMPLATE)
+    return stream_data(
+        Data(path=str(path), streaming=True, **options),
+        Batch(seq_len=seq_len, rows=rows),
+        seed,
+        TOKENIZER,
+        TEMPLATE,
+    )
 
 
 def content(row):
-    return [row.tokens.tolist(), row.labels.tolist(), row.weights.tolist(), row.documents, row.sources, row.where, row.cursor]
+    return [
+        row.tokens.tolist(),
+        row.labels.tolist(),
+        row.weights.tolist(),
+        row.documents,
+        row.sources,
+        row.where,
+        row.cursor,
+    ]
 
 
 def write_texts(path, count):
-    path.write_text("".join(json.dumps({"text": f"{i:04d}" + "x" * (i * i % 150)}) + "\n" for i in range(count)))
+    path.write_text(
+        "".join(json.dumps({"text": f"{i:04d}" + "x" * (i * i % 150)}) + "\n" for i in range(count))
+    )
     return path
 
 
@@ -55,22 +71,47 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("streamed")
     chats = write_chats(folder / "chats.jsonl", 100)
     (folder / "chats.jsonl.gz").write_bytes(gzip.compress(chats.read_bytes()))
-    return {"chats": chats, "packed": folder / "chats.jsonl.gz", "texts": write_texts(folder / "texts.jsonl", 100)}
+    return {
+        "chats": chats,
+        "packed": folder / "chats.jsonl.gz",
+        "texts": write_texts(folder / "texts.jsonl", 100),
+    }
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(["best_fit", "none", "stream"]), st.booleans(), st.integers(1, 5), st.integers(0, 60), st.integers(20, 200))
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.sampled_from(["best_fit", "none", "stream"]),
+    st.booleans(),
+    st.integers(1, 5),
+    st.integers(0, 60),
+    st.integers(20, 200),
+)
 def test_a_stream_goes_on_from_any_of_its_rows(files, packing, shuffle, rows, place, seq_len):
-    options = {"packing": packing, "shuffle": shuffle, **({"too_long": "split"} if packing == "stream" else {"too_long": "truncate"})}
+    options = {
+        "packing": packing,
+        "shuffle": shuffle,
+        **({"too_long": "split"} if packing == "stream" else {"too_long": "truncate"}),
+    }
     data = streamed(files["texts"], rows, seq_len, **options)
     one = [content(row) for row in itertools.islice(data.stream(rows - 1), place + 40)]
     again = [content(row) for row in itertools.islice(data.stream(rows - 1, one[place][-1]), 39)]
     assert again == one[place + 1 :]
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(["chats", "packed", "texts"]), st.booleans(), st.integers(1, 9), st.integers(0, 3))
-def test_every_sample_is_dealt_exactly_once_an_epoch_to_some_stream(files, kind, shuffle, rows, seed):
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.sampled_from(["chats", "packed", "texts"]),
+    st.booleans(),
+    st.integers(1, 9),
+    st.integers(0, 3),
+)
+def test_every_sample_is_dealt_exactly_once_an_epoch_to_some_stream(
+    files, kind, shuffle, rows, seed
+):
     data = streamed(files[kind], rows, 256, seed, shuffle=shuffle)
     per_epoch = len(data.units) * data.parts
     for epoch in range(2):
@@ -80,7 +121,9 @@ def test_every_sample_is_dealt_exactly_once_an_epoch_to_some_stream(files, kind,
             source, unit, part = dealt(data, place)
             taken = [*data.stream(number)._samples_of_unit(turn, 0, 0)]
             lines += [sample.tokens.tobytes() for sample in taken]
-            assert all(sample.source == source == 0 and part < data.parts for sample in taken) and unit in [u for _, u in data.units]
+            assert all(
+                sample.source == source == 0 and part < data.parts for sample in taken
+            ) and unit in [u for _, u in data.units]
         assert len(lines) == 100, "each of the samples"
         if kind == "texts":
             assert len(set(lines)) == 100, "which differ"
@@ -91,7 +134,10 @@ def test_texts_are_cut_where_rows_end_and_every_token_but_the_first_is_learnt_on
     rows = [*itertools.islice(data.stream(0), 100)]
     assert all(len(row.tokens) == 50 == sum(row.documents) for row in rows), "every row is full"
     texts = [json.loads(line)["text"] for line in files["texts"].read_text().splitlines()]
-    bos, eos = [t for t in [TOKENIZER.bos_id] if t is not None], [t for t in [TOKENIZER.eos_id] if t is not None]
+    bos, eos = (
+        [t for t in [TOKENIZER.bos_id] if t is not None],
+        [t for t in [TOKENIZER.eos_id] if t is not None],
+    )
     whole = [[*bos, *TOKENIZER.encode(text), *eos] for text in texts]
     flat = [token for text in whole * 2 for token in text][: 50 * 100]
     follows = [label for text in whole * 2 for label in [*text[1:], -100]][: 50 * 100]
@@ -121,7 +167,10 @@ def test_processes_give_the_same_rows_and_import_no_torch(files):
     finally:
         elsewhere.close()
     code = "import sys, fsdp_trainer.data.stream_readers; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "False\n"
+    )
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
@@ -143,12 +192,17 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
 @pytest.mark.slow
 def test_what_a_step_holds_does_not_depend_on_the_ranks(train, inputs, files):
     cache = inputs["data.cache"] / "unused"
-    texts = [f"data.path={files['texts']}", *(f"data.{key}={value}" for key, value in PRETRAIN.items())]
+    texts = [
+        f"data.path={files['texts']}",
+        *(f"data.{key}={value}" for key, value in PRETRAIN.items()),
+    ]
     how = [*STREAMED, *texts, "train.steps=5", f"data.cache={cache}"]
     one, four = train("one", *how), train("four", *how, ranks=4)
     for other in (four, train("six", *how, "data.workers=2", "batch.micro_rows=6")):
         assert np.abs(np.subtract(one.column("loss"), other.column("loss"))).max() < 1e-5
-        assert one.column("tokens") == other.column("tokens") and one.column("supervised_tokens") == other.column("supervised_tokens")
+        assert one.column("tokens") == other.column("tokens") and one.column(
+            "supervised_tokens"
+        ) == other.column("supervised_tokens")
     assert not cache.exists(), "nothing is kept"
 
 
@@ -176,7 +230,10 @@ def test_a_run_goes_on_bitwise_and_on_another_number_of_ranks_all_but_so(train):
     shutil.copytree(cut.folder, cut.folder.with_name("fewer"))
     again = train("cut", *how, ranks=2)
     assert again.column("loss") == whole.column("loss")
-    assert_bitwise_equal(stored(again.folder / "checkpoints/step-00000010"), stored(whole.folder / "checkpoints/step-00000010"))
+    assert_bitwise_equal(
+        stored(again.folder / "checkpoints/step-00000010"),
+        stored(whole.folder / "checkpoints/step-00000010"),
+    )
     fewer = train("fewer", *how, ranks=1)
     assert np.abs(np.subtract(fewer.column("loss"), whole.column("loss"))).max() < 1e-5
     assert fewer.column("tokens") == whole.column("tokens")
@@ -190,13 +247,25 @@ def test_a_row_that_cannot_be_read_ends_all_ranks_with_its_file_and_line(train, 
     broken.write_text("\n".join(lines) + "\n")
     how = [*STREAMED, f"data.path={broken}", "data.shuffle=false", "train.steps=100"]
     run = train("run", *how, ranks=2, code=2)
-    assert f"{broken}:1191" in run.err and "data.on_error=skip" in run.err and "Traceback" not in run.err
+    assert (
+        f"{broken}:1191" in run.err
+        and "data.on_error=skip" in run.err
+        and "Traceback" not in run.err
+    )
     trained = len(run.metrics)
     assert run.event("end")[0]["exit_code"] == 2 and 10 < trained < 100
     assert run.checkpoints == [f"step-{trained:08d}"], "nothing that was trained is lost"
-    run = train("run", *how, "data.on_error=skip", "checkpoint.allow_changes=[data.on_error]", ranks=2)
-    assert f"goes on after step {trained}" in run.out and f"skipped {broken}:1191" in run.out and len(run.metrics) == 100
-    assert [where.split()[0] for event in run.event("rows_skipped") for where in event["rows"]] == [f"{broken}:1191"]
+    run = train(
+        "run", *how, "data.on_error=skip", "checkpoint.allow_changes=[data.on_error]", ranks=2
+    )
+    assert (
+        f"goes on after step {trained}" in run.out
+        and f"skipped {broken}:1191" in run.out
+        and len(run.metrics) == 100
+    )
+    assert [where.split()[0] for event in run.event("rows_skipped") for where in event["rows"]] == [
+        f"{broken}:1191"
+    ]
 
 
 @contextlib.contextmanager
@@ -238,13 +307,29 @@ def slow_file(for_ever=False):
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_for_its_files_is_named_and_keeps_the_others_out_of_time_outs(train, files):
+def test_a_rank_that_waits_for_its_files_is_named_and_keeps_the_others_out_of_time_outs(
+    train, files
+):
     run = train("slow", *STREAMED, "train.steps=3", ranks=2, seam=slow_file)
     event, *later = run.event("data_wait")
-    assert len(later) >= 2 and later[1]["seconds"] - event["seconds"] > 0.45, "told every third time that the ranks meet"
-    assert event["rank"] == 1 and f"rank 1 waits for {event['file']}" in run.out and event["file"].endswith("chats.jsonl")
+    assert len(later) >= 2 and later[1]["seconds"] - event["seconds"] > 0.45, (
+        "told every third time that the ranks meet"
+    )
+    assert (
+        event["rank"] == 1
+        and f"rank 1 waits for {event['file']}" in run.out
+        and event["file"].endswith("chats.jsonl")
+    )
     assert len(run.metrics) == 3
-    run = train("gives_up", *STREAMED, "train.steps=3", "launch.data_timeout=1s", ranks=2, seam=partial(slow_file, for_ever=True), code=1)
+    run = train(
+        "gives_up",
+        *STREAMED,
+        "train.steps=3",
+        "launch.data_timeout=1s",
+        ranks=2,
+        seam=partial(slow_file, for_ever=True),
+        code=1,
+    )
     assert "gave nothing for" in run.err and "launch.data_timeout" in run.err
 
 
@@ -264,21 +349,50 @@ def one_file_gone_and_one_that_hangs():
             raise OSError("it is gone")
         return over.wait()
 
-    with patch.object(stream_module, "read_unit", read_unit), patch.object(streaming, "ROUND_SECONDS", 0.2):
+    with (
+        patch.object(stream_module, "read_unit", read_unit),
+        patch.object(streaming, "ROUND_SECONDS", 0.2),
+    ):
         yield
     over.set()
 
 
 def test_nobody_waits_for_a_file_once_another_rank_has_failed(train):
-    run = train("run", *STREAMED, "train.steps=3", "launch.data_timeout=20s", ranks=2, seam=one_file_gone_and_one_that_hangs, code=1)
-    assert "rank 0 cannot read its part of the data of step 1" in run.err and "it is gone" in run.err and "rank 1" not in run.err
+    run = train(
+        "run",
+        *STREAMED,
+        "train.steps=3",
+        "launch.data_timeout=20s",
+        ranks=2,
+        seam=one_file_gone_and_one_that_hangs,
+        code=1,
+    )
+    assert (
+        "rank 0 cannot read its part of the data of step 1" in run.err
+        and "it is gone" in run.err
+        and "rank 1" not in run.err
+    )
 
 
 def test_what_streaming_cannot_do_is_refused(train, files, tmp_path):
     few = write_chats(tmp_path / "few.jsonl", 3)
-    assert "has 3 rows, fewer than a step" in train("few", *STREAMED, f"data.path={few}", "train.steps=2", code=2).err
-    run = train("several", *STREAMED, "train.epochs=1", "train.steps=null", "data.validation=0.1", "data.prefetch=0", code=2)
-    assert all(text in run.err for text in ("train.steps=1000", "data.validation=heldout.jsonl", "data.prefetch=1"))
+    assert (
+        "has 3 rows, fewer than a step"
+        in train("few", *STREAMED, f"data.path={few}", "train.steps=2", code=2).err
+    )
+    run = train(
+        "several",
+        *STREAMED,
+        "train.epochs=1",
+        "train.steps=null",
+        "data.validation=0.1",
+        "data.prefetch=0",
+        code=2,
+    )
+    assert all(
+        text in run.err
+        for text in ("train.steps=1000", "data.validation=heldout.jsonl", "data.prefetch=1")
+    )
     mixture = f"data.path=[{{path: {few}, weight: 1}}, {{path: {files['chats']}, weight: 2}}]"
     assert "weights and repeats" in train("mixed", *STREAMED, mixture, "train.steps=2", code=2).err
     with pytest.raises(UserError, match="nothing to learn"):
@@ -290,10 +404,19 @@ def test_another_number_of_rows_is_other_data(train):
     train("run", *how)
     changed = train("run", *how[:-1], "train.steps=4", "batch.rows=5", code=2)
     assert "data.fingerprint" in changed.err and "batch.rows=5" in changed.err
-    allowed = train("run", *how[:-1], "train.steps=4", "batch.rows=5", "checkpoint.allow_changes=[batch.rows,data.fingerprint]")
+    allowed = train(
+        "run",
+        *how[:-1],
+        "train.steps=4",
+        "batch.rows=5",
+        "checkpoint.allow_changes=[batch.rows,data.fingerprint]",
+    )
     anew = train("anew", *how, "batch.rows=5")
     assert "the streams begin anew" in allowed.out
-    assert np.diff(allowed.column("tokens")[1:]).tolist() == np.diff([0, *anew.column("tokens")]).tolist()
+    assert (
+        np.diff(allowed.column("tokens")[1:]).tolist()
+        == np.diff([0, *anew.column("tokens")]).tolist()
+    )
 
 
 def test_the_preview_shows_the_rows_of_training(files, capsys):
@@ -313,7 +436,11 @@ def test_the_preview_shows_the_rows_of_training(files, capsys):
     streams = [data.stream(number) for number in range(4)]
     for index, row in enumerate(shown):
         expected = next(streams[index % 4])
-        assert row["tokens"] == expected.tokens.tolist() and row["documents"] == expected.documents and row["row"] == index
+        assert (
+            row["tokens"] == expected.tokens.tolist()
+            and row["documents"] == expected.documents
+            and row["row"] == index
+        )
         assert row["labels"] == expected.labels.tolist()
 
 
@@ -330,7 +457,9 @@ def test_the_preview_of_a_stream_tells_whole_lengths_and_what_was_skipped(tmp_pa
         "batch.rows=1",
         "data.shuffle=false",
     ]
-    assert main(["preview", *how, "data.streaming=true", "data.on_error=skip", "preview.rows=1"]) == 0
+    assert (
+        main(["preview", *how, "data.streaming=true", "data.on_error=skip", "preview.rows=1"]) == 0
+    )
     out = capsys.readouterr().out
     assert "longest 201" in out and "skipped that cannot be read" in out and "a.jsonl:11" in out
 
@@ -348,7 +477,9 @@ def two_steps_left_out():
 
     def completed(self, plan):
         plan = complete(self, plan)
-        assert plan.start != 24 or 12 in self.batches.cursors, "where a stop in this step would leave the run"
+        assert plan.start != 24 or 12 in self.batches.cursors, (
+            "where a stop in this step would leave the run"
+        )
         return plan
 
     with patch.object(Trainer, "fit", fit), patch.object(StreamFeed, "complete", completed):
@@ -381,7 +512,15 @@ def spike():
 def test_a_rewind_takes_the_streams_back_and_where_it_cannot_they_go_on(train, every):
     how = [*SPIKY, *STREAMED, f"train.steps={SPIKED + 6}"]
     plain = train("plain", *how)
-    run = train("run", *how, "train.on_spike=rewind", "train.rewind_margin=0", f"checkpoint.every={every}", seam=spike, ranks=2)
+    run = train(
+        "run",
+        *how,
+        "train.on_spike=rewind",
+        "train.rewind_margin=0",
+        f"checkpoint.every={every}",
+        seam=spike,
+        ranks=2,
+    )
     each, again = (np.diff([0, *of.column("tokens")]).tolist() for of in (plain, run))
     if every == 6:
         assert run.event("rewind")[0]["left_out"] == [3 * (SPIKED - 1), 3 * SPIKED]
@@ -394,7 +533,10 @@ def test_a_bad_step_names_the_lines_that_were_streamed(train, files):
     run = train("run", *STREAMED, "train.steps=3", "data.packing=none", ranks=2, seam=bad_gradient)
     (event,) = run.event("skipped")
     assert event["ranks"] == [1] and len(event["samples"]) == 1
-    assert event["samples"][0].rpartition(":")[0].endswith("chats.jsonl") and 1 <= int(event["samples"][0].rpartition(":")[2]) <= 100
+    assert (
+        event["samples"][0].rpartition(":")[0].endswith("chats.jsonl")
+        and 1 <= int(event["samples"][0].rpartition(":")[2]) <= 100
+    )
 
 
 def test_a_network_that_fails_is_waited_for_without_losing_or_repeating_a_row(files):
@@ -407,12 +549,19 @@ def test_a_network_that_fails_is_waited_for_without_losing_or_repeating_a_row(fi
         for i, row in enumerate(real(unit)):
             if i == 3 and len(failed) % 3 < 2:
                 failed.append(unit)
-                raise UserError("the data cannot be used") from ConnectionResetError("reset by peer")
+                raise UserError("the data cannot be used") from ConnectionResetError(
+                    "reset by peer"
+                )
             yield row
         failed.append(None)
 
-    with patch.object(stream_module, "read_unit", read_unit), patch.object(stream_module.time, "sleep"):
-        assert [content(row) for row in itertools.islice(data.stream(1, opens=told.append), 60)] == expected
+    with (
+        patch.object(stream_module, "read_unit", read_unit),
+        patch.object(stream_module.time, "sleep"),
+    ):
+        assert [
+            content(row) for row in itertools.islice(data.stream(1, opens=told.append), 60)
+        ] == expected
         with pytest.raises(UserError):
             next(data.stream(1))
     assert "memory://chats.jsonl, tried again in 1 s (reset by peer)" in told and len(failed) > 4

@@ -17,7 +17,14 @@ from fsdp_trainer.data.words import PATTERNS
 from fsdp_trainer.errors import UserError
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-TEXTS = ["Hello world", "two  spaces\n\nand\ttabs ", "细胞理论 é ü 🙂", "", "x" * 300, "for i in range(10):\n    print(i)"]
+TEXTS = [
+    "Hello world",
+    "two  spaces\n\nand\ttabs ",
+    "细胞理论 é ü 🙂",
+    "",
+    "x" * 300,
+    "for i in range(10):\n    print(i)",
+]
 
 
 @pytest.fixture(scope="module", params=["bpe", "unigram"])
@@ -32,7 +39,13 @@ def sentencepiece_file(request, tmp_path_factory):
     )
     # As Llama 2's: no normalisation, byte fallback.
     options = (
-        {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "split_digits": True} if request.param == "bpe" else {}
+        {
+            "normalization_rule_name": "identity",
+            "remove_extra_whitespaces": False,
+            "split_digits": True,
+        }
+        if request.param == "bpe"
+        else {}
     )
     spm.SentencePieceTrainer.train(
         sentence_iterator=iter(list(words) * 5), model_writer=model, vocab_size=330, model_type=request.param, byte_fallback=True,
@@ -70,12 +83,17 @@ def test_llama_2_gives_the_pieces_of_sentencepiece_on_real_text():
 
 def test_after_a_special_token_no_space_is_put(sentencepiece_file):
     tokenizer = load_tokenizer(str(sentencepiece_file))
-    assert tokenizer.decode(tokenizer.encode("<s>Hello</s>world"), skip_special=False) == "<s>Hello</s>world"
+    assert (
+        tokenizer.decode(tokenizer.encode("<s>Hello</s>world"), skip_special=False)
+        == "<s>Hello</s>world"
+    )
     assert tokenizer.encode("<s>Hello")[0] == tokenizer.bos_id
 
 
 def test_what_is_saved_gives_the_same_tokens_in_transformers(sentencepiece_file, tmp_path):
-    saved_and_compared(load_tokenizer(str(sentencepiece_file)), tmp_path, [*TEXTS, "<s>Hello</s>world"])
+    saved_and_compared(
+        load_tokenizer(str(sentencepiece_file)), tmp_path, [*TEXTS, "<s>Hello</s>world"]
+    )
 
 
 @pytest.mark.parametrize("name", ["llama2_tokenizer.model", "bpe4k", "demo:bytes"])
@@ -84,15 +102,21 @@ def test_real_tokenizers_are_saved_for_transformers(name, tmp_path):
         pytest.skip("needs real data, which is not shipped")
     tokenizer = load_tokenizer(name if name == "demo:bytes" else str(SHARED / name))
     special = list(tokenizer.special_tokens)
-    theirs = saved_and_compared(tokenizer, tmp_path, [*TEXTS, f"a{special[0]} b{special[-1]}c {special[1]}"])
-    assert theirs.eos_token_id == tokenizer.eos_id and theirs.chat_template == tokenizer.chat_template
+    theirs = saved_and_compared(
+        tokenizer, tmp_path, [*TEXTS, f"a{special[0]} b{special[-1]}c {special[1]}"]
+    )
+    assert (
+        theirs.eos_token_id == tokenizer.eos_id and theirs.chat_template == tokenizer.chat_template
+    )
 
 
 def saved_and_compared(tokenizer, folder, texts):
     transformers = pytest.importorskip("transformers")
     tokenizer.save(folder)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    assert [theirs(t, add_special_tokens=False)["input_ids"] for t in texts] == [e.ids.tolist() for e in tokenizer.encode_batch(texts)]
+    assert [theirs(t, add_special_tokens=False)["input_ids"] for t in texts] == [
+        e.ids.tolist() for e in tokenizer.encode_batch(texts)
+    ]
     again = load_tokenizer(str(folder))
     assert [again.encode(t) for t in texts] == [tokenizer.encode(t) for t in texts]
     assert (again.bos_id, again.eos_id, again.vocab_size, again.stop_ids) == (
@@ -119,8 +143,18 @@ def test_offsets_cover_the_text():
 def test_stored_truncation_and_offset_trimming_are_undone(tmp_path):
     load_tokenizer("demo:bytes").save(tmp_path)
     stored = json.loads((tmp_path / "tokenizer.json").read_text())
-    stored["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    stored["post_processor"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    stored["truncation"] = {
+        "direction": "Right",
+        "max_length": 2,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    stored["post_processor"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": True,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
     (encoding,) = load_tokenizer(str(tmp_path)).encode_batch(["a b c"])
     assert encoding.starts.tolist() == [0, 1, 2, 3, 4]
@@ -135,7 +169,11 @@ def test_special_tokens_and_templates_are_read_in_every_spelling(tmp_path):
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<|im_start|>"}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 7]}))
     tokenizer = load_tokenizer(str(tmp_path))
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_id) == ("<|im_start|>", "<|im_end|>", None)
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_id) == (
+        "<|im_start|>",
+        "<|im_end|>",
+        None,
+    )
     assert tokenizer.chat_template == "D" and tokenizer.stop_ids == {256, 258, 7}
 
 
@@ -143,11 +181,20 @@ def test_tokens_added_to_a_sentencepiece_model_later_have_their_ids(sentencepiec
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_file.read_bytes())
     size = load_tokenizer(str(sentencepiece_file)).vocab_size
     for id in (size, size + 1):
-        added = {"1": {"content": "<s>", "special": True}, str(id): {"content": "<|im_end|>", "special": True}}
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "added_tokens_decoder": added}))
+        added = {
+            "1": {"content": "<s>", "special": True},
+            str(id): {"content": "<|im_end|>", "special": True},
+        }
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps({"eos_token": "<|im_end|>", "added_tokens_decoder": added})
+        )
         if id == size:
             tokenizer = load_tokenizer(str(tmp_path))
-            assert (tokenizer.eos_id, tokenizer.vocab_size, tokenizer.encode("<|im_end|>")) == (size, size + 1, [size])
+            assert (tokenizer.eos_id, tokenizer.vocab_size, tokenizer.encode("<|im_end|>")) == (
+                size,
+                size + 1,
+                [size],
+            )
         else:
             with pytest.raises(UserError, match="im_end"):
                 load_tokenizer(str(tmp_path))
@@ -168,13 +215,19 @@ def test_a_model_file_that_is_cut_short_is_refused(sentencepiece_file, tmp_path)
             load_tokenizer(str(tmp_path / "cut.model"))
 
 
-@pytest.mark.parametrize("config", ['{"eos_token": 5, "bos_token": {"a": 1}, "chat_template": [{"a": 5}]}', "[]"])
+@pytest.mark.parametrize(
+    "config", ['{"eos_token": 5, "bos_token": {"a": 1}, "chat_template": [{"a": 5}]}', "[]"]
+)
 def test_values_of_the_wrong_type_in_a_description_are_as_if_they_were_not_there(tmp_path, config):
     load_tokenizer("demo:bytes").save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(config)
     (tmp_path / "chat_template.jinja").unlink()
     tokenizer = load_tokenizer(str(tmp_path))
-    assert (tokenizer.eos_token, tokenizer.bos_token, tokenizer.chat_template) == ("<|endoftext|>", None, None)  # the usual ones
+    assert (tokenizer.eos_token, tokenizer.bos_token, tokenizer.chat_template) == (
+        "<|endoftext|>",
+        None,
+        None,
+    )  # the usual ones
 
 
 @pytest.mark.parametrize("name", ["missing", ".", "notes.txt", "tokenizer.json"])
@@ -201,23 +254,43 @@ def test_a_template_whose_markers_the_tokenizer_lacks_is_refused():
 
 def test_templates_do_not_know_the_day_and_cannot_reach_python():
     tokenizer = load_tokenizer("demo:bytes")
-    assert Template("t", "{{ strftime_now('%d %b %Y') }}{{ {'a': '<'} | tojson }}", tokenizer.special).render([]) == '26 Jul 2024{"a": "<"}'
+    assert (
+        Template(
+            "t", "{{ strftime_now('%d %b %Y') }}{{ {'a': '<'} | tojson }}", tokenizer.special
+        ).render([])
+        == '26 Jul 2024{"a": "<"}'
+    )
     with pytest.raises(RowError):
         Template("t", "{{ ''.__class__.__mro__ }}", {}).render([])
 
 
 @pytest.mark.parametrize(
-    "text", ["the small world\n" * 200, "a" * 3000, " " * 3000, "é日👩‍👩‍👧 " * 300, "\n<s> x" * 300, "x12345678" * 400]
+    "text",
+    [
+        "the small world\n" * 200,
+        "a" * 3000,
+        " " * 3000,
+        "é日👩‍👩‍👧 " * 300,
+        "\n<s> x" * 300,
+        "x12345678" * 400,
+    ],
 )
 def test_a_long_text_is_encoded_in_pieces_to_the_same_tokens(sentencepiece_file, monkeypatch, text):
     """Its memory is bounded, its tokens and their places are those of the whole."""
     monkeypatch.setattr("fsdp_trainer.data.tokenizer.OVERLAP", 200)
     monkeypatch.setattr("fsdp_trainer.data.tokenizer.LONG", 500)
-    for tokenizer in (load_tokenizer("demo:bytes"), load_tokenizer(str(sentencepiece_file)), byte_level(), byte_level(LLAMA_3)):
+    for tokenizer in (
+        load_tokenizer("demo:bytes"),
+        load_tokenizer(str(sentencepiece_file)),
+        byte_level(),
+        byte_level(LLAMA_3),
+    ):
         whole = tokenizer.backend.encode(text, add_special_tokens=False)
         (pieces,) = tokenizer.encode_batch([text])
         assert pieces.ids.tolist() == tokenizer.encode_plain([text])[0].tolist() == whole.ids
-        assert np.stack([pieces.starts, pieces.ends], axis=1).tolist() == [list(place) for place in whole.offsets]
+        assert np.stack([pieces.starts, pieces.ends], axis=1).tolist() == [
+            list(place) for place in whole.offsets
+        ]
 
 
 def test_a_text_is_joined_only_where_that_gives_the_tokens_of_the_whole(monkeypatch):
@@ -239,34 +312,61 @@ def byte_level(pattern=None, normalizer=None, added=("<|end|>",), **how):
     split = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
     backend.pre_tokenizer = pre_tokenizers.Sequence([*split, of_bytes]) if split else of_bytes
     backend.normalizer = normalizer
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
-    backend.train_from_iterator(TEXTS * 3 + ["it's we'll WE'LL ... !?\n\n  x = 12345\n"] * 3, trainer)
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False, **how) for text in added])
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(
+        TEXTS * 3 + ["it's we'll WE'LL ... !?\n\n  x = 12345\n"] * 3, trainer
+    )
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False, **how) for text in added]
+    )
     backend.add_tokens([AddedToken("foo", normalized=True)])
     return TextTokenizer(backend, {}, set(), None)
 
 
 LLAMA_3 = next(pattern for pattern in PATTERNS if r"\p{N}{1,3}" in pattern and "Lu" not in pattern)
-BY_WORDS = [byte_level(), byte_level(normalizer=normalizers.NFC()), *map(byte_level, sorted(PATTERNS))]
+BY_WORDS = [
+    byte_level(),
+    byte_level(normalizer=normalizers.NFC()),
+    *map(byte_level, sorted(PATTERNS)),
+]
 PIECES = [*"ax'19é²_-.!/\n\t\r\x00\x0b\x1c\x85\u0301\u00a0\u2003\u3000\u200b你。🙂", " ", " ", "  ", "\n\n", "\r\n", "'s", "'LL", "Hello", "foo", "123456", "...", "<|end|>", "<|"]  # fmt: skip
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.lists(st.lists(st.sampled_from(PIECES), max_size=16).map("".join), max_size=3), st.sampled_from(BY_WORDS))
+@given(
+    st.lists(st.lists(st.sampled_from(PIECES), max_size=16).map("".join), max_size=3),
+    st.sampled_from(BY_WORDS),
+)
 def test_word_by_word_gives_the_tokens_and_places_of_the_whole_text(texts, tokenizer):
     assert tokenizer._words
     expected = tokenizer.backend.encode_batch(texts, add_special_tokens=False)
-    for got, plain, whole in zip(tokenizer._words.encode(texts), tokenizer._words.plain(texts), expected, strict=True):
+    for got, plain, whole in zip(
+        tokenizer._words.encode(texts), tokenizer._words.plain(texts), expected, strict=True
+    ):
         assert got.ids.tolist() == plain.tolist() == whole.ids
-        assert np.stack([got.starts, got.ends], axis=1).tolist() == [list(place) for place in whole.offsets]
+        assert np.stack([got.starts, got.ends], axis=1).tolist() == [
+            list(place) for place in whole.offsets
+        ]
 
 
 def test_a_tokenizer_that_may_look_across_a_space_gets_whole_texts():
-    across = [byte_level(pattern=r"\p{L}+ \p{L}+|."), byte_level(normalizer=normalizers.Lowercase())]
-    across += [byte_level(rstrip=True), byte_level(lstrip=True), byte_level(added=("<| end |>",)), load_tokenizer("demo:bytes")]
+    across = [
+        byte_level(pattern=r"\p{L}+ \p{L}+|."),
+        byte_level(normalizer=normalizers.Lowercase()),
+    ]
+    across += [
+        byte_level(rstrip=True),
+        byte_level(lstrip=True),
+        byte_level(added=("<| end |>",)),
+        load_tokenizer("demo:bytes"),
+    ]
     assert not any(tokenizer._words for tokenizer in across)
     for tokenizer in across:
-        assert tokenizer.encode_batch(["a b<|end|> c"])[0].ids.tolist() == tokenizer.encode("a b<|end|> c")
+        assert tokenizer.encode_batch(["a b<|end|> c"])[0].ids.tolist() == tokenizer.encode(
+            "a b<|end|> c"
+        )
 
 
 def test_words_are_forgotten_before_they_fill_the_memory(monkeypatch):

@@ -15,7 +15,10 @@ from fsdp_trainer.data.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
 
 BYTES = load_tokenizer("demo:bytes")
-LINES = st.lists(st.sampled_from(["", "a", "ü\r", "你好", "\u2028", "x" * 90]) | st.text("ab \t", max_size=30), max_size=12)
+LINES = st.lists(
+    st.sampled_from(["", "a", "ü\r", "你好", "\u2028", "x" * 90]) | st.text("ab \t", max_size=30),
+    max_size=12,
+)
 
 
 def prepared(root, files, **options):
@@ -25,15 +28,28 @@ def prepared(root, files, **options):
 
 def columns(made):
     """Everything that is stored of the samples."""
-    stores = {"train": made.train[0], **({"validation": made.validation} if made.validation else {})}
-    return {(name, file.name): file.read_bytes() for name, store in stores.items() for file in store.folder.glob("*.bin")}
+    stores = {
+        "train": made.train[0],
+        **({"validation": made.validation} if made.validation else {}),
+    }
+    return {
+        (name, file.name): file.read_bytes()
+        for name, store in stores.items()
+        for file in store.folder.glob("*.bin")
+    }
 
 
 def write_files(folder, contents):
     """Texts as JSONL, as chats, and packed."""
     files = []
     for i, texts in enumerate(contents):
-        rows = [json.dumps({"text": text} if i % 2 else {"prompt": text, "completion": text * 2}, ensure_ascii=False) for text in texts]
+        rows = [
+            json.dumps(
+                {"text": text} if i % 2 else {"prompt": text, "completion": text * 2},
+                ensure_ascii=False,
+            )
+            for text in texts
+        ]
         content = ("\n" * (i % 3) + "\n".join([*rows, ""])).encode()
         files.append(folder / f"{i}.jsonl{'.gz' if i % 4 == 3 else ''}")
         files[-1].write_bytes(gzip.compress(content) if i % 4 == 3 else content)
@@ -42,9 +58,15 @@ def write_files(folder, contents):
 
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
-    st.lists(LINES.filter(any), min_size=1, max_size=4), st.integers(40, 400), st.integers(1, 3), st.sampled_from([None, 0.4]), st.data()
+    st.lists(LINES.filter(any), min_size=1, max_size=4),
+    st.integers(40, 400),
+    st.integers(1, 3),
+    st.sampled_from([None, 0.4]),
+    st.data(),
 )
-def test_any_cut_into_parts_shards_and_interruptions_gives_the_same_samples(tmp_path_factory, contents, smallest, shards, validation, draw):
+def test_any_cut_into_parts_shards_and_interruptions_gives_the_same_samples(
+    tmp_path_factory, contents, smallest, shards, validation, draw
+):
     folder = tmp_path_factory.mktemp("work")
     files = write_files(folder, contents)
     options = {"validation": validation, "too_long": "truncate", "on_error": "skip"}
@@ -56,7 +78,14 @@ def test_any_cut_into_parts_shards_and_interruptions_gives_the_same_samples(tmp_
         patch.setattr(preparation, "SMALLEST", smallest)
         patch.setattr(preparation, "FEWEST", 1 << 40)
         data = Data(path=[str(file) for file in files], **options)
-        how = (data, Batch(seq_len=64), BYTES, load_template("chatml", BYTES), folder / "parts", preparation.Told())
+        how = (
+            data,
+            Batch(seq_len=64),
+            BYTES,
+            load_template("chatml", BYTES),
+            folder / "parts",
+            preparation.Told(),
+        )
         try:
             for i in draw.draw(st.permutations(range(shards)))[: draw.draw(st.integers(0, shards))]:
                 preparations(*how)[0].shard(i, shards)

@@ -28,7 +28,9 @@ def small_disk(tmp_path):
 
     def mount(folder, size):
         folder.mkdir(parents=True)
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}m", "tmpfs", folder], capture_output=True).returncode:
+        if subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}m", "tmpfs", folder], capture_output=True
+        ).returncode:
             pytest.skip("only root may mount a file system")
         mounted.append(folder)
         return folder
@@ -49,7 +51,10 @@ def at_phases(acts):
         if os.environ["RANK"] == "0" and (at[0], name) in acts:
             acts[at[0], name]()
 
-    with patch.object(phases, "enter", enter), patch("fsdp_trainer.training.saving.PAUSES", (0.1, 0.1)):
+    with (
+        patch.object(phases, "enter", enter),
+        patch("fsdp_trainer.training.saving.PAUSES", (0.1, 0.1)),
+    ):
         yield
 
 
@@ -66,35 +71,60 @@ def empty(folder):
 
 @pytest.fixture(scope="module")
 def undisturbed(world, inputs, tmp_path_factory):
-    return world.train(tmp_path_factory.mktemp("whole") / "run", *(f"{k}={v}" for k, v in inputs.items()), *HOW, ranks=2)
+    return world.train(
+        tmp_path_factory.mktemp("whole") / "run",
+        *(f"{k}={v}" for k, v in inputs.items()),
+        *HOW,
+        ranks=2,
+    )
 
 
 def assert_the_same(run, undisturbed):
-    assert run.column("step") == [1, 2, 3, 4, 5, 6] and run.column("loss") == undisturbed.column("loss")
+    assert run.column("step") == [1, 2, 3, 4, 5, 6] and run.column("loss") == undisturbed.column(
+        "loss"
+    )
     assert_bitwise_equal(stored(newest(run)), stored(newest(undisturbed)))
 
 
 @pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
-def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint_and_no_line(train, undisturbed, small_disk, tmp_path, mode):
+def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint_and_no_line(
+    train, undisturbed, small_disk, tmp_path, mode
+):
     disk = small_disk(tmp_path / "disk", 8)
-    seam = partial(at_phases, {(4, "shards"): partial(fill, disk), (6, "shards"): partial(empty, disk)})
-    run = train("run", *HOW, f"run.root={disk}", "run.name=run", f"checkpoint={mode}", ranks=2, seam=seam)
+    seam = partial(
+        at_phases, {(4, "shards"): partial(fill, disk), (6, "shards"): partial(empty, disk)}
+    )
+    run = train(
+        "run", *HOW, f"run.root={disk}", "run.name=run", f"checkpoint={mode}", ranks=2, seam=seam
+    )
     run.folder = disk / "run"
     assert_the_same(run, undisturbed)
     (failed,) = run.event("checkpoint_failed")
     assert failed["step"] == 4 and "No space left" in failed["error"] and "rank " in failed["error"]
     assert run.checkpoints == ["step-00000002", "step-00000006"], "and nothing half written"
-    assert [e["event"] for e in run.events] == ["start", "checkpoint", "checkpoint_failed", "checkpoint", "end"], "in their order"
+    assert [e["event"] for e in run.events] == [
+        "start",
+        "checkpoint",
+        "checkpoint_failed",
+        "checkpoint",
+        "end",
+    ], "in their order"
 
 
 @pytest.mark.slow
-def test_a_run_that_is_started_again_on_a_full_disk_goes_on(train, undisturbed, small_disk, tmp_path):
+def test_a_run_that_is_started_again_on_a_full_disk_goes_on(
+    train, undisturbed, small_disk, tmp_path
+):
     disk = small_disk(tmp_path / "disk", 8)
     how = [*HOW, f"run.root={disk}", "run.name=run"]
     train("run", *how, "train.steps=4", ranks=2)
-    (disk / "run" / "checkpoints" / "step-00000004" / "MANIFEST.json").unlink()  # as if it had been killed before
+    (
+        disk / "run" / "checkpoints" / "step-00000004" / "MANIFEST.json"
+    ).unlink()  # as if it had been killed before
     fill(disk)
-    run = train("run", *how, ranks=2, seam=partial(at_phases, {(6, "shards"): partial(empty, disk)}))
+    run = train(
+        "run", *how, ranks=2, seam=partial(at_phases, {(6, "shards"): partial(empty, disk)})
+    )
     run.folder = disk / "run"
     assert_the_same(run, undisturbed)
     assert run.event("resume")[0]["step"] == 2 and run.event("checkpoint_failed")[0]["step"] == 4
@@ -138,9 +168,21 @@ def broken_writes(steps, error):
 def test_writes_that_fail_for_two_steps_cost_one_checkpoint_and_no_line(train, undisturbed, error):
     run = train("run", *HOW, ranks=2, seam=partial(broken_writes, (4, 5), error))
     assert_the_same(run, undisturbed)
-    assert "metrics.jsonl cannot be written" in run.out and "metrics.jsonl is written again; nothing is missing" in run.out
-    assert [e["event"] for e in run.events] == ["start", "checkpoint", "checkpoint_failed", "checkpoint", "end"]
-    assert f"rank 0 cannot write the checkpoint {run.folder}/checkpoints/step-00000004" in run.event("checkpoint_failed")[0]["error"]
+    assert (
+        "metrics.jsonl cannot be written" in run.out
+        and "metrics.jsonl is written again; nothing is missing" in run.out
+    )
+    assert [e["event"] for e in run.events] == [
+        "start",
+        "checkpoint",
+        "checkpoint_failed",
+        "checkpoint",
+        "end",
+    ]
+    assert (
+        f"rank 0 cannot write the checkpoint {run.folder}/checkpoints/step-00000004"
+        in run.event("checkpoint_failed")[0]["error"]
+    )
     assert run.checkpoints == ["step-00000002", "step-00000006"]
 
 
@@ -148,21 +190,43 @@ def remount(folder, how):
     subprocess.run(["mount", "-o", f"remount,{how}", folder], check=True)
 
 
-def test_a_folder_that_turns_read_only_costs_one_checkpoint(train, undisturbed, small_disk, tmp_path):
+def test_a_folder_that_turns_read_only_costs_one_checkpoint(
+    train, undisturbed, small_disk, tmp_path
+):
     disk = small_disk(tmp_path / "run" / "checkpoints", 8)
-    seam = partial(at_phases, {(4, "forward"): partial(remount, disk, "ro"), (6, "forward"): partial(remount, disk, "rw")})
+    seam = partial(
+        at_phases,
+        {
+            (4, "forward"): partial(remount, disk, "ro"),
+            (6, "forward"): partial(remount, disk, "rw"),
+        },
+    )
     run = train("run", *HOW, ranks=2, seam=seam)
     assert_the_same(run, undisturbed)
-    assert run.checkpoints == ["step-00000002", "step-00000006"] and "Read-only file system" in run.event("checkpoint_failed")[0]["error"]
+    assert (
+        run.checkpoints == ["step-00000002", "step-00000006"]
+        and "Read-only file system" in run.event("checkpoint_failed")[0]["error"]
+    )
 
 
 @pytest.mark.slow
 def test_a_stop_whose_checkpoint_finds_no_room_does_not_say_75(train, small_disk, tmp_path):
     disk = small_disk(tmp_path / "disk", 8)
     how = [*HOW, f"run.root={disk}", "run.name=run", "train.time_limit=1s", "checkpoint.every=null"]
-    run = train("run", *how, seam=partial(at_phases, {(1, "clip"): partial(fill, disk), (1, "end"): partial(empty, disk)}), code=1)
+    run = train(
+        "run",
+        *how,
+        seam=partial(
+            at_phases, {(1, "clip"): partial(fill, disk), (1, "end"): partial(empty, disk)}
+        ),
+        code=1,
+    )
     run.folder = disk / "run"
-    assert run.err.count("could not be written, again and again") == 1 and "No space left" in run.err and "Traceback" not in run.err
+    assert (
+        run.err.count("could not be written, again and again") == 1
+        and "No space left" in run.err
+        and "Traceback" not in run.err
+    )
     assert end_of(run) == ("end", 1) and run.checkpoints == []
 
 
@@ -171,11 +235,25 @@ def test_an_export_that_finds_no_room_is_done_by_the_next_start(train, small_dis
     disk = small_disk(tmp_path / "disk", 8)
     how = [*HOW, f"run.root={disk}", "run.name=run", "checkpoint.export_hf=true"]
     run = train(
-        "run", *how, ranks=2, seam=partial(at_phases, {(6, "export"): partial(fill, disk), (6, "end"): partial(empty, disk)}), code=1
+        "run",
+        *how,
+        ranks=2,
+        seam=partial(
+            at_phases, {(6, "export"): partial(fill, disk), (6, "end"): partial(empty, disk)}
+        ),
+        code=1,
     )
     run.folder = disk / "run"
-    assert run.err.count("cannot write the export") == 1 and "No space left" in run.err and "Traceback" not in run.err
-    assert end_of(run) == ("end", 1) and run.checkpoints[-1] == "step-00000006" and not (run.folder / "hf").exists()
+    assert (
+        run.err.count("cannot write the export") == 1
+        and "No space left" in run.err
+        and "Traceback" not in run.err
+    )
+    assert (
+        end_of(run) == ("end", 1)
+        and run.checkpoints[-1] == "step-00000006"
+        and not (run.folder / "hf").exists()
+    )
     again = train("run", *how, ranks=2)
     assert "already finished" in again.out and (run.folder / "hf" / "model.safetensors").exists()
 
@@ -213,7 +291,10 @@ def test_what_memory_cannot_keep_is_counted(tmp_path):
 
 def test_a_slow_disk_is_told(tmp_path):
     said: list[str] = []
-    with patch.object(records_module, "SLOW_SECONDS", 0.1), patch.object(records_module.os, "fsync", lambda file: time.sleep(0.2)):
+    with (
+        patch.object(records_module, "SLOW_SECONDS", 0.1),
+        patch.object(records_module.os, "fsync", lambda file: time.sleep(0.2)),
+    ):
         Records(tmp_path, said.append).write([{"step": 1}])
     assert len(said) == 1 and "the disk took" in said[0]
 
@@ -237,7 +318,9 @@ def test_a_cut_that_the_disk_refuses_is_done_before_the_next_line(tmp_path):
     assert [line.get("again") for line in read_lines(records.metrics)] == [None, None, True, True]
 
 
-def test_lines_that_a_broken_disk_did_not_take_before_the_run_was_taken_back_are_never_written(tmp_path):
+def test_lines_that_a_broken_disk_did_not_take_before_the_run_was_taken_back_are_never_written(
+    tmp_path,
+):
     records = Records(tmp_path, lambda text: None)
     records.write([{"step": 1}, {"step": 2}])
     with patch.object(records_module.os, "write", side_effect=OSError(errno.EIO, "broken")):
@@ -288,7 +371,11 @@ def wandb_hangs():
 
 def test_a_tracker_that_hangs_costs_nothing(train):
     run = train("run", "train.steps=3", "logging.wandb=offline", seam=wandb_hangs)
-    assert "wandb did not close within" in run.out and end_of(run) == ("end", 0) and max(run.column("step_seconds")) < 50
+    assert (
+        "wandb did not close within" in run.out
+        and end_of(run) == ("end", 0)
+        and max(run.column("step_seconds")) < 50
+    )
 
 
 def test_a_tracker_that_lags_behind_loses_lines_and_says_so_once(tmp_path):
@@ -297,7 +384,10 @@ def test_a_tracker_that_lags_behind_loses_lines_and_says_so_once(tmp_path):
 
     said: list[str] = []
     slow = Tracker("wandb", lambda values, step: time.sleep(3), lambda code: None)
-    with patch("fsdp_trainer.observe.trackers._wandb", lambda *args: slow), patch("fsdp_trainer.observe.trackers.WAITING", 2):
+    with (
+        patch("fsdp_trainer.observe.trackers._wandb", lambda *args: slow),
+        patch("fsdp_trainer.observe.trackers.WAITING", 2),
+    ):
         trackers = Trackers(Logging(wandb="online"), tmp_path, {}, said.append)
         started = time.monotonic()
         for step in range(50):
@@ -312,7 +402,9 @@ def test_tensorboard_shows_no_step_twice_after_a_restart(train):
 
     how = ["checkpoint.every=2", "logging.tensorboard=true", "schedule=constant"]
     run = train("run", *how, "train.steps=5")
-    killed = [path for path in (run.folder / "checkpoints").iterdir() if path.name == "step-00000005"]
+    killed = [
+        path for path in (run.folder / "checkpoints").iterdir() if path.name == "step-00000005"
+    ]
     os.rename(killed[0], killed[0].with_name(".lost"))  # as if it had been killed before
     train("run", *how, "train.steps=7")
     shown = EventAccumulator(str(run.folder / "tensorboard")).Reload()

@@ -33,7 +33,14 @@ def two_nodes():
 @contextlib.contextmanager
 def an_old_torch_on_rank_2():
     real = facts.versions
-    with two_nodes(), mock.patch.object(facts, "versions", lambda device: real(device) | ({"torch": "2.11.0"} if rank() == 2 else {})):
+    with (
+        two_nodes(),
+        mock.patch.object(
+            facts,
+            "versions",
+            lambda device: real(device) | ({"torch": "2.11.0"} if rank() == 2 else {}),
+        ),
+    ):
         yield
 
 
@@ -46,7 +53,10 @@ def another_command_on_rank_1():
 @contextlib.contextmanager
 def a_clock_that_is_behind_on_node_1():
     real = time.time
-    with two_nodes(), mock.patch.object(time, "time", lambda: real() - 90 * int(os.environ["GROUP_RANK"])):
+    with (
+        two_nodes(),
+        mock.patch.object(time, "time", lambda: real() - 90 * int(os.environ["GROUP_RANK"])),
+    ):
         yield
 
 
@@ -62,7 +72,11 @@ def slow_device_link_and_disk():
         two_nodes(),
         mock.patch.object(speed, "products", lambda device: 1e6 if rank() == 1 else 1e9),
         mock.patch.object(speed, "there_and_back", slow_link),
-        mock.patch.object(speed, "disk", lambda *of: tuple(rate * 0 + (1e6 if rank() == 2 else 1e9) for rate in disk(*of))),
+        mock.patch.object(
+            speed,
+            "disk",
+            lambda *of: tuple(rate * 0 + (1e6 if rank() == 2 else 1e9) for rate in disk(*of)),
+        ),
     ):
         yield
 
@@ -80,7 +94,9 @@ def folders_of_their_own():
 
 @contextlib.contextmanager
 def a_full_disk():
-    with mock.patch.object(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**40, 2**40 - 2**20, 2**20)):
+    with mock.patch.object(
+        shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**40, 2**40 - 2**20, 2**20)
+    ):
         yield
 
 
@@ -96,8 +112,22 @@ def doctor(world, tmp_path):
     """`doctor("key=value", ranks=4, seam=…)` → findings by (mark, what). The run's folder is not there, and not left behind."""
 
     def look(*words, code=0, **options):
-        place = [] if any(w.startswith("run.root") for w in words) else [f"run.root={tmp_path / 'runs' / 'deep'}"]
-        told = findings(world.command("doctor", "doctor.format=json", "doctor.file_mib=1", *place, *words, code=code, **options))
+        place = (
+            []
+            if any(w.startswith("run.root") for w in words)
+            else [f"run.root={tmp_path / 'runs' / 'deep'}"]
+        )
+        told = findings(
+            world.command(
+                "doctor",
+                "doctor.format=json",
+                "doctor.file_mib=1",
+                *place,
+                *words,
+                code=code,
+                **options,
+            )
+        )
         assert not (tmp_path / "runs").exists()
         return told
 
@@ -108,17 +138,34 @@ def doctor(world, tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_sound_machine_passes_with_and_without_data_and_model(doctor, inputs, ranks):
     bare = doctor(ranks=ranks)
-    assert not [what for mark, what in bare if mark == "problem"] and "no model" in bare["note", "room"]["text"]
-    assert ("note", "not looked at") in bare and ("ok", "float32 products") in bare and ("ok", "read") in bare
+    assert (
+        not [what for mark, what in bare if mark == "problem"]
+        and "no model" in bare["note", "room"]["text"]
+    )
+    assert (
+        ("note", "not looked at") in bare
+        and ("ok", "float32 products") in bare
+        and ("ok", "read") in bare
+    )
     assert (("ok", "all-reduce") in bare) == (("ok", "links in a node") in bare) == (ranks > 1)
-    words = [f"data.path={inputs['data.path']}", "tokenizer.path=demo:bytes", "model=tiny", "precision=fp32"]
+    words = [
+        f"data.path={inputs['data.path']}",
+        "tokenizer.path=demo:bytes",
+        "model=tiny",
+        "precision=fp32",
+    ]
     told = doctor(*words, *QUICK, ranks=ranks)
-    assert "1 file" in told["ok", "data.path"]["text"] and "771.7k parameters × 12 B" in told["ok", "room"]["text"]
+    assert (
+        "1 file" in told["ok", "data.path"]["text"]
+        and "771.7k parameters × 12 B" in told["ok", "room"]["text"]
+    )
     assert ("ok", "float32 products") not in told
 
 
 def test_text_is_for_people_and_says_at_the_end_what_was_found(world, tmp_path):
-    out = world.command("doctor", f"run.root={tmp_path}", *QUICK, "model=llama3_70b", code=3, seam=a_full_disk)[0].out
+    out = world.command(
+        "doctor", f"run.root={tmp_path}", *QUICK, "model=llama3_70b", code=3, seam=a_full_disk
+    )[0].out
     assert [line for line in out.splitlines() if line and line[0] != " "] == [
         "machines", "software", "environment", "network", "storage", "inputs", out.splitlines()[-1]
     ]  # fmt: skip
@@ -128,7 +175,16 @@ def test_text_is_for_people_and_says_at_the_end_what_was_found(world, tmp_path):
 
 @pytest.mark.slow
 def test_whoever_has_seen_enough_sees_no_traceback_of_other_ranks(tmp_path):
-    words = [sys.executable, "-m", "fsdp_trainer", "doctor", "launch.nproc_per_node=2", "launch.device=cpu", f"run.root={tmp_path}", *QUICK]
+    words = [
+        sys.executable,
+        "-m",
+        "fsdp_trainer",
+        "doctor",
+        "launch.nproc_per_node=2",
+        "launch.device=cpu",
+        f"run.root={tmp_path}",
+        *QUICK,
+    ]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
     said = process.stderr.read()
@@ -138,7 +194,10 @@ def test_whoever_has_seen_enough_sees_no_traceback_of_other_ranks(tmp_path):
 @pytest.mark.slow
 def test_another_version_on_one_rank_is_named(doctor):
     told = doctor(*QUICK, ranks=4, seam=an_old_torch_on_rank_2, code=3)
-    assert "2.11.0 on rank 2 (" in told["problem", "torch"]["text"] and "node 1)" in told["problem", "torch"]["text"]
+    assert (
+        "2.11.0 on rank 2 (" in told["problem", "torch"]["text"]
+        and "node 1)" in told["problem", "torch"]["text"]
+    )
     assert [what for mark, what in told if mark == "problem"] == ["torch"]
 
 
@@ -147,7 +206,12 @@ def test_another_configuration_on_one_rank_is_named_and_train_refuses_it(doctor,
     told = doctor(*QUICK, *words, ranks=2, seam=another_command_on_rank_1, code=3)
     assert told["problem", "optim.lr"]["text"].startswith("2e-5 on rank 1 (")
     run = train("run", *words, ranks=2, seam=another_command_on_rank_1, code=2)
-    assert "optim.lr" in run.err and "2e-5 on rank 1 (" in run.err and not run.metrics and run.events[-1]["exit_code"] == 2
+    assert (
+        "optim.lr" in run.err
+        and "2e-5 on rank 1 (" in run.err
+        and not run.metrics
+        and run.events[-1]["exit_code"] == 2
+    )
 
 
 @contextlib.contextmanager
@@ -164,7 +228,11 @@ def test_nodes_that_have_the_same_under_other_names_train(train, tmp_path):
     how = {"seam": paths_of_its_own, "env": {"PLACE": str(tmp_path / "node")}, "ranks": 2}
     resume = f"checkpoint.resume=${{oc.env:MINE}}/before/checkpoints/{before.checkpoints[-1]}"
     run = train("run", "train.steps=2", resume, "run.root=${oc.env:MINE}", **how)
-    assert run.column("step") == [2] and "note   run.root: " in run.out and "note   checkpoint.resume: " in run.out
+    assert (
+        run.column("step") == [2]
+        and "note   run.root: " in run.out
+        and "note   checkpoint.resume: " in run.out
+    )
 
 
 @pytest.mark.slow
@@ -183,19 +251,32 @@ def test_a_slow_device_a_slow_link_and_a_slow_disk_are_named(doctor):
         told["warning", "slow: links in a node"]["text"].startswith("rank 2 (")
         and "↔ rank 3 (" in told["warning", "slow: links in a node"]["text"]
     )
-    assert "node 1: " in told["warning", "slow: read"]["text"] and "node 1: " in told["warning", "slow: write and fsync"]["text"]
+    assert (
+        "node 1: " in told["warning", "slow: read"]["text"]
+        and "node 1: " in told["warning", "slow: write and fsync"]["text"]
+    )
     assert ("ok", "links between nodes") in told and ("ok", "all-reduce in a node") in told
 
 
 @pytest.mark.slow
-def test_a_folder_that_is_not_shared_and_other_data_are_named_and_train_refuses_both(doctor, train, tmp_path):
+def test_a_folder_that_is_not_shared_and_other_data_are_named_and_train_refuses_both(
+    doctor, train, tmp_path
+):
     for i in (0, 1):
         (tmp_path / f"node{i}").mkdir()
         write_chats(tmp_path / f"node{i}" / "chats.jsonl", 40 + i)
     how = {"seam": folders_of_their_own, "env": {"PLACE": str(tmp_path / "node")}, "ranks": 2}
-    words = ["run.root=runs", "data.path=chats.jsonl", "tokenizer.path=demo:bytes", "launch.timeout=30s"]
+    words = [
+        "run.root=runs",
+        "data.path=chats.jsonl",
+        "tokenizer.path=demo:bytes",
+        "launch.timeout=30s",
+    ]
     told = doctor(*QUICK, *words, code=3, **how)
-    assert told["problem", "not shared"]["text"].startswith("rank 1 (") and "2 on rank 1 (" not in told["problem", "data.path"]["text"]
+    assert (
+        told["problem", "not shared"]["text"].startswith("rank 1 (")
+        and "2 on rank 1 (" not in told["problem", "data.path"]["text"]
+    )
     assert "1 file" in told["problem", "data.path"]["text"]
     run = train("run", "data.path=chats.jsonl", "data.cache=cache", code=2, **how)
     assert "prepared differently" in run.err and "not shared" not in run.err
@@ -207,7 +288,9 @@ def test_a_folder_that_is_not_shared_and_other_data_are_named_and_train_refuses_
 def a_folder_that_is_seen_late():
     """For two seconds NFS says on node 1 that rank 0's claim is not there."""
     real, began = resume.Claim.of.__func__, time.monotonic()
-    late = classmethod(lambda cls, run: cls([]) if rank() and time.monotonic() < began + 2 else real(cls, run))
+    late = classmethod(
+        lambda cls, run: cls([]) if rank() and time.monotonic() < began + 2 else real(cls, run)
+    )
     with two_nodes(), mock.patch.object(resume.Claim, "of", late):
         yield
 
@@ -218,7 +301,13 @@ def test_a_shared_folder_that_another_node_sees_late_is_shared(train):
 
 
 def test_a_checkpoint_that_would_not_fit_is_told_when_training_begins(train):
-    run = train("run", "model.hidden_size=128", "model.intermediate_size=512", "train.steps=1", seam=a_full_disk)
+    run = train(
+        "run",
+        "model.hidden_size=128",
+        "model.intermediate_size=512",
+        "train.steps=1",
+        seam=a_full_disk,
+    )
     assert "note   room: 1.0 MiB free for a checkpoint of" in run.out and len(run.metrics) == 1
 
 
@@ -232,7 +321,9 @@ def test_settings_that_cost_speed_come_with_advice(doctor):
 def test_a_rank_that_does_not_come_and_a_store_that_cannot_be_reached_are_told(world):
     (alone,) = world.command("doctor", *QUICK, "launch.timeout=1s", env={"WORLD_SIZE": "2"}, code=3)
     assert "waited 1 s for all 2 ranks" in alone.err
-    (lost,) = world.command("doctor", *QUICK, "launch.timeout=1s", env={"RANK": "1", "WORLD_SIZE": "2"}, code=3)
+    (lost,) = world.command(
+        "doctor", *QUICK, "launch.timeout=1s", env={"RANK": "1", "WORLD_SIZE": "2"}, code=3
+    )
     assert lost.err.startswith("rank 1 (") and "nobody listens on 127.0.0.1" in lost.err
 
 
@@ -248,7 +339,9 @@ def test_names_and_interfaces_that_keep_hosts_apart_come_with_what_to_set():
     a = Looked(node=0, host="a", address="127.0.1.1", interfaces=cards)
     b = Looked(node=1, host="b", address="10.0.0.2", interfaces=cards | {"ib0": "10.1.0.2"})
     found = {f.what: f for f in environment([a, b])}
-    assert found["host name"].mark == "problem" and found["host name"].advice.startswith("GLOO_SOCKET_IFNAME=eth0 ")
+    assert found["host name"].mark == "problem" and found["host name"].advice.startswith(
+        "GLOO_SOCKET_IFNAME=eth0 "
+    )
     assert "b has eth0 (10.0.0.1), ib0 (10.1.0.2)" in found["several interfaces"].text
     alone = {f.what for f in environment([a])}
     assert not alone & {"host name", "several interfaces"}
@@ -257,6 +350,12 @@ def test_names_and_interfaces_that_keep_hosts_apart_come_with_what_to_set():
 def test_dockers_shared_memory_and_too_few_open_files_are_problems():
     node = [facts.Facts(node=0, host="a", shm=2**26, files=1024) for _ in range(8)]
     (shm,) = facts.limits(node, "cuda")
-    assert (shm.mark, shm.what) == ("problem", "/dev/shm") and "64.0 MiB on rank 0-7 (a)" in shm.text and not facts.limits(node, "cpu")
-    (files,) = facts.limits([facts.Facts(node=i, host=f"n{i}", shm=2**40, files=1024) for i in range(512)], "cpu")
+    assert (
+        (shm.mark, shm.what) == ("problem", "/dev/shm")
+        and "64.0 MiB on rank 0-7 (a)" in shm.text
+        and not facts.limits(node, "cpu")
+    )
+    (files,) = facts.limits(
+        [facts.Facts(node=i, host=f"n{i}", shm=2**40, files=1024) for i in range(512)], "cpu"
+    )
     assert files.what == "open files" and "ulimit -n" in files.advice

@@ -14,14 +14,23 @@ from fsdp_trainer.parallel import convert
 
 pytest.importorskip("torchao")
 pytestmark = pytest.mark.slow  # torchao takes seconds to import on every rank
-WIDE = ["model.hidden_size=64", "model.intermediate_size=128", "model.head_dim=16", "precision.param_dtype=bfloat16", "schedule=constant"]
+WIDE = [
+    "model.hidden_size=64",
+    "model.intermediate_size=128",
+    "model.head_dim=16",
+    "precision.param_dtype=bfloat16",
+    "schedule=constant",
+]
 FLOAT8 = [*WIDE, "precision.float8=tensorwise"]
 
 
 @contextlib.contextmanager
 def emulated():
     """On every rank: no kernel is needed, and small matrices count too."""
-    with patch.object(convert, "EMULATED", True), patch.object(convert, "gains", lambda module, recipe: isinstance(module, nn.Linear)):
+    with (
+        patch.object(convert, "EMULATED", True),
+        patch.object(convert, "gains", lambda module, recipe: isinstance(module, nn.Linear)),
+    ):
         yield
 
 
@@ -29,7 +38,9 @@ def emulated():
 def test_the_loss_is_near_that_of_bfloat16(train, recipe):
     exact = train("exact", *WIDE, "train.steps=20")
     run = train("run", *WIDE, f"precision.float8={recipe}", "train.steps=20", seam=emulated)
-    assert run.column("loss") == pytest.approx(exact.column("loss"), rel=0.03) and run.column("loss") != exact.column("loss")
+    assert run.column("loss") == pytest.approx(exact.column("loss"), rel=0.03) and run.column(
+        "loss"
+    ) != exact.column("loss")
     assert f"float8 products ({recipe}) in 14 linear layers" in run.out
 
 
@@ -46,7 +57,11 @@ def test_a_run_goes_on_bitwise_on_two_ranks(train, how):
     again = train("run", *common, "train.steps=4", ranks=ranks, seam=emulated)
     whole = train("whole", *common, "train.steps=4", ranks=ranks, seam=emulated)
     a, b = stored(newest(again)), stored(newest(whole))
-    assert again.column("loss") == whole.column("loss") and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    assert (
+        again.column("loss") == whole.column("loss")
+        and a.keys() == b.keys()
+        and all(torch.equal(a[name], b[name]) for name in a)
+    )
 
 
 @contextlib.contextmanager
@@ -74,12 +89,31 @@ def test_weights_are_gathered_in_float8_and_their_scales_found_together(train):
 
 
 def test_exports_and_imports_know_nothing_of_float8(train):
-    run = train("run", *FLOAT8, "train.steps=2", "checkpoint.export_hf=true", "checkpoint.export_dtype=float32", seam=emulated)
+    run = train(
+        "run",
+        *FLOAT8,
+        "train.steps=2",
+        "checkpoint.export_hf=true",
+        "checkpoint.export_dtype=float32",
+        seam=emulated,
+    )
     model, again = load_model(run.folder), load_model(run.folder / "hf")
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    how = ["precision=fp8", "batch.seq_len=64", "batch.rows=6", "train.steps=1", "optim.lr=0", "checkpoint.export_hf=true"]
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
+    how = [
+        "precision=fp8",
+        "batch.seq_len=64",
+        "batch.rows=6",
+        "train.steps=1",
+        "optim.lr=0",
+        "checkpoint.export_hf=true",
+    ]
     on = train("on", *how, f"model.init_from={run.folder / 'hf'}", base=[], seam=emulated, ranks=2)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), load_model(on.folder / "hf").parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.parameters(), load_model(on.folder / "hf").parameters(), strict=True)
+    )
 
 
 def test_a_run_may_change_to_and_from_float8(train):
@@ -120,14 +154,23 @@ def test_matrices_gain_where_torchaos_own_filter_says_so():
             for columns in (16, 1024, 1040, 2048, 2064, 4096, 4112, 14336):
                 with torch.device("meta"):
                     linear = nn.Linear(columns, rows)
-                assert convert.gains(linear, recipe) == theirs(linear, "q_proj"), (recipe, rows, columns)
+                assert convert.gains(linear, recipe) == theirs(linear, "q_proj"), (
+                    recipe,
+                    rows,
+                    columns,
+                )
     assert not convert.gains(nn.Embedding(2048, 4112), "tensorwise")
 
 
 def without_torchao():
     found = importlib.util.find_spec
-    return patch("importlib.util.find_spec", lambda name, *rest: None if name == "torchao" else found(name, *rest))
+    return patch(
+        "importlib.util.find_spec",
+        lambda name, *rest: None if name == "torchao" else found(name, *rest),
+    )
 
 
 def test_without_torchao_it_is_named(train):
-    assert "pip install 'fsdp_trainer[ao]'" in train("run", *FLOAT8, code=2, seam=without_torchao).err
+    assert (
+        "pip install 'fsdp_trainer[ao]'" in train("run", *FLOAT8, code=2, seam=without_torchao).err
+    )

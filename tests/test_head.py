@@ -24,7 +24,12 @@ def make(chunk_mib=1, dtype=torch.float32, **options):
     head.chunk_mib = chunk_mib
     weights = torch.rand(TOKENS)
     weights[::3] = 0
-    return head, torch.randn(TOKENS, WIDTH).to(dtype).requires_grad_(), torch.randint(VOCABULARY, (TOKENS,)), weights
+    return (
+        head,
+        torch.randn(TOKENS, WIDTH).to(dtype).requires_grad_(),
+        torch.randint(VOCABULARY, (TOKENS,)),
+        weights,
+    )
 
 
 def textbook(head, hidden, targets, weights, label_smoothing=0.0, z_loss=0.0):
@@ -49,13 +54,24 @@ def assert_textbook(head, hidden, targets, weights, tolerance=1e-6, **soft):
     exact, nll, grad_hidden, grad_weight = textbook(head, hidden, targets, weights, **soft)
     assert value.item() == pytest.approx(exact.item(), rel=max(tolerance, 1e-6))
     assert torch.allclose(-scores.log_probability.double(), nll, rtol=0, atol=50 * tolerance)
-    assert relative(hidden.grad, 3 * grad_hidden) < tolerance and relative(head.weight.grad, 3 * grad_weight) < tolerance
+    assert (
+        relative(hidden.grad, 3 * grad_hidden) < tolerance
+        and relative(head.weight.grad, 3 * grad_weight) < tolerance
+    )
     assert hidden.grad.dtype == hidden.dtype and head.weight.grad.dtype == head.weight.dtype
     assert not head.weight.grad[VOCABULARY:].any(), "rows that only pad"
 
 
-@pytest.mark.parametrize("soft", [{}, {"z_loss": 1e-2}, {"label_smoothing": 0.1}, SOFT], ids=lambda s: "+".join(s) or "plain")
-@pytest.mark.parametrize("model", [{}, {"final_logit_softcapping": 5.0}, {"vocab_multiple": 1000}], ids=["plain", "softcap", "padded"])
+@pytest.mark.parametrize(
+    "soft",
+    [{}, {"z_loss": 1e-2}, {"label_smoothing": 0.1}, SOFT],
+    ids=lambda s: "+".join(s) or "plain",
+)
+@pytest.mark.parametrize(
+    "model",
+    [{}, {"final_logit_softcapping": 5.0}, {"vocab_multiple": 1000}],
+    ids=["plain", "softcap", "padded"],
+)
 def test_value_scores_and_gradients_are_the_textbooks(model, soft):
     assert_textbook(*make(**model), **soft)
 
@@ -82,11 +98,18 @@ def test_scores_alone_are_those_beside_an_objective_and_have_no_gradient():
     head, hidden, targets, weights = make()
     _, scores = head(hidden, targets, CrossEntropy(weights, **SOFT))
     alone = head(hidden, targets)
-    assert torch.equal(alone.log_probability, scores.log_probability) and torch.equal(alone.log_normalizer, scores.log_normalizer)
-    assert not negative_log_likelihood(alone, weights).requires_grad and not scores.log_probability.requires_grad
+    assert torch.equal(alone.log_probability, scores.log_probability) and torch.equal(
+        alone.log_normalizer, scores.log_normalizer
+    )
+    assert (
+        not negative_log_likelihood(alone, weights).requires_grad
+        and not scores.log_probability.requires_grad
+    )
 
 
-@pytest.mark.parametrize(("tokens", "rows"), [(100, 32), (32, 32), (33, 24), (8, 8), (3, 8), (0, 8)])
+@pytest.mark.parametrize(
+    ("tokens", "rows"), [(100, 32), (32, 32), (33, 24), (8, 8), (3, 8), (0, 8)]
+)
 def test_chunks_are_as_few_as_the_budget_allows_and_of_equal_size(tokens, rows):
     assert make()[0].rows_at_once(tokens, "cpu") == rows
 
@@ -106,7 +129,11 @@ def test_no_tensor_grows_with_tokens_times_vocabulary():
     head, hidden, targets, weights = make()
     with Largest() as made:
         for many in (1, 4):
-            head(hidden.repeat(many, 1), targets.repeat(many), CrossEntropy(weights.repeat(many), **SOFT))[0].backward()
+            head(
+                hidden.repeat(many, 1),
+                targets.repeat(many),
+                CrossEntropy(weights.repeat(many), **SOFT),
+            )[0].backward()
         head(hidden.repeat(4, 1), targets.repeat(4))
     assert made.size == 2**20 // 4, "one chunk"
 
@@ -114,7 +141,9 @@ def test_no_tensor_grows_with_tokens_times_vocabulary():
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_chunks_are_the_textbooks_and_are_not_compiled_again_for_another_number_of_tokens(dtype):
+def test_compiled_chunks_are_the_textbooks_and_are_not_compiled_again_for_another_number_of_tokens(
+    dtype,
+):
     torch._dynamo.reset()
     head, hidden, targets, weights = make(dtype=dtype, final_logit_softcapping=20.0)
     head.compile_chunks()
@@ -129,7 +158,13 @@ def test_compiled_chunks_are_the_textbooks_and_are_not_compiled_again_for_anothe
 
 # --- in training -------------------------------------------------------------------------------------------------------------------
 
-MANY = ["model.vocab_size=16384", "batch.micro_rows=1", "batch.rows=4", "train.steps=3", "schedule=constant"]  # 16 tokens a MiB
+MANY = [
+    "model.vocab_size=16384",
+    "batch.micro_rows=1",
+    "batch.rows=4",
+    "train.steps=3",
+    "schedule=constant",
+]  # 16 tokens a MiB
 
 
 @contextlib.contextmanager
@@ -148,13 +183,25 @@ def gathers_told():
 
 
 @pytest.mark.parametrize("tied", ["true", pytest.param("false", marks=pytest.mark.slow)])
-def test_sharded_and_in_many_chunks_it_gives_the_same_and_is_gathered_as_often_as_in_one(train, tied):
-    how = [*MANY, f"model.tie_word_embeddings={tied}", "loss.z_loss=1e-2", "loss.label_smoothing=0.1"]
+def test_sharded_and_in_many_chunks_it_gives_the_same_and_is_gathered_as_often_as_in_one(
+    train, tied
+):
+    how = [
+        *MANY,
+        f"model.tie_word_embeddings={tied}",
+        "loss.z_loss=1e-2",
+        "loss.label_smoothing=0.1",
+    ]
     alone = train("alone", *how, "loss.chunk_mib=64", "batch.micro_rows=4")
-    one, many = (train(f"{mib}", *how, f"loss.chunk_mib={mib}", ranks=2, seam=gathers_told) for mib in (64, 1))
+    one, many = (
+        train(f"{mib}", *how, f"loss.chunk_mib={mib}", ranks=2, seam=gathers_told)
+        for mib in (64, 1)
+    )
     for run in (one, many):
         for name in ("loss", "objective", "grad_norm"):
-            assert run.column(name) == pytest.approx(alone.column(name), rel=1e-4 if name == "grad_norm" else 1e-5)
+            assert run.column(name) == pytest.approx(
+                alone.column(name), rel=1e-4 if name == "grad_norm" else 1e-5
+            )
     assert "at most 16 tokens at once" in many.out and "at most 64 tokens at once" in one.out
     assert many.out.count("gathered") == one.out.count("gathered") > 0
 
@@ -165,11 +212,16 @@ def test_the_loss_that_is_told_stays_the_plain_one(train):
     smooth = train("smooth", *how, "loss.label_smoothing=0.5")
     for run in (z, double, smooth):
         assert run.column("loss") == pytest.approx(plain.column("loss"), rel=1e-6)
-        assert run.metrics[-1]["validation_loss"] == pytest.approx(plain.metrics[-1]["validation_loss"], rel=1e-6)
+        assert run.metrics[-1]["validation_loss"] == pytest.approx(
+            plain.metrics[-1]["validation_loss"], rel=1e-6
+        )
         assert run.column("grad_norm") != pytest.approx(plain.column("grad_norm"), rel=1e-3)
     added = [run.metrics[0]["objective"] - run.metrics[0]["loss"] for run in (z, double)]
     assert added[1] == pytest.approx(2 * added[0], rel=1e-4) and added[0] > 0.1
-    assert smooth.metrics[0]["objective"] != pytest.approx(smooth.metrics[0]["loss"], rel=1e-3) and "objective" not in plain.metrics[0]
+    assert (
+        smooth.metrics[0]["objective"] != pytest.approx(smooth.metrics[0]["loss"], rel=1e-3)
+        and "objective" not in plain.metrics[0]
+    )
 
 
 def test_weights_of_tokens_are_not_rounded_in_bfloat16(train):
@@ -181,5 +233,10 @@ def test_weights_of_tokens_are_not_rounded_in_bfloat16(train):
 def test_a_run_does_not_go_on_with_another_objective_but_with_another_chunk(train):
     train("run", "train.steps=1", "schedule=constant")
     refused = train("run", "train.steps=2", "schedule=constant", "loss.z_loss=1e-3", code=2)
-    assert "loss.z_loss=0.001" in refused.err and "checkpoint.allow_changes=[loss.z_loss]" in refused.err
-    assert train("run", "train.steps=2", "schedule=constant", "loss.chunk_mib=7").column("step") == [1, 2]
+    assert (
+        "loss.z_loss=0.001" in refused.err
+        and "checkpoint.allow_changes=[loss.z_loss]" in refused.err
+    )
+    assert train("run", "train.steps=2", "schedule=constant", "loss.chunk_mib=7").column(
+        "step"
+    ) == [1, 2]

@@ -16,7 +16,13 @@ def hub(monkeypatch, tmp_path):
     """A hub that knows `org/tiny`; gives the patterns of each download."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(vocab_size=260, **sizes)).save_pretrained(tmp_path / "theirs")
     load_tokenizer("demo:bytes").save(tmp_path / "theirs")
@@ -29,7 +35,11 @@ def hub(monkeypatch, tmp_path):
         shutil.copytree(
             tmp_path / "theirs",
             fetched,
-            ignore=lambda _, names: [n for n in names if "*.safetensors" not in allow_patterns and n.endswith(".safetensors")],
+            ignore=lambda _, names: [
+                n
+                for n in names
+                if "*.safetensors" not in allow_patterns and n.endswith(".safetensors")
+            ],
         )
         return str(fetched)
 
@@ -42,7 +52,14 @@ def hub(monkeypatch, tmp_path):
 def test_preview_of_a_hub_model_fetches_no_weights(hub, capsys):
     assert (
         main(
-            ["preview", "model.init_from=org/tiny", "data.path=demo:backwards", "batch.seq_len=64", "preview.format=json", "preview.rows=1"]
+            [
+                "preview",
+                "model.init_from=org/tiny",
+                "data.path=demo:backwards",
+                "batch.seq_len=64",
+                "preview.format=json",
+                "preview.rows=1",
+            ]
         )
         == 0
     )
@@ -51,10 +68,20 @@ def test_preview_of_a_hub_model_fetches_no_weights(hub, capsys):
 
 
 def test_training_starts_from_a_hub_models_weights(hub, tmp_path):
-    shared = ["data.path=demo:backwards", "batch.seq_len=64", "batch.rows=2", "train.steps=1", "precision=fp32", "launch.device=cpu"]
+    shared = [
+        "data.path=demo:backwards",
+        "batch.seq_len=64",
+        "batch.rows=2",
+        "train.steps=1",
+        "precision=fp32",
+        "launch.device=cpu",
+    ]
     assert main(["model.init_from=org/tiny", "run.name=hub", *shared]) == 0
     assert main([f"model.init_from={tmp_path}/theirs", "run.name=folder", *shared]) == 0
-    losses = [json.loads((tmp_path / "runs" / name / "metrics.jsonl").read_text())["loss"] for name in ("hub", "folder")]
+    losses = [
+        json.loads((tmp_path / "runs" / name / "metrics.jsonl").read_text())["loss"]
+        for name in ("hub", "folder")
+    ]
     assert losses[0] == losses[1]
 
 

@@ -37,20 +37,29 @@ SIZES = {
 
 def make_folder(folder, family="llama", dtype=torch.float32, shard="1GB", **options):
     """As transformers saves it, with a tokenizer."""
-    model = make_model(family, **{"vocab_size": 264, **SIZES, "max_position_embeddings": 128, **ZOO[family][1], **options})
+    model = make_model(
+        family,
+        **{"vocab_size": 264, **SIZES, "max_position_embeddings": 128, **ZOO[family][1], **options},
+    )
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
     load_tokenizer("demo:bytes").save(folder)
     return folder
 
 
 def tensors(folder):
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def assert_byte_equal(a, b):
     assert a.keys() == b.keys()
     for name in a:
-        assert a[name].dtype == b[name].dtype and torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
+        assert a[name].dtype == b[name].dtype and torch.equal(
+            a[name].view(torch.uint8), b[name].view(torch.uint8)
+        ), name
 
 
 @pytest.fixture
@@ -65,16 +74,37 @@ def export(world, tmp_path):
 FORMATS = {
     "fp32 tied": (1, {"tie_word_embeddings": True}),
     "bf16 untied sharded": (2, {"dtype": torch.bfloat16, "shard": "20KB"}),
-    "fp16 tied sharded": (1, {"dtype": torch.float16, "tie_word_embeddings": True, "shard": "20KB"}),
+    "fp16 tied sharded": (
+        1,
+        {"dtype": torch.float16, "tie_word_embeddings": True, "shard": "20KB"},
+    ),
 }
-FAMILIES = ("llama", "llama biases", "mistral window", "qwen2", "qwen3", "gemma2", "gemma3 long", "olmo2", "phi3", "phi4 mini")
-FORMATS |= {f"{name} on {ranks}": (ranks, {"family": name, "dtype": torch.bfloat16}) for name in FAMILIES for ranks in (1, 2)}
+FAMILIES = (
+    "llama",
+    "llama biases",
+    "mistral window",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3 long",
+    "olmo2",
+    "phi3",
+    "phi4 mini",
+)
+FORMATS |= {
+    f"{name} on {ranks}": (ranks, {"family": name, "dtype": torch.bfloat16})
+    for name in FAMILIES
+    for ranks in (1, 2)
+}
 QUICK = ("bf16 untied sharded", "gemma3 long on 2", "phi3 on 2")
 
 
 @pytest.mark.parametrize(
     ("ranks", "made"),
-    [pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in FORMATS.items()],
+    [
+        pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, case in FORMATS.items()
+    ],
 )
 def test_import_then_export_without_a_step_is_byte_equal(train, export, tmp_path, ranks, made):
     folder = make_folder(tmp_path / "in", **made)
@@ -86,28 +116,46 @@ def test_import_then_export_without_a_step_is_byte_equal(train, export, tmp_path
     assert {k: after.get(k) for k in before if k not in ("transformers_version",)} == {
         k: v for k, v in before.items() if k != "transformers_version"
     }
-    again = make_folder(tmp_path / "again", **made)  # what we export, transformers reads, saves, and we read again
+    again = make_folder(
+        tmp_path / "again", **made
+    )  # what we export, transformers reads, saves, and we read again
     transformers.AutoModelForCausalLM.from_pretrained(out).save_pretrained(again)
     assert_byte_equal(tensors(folder), tensors(again))
 
 
 def test_each_tensor_keeps_its_own_number_format(train, export, tmp_path):
     folder = make_folder(tmp_path / "in", dtype=torch.bfloat16)
-    mixed = {name: tensor.float() + 1e-5 if "norm" in name else tensor for name, tensor in tensors(folder).items()}
+    mixed = {
+        name: tensor.float() + 1e-5 if "norm" in name else tensor
+        for name, tensor in tensors(folder).items()
+    }
     save_file(mixed, folder / "model.safetensors", {"format": "pt"})
     run = train("run", f"model.init_from={folder}", "train.steps=0", base=HF)
     assert_byte_equal(mixed, tensors(export(run.folder)))
-    assert {t.dtype for t in tensors(export(run.folder, "dtype=float16", name="half")).values()} == {torch.float16}
+    assert {
+        t.dtype for t in tensors(export(run.folder, "dtype=float16", name="half")).values()
+    } == {torch.float16}
 
 
 @pytest.mark.parametrize(
     "made",
-    [pytest.param(made, marks=pytest.mark.slow) for made in ({"tie_word_embeddings": True}, {"family": "qwen3", "head_dim": 16})],
+    [
+        pytest.param(made, marks=pytest.mark.slow)
+        for made in ({"tie_word_embeddings": True}, {"family": "qwen3", "head_dim": 16})
+    ],
     ids=["llama tied", "qwen3"],
 )
 def test_what_was_trained_computes_the_same_everywhere(train, export, world, tmp_path, made):
     folder = make_folder(tmp_path / "in", **made)
-    run = train("run", f"model.init_from={folder}", "train.steps=3", "optim.lr=1e-2", "checkpoint.export_hf=true", base=HF, ranks=2)
+    run = train(
+        "run",
+        f"model.init_from={folder}",
+        "train.steps=3",
+        "optim.lr=1e-2",
+        "checkpoint.export_hf=true",
+        base=HF,
+        ranks=2,
+    )
     out = export(run.folder)
     tokens = torch.randint(264, (2, 50), generator=torch.Generator().manual_seed(0))
     ours = fsdp_trainer.load_model(run.folder).logits(tokens)
@@ -117,9 +165,15 @@ def test_what_was_trained_computes_the_same_everywhere(train, export, world, tmp
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
     with torch.no_grad():
         assert (theirs(tokens).logits - ours).abs().max() < 1e-4
-        assert (transformers.AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits - ours).abs().max() > 1e-2, "it was trained"
-    assert "whole" in world.command("verify", f"source={run.folder}", f"hf={out}", timeout=200)[0].out
-    assert "DIFFER" in world.command("verify", f"source={run.folder}", f"hf={folder}", code=3)[0].out
+        assert (
+            transformers.AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits - ours
+        ).abs().max() > 1e-2, "it was trained"
+    assert (
+        "whole" in world.command("verify", f"source={run.folder}", f"hf={out}", timeout=200)[0].out
+    )
+    assert (
+        "DIFFER" in world.command("verify", f"source={run.folder}", f"hf={folder}", code=3)[0].out
+    )
 
 
 def test_the_exported_tokenizer_and_template_are_those_of_training(train, export):
@@ -143,7 +197,9 @@ def test_a_template_that_was_chosen_is_exported(train, export):
     out = export(run.folder)
     theirs = transformers.AutoTokenizer.from_pretrained(out)
     messages = [{"role": "user", "content": "hi"}]
-    ours = load_template("plain", load_tokenizer("demo:bytes")).render(messages, add_generation_prompt=True)
+    ours = load_template("plain", load_tokenizer("demo:bytes")).render(
+        messages, add_generation_prompt=True
+    )
     assert theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == ours
 
 
@@ -155,7 +211,10 @@ def test_the_export_is_split_with_a_right_index(train, export):
     assert all(name in load_file(out / file) for name, file in index["weight_map"].items())
     assert set(tensors(out)) == set(index["weight_map"])
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(out).values())
-    assert all(file.stat().st_size < 2e-5 * 2**30 + 4000 or len(load_file(file)) == 1 for file in out.glob("*.safetensors"))
+    assert all(
+        file.stat().st_size < 2e-5 * 2**30 + 4000 or len(load_file(file)) == 1
+        for file in out.glob("*.safetensors")
+    )
     assert_byte_equal(tensors(out), tensors(export(run.folder, name="whole")))
     transformers.AutoModelForCausalLM.from_pretrained(out)
 
@@ -178,9 +237,18 @@ def test_all_that_is_wrong_with_weights_is_told_at_once(train, tmp_path, ranks):
         "0.input_layernorm.weight",
     ):
         assert name in told.err
-    assert "[31]" in told.err and "[32]" in told.err and "I64" in told.err and "Traceback" not in told.err
+    assert (
+        "[31]" in told.err
+        and "[32]" in told.err
+        and "I64" in told.err
+        and "Traceback" not in told.err
+    )
     assert all(rank.err == "" for rank in told.ranks[1:]), "only rank 0 speaks"
-    assert told.events[-1]["event"] == "end" and told.events[-1]["exit_code"] == 2 and told.metrics == []
+    assert (
+        told.events[-1]["event"] == "end"
+        and told.events[-1]["exit_code"] == 2
+        and told.metrics == []
+    )
 
 
 def test_a_header_that_contradicts_itself_is_no_weights(train, tmp_path):
@@ -203,20 +271,31 @@ def test_a_header_that_contradicts_itself_is_no_weights(train, tmp_path):
     ids=["half a row", "half a byte", "deep", "list", "number", "text"],
 )  # fmt: skip
 def test_a_header_of_nonsense_is_told(tmp_path, text):
-    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text.encode() + bytes(24))
+    (tmp_path / "model.safetensors").write_bytes(
+        len(text).to_bytes(8, "little") + text.encode() + bytes(24)
+    )
     found, problems = read_headers(tmp_path)
     assert not found and len(problems) == 1 and "model.safetensors" in problems[0].what
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_pieces_smaller_than_a_tensor_and_not_of_its_size_come_together(train, export, tmp_path, ranks):
+def test_pieces_smaller_than_a_tensor_and_not_of_its_size_come_together(
+    train, export, tmp_path, ranks
+):
     folder = make_folder(tmp_path / "in", dtype=torch.bfloat16, tie_word_embeddings=True)
     state = tensors(folder)
-    save_file({**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}, folder / "model.safetensors", {"format": "pt"})
-    run = train("run", f"model.init_from={folder}", "train.steps=0", base=HF, ranks=ranks, seam=small_pieces)
+    save_file(
+        {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    run = train(
+        "run", f"model.init_from={folder}", "train.steps=0", base=HF, ranks=ranks, seam=small_pieces
+    )
     assert_byte_equal(state, tensors(export(run.folder, seam=small_pieces)))
     assert_byte_equal(
-        {n: t.float() for n, t in state.items()}, tensors(export(run.folder, "dtype=float32", name="wide", seam=small_pieces))
+        {n: t.float() for n, t in state.items()},
+        tensors(export(run.folder, "dtype=float32", name="wide", seam=small_pieces)),
     )
 
 
@@ -239,15 +318,34 @@ def disk_of_one_rank_fails():
 
 def test_weights_that_one_rank_cannot_read_end_the_run_with_that_message(train, tmp_path):
     folder = make_folder(tmp_path / "in")
-    told = train("run", f"model.init_from={folder}", "train.steps=1", base=HF, ranks=2, code=1, seam=disk_of_one_rank_fails)
-    assert "rank 1 cannot read the weights" in told.err and "Input/output error" in told.err and "Traceback" not in told.err
+    told = train(
+        "run",
+        f"model.init_from={folder}",
+        "train.steps=1",
+        base=HF,
+        ranks=2,
+        code=1,
+        seam=disk_of_one_rank_fails,
+    )
+    assert (
+        "rank 1 cannot read the weights" in told.err
+        and "Input/output error" in told.err
+        and "Traceback" not in told.err
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_an_import_onto_a_gpu_is_byte_equal(train, export, tmp_path):
     folder = make_folder(tmp_path / "in", dtype=torch.bfloat16)
-    run = train("run", f"model.init_from={folder}", "train.steps=0", "launch.device=cuda", base=HF, seam=small_pieces)
+    run = train(
+        "run",
+        f"model.init_from={folder}",
+        "train.steps=0",
+        "launch.device=cuda",
+        base=HF,
+        seam=small_pieces,
+    )
     assert_byte_equal(tensors(folder), tensors(export(run.folder)))
 
 
@@ -283,21 +381,44 @@ def test_folders_without_readable_weights_are_refused(train, tmp_path, broken):
     index.write_text("{}") if broken == "index" else index.unlink()
     if broken == "bin":
         (folder / "pytorch_model.bin").write_bytes(b"")
-    assert "safetensors" in train("run", f"model.init_from={folder}", "train.steps=1", base=HF, code=2).err
+    assert (
+        "safetensors"
+        in train("run", f"model.init_from={folder}", "train.steps=1", base=HF, code=2).err
+    )
 
 
 def test_a_tied_head_that_was_stored_all_the_same_is_no_mistake(train, export, tmp_path):
     folder = make_folder(tmp_path / "in", tie_word_embeddings=True)
     state = tensors(folder)
-    save_file({**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}, folder / "model.safetensors", {"format": "pt"})
-    assert_byte_equal(state, tensors(export(train("run", f"model.init_from={folder}", "train.steps=0", base=HF).folder)))
+    save_file(
+        {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    assert_byte_equal(
+        state,
+        tensors(export(train("run", f"model.init_from={folder}", "train.steps=0", base=HF).folder)),
+    )
 
 
 def test_a_named_model_that_differs_from_the_folder_is_refused(train, tmp_path):
     folder = make_folder(tmp_path / "in")
     told = train("run", "model=tiny", f"model.init_from={folder}", "train.steps=1", base=[], code=2)
-    assert "model=tiny" in told.err and "hidden_size" in told.err and "128" in told.err and "32" in told.err
-    told = train("run", "model=auto", "model.num_hidden_layers=3", f"model.init_from={folder}", "train.steps=1", base=[], code=2)
+    assert (
+        "model=tiny" in told.err
+        and "hidden_size" in told.err
+        and "128" in told.err
+        and "32" in told.err
+    )
+    told = train(
+        "run",
+        "model=auto",
+        "model.num_hidden_layers=3",
+        f"model.init_from={folder}",
+        "train.steps=1",
+        base=[],
+        code=2,
+    )
     assert "model.num_hidden_layers=3" in told.err
 
 
@@ -310,8 +431,15 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(train, tmp_path):
 @pytest.mark.slow
 def test_training_starts_from_a_run_a_checkpoint_and_its_export_alike(train, export, tmp_path):
     first = train("first", "train.steps=3")
-    sources = [first.folder, first.folder / "checkpoints" / first.checkpoints[-1], export(first.folder, "dtype=float32")]
-    runs = [train(f"from{i}", f"model.init_from={source}", "train.steps=2", base=HF, ranks=1 + i % 2) for i, source in enumerate(sources)]
+    sources = [
+        first.folder,
+        first.folder / "checkpoints" / first.checkpoints[-1],
+        export(first.folder, "dtype=float32"),
+    ]
+    runs = [
+        train(f"from{i}", f"model.init_from={source}", "train.steps=2", base=HF, ranks=1 + i % 2)
+        for i, source in enumerate(sources)
+    ]
     assert runs[1].column("loss") == pytest.approx(runs[0].column("loss"), rel=1e-5)
     assert runs[2].column("loss") == pytest.approx(runs[0].column("loss"), rel=1e-5)
     assert runs[0].column("step") == [1, 2] and runs[0].column("loss")[0] < first.column("loss")[0]
@@ -348,7 +476,9 @@ def test_an_export_that_fails_leaves_no_folder(train, world, export, tmp_path):
     run = train("run", "train.steps=0")
     with pytest.raises(AssertionError, match="No space left"):
         export(run.folder, "shard_gib=2e-5", seam=failing_write)
-    assert not (tmp_path / "out").exists() and not [p for p in tmp_path.iterdir() if "partial" in p.name]
+    assert not (tmp_path / "out").exists() and not [
+        p for p in tmp_path.iterdir() if "partial" in p.name
+    ]
 
 
 @pytest.mark.slow
@@ -365,24 +495,38 @@ def test_an_export_overwrites_nothing_and_reads_nothing_damaged(train, world, ex
     run = train("run", "train.steps=0")
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "thesis.txt").write_text("mine")
-    assert "exists" in world.command("export", f"source={run.folder}", f"out={tmp_path / 'used'}", code=2)[0].err
+    assert (
+        "exists"
+        in world.command("export", f"source={run.folder}", f"out={tmp_path / 'used'}", code=2)[
+            0
+        ].err
+    )
     copy = shutil.copytree(run.folder, tmp_path / "copy")
     data = next((copy / "checkpoints").glob("*/*.distcp"))
     data.write_bytes(data.read_bytes()[:-1] + b"\x55")
-    assert "checksum" in world.command("export", f"source={copy}", f"out={tmp_path / 'out'}", code=2)[0].err
+    assert (
+        "checksum"
+        in world.command("export", f"source={copy}", f"out={tmp_path / 'out'}", code=2)[0].err
+    )
     assert "damaged" in world.command("verify", f"source={copy}", code=3)[0].out
     assert world.command("verify", f"source={run.folder}")[0].out.count("checksums right") == 1
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_stored_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(train, tmp_path, ranks):
+def test_a_stored_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(
+    train, tmp_path, ranks
+):
     folder = make_folder(tmp_path / "model", tie_word_embeddings=True)
     stored = tensors(folder)
     save_file(
-        stored | {"lm_head.weight": torch.randn_like(stored["model.embed_tokens.weight"])}, folder / "model.safetensors", {"format": "pt"}
+        stored | {"lm_head.weight": torch.randn_like(stored["model.embed_tokens.weight"])},
+        folder / "model.safetensors",
+        {"format": "pt"},
     )
-    run = train("run", *HF, f"model.init_from={folder}", "train.steps=0", ranks=ranks, code=2, base=[])
+    run = train(
+        "run", *HF, f"model.init_from={folder}", "train.steps=0", ranks=ranks, code=2, base=[]
+    )
     assert "lm_head.weight" in run.err and "tie_word_embeddings" in run.err
 
 
@@ -400,12 +544,22 @@ def test_broken_files_and_unexpected_tensors_are_listed_together(train, tmp_path
 
 @pytest.mark.slow
 def test_verify_says_no_to_another_vocabulary(train, world, tmp_path):
-    run = train("run", *HF, f"model.init_from={make_folder(tmp_path / 'one')}", "train.steps=0", base=[])
-    told = world.command("verify", f"source={run.folder}", f"hf={make_folder(tmp_path / 'other', vocab_size=300)}", code=3)
+    run = train(
+        "run", *HF, f"model.init_from={make_folder(tmp_path / 'one')}", "train.steps=0", base=[]
+    )
+    told = world.command(
+        "verify",
+        f"source={run.folder}",
+        f"hf={make_folder(tmp_path / 'other', vocab_size=300)}",
+        code=3,
+    )
     assert "another model" in told[0].out
 
 
-@pytest.mark.parametrize("wrong", [{"rope_scaling": "linear"}, {"max_position_embeddings": None}, {"rms_norm_eps": "1e-5"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"rope_scaling": "linear"}, {"max_position_embeddings": None}, {"rms_norm_eps": "1e-5"}],
+)
 def test_a_config_with_the_wrong_types_is_refused_by_name(train, tmp_path, wrong):
     folder = make_folder(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text()) | wrong

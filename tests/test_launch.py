@@ -27,7 +27,14 @@ from fsdp_trainer.launch.world import environment_of_ranks, meet
 from fsdp_trainer.training.resume import Claim, claim_folder
 
 SELF = [sys.executable, "-m", "fsdp_trainer"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0"]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--nproc_per_node=2",
+    "--rdzv_backend=c10d",
+    "--rdzv_endpoint=127.0.0.1:0",
+]
 
 
 @pytest.fixture
@@ -40,9 +47,20 @@ def start(inputs, tmp_path):
         cwd = tmp_path / "cwd"
         cwd.mkdir(exist_ok=True)
         given = {o.split("=")[0] for o in overrides}
-        words = [*launcher, *SMALL, *(f"{k}={v}" for k, v in inputs.items() if k not in given), "run.root=runs", "run.name=run", *overrides]
+        words = [
+            *launcher,
+            *SMALL,
+            *(f"{k}={v}" for k, v in inputs.items() if k not in given),
+            "run.root=runs",
+            "run.name=run",
+            *overrides,
+        ]
         env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-        processes.append(subprocess.Popen(words, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        processes.append(
+            subprocess.Popen(
+                words, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
         return processes[-1]
 
     yield run
@@ -62,7 +80,11 @@ def done(start, tmp_path):
 
 
 def no_hydra_files(folder):
-    found = [p for p in folder.rglob("*") if p.name == ".hydra" or p.suffix == ".log" or p.name in ("outputs", "multirun")]
+    found = [
+        p
+        for p in folder.rglob("*")
+        if p.name == ".hydra" or p.suffix == ".log" or p.name in ("outputs", "multirun")
+    ]
     assert not found, found
 
 
@@ -70,7 +92,11 @@ def no_hydra_files(folder):
 def test_torchrun_trains_with_one_folder_one_voice_and_no_files_of_hydra(done, tmp_path):
     code, out, err, run = done([*TORCHRUN, "-m", "fsdp_trainer"], "train.steps=3")
     assert code == 0, out + err
-    assert run.column("step") == [1, 2, 3] and run.event("start")[0]["world_size"] == 2 and run.events[-1]["exit_code"] == 0
+    assert (
+        run.column("step") == [1, 2, 3]
+        and run.event("start")[0]["world_size"] == 2
+        and run.events[-1]["exit_code"] == 0
+    )
     assert out.count("3/3 100%") == 1 and out.count("done: runs/run") == 1
     assert sorted(p.name for p in (tmp_path / "cwd").iterdir()) == ["runs"] and sorted(
         p.name for p in (tmp_path / "cwd" / "runs").iterdir()
@@ -79,28 +105,48 @@ def test_torchrun_trains_with_one_folder_one_voice_and_no_files_of_hydra(done, t
 
 
 @pytest.mark.slow
-def test_the_trainer_starts_its_ranks_itself_with_the_configuration_that_it_composed(done, tmp_path):
+def test_the_trainer_starts_its_ranks_itself_with_the_configuration_that_it_composed(
+    done, tmp_path
+):
     # a rank that composed again would call its run run0
-    code, out, err, run = done(SELF, "train.steps=3", "launch.nproc_per_node=2", "run.name=run${oc.env:RANK,''}")
+    code, out, err, run = done(
+        SELF, "train.steps=3", "launch.nproc_per_node=2", "run.name=run${oc.env:RANK,''}"
+    )
     assert code == 0, out + err
-    assert run.event("start")[0]["world_size"] == 2 and out.count("done: runs/run") == 1 and "Traceback" not in err
+    assert (
+        run.event("start")[0]["world_size"] == 2
+        and out.count("done: runs/run") == 1
+        and "Traceback" not in err
+    )
     no_hydra_files(tmp_path / "cwd")
 
 
 @pytest.mark.slow
-def test_launch_env_reaches_the_ranks_and_a_signal_to_the_launcher_stops_them_in_order(start, tmp_path):
-    how = ["train.steps=100000", "launch.nproc_per_node=2", "launch.env={NCCL_DEBUG: WARN, OMP_NUM_THREADS: 3}"]
+def test_launch_env_reaches_the_ranks_and_a_signal_to_the_launcher_stops_them_in_order(
+    start, tmp_path
+):
+    how = [
+        "train.steps=100000",
+        "launch.nproc_per_node=2",
+        "launch.env={NCCL_DEBUG: WARN, OMP_NUM_THREADS: 3}",
+    ]
     process = start(SELF, *how, env=seamed(tmp_path / "seam", ONE_SIGNAL))
     run = Run(tmp_path / "cwd" / "runs" / "run")
     wait_until(lambda: run.metrics, process)
     for pid in ranks_below(process.pid).values():
         env = Path(f"/proc/{pid}/environ").read_text().split("\0")
-        assert "NCCL_DEBUG=WARN" in env and "OMP_NUM_THREADS=1" in env, "what the environment says stays"
+        assert "NCCL_DEBUG=WARN" in env and "OMP_NUM_THREADS=1" in env, (
+            "what the environment says stays"
+        )
     process.send_signal(signal.SIGUSR1)
     time.sleep(0.01)
     process.send_signal(signal.SIGUSR1)  # as `timeout` does, to the process and to its group
     process.communicate(timeout=150)
-    assert process.returncode == 75 and run.event("start")[0]["world_size"] == 2 and run.events[-1]["reason"] == "SIGUSR1"
+    assert (
+        process.returncode == 75
+        and run.event("start")[0]["world_size"] == 2
+        and run.events[-1]["reason"] == "SIGUSR1"
+    )
 
 
 def test_a_rank_that_ends_before_the_first_one_is_seen_and_named(capsys):
@@ -108,7 +154,10 @@ def test_a_rank_that_ends_before_the_first_one_is_seen_and_named(capsys):
     waits, killed = subprocess.Popen(["sleep", "60"]), subprocess.Popen(["sh", "-c", "kill -9 $$"])
     with patch("fsdp_trainer.launch.start.GRACE_SECONDS", 0.2):
         assert wait_for_ranks([waits, killed], Patience()) == 1
-    assert waits.returncode == -signal.SIGKILL and capsys.readouterr().err == "fsdp-trainer: rank 1 was killed by SIGKILL\n"
+    assert (
+        waits.returncode == -signal.SIGKILL
+        and capsys.readouterr().err == "fsdp-trainer: rank 1 was killed by SIGKILL\n"
+    )
 
 
 ENDLESS_STEP = """
@@ -130,7 +179,13 @@ phases.enter = enter_for_ever
 
 @pytest.mark.slow
 def test_a_second_signal_to_the_launcher_ends_at_once_and_is_no_hang(start, tmp_path):
-    process = start(SELF, "launch.nproc_per_node=2", "launch.watchdog=true", "train.steps=3", env=seamed(tmp_path / "seam", ENDLESS_STEP))
+    process = start(
+        SELF,
+        "launch.nproc_per_node=2",
+        "launch.watchdog=true",
+        "train.steps=3",
+        env=seamed(tmp_path / "seam", ENDLESS_STEP),
+    )
     run = Run(tmp_path / "cwd" / "runs" / "run")
     wait_until((tmp_path / "cwd" / "in the step").exists, process)
     process.send_signal(signal.SIGTERM)
@@ -140,7 +195,9 @@ def test_a_second_signal_to_the_launcher_ends_at_once_and_is_no_hang(start, tmp_
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=100)
     assert process.returncode == 128 + signal.SIGTERM and not run.event("hang"), said
-    assert run.events[-1]["event"] == "end" and run.events[-1]["reason"] == "second signal (SIGTERM)"
+    assert (
+        run.events[-1]["event"] == "end" and run.events[-1]["reason"] == "second signal (SIGTERM)"
+    )
 
 
 def test_launch_env_counts_for_ranks_that_a_launcher_started(world, inputs, tmp_path):
@@ -162,7 +219,9 @@ def env_of_rank(argv):
     return os.environ.pop("TOLD"), os.environ.pop("SAID")
 
 
-@pytest.mark.parametrize("name", ["LD_PRELOAD", "DYLD_INSERT_LIBRARIES", "PYTHONPATH", "PATH", "RANK", "MASTER_ADDR"])
+@pytest.mark.parametrize(
+    "name", ["LD_PRELOAD", "DYLD_INSERT_LIBRARIES", "PYTHONPATH", "PATH", "RANK", "MASTER_ADDR"]
+)
 def test_launch_env_says_neither_what_code_runs_nor_which_rank_it_is(capsys, name):
     for typed in (f"launch.env={{{name}: x, PYTORCH_ALLOC_CONF: x}}", f"launch.env.{name}=x"):
         assert main(["+recipe=quickstart", typed]) == 2
@@ -172,8 +231,12 @@ def test_launch_env_says_neither_what_code_runs_nor_which_rank_it_is(capsys, nam
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_run_after_launch_timeout(start, tmp_path):
-    no_grace = seamed(tmp_path / "seam", "from fsdp_trainer.launch import start\nstart.GRACE_SECONDS = 2.0")
-    process = start(SELF, "train.steps=100000", "launch.nproc_per_node=2", "launch.timeout=10s", env=no_grace)
+    no_grace = seamed(
+        tmp_path / "seam", "from fsdp_trainer.launch import start\nstart.GRACE_SECONDS = 2.0"
+    )
+    process = start(
+        SELF, "train.steps=100000", "launch.nproc_per_node=2", "launch.timeout=10s", env=no_grace
+    )
     run = Run(tmp_path / "cwd" / "runs" / "run")
     wait_until(lambda: len(run.metrics) > 2, process)
     os.kill(ranks_below(process.pid)["1"], signal.SIGSTOP)
@@ -192,16 +255,27 @@ def test_a_broken_line_is_told_once_and_no_traceback(done, tmp_path, launcher):
     (tmp_path / "broken.jsonl").write_text(BROKEN)
     how = {"self": SELF, "torchrun": [*TORCHRUN, "-m", "fsdp_trainer"]}[launcher]
     more = ["launch.nproc_per_node=2"] if launcher == "self" else []
-    code, out, err, run = done(how, "train.steps=3", f"data.path={tmp_path / 'broken.jsonl'}", *more)
+    code, out, err, run = done(
+        how, "train.steps=3", f"data.path={tmp_path / 'broken.jsonl'}", *more
+    )
     assert code == (2 if launcher == "self" else 1)
-    assert err.count("broken.jsonl:2") == 1 and "broken.jsonl" not in out and "fsdp_trainer/" not in err, "no traceback of ours"
+    assert (
+        err.count("broken.jsonl:2") == 1
+        and "broken.jsonl" not in out
+        and "fsdp_trainer/" not in err
+    ), "no traceback of ours"
     assert run.events[-1]["event"] == "end" and run.events[-1]["exit_code"] == 2
 
 
 @pytest.mark.slow
 def test_a_run_that_learns_nothing_ends_with_exit_1_from_all_ranks(done):
     code, _, err, run = done(
-        SELF, "train.steps=20", "launch.nproc_per_node=2", "optim.lr=1e38", "schedule.warmup_steps=0", "train.max_skipped=3"
+        SELF,
+        "train.steps=20",
+        "launch.nproc_per_node=2",
+        "optim.lr=1e38",
+        "schedule.warmup_steps=0",
+        "train.max_skipped=3",
     )
     assert code == 1 and err.count("not finite for 3 steps") == 1 and "Traceback" not in err
     assert run.events[-1]["exit_code"] == 1 and len(run.event("skipped")) == 3
@@ -214,10 +288,16 @@ def test_a_data_error_is_told_by_one_rank_of_two_and_all_exit_2(train, tmp_path)
 
 
 def test_what_only_another_node_finds_stands_in_its_torchruns_table(monkeypatch, tmp_path, capsys):
-    for name, value in {"RANK": "8", "GROUP_RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}.items():
+    for name, value in {
+        "RANK": "8",
+        "GROUP_RANK": "1",
+        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"),
+    }.items():
         monkeypatch.setenv(name, value)
     assert main(["data.path=missing.jsonl", "tokenizer.path=demo:bytes"]) == 2
-    table = str(ChildFailedError("fsdp_trainer", {8: ProcessFailure(0, 1, 2, str(tmp_path / "error.json"))}))
+    table = str(
+        ChildFailedError("fsdp_trainer", {8: ProcessFailure(0, 1, 2, str(tmp_path / "error.json"))})
+    )
     assert "data.path=missing.jsonl there is no such file" in table
     assert "missing.jsonl" not in capsys.readouterr().err
 
@@ -240,13 +320,21 @@ def test_who_finds_a_folder_locked_is_told_by_whom(tmp_path):
     cfg = compose("train", ["data.path=demo:backwards", "tokenizer.path=demo:bytes"])
     with claim_folder(cfg, tmp_path / "run", Claim(["a"])):
         assert Claim.of(tmp_path / "run") == Claim(["a"])
-        with pytest.raises(UserError, match=f"process {os.getpid()} on {re.escape(socket.gethostname())} trains in it, since 20"):
+        with pytest.raises(
+            UserError,
+            match=f"process {os.getpid()} on {re.escape(socket.gethostname())} trains in it, since 20",
+        ):
             claim_folder(cfg, tmp_path / "run", Claim(["b"]))
     claim_folder(cfg, tmp_path / "run", Claim(["b"])).close()
 
 
 def test_replicas_that_do_not_divide_the_world_are_refused(train):
-    assert "sharding.replicas" in train("run", "train.steps=1", "sharding=hsdp", "sharding.replicas=2", ranks=1, code=2).err
+    assert (
+        "sharding.replicas"
+        in train(
+            "run", "train.steps=1", "sharding=hsdp", "sharding.replicas=2", ranks=1, code=2
+        ).err
+    )
 
 
 # --- restarts ----------------------------------------------------------------------------------------------------------------------
@@ -255,7 +343,11 @@ def test_replicas_that_do_not_divide_the_world_are_refused(train):
 @pytest.mark.slow
 def test_torchrun_restarts_a_world_whose_rank_was_killed_and_it_finishes(done, tmp_path):
     how = ["train.steps=9", "checkpoint.every=5"]
-    code, out, err, run = done([*TORCHRUN, "--max-restarts=2", "-m", "fsdp_trainer"], *how, env=killed_once(tmp_path / "seam", 1, 7))
+    code, out, err, run = done(
+        [*TORCHRUN, "--max-restarts=2", "-m", "fsdp_trainer"],
+        *how,
+        env=killed_once(tmp_path / "seam", 1, 7),
+    )
     assert code == 0, out + err
     assert run.column("step") == list(range(1, 10))
     assert [(e["attempt"], e["step"]) for e in run.event("resume")] == [(1, 5)]
@@ -273,14 +365,24 @@ def test_torchrun_does_not_train_again_what_stopped_in_order(done, tmp_path, why
     )
     (tmp_path / "broken.jsonl").write_text(BROKEN)
     code, _, err, run = done([*TORCHRUN, "--max-restarts=1", "-m", "fsdp_trainer"], *how)
-    assert code == 1 and [e["exit_code"] for e in run.event("end")][-1] == {"time_limit": 75, "mistake": 2}[why]
+    assert (
+        code == 1
+        and [e["exit_code"] for e in run.event("end")][-1] == {"time_limit": 75, "mistake": 2}[why]
+    )
     assert not run.event("resume") and err.count("broken.jsonl:2") <= 1
 
 
 @pytest.mark.slow
 def test_an_orderly_stop_of_an_earlier_launch_does_not_end_a_restarted_attempt(train):
     train("run", "train.steps=100000", "train.time_limit=1s", code=75)
-    again = train("run", "train.steps=100000", "train.time_limit=1s", code=75, env={"TORCHELASTIC_RESTART_COUNT": "1"}, ranks=2)
+    again = train(
+        "run",
+        "train.steps=100000",
+        "train.time_limit=1s",
+        code=75,
+        env={"TORCHELASTIC_RESTART_COUNT": "1"},
+        ranks=2,
+    )
     assert again.event("resume")[0]["world_size"] == 2
 
 
@@ -297,14 +399,22 @@ def three_attempts(port):
     from fsdp_trainer.launch.world import connect, join
 
     told, rank = [], int(os.environ["RANK"])
-    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(rank)}
+    os.environ |= {
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(rank),
+    }
     for attempt in range(3):
         if attempt == 1 and rank == 0:
-            dist.TCPStore("127.0.0.1", port, wait_for_workers=False).set("name of the attempt", "cut short")
+            dist.TCPStore("127.0.0.1", port, wait_for_workers=False).set(
+                "name of the attempt", "cut short"
+            )
             time.sleep(0.3)
         joined = join(os.environ, "cpu", 30)
         connect(joined, 30)
-        told.append(joined.from_main("told", lambda attempt=attempt: f"{attempt} {time.monotonic()}", 30))
+        told.append(
+            joined.from_main("told", lambda attempt=attempt: f"{attempt} {time.monotonic()}", 30)
+        )
         dist.barrier()
         dist.destroy_process_group()
     return told
@@ -326,15 +436,32 @@ def lonely():
 
 
 @pytest.mark.slow
-def test_a_run_stopped_because_a_node_comes_or_goes_goes_on_and_one_that_stopped_in_order_does_not(world, inputs, tmp_path):
-    words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), f"run.root={tmp_path}", "run.name=run", "checkpoint.resume=never"]
+def test_a_run_stopped_because_a_node_comes_or_goes_goes_on_and_one_that_stopped_in_order_does_not(
+    world, inputs, tmp_path
+):
+    words = [
+        *SMALL,
+        *(f"{k}={v}" for k, v in inputs.items()),
+        f"run.root={tmp_path}",
+        "run.name=run",
+        "checkpoint.resume=never",
+    ]
     run = Run(tmp_path / "run")
     stops = [*words, "train.steps=100000", "train.time_limit=1s"]
     assert world.call(2, on_nodes, stops, ["a", "b"]) == [75, 75]
-    assert world.call(2, on_nodes, stops, ["a", "b"]) == [75, 75] and not run.event("resume"), "torchrun restarts what stopped in order"
-    assert world.call(1, on_nodes, stops, ["b"]) == [75] and run.event("resume")[-1]["world_size"] == 1
-    assert world.call(2, on_nodes, stops, ["b", "c"]) == [75, 75] and run.event("resume")[-1]["attempt"] == 2
-    assert world.call(2, on_nodes, stops, ["d", "e"]) == [2, 2], "another launch finds the folder used"
+    assert world.call(2, on_nodes, stops, ["a", "b"]) == [75, 75] and not run.event("resume"), (
+        "torchrun restarts what stopped in order"
+    )
+    assert (
+        world.call(1, on_nodes, stops, ["b"]) == [75] and run.event("resume")[-1]["world_size"] == 1
+    )
+    assert (
+        world.call(2, on_nodes, stops, ["b", "c"]) == [75, 75]
+        and run.event("resume")[-1]["attempt"] == 2
+    )
+    assert world.call(2, on_nodes, stops, ["d", "e"]) == [2, 2], (
+        "another launch finds the folder used"
+    )
 
 
 def on_nodes(words, launchers):
@@ -342,8 +469,15 @@ def on_nodes(words, launchers):
     import world
 
     rank = os.environ["RANK"]
-    os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": rank, "GROUP_WORLD_SIZE": str(len(launchers)), "TORCHELASTIC_RUN_ID": "none"}
-    os.environ["TORCHELASTIC_ERROR_FILE"] = f"/tmp/torchelastic_x/{launchers[int(rank)]}/attempt_0/0/error.json"
+    os.environ |= {
+        "LOCAL_RANK": "0",
+        "GROUP_RANK": rank,
+        "GROUP_WORLD_SIZE": str(len(launchers)),
+        "TORCHELASTIC_RUN_ID": "none",
+    }
+    os.environ["TORCHELASTIC_ERROR_FILE"] = (
+        f"/tmp/torchelastic_x/{launchers[int(rank)]}/attempt_0/0/error.json"
+    )
     return world.command(["train", *words], None).code
 
 
@@ -366,7 +500,10 @@ def test_an_srun_step_of_several_tasks_makes_a_world():
     }  # fmt: skip
     assert 1024 < int(env["MASTER_PORT"]) < 65536
     assert env["MASTER_PORT"] == environment_of_ranks({**SLURM, "SLURM_PROCID": "0"})["MASTER_PORT"]
-    assert environment_of_ranks({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "5"})["MASTER_PORT"] == "5"
+    assert (
+        environment_of_ranks({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "5"})["MASTER_PORT"]
+        == "5"
+    )
 
 
 def test_torchrun_wins_over_slurm_and_a_single_task_is_no_world():
@@ -389,7 +526,13 @@ def test_slurm_ranks_train(world, inputs, tmp_path):
     told = world.call(
         2,
         slurm_rank,
-        [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), f"run.root={tmp_path}", "run.name=run", "train.steps=2"],
+        [
+            *SMALL,
+            *(f"{k}={v}" for k, v in inputs.items()),
+            f"run.root={tmp_path}",
+            "run.name=run",
+            "train.steps=2",
+        ],
         str(free_port()),
     )
     assert told == [0, 0] and Run(tmp_path / "run").event("start")[0]["world_size"] == 2
@@ -422,14 +565,19 @@ def test_a_port_is_given_to_nobody_else_until_rank_0_comes():
 def test_how_many_ranks_a_node_gets():
     from fsdp_trainer.config.schema import Launch
 
-    assert ranks_to_start(Launch(nproc_per_node=3)) == 3 and ranks_to_start(Launch(device="cpu")) == 1
+    assert (
+        ranks_to_start(Launch(nproc_per_node=3)) == 3 and ranks_to_start(Launch(device="cpu")) == 1
+    )
 
 
 def test_training_from_python_gives_the_exit_code_or_raises(world, inputs, tmp_path):
     words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), f"run.root={tmp_path}"]
     assert world.call(1, from_python, [*words, "run.name=a", "train.steps=2"]) == [0]
     assert world.call(1, from_python, [*words, "run.name=b", "train.stepz=2"]) == ["UserError"]
-    assert [json.loads(line)["step"] for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert [
+        json.loads(line)["step"]
+        for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2]
 
 
 def from_python(overrides):

@@ -28,19 +28,33 @@ NASTY = [
 def commands(path: Path) -> list[list[str]]:
     """Every command line of the trainer in a page's blocks or the Dockerfile, with a value for each variable."""
     text = path.read_text().replace("\\\n", " ")
-    blocks = "\n".join(re.findall(r"(?m)^```\w*\n(.*?)^```", text, re.S)) if path.suffix == ".md" else text
-    lines = [line.lstrip("# ") for line in blocks.splitlines() if re.search(r"-m fsdp_trainer |fsdp-trainer (?!-- )", line)]
+    blocks = (
+        "\n".join(re.findall(r"(?m)^```\w*\n(.*?)^```", text, re.S))
+        if path.suffix == ".md"
+        else text
+    )
+    lines = [
+        line.lstrip("# ")
+        for line in blocks.splitlines()
+        if re.search(r"-m fsdp_trainer |fsdp-trainer (?!-- )", line)
+    ]
     values = [re.sub(r"\$\{\w+[^}]*\}|\$\w+", "value", line) for line in lines]
     return [shlex.split(line, comments=True) for line in values]
 
 
 def trainer_words(command: list[str]) -> list[str]:
     """What the trainer itself is given."""
-    start = command.index("-m") + 2 if "fsdp_trainer" in command and command[command.index("fsdp_trainer") - 1] == "-m" else -1
+    start = (
+        command.index("-m") + 2
+        if "fsdp_trainer" in command and command[command.index("fsdp_trainer") - 1] == "-m"
+        else -1
+    )
     return command[start:] if start > 0 else command[command.index("fsdp-trainer") + 1 :]
 
 
-@pytest.mark.parametrize("name", ["examples/launch/Dockerfile", "docs/launching.md", "docs/sweeps.md"])
+@pytest.mark.parametrize(
+    "name", ["examples/launch/Dockerfile", "docs/launching.md", "docs/sweeps.md"]
+)
 def test_every_command_line_composes(name):
     found = [trainer_words(command) for command in commands(REPO / name) if "-c" not in command]
     assert found
@@ -80,16 +94,27 @@ def started(tmp_path: Path, script: str, **env: str) -> dict:
     for name, body in stubs.items():
         (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    env = {"SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_ID": "7", "MASTER_ADDR": "a", "MASTER_PORT": "1", "HEAD": "node0", **env}
+    env = {
+        "SLURM_CPUS_PER_TASK": "1",
+        "SLURM_JOB_ID": "7",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+        "HEAD": "node0",
+        **env,
+    }
     path = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    subprocess.run(["bash", "-c", script], env={**os.environ, **env, **path}, check=True, timeout=60)
+    subprocess.run(
+        ["bash", "-c", script], env={**os.environ, **env, **path}, check=True, timeout=60
+    )
     verb, *words = json.loads((tmp_path / "words").read_text())
     return asdict(compose(verb, words, inputs=False))
 
 
 def of_yaml(text: str) -> tuple[dict, str]:
     job = yaml.safe_load(text)
-    return job, job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]["args"][0]
+    return job, job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0][
+        "args"
+    ][0]
 
 
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes", "docker"])
@@ -102,23 +127,58 @@ def test_what_is_started_is_the_run_that_was_composed(write, tmp_path, kind):
 
 def test_nodes_in_containers_meet(write, tmp_path):
     launch = started(tmp_path, write("docker", "+recipe=quickstart", "nodes=3"))["launch"]
-    assert (launch["nodes"], launch["rendezvous"]) == (3, "node0:29500") and "HEAD" in write.said.out
+    assert (launch["nodes"], launch["rendezvous"]) == (
+        3,
+        "node0:29500",
+    ) and "HEAD" in write.said.out
 
 
 def test_a_container_sees_what_the_run_reads_and_writes(write):
     data = "data.path=[/shared/chats/*.jsonl,/data/my b.jsonl]"
-    text = write("docker", "+recipe=llama8b_sft", data, "model.init_from=/shared/models/l8b", "run.root=/shared", "tokenizer.path=here/t")
-    assert re.findall(r" -v (\S+:\S+)", text) == ['"$PWD":/work', "/data:/data", "/shared:/shared"], "and what is below only once"
+    text = write(
+        "docker",
+        "+recipe=llama8b_sft",
+        data,
+        "model.init_from=/shared/models/l8b",
+        "run.root=/shared",
+        "tokenizer.path=here/t",
+    )
+    assert re.findall(r" -v (\S+:\S+)", text) == [
+        '"$PWD":/work',
+        "/data:/data",
+        "/shared:/shared",
+    ], "and what is below only once"
 
 
 def test_a_batch_script_says_what_it_was_asked_for(write):
     told = write(
-        "slurm", "+recipe=quickstart", "nodes=4", "gpus_per_node=2", "time=90m", "partition=gpu", "setup=['source venv/bin/activate']"
+        "slurm",
+        "+recipe=quickstart",
+        "nodes=4",
+        "gpus_per_node=2",
+        "time=90m",
+        "partition=gpu",
+        "setup=['source venv/bin/activate']",
     )
     found = dict(re.findall(r"(?m)^#SBATCH --([\w-]+)(?:=(\S+))?$", told))
-    asked = {"nodes": "4", "ntasks-per-node": "1", "gpus-per-node": "2", "cpus-per-task": "24", "time": "90", "partition": "gpu"}
-    assert asked.items() <= found.items() and {"requeue", "open-mode"} <= set(found) and "account" not in found
-    assert len(found) == told.count("#SBATCH") and "\nsource venv/bin/activate\n" in told and "B:USR1@" in found["signal"]
+    asked = {
+        "nodes": "4",
+        "ntasks-per-node": "1",
+        "gpus-per-node": "2",
+        "cpus-per-task": "24",
+        "time": "90",
+        "partition": "gpu",
+    }
+    assert (
+        asked.items() <= found.items()
+        and {"requeue", "open-mode"} <= set(found)
+        and "account" not in found
+    )
+    assert (
+        len(found) == told.count("#SBATCH")
+        and "\nsource venv/bin/activate\n" in told
+        and "B:USR1@" in found["signal"]
+    )
 
 
 def test_a_job_for_kubernetes_is_whole(write):
@@ -133,18 +193,33 @@ def test_a_job_for_kubernetes_is_whole(write):
             "image=r.io/x:1",
         )
     )
-    assert (job["apiVersion"], job["kind"], job["metadata"]["name"]) == ("kubeflow.org/v1", "PyTorchJob", "my-run")
+    assert (job["apiVersion"], job["kind"], job["metadata"]["name"]) == (
+        "kubeflow.org/v1",
+        "PyTorchJob",
+        "my-run",
+    )
     replicas = job["spec"]["pytorchReplicaSpecs"]
     assert {name: r["replicas"] for name, r in replicas.items()} == {"Master": 1, "Worker": 2}
-    assert {r["restartPolicy"] for r in replicas.values()} == {"OnFailure"} and "--nnodes=3 --nproc_per_node=4 " in script
+    assert {r["restartPolicy"] for r in replicas.values()} == {
+        "OnFailure"
+    } and "--nnodes=3 --nproc_per_node=4 " in script
     for replica in replicas.values():
         pod = replica["template"]["spec"]
         (container,) = pod["containers"]
         assert container["name"] == "pytorch" and container["image"] == "r.io/x:1"
-        assert container["resources"]["limits"]["nvidia.com/gpu"] == 4 and job["spec"]["nprocPerNode"] == "4"
-        assert int(re.search(r"--shutdown-timeout=(\d+)", script)[1]) < pod["terminationGracePeriodSeconds"]
+        assert (
+            container["resources"]["limits"]["nvidia.com/gpu"] == 4
+            and job["spec"]["nprocPerNode"] == "4"
+        )
+        assert (
+            int(re.search(r"--shutdown-timeout=(\d+)", script)[1])
+            < pod["terminationGracePeriodSeconds"]
+        )
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-        assert set(mounts) == {volume["name"] for volume in pod["volumes"]} and {"/dev/shm", "/shared"} == set(mounts.values())
+        assert set(mounts) == {volume["name"] for volume in pod["volumes"]} and {
+            "/dev/shm",
+            "/shared",
+        } == set(mounts.values())
 
 
 @pytest.mark.parametrize(
@@ -181,37 +256,66 @@ def test_own_changes_are_not_written_over(write, tmp_path):
 
 @pytest.mark.parametrize(
     ("steps", "code", "starts", "requeued"),
-    [(["75"], 0, 1, True), (["3"], 3, 1, False), (["1", "0"], 0, 2, False), (["1", "1", "1"], 1, 3, False), (["signal"], 0, 1, True)],
+    [
+        (["75"], 0, 1, True),
+        (["3"], 3, 1, False),
+        (["1", "0"], 0, 2, False),
+        (["1", "1", "1"], 1, 3, False),
+        (["signal"], 0, 1, True),
+    ],
     ids=["time limit", "mistake", "a rank dies", "always", "its time is up"],
 )
-def test_a_batch_script_starts_again_what_failed_and_requeues_what_stopped_in_order(write, tmp_path, steps, code, starts, requeued):
+def test_a_batch_script_starts_again_what_failed_and_requeues_what_stopped_in_order(
+    write, tmp_path, steps, code, starts, requeued
+):
     script = write("slurm", "+recipe=quickstart", "restarts=2")
     (tmp_path / "bin").mkdir()
     stop = f"trap 'exit 75' USR1; touch {tmp_path}/waits; while :; do sleep 0.02; done"
-    cases = "\n".join(f"{i + 1}) {stop if step == 'signal' else f'exit {step}'};;" for i, step in enumerate(steps))
+    cases = "\n".join(
+        f"{i + 1}) {stop if step == 'signal' else f'exit {step}'};;" for i, step in enumerate(steps)
+    )
     for stub, body in {
         "srun": f"echo >> {tmp_path}/starts\ncase $(wc -l < {tmp_path}/starts) in\n{cases}\nesac",
         "scontrol": f'echo "$@" >> {tmp_path}/told',
     }.items():
         (tmp_path / "bin" / stub).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / "bin" / stub).chmod(0o755)
-    env = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    env = {
+        **os.environ,
+        "SLURM_JOB_ID": "7",
+        "SLURM_CPUS_PER_TASK": "1",
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+    }
     process = subprocess.Popen(["bash", "-c", script], env=env)
     if steps == ["signal"]:
         wait_until((tmp_path / "waits").exists, process)
         process.send_signal(signal.SIGUSR1)
     assert process.wait(60) == code and (tmp_path / "starts").read_text().count("\n") == starts
-    assert ((tmp_path / "told").read_text() == "requeue 7\n") if requeued else not (tmp_path / "told").exists()
+    assert (
+        ((tmp_path / "told").read_text() == "requeue 7\n")
+        if requeued
+        else not (tmp_path / "told").exists()
+    )
 
 
 def test_the_dockerfile_copies_what_the_wheel_is_made_of():
     text = re.sub(r"\\\n", " ", (REPO / "examples/launch/Dockerfile").read_text())
-    lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
-    assert {name for name, _ in lines} <= {"FROM", "WORKDIR", "COPY", "RUN", "CMD"} and lines[0][0] == "FROM"
+    lines = [
+        line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")
+    ]
+    assert {name for name, _ in lines} <= {"FROM", "WORKDIR", "COPY", "RUN", "CMD"} and lines[0][
+        0
+    ] == "FROM"
     stages = [rest.split()[-1] for name, rest in lines if name == "FROM" and " AS " in rest]
     copied = [rest.split() for name, rest in lines if name == "COPY"]
-    assert all(words[0].removeprefix("--from=") in stages for words in copied if words[0].startswith("--"))
+    assert all(
+        words[0].removeprefix("--from=") in stages for words in copied if words[0].startswith("--")
+    )
     sources = {source for words in copied if not words[0].startswith("--") for source in words[:-1]}
     assert all((REPO / source).exists() for source in sources)
     build = re.search(r"only-include = \[(.*)\]", (REPO / "pyproject.toml").read_text())[1]
-    assert set(re.findall(r'"(\w+)"', build)) | {"recipes", "pyproject.toml", "README.md", "LICENSE", "constraints.txt"} == sources
+    assert (
+        set(re.findall(r'"(\w+)"', build))
+        | {"recipes", "pyproject.toml", "README.md", "LICENSE", "constraints.txt"}
+        == sources
+    )

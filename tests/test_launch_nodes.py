@@ -25,7 +25,11 @@ def come(monkeypatch):
     """`come(name, **differs)`: a node comes in a thread of its own; `come.all()` waits, and gives each one's Node or error, by name."""
     port, came, threads, heard = free_port(), {}, [], []
     take_in = nodes.Meeting.come
-    monkeypatch.setattr(nodes.Meeting, "come", lambda meeting, said, out: (take_in(meeting, said, out), heard.append(said))[0])
+    monkeypatch.setattr(
+        nodes.Meeting,
+        "come",
+        lambda meeting, said, out: (take_in(meeting, said, out), heard.append(said))[0],
+    )
 
     def one(name, count=2, run="run", ranks=1, devices="", timeout="30s", env=None, at=None):
         launch = Launch(nodes=count, rendezvous=at or f"localhost:{port}", timeout=timeout)
@@ -71,7 +75,9 @@ def test_nodes_get_their_places_and_ranks_as_torchrun_would_number_them(come):
     assert places == {"serves": (0, 0, 7), "early": (1, 2, 7), "late": (2, 3, 7)}
     told = [node.environment() for node in came.values()]
     assert told[0]["MASTER_ADDR"] == "localhost" and len({env["MASTER_PORT"] for env in told}) == 1
-    assert {env["WORLD_SIZE"] for env in told} == {"7"} and {env["GROUP_WORLD_SIZE"] for env in told} == {"3"}
+    assert {env["WORLD_SIZE"] for env in told} == {"7"} and {
+        env["GROUP_WORLD_SIZE"] for env in told
+    } == {"3"}
 
 
 @pytest.mark.parametrize(("code", "heard"), [(7, 7), (0, None), (75, None)])
@@ -118,8 +124,16 @@ def test_a_node_that_starts_again_waits_for_the_others_to_end(come):
 def test_a_failure_elsewhere_ends_the_ranks_here_with_its_code(monkeypatch, capsys):
     monkeypatch.setattr(start, "GRACE_SECONDS", 0.1)
     ranks = [subprocess.Popen(["sleep", "60"])]
-    assert wait_for_ranks(ranks, Patience(), SimpleNamespace(first=4, heard=(2, "the node b ended with 2"))) == 2
-    assert capsys.readouterr().err == "fsdp-trainer: the node b ended with 2\n" and ranks[0].returncode == -signal.SIGKILL
+    assert (
+        wait_for_ranks(
+            ranks, Patience(), SimpleNamespace(first=4, heard=(2, "the node b ended with 2"))
+        )
+        == 2
+    )
+    assert (
+        capsys.readouterr().err == "fsdp-trainer: the node b ended with 2\n"
+        and ranks[0].returncode == -signal.SIGKILL
+    )
 
 
 def test_who_does_not_belong_there_is_told_why(come):
@@ -132,7 +146,10 @@ def test_who_does_not_belong_there_is_told_why(come):
     until(lambda: len(come.came) == 6)
     come("too late", count=3)
     told = {name: str(error) for name, error in come.all().items() if isinstance(error, UserError)}
-    assert "where the run run meets, not another" in told["other run"] and "launch.nodes=3" in told["other command"]
+    assert (
+        "where the run run meets, not another" in told["other run"]
+        and "launch.nodes=3" in told["other command"]
+    )
     assert "is there already" in told["given twice"] and "all 3 nodes are there" in told["too late"]
     assert set(told) == {"other run", "other command", "given twice", "too late"}
 
@@ -140,7 +157,10 @@ def test_who_does_not_belong_there_is_told_why(come):
 def test_who_waits_in_vain_says_who_came(come):
     come("serves", count=3, timeout="1s")
     come("second", count=3, timeout="1s")
-    assert any(f"2 of 3 nodes came within launch.timeout: {socket.gethostname()}" in str(error) for error in come.all().values())
+    assert any(
+        f"2 of 3 nodes came within launch.timeout: {socket.gethostname()}" in str(error)
+        for error in come.all().values()
+    )
     assert all(isinstance(error, RunFailed) for error in come.all().values())
 
 
@@ -153,7 +173,9 @@ def test_a_port_in_use_and_a_host_that_is_none_are_told(come, monkeypatch):
         come("in use", at=f"localhost:{silent.getsockname()[1]}")
         come("no host", at="no-such-host.invalid:29500")
         told = come.all()
-    assert "the port is in use" in str(told["in use"]) and "launch.rendezvous=localhost:" in str(told["in use"])
+    assert "the port is in use" in str(told["in use"]) and "launch.rendezvous=localhost:" in str(
+        told["in use"]
+    )
     assert "resolves to no address" in str(told["no host"]) and told["no host"].exit_code == 2
 
 
@@ -162,19 +184,32 @@ def test_a_signal_ends_the_wait_for_others():
     try:
         signal.raise_signal(signal.SIGUSR1)
         with pytest.raises(Stopped, match="SIGUSR1"):
-            Node(Launch(nodes=2, rendezvous=f"localhost:{free_port()}", timeout="20s"), "run", 1, "", {})
+            Node(
+                Launch(nodes=2, rendezvous=f"localhost:{free_port()}", timeout="20s"),
+                "run",
+                1,
+                "",
+                {},
+            )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-STEP = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "gpu[3-4]", "SLURM_JOB_ID": "7"}
+STEP = {
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "gpu[3-4]",
+    "SLURM_JOB_ID": "7",
+}
 
 
 def test_slurm_says_how_many_nodes_there_are_and_where_they_meet():
     assert where_to_meet(Launch(), STEP) == (2, "gpu3:20007")
     assert where_to_meet(Launch(nodes=4, rendezvous="a:1"), {}) == (4, "a:1")
     each, many = Launch(nproc_per_node=8), STEP | {"SLURM_STEP_NUM_TASKS": "16"}
-    assert starts_ranks(each, STEP) and not starts_ranks(each, many), "one task a node, or one a rank"
+    assert starts_ranks(each, STEP) and not starts_ranks(each, many), (
+        "one task a node, or one a rank"
+    )
     assert not starts_ranks(each, STEP | {"RANK": "0"}) and starts_ranks(Launch(nodes=2), {})
 
 
@@ -200,7 +235,11 @@ def test_a_master_port_in_use_is_told():
         taken.listen()
         port = str(taken.getsockname()[1])
         with pytest.raises(UserError, match=f"MASTER_PORT={port}.*is in use"):
-            join({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, "cpu", 5)
+            join(
+                {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+                "cpu",
+                5,
+            )
 
 
 def test_more_ranks_than_gpus_are_told(monkeypatch):
@@ -224,7 +263,11 @@ def test_a_node_without_rank_0_says_where_the_message_is(inputs, capfd, monkeypa
             self.environment, self.leave = dict, lambda code: None
 
     monkeypatch.setattr(start, "Node", Second)
-    monkeypatch.setattr(start, "start_process", lambda *_, **__: subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"]))
+    monkeypatch.setattr(
+        start,
+        "start_process",
+        lambda *_, **__: subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"]),
+    )
     where = ["launch.nodes=2", "launch.nproc_per_node=1", "launch.rendezvous=gpu3:29500"]
     assert main([*SMALL, *(f"{k}={v}" for k, v in inputs.items()), *where]) == 2
     assert "ends with code 2; rank 0, on gpu3, says why" in capfd.readouterr().err
@@ -232,10 +275,25 @@ def test_a_node_without_rank_0_says_where_the_message_is(inputs, capfd, monkeypa
 
 @pytest.mark.slow
 def test_two_nodes_train_as_one_world_and_stop_as_one(inputs, tmp_path):
-    words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), "train.steps=100000", f"run.root={tmp_path}", "run.name=run"]
-    where = ["launch.nodes=2", "launch.nproc_per_node=1", f"launch.rendezvous=localhost:{free_port()}"]
+    words = [
+        *SMALL,
+        *(f"{k}={v}" for k, v in inputs.items()),
+        "train.steps=100000",
+        f"run.root={tmp_path}",
+        "run.name=run",
+    ]
+    where = [
+        "launch.nodes=2",
+        "launch.nproc_per_node=1",
+        f"launch.rendezvous=localhost:{free_port()}",
+    ]
     told = [(tmp_path / name).open("w+") for name in "ab"]
-    both = [subprocess.Popen([sys.executable, "-m", "fsdp_trainer", *words, *where], stdout=out, stderr=out) for out in told]
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-m", "fsdp_trainer", *words, *where], stdout=out, stderr=out
+        )
+        for out in told
+    ]
     run = Run(tmp_path / "run")
     wait_until(lambda: run.metrics, both[0])
     both[1].send_signal(signal.SIGTERM)

@@ -17,7 +17,13 @@ from fsdp_trainer.config.sweeping import Slurm
 from fsdp_trainer.launch import slurm
 from fsdp_trainer.launch.slurm import OnSlurm, Training
 
-DEMO = ["model=tiny", "data.path=demo:backwards", "tokenizer.path=demo:bytes", "run.name=s", "hydra/launcher=slurm"]
+DEMO = [
+    "model=tiny",
+    "data.path=demo:backwards",
+    "tokenizer.path=demo:bytes",
+    "run.name=s",
+    "hydra/launcher=slurm",
+]
 
 
 @pytest.fixture
@@ -46,7 +52,10 @@ def ended(job):
 
 def test_a_job_gives_its_exit_code_and_prints_into_its_folder(place, tmp_path):
     output = tmp_path / "runs/s/jobs/a/output.log"
-    assert ended(place.start(None, ["optim.lrr=1"], output)) == 2 and "optim.lr=1" in output.read_text()
+    assert (
+        ended(place.start(None, ["optim.lrr=1"], output)) == 2
+        and "optim.lr=1" in output.read_text()
+    )
 
 
 def test_jobs_that_wait_are_counted_found_again_and_cancelled(place, cluster, tmp_path):
@@ -59,7 +68,10 @@ def test_jobs_that_wait_are_counted_found_again_and_cancelled(place, cluster, tm
     place.start(None, ["--version"], tmp_path / "runs/s/jobs/b/output.log")
     assert not place.has_room(None)
     found.signal(signal.SIGTERM)
-    assert fake_slurm.states(cluster) == {found.id: "CANCELLED", "1001": "PENDING"} and found.poll() == 1, "no result is waited for"
+    assert (
+        fake_slurm.states(cluster) == {found.id: "CANCELLED", "1001": "PENDING"}
+        and found.poll() == 1
+    ), "no result is waited for"
     again = OnSlurm(place.settings, None).start(None, ["--version"], output)
     assert again.id == "1002", "what was cancelled is submitted again"
     for job in (again.id, "1001"):
@@ -67,7 +79,9 @@ def test_jobs_that_wait_are_counted_found_again_and_cancelled(place, cluster, tm
 
 
 @pytest.mark.parametrize(("signum", "queued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
-def test_a_run_is_queued_again_when_its_time_is_up_and_not_when_somebody_ends_it(tmp_path, monkeypatch, signum, queued):
+def test_a_run_is_queued_again_when_its_time_is_up_and_not_when_somebody_ends_it(
+    tmp_path, monkeypatch, signum, queued
+):
     """SIGUSR1 comes from Slurm, SIGTERM from the sweep."""
     asked = []
     run = f"import signal, time; signal.signal({int(signum)}, lambda *_: exit(75)); open('{tmp_path}/up', 'w'); signal.pthread_sigmask(1, {{10, 15}}); time.sleep(60)"
@@ -77,7 +91,11 @@ def test_a_run_is_queued_again_when_its_time_is_up_and_not_when_somebody_ends_it
         return popen([sys.executable, "-c", run], **options)
 
     monkeypatch.setattr(slurm.subprocess, "Popen", start)
-    monkeypatch.setattr(slurm.subprocess, "run", lambda words, check: asked.append(words) or subprocess.CompletedProcess(words, 0))
+    monkeypatch.setattr(
+        slurm.subprocess,
+        "run",
+        lambda words, check: asked.append(words) or subprocess.CompletedProcess(words, 0),
+    )
     monkeypatch.setattr(slurm, "REQUEUE_SECONDS", 0)
     for name, value in {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}.items():
         monkeypatch.setenv(name, value)
@@ -103,10 +121,22 @@ def test_a_run_is_queued_again_when_its_time_is_up_and_not_when_somebody_ends_it
 
 
 def test_a_dry_run_prints_the_script_and_submits_nothing(cluster, capsys):
-    asked = {"nodes": 2, "gpus_per_node": 4, "timeout_min": 90, "partition": "gpu", "mem_gb": 64, "qos": "high"}
+    asked = {
+        "nodes": 2,
+        "gpus_per_node": 4,
+        "timeout_min": 90,
+        "partition": "gpu",
+        "mem_gb": 64,
+        "qos": "high",
+    }
     words = [f"hydra.launcher.{name}={value}" for name, value in asked.items()]
-    more = ["hydra.launcher.setup=['module load cuda']", "hydra.launcher.additional_parameters={exclude: node7}"]
-    assert main(["-m", *DEMO, "optim.lr=1e-3,2e-3", "hydra.launcher.dry_run=true", *words, *more]) == 0
+    more = [
+        "hydra.launcher.setup=['module load cuda']",
+        "hydra.launcher.additional_parameters={exclude: node7}",
+    ]
+    assert (
+        main(["-m", *DEMO, "optim.lr=1e-3,2e-3", "hydra.launcher.dry_run=true", *words, *more]) == 0
+    )
     said = capsys.readouterr().out
     for line in (
         "nodes=2",
@@ -119,7 +149,13 @@ def test_a_dry_run_prints_the_script_and_submits_nothing(cluster, capsys):
         "qos=high",
     ):
         assert f"#SBATCH --{line}\n" in said
-    for line in ("#SBATCH --requeue", "#SBATCH --signal=USR1@600", "#SBATCH --exclude=node7", "module load cuda", "srun "):
+    for line in (
+        "#SBATCH --requeue",
+        "#SBATCH --signal=USR1@600",
+        "#SBATCH --exclude=node7",
+        "module load cuda",
+        "srun ",
+    ):
         assert f"\n{line}" in said
     assert "optim.lr=0.001" in said and not fake_slurm.states(cluster)
 
@@ -142,13 +178,28 @@ def test_what_is_wrong_is_told(capsys, monkeypatch, tmp_path, words, said):
 
 
 def test_without_submitit_the_line_to_type_is_told(capsys, monkeypatch):
-    monkeypatch.setattr("fsdp_trainer.config.sweep.find_spec", lambda name: importlib.util.find_spec(name) if name != "submitit" else None)
-    assert main(["-m", *DEMO, "optim.lr=1e-3,2e-3"]) == 2 and "pip install 'fsdp_trainer[slurm]'" in capsys.readouterr().err
+    monkeypatch.setattr(
+        "fsdp_trainer.config.sweep.find_spec",
+        lambda name: importlib.util.find_spec(name) if name != "submitit" else None,
+    )
+    assert (
+        main(["-m", *DEMO, "optim.lr=1e-3,2e-3"]) == 2
+        and "pip install 'fsdp_trainer[slurm]'" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
-def test_a_sweep_that_was_killed_finds_its_job_again_which_is_queued_again_when_its_time_is_up(cluster, inputs, tmp_path):
-    words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), "run.name=s", "train.steps=100000", "optim.lr=1e-3", *DEMO[-1:]]
+def test_a_sweep_that_was_killed_finds_its_job_again_which_is_queued_again_when_its_time_is_up(
+    cluster, inputs, tmp_path
+):
+    words = [
+        *SMALL,
+        *(f"{k}={v}" for k, v in inputs.items()),
+        "run.name=s",
+        "train.steps=100000",
+        "optim.lr=1e-3",
+        *DEMO[-1:],
+    ]
     command = [sys.executable, "-m", "fsdp_trainer", "-m", *words, "hydra.launcher.gpus_per_node=0"]
 
     def sweep():
@@ -159,12 +210,23 @@ def test_a_sweep_that_was_killed_finds_its_job_again_which_is_queued_again_when_
     first.kill()
     first.communicate()
     second = sweep()
-    run = Run(wait_until(lambda: list((tmp_path / "runs/s/jobs").glob("*/metrics.jsonl")), second)[0].parent)
+    run = Run(
+        wait_until(lambda: list((tmp_path / "runs/s/jobs").glob("*/metrics.jsonl")), second)[
+            0
+        ].parent
+    )
     for pid in (cluster / "1000.tasks").read_text().split():
         os.kill(int(pid), signal.SIGUSR1)
     wait_until(lambda: run.event("resume"), second)
     second.terminate()
     out, _ = second.communicate(timeout=100)
-    assert second.returncode == 75 and "found again: Slurm job 1000" in out and (cluster / "requeued").read_text() == "1000\n", out
+    assert (
+        second.returncode == 75
+        and "found again: Slurm job 1000" in out
+        and (cluster / "requeued").read_text() == "1000\n"
+    ), out
     assert [line["state"] for line in read_lines(tmp_path / "runs/s/sweep.jsonl")] == ["stopped"]
-    assert [event["reason"] for event in run.event("end")] == ["SIGUSR1", "SIGTERM"] and fake_slurm.states(cluster).keys() == {"1000"}
+    assert [event["reason"] for event in run.event("end")] == [
+        "SIGUSR1",
+        "SIGTERM",
+    ] and fake_slurm.states(cluster).keys() == {"1000"}

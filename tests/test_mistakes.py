@@ -27,16 +27,26 @@ RIGHT = ("data.path=chats.jsonl", "tokenizer.path=demo:bytes")
 
 def commands(block: str) -> list[tuple[str, str]]:
     """(command line, what it said) of a block of the page."""
-    return [(head, said.rstrip("\n")) for head, _, said in (part.partition("\n") for part in re.split(r"(?m)^\$ ", block)[1:])]
+    return [
+        (head, said.rstrip("\n"))
+        for head, _, said in (part.partition("\n") for part in re.split(r"(?m)^\$ ", block)[1:])
+    ]
 
 
 def words_of(line: str, base: tuple | list = ()) -> list[str]:
     """What the program is given; what is right, and left out on the page, is added."""
-    words = shlex.split(line.replace("torchrun --nproc_per_node=8 -m fsdp_trainer", "fsdp-trainer"))[1:]
+    words = shlex.split(
+        line.replace("torchrun --nproc_per_node=8 -m fsdp_trainer", "fsdp-trainer")
+    )[1:]
     if not words or {"export", "exprot", "preview", "report"} & {*words}:
         return words
     given = {word.split("=")[0] for word in words}
-    right = [w for w in [*base, *RIGHT] if w.split("=")[0] not in given and not (w.startswith("tokenizer") and "model.init_from" in given)]
+    right = [
+        w
+        for w in [*base, *RIGHT]
+        if w.split("=")[0] not in given
+        and not (w.startswith("tokenizer") and "model.init_from" in given)
+    ]
     return [*words, *right]
 
 
@@ -46,7 +56,11 @@ def folder(world, tmp_path_factory):
     here = tmp_path_factory.mktemp("mistakes")
     write_chats(here / "chats.jsonl", 40)
     world.train(
-        here / "runs/mine", f"data.path={here}/chats.jsonl", "tokenizer.path=demo:bytes", "train.steps=1", "checkpoint.export_hf=true"
+        here / "runs/mine",
+        f"data.path={here}/chats.jsonl",
+        "tokenizer.path=demo:bytes",
+        "train.steps=1",
+        "checkpoint.export_hf=true",
     )
     for name in ("hf", "no_config", "no_tokenizer", "cut"):
         shutil.copytree(here / "runs/mine/hf", here / name)
@@ -54,7 +68,9 @@ def folder(world, tmp_path_factory):
     (here / "no_tokenizer/tokenizer.json").unlink()
     os.truncate(here / "cut/model.safetensors", 9_000)
     larger = json.loads((here / "hf/tokenizer.json").read_text())
-    larger["added_tokens"] += [{**larger["added_tokens"][-1], "id": i, "content": f"<{i}>"} for i in range(260, 300)]
+    larger["added_tokens"] += [
+        {**larger["added_tokens"][-1], "id": i, "content": f"<{i}>"} for i in range(260, 300)
+    ]
     (here / "larger.json").write_text(json.dumps(larger))
     for name in ("chats(1).jsonl", "more.jsonl"):
         shutil.copy(here / "chats.jsonl", here / name)
@@ -63,13 +79,21 @@ def folder(world, tmp_path_factory):
     shutil.copy(here / "hf/tokenizer.json", here / "tok?v=1")
     shutil.copy(here / "hf/tokenizer.json", here)
     (here / "empty.jsonl").touch()
-    (here / "broken.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "c", "compl\n')
-    own = {"good": "optim: {lr: 1e-4}", "mine": "optim:\n  learning_rate: 1e-4\nlogging:\n  wandb: off", "tab": "optim:\n\tlr: 1e-4"}
+    (here / "broken.jsonl").write_text(
+        '{"prompt": "a", "completion": "b"}\n{"prompt": "c", "compl\n'
+    )
+    own = {
+        "good": "optim: {lr: 1e-4}",
+        "mine": "optim:\n  learning_rate: 1e-4\nlogging:\n  wandb: off",
+        "tab": "optim:\n\tlr: 1e-4",
+    }
     for name, text in own.items():
         (here / f"own/recipe/{name}.yaml").write_text(f"# @package _global_\n{text}\n")
     with (here / "runs/locked/.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.write('{"launchers": [], "attempt": 0, "pid": 4711, "host": "node-a", "since": "2026-11-20 17:03:12 UTC"}')
+        lock.write(
+            '{"launchers": [], "attempt": 0, "pid": 4711, "host": "node-a", "since": "2026-11-20 17:03:12 UTC"}'
+        )
         lock.flush()
         yield here
 
@@ -114,7 +138,14 @@ def without_ranks(folder):
     ]
     given = json.dumps([(kind, words_of(line)) for line, kind in lines])
     env = {**os.environ, "PYTHONPATH": str(REPO), "HOME": str(folder)}
-    done = subprocess.run([sys.executable, "-c", SAY], input=given, cwd=folder, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SAY],
+        input=given,
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     return dict(zip((line for line, _ in lines), json.loads(done.stdout), strict=True))
 
@@ -148,7 +179,11 @@ def give(lines, folder, how):
     """One rank's command line."""
     with in_folder(folder, how):
         line = lines[int(os.environ["RANK"])]
-        small = [word for word in SMALL if "fsdp-trainer model" not in line or not word.startswith("model")]
+        small = [
+            word
+            for word in SMALL
+            if "fsdp-trainer model" not in line or not word.startswith("model")
+        ]
         return command(words_of(line, [*small, "train.steps=1"]), None)
 
 
@@ -160,7 +195,10 @@ def said(world, folder, without_ranks):
         lines = [line for line, _ in commands(block)]
         if how.startswith("2"):
             told = world.call(2, give, lines, folder, how)
-            found |= {(how, lines[0]): ([t.code for t in told], told[0].err.strip()), (how, lines[1]): ([0], "")}
+            found |= {
+                (how, lines[0]): ([t.code for t in told], told[0].err.strip()),
+                (how, lines[1]): ([0], ""),
+            }
             continue
         for line in lines:
             if how:
@@ -176,7 +214,15 @@ def test_every_mistake_says_what_the_page_shows(said, folder):
         how, lines = block[1], [line for line, _ in commands(block[2])]
         shown = [
             f"$ {line}\n"
-            + (f"{text}\n" if (text := said[how, line][1].replace(str(folder), "/home/me").replace(socket.gethostname(), "node-a")) else "")
+            + (
+                f"{text}\n"
+                if (
+                    text := said[how, line][1]
+                    .replace(str(folder), "/home/me")
+                    .replace(socket.gethostname(), "node-a")
+                )
+                else ""
+            )
             for line in lines
         ]
         return f"```console{' ' + how if how else ''}\n{''.join(shown)}```"
@@ -197,4 +243,6 @@ def test_each_is_refused_with_2_and_what_follows_is_what_was_said_and_is_taken(s
             assert said[how, fixed] == ([0], ""), fixed
             for word in set(shlex.split(fixed)) - set(shlex.split(line)) - {"-m"}:
                 if not word.startswith("run.name="):
-                    assert word in message or shlex.quote(word) in message, f"{line}: nobody said {word}"
+                    assert word in message or shlex.quote(word) in message, (
+                        f"{line}: nobody said {word}"
+                    )

@@ -33,7 +33,12 @@ def random_tokens(*shape):
 
 
 def positions_of(lengths, row):
-    return torch.stack([F.pad(torch.cat([torch.arange(n) for n in lens]), (0, row - sum(lens))) for lens in lengths])
+    return torch.stack(
+        [
+            F.pad(torch.cat([torch.arange(n) for n in lens]), (0, row - sum(lens)))
+            for lens in lengths
+        ]
+    )
 
 
 def test_logits_are_those_of_transformers_also_past_the_original_context(pair):
@@ -50,14 +55,22 @@ LENGTHS = [[5, 1, 17, 9], [40], [3, 3]]
 def test_packed_documents_never_see_each_other(pair, layout):
     ours, theirs = pair
     tokens, row = random_tokens(3, 40), 40
-    where = Layout(LENGTHS) if layout == "documents" else Layout.masked(LENGTHS, row, torch.device("cpu"))
+    where = (
+        Layout(LENGTHS)
+        if layout == "documents"
+        else Layout.masked(LENGTHS, row, torch.device("cpu"))
+    )
     with torch.no_grad():
-        packed = ours.lm_head(ours.model.norm(ours.hidden(tokens, positions_of(LENGTHS, row), where)))
+        packed = ours.lm_head(
+            ours.model.norm(ours.hidden(tokens, positions_of(LENGTHS, row), where))
+        )
         for i, lengths in enumerate(LENGTHS):
             start = 0
             for length in lengths:
                 document = tokens[i : i + 1, start : start + length]
-                assert (packed[i, start : start + length] - theirs(document).logits[0]).abs().max() <= 1e-4
+                assert (
+                    packed[i, start : start + length] - theirs(document).logits[0]
+                ).abs().max() <= 1e-4
                 start += length
     assert packed.isfinite().all(), "padding too"
 
@@ -66,11 +79,21 @@ def test_packed_documents_never_see_each_other(pair, layout):
 def test_gradients_of_all_parameters_are_those_of_transformers(pair, layout):
     ours, theirs = pair
     tokens, row = random_tokens(3, 40), 40
-    index, targets = torch.tensor([0, 3, 7, 25, 50, 79, 80, 84]), torch.tensor([1, 96, 5, 5, 0, 7, 3, 2])
+    index, targets = (
+        torch.tensor([0, 3, 7, 25, 50, 79, 80, 84]),
+        torch.tensor([1, 96, 5, 5, 0, 7, 3, 2]),
+    )
     weights = torch.tensor([1, 0.5, 1, 1, 2, 1, 1, 1])
-    where = Layout(LENGTHS) if layout == "documents" else Layout.masked(LENGTHS, row, torch.device("cpu"))
+    where = (
+        Layout(LENGTHS)
+        if layout == "documents"
+        else Layout.masked(LENGTHS, row, torch.device("cpu"))
+    )
     ours.zero_grad()
-    ours(MicroBatch(tokens, positions_of(LENGTHS, row), where, index, targets, weights), CrossEntropy(weights))[0].backward()
+    ours(
+        MicroBatch(tokens, positions_of(LENGTHS, row), where, index, targets, weights),
+        CrossEntropy(weights),
+    )[0].backward()
     theirs.zero_grad()
     loss = torch.zeros(())
     for i, lengths in enumerate(LENGTHS):
@@ -85,7 +108,9 @@ def test_gradients_of_all_parameters_are_those_of_transformers(pair, layout):
     wanted = {name: p.grad for name, p in theirs.named_parameters()}
     for whole, parts in stored_parts(ours).items():
         gradient = torch.cat([ours.get_parameter(part).grad for part in parts])
-        assert (gradient - wanted[whole]).abs().max() <= 1e-4 * max(1, wanted.pop(whole).abs().max()), whole
+        assert (gradient - wanted[whole]).abs().max() <= 1e-4 * max(
+            1, wanted.pop(whole).abs().max()
+        ), whole
     assert not wanted, "every parameter has one of ours"
 
 
@@ -94,7 +119,10 @@ def test_an_empty_row_gives_every_parameter_a_gradient_of_zero(pair):
     ours.zero_grad()
     nothing = torch.zeros(128, dtype=torch.int64)
     zeros = torch.zeros(2, 40, dtype=torch.int64)
-    ours(MicroBatch(zeros, zeros, Layout([[], []]), nothing, nothing, torch.zeros(128)), CrossEntropy(torch.zeros(128)))[0].backward()
+    ours(
+        MicroBatch(zeros, zeros, Layout([[], []]), nothing, nothing, torch.zeros(128)),
+        CrossEntropy(torch.zeros(128)),
+    )[0].backward()
     assert all(p.grad is not None and not p.grad.any() for p in ours.parameters())
 
 
@@ -105,7 +133,9 @@ def test_the_cache_gives_what_recomputing_gives(pair):
         whole = ours.logits(tokens)
         assert (ours.next_logits(tokens[:, :20], caches) - whole[:, 19]).abs().max() <= 1e-4
         for i in range(20, 30):
-            assert (ours.next_logits(tokens[:, i : i + 1], caches) - whole[:, i]).abs().max() <= 1e-4
+            assert (
+                ours.next_logits(tokens[:, i : i + 1], caches) - whole[:, i]
+            ).abs().max() <= 1e-4
 
 
 def test_attention_costs_what_the_masks_let_through(pair):
@@ -115,19 +145,27 @@ def test_attention_costs_what_the_masks_let_through(pair):
     for window in ours.config.windows:
         for i, length in enumerate(lengths):
             seen = Layout.masked([[length]], length, torch.device("cpu")).within(window).mask.sum()
-            counted[i] += 2 * seen - min(length, window or length)  # n² where n(n+1)/2 pairs are seen
+            counted[i] += 2 * seen - min(
+                length, window or length
+            )  # n² where n(n+1)/2 pairs are seen
     assert ours.config.attended(lengths) == pytest.approx(counted / len(ours.config.windows))
 
 
 def test_parameters_are_counted_without_building(pair):
     ours, theirs = pair
-    assert ours.config.parameters() == sum(p.numel() for p in theirs.parameters()) == sum(p.numel() for p in ours.parameters())
+    assert (
+        ours.config.parameters()
+        == sum(p.numel() for p in theirs.parameters())
+        == sum(p.numel() for p in ours.parameters())
+    )
 
 
 # --- random weights ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("start", "count"), [(0, 10), (BLOCK - 3, 6), (BLOCK, BLOCK), (5, 2 * BLOCK + 7)])
+@pytest.mark.parametrize(
+    ("start", "count"), [(0, 10), (BLOCK - 3, 6), (BLOCK, BLOCK), (5, 2 * BLOCK + 7)]
+)
 def test_any_part_of_a_random_matrix_can_be_drawn_alone(start, count):
     whole = draw_normal(0, "a", 0, 3 * BLOCK, 0.5)
     assert torch.equal(draw_normal(0, "a", start, count, 0.5), whole[start : start + count])
@@ -145,9 +183,16 @@ def test_norms_start_at_one_and_matrices_with_the_models_deviation():
     assert not gemma.model.norm.weight.any(), "its norms scale by 1 + weight"
 
 
-@pytest.mark.parametrize(("initializer", "shares"), [("plain", [1, 1, 1]), ("depth", [6**-0.5] * 3), ("layer", [2**-0.5, 0.5, 6**-0.5])])
+@pytest.mark.parametrize(
+    ("initializer", "shares"),
+    [("plain", [1, 1, 1]), ("depth", [6**-0.5] * 3), ("layer", [2**-0.5, 0.5, 6**-0.5])],
+)
 def test_what_adds_to_the_stream_may_start_smaller_with_depth(initializer, shares):
-    model = Decoder(ModelConfig(vocab_size=500, num_hidden_layers=3, initializer=initializer, initializer_range=0.05))
+    model = Decoder(
+        ModelConfig(
+            vocab_size=500, num_hidden_layers=3, initializer=initializer, initializer_range=0.05
+        )
+    )
     initialize_whole(model, 0)
     for block, share in zip(model.model.layers.values(), shares, strict=True):
         for p in (block.self_attn.o_proj.weight, block.mlp.down_proj.weight):
@@ -160,23 +205,36 @@ def test_what_adds_to_the_stream_may_start_smaller_with_depth(initializer, share
 
 def config_json(folder, **values):
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES, **values}))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES, **values}
+        )
+    )
     return folder
 
 
 def test_the_spellings_of_transformers_4_and_5_read_equal(tmp_path):
     scaling = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
     four = config_json(tmp_path / "4", rope_theta=5e5, rope_scaling=scaling, torch_dtype="bfloat16")
-    older = config_json(tmp_path / "3", rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
+    older = config_json(
+        tmp_path / "3", rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0}
+    )
     five = config_json(tmp_path / "5", rope_parameters=LLAMA3, dtype="bfloat16")
     assert ModelConfig.from_hf(four) == ModelConfig.from_hf(five)
-    assert ModelConfig.from_hf(five).rope_theta == 5e5 and ModelConfig.from_hf(five).rope_scaling == scaling
+    assert (
+        ModelConfig.from_hf(five).rope_theta == 5e5
+        and ModelConfig.from_hf(five).rope_scaling == scaling
+    )
     assert ModelConfig.from_hf(older).rope_scaling == {"rope_type": "linear", "factor": 2.0}
-    assert ModelConfig.from_hf(config_json(tmp_path / "none", rope_scaling=None)).rope_theta == 10_000
+    assert (
+        ModelConfig.from_hf(config_json(tmp_path / "none", rope_scaling=None)).rope_theta == 10_000
+    )
 
 
 @pytest.mark.parametrize("name", WILD)
-def test_what_a_published_config_json_leaves_out_means_what_transformers_takes_it_to_mean(tmp_path, name):
+def test_what_a_published_config_json_leaves_out_means_what_transformers_takes_it_to_mean(
+    tmp_path, name
+):
     transformers = pytest.importorskip("transformers")
 
     def told_by_transformers(folder, described):
@@ -184,24 +242,36 @@ def test_what_a_published_config_json_leaves_out_means_what_transformers_takes_i
         (folder / "config.json").write_text(json.dumps(described))
         read = transformers.AutoConfig.from_pretrained(folder)
         getattr(read, "text_config", read).save_pretrained(folder / "again")
-        return replace(ModelConfig.from_hf(folder / "again"), layer_types=()), ModelConfig.from_hf(folder / "again").windows
+        return replace(ModelConfig.from_hf(folder / "again"), layer_types=()), ModelConfig.from_hf(
+            folder / "again"
+        ).windows
 
     theirs = told_by_transformers(tmp_path / "theirs", WILD[name])
     ours = ModelConfig.from_hf(tmp_path / "theirs")
     assert (replace(ours, layer_types=()), ours.windows) == theirs
-    assert told_by_transformers(tmp_path / "ours", ours.to_hf("bfloat16")) == theirs, "what we write means the same"
+    assert told_by_transformers(tmp_path / "ours", ours.to_hf("bfloat16")) == theirs, (
+        "what we write means the same"
+    )
 
 
 @pytest.mark.parametrize(
     "values",
-    [{}, {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {"rope_parameters": LLAMA3}, {"head_dim": 8}],
+    [
+        {},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": LLAMA3},
+        {"head_dim": 8},
+    ],
 )
 def test_what_is_written_is_what_was_read(tmp_path, values):
     config = ModelConfig.from_hf(config_json(tmp_path / "in", **values))
     written = config.to_hf("bfloat16")
     (tmp_path / "config.json").write_text(json.dumps(written))
     assert ModelConfig.from_hf(tmp_path) == config
-    assert written["torch_dtype"] == written["dtype"] == "bfloat16" and written["rope_parameters"]["rope_theta"] == written["rope_theta"]
+    assert (
+        written["torch_dtype"] == written["dtype"] == "bfloat16"
+        and written["rope_parameters"]["rope_theta"] == written["rope_theta"]
+    )
 
 
 UNSUPPORTED = {
@@ -224,10 +294,14 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, name):
     with pytest.raises(UserError) as raised:
         ModelConfig.from_hf(config_json(tmp_path, **{name: UNSUPPORTED[name]}))
     said = str(raised.value)
-    assert {"rope_scaling": "yarn", "rope_parameters": "dynamic", "model_type": "mamba"}.get(name, name) in said
+    assert {"rope_scaling": "yarn", "rope_parameters": "dynamic", "model_type": "mamba"}.get(
+        name, name
+    ) in said
 
 
-def test_what_transformers_would_not_compute_for_a_family_is_ignored_in_a_folder_and_refused_when_asked_for(tmp_path, train):
+def test_what_transformers_would_not_compute_for_a_family_is_ignored_in_a_folder_and_refused_when_asked_for(
+    tmp_path, train
+):
     bogus = {
         "model_type": "mistral",
         "architectures": None,
@@ -236,9 +310,23 @@ def test_what_transformers_would_not_compute_for_a_family_is_ignored_in_a_folder
         "attention_bias": True,
     }
     read = ModelConfig.from_hf(config_json(tmp_path, **bogus))
-    assert (read.partial_rotary_factor, read.attn_logit_softcapping, read.attention_bias) == (1, None, False)
-    told = train("run", "model.attn_logit_softcapping=5", "model.partial_rotary_factor=0.5", "train.steps=1", code=2)
-    assert "model.attn_logit_softcapping=5.0" in told.err and "gemma2 have it" in told.err and "model.partial_rotary_factor=0.5" in told.err
+    assert (read.partial_rotary_factor, read.attn_logit_softcapping, read.attention_bias) == (
+        1,
+        None,
+        False,
+    )
+    told = train(
+        "run",
+        "model.attn_logit_softcapping=5",
+        "model.partial_rotary_factor=0.5",
+        "train.steps=1",
+        code=2,
+    )
+    assert (
+        "model.attn_logit_softcapping=5.0" in told.err
+        and "gemma2 have it" in told.err
+        and "model.partial_rotary_factor=0.5" in told.err
+    )
 
 
 def test_all_that_is_not_supported_is_told_at_once_with_exit_2(tmp_path, train):
@@ -247,7 +335,14 @@ def test_all_that_is_not_supported_is_told_at_once_with_exit_2(tmp_path, train):
     folder = make_folder(tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
-        json.dumps({**config, "attention_dropout": 0.1, "hidden_act": "relu", "rope_parameters": {"rope_type": "yarn"}})
+        json.dumps(
+            {
+                **config,
+                "attention_dropout": 0.1,
+                "hidden_act": "relu",
+                "rope_parameters": {"rope_type": "yarn"},
+            }
+        )
     )
     told = train("run", f"model.init_from={folder}", "train.steps=1", base=[], code=2)
     assert all(text in told.err for text in ("attention_dropout", "relu", "yarn"))

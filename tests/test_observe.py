@@ -29,12 +29,31 @@ from fsdp_trainer.observe.step_phases import phases_of, read_trace, table
 from fsdp_trainer.plan.devices import peak_flops
 from fsdp_trainer.training.objective import CrossEntropy
 
-FIELDS = {"step", "loss", "grad_norm", "lr", "tokens", "supervised_tokens", "tokens_per_second", "step_seconds", "memory_gib"}
+FIELDS = {
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "supervised_tokens",
+    "tokens_per_second",
+    "step_seconds",
+    "memory_gib",
+}
 
 
 def test_metrics_and_events_have_the_contracts_fields(train):
-    run = train("run", "train.steps=5", "logging.every=2", "checkpoint.every=2", "checkpoint.keep=9", ranks=2)
-    assert run.column("step") == [1, 2, 3, 4, 5], "each step has its line, whatever logging.every is"
+    run = train(
+        "run",
+        "train.steps=5",
+        "logging.every=2",
+        "checkpoint.every=2",
+        "checkpoint.keep=9",
+        ranks=2,
+    )
+    assert run.column("step") == [1, 2, 3, 4, 5], (
+        "each step has its line, whatever logging.every is"
+    )
     for line in run.metrics:
         assert line.keys() >= FIELDS and all(isinstance(line[name], int | float) for name in FIELDS)
     assert run.column("tokens") == sorted(set(run.column("tokens"))) and all(
@@ -42,7 +61,9 @@ def test_metrics_and_events_have_the_contracts_fields(train):
     )
     assert 0.05 < run.metrics[-1]["memory_gib"] < 10
     names = [e["event"] for e in run.events]
-    assert names == ["start", "checkpoint", "checkpoint", "checkpoint", "end"] and all("time" in e for e in run.events)
+    assert names == ["start", "checkpoint", "checkpoint", "checkpoint", "end"] and all(
+        "time" in e for e in run.events
+    )
     assert run.events[-1]["reason"] == "finished" and run.events[-1]["exit_code"] == 0
     config = yaml.safe_load((run.folder / "config.yaml").read_text())
     assert config["optim"]["lr"] == 3e-3 and config["run"]["name"] == "run"
@@ -72,31 +93,50 @@ def test_the_time_of_a_run_is_that_of_its_phases(train):
         "checkpoint.export_hf=true",
         seam=slow_data,
     )
-    wall, (first, last) = time.time() - began, [line["phases"] for line in run.metrics if "phases" in line]
-    assert all({"data", "forward", "backward", "clip", "update", "read", "validation", "log"} <= set(of) for of in (first, last))
-    assert first["data"] >= 0.3 and first["start"] > 0 and "start" not in last and last["shards"] > 0, (
-        "the first checkpoint is the second write's"
+    wall, (first, last) = (
+        time.time() - began,
+        [line["phases"] for line in run.metrics if "phases" in line],
     )
+    assert all(
+        {"data", "forward", "backward", "clip", "update", "read", "validation", "log"} <= set(of)
+        for of in (first, last)
+    )
+    assert (
+        first["data"] >= 0.3 and first["start"] > 0 and "start" not in last and last["shards"] > 0
+    ), "the first checkpoint is the second write's"
     assert (
         sum(last.values()) >= sum(run.column("step_seconds")[2:])
         and began < run.metrics[0]["time"] <= run.metrics[3]["time"] < began + wall
     )
     took = {event["event"]: event.get("seconds") for event in run.events}
-    assert all(took[name] > 0 for name in ("start", "evaluation", "checkpoint", "export")) and took["start"] <= first["start"] + 0.001
+    assert (
+        all(took[name] > 0 for name in ("start", "evaluation", "checkpoint", "export"))
+        and took["start"] <= first["start"] + 0.001
+    )
     end = run.events[-1]["phases"]
     (line,) = [line for line in run.out.splitlines() if line.startswith("time ")]
-    assert sum(map(int, re.findall(r"(\d+)%", line))) > 80 and "start-up" in line and "shards" not in line
+    assert (
+        sum(map(int, re.findall(r"(\d+)%", line))) > 80
+        and "start-up" in line
+        and "shards" not in line
+    )
     assert end["export"] > 0 and sum(sum(of.values()) for of in (first, last, end)) < wall
 
 
 def test_tokens_are_those_of_the_rows_without_padding(train, world, inputs):
     run = train("run", "train.steps=2")
-    out = world.command("preview", "preview.format=json", "preview.rows=12", *(f"{k}={v}" for k, v in inputs.items()), "batch.seq_len=64")[
-        0
-    ].out
+    out = world.command(
+        "preview",
+        "preview.format=json",
+        "preview.rows=12",
+        *(f"{k}={v}" for k, v in inputs.items()),
+        "batch.seq_len=64",
+    )[0].out
     rows = [json.loads(line) for line in out.splitlines()]
     assert run.column("tokens") == [sum(len(r["tokens"]) for r in rows[:n]) for n in (6, 12)]
-    assert run.column("supervised_tokens") == [sum(label != -100 for r in rows[:n] for label in r["labels"]) for n in (6, 12)]
+    assert run.column("supervised_tokens") == [
+        sum(label != -100 for r in rows[:n] for label in r["labels"]) for n in (6, 12)
+    ]
 
 
 def test_every_line_of_a_log_file_says_everything(train):
@@ -141,28 +181,45 @@ def test_figures_are_short():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"tie_word_embeddings": False}, {"family": "qwen3", "head_dim": 16, "num_key_value_heads": 1}],
+    [
+        {},
+        {"tie_word_embeddings": False},
+        {"family": "qwen3", "head_dim": 16, "num_key_value_heads": 1},
+    ],
     ids=["tied", "untied", "qwen3"],
 )
 def test_the_formula_of_flops_counts_what_torch_counts(options):
     """Torch counts attention without the causal half, as PaLM does. Nothing is computed twice."""
-    config = ModelConfig(**{"vocab_size": 300, "hidden_size": 64, "head_dim": 16, "num_hidden_layers": 2, **options})
+    config = ModelConfig(
+        **{"vocab_size": 300, "hidden_size": 64, "head_dim": 16, "num_hidden_layers": 2, **options}
+    )
     model, length = Decoder(config), 96
     initialize_whole(model, 0)
     places = torch.arange(length)
-    batch = MicroBatch(places[None], places[None], Layout([[length]]), places, places, torch.ones(length))
+    batch = MicroBatch(
+        places[None], places[None], Layout([[length]]), places, places, torch.ones(length)
+    )
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(batch, CrossEntropy(batch.weights))[0].backward()
-    norms = 6 * sum(p.numel() for p in model.parameters() if p.ndim == 1) * length  # are in N, but in no matrix product
+    norms = (
+        6 * sum(p.numel() for p in model.parameters() if p.ndim == 1) * length
+    )  # are in N, but in no matrix product
     assert counter.get_total_flops() + norms == palm_flops(config, length, length)
-    assert causal_flops(config, length, length**2) == palm_flops(config, length, length) - 6 * 2 * 4 * 16 * length**2
-    assert causal_flops(config, length, 2 * (length // 2) ** 2) < causal_flops(config, length, length**2), (
-        "two documents cost less than one"
+    assert (
+        causal_flops(config, length, length**2)
+        == palm_flops(config, length, length) - 6 * 2 * 4 * 16 * length**2
     )
+    assert causal_flops(config, length, 2 * (length // 2) ** 2) < causal_flops(
+        config, length, length**2
+    ), "two documents cost less than one"
 
 
 def test_a_device_that_is_not_known_has_no_peak():
-    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12 and peak_flops("NVIDIA H100 PCIe") == 756e12 and peak_flops("NVIDIA L4") == 121e12
+    assert (
+        peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+        and peak_flops("NVIDIA H100 PCIe") == 756e12
+        and peak_flops("NVIDIA L4") == 121e12
+    )
     assert peak_flops("NVIDIA L40S") == 362e12 and peak_flops("Some GPU") is None
 
 
@@ -176,7 +233,12 @@ def test_records_survive_a_half_written_line(tmp_path):
     records.write([{"step": i, "loss": i} for i in range(1, 6)])
     append(records.metrics, '{"step": 6, "lo')
     records.cut_after(4)
-    assert [json.loads(line)["step"] for line in records.metrics.read_text().splitlines()] == [1, 2, 3, 4]
+    assert [json.loads(line)["step"] for line in records.metrics.read_text().splitlines()] == [
+        1,
+        2,
+        3,
+        4,
+    ]
     records.event("end", exit_code=75)
     append(records.events, '{"event": "st')
     assert records.last_event()["exit_code"] == 75
@@ -207,10 +269,14 @@ def profiled(world, inputs, tmp_path_factory):
         "sharding.reshard_after_forward=false",
     ]
     where = tmp_path_factory.mktemp("profiled") / "run"
-    return world.train(where, *(f"{k}={v}" for k, v in inputs.items()), *how, ranks=2, seam=slow_backward)
+    return world.train(
+        where, *(f"{k}={v}" for k, v in inputs.items()), *how, ranks=2, seam=slow_backward
+    )
 
 
-def test_a_profile_holds_exactly_the_steps_asked_for_with_their_phases_blocks_and_operators(profiled, train):
+def test_a_profile_holds_exactly_the_steps_asked_for_with_their_phases_blocks_and_operators(
+    profiled, train
+):
     folder = profiled.folder / "profile"
     assert sorted(file.name for file in folder.iterdir()) == [
         "steps-2-3-phases.json",
@@ -218,28 +284,59 @@ def test_a_profile_holds_exactly_the_steps_asked_for_with_their_phases_blocks_an
         "steps-2-3-rank-1.json.gz",
     ]
     with gzip.open(folder / "steps-2-3-rank-1.json.gz") as file:
-        names = Counter(event["name"] for event in json.load(file)["traceEvents"] if event.get("ph") == "X")
+        names = Counter(
+            event["name"] for event in json.load(file)["traceEvents"] if event.get("ph") == "X"
+        )
     assert {name for name in names if name.startswith("step ")} == {"step 2", "step 3"}
     assert names["forward"] == names["loss"] == names["clip"] == names["update"] == 2
-    assert names["FSDP::pre_forward (model.layers.0)"] == names["FSDP::pre_forward (model.layers.1)"] == 2 and names["aten::mm"] > 20
-    assert [event["steps"] for event in profiled.event("profile")] == [[2, 3]] and profiled.events[-1]["event"] == "end"
+    assert (
+        names["FSDP::pre_forward (model.layers.0)"]
+        == names["FSDP::pre_forward (model.layers.1)"]
+        == 2
+        and names["aten::mm"] > 20
+    )
+    assert [event["steps"] for event in profiled.event("profile")] == [[2, 3]] and profiled.events[
+        -1
+    ]["event"] == "end"
     plain = train("plain", "train.steps=4", "model.tie_word_embeddings=false", ranks=2)
-    assert plain.column("loss") == profiled.column("loss") and not (plain.folder / "profile").exists()
+    assert (
+        plain.column("loss") == profiled.column("loss") and not (plain.folder / "profile").exists()
+    )
 
 
 def test_what_one_rank_is_late_by_is_gradient_sync_that_the_other_waits_in(profiled):
     told = json.loads((profiled.folder / "profile" / "steps-2-3-phases.json").read_text())
     fast, slow = told["ranks"]["0"], told["ranks"]["1"]
-    assert told["steps"] == [2, 3] and fast["gradient sync, exposed"]["seconds"] > 0.5 and slow["backward"]["idle"] > 0.9
-    assert all(of[row]["seconds"] > 0 for of in (fast, slow) for row in ("data", "forward", "loss", "clip", "optimizer", "log"))
-    steps = [event for event in read_trace(profiled.folder / "profile" / "steps-2-3-rank-0.json.gz") if event.name.startswith("step ")]
-    assert sum(row["seconds"] for row in fast.values()) == pytest.approx((steps[1].end - steps[0].begin) / 2e6), "every instant counts once"
+    assert (
+        told["steps"] == [2, 3]
+        and fast["gradient sync, exposed"]["seconds"] > 0.5
+        and slow["backward"]["idle"] > 0.9
+    )
+    assert all(
+        of[row]["seconds"] > 0
+        for of in (fast, slow)
+        for row in ("data", "forward", "loss", "clip", "optimizer", "log")
+    )
+    steps = [
+        event
+        for event in read_trace(profiled.folder / "profile" / "steps-2-3-rank-0.json.gz")
+        if event.name.startswith("step ")
+    ]
+    assert sum(row["seconds"] for row in fast.values()) == pytest.approx(
+        (steps[1].end - steps[0].begin) / 2e6
+    ), "every instant counts once"
     (line,) = [line for line in profiled.out.splitlines() if "gradient sync, exposed" in line]
     assert "of 2 ranks" in profiled.out and float(line.split()[-1]) > 900
 
 
 KERNELS = [  # name, stream, launched at, begin, end; milliseconds
-    ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 9, 2, 5, 30),  # 10 before the first block, then hidden
+    (
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        9,
+        2,
+        5,
+        30,
+    ),  # 10 before the first block, then hidden
     ("shorter than the clock's tick", 7, 2, 4, 4),
     ("gemm of the forward", 7, 3, 15, 50),
     ("flash_fwd", 7, 12, 50, 60),
@@ -251,18 +348,54 @@ KERNELS = [  # name, stream, launched at, begin, end; milliseconds
 ]
 
 
-def test_on_a_gpu_messages_that_run_beside_a_kernel_are_hidden_and_those_alone_are_exposed(tmp_path):
+def test_on_a_gpu_messages_that_run_beside_a_kernel_are_hidden_and_those_alone_are_exposed(
+    tmp_path,
+):
     """A made trace, in the form that Kineto writes; the device's time is what counts, by the phase that launched it."""
-    host = {"step 7": (0, 150), "data": (0, 1), "forward": (1, 18), "loss": (14, 17), "backward": (18, 40), "clip": (40, 50)}
+    host = {
+        "step 7": (0, 150),
+        "data": (0, 1),
+        "forward": (1, 18),
+        "loss": (14, 17),
+        "backward": (18, 40),
+        "clip": (40, 50),
+    }
     host |= {"update": (50, 55), "read": (55, 145), "log": (145, 150)}
     events = [
-        {"ph": "X", "cat": "user_annotation", "name": name, "tid": 1, "ts": 1e3 * at, "dur": 1e3 * (end - at)}
+        {
+            "ph": "X",
+            "cat": "user_annotation",
+            "name": name,
+            "tid": 1,
+            "ts": 1e3 * at,
+            "dur": 1e3 * (end - at),
+        }
         for name, (at, end) in host.items()
     ]
     for number, (name, stream, launched, begin, end) in enumerate(KERNELS):
         of = {"correlation": number, "stream": stream}
-        events.append({"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "tid": 2, "ts": 1e3 * launched, "dur": 1, "args": of})
-        events.append({"ph": "X", "cat": "kernel", "name": name, "tid": stream, "ts": 1e3 * begin, "dur": 1e3 * (end - begin), "args": of})
+        events.append(
+            {
+                "ph": "X",
+                "cat": "cuda_runtime",
+                "name": "cudaLaunchKernel",
+                "tid": 2,
+                "ts": 1e3 * launched,
+                "dur": 1,
+                "args": of,
+            }
+        )
+        events.append(
+            {
+                "ph": "X",
+                "cat": "kernel",
+                "name": name,
+                "tid": stream,
+                "ts": 1e3 * begin,
+                "dur": 1e3 * (end - begin),
+                "args": of,
+            }
+        )
     events += [
         {"ph": "M", "name": "process_name", "args": {"name": "python"}},
         {"ph": "X", "cat": "gpu_memcpy", "name": "copy", "tid": 3, "ts": 0, "dur": 9},
@@ -270,7 +403,10 @@ def test_on_a_gpu_messages_that_run_beside_a_kernel_are_hidden_and_those_alone_a
     with gzip.open(tmp_path / "trace.json.gz", "wt") as file:
         json.dump({"schemaVersion": 1, "traceEvents": events}, file)
     told = phases_of(read_trace(tmp_path / "trace.json.gz"))
-    ms = {row: tuple(round(1e3 * of[what], 3) for what in ("seconds", "idle", "hidden")) for row, of in told.items()}
+    ms = {
+        row: tuple(round(1e3 * of[what], 3) for what in ("seconds", "idle", "hidden"))
+        for row, of in told.items()
+    }
     assert ms == {
         "data": (1, 1, 0),
         "forward": (4 + 45, 4, 0),
@@ -282,7 +418,9 @@ def test_on_a_gpu_messages_that_run_beside_a_kernel_are_hidden_and_those_alone_a
         "optimizer": (20, 0, 0),
         "log": (10, 10, 0),
     }
-    assert sum(seconds for seconds, _, _ in ms.values()) == 150 and table({0: told})[-1].split() == ["a", "step", "150.0"]
+    assert sum(seconds for seconds, _, _ in ms.values()) == 150 and table({0: told})[
+        -1
+    ].split() == ["a", "step", "150.0"]
 
 
 @pytest.mark.slow
@@ -290,13 +428,18 @@ def test_a_profile_that_a_run_cuts_short_is_written_and_the_rest_by_the_next(tra
     train("run", "train.steps=2", "profile.steps=2-4")
     run = train("run", "train.steps=5", "profile.steps=2-4")
     assert sorted(file.name for file in (run.folder / "profile").iterdir()) == [
-        f"steps-{steps}-{what}" for steps in ("2-2", "3-4") for what in ("phases.json", "rank-0.json.gz")
+        f"steps-{steps}-{what}"
+        for steps in ("2-2", "3-4")
+        for what in ("phases.json", "rank-0.json.gz")
     ]
 
 
 def test_a_profile_of_steps_or_ranks_that_are_not_there_is_refused(train):
     assert "write 10 or 10..12" in train("run", "profile.steps=3-2", code=2).err
-    assert "there is no rank 2" in train("run", "profile.steps=3", "profile.ranks=[0,2]", ranks=2, code=2).err
+    assert (
+        "there is no rank 2"
+        in train("run", "profile.steps=3", "profile.ranks=[0,2]", ranks=2, code=2).err
+    )
 
 
 @pytest.mark.slow
@@ -307,13 +450,25 @@ def test_an_offline_wandb_run_goes_on_in_the_same_one(train):
     kept = [p.read_text() for p in Path(first.folder).rglob("wandb_id")]
     folders = sorted((again.folder / "wandb").glob("offline-run-*"))
     assert (
-        len(kept) == 1 and len(folders) == 2 and all(folder.name.endswith(kept[0]) and list(folder.glob("*.wandb")) for folder in folders)
+        len(kept) == 1
+        and len(folders) == 2
+        and all(
+            folder.name.endswith(kept[0]) and list(folder.glob("*.wandb")) for folder in folders
+        )
     )
-    assert again.column("step") == [1, 2, 3, 4] and "gets no more metrics" not in first.out + again.out
+    assert (
+        again.column("step") == [1, 2, 3, 4] and "gets no more metrics" not in first.out + again.out
+    )
 
 
 @pytest.mark.slow
 def test_tensorboard_gets_every_step_or_a_mistake_is_told(train):
     installed = importlib.util.find_spec("tensorboard") is not None
-    run = train("run", "train.steps=2", "logging.tensorboard=true", ranks=2, code=0 if installed else 2)
-    assert list((run.folder / "tensorboard").glob("events*")) if installed else "pip install" in run.err
+    run = train(
+        "run", "train.steps=2", "logging.tensorboard=true", ranks=2, code=0 if installed else 2
+    )
+    assert (
+        list((run.folder / "tensorboard").glob("events*"))
+        if installed
+        else "pip install" in run.err
+    )

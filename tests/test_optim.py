@@ -32,28 +32,57 @@ from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate
 )
 def test_the_learning_rate_at_the_corners(schedule, values):
     for step, share in values.items():
-        assert learning_rate(schedule, 2.0, step, 100) == pytest.approx(2.0 * share, abs=1e-12), step
+        assert learning_rate(schedule, 2.0, step, 100) == pytest.approx(2.0 * share, abs=1e-12), (
+            step
+        )
 
 
 def test_the_learning_rate_follows_the_batch_by_the_rule():
     batch = Batch(seq_len=64, rows=32)
     assert peak_learning_rate(Optim(lr=1e-3), batch) == 1e-3
-    assert peak_learning_rate(Optim(lr=1e-3, lr_scaling="sqrt", lr_batch_tokens=512), batch) == pytest.approx(2e-3)
-    assert peak_learning_rate(Optim(lr=1e-3, lr_scaling="linear", lr_batch_tokens=8192), batch) == pytest.approx(0.25e-3)
+    assert peak_learning_rate(
+        Optim(lr=1e-3, lr_scaling="sqrt", lr_batch_tokens=512), batch
+    ) == pytest.approx(2e-3)
+    assert peak_learning_rate(
+        Optim(lr=1e-3, lr_scaling="linear", lr_batch_tokens=8192), batch
+    ) == pytest.approx(0.25e-3)
 
 
 @pytest.mark.slow
 def test_a_scaled_learning_rate_is_told_and_the_same_on_any_world_and_after_a_restart(train):
-    rule = ["optim.lr=1e-2", "optim.lr_scaling=sqrt", "optim.lr_batch_tokens=1536", "schedule=constant", "schedule.warmup_steps=0"]
-    run = train("run", *rule, "train.steps=2", "batch.micro_rows=1", ranks=2)  # 6 rows of 64 tokens: a quarter of 1536
+    rule = [
+        "optim.lr=1e-2",
+        "optim.lr_scaling=sqrt",
+        "optim.lr_batch_tokens=1536",
+        "schedule=constant",
+        "schedule.warmup_steps=0",
+    ]
+    run = train(
+        "run", *rule, "train.steps=2", "batch.micro_rows=1", ranks=2
+    )  # 6 rows of 64 tokens: a quarter of 1536
     again = train("run", *rule, "train.steps=3", "batch.micro_rows=1")
-    assert again.column("lr") == pytest.approx([5e-3] * 3) and "lr     0.005 for 384 tokens a step" in run.out
+    assert (
+        again.column("lr") == pytest.approx([5e-3] * 3)
+        and "lr     0.005 for 384 tokens a step" in run.out
+    )
     refused = train("half", "optim.lr_scaling=sqrt", code=2)
-    assert "optim.lr_batch_tokens" in refused.err and "optim.lr_scaling=sqrt optim.lr_batch_tokens=" in refused.err
+    assert (
+        "optim.lr_batch_tokens" in refused.err
+        and "optim.lr_scaling=sqrt optim.lr_batch_tokens=" in refused.err
+    )
 
 
 def small():
-    model = Decoder(ModelConfig(vocab_size=50, hidden_size=16, head_dim=4, intermediate_size=16, num_hidden_layers=1, family="qwen3"))
+    model = Decoder(
+        ModelConfig(
+            vocab_size=50,
+            hidden_size=16,
+            head_dim=4,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            family="qwen3",
+        )
+    )
     initialize_whole(model, 0)
     return model
 
@@ -76,7 +105,9 @@ def test_a_skipped_step_leaves_weights_moments_and_counts():
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     step_unless(optimizer, torch.tensor(False))
-    before = [p.detach().clone() for p in model.parameters()] + [v.clone() for s in optimizer.state.values() for v in s.values()]
+    before = [p.detach().clone() for p in model.parameters()] + [
+        v.clone() for s in optimizer.state.values() for v in s.values()
+    ]
     for p in model.parameters():
         p.grad = torch.full_like(p, float("nan"))
     step_unless(optimizer, torch.tensor(True))
@@ -89,14 +120,22 @@ def bad_numbers(kind, steps):
     """On rank 1 (or the only one), in the first micro-batch of the given optimizer steps: a loss, or only a gradient, that is not finite."""
     from fsdp_trainer.training import trainer
 
-    real_loss, real_forward, state = trainer.negative_log_likelihood, trainer.Trainer.forward_backward, {"step": 0}
+    real_loss, real_forward, state = (
+        trainer.negative_log_likelihood,
+        trainer.Trainer.forward_backward,
+        {"step": 0},
+    )
 
     def forward_backward(self, plan, batches):
         state["step"] = plan.step
         return real_forward(self, plan, batches)
 
     def bad(wanted):
-        return kind == wanted and state["step"] in steps and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+        return (
+            kind == wanted
+            and state["step"] in steps
+            and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+        )
 
     def loss(scores, weights):
         return real_loss(scores, weights) * (float("inf") if bad("loss") else 1)
@@ -129,17 +168,34 @@ def bad_for_long():
 
 @pytest.mark.parametrize("seam", [bad_gradient, bad_loss])
 @pytest.mark.parametrize(
-    ("ranks", "how"), [(1, []), (2, []), pytest.param(2, ["sharding=ddp"], marks=pytest.mark.slow)], ids=["1", "2", "ddp"]
+    ("ranks", "how"),
+    [(1, []), (2, []), pytest.param(2, ["sharding=ddp"], marks=pytest.mark.slow)],
+    ids=["1", "2", "ddp"],
 )
 def test_a_number_that_is_not_finite_on_one_rank_skips_the_step_everywhere(train, seam, ranks, how):
-    run = train("run", "train.steps=5", "checkpoint.every=1", "checkpoint.keep=9", "batch.micro_rows=1", *how, ranks=ranks, seam=seam)
+    run = train(
+        "run",
+        "train.steps=5",
+        "checkpoint.every=1",
+        "checkpoint.keep=9",
+        "batch.micro_rows=1",
+        *how,
+        ranks=ranks,
+        seam=seam,
+    )
     two, three, four = (stored(run.folder / "checkpoints" / f"step-0000000{i}") for i in (2, 3, 4))
     assert_bitwise_equal(two, three)
     assert all(t.isfinite().all() for t in four.values()) and not torch.equal(
         three["weights/model.norm.weight"], four["weights/model.norm.weight"]
     )
-    assert run.column("step") == [1, 2, 3, 4, 5] and [e["step"] for e in run.event("skipped")] == [3]
-    assert run.metrics[2]["grad_norm"] is None and "NaN" not in (run.folder / "metrics.jsonl").read_text() and "not finite" in run.out
+    assert run.column("step") == [1, 2, 3, 4, 5] and [e["step"] for e in run.event("skipped")] == [
+        3
+    ]
+    assert (
+        run.metrics[2]["grad_norm"] is None
+        and "NaN" not in (run.folder / "metrics.jsonl").read_text()
+        and "not finite" in run.out
+    )
     assert (run.metrics[2]["loss"] is None) == (seam is bad_loss)
     assert run.column("tokens")[2] > run.column("tokens")[1], "its rows are not trained again"
 
@@ -147,10 +203,23 @@ def test_a_number_that_is_not_finite_on_one_rank_skips_the_step_everywhere(train
 @pytest.mark.slow
 def test_too_many_skipped_steps_in_a_row_end_the_run(train):
     run = train(
-        "run", "train.steps=9", "train.max_skipped=3", "checkpoint.every=1", "checkpoint.keep=2", ranks=2, seam=bad_for_long, code=1
+        "run",
+        "train.steps=9",
+        "train.max_skipped=3",
+        "checkpoint.every=1",
+        "checkpoint.keep=2",
+        ranks=2,
+        seam=bad_for_long,
+        code=1,
     )
-    assert [e["step"] for e in run.event("skipped")] == [2, 4, 5, 6] and run.events[-1]["exit_code"] == 1
-    assert "3 steps in a row" in run.err and "Traceback" not in run.err and run.column("step") == [1, 2, 3, 4, 5, 6]
+    assert [e["step"] for e in run.event("skipped")] == [2, 4, 5, 6] and run.events[-1][
+        "exit_code"
+    ] == 1
+    assert (
+        "3 steps in a row" in run.err
+        and "Traceback" not in run.err
+        and run.column("step") == [1, 2, 3, 4, 5, 6]
+    )
 
 
 def test_elements_are_clipped_before_the_norm_and_the_norm_told_is_that_before_both():
@@ -174,4 +243,7 @@ def test_without_clipping_the_norm_is_told_all_the_same(train):
         train("free", "train.steps=2", "optim.grad_clip=null"),
         train("clipped", "train.steps=2", "optim.grad_clip=0.01", ranks=2),
     )
-    assert free.column("grad_norm")[0] == pytest.approx(clipped.column("grad_norm")[0], rel=1e-4) and free.column("grad_norm")[0] > 0.01
+    assert (
+        free.column("grad_norm")[0] == pytest.approx(clipped.column("grad_norm")[0], rel=1e-4)
+        and free.column("grad_norm")[0] > 0.01
+    )

@@ -31,7 +31,11 @@ FORMATS = {
     "bfloat16 weights": (torch.bfloat16, {"state_dtype": "float32"}),
     "bfloat16, 8-bit moments": (torch.bfloat16, {"state_dtype": "8bit"}),
 }
-TORCHS = ("fused", "foreach", "bfloat16 to nearest")  # the CPU kernel computes the last few numbers of a rank another way
+TORCHS = (
+    "fused",
+    "foreach",
+    "bfloat16 to nearest",
+)  # the CPU kernel computes the last few numbers of a rank another way
 EIGHT_BIT = ["model.hidden_size=64", "model.intermediate_size=128", "optim=adamw_8bit"]
 FOREACH = ["optim.implementation=foreach"]
 PURE = ["precision.master_dtype=bfloat16"]
@@ -39,7 +43,16 @@ PURE = ["precision.master_dtype=bfloat16"]
 
 def middle(dtype=torch.float32):
     """A decoder with matrices whose rows have blocks of 64 and of 128 numbers, one of an odd number of rows."""
-    model = Decoder(ModelConfig(vocab_size=77, hidden_size=64, head_dim=16, intermediate_size=128, num_hidden_layers=1, family="qwen3"))
+    model = Decoder(
+        ModelConfig(
+            vocab_size=77,
+            hidden_size=64,
+            head_dim=16,
+            intermediate_size=128,
+            num_hidden_layers=1,
+            family="qwen3",
+        )
+    )
     initialize_whole(model, 0)
     return model.to(dtype)
 
@@ -47,10 +60,16 @@ def middle(dtype=torch.float32):
 def set_gradients(model, step, dtype, rank=0, ranks=1):
     """The same numbers for every sharding, some of them tiny, some zero."""
     for i, p in enumerate(model.parameters()):
-        whole = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i)).mul_(0.01).pow(3)
+        whole = (
+            torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i))
+            .mul_(0.01)
+            .pow(3)
+        )
         whole[0] = 0
         p.grad = torch.zeros_like(p)
-        (p.grad.to_local() if ranks else p.grad).copy_(torch.chunk(whole, ranks)[rank] if ranks else whole)
+        (p.grad.to_local() if ranks else p.grad).copy_(
+            torch.chunk(whole, ranks)[rank] if ranks else whole
+        )
 
 
 def five_steps(dtype, options):
@@ -64,7 +83,10 @@ def five_steps(dtype, options):
         set_gradients(model, step, dtype, rank, ranks)
         step_unless(optimizer, torch.tensor(step == 3))
     state = weights(model) | optimizer_state(model, optimizer)
-    return {name: t.full_tensor().clone() if hasattr(t, "full_tensor") else t.clone() for name, t in state.items()}
+    return {
+        name: t.full_tensor().clone() if hasattr(t, "full_tensor") else t.clone()
+        for name, t in state.items()
+    }
 
 
 def sharded_steps(dtype, options):
@@ -79,7 +101,10 @@ def sharded_steps(dtype, options):
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in TORCHS])
 def test_the_same_gradients_give_the_same_bits_on_any_number_of_ranks(world, name, ranks):
     dtype, options = FORMATS[name]
-    alone, together = five_steps(dtype, options), world.call(ranks, sharded_steps, dtype, options)[0]
+    alone, together = (
+        five_steps(dtype, options),
+        world.call(ranks, sharded_steps, dtype, options)[0],
+    )
     for key, value in alone.items():
         assert value.dtype == together[key].dtype and torch.equal(value, together[key]), key
 
@@ -115,17 +140,32 @@ def test_a_skipped_step_leaves_every_byte_whatever_the_format(name):
 
 @pytest.mark.parametrize(
     ("name", "wanted"),
-    [("fused", 8), ("foreach", 8), ("bfloat16 moments", 4), ("8-bit moments", 2.05), ("bfloat16", 4), ("bfloat16, 8-bit moments", 2.05)],
+    [
+        ("fused", 8),
+        ("foreach", 8),
+        ("bfloat16 moments", 4),
+        ("8-bit moments", 2.05),
+        ("bfloat16", 4),
+        ("bfloat16, 8-bit moments", 2.05),
+    ],
 )
 def test_moments_take_the_bytes_that_are_promised(name, wanted):
     dtype, options = FORMATS[name]
-    model = Decoder(ModelConfig(vocab_size=99, hidden_size=256, head_dim=64, intermediate_size=512, num_hidden_layers=2))
+    model = Decoder(
+        ModelConfig(
+            vocab_size=99, hidden_size=256, head_dim=64, intermediate_size=512, num_hidden_layers=2
+        )
+    )
     initialize_whole(model, 0)
     model.to(dtype)
     optimizer = build_optimizer(model, Optim(**options))
     set_gradients(model, 1, dtype, ranks=0)
     optimizer.step()
-    moments = sum(t.nbytes for name, t in optimizer_state(model, optimizer).items() if not name.endswith("/step"))
+    moments = sum(
+        t.nbytes
+        for name, t in optimizer_state(model, optimizer).items()
+        if not name.endswith("/step")
+    )
     assert moments / model.config.parameters() == pytest.approx(wanted, rel=0.01)
 
 
@@ -133,7 +173,9 @@ def test_stochastic_rounding_keeps_the_mean_and_chooses_only_neighbours():
     numbers = torch.randn(1 << 12) * torch.logspace(-30, 30, 1 << 12)
     total = torch.zeros(1 << 12, dtype=torch.float64)
     for step in range(1, 513):
-        rounded = round_to_bfloat16(numbers.clone(), random_bits(key_of(0, "w"), torch.tensor(float(step)), 0, 1 << 12))
+        rounded = round_to_bfloat16(
+            numbers.clone(), random_bits(key_of(0, "w"), torch.tensor(float(step)), 0, 1 << 12)
+        )
         total += rounded.double()
         low = (numbers.view(torch.int32) & -0x10000).view(torch.float32)
         high = (low.view(torch.int32) + 0x10000).view(torch.float32)
@@ -141,7 +183,9 @@ def test_stochastic_rounding_keeps_the_mean_and_chooses_only_neighbours():
     off = (total / 512 / numbers.double() - 1) * 256  # in steps of bfloat16, at most
     assert abs(off.mean()) < 5e-3 and off.abs().max() < 0.25
     whole = torch.tensor([0.0, -0.0, 1.0, -2.5, float("inf")])
-    assert torch.equal(round_to_bfloat16(whole.clone(), torch.full((5,), -1, dtype=torch.int32)).float(), whole)
+    assert torch.equal(
+        round_to_bfloat16(whole.clone(), torch.full((5,), -1, dtype=torch.int32)).float(), whole
+    )
 
 
 def test_bits_are_a_function_of_place_step_and_name_and_look_random():
@@ -152,7 +196,9 @@ def test_bits_are_a_function_of_place_step_and_name_and_look_random():
     assert torch.equal(bits(first=12345, count=99), whole[12345 : 12345 + 99])
     for other in (bits("v"), bits(step=4), bits(first=1), whole >> 16):
         pair = torch.stack([whole & 0xFFFF, other & 0xFFFF]).double()
-        assert abs(torch.corrcoef(pair)[0, 1]) < 0.02 and (pair[0] == pair[1]).double().mean() < 1e-3
+        assert (
+            abs(torch.corrcoef(pair)[0, 1]) < 0.02 and (pair[0] == pair[1]).double().mean() < 1e-3
+        )
     share = torch.stack([(whole >> i) & 1 for i in range(32)]).double().mean(1)
     assert (share - 0.5).abs().max() < 0.01
 
@@ -164,8 +210,14 @@ def test_eight_bits_hold_a_block_to_two_hundredths_and_zero_exactly():
         numbers[:200] = 0
         codes, scale = encode(numbers, 128, signed)
         again = decode(codes, scale, signed)
-        assert codes.dtype == torch.uint8 and scale.shape == (64,) and torch.equal(again[:200], numbers[:200])
-        assert ((again - numbers).view(64, 128).norm(dim=1) <= 0.02 * numbers.view(64, 128).norm(dim=1)).all()
+        assert (
+            codes.dtype == torch.uint8
+            and scale.shape == (64,)
+            and torch.equal(again[:200], numbers[:200])
+        )
+        assert (
+            (again - numbers).view(64, 128).norm(dim=1) <= 0.02 * numbers.view(64, 128).norm(dim=1)
+        ).all()
         assert len(set(values(signed))) == 256
 
 
@@ -174,24 +226,39 @@ def test_codes_are_those_of_the_nearest_values():
         known, _, _ = table(signed, torch.device("cpu"))
         middles = (known[1:] + known[:-1]) / 2
         close = torch.cat(
-            [middles, middles.nextafter(torch.tensor(2.0)), middles.nextafter(torch.tensor(-2.0)), known, torch.randn(1 << 16)]
+            [
+                middles,
+                middles.nextafter(torch.tensor(2.0)),
+                middles.nextafter(torch.tensor(-2.0)),
+                known,
+                torch.randn(1 << 16),
+            ]
         )
         shares = torch.cat([close if signed else close.abs(), torch.ones(256)])
         shares = shares[: len(shares) // 256 * 256].clamp(-1, 1)
         shares.view(-1, 256)[:, 0] = 1  # so that every scale is 1
-        assert torch.equal(encode(shares, 256, signed)[0].int(), torch.bucketize(shares, middles, out_int32=True))
+        assert torch.equal(
+            encode(shares, 256, signed)[0].int(), torch.bucketize(shares, middles, out_int32=True)
+        )
 
 
 def test_eight_bit_moments_are_torchaos():
-    adam, quantisation = pytest.importorskip("torchao.optim"), pytest.importorskip("torchao.optim.quant_utils")
+    adam, quantisation = (
+        pytest.importorskip("torchao.optim"),
+        pytest.importorskip("torchao.optim.quant_utils"),
+    )
     for signed in (True, False):
-        assert torch.equal(torch.tensor(values(signed)), torch.tensor(quantisation.create_dynamic_map(signed)))
+        assert torch.equal(
+            torch.tensor(values(signed)), torch.tensor(quantisation.create_dynamic_map(signed))
+        )
     ours, theirs, exact = (nn.Linear(64, 128, bias=False) for _ in range(3))
     for other in (theirs, exact):
         other.load_state_dict(ours.state_dict())
     mine = build_optimizer(ours, Optim(lr=1e-2, weight_decay=0.1, state_dtype="8bit"))
     plain = build_optimizer(exact, Optim(lr=1e-2, weight_decay=0.1))
-    reference = adam.AdamW8bit(theirs.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, block_size=64)
+    reference = adam.AdamW8bit(
+        theirs.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, block_size=64
+    )
     with patch("torch.compile", lambda function, **options: function):
         for _ in range(10):
             gradient = torch.randn(128, 64)
@@ -205,13 +272,22 @@ def test_eight_bit_moments_are_torchaos():
 
 @pytest.mark.parametrize(
     "how",
-    [[*EIGHT_BIT, *PURE], *(pytest.param(how, marks=pytest.mark.slow) for how in (EIGHT_BIT, PURE, ["optim=adamw_bf16"], FOREACH))],
+    [
+        [*EIGHT_BIT, *PURE],
+        *(
+            pytest.param(how, marks=pytest.mark.slow)
+            for how in (EIGHT_BIT, PURE, ["optim=adamw_bf16"], FOREACH)
+        ),
+    ],
     ids=str,
 )
 def test_a_run_goes_on_bitwise_in_every_format(train, how):
     common = [*how, "schedule=constant", "batch.micro_rows=3", "checkpoint.every=2"]
     train("run", *common, "train.steps=2", ranks=2)
-    again, whole = train("run", *common, "train.steps=4", ranks=2), train("whole", *common, "train.steps=4", ranks=2)
+    again, whole = (
+        train("run", *common, "train.steps=4", ranks=2),
+        train("whole", *common, "train.steps=4", ranks=2),
+    )
     assert again.column("loss") == whole.column("loss")
     assert_same(stored(newest(again)), stored(newest(whole)))
 
@@ -222,14 +298,19 @@ def test_a_run_goes_on_bitwise_in_every_format(train, how):
 def test_a_run_goes_on_on_another_world_in_every_format(train, how, before, after):
     common = [*how, "schedule=constant", "batch.micro_rows=1"]
     train("run", *common, "train.steps=2", ranks=before)
-    again, whole = train("run", *common, "train.steps=5", ranks=after), train("whole", *common, "train.steps=5", ranks=before)
+    again, whole = (
+        train("run", *common, "train.steps=5", ranks=after),
+        train("whole", *common, "train.steps=5", ranks=before),
+    )
     assert again.column("loss") == pytest.approx(whole.column("loss"), rel=2e-3)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_in_the_background_holds_eight_bit_moments_too(train):
     how = [*EIGHT_BIT, "schedule=constant", "train.steps=2"]
-    assert_same(*(stored(newest(train(mode, *how, f"checkpoint={mode}"))) for mode in ("sync", "async")))
+    assert_same(
+        *(stored(newest(train(mode, *how, f"checkpoint={mode}"))) for mode in ("sync", "async"))
+    )
 
 
 @pytest.mark.parametrize("how", [FOREACH, pytest.param(EIGHT_BIT, marks=pytest.mark.slow)], ids=str)
@@ -246,10 +327,14 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_everywhere_in_every_format(tr
 @pytest.mark.slow
 def test_implementations_agree_and_may_change_on_the_way(train):
     how = ["schedule=constant", "train.steps=3"]
-    runs = [train(name, *how, f"optim.implementation={name}", ranks=2) for name in ("fused", "foreach")]
+    runs = [
+        train(name, *how, f"optim.implementation={name}", ranks=2) for name in ("fused", "foreach")
+    ]
     assert runs[0].column("loss") == pytest.approx(runs[1].column("loss"), rel=1e-5)
     for run, other in zip(runs, ("foreach", "fused"), strict=True):
-        again = train(run.folder.name, *how, f"optim.implementation={other}", "train.steps=5", ranks=2)
+        again = train(
+            run.folder.name, *how, f"optim.implementation={other}", "train.steps=5", ranks=2
+        )
         assert len(again.metrics) == 5
 
 
@@ -259,9 +344,15 @@ def test_the_format_of_moments_may_change_between_floating_point_ones_when_allow
     refused = train("run", *EIGHT_BIT[:2], "train.steps=3", "optim=adamw_bf16", code=2)
     assert "optim.state_dtype" in refused.err
     allow = "checkpoint.allow_changes=[optim.state_dtype]"
-    assert len(train("run", *EIGHT_BIT[:2], "train.steps=3", "optim=adamw_bf16", allow).metrics) == 3
+    assert (
+        len(train("run", *EIGHT_BIT[:2], "train.steps=3", "optim=adamw_bf16", allow).metrics) == 3
+    )
     refused = train("run", *EIGHT_BIT, "train.steps=4", allow, code=2)
-    assert "8-bit moments cannot" in refused.err and "model.init_from=" in refused.err and "Traceback" not in refused.err
+    assert (
+        "8-bit moments cannot" in refused.err
+        and "model.init_from=" in refused.err
+        and "Traceback" not in refused.err
+    )
 
 
 @pytest.mark.parametrize(
@@ -280,12 +371,22 @@ def test_formats_that_do_not_go_together_are_refused_with_what_would(train, how,
 
 @pytest.mark.slow
 def test_rounding_to_nearest_stalls_where_stochastic_rounding_goes_on(train):
-    how = ["train.steps=30", "schedule=constant", "optim.lr=2e-4", "optim.grad_clip=null", "optim.weight_decay=0"]
+    how = [
+        "train.steps=30",
+        "schedule=constant",
+        "optim.lr=2e-4",
+        "optim.grad_clip=null",
+        "optim.weight_decay=0",
+    ]
     exact = train("exact", *how).column("loss")
     gaps = {}
     for rounding in ("stochastic", "nearest"):
-        losses = train(rounding, *how, "precision.master_dtype=bfloat16", f"optim.rounding={rounding}").column("loss")
-        gaps[rounding] = sum(abs(a - b) for a, b in zip(losses[-10:], exact[-10:], strict=True)) / 10
+        losses = train(
+            rounding, *how, "precision.master_dtype=bfloat16", f"optim.rounding={rounding}"
+        ).column("loss")
+        gaps[rounding] = (
+            sum(abs(a - b) for a, b in zip(losses[-10:], exact[-10:], strict=True)) / 10
+        )
     assert gaps["stochastic"] < 0.3 * gaps["nearest"], gaps
 
 
@@ -298,7 +399,13 @@ def assert_same(a, b):
 
 @pytest.mark.slow
 def test_ranks_without_a_row_of_a_matrix_take_part(train):
-    few = [*EIGHT_BIT, "model.family=qwen3", "model.head_dim=2", "model.num_attention_heads=2", "model.num_key_value_heads=1"]
+    few = [
+        *EIGHT_BIT,
+        "model.family=qwen3",
+        "model.head_dim=2",
+        "model.num_attention_heads=2",
+        "model.num_key_value_heads=1",
+    ]
     common = [*few, "train.steps=3", "batch.micro_rows=1", "schedule=constant"]
     one, four = (train(str(ranks), *common, ranks=ranks) for ranks in (1, 4))
     assert four.column("loss") == pytest.approx(one.column("loss"), rel=1e-4)

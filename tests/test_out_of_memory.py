@@ -39,7 +39,11 @@ def test_what_a_rank_held_is_told_beside_the_plan_and_what_to_type(train):
     )
     (event,) = run.event("out_of_memory")
     measured, planned = event["measured"], event["planned"]
-    for name in ("parameters", "gradients", "optimizer"):  # of one rank: what the plan has for them is what is there
+    for name in (
+        "parameters",
+        "gradients",
+        "optimizer",
+    ):  # of one rank: what the plan has for them is what is there
         assert measured[name] == pytest.approx(planned[name], rel=0.01) and measured[name] > 50_000
         (line,) = [line for line in run.err.splitlines() if line.split()[:1] == [name]]
         assert line.split()[1] == line.split()[3] == f"{measured[name] / 2**20:.1f}"
@@ -51,43 +55,94 @@ def test_what_a_rank_held_is_told_beside_the_plan_and_what_to_type(train):
     assert run.events[-1]["exit_code"] == 1 and "ran out of memory" in run.events[-1]["reason"]
     (allow,) = re.findall(r"'(checkpoint.allow_changes=\S+)'", run.err)
     again = train("run", *HOW, "batch.micro_rows=1", allow)
-    assert again.column("step") == [1, 2, 3, 4, 5, 6] and [e["step"] for e in again.event("resume")] == [4]
+    assert again.column("step") == [1, 2, 3, 4, 5, 6] and [
+        e["step"] for e in again.event("resume")
+    ] == [4]
 
 
 @contextmanager
 def greedy_without_a_plan():
-    with greedy(), patch("fsdp_trainer.training.out_of_memory.make_plan", side_effect=ValueError("no such shape")):
+    with (
+        greedy(),
+        patch(
+            "fsdp_trainer.training.out_of_memory.make_plan", side_effect=ValueError("no such shape")
+        ),
+    ):
         yield
 
 
 def test_what_was_measured_stands_without_a_plan(train):
     run = train("run", *HOW, seam=greedy_without_a_plan, code=1)
     (event,) = run.event("out_of_memory")
-    assert "no plan: ValueError: no such shape" in run.err and event["measured"]["parameters"] > 50_000 and "planned" not in event
+    assert (
+        "no plan: ValueError: no such shape" in run.err
+        and event["measured"]["parameters"] > 50_000
+        and "planned" not in event
+    )
 
 
 def test_rank_0_hears_of_a_rank_that_runs_out_before_there_is_a_model():
     heard = []
     world = SimpleNamespace(rank=1, main=False, device="cuda:1", store=HashStore())
-    told = tell(torch.OutOfMemoryError("CUDA out of memory."), None, world, None, SimpleNamespace(tell_failure=heard.append))
+    told = tell(
+        torch.OutOfMemoryError("CUDA out of memory."),
+        None,
+        world,
+        None,
+        SimpleNamespace(tell_failure=heard.append),
+    )
     assert heard == [told.args[0]] == ["rank 1 ran out of memory on cuda:1: CUDA out of memory."]
 
 
 @pytest.mark.slow
 def test_rank_0_says_it_of_another_rank(tmp_path, inputs):
-    env = {**os.environ, "FAULTS": "rank=1 phase=update step=3 do=hoard", "FAULTS_FOLDER": str(tmp_path / "faults")}
+    env = {
+        **os.environ,
+        "FAULTS": "rank=1 phase=update step=3 do=hoard",
+        "FAULTS_FOLDER": str(tmp_path / "faults"),
+    }
     env["PYTHONPATH"] = f"{Path(__file__).parents[1]}:{Path(__file__).parent / 'faults' / 'inject'}"
-    words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), *HOW, f"run.root={tmp_path}", "run.name=run", "launch.nproc_per_node=2"]
-    done = subprocess.run([sys.executable, "-m", "fsdp_trainer", *words], env=env, capture_output=True, text=True, timeout=180)
+    words = [
+        *SMALL,
+        *(f"{k}={v}" for k, v in inputs.items()),
+        *HOW,
+        f"run.root={tmp_path}",
+        "run.name=run",
+        "launch.nproc_per_node=2",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp_trainer", *words],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
     run = Run(tmp_path / "run")
-    assert done.returncode == 1 and (done.stdout + done.stderr).count("rank 1 ran out of memory on cpu, in update of step 3") >= 1, done
-    assert "  batch.micro_rows=" in done.stdout + done.stderr and run.checkpoints == ["step-00000002"]
-    assert [event["rank"] for event in run.event("out_of_memory")] == [1] and "rank 1 ran out" in run.events[-1]["reason"]
+    assert (
+        done.returncode == 1
+        and (done.stdout + done.stderr).count(
+            "rank 1 ran out of memory on cpu, in update of step 3"
+        )
+        >= 1
+    ), done
+    assert "  batch.micro_rows=" in done.stdout + done.stderr and run.checkpoints == [
+        "step-00000002"
+    ]
+    assert [event["rank"] for event in run.event("out_of_memory")] == [
+        1
+    ] and "rank 1 ran out" in run.events[-1]["reason"]
 
 
 def test_running_out_is_known_by_what_allocators_say():
     said = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
-    kinds = [torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), RuntimeError(said), RuntimeError("CUDA error: out of memory")]
+    kinds = [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        MemoryError(),
+        RuntimeError(said),
+        RuntimeError("CUDA error: out of memory"),
+    ]
     assert (
-        all(map(is_out_of_memory, kinds)) and not is_out_of_memory(RuntimeError("shapes differ")) and not is_out_of_memory(OSError(28, "x"))
+        all(map(is_out_of_memory, kinds))
+        and not is_out_of_memory(RuntimeError("shapes differ"))
+        and not is_out_of_memory(OSError(28, "x"))
     )

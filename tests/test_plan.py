@@ -20,12 +20,21 @@ from fsdp_trainer.plan.plan import GIB, make_plan
 from fsdp_trainer.plan.suggest import suggest
 from fsdp_trainer.plan.time import Group, groups, times
 
-DOES_NOT_FIT = ("model=llama3_8b", "batch.seq_len=4096", "batch.micro_rows=2", "plan.memory_gib=60", "plan.gpu=h100", "plan.world_size=8")
+DOES_NOT_FIT = (
+    "model=llama3_8b",
+    "batch.seq_len=4096",
+    "batch.micro_rows=2",
+    "plan.memory_gib=60",
+    "plan.gpu=h100",
+    "plan.world_size=8",
+)
 
 
 def planned(*words):
     cfg = compose("plan", list(words), inputs=False)
-    return make_plan(cfg, architecture(cfg)[0], cfg.plan.world_size, target(cfg, cfg.plan.world_size))
+    return make_plan(
+        cfg, architecture(cfg)[0], cfg.plan.world_size, target(cfg, cfg.plan.world_size)
+    )
 
 
 @contextmanager
@@ -74,17 +83,27 @@ def test_the_bytes_on_the_wire_are_those_that_a_real_run_sends(train, tmp_path, 
     words = ["precision.param_dtype=bfloat16", "model.vocab_multiple=4", "train.steps=2", *words]
     train("run", *words, ranks=ranks, seam=counting, env={"SENT": str(tmp_path / "sent")})
     base = [word for word in SMALL if word.split("=")[0] not in [w.split("=")[0] for w in words]]
-    told = planned(*base, "tokenizer.path=demo:bytes", "plan.gpu=h100", f"plan.world_size={ranks}", *words).wire
+    told = planned(
+        *base, "tokenizer.path=demo:bytes", "plan.gpu=h100", f"plan.world_size={ranks}", *words
+    ).wire
     sent = json.loads((tmp_path / "sent").read_text())
-    assert sent == {name: pytest.approx(2 * (way.gathered + way.reduced), rel=1e-3) for name, way in told.items()}
+    assert sent == {
+        name: pytest.approx(2 * (way.gathered + way.reduced), rel=1e-3)
+        for name, way in told.items()
+    }
     assert sum(sent.values()) > 0
 
 
 def hardware(name):
     """The device and the ranks that the head of a recipe names: `8 nodes of 8 GPUs with 80 GB`, `one GPU with 40 GB`."""
     head = (CONF / "recipe" / f"{name}.yaml").read_text().replace("one ", "1 ")
-    nodes, gpus, size = re.search(r"hardware: (?:(\d+) nodes? of )?(\d+) GPUs? with (\d+) GB", head).groups()
-    return [f"plan.world_size={int(nodes or 1) * int(gpus)}", f"plan.memory_gib={int(size) * 1e9 / GIB:.2f}"]
+    nodes, gpus, size = re.search(
+        r"hardware: (?:(\d+) nodes? of )?(\d+) GPUs? with (\d+) GB", head
+    ).groups()
+    return [
+        f"plan.world_size={int(nodes or 1) * int(gpus)}",
+        f"plan.memory_gib={int(size) * 1e9 / GIB:.2f}",
+    ]
 
 
 @pytest.mark.parametrize("name", sorted({*RECIPES} - {"quickstart"}))
@@ -98,26 +117,43 @@ def test_what_is_suggested_fits_when_it_is_typed():
     config, gpu = architecture(cfg)[0], target(cfg, 8)
     assert not make_plan(cfg, config, 8, gpu).fits
     found = suggest(cfg, config, 8, gpu)
-    assert len(found) >= 4 and len({re.sub(r"=\d+", "=", s.override) for s in found}) == len(found), "of one number the largest that fits"
+    assert len(found) >= 4 and len({re.sub(r"=\d+", "=", s.override) for s in found}) == len(
+        found
+    ), "of one number the largest that fits"
     for one in found:
         words = [*DOES_NOT_FIT, *one.override.split()]
-        last = {word.split("=")[0]: word for word in words}  # whoever types it changes what is there
+        last = {
+            word.split("=")[0]: word for word in words
+        }  # whoever types it changes what is there
         again = planned(*last.values())
-        assert again.fits and again.memory.peak.total == one.peak_bytes and one.peak_bytes <= 60 * GIB, one.override
-    kinds = ["more" if "world_size" in s.override else "other" if "seq_len" in s.override else "same" for s in found]
+        assert (
+            again.fits and again.memory.peak.total == one.peak_bytes and one.peak_bytes <= 60 * GIB
+        ), one.override
+    kinds = [
+        "more" if "world_size" in s.override else "other" if "seq_len" in s.override else "same"
+        for s in found
+    ]
     assert "more" in kinds and kinds == sorted(kinds, key=["same", "more", "other"].index)
     (bigger,) = (s for s in found if "world_size" in s.override)
     world = int(re.search(r"world_size=(\d+)", bigger.override)[1])
-    assert not planned(*DOES_NOT_FIT[:-1], *bigger.override.split()[1:], f"plan.world_size={world - 8}").fits, "the smallest that fits"
+    assert not planned(
+        *DOES_NOT_FIT[:-1], *bigger.override.split()[1:], f"plan.world_size={world - 8}"
+    ).fits, "the smallest that fits"
     full = next(s for s in found if s.override == "activation_checkpoint=full")
     selective = next(s for s in found if s.override == "activation_checkpoint=selective")
-    assert full.peak_bytes < selective.peak_bytes and 0.2 < full.cost < 0.4 and 0.05 < selective.cost < full.cost
+    assert (
+        full.peak_bytes < selective.peak_bytes
+        and 0.2 < full.cost < 0.4
+        and 0.05 < selective.cost < full.cost
+    )
 
 
 def test_formats_of_moments_are_suggested_before_those_that_change_what_is_computed():
     cfg = compose("plan", ["+recipe=llama70b_sft", "plan.gpu=h100"], inputs=False)
     words = [s.override for s in suggest(cfg, architecture(cfg)[0], 16, target(cfg, 16))]
-    assert words.index("optim=adamw_8bit") < words.index("precision=pure_bf16"), "the costs are the same"
+    assert words.index("optim=adamw_8bit") < words.index("precision=pure_bf16"), (
+        "the costs are the same"
+    )
 
 
 def test_the_world_is_what_launch_would_start(monkeypatch):
@@ -126,16 +162,31 @@ def test_the_world_is_what_launch_would_start(monkeypatch):
     def worlds(*words):
         return world_sizes(compose("plan", ["model=tiny", *words], inputs=False))
 
-    assert worlds("plan.gpu=h100", "launch.nodes=2") == [16] and worlds("launch.nodes=2", "launch.nproc_per_node=4") == [8]
-    assert worlds("launch.device=cpu") == [1] and worlds("launch.device=cpu", "plan.gpu=h100") == [8]
+    assert worlds("plan.gpu=h100", "launch.nodes=2") == [16] and worlds(
+        "launch.nodes=2", "launch.nproc_per_node=4"
+    ) == [8]
+    assert worlds("launch.device=cpu") == [1] and worlds("launch.device=cpu", "plan.gpu=h100") == [
+        8
+    ]
 
 
 def test_what_fits_is_told_what_makes_it_faster(capsys):
-    words = ["plan", "model=smollm2_135m", "activation_checkpoint=full", "plan.gpu=h100", "plan.world_size=8", "plan.format=json"]
+    words = [
+        "plan",
+        "model=smollm2_135m",
+        "activation_checkpoint=full",
+        "plan.gpu=h100",
+        "plan.world_size=8",
+        "plan.format=json",
+    ]
     assert main(words) == 0
     found = {s["override"]: s for s in json.loads(capsys.readouterr().out)["suggestions"]}
-    assert {"activation_checkpoint=none", "compile=enabled"} <= {*found} and all(s["cost"] < 0 for s in found.values())
-    assert planned(*words[1:2], *words[3:5], "activation_checkpoint=none").memory.peak.total / GIB == pytest.approx(
+    assert {"activation_checkpoint=none", "compile=enabled"} <= {*found} and all(
+        s["cost"] < 0 for s in found.values()
+    )
+    assert planned(
+        *words[1:2], *words[3:5], "activation_checkpoint=none"
+    ).memory.peak.total / GIB == pytest.approx(
         found["activation_checkpoint=none"]["peak_gib"], abs=1e-3
     )
 
@@ -144,16 +195,37 @@ def test_json_is_one_object_and_the_exit_code_says_whether_it_fits(capsys):
     small = ["plan", "model=smollm2_135m", "plan.format=json"]
     assert main([*small, "plan.memory_gib=0.1", "plan.world_size=1"]) == 3
     told = json.loads(capsys.readouterr().out)
-    assert told["fits"] is False and told["step_seconds"] is None and told["tokens_per_second"] is None
-    assert sum(told["by_category"].values()) == pytest.approx(told["peak_gib"], abs=0.01) and told["peak_gib"] > told["memory_gib"]
-    assert main([*small, "plan.memory_gib=3", "plan.gpu=h100", "plan.world_size=[8,2,1]", "train.steps=1000"]) == 0
+    assert (
+        told["fits"] is False and told["step_seconds"] is None and told["tokens_per_second"] is None
+    )
+    assert (
+        sum(told["by_category"].values()) == pytest.approx(told["peak_gib"], abs=0.01)
+        and told["peak_gib"] > told["memory_gib"]
+    )
+    assert (
+        main(
+            [
+                *small,
+                "plan.memory_gib=3",
+                "plan.gpu=h100",
+                "plan.world_size=[8,2,1]",
+                "train.steps=1000",
+            ]
+        )
+        == 0
+    )
     several = json.loads(capsys.readouterr().out)
-    assert [one["world_size"] for one in several["worlds"]] == [1, 2, 8] and not several["worlds"][0]["fits"]
+    assert [one["world_size"] for one in several["worlds"]] == [1, 2, 8] and not several["worlds"][
+        0
+    ]["fits"]
     assert several["fits"] and several["world_size"] == several["smallest"] > 1
     low, high = several["step_seconds"]
     assert 0 < low < high and low * 1000 / 86400 == pytest.approx(several["days"][0])
     assert (
-        several["bytes_per_step"] == several["bytes_by_link"]["shard"] > 0 == several["bytes_by_link"]["replicate"]
+        several["bytes_per_step"]
+        == several["bytes_by_link"]["shard"]
+        > 0
+        == several["bytes_by_link"]["replicate"]
         and several["checkpoint_gib"] > 1
     )
 
@@ -166,14 +238,35 @@ def test_a_plan_for_people_fits_a_narrow_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     assert main(["plan", *DOES_NOT_FIT]) == 3
     cut = [line for line in capsys.readouterr().out.splitlines() if "…" in line]
-    assert all("━" in line for line in cut), "bars may be cut, but nothing that is to be read or typed"
+    assert all("━" in line for line in cut), (
+        "bars may be cut, but nothing that is to be read or typed"
+    )
     monkeypatch.setenv("COLUMNS", "80")
-    assert "activation_checkpoint=selective " in out and re.search(r"plan.world_size=\d+ +[\d.]+ GiB", out)
-    assert main(["plan", "+recipe=qwen3_0_6b_sft", "plan.gpu=l4", "plan.world_size=1", "batch.micro_rows=5", "batch.rows=32"]) == 0
+    assert "activation_checkpoint=selective " in out and re.search(
+        r"plan.world_size=\d+ +[\d.]+ GiB", out
+    )
+    assert (
+        main(
+            [
+                "plan",
+                "+recipe=qwen3_0_6b_sft",
+                "plan.gpu=l4",
+                "plan.world_size=1",
+                "batch.micro_rows=5",
+                "batch.rows=32",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80 and len(out.splitlines()) < 50
     assert "9% of the rows that ranks compute: batch.rows=35" in " ".join(out.split())
-    assert "fits: " in out and "Qwen/Qwen3-0.6B is not on this disk" in " ".join(out.split()) and "tokens/s" in out and "\x1b" not in out
+    assert (
+        "fits: " in out
+        and "Qwen/Qwen3-0.6B is not on this disk" in " ".join(out.split())
+        and "tokens/s" in out
+        and "\x1b" not in out
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,7 +274,10 @@ def test_a_plan_for_people_fits_a_narrow_terminal(capsys, monkeypatch):
     [
         (["plan.gpu=h101"], "plan.memory_gib="),
         (["model.init_from=nobody/nothing", "plan.gpu=h100"], "Say which size it is"),
-        (["model=tiny", "sharding=hsdp", "plan.gpu=h100", "plan.world_size=[4,9]"], "Use  plan.world_size=8"),
+        (
+            ["model=tiny", "sharding=hsdp", "plan.gpu=h100", "plan.world_size=[4,9]"],
+            "Use  plan.world_size=8",
+        ),
         (["model=tiny", "precision=fp8", "plan.gpu=a100"], "A100 has no float8"),
         (["model=tiny", "plan.gpu=h100", "plan.world_size=[]"], "plan.world_size=[8,16,64]"),
         (["model=tiny", "plan.gpu=h100", "plan.world_size=[8,x]"], "a list of whole numbers"),
@@ -195,11 +291,24 @@ def test_a_mistake_is_told_with_what_to_type(words, told, capsys):
 def test_without_a_gpu_one_must_be_named(capsys, monkeypatch):
     monkeypatch.setattr("fsdp_trainer.launch.start.glob", lambda pattern: [])
     with monkeypatch.context() as without:
-        without.setitem(sys.modules, "torch", None)  # which takes longer to import than to be told so
+        without.setitem(
+            sys.modules, "torch", None
+        )  # which takes longer to import than to be told so
         without.delitem(sys.modules, "fsdp_trainer.plan.inputs")
         assert main(["plan", "model=tiny"]) == 2
     assert "h100 " in capsys.readouterr().err
-    assert main(["plan", "model=tiny", "model.vocab_size=100", "launch.device=cpu", "launch.nproc_per_node=2"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                "model=tiny",
+                "model.vocab_size=100",
+                "launch.device=cpu",
+                "launch.nproc_per_node=2",
+            ]
+        )
+        == 0
+    )
     assert "2 ranks on this machine" in capsys.readouterr().out
 
 
@@ -209,7 +318,9 @@ def test_the_architecture_is_read_where_it_is_and_otherwise_what_the_hub_calls_s
     assert config.parameters() == pytest.approx(0.596e9, rel=1e-2) and len(assumed) == 2
     folder = tmp_path / "hf"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(replace(config, num_hidden_layers=3).to_hf("bfloat16")))
+    (folder / "config.json").write_text(
+        json.dumps(replace(config, num_hidden_layers=3).to_hf("bfloat16"))
+    )
     read, assumed = architecture(compose("plan", [f"model.init_from={folder}"], inputs=False))
     assert (read.num_hidden_layers, read.vocab_size, assumed) == (3, 151_936, [])
 
@@ -238,7 +349,11 @@ def test_published_speeds_lie_within_the_range(of):
     cfg.batch.rows = cfg.batch.micro_rows * world
     config = architecture(cfg)[0]
     slow, fast = (
-        cfg.batch.rows * cfg.batch.seq_len / times(cfg, config, world, device("h100"), best).step / world for best in (False, True)
+        cfg.batch.rows
+        * cfg.batch.seq_len
+        / times(cfg, config, world, device("h100"), best).step
+        / world
+        for best in (False, True)
     )
     assert slow < rate < fast < 1.6 * slow
 
@@ -247,12 +362,14 @@ def test_blocks_gathered_inside_nodes_do_not_cross_them():
     cfg = compose("plan", ["sharding=hsdp", "sharding.replicas=2"], inputs=False)
     assert groups(cfg.sharding, 16, 8) == (Group(8, 8), Group(2, 1)) and Group(8, 8).across == 0
     assert groups(cfg.sharding, 8, 8) == (Group(4, 4), Group(2, 2))
-    sharded = Group(16, 8)  # 2 nodes: each rank sends 15/16 of a message, and half of it leaves the node over 8 network cards
+    sharded = Group(
+        16, 8
+    )  # 2 nodes: each rank sends 15/16 of a message, and half of it leaves the node over 8 network cards
     assert (sharded.sent, sharded.across) == (15 / 16, 1 / 16)
     h100 = device("h100")
-    assert sharded.seconds(1e9, h100, 1.0) == pytest.approx(15 / 16 / 450) and Group(2, 1).seconds(1e9, h100, 1.0) == pytest.approx(
-        1 / 2 / 50
-    )
+    assert sharded.seconds(1e9, h100, 1.0) == pytest.approx(15 / 16 / 450) and Group(2, 1).seconds(
+        1e9, h100, 1.0
+    ) == pytest.approx(1 / 2 / 50)
 
 
 def test_devices_are_known_by_the_drivers_names():
@@ -264,4 +381,8 @@ def test_devices_are_known_by_the_drivers_names():
         "NVIDIA GH200 480GB": 989e12,
     }
     assert {name: peak_flops(name) for name in names} == names and peak_flops("Some GPU") is None
-    assert named_by_driver("NVIDIA A100-SXM4-40GB").memory_gib < 40 < named_by_driver("NVIDIA A100-SXM4-80GB").memory_gib
+    assert (
+        named_by_driver("NVIDIA A100-SXM4-40GB").memory_gib
+        < 40
+        < named_by_driver("NVIDIA A100-SXM4-80GB").memory_gib
+    )

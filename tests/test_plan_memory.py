@@ -56,19 +56,28 @@ def test_states_are_those_of_a_ranks_largest_shards(ranks, tied):
         shapes = [p.shape for p in Decoder(config).parameters()]
     numbers = sum(-(-shape[0] // ranks) * shape[1:].numel() for shape in shapes)
     told = moments["optimizer step"]
-    assert (told["parameters"], told["gradients"], told["optimizer"]) == (4 * numbers, 4 * numbers, 8 * numbers)
+    assert (told["parameters"], told["gradients"], told["optimizer"]) == (
+        4 * numbers,
+        4 * numbers,
+        8 * numbers,
+    )
     assert all(set(found) == set(CATEGORIES) for found in moments.values())
 
 
 def test_strategies_and_formats_change_what_they_should():
     def at(category, ranks=8, **keys):
-        return max(m.bytes[category] for m in memory(configured(ranks, **keys), MODEL, ranks).moments)
+        return max(
+            m.bytes[category] for m in memory(configured(ranks, **keys), MODEL, ranks).moments
+        )
 
     assert at("parameters", sharding__strategy="ddp") == 8 * at("parameters")
     assert at("parameters", sharding__strategy="hsdp", sharding__replicas=4) == 4 * at("parameters")
     assert at("optimizer", optim__state_dtype="8bit") < 0.27 * at("optimizer")
     assert at("gathered", sharding__reshard_after_forward=False) > 2 * at("gathered")
-    assert at("gradients", micro_batches=2, sharding__accumulate="unsharded") == sum(p.numel() for p in meta().parameters()) * 4
+    assert (
+        at("gradients", micro_batches=2, sharding__accumulate="unsharded")
+        == sum(p.numel() for p in meta().parameters()) * 4
+    )
     assert at("communication", sharding__prefetch=3) > at("communication")
     assert at("activations", batch__micro_rows=2, batch__seq_len=1024) > 3.5 * at("activations")
 
@@ -79,9 +88,20 @@ def meta() -> Decoder:
 
 
 def test_offloaded_states_are_the_hosts():
-    here, there = (memory(configured(2, sharding__cpu_offload=offload), MODEL, 2, "cuda") for offload in (False, True))
-    assert here.host == 0 and there.peak.bytes["parameters"] == there.peak.bytes["optimizer"] == there.peak.bytes["gradients"] == 0
-    assert there.host == pytest.approx(sum(p.numel() for p in meta().parameters()) * 16 / 2, rel=1e-3)
+    here, there = (
+        memory(configured(2, sharding__cpu_offload=offload), MODEL, 2, "cuda")
+        for offload in (False, True)
+    )
+    assert (
+        here.host == 0
+        and there.peak.bytes["parameters"]
+        == there.peak.bytes["optimizer"]
+        == there.peak.bytes["gradients"]
+        == 0
+    )
+    assert there.host == pytest.approx(
+        sum(p.numel() for p in meta().parameters()) * 16 / 2, rel=1e-3
+    )
 
 
 def test_a_block_that_is_computed_again_keeps_its_input_alone():
@@ -89,15 +109,28 @@ def test_a_block_that_is_computed_again_keeps_its_input_alone():
     kept = [plan.trace_blocks(configured(**keys), config, "cpu")[0][0].kept for keys in (
         FULL, {"activation_checkpoint.mode": "selective"}, {"activation_checkpoint.mode": "selective", "activation_checkpoint.save": ["matmul"]}, {})]  # fmt: skip
     assert kept[0] == stream and kept == sorted(kept) and len(set(kept)) == 4
-    every = [block.kept for block in plan.trace_blocks(configured(**FULL, activation_checkpoint__every=2), config, "cpu")[0]]
+    every = [
+        block.kept
+        for block in plan.trace_blocks(
+            configured(**FULL, activation_checkpoint__every=2), config, "cpu"
+        )[0]
+    ]
     assert every == [kept[0], kept[3]] * 2
-    half = plan.trace_blocks(configured(**{"activation_checkpoint.mode": "budget"}), config, "cpu")[0][0].kept
+    half = plan.trace_blocks(configured(**{"activation_checkpoint.mode": "budget"}), config, "cpu")[
+        0
+    ][0].kept
     assert half == (kept[0] + kept[3]) / 2
 
 
 def test_a_mask_costs_the_rows_length_squared():
     def kept(length, layout):
-        return plan.trace_blocks(configured(batch__seq_len=length, model__attention=layout, model__attention_kernel="auto"), MODEL, "cpu")
+        return plan.trace_blocks(
+            configured(
+                batch__seq_len=length, model__attention=layout, model__attention_kernel="auto"
+            ),
+            MODEL,
+            "cpu",
+        )
 
     (blocks, shared), (longer, more) = (kept(length, "mask") for length in (512, 1024))
     assert more - 2 * shared == 2 * 512**2 and longer[0].kept > 2 * blocks[0].kept + 2 * 512**2
@@ -120,17 +153,27 @@ TRACKED = ("bf16", "hsdp, selective")
 
 
 def case(ranks=8, blocks=4, tied=False, family="llama", vocabulary=8000, **keys):
-    config = replace(MODEL, num_hidden_layers=blocks, tie_word_embeddings=tied, family=family, vocab_size=vocabulary)
+    config = replace(
+        MODEL,
+        num_hidden_layers=blocks,
+        tie_word_embeddings=tied,
+        family=family,
+        vocab_size=vocabulary,
+    )
     return configured(ranks, **keys), config, ranks
 
 
 @pytest.mark.slow
 def test_the_plan_is_what_a_step_of_the_real_model_holds(world):
     """On tensors without storage. torch's own tracker takes the modules of one unit for units of their own: 5% is for that."""
-    cases = [(*case(**keys), "live") for keys in LIVE.values()] + [(*case(**LIVE[name]), "tracker") for name in TRACKED]
+    cases = [(*case(**keys), "live") for keys in LIVE.values()] + [
+        (*case(**LIVE[name]), "tracker") for name in TRACKED
+    ]
     [measured] = world.call(1, peaks, cases)
     covered = set()
-    for name, (cfg, config, ranks, by), held in zip([*LIVE, *TRACKED], cases, measured, strict=True):
+    for name, (cfg, config, ranks, by), held in zip(
+        [*LIVE, *TRACKED], cases, measured, strict=True
+    ):
         with only_tensors():
             found = memory(cfg, config, ranks, "cpu").peak
         tolerance = {"live": 0.005, "tracker": 0.05}[by]
@@ -154,17 +197,27 @@ def measured_by_storages():
             Path(os.environ["PEAKS"], os.environ["RANK"]).write_text(str(live.peak))
             return told
 
-        with patch.object(Trainer, "forward_backward", computed), patch.object(Trainer, "update", updated):
+        with (
+            patch.object(Trainer, "forward_backward", computed),
+            patch.object(Trainer, "update", updated),
+        ):
             yield
 
 
 GEMMA = {"family": "gemma3_text", "tie_word_embeddings": True, "vocab_size": 8000}
-UNITS = {"sharding.strategy": "hsdp", "sharding.replicas": 2, "sharding.blocks_per_unit": 2, "batch.micro_rows": 2}
+UNITS = {
+    "sharding.strategy": "hsdp",
+    "sharding.replicas": 2,
+    "sharding.blocks_per_unit": 2,
+    "batch.micro_rows": 2,
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "model", "keys"), [(2, {}, {}), (4, GEMMA, UNITS)], ids=["llama, 2 ranks", "gemma, 4 ranks, units of 2 blocks"]
+    ("ranks", "model", "keys"),
+    [(2, {}, {}), (4, GEMMA, UNITS)],
+    ids=["llama, 2 ranks", "gemma, 4 ranks, units of 2 blocks"],
 )
 def test_the_plan_is_what_a_real_training_holds(train, tmp_path, ranks, model, keys):
     texts = tmp_path / "texts.jsonl"
@@ -178,15 +231,27 @@ def test_the_plan_is_what_a_real_training_holds(train, tmp_path, ranks, model, k
         "vocab_size": 4000,
         **model,
     }
-    overrides = [*(f"model.{k}={v}" for k, v in sizes.items()), "batch.seq_len=256", "train.steps=2"]
+    overrides = [
+        *(f"model.{k}={v}" for k, v in sizes.items()),
+        "batch.seq_len=256",
+        "train.steps=2",
+    ]
     keys = {"batch.micro_rows": 1, **keys}
     rows = 2 * ranks * keys["batch.micro_rows"]
     overrides += [f"batch.rows={rows}", *(f"{k}={v}" for k, v in keys.items())]
     train(
-        "run", *overrides, f"data.path={texts}", "data.too_long=split", ranks=ranks, seam=measured_by_storages, env={"PEAKS": str(tmp_path)}
+        "run",
+        *overrides,
+        f"data.path={texts}",
+        "data.too_long=split",
+        ranks=ranks,
+        seam=measured_by_storages,
+        env={"PEAKS": str(tmp_path)},
     )
     held = max(int((tmp_path / rank).read_text()) for rank in map(str, range(ranks)))
     config = ModelConfig(**sizes, num_key_value_heads=2)
     cfg = configured(ranks, 2, **{"batch.seq_len": 256, "precision.param_dtype": "float32", **keys})
     with only_tensors():
-        assert without_allowance(memory(cfg, config, ranks, "cpu").peak) == pytest.approx(held, rel=0.1)
+        assert without_allowance(memory(cfg, config, ranks, "cpu").peak) == pytest.approx(
+            held, rel=0.1
+        )

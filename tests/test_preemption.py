@@ -46,19 +46,32 @@ def signalled(phase, rank=1, nth=2, signum=signal.SIGTERM):
 
 @pytest.fixture(scope="module")
 def undisturbed(world, inputs, tmp_path_factory):
-    return world.train(tmp_path_factory.mktemp("whole") / "run", *(f"{k}={v}" for k, v in inputs.items()), *HOW, ranks=2)
+    return world.train(
+        tmp_path_factory.mktemp("whole") / "run",
+        *(f"{k}={v}" for k, v in inputs.items()),
+        *HOW,
+        ranks=2,
+    )
 
 
 def assert_the_same_end(run, undisturbed):
     for column in ("step", "loss", "tokens"):
         assert run.column(column) == undisturbed.column(column), column
-    assert [line.get("validation_loss") for line in run.metrics] == [line.get("validation_loss") for line in undisturbed.metrics]
-    assert [(e["step"], e["loss"]) for e in run.event("evaluation")] == [(e["step"], e["loss"]) for e in undisturbed.event("evaluation")]
+    assert [line.get("validation_loss") for line in run.metrics] == [
+        line.get("validation_loss") for line in undisturbed.metrics
+    ]
+    assert [(e["step"], e["loss"]) for e in run.event("evaluation")] == [
+        (e["step"], e["loss"]) for e in undisturbed.event("evaluation")
+    ]
     assert run.checkpoints[-1] == undisturbed.checkpoints[-1] and end_of(run) == ("end", 0)
     assert_bitwise_equal(stored(newest(run)), stored(newest(undisturbed)))
-    said, expected = (json.loads((newest(r) / "trainer.json").read_text()) for r in (run, undisturbed))
+    said, expected = (
+        json.loads((newest(r) / "trainer.json").read_text()) for r in (run, undisturbed)
+    )
     assert said == expected, "what is remembered besides tensors, the best validation too"
-    assert (run.folder / "samples.jsonl").read_text() == (undisturbed.folder / "samples.jsonl").read_text()
+    assert (run.folder / "samples.jsonl").read_text() == (
+        undisturbed.folder / "samples.jsonl"
+    ).read_text()
 
 
 def ALL(*phase):
@@ -77,13 +90,26 @@ def ALL(*phase):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("mode", ["sync", ALL("async")])
-def test_a_signal_in_any_phase_on_any_rank_stops_all_and_the_weights_at_the_end_are_the_same(train, undisturbed, phase, nth, rank, mode):
+def test_a_signal_in_any_phase_on_any_rank_stops_all_and_the_weights_at_the_end_are_the_same(
+    train, undisturbed, phase, nth, rank, mode
+):
     how = [*HOW, f"checkpoint={mode}"]
-    stopped = train("run", *how, ranks=2, seam=partial(signalled, phase, rank, nth, signal.SIGUSR1), code=75)
-    assert end_of(stopped) == ("end", 75) and stopped.events[-1]["reason"] == "SIGUSR1" and len(stopped.event("signal")) == 1
+    stopped = train(
+        "run", *how, ranks=2, seam=partial(signalled, phase, rank, nth, signal.SIGUSR1), code=75
+    )
+    assert (
+        end_of(stopped) == ("end", 75)
+        and stopped.events[-1]["reason"] == "SIGUSR1"
+        and len(stopped.event("signal")) == 1
+    )
     step = len(stopped.metrics)
-    assert stopped.checkpoints[-1] == f"step-{step:08d}" and stopped.event("checkpoint")[-1]["step"] == step
-    assert step < 4 or mode == "async"  # whose thread may be in its first `prune` when the steps are over
+    assert (
+        stopped.checkpoints[-1] == f"step-{step:08d}"
+        and stopped.event("checkpoint")[-1]["step"] == step
+    )
+    assert (
+        step < 4 or mode == "async"
+    )  # whose thread may be in its first `prune` when the steps are over
     assert_the_same_end(train("run", *how, ranks=2), undisturbed)
 
 
@@ -117,11 +143,21 @@ def blocked_read(nth):
     over.set()
 
 
-@pytest.mark.parametrize(("ahead", "nth", "step"), [(0, 5, 1), (2, 5, 1), pytest.param(2, 9, 2, marks=pytest.mark.slow)])
-def test_a_rank_whose_data_hangs_stops_with_the_others_after_the_step_before(train, undisturbed, ahead, nth, step):
+@pytest.mark.parametrize(
+    ("ahead", "nth", "step"), [(0, 5, 1), (2, 5, 1), pytest.param(2, 9, 2, marks=pytest.mark.slow)]
+)
+def test_a_rank_whose_data_hangs_stops_with_the_others_after_the_step_before(
+    train, undisturbed, ahead, nth, step
+):
     """In the second micro-batch of three, or in validation."""
-    stopped = train("run", *HOW, f"data.prefetch={ahead}", ranks=2, seam=partial(blocked_read, nth), code=75)
-    assert len(stopped.metrics) == step and stopped.checkpoints[-1] == f"step-{step:08d}" and not stopped.event("skipped")
+    stopped = train(
+        "run", *HOW, f"data.prefetch={ahead}", ranks=2, seam=partial(blocked_read, nth), code=75
+    )
+    assert (
+        len(stopped.metrics) == step
+        and stopped.checkpoints[-1] == f"step-{step:08d}"
+        and not stopped.event("skipped")
+    )
     assert_the_same_end(train("run", *HOW, ranks=2), undisturbed)
 
 
@@ -145,11 +181,17 @@ def slow_tokenising():
         yield
 
 
-def test_a_signal_while_another_rank_tokenises_ends_all_and_leaves_nothing_half_made(train, tmp_path):
+def test_a_signal_while_another_rank_tokenises_ends_all_and_leaves_nothing_half_made(
+    train, tmp_path
+):
     other = write_chats(tmp_path / "other.jsonl", 50)
     how = ["train.steps=1", f"data.path={other}", f"data.cache={tmp_path / 'cache'}"]
     stopped = train("run", *how, ranks=2, seam=slow_tokenising, code=75)
-    assert end_of(stopped) == ("end", 75) and stopped.events[-1]["reason"] == "SIGINT" and "the same command goes on" in stopped.out
+    assert (
+        end_of(stopped) == ("end", 75)
+        and stopped.events[-1]["reason"] == "SIGINT"
+        and "the same command goes on" in stopped.out
+    )
     assert {path.name for path in (tmp_path / "cache").iterdir()} <= {"hashes.json"}
     assert train("run", *how, ranks=2).column("step") == [1]
 
@@ -160,7 +202,11 @@ def test_a_signal_before_or_after_training_is_heard_too(train, phase, kept):
     how = ["train.steps=1", "checkpoint.export_hf=true"]
     seam = partial(signalled, "export", 0, 1) if phase == "export" else at_once
     stopped = train("run", *how, ranks=2, seam=seam, code=75)
-    assert len(stopped.checkpoints) == kept and end_of(stopped) == ("end", 75) and not (stopped.folder / "hf").exists()
+    assert (
+        len(stopped.checkpoints) == kept
+        and end_of(stopped) == ("end", 75)
+        and not (stopped.folder / "hf").exists()
+    )
     done = train("run", *how, ranks=2)
     assert end_of(done) == ("end", 0) and (done.folder / "hf" / "model.safetensors").exists()
 
@@ -204,14 +250,26 @@ def slow_steps():
         patch.object(time, "monotonic", put_forward(time.monotonic)),
         patch.object(time, "perf_counter", put_forward(time.perf_counter)),
         patch.object(Trainer, "update", lambda self, *args: slowly(update, 70, self, *args)),
-        patch.object(CheckpointStore, "_complete", lambda self, *args: slowly(write, 300, self, *args)),
+        patch.object(
+            CheckpointStore, "_complete", lambda self, *args: slowly(write, 300, self, *args)
+        ),
     ):
         yield
 
 
 def test_a_run_stops_early_enough_to_save_within_its_limit(train):
-    run = train("run", "train.steps=99", "train.time_limit=900s", "checkpoint.every=2", seam=slow_steps, code=75)
-    assert int(re.findall(r"\[(\d+) s\]", run.out)[-1]) == 3 * 70 + 2 * 300 and run.events[-1]["reason"] == "time_limit"
+    run = train(
+        "run",
+        "train.steps=99",
+        "train.time_limit=900s",
+        "checkpoint.every=2",
+        seam=slow_steps,
+        code=75,
+    )
+    assert (
+        int(re.findall(r"\[(\d+) s\]", run.out)[-1]) == 3 * 70 + 2 * 300
+        and run.events[-1]["reason"] == "time_limit"
+    )
     assert run.checkpoints[-1] == "step-00000003" and len(run.metrics) == 3
 
 
@@ -219,7 +277,9 @@ def test_a_run_stops_before_its_slurm_job_is_over_unless_told_not_to(train):
     env = {"SLURM_JOB_END_TIME": str(int(time.time()) + 3)}
     run = train("run", "train.steps=100000", ranks=2, env=env, code=75)
     assert run.events[-1]["reason"] == "slurm_time_limit" and run.event("slurm_time_limit")
-    assert len(train("other", "train.steps=3", "launch.slurm_time_limit=false", env=env).metrics) == 3
+    assert (
+        len(train("other", "train.steps=3", "launch.slurm_time_limit=false", env=env).metrics) == 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -267,13 +327,21 @@ def twice(phase):
         if name == phase and entered.count(name) == 2:
             signalled_twice()
 
-    with patch.object(phases, "enter", enter), patch("fsdp_trainer.training.stop.ECHO_SECONDS", 0.1):
+    with (
+        patch.object(phases, "enter", enter),
+        patch("fsdp_trainer.training.stop.ECHO_SECONDS", 0.1),
+    ):
         yield
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "phase", ["shards", pytest.param("staging", marks=pytest.mark.faults), pytest.param("rename", marks=pytest.mark.faults)]
+    "phase",
+    [
+        "shards",
+        pytest.param("staging", marks=pytest.mark.faults),
+        pytest.param("rename", marks=pytest.mark.faults),
+    ],
 )
 def test_a_second_signal_ends_a_blocked_run_at_once_and_what_is_committed_stays(train, phase):
     how = ["train.steps=4", "checkpoint.every=2"]
@@ -281,7 +349,10 @@ def test_a_second_signal_ends_a_blocked_run_at_once_and_what_is_committed_stays(
         train("run", *how, seam=partial(twice, phase))
     run = train("run", *how)
     assert run.event("resume")[0]["step"] == 2 and run.column("step") == [1, 2, 3, 4]
-    assert run.events[-3]["event"] == "resume" or run.event("end")[0]["reason"] == "second signal (SIGTERM)"
+    assert (
+        run.events[-3]["event"] == "resume"
+        or run.event("end")[0]["reason"] == "second signal (SIGTERM)"
+    )
 
 
 @contextlib.contextmanager
@@ -306,7 +377,11 @@ def test_a_signal_after_another_rank_has_died_ends_this_one_at_once(train, tmp_p
     with pytest.raises(RankFailed, match="rank 0: died"):
         train("run", "train.steps=4", ranks=2, seam=peer_dies)
     last = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])
-    assert last["event"] == "end" and last["exit_code"] == 1 and last["reason"] == "SIGTERM after rank 1 had ended"
+    assert (
+        last["event"] == "end"
+        and last["exit_code"] == 1
+        and last["reason"] == "SIGTERM after rank 1 had ended"
+    )
 
 
 @contextlib.contextmanager
@@ -318,7 +393,10 @@ def a_disk_that_hangs():
         with self._lock:
             signalled_twice()
 
-    with patch.object(Records, "write", write), patch("fsdp_trainer.training.stop.ECHO_SECONDS", 0.1):
+    with (
+        patch.object(Records, "write", write),
+        patch("fsdp_trainer.training.stop.ECHO_SECONDS", 0.1),
+    ):
         yield
 
 
@@ -350,7 +428,9 @@ def test_a_signal_to_a_forked_worker_stops_the_worker_and_not_the_run(listening)
     assert not listening.received
 
 
-def test_the_second_interrupt_of_a_notebook_ends_the_run_and_not_the_notebook(listening, monkeypatch):
+def test_the_second_interrupt_of_a_notebook_ends_the_run_and_not_the_notebook(
+    listening, monkeypatch
+):
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     monkeypatch.setattr(stop_module, "ECHO_SECONDS", 0.1)
     os.kill(os.getpid(), signal.SIGINT)
@@ -406,7 +486,13 @@ def places_told():
 
     no_disk = patch.object(store, "write_file", side_effect=OSError(28, "No space left on device"))
     no_pauses = patch("fsdp_trainer.training.saving.PAUSES", (0.1, 0.1))
-    with no_pauses, telling(store.CheckpointStore, "wait"), telling(Corruption, "check_replicas"), telling(Records, "write"), no_disk:
+    with (
+        no_pauses,
+        telling(store.CheckpointStore, "wait"),
+        telling(Corruption, "check_replicas"),
+        telling(Records, "write"),
+        no_disk,
+    ):
         yield
 
 
@@ -416,4 +502,9 @@ def test_waits_that_may_be_long_are_no_ordinary_phases(train):
     run = train("run", *how, ranks=2, seam=places_told, code=1)
     told = set(re.findall(r"\[(\w+) in (\w+)\]", run.out))
     assert {name for name, _ in told} == {"wait", "check_replicas", "write"}
-    assert told <= {("wait", "staging"), ("wait", "end"), ("check_replicas", "check"), ("write", "log")}
+    assert told <= {
+        ("wait", "staging"),
+        ("wait", "end"),
+        ("check_replicas", "check"),
+        ("write", "log"),
+    }

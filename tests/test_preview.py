@@ -29,7 +29,12 @@ EVIL = '</div></script><script>alert(1)</script><img src=x onerror=alert(1)>" on
 
 
 def ask(answer, question="q", **more):
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **more}]}
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer, **more},
+        ]
+    }
 
 
 @pytest.fixture
@@ -40,8 +45,17 @@ def preview(tmp_path, capsys):
         if rows is not None:
             (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             keys = (f"data.path={tmp_path}/a.jsonl", *keys)
-        keys = [f"tokenizer.path={tokenizer}", f"data.cache={tmp_path}/cache", "batch.seq_len=128", *keys]
-        keys = [key for i, key in enumerate(keys) if key.split("=")[0] not in {later.split("=")[0] for later in keys[i + 1 :]}]
+        keys = [
+            f"tokenizer.path={tokenizer}",
+            f"data.cache={tmp_path}/cache",
+            "batch.seq_len=128",
+            *keys,
+        ]
+        keys = [
+            key
+            for i, key in enumerate(keys)
+            if key.split("=")[0] not in {later.split("=")[0] for later in keys[i + 1 :]}
+        ]
         assert main(["preview", *keys]) == code
         told = capsys.readouterr()
         return told.err if code else told.out, keys
@@ -52,7 +66,9 @@ def preview(tmp_path, capsys):
 def page_of(keys):
     cfg = compose("preview", keys)
     tokenizer, template, prepared = build_data(cfg)
-    return previewing.look(cfg, tokenizer, template, prepared, build_order(cfg, prepared)), tokenizer
+    return previewing.look(
+        cfg, tokenizer, template, prepared, build_order(cfg, prepared)
+    ), tokenizer
 
 
 NO_END = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -104,12 +120,22 @@ def test_what_is_wrong_is_told_with_its_place_and_its_fix(key, preview, tmp_path
         backend = made_tokenizer([BOS, "<|im_start|>", "<|im_end|>"])
         (tmp_path / "tokenizer").mkdir()
         backend.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
-        (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"bos_token": BOS, "eos_token": "<|im_end|>"}))
-    out, _ = preview(rows, *written(keys, tmp_path), tokenizer=tmp_path / "tokenizer" if key == "two_bos" else "demo:bytes")
+        (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(
+            json.dumps({"bos_token": BOS, "eos_token": "<|im_end|>"})
+        )
+    out, _ = preview(
+        rows,
+        *written(keys, tmp_path),
+        tokenizer=tmp_path / "tokenizer" if key == "two_bos" else "demo:bytes",
+    )
     text, fix = KINDS[key].text.format(n=1, s="", seq_len=128), KINDS[key].fix
     assert fix or severity == "note" or key in ("too_long", "truncated", "empty")
     mark = f"{severity:<8}{text}\n        " + (f"→ {fix}\n        " if fix else "")
-    assert mark in out and f"        {tmp_path}/a.jsonl:{line}" in re.split("\nwarning|\nnote", out[out.index(mark) :])[0].splitlines()
+    assert (
+        mark in out
+        and f"        {tmp_path}/a.jsonl:{line}"
+        in re.split("\nwarning|\nnote", out[out.index(mark) :])[0].splitlines()
+    )
 
 
 def test_the_row_length_that_is_advised_holds_99_percent(preview):
@@ -118,8 +144,14 @@ def test_the_row_length_that_is_advised_holds_99_percent(preview):
     advised = int(re.search(r"batch\.seq_len=(\d+) would", out)[1])
     tokens = np.array(lengths) + 1  # with eos
     assert np.mean(tokens <= advised) >= 0.99 and 300 < advised <= 320
-    assert f"{100 * tokens[tokens > 128].sum() / tokens.sum():.1f}% of the tokens are lost" in " ".join(out.split())
-    assert "more than 99% of the samples fit" in preview([{"text": "x" * n} for n in [*range(20, 120), *range(20, 120), 400]])[0]
+    assert (
+        f"{100 * tokens[tokens > 128].sum() / tokens.sum():.1f}% of the tokens are lost"
+        in " ".join(out.split())
+    )
+    assert (
+        "more than 99% of the samples fit"
+        in preview([{"text": "x" * n} for n in [*range(20, 120), *range(20, 120), 400]])[0]
+    )
 
 
 def test_a_source_that_ends_with_nothing_or_all_cut_is_named(preview, tmp_path):
@@ -132,22 +164,45 @@ def test_a_source_that_ends_with_nothing_or_all_cut_is_named(preview, tmp_path):
 
 
 def test_a_mixture_is_shown_by_its_shares_and_its_findings_by_component(preview, tmp_path):
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps(ask("b" * n)) + "\n" for n in (5, 5, 6, 7, 500)))
+    (tmp_path / "b.jsonl").write_text(
+        "".join(json.dumps(ask("b" * n)) + "\n" for n in (5, 5, 6, 7, 500))
+    )
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(ask("c" * n)) + "\n" for n in range(40)))
     mixture = f"data.path=[{{path: {tmp_path}/b.jsonl, weight: 0.25}},{{path: {tmp_path}/c.jsonl, weight: 0.75}}]"
-    out, keys = preview(None, mixture, "train.steps=3", "batch.rows=8", "data.packing=none", "batch.micro_rows=1")
-    lines = {line.split()[0]: line.split() for line in out.splitlines() if line.split()[:1] in (["b"], ["c"])}
+    out, keys = preview(
+        None, mixture, "train.steps=3", "batch.rows=8", "data.packing=none", "batch.micro_rows=1"
+    )
+    lines = {
+        line.split()[0]: line.split()
+        for line in out.splitlines()
+        if line.split()[:1] in (["b"], ["c"])
+    }
     assert [float(lines[name][3].rstrip("%")) for name in "bc"] == pytest.approx([25, 75], abs=1)
     taken = build_order(cfg := compose("preview", keys), build_data(cfg)[2]).taken(3 * 8)
-    assert [lines[name][5] for name in "bc"] == [f"{taken[0] / 4:.2f}", f"{taken[1] / 40:.2f}"] and sum(taken) == 24
-    assert "warning b: 1 sample dropped: longer than" in out and f"{tmp_path}/b.jsonl:5" in out and " c: 1 " not in out
-    assert "warning b is seen" in preview(None, mixture, "train.steps=30", "batch.rows=8", "batch.micro_rows=1")[0]
-    assert "is seen" not in preview(None, mixture, "train.steps=1", "batch.rows=4", "batch.micro_rows=1")[0]
+    assert [lines[name][5] for name in "bc"] == [
+        f"{taken[0] / 4:.2f}",
+        f"{taken[1] / 40:.2f}",
+    ] and sum(taken) == 24
+    assert (
+        "warning b: 1 sample dropped: longer than" in out
+        and f"{tmp_path}/b.jsonl:5" in out
+        and " c: 1 " not in out
+    )
+    assert (
+        "warning b is seen"
+        in preview(None, mixture, "train.steps=30", "batch.rows=8", "batch.micro_rows=1")[0]
+    )
+    assert (
+        "is seen"
+        not in preview(None, mixture, "train.steps=1", "batch.rows=4", "batch.micro_rows=1")[0]
+    )
 
 
 def test_a_template_without_marks_is_a_note_only(preview, tmp_path):
     plain = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
-    (tmp_path / "own.jinja").write_text(plain + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+    (tmp_path / "own.jinja").write_text(
+        plain + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
     out, _ = preview([ask("a")], f"data.template={tmp_path}/own.jinja")
     assert "note    the chat template does not mark" in out and "warning" not in out
     assert "does not mark" not in preview([ask("a")])[0]
@@ -161,7 +216,10 @@ def test_good_data_has_no_warning(preview):
 
 def test_a_tokenizer_larger_than_the_model_is_refused_and_a_smaller_one_noted(preview):
     assert "model.vocab_size=260" in preview([ask("a")], "model.vocab_size=100", code=2)[0]
-    assert "the model has 300 tokens, the tokenizer 260" in preview([ask("a")], "model.vocab_size=300")[0]
+    assert (
+        "the model has 300 tokens, the tokenizer 260"
+        in preview([ask("a")], "model.vocab_size=300")[0]
+    )
 
 
 @pytest.mark.parametrize("verb", ["preview", "train"])
@@ -169,41 +227,81 @@ def test_data_without_a_supervised_token_is_refused(verb, world, tmp_path):
     nothing, some = tmp_path / "nothing.jsonl", tmp_path / "some.jsonl"
     nothing.write_text(json.dumps(ask("a", weight=0)) + "\n" + json.dumps(ask("b" * 500)))
     some.write_text(json.dumps(ask("a")))
-    how = ["tokenizer.path=demo:bytes", f"run.root={tmp_path}", "model=tiny", "batch.seq_len=64", "train.steps=1"]
+    how = [
+        "tokenizer.path=demo:bytes",
+        f"run.root={tmp_path}",
+        "model=tiny",
+        "batch.seq_len=64",
+        "train.steps=1",
+    ]
     mixture = f"data.path=[{{path: {some}, weight: 0.5}},{{path: {nothing}, weight: 0.5}}]"
-    for keys in ([f"data.path={nothing}"], [mixture], [f"data.path={some}", f"data.validation={nothing}"]):
+    for keys in (
+        [f"data.path={nothing}"],
+        [mixture],
+        [f"data.path={some}", f"data.validation={nothing}"],
+    ):
         (told,) = world.command(verb, *how, *keys, code=2)
-        assert "no token" in told.err and "there is nothing to learn" in told.err and "Traceback" not in told.err
-        assert "1 sample dropped: without a supervised token" in told.err and "nothing.jsonl:1" in told.err
+        assert (
+            "no token" in told.err
+            and "there is nothing to learn" in told.err
+            and "Traceback" not in told.err
+        )
+        assert (
+            "1 sample dropped: without a supervised token" in told.err
+            and "nothing.jsonl:1" in told.err
+        )
         assert "longer than batch.seq_len=64" in told.err
 
 
 def test_train_says_in_two_lines_what_it_trains_on(train, tmp_path):
     rows = [ask("a"), ask("b"), ask("b"), ask("c" * 100), ask("d", "<|im_end|>")]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lines = [line for line in train("run", f"data.path={tmp_path}/a.jsonl", "train.steps=1").out.splitlines() if line.startswith("data ")]
+    lines = [
+        line
+        for line in train("run", f"data.path={tmp_path}/a.jsonl", "train.steps=1").out.splitlines()
+        if line.startswith("data ")
+    ]
     assert len(lines) == 2
-    assert re.search(r"4 samples, \d+ tokens, \d+\.\d% supervised, longest \d+; \d rows an epoch, \d+\.\d% full", lines[0])
+    assert re.search(
+        r"4 samples, \d+ tokens, \d+\.\d% supervised, longest \d+; \d rows an epoch, \d+\.\d% full",
+        lines[0],
+    )
     assert (
-        "1 dropped (1 too long)" in lines[1] and "1 duplicate kept;" in lines[1] and "3 warnings, which  fsdp-trainer preview" in lines[1]
+        "1 dropped (1 too long)" in lines[1]
+        and "1 duplicate kept;" in lines[1]
+        and "3 warnings, which  fsdp-trainer preview" in lines[1]
     )
 
 
 def test_json_stays_alone_on_stdout_beside_a_page(preview, tmp_path):
-    out, _ = preview([ask("a"), ask(EVIL)], "preview.format=json", f"preview.html={tmp_path}/p.html", "batch.seq_len=512")
-    assert [json.loads(line)["row"] for line in out.splitlines()] == [0, 1, 2, 3] and (tmp_path / "p.html").stat().st_size
+    out, _ = preview(
+        [ask("a"), ask(EVIL)],
+        "preview.format=json",
+        f"preview.html={tmp_path}/p.html",
+        "batch.seq_len=512",
+    )
+    assert [json.loads(line)["row"] for line in out.splitlines()] == [0, 1, 2, 3] and (
+        tmp_path / "p.html"
+    ).stat().st_size
 
 
 def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path):
     command = f"{sys.executable} -m fsdp_trainer preview data.path=demo:backwards tokenizer.path=demo:bytes data.cache={tmp_path} batch.seq_len=64"
     ended = subprocess.run(
-        ["bash", "-c", f"{command} preview.rows=3000 | head -2; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True
+        ["bash", "-c", f"{command} preview.rows=3000 | head -2; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
     )
     assert (ended.returncode, ended.stderr) == (0, "") and "data" in ended.stdout
 
 
 def test_a_page_that_cannot_be_written_is_told_before_anything_is_read(preview, tmp_path):
-    assert "there is no such folder" in preview(None, "data.path=demo:backwards", f"preview.html={tmp_path}/no/p.html", code=2)[0]
+    assert (
+        "there is no such folder"
+        in preview(None, "data.path=demo:backwards", f"preview.html={tmp_path}/no/p.html", code=2)[
+            0
+        ]
+    )
     assert not (tmp_path / "cache").exists()
     assert f"preview.html={tmp_path}" in preview([ask("a")], f"preview.html={tmp_path}", code=2)[0]
 
@@ -213,7 +311,13 @@ class Parsed(HTMLParser):
 
     def __init__(self, html):
         super().__init__()
-        self.tags, self.attributes, self.texts, self.documents, self.open = [], [], {"script": [], "style": []}, [], []
+        self.tags, self.attributes, self.texts, self.documents, self.open = (
+            [],
+            [],
+            {"script": [], "style": []},
+            [],
+            [],
+        )
         self.feed(html)
 
     def handle_starttag(self, tag, attrs):
@@ -232,20 +336,34 @@ class Parsed(HTMLParser):
         if tag in self.texts:
             self.texts[tag].append(data)
         if tag in ("b", "i") and len(self.open) > 1 and "data-ids" in self.open[-2][1]:
-            self.documents[-1]["pieces"].append((tag, int(attrs.get("data-n", 1)), attrs.get("data-w", "1"), data))
+            self.documents[-1]["pieces"].append(
+                (tag, int(attrs.get("data-n", 1)), attrs.get("data-w", "1"), data)
+            )
 
 
 def test_the_page_holds_the_rows_of_training_and_runs_nothing_of_the_data(preview, tmp_path):
     rows = [ask("你好，世界 👩‍👧", EVIL), ask("half", weight=0.5), ask("\n\n two lines\n")]
-    keys = [f"preview.html={tmp_path}/p.html", "preview.rows=2", "batch.seq_len=400", f"run.name='{EVIL[:60]}'", "data.packing=none"]
+    keys = [
+        f"preview.html={tmp_path}/p.html",
+        "preview.rows=2",
+        "batch.seq_len=400",
+        f"run.name='{EVIL[:60]}'",
+        "data.packing=none",
+    ]
     out, _ = preview(rows, *keys[:3], keys[4], "preview.format=json")
     html = (tmp_path / "p.html").read_text()
     page = Parsed(html)
-    assert page.tags.count("script") == 1 and "img" not in page.tags and not any(name.startswith("on") for name, _ in page.attributes)
-    assert not [value for name, value in page.attributes if name in ("src", "href", "action", "xlink:href")] and "http" not in html.replace(
-        "http-equiv", ""
+    assert (
+        page.tags.count("script") == 1
+        and "img" not in page.tags
+        and not any(name.startswith("on") for name, _ in page.attributes)
     )
-    policy = next(value for name, value in page.attributes if name == "content" and "default-src" in value)
+    assert not [
+        value for name, value in page.attributes if name in ("src", "href", "action", "xlink:href")
+    ] and "http" not in html.replace("http-equiv", "")
+    policy = next(
+        value for name, value in page.attributes if name == "content" and "default-src" in value
+    )
     for kind in ("script", "style"):
         digest = b64encode(sha256("".join(page.texts[kind]).encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{digest}'" in policy
@@ -269,13 +387,22 @@ def test_in_colour_learnt_weighted_and_special_tokens_look_different(preview):
     page, _ = page_of(keys)
 
     def drawn(**how):
-        console = Console(file=io.StringIO(), width=80, highlight=False, force_terminal=True, legacy_windows=False, **how)
+        console = Console(
+            file=io.StringIO(),
+            width=80,
+            highlight=False,
+            force_terminal=True,
+            legacy_windows=False,
+            **how,
+        )
         preview_text.show(page, console)
         return console.file.getvalue()
 
     coloured = drawn(color_system="standard")
     assert (
-        "\x1b[30;42myes\x1b[0m\x1b[1;30;42m<|im_end|>" in coloured and "\x1b[30;43mhalf" in coloured and "\x1b[36m<|im_start|>" in coloured
+        "\x1b[30;42myes\x1b[0m\x1b[1;30;42m<|im_end|>" in coloured
+        and "\x1b[30;43mhalf" in coloured
+        and "\x1b[36m<|im_start|>" in coloured
     )
     assert "[[" not in coloured
     without = drawn(no_color=True, color_system="standard")
@@ -314,4 +441,6 @@ def test_half_a_character_is_shown_as_its_token():
     (whole,) = previewing.Pieces(tokenizer).of(ids, np.ones(2))
     assert (whole.text, whole.ids) == ("é", ids.tolist())
     halves = previewing.Pieces(tokenizer).of(ids, np.array([0, 1]))
-    assert [piece.ids for piece in halves] == [[ids[0]], [ids[1]]] and all("\ufffd" not in piece.text for piece in halves)
+    assert [piece.ids for piece in halves] == [[ids[0]], [ids[1]]] and all(
+        "\ufffd" not in piece.text for piece in halves
+    )

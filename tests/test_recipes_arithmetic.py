@@ -19,8 +19,15 @@ class Recipe:
         self.cfg = recipe_as_it_is(name)
         self.batch = self.cfg.batch
         before = Path(self.cfg.model.init_from or "").name
-        self.model = Recipe(before).model if before in RECIPES else published_model(self.cfg.model.name)
-        self.text = (CONF / "recipe" / f"{name}.yaml").read_text().replace(",", "").replace("one GPU", "1 GPU")
+        self.model = (
+            Recipe(before).model if before in RECIPES else published_model(self.cfg.model.name)
+        )
+        self.text = (
+            (CONF / "recipe" / f"{name}.yaml")
+            .read_text()
+            .replace(",", "")
+            .replace("one GPU", "1 GPU")
+        )
 
     def numbers(self, pattern):
         """The groups of the pattern's only match."""
@@ -42,23 +49,37 @@ def test_a_step_is_rows_times_tokens_and_divides_over_the_ranks(recipe):
 
 @pytest.mark.slow
 def test_memory_speed_and_length_are_those_of_the_plan_that_the_head_names(recipe):
-    (line,) = re.findall(r"# +Planned for H100s:  fsdp-trainer plan (.*) '?plan.world_size=\S+", recipe.text)
+    (line,) = re.findall(
+        r"# +Planned for H100s:  fsdp-trainer plan (.*) '?plan.world_size=\S+", recipe.text
+    )
     (told,) = re.findall("Memory +(.*)", recipe.text)
     for part in told.split(";"):
         (more,) = re.findall(r"with (\S+=\S+)", part) or [""]
         for size, ranks in re.findall(r"([\d.]+) GiB on (\d+)", part):
             plan = planned(*line.split(), *more.split(), f"plan.world_size={ranks}")
-            assert plan.fits and plan.memory.peak.total / GIB == pytest.approx(float(size), rel=0.01), (more, ranks)
+            assert plan.fits and plan.memory.peak.total / GIB == pytest.approx(
+                float(size), rel=0.01
+            ), (more, ranks)
     ranks = int(re.findall(r"GiB on (\d+)", told)[0])
     plan = planned(*line.split(), f"plan.world_size={ranks}")
-    assert plan.checkpoint / GIB == pytest.approx(*recipe.numbers(r"Disk +([\d.]+) GiB a checkpoint"), rel=0.01)
+    assert plan.checkpoint / GIB == pytest.approx(
+        *recipe.numbers(r"Disk +([\d.]+) GiB a checkpoint"), rel=0.01
+    )
     speeds = [plan.tokens / seconds / ranks for seconds in reversed(plan.step_seconds)]
-    assert speeds == pytest.approx(recipe.numbers(r"Speed +(\d+) – (\d+) tokens/s an H100"), rel=0.01)
+    assert speeds == pytest.approx(
+        recipe.numbers(r"Speed +(\d+) – (\d+) tokens/s an H100"), rel=0.01
+    )
     if recipe.cfg.train.steps:
-        steps, tokens, each, *hours = recipe.numbers(r"Length +(\d+) steps: ([\d.]+) G tokens (\d+) a weight; ([\d.]+) – ([\d.]+) hours")
-        assert steps == recipe.cfg.train.steps and tokens == pytest.approx(steps * plan.tokens / 1e9, rel=1e-2)
+        steps, tokens, each, *hours = recipe.numbers(
+            r"Length +(\d+) steps: ([\d.]+) G tokens (\d+) a weight; ([\d.]+) – ([\d.]+) hours"
+        )
+        assert steps == recipe.cfg.train.steps and tokens == pytest.approx(
+            steps * plan.tokens / 1e9, rel=1e-2
+        )
         assert each == pytest.approx(tokens * 1e9 / recipe.model.parameters(), rel=0.06)
-        assert hours == pytest.approx([steps * seconds / 3600 for seconds in plan.step_seconds], rel=0.01)
+        assert hours == pytest.approx(
+            [steps * seconds / 3600 for seconds in plan.step_seconds], rel=0.01
+        )
 
 
 def test_the_table_in_the_docs_is_the_recipes():

@@ -38,7 +38,9 @@ def test_every_recipe_composes_as_it_is_and_shrunk(name):
 
 
 def test_a_stage_of_the_chain_before_its_time_says_which_run_is_missing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # there is no runs/ yet, and runs/chain_mid must not be looked for on the hub
+    monkeypatch.chdir(
+        tmp_path
+    )  # there is no runs/ yet, and runs/chain_mid must not be looked for on the hub
     with pytest.raises(UserError) as refused:
         compose("train", ["+recipe=chain_sft", "data.path=demo:backwards"])
     (problem,) = refused.value.problems
@@ -67,23 +69,40 @@ def test_what_is_handed_over_is_checked_like_what_was_composed():
 def test_the_command_line_chooses_groups_against_any_recipe(name):
     cfg = compose(
         "train",
-        [f"+recipe={name}", "sharding=ddp", "precision=fp32", "activation_checkpoint=none", "model=auto", "schedule=wsd"],
+        [
+            f"+recipe={name}",
+            "sharding=ddp",
+            "precision=fp32",
+            "activation_checkpoint=none",
+            "model=auto",
+            "schedule=wsd",
+        ],
         inputs=False,
     )
-    assert (cfg.sharding.strategy, cfg.precision.param_dtype, cfg.activation_checkpoint.mode) == ("ddp", "float32", "none")
+    assert (cfg.sharding.strategy, cfg.precision.param_dtype, cfg.activation_checkpoint.mode) == (
+        "ddp",
+        "float32",
+        "none",
+    )
     assert (cfg.model.name, cfg.schedule.name) == ("auto", "wsd")
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_recipe_sets_a_selector_in_its_body(name):
     body = yaml.safe_load((CONF / "recipe" / f"{name}.yaml").read_text())
-    assert not [group for group, selector in SELECTORS.items() if selector in (body.get(group) or {})]
+    assert not [
+        group for group, selector in SELECTORS.items() if selector in (body.get(group) or {})
+    ]
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_says_what_it_does_on_what_and_how_to_start_it(name):
     head = recipe_heads()[name]
-    assert head.does.endswith(".") and "not said" not in head.hardware and f"+recipe={name}" in head.start
+    assert (
+        head.does.endswith(".")
+        and "not said" not in head.hardware
+        and f"+recipe={name}" in head.start
+    )
 
 
 # Published parameter counts (model cards): a wrong number in conf/model would show here.
@@ -119,8 +138,19 @@ def published_model(name):
 
 
 def test_every_option_sets_its_groups_selector():
-    groups = {group: names for group, names in options("train").items() if group not in ("recipe", "sweep", "model")}
-    values = {"bf16": "bfloat16", "fp32": "float32", "pure_bf16": "bfloat16", "fp8": "bfloat16", "enabled": True, "disabled": False}
+    groups = {
+        group: names
+        for group, names in options("train").items()
+        if group not in ("recipe", "sweep", "model")
+    }
+    values = {
+        "bf16": "bfloat16",
+        "fp32": "float32",
+        "pure_bf16": "bfloat16",
+        "fp8": "bfloat16",
+        "enabled": True,
+        "disabled": False,
+    }
     values |= {"adamw_8bit": "adamw", "adamw_bf16": "adamw"}
     for i in range(max(map(len, groups.values()))):
         chosen = {group: names[i % len(names)] for group, names in groups.items()}
@@ -129,7 +159,9 @@ def test_every_option_sets_its_groups_selector():
         cfg = compose("train", [f"{group}={name}" for group, name in chosen.items()], inputs=False)
         for group, name in chosen.items():
             selector = SELECTORS.get(group)
-            assert selector is None or getattr(getattr(cfg, group), selector) == values.get(name, name), (group, name)
+            assert selector is None or getattr(getattr(cfg, group), selector) == values.get(
+                name, name
+            ), (group, name)
 
 
 def test_named_sizes_have_their_published_parameter_counts():

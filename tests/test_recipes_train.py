@@ -19,14 +19,25 @@ SMALLER = [
 def text(tmp_path):
     """Plain text, some of it longer than a row."""
     (tmp_path / "text.jsonl").write_text(
-        "".join(json.dumps({"text": f"{i} times two is {2 * i}. " * (1 + i % 9)}) + "\n" for i in range(80))
+        "".join(
+            json.dumps({"text": f"{i} times two is {2 * i}. " * (1 + i % 9)}) + "\n"
+            for i in range(80)
+        )
     )
     return tmp_path / "text.jsonl"
 
 
-@pytest.mark.parametrize("recipe", [pytest.param(name, marks=[] if name == "quickstart" else pytest.mark.slow) for name in RECIPES])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(name, marks=[] if name == "quickstart" else pytest.mark.slow)
+        for name in RECIPES
+    ],
+)
 def test_every_recipe_trains_and_ends_with_a_checkpoint(world, text, tmp_path, recipe):
-    data = f"data.path={text if recipe_as_it_is(recipe).data.format == 'text' else 'demo:backwards'}"
+    data = (
+        f"data.path={text if recipe_as_it_is(recipe).data.format == 'text' else 'demo:backwards'}"
+    )
     run = world.train(
         tmp_path / "run",
         f"+recipe={recipe}",
@@ -44,8 +55,16 @@ def test_every_recipe_trains_and_ends_with_a_checkpoint(world, text, tmp_path, r
 
 
 @pytest.mark.slow
-def test_each_stage_of_the_chain_starts_from_the_weights_of_the_one_before(world, text, chats, tmp_path):
-    shorter = ["train.steps=6", "schedule.warmup_steps=2", "batch.rows=4", "precision=fp32", "optim.lr=3e-3"]
+def test_each_stage_of_the_chain_starts_from_the_weights_of_the_one_before(
+    world, text, chats, tmp_path
+):
+    shorter = [
+        "train.steps=6",
+        "schedule.warmup_steps=2",
+        "batch.rows=4",
+        "precision=fp32",
+        "optim.lr=3e-3",
+    ]
     stages = {
         "chain_pretrain": [f"data.path={text}", "batch.seq_len=64", *SMALLER],
         "chain_mid": [f"data.path={text}", "batch.seq_len=128"],
@@ -57,8 +76,16 @@ def test_each_stage_of_the_chain_starts_from_the_weights_of_the_one_before(world
         run = world.train(tmp_path / stage, *overrides, ranks=min(ranks, 2), base=[])
         losses = run.column("loss")
         if before:
-            shown = world.command("preview", *overrides, f"run.root={tmp_path}", "preview.format=json", "preview.rows=4")[0].out
-            assert losses[0] == pytest.approx(loss_of(before, [json.loads(line) for line in shown.splitlines()]), rel=1e-4)
+            shown = world.command(
+                "preview",
+                *overrides,
+                f"run.root={tmp_path}",
+                "preview.format=json",
+                "preview.rows=4",
+            )[0].out
+            assert losses[0] == pytest.approx(
+                loss_of(before, [json.loads(line) for line in shown.splitlines()]), rel=1e-4
+            )
         assert losses[-1] < losses[0]
         before = run.folder
     assert (tmp_path / "chain_sft" / "hf" / "model.safetensors").exists()
@@ -68,8 +95,13 @@ def loss_of(run, rows) -> float:
     """A run's model over rows, one document at a time."""
     model, total, count = fsdp_trainer.load_model(str(run)), 0.0, 0
     for row in rows:
-        parts = zip(*(torch.tensor(row[name]).split(row["documents"]) for name in ("tokens", "labels")), strict=True)
+        parts = zip(
+            *(torch.tensor(row[name]).split(row["documents"]) for name in ("tokens", "labels")),
+            strict=True,
+        )
         for tokens, labels in parts:
-            total += F.cross_entropy(model.logits(tokens[None])[0], labels, reduction="sum", ignore_index=-100).item()
+            total += F.cross_entropy(
+                model.logits(tokens[None])[0], labels, reduction="sum", ignore_index=-100
+            ).item()
         count += sum(label != -100 for label in row["labels"])
     return total / count

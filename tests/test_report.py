@@ -22,7 +22,14 @@ from fsdp_trainer.report.read import read_run
 from fsdp_trainer.report.summary import Summary
 
 EVIL = '</script><script>alert(1)</script><img src=x onerror=alert(1)>" onmouseover="x'
-STEP = {"data": 0.5, "forward": 1.0, "backward": 2.0, "clip": 0.25, "read": 0.25, "log": 1.0}  # 5 seconds
+STEP = {
+    "data": 0.5,
+    "forward": 1.0,
+    "backward": 2.0,
+    "clip": 0.25,
+    "read": 0.25,
+    "log": 1.0,
+}  # 5 seconds
 
 
 def write_run(folder, lines=(), events=(), samples=(), **config):
@@ -54,10 +61,23 @@ def crashed_and_resumed():
     events = [
         {"event": "start", "time": 1010.0, "step": 0, "seconds": 10.0, "world_size": 4},
         {"event": "checkpoint", "time": 1023.0, "step": 2, "seconds": 9.0, "stall_seconds": 3.0},
-        {"event": "resume", "time": 1100.0, "step": 2, "seconds": 20.0, "world_size": 2, "reached": {"step": 4, "time": 1033.0}},
+        {
+            "event": "resume",
+            "time": 1100.0,
+            "step": 2,
+            "seconds": 20.0,
+            "world_size": 2,
+            "reached": {"step": 4, "time": 1033.0},
+        },
         {"event": "evaluation", "time": 1117.0, "step": 4, "loss": 5.5},
         {"event": "spike", "time": 1130.0, "step": 5, "loss": 9.0},
-        {"event": "end", "time": 1154.0, "reason": "finished", "exit_code": 0, "phases": {"staging": 3.0, "end": 1.0}},
+        {
+            "event": "end",
+            "time": 1154.0,
+            "reason": "finished",
+            "exit_code": 0,
+            "phases": {"staging": 3.0, "end": 1.0},
+        },
         {"event": "end", "time": 9999.0, "reason": "already finished", "exit_code": 0},
     ]
     return lines, events
@@ -82,7 +102,9 @@ class Page(HTMLParser):
 
     @property
     def data(self):
-        return next(json.loads(content) for tag, attrs, content in self.scripts if attrs.get("id") == "data")
+        return next(
+            json.loads(content) for tag, attrs, content in self.scripts if attrs.get("id") == "data"
+        )
 
 
 def report(*sources, out, code=0):
@@ -94,7 +116,12 @@ def report(*sources, out, code=0):
 @pytest.mark.slow
 def test_a_trained_run_is_told_as_its_files_tell_it(train, capsys):
     run = train(
-        "a", "train.steps=4", "train.validate_every=2", "checkpoint.every=2", "data.validation=0.1", 'train.sample_prompts=["hello"]'
+        "a",
+        "train.steps=4",
+        "train.validate_every=2",
+        "checkpoint.every=2",
+        "data.validation=0.1",
+        'train.sample_prompts=["hello"]',
     )
     assert main(["report", f"source={run.folder}"]) == 0
     said = capsys.readouterr().out
@@ -104,19 +131,36 @@ def test_a_trained_run_is_told_as_its_files_tell_it(train, capsys):
     assert shown["x"]["steps"] == [1, 2, 3, 4] and shown["x"]["tokens"] == run.column("tokens")
     for name in ("loss", "grad_norm", "lr", "tokens_per_second"):
         assert shown["lines"][name] == pytest.approx(run.column(name), rel=1e-5)
-    assert [value is None for value in shown["lines"]["validation_loss"]] == [True, False, True, False]
-    assert shown["lines"]["validation_loss"][1::2] == pytest.approx([line["validation_loss"] for line in run.metrics[1::2]], rel=1e-5)
+    assert [value is None for value in shown["lines"]["validation_loss"]] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert shown["lines"]["validation_loss"][1::2] == pytest.approx(
+        [line["validation_loss"] for line in run.metrics[1::2]], rel=1e-5
+    )
     assert [e["kind"] for e in shown["events"]] == [e["event"] for e in run.events]
     assert main(["report", f"source={run.folder}", "format=json"]) == 0
     [told] = json.loads(capsys.readouterr().out)
-    assert told["loss"] == run.metrics[-1]["loss"] and told["state"] == "finished" and told["events"]["checkpoint"] == 2
+    assert (
+        told["loss"] == run.metrics[-1]["loss"]
+        and told["state"] == "finished"
+        and told["events"]["checkpoint"] == 2
+    )
     seconds = told["goodput_seconds"]
-    assert sum(seconds.values()) == pytest.approx(told["wall_seconds"]) and min(seconds.values()) >= 0
-    wrote = sum(sum(line["phases"].values()) for line in run.metrics) + sum(run.event("end")[-1]["phases"].values())
+    assert (
+        sum(seconds.values()) == pytest.approx(told["wall_seconds"]) and min(seconds.values()) >= 0
+    )
+    wrote = sum(sum(line["phases"].values()) for line in run.metrics) + sum(
+        run.event("end")[-1]["phases"].values()
+    )
     assert told["wall_seconds"] == pytest.approx(wrote, abs=0.2) and all(
         seconds[part] > 0 for part in ("training", "startup", "validation", "checkpoint")
     )
-    assert any(line.startswith("data") for line in run.event("start")[0]["about"]) and "samples" in [a.get("id") for _, a in page.tags]
+    assert any(
+        line.startswith("data") for line in run.event("start")[0]["about"]
+    ) and "samples" in [a.get("id") for _, a in page.tags]
 
 
 def test_goodput_sums_to_the_wall_time_of_a_run_that_crashed(tmp_path):
@@ -131,25 +175,72 @@ def test_goodput_sums_to_the_wall_time_of_a_run_that_crashed(tmp_path):
 
 def test_what_was_trained_before_a_stop_in_order_is_not_lost_and_before_a_rewind_is(tmp_path):
     events = [{"event": "start", "time": 1000.0, "step": 0, "seconds": 0.0}]
-    stop = {"event": "end", "time": 1012.0, "reason": "SIGTERM", "exit_code": 75, "phases": {"staging": 2.0}}
-    stopped = [*events, stop, {"event": "resume", "time": 1020.0, "step": 2, "seconds": 3.0, "reached": {"step": 2, "time": 1010.0}}]
-    good = goodput(read_run(write_run(tmp_path / "a", [*steps(1, 2, 1005.0), *steps(3, 3, 1025.0)], stopped), "a"))
-    assert (good.seconds["redone"], good.seconds["checkpoint"], good.seconds["down"]) == (0.0, 2.0, 5.0)
+    stop = {
+        "event": "end",
+        "time": 1012.0,
+        "reason": "SIGTERM",
+        "exit_code": 75,
+        "phases": {"staging": 2.0},
+    }
+    stopped = [
+        *events,
+        stop,
+        {
+            "event": "resume",
+            "time": 1020.0,
+            "step": 2,
+            "seconds": 3.0,
+            "reached": {"step": 2, "time": 1010.0},
+        },
+    ]
+    good = goodput(
+        read_run(
+            write_run(tmp_path / "a", [*steps(1, 2, 1005.0), *steps(3, 3, 1025.0)], stopped), "a"
+        )
+    )
+    assert (good.seconds["redone"], good.seconds["checkpoint"], good.seconds["down"]) == (
+        0.0,
+        2.0,
+        5.0,
+    )
     rewound = [*events, {"event": "rewind", "time": 1031.0, "step": 5, "to": 2, "seconds": 6.0}]
     good = goodput(
-        read_run(write_run(tmp_path / "b", [*steps(1, 2, 1005.0), *steps(3, 3, 1036.0, phases=STEP | {"rewind": 6.0})], rewound), "b")
+        read_run(
+            write_run(
+                tmp_path / "b",
+                [*steps(1, 2, 1005.0), *steps(3, 3, 1036.0, phases=STEP | {"rewind": 6.0})],
+                rewound,
+            ),
+            "b",
+        )
     )
-    assert (good.seconds["redone"], good.seconds["restart"], good.seconds["down"], good.wall) == (15.0, 6.0, 0.0, 36.0)
+    assert (good.seconds["redone"], good.seconds["restart"], good.seconds["down"], good.wall) == (
+        15.0,
+        6.0,
+        0.0,
+        36.0,
+    )
 
 
 def test_what_an_older_version_did_not_write_is_left_out(tmp_path):
-    lines = [{key: value for key, value in line.items() if key not in ("time", "phases")} for line in steps(1, 4, 0.0)]
+    lines = [
+        {key: value for key, value in line.items() if key not in ("time", "phases")}
+        for line in steps(1, 4, 0.0)
+    ]
     folder = write_run(
-        tmp_path / "a", lines, [{"event": "start", "time": 1000.0, "step": 0}, {"event": "checkpoint", "time": 1009.0, "step": 4}]
+        tmp_path / "a",
+        lines,
+        [
+            {"event": "start", "time": 1000.0, "step": 0},
+            {"event": "checkpoint", "time": 1009.0, "step": 4},
+        ],
     )
     assert goodput(read_run(folder, "a")) is None
     [shown] = report(folder, out=tmp_path / "page.html").data["runs"]
-    assert shown["x"]["steps"] == [1, 2, 3, 4] and [event["time"] for event in shown["events"]] == [0, 9]
+    assert shown["x"]["steps"] == [1, 2, 3, 4] and [event["time"] for event in shown["events"]] == [
+        0,
+        9,
+    ]
     assert "No phase times are on record" in (tmp_path / "page.html").read_text()
 
 
@@ -157,7 +248,9 @@ def test_names_prompts_and_settings_are_text_and_nothing_is_loaded(tmp_path):
     lines, events = crashed_and_resumed()
     events.insert(1, {"event": EVIL, "time": 1011.0, "why": EVIL})
     samples = [{"step": 1, "prompt": EVIL, "text": EVIL}]
-    folder = write_run(tmp_path / "<script>alert(1)<", lines, events, samples, data={"path": EVIL, EVIL: 1})
+    folder = write_run(
+        tmp_path / "<script>alert(1)<", lines, events, samples, data={"path": EVIL, EVIL: 1}
+    )
     plain = write_run(tmp_path / "plain", lines, events[2:], samples, data={"path": "b"})
     (tmp_path / "c").symlink_to(folder)
     page = report(tmp_path / "c", plain, out=tmp_path / "page.html")
@@ -169,7 +262,11 @@ def test_names_prompts_and_settings_are_text_and_nothing_is_loaded(tmp_path):
     assert not {"img", "link", "iframe", "base", "object", "form"} & {tag for tag, _ in page.tags}
     assert not [attrs for _, attrs in page.tags if {"src", "href", "style"} & attrs.keys()]
     assert not re.search(r"url\(|@import|fetch\(|XMLHttp|WebSocket|importScripts|sendBeacon", text)
-    policy = next(attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        attrs["content"]
+        for tag, attrs in page.tags
+        if attrs.get("http-equiv") == "Content-Security-Policy"
+    )
     for tag, attrs, content in page.scripts:
         named = f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"
         assert attrs.get("type") == "application/json" or f"{tag}-src {named}" in policy
@@ -177,22 +274,48 @@ def test_names_prompts_and_settings_are_text_and_nothing_is_loaded(tmp_path):
 
 
 def test_a_long_run_is_thinned_to_its_extremes(tmp_path):
-    lines = [{"step": s, "loss": 2.0 + (s % 7) / 10, "grad_norm": 1.0, "tokens": s, "lr": 1e-3} for s in range(1, 30_001)]
-    lines[12_345]["loss"], lines[20_001]["loss"], lines[7]["grad_norm"], lines[9]["loss"] = 99.0, 0.5, 1e6, None
+    lines = [
+        {"step": s, "loss": 2.0 + (s % 7) / 10, "grad_norm": 1.0, "tokens": s, "lr": 1e-3}
+        for s in range(1, 30_001)
+    ]
+    lines[12_345]["loss"], lines[20_001]["loss"], lines[7]["grad_norm"], lines[9]["loss"] = (
+        99.0,
+        0.5,
+        1e6,
+        None,
+    )
     [run] = report(write_run(tmp_path / "a", lines), out=tmp_path / "page.html").data["runs"]
     at = dict(
-        zip(run["x"]["steps"], zip(run["lines"]["loss"], run["lines"]["grad_norm"], run["lines"]["mean of loss"], strict=True), strict=True)
+        zip(
+            run["x"]["steps"],
+            zip(
+                run["lines"]["loss"],
+                run["lines"]["grad_norm"],
+                run["lines"]["mean of loss"],
+                strict=True,
+            ),
+            strict=True,
+        )
     )
-    assert at[12_346][0] == 99.0 and at[20_002][0] == 0.5 and at[8][1] == 1e6 and {1, 30_000} <= at.keys()
+    assert (
+        at[12_346][0] == 99.0
+        and at[20_002][0] == 0.5
+        and at[8][1] == 1e6
+        and {1, 30_000} <= at.keys()
+    )
     assert ROWS / 4 < len(at) <= 2 * ROWS and run["rows"] == 30_000
-    assert at[12_346][2] == pytest.approx(np.mean([line["loss"] for line in lines[12_345 - 75 : 12_345 + 76]]), rel=1e-5)
+    assert at[12_346][2] == pytest.approx(
+        np.mean([line["loss"] for line in lines[12_345 - 75 : 12_345 + 76]]), rel=1e-5
+    )
     assert all(value == lines[step - 1]["loss"] for step, (value, _, _) in at.items())
 
 
 def test_what_cannot_be_read_is_counted_and_the_rest_is_shown(tmp_path, capsys, monkeypatch):
     folder = write_run(tmp_path / "a", *crashed_and_resumed())
     whole = (folder / "metrics.jsonl").read_bytes()
-    (folder / "metrics.jsonl").write_bytes(b'{"step": 1, "lo\n\xff\xfe\x00\n[1, 2]\n' + whole + b'{"step": 9, "lo')
+    (folder / "metrics.jsonl").write_bytes(
+        b'{"step": 1, "lo\n\xff\xfe\x00\n[1, 2]\n' + whole + b'{"step": 9, "lo'
+    )
     (folder / "config.yaml").write_text("a: [")
     with (folder / "events.jsonl").open("a") as file:
         file.write(
@@ -201,7 +324,11 @@ def test_what_cannot_be_read_is_counted_and_the_rest_is_shown(tmp_path, capsys, 
     (folder / "samples.jsonl").write_text('{"step": null}\n')
     report(folder, out=tmp_path / "page.html")
     said = capsys.readouterr().out
-    assert "3 lines of metrics.jsonl cannot be read" in said and "config.yaml cannot be read" in said and "\nsteps" in said
+    assert (
+        "3 lines of metrics.jsonl cannot be read" in said
+        and "config.yaml cannot be read" in said
+        and "\nsteps" in said
+    )
     monkeypatch.setattr(read, "READ_BYTES", 1000)
     run = read.read_sources([str(folder)])[0]
     assert 0 < run.lines < 8 and run.last("step") == 8 and "only the last" in " ".join(run.remarks)
@@ -210,15 +337,37 @@ def test_what_cannot_be_read_is_counted_and_the_rest_is_shown(tmp_path, capsys, 
 def test_a_run_says_in_which_state_it_is(tmp_path):
     lines, events = crashed_and_resumed()
     ended = {
-        code: write_run(tmp_path / str(code), lines, [events[0], {"event": "end", "time": 1200.0, "reason": "why", "exit_code": code}])
+        code: write_run(
+            tmp_path / str(code),
+            lines,
+            [events[0], {"event": "end", "time": 1200.0, "reason": "why", "exit_code": code}],
+        )
         for code in (0, 1, 75)
     }
-    assert [read_run(folder, "a").state for folder in ended.values()] == ["finished", "failed", "stopped"]
+    assert [read_run(folder, "a").state for folder in ended.values()] == [
+        "finished",
+        "failed",
+        "stopped",
+    ]
     again = {"event": "end", "time": 1300.0, "reason": "already finished", "exit_code": 0}
-    assert dict(Summary(read_run(write_run(tmp_path / "again", lines, [*events, again]), "a")).facts)["state"] == "finished"
-    silent = write_run(tmp_path / "silent", lines, events[:4])  # files that were just copied say nothing
-    assert (read_run(silent, "a").state, read_run(silent, "a").why) == ("failed", "ended without a word")
-    alive = write_run(tmp_path / "alive", lines, [*events[:4], {"event": "checkpoint", "time": time.time() - 60, "step": 8}])
+    assert (
+        dict(Summary(read_run(write_run(tmp_path / "again", lines, [*events, again]), "a")).facts)[
+            "state"
+        ]
+        == "finished"
+    )
+    silent = write_run(
+        tmp_path / "silent", lines, events[:4]
+    )  # files that were just copied say nothing
+    assert (read_run(silent, "a").state, read_run(silent, "a").why) == (
+        "failed",
+        "ended without a word",
+    )
+    alive = write_run(
+        tmp_path / "alive",
+        lines,
+        [*events[:4], {"event": "checkpoint", "time": time.time() - 60, "step": 8}],
+    )
     assert read_run(alive, "a").state == "running"
 
 
@@ -244,7 +393,9 @@ def test_an_empty_run_says_so_and_a_folder_without_runs_is_refused(tmp_path, cap
 def sweep(tmp_path):
     """A sweep of three jobs that was moved: two finished, one refused before it had a folder."""
     jobs = []
-    for i, (job, lr, objective) in enumerate((("a1", "0.1", 5.0), ("b2", "0.02", 4.0), ("c3", "-1", None))):
+    for i, (job, lr, objective) in enumerate(
+        (("a1", "0.1", 5.0), ("b2", "0.02", 4.0), ("c3", "-1", None))
+    ):
         jobs.append(
             {
                 "job": job,
@@ -259,7 +410,12 @@ def sweep(tmp_path):
         if objective:
             lines, events = crashed_and_resumed()
             write_run(
-                tmp_path / "s" / "jobs" / job, lines[: 8 - i], events, model={"name": "tiny"}, optim={"lr": float(lr)}, run={"name": job}
+                tmp_path / "s" / "jobs" / job,
+                lines[: 8 - i],
+                events,
+                model={"name": "tiny"},
+                optim={"lr": float(lr)},
+                run={"name": job},
             )
     (tmp_path / "s" / "sweep.jsonl").write_text("".join(json.dumps(line) + "\n" for line in jobs))
     return tmp_path / "s"
@@ -268,7 +424,11 @@ def sweep(tmp_path):
 def test_a_sweep_is_a_table_of_its_jobs(sweep, tmp_path, capsys):
     assert main(["report", f"source={sweep}"]) == 0
     said, page = capsys.readouterr().out, (sweep / "report.html").read_text()
-    assert said.index("b2") < said.index("a1") < said.index("c3") and "refused" in said and "optim.lr: 0.1, 0.02" in said
+    assert (
+        said.index("b2") < said.index("a1") < said.index("c3")
+        and "refused" in said
+        and "optim.lr: 0.1, 0.02" in said
+    )
     assert re.search(r"b2 +0\.02 +4 +finished", said)
     rows = [
         [re.sub(r"<[^>]+>", "", cell).strip() for cell in re.findall(r"<t[dh].*?</t[dh]>", row)]
@@ -282,9 +442,11 @@ def test_a_sweep_is_a_table_of_its_jobs(sweep, tmp_path, capsys):
     ]
     assert [run["rows"] for run in Page(page).data["runs"]] == [8, 7, 0]
     assert main(["report", f"source={tmp_path}", "format=json"]) == 0  # a folder of sweeps and runs
-    assert [run["name"] for run in json.loads(capsys.readouterr().out)] == ["s/a1", "s/b2", "s/c3"] and not (
-        tmp_path / "report.html"
-    ).exists()
+    assert [run["name"] for run in json.loads(capsys.readouterr().out)] == [
+        "s/a1",
+        "s/b2",
+        "s/c3",
+    ] and not (tmp_path / "report.html").exists()
 
 
 def test_the_report_needs_no_torch():
@@ -304,7 +466,9 @@ def settle(there, page):
 @pytest.mark.slow
 def test_the_page_in_a_browser(sweep, tmp_path):
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    binary = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if not binary:
         pytest.skip("no Chromium on PATH")
     report(sweep, out=tmp_path / "page.html")
@@ -313,9 +477,19 @@ def test_the_page_in_a_browser(sweep, tmp_path):
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=binary, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+        page.on(
+            "console",
+            lambda message: (
+                wrong.append(message.text) if message.type in ("error", "warning") else None
+            ),
+        )
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda request: wrong.append(request.url) if not request.url.startswith("file:") else None)
+        page.on(
+            "request",
+            lambda request: (
+                wrong.append(request.url) if not request.url.startswith("file:") else None
+            ),
+        )
         page.goto(f"file://{tmp_path}/empty.html")
         assert page.evaluate("charts.length") == 0
         page.goto(f"file://{tmp_path}/page.html")
@@ -348,9 +522,18 @@ def test_the_page_in_a_browser(sweep, tmp_path):
         page.get_by_label("time", exact=True).check()
         assert page.evaluate(extent)[0] == [15, 1150 - 1000]
         page.get_by_role("button", name="objective").click()
-        assert page.locator("#runs tbody tr td:first-child").all_inner_texts() == [" b2", " a1", "c3"]
+        assert page.locator("#runs tbody tr td:first-child").all_inner_texts() == [
+            " b2",
+            " a1",
+            "c3",
+        ]
         page.locator("[data-run='0']").uncheck()
-        assert page.evaluate("new Set(charts.find(u => u.name === 'loss').shown.map(line => line.run)).size") == 1
+        assert (
+            page.evaluate(
+                "new Set(charts.find(u => u.name === 'loss').shown.map(line => line.run)).size"
+            )
+            == 1
+        )
         dark = "getComputedStyle(document.body).backgroundColor"
         before = page.evaluate(dark)
         page.locator("#theme").click()

@@ -24,7 +24,13 @@ from fsdp_trainer.training.resume import Claim, claim_folder
 
 def started(folder, inputs, *overrides, env=None):
     """A command line of its own that starts its ranks itself."""
-    words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), f"run.root={folder.parent}", f"run.name={folder.name}", *overrides]
+    words = [
+        *SMALL,
+        *(f"{k}={v}" for k, v in inputs.items()),
+        f"run.root={folder.parent}",
+        f"run.name={folder.name}",
+        *overrides,
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     return subprocess.Popen(
         [sys.executable, "-m", "fsdp_trainer", *words],
@@ -51,7 +57,9 @@ def killed_hard():
 
 
 @pytest.mark.slow
-def test_killed_hard_and_started_again_ends_bitwise_where_an_uninterrupted_run_does(train, tmp_path):
+def test_killed_hard_and_started_again_ends_bitwise_where_an_uninterrupted_run_does(
+    train, tmp_path
+):
     how = ["train.steps=16", "checkpoint.every=5", "batch.micro_rows=2"]
     with pytest.raises(RankFailed):
         train("killed", *how, ranks=2, seam=killed_hard)
@@ -65,7 +73,11 @@ def test_killed_hard_and_started_again_ends_bitwise_where_an_uninterrupted_run_d
     for column in ("loss", "grad_norm", "lr", "tokens", "supervised_tokens"):
         assert killed.column(column) == whole.column(column), column
     assert_bitwise_equal(stored(newest(killed)), stored(newest(whole)))
-    assert [e["event"] for e in killed.events if e["event"] in ("start", "resume", "end")] == ["start", "resume", "end"]
+    assert [e["event"] for e in killed.events if e["event"] in ("start", "resume", "end")] == [
+        "start",
+        "resume",
+        "end",
+    ]
     assert end_of(killed) == ("end", 0) and len(killed.checkpoints) == 2
 
 
@@ -85,19 +97,27 @@ def test_no_rank_outlives_a_launcher_that_was_killed_hard(inputs, tmp_path):
 
 
 @pytest.mark.slow
-def test_sigterm_commits_a_checkpoint_exits_75_and_the_same_command_goes_on(train, inputs, tmp_path):
+def test_sigterm_commits_a_checkpoint_exits_75_and_the_same_command_goes_on(
+    train, inputs, tmp_path
+):
     how = ["train.steps=100000", "schedule=constant", "launch.nproc_per_node=2"]
     process = started(tmp_path / "run", inputs, *how, env=seamed(tmp_path / "seam", ONE_SIGNAL))
     run = Run(tmp_path / "run")
     wait_until(lambda: len(run.metrics) > 3, process)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(signal.SIGTERM)
-    for pid in children:  # as a scheduler that signals every process; the launcher passes its own on too
+    for (
+        pid
+    ) in children:  # as a scheduler that signals every process; the launcher passes its own on too
         os.kill(int(pid), signal.SIGTERM)
     out = process.communicate(timeout=150)[0]
     assert process.returncode == 75, out
     stopped = run.metrics[-1]["step"]
-    assert end_of(run) == ("end", 75) and run.event("signal")[0]["reason"] == "SIGTERM" and run.checkpoints == [f"step-{stopped:08d}"]
+    assert (
+        end_of(run) == ("end", 75)
+        and run.event("signal")[0]["reason"] == "SIGTERM"
+        and run.checkpoints == [f"step-{stopped:08d}"]
+    )
     assert "the same command goes on" in out and out.count("checkpoint committed") == 1
     again = train("run", f"train.steps={stopped + 3}", "schedule=constant", ranks=2)
     assert again.column("step") == list(range(1, stopped + 4)) and end_of(again) == ("end", 0)
@@ -105,17 +125,35 @@ def test_sigterm_commits_a_checkpoint_exits_75_and_the_same_command_goes_on(trai
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_time_limit_exits_75_with_a_checkpoint(train, ranks):
-    run = train("run", "train.steps=100000", "train.time_limit=1s", "logging.every=1000", ranks=ranks, code=75)
+    run = train(
+        "run",
+        "train.steps=100000",
+        "train.time_limit=1s",
+        "logging.every=1000",
+        ranks=ranks,
+        code=75,
+    )
     step = run.metrics[-1]["step"]
-    assert end_of(run) == ("end", 75) and run.event("time_limit") and run.checkpoints == [f"step-{step:08d}"]
-    assert run.column("step") == list(range(1, step + 1)), "what was not yet written is written before leaving"
+    assert (
+        end_of(run) == ("end", 75)
+        and run.event("time_limit")
+        and run.checkpoints == [f"step-{step:08d}"]
+    )
+    assert run.column("step") == list(range(1, step + 1)), (
+        "what was not yet written is written before leaving"
+    )
 
 
 # --- another world -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "worlds", [(2, 1), pytest.param((4, 2, 1), marks=pytest.mark.slow), pytest.param((1, 4, 2), marks=pytest.mark.slow)]
+    "worlds",
+    [
+        (2, 1),
+        pytest.param((4, 2, 1), marks=pytest.mark.slow),
+        pytest.param((1, 4, 2), marks=pytest.mark.slow),
+    ],
 )
 def test_any_number_of_ranks_goes_on_and_no_row_is_lost_or_repeated(train, worlds):
     how = ["schedule=constant", "batch.rows=7", "batch.micro_rows=7"]
@@ -123,11 +161,15 @@ def test_any_number_of_ranks_goes_on_and_no_row_is_lost_or_repeated(train, world
         run = train("run", *how, f"train.steps={4 * i}", ranks=ranks)
     whole = train("whole", *how, f"train.steps={4 * len(worlds)}", ranks=2)
     assert run.column("step") == list(range(1, 4 * len(worlds) + 1))
-    assert run.column("tokens") == whole.column("tokens") and run.column("supervised_tokens") == whole.column("supervised_tokens")
+    assert run.column("tokens") == whole.column("tokens") and run.column(
+        "supervised_tokens"
+    ) == whole.column("supervised_tokens")
     assert run.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5)
     assert run.column("grad_norm") == pytest.approx(whole.column("grad_norm"), rel=1e-4)
     assert json.loads((newest(run) / "trainer.json").read_text())["rows"] == 7 * 4 * len(worlds)
-    assert [e["world_size"] for e in run.events if e["event"] in ("start", "resume")] == list(worlds)
+    assert [e["world_size"] for e in run.events if e["event"] in ("start", "resume")] == list(
+        worlds
+    )
 
 
 @pytest.mark.slow
@@ -135,7 +177,14 @@ def test_a_resume_is_bitwise_also_across_shardings_of_one_world(train):
     how = ["schedule=constant", "checkpoint.every=4"]
     whole = train("whole", *how, "train.steps=8", ranks=2)
     train("run", *how, "train.steps=4", ranks=2)
-    run = train("run", *how, "train.steps=8", "sharding.blocks_per_unit=2", "activation_checkpoint=full", ranks=2)
+    run = train(
+        "run",
+        *how,
+        "train.steps=8",
+        "sharding.blocks_per_unit=2",
+        "activation_checkpoint=full",
+        ranks=2,
+    )
     assert_bitwise_equal(stored(newest(run)), stored(newest(whole)))
 
 
@@ -145,7 +194,16 @@ def test_a_resume_is_bitwise_also_across_shardings_of_one_world(train):
 @pytest.mark.slow
 def test_what_is_trained_may_not_change_unless_it_is_allowed(train, tmp_path):
     train("run", "train.steps=2", "schedule=constant")
-    told = train("run", "train.steps=4", "schedule=linear", "optim.lr=1e-4", "batch.rows=4", "run.seed=5", ranks=2, code=2)
+    told = train(
+        "run",
+        "train.steps=4",
+        "schedule=linear",
+        "optim.lr=1e-4",
+        "batch.rows=4",
+        "run.seed=5",
+        ranks=2,
+        code=2,
+    )
     for text in (
         "optim.lr=0.0001",
         "0.003",
@@ -156,8 +214,18 @@ def test_what_is_trained_may_not_change_unless_it_is_allowed(train, tmp_path):
         "checkpoint.allow_changes=[",
     ):
         assert text in told.err, text
-    assert "train.steps" not in told.err and told.column("step") == [1, 2] and end_of(told) == ("end", 2)
-    told = train("run", "train.steps=4", "schedule=constant", f"data.path={write_chats(tmp_path / 'other.jsonl', 90)}", code=2)
+    assert (
+        "train.steps" not in told.err
+        and told.column("step") == [1, 2]
+        and end_of(told) == ("end", 2)
+    )
+    told = train(
+        "run",
+        "train.steps=4",
+        "schedule=constant",
+        f"data.path={write_chats(tmp_path / 'other.jsonl', 90)}",
+        code=2,
+    )
     assert "data.fingerprint" in told.err
     run = train(
         "run",
@@ -176,15 +244,23 @@ def test_what_is_trained_may_not_change_unless_it_is_allowed(train, tmp_path):
 def test_the_same_data_at_another_place_is_the_same_data(train, chats, tmp_path):
     train("run", "train.steps=2")
     shutil.copy(chats, tmp_path / "moved.jsonl")
-    assert train("run", "train.steps=3", f"data.path={tmp_path / 'moved.jsonl'}").column("step") == [1, 2, 3]
+    assert train("run", "train.steps=3", f"data.path={tmp_path / 'moved.jsonl'}").column(
+        "step"
+    ) == [1, 2, 3]
 
 
 @pytest.mark.slow
 def test_a_finished_run_says_so_and_goes_on_only_for_more_steps(train):
     train("run", "train.steps=2", ranks=2)
     again = train("run", "train.steps=2", ranks=2)
-    assert "already finished" in again.out and again.column("step") == [1, 2] and end_of(again) == ("end", 0)
-    assert train("run", "train.steps=4", "checkpoint.keep=1", ranks=2).checkpoints == ["step-00000004"]
+    assert (
+        "already finished" in again.out
+        and again.column("step") == [1, 2]
+        and end_of(again) == ("end", 0)
+    )
+    assert train("run", "train.steps=4", "checkpoint.keep=1", ranks=2).checkpoints == [
+        "step-00000004"
+    ]
 
 
 @pytest.mark.slow
@@ -198,15 +274,23 @@ def test_a_finished_run_can_still_be_exported(train):
 def test_never_refuses_a_used_folder_and_overwrite_starts_anew(train):
     first_loss = train("run", "train.steps=3").column("loss")[0]
     told = train("run", "train.steps=3", "checkpoint.resume=never", code=2, ranks=2)
-    assert "run.overwrite=true" in told.err and told.column("step") == [1, 2, 3] and told.checkpoints == ["step-00000003"]
+    assert (
+        "run.overwrite=true" in told.err
+        and told.column("step") == [1, 2, 3]
+        and told.checkpoints == ["step-00000003"]
+    )
     anew = train("run", "train.steps=2", "checkpoint.resume=never", "run.overwrite=true", ranks=2)
     assert anew.column("step") == [1, 2] and anew.checkpoints == ["step-00000002"]
-    assert anew.events[0]["event"] == "start" and anew.column("loss")[0] == pytest.approx(first_loss)
+    assert anew.events[0]["event"] == "start" and anew.column("loss")[0] == pytest.approx(
+        first_loss
+    )
 
 
 def test_a_process_that_was_refused_a_folder_does_not_keep_it_locked(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
-    cfg = SimpleNamespace(checkpoint=SimpleNamespace(resume="never"), run=SimpleNamespace(overwrite=False))
+    cfg = SimpleNamespace(
+        checkpoint=SimpleNamespace(resume="never"), run=SimpleNamespace(overwrite=False)
+    )
     with pytest.raises(UserError) as refused:
         claim_folder(cfg, tmp_path, Claim([]))
     cfg.run.overwrite = True
@@ -218,8 +302,17 @@ def test_a_process_that_was_refused_a_folder_does_not_keep_it_locked(tmp_path):
 def test_a_run_goes_on_from_the_checkpoint_of_another(train):
     first = train("first", "train.steps=4", "checkpoint.every=2", "schedule=constant")
     whole = train("first", "train.steps=6", "checkpoint.every=2", "schedule=constant")
-    branch = train("branch", "train.steps=6", "schedule=constant", f"checkpoint.resume={first.folder}/checkpoints/step-00000004")
-    assert branch.column("step") == [5, 6] and branch.column("loss") == whole.column("loss")[4:] and branch.checkpoints == ["step-00000006"]
+    branch = train(
+        "branch",
+        "train.steps=6",
+        "schedule=constant",
+        f"checkpoint.resume={first.folder}/checkpoints/step-00000004",
+    )
+    assert (
+        branch.column("step") == [5, 6]
+        and branch.column("loss") == whole.column("loss")[4:]
+        and branch.checkpoints == ["step-00000006"]
+    )
 
 
 @pytest.mark.slow
@@ -228,7 +321,10 @@ def test_the_same_command_goes_on_also_when_it_names_the_checkpoint_it_began_wit
     how = ["schedule=constant", "checkpoint.every=1", f"checkpoint.resume={first.folder}"]
     train("branch", "train.steps=4", *how)
     again = train("branch", "train.steps=6", *how)
-    assert again.column("step") == [3, 4, 5, 6] and [e["step"] for e in again.event("resume")] == [2, 4]
+    assert again.column("step") == [3, 4, 5, 6] and [e["step"] for e in again.event("resume")] == [
+        2,
+        4,
+    ]
 
 
 # --- what is on disk ---------------------------------------------------------------------------------------------------------------
@@ -236,13 +332,18 @@ def test_the_same_command_goes_on_also_when_it_names_the_checkpoint_it_began_wit
 
 @pytest.mark.slow
 def test_keep_counts_committed_checkpoints_only(train, tmp_path):
-    partial = tmp_path / "run" / "checkpoints" / "step-00000099"  # looks like one, but has no manifest
+    partial = (
+        tmp_path / "run" / "checkpoints" / "step-00000099"
+    )  # looks like one, but has no manifest
     partial.mkdir(parents=True)
     (partial / "__0_0.distcp").write_bytes(b"half")
     (tmp_path / "run" / "checkpoints" / ".step-00000002.partial").mkdir()
     run = train("run", "train.steps=6", "checkpoint.every=1", "checkpoint.keep=2", ranks=2)
     assert run.column("step") == [1, 2, 3, 4, 5, 6]
-    assert run.checkpoints == ["step-00000005", "step-00000006"] and "MANIFEST.json is missing" in run.event("damaged")[0]["problems"][0]
+    assert (
+        run.checkpoints == ["step-00000005", "step-00000006"]
+        and "MANIFEST.json is missing" in run.event("damaged")[0]["problems"][0]
+    )
 
 
 def cut(path):
@@ -253,7 +354,14 @@ def cut(path):
 def broken_run(world, inputs, tmp_path_factory):
     """Two checkpoints by two ranks, to be broken."""
     where = tmp_path_factory.mktemp("broken") / "run"
-    return world.train(where, *(f"{k}={v}" for k, v in inputs.items()), "train.steps=4", "schedule=constant", "checkpoint.every=2", ranks=2)
+    return world.train(
+        where,
+        *(f"{k}={v}" for k, v in inputs.items()),
+        "train.steps=4",
+        "schedule=constant",
+        "checkpoint.every=2",
+        ranks=2,
+    )
 
 
 @pytest.mark.slow
@@ -273,9 +381,23 @@ def test_where_everything_is_damaged_the_run_starts_at_its_beginning(train, brok
 def test_a_damaged_checkpoint_never_drives_out_a_good_one(train, broken_run, tmp_path):
     shutil.copytree(broken_run.folder, tmp_path / "run")
     cut(tmp_path / "run" / "checkpoints" / "step-00000004" / "__0_0.distcp")
-    run = train("run", "train.steps=3", "schedule=constant", "checkpoint.every=1", "checkpoint.keep=1", ranks=2)
+    run = train(
+        "run",
+        "train.steps=3",
+        "schedule=constant",
+        "checkpoint.every=1",
+        "checkpoint.keep=1",
+        ranks=2,
+    )
     assert "step-00000003" in run.checkpoints
-    again = train("run", "train.steps=5", "schedule=constant", "checkpoint.every=1", "checkpoint.keep=1", ranks=2)
+    again = train(
+        "run",
+        "train.steps=5",
+        "schedule=constant",
+        "checkpoint.every=1",
+        "checkpoint.keep=1",
+        ranks=2,
+    )
     assert again.event("resume")[-1]["step"] == 3 and again.checkpoints[-1] == "step-00000005"
 
 
@@ -283,11 +405,18 @@ def test_a_damaged_checkpoint_never_drives_out_a_good_one(train, broken_run, tmp
 def test_going_back_to_an_older_checkpoint_makes_it_the_run(train, broken_run, tmp_path):
     shutil.copytree(broken_run.folder, tmp_path / "run")
     older = tmp_path / "run" / "checkpoints" / "step-00000002"
-    how = ["schedule=constant", "optim.lr=1e-4", "checkpoint.allow_changes=[optim.lr]", "checkpoint.keep=1"]
+    how = [
+        "schedule=constant",
+        "optim.lr=1e-4",
+        "checkpoint.allow_changes=[optim.lr]",
+        "checkpoint.keep=1",
+    ]
     run = train("run", "train.steps=3", *how, f"checkpoint.resume={older}")
     assert run.column("step") == [1, 2, 3] and "step-00000003" in run.checkpoints
     again = train("run", "train.steps=5", *how)
-    assert again.event("resume")[-1]["step"] == 3, "the newest checkpoint is that of the branch, not the one that was left behind"
+    assert again.event("resume")[-1]["step"] == 3, (
+        "the newest checkpoint is that of the branch, not the one that was left behind"
+    )
 
 
 def full_disk():
@@ -307,15 +436,34 @@ def full_disk():
     return stack
 
 
-def test_a_checkpoint_that_cannot_be_written_at_the_end_fails_the_run_on_all_ranks_and_leaves_none(train):
+def test_a_checkpoint_that_cannot_be_written_at_the_end_fails_the_run_on_all_ranks_and_leaves_none(
+    train,
+):
     run = train("run", "train.steps=4", "checkpoint.every=2", ranks=2, seam=full_disk, code=1)
-    assert "No space left" in run.err and "Traceback" not in run.err and run.checkpoints == [] and end_of(run) == ("end", 1)
-    assert train("run", "train.steps=4", "checkpoint.every=2", ranks=2).column("step") == [1, 2, 3, 4]
+    assert (
+        "No space left" in run.err
+        and "Traceback" not in run.err
+        and run.checkpoints == []
+        and end_of(run) == ("end", 1)
+    )
+    assert train("run", "train.steps=4", "checkpoint.every=2", ranks=2).column("step") == [
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 def test_what_a_checkpoint_holds_is_on_record_when_it_commits(train):
     """Were the lines of steps 1 to 3 only written at step 10, a kill after the checkpoint would lose them for good."""
-    run = train("run", "train.steps=4", "checkpoint.every=3", "logging.every=10", seam=killed_after_the_first_checkpoint, code=1)
+    run = train(
+        "run",
+        "train.steps=4",
+        "checkpoint.every=3",
+        "logging.every=10",
+        seam=killed_after_the_first_checkpoint,
+        code=1,
+    )
     assert run.column("step") == [1, 2, 3]
 
 
@@ -339,7 +487,9 @@ def test_a_finished_run_that_went_on_is_exported_again(train):
     first = train("run", "train.steps=1", *how)
     train("run", "train.steps=2", "schedule=constant", "checkpoint.export_hf=false")
     run = train("run", "train.steps=2", *how)
-    assert [e["step"] for e in run.event("export")] == [1, 2] and (first.folder / "hf" / "model.safetensors").is_file()
+    assert [e["step"] for e in run.event("export")] == [1, 2] and (
+        first.folder / "hf" / "model.safetensors"
+    ).is_file()
 
 
 # --- changes that were allowed -----------------------------------------------------------------------------------------------------
@@ -352,7 +502,11 @@ def test_epochs_end_with_the_data_also_if_steps_become_smaller_on_the_way(train)
     tokens, steps = first.column("tokens")[-1], len(first.metrics)
     middle = f"checkpoint.resume={first.folder}/checkpoints/step-00000002"
     run = train("run", *how, "batch.rows=7", middle, "checkpoint.allow_changes=[batch]")
-    assert end_of(run) == ("end", 0) and run.column("tokens")[-1] == tokens and len(run.metrics) > steps
+    assert (
+        end_of(run) == ("end", 0)
+        and run.column("tokens")[-1] == tokens
+        and len(run.metrics) > steps
+    )
 
 
 def test_shapes_of_weights_are_not_among_what_may_change(train):
@@ -360,8 +514,14 @@ def test_shapes_of_weights_are_not_among_what_may_change(train):
     changed = ["model.vocab_multiple=64", "checkpoint.allow_changes=[model.vocab_multiple]"]
     told = train("run", "train.steps=2", *changed, code=2)
     assert "model.embed_tokens.weight" in told.err and "run.name=NEW model.init_from=" in told.err
-    for blocks, said in ((1, "is not in this model"), (3, "and is not in the checkpoint")):  # neither are blocks forgotten or made up
-        changed = [f"model.num_hidden_layers={blocks}", "checkpoint.allow_changes=[model.num_hidden_layers]"]
+    for blocks, said in (
+        (1, "is not in this model"),
+        (3, "and is not in the checkpoint"),
+    ):  # neither are blocks forgotten or made up
+        changed = [
+            f"model.num_hidden_layers={blocks}",
+            "checkpoint.allow_changes=[model.num_hidden_layers]",
+        ]
         told = train("run", "train.steps=2", *changed, code=2)
         assert said in told.err and "… and" in told.err and len(told.err.splitlines()) < 20
 

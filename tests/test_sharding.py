@@ -46,7 +46,14 @@ LENGTH = 128
 
 def small(**asked) -> Decoder:
     model = Decoder(
-        ModelConfig(vocab_size=50, hidden_size=32, head_dim=8, intermediate_size=88, num_hidden_layers=4, initializer_range=0.1)
+        ModelConfig(
+            vocab_size=50,
+            hidden_size=32,
+            head_dim=8,
+            intermediate_size=88,
+            num_hidden_layers=4,
+            initializer_range=0.1,
+        )
     )
     initialize_whole(model, 0)
     checkpoint_activations(model, ActivationCheckpoint(**asked))
@@ -56,7 +63,14 @@ def small(**asked) -> Decoder:
 def kept_for_backward(**asked) -> tuple[int, float, list[torch.Tensor]]:
     """Bytes that live between forward and backward, the loss, and the gradients."""
     model, places = small(**asked), torch.arange(LENGTH)
-    batch = MicroBatch(places[None] % 50, places[None], Layout([[LENGTH // 2, LENGTH // 2]]), places, places % 50, torch.ones(LENGTH))
+    batch = MicroBatch(
+        places[None] % 50,
+        places[None],
+        Layout([[LENGTH // 2, LENGTH // 2]]),
+        places,
+        places % 50,
+        torch.ones(LENGTH),
+    )
     with LiveBytes(model) as memory:
         loss, _ = model(batch, CrossEntropy(batch.weights))
         kept = sum(memory.live.values())
@@ -76,8 +90,14 @@ def test_every_mode_keeps_less_than_the_one_before_and_gives_the_same_gradients(
     ]
     kept, losses, gradients = zip(*(kept_for_backward(**asked) for asked in ladder), strict=True)
     assert all(more > less for more, less in itertools.pairwise(kept)), kept
-    assert kept[-1] < kept[0] / 8 and kept[-1] < kept_for_backward(mode="full", every=2)[0] < kept[0]
-    assert len(set(losses)) == 1 and all(torch.equal(a, b) for other in gradients[1:] for a, b in zip(gradients[0], other, strict=True))
+    assert (
+        kept[-1] < kept[0] / 8 and kept[-1] < kept_for_backward(mode="full", every=2)[0] < kept[0]
+    )
+    assert len(set(losses)) == 1 and all(
+        torch.equal(a, b)
+        for other in gradients[1:]
+        for a, b in zip(gradients[0], other, strict=True)
+    )
 
 
 def saved_by_compiled_blocks(**asked) -> int:
@@ -95,7 +115,9 @@ def saved_by_compiled_blocks(**asked) -> int:
         block.compile(fullgraph=True)
     places = torch.arange(LENGTH)[None]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden = model.hidden(places % 50, places, Layout.masked([[LENGTH]], LENGTH, torch.device("cpu")))
+        hidden = model.hidden(
+            places % 50, places, Layout.masked([[LENGTH]], LENGTH, torch.device("cpu"))
+        )
         kept = sum(saved.values())
     hidden.sum().backward()
     return kept
@@ -115,9 +137,18 @@ def test_a_larger_budget_keeps_more():
     [
         (["activation_checkpoint=budget"], "compile=enabled"),
         (["activation_checkpoint.every=2"], "activation_checkpoint=selective"),
-        (["activation_checkpoint=full", "activation_checkpoint.save=[matmul]"], "activation_checkpoint=selective"),
-        (["activation_checkpoint=selective", "activation_checkpoint.save=[]"], "activation_checkpoint=full"),
-        (["activation_checkpoint=selective", "activation_checkpoint.save=[conv]"], "attention, matmul, second_matmul"),
+        (
+            ["activation_checkpoint=full", "activation_checkpoint.save=[matmul]"],
+            "activation_checkpoint=selective",
+        ),
+        (
+            ["activation_checkpoint=selective", "activation_checkpoint.save=[]"],
+            "activation_checkpoint=full",
+        ),
+        (
+            ["activation_checkpoint=selective", "activation_checkpoint.save=[conv]"],
+            "attention, matmul, second_matmul",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -127,7 +158,15 @@ def test_a_key_that_would_not_count_is_refused(train, overrides, told):
 
 def meta(**sizes) -> Decoder:
     with torch.device("meta"):
-        return Decoder(ModelConfig(vocab_size=1000, hidden_size=256, num_hidden_layers=8, tie_word_embeddings=False, **sizes))
+        return Decoder(
+            ModelConfig(
+                vocab_size=1000,
+                hidden_size=256,
+                num_hidden_layers=8,
+                tie_word_embeddings=False,
+                **sizes,
+            )
+        )
 
 
 @pytest.mark.parametrize(
@@ -135,16 +174,31 @@ def meta(**sizes) -> Decoder:
     [
         (Sharding(), "float32", 4, lambda n, block: 16 * n / 4 + 2 * block),
         (Sharding(blocks_per_unit=3), "bfloat16", 4, lambda n, block: 8 * n / 4 + 2 * 3 * block),
-        (Sharding(strategy="hsdp", replicas=2), "float32", 8, lambda n, block: 16 * n / 4 + 2 * block),
+        (
+            Sharding(strategy="hsdp", replicas=2),
+            "float32",
+            8,
+            lambda n, block: 16 * n / 4 + 2 * block,
+        ),
         (Sharding(strategy="ddp"), "float32", 8, lambda n, block: 16 * n + 2 * block),
         (Sharding(strategy="ddp"), "bfloat16", 8, lambda n, block: 8 * n),
-        (Sharding(reshard_after_forward=False), "float32", 64, lambda n, block: 12 * n / 64 + 2 * n),
+        (
+            Sharding(reshard_after_forward=False),
+            "float32",
+            64,
+            lambda n, block: 12 * n / 64 + 2 * n,
+        ),
     ],
     ids=["fsdp", "pure, 3 blocks", "hsdp", "ddp", "ddp pure", "kept gathered"],
 )
-def test_the_least_that_a_rank_holds_is_sixteen_bytes_a_parameter_shared_out(sharding, dtype, ranks, wanted):
+def test_the_least_that_a_rank_holds_is_sixteen_bytes_a_parameter_shared_out(
+    sharding, dtype, ranks, wanted
+):
     model = meta()
-    n, block = model.config.parameters(), sum(p.numel() for p in model.model.layers["0"].parameters())
+    n, block = (
+        model.config.parameters(),
+        sum(p.numel() for p in model.model.layers["0"].parameters()),
+    )
     needs = fit.least_needs(model, sharding, Precision(master_dtype=dtype), Optim(), ranks)
     assert sum(need.size for need in needs) == pytest.approx(wanted(n, block))
 
@@ -162,7 +216,10 @@ def test_the_fewest_ranks_that_fit_are_named_and_do_fit():
 
 def test_offloaded_states_are_the_hosts():
     model = meta()
-    with patch.object(fit, "device_bytes", lambda device: 40e6), patch.object(fit, "host_bytes", lambda env: 1e9):
+    with (
+        patch.object(fit, "device_bytes", lambda device: 40e6),
+        patch.object(fit, "host_bytes", lambda env: 1e9),
+    ):
         cuda = torch.device("cuda")
         fit.check_fit(model, Sharding(cpu_offload=True), Precision(), Optim(), 1, cuda)
         with pytest.raises(fit.UserError, match=r"sharding\.cpu_offload=true"):
@@ -192,11 +249,23 @@ def a_small_machine():
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_fit_is_refused_with_the_arithmetic_before_data_or_weights_are_read(train, tmp_path):
+def test_a_model_that_cannot_fit_is_refused_with_the_arithmetic_before_data_or_weights_are_read(
+    train, tmp_path
+):
     run = train(
-        "big", "model=llama3_70b", f"data.cache={tmp_path / 'cache'}", base=["checkpoint.every=null"], ranks=2, code=2, seam=a_small_machine
+        "big",
+        "model=llama3_70b",
+        f"data.cache={tmp_path / 'cache'}",
+        base=["checkpoint.every=null"],
+        ranks=2,
+        code=2,
+        seam=a_small_machine,
     )
-    assert "68.5 G × 8 B ÷ 2 ranks" in run.err and "255.0 GiB" in run.err and "16.0 GiB for each rank" in run.err
+    assert (
+        "68.5 G × 8 B ÷ 2 ranks" in run.err
+        and "255.0 GiB" in run.err
+        and "16.0 GiB for each rank" in run.err
+    )
     assert "ranks with as much memory each" in run.err and run.event("end")[0]["exit_code"] == 2
     assert not (tmp_path / "cache").exists(), "nothing was tokenised"
     assert "÷" not in train("small", "train.steps=1", ranks=2, seam=a_small_machine).err

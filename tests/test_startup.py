@@ -10,13 +10,28 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parents[1]
-NOT_ASKED_FOR = ("wandb", "transformers", "datasets", "pyarrow", "pandas", "tensorboard", "matplotlib", "sentencepiece", "huggingface_hub")
+NOT_ASKED_FOR = (
+    "wandb",
+    "transformers",
+    "datasets",
+    "pyarrow",
+    "pandas",
+    "tensorboard",
+    "matplotlib",
+    "sentencepiece",
+    "huggingface_hub",
+)
 
 
 def python(code: str) -> str:
     """What `code` prints last, in a fresh process."""
-    env = {**{name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}, "PYTHONPATH": str(REPO)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=env, capture_output=True, text=True, timeout=100)
+    env = {
+        **{name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},
+        "PYTHONPATH": str(REPO),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, env=env, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     return (done.stdout.splitlines() or [""])[-1]
 
@@ -42,7 +57,11 @@ def test_training_imports_only_what_it_uses(inputs, tmp_path):
 
 
 def test_a_process_that_starts_ranks_imports_no_torch(inputs, tmp_path):
-    words = [f"{key}={value}" for key, value in inputs.items()] + [f"run.root={tmp_path}", "model=tiny", "launch.nproc_per_node=2"]
+    words = [f"{key}={value}" for key, value in inputs.items()] + [
+        f"run.root={tmp_path}",
+        "model=tiny",
+        "launch.nproc_per_node=2",
+    ]
     python(
         "import sys\nfrom fsdp_trainer.cli import main\nfrom fsdp_trainer.launch import start\nstarted = []\n"
         "start.subprocess.Popen = lambda *args, **_: started.append(args)\nstart.wait_for_ranks = lambda *_: 0\n"
@@ -50,7 +69,10 @@ def test_a_process_that_starts_ranks_imports_no_torch(inputs, tmp_path):
     )
 
 
-@pytest.mark.skipif(sys.platform != "linux" or "+cpu" not in version("torch"), reason="elsewhere torch loads its libraries alone")
+@pytest.mark.skipif(
+    sys.platform != "linux" or "+cpu" not in version("torch"),
+    reason="elsewhere torch loads its libraries alone",
+)
 def test_torchs_library_is_loaded_while_python_imports_and_before_torch_looks_for_it():
     python(
         "import re, sys\nfrom pathlib import Path\nfrom fsdp_trainer.launch.start import load_torchs_library, run_rank_imported\n"
@@ -66,6 +88,8 @@ def test_what_aborts_at_the_interpreters_end_is_no_failure_of_a_command_that_is_
             f"import atexit, os, sys, types\nsys.modules['{module}'] = types.ModuleType('{module}')\natexit.register(os.abort)\n"
             "sys.argv = ['fsdp-trainer', '--version']\nfrom fsdp_trainer.__main__ import run\nrun()"
         )
-        done = subprocess.run([sys.executable, "-c", command], cwd=REPO, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", command], cwd=REPO, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == code, done.stderr
         assert code or done.stdout.startswith("fsdp-trainer ")

@@ -73,7 +73,9 @@ def test_making_ahead_changes_nothing_and_a_run_goes_on_bitwise(train, ranks):
     how = ["batch.micro_rows=2", "batch.rows=7", "schedule=constant"]
     plain = train("plain", *how, "train.steps=6", ranks=ranks)
     train("ahead", *how, "train.steps=3", "data.prefetch=3", ranks=ranks)
-    ahead = train("ahead", *how, "train.steps=6", "data.prefetch=1", ranks=ranks)  # may change where a run goes on
+    ahead = train(
+        "ahead", *how, "train.steps=6", "data.prefetch=1", ranks=ranks
+    )  # may change where a run goes on
     for column in ("loss", "grad_norm", "tokens", "supervised_tokens"):
         assert ahead.column(column) == plain.column(column)
 
@@ -98,27 +100,48 @@ def torn_row():
 
 @pytest.mark.parametrize("ahead", [0, 4])
 def test_a_row_that_one_rank_cannot_read_ends_the_run_on_all_in_its_own_step(train, ahead):
-    run = train("run", "train.steps=9", f"data.prefetch={ahead}", "batch.micro_rows=1", ranks=2, seam=torn_row, code=1)
-    assert (
-        run.err.count("rank 1 cannot read its part of rows 6 to 11") == 1 and "the disk is gone" in run.err and "Traceback" not in run.err
+    run = train(
+        "run",
+        "train.steps=9",
+        f"data.prefetch={ahead}",
+        "batch.micro_rows=1",
+        ranks=2,
+        seam=torn_row,
+        code=1,
     )
-    assert run.column("step") == [1] and run.events[-1]["exit_code"] == 1 and "rank 1 cannot read" in run.events[-1]["reason"]
+    assert (
+        run.err.count("rank 1 cannot read its part of rows 6 to 11") == 1
+        and "the disk is gone" in run.err
+        and "Traceback" not in run.err
+    )
+    assert (
+        run.column("step") == [1]
+        and run.events[-1]["exit_code"] == 1
+        and "rank 1 cannot read" in run.events[-1]["reason"]
+    )
 
 
 def test_the_run_ends_with_the_last_row_whatever_is_made_ahead(train):
     run = train("run", "train.epochs=1", "data.prefetch=8")
     plain = train("plain", "train.epochs=1")
-    assert run.column("loss") == plain.column("loss") and run.column("tokens") == plain.column("tokens")
+    assert run.column("loss") == plain.column("loss") and run.column("tokens") == plain.column(
+        "tokens"
+    )
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_garbage_is_collected_after_the_first_step_and_when_due_and_pythons_state_is_put_back(enabled):
+def test_garbage_is_collected_after_the_first_step_and_when_due_and_pythons_state_is_put_back(
+    enabled,
+):
     was = gc.isenabled()
     gc.freeze()  # as a start does with what it imports
     frozen = gc.get_freeze_count()
     (gc.enable if enabled else gc.disable)()
     try:
-        with patch.object(gc, "collect", wraps=gc.collect) as collected, collecting_garbage(5) as collect:
+        with (
+            patch.object(gc, "collect", wraps=gc.collect) as collected,
+            collecting_garbage(5) as collect,
+        ):
             assert not gc.isenabled()
             at = []
             for step in range(11, 26):
@@ -126,7 +149,9 @@ def test_garbage_is_collected_after_the_first_step_and_when_due_and_pythons_stat
                 collect(step)
                 at += [step] * (collected.call_count - before)
             assert at == [11, 15, 20, 25] and gc.get_freeze_count() > frozen
-        assert gc.isenabled() == enabled and gc.get_freeze_count() == 0, "a second run in this process must find the first one's model gone"
+        assert gc.isenabled() == enabled and gc.get_freeze_count() == 0, (
+            "a second run in this process must find the first one's model gone"
+        )
         with collecting_garbage(None) as collect:
             collect(1)
             assert gc.isenabled() == enabled
@@ -151,7 +176,9 @@ def counted_objects():
 
 @pytest.mark.slow
 def test_hundreds_of_steps_leave_nothing_behind(train):
-    run = train("run", "train.steps=300", "train.gc_every=50", "logging.every=10", seam=counted_objects)
+    run = train(
+        "run", "train.steps=300", "train.gc_every=50", "logging.every=10", seam=counted_objects
+    )
     tracked = [int(line.split()[1]) for line in run.out.splitlines() if line.startswith("tracked ")]
     assert len(tracked) >= 7 and tracked[-1] <= tracked[2] + 100, tracked
 
@@ -160,12 +187,26 @@ def gathered(run):
     """How often each unit was gathered in the profiled step of rank 0."""
     with gzip.open(next((run.folder / "profile").glob("*.json.gz"))) as file:
         names = [e.get("name", "") for e in json.load(file)["traceEvents"]]
-    return collections.Counter(name.split("(")[1][:-1] for name in names if name.startswith("FSDP::all_gather ("))
+    return collections.Counter(
+        name.split("(")[1][:-1] for name in names if name.startswith("FSDP::all_gather (")
+    )
 
 
 def test_backward_gathers_the_blocks_but_not_the_embedding(train):
-    run = train("run", "model.tie_word_embeddings=false", "batch.micro_rows=1", "train.steps=2", "profile.steps=2", ranks=2)
-    assert gathered(run) == {"model.layers.0": 6, "model.layers.1": 6, "model.embed_tokens": 3, "model.norm, lm_head": 3}
+    run = train(
+        "run",
+        "model.tie_word_embeddings=false",
+        "batch.micro_rows=1",
+        "train.steps=2",
+        "profile.steps=2",
+        ranks=2,
+    )
+    assert gathered(run) == {
+        "model.layers.0": 6,
+        "model.layers.1": 6,
+        "model.embed_tokens": 3,
+        "model.norm, lm_head": 3,
+    }
 
 
 @contextlib.contextmanager
@@ -188,14 +229,26 @@ def told_groups():
     [
         (2, ["sharding.separate_reduce_scatter=true"], 1),
         pytest.param(2, ["sharding.reduce_scatter_buffers=2"], 0, marks=pytest.mark.slow),
-        pytest.param(4, ["sharding.separate_reduce_scatter=true", "sharding=hsdp", "sharding.replicas=2"], 1, marks=pytest.mark.slow),
+        pytest.param(
+            4,
+            ["sharding.separate_reduce_scatter=true", "sharding=hsdp", "sharding.replicas=2"],
+            1,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_gradients_are_the_same_however_they_travel(train, ranks, how, groups):
     common = ["train.steps=4", "batch.micro_rows=1"]
-    other = [option for option in how if not option.startswith(("sharding.separate", "sharding.reduce"))]
-    run, plain = train("run", *common, *how, ranks=ranks, seam=told_groups), train("plain", *common, *other, ranks=ranks)
-    assert run.column("loss") == plain.column("loss") and run.column("grad_norm") == plain.column("grad_norm")
+    other = [
+        option for option in how if not option.startswith(("sharding.separate", "sharding.reduce"))
+    ]
+    run, plain = (
+        train("run", *common, *how, ranks=ranks, seam=told_groups),
+        train("plain", *common, *other, ranks=ranks),
+    )
+    assert run.column("loss") == plain.column("loss") and run.column("grad_norm") == plain.column(
+        "grad_norm"
+    )
     assert run.out.count("group fsdp_reduce_scatter") == groups
 
 
@@ -204,8 +257,14 @@ def test_gradients_are_the_same_however_they_travel(train, ranks, how, groups):
     [
         (["sharding.messages=symmetric"], "gloo on a CPU has none"),
         (["sharding.messages=registered", "launch.device=cpu"], "gloo on a CPU has none"),
-        (["sharding=ddp", "sharding.separate_reduce_scatter=true"], "ddp gathers and scatters nothing"),
-        (["sharding.messages=symmetric", "sharding.reduce_scatter_buffers=2"], "symmetric messages share one buffer"),
+        (
+            ["sharding=ddp", "sharding.separate_reduce_scatter=true"],
+            "ddp gathers and scatters nothing",
+        ),
+        (
+            ["sharding.messages=symmetric", "sharding.reduce_scatter_buffers=2"],
+            "symmetric messages share one buffer",
+        ),
     ],
     ids=str,
 )
@@ -217,8 +276,18 @@ def test_communication_that_cannot_be_had_is_refused(train, how, why):
 
 
 def test_communication_that_the_installed_torch_lacks_is_refused(train):
-    run = train("run", "train.steps=1", "sharding.messages=symmetric", "sharding.reduce_scatter_buffers=3", seam=torch_2_11, code=2)
-    assert "needs torch 2.12; installed is 2.11.0" in run.err and "needs torch 2.13; installed is 2.11.0" in run.err
+    run = train(
+        "run",
+        "train.steps=1",
+        "sharding.messages=symmetric",
+        "sharding.reduce_scatter_buffers=3",
+        seam=torch_2_11,
+        code=2,
+    )
+    assert (
+        "needs torch 2.12; installed is 2.11.0" in run.err
+        and "needs torch 2.13; installed is 2.11.0" in run.err
+    )
 
 
 @contextlib.contextmanager

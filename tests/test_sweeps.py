@@ -37,7 +37,9 @@ DEMO = ["model=tiny", "data.path=demo:backwards", "tokenizer.path=demo:bytes", "
 def jobs_of(*words: str, config_dir: str | None = None) -> list[list[str]]:
     """The overrides of each job of a command line."""
     found: list[list[str]] = []
-    SweepLine(list(words), config_dir).run(lambda batch: found.extend(map(list, batch)) or [math.nan] * len(batch))
+    SweepLine(list(words), config_dir).run(
+        lambda batch: found.extend(map(list, batch)) or [math.nan] * len(batch)
+    )
     return found
 
 
@@ -87,7 +89,10 @@ class FakeJob:
         if self.losses:
             self.step += 1
             with (self.folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps({"step": self.step, "loss": self.losses.pop(0), "step_seconds": 0.5}) + "\n")
+                file.write(
+                    json.dumps({"step": self.step, "loss": self.losses.pop(0), "step_seconds": 0.5})
+                    + "\n"
+                )
             return None
         if self.code == "signal":
             self.code = 1
@@ -127,25 +132,38 @@ def test_values_become_jobs_in_every_way_of_writing_them():
 
 @pytest.mark.parametrize("name", options("train")["sweep"])
 def test_every_sweep_is_listed_and_composes(name, capsys):
-    params = yaml.safe_load((CONF / "sweep" / f"{name}.yaml").read_text())["hydra"]["sweeper"]["params"]
+    params = yaml.safe_load((CONF / "sweep" / f"{name}.yaml").read_text())["hydra"]["sweeper"][
+        "params"
+    ]
     jobs = jobs_of("+recipe=quickstart", f"+sweep={name}")
-    assert len(jobs) == 4 * (name == "finetune_lr") + 4 and all(len(job) == 1 + len(params) for job in jobs)
+    assert len(jobs) == 4 * (name == "finetune_lr") + 4 and all(
+        len(job) == 1 + len(params) for job in jobs
+    )
     for job in (jobs[0], jobs[-1]):
         compose("train", job)
-    assert main(["--help"]) == 0 and re.search(rf"(?m)^  {name} +[A-Z].*[.?]$", capsys.readouterr().out)
+    assert main(["--help"]) == 0 and re.search(
+        rf"(?m)^  {name} +[A-Z].*[.?]$", capsys.readouterr().out
+    )
 
 
 def test_the_command_line_wins_over_a_sweep_and_a_folder_adds_its_own(tmp_path):
     (tmp_path / "sweep").mkdir()
-    (tmp_path / "sweep/mine.yaml").write_text('# @package _global_\nhydra: {sweeper: {params: {optim.lr: "1,2", run.seed: "5,6"}}}\n')
-    assert jobs_of("+sweep=mine", "optim.lr=3", config_dir=str(tmp_path)) == [["optim.lr=3", "run.seed=5"], ["optim.lr=3", "run.seed=6"]]
+    (tmp_path / "sweep/mine.yaml").write_text(
+        '# @package _global_\nhydra: {sweeper: {params: {optim.lr: "1,2", run.seed: "5,6"}}}\n'
+    )
+    assert jobs_of("+sweep=mine", "optim.lr=3", config_dir=str(tmp_path)) == [
+        ["optim.lr=3", "run.seed=5"],
+        ["optim.lr=3", "run.seed=6"],
+    ]
 
 
 def test_a_sweep_that_is_wrong_itself_is_refused(tmp_path, capsys):
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep/bare.yaml").write_text("hydra: {sweeper: {params: {optim.lr: '1,2'}}}\n")
     (tmp_path / "sweep/fixed.yaml").write_text("# @package _global_\noptim: {lr: 3}\n")
-    (tmp_path / "sweep/place.yaml").write_text("# @package _global_\nhydra: {sweeper: {params: {run.name: 'a,b'}}}\n")
+    (tmp_path / "sweep/place.yaml").write_text(
+        "# @package _global_\nhydra: {sweeper: {params: {run.name: 'a,b'}}}\n"
+    )
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe/broken.yaml").write_text("a: [1\nb: }")
     wrong = {
@@ -194,15 +212,25 @@ INTERPOLATED = f"""'${{oc.create:${{oc.decode:"{{{COPY}}}"}}}}'"""
         ("sweeper: {custom_search_space: shutil.copyfile}", "names a function"),
     ],
 )
-def test_neither_a_recipe_nor_the_command_line_runs_code(tmp_path, monkeypatch, capsys, settings, said):
+def test_neither_a_recipe_nor_the_command_line_runs_code(
+    tmp_path, monkeypatch, capsys, settings, said
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "victim").touch()
     (tmp_path / "own/recipe").mkdir(parents=True)
-    (tmp_path / "own/recipe/innocent.yaml").write_text(f"# @package _global_\nhydra: {{{settings}}}\n")
+    (tmp_path / "own/recipe/innocent.yaml").write_text(
+        f"# @package _global_\nhydra: {{{settings}}}\n"
+    )
     node, value = settings.split(": ", 1)
     key, value = value[1:-1].split(": ", 1)
     escaped = value.strip("'").replace('"', '\\"')
-    typed = [f"hydra.{node}.{key}={value}"] if "$" not in value else [f'hydra.{node}.{key}="{escaped}"'] if key == "x" else []
+    typed = (
+        [f"hydra.{node}.{key}={value}"]
+        if "$" not in value
+        else [f'hydra.{node}.{key}="{escaped}"']
+        if key == "x"
+        else []
+    )
     for words in (["--config-dir", "own", "+recipe=innocent"], typed):
         assert not words or main(["-m", *words, *DEMO, "run.seed=1,2"]) == 2
         assert not words or said in capsys.readouterr().err
@@ -212,7 +240,10 @@ def test_neither_a_recipe_nor_the_command_line_runs_code(tmp_path, monkeypatch, 
 def test_what_a_sweeper_brings_along_makes_no_objects_either(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "victim").touch()
-    basic = {"_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper", "max_batch_size": None}
+    basic = {
+        "_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
+        "max_batch_size": None,
+    }
     code = {"_target_": "shutil.copyfile", "src": "victim", "dst": "copied"}
     ConfigStore.instance().store("brings_code", {**basic, "params": {"x": code}}, "hydra/sweeper")
     assert main(["-m", *DEMO, "run.seed=1,2", "hydra/sweeper=brings_code"]) == 2
@@ -223,14 +254,27 @@ def test_what_a_sweeper_brings_along_makes_no_objects_either(tmp_path, monkeypat
     ("env", "said"),
     [
         ({"RANK": "0", "LOCAL_WORLD_SIZE": "8"}, "without torchrun:"),
-        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_PROCID": "0"}, "without srun:"),
+        (
+            {
+                "SLURM_STEP_NUM_TASKS": "8",
+                "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+                "SLURM_PROCID": "0",
+            },
+            "without srun:",
+        ),
     ],
 )
-def test_a_sweep_inside_a_launcher_is_refused_with_the_command_to_type(sweep, monkeypatch, env, said):
+def test_a_sweep_inside_a_launcher_is_refused_with_the_command_to_type(
+    sweep, monkeypatch, env, said
+):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert sweep("optim.lr=1,2", code=2) == [] and not sweep.trained
-    assert said in sweep.said.err and f"fsdp-trainer -m {' '.join(DEMO)} optim.lr=1,2 launch.nproc_per_node=8" in sweep.said.err
+    assert (
+        said in sweep.said.err
+        and f"fsdp-trainer -m {' '.join(DEMO)} optim.lr=1,2 launch.nproc_per_node=8"
+        in sweep.said.err
+    )
     sweep("--config-dir", "own", "optim.lr=1,2", code=2)
     assert "fsdp-trainer -m --config-dir own " in sweep.said.err
 
@@ -242,17 +286,29 @@ def test_each_job_has_a_stable_folder_and_a_line(sweep, tmp_path):
     lines = sweep("optim.lr=2,1", "train.steps=2")
     assert states(lines) == ["finished"] * 2 and [line["objective"] for line in lines] == [2.0, 1.0]
     assert [(Path(c.run.root), c.run.name, c.optim.lr) for c, _ in sweep.trained] == [(Path("runs/s/jobs"), line["job"], lr) for line, lr in zip(lines, (2, 1), strict=True)]  # fmt: skip
-    assert {words[-1] for _, words in sweep.trained} == {'data.cache="runs/.data"'}, "tokenised once"
-    assert lines[0]["overrides"] == ["model=tiny", "data.path=demo:backwards", "tokenizer.path=demo:bytes", "optim.lr=2", "train.steps=2"]
-    assert sorted(p.name for p in (tmp_path / "runs/s").iterdir()) == ["jobs", "sweep.jsonl"], "nothing of Hydra's"
+    assert {words[-1] for _, words in sweep.trained} == {'data.cache="runs/.data"'}, (
+        "tokenised once"
+    )
+    assert lines[0]["overrides"] == [
+        "model=tiny",
+        "data.path=demo:backwards",
+        "tokenizer.path=demo:bytes",
+        "optim.lr=2",
+        "train.steps=2",
+    ]
+    assert sorted(p.name for p in (tmp_path / "runs/s").iterdir()) == ["jobs", "sweep.jsonl"], (
+        "nothing of Hydra's"
+    )
     table = sweep.said.out[sweep.said.out.index("job  ") :].splitlines()
     assert table[0].split() == ["job", "overrides", "objective", "state", "seconds"]
-    assert table[1].startswith(f"{lines[0]['job']}  optim.lr=2  2.0000     finished") and table[3].startswith(
-        f"lowest objective: {lines[1]['folder']}"
-    )
+    assert table[1].startswith(f"{lines[0]['job']}  optim.lr=2  2.0000     finished") and table[
+        3
+    ].startswith(f"lowest objective: {lines[1]['folder']}")
     again = sweep("train.steps=2", "optim.lr=1,2")
     assert (
-        states(again) == ["skipped"] * 2 and not sweep.trained and [line["job"] for line in again] == [line["job"] for line in lines][::-1]
+        states(again) == ["skipped"] * 2
+        and not sweep.trained
+        and [line["job"] for line in again] == [line["job"] for line in lines][::-1]
     )
 
 
@@ -261,33 +317,58 @@ def test_a_failure_is_recorded_and_the_others_go_on(sweep):
     sweep.endings = {2.0: 1, 3.0: 75}
     lines = sweep("optim.lr=abc,1,2,3", code=1)
     assert states(lines) == ["refused", "finished", "failed", "stopped"]
-    assert [line["objective"] for line in lines] == [None, 1.0, None, None], "what failed has no result, whatever its last loss"
-    assert [line["exit_code"] for line in lines] == [2, 0, 1, 75] and "must be a number" in lines[0]["reason"]
+    assert [line["objective"] for line in lines] == [None, 1.0, None, None], (
+        "what failed has no result, whatever its last loss"
+    )
+    assert [line["exit_code"] for line in lines] == [2, 0, 1, 75] and "must be a number" in lines[
+        0
+    ]["reason"]
     assert sweep.said.err.count("must be a number") == 1
-    sweep.endings = {2.0: RunFailed("Slurm refuses the job: no such partition"), 3.0: OSError(28, "No space left on device")}
+    sweep.endings = {
+        2.0: RunFailed("Slurm refuses the job: no such partition"),
+        3.0: OSError(28, "No space left on device"),
+    }
     lines = sweep("optim.lr=abc,1,2,3", code=1)
-    assert states(lines) == ["refused", "skipped", "failed", "failed"] and sweep.said.err.count("cannot be started") == 2
-    assert lines[2]["reason"] == "cannot be started: Slurm refuses the job: no such partition" and "No space" in lines[3]["reason"]
+    assert (
+        states(lines) == ["refused", "skipped", "failed", "failed"]
+        and sweep.said.err.count("cannot be started") == 2
+    )
+    assert (
+        lines[2]["reason"] == "cannot be started: Slurm refuses the job: no such partition"
+        and "No space" in lines[3]["reason"]
+    )
     sweep.endings = {}
-    assert states(sweep("optim.lr=abc,1,2,3", code=1)) == ["refused", "skipped", "finished", "finished"]
+    assert states(sweep("optim.lr=abc,1,2,3", code=1)) == [
+        "refused",
+        "skipped",
+        "finished",
+        "finished",
+    ]
     assert [c.optim.lr for c, _ in sweep.trained] == [2.0, 3.0]
 
 
 @pytest.mark.slow
 def test_a_time_limit_stops_a_job_and_the_sweep_exits_75(sweep):
     sweep.endings = {1.0: 75}
-    assert states(sweep("optim.lr=1,2", code=75)) == ["stopped", "finished"] and "the same command goes on" in sweep.said.out
+    assert (
+        states(sweep("optim.lr=1,2", code=75)) == ["stopped", "finished"]
+        and "the same command goes on" in sweep.said.out
+    )
 
 
 def test_a_folder_with_a_backslash_is_where_the_jobs_train_and_are_found(sweep, tmp_path):
     sweep('run.root="ba\\ck"', "optim.lr=1")
-    assert sweep.trained[0][0].run.root == "ba\\ck/s/jobs" and "1.0000     finished" in sweep.said.out
+    assert (
+        sweep.trained[0][0].run.root == "ba\\ck/s/jobs" and "1.0000     finished" in sweep.said.out
+    )
     assert (tmp_path / "ba\\ck/s/sweep.jsonl").exists()
 
 
 def test_a_signal_keeps_the_remaining_jobs_from_starting(sweep):
     sweep.endings = {1.0: "signal"}
-    assert states(sweep("optim.lr=1,2", code=75)) == ["stopped", "waiting"] and len(sweep.trained) == 1
+    assert (
+        states(sweep("optim.lr=1,2", code=75)) == ["stopped", "waiting"] and len(sweep.trained) == 1
+    )
 
 
 def test_a_signal_ends_the_check_of_many_jobs(sweep, monkeypatch):
@@ -298,12 +379,19 @@ def test_a_signal_ends_the_check_of_many_jobs(sweep, monkeypatch):
 
     checked = []
     monkeypatch.setattr(sweeps.Jobs, "_check", check)
-    assert sweep("run.seed=range(0,1000)", code=75) == [] and len(checked) == 2 and not sweep.trained
+    assert (
+        sweep("run.seed=range(0,1000)", code=75) == [] and len(checked) == 2 and not sweep.trained
+    )
 
 
 def test_a_mistake_of_all_jobs_is_told_once_and_starts_nothing(sweep, tmp_path):
-    assert sweep("optim.learning_rate=1,2", "batch.row=3", code=2) == [] and not list(tmp_path.iterdir())
-    assert sweep.said.err.count("there is no such key") == 2 and "Did you mean  optim.lr=1 ?" in sweep.said.err
+    assert sweep("optim.learning_rate=1,2", "batch.row=3", code=2) == [] and not list(
+        tmp_path.iterdir()
+    )
+    assert (
+        sweep.said.err.count("there is no such key") == 2
+        and "Did you mean  optim.lr=1 ?" in sweep.said.err
+    )
     assert sweep("optim.lr=a,b", code=2) == [] and "optim.lr=a,b" in sweep.said.err
     assert sweep("sharding=fsdp,nope", "optim.lr=-1", code=2) == []
     assert "optim.lr=-1" in sweep.said.err and "sharding has" not in sweep.said.err
@@ -371,7 +459,9 @@ def test_jobs_side_by_side_share_the_devices_out(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,3,5,7")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for module in (places, start_module):
-        monkeypatch.setattr(module, "gpus", lambda launch: 4)  # torch's count: a name it does not know ends the list
+        monkeypatch.setattr(
+            module, "gpus", lambda launch: 4
+        )  # torch's count: a name it does not know ends the list
     monkeypatch.setattr(places, "cores", lambda: 32)
     monkeypatch.setattr(places.subprocess, "Popen", popen)
     cfg = compose("train", [*DEMO, "launch.nproc_per_node=2"])
@@ -380,41 +470,59 @@ def test_jobs_side_by_side_share_the_devices_out(monkeypatch, tmp_path):
     for number in (1, 2):
         assert place.has_room(cfg)
         place.start(cfg, [], tmp_path / f"{number}/output.log")
-    assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["GPU-a,GPU-b", "3,5"] and started[0]["OMP_NUM_THREADS"] == "8"
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["GPU-a,GPU-b", "3,5"] and started[
+        0
+    ]["OMP_NUM_THREADS"] == "8"
     assert (tmp_path / "2/output.log").exists() and not place.has_room(cfg)
     codes[1] = 1
     assert place.has_room(cfg)
     place.start(cfg, [], tmp_path / "3/output.log")
     assert started[2]["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
     cfg.launch.nproc_per_node = "auto"
-    assert places.OnThisNode(Local(), compose("train", DEMO)).at_once == 1 and places.OnThisNode(Local(jobs=4), cfg).world(cfg) == 1
+    assert (
+        places.OnThisNode(Local(), compose("train", DEMO)).at_once == 1
+        and places.OnThisNode(Local(jobs=4), cfg).world(cfg) == 1
+    )
 
 
 def test_a_job_that_fails_leaves_those_beside_it_alone_and_each_is_told_on(sweep):
     sweep.endings, sweep.losses = {2.0: 1}, lambda cfg: [cfg.optim.lr] * 9
     lines = sweep("optim.lr=1,2,3,4", "hydra.launcher.jobs=2", code=1)
     assert states(lines) == ["finished", "failed", "finished", "finished"]
-    assert re.search(r"optim.lr=1  step \d  loss 1.0000", sweep.said.out) and "see runs/s/jobs/" in sweep.said.err
+    assert (
+        re.search(r"optim.lr=1  step \d  loss 1.0000", sweep.said.out)
+        and "see runs/s/jobs/" in sweep.said.err
+    )
 
 
 def test_what_a_validation_adds_to_the_last_line_is_read(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
     progress = jobs_module.Progress(str(tmp_path))
     assert [line["step"] for line in progress.lines()] == [1, 2]
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0, "validation_loss": 3.0}\n{"step": 3, "lo')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0, "validation_loss": 3.0}\n{"step": 3, "lo'
+    )
     assert [line.get("validation_loss") for line in progress.lines()] == [3.0]
 
 
 @pytest.mark.slow
 def test_optuna_chooses_as_if_it_had_never_been_stopped(sweep, tmp_path, monkeypatch):
-    command = [*OPTUNA, "sharding=fsdp,ddp", "hydra.sweeper.n_trials=3", "hydra.sweeper.startup_trials=2", "hydra.sweeper.seed=7"]
+    command = [
+        *OPTUNA,
+        "sharding=fsdp,ddp",
+        "hydra.sweeper.n_trials=3",
+        "hydra.sweeper.startup_trials=2",
+        "hydra.sweeper.seed=7",
+    ]
     whole = [line["overrides"] for line in sweep(*command)]
     assert len({tuple(words) for words in whole}) == 3 and len({words[-1] for words in whole}) == 2
     best = min(sweep.trained, key=lambda started: started[0].optim.lr)[0]
     assert f"lowest objective: runs/s/jobs/{best.run.name}" in sweep.said.out
-    assert states(sweep(*command)) == ["finished"] * 3 and not sweep.trained and sweep.said.out.count("finished") == 3, (
-        "n_trials counts in all"
-    )
+    assert (
+        states(sweep(*command)) == ["finished"] * 3
+        and not sweep.trained
+        and sweep.said.out.count("finished") == 3
+    ), "n_trials counts in all"
 
     monkeypatch.chdir(tmp_path / "runs")  # another folder, and stopped in its third job
     sweep.endings = {float(whole[2][-2].partition("=")[2]): "signal"}
@@ -423,14 +531,20 @@ def test_optuna_chooses_as_if_it_had_never_been_stopped(sweep, tmp_path, monkeyp
     sweep.endings = {}
     assert main(["-m", *DEMO, *command]) == 0
     assert [line["overrides"] for line in read_lines(Path("runs/s/sweep.jsonl"))] == whole
-    assert [cfg.optim.lr for cfg, _ in sweep.trained] == [float(whole[i][-2].partition("=")[2]) for i in (0, 1, 2, 2)]
+    assert [cfg.optim.lr for cfg, _ in sweep.trained] == [
+        float(whole[i][-2].partition("=")[2]) for i in (0, 1, 2, 2)
+    ]
 
 
 def test_a_journal_that_was_cut_is_gone_on_with_and_one_that_is_none_is_told(tmp_path):
     study_module = pytest.importorskip("fsdp_trainer.launch.study")
     journal, space = (
         tmp_path / "optuna.journal",
-        Space([], {"optim.lr": OverridesParser.create().parse_override(OPTUNA[1])}, {"optim.lr": False}),
+        Space(
+            [],
+            {"optim.lr": OverridesParser.create().parse_override(OPTUNA[1])},
+            {"optim.lr": False},
+        ),
     )
 
     def study():
@@ -443,7 +557,9 @@ def test_a_journal_that_was_cut_is_gone_on_with_and_one_that_is_none_is_told(tmp
     journal.write_bytes(journal.read_bytes()[:-7])
     Path(f"{journal}.lock").symlink_to(journal)
     began = time.monotonic()
-    assert len(study().ask(3)) == 3 and time.monotonic() - began < 20, "optuna waits for a lock of the dead for half a minute"
+    assert len(study().ask(3)) == 3 and time.monotonic() - began < 20, (
+        "optuna waits for a lock of the dead for half a minute"
+    )
     assert study().jobs()[:2] == known and len(study().jobs()) == 3
     journal.write_text("other\n" * 3)
     with pytest.raises(UserError, match="Move it away"):
@@ -453,35 +569,64 @@ def test_a_journal_that_was_cut_is_gone_on_with_and_one_that_is_none_is_told(tmp
 def test_a_job_that_others_beat_is_ended_early(sweep):
     sweep.endings = {2.0: "never"}
     sweep.losses = lambda cfg: [cfg.optim.lr] * 40
-    words = ["hydra/sweeper=optuna", "optim.lr=range(0.5,2.5,0.5)", "hydra.sweeper.n_trials=6", "hydra.sweeper.pruner=median"]
-    lines = sweep(*words, "hydra.sweeper.startup_trials=1", "hydra.sweeper.sampler=random", "hydra.launcher.jobs=1")
+    words = [
+        "hydra/sweeper=optuna",
+        "optim.lr=range(0.5,2.5,0.5)",
+        "hydra.sweeper.n_trials=6",
+        "hydra.sweeper.pruner=median",
+    ]
+    lines = sweep(
+        *words,
+        "hydra.sweeper.startup_trials=1",
+        "hydra.sweeper.sampler=random",
+        "hydra.launcher.jobs=1",
+    )
     assert states(lines).count("pruned") == 1
     (pruned,) = (line for line in lines if line["state"] == "pruned")
-    assert pruned["overrides"][-1] == "optim.lr=2" and pruned["objective"] == 2.0 and "pruner=median" in pruned["reason"]
+    assert (
+        pruned["overrides"][-1] == "optim.lr=2"
+        and pruned["objective"] == 2.0
+        and "pruner=median" in pruned["reason"]
+    )
 
 
 def test_what_is_refused_or_failed_has_no_result_for_optuna(sweep):
     sweep.endings = {2.0: 1}
-    words = ["hydra/sweeper=optuna", "optim.lr=-1,1,2", "hydra.sweeper.n_trials=8", "hydra.sweeper.sampler=random"]
+    words = [
+        "hydra/sweeper=optuna",
+        "optim.lr=-1,1,2",
+        "hydra.sweeper.n_trials=8",
+        "hydra.sweeper.sampler=random",
+    ]
     lines = sweep(*words, code=1)
     assert sorted(zip([line["overrides"][-1][9:] for line in lines], states(lines), strict=True)) == [("-1", "refused"), ("1", "finished"), ("2", "failed")]  # fmt: skip
     sweep.endings = {}
-    assert "finished" in states(sweep(*words, code=0)) and {cfg.optim.lr for cfg, _ in sweep.trained} == {2.0}, (
-        "only what failed is tried again"
-    )
+    assert "finished" in states(sweep(*words, code=0)) and {
+        cfg.optim.lr for cfg, _ in sweep.trained
+    } == {2.0}, "only what failed is tried again"
 
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_not_started(sweep, monkeypatch):
-    lines = sweep("batch.micro_rows=1,1024", "hydra.launcher.memory_gib=8", "precision=fp32", code=0)
-    assert states(lines) == ["finished", "does not fit"] and [c.batch.micro_rows for c, _ in sweep.trained] == [1]
-    assert re.search(r"needs \d+\.\d+ of 8.00 GiB on each of 1 ranks: try  batch.micro_rows=", lines[1]["reason"])
+    lines = sweep(
+        "batch.micro_rows=1,1024", "hydra.launcher.memory_gib=8", "precision=fp32", code=0
+    )
+    assert states(lines) == ["finished", "does not fit"] and [
+        c.batch.micro_rows for c, _ in sweep.trained
+    ] == [1]
+    assert re.search(
+        r"needs \d+\.\d+ of 8.00 GiB on each of 1 ranks: try  batch.micro_rows=", lines[1]["reason"]
+    )
     assert lines[1]["reason"] in sweep.said.err
     monkeypatch.setattr(sweeps, "does_not_fit", lambda cfg, place: "too large")
-    assert states(sweep("batch.micro_rows=1024", code=1))[-1] == "does not fit", "and nothing is finished"
+    assert states(sweep("batch.micro_rows=1024", code=1))[-1] == "does not fit", (
+        "and nothing is finished"
+    )
 
 
-def test_a_search_that_is_wrong_itself_is_refused_before_anything_starts(sweep, tmp_path, monkeypatch):
+def test_a_search_that_is_wrong_itself_is_refused_before_anything_starts(
+    sweep, tmp_path, monkeypatch
+):
     wrong = {
         "hydra.sweeper.n_trial=3": "Did you mean  hydra.sweeper.n_trials=3 ?",
         "hydra.sweeper.n_jobs=3": "hydra.launcher.jobs=2",
@@ -509,9 +654,27 @@ def start(inputs, tmp_path):
     processes = []
 
     def run(*words, env=None):
-        words = [sys.executable, "-m", "fsdp_trainer", "-m", *SMALL, *(f"{k}={v}" for k, v in inputs.items()), "run.name=s", *words]
+        words = [
+            sys.executable,
+            "-m",
+            "fsdp_trainer",
+            "-m",
+            *SMALL,
+            *(f"{k}={v}" for k, v in inputs.items()),
+            "run.name=s",
+            *words,
+        ]
         env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-        processes.append(subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        processes.append(
+            subprocess.Popen(
+                words,
+                cwd=tmp_path,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
         return processes[-1]
 
     yield run
@@ -523,18 +686,29 @@ def jobs_below(pid: int) -> dict[str, int]:
     found = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-        found |= {word.partition("=")[2]: int(child) for word in words if word.startswith("run.name=")}
+        found |= {
+            word.partition("=")[2]: int(child) for word in words if word.startswith("run.name=")
+        }
     return found
 
 
 @pytest.mark.slow
 def test_one_bad_value_and_one_killed_job_and_the_same_command_finishes(start, train, tmp_path):
-    command = ["optim.lr=3e-3,abc,1e-3,2e-3,4e-3,5e-3", "train.steps=8", "checkpoint.every=5", "hydra.launcher.jobs=2"]
+    command = [
+        "optim.lr=3e-3,abc,1e-3,2e-3,4e-3,5e-3",
+        "train.steps=8",
+        "checkpoint.every=5",
+        "hydra.launcher.jobs=2",
+    ]
     env = killed_once(tmp_path / "seam", 0, 7)
     process = start(*command, env=env)
     out, err = process.communicate(timeout=300)
     lines = {line["job"]: line for line in read_lines(tmp_path / "runs/s/sweep.jsonl")}
-    assert process.returncode == 1 and sorted(states(lines.values())) == ["failed", *["finished"] * 4, "refused"], out + err
+    assert process.returncode == 1 and sorted(states(lines.values())) == [
+        "failed",
+        *["finished"] * 4,
+        "refused",
+    ], out + err
     killed = next(line for line in lines.values() if line["state"] == "failed")
     assert killed["reason"] == "ended without a word"
     assert f"job {killed['job']} was killed by SIGKILL" in err and "100%" not in out
@@ -543,11 +717,17 @@ def test_one_bad_value_and_one_killed_job_and_the_same_command_finishes(start, t
     process = start(*command, env=env)
     out, err = process.communicate(timeout=300)
     lines = {line["job"]: line for line in read_lines(tmp_path / "runs/s/sweep.jsonl")}
-    assert process.returncode == 1 and sorted(states(lines.values())) == ["finished", "refused", *["skipped"] * 4], out + err
+    assert process.returncode == 1 and sorted(states(lines.values())) == [
+        "finished",
+        "refused",
+        *["skipped"] * 4,
+    ], out + err
     run = Run(tmp_path / killed["folder"])
     assert run.event("resume")[0]["step"] == 5 and run.column("step") == list(range(1, 9))
     lr = next(word for word in killed["overrides"] if word.startswith("optim.lr="))
-    assert run.column("loss") == train("whole", lr, "train.steps=8").column("loss"), "as if it had never been killed"
+    assert run.column("loss") == train("whole", lr, "train.steps=8").column("loss"), (
+        "as if it had never been killed"
+    )
     assert lines[killed["job"]]["objective"] == run.column("loss")[-1]
 
 
@@ -560,7 +740,10 @@ def test_sigterm_stops_the_running_jobs_in_order_and_starts_no_other(start, tmp_
     assert process.returncode == 75 and "the same command goes on" in out, out + err
     lines = read_lines(tmp_path / "runs/s/sweep.jsonl")
     assert states(lines) == ["stopped", "stopped", "waiting"]
-    assert all(Run(tmp_path / line["folder"]).checkpoints for line in lines[:2]) and not (tmp_path / lines[2]["folder"]).exists()
+    assert (
+        all(Run(tmp_path / line["folder"]).checkpoints for line in lines[:2])
+        and not (tmp_path / lines[2]["folder"]).exists()
+    )
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import gc
 
-import torch._dynamo  # noqa: F401 - as launch.start does before a training
+import torch._dynamo  # noqa: F401
 
 import fsdp_trainer.cli
 import fsdp_trainer.data.preview

@@ -79,7 +79,10 @@ class Run:
 
 def write_chats(path: Path, count: int, start: int = 0) -> Path:
     """Short questions and answers of 26 to 41 tokens."""
-    rows = [{"prompt": chr(97 + i % 26) * (1 + i % 9), "completion": f"{i * i % 97}" + "!" * (i % 7)} for i in range(start, start + count)]
+    rows = [
+        {"prompt": chr(97 + i % 26) * (1 + i % 9), "completion": f"{i * i % 97}" + "!" * (i % 7)}
+        for i in range(start, start + count)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -93,7 +96,10 @@ def ranks_below(pid: int) -> dict[str, int]:
     found: dict[str, int] = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         try:
-            env = dict(item.partition("=")[::2] for item in Path(f"/proc/{child}/environ").read_text().split("\0"))
+            env = dict(
+                item.partition("=")[::2]
+                for item in Path(f"/proc/{child}/environ").read_text().split("\0")
+            )
             found |= {env["RANK"]: int(child)} if "RANK" in env else {}
             found |= ranks_below(child)
         except OSError:
@@ -172,7 +178,13 @@ class World:
         self.workers: list = []
 
     def call(
-        self, ranks: int, function: Callable, *args: Any, env: dict[str, str] | None = None, timeout: float = 300, patience: float = 20
+        self,
+        ranks: int,
+        function: Callable,
+        *args: Any,
+        env: dict[str, str] | None = None,
+        timeout: float = 300,
+        patience: float = 20,
     ) -> list:
         """`function(*args)` on each rank with torchrun's variables set; what it returned. Raises RankFailed.
 
@@ -187,7 +199,13 @@ class World:
         workers = self.workers[:ranks]
         port = str(free_port())
         for rank, (_, pipe) in enumerate(workers):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            place = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
             pipe.send((pickle.dumps((function, args)), place | (env or {})))
         answers: dict[int, tuple[str, Any]] = {}
         deadline = time.monotonic() + timeout
@@ -203,21 +221,41 @@ class World:
                     deadline = min(deadline, time.monotonic() + patience)
         if any(kind != "done" for kind, _ in answers.values()) or len(answers) < ranks:
             self.close()
-            told = [f"rank {r}: {' '.join(map(str, answers.get(r, ('stuck',))))}" for r in range(ranks)]
+            told = [
+                f"rank {r}: {' '.join(map(str, answers.get(r, ('stuck',))))}" for r in range(ranks)
+            ]
             raise RankFailed("\n".join(told))
         return [answers[rank][1] for rank in range(ranks)]
 
-    def command(self, *argv: str, ranks: int = 1, code: int = 0, seam: Callable | None = None, **options: Any) -> list[Told]:
+    def command(
+        self,
+        *argv: str,
+        ranks: int = 1,
+        code: int = 0,
+        seam: Callable | None = None,
+        **options: Any,
+    ) -> list[Told]:
         """The command line on every rank, each of which must exit with `code`. seam: a context manager, entered on every rank."""
         composed = compose_once(argv) if ranks > 1 and code != 2 else None
         told = self.call(ranks, command, list(argv), seam, composed, **options)
-        assert [t.code for t in told] == [code] * ranks, "\n".join(f"rank {i} exit {t.code}\n{t.out}{t.err}" for i, t in enumerate(told))
+        assert [t.code for t in told] == [code] * ranks, "\n".join(
+            f"rank {i} exit {t.code}\n{t.out}{t.err}" for i, t in enumerate(told)
+        )
         return told
 
-    def train(self, folder: Path, *overrides: str, ranks: int = 1, base: list[str] | None = None, **options: Any) -> Run:
+    def train(
+        self,
+        folder: Path,
+        *overrides: str,
+        ranks: int = 1,
+        base: list[str] | None = None,
+        **options: Any,
+    ) -> Run:
         """A small training into `folder`."""
         place = [f"run.root={folder.parent}", f"run.name={folder.name}"]
-        told = self.command("train", *(SMALL if base is None else base), *place, *overrides, ranks=ranks, **options)
+        told = self.command(
+            "train", *(SMALL if base is None else base), *place, *overrides, ranks=ranks, **options
+        )
         return Run(folder, told)
 
     def close(self) -> None:
@@ -279,6 +317,10 @@ def command(argv: list[str], seam: Callable | None, composed: Any = None) -> Tol
     if composed:
         with hand_over(composed) as file:
             os.environ[DESCRIPTOR] = str(os.dup(file.fileno()))
-    with seam() if seam else contextlib.nullcontext(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        seam() if seam else contextlib.nullcontext(),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
         code = main(argv)
     return Told(code, out.getvalue(), err.getvalue())

@@ -19,7 +19,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -27,7 +32,13 @@ LONGROPE = {
     "long_factor": [1.5, 2.5, 4.0],
     "original_max_position_embeddings": 16,
 }
-GEMMA = {"pad_token_id": None, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8, "num_hidden_layers": 3}
+GEMMA = {
+    "pad_token_id": None,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 8,
+    "num_hidden_layers": 3,
+}
 # class of transformers → options
 ZOO = {
     "llama": ("Llama", {}),
@@ -36,7 +47,10 @@ ZOO = {
     "llama one kv head": ("Llama", {"num_key_value_heads": 1}),
     "llama head_dim": ("Llama", {"head_dim": 16}),
     "llama theta": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
-    "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "llama linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    ),
     "llama 3.1": ("Llama", {"rope_parameters": LLAMA3}),
     "llama yarn": ("Llama", {"rope_parameters": YARN}),
     "llama biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
@@ -44,7 +58,10 @@ ZOO = {
     "mistral window": ("Mistral", {"sliding_window": 8}),
     "mistral window yarn": ("Mistral", {"sliding_window": 8, "rope_parameters": YARN}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen2 window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen2 window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3 untied": ("Qwen3", {"head_dim": 8, "num_key_value_heads": 4}),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
@@ -83,13 +100,23 @@ def make_model(name, **options):
     family, own = ZOO[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **own, **options})
-    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")._from_config(config, attn_implementation="eager").eval()
+    model = (
+        getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")
+        ._from_config(config, attn_implementation="eager")
+        .eval()
+    )
     for p in model.parameters():
         torch.nn.init.normal_(p, 1.0 if p.ndim == 1 else 0.0, 0.2)
     return model
 
 
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 100}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+}
 # config.json as it is published, sizes but for Gemma 3's made small: full of what another file leaves out, says twice, or spells otherwise
 WILD = {
     "gemma3 4b": {
@@ -139,10 +166,28 @@ WILD = {
     },
     "gemma2 minimal": {**SMALL, "model_type": "gemma2"},
     "gemma3 minimal": {**SMALL, "model_type": "gemma3_text"},
-    "mistral v0.1": {**SMALL, "model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 4096, "rope_theta": 10000.0},
-    "mistral v0.3": {**SMALL, "model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None, "rope_theta": 1000000.0},
+    "mistral v0.1": {
+        **SMALL,
+        "model_type": "mistral",
+        "num_key_value_heads": 2,
+        "sliding_window": 4096,
+        "rope_theta": 10000.0,
+    },
+    "mistral v0.3": {
+        **SMALL,
+        "model_type": "mistral",
+        "num_key_value_heads": 2,
+        "sliding_window": None,
+        "rope_theta": 1000000.0,
+    },
     "mistral minimal": {**SMALL, "model_type": "mistral", "num_attention_heads": 8},
-    "nemo": {**SMALL, "model_type": "mistral", "head_dim": 24, "num_key_value_heads": 2, "sliding_window": None},
+    "nemo": {
+        **SMALL,
+        "model_type": "mistral",
+        "head_dim": 24,
+        "num_key_value_heads": 2,
+        "sliding_window": None,
+    },
     "qwen2.5": {
         **SMALL,
         "model_type": "qwen2",
@@ -171,7 +216,14 @@ WILD = {
     },
     "qwen2 minimal": {**SMALL, "model_type": "qwen2", "num_attention_heads": 32},
     "qwen3 minimal": {**SMALL, "model_type": "qwen3", "num_attention_heads": 32},
-    "olmo2": {**SMALL, "model_type": "olmo2", "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 500000, "rope_scaling": None},
+    "olmo2": {
+        **SMALL,
+        "model_type": "olmo2",
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500000,
+        "rope_scaling": None,
+    },
     "olmo2 minimal": {**SMALL, "model_type": "olmo2"},
     "phi3": {
         **SMALL,

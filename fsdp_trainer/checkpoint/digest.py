@@ -15,7 +15,11 @@ def weights_digest(checkpoint: Path) -> str:
 
     Memory: one piece of a tensor. Raises RunFailed for a checkpoint that lacks rows, OSError for files that cannot be read.
     """
-    digest, stored, buffer = hashlib.sha256(), StoredTensors(checkpoint), torch.empty(PIECE_BYTES, dtype=torch.uint8)
+    digest, stored, buffer = (
+        hashlib.sha256(),
+        StoredTensors(checkpoint),
+        torch.empty(PIECE_BYTES, dtype=torch.uint8),
+    )
     for name in sorted(name for name in stored.names if name.startswith(WEIGHTS)):
         dtype, shape = stored.entry(name)
         digest.update(f"{name.removeprefix(WEIGHTS)} {dtype} {list(shape)}\n".encode())

@@ -53,7 +53,10 @@ def export(cfg: ExportConfig) -> int:
     """The verb: `source=` a run or a checkpoint, `out=` the folder to write."""
     checkpoint, out = require_checkpoint(str(cfg.source)), Path(str(cfg.out)).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError("the export would overwrite something", [Problem(f"out={cfg.out}", "exists; choose another folder or delete it")])
+        raise UserError(
+            "the export would overwrite something",
+            [Problem(f"out={cfg.out}", "exists; choose another folder or delete it")],
+        )
     try:
         export_checkpoint(checkpoint, out, cfg.dtype, cfg.shard_gib)
     except OSError as error:
@@ -66,13 +69,18 @@ def require_checkpoint(source: str) -> Path:
     """The committed checkpoint that `source` names. Raises UserError if there is none or its files are damaged."""
     checkpoint = find_checkpoint(source)
     if checkpoint is None:
-        raise UserError("there is no checkpoint", [Problem(f"source={source}", "is neither a checkpoint nor a run with a committed one")])
+        raise UserError(
+            "there is no checkpoint",
+            [Problem(f"source={source}", "is neither a checkpoint nor a run with a committed one")],
+        )
     if problems := damage(checkpoint):
         raise UserError(f"the checkpoint {checkpoint} is damaged", problems)
     return checkpoint
 
 
-def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None, shard_gib: float = 4.0) -> None:
+def export_checkpoint(
+    checkpoint: Path, out: Path, dtype: str | None = None, shard_gib: float = 4.0
+) -> None:
     """Write `out` under a temporary name and rename it when whole. dtype: of all weights; None: as they were imported."""
     with torch.device("meta"):
         model = Decoder(ModelConfig.from_hf(checkpoint / "hf"))
@@ -88,14 +96,21 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None, sha
     with whole_folder(out) as partial:
         shutil.copytree(checkpoint / "hf", partial, dirs_exist_ok=True)
         told = dtype or stored["default"]
-        described = json.loads((partial / "config.json").read_text()) | {"dtype": told, "torch_dtype": told}
+        described = json.loads((partial / "config.json").read_text()) | {
+            "dtype": told,
+            "torch_dtype": told,
+        }
         (partial / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-        files = split_into_files({n: size_in_bytes(entry) for n, entry in entries.items()}, int(shard_gib * 2**30))
+        files = split_into_files(
+            {n: size_in_bytes(entry) for n, entry in entries.items()}, int(shard_gib * 2**30)
+        )
         with ExitStack() as opened:
             places: dict[str, Place] = {}
             for file, members in files.items():
                 handle = opened.enter_context((partial / file).open("wb", 0))
-                for name, offset in write_header(handle, {name: entries[name] for name in members}).items():
+                for name, offset in write_header(
+                    handle, {name: entries[name] for name in members}
+                ).items():
                     for part in parts[name]:  # a fused projection's are its rows, in order
                         places[part] = Place(handle.fileno(), offset, entries[name][0])
                         offset += shapes[part].numel() * entries[name][0].itemsize
@@ -107,7 +122,11 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None, sha
 
 def origin(checkpoint: Path, dtype: str | None) -> dict[str, Any]:
     """What an export says of where it comes from. The manifest's checksum tells checkpoints of one step apart."""
-    return {"step": read_manifest(checkpoint)["step"], "manifest_crc32": checksum(checkpoint / MANIFEST), "dtype": dtype}
+    return {
+        "step": read_manifest(checkpoint)["step"],
+        "manifest_crc32": checksum(checkpoint / MANIFEST),
+        "dtype": dtype,
+    }
 
 
 def is_export_of(folder: Path, checkpoint: Path, dtype: str | None) -> bool:
@@ -135,7 +154,9 @@ def split_into_files(sizes: dict[str, int], limit: int) -> dict[str, list[str]]:
         room -= size
     if len(parts) == 1:
         return {SINGLE: parts[0]}
-    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
+    return {
+        f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)
+    }
 
 
 def write_header(file: BinaryIO, entries: dict[str, Entry]) -> dict[str, int]:
@@ -144,7 +165,11 @@ def write_header(file: BinaryIO, entries: dict[str, Entry]) -> dict[str, int]:
     offset, starts = 0, {}
     for name, entry in entries.items():
         starts[name], end = offset, offset + size_in_bytes(entry)
-        header[name] = {"dtype": NAMES[entry[0]], "shape": list(entry[1]), "data_offsets": [offset, end]}
+        header[name] = {
+            "dtype": NAMES[entry[0]],
+            "shape": list(entry[1]),
+            "data_offsets": [offset, end],
+        }
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -153,7 +178,9 @@ def write_header(file: BinaryIO, entries: dict[str, Entry]) -> dict[str, int]:
     return {name: 8 + len(text) + start for name, start in starts.items()}
 
 
-def pieces(checkpoint: Path, places: dict[str, Place], shapes: dict[str, torch.Size]) -> Iterator[Piece]:
+def pieces(
+    checkpoint: Path, places: dict[str, Place], shapes: dict[str, torch.Size]
+) -> Iterator[Piece]:
     """All that is to be copied, in the order of the export; of a vocabulary that was padded, the rows that count.
 
     Raises RunFailed for a parameter of which the checkpoint does not hold all.
@@ -164,14 +191,27 @@ def pieces(checkpoint: Path, places: dict[str, Place], shapes: dict[str, torch.S
         at_once = PIECE_BYTES // max(dtype.itemsize, place.dtype.itemsize)
         for rows in stored.rows(WEIGHTS + name, shapes[name][0]):
             for i in range(0, rows.count * row, at_once):
-                to = Place(place.file, place.offset + (rows.first * row + i) * place.dtype.itemsize, place.dtype)
-                yield Piece(rows.file, rows.offset + i * dtype.itemsize, dtype, min(at_once, rows.count * row - i), to)
+                to = Place(
+                    place.file,
+                    place.offset + (rows.first * row + i) * place.dtype.itemsize,
+                    place.dtype,
+                )
+                yield Piece(
+                    rows.file,
+                    rows.offset + i * dtype.itemsize,
+                    dtype,
+                    min(at_once, rows.count * row - i),
+                    to,
+                )
 
 
 def copy_piece(piece: Piece, buffer: Tensor) -> None:
     """Read, convert, write. buffer: [2 × PIECE_BYTES] uint8."""
     target = piece.target
-    found, made = buffer[: piece.count * piece.dtype.itemsize], buffer[PIECE_BYTES:][: piece.count * target.dtype.itemsize]
+    found, made = (
+        buffer[: piece.count * piece.dtype.itemsize],
+        buffer[PIECE_BYTES:][: piece.count * target.dtype.itemsize],
+    )
     with piece.source.open("rb", 0) as file:
         read(piece.source, file.fileno(), piece.offset, found)
     if piece.dtype == target.dtype:
@@ -185,4 +225,6 @@ def write_index(path: Path, files: dict[str, list[str]], entries: dict[str, Entr
     """Which file holds which tensor."""
     weight_map = {name: file for file, members in files.items() for name in members}
     total = sum(map(size_in_bytes, entries.values()))
-    path.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+    path.write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+    )

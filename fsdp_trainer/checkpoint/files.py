@@ -28,7 +28,10 @@ def checksum(path: Path) -> int:
 
 def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int]]:
     """Size and checksum of files in `folder`, as the manifest lists them."""
-    return {name: {"bytes": (folder / name).stat().st_size, "crc32": checksum(folder / name)} for name in names}
+    return {
+        name: {"bytes": (folder / name).stat().st_size, "crc32": checksum(folder / name)}
+        for name in names
+    }
 
 
 def files_below(folder: Path) -> list[str]:
@@ -76,9 +79,15 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1) -> list[Problem]:
             if not path.is_file():
                 problems.append(Problem(str(path), "is missing"))
             elif path.stat().st_size != told["bytes"]:
-                problems.append(Problem(str(path), f"has {path.stat().st_size:,} bytes instead of {told['bytes']:,}"))
+                problems.append(
+                    Problem(
+                        str(path), f"has {path.stat().st_size:,} bytes instead of {told['bytes']:,}"
+                    )
+                )
             elif checksum(path) != told["crc32"]:
-                problems.append(Problem(str(path), "does not have the checksum it was written with"))
+                problems.append(
+                    Problem(str(path), "does not have the checksum it was written with")
+                )
         except OSError as error:
             problems.append(Problem(str(path), f"cannot be read: {error.strerror}"))
     return problems

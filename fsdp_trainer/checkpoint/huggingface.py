@@ -63,25 +63,38 @@ def read_headers(folder: Path) -> tuple[dict[str, Stored], list[Problem]]:
         try:
             found.update(_read_header(path))
         except FileNotFoundError:
-            problems.append(Problem(str(path), f"is not there, and {INDEX} names it: copy or download it again"))
+            problems.append(
+                Problem(str(path), f"is not there, and {INDEX} names it: copy or download it again")
+            )
         except (OSError, ValueError) as error:
             problems.append(Problem(str(path), str(error)))
         except (KeyError, TypeError, AttributeError, IndexError, RecursionError, struct.error):
-            problems.append(Problem(str(path), "is no safetensors file, or was cut: copy or download it again"))
+            problems.append(
+                Problem(str(path), "is no safetensors file, or was cut: copy or download it again")
+            )
     return found, problems
 
 
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         try:
-            return sorted({folder / name for name in json.loads((folder / INDEX).read_text())["weight_map"].values()})
+            return sorted(
+                {
+                    folder / name
+                    for name in json.loads((folder / INDEX).read_text())["weight_map"].values()
+                }
+            )
         except (ValueError, KeyError, AttributeError) as error:
             raise UserError(
-                "cannot read the index of the weights", [Problem(str(folder / INDEX), f"{type(error).__name__}: {error}")]
+                "cannot read the index of the weights",
+                [Problem(str(folder / INDEX), f"{type(error).__name__}: {error}")],
             ) from None
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
-    raise UserError("there are no weights", [Problem(str(folder), f"has neither {SINGLE} nor {INDEX}; only safetensors are read")])
+    raise UserError(
+        "there are no weights",
+        [Problem(str(folder), f"has neither {SINGLE} nor {INDEX}; only safetensors are read")],
+    )
 
 
 def _read_header(path: Path) -> dict[str, Stored]:
@@ -90,24 +103,39 @@ def _read_header(path: Path) -> dict[str, Stored]:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > size:
             raise ValueError("is no safetensors file, or was cut: copy or download it again")
-        header: dict[str, Any] = json.loads(file.read(length), parse_float=str)  # sizes and places are whole numbers
+        header: dict[str, Any] = json.loads(
+            file.read(length), parse_float=str
+        )  # sizes and places are whole numbers
     header.pop("__metadata__", None)
     end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if size != end:
-        raise ValueError(f"has {size:,} bytes; its header says {end:,}: copied or downloaded in part, do it again")
+        raise ValueError(
+            f"has {size:,} bytes; its header says {end:,}: copied or downloaded in part, do it again"
+        )
     found = {}
     for name, entry in header.items():
         if not NOT_LANGUAGE.match(name):
             begin, end = entry["data_offsets"]
             tensor = Stored(path, entry["dtype"], tuple(entry["shape"]), 8 + length + begin)
-            if tensor.dtype in DTYPES and (begin < 0 or end - begin != math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize):
-                raise ValueError(f"gives {name} {end - begin:,} bytes at {begin:,}, which is not what its shape and dtype say")
+            if tensor.dtype in DTYPES and (
+                begin < 0 or end - begin != math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
+            ):
+                raise ValueError(
+                    f"gives {name} {end - begin:,} bytes at {begin:,}, which is not what its shape and dtype say"
+                )
             found[_of_language_model(name)] = tensor
     return found
 
 
 def _of_language_model(name: str) -> str:
-    return next((ours + name.removeprefix(prefix) for prefix, ours in LANGUAGE_MODEL if name.startswith(prefix)), name)
+    return next(
+        (
+            ours + name.removeprefix(prefix)
+            for prefix, ours in LANGUAGE_MODEL
+            if name.startswith(prefix)
+        ),
+        name,
+    )
 
 
 def stored_parts(model: Decoder) -> dict[str, list[str]]:
@@ -120,20 +148,40 @@ def stored_parts(model: Decoder) -> dict[str, list[str]]:
 
 def check_tensors(model: Decoder, stored: dict[str, Stored], vocab_size: int) -> list[Problem]:
     """Missing, unexpected, mis-shaped and unreadable tensors, all together. vocab_size: that of the folder's config.json."""
-    shapes = {name: (vocab_size if name in VOCABULARY else len(p), *p.shape[1:]) for name, p in model.named_parameters()}
-    wanted = {name: (sum(shapes[p][0] for p in parts), *shapes[parts[0]][1:]) for name, parts in stored_parts(model).items()}
+    shapes = {
+        name: (vocab_size if name in VOCABULARY else len(p), *p.shape[1:])
+        for name, p in model.named_parameters()
+    }
+    wanted = {
+        name: (sum(shapes[p][0] for p in parts), *shapes[parts[0]][1:])
+        for name, parts in stored_parts(model).items()
+    }
     ignored = {"lm_head.weight"} - set(wanted)  # a tied head that was stored all the same
     problems = [
-        Problem(name, f"is missing; the model has it with shape {list(shape)}") for name, shape in wanted.items() if name not in stored
+        Problem(name, f"is missing; the model has it with shape {list(shape)}")
+        for name, shape in wanted.items()
+        if name not in stored
     ]
     for name, tensor in stored.items():
         if name not in wanted:
-            if name not in ignored and not name.endswith("rotary_emb.inv_freq"):  # old exports stored this constant
+            if name not in ignored and not name.endswith(
+                "rotary_emb.inv_freq"
+            ):  # old exports stored this constant
                 problems.append(Problem(name, f"in {tensor.file.name} is not part of this model"))
         elif tensor.shape != wanted[name]:
-            problems.append(Problem(name, f"in {tensor.file.name} has shape {list(tensor.shape)}; the model has {list(wanted[name])}"))
+            problems.append(
+                Problem(
+                    name,
+                    f"in {tensor.file.name} has shape {list(tensor.shape)}; the model has {list(wanted[name])}",
+                )
+            )
         elif tensor.dtype not in DTYPES:
-            problems.append(Problem(name, f"in {tensor.file.name} is stored as {tensor.dtype}; read are {', '.join(DTYPES)}"))
+            problems.append(
+                Problem(
+                    name,
+                    f"in {tensor.file.name} is stored as {tensor.dtype}; read are {', '.join(DTYPES)}",
+                )
+            )
     return problems
 
 
@@ -145,12 +193,16 @@ def check_tied_head(model: Decoder, stored: dict[str, Stored]) -> list[Problem]:
     head, tied = stored[name], stored[embedding]
     same = (head.shape, head.dtype) == (tied.shape, tied.dtype)
     if same:
-        buffers = [torch.empty(max(PIECE_BYTES, head.row_bytes), dtype=torch.uint8) for _ in range(2)]
+        buffers = [
+            torch.empty(max(PIECE_BYTES, head.row_bytes), dtype=torch.uint8) for _ in range(2)
+        ]
         with head.file.open("rb", 0) as one, tied.file.open("rb", 0) as other:
             for first, last in _ranges(head, 0, head.shape[0]):
                 a, b = (
                     _read_rows(file.fileno(), tensor, first, last, buffer)
-                    for file, tensor, buffer in zip((one, other), (head, tied), buffers, strict=True)
+                    for file, tensor, buffer in zip(
+                        (one, other), (head, tied), buffers, strict=True
+                    )
                 )
                 same = same and torch.equal(a, b)
     why = f"in {head.file.name} differs from {embedding}, though config.json says tie_word_embeddings=true: set it to false"
@@ -167,7 +219,11 @@ def import_weights(model: Decoder, folder: Path) -> dict[str, str]:
     stored, problems = read_headers(folder)
     vocab_size = ModelConfig.from_hf(folder).vocab_size
     lost = bool(problems)  # what is missing may be in a broken file
-    problems += [p for p in check_tensors(model, stored, vocab_size) if not (lost and p.why.startswith("is missing"))]
+    problems += [
+        p
+        for p in check_tensors(model, stored, vocab_size)
+        if not (lost and p.why.startswith("is missing"))
+    ]
     if not problems:
         problems = check_tied_head(model, stored)
     if problems:
@@ -205,12 +261,21 @@ def _fill(pieces: list[Piece]) -> None:
     """Read all pieces, in this order. Raises OSError."""
 
     def fill(piece: Piece, buffer: Tensor) -> None:
-        rows = _read_rows(files[piece.stored.file], piece.stored, piece.first, piece.first + len(piece.into), buffer)
+        rows = _read_rows(
+            files[piece.stored.file],
+            piece.stored,
+            piece.first,
+            piece.first + len(piece.into),
+            buffer,
+        )
         # sent as stored, converted over there
         piece.into.copy_(rows[(slice(None), *piece.columns)].to(piece.into.device))
 
     with ExitStack() as opened:
-        files = {file: opened.enter_context(file.open("rb", 0)).fileno() for file in {piece.stored.file for piece in pieces}}
+        files = {
+            file: opened.enter_context(file.open("rb", 0)).fileno()
+            for file in {piece.stored.file for piece in pieces}
+        }
         size = max([PIECE_BYTES, *(piece.stored.row_bytes for piece in pieces)])
         in_threads(fill, pieces, size, pinned=any(piece.into.is_cuda for piece in pieces))
 
@@ -226,5 +291,9 @@ def _local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """This rank's part of a parameter, and where in the whole it lies."""
     if not isinstance(parameter, DTensor):
         return parameter.detach(), tuple(slice(0, n) for n in parameter.shape)
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local().detach(), tuple(slice(o, o + n) for n, o in zip(shape, offset, strict=True))
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return parameter.to_local().detach(), tuple(
+        slice(o, o + n) for n, o in zip(shape, offset, strict=True)
+    )

@@ -13,7 +13,9 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 
 
-def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
+def load_model(
+    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> Decoder:
     """A decoder from a Hugging Face folder, a checkpoint or a run; `model.logits(tokens)` computes. Raises UserError and RunFailed."""
     with torch.device("meta"):
         model = Decoder(ModelConfig.from_hf(model_folder(path))).to(dtype)

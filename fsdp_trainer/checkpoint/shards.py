@@ -94,7 +94,10 @@ class Shard:
 
     def plan(self, state: dict[str, Tensor]) -> None:
         """Which rank writes which of the tensors that several have, and what lies where. Collective if shapes are not those of the last time."""
-        described = [(name, t.shape, t.dtype, t.placements if isinstance(t, DTensor) else None) for name, t in state.items()]
+        described = [
+            (name, t.shape, t.dtype, t.placements if isinstance(t, DTensor) else None)
+            for name, t in state.items()
+        ]
         if described == self._planned:  # on all ranks or on none
             return
         self._planned = described
@@ -109,7 +112,9 @@ class Shard:
         for item in mine[0].items:
             dtype, shape = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
             head, tail = frame(dtype, shape)
-            archive = Archive(item.index.fqn, round_up(at, ARCHIVES_ALIGNED), head, shape, dtype, tail)
+            archive = Archive(
+                item.index.fqn, round_up(at, ARCHIVES_ALIGNED), head, shape, dtype, tail
+            )
             if not self._windows or archive.stop - self._windows[-1].start > self._limit:
                 archive.start = round_up(at, ALIGNED)
                 self._windows.append(Window(archive.start, []))
@@ -118,11 +123,16 @@ class Shard:
             at = archive.stop
         written = self._to_main((self.file, parts))
         if metadata:
-            metadata.storage_data = {i: _StorageInfo(file, *where) for file, found in written for i, where in found.items()}
+            metadata.storage_data = {
+                i: _StorageInfo(file, *where)
+                for file, found in written
+                for i, where in found.items()
+            }
             metadata.storage_meta = StorageMeta()
             self.metadata = pickle.dumps(metadata)
         self._memory = host_memory(
-            max((window.size for window in self._windows), default=0), pinned=any(tensor.is_cuda for tensor in state.values())
+            max((window.size for window in self._windows), default=0),
+            pinned=any(tensor.is_cuda for tensor in state.values()),
         )
 
     def _to_main(self, value: Any) -> list[Any]:
@@ -141,7 +151,11 @@ class Shard:
             middle, end = begin + len(archive.head), archive.stop - window.start
             view[begin:middle] = archive.head
             if archive.numbers:  # a rank may have no row of a small tensor
-                into = self._memory[middle : middle + archive.numbers].view(archive.dtype).view(archive.shape)
+                into = (
+                    self._memory[middle : middle + archive.numbers]
+                    .view(archive.dtype)
+                    .view(archive.shape)
+                )
                 into.copy_(local, non_blocking=True)
             view[end - len(archive.tail) : end] = archive.tail
         if torch.cuda.is_initialized():
@@ -152,7 +166,10 @@ class Shard:
 @cache
 def frame(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
     """What torch.save writes before and after the numbers of a tensor, which it does not look at: their checksum is the manifest's."""
-    around, tensor = _Around(), torch.empty(shape, dtype=dtype)  # of a large one the system gives no page that is not touched
+    around, tensor = (
+        _Around(),
+        torch.empty(shape, dtype=dtype),
+    )  # of a large one the system gives no page that is not touched
     around.numbers = tensor.data_ptr()
     before = get_crc32_options()
     set_crc32_options(False)
@@ -228,7 +245,9 @@ def write_directly(file: int, offset: int, piece: Tensor) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~DIRECT)  # this file system cannot
+        fcntl.fcntl(
+            file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~DIRECT
+        )  # this file system cannot
         write(file, offset, piece)
 
 

@@ -50,7 +50,9 @@ class StoredTensors:
                 path = self.checkpoint / part.relative_path
                 with path.open("rb") as file:
                     archive: Any = torch._C.PyTorchFileReader(self._reader._slice_file(file, part))
-                    yield Rows(path, part.offset + archive.get_record_offset("data/0"), first, last - first)
+                    yield Rows(
+                        path, part.offset + archive.get_record_offset("data/0"), first, last - first
+                    )
                 found += last - first
         if found != until:
             raise RunFailed(f"{self.checkpoint} holds {found:,} of {until:,} rows of {name}")

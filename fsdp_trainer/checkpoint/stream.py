@@ -11,13 +11,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-PIECE_BYTES = 2**22  # read at once: a few of them fit a processor's cache, and a disk is at full speed
+PIECE_BYTES = (
+    2**22
+)  # read at once: a few of them fit a processor's cache, and a disk is at full speed
 THREADS = 4
 AHEAD_BYTES = 2**25  # that the disk is told of before they are read
 T = TypeVar("T")
 
 
-def in_threads(work: Callable[[T, Tensor], None], jobs: Iterable[T], buffer_bytes: int, pinned: bool = False) -> None:
+def in_threads(
+    work: Callable[[T, Tensor], None], jobs: Iterable[T], buffer_bytes: int, pinned: bool = False
+) -> None:
     """`work(job, buffer)` for every job, begun in order; `buffer`, uint8, is its own until it returns. Raises what the first failure raised."""
     buffers: SimpleQueue[Tensor] = SimpleQueue()
     for _ in range(THREADS):

@@ -10,7 +10,14 @@ from fsdp_trainer.config.names import choice_meant
 from fsdp_trainer.config.schema import default_of
 from fsdp_trainer.errors import Problem, UserError
 
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null", dict: "a mapping such as {a: b}"}
+KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    NoneType: "null",
+    dict: "a mapping such as {a: b}",
+}
 
 
 class Report:
@@ -26,7 +33,11 @@ class Report:
     def add(self, key: str, value: Any, why: str) -> None:
         """`key` has a `value` that cannot stay."""
         if key not in self.settled:
-            where = "" if key in self.typed or key not in self.origins else f"\n(set in {self.origins[key]})"
+            where = (
+                ""
+                if key in self.typed or key not in self.origins
+                else f"\n(set in {self.origins[key]})"
+            )
             self.problems.append(Problem(self.typed.get(key, f"{key}={show(value)}"), why + where))
             self.settled.add(key)
 
@@ -56,9 +67,10 @@ def describe(kind: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join(map(describe, inside))
     if origin is list:
-        return {float: "a list of numbers such as [0.9,0.95]", int: "a list of whole numbers such as [8,16]"}.get(
-            inside[0], "a list of texts such as [a,b]"
-        )
+        return {
+            float: "a list of numbers such as [0.9,0.95]",
+            int: "a list of whole numbers such as [8,16]",
+        }.get(inside[0], "a list of texts such as [a,b]")
     return inside[0] if origin is Literal else KINDS[origin or kind]
 
 
@@ -72,7 +84,11 @@ def limits(f: Field) -> str:
     if f.metadata["choices"]:
         return ", ".join(map(show, f.metadata["choices"]))
     words = {"minimum": "at least", "above": "above", "maximum": "at most"}
-    return ", ".join(f"{word} {f.metadata[name]:g}" for name, word in words.items() if f.metadata[name] is not None)
+    return ", ".join(
+        f"{word} {f.metadata[name]:g}"
+        for name, word in words.items()
+        if f.metadata[name] is not None
+    )
 
 
 def convert(value: Any, kind: Any) -> Any:
@@ -91,31 +107,51 @@ def convert(value: Any, kind: Any) -> Any:
     elif origin is list and isinstance(value, list):
         return [convert(item, inside[0]) for item in value]
     elif origin is dict and isinstance(value, dict):
-        return {str(name): item if inside[1] is Any else convert(item, inside[1]) for name, item in value.items()}
+        return {
+            str(name): item if inside[1] is Any else convert(item, inside[1])
+            for name, item in value.items()
+        }
     elif kind is bool and str(value).lower() in ("true", "false"):
         return str(value).lower() == "true"
-    elif kind in (int, float) and isinstance(value, int | float | str) and not isinstance(value, bool):
+    elif (
+        kind in (int, float)
+        and isinstance(value, int | float | str)
+        and not isinstance(value, bool)
+    ):
         number = value if isinstance(value, int) else float(value)
         if kind is int and number == int(number):
             return int(number)
         if kind is float and math.isfinite(number):
             return float(number)
-    elif kind is str and isinstance(value, str | int | float) and not isinstance(value, bool) and str(value):
+    elif (
+        kind is str
+        and isinstance(value, str | int | float)
+        and not isinstance(value, bool)
+        and str(value)
+    ):
         return str(value)
     raise ValueError
 
 
 def wrong_with(value: Any, f: Field) -> str | None:
     """Why a converted value is outside its field's choices or bounds."""
-    choices, low, above, high = (f.metadata[name] for name in ("choices", "minimum", "above", "maximum"))
+    choices, low, above, high = (
+        f.metadata[name] for name in ("choices", "minimum", "above", "maximum")
+    )
     if value is None:
         return None
-    if choices and any(item not in choices for item in (value if isinstance(value, list) else [value])):
+    if choices and any(
+        item not in choices for item in (value if isinstance(value, list) else [value])
+    ):
         return f"is not one of: {limits(f)}"
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, bool | str):
             continue
-        if (low is not None and number < low) or (above is not None and number <= above) or (high is not None and number > high):
+        if (
+            (low is not None and number < low)
+            or (above is not None and number <= above)
+            or (high is not None and number > high)
+        ):
             return f"must be {limits(f)}" + (", or null" if NoneType in get_args(f.type) else "")
     return None
 
@@ -134,7 +170,11 @@ def build(cls: Any, tree: dict[str, Any], report: Report, prefix: str = "") -> A
             values[f.name] = convert(raw, f.type)
         except (ValueError, OverflowError):
             in_file = isinstance(raw, bool) and takes_text(f.type) and key not in report.typed
-            note = "\n(YAML reads a bare on, off, yes or no as true or false: put it in quotes)" if in_file else ""
+            note = (
+                "\n(YAML reads a bare on, off, yes or no as true or false: put it in quotes)"
+                if in_file
+                else ""
+            )
             report.add(key, raw, wrong_type(key, raw, f, note))
             continue
         if why := wrong_with(values[f.name], f):
@@ -158,7 +198,11 @@ def wrong_type(key: str, value: Any, f: Field, note: str = "") -> str:
 
 
 def _meant(key: str, value: Any, f: Field) -> str:
-    meant = choice_meant(value, f.metadata["choices"]) if f.metadata["choices"] and not isinstance(value, list) else None
+    meant = (
+        choice_meant(value, f.metadata["choices"])
+        if f.metadata["choices"] and not isinstance(value, list)
+        else None
+    )
     return f"\nDid you mean  {key}={show(meant)} ?" if meant is not None else ""
 
 
@@ -166,5 +210,7 @@ def flatten(cls: Any, prefix: str = "") -> dict[str, Field]:
     """Every key of a primary configuration, dotted, in the order of the schema."""
     found: dict[str, Field] = {}
     for f in fields(cls):
-        found |= flatten(f.type, f"{prefix}{f.name}.") if is_dataclass(f.type) else {prefix + f.name: f}
+        found |= (
+            flatten(f.type, f"{prefix}{f.name}.") if is_dataclass(f.type) else {prefix + f.name: f}
+        )
     return found

@@ -56,7 +56,9 @@ def _names(word: str, keys: Mapping[str, Field], groups: Mapping[str, list[str]]
     """Keys a part at a time, as `optim.` and then `optim.lr=`; what is laid over with its plus."""
     chosen = [f"+{group}=" if group in LAID_OVER else f"{group}=" for group in groups]
     parts = [(key, word.count(".") + 1) for key in keys]
-    return chosen + [f"{key}=" if key.count(".") < n else ".".join(key.split(".")[:n]) + "." for key, n in parts]
+    return chosen + [
+        f"{key}=" if key.count(".") < n else ".".join(key.split(".")[:n]) + "." for key, n in parts
+    ]
 
 
 def _values(word: str, keys: Mapping[str, Field], groups: Mapping[str, list[str]]) -> list[str]:
@@ -69,9 +71,20 @@ def _values(word: str, keys: Mapping[str, Field], groups: Mapping[str, list[str]
     else:
         f = keys[name]
         default = default_of(f)
-        found = [*map(show, f.metadata["choices"]), *(["true", "false"] if bool in (f.type, *get_args(f.type)) else [])]
+        found = [
+            *map(show, f.metadata["choices"]),
+            *(["true", "false"] if bool in (f.type, *get_args(f.type)) else []),
+        ]
         found += DEVICES if name == "plan.gpu" else []
-        found += [show(default)] if default not in (None, []) else ["null"] if NoneType in get_args(f.type) else []
+        found += (
+            [show(default)]
+            if default not in (None, [])
+            else ["null"]
+            if NoneType in get_args(f.type)
+            else []
+        )
         if name in PATHS:
-            found += [f"{file}/" if Path(file).is_dir() else file for file in glob(f"{escape(typed)}*")] + [*DEMOS.get(name, ())]
+            found += [
+                f"{file}/" if Path(file).is_dir() else file for file in glob(f"{escape(typed)}*")
+            ] + [*DEMOS.get(name, ())]
     return [f"{head}={value}" for value in found]

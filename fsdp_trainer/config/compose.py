@@ -18,22 +18,42 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fsdp_trainer.config.check import Report, build, flatten, show
 from fsdp_trainer.config.inputs import check_inputs
-from fsdp_trainer.config.overrides import LAID_OVER, contents, owner_of, read_overrides, why_forbidden, why_unknown
+from fsdp_trainer.config.overrides import (
+    LAID_OVER,
+    contents,
+    owner_of,
+    read_overrides,
+    why_forbidden,
+    why_unknown,
+)
 from fsdp_trainer.config.rules import check_rules
 from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.errors import Problem, UserError
 
 PACKAGE = Path(__file__).parents[1]
-CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # in the wheel; in a checkout
+CONF = (
+    PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
+)  # in the wheel; in a checkout
 
-NOT_COMPOSED = (HydraException, OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError, AttributeError, AssertionError, ImportError)
+NOT_COMPOSED = (
+    HydraException,
+    OmegaConfBaseException,
+    yaml.YAMLError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    AssertionError,
+    ImportError,
+)
 """What Hydra and OmegaConf raise for a configuration that is wrong: their own, and whatever they stumble over."""
 
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def compose(verb: str, overrides: list[str], config_dir: str | None = None, *, inputs: bool = True) -> Any:
+def compose(
+    verb: str, overrides: list[str], config_dir: str | None = None, *, inputs: bool = True
+) -> Any:
     """The checked configuration of `verb`: an instance of its dataclass in verbs.PRIMARY.
 
     config_dir: a folder with more groups and recipes. inputs=False: what is to be read need not be there. Raises UserError with all problems.
@@ -41,7 +61,9 @@ def compose(verb: str, overrides: list[str], config_dir: str | None = None, *, i
     return compose_and_tell(verb, overrides, config_dir, inputs=inputs)[0]
 
 
-def compose_and_tell(verb: str, overrides: list[str], config_dir: str | None = None, *, inputs: bool = True) -> tuple[Any, Report]:
+def compose_and_tell(
+    verb: str, overrides: list[str], config_dir: str | None = None, *, inputs: bool = True
+) -> tuple[Any, Report]:
     """As `compose`; the report knows where each value was set."""
     keys = flatten(PRIMARY[verb])
     line = read_overrides(overrides, keys, options(verb, config_dir))
@@ -64,7 +86,9 @@ def options(verb: str, config_dir: str | None = None) -> dict[str, list[str]]:
         return {}
     return {
         group: sorted(
-            f.relative_to(folder / group).with_suffix("").as_posix() for folder in folders for f in (folder / group).rglob("*.yaml")
+            f.relative_to(folder / group).with_suffix("").as_posix()
+            for folder in folders
+            for f in (folder / group).rglob("*.yaml")
         )
         for group in (*GROUPS, "recipe", "sweep")
     }
@@ -72,7 +96,9 @@ def options(verb: str, config_dir: str | None = None) -> dict[str, list[str]]:
 
 def find_file(path: str, config_dir: str | None = None) -> Path | None:
     """The file of a group's option or a recipe, e.g. `recipe/quickstart`; None if it is not ours (Hydra has some of its own)."""
-    return next((f for folder in _folders(config_dir) if (f := folder / f"{path}.yaml").is_file()), None)
+    return next(
+        (f for folder in _folders(config_dir) if (f := folder / f"{path}.yaml").is_file()), None
+    )
 
 
 def composable(verb: str, overrides: list[str], config_dir: str | None = None) -> list[str]:
@@ -94,16 +120,26 @@ def hydra(overrides: list[str], config_dir: str | None) -> Iterator[list[str]]:
         overrides = [f'hydra.searchpath=["file://{Path(config_dir).resolve()}"]', *overrides]
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(CONF.resolve()), version_base="1.3", job_name="fsdp_trainer"):
+        with initialize_config_dir(
+            str(CONF.resolve()), version_base="1.3", job_name="fsdp_trainer"
+        ):
             yield overrides
     except yaml.MarkedYAMLError as error:
         at = error.problem_mark or error.context_mark
         tab = "\nYAML is indented with spaces" if "\\t" in str(error.problem) else ""
         raise UserError(
-            "a problem in the configuration", [Problem(f"{at.name}:{at.line + 1}" if at else "YAML", f"is not YAML: {error.problem}{tab}")]
+            "a problem in the configuration",
+            [
+                Problem(
+                    f"{at.name}:{at.line + 1}" if at else "YAML",
+                    f"is not YAML: {error.problem}{tab}",
+                )
+            ],
         ) from None
     except NOT_COMPOSED as error:
-        raise UserError("a problem in the configuration", [Problem("composing", told_by_hydra(error))]) from None
+        raise UserError(
+            "a problem in the configuration", [Problem("composing", told_by_hydra(error))]
+        ) from None
 
 
 def config_flag(config_dir: str | None) -> list[str]:
@@ -111,7 +147,9 @@ def config_flag(config_dir: str | None) -> list[str]:
     return ["--config-dir", config_dir] if config_dir else []
 
 
-def _compose_files(verb: str, overrides: list[str], config_dir: str | None, report: Report) -> dict[str, Any]:
+def _compose_files(
+    verb: str, overrides: list[str], config_dir: str | None, report: Report
+) -> dict[str, Any]:
     try:
         with hydra(overrides, config_dir) as given:
             check_files(verb, given, config_dir, report)
@@ -124,30 +162,55 @@ def _compose_files(verb: str, overrides: list[str], config_dir: str | None, repo
 
 def told_by_hydra(error: Exception) -> str:
     """An error of Hydra's, without what only its developers want to know."""
-    told = re.sub(r"\n\t", " ", str(error).split("\nConfig search path")[0].strip()) or str(error.__cause__ or "") or type(error).__name__
+    told = (
+        re.sub(r"\n\t", " ", str(error).split("\nConfig search path")[0].strip())
+        or str(error.__cause__ or "")
+        or type(error).__name__
+    )
     return re.sub(r"\n\s*\n", "\n", told)
 
 
 def check_files(verb: str, given: list[str], config_dir: str | None, report: Report) -> None:
     """Check every file that takes part into `report`. Within `hydra`, with the overrides that it yields."""
     keys, groups = flatten(PRIMARY[verb]), options(verb, config_dir)
-    for default in GlobalHydra.instance().config_loader().compute_defaults_list(verb, given, RunMode.RUN).defaults:
+    for default in (
+        GlobalHydra.instance()
+        .config_loader()
+        .compute_defaults_list(verb, given, RunMode.RUN)
+        .defaults
+    ):
         path = default.config_path or ""
         if file := find_file(path, config_dir):
             _check_file(file, path.split("/")[0], default.package or "", keys, groups, report)
 
 
-def _check_file(file: Path, kind: str, package: str, keys: dict[str, Any], groups: dict[str, list[str]], report: Report) -> None:
+def _check_file(
+    file: Path,
+    kind: str,
+    package: str,
+    keys: dict[str, Any],
+    groups: dict[str, list[str]],
+    report: Report,
+) -> None:
     tree = yaml.load(file.read_text(), YAML_LOADER) or {}
     if not isinstance(tree, dict):
         report.problems.append(Problem(str(file), "is not a mapping of keys to values"))
         return
     if kind in LAID_OVER and package:
-        report.problems.append(Problem(str(file), f"lies in  {package}.* : the first line of a {kind} is  # @package _global_"))
+        report.problems.append(
+            Problem(
+                str(file),
+                f"lies in  {package}.* : the first line of a {kind} is  # @package _global_",
+            )
+        )
         return
     defaults = tree.pop("defaults", None) or []
     refused = {
-        name: why for d in defaults if isinstance(d, dict) for name in d if (why := why_forbidden(name.split()[-1].lstrip("/"), None))
+        name: why
+        for d in defaults
+        if isinstance(d, dict)
+        for name in d
+        if (why := why_forbidden(name.split()[-1].lstrip("/"), None))
     }
     for key, value in _leaves(tree, f"{package}." if package else "", keys):
         report.origins[key] = str(file)
@@ -157,7 +220,9 @@ def _check_file(file: Path, kind: str, package: str, keys: dict[str, Any], group
     report.settled |= refused.keys()
 
 
-def _why_refused(key: str, value: Any, kind: str, keys: dict[str, Any], groups: dict[str, list[str]]) -> str | None:
+def _why_refused(
+    key: str, value: Any, kind: str, keys: dict[str, Any], groups: dict[str, list[str]]
+) -> str | None:
     group, _, name = key.partition(".")
     if why := why_forbidden(key, value):
         return why
@@ -187,8 +252,14 @@ def _folders(config_dir: str | None) -> list[Path]:
         return [CONF]
     own = Path(config_dir)
     if not own.is_dir():
-        raise UserError("a problem in the configuration", [Problem(f"--config-dir {config_dir}", "there is no such folder")])
+        raise UserError(
+            "a problem in the configuration",
+            [Problem(f"--config-dir {config_dir}", "there is no such folder")],
+        )
     if twins := [f for f in sorted(own.rglob("*.yaml")) if (CONF / f.relative_to(own)).exists()]:
         why = "exists twice, and Hydra would silently take the packaged one: rename yours.\nThe other is "
-        raise UserError("a name exists twice", [Problem(str(f), f"{why}{CONF / f.relative_to(own)}") for f in twins])
+        raise UserError(
+            "a name exists twice",
+            [Problem(str(f), f"{why}{CONF / f.relative_to(own)}") for f in twins],
+        )
     return [CONF, own]

@@ -22,9 +22,15 @@ from fsdp_trainer.config.verbs import PRIMARY, ConfigConfig, LaunchFiles, Recipe
 from fsdp_trainer.errors import Problem, UserError
 
 WIDTH = 140
-OWN_NODES = [verb for verb, cls in PRIMARY.items() if verb != "train" and verb in (f.name for f in fields(cls))]
+OWN_NODES = [
+    verb
+    for verb, cls in PRIMARY.items()
+    if verb != "train" and verb in (f.name for f in fields(cls))
+]
 """Verbs with training's groups and a node of their own name."""
-SMALL: dict[str, Any] = {verb: cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)} | {"launch-files": LaunchFiles}
+SMALL: dict[str, Any] = {
+    verb: cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)
+} | {"launch-files": LaunchFiles}
 """The keys of the other verbs; `launch-files` has training's groups beside them."""
 
 
@@ -44,7 +50,9 @@ def yaml_block(cls: Any) -> str:
     column = max(map(len, settings), default=0) + 2
     lines = []
     for setting, f in zip(settings, fields(cls), strict=True):
-        first, *rest = textwrap.wrap(comment(f), WIDTH - column - 2, break_long_words=False, break_on_hyphens=False)
+        first, *rest = textwrap.wrap(
+            comment(f), WIDTH - column - 2, break_long_words=False, break_on_hyphens=False
+        )
         lines += [f"{setting:{column}}# {first}", *(f"{'':{column}}# {line}" for line in rest)]
     return "".join(f"{line}\n" for line in lines)
 
@@ -63,16 +71,26 @@ def yaml_file(head: str, cls: Any) -> str:
 def main_options(conf: Path) -> dict[str, str]:
     """The option of each group that training starts from. Its file is complete, with a comment on every key."""
     defaults: Any = OmegaConf.to_container(OmegaConf.load(conf / "train.yaml"))["defaults"]  # type: ignore[index, call-overload]
-    return {group: option for default in defaults if isinstance(default, dict) for group, option in default.items()}
+    return {
+        group: option
+        for default in defaults
+        if isinstance(default, dict)
+        for group, option in default.items()
+    }
 
 
 def documented_files(conf: Path) -> dict[Path, str]:
     """Every file in conf/ that is written from the schema, with what it must say."""
     groups: dict[str, Any] = {f.name: f.type for f in fields(TrainConfig)}
-    found = {conf / group / f"{option}.yaml": groups[group] for group, option in main_options(conf).items()}
+    found = {
+        conf / group / f"{option}.yaml": groups[group]
+        for group, option in main_options(conf).items()
+    }
     found |= {conf / f"{verb}.yaml": cls for verb, cls in SMALL.items()}
     texts = {path: yaml_file(path.read_text(), cls) for path, cls in found.items()}
-    plain = {"train": ("run", "batch", "train", "loss", "profile")} | {verb: (verb,) for verb in OWN_NODES}
+    plain = {"train": ("run", "batch", "train", "loss", "profile")} | {
+        verb: (verb,) for verb in OWN_NODES
+    }
     for verb, nodes in plain.items():
         text = (conf / f"{verb}.yaml").read_text()
         for node in nodes:
@@ -92,7 +110,11 @@ def markdown(options: dict[str, list[str]]) -> str:
         "`fsdp-trainer --cfg job …` prints what comes of it.\n"
     ]
     for f in [*fields(TrainConfig), *(node_of(verb, verb) for verb in OWN_NODES)]:
-        chosen = f"\nOptions: {', '.join(f'`{f.name}={name}`' for name in options[f.name])}\n" if f.name in GROUPS else ""
+        chosen = (
+            f"\nOptions: {', '.join(f'`{f.name}={name}`' for name in options[f.name])}\n"
+            if f.name in GROUPS
+            else ""
+        )
         parts.append(_section(f.name, f.type, f"{f.name}.", chosen))
     for verb, cls in SMALL.items():
         if fields(cls):
@@ -101,8 +123,16 @@ def markdown(options: dict[str, list[str]]) -> str:
 
 
 def _section(title: str, cls: Any, prefix: str, chosen: str) -> str:
-    rows = [f"| `{prefix}{f.name}` | `{written(default_of(f))}` | {comment(f)} |" for f in fields(cls)]
-    return "\n".join([f"## {title}\n\n{cls.__doc__}\n{chosen}\n| key | default | meaning |\n|---|---|---|", *rows, ""])
+    rows = [
+        f"| `{prefix}{f.name}` | `{written(default_of(f))}` | {comment(f)} |" for f in fields(cls)
+    ]
+    return "\n".join(
+        [
+            f"## {title}\n\n{cls.__doc__}\n{chosen}\n| key | default | meaning |\n|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
 
 
 def explain(cfg: ConfigConfig, overrides: list[str], config_dir: str | None = None) -> int:
@@ -112,22 +142,38 @@ def explain(cfg: ConfigConfig, overrides: list[str], config_dir: str | None = No
     values, report = {key: default_of(f) for key, f in keys.items()}, None
     if overrides:
         node = wanted[0].split(".")[0]
-        composed, report = compose_and_tell(node if node in OWN_NODES else "train", overrides, config_dir, inputs=False)
+        composed, report = compose_and_tell(
+            node if node in OWN_NODES else "train", overrides, config_dir, inputs=False
+        )
         values |= {key: attrgetter(key)(composed) for key in flatten(type(composed))}
     if len(wanted) > 1:
         for key in wanted:
             print(_filled(f"{key:38} {written(values[key]):14} ", comment(keys[key])))
         if cfg.key in GROUPS:
-            print(_filled(f"\n{cfg.key}=OPTION sets those that belong together:  ", " ".join(options("train")[cfg.key])))
+            print(
+                _filled(
+                    f"\n{cfg.key}=OPTION sets those that belong together:  ",
+                    " ".join(options("train")[cfg.key]),
+                )
+            )
         return 0
     key, f = wanted[0], keys[wanted[0]]
     group, _, name = key.partition(".")
-    print(f"{key}\n{_filled('  ', comment(f))}\n\n  type     {describe(f.type)}\n  default  {written(default_of(f))}")
+    print(
+        f"{key}\n{_filled('  ', comment(f))}\n\n  type     {describe(f.type)}\n  default  {written(default_of(f))}"
+    )
     if report:
         origin = report.origins.get(key, "the schema")
-        print(f"  here     {written(values[key])}, set by  {report.typed.get(key) or origin.removeprefix(f'{CONF}/')}")
+        print(
+            f"  here     {written(values[key])}, set by  {report.typed.get(key) or origin.removeprefix(f'{CONF}/')}"
+        )
     if SELECTORS.get(group) == name:
-        print(_filled(f"  choose   {group}=", f"OPTION, which sets the keys that belong together: {' '.join(options('train')[group])}"))
+        print(
+            _filled(
+                f"  choose   {group}=",
+                f"OPTION, which sets the keys that belong together: {' '.join(options('train')[group])}",
+            )
+        )
     if synonyms := synonyms_of(key):
         print(_filled("  known as ", ", ".join(synonyms)))
     if group in SMALL:
@@ -138,7 +184,9 @@ def explain(cfg: ConfigConfig, overrides: list[str], config_dir: str | None = No
 def every_key() -> dict[str, Field]:
     """Of all verbs; before those of a small one stands its name."""
     found = {key: f for verb in ("train", *OWN_NODES) for key, f in flatten(PRIMARY[verb]).items()}
-    return found | {f"{verb}.{key}": f for verb, cls in SMALL.items() for key, f in flatten(cls).items()}
+    return found | {
+        f"{verb}.{key}": f for verb, cls in SMALL.items() for key, f in flatten(cls).items()
+    }
 
 
 def keys_meant(asked: str | None, keys: dict[str, Field]) -> list[str]:
@@ -148,7 +196,10 @@ def keys_meant(asked: str | None, keys: dict[str, Field]) -> list[str]:
     meant = "" if wanted else SYNONYMS.get(str(asked), "").split("=")[0]
     wanted = wanted or [key for key in keys if key == meant or key.startswith(f"{meant}.")]
     if not wanted:
-        raise UserError("no such key", [Problem(f"key={asked}", why_unknown(str(asked), None, keys, dict.fromkeys(GROUPS)))])
+        raise UserError(
+            "no such key",
+            [Problem(f"key={asked}", why_unknown(str(asked), None, keys, dict.fromkeys(GROUPS)))],
+        )
     return wanted
 
 
@@ -156,7 +207,14 @@ def _filled(head: str, text: str) -> str:
     """`text` behind `head`, on lines as wide as the terminal; on one where it is no terminal."""
     width = shutil.get_terminal_size((10_000, 0)).columns
     indent = " " * (len(head) if len(head) <= 12 else 4)
-    return textwrap.fill(text, width, initial_indent=head, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=head,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def recipes(cfg: RecipesConfig, config_dir: str | None = None) -> int:
@@ -164,8 +222,14 @@ def recipes(cfg: RecipesConfig, config_dir: str | None = None) -> int:
     for name, head in recipe_heads(config_dir).items():
         file = find_file(f"recipe/{name}", config_dir)
         print(name if file == CONF / f"recipe/{name}.yaml" else f"{name}  (your own: {file})")
-        said = {f"{part:10}": text for part, text in head._asdict().items() if text and part not in ("does", "start")}
-        print("\n".join(_filled(f"  {part}", text) for part, text in {"": head.does, **said}.items()))
+        said = {
+            f"{part:10}": text
+            for part, text in head._asdict().items()
+            if text and part not in ("does", "start")
+        }
+        print(
+            "\n".join(_filled(f"  {part}", text) for part, text in {"": head.does, **said}.items())
+        )
         print(f"  start     {head.start}\n")
     return 0
 
@@ -201,18 +265,25 @@ fsdp-trainer config key=optim.lr  explains a key; docs/configuration.md has them
 def help_text(verb: str | None, config_dir: str | None) -> str:
     """`--help`, and `VERB --help`."""
     found = options("train", config_dir)
-    recipes = "\n".join(f"  {name:22} {does}" for name, (does, *_) in recipe_heads(config_dir).items())
+    recipes = "\n".join(
+        f"  {name:22} {does}" for name, (does, *_) in recipe_heads(config_dir).items()
+    )
     groups = "\n".join(f"  {group:22} {' '.join(found[group])}" for group in GROUPS)
     if verb is None:
         verbs = "\n".join(f"  {name:13}{_first_line(cls)}" for name, cls in PRIMARY.items())
-        sweeps = "\n".join(f"  {name:22} {_head(f'sweep/{name}', config_dir)[0]}" for name in found["sweep"])
+        sweeps = "\n".join(
+            f"  {name:22} {_head(f'sweep/{name}', config_dir)[0]}" for name in found["sweep"]
+        )
         return HELP.format(verbs=verbs, groups=groups, recipes=recipes, sweeps=sweeps)
     cls: Any = PRIMARY[verb]
     usage = f"{_first_line(cls)}\n\nfsdp-trainer {verb} "
     if not issubclass(cls, TrainConfig):
         return f"{usage}{'key=value …' if fields(cls) else ''}\n\n{textwrap.indent(yaml_block(cls), '  ')}".rstrip()
     keys = [key.partition(".")[::2] for key in flatten(cls)]
-    nodes = "\n".join(f"  {f.name:22} {' '.join(name or comment(f) for node, name in keys if node == f.name)}" for f in fields(cls))
+    nodes = "\n".join(
+        f"  {f.name:22} {' '.join(name or comment(f) for node, name in keys if node == f.name)}"
+        for f in fields(cls)
+    )
     return f"{usage}[+recipe=NAME] [group=option] [key=value] …\n\nkeys\n{nodes}\n\ngroups\n{groups}\n\nrecipes\n{recipes}"
 
 
@@ -250,7 +321,9 @@ def recipe_heads(config_dir: str | None = None) -> dict[str, RecipeHead]:
             memory=find(r"^# Memory +([^;\n]+)"),
             step=find("= ([0-9,]+ tokens) a step"),
             speed=find("^# Speed +([^;:\n]+)"),
-            start=re.sub(r"\s*\\\n#\s*", " ", command) if command else f"fsdp-trainer +recipe={name}",
+            start=re.sub(r"\s*\\\n#\s*", " ", command)
+            if command
+            else f"fsdp-trainer +recipe={name}",
         )
     return {name: heads[name] for name in sorted(heads, key=lambda name: sizes[name])}
 
@@ -259,7 +332,10 @@ def recipes_page(text: str) -> str:
     """docs/recipes.md with its table as the recipes have it. text: the page as it is."""
     titles = ("recipe", "what it does", "hardware", "memory a GPU", "a step", "speed", "start")
     rows: list = [titles, ["---"] * len(titles)]
-    rows += [(f"`{name}`", *(said or "–" for said in head[:-1]), f"`{head.start}`") for name, head in recipe_heads().items()]
+    rows += [
+        (f"`{name}`", *(said or "–" for said in head[:-1]), f"`{head.start}`")
+        for name, head in recipe_heads().items()
+    ]
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     return re.sub(r"(?m)^\| recipe \|.*\n(\|.*\n)*", lambda _: table, text)
 
@@ -267,7 +343,11 @@ def recipes_page(text: str) -> str:
 def _head(path: str, config_dir: str | None) -> list[str]:
     """The comment lines of a recipe or sweep; the first says what it is for."""
     text = (find_file(path, config_dir) or Path()).read_text()
-    return [line.lstrip("# ") for line in text.splitlines() if line.startswith("#") and "@package" not in line] or ["not said"]
+    return [
+        line.lstrip("# ")
+        for line in text.splitlines()
+        if line.startswith("#") and "@package" not in line
+    ] or ["not said"]
 
 
 def write() -> None:

@@ -25,7 +25,9 @@ def take_over(cls: Any) -> Any:
         return None
     file = int(os.environ.pop(DESCRIPTOR))  # what this rank may start is no rank
     try:
-        tree = json.loads(os.pread(file, os.fstat(file).st_size, 0))  # all ranks share one position in the file
+        tree = json.loads(
+            os.pread(file, os.fstat(file).st_size, 0)
+        )  # all ranks share one position in the file
     finally:
         os.close(file)
     report = Report({}, [], set())

@@ -6,13 +6,23 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.check import Report
-from fsdp_trainer.config.data_files import data_files, entries, is_url, needs_arrow, why_url_unusable
+from fsdp_trainer.config.data_files import (
+    data_files,
+    entries,
+    is_url,
+    needs_arrow,
+    why_url_unusable,
+)
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.verbs import ExportConfig, GenerateConfig, ReportConfig, VerifyConfig
 
-DEMOS = {"data.path": ("demo:backwards",), "data.validation": ("demo:backwards/heldout",), "tokenizer.path": ("demo:bytes",)}
+DEMOS = {
+    "data.path": ("demo:backwards",),
+    "data.validation": ("demo:backwards/heldout",),
+    "tokenizer.path": ("demo:bytes",),
+}
 NO_TOKENIZER = "has neither a tokenizer.json nor a SentencePiece .model"
 
 
@@ -23,8 +33,17 @@ def check_inputs(cfg: Any, report: Report, whole: bool = True) -> None:
             require_training_inputs(cfg, report)
         _check_training_inputs(cfg, report)
     elif isinstance(cfg, ExportConfig | VerifyConfig | GenerateConfig | ReportConfig):
-        what = "a run, several, or a sweep" if isinstance(cfg, ReportConfig) else "a run or a checkpoint"
-        _require("source", cfg.source or None, f"say what to read: {what}, e.g.  source=runs/quickstart", report)
+        what = (
+            "a run, several, or a sweep"
+            if isinstance(cfg, ReportConfig)
+            else "a run or a checkpoint"
+        )
+        _require(
+            "source",
+            cfg.source or None,
+            f"say what to read: {what}, e.g.  source=runs/quickstart",
+            report,
+        )
         _check_exists("source", cfg.source, report)
     if isinstance(cfg, GenerateConfig) and cfg.source and _lacks_tokenizer(cfg.source):
         report.add("source", cfg.source, f"{NO_TOKENIZER}: copy the model's into it")
@@ -56,19 +75,42 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
         value = getattr(getattr(cfg, group), name)
         paths = [entry.path for entry in entries(value)] if key not in report.settled else []
         if wrong := [(path, why) for path in paths if (why := _unreadable(key, path))]:
-            report.add(key, value, "\n".join(f"{path}: {why}" if len(paths) > 1 else why for path, why in wrong))
-    goes_on = cfg.checkpoint.resume == "auto" and find_checkpoint(Path(cfg.run.root) / str(cfg.run.name))  # and has weights of its own
+            report.add(
+                key,
+                value,
+                "\n".join(f"{path}: {why}" if len(paths) > 1 else why for path, why in wrong),
+            )
+    goes_on = cfg.checkpoint.resume == "auto" and find_checkpoint(
+        Path(cfg.run.root) / str(cfg.run.name)
+    )  # and has weights of its own
     init_from = cfg.model.init_from if not goes_on else None
-    if init_from and (not is_hub_id(init_from) or init_from.startswith(f"{cfg.run.root}/")):  # runs/NAME before any run
+    if init_from and (
+        not is_hub_id(init_from) or init_from.startswith(f"{cfg.run.root}/")
+    ):  # runs/NAME before any run
         _check_weights(init_from, report)
     if cfg.data.template and cfg.data.template.endswith((".jinja", ".j2")):
         _check_exists("data.template", cfg.data.template, report)
     if cfg.logging.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        report.add("logging.tensorboard", True, "TensorBoard is not installed:  pip install 'fsdp_trainer[tensorboard]'")
+        report.add(
+            "logging.tensorboard",
+            True,
+            "TensorBoard is not installed:  pip install 'fsdp_trainer[tensorboard]'",
+        )
     if cfg.precision.float8 and importlib.util.find_spec("torchao") is None:
-        report.add("precision.float8", cfg.precision.float8, "torchao is not installed:  pip install 'fsdp_trainer[ao]'")
-    if cfg.checkpoint.resume not in ("auto", "never") and find_checkpoint(cfg.checkpoint.resume) is None:
-        report.add("checkpoint.resume", cfg.checkpoint.resume, "is neither auto nor never, nor a run or checkpoint that was committed")
+        report.add(
+            "precision.float8",
+            cfg.precision.float8,
+            "torchao is not installed:  pip install 'fsdp_trainer[ao]'",
+        )
+    if (
+        cfg.checkpoint.resume not in ("auto", "never")
+        and find_checkpoint(cfg.checkpoint.resume) is None
+    ):
+        report.add(
+            "checkpoint.resume",
+            cfg.checkpoint.resume,
+            "is neither auto nor never, nor a run or checkpoint that was committed",
+        )
 
 
 def _check_weights(path: str, report: Report) -> None:
@@ -82,13 +124,21 @@ def _check_weights(path: str, report: Report) -> None:
             way_out = "It is an adapter: merge it into its model first"
         why = f"has neither config.json (a Hugging Face folder) nor a committed checkpoint (a run).\n{way_out}"
         started = (Path(path) / "events.jsonl").is_file()
-        report.add("model.init_from", path, "this run has not committed a checkpoint yet: wait for its first" if started else why)
+        report.add(
+            "model.init_from",
+            path,
+            "this run has not committed a checkpoint yet: wait for its first" if started else why,
+        )
 
 
 def _lacks_tokenizer(path: str) -> bool:
     """Of a Hugging Face folder; a run's checkpoints always have one."""
     folder = Path(path)
-    return (folder / "config.json").is_file() and not (folder / "tokenizer.json").is_file() and not any(folder.glob("*.model"))
+    return (
+        (folder / "config.json").is_file()
+        and not (folder / "tokenizer.json").is_file()
+        and not any(folder.glob("*.model"))
+    )
 
 
 def _unreadable(key: str, path: str) -> str | None:
@@ -96,7 +146,11 @@ def _unreadable(key: str, path: str) -> str | None:
     if path.startswith("demo:"):
         return None if path in DEMOS[key] else f"there is no such demo. Use  {key}={DEMOS[key][0]}"
     if is_url(path):
-        return "only local tokenizers are read: download it first" if key == "tokenizer.path" else why_url_unusable(path)
+        return (
+            "only local tokenizers are read: download it first"
+            if key == "tokenizer.path"
+            else why_url_unusable(path)
+        )
     if key == "tokenizer.path" and is_hub_id(path):
         return "there is no such file or folder. The tokenizer of a model on the hub comes with  model.init_from"
     if Path(path).exists():
@@ -113,7 +167,9 @@ def _unreadable_files(path: str) -> str | None:
         files = data_files(path)
     except ValueError as error:
         return str(error)
-    if importlib.util.find_spec("pyarrow") is None and (needing := [file for file in files if needs_arrow(file)]):
+    if importlib.util.find_spec("pyarrow") is None and (
+        needing := [file for file in files if needs_arrow(file)]
+    ):
         return f"to read {Path(needing[0]).name}, pyarrow is needed:  pip install 'fsdp_trainer[arrow]'"
     return None
 
@@ -121,7 +177,14 @@ def _unreadable_files(path: str) -> str | None:
 def _check_exists(key: str, value: str | list[str] | None, report: Report) -> None:
     paths = value if isinstance(value, list) else [value] if value else []
     if missing := [path for path in paths if not Path(path).exists()]:
-        report.add(key, value, "\n".join(f"{path}: {_missing(path)}" if len(paths) > 1 else _missing(path) for path in missing))
+        report.add(
+            key,
+            value,
+            "\n".join(
+                f"{path}: {_missing(path)}" if len(paths) > 1 else _missing(path)
+                for path in missing
+            ),
+        )
 
 
 def _missing(path: str) -> str:
@@ -133,7 +196,9 @@ def _missing(path: str) -> str:
 
 def _near(path: str) -> str:
     folder = Path(path).parent
-    close = nearest(Path(path).name, (f.name for f in folder.iterdir())) if folder.is_dir() else None
+    close = (
+        nearest(Path(path).name, (f.name for f in folder.iterdir())) if folder.is_dir() else None
+    )
     return f"\nDid you mean  {folder / close} ?" if close else ""
 
 

@@ -123,11 +123,39 @@ ENTRY_SYNONYMS = {
 
 OPTION_SYNONYMS = {
     "compile": {"true": "enabled", "on": "enabled", "false": "disabled", "off": "disabled"},
-    "activation_checkpoint": {"true": "full", "on": "full", "sac": "selective", "false": "none", "off": "none"},
-    "precision": {"bfloat16": "bf16", "float32": "fp32", "float16": "bf16", "fp16": "bf16", "float8": "fp8"},
-    "optim": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit"},
-    "sharding": {"fsdp2": "fsdp", "zero3": "fsdp", "full_shard": "fsdp", "hybrid_shard": "hsdp", "no_shard": "ddp"},
-    "model": {"llama3_1_8b": "llama3_8b", "llama3.1_8b": "llama3_8b", "llama3_3_70b": "llama3_70b", "llama3_1b": "llama3_2_1b"},
+    "activation_checkpoint": {
+        "true": "full",
+        "on": "full",
+        "sac": "selective",
+        "false": "none",
+        "off": "none",
+    },
+    "precision": {
+        "bfloat16": "bf16",
+        "float32": "fp32",
+        "float16": "bf16",
+        "fp16": "bf16",
+        "float8": "fp8",
+    },
+    "optim": {
+        "adamw_torch": "adamw",
+        "adamw_torch_fused": "adamw",
+        "adamw_bnb_8bit": "adamw_8bit",
+        "paged_adamw_8bit": "adamw_8bit",
+    },
+    "sharding": {
+        "fsdp2": "fsdp",
+        "zero3": "fsdp",
+        "full_shard": "fsdp",
+        "hybrid_shard": "hsdp",
+        "no_shard": "ddp",
+    },
+    "model": {
+        "llama3_1_8b": "llama3_8b",
+        "llama3.1_8b": "llama3_8b",
+        "llama3_3_70b": "llama3_70b",
+        "llama3_1b": "llama3_2_1b",
+    },
     "data": {"chat": "sft", "text": "pretrain"},
 }
 
@@ -152,13 +180,19 @@ def choice_meant(value: Any, choices: Collection[Any]) -> Any:
     if (synonym := VALUE_SYNONYMS.get(text)) in choices:
         return synonym
     if off and text in ("true", "false", "on", "off", "yes", "no"):
-        return off[0] if text in ("false", "off", "no") else next(choice for choice in choices if choice not in off)
+        return (
+            off[0]
+            if text in ("false", "off", "no")
+            else next(choice for choice in choices if choice not in off)
+        )
     return nearest(text, map(str, choices)) if isinstance(value, str) else None
 
 
 def synonyms_of(key: str) -> list[str]:
     """What other programs call `key`."""
-    return [name for name, meant in SYNONYMS.items() if meant.split("=")[0] == key and " " not in meant]
+    return [
+        name for name, meant in SYNONYMS.items() if meant.split("=")[0] == key and " " not in meant
+    ]
 
 
 def meant_by(key: str, keys: Collection[str], groups: Collection[str]) -> str | None:
@@ -170,7 +204,9 @@ def meant_by(key: str, keys: Collection[str], groups: Collection[str]) -> str | 
     leaves = {k.split(".")[-1]: k for k in keys} | {g: g for g in groups}
     spelt = nearest(leaf, [*SYNONYMS, *leaves], 0.85) or ""
     synonym = SYNONYMS.get(leaf) or SYNONYMS.get("_".join(path)) or SYNONYMS.get(spelt)
-    if synonym and (" " in synonym or (target := synonym.split("=")[0]) in keys or target in groups):
+    if synonym and (
+        " " in synonym or (target := synonym.split("=")[0]) in keys or target in groups
+    ):
         return synonym
     if close := nearest(leaf, siblings):
         return siblings[close]

@@ -28,10 +28,14 @@ class CommandLine:
 
     hydra: list[str] = field(default_factory=list)  # what Hydra is given
     typed: dict[str, str] = field(default_factory=dict)  # key → as the user wrote it
-    prose: dict[str, str] = field(default_factory=dict)  # key → text that Hydra's grammar must not see
+    prose: dict[str, str] = field(
+        default_factory=dict
+    )  # key → text that Hydra's grammar must not see
     recipes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    settled: set[str] = field(default_factory=set)  # keys with a problem: what follows from it is not told
+    settled: set[str] = field(
+        default_factory=set
+    )  # keys with a problem: what follows from it is not told
     whole: bool = True  # no recipe or group option is missing
 
     def refuse(self, argument: str, why: str, *keys: str) -> None:
@@ -41,7 +45,11 @@ class CommandLine:
 
 
 def read_overrides(
-    arguments: list[str], keys: Mapping[str, Any], options: Mapping[str, list[str]], *, sweeping: bool = False
+    arguments: list[str],
+    keys: Mapping[str, Any],
+    options: Mapping[str, list[str]],
+    *,
+    sweeping: bool = False,
 ) -> CommandLine:
     """Check every argument by itself. `keys`: the primary configuration's; `options`: the names in each group, `recipe` and `sweep` among them.
 
@@ -61,15 +69,29 @@ def read_overrides(
             continue
         key = override.key_or_group + (f"@{override.package}" if override.package else "")
         if override.is_delete():
-            line.refuse(argument, "keys are not deleted. To switch something off write  key=null  or choose another option of its group")
+            line.refuse(
+                argument,
+                "keys are not deleted. To switch something off write  key=null  or choose another option of its group",
+            )
         elif override.is_sweep_override():
-            line.refuse(argument, _why_no_sweep(argument, keys.get(key), key in _OF_TRAINING if key in keys else bool(options)))
+            line.refuse(
+                argument,
+                _why_no_sweep(
+                    argument, keys.get(key), key in _OF_TRAINING if key in keys else bool(options)
+                ),
+            )
         elif key == "sweep" and key in options and not sweeping:
-            line.refuse(argument, f"says what a sweep varies, and this is one run. Start a sweep with  fsdp-trainer -m {argument} …")
+            line.refuse(
+                argument,
+                f"says what a sweep varies, and this is one run. Start a sweep with  fsdp-trainer -m {argument} …",
+            )
         elif why := why_forbidden(key, override.value()):
             line.refuse(argument, why)
         elif re.match(r"hydra\.sweeper\.params\b", key):
-            line.refuse(argument, "is for sweep files. What varies is written on the command line itself:  fsdp-trainer -m key=a,b …")
+            line.refuse(
+                argument,
+                "is for sweep files. What varies is written on the command line itself:  fsdp-trainer -m key=a,b …",
+            )
         elif key in options:
             _choose(line, argument, key, override.value(), options)
         else:
@@ -99,7 +121,9 @@ def has_target(value: Any) -> bool:
     return isinstance(value, list) and any(map(has_target, value))
 
 
-def why_unknown(key: str, text: str | None, keys: Mapping[str, Any], groups: Mapping[str, Any]) -> str:
+def why_unknown(
+    key: str, text: str | None, keys: Mapping[str, Any], groups: Mapping[str, Any]
+) -> str:
     """Why `key` is refused: the nearest real one, with the value's `text`, and what its group has."""
     suggestion = meant_by(key, keys, groups) or ""
     if " " in suggestion:
@@ -113,7 +137,11 @@ def contents(node: str, keys: Mapping[str, Any]) -> str:
     """What can be set under a group or node; the groups themselves if it is neither."""
     if names := [key.removeprefix(f"{node}.") for key in keys if key.startswith(f"{node}.")]:
         return listed(f"{node} has:", names)
-    return listed("the first part is one of:", dict.fromkeys(key.split(".")[0] for key in keys)) if keys else "this verb takes no keys"
+    return (
+        listed("the first part is one of:", dict.fromkeys(key.split(".")[0] for key in keys))
+        if keys
+        else "this verb takes no keys"
+    )
 
 
 def listed(head: str, names: Iterable[str]) -> str:
@@ -125,7 +153,9 @@ def owner_of(key: str, keys: Mapping[str, Any]) -> str | None:
     """The schema's key that `key` is, or lies in (`data.fields.prompt` lies in `data.fields`)."""
     if key in keys:
         return key
-    return next((k for k, f in keys.items() if key.startswith(f"{k}.") and "dict" in str(f.type)), None)
+    return next(
+        (k for k, f in keys.items() if key.startswith(f"{k}.") and "dict" in str(f.type)), None
+    )
 
 
 def quoted(text: str) -> str:
@@ -133,32 +163,60 @@ def quoted(text: str) -> str:
     return QuotedString(text, Quote.double).with_quotes()
 
 
-def _set(line: CommandLine, argument: str, key: str, value: Any, keys: Mapping[str, Any], groups: Mapping[str, Any]) -> None:
+def _set(
+    line: CommandLine,
+    argument: str,
+    key: str,
+    value: Any,
+    keys: Mapping[str, Any],
+    groups: Mapping[str, Any],
+) -> None:
     text = argument.partition("=")[2]
     owner = owner_of(key, keys)
     if HYDRA_ALLOWED.match(key):
         line.hydra.append(argument if "/" in key else f"++{key}={text}")
     elif owner is None and any(k.startswith(f"{key}.") for k in keys):
-        line.refuse(argument, f"{key} is a group of keys: set one of them, as  {key}.KEY=value\n{contents(key, keys)}")
+        line.refuse(
+            argument,
+            f"{key} is a group of keys: set one of them, as  {key}.KEY=value\n{contents(key, keys)}",
+        )
     elif owner is None:
-        line.refuse(argument, why_unknown(key, text, keys, groups), (meant_by(key, keys, groups) or "").split("=")[0])
+        line.refuse(
+            argument,
+            why_unknown(key, text, keys, groups),
+            (meant_by(key, keys, groups) or "").split("=")[0],
+        )
     else:
-        if isinstance(value, int | float) and not isinstance(value, bool) and takes_text(keys[owner].type):
+        if (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and takes_text(keys[owner].type)
+        ):
             text = f'"{text}"'  # run.name=1e3 is a name
         line.typed[key] = argument
         line.hydra.append(f"++{key}={text}")
 
 
-def _choose(line: CommandLine, argument: str, group: str, chosen: Any, options: Mapping[str, list[str]]) -> None:
+def _choose(
+    line: CommandLine, argument: str, group: str, chosen: Any, options: Mapping[str, list[str]]
+) -> None:
     laid_over = group in LAID_OVER
     names = chosen if laid_over and isinstance(chosen, list) else [chosen]
     unknown = [name for name in names if name not in options[group]]
     if laid_over and not argument.startswith("+"):
         line.refuse(argument, f"a {group} is laid over the configuration: write  +{argument}")
     elif any(o.lstrip("+").startswith(f"{group}=") for o in line.hydra):
-        line.refuse(argument, f"{group} is chosen twice" + (f": write  +{group}=[first,second]" if laid_over else ""))
+        line.refuse(
+            argument,
+            f"{group} is chosen twice" + (f": write  +{group}=[first,second]" if laid_over else ""),
+        )
     elif unknown:
-        line.refuse(argument, _why_no_option(group, unknown[0], options), f"{group}.path", f"{group}.init_from")
+        line.refuse(
+            argument,
+            _why_no_option(group, unknown[0], options),
+            f"{group}.path",
+            f"{group}.init_from",
+        )
     else:
         line.recipes += names if group == "recipe" else []
         line.hydra.append(argument if laid_over else argument.lstrip("+"))
@@ -174,10 +232,12 @@ def _why_no_option(group: str, name: Any, options: Mapping[str, list[str]]) -> s
     if group in LAID_OVER and re.search(r"[/.]", text):
         own = re.fullmatch(rf"(.+)/{group}/(.+?)(\.ya?ml)?", text)
         folder, file = (own[1], own[2]) if own else ("DIR", "NAME")
-        return (
-            f"one of your own is named by its folder:  --config-dir {folder} +{group}={file}  is  {folder}/{group}/{file}.yaml\n{choices}"
-        )
-    if group in ("model", "data", "tokenizer") and re.search(r"[/.:]", text) and text not in synonyms:
+        return f"one of your own is named by its folder:  --config-dir {folder} +{group}={file}  is  {folder}/{group}/{file}.yaml\n{choices}"
+    if (
+        group in ("model", "data", "tokenizer")
+        and re.search(r"[/.:]", text)
+        and text not in synonyms
+    ):
         meant = f"{group}.{'init_from' if group == 'model' else 'path'}={text}"
     elif close := synonyms.get(text.lower()) or nearest(text, options[group]):
         meant = f"{'+' if group in LAID_OVER else ''}{group}={close}"
@@ -186,7 +246,9 @@ def _why_no_option(group: str, name: Any, options: Mapping[str, list[str]]) -> s
     return f"{group} has no option {text}.{f' Did you mean  {meant} ?' if meant else ''}\n{choices}"
 
 
-def why_unparsable(argument: str, parser: OverridesParser, keys: Mapping[str, Any], groups: Mapping[str, Any]) -> str:
+def why_unparsable(
+    argument: str, parser: OverridesParser, keys: Mapping[str, Any], groups: Mapping[str, Any]
+) -> str:
     """Why Hydra's grammar refuses an argument, and how to write it."""
     key, equals, value = argument.partition("=")
     if argument.startswith("-"):
@@ -197,15 +259,23 @@ def why_unparsable(argument: str, parser: OverridesParser, keys: Mapping[str, An
         meant = without_key(argument, keys, groups)
         return f"is neither a verb nor key=value{f'. Did you mean  {meant} ?' if meant else ''}"
     if re.fullmatch(r"\[.*\{.*\]", value):  # texts of mappings in it
-        quoted = re.sub(r"(?<=: )([^\s,{}\[\]\"'][^,{}\"']*)", lambda found: _quote_text(found[0]), value)
+        quoted = re.sub(
+            r"(?<=: )([^\s,{}\[\]\"'][^,{}\"']*)", lambda found: _quote_text(found[0]), value
+        )
     elif value[:1] == "(" and key in keys and not takes_text(keys[key].type):
         quoted = f"[{value.strip('()')}]"
     else:
-        quoted = f"[{','.join(_quote(item) for item in value[1:-1].split(','))}]" if re.fullmatch(r"\[.*\]", value) else _quote(value)
+        quoted = (
+            f"[{','.join(_quote(item) for item in value[1:-1].split(','))}]"
+            if re.fullmatch(r"\[.*\]", value)
+            else _quote(value)
+        )
     try:
         parser.parse_override(f"{key}={quoted}")
     except HydraException:
-        return "cannot be read. A setting is  key=value , a list  key=[1,2] , a mapping  'key={a: b}'"
+        return (
+            "cannot be read. A setting is  key=value , a list  key=[1,2] , a mapping  'key={a: b}'"
+        )
     return f"has characters that must be quoted, for Hydra and for the shell. Write  {shlex.quote(f'{key}={quoted}')}"
 
 
@@ -226,11 +296,19 @@ def without_key(word: str, keys: Mapping[str, Any], groups: Mapping[str, Any]) -
 def _why_no_sweep(argument: str, f: Field | None, sweeps: bool) -> str:
     """What was meant by commas, as the key allows; None: a group, or no key at all. sweeps: it may vary in a sweep."""
     key, _, text = argument.lstrip("+").partition("=")
-    lists = f is not None and any(get_origin(member) is list for member in (f.type, *get_args(f.type)))
+    lists = f is not None and any(
+        get_origin(member) is list for member in (f.type, *get_args(f.type))
+    )
     texts = f is not None and takes_text(f.type) and not f.metadata["choices"]
-    ways = [f"a list is written  {key}=[{','.join(map(str.strip, text.split(',')))}]"] if lists else []
+    ways = (
+        [f"a list is written  {key}=[{','.join(map(str.strip, text.split(',')))}]"] if lists else []
+    )
     ways += [f"a text with commas  {shlex.quote(f'{key}={_quote(text)}')}"] if texts else []
-    ways += [f"one run per value is  fsdp-trainer -m {argument} …"] if sweeps and (texts or not lists) else []
+    ways += (
+        [f"one run per value is  fsdp-trainer -m {argument} …"]
+        if sweeps and (texts or not lists)
+        else []
+    )
     return "\n".join(["commas mean a sweep, and this is one run:", *(ways or ["choose one value"])])
 
 

@@ -27,9 +27,21 @@ PATHS = (
 RUNS_CODE = (
     "LD_", "DYLD_", "PYTHON", "BASH_ENV", "CC", "CXX", "CUDA_INJECTION", "NCCL_NET_PLUGIN", "NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN",
 )  # fmt: skip
-COMMUNICATION = {"messages": (2, 11), "separate_reduce_scatter": (2, 13), "reduce_scatter_buffers": (2, 13)}
+COMMUNICATION = {
+    "messages": (2, 11),
+    "separate_reduce_scatter": (2, 13),
+    "reduce_scatter_buffers": (2, 13),
+}
 """Options of FSDP2's collectives, and the first torch that has them."""
-THE_LAUNCHERS = ("PATH", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+THE_LAUNCHERS = (
+    "PATH",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def check_rules(cfg: Any, report: Report) -> None:
@@ -46,12 +58,20 @@ def check_rules(cfg: Any, report: Report) -> None:
     run, train, model, sharding = cfg.run, cfg.train, cfg.model, cfg.sharding
     _settle_length(train, report)
     if sharding.strategy == "hsdp" and sharding.replicas == 1:
-        report.add("sharding.replicas", 1, "hsdp replicates across groups: say how many, e.g.  sharding.replicas=2")
+        report.add(
+            "sharding.replicas",
+            1,
+            "hsdp replicates across groups: say how many, e.g.  sharding.replicas=2",
+        )
     if sharding.strategy != "hsdp" and sharding.replicas > 1:
         why = f"{sharding.strategy} has no replica groups.\nUse  sharding=hsdp  or  sharding.replicas=1"
         report.add("sharding.replicas", sharding.replicas, why)
     if sharding.strategy == "ddp" and sharding.cpu_offload:
-        report.add("sharding.cpu_offload", True, "ddp keeps everything on the device.\nUse  sharding=fsdp  or  sharding.cpu_offload=false")
+        report.add(
+            "sharding.cpu_offload",
+            True,
+            "ddp keeps everything on the device.\nUse  sharding=fsdp  or  sharding.cpu_offload=false",
+        )
     _check_communication(cfg, report)
     _check_recomputation(cfg, report)
     _check_attention(cfg, report)
@@ -63,11 +83,18 @@ def check_rules(cfg: Any, report: Report) -> None:
     _check_number_formats(cfg, report)
     if run.overwrite and cfg.checkpoint.resume != "never":
         report.add("run.overwrite", True, "only counts together with  checkpoint.resume=never")
-    if model.hidden_size and model.num_attention_heads and model.head_dim is None and model.hidden_size % model.num_attention_heads:
+    if (
+        model.hidden_size
+        and model.num_attention_heads
+        and model.head_dim is None
+        and model.hidden_size % model.num_attention_heads
+    ):
         why = f"not a multiple of num_attention_heads={model.num_attention_heads}; else set model.head_dim"
         report.add("model.hidden_size", model.hidden_size, why)
     if len(cfg.optim.betas) != 2 or max(cfg.optim.betas) >= 1:
-        report.add("optim.betas", cfg.optim.betas, "two numbers below 1, e.g.  optim.betas=[0.9,0.95]")
+        report.add(
+            "optim.betas", cfg.optim.betas, "two numbers below 1, e.g.  optim.betas=[0.9,0.95]"
+        )
     if cfg.data.pad_to_multiple is not None and (cfg.data.packing != "none" or cfg.compile.enabled):
         compiled = "micro-batches of many lengths have compiled blocks compiled again and again.\nUse  compile=disabled"
         full = f"with data.packing={cfg.data.packing} rows are full.\nUse  data.packing=none"
@@ -79,7 +106,11 @@ def check_rules(cfg: Any, report: Report) -> None:
     if cfg.data.streaming:
         _check_streaming(cfg, report)
     if isinstance(cfg.data.validation, float) and not 0 < cfg.data.validation < 1:
-        report.add("data.validation", cfg.data.validation, "a share lies between 0 and 1, e.g.  data.validation=0.02 ; null: none")
+        report.add(
+            "data.validation",
+            cfg.data.validation,
+            "a share lies between 0 and 1, e.g.  data.validation=0.02 ; null: none",
+        )
     for key in ("data.path", "data.validation"):
         _check_entries(cfg, key, report)
     _check_validation_users(cfg, report)
@@ -87,14 +118,26 @@ def check_rules(cfg: Any, report: Report) -> None:
         why = "goes back to a checkpoint, and there is none before the end.\nUse  checkpoint.every=100  or  train.on_spike=skip"
         report.add("train.on_spike", "rewind", why)
     if cfg.checkpoint.export_dtype and not cfg.checkpoint.export_hf:
-        report.add("checkpoint.export_dtype", cfg.checkpoint.export_dtype, "only counts together with  checkpoint.export_hf=true")
+        report.add(
+            "checkpoint.export_dtype",
+            cfg.checkpoint.export_dtype,
+            "only counts together with  checkpoint.export_hf=true",
+        )
     known = {"data.fingerprint", *GROUPS, "batch", "loss", *flatten(TrainConfig)}
-    if closed := [name for name in cfg.launch.env if name.startswith(RUNS_CODE) or name in THE_LAUNCHERS]:
+    if closed := [
+        name for name in cfg.launch.env if name.startswith(RUNS_CODE) or name in THE_LAUNCHERS
+    ]:
         why = f"{', '.join(closed)}: decides what code a rank runs, or which rank it is. Set it in the shell instead"
         for name in closed:
-            report.add(key if (key := f"launch.env.{name}") in report.typed else "launch.env", cfg.launch.env, why)
+            report.add(
+                key if (key := f"launch.env.{name}") in report.typed else "launch.env",
+                cfg.launch.env,
+                why,
+            )
     if (where := cfg.launch.rendezvous) and not re.fullmatch(r".+:\d{1,5}", where):
-        report.add("launch.rendezvous", where, "is a host and a port, e.g.  launch.rendezvous=node0:29500")
+        report.add(
+            "launch.rendezvous", where, "is a host and a port, e.g.  launch.rendezvous=node0:29500"
+        )
     elif where and cfg.launch.nodes == 1:
         report.add("launch.rendezvous", where, "is for several nodes: how many?  launch.nodes=2")
     for name in cfg.checkpoint.allow_changes:
@@ -107,9 +150,17 @@ def check_rules(cfg: Any, report: Report) -> None:
             parse_steps(cfg.profile.steps)
         except ValueError as error:
             report.add("profile.steps", cfg.profile.steps, str(error))
-    for key in ("train.time_limit", "launch.timeout", "launch.data_timeout", "launch.stall", "logging.stragglers"):
+    for key in (
+        "train.time_limit",
+        "launch.timeout",
+        "launch.data_timeout",
+        "launch.stall",
+        "logging.stragglers",
+    ):
         _check_duration(key, _get(cfg, key), report)
-    if not any(key.startswith(("model.", "batch.seq_len")) for key in report.settled):  # what follows from a wrong key is not told
+    if not any(
+        key.startswith(("model.", "batch.seq_len")) for key in report.settled
+    ):  # what follows from a wrong key is not told
         report.problems += model_problems(cfg)
 
 
@@ -133,11 +184,18 @@ def _check_entries(cfg: TrainConfig, key: str, report: Report) -> None:
             if why:
                 report.add(key, listed, f"{name}: {show(value)}  {why}")
         if item.get("path") is None:
-            report.add(key, listed, f"{show(item)}  lacks a path, as in  {{path: chats.jsonl, weight: 0.7}}")
+            report.add(
+                key,
+                listed,
+                f"{show(item)}  lacks a path, as in  {{path: chats.jsonl, weight: 0.7}}",
+            )
     if key in report.settled:
         return
     found = entries(listed)
-    weights, repeats = [e for e in found if e.weight is not None], [e for e in found if e.repeat is not None]
+    weights, repeats = (
+        [e for e in found if e.weight is not None],
+        [e for e in found if e.repeat is not None],
+    )
     twice = [path for path, count in Counter(e.path for e in found).items() if count > 1]
     why = ""
     if (weights or repeats) and key == "data.validation":
@@ -164,10 +222,21 @@ def _check_validation_users(cfg: TrainConfig, report: Report) -> None:
     missing = [key for key in ("data.validation", "train.validate_every") if _get(cfg, key) is None]
     for key in ("checkpoint.best", "train.early_stop"):
         if (value := _get(cfg, key)) and missing:
-            shown = {"data.validation": "data.validation=0.02", "train.validate_every": "train.validate_every=100"}
-            report.add(key, value, f"goes by the validation loss: set  {'  '.join(shown[m] for m in missing)}")
+            shown = {
+                "data.validation": "data.validation=0.02",
+                "train.validate_every": "train.validate_every=100",
+            }
+            report.add(
+                key,
+                value,
+                f"goes by the validation loss: set  {'  '.join(shown[m] for m in missing)}",
+            )
     if cfg.train.early_stop_delta and not cfg.train.early_stop:
-        report.add("train.early_stop_delta", cfg.train.early_stop_delta, "only counts together with  train.early_stop=N")
+        report.add(
+            "train.early_stop_delta",
+            cfg.train.early_stop_delta,
+            "only counts together with  train.early_stop=N",
+        )
 
 
 def _check_streaming(cfg: TrainConfig, report: Report) -> None:
@@ -185,7 +254,11 @@ def _check_streaming(cfg: TrainConfig, report: Report) -> None:
         why = "weights and repeats need all lengths before training.\nUse  data.streaming=false  or paths without weight and repeat"
         report.add("data.path", cfg.data.path, why)
     if cfg.data.prefetch == 0:
-        report.add("data.prefetch", 0, "rows are made by a thread, ahead.\nUse  data.prefetch=1  or  data.streaming=false")
+        report.add(
+            "data.prefetch",
+            0,
+            "rows are made by a thread, ahead.\nUse  data.prefetch=1  or  data.streaming=false",
+        )
 
 
 def _check_recomputation(cfg: TrainConfig, report: Report) -> None:
@@ -194,7 +267,11 @@ def _check_recomputation(cfg: TrainConfig, report: Report) -> None:
     if asked.mode == "budget" and not cfg.compile.enabled:
         why = "the compiler decides what is computed again.\nUse  compile=enabled  or  activation_checkpoint=selective"
         report.add("activation_checkpoint.mode", "budget", why)
-    for name, modes in {"every": ("full", "selective"), "save": ("selective",), "budget": ("budget",)}.items():
+    for name, modes in {
+        "every": ("full", "selective"),
+        "save": ("selective",),
+        "budget": ("budget",),
+    }.items():
         if f"activation_checkpoint.{name}" in report.typed and asked.mode not in modes:
             why = f"only counts with  {'  or  '.join(f'activation_checkpoint={mode}' for mode in modes)}"
             report.add(f"activation_checkpoint.{name}", getattr(asked, name), why)
@@ -208,7 +285,11 @@ def _check_number_formats(cfg: TrainConfig, report: Report) -> None:
     if optim.implementation != "auto" and is_compact(optim, master):
         nearest_would_do = not is_compact(replace(optim, rounding="nearest"), master)
         why = f"torch has no AdamW with {moments_format(optim, master)} moments over {master} weights, nor stochastic rounding.\nUse  optim.implementation=auto"
-        report.add("optim.implementation", optim.implementation, why + ("  or  optim.rounding=nearest" if nearest_would_do else ""))
+        report.add(
+            "optim.implementation",
+            optim.implementation,
+            why + ("  or  optim.rounding=nearest" if nearest_would_do else ""),
+        )
     if "optim.rounding" in report.typed and not rounds(optim, master):
         why = "only counts where something is kept in bfloat16, as with  precision=pure_bf16  or  optim=adamw_bf16"
         report.add("optim.rounding", optim.rounding, why)
@@ -224,7 +305,11 @@ def _check_float8(cfg: TrainConfig, report: Report) -> None:
         why = "needs a GPU of compute capability 8.9 or higher, not launch.device=cpu.\nUse  precision=bf16"
         report.add("precision.float8", recipe, why)
     if cfg.precision.param_dtype != "bfloat16":
-        report.add("precision.float8", recipe, "is faster than bfloat16 only: use  precision.param_dtype=bfloat16")
+        report.add(
+            "precision.float8",
+            recipe,
+            "is faster than bfloat16 only: use  precision.param_dtype=bfloat16",
+        )
     if tokens % 16:
         why = f"float8 products need a multiple of 16 tokens, not {tokens:,} (seq_len × micro_rows).\nUse  batch.seq_len={-(-cfg.batch.seq_len // 16) * 16}"
         report.add("batch.seq_len", cfg.batch.seq_len, why)
@@ -257,9 +342,15 @@ def _check_communication(cfg: TrainConfig, report: Report) -> None:
             why = f"ddp gathers and scatters nothing.\nUse  sharding=fsdp  or  sharding.{name}={show(getattr(Sharding(), name))}"
             report.add(f"sharding.{name}", value, why)
         elif tuple(map(int, torch.split(".")[:2])) < needed:
-            report.add(f"sharding.{name}", value, f"needs torch {needed[0]}.{needed[1]}; installed is {torch}")
+            report.add(
+                f"sharding.{name}",
+                value,
+                f"needs torch {needed[0]}.{needed[1]}; installed is {torch}",
+            )
         elif name == "messages" and cfg.launch.device == "cpu":
-            report.add("sharding.messages", value, f"{NEEDS_NCCL}.\nUse  sharding.messages=ordinary")
+            report.add(
+                "sharding.messages", value, f"{NEEDS_NCCL}.\nUse  sharding.messages=ordinary"
+            )
     if sharding.messages == "symmetric" and sharding.reduce_scatter_buffers > 1:
         why = "symmetric messages share one buffer.\nUse  sharding.reduce_scatter_buffers=1  or  sharding.messages=registered"
         report.add("sharding.reduce_scatter_buffers", sharding.reduce_scatter_buffers, why)
@@ -275,7 +366,9 @@ def _check_compile(cfg: TrainConfig, report: Report) -> None:
         report.add("compile.mode", cfg.compile.mode, why)
     for name in ("mode", "cache"):
         if f"compile.{name}" in report.typed and not cfg.compile.enabled:
-            report.add(f"compile.{name}", getattr(cfg.compile, name), "only counts with  compile=enabled")
+            report.add(
+                f"compile.{name}", getattr(cfg.compile, name), "only counts with  compile=enabled"
+            )
 
 
 def _settle_length(train: Train, report: Report) -> None:
@@ -286,7 +379,11 @@ def _settle_length(train: Train, report: Report) -> None:
     if len(typed) == 1:
         setattr(train, "epochs" if typed == ["steps"] else "steps", None)
     else:
-        report.add("train.epochs", train.epochs, "train.steps and train.epochs are both set: keep one, as in  train.steps=null")
+        report.add(
+            "train.epochs",
+            train.epochs,
+            "train.steps and train.epochs are both set: keep one, as in  train.steps=null",
+        )
 
 
 def _check_duration(key: str, text: str | None, report: Report) -> None:
@@ -294,7 +391,11 @@ def _check_duration(key: str, text: str | None, report: Report) -> None:
         return
     try:
         if parse_duration(text) <= 0:
-            report.add(key, text, f"must be longer than nothing{'; null: no limit' if key == 'train.time_limit' else ''}")
+            report.add(
+                key,
+                text,
+                f"must be longer than nothing{'; null: no limit' if key == 'train.time_limit' else ''}",
+            )
     except ValueError as error:
         report.add(key, text, str(error))
 
@@ -312,7 +413,10 @@ def _expand_home(cfg: Any, key: str) -> None:
     if isinstance(value, str):
         setattr(owner, name, _home(value))
     elif isinstance(value, list):
-        expanded = [{**v, "path": _home(v.get("path"))} if isinstance(v, dict) and "path" in v else _home(v) for v in value]
+        expanded = [
+            {**v, "path": _home(v.get("path"))} if isinstance(v, dict) and "path" in v else _home(v)
+            for v in value
+        ]
         setattr(owner, name, expanded)
 
 

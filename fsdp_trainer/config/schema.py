@@ -11,10 +11,22 @@ from typing import Any, Literal
 
 
 def key(
-    default: Any, text: str, *, choices: tuple = (), minimum: float | None = None, above: float | None = None, maximum: float | None = None
+    default: Any,
+    text: str,
+    *,
+    choices: tuple = (),
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
 ) -> Any:
     """A documented key. `minimum` and `maximum` are inclusive, `above` is not; bounds and choices hold for every element of a list."""
-    metadata = {"text": text, "choices": choices, "minimum": minimum, "above": above, "maximum": maximum}
+    metadata = {
+        "text": text,
+        "choices": choices,
+        "minimum": minimum,
+        "above": above,
+        "maximum": maximum,
+    }
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -35,7 +47,9 @@ class Run:
 
     name: str | None = key(None, "the run lives in root/name; null: the recipe's name, else `run`")
     root: str = key("runs", "folder that holds the runs")
-    seed: int = key(0, "the only source of randomness: weights at the start, data order, sampling", minimum=0)
+    seed: int = key(
+        0, "the only source of randomness: weights at the start, data order, sampling", minimum=0
+    )
     overwrite: bool = key(False, "with checkpoint.resume=never: delete what a used folder holds")
 
 
@@ -45,7 +59,9 @@ class Batch:
 
     seq_len: int = key(1024, "tokens in a packed row", minimum=16)
     rows: int = key(32, "rows per optimizer step, over the whole world", minimum=1)
-    micro_rows: int = key(1, "rows per rank and forward; the rest of a step is gradient accumulation", minimum=1)
+    micro_rows: int = key(
+        1, "rows per rank and forward; the rest of a step is gradient accumulation", minimum=1
+    )
 
 
 @dataclass
@@ -54,35 +70,69 @@ class Train:
 
     steps: int | None = key(None, "optimizer steps in all; null: train.epochs decides", minimum=0)
     epochs: int | None = key(
-        None, "passes over the data, the last partial step included; null: train.steps decides (both null: 1 epoch)", minimum=1
+        None,
+        "passes over the data, the last partial step included; null: train.steps decides (both null: 1 epoch)",
+        minimum=1,
     )
-    validate_every: int | None = key(None, "optimizer steps between validations, and between samples; null: only at the end", minimum=1)
-    sample_prompts: list[str] = key([], "what to ask the model at each validation; its answers go to samples.jsonl")
-    sample_tokens: int = key(64, "longest answer to them, in tokens; each gathers the sharded weights once", minimum=1)
-    sample_raw: bool = key(False, "continue sample_prompts as plain text, without the chat template")
+    validate_every: int | None = key(
+        None,
+        "optimizer steps between validations, and between samples; null: only at the end",
+        minimum=1,
+    )
+    sample_prompts: list[str] = key(
+        [], "what to ask the model at each validation; its answers go to samples.jsonl"
+    )
+    sample_tokens: int = key(
+        64, "longest answer to them, in tokens; each gathers the sharded weights once", minimum=1
+    )
+    sample_raw: bool = key(
+        False, "continue sample_prompts as plain text, without the chat template"
+    )
     time_limit: str | None = key(
         None,
         "commit a checkpoint and exit 75 within this long, as far as the longest step and save so far tell: `90s`, `30m`, `1h30m` or plain seconds; null: no limit",
     )
     early_stop: int | None = key(
-        None, "end after this many validations in a row without a lower loss, with exit code 0; null: train to the end", minimum=1
+        None,
+        "end after this many validations in a row without a lower loss, with exit code 0; null: train to the end",
+        minimum=1,
     )
-    early_stop_delta: float = key(0.0, "how much lower a validation loss must be to count for train.early_stop", minimum=0)
+    early_stop_delta: float = key(
+        0.0, "how much lower a validation loss must be to count for train.early_stop", minimum=0
+    )
     gc_every: int | None = key(
         100,
         "optimizer steps between Python's garbage collections, so that all ranks pause in the same step; null: whenever Python likes",
         minimum=1,
     )
-    max_skipped: int = key(10, "steps skipped in a row for a non-finite loss or gradient before the run stops with exit code 1", minimum=1)
+    max_skipped: int = key(
+        10,
+        "steps skipped in a row for a non-finite loss or gradient before the run stops with exit code 1",
+        minimum=1,
+    )
     on_spike: str = key(
         "warn",
         "what a loss or gradient norm far above the steps before leads to: `warn`; `skip`: no update in that step; `rewind`: back to the checkpoint before, and on past these rows",
         choices=("ignore", "warn", "skip", "rewind"),
     )
-    spike_score: float = key(10.0, "how far above the median that is, in robust standard deviations (median absolute deviation)", above=0)
-    spike_window: int = key(128, "steps before that a step is judged by; nothing is judged until half of them have been", minimum=4)
-    rewind_margin: int = key(1, "on_spike=rewind: steps before and after the spike's whose rows are left out too; PaLM: 100", minimum=0)
-    max_rewinds: int = key(5, "on_spike=rewind: spikes beyond these many stop the run with exit code 1", minimum=1)
+    spike_score: float = key(
+        10.0,
+        "how far above the median that is, in robust standard deviations (median absolute deviation)",
+        above=0,
+    )
+    spike_window: int = key(
+        128,
+        "steps before that a step is judged by; nothing is judged until half of them have been",
+        minimum=4,
+    )
+    rewind_margin: int = key(
+        1,
+        "on_spike=rewind: steps before and after the spike's whose rows are left out too; PaLM: 100",
+        minimum=0,
+    )
+    max_rewinds: int = key(
+        5, "on_spike=rewind: spikes beyond these many stop the run with exit code 1", minimum=1
+    )
     check_every: int | None = key(
         None,
         "look for silent data corruption every so many steps: compute a micro-batch twice, compare replicas bit by bit, also before a checkpoint; null: never",
@@ -94,8 +144,14 @@ class Train:
 class Loss:
     """What is minimised: cross-entropy, and what may be added. `loss` in metrics.jsonl stays the plain negative log-likelihood."""
 
-    label_smoothing: float = key(0.0, "share of each target that is spread evenly over the vocabulary", minimum=0, maximum=1)
-    z_loss: float = key(0.0, "weight of logsumexp² of each token's logits, which keeps them from drifting; PaLM: 1e-4", minimum=0)
+    label_smoothing: float = key(
+        0.0, "share of each target that is spread evenly over the vocabulary", minimum=0, maximum=1
+    )
+    z_loss: float = key(
+        0.0,
+        "weight of logsumexp² of each token's logits, which keeps them from drifting; PaLM: 1e-4",
+        minimum=0,
+    )
     chunk_mib: int | None = key(
         None,
         "MiB of float32 logits that exist at once; few make small matrix products; null: those of 256 tokens on a CPU, of 2048 on a GPU",
@@ -108,9 +164,12 @@ class Profile:
     """Where time and memory go, for a few steps: a table of their phases, and traces for Perfetto or chrome://tracing, in the run's profile/ folder."""
 
     steps: str | None = key(
-        None, "which optimizer steps, both included: `10..12`, or one; the first ones are slower than the rest; null: none"
+        None,
+        "which optimizer steps, both included: `10..12`, or one; the first ones are slower than the rest; null: none",
     )
-    ranks: list[int] | None = key(None, "which ranks write one; null: those of the first node, 8 at most", minimum=0)
+    ranks: list[int] | None = key(
+        None, "which ranks write one; null: those of the first node, 8 at most", minimum=0
+    )
     memory: bool = key(
         False,
         "on a GPU also a snapshot of every allocation, for pytorch.org/memory_viz; without steps: of the whole run, written where it runs out of memory",
@@ -121,8 +180,14 @@ class Profile:
 class Model:
     """The architecture, and where its weights come from. Keys left null come from init_from's config.json, else from the tiny model."""
 
-    name: str = key("auto", "label of the named size; `auto`: the architecture of init_from, without one the tiny model's")
-    init_from: str | None = key(None, "weights at the start: a Hugging Face folder or hub id, a run or a checkpoint; null: random")
+    name: str = key(
+        "auto",
+        "label of the named size; `auto`: the architecture of init_from, without one the tiny model's",
+    )
+    init_from: str | None = key(
+        None,
+        "weights at the start: a Hugging Face folder or hub id, a run or a checkpoint; null: random",
+    )
     family: str | None = key(
         None,
         "which family of config.json this is",
@@ -142,25 +207,43 @@ class Model:
     intermediate_size: int | None = key(None, "width of the feed-forward layer", minimum=1)
     num_hidden_layers: int | None = key(None, "decoder blocks", minimum=1)
     num_attention_heads: int | None = key(None, "query heads", minimum=1)
-    num_key_value_heads: int | None = key(None, "key and value heads; fewer than query heads is grouped-query attention", minimum=1)
-    head_dim: int | None = key(None, "channels per head; null: hidden_size / num_attention_heads", minimum=2)
-    max_position_embeddings: int | None = key(None, "longest context in tokens; batch.seq_len may not exceed it", minimum=1)
+    num_key_value_heads: int | None = key(
+        None, "key and value heads; fewer than query heads is grouped-query attention", minimum=1
+    )
+    head_dim: int | None = key(
+        None, "channels per head; null: hidden_size / num_attention_heads", minimum=2
+    )
+    max_position_embeddings: int | None = key(
+        None, "longest context in tokens; batch.seq_len may not exceed it", minimum=1
+    )
     rope_theta: float | None = key(None, "base of the rotary position embedding", above=0)
     rope_scaling: dict[str, Any] | None = key(
         None,
         "longer context: {rope_type: llama3, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings}, {rope_type: yarn, factor, original_max_position_embeddings}, linear or longrope",
     )
-    rope_local_theta: float | None = key(None, "gemma3_text: base of the rotary embedding in blocks with a window", above=0)
-    partial_rotary_factor: float | None = key(None, "share of each head's channels that is rotated; null: all", above=0, maximum=1)
+    rope_local_theta: float | None = key(
+        None, "gemma3_text: base of the rotary embedding in blocks with a window", above=0
+    )
+    partial_rotary_factor: float | None = key(
+        None, "share of each head's channels that is rotated; null: all", above=0, maximum=1
+    )
     rms_norm_eps: float | None = key(None, "added to the mean square under the root", above=0)
     tie_word_embeddings: bool | None = key(None, "embedding and output head share one matrix")
-    attention_bias: bool | None = key(None, "query, key, value and output projections have a bias; qwen2's first three always do")
+    attention_bias: bool | None = key(
+        None, "query, key, value and output projections have a bias; qwen2's first three always do"
+    )
     mlp_bias: bool | None = key(None, "llama: feed-forward projections have a bias")
     sliding_window: int | None = key(
-        None, "tokens that a token sees, itself included, in the blocks of a family with windows; null: all before it", minimum=1
+        None,
+        "tokens that a token sees, itself included, in the blocks of a family with windows; null: all before it",
+        minimum=1,
     )
-    query_pre_attn_scalar: float | None = key(None, "gemma: attention scores are divided by its root; null: head_dim", above=0)
-    attn_logit_softcapping: float | None = key(None, "gemma2: soft limit on attention scores", above=0)
+    query_pre_attn_scalar: float | None = key(
+        None, "gemma: attention scores are divided by its root; null: head_dim", above=0
+    )
+    attn_logit_softcapping: float | None = key(
+        None, "gemma2: soft limit on attention scores", above=0
+    )
     final_logit_softcapping: float | None = key(None, "gemma2: soft limit on logits", above=0)
     initializer_range: float | None = key(None, "standard deviation of random weights", above=0)
     initializer: str = key(
@@ -193,7 +276,10 @@ class Data:
         "how rows are read; `auto` finds it out and says so",
         choices=FORMATS,
     )
-    fields: dict[str, Any] | None = key(None, "which columns mean what, e.g. {prompt: question, completion: answer}; null: found out")
+    fields: dict[str, Any] | None = key(
+        None,
+        "which columns mean what, e.g. {prompt: question, completion: answer}; null: found out",
+    )
     template: str | None = key(
         None,
         "chat template: chatml, gemma, llama2, llama3, mistral, olmo2, phi3, phi4, qwen3, plain, or a .jinja file; null: the tokenizer's own, else plain",
@@ -208,7 +294,11 @@ class Data:
         "samples longer than batch.seq_len: leave out, cut at the end, or split into pieces, no token lost (text)",
         choices=("drop", "truncate", "split"),
     )
-    on_error: str = key("fail", "a row that cannot be read: stop and name it, or leave it out and count it", choices=("fail", "skip"))
+    on_error: str = key(
+        "fail",
+        "a row that cannot be read: stop and name it, or leave it out and count it",
+        choices=("fail", "skip"),
+    )
     packing: str = key(
         "best_fit",
         "fill rows with whole samples that never see each other; `none`: one sample a row, padded; `stream`: texts one after another, cut where a row ends",
@@ -221,9 +311,12 @@ class Data:
     )
     shuffle: bool = key(True, "a new order every epoch, from run.seed")
     validation: float | str | list[str | dict[str, Any]] | None = key(
-        None, "a path like data.path, or a share of the samples such as 0.02, chosen by their content; null: none"
+        None,
+        "a path like data.path, or a share of the samples such as 0.02, chosen by their content; null: none",
     )
-    cache: str | None = key(None, "folder for tokenised data, shared by all ranks and runs; null: run.root/.data")
+    cache: str | None = key(
+        None, "folder for tokenised data, shared by all ranks and runs; null: run.root/.data"
+    )
     streaming: bool = key(
         False,
         "for data too large to store: rows are tokenised and packed while training reads them, nothing is kept; needs train.steps",
@@ -245,7 +338,8 @@ class Tokenizer:
     """Text to tokens."""
 
     path: str | None = key(
-        None, "a SentencePiece .model, a tokenizer.json, or a folder with either; `demo:bytes` is made on the spot; null: model.init_from's"
+        None,
+        "a SentencePiece .model, a tokenizer.json, or a folder with either; `demo:bytes` is made on the spot; null: model.init_from's",
     )
     add_tokens: list[str] = key(
         [],
@@ -264,10 +358,15 @@ class Sharding:
     )
     replicas: int = key(1, "hsdp: how many groups; must divide the number of ranks", minimum=1)
     reshard_after_forward: bool | Literal["auto"] = key(
-        "auto", "free a unit's gathered parameters after forward and gather again in backward; `auto`: true"
+        "auto",
+        "free a unit's gathered parameters after forward and gather again in backward; `auto`: true",
     )
-    blocks_per_unit: int = key(1, "decoder blocks gathered together: larger messages, more memory", minimum=1)
-    prefetch: int = key(1, "units gathered ahead of the one that computes; 0: FSDP2's own order", minimum=0)
+    blocks_per_unit: int = key(
+        1, "decoder blocks gathered together: larger messages, more memory", minimum=1
+    )
+    prefetch: int = key(
+        1, "units gathered ahead of the one that computes; 0: FSDP2's own order", minimum=0
+    )
     cpu_offload: bool = key(False, "keep parameters, gradients and optimizer state in host memory")
     accumulate: str = key(
         "sharded",
@@ -280,10 +379,13 @@ class Sharding:
         choices=("ordinary", "registered", "symmetric"),
     )
     separate_reduce_scatter: bool = key(
-        False, "reduce gradients over a process group of their own, so that backward's all-gathers need not wait for them (torch 2.13)"
+        False,
+        "reduce gradients over a process group of their own, so that backward's all-gathers need not wait for them (torch 2.13)",
     )
     reduce_scatter_buffers: int = key(
-        1, "gradient messages on their way at a time; 2 lets backward go on while one is late, and holds one more (torch 2.13)", minimum=1
+        1,
+        "gradient messages on their way at a time; 2 lets backward go on while one is late, and holds one more (torch 2.13)",
+        minimum=1,
     )
 
 
@@ -303,7 +405,10 @@ class ActivationCheckpoint:
         choices=("attention", "matmul", "second_matmul"),
     )
     budget: float = key(
-        0.5, "budget: share of the activations that a compiled block keeps; 0 is like full, 1 like none", minimum=0, maximum=1
+        0.5,
+        "budget: share of the activations that a compiled block keeps; 0 is like full, 1 like none",
+        minimum=0,
+        maximum=1,
     )
 
 
@@ -311,9 +416,15 @@ class ActivationCheckpoint:
 class Precision:
     """Number formats of compute, reduction and the stored weights."""
 
-    param_dtype: str = key("bfloat16", "forward and backward, and the all-gather", choices=("bfloat16", "float32"))
-    reduce_dtype: str = key("float32", "the gradients' reduce-scatter", choices=("float32", "bfloat16"))
-    master_dtype: str = key("float32", "sharded weights, gradients and optimizer state", choices=("float32", "bfloat16"))
+    param_dtype: str = key(
+        "bfloat16", "forward and backward, and the all-gather", choices=("bfloat16", "float32")
+    )
+    reduce_dtype: str = key(
+        "float32", "the gradients' reduce-scatter", choices=("float32", "bfloat16")
+    )
+    master_dtype: str = key(
+        "float32", "sharded weights, gradients and optimizer state", choices=("float32", "bfloat16")
+    )
     float8: str | None = key(
         None,
         "matrix products of large linear layers in float8 on GPUs that can (extra: ao): one scale for a matrix, or for each row; the last computes weight gradients in bfloat16; null: none",
@@ -326,7 +437,8 @@ class Compile:
     """torch.compile, block by block."""
 
     enabled: bool = key(
-        False, "compile each decoder block; without a C++ compiler (CPU) or Triton and a C compiler (GPU) the run says so and goes on"
+        False,
+        "compile each decoder block; without a C++ compiler (CPU) or Triton and a C compiler (GPU) the run says so and goes on",
     )
     mode: str = key(
         "default",
@@ -334,7 +446,8 @@ class Compile:
         choices=("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"),
     )
     cache: str | None = key(
-        None, "folder for what was compiled, shared by ranks, restarts and runs; null: TORCHINDUCTOR_CACHE_DIR, else run.root/.compile"
+        None,
+        "folder for what was compiled, shared by ranks, restarts and runs; null: TORCHINDUCTOR_CACHE_DIR, else run.root/.compile",
     )
 
 
@@ -360,50 +473,77 @@ class Optim:
     )
     lr: float = key(1e-5, "peak learning rate", minimum=0)
     weight_decay: float = key(0.0, "decoupled weight decay", minimum=0)
-    betas: list[float] = key([0.9, 0.95], "decay of the running mean and mean square", minimum=0, maximum=1)
+    betas: list[float] = key(
+        [0.9, 0.95], "decay of the running mean and mean square", minimum=0, maximum=1
+    )
     eps: float = key(1e-8, "added to the root of the mean square", above=0)
     lr_scaling: str | None = key(
         None,
         "scale lr with the batch: by (batch.rows × batch.seq_len / lr_batch_tokens), its root (the usual rule for Adam), or not (null)",
         choices=("sqrt", "linear"),
     )
-    lr_batch_tokens: int | None = key(None, "the batch, in tokens of a step, at which lr holds as it is written", minimum=1)
+    lr_batch_tokens: int | None = key(
+        None, "the batch, in tokens of a step, at which lr holds as it is written", minimum=1
+    )
     grad_clip: float | None = key(1.0, "largest global gradient norm; null: off", above=0)
-    grad_clip_value: float | None = key(None, "largest absolute value of a gradient's element, applied before the norm; null: off", above=0)
+    grad_clip_value: float | None = key(
+        None,
+        "largest absolute value of a gradient's element, applied before the norm; null: off",
+        above=0,
+    )
 
 
 @dataclass
 class Schedule:
     """The learning rate over the run, as a share of optim.lr."""
 
-    name: str = key("cosine", "shape after the warm-up", choices=("constant", "linear", "cosine", "wsd"))
+    name: str = key(
+        "cosine", "shape after the warm-up", choices=("constant", "linear", "cosine", "wsd")
+    )
     warmup_steps: int = key(0, "linear rise from 0", minimum=0)
-    min_ratio: float = key(0.0, "share of optim.lr that linear, cosine and wsd end at", minimum=0, maximum=1)
-    decay_share: float = key(0.2, "wsd: share of the run that the final decay takes", minimum=0, maximum=1)
+    min_ratio: float = key(
+        0.0, "share of optim.lr that linear, cosine and wsd end at", minimum=0, maximum=1
+    )
+    decay_share: float = key(
+        0.2, "wsd: share of the run that the final decay takes", minimum=0, maximum=1
+    )
 
 
 @dataclass
 class Checkpoint:
     """Committed by rename; MANIFEST.json holds the size and checksum of every file."""
 
-    every: int | None = key(500, "optimizer steps between checkpoints; one is always written at the end; null: only then", minimum=1)
+    every: int | None = key(
+        500,
+        "optimizer steps between checkpoints; one is always written at the end; null: only then",
+        minimum=1,
+    )
     keep: int = key(2, "how many committed checkpoints stay; older ones are deleted", minimum=1)
     best: bool = key(
-        False, "also save at every new lowest validation loss, and keep that checkpoint beside the newest; checkpoints/best names it"
+        False,
+        "also save at every new lowest validation loss, and keep that checkpoint beside the newest; checkpoints/best names it",
     )
     mode: str = key(
         "sync",
         "`sync`: training waits for the write; `async`: only for a copy in host memory, which a thread writes",
         choices=("sync", "async"),
     )
-    export_hf: bool = key(False, "also write the run's hf/ folder at the end: the newest checkpoint, or with checkpoint.best the best one")
+    export_hf: bool = key(
+        False,
+        "also write the run's hf/ folder at the end: the newest checkpoint, or with checkpoint.best the best one",
+    )
     export_dtype: str | None = key(
         None,
         "number format of that export; null: as the weights were imported, else precision.param_dtype",
         choices=("float32", "bfloat16", "float16"),
     )
-    resume: str = key("auto", "`auto`: go on from the newest good checkpoint if what is trained is the same; `never`; or a path")
-    allow_changes: list[str] = key([], "keys that may differ from the checkpoint's, e.g. [optim.lr]")
+    resume: str = key(
+        "auto",
+        "`auto`: go on from the newest good checkpoint if what is trained is the same; `never`; or a path",
+    )
+    allow_changes: list[str] = key(
+        [], "keys that may differ from the checkpoint's, e.g. [optim.lr]"
+    )
 
 
 @dataclass
@@ -411,13 +551,22 @@ class Logging:
     """What is written down while training."""
 
     every: int | None = key(
-        None, "optimizer steps between writes; each step has its own line all the same; null: 1 on CPU, 10 on GPU", minimum=1
+        None,
+        "optimizer steps between writes; each step has its own line all the same; null: 1 on CPU, 10 on GPU",
+        minimum=1,
     )
-    wandb: str = key("disabled", "Weights & Biases; a restarted run goes on in the same one", choices=("online", "offline", "disabled"))
+    wandb: str = key(
+        "disabled",
+        "Weights & Biases; a restarted run goes on in the same one",
+        choices=("online", "offline", "disabled"),
+    )
     project: str = key("fsdp_trainer", "Weights & Biases project")
-    tensorboard: bool = key(False, "write TensorBoard events to the run folder (extra: tensorboard)")
+    tensorboard: bool = key(
+        False, "write TensorBoard events to the run folder (extra: tensorboard)"
+    )
     stragglers: str | None = key(
-        "60s", "how often to compare what ranks do outside collectives, and name one that the others wait for; null: never"
+        "60s",
+        "how often to compare what ranks do outside collectives, and name one that the others wait for; null: never",
     )
 
 
@@ -425,24 +574,42 @@ class Logging:
 class Launch:
     """How ranks start and wait. Under torchrun, or in an srun step of several tasks, their number is the launcher's."""
 
-    nproc_per_node: int | Literal["auto"] = key("auto", "ranks to start when no launcher did; `auto`: every visible GPU, else 1", minimum=1)
-    nodes: int = key(1, "how many nodes are given the same command; each starts its own ranks. Slurm says so itself", minimum=1)
-    rendezvous: str | None = key(None, "where they meet: `HOST:PORT` of one of them, the same on all")
-    device: str = key("auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda"))
-    timeout: str = key("30m", "longest wait in a collective, and for all nodes to come, before the run is given up")
-    slurm_time_limit: bool = key(True, "in a Slurm job, stop as with train.time_limit before the job is over")
+    nproc_per_node: int | Literal["auto"] = key(
+        "auto", "ranks to start when no launcher did; `auto`: every visible GPU, else 1", minimum=1
+    )
+    nodes: int = key(
+        1,
+        "how many nodes are given the same command; each starts its own ranks. Slurm says so itself",
+        minimum=1,
+    )
+    rendezvous: str | None = key(
+        None, "where they meet: `HOST:PORT` of one of them, the same on all"
+    )
+    device: str = key(
+        "auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda")
+    )
+    timeout: str = key(
+        "30m", "longest wait in a collective, and for all nodes to come, before the run is given up"
+    )
+    slurm_time_limit: bool = key(
+        True, "in a Slurm job, stop as with train.time_limit before the job is over"
+    )
     data_timeout: str = key(
         "24h",
         "longest silence in which the other ranks wait for data preparation and downloads, where tokenising gives signs of life, and for the files of a stream",
     )
     watchdog: bool = key(
-        True, "a process on each node finds ranks that died, were stopped or do not go on, keeps their stacks and kills them"
+        True,
+        "a process on each node finds ranks that died, were stopped or do not go on, keeps their stacks and kills them",
     )
     stall: str = key(
         "10s",
         "how long no rank of a node may get on before the one that holds them up is killed; never less than 5 times the phase's median",
     )
-    env: dict[str, str] = key({}, "environment variables of the ranks; what the environment sets already stays, e.g. {NCCL_DEBUG: INFO}")
+    env: dict[str, str] = key(
+        {},
+        "environment variables of the ranks; what the environment sets already stays, e.g. {NCCL_DEBUG: INFO}",
+    )
 
 
 @dataclass

@@ -52,12 +52,19 @@ class SweepLine:
         parsed = self._parse(words)
         how = [o for o in parsed if o.key_or_group == "sweep" or o.key_or_group.startswith("hydra")]
         self.settings = [
-            (o, str(o.input_line).lstrip("+") if o.key_or_group != "recipe" else str(o.input_line)) for o in parsed if o not in how
+            (o, str(o.input_line).lstrip("+") if o.key_or_group != "recipe" else str(o.input_line))
+            for o in parsed
+            if o not in how
         ]
         self.swept = {o.key_or_group: word for o, word in self.settings if o.is_sweep_override()}
         self._refuse_wrong_sweeps([str(o.input_line) for o in how])
         root, name = self._set_up([str(o.input_line) for o in how])
-        recipes = [r for o, _ in self.settings if o.key_or_group == "recipe" and not o.is_sweep_override() for r in _listed(o.value())]
+        recipes = [
+            r
+            for o, _ in self.settings
+            if o.key_or_group == "recipe" and not o.is_sweep_override()
+            for r in _listed(o.value())
+        ]
         self.root = Path(root).expanduser()
         self.name = str(name or (recipes[-1].split("/")[-1] if recipes else "sweep"))
 
@@ -67,7 +74,9 @@ class SweepLine:
         try:
             self._hydras.sweep([word for _, word in self.settings])
         except (HydraException, OmegaConfBaseException) as error:
-            raise UserError("the sweep cannot be set up", [Problem("composing", told_by_hydra(error))]) from None
+            raise UserError(
+                "the sweep cannot be set up", [Problem("composing", told_by_hydra(error))]
+            ) from None
         finally:
             self._nowhere.cleanup()
 
@@ -80,29 +89,49 @@ class SweepLine:
             try:
                 found.append(parser.parse_override(word))
             except HydraException:
-                problems.append(Problem(word, why_unparsable(word, parser, flatten(PRIMARY["train"]), self.groups)))
+                problems.append(
+                    Problem(
+                        word, why_unparsable(word, parser, flatten(PRIMARY["train"]), self.groups)
+                    )
+                )
         if problems:
             raise UserError("the command line cannot be read", problems)
         return found
 
     def _refuse_wrong_sweeps(self, how: list[str]) -> None:
-        report = Report({}, read_overrides(how, flatten(PRIMARY["train"]), self.groups, sweeping=True).problems, set())
-        report.problems += [Problem(word, ONE_PLACE) for key, word in self.swept.items() if key in PLACE]
+        report = Report(
+            {},
+            read_overrides(how, flatten(PRIMARY["train"]), self.groups, sweeping=True).problems,
+            set(),
+        )
+        report.problems += [
+            Problem(word, ONE_PLACE) for key, word in self.swept.items() if key in PLACE
+        ]
         for word in how:
             key, _, launcher = word.lstrip("+").partition("=")
             if key == "hydra/launcher" and launcher not in LAUNCHERS:
                 there = "  ".join(f"hydra/launcher={name}" for name in LAUNCHERS)
-                report.problems.append(Problem(word, f"would not start the ranks of a job. There is:  {there}"))
+                report.problems.append(
+                    Problem(word, f"would not start the ranks of a job. There is:  {there}")
+                )
         report.close()
 
     def _set_up(self, how: list[str]) -> tuple[str, str | None]:
         """Read how it is swept. Returns run.root and run.name of the configuration that all jobs start from."""
         fixed = [word for o, word in self.settings if not o.is_sweep_override()]
-        line = read_overrides([*fixed, *how], flatten(PRIMARY["train"]), self.groups, sweeping=True)  # each job tells its problems itself
+        line = read_overrides(
+            [*fixed, *how], flatten(PRIMARY["train"]), self.groups, sweeping=True
+        )  # each job tells its problems itself
         report = Report(line.typed, [], set())
-        self._nowhere = tempfile.TemporaryDirectory(prefix="fsdp_trainer-")  # for the file that Hydra's sweepers leave
-        launcher = [] if any("hydra/launcher=" in word for word in how) else ["hydra/launcher=local"]
-        with hydra([*line.hydra, *launcher, f"hydra.sweep.dir={self._nowhere.name}"], self.config_dir) as given:
+        self._nowhere = tempfile.TemporaryDirectory(
+            prefix="fsdp_trainer-"
+        )  # for the file that Hydra's sweepers leave
+        launcher = (
+            [] if any("hydra/launcher=" in word for word in how) else ["hydra/launcher=local"]
+        )
+        with hydra(
+            [*line.hydra, *launcher, f"hydra.sweep.dir={self._nowhere.name}"], self.config_dir
+        ) as given:
             check_files("train", given, self.config_dir, report)
             report.close()
             whole = GlobalHydra.instance().hydra
@@ -111,14 +140,21 @@ class SweepLine:
             self._check_composed(cfg.hydra, report)
             if self.sweeper not in SWEEPERS:
                 context = HydraContext(config_loader=whole.config_loader, callbacks=Callbacks())
-                self._hydras = Plugins.instance().instantiate_sweeper(hydra_context=context, task_function=self._launch, config=cfg)
+                self._hydras = Plugins.instance().instantiate_sweeper(
+                    hydra_context=context, task_function=self._launch, config=cfg
+                )
                 self._hydras.validate_batch_is_legal = lambda batch: None  # type: ignore[method-assign]  # one bad value must not stop the others
             return cfg.run.root, cfg.run.name
 
     def _check_composed(self, settings: Any, report: Report) -> None:
         """Refuse what only shows once Hydra's settings are composed. Before objects are made of them: that runs code."""
-        self.launcher, self.sweeper = (settings.runtime.choices[f"hydra/{name}"] for name in ("launcher", "sweeper"))
-        plain: dict[str, Any] = {name: OmegaConf.to_container(settings[name], resolve=True) for name in ("launcher", "sweeper")}
+        self.launcher, self.sweeper = (
+            settings.runtime.choices[f"hydra/{name}"] for name in ("launcher", "sweeper")
+        )
+        plain: dict[str, Any] = {
+            name: OmegaConf.to_container(settings[name], resolve=True)
+            for name in ("launcher", "sweeper")
+        }
         for name, node in plain.items():
             if any(map(has_target, node.values())):
                 why = "a configuration cannot run code: _target_ is refused below  hydra.launcher  and  hydra.sweeper"
@@ -135,15 +171,31 @@ class SweepLine:
                     "is no key of Hydra's own sweeper. To search, add  hydra/sweeper=optuna",
                 )
             report.problems += [
-                Problem(word, f"{ENDLESS}\nhydra/sweeper=optuna  chooses from it") for o, word in self.settings if o.is_interval_sweep()
+                Problem(word, f"{ENDLESS}\nhydra/sweeper=optuna  chooses from it")
+                for o, word in self.settings
+                if o.is_interval_sweep()
             ]
         if self.sweeper == "optuna" and not find_spec("optuna"):
-            report.problems.append(Problem("hydra/sweeper=optuna", "optuna is not installed:  pip install 'fsdp_trainer[optuna]'"))
+            report.problems.append(
+                Problem(
+                    "hydra/sweeper=optuna",
+                    "optuna is not installed:  pip install 'fsdp_trainer[optuna]'",
+                )
+            )
         if self.launcher == "slurm" and not find_spec("submitit"):
-            report.problems.append(Problem("hydra/launcher=slurm", "submitit is not installed:  pip install 'fsdp_trainer[slurm]'"))
-        self.launcher_settings = _read_settings(LAUNCHERS[self.launcher], plain["launcher"], "hydra.launcher.", report)
+            report.problems.append(
+                Problem(
+                    "hydra/launcher=slurm",
+                    "submitit is not installed:  pip install 'fsdp_trainer[slurm]'",
+                )
+            )
+        self.launcher_settings = _read_settings(
+            LAUNCHERS[self.launcher], plain["launcher"], "hydra.launcher.", report
+        )
         if self.sweeper in SWEEPERS:
-            self.sweeper_settings = _read_settings(SWEEPERS[self.sweeper], plain["sweeper"], "hydra.sweeper.", report)
+            self.sweeper_settings = _read_settings(
+                SWEEPERS[self.sweeper], plain["sweeper"], "hydra.sweeper.", report
+            )
         report.close()
 
     @property
@@ -154,22 +206,36 @@ class SweepLine:
     @property
     def best(self) -> str:
         """Which objective is."""
-        return "highest" if self.sweeper in SWEEPERS and self.sweeper_settings.direction == "maximize" else "lowest"
+        return (
+            "highest"
+            if self.sweeper in SWEEPERS and self.sweeper_settings.direction == "maximize"
+            else "lowest"
+        )
 
     def space(self) -> Space:
         """For sweepers of ours. Raises UserError if nothing varies, or values cannot be read."""
         of_files = [f"{key}={show(value)}" for key, value in self.params.items()]
-        by_key = {o.get_key_element(): o for o in self._parse([*of_files, *(word for _, word in self.settings)])}
+        by_key = {
+            o.get_key_element(): o
+            for o in self._parse([*of_files, *(word for _, word in self.settings)])
+        }
         varied = {key: o for key, o in by_key.items() if o.is_sweep_override()}
         if not varied:
-            why = (
-                "nothing varies. Write a key with values to choose from, as  'optim.lr=tag(log,interval(1e-6,1e-4))'  or  batch.rows=16,32"
+            why = "nothing varies. Write a key with values to choose from, as  'optim.lr=tag(log,interval(1e-6,1e-4))'  or  batch.rows=16,32"
+            raise UserError(
+                "the sweep cannot be set up", [Problem(f"hydra/sweeper={self.sweeper}", why)]
             )
-            raise UserError("the sweep cannot be set up", [Problem(f"hydra/sweeper={self.sweeper}", why)])
         self.swept |= {o.key_or_group: str(o.input_line) for o in varied.values()}
         keys = flatten(PRIMARY["train"])
-        whole = {key: o.key_or_group in keys and keys[o.key_or_group].type in (int, int | None) for key, o in varied.items()}
-        fixed = [f"{key}={o.get_value_element_as_str()}" for key, o in by_key.items() if key not in varied]
+        whole = {
+            key: o.key_or_group in keys and keys[o.key_or_group].type in (int, int | None)
+            for key, o in varied.items()
+        }
+        fixed = [
+            f"{key}={o.get_value_element_as_str()}"
+            for key, o in by_key.items()
+            if key not in varied
+        ]
         return Space(fixed, varied, whole)
 
 

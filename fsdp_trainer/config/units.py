@@ -12,7 +12,9 @@ def parse_duration(text: str) -> float:
         return float(text)
     if not re.fullmatch(r"(\d+(\.\d+)?[dhms])+", text):
         raise ValueError(f"{text!r} is not a duration: write 90s, 30m, 1h30m, 2d or plain seconds")
-    return sum(float(number) * SECONDS[unit] for number, unit in re.findall(r"([\d.]+)([dhms])", text))
+    return sum(
+        float(number) * SECONDS[unit] for number, unit in re.findall(r"([\d.]+)([dhms])", text)
+    )
 
 
 def parse_steps(text: str) -> tuple[int, int]:
@@ -20,5 +22,7 @@ def parse_steps(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)(?:(?:-|\.\.)(\d+))?", text.strip())
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= first <= last:
-        raise ValueError(f"{text!r} is neither a step nor a range of steps: write 10 or 10..12; the first step is 1")
+        raise ValueError(
+            f"{text!r} is neither a step nor a range of steps: write 10 or 10..12; the first step is 1"
+        )
     return first, last

@@ -10,7 +10,11 @@ from fsdp_trainer.config.sweeping import CORES_A_GPU
 class Preview:
     """What `preview` shows."""
 
-    format: str = key("text", "`text` for people; `json`: one row a line, in the order and form of training", choices=("text", "json"))
+    format: str = key(
+        "text",
+        "`text` for people; `json`: one row a line, in the order and form of training",
+        choices=("text", "json"),
+    )
     rows: int = key(4, "how many rows", minimum=1)
     html: str | None = key(None, "also write all of it as one HTML page: a file name")
 
@@ -26,18 +30,30 @@ class PreviewConfig(TrainConfig):
 class Plan:
     """What a run is planned for."""
 
-    gpu: str | None = key(None, "a GPU of the table: h100, h200, b200, a100, l40s, mi300x …; null: the one in this machine")
+    gpu: str | None = key(
+        None,
+        "a GPU of the table: h100, h200, b200, a100, l40s, mi300x …; null: the one in this machine",
+    )
     memory_gib: float | None = key(
-        None, "memory of a device in GiB, in place of the table's; enough without plan.gpu, but then no times are told", above=0
+        None,
+        "memory of a device in GiB, in place of the table's; enough without plan.gpu, but then no times are told",
+        above=0,
     )
     world_size: int | list[int] | None = key(
-        None, "ranks, or several worlds to compare: [8,16,64]; null: those that launch would start, without a GPU here 8", minimum=1
+        None,
+        "ranks, or several worlds to compare: [8,16,64]; null: those that launch would start, without a GPU here 8",
+        minimum=1,
     )
     format: str = key("text", "`text` for people; `json`: one object", choices=("text", "json"))
     efficiency: float | None = key(
-        None, "share of the GPU's peak that arithmetic reaches; null: a range, from published trainings", above=0, maximum=1
+        None,
+        "share of the GPU's peak that arithmetic reaches; null: a range, from published trainings",
+        above=0,
+        maximum=1,
     )
-    network_gbps: float | None = key(None, "Gbit/s between nodes for each GPU; null: the table's, e.g. 400 for h100", above=0)
+    network_gbps: float | None = key(
+        None, "Gbit/s between nodes for each GPU; null: the table's, e.g. 400 for h100", above=0
+    )
     disk: float = key(2.0, "GB/s that each node writes to run.root", above=0)
     tokens: float | None = key(
         None,
@@ -58,7 +74,8 @@ class Prepare:
     """What `prepare` tokenises."""
 
     shard: str | None = key(
-        None, "`i/n`: of the work, what falls to machine i of n, from 0/n on; who is last puts all together; null: all of it"
+        None,
+        "`i/n`: of the work, what falls to machine i of n, from 0/n on; who is last puts all together; null: all of it",
     )
 
 
@@ -73,10 +90,22 @@ class PrepareConfig(TrainConfig):
 class Doctor:
     """How thoroughly `doctor` looks, and how it tells."""
 
-    format: str = key("text", "`text` for people; `json`: one finding a line", choices=("text", "json"))
-    measure: bool = key(True, "also measure devices, network and disk; false: only what `train` looks at when it starts, and the settings")
-    slow: float = key(0.7, "a device, link or disk is named as slow below this share of the median of its like", above=0, maximum=1)
-    file_mib: int = key(256, "MiB that each node writes to the run's folder and reads back", minimum=1)
+    format: str = key(
+        "text", "`text` for people; `json`: one finding a line", choices=("text", "json")
+    )
+    measure: bool = key(
+        True,
+        "also measure devices, network and disk; false: only what `train` looks at when it starts, and the settings",
+    )
+    slow: float = key(
+        0.7,
+        "a device, link or disk is named as slow below this share of the median of its like",
+        above=0,
+        maximum=1,
+    )
+    file_mib: int = key(
+        256, "MiB that each node writes to the run's folder and reads back", minimum=1
+    )
 
 
 @dataclass
@@ -91,7 +120,9 @@ class LaunchFiles:
     """For what `launch-files` writes files."""
 
     kind: str | None = key(
-        None, "`slurm`: a batch script; `kubernetes`: a PyTorchJob; `docker`: a command", choices=("slurm", "kubernetes", "docker")
+        None,
+        "`slurm`: a batch script; `kubernetes`: a PyTorchJob; `docker`: a command",
+        choices=("slurm", "kubernetes", "docker"),
     )
     out: str | None = key(None, "the folder to write to; null: launch/NAME of the run")
     nodes: int = key(1, "how many nodes", minimum=1)
@@ -100,10 +131,16 @@ class LaunchFiles:
     time: str = key("24h", "slurm: until the job is requeued, as `30m` or `24h`")
     partition: str | None = key(None, "slurm: where to queue")
     account: str | None = key(None, "slurm: who pays")
-    setup: list[str] = key([], "slurm: lines of bash before the run, e.g. ['source venv/bin/activate']")
+    setup: list[str] = key(
+        [], "slurm: lines of bash before the run, e.g. ['source venv/bin/activate']"
+    )
     restarts: int = key(3, "how often a run that failed is started again within the job", minimum=0)
-    image: str = key("fsdp_trainer", "kubernetes, docker: the container's; examples/launch/Dockerfile builds one")
-    claim: str = key("shared", "kubernetes: the claim on storage that all pods write to; it is their /shared")
+    image: str = key(
+        "fsdp_trainer", "kubernetes, docker: the container's; examples/launch/Dockerfile builds one"
+    )
+    claim: str = key(
+        "shared", "kubernetes: the claim on storage that all pods write to; it is their /shared"
+    )
 
 
 @dataclass
@@ -143,9 +180,13 @@ class GenerateConfig:
     raw: bool = key(False, "continue the prompt as plain text, without the chat template")
     max_tokens: int = key(256, "longest answer in tokens", minimum=1)
     temperature: float = key(0.0, "0: always the likeliest token", minimum=0)
-    top_p: float = key(1.0, "sample from the smallest set of tokens with this probability", above=0, maximum=1)
+    top_p: float = key(
+        1.0, "sample from the smallest set of tokens with this probability", above=0, maximum=1
+    )
     seed: int = key(0, "of the sampling", minimum=0)
-    device: str = key("auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda"))
+    device: str = key(
+        "auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda")
+    )
     dtype: str = key("float32", "number format of the weights", choices=("float32", "bfloat16"))
 
 
@@ -153,8 +194,12 @@ class GenerateConfig:
 class ReportConfig:
     """Shows what happened in one run or many: a page that needs no network, and a summary at the terminal."""
 
-    source: str | list[str] | None = key(None, "a run, a sweep, a folder of runs, or a list of them, e.g. [runs/a,runs/b]")
-    out: str | None = key(None, "the page to write; null: report.html in the run's or the sweep's folder")
+    source: str | list[str] | None = key(
+        None, "a run, a sweep, a folder of runs, or a list of them, e.g. [runs/a,runs/b]"
+    )
+    out: str | None = key(
+        None, "the page to write; null: report.html in the run's or the sweep's folder"
+    )
     format: str = key(
         "text",
         "`text`: the page, and a summary for people; `json`: the summary's figures, and a page only with out",

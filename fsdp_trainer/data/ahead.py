@@ -15,13 +15,22 @@ def prepare_ahead(cfg: PrepareConfig) -> int:
     shard = parse_shard(cfg.prepare.shard)
     console = Console(quiet=False)
     tokenizer = build_tokenizer(cfg)
-    data = cfg.data, cfg.batch, tokenizer, build_template(cfg, tokenizer), cache_root(cfg), Told(console.paced(), console.say)
+    data = (
+        cfg.data,
+        cfg.batch,
+        tokenizer,
+        build_template(cfg, tokenizer),
+        cache_root(cfg),
+        Told(console.paced(), console.say),
+    )
     if shard:
         index, of = shard
         missing = sorted({i for one in preparations(*data) for i in one.shard(index, of)})
         if missing:
             others = " ".join(f"prepare.shard={i}/{of}" for i in missing)
-            console.say(f"done: {index}/{of}. The last of these, or train, puts the parts together: {others}")
+            console.say(
+                f"done: {index}/{of}. The last of these, or train, puts the parts together: {others}"
+            )
             return 0
     prepared = prepare(*data)
     for line in [*prepared.report, *two_lines(prepared, cfg.batch.seq_len)]:
@@ -38,5 +47,7 @@ def parse_shard(shard: str | None) -> tuple[int, int] | None:
     found = re.fullmatch(r"(\d+)/(\d+)", shard)
     if not found or not int(found[1]) < int(found[2]):
         why = "is not one of the machines, counted from 0, and their number: with eight of them  prepare.shard=0/8  to  prepare.shard=7/8"
-        raise UserError("the configuration cannot be used", [Problem(f"prepare.shard={shard}", why)])
+        raise UserError(
+            "the configuration cannot be used", [Problem(f"prepare.shard={shard}", why)]
+        )
     return int(found[1]), int(found[2])

@@ -19,7 +19,10 @@ def tokenizer_path(cfg: TrainConfig) -> str:
         return cfg.tokenizer.path
     if not cfg.model.init_from:
         why = "random weights need one: a SentencePiece .model, a tokenizer.json, or a folder with either.\nTo try the trainer out:  "
-        raise UserError("there is no tokenizer", [Problem("tokenizer.path=null", why + "tokenizer.path=demo:bytes")])
+        raise UserError(
+            "there is no tokenizer",
+            [Problem("tokenizer.path=null", why + "tokenizer.path=demo:bytes")],
+        )
     return str(model_folder(fetch(cfg.model.init_from, weights=False)))
 
 
@@ -36,7 +39,10 @@ def renumbered(cfg: TrainConfig, tokenizer: TextTokenizer, init_from: Path | Non
         known = load_tokenizer(str(model_folder(init_from))).backend.get_vocab()
     except UserError:  # the weights come without one
         return []
-    own, given = ({id: text for text, id in vocabulary.items()} for vocabulary in (known, tokenizer.backend.get_vocab()))
+    own, given = (
+        {id: text for text, id in vocabulary.items()}
+        for vocabulary in (known, tokenizer.backend.get_vocab())
+    )
     others = sum(own.get(id, text) != text for id, text in given.items())
     why = f"{others:,} of {len(given):,} ids are other tokens than in {cfg.model.init_from}, whose weights know those. Leave  tokenizer.path  out"
     return [why] if others else []
@@ -52,15 +58,28 @@ def cache_root(cfg: TrainConfig) -> Path:
     return Path(cfg.data.cache or Path(cfg.run.root) / ".data").expanduser()
 
 
-def build_data(cfg: TrainConfig, told: Told | None = None) -> tuple[TextTokenizer, Template, Prepared]:
+def build_data(
+    cfg: TrainConfig, told: Told | None = None
+) -> tuple[TextTokenizer, Template, Prepared]:
     """Tokenizer, template and data: tokenised, from `data.cache` if the same was prepared before, or with data.streaming looked through."""
     tokenizer = build_tokenizer(cfg)
     template = build_template(cfg, tokenizer)
     if not cfg.data.streaming:
-        return tokenizer, template, prepare(cfg.data, cfg.batch, tokenizer, template, cache_root(cfg), told)
-    streamed, report, validation = stream_data(cfg.data, cfg.batch, cfg.run.seed, tokenizer, template), list[str](), None
+        return (
+            tokenizer,
+            template,
+            prepare(cfg.data, cfg.batch, tokenizer, template, cache_root(cfg), told),
+        )
+    streamed, report, validation = (
+        stream_data(cfg.data, cfg.batch, cfg.run.seed, tokenizer, template),
+        list[str](),
+        None,
+    )
     if cfg.data.validation is not None and not isinstance(cfg.data.validation, float):
         apart = replace(cfg.data, path=cfg.data.validation, validation=None, streaming=False)
         held_out = prepare(apart, cfg.batch, tokenizer, template, cache_root(cfg), told)
-        validation, report = held_out.train[0], [f"validation on {len(held_out.train[0]):,} samples"]
+        validation, report = (
+            held_out.train[0],
+            [f"validation on {len(held_out.train[0]):,} samples"],
+        )
     return tokenizer, template, Prepared([], [], validation, [*streamed.report, *report], streamed)

@@ -27,10 +27,16 @@ def held(folder: Path, shared: bool, waits: Callable[[], None]) -> Iterator[bool
             folder.mkdir(parents=True, exist_ok=True)
             lock = open(folder / LOCK, "a+")  # noqa: SIM115
         except OSError as error:
-            if isinstance(error, FileNotFoundError) and folder.parent.is_dir() and str(error.filename) == str(folder / LOCK):
+            if (
+                isinstance(error, FileNotFoundError)
+                and folder.parent.is_dir()
+                and str(error.filename) == str(folder / LOCK)
+            ):
                 continue  # who held it has just finished
             why = f"the tokenised data cannot be kept there: {error}.\nUse  data.cache=FOLDER"
-            raise UserError("the data cannot be prepared", [Problem(f"data.cache={folder.parent}", why)]) from None
+            raise UserError(
+                "the data cannot be prepared", [Problem(f"data.cache={folder.parent}", why)]
+            ) from None
         with lock:
             while (locked := _locked(lock, shared)) is False:
                 waits()

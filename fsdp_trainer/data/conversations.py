@@ -30,7 +30,9 @@ PARTS = {
 """Types of content parts, and what they are; any other (an image, say) is refused."""
 COMPLETIONS = ("completion", "answer", "response", "output", "solution", "target")
 PAIRS = [
-    (prompt, completion) for prompt in ("prompt", "question", "instruction", "input", "query", "problem") for completion in COMPLETIONS
+    (prompt, completion)
+    for prompt in ("prompt", "question", "instruction", "input", "query", "problem")
+    for completion in COMPLETIONS
 ]
 CHATS = ("messages", "conversations", "conversation", "dialogue", "dialog")
 FIELDS = {
@@ -80,7 +82,9 @@ class Reader:
     """Which column has which meaning, e.g. {"prompt": "question", "completion": "answer"}."""
 
     def __str__(self) -> str:
-        renamed = [f"{column} → {meaning}" for meaning, column in self.columns.items() if column != meaning]
+        renamed = [
+            f"{column} → {meaning}" for meaning, column in self.columns.items() if column != meaning
+        ]
         return self.format + (f" ({', '.join(renamed)})" if renamed else "")
 
     def values(self, row: Row) -> dict[str, Any]:
@@ -90,7 +94,9 @@ class Reader:
             if values[meaning] is None:
                 column = self.columns[meaning]
                 raise RowError(
-                    f"{column!r} is null" if column in row.columns else f"has no {column!r}; its columns: {' '.join(row.columns) or 'none'}"
+                    f"{column!r} is null"
+                    if column in row.columns
+                    else f"has no {column!r}; its columns: {' '.join(row.columns) or 'none'}"
                 )
         return values
 
@@ -99,7 +105,11 @@ class Reader:
         values = self.values(row)
         if self.format == "text":
             return Document(_string(values["text"], self.columns["text"]), row.where)
-        return Conversation(with_system(READERS[self.format](values), values), tools_of(values.get("tools")), row.where)
+        return Conversation(
+            with_system(READERS[self.format](values), values),
+            tools_of(values.get("tools")),
+            row.where,
+        )
 
 
 def _column(columns: dict[str, Any], name: str) -> Any:
@@ -112,14 +122,24 @@ def _column(columns: dict[str, Any], name: str) -> Any:
 
 def with_system(messages: list[Message], values: dict[str, Any]) -> list[Message]:
     """The turns after the row's system text, if it has one."""
-    return [{"role": "system", "content": _string(values["system"], "system")}, *messages] if values.get("system") else messages
+    return (
+        [{"role": "system", "content": _string(values["system"], "system")}, *messages]
+        if values.get("system")
+        else messages
+    )
 
 
 PREFERENCE = """holds preference pairs (chosen, rejected): `preview` shows and checks them, no objective learns from them yet.
 To train on the better answers alone:  'data.fields={%s}'"""
 
 
-def make_reader(columns: dict[str, Any], format: str | None, fields: dict[str, str] | None, file: str, pairs: bool = False) -> Reader:
+def make_reader(
+    columns: dict[str, Any],
+    format: str | None,
+    fields: dict[str, str] | None,
+    file: str,
+    pairs: bool = False,
+) -> Reader:
     """The reader for a file, from the columns of its first row; UserError if it cannot be found out. pairs: whether preferences are wanted."""
     fields = {meaning: str(column) for meaning, column in (fields or {}).items()}
     if format == "auto" and not fields:
@@ -127,32 +147,62 @@ def make_reader(columns: dict[str, Any], format: str | None, fields: dict[str, s
     if format == "auto":
         format = _format_of_fields(fields) if fields else _format_of_columns(columns)
     if not format:
-        example = "'data.fields={prompt: question, completion: answer}'  or  'data.fields={text: body}'"
-        raise _unusable(file, f"no known format has its columns: {' '.join(columns) or 'none'}\nSay what they mean:  {example}")
+        example = (
+            "'data.fields={prompt: question, completion: answer}'  or  'data.fields={text: body}'"
+        )
+        raise _unusable(
+            file,
+            f"no known format has its columns: {' '.join(columns) or 'none'}\nSay what they mean:  {example}",
+        )
     if format == "preference" and not pairs:
         prompt = _found(columns, "preference")["prompt"]
-        raise _unusable(file, PREFERENCE % (f"prompt: {prompt}, completion: chosen" if prompt in columns else "messages: chosen"))
+        raise _unusable(
+            file,
+            PREFERENCE
+            % (
+                f"prompt: {prompt}, completion: chosen" if prompt in columns else "messages: chosen"
+            ),
+        )
     if unknown := sorted(set(fields) - set(FIELDS[format])):
-        raise _unusable(f"data.fields={{{unknown[0]}: {fields[unknown[0]]}}}", f"format {format} has only: {' '.join(FIELDS[format])}")
-    return Reader(format, {name: name for name in FIELDS[format]} | _found(columns, format) | fields)
+        raise _unusable(
+            f"data.fields={{{unknown[0]}: {fields[unknown[0]]}}}",
+            f"format {format} has only: {' '.join(FIELDS[format])}",
+        )
+    return Reader(
+        format, {name: name for name in FIELDS[format]} | _found(columns, format) | fields
+    )
 
 
 def _refuse_judged(columns: dict[str, Any], file: str) -> None:
     """Answers with a verdict are not all to be learnt."""
-    if isinstance(label := columns.get("label", columns.get("kto_tag")), bool) and _format_of_columns(columns) not in (None, "text"):
+    if isinstance(
+        label := columns.get("label", columns.get("kto_tag")), bool
+    ) and _format_of_columns(columns) not in (None, "text"):
         why = f"has a label of true or false ({str(label).lower()} in its first row): unpaired preferences, and false ones would be learnt as well.\n"
-        raise _unusable(file, why + "Keep the rows that are true, or say that the label means something else with  data.format=…")
+        raise _unusable(
+            file,
+            why
+            + "Keep the rows that are true, or say that the label means something else with  data.format=…",
+        )
 
 
 def _format_of_fields(fields: dict[str, str]) -> str:
     for name, required in REQUIRED.items():
         if set(required) <= set(fields) <= set(FIELDS[name]):
             return name
-    known = [f"{name}: {' '.join(m if m in REQUIRED[name] else f'({m})' for m in meanings)}" for name, meanings in FIELDS.items()]
+    known = [
+        f"{name}: {' '.join(m if m in REQUIRED[name] else f'({m})' for m in meanings)}"
+        for name, meanings in FIELDS.items()
+    ]
     shown = ", ".join(f"{meaning}: {column}" for meaning, column in fields.items())
     raise _unusable(
         f"data.fields={{{shown}}}",
-        "\n".join(["no format has these meanings. Each format's own (those in brackets may be left out):", *known]),
+        "\n".join(
+            [
+                "no format has these meanings. Each format's own (those in brackets may be left out):",
+                *known,
+            ]
+        ),
     )
 
 
@@ -160,7 +210,10 @@ def _format_of_columns(columns: dict[str, Any]) -> str | None:
     if is_preference(columns):
         return "preference"
     if name := _chat_column(columns):
-        first: Any = next(iter(_parsed(_column(columns, name))), {"role": ""} if name == "messages" else {"from": ""})
+        first: Any = next(
+            iter(_parsed(_column(columns, name))),
+            {"role": ""} if name == "messages" else {"from": ""},
+        )
         return "sharegpt" if isinstance(first, dict) and "from" in first else "messages"
     if "instruction" in columns and any(c in columns for c in COMPLETIONS):
         return "alpaca"
@@ -176,7 +229,15 @@ def is_preference(columns: dict[str, Any]) -> bool:
 
 def _chat_column(columns: dict[str, Any]) -> str | None:
     """The column with a list of turns, or the dotted name of one within another."""
-    names = [*CHATS, *(f"{outer}.{inner}" for outer, value in columns.items() if isinstance(value, dict) for inner in CHATS)]
+    names = [
+        *CHATS,
+        *(
+            f"{outer}.{inner}"
+            for outer, value in columns.items()
+            if isinstance(value, dict)
+            for inner in CHATS
+        ),
+    ]
     return next((name for name in names if isinstance(_parsed(_column(columns, name)), list)), None)
 
 
@@ -188,20 +249,38 @@ def _found(columns: dict[str, Any], format: str) -> dict[str, str]:
         return {name: found} if found else {}
     if format == "alpaca":
         output = next((c for c in ("output", *COMPLETIONS) if c in columns), "output")
-        return {"output": output, "input": "context" if "context" in columns and "input" not in columns else "input"}
+        return {
+            "output": output,
+            "input": "context" if "context" in columns and "input" not in columns else "input",
+        }
     if format == "preference":
-        return {"prompt": next((c for c in (*CHATS, *(p for p, _ in PAIRS)) if c in columns), "prompt")}
+        return {
+            "prompt": next((c for c in (*CHATS, *(p for p, _ in PAIRS)) if c in columns), "prompt")
+        }
     if format == "prompt_completion":
-        return next(({"prompt": p, "completion": c} for p, c in PAIRS if p in columns and c in columns), {})
-    return {"text": "content"} if format == "text" and "text" not in columns and "content" in columns else {}
+        return next(
+            ({"prompt": p, "completion": c} for p, c in PAIRS if p in columns and c in columns), {}
+        )
+    return (
+        {"text": "content"}
+        if format == "text" and "text" not in columns and "content" in columns
+        else {}
+    )
 
 
 def read_turns(value: Any) -> list[Message]:
     """Turns of `role` and `content`, or of `from` and `value`."""
     value = _parsed(value)
-    if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(isinstance(turn, dict) for turn in value)
+    ):
         raise RowError(f"its turns should be a list of objects, they are {_shown(value)}")
-    return [_message(turn, turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))) for turn in value]
+    return [
+        _message(turn, turn.get("role", turn.get("from")), turn.get("content", turn.get("value")))
+        for turn in value
+    ]
 
 
 def _read_alpaca(values: dict[str, Any]) -> list[Message]:
@@ -209,16 +288,27 @@ def _read_alpaca(values: dict[str, Any]) -> list[Message]:
     if values["input"]:
         question += "\n" + _string(values["input"], "input")
     history = values["history"] or []  # LLaMA-Factory keeps earlier turns there
-    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in history
+    ):
         raise RowError(f"history should be a list of [question, answer], it is {_shown(history)}")
     pairs = [*history, [question, values["output"]]]
-    turns = [(role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
-    return [{"role": role, "content": _string(text, "output" if role == "assistant" else "instruction")} for role, text in turns]
+    turns = [
+        (role, text)
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+    return [
+        {"role": role, "content": _string(text, "output" if role == "assistant" else "instruction")}
+        for role, text in turns
+    ]
 
 
 def _read_prompt_completion(values: dict[str, Any]) -> list[Message]:
     prompt = turns_or_text(values["prompt"], "user", "prompt")
-    earlier = [turn | {"weight": 0.0} if turn["role"] == "assistant" else turn for turn in prompt]  # answers, but not the one to learn
+    earlier = [
+        turn | {"weight": 0.0} if turn["role"] == "assistant" else turn for turn in prompt
+    ]  # answers, but not the one to learn
     return earlier + turns_or_text(values["completion"], "assistant", "completion")
 
 
@@ -226,7 +316,11 @@ def turns_or_text(value: Any, role: str, name: str) -> list[Message]:
     """Turns, of which one alone may stand without a list, or a text that is a turn of `role`."""
     if isinstance(value, dict):
         value = [value]
-    return read_turns(value) if isinstance(value, list) else [{"role": role, "content": _string(value, name)}]
+    return (
+        read_turns(value)
+        if isinstance(value, list)
+        else [{"role": role, "content": _string(value, name)}]
+    )
 
 
 READERS: dict[str, Callable[[dict[str, Any]], list[Message]]] = {
@@ -239,13 +333,27 @@ def _message(turn: dict, role: Any, content: Any) -> Message:
     if not isinstance(role, str) or (role := role.strip().lower()) not in ROLES:
         raise RowError(f"role {role!r} is not known; known are {' '.join(ROLES)}")
     flags = [name for name in FLAGS if isinstance(turn.get(name), bool)]
-    read = ("role", "content", "from", "value", "weight", "loss_weight", "tool_calls", "function_call", "text", *REASONING, *flags)
+    read = (
+        "role",
+        "content",
+        "from",
+        "value",
+        "weight",
+        "loss_weight",
+        "tool_calls",
+        "function_call",
+        "text",
+        *REASONING,
+        *flags,
+    )
     others = {name: value for name, value in turn.items() if name not in read and value is not None}
     text, reasoning, calls = _content(content, turn)
     message: Message = {"role": ROLES[role], "content": text, **others}
     if reasoning:
         message["reasoning_content"] = reasoning
-    named = _parsed(turn.get("tool_calls")) or [turn[name] for name in ("function_call",) if turn.get(name)]
+    named = _parsed(turn.get("tool_calls")) or [
+        turn[name] for name in ("function_call",) if turn.get(name)
+    ]
     if not isinstance(named, list):
         raise RowError(f"tool_calls should be a list, they are {_shown(named)}")
     if calls := [_tool_call(call) for call in [*calls, *named]]:
@@ -264,14 +372,18 @@ def _content(content: Any, turn: dict) -> tuple[str, str, list]:
     """(text, reasoning, tool calls) of a turn, whose content is text or a list of parts."""
     found: dict[str, list] = {"text": [], "reasoning": [], "tool_call": []}
     found["reasoning"] = [turn[name] for name in REASONING if turn.get(name)][:1]
-    if content is None and (turn.get("tool_calls") or turn.get("function_call") or found["reasoning"]):
+    if content is None and (
+        turn.get("tool_calls") or turn.get("function_call") or found["reasoning"]
+    ):
         content = ""
     for part in content if isinstance(content, list) else [content]:
         kind, value = ("text", part) if isinstance(part, str) else _part(part)
         found[kind].append(value)
     for name in ("text", "reasoning"):
         if wrong := [value for value in found[name] if not isinstance(value, str)]:
-            raise RowError(f"the {'content' if name == 'text' else name} of a turn should be text, it is {_shown(wrong[0])}")
+            raise RowError(
+                f"the {'content' if name == 'text' else name} of a turn should be text, it is {_shown(wrong[0])}"
+            )
     return "".join(found["text"]), "".join(found["reasoning"]), found["tool_call"]
 
 
@@ -281,16 +393,25 @@ def _part(part: Any) -> tuple[str, Any]:
         raise RowError(f"the content of a turn should be text, it is {_shown(part)}")
     type = part.get("type", "text")
     if not isinstance(type, str) or type not in PARTS:
-        raise RowError(f"the content of a turn has a part of type {type!r}: only text, reasoning and tool calls are read")
-    value = next((part[name] for name in (type, "text", "value", "content") if part.get(name) is not None), None)
+        raise RowError(
+            f"the content of a turn has a part of type {type!r}: only text, reasoning and tool calls are read"
+        )
+    value = next(
+        (part[name] for name in (type, "text", "value", "content") if part.get(name) is not None),
+        None,
+    )
     if PARTS[type] != "tool_call":
         return PARTS[type], value
     return "tool_call", part if value is None else _parsed(value)
 
 
 def _weight(weight: Any) -> float:
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 3.4e38:  # what a float32 holds
-        raise RowError(f"the weight of a turn should be a number of 0 or more, it is {_shown(weight)}")
+    if (
+        isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 3.4e38
+    ):  # what a float32 holds
+        raise RowError(
+            f"the weight of a turn should be a number of 0 or more, it is {_shown(weight)}"
+        )
     return float(weight)
 
 
@@ -300,9 +421,20 @@ def _tool_call(call: Any) -> dict:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError(f"a tool call needs a name and arguments, it is {_shown(call)}")
-    arguments = _parsed(next((function[name] for name in ("arguments", "input", "parameters") if name in function), {}))
+    arguments = _parsed(
+        next(
+            (function[name] for name in ("arguments", "input", "parameters") if name in function),
+            {},
+        )
+    )
     others = {name: call[name] for name in ("id",) if call.get(name)}
-    return _plain({**others, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    return _plain(
+        {
+            **others,
+            "type": "function",
+            "function": {"name": function["name"], "arguments": arguments},
+        }
+    )
 
 
 def _calls_in(text: str) -> list[dict] | None:
@@ -323,7 +455,10 @@ def tools_of(tools: Any) -> list[dict] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowError(f"tools should be a list of objects, they are {_shown(tools)}")
-    return [_plain(tool if "function" in tool else {"type": "function", "function": tool}) for tool in tools]
+    return [
+        _plain(tool if "function" in tool else {"type": "function", "function": tool})
+        for tool in tools
+    ]
 
 
 def _plain(value: dict) -> dict:

@@ -27,7 +27,12 @@ def words() -> list[str]:
 def rows(name: str) -> list[dict[str, Any]]:
     """The chats of a task: spell a word backwards."""
     return [
-        {"messages": [{"role": "user", "content": f"Spell {word} backwards."}, {"role": "assistant", "content": word[::-1]}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"Spell {word} backwards."},
+                {"role": "assistant", "content": word[::-1]},
+            ]
+        }
         for word in words()[TASKS[name]]
     ]
 
@@ -38,6 +43,8 @@ def byte_tokenizer() -> tuple[Tokenizer, dict[str, str], set[int], str]:
     tokenizer = Tokenizer(models.BPE({letter: id for id, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS]
+    )
     chatml = (Path(__file__).parent / "chat_templates" / "chatml.jinja").read_text(encoding="utf-8")
     return tokenizer, {"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}, set(), chatml

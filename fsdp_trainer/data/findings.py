@@ -72,10 +72,18 @@ class Finding:
 
     def __str__(self) -> str:
         places = f" ({', '.join(self.places)})" if self.places else ""
-        return f"{'warning' if self.is_warning else 'note'}: {self.text}{places}" + (f"\n    {self.fix}" if self.fix else "")
+        return f"{'warning' if self.is_warning else 'note'}: {self.text}{places}" + (
+            f"\n    {self.fix}" if self.fix else ""
+        )
 
 
-def told(counts: Mapping[str, int], examples: Mapping[str, list[str]], samples: int, tokens: int, seq_len: int) -> list[Finding]:
+def told(
+    counts: Mapping[str, int],
+    examples: Mapping[str, list[str]],
+    samples: int,
+    tokens: int,
+    seq_len: int,
+) -> list[Finding]:
     """What was counted, as sentences, with what to do about it. samples, tokens: how many were kept."""
     samples += sum(counts.get(key, 0) for key in DROPPED)
     fixes = dict.fromkeys(("too_long", "truncated"), _longer_rows(counts, samples, tokens, seq_len))
@@ -105,6 +113,14 @@ def _longer_rows(counts: Mapping[str, int], samples: int, tokens: int, seq_len: 
             break
         keeps, left = longer, left - counts[f"{FITS}{longer}"]
     lost = counts.get(LOST, 0) / max(1, tokens + counts.get(LOST, 0))
-    advice = f"batch.seq_len={keeps} would hold 99% of the samples" if keeps > seq_len else "more than 99% of the samples fit"
-    cut = "" if counts.get("truncated") else "; data.too_long=truncate keeps their start, of documents  data.too_long=split  keeps all"
+    advice = (
+        f"batch.seq_len={keeps} would hold 99% of the samples"
+        if keeps > seq_len
+        else "more than 99% of the samples fit"
+    )
+    cut = (
+        ""
+        if counts.get("truncated")
+        else "; data.too_long=truncate keeps their start, of documents  data.too_long=split  keeps all"
+    )
     return f"{percent(lost)} of the tokens are lost; {advice}{cut}"

@@ -33,14 +33,24 @@ class Content:
     stamp: tuple[int, int] | None
 
 
-def contents(files: Iterable[str], root: Path, tick: Callable[[], None] = lambda: None) -> dict[str, Content]:
+def contents(
+    files: Iterable[str], root: Path, tick: Callable[[], None] = lambda: None
+) -> dict[str, Content]:
     """By file. A file that has the size, the times and the inode that it had when it was hashed last is not read again."""
     kept = _kept(root)
     marks = {file: _marks(file) for file in dict.fromkeys(files)}
-    digests = {file: kept[file][-1] for file, mark in marks.items() if mark and kept.get(file, [None])[:-1] == mark}
+    digests = {
+        file: kept[file][-1]
+        for file, mark in marks.items()
+        if mark and kept.get(file, [None])[:-1] == mark
+    }
     settled, leaving = (time.time() - SETTLED_SECONDS) * 1e9, Event()
     with ThreadPoolExecutor(8) as threads:
-        hashed = {file: threads.submit(content_hash, file, leaving) for file in marks if file not in digests}
+        hashed = {
+            file: threads.submit(content_hash, file, leaving)
+            for file in marks
+            if file not in digests
+        }
         try:
             while wait(hashed.values(), LOOK_SECONDS).not_done:
                 tick()
@@ -48,10 +58,17 @@ def contents(files: Iterable[str], root: Path, tick: Callable[[], None] = lambda
             leaving.set()
             threads.shutdown(cancel_futures=True)
     digests |= {file: one.result() for file, one in hashed.items()}
-    worth_keeping = {file: [*mark, digests[file]] for file in hashed if (mark := marks[file]) and mark[2] < settled}
+    worth_keeping = {
+        file: [*mark, digests[file]]
+        for file in hashed
+        if (mark := marks[file]) and mark[2] < settled
+    }
     if worth_keeping:
         _keep(root, _kept(root) | worth_keeping)
-    return {file: Content(digests[file], (mark[0], mark[1]) if mark else None) for file, mark in marks.items()}
+    return {
+        file: Content(digests[file], (mark[0], mark[1]) if mark else None)
+        for file, mark in marks.items()
+    }
 
 
 def _marks(file: str) -> list[Any] | None:
@@ -60,7 +77,13 @@ def _marks(file: str) -> list[Any] | None:
         found = os.stat(file)
     except OSError:  # it is no file of this machine
         return None
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, os.path.abspath(file)]
+    return [
+        found.st_size,
+        found.st_mtime_ns,
+        found.st_ctime_ns,
+        found.st_ino,
+        os.path.abspath(file),
+    ]
 
 
 def _kept(root: Path) -> dict[str, list[Any]]:
@@ -93,7 +116,9 @@ def code_digest(package: Path = PACKAGE) -> str:
         seen.add(name)
         source = (package / name).read_text(encoding="utf-8")
         for folder, module, names in IMPORTS.findall(source):
-            open_ends += [f"{folder}/{m}.py" for m in ([module] if module else re.findall(r"\w+", names))]
+            open_ends += [
+                f"{folder}/{m}.py" for m in ([module] if module else re.findall(r"\w+", names))
+            ]
     for name in sorted(seen):
         digest.update(name.encode() + (package / name).read_bytes())
     digest.update(repr([version(library) for library in LIBRARIES]).encode())
@@ -102,4 +127,6 @@ def code_digest(package: Path = PACKAGE) -> str:
 
 def fingerprint(parts: Any) -> str:
     """A folder's name."""
-    return hashlib.blake2b(json.dumps([code_digest(), parts], sort_keys=True, default=str).encode(), digest_size=10).hexdigest()
+    return hashlib.blake2b(
+        json.dumps([code_digest(), parts], sort_keys=True, default=str).encode(), digest_size=10
+    ).hexdigest()

@@ -18,7 +18,9 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     columns = dict(pairs)
     if len(columns) < len(pairs):
         names = [name for name, _ in pairs]
-        raise RowError(f"has {next(name for name in names if names.count(name) > 1)!r} twice in one object")
+        raise RowError(
+            f"has {next(name for name in names if names.count(name) > 1)!r} twice in one object"
+        )
     return columns
 
 
@@ -41,7 +43,11 @@ def parse_object(text: str, where: tuple[str, int]) -> Row:
 def _row(value: Any, where: tuple[str, int]) -> Row:
     if isinstance(value, dict):
         return Row(value, where)
-    return Row({}, where, f"is a JSON {type(value).__name__}, not an object with columns: {str(value)[:60]}")
+    return Row(
+        {},
+        where,
+        f"is a JSON {type(value).__name__}, not an object with columns: {str(value)[:60]}",
+    )
 
 
 def _beyond(error: Exception) -> str:
@@ -59,7 +65,11 @@ def read_list(file: BinaryIO, name: str) -> Iterator[Row]:
             values = _Values(file)
             next(key for key, is_list in values.members() if is_list)
         elif opening != "[":
-            yield Row({}, (name, 1), "holds neither an array of objects nor an object with exactly one list")
+            yield Row(
+                {},
+                (name, 1),
+                "holds neither an array of objects nor an object with exactly one list",
+            )
             return
         for value in values.elements():
             where = (name, values.line)
@@ -69,7 +79,11 @@ def read_list(file: BinaryIO, name: str) -> Iterator[Row]:
             raise json.JSONDecodeError("something follows the array", values.text, values.position)
     except json.JSONDecodeError as e:
         line = values.line_of(e.pos)
-        yield Row({}, (name, line), f"is not JSON from here on (column {values.column_of(e.pos)}: {e.msg})")
+        yield Row(
+            {},
+            (name, line),
+            f"is not JSON from here on (column {values.column_of(e.pos)}: {e.msg})",
+        )
     except (ValueError, RecursionError) as e:
         yield Row({}, (name, values.line_of(values.position)), _beyond(e))
 
@@ -81,7 +95,9 @@ class _Values:
         self.file, self.text, self.position = file, "", 0
         self.line = 1
         """Of the element that `elements` gave last."""
-        self._counted = self._column = 0  # how far `line` has been counted; characters of that line that are gone from `text`
+        self._counted = self._column = (
+            0  # how far `line` has been counted; characters of that line that are gone from `text`
+        )
         # bytes that are no UTF-8 become lone surrogates, which are found in the element that holds them
         self._decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
 
@@ -101,7 +117,9 @@ class _Values:
         self._column = self.column_of(self.position) - 1
         left = len(self.text) - self.position
         if left > LONGEST:
-            raise json.JSONDecodeError(f"more than {LONGEST >> 20} MiB in one value", self.text, self.position)
+            raise json.JSONDecodeError(
+                f"more than {LONGEST >> 20} MiB in one value", self.text, self.position
+            )
         block = self.file.read(max(CHUNK, left))
         self.text = self.text[self.position :] + self._decode(block, not block)
         self.position = self._counted = 0
@@ -177,4 +195,6 @@ class _Values:
 
     def _is_cut(self, error: json.JSONDecodeError) -> bool:
         """Whether the error may be no more than the end of the piece that is in memory."""
-        return error.msg.startswith("Unterminated string") or error.pos + len("-Infinity") >= len(self.text.rstrip())
+        return error.msg.startswith("Unterminated string") or error.pos + len("-Infinity") >= len(
+            self.text.rstrip()
+        )

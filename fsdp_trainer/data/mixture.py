@@ -70,13 +70,19 @@ class Turns:
             return np.zeros(len(self.parts), np.int64)
         first = (block - 1) * self.span
         had, rests = zip(*(divmod(first * part, self.whole) for part in self.parts), strict=True)
-        due = [(-((rest - self.whole) // part), i) for i, (part, rest) in enumerate(zip(self.parts, rests, strict=True)) if rest]
+        due = [
+            (-((rest - self.whole) // part), i)
+            for i, (part, rest) in enumerate(zip(self.parts, rests, strict=True))
+            if rest
+        ]
         before = np.array(had, np.int64)
         before[[i for _, i in sorted(due)[: first - sum(had)]]] += 1
         begun = [-(-(first + self.span) * part // self.whole) for part in self.parts]
         return before + np.bincount(self._deal(first, before, begun), minlength=len(self.parts))
 
-    def _deal(self, first: int, before: Sequence[int] | np.ndarray, until: Sequence[int] | np.ndarray) -> np.ndarray:
+    def _deal(
+        self, first: int, before: Sequence[int] | np.ndarray, until: Sequence[int] | np.ndarray
+    ) -> np.ndarray:
         """[span] int64: who has the turns from `first` on, where component i has had before[i], and may get to until[i]."""
         releases, deadlines, owners = [], [], []
         for i, part in enumerate(self.parts):
@@ -85,7 +91,9 @@ class Turns:
             releases.append((turns * self.whole - rest) // max(1, part))
             deadlines.append(-((rest - (turns + 1) * self.whole) // max(1, part)))
             owners.append(np.full(len(turns), i))
-        released, deadline, owner = (np.concatenate(every) for every in (releases, deadlines, owners))
+        released, deadline, owner = (
+            np.concatenate(every) for every in (releases, deadlines, owners)
+        )
         by_release = np.argsort(released, kind="stable")
         jobs = (deadline * len(self.parts) + owner)[by_release].tolist()
         opens = [*released[by_release].tolist(), self.span]
@@ -136,19 +144,30 @@ class Mixture:
             shares = np.array(asked) / [order.fill for order in self.orders]
             parts = [max(1, round(share * PARTS)) for share in (shares / shares.sum()).tolist()]
         else:
-            parts = [max(1, round(times * each)) if times else 0 for times, each in zip(asked, rows, strict=True)]
+            parts = [
+                max(1, round(times * each)) if times else 0
+                for times, each in zip(asked, rows, strict=True)
+            ]
         self.shares = [part / sum(parts) for part in parts]
         """Of the rows."""
         self.turns = Turns(parts)
         self.rows_per_epoch: int = sum(rows) if weighted else sum(parts)
         self.seq_len = self.orders[0].seq_len
-        self.fill: float = sum(share * order.fill for share, order in zip(self.shares, self.orders, strict=True))
+        self.fill: float = sum(
+            share * order.fill for share, order in zip(self.shares, self.orders, strict=True)
+        )
         """Share of positions that hold a token."""
         self.source_names = [name for order in self.orders for name in order.store.source_names]
-        self._first_source = np.cumsum([0, *(len(order.store.source_names) for order in self.orders)])
+        self._first_source = np.cumsum(
+            [0, *(len(order.store.source_names) for order in self.orders)]
+        )
         self.folder = ", ".join(str(order.store.folder) for order in self.orders)
-        self.fingerprint = self._hash(self.orders[0].store.fingerprint, [order.store.fingerprint for order in self.orders])
-        self.key = self._hash(self.components[0].key, [component.key for component in self.components])
+        self.fingerprint = self._hash(
+            self.orders[0].store.fingerprint, [order.store.fingerprint for order in self.orders]
+        )
+        self.key = self._hash(
+            self.components[0].key, [component.key for component in self.components]
+        )
         """Of all that decides which row is which."""
         self.start = 0
         """The running index of its first row: what came before was another mixture's."""
@@ -156,19 +175,26 @@ class Mixture:
     def _hash(self, alone: str, each: list[str]) -> str:
         if len(each) == 1 and self.components[0].asked == 1:
             return alone
-        parts = [self.weighted, [*zip(each, (component.asked for component in self.components), strict=True)]]
+        parts = [
+            self.weighted,
+            [*zip(each, (component.asked for component in self.components), strict=True)],
+        ]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=10).hexdigest()
 
     def taken(self, index: int) -> list[int]:
         """How many rows of each component come before row `index`, in this mixture and before it."""
         n = index - self.start
         turns = self.turns.taken(n).tolist() if len(self.orders) > 1 else [n]
-        return [component.start + had for component, had in zip(self.components, turns, strict=True)]
+        return [
+            component.start + had for component, had in zip(self.components, turns, strict=True)
+        ]
 
     def locate(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of each row, int64: its component, and its index there."""
         turns = np.asarray(indices, np.int64) - self.start
-        who, ordinal = self.turns.at(turns) if len(self.orders) > 1 else (np.zeros_like(turns), turns)
+        who, ordinal = (
+            self.turns.at(turns) if len(self.orders) > 1 else (np.zeros_like(turns), turns)
+        )
         return who, ordinal + np.array([component.start for component in self.components])[who]
 
     def read(self, index: int) -> RowData:
@@ -199,29 +225,54 @@ class Mixture:
     def totals(self, start: int, stop: int) -> tuple[float, int, int, int]:
         """(Σ weight, tokens, supervised tokens, Σ of what attention costs) of rows [start, stop), without reading one."""
         ranges = zip(self.orders, self.taken(start), self.taken(stop), strict=True)
-        weight, tokens, supervised, squares = zip(*(order.totals(first, end) for order, first, end in ranges), strict=True)
+        weight, tokens, supervised, squares = zip(
+            *(order.totals(first, end) for order, first, end in ranges), strict=True
+        )
         return sum(weight), sum(tokens), sum(supervised), sum(squares)
 
     def where(self, index: int) -> list[str]:
         """FILE:LINE of what is in row `index`."""
         (who,), (of_it,) = (part.tolist() for part in self.locate([index]))
-        return [self.orders[who].store.where(sample) for sample, _, _ in self.orders[who].row(of_it)]
+        return [
+            self.orders[who].store.where(sample) for sample, _, _ in self.orders[who].row(of_it)
+        ]
 
     def state(self, index: int) -> dict[str, Any]:
         """Where each component stands before row `index`, as a checkpoint keeps it: a segment of the run."""
         sources = [
-            {"name": c.name, "key": c.key, "asked": c.asked, "rows_per_epoch": c.order.rows_per_epoch}
-            | {"start": c.start, "start_tokens": c.start_tokens, "rows": rows, "tokens": c.tokens(rows)}
+            {
+                "name": c.name,
+                "key": c.key,
+                "asked": c.asked,
+                "rows_per_epoch": c.order.rows_per_epoch,
+            }
+            | {
+                "start": c.start,
+                "start_tokens": c.start_tokens,
+                "rows": rows,
+                "tokens": c.tokens(rows),
+            }
             for c, rows in zip(self.components, self.taken(index), strict=True)
         ]
-        return {"key": self.key, "start": self.start, "rows_per_epoch": self.rows_per_epoch, "sources": sources}
+        return {
+            "key": self.key,
+            "start": self.start,
+            "rows_per_epoch": self.rows_per_epoch,
+            "sources": sources,
+        }
 
     def plan(self, last: int) -> list[str]:
         """What a run up to row `last` will have seen of each component; nothing where there is but one."""
         if len(self.components) == 1:
             return []
-        epoch = "as many rows as all have" if self.weighted else "every source as often as its repeat says"
-        lines = [f"mixed by {'weights' if self.weighted else 'repeats'}; an epoch is {epoch}. In this run:"]
+        epoch = (
+            "as many rows as all have"
+            if self.weighted
+            else "every source as often as its repeat says"
+        )
+        lines = [
+            f"mixed by {'weights' if self.weighted else 'repeats'}; an epoch is {epoch}. In this run:"
+        ]
         for c, share, rows in zip(self.components, self.shares, self.taken(last), strict=True):
             tokens, epochs = share * c.order.fill / self.fill, rows / c.order.rows_per_epoch
             lines.append(
@@ -235,7 +286,10 @@ class Mixture:
         """Of each component up to row `index`: the share of tokens that was asked for, the one it got, its tokens and epochs so far."""
         rows = self.taken(index)
         got = [c.tokens(n) - c.start_tokens for c, n in zip(self.components, rows, strict=True)]
-        asked = [share * order.fill / self.fill for share, order in zip(self.shares, self.orders, strict=True)]
+        asked = [
+            share * order.fill / self.fill
+            for share, order in zip(self.shares, self.orders, strict=True)
+        ]
         return [
             {
                 "name": c.name,
@@ -249,7 +303,9 @@ class Mixture:
         ]
 
 
-def build_order(cfg: TrainConfig, prepared: Prepared, attended: Callable[[np.ndarray], np.ndarray] = np.square) -> Mixture:
+def build_order(
+    cfg: TrainConfig, prepared: Prepared, attended: Callable[[np.ndarray], np.ndarray] = np.square
+) -> Mixture:
     """The rows of training, in their order. attended: see RowOrder. Raises UserError for a mixture that cannot be."""
     named = entries(cfg.data.path)
     weighted = any(entry.weight is not None for entry in named)
@@ -260,20 +316,42 @@ def build_order(cfg: TrainConfig, prepared: Prepared, attended: Callable[[np.nda
     if weighted:
         asked = [round(weight / sum(asked), 12) for weight in asked]
     stores = zip(prepared.names, prepared.train, asked, strict=False)
-    mixture = Mixture([_component(cfg, name, store, cfg.data.shuffle, attended, times) for name, store, times in stores], weighted)
-    if small := [c.name for c, share in zip(mixture.components, mixture.shares, strict=True) if 0 < share < LEAST]:
+    mixture = Mixture(
+        [
+            _component(cfg, name, store, cfg.data.shuffle, attended, times)
+            for name, store, times in stores
+        ],
+        weighted,
+    )
+    if small := [
+        c.name
+        for c, share in zip(mixture.components, mixture.shares, strict=True)
+        if 0 < share < LEAST
+    ]:
         why = f"{small[0]} would have less than a millionth of the rows. Leave it out, or raise its {'weight' if weighted else 'repeat'}"
         raise UserError("the data cannot be mixed", [Problem("data.path", why)])
     return mixture
 
 
-def validation_order(cfg: TrainConfig, store: TokenStore, attended: Callable[[np.ndarray], np.ndarray] = np.square) -> Mixture:
+def validation_order(
+    cfg: TrainConfig, store: TokenStore, attended: Callable[[np.ndarray], np.ndarray] = np.square
+) -> Mixture:
     """All rows of what is held out, unshuffled."""
     return Mixture([_component(cfg, "validation", store, False, attended)])
 
 
 def _component(
-    cfg: TrainConfig, name: str, store: TokenStore, shuffle: bool, attended: Callable[[np.ndarray], np.ndarray], asked: float = 1.0
+    cfg: TrainConfig,
+    name: str,
+    store: TokenStore,
+    shuffle: bool,
+    attended: Callable[[np.ndarray], np.ndarray],
+    asked: float = 1.0,
 ) -> Component:
     order = RowOrder(store, cfg.batch.seq_len, cfg.data.packing, shuffle, cfg.run.seed, attended)
-    return Component(name, order, f"{store.fingerprint}/{cfg.data.packing}/{cfg.batch.seq_len}/{cfg.run.seed}/{shuffle}/{VERSION}", asked)
+    return Component(
+        name,
+        order,
+        f"{store.fingerprint}/{cfg.data.packing}/{cfg.batch.seq_len}/{cfg.run.seed}/{shuffle}/{VERSION}",
+        asked,
+    )

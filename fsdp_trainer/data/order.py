@@ -44,7 +44,10 @@ class Rows:
     def empty(cls, rows: int, seq_len: int) -> "Rows":
         """Nothing but padding."""
         tokens, positions, sources = np.zeros((3, rows, seq_len), np.int64)
-        labels, weights = np.full((rows, seq_len), -100, np.int64), np.zeros((rows, seq_len), np.float32)
+        labels, weights = (
+            np.full((rows, seq_len), -100, np.int64),
+            np.zeros((rows, seq_len), np.float32),
+        )
         return cls(tokens, positions, labels, weights, sources, [[] for _ in range(rows)])
 
     def put(self, places: Sequence[int] | np.ndarray, rows: "Rows") -> None:
@@ -57,7 +60,13 @@ class Rows:
     def row(self, i: int) -> RowData:
         """The i-th by itself."""
         starts = np.cumsum([0, *self.documents[i]], dtype=np.int64)[:-1]
-        return RowData(self.tokens[i], self.labels[i], self.weights[i], self.documents[i], self.sources[i, starts].tolist())
+        return RowData(
+            self.tokens[i],
+            self.labels[i],
+            self.weights[i],
+            self.documents[i],
+            self.sources[i, starts].tolist(),
+        )
 
 
 @dataclass
@@ -68,9 +77,7 @@ class Epoch:
     starts: np.ndarray  # [documents]: the first of the sample's tokens that is in this row
     lengths: np.ndarray  # [documents]
     offsets: np.ndarray  # [rows + 1]: row i holds documents [offsets[i], offsets[i + 1])
-    sums: (
-        np.ndarray
-    )  # [rows + 1, 4] float64: weight, tokens, supervised tokens, what attention costs (Σ length², less what windows leave out)
+    sums: np.ndarray  # [rows + 1, 4] float64: weight, tokens, supervised tokens, what attention costs (Σ length², less what windows leave out)
 
 
 Arranged = tuple[Pieces, np.ndarray, np.ndarray]
@@ -145,7 +152,9 @@ class RowOrder:
             self.store.fetch(firsts, lengths)
         at = ranges(firsts, lengths)
         following = at + 1
-        ends = (before + lengths - 1)[starts + lengths == self.store.lengths[samples]]  # a document that is cut goes on with its next token
+        ends = (before + lengths - 1)[
+            starts + lengths == self.store.lengths[samples]
+        ]  # a document that is cut goes on with its next token
         following[ends] = at[ends]
         learnt = weights[following]
         learnt[ends] = 0
@@ -156,12 +165,17 @@ class RowOrder:
         if len(self.store.source_names) > 1:
             rows.sources.reshape(-1)[places] = np.repeat(self.store.sources[samples], lengths)
         every = lengths.tolist()
-        rows.documents = [every[first : first + n] for first, n in zip(first_documents.tolist(), counts.tolist(), strict=True)]
+        rows.documents = [
+            every[first : first + n]
+            for first, n in zip(first_documents.tolist(), counts.tolist(), strict=True)
+        ]
         return rows
 
     def costs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """[rows] float64 of what attention costs in each of these rows."""
-        parts = [plan.sums[rows + 1, 3] - plan.sums[rows, 3] for plan, rows in self._by_epoch(indices)]
+        parts = [
+            plan.sums[rows + 1, 3] - plan.sums[rows, 3] for plan, rows in self._by_epoch(indices)
+        ]
         return np.concatenate([np.zeros(0), *parts])
 
     def totals(self, start: int, stop: int) -> tuple[float, int, int, int]:
@@ -179,14 +193,27 @@ class RowOrder:
     def _by_epoch(self, indices: Sequence[int] | np.ndarray) -> Iterator[tuple[Epoch, np.ndarray]]:
         """The plan of every epoch that these rows are in, and their places in it, in the order of the indices."""
         epochs, rows = np.divmod(np.asarray(indices, np.int64), self.rows_per_epoch)
-        for part in np.split(np.arange(len(epochs)), np.flatnonzero(np.diff(epochs)) + 1) if len(epochs) else []:
+        for part in (
+            np.split(np.arange(len(epochs)), np.flatnonzero(np.diff(epochs)) + 1)
+            if len(epochs)
+            else []
+        ):
             epoch = int(epochs[part[0]])
             yield self.epoch(epoch if self.shuffle else 0), rows[part]
-            if self.shared and self.shuffle and epoch >= self._ahead and 2 * rows[part[-1]] >= self.rows_per_epoch:
+            if (
+                self.shared
+                and self.shuffle
+                and epoch >= self._ahead
+                and 2 * rows[part[-1]] >= self.rows_per_epoch
+            ):
                 self._ahead = epoch + 1
-                threading.Thread(target=self.epoch, args=(self._ahead,), name="next epoch", daemon=True).start()
+                threading.Thread(
+                    target=self.epoch, args=(self._ahead,), name="next epoch", daemon=True
+                ).start()
 
-    def _documents(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _documents(
+        self, indices: Sequence[int] | np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Of the documents of these rows, all int64: sample, first token, number of tokens; and how many documents each row has."""
         parts = []
         for plan, rows in self._by_epoch(indices):
@@ -194,7 +221,9 @@ class RowOrder:
             counts = plan.offsets[rows + 1] - first
             at = ranges(first, counts)
             parts.append((plan.samples[at], plan.starts[at], plan.lengths[at], counts))
-        samples, starts, lengths, counts = (np.concatenate(every).astype(np.int64) for every in zip(*parts, strict=True))
+        samples, starts, lengths, counts = (
+            np.concatenate(every).astype(np.int64) for every in zip(*parts, strict=True)
+        )
         return samples, starts, lengths, counts
 
     def _plan_key(self) -> str:
@@ -209,7 +238,9 @@ class RowOrder:
 
     def _pack(self) -> Arrays:
         lengths = self._pieces().lengths
-        packing = one_per_row(lengths) if self.packing == "none" else best_fit(lengths, self.seq_len)
+        packing = (
+            one_per_row(lengths) if self.packing == "none" else best_fit(lengths, self.seq_len)
+        )
         return {"documents": narrow(packing.documents), "offsets": narrow(packing.offsets)}
 
     def _epoch(self, epoch: int) -> Epoch:
@@ -217,9 +248,17 @@ class RowOrder:
 
     def _plan(self, epoch: int) -> Arrays:
         """The arrays of an `Epoch`."""
-        arrange = self._streamed if self.packing == "stream" else self._shuffled if self.shuffle else self._in_order
+        arrange = (
+            self._streamed
+            if self.packing == "stream"
+            else self._shuffled
+            if self.shuffle
+            else self._in_order
+        )
         pieces, documents, offsets = arrange(epoch)
-        samples, starts, lengths = (part[documents] for part in (pieces.samples, pieces.starts, pieces.lengths))
+        samples, starts, lengths = (
+            part[documents] for part in (pieces.samples, pieces.starts, pieces.lengths)
+        )
         of_sample = np.asarray(self.store.lengths)[samples]
         # only texts are cut: all their tokens but the first are learnt, also the one behind the cut
         whole = lengths == of_sample
@@ -232,10 +271,14 @@ class RowOrder:
             before(np.where(whole, np.asarray(self.store.weight_sums)[samples], learnt)),
             before(lengths),
             before(np.where(whole, np.asarray(self.store.supervised)[samples], learnt)),
-            before(np.rint(self.attended(lengths))),  # whole numbers: sums are exact, and equal rows cost the same
+            before(
+                np.rint(self.attended(lengths))
+            ),  # whole numbers: sums are exact, and equal rows cost the same
         ]
         columns = {"samples": samples, "starts": starts, "lengths": lengths, "offsets": offsets}
-        return {name: narrow(column) for name, column in columns.items()} | {"sums": np.pad(np.stack(sums, 1), ((1, 0), (0, 0)))}
+        return {name: narrow(column) for name, column in columns.items()} | {
+            "sums": np.pad(np.stack(sums, 1), ((1, 0), (0, 0)))
+        }
 
     def _pieces(self) -> Pieces:
         return pieces_of(np.asarray(self.store.lengths), self.seq_len)
@@ -247,7 +290,9 @@ class RowOrder:
         documents = np.empty(len(packed), np.int64)
         # The i-th longest sample gives its place to the i-th longest in an order that is random among equals.
         order = self._random_order("samples", epoch, len(packed))
-        documents[np.argsort(shortness[packed], kind="stable")] = order[np.argsort(shortness[order], kind="stable")]
+        documents[np.argsort(shortness[packed], kind="stable")] = order[
+            np.argsort(shortness[order], kind="stable")
+        ]
         rows = self._random_order("rows", epoch, self.rows_per_epoch)
         return pieces, *_take_rows(documents, self._packing["offsets"], rows)
 
@@ -256,19 +301,31 @@ class RowOrder:
         offsets = self._packing["offsets"].astype(np.int64)
         row_of = np.repeat(np.arange(self.rows_per_epoch), np.diff(offsets))
         documents = self._packing["documents"][np.lexsort((self._packing["documents"], row_of))]
-        return self._pieces(), *_take_rows(documents, offsets, np.argsort(documents[offsets[:-1]], kind="stable"))
+        return self._pieces(), *_take_rows(
+            documents, offsets, np.argsort(documents[offsets[:-1]], kind="stable")
+        )
 
     def _streamed(self, epoch: int) -> Arranged:
         """Texts in a new order, which cuts them at other places; then the rows change places, so that a book is not read in one go."""
         lengths = np.asarray(self.store.lengths)
-        order = self._random_order("samples", epoch, len(lengths)) if self.shuffle else np.arange(len(lengths))
+        order = (
+            self._random_order("samples", epoch, len(lengths))
+            if self.shuffle
+            else np.arange(len(lengths))
+        )
         pieces, offsets = stream(lengths, order, self.seq_len)
-        rows = self._random_order("rows", epoch, self.rows_per_epoch) if self.shuffle else np.arange(self.rows_per_epoch)
+        rows = (
+            self._random_order("rows", epoch, self.rows_per_epoch)
+            if self.shuffle
+            else np.arange(self.rows_per_epoch)
+        )
         return pieces, *_take_rows(np.arange(len(pieces.samples)), offsets, rows)
 
     def _random_order(self, purpose: str, epoch: int, n: int) -> np.ndarray:
         drawn = random_bits(f"{self._key}/{epoch}/{purpose}", n)
-        order = np.argsort(drawn)  # twice as fast as a stable one, and the same where no two are equal
+        order = np.argsort(
+            drawn
+        )  # twice as fast as a stable one, and the same where no two are equal
         return order if np.all(np.diff(drawn[order])) else np.argsort(drawn, kind="stable")
 
 
@@ -278,7 +335,9 @@ def random_bits(key: str, n: int) -> np.ndarray:
     return np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(n)
 
 
-def _take_rows(documents: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _take_rows(
+    documents: np.ndarray, offsets: np.ndarray, rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Documents and offsets with the rows in the order `rows`."""
     offsets = offsets.astype(np.int64)
     sizes = np.diff(offsets)[rows]

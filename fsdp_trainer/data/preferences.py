@@ -6,11 +6,21 @@ from itertools import takewhile
 from pathlib import Path
 
 from fsdp_trainer.config.schema import Data
-from fsdp_trainer.data.conversations import Message, Reader, is_preference, make_reader, tools_of, turns_or_text, with_system
+from fsdp_trainer.data.conversations import (
+    Message,
+    Reader,
+    is_preference,
+    make_reader,
+    tools_of,
+    turns_or_text,
+    with_system,
+)
 from fsdp_trainer.data.sources import Problems, Row, RowError, Source, find_sources
 from fsdp_trainer.data.units import read_rows
 
-TURN = re.compile(r"\n\n(Human|Assistant): ?")  # as in Anthropic's hh-rlhf, one text for a whole conversation
+TURN = re.compile(
+    r"\n\n(Human|Assistant): ?"
+)  # as in Anthropic's hh-rlhf, one text for a whole conversation
 
 
 @dataclass
@@ -30,27 +40,44 @@ def read_preference(row: Row, reader: Reader) -> Preference:
     chosen, rejected = (_side(values[name], name) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise RowError("chosen and rejected are the same")
-    shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))))
+    shared = len(
+        list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
+    )
     prompt = turns_or_text(values["prompt"], "user", "prompt") if values["prompt"] else []
     if prompt and values["input"] and reader.columns["prompt"] != "input":
         prompt[-1]["content"] += f"\n{values['input']}"
     if prompt and chosen[0]["role"] != "assistant" and prompt[-1] not in chosen[:shared]:
         raise RowError("chosen and rejected do not both begin with the row's own prompt")
     if not prompt and not shared:
-        raise RowError("chosen and rejected share no prompt. Name its column:  'data.fields={prompt: …, chosen: …, rejected: …}'")
-    prompt = with_system((prompt if chosen[0]["role"] == "assistant" else []) + chosen[:shared], values)
+        raise RowError(
+            "chosen and rejected share no prompt. Name its column:  'data.fields={prompt: …, chosen: …, rejected: …}'"
+        )
+    prompt = with_system(
+        (prompt if chosen[0]["role"] == "assistant" else []) + chosen[:shared], values
+    )
     for name, side in (("chosen", chosen[shared:]), ("rejected", rejected[shared:])):
         if not side or side[-1]["role"] != "assistant":
-            raise RowError(f"{name} does not end with a turn of the assistant" if side else f"{name} is the beginning of the other")
+            raise RowError(
+                f"{name} does not end with a turn of the assistant"
+                if side
+                else f"{name} is the beginning of the other"
+            )
         if side[0]["role"] == "user":
-            raise RowError(f"{name} begins with a user's turn that is not in the other: both are to answer one prompt")
-    return Preference(prompt, chosen[shared:], rejected[shared:], tools_of(values["tools"]), row.where)
+            raise RowError(
+                f"{name} begins with a user's turn that is not in the other: both are to answer one prompt"
+            )
+    return Preference(
+        prompt, chosen[shared:], rejected[shared:], tools_of(values["tools"]), row.where
+    )
 
 
 def _side(value: object, name: str) -> list[Message]:
     if isinstance(value, str) and (pieces := TURN.split(value))[0] == "" and len(pieces) > 1:
         roles = {"Human": "user", "Assistant": "assistant"}
-        turns = [{"role": roles[role], "content": text} for role, text in zip(pieces[1::2], pieces[2::2], strict=True)]
+        turns = [
+            {"role": roles[role], "content": text}
+            for role, text in zip(pieces[1::2], pieces[2::2], strict=True)
+        ]
     else:
         turns = turns_or_text(value, "assistant", name)
     if not (turns[-1]["content"].strip() or turns[-1].get("tool_calls")):
@@ -60,7 +87,11 @@ def _side(value: object, name: str) -> list[Message]:
 
 def preference_summary(data: Data, cache: Path, rows: int) -> list[str]:
     """What `preview` shows of preference pairs, the first `rows` of them in full; empty if the data holds none. UserError if they are broken."""
-    files = [(source, file) for source in find_sources(data.path, "data.path", cache) for file in source.files]
+    files = [
+        (source, file)
+        for source in find_sources(data.path, "data.path", cache)
+        for file in source.files
+    ]
     if not _holds_pairs(data, *files[0]):
         return []
     lines, shown, problems, pairs, characters = [], [], Problems(data.on_error), 0, [0, 0]
@@ -70,7 +101,9 @@ def preference_summary(data: Data, cache: Path, rows: int) -> list[str]:
             try:
                 if row.error:
                     raise RowError(row.error)
-                reader = reader or make_reader(row.columns, "preference", source.fields or data.fields, file, pairs=True)
+                reader = reader or make_reader(
+                    row.columns, "preference", source.fields or data.fields, file, pairs=True
+                )
                 pair = read_preference(row, reader)
             except RowError as error:
                 problems.add(row.where, str(error))
@@ -79,7 +112,8 @@ def preference_summary(data: Data, cache: Path, rows: int) -> list[str]:
                 continue
             of_file, pairs = of_file + 1, pairs + 1
             characters = [
-                n + sum(len(t["content"]) for t in side) for n, side in zip(characters, (pair.chosen, pair.rejected), strict=True)
+                n + sum(len(t["content"]) for t in side)
+                for n, side in zip(characters, (pair.chosen, pair.rejected), strict=True)
             ]
             shown += _shown(pair) if pairs <= rows else []
         problems.raise_if_failing()
@@ -91,7 +125,9 @@ def preference_summary(data: Data, cache: Path, rows: int) -> list[str]:
         ]
     if pairs:  # a model that learns from pairs easily learns to be long
         chosen, rejected = (n / pairs for n in characters)
-        lines.append(f"{pairs:,} preference pairs; chosen answers have {chosen:,.0f} characters on average, rejected ones {rejected:,.0f}")
+        lines.append(
+            f"{pairs:,} preference pairs; chosen answers have {chosen:,.0f} characters on average, rejected ones {rejected:,.0f}"
+        )
     return [*lines, "note: `train` does not learn from pairs yet", *shown]
 
 
@@ -103,6 +139,8 @@ def _holds_pairs(data: Data, source: Source, file: str) -> bool:
 
 def _shown(pair: Preference) -> list[str]:
     sides = (("prompt", pair.prompt), ("chosen", pair.chosen), ("rejected", pair.rejected))
-    lines = [f"{name:9} {turn['role']}: {turn['content']}" for name, turns in sides for turn in turns]
+    lines = [
+        f"{name:9} {turn['role']}: {turn['content']}" for name, turns in sides for turn in turns
+    ]
     printable = [line.encode("utf-8", "backslashreplace").decode() for line in lines]
     return ["", f"{pair.where[0]}:{pair.where[1]}", *printable]

@@ -27,7 +27,11 @@ from fsdp_trainer.data.workers import Job, cores, in_processes, in_this_process
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.observe.console import duration, short
 
-SMALLEST, LARGEST, FEWEST = 4 << 20, 256 << 20, 512  # bytes of a task, and how many a large data set has
+SMALLEST, LARGEST, FEWEST = (
+    4 << 20,
+    256 << 20,
+    512,
+)  # bytes of a task, and how many a large data set has
 WORTH_PROCESSES = 8 << 20  # bytes below which starting processes takes longer than they save
 
 
@@ -57,15 +61,28 @@ class Component:
 class Preparation:
     """One component's stores, as folders of the cache."""
 
-    def __init__(self, component: Component, how: How, content: dict[str, Content], root: Path, told: Told):
+    def __init__(
+        self, component: Component, how: How, content: dict[str, Content], root: Path, told: Told
+    ):
         self.component, self.how, self.root, self.told = component, how, root, told
         self.stamps = {file: content[file].stamp for file in component.files}
         self.meta: dict[str, Any] = {}
         self.report: list[str] = []
         """Short lines for people."""
         data = how.data
-        read = [[source.format, source.fields, [content[file].digest for file in source.files]] for source in component.sources]
-        options = [data.format, data.fields, data.loss_on, data.too_long, data.on_error, how.seq_len, how.share]
+        read = [
+            [source.format, source.fields, [content[file].digest for file in source.files]]
+            for source in component.sources
+        ]
+        options = [
+            data.format,
+            data.fields,
+            data.loss_on,
+            data.too_long,
+            data.on_error,
+            how.seq_len,
+            how.share,
+        ]
         name = fingerprint([read, options, how.tokenizer.fingerprint, how.template.source])
         self.folder, self.parts = root / name, root / f".{name}"
 
@@ -75,12 +92,19 @@ class Preparation:
             self._make()
         self.meta, files = meta, self.component.files
         renamed = dict(zip(meta["files"], files, strict=True))
-        examples = {what: [_renamed(where, renamed) for where in places] for what, places in meta["examples"].items()}
-        found = {TRAIN: (meta["counts"], examples)}  # what is held out is so few that it is told with the rest
+        examples = {
+            what: [_renamed(where, renamed) for where in places]
+            for what, places in meta["examples"].items()
+        }
+        found = {
+            TRAIN: (meta["counts"], examples)
+        }  # what is held out is so few that it is told with the rest
         self.report = self._lines(meta, renamed)
         names = [source.name for source in self.component.sources]
         return {
-            name: TokenStore(self.folder / name, about["fingerprint"], names, files, *found.get(name, ()))
+            name: TokenStore(
+                self.folder / name, about["fingerprint"], names, files, *found.get(name, ())
+            )
             for name, about in meta["stores"].items()
         }
 
@@ -91,7 +115,9 @@ class Preparation:
         tasks = self._tasks()
         with self._held(shared=True):
             self._tokenise(tasks, range(index, len(tasks), of))
-        missing = sorted({i % of for i, task in enumerate(tasks) if Done.of(self._part(i), task) is None})
+        missing = sorted(
+            {i % of for i, task in enumerate(tasks) if Done.of(self._part(i), task) is None}
+        )
         if not missing or read_whole(self.folder):
             self.stores()
             return []
@@ -100,7 +126,9 @@ class Preparation:
     def _make(self) -> None:
         tasks = self._tasks()
         with self._held(shared=False) as alone:
-            if not read_whole(self.folder, self.told.say):  # another may have made it while this one waited
+            if not read_whole(
+                self.folder, self.told.say
+            ):  # another may have made it while this one waited
                 for left in self.parts.glob("tmp-*") if alone else ():
                     shutil.rmtree(left, ignore_errors=True)
                 clear_leftovers(self.root, self.parts)
@@ -121,7 +149,9 @@ class Preparation:
         def waits() -> None:
             nonlocal waiting
             if not waiting:
-                self.told.say(f"data   another process prepares the same in {self.root}: this one waits for it")
+                self.told.say(
+                    f"data   another process prepares the same in {self.root}: this one waits for it"
+                )
             waiting = True
             self.told.progress("data   waiting for another process, which prepares the same")
 
@@ -131,11 +161,15 @@ class Preparation:
                     yield alone
                 except BaseException as error:
                     # other data, or other options, make other parts
-                    if alone and (isinstance(error, UserError) or not any(self.parts.glob("[0-9]*"))):
+                    if alone and (
+                        isinstance(error, UserError) or not any(self.parts.glob("[0-9]*"))
+                    ):
                         shutil.rmtree(self.parts, ignore_errors=True)
                     raise
         except OSError as error:
-            if not read_whole(self.folder):  # without locks another may have been through with it, and have tidied up
+            if not read_whole(
+                self.folder
+            ):  # without locks another may have been through with it, and have tidied up
                 why = f"the tokenised data cannot be written to {self.root}: {error.strerror or error}. Use  data.cache=FOLDER"
                 raise RunFailed(why) from None
 
@@ -144,7 +178,10 @@ class Preparation:
 
     def _tasks(self) -> list[Task]:
         """All files in pieces of about one size, which depends on the files alone."""
-        data, sizes = self.how.data, {file: stamp[0] if stamp else 0 for file, stamp in self.stamps.items()}
+        data, sizes = (
+            self.how.data,
+            {file: stamp[0] if stamp else 0 for file, stamp in self.stamps.items()},
+        )
         each = min(max(sum(sizes.values()) // FEWEST, SMALLEST), LARGEST)
         tasks: list[Task] = []
         self.bytes: list[float] = []
@@ -158,7 +195,9 @@ class Preparation:
                         self.bytes.append(0.0)
                         room = float(each)
                     fields = tuple((source.fields or data.fields or {}).items())
-                    tasks[-1].append(Piece(unit, place, number, 0, source.format or data.format, fields))
+                    tasks[-1].append(
+                        Piece(unit, place, number, 0, source.format or data.format, fields)
+                    )
                     size = sizes[file] / len(units)
                     self.bytes[-1], room = self.bytes[-1] + size, room - size
                 number += 1
@@ -177,10 +216,18 @@ class Preparation:
         def jobs() -> Iterator[Job]:
             lines = Lines()
             for i in takewhile(lambda i: i <= last[0], missing):
-                yield i, [replace(piece, lines_before=lines.before(piece.unit)) for piece in tasks[i]], self._part(i)
+                yield (
+                    i,
+                    [replace(piece, lines_before=lines.before(piece.unit)) for piece in tasks[i]],
+                    self._part(i),
+                )
 
         several = count > 1 and sum(self.bytes[i] for i in missing) >= WORTH_PROCESSES
-        ends = in_processes(jobs(), self.how, pace.tick, count) if several else in_this_process(jobs(), self.how, pace.tick)
+        ends = (
+            in_processes(jobs(), self.how, pace.tick, count)
+            if several
+            else in_this_process(jobs(), self.how, pace.tick)
+        )
         with closing(ends):  # at once, whatever comes
             for i, found in ends:
                 done[i] = found
@@ -189,14 +236,19 @@ class Preparation:
                     last[0] = min(last[0], _last_of_file(tasks, i))
         read = [done[i] for i in sorted(done) if i <= last[0]]
         problems = [problem for one in read for problem in one.problems][:SHOWN]
-        Problems(self.how.data.on_error, sum(one.bad_rows for one in read), problems).raise_if_failing()
+        Problems(
+            self.how.data.on_error, sum(one.bad_rows for one in read), problems
+        ).raise_if_failing()
         return done
 
     def _merge(self, done: list[Done], into: Path) -> None:
         """All parts as one, and last of all what is known of them."""
         parts = [self._part(i) for i in range(len(done))]
         tick = lambda: self.told.progress("data   merging the parts")  # noqa: E731
-        stores = {name: {"fingerprint": merge([part / name for part in parts], into / name, tick)} for name in done[0].totals}
+        stores = {
+            name: {"fingerprint": merge([part / name for part in parts], into / name, tick)}
+            for name in done[0].totals
+        }
         rows: Counter[tuple[int, str]] = Counter()
         counts: Counter[str] = Counter()
         examples: dict[str, list[str]] = {}
@@ -211,10 +263,16 @@ class Preparation:
                 add_totals(totals[name], found)
         problems = [problem for one in done for problem in one.problems][:SHOWN]
         if bad := sum(one.bad_rows for one in done):
-            counts["unreadable"], examples["unreadable"] = bad, [problem.what for problem in problems[:EXAMPLES]]
+            counts["unreadable"], examples["unreadable"] = (
+                bad,
+                [problem.what for problem in problems[:EXAMPLES]],
+            )
         train = TokenStore(into / TRAIN, "", files=self.component.files)
         if len(again := _duplicates(train.digests)):
-            counts["duplicate"], examples["duplicate"] = len(again), [train.where(i) for i in again[:EXAMPLES].tolist()]
+            counts["duplicate"], examples["duplicate"] = (
+                len(again),
+                [train.where(i) for i in again[:EXAMPLES].tolist()],
+            )
         meta = {
             "files": self.component.files,
             "rows": [[number, format, n] for (number, format), n in sorted(rows.items())],
@@ -235,8 +293,17 @@ class Preparation:
         key, name = self.component.key, self.component.name
         path = self.how.data.path if key == "data.path" else self.how.data.validation
         which = f" of {name}" if name not in (TRAIN, VALIDATION, path) else ""
-        sentences = [str(finding) for finding in told(meta["counts"], meta["examples"], 0, 0, self.how.seq_len)]
-        why = "\n".join([f"no token{which} is supervised: there is nothing to learn", *self._lines(meta, {}), *sentences])
+        sentences = [
+            str(finding)
+            for finding in told(meta["counts"], meta["examples"], 0, 0, self.how.seq_len)
+        ]
+        why = "\n".join(
+            [
+                f"no token{which} is supervised: there is nothing to learn",
+                *self._lines(meta, {}),
+                *sentences,
+            ]
+        )
         raise UserError("the data cannot be used", [Problem(f"{key}={path}", why)])
 
     def _lines(self, meta: dict[str, Any], renamed: dict[str, str]) -> list[str]:
@@ -246,12 +313,19 @@ class Preparation:
             by_format.setdefault(format, []).append((number, rows))
         lines = []
         for format, found in by_format.items():
-            named = self.component.files[found[0][0]] if len(found) == 1 else f"{len(found):,} files"
+            named = (
+                self.component.files[found[0][0]] if len(found) == 1 else f"{len(found):,} files"
+            )
             lines.append(f"{named}: {sum(rows for _, rows in found):,} rows, {format}")
         if bad := meta["counts"].get("unreadable"):
-            listed = f", listed in {self.folder / SKIPPED}" if (self.folder / SKIPPED).exists() else ""
+            listed = (
+                f", listed in {self.folder / SKIPPED}" if (self.folder / SKIPPED).exists() else ""
+            )
             lines.append(f"skipped {bad:,} rows that cannot be read{listed}:")
-            lines += [f"    {_renamed(p['what'], renamed)}  {p['why'].splitlines()[0]}" for p in meta["problems"]]
+            lines += [
+                f"    {_renamed(p['what'], renamed)}  {p['why'].splitlines()[0]}"
+                for p in meta["problems"]
+            ]
         return lines
 
 
@@ -275,11 +349,21 @@ class Pace:
 
     def __str__(self) -> str:
         seconds = max(time.monotonic() - self.began, 1e-3)
-        parts = [f"{self.rows:,} rows", f"{short(self.tokens)} tokens", f"{short(self.tokens / seconds)} tok/s"]
-        size = f"{self.total / 2**30:,.1f} GiB" if self.total >= 2**30 else f"{self.total / 2**20:.1f} MiB"
+        parts = [
+            f"{self.rows:,} rows",
+            f"{short(self.tokens)} tokens",
+            f"{short(self.tokens / seconds)} tok/s",
+        ]
+        size = (
+            f"{self.total / 2**30:,.1f} GiB"
+            if self.total >= 2**30
+            else f"{self.total / 2**20:.1f} MiB"
+        )
         parts.append(f"{self.done / max(1.0, self.total):.0%} of {size}")
         if self.done > self.before:
-            parts.append(f"eta {duration(seconds * (self.total - self.done) / (self.done - self.before))}")
+            parts.append(
+                f"eta {duration(seconds * (self.total - self.done) / (self.done - self.before))}"
+            )
         return "data   " + "  ".join(parts)
 
 

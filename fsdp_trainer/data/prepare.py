@@ -36,13 +36,19 @@ class Prepared:
     @property
     def fingerprint(self) -> str:
         """Of all samples, those held out too."""
-        stores = [*([self.streamed] if self.streamed else self.train), *([self.validation] if self.validation else [])]
+        stores = [
+            *([self.streamed] if self.streamed else self.train),
+            *([self.validation] if self.validation else []),
+        ]
         return "-".join(store.fingerprint for store in stores)
 
 
 def components(data: Data, root: Path, told: Told) -> tuple[list[Component], Component | None]:
     """What `data` trains on, and what it names to be validated on, fetched if it lies elsewhere. UserError if there is nothing there."""
-    sources, named = find_sources(data.path, "data.path", root, told.say, told.progress), entries(data.path)
+    sources, named = (
+        find_sources(data.path, "data.path", root, told.say, told.progress),
+        entries(data.path),
+    )
     share = data.validation if isinstance(data.validation, int | float) else 0.0
     if is_mixture(data.path) and len(named) > 1:
         train = [Component(source.name, [source], share) for source in sources]
@@ -51,20 +57,38 @@ def components(data: Data, root: Path, told: Told) -> tuple[list[Component], Com
     if data.validation is None or share:
         return train, None
     return train, Component(
-        VALIDATION, find_sources(data.validation, "data.validation", root, told.say, told.progress), key="data.validation"
+        VALIDATION,
+        find_sources(data.validation, "data.validation", root, told.say, told.progress),
+        key="data.validation",
     )
 
 
-def preparations(data: Data, batch: Batch, tokenizer: TextTokenizer, template: Template, root: Path, told: Told) -> list["Preparation"]:
+def preparations(
+    data: Data, batch: Batch, tokenizer: TextTokenizer, template: Template, root: Path, told: Told
+) -> list["Preparation"]:
     """Of every component, the one to be validated on last if it is apart."""
     train, apart = components(data, root, told)
     every = [*train, *([apart] if apart else [])]
-    content = contents([file for component in every for file in component.files], root, lambda: told.progress("data   hashing files"))
+    content = contents(
+        [file for component in every for file in component.files],
+        root,
+        lambda: told.progress("data   hashing files"),
+    )
     how = How(data, batch.seq_len, 0.0, tokenizer, template)
-    return [Preparation(component, replace(how, share=component.share), content, root, told) for component in every]
+    return [
+        Preparation(component, replace(how, share=component.share), content, root, told)
+        for component in every
+    ]
 
 
-def prepare(data: Data, batch: Batch, tokenizer: TextTokenizer, template: Template, root: Path, told: Told | None = None) -> Prepared:
+def prepare(
+    data: Data,
+    batch: Batch,
+    tokenizer: TextTokenizer,
+    template: Template,
+    root: Path,
+    told: Told | None = None,
+) -> Prepared:
     """Tokenise what `data` names into folders of `root`, unless that is there already. UserError if the data cannot be used."""
     made = preparations(data, batch, tokenizer, template, Path(root), told or Told())
     opened = [one.stores() for one in made]
@@ -76,8 +100,15 @@ def prepare(data: Data, batch: Batch, tokenizer: TextTokenizer, template: Templa
         validation = _together(made, [stores[VALIDATION] for stores in opened], Path(root))
         if not len(validation):
             why = "the share is so small that no sample is in it"
-            raise UserError("the data cannot be used", [Problem(f"data.validation={data.validation}", why)])
-    return Prepared([stores[TRAIN] for stores in opened], [one.component.name for one in made], validation, report)
+            raise UserError(
+                "the data cannot be used", [Problem(f"data.validation={data.validation}", why)]
+            )
+    return Prepared(
+        [stores[TRAIN] for stores in opened],
+        [one.component.name for one in made],
+        validation,
+        report,
+    )
 
 
 def _together(made: list["Preparation"], stores: list[TokenStore], root: Path) -> TokenStore:
@@ -86,22 +117,31 @@ def _together(made: list["Preparation"], stores: list[TokenStore], root: Path) -
         return stores[0]
     folder = root / fingerprint([one.folder.name for one in made])
     if not read_whole(folder):
-        with tempfile.TemporaryDirectory(prefix=".together-", dir=root, ignore_cleanup_errors=True) as aside:
+        with tempfile.TemporaryDirectory(
+            prefix=".together-", dir=root, ignore_cleanup_errors=True
+        ) as aside:
             whole = Path(aside) / "whole"
             whole.mkdir()
             of_samples = merge([store.folder for store in stores], whole / VALIDATION, lambda: None)
             firsts = np.cumsum([0, *(len(one.component.files) for one in made)])
             for column, values in {
                 "sources": [np.full(len(store), i, np.int32) for i, store in enumerate(stores)],
-                "files": [store.files + np.int32(first) for store, first in zip(stores, firsts, strict=False)],
+                "files": [
+                    store.files + np.int32(first)
+                    for store, first in zip(stores, firsts, strict=False)
+                ],
             }.items():
                 np.concatenate(values).astype(np.int32).tofile(whole / VALIDATION / f"{column}.bin")
             totals: dict[str, dict[str, int]] = {}
             for i, one in enumerate(made):
                 for found in one.meta["stores"][VALIDATION]["totals"].values():
                     add_totals(totals, {str(i): found})
-            write_meta(whole, {"stores": {VALIDATION: {"fingerprint": of_samples, "totals": totals}}})
+            write_meta(
+                whole, {"stores": {VALIDATION: {"fingerprint": of_samples, "totals": totals}}}
+            )
             commit(whole, folder)
     files = [file for one in made for file in one.component.files]
     about = read_meta(folder)["stores"][VALIDATION]
-    return TokenStore(folder / VALIDATION, about["fingerprint"], [one.component.name for one in made], files)
+    return TokenStore(
+        folder / VALIDATION, about["fingerprint"], [one.component.name for one in made], files
+    )

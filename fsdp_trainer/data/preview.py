@@ -78,7 +78,10 @@ class ShownRow:
     @property
     def title(self) -> str:
         """What is in it."""
-        tokens, supervised = (sum(getattr(document, what) for document in self.documents) for what in ("tokens", "supervised"))
+        tokens, supervised = (
+            sum(getattr(document, what) for document in self.documents)
+            for what in ("tokens", "supervised")
+        )
         n = len(self.documents)
         return f"row {self.index}: {n} document{'s' * (n != 1)}, {tokens:,} tokens, {supervised:,} supervised, {self.padding:,} padding"
 
@@ -108,11 +111,21 @@ SOURCE_COLUMNS = ("source", "samples", "tokens", "share", "supervised", "epochs"
 def preview(cfg: PreviewConfig) -> int:
     """Print `preview.rows` rows in the order of training; returns the exit code."""
     if cfg.preview.html and not Path(cfg.preview.html).expanduser().parent.is_dir():
-        raise UserError("the preview cannot be written", [Problem(f"preview.html={cfg.preview.html}", "there is no such folder")])
-    if cfg.preview.format == "text" and (pairs := preference_summary(cfg.data, cache_root(cfg), cfg.preview.rows)):
+        raise UserError(
+            "the preview cannot be written",
+            [Problem(f"preview.html={cfg.preview.html}", "there is no such folder")],
+        )
+    if cfg.preview.format == "text" and (
+        pairs := preference_summary(cfg.data, cache_root(cfg), cfg.preview.rows)
+    ):
         if cfg.preview.html:
             raise UserError(
-                "the preview cannot be written", [Problem(f"preview.html={cfg.preview.html}", "pairs are shown in the terminal only")]
+                "the preview cannot be written",
+                [
+                    Problem(
+                        f"preview.html={cfg.preview.html}", "pairs are shown in the terminal only"
+                    )
+                ],
             )
         print(CONTROL.sub("", "\n".join(pairs)))
         return 0
@@ -120,12 +133,18 @@ def preview(cfg: PreviewConfig) -> int:
     tokenizer, template, prepared = build_data(cfg, Told(console.paced(), console.say))
     streamed, n = prepared.streamed, cfg.preview.rows
     if cfg.preview.format == "json":
-        rows: Iterable[RowData | StreamedRow] = streamed.first_rows(n) if streamed else map(build_order(cfg, prepared).read, range(n))
+        rows: Iterable[RowData | StreamedRow] = (
+            streamed.first_rows(n) if streamed else map(build_order(cfg, prepared).read, range(n))
+        )
         for index, row in enumerate(rows):
             print(json.dumps(as_json(index, row)))
     if cfg.preview.format == "json" and not cfg.preview.html:
         return 0
-    page = look_at_stream(cfg, tokenizer, streamed) if streamed else look(cfg, tokenizer, template, prepared, build_order(cfg, prepared))
+    page = (
+        look_at_stream(cfg, tokenizer, streamed)
+        if streamed
+        else look(cfg, tokenizer, template, prepared, build_order(cfg, prepared))
+    )
     if cfg.preview.format == "text":
         from fsdp_trainer.data.preview_text import show  # rich takes a while
 
@@ -142,24 +161,55 @@ def as_json(index: int, row: RowData | StreamedRow) -> dict:
     """The row without its padding; `weights` only where a learnt position has another weight than 1."""
     n = sum(row.documents)
     labels, weights = row.labels[:n], row.weights[:n]
-    shown = {"row": index, "tokens": row.tokens[:n].tolist(), "labels": labels.tolist(), "documents": row.documents}
+    shown = {
+        "row": index,
+        "tokens": row.tokens[:n].tolist(),
+        "labels": labels.tolist(),
+        "documents": row.documents,
+    }
     return shown if np.all(weights[labels != -100] == 1) else shown | {"weights": weights.tolist()}
 
 
-def look(cfg: PreviewConfig, tokenizer: TextTokenizer, template: Template, prepared: Prepared, order: Mixture) -> Page:
+def look(
+    cfg: PreviewConfig,
+    tokenizer: TextTokenizer,
+    template: Template,
+    prepared: Prepared,
+    order: Mixture,
+) -> Page:
     """Gather what there is to see. Raises UserError for a tokenizer that does not fit the model."""
     lengths = np.concatenate([store.lengths for store in prepared.train])
     store, pieces = prepared.train[0], Pieces(tokenizer)
-    known = [*vocabulary(cfg, tokenizer), *all_findings(prepared, order.seq_len), *often(cfg, order)]
-    if "generation %}" not in template.source and amounts(prepared.train)[2] < lengths.sum() - len(lengths):
+    known = [
+        *vocabulary(cfg, tokenizer),
+        *all_findings(prepared, order.seq_len),
+        *often(cfg, order),
+    ]
+    if "generation %}" not in template.source and amounts(prepared.train)[2] < lengths.sum() - len(
+        lengths
+    ):
         known.append(Finding(*NO_MARKERS, is_warning=False))
     rows = range(min(cfg.preview.rows, order.rows_per_epoch))
     return Page(
         str(cfg.run.name),
         prepared.report,
         template,
-        [shown_row(index, order.read(index), order.where(index), order.source_names, order.seq_len, pieces) for index in rows],
-        ShownDocument(store.where(0), store.source_names[store.sources[0]], pieces.of(*store.read(0, 0, order.seq_len))),
+        [
+            shown_row(
+                index,
+                order.read(index),
+                order.where(index),
+                order.source_names,
+                order.seq_len,
+                pieces,
+            )
+            for index in rows
+        ],
+        ShownDocument(
+            store.where(0),
+            store.source_names[store.sources[0]],
+            pieces.of(*store.read(0, 0, order.seq_len)),
+        ),
         figures(cfg, prepared, order),
         [(name, int(np.percentile(lengths, share))) for name, share in QUANTILES],
         histogram(lengths),
@@ -175,10 +225,16 @@ def look_at_stream(cfg: PreviewConfig, tokenizer: TextTokenizer, streamed: Strea
         str(cfg.run.name),
         streamed.report,
         streamed.how.template,
-        [shown_row(i, row, row.places, names, seq_len, pieces) for i, row in enumerate(streamed.first_rows(cfg.preview.rows))],
+        [
+            shown_row(i, row, row.places, names, seq_len, pieces)
+            for i, row in enumerate(streamed.first_rows(cfg.preview.rows))
+        ],
         lengths=[(name, int(np.percentile(streamed.lengths, share))) for name, share in QUANTILES],
         histogram=histogram(streamed.lengths),
-        findings=sorted([*vocabulary(cfg, tokenizer), *streamed.findings], key=lambda finding: not finding.is_warning),
+        findings=sorted(
+            [*vocabulary(cfg, tokenizer), *streamed.findings],
+            key=lambda finding: not finding.is_warning,
+        ),
     )
 
 
@@ -192,13 +248,19 @@ NO_MARKERS = (
 def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tuple[str, str]]:
     """What the table says: (name, value)."""
     samples, tokens, supervised = amounts(prepared.train)
-    documents = sum(share * len(of.epoch(0).samples) / of.rows_per_epoch for share, of in zip(order.shares, order.orders, strict=True))
+    documents = sum(
+        share * len(of.epoch(0).samples) / of.rows_per_epoch
+        for share, of in zip(order.shares, order.orders, strict=True)
+    )
     return [
         ("samples", f"{samples:,}"),
         ("tokens", f"{tokens:,}"),
         ("supervised", f"{supervised:,}, {supervised / tokens:.1%} of them"),
         ("dropped, twice", left_out(prepared.train)),
-        ("rows an epoch", f"{order.rows_per_epoch:,} of {order.seq_len:,} tokens, {order.fill:.1%} filled ({cfg.data.packing})"),
+        (
+            "rows an epoch",
+            f"{order.rows_per_epoch:,} of {order.seq_len:,} tokens, {order.fill:.1%} filled ({cfg.data.packing})",
+        ),
         ("documents a row", f"{documents:.1f}"),
         *([("validation", f"{len(prepared.validation):,} samples")] if prepared.validation else []),
     ]
@@ -206,24 +268,45 @@ def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
 
 def sources(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tuple[str, ...]]:
     """A line for each source, if there are several."""
-    parts = [(source, n) for store, n in zip(prepared.train, epochs(cfg, order), strict=True) for source in figures_by_source(store)]
+    parts = [
+        (source, n)
+        for store, n in zip(prepared.train, epochs(cfg, order), strict=True)
+        for source in figures_by_source(store)
+    ]
     tokens = sum(source.tokens * n for source, n in parts) or 1
     return [
-        (s.name, f"{s.samples:,}", f"{s.tokens:,}", f"{s.tokens * n / tokens:.1%}", f"{s.supervised / max(1, s.tokens):.1%}", f"{n:.2f}")
+        (
+            s.name,
+            f"{s.samples:,}",
+            f"{s.tokens:,}",
+            f"{s.tokens * n / tokens:.1%}",
+            f"{s.supervised / max(1, s.tokens):.1%}",
+            f"{n:.2f}",
+        )
         for s, n in (parts if len(parts) > 1 else [])
     ]
 
 
 def epochs(cfg: PreviewConfig, order: Mixture) -> list[float]:
     """How often the run goes over each component."""
-    rows = cfg.train.steps * cfg.batch.rows if cfg.train.steps is not None else (cfg.train.epochs or 1) * order.rows_per_epoch
-    return [taken / of.rows_per_epoch for taken, of in zip(order.taken(rows), order.orders, strict=True)]
+    rows = (
+        cfg.train.steps * cfg.batch.rows
+        if cfg.train.steps is not None
+        else (cfg.train.epochs or 1) * order.rows_per_epoch
+    )
+    return [
+        taken / of.rows_per_epoch for taken, of in zip(order.taken(rows), order.orders, strict=True)
+    ]
 
 
 def often(cfg: PreviewConfig, order: Mixture) -> list[Finding]:
     """What a mixture repeats too often."""
     seen = zip(order.components, epochs(cfg, order), strict=True)
-    return [Finding(f"{c.name} is seen {n:.1f} times in this run", OFTEN) for c, n in seen if n > REPEATED and len(order.components) > 1]
+    return [
+        Finding(f"{c.name} is seen {n:.1f} times in this run", OFTEN)
+        for c, n in seen
+        if n > REPEATED and len(order.components) > 1
+    ]
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:
@@ -234,7 +317,10 @@ def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:
     if len(edges) > 14:
         edges = [edge for edge in edges if edge & (edge - 1) == 0 or edge in (edges[0], edges[-1])]
     counts, _ = np.histogram(lengths, edges)
-    return [(f"{first:,}–{end - 1:,}", int(n)) for first, end, n in zip(edges, edges[1:], counts, strict=False)]
+    return [
+        (f"{first:,}–{end - 1:,}", int(n))
+        for first, end, n in zip(edges, edges[1:], counts, strict=False)
+    ]
 
 
 def vocabulary(cfg: PreviewConfig, tokenizer: TextTokenizer) -> list[Finding]:
@@ -246,18 +332,38 @@ def vocabulary(cfg: PreviewConfig, tokenizer: TextTokenizer) -> list[Finding]:
         return []
     text = f"the model has {config.vocab_size:,} tokens, the tokenizer {tokenizer.vocab_size:,}"
     return [
-        Finding(text, "as it should be where the model's vocabulary is padded; else this is not the model's tokenizer", is_warning=False)
+        Finding(
+            text,
+            "as it should be where the model's vocabulary is padded; else this is not the model's tokenizer",
+            is_warning=False,
+        )
     ]
 
 
-def shown_row(index: int, row: RowData | StreamedRow, where: list[str], names: list[str], seq_len: int, pieces: "Pieces") -> ShownRow:
+def shown_row(
+    index: int,
+    row: RowData | StreamedRow,
+    where: list[str],
+    names: list[str],
+    seq_len: int,
+    pieces: "Pieces",
+) -> ShownRow:
     """A row, document by document. where: FILE:LINE of each; names: of the sources."""
     documents, start = [], 0
     for length, source, place in zip(row.documents, row.sources, where, strict=True):
         here = slice(start, start + length)
         # A token is learnt where the position before it has a label.
-        weights = np.concatenate([[0], np.where(row.labels[here] != -100, row.weights[here], 0)[:-1]])
-        documents.append(ShownDocument(place, names[source], pieces.of(row.tokens[here], weights), int(row.labels[here.stop - 1])))
+        weights = np.concatenate(
+            [[0], np.where(row.labels[here] != -100, row.weights[here], 0)[:-1]]
+        )
+        documents.append(
+            ShownDocument(
+                place,
+                names[source],
+                pieces.of(row.tokens[here], weights),
+                int(row.labels[here.stop - 1]),
+            )
+        )
         start += length
     return ShownRow(index, documents, seq_len - start)
 
@@ -280,13 +386,24 @@ class Pieces:
         start = 0
         while start < len(tokens):
             alike = 1
-            while alike < LONGEST_CHARACTER and weights[start + alike : start + alike + 1] == [weights[start]]:
+            while alike < LONGEST_CHARACTER and weights[start + alike : start + alike + 1] == [
+                weights[start]
+            ]:
                 alike += 1
-            n = next((n for n in range(1, alike + 1) if "\ufffd" not in self.text(tokens[start : start + n])), 1)
+            n = next(
+                (
+                    n
+                    for n in range(1, alike + 1)
+                    if "\ufffd" not in self.text(tokens[start : start + n])
+                ),
+                1,
+            )
             text = self.text(tokens[start : start + n])
             if "\ufffd" in text:
                 text = self.tokenizer.backend.id_to_token(tokens[start]) or text
-            yield Piece(text, tokens[start : start + n], weights[start], tokens[start] in self.special)
+            yield Piece(
+                text, tokens[start : start + n], weights[start], tokens[start] in self.special
+            )
             start += n
 
     def text(self, ids: list[int]) -> str:

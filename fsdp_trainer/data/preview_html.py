@@ -14,15 +14,26 @@ HERE = Path(__file__).parent
 
 def write(page: Page, file: Path) -> None:
     """Write it; UserError where that cannot be."""
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    style, script = (environment.loader.get_source(environment, f"preview.{kind}")[0] for kind in ("css", "js"))  # type: ignore[union-attr]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    style, script = (
+        environment.loader.get_source(environment, f"preview.{kind}")[0] for kind in ("css", "js")
+    )  # type: ignore[union-attr]
     html = environment.get_template("preview.html.jinja").render(
-        page=page, columns=SOURCE_COLUMNS, style=style, script=script, hashes=[_hash(style), _hash(script)], classes=_classes
+        page=page,
+        columns=SOURCE_COLUMNS,
+        style=style,
+        script=script,
+        hashes=[_hash(style), _hash(script)],
+        classes=_classes,
     )
     try:
         file.write_text(html, encoding="utf-8", errors="replace")
     except OSError as error:
-        raise UserError("the preview cannot be written", [Problem(f"preview.html={file}", str(error))]) from None
+        raise UserError(
+            "the preview cannot be written", [Problem(f"preview.html={file}", str(error))]
+        ) from None
 
 
 def _hash(content: str) -> str:
@@ -31,4 +42,6 @@ def _hash(content: str) -> str:
 
 
 def _classes(piece: Piece) -> str:
-    return " ".join(name for name, holds in (("s", piece.special), ("w", piece.weight not in (0, 1))) if holds)
+    return " ".join(
+        name for name, holds in (("s", piece.special), ("w", piece.weight not in (0, 1))) if holds
+    )

@@ -38,9 +38,16 @@ def show(page: Page, console: Console | None = None) -> None:
             table.add_row(*source)
         console.print(table)
     heading(console, "what the model sees")
-    console.print(legend() if colour else "what is learnt stands in [[ ]]; behind it the weight, where that is not 1")
+    console.print(
+        legend()
+        if colour
+        else "what is learnt stands in [[ ]]; behind it the weight, where that is not 1"
+    )
     if page.first:
-        heading(console, f"first sample, as the template ({page.template.name}) renders it: {page.first.where}")
+        heading(
+            console,
+            f"first sample, as the template ({page.template.name}) renders it: {page.first.where}",
+        )
         console.print(body(page.first, colour), soft_wrap=True)
     for row in page.rows:
         heading(console, row.title)
@@ -106,5 +113,9 @@ def body(document: ShownDocument, colour: bool) -> Text:
 def told(finding: Finding) -> Text:
     """What was found, its fix, and where it was found first."""
     mark = ("warning ", "bold yellow") if finding.is_warning else ("note    ", "dim")
-    below = [(f"→ {finding.fix}", "")] * bool(finding.fix) + [(place, "dim") for place in finding.places]
-    return Text.assemble(mark, finding.text, *((f"\n        {line}", style) for line, style in below))
+    below = [(f"→ {finding.fix}", "")] * bool(finding.fix) + [
+        (place, "dim") for place in finding.places
+    ]
+    return Text.assemble(
+        mark, finding.text, *((f"\n        {line}", style) for line, style in below)
+    )

@@ -22,7 +22,16 @@ from fsspec import AbstractFileSystem
 from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 
-from fsdp_trainer.config.data_files import KINDS, choose_files, has_magic, is_data, is_url, kind, place, why_url_unusable
+from fsdp_trainer.config.data_files import (
+    KINDS,
+    choose_files,
+    has_magic,
+    is_data,
+    is_url,
+    kind,
+    place,
+    why_url_unusable,
+)
 from fsdp_trainer.errors import Problem, UserError
 
 AT_ONCE = 8  # files that are fetched side by side
@@ -54,7 +63,9 @@ class RemoteFile:
     def copy_in(self, cache: Path) -> Path:
         """Where its copy lies."""
         folders = [part for part in place(self.url).split("/") if part not in ("", ".", "..")]
-        return cache.joinpath("remote", urlsplit(self.url).scheme, *folders[:-1], self.version, folders[-1])
+        return cache.joinpath(
+            "remote", urlsplit(self.url).scheme, *folders[:-1], self.version, folders[-1]
+        )
 
 
 def list_files(url: str, key: str) -> list[RemoteFile]:
@@ -64,14 +75,20 @@ def list_files(url: str, key: str) -> list[RemoteFile]:
         system.invalidate_cache()
         is_web = urlsplit(url).scheme in ("http", "https")  # tells no folder from a file
         if has_magic(url):
-            found = {p: about for p, about in system.glob(path, detail=True).items() if about["type"] == "file"}
+            found = {
+                p: about
+                for p, about in system.glob(path, detail=True).items()
+                if about["type"] == "file"
+            }
         elif not path.endswith("/") if is_web else system.isfile(path):
             found = {path: system.info(path)}
         else:
             found = system.find(path, detail=True)
             if not found:
                 raise FileNotFoundError(url)
-            found = {p: about for p, about in found.items() if is_data(p.removeprefix(path).strip("/"))}
+            found = {
+                p: about for p, about in found.items() if is_data(p.removeprefix(path).strip("/"))
+            }
         address = {p: url if p == path else _address(url, p) for p in found}
         try:
             chosen = choose_files(sorted(address.values()), url)
@@ -81,7 +98,10 @@ def list_files(url: str, key: str) -> list[RemoteFile]:
         if is_web:  # whose listings are bare
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 about = dict(zip(chosen, pool.map(system.info, chosen), strict=True))
-        return [RemoteFile(file, about[file].get("size"), _version(file, about[file])) for file in chosen]
+        return [
+            RemoteFile(file, about[file].get("size"), _version(file, about[file]))
+            for file in chosen
+        ]
 
 
 def _system_of(url: str) -> tuple[AbstractFileSystem, str]:
@@ -97,7 +117,11 @@ def _system_of(url: str) -> tuple[AbstractFileSystem, str]:
 def _address(url: str, path: str) -> str:
     """The URL of what a file system calls `path`."""
     scheme = urlsplit(url).scheme
-    return path if is_url(path) else f"{scheme}://{path if scheme in ('file', 'local') else path.lstrip('/')}"
+    return (
+        path
+        if is_url(path)
+        else f"{scheme}://{path if scheme in ('file', 'local') else path.lstrip('/')}"
+    )
 
 
 def _version(url: str, about: dict[str, Any]) -> str:
@@ -105,12 +129,19 @@ def _version(url: str, about: dict[str, Any]) -> str:
     return hashlib.blake2b(f"{about.get('size')} {mark}".encode(), digest_size=6).hexdigest()
 
 
-def fetch(url: str, key: str, cache: Path, say: Say = nothing, progress: Say = nothing) -> dict[str, str]:
+def fetch(
+    url: str, key: str, cache: Path, say: Say = nothing, progress: Say = nothing
+) -> dict[str, str]:
     """The URL of each of its files → the local copy, fetched if it is not there. UserError if it cannot be had.
 
     say: told what is worth a lasting line; progress: told again and again how far it is.
     """
-    noted = cache / "remote" / "found" / f"{hashlib.blake2b(url.encode(), digest_size=10).hexdigest()}.json"
+    noted = (
+        cache
+        / "remote"
+        / "found"
+        / f"{hashlib.blake2b(url.encode(), digest_size=10).hexdigest()}.json"
+    )
     if int(os.environ.get("LOCAL_RANK", 0)) and (copies := _noted(noted)):
         return copies  # the node's first rank has just asked, and all are to read the same
     try:
@@ -118,7 +149,9 @@ def fetch(url: str, key: str, cache: Path, say: Say = nothing, progress: Say = n
     except Unreachable as error:
         if not (copies := _noted(noted)):
             raise
-        say(f"data   {shown(url)} is not asked for changes, its copy is used: {error.problems[0].why.splitlines()[0]}")
+        say(
+            f"data   {shown(url)} is not asked for changes, its copy is used: {error.problems[0].why.splitlines()[0]}"
+        )
         return copies
     copies = {file.url: str(file.copy_in(cache)) for file in files}
     missing = [file for file in files if not os.path.exists(copies[file.url])]
@@ -131,7 +164,11 @@ def fetch(url: str, key: str, cache: Path, say: Say = nothing, progress: Say = n
         os.replace(aside, noted)
     for copy in copies.values():
         if kind(copy)[0] not in KINDS:
-            raise _unusable(url, key, f"{Path(copy).name} is no kind of file that is read: its name and its first bytes tell none")
+            raise _unusable(
+                url,
+                key,
+                f"{Path(copy).name} is no kind of file that is read: its name and its first bytes tell none",
+            )
     return copies
 
 
@@ -146,11 +183,16 @@ def _noted(file: Path) -> dict[str, str]:
 
 def _copy_all(files: list[RemoteFile], cache: Path, url: str, say: Say, progress: Say) -> None:
     total = sum(file.size or 0 for file in files)
-    say(f"data   fetching {len(files):,} file{'s' * (len(files) > 1)} of {shown(url)}, {total / 2**30:.2f} GiB, into {cache / 'remote'}")
+    say(
+        f"data   fetching {len(files):,} file{'s' * (len(files) > 1)} of {shown(url)}, {total / 2**30:.2f} GiB, into {cache / 'remote'}"
+    )
     targets = [file.copy_in(cache) for file in files]
     leaving = _Leaving()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        running = {pool.submit(_copy, file, target, leaving) for file, target in zip(files, targets, strict=True)}
+        running = {
+            pool.submit(_copy, file, target, leaving)
+            for file, target in zip(files, targets, strict=True)
+        }
         try:
             while running:
                 done, running = wait(running, timeout=1, return_when=FIRST_EXCEPTION)
@@ -188,7 +230,9 @@ def _copy(file: RemoteFile, target: Path, leaving: _Leaving) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     part = _part(target)
     with open(part, "ab") as out:
-        with contextlib.suppress(OSError):  # a file system without locks: two may fetch the same, and one is kept
+        with contextlib.suppress(
+            OSError
+        ):  # a file system without locks: two may fetch the same, and one is kept
             fcntl.flock(out, fcntl.LOCK_EX)
         if target.exists():
             return
@@ -199,7 +243,9 @@ def _copy(file: RemoteFile, target: Path, leaving: _Leaving) -> None:
         size = os.fstat(out.fileno()).st_size
         if file.size is not None and size != file.size:
             part.unlink()
-            raise OSError(f"{shown(file.url)} has {size:,} bytes, not {file.size:,} as its store says")
+            raise OSError(
+                f"{shown(file.url)} has {size:,} bytes, not {file.size:,} as its store says"
+            )
         os.replace(part, target)
 
 
@@ -222,7 +268,9 @@ def open_remote(url: str) -> BinaryIO:
     with _telling(url, "data.path"):
         system, path = _system_of(url)
         block = BLOCK if _has_ranges(system, path) else 0
-        return io.BufferedReader(system.open(path, "rb", block_size=block, cache_type="readahead"), 1 << 20)
+        return io.BufferedReader(
+            system.open(path, "rb", block_size=block, cache_type="readahead"), 1 << 20
+        )
 
 
 def _has_ranges(system: AbstractFileSystem, path: str) -> bool:
@@ -240,7 +288,11 @@ def _has_ranges(system: AbstractFileSystem, path: str) -> bool:
 def shown(url: str) -> str:
     """A URL without what may be secret in it: a password, the signature behind the question mark."""
     parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}" if parts.query or "@" in parts.netloc else url
+    return (
+        f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        if parts.query or "@" in parts.netloc
+        else url
+    )
 
 
 @contextlib.contextmanager
@@ -255,15 +307,26 @@ def _telling(url: str, key: str, cache: Path | None = None) -> Iterator[None]:
 
 
 def _told(url: str, key: str, cache: Path | None, error: BaseException) -> UserError:
-    if isinstance(error, FileNotFoundError) and error.__cause__:  # fsspec's for whatever keeps it from an answer
+    if (
+        isinstance(error, FileNotFoundError) and error.__cause__
+    ):  # fsspec's for whatever keeps it from an answer
         error = error.__cause__
-    scheme, name, first = urlsplit(url).scheme, type(error).__name__, (str(error).splitlines() or [""])[0]
+    scheme, name, first = (
+        urlsplit(url).scheme,
+        type(error).__name__,
+        (str(error).splitlines() or [""])[0],
+    )
     for secret in filter(None, (urlsplit(url).query, urlsplit(url).password)):
         first = first.replace(secret, "…")
     status = (
-        getattr(error, "status", None) or getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
+        getattr(error, "status", None)
+        or getattr(error, "code", None)
+        or getattr(getattr(error, "response", None), "status_code", None)
     )
-    local = str(getattr(error, "filename", None) or "").startswith(str(cache)) or getattr(error, "errno", None) in FULL
+    local = (
+        str(getattr(error, "filename", None) or "").startswith(str(cache))
+        or getattr(error, "errno", None) in FULL
+    )
     if why := why_url_unusable(url):
         return _unusable(url, key, why)
     if cache and local:
@@ -272,11 +335,23 @@ def _told(url: str, key: str, cache: Path | None, error: BaseException) -> UserE
         return _unusable(url, key, f"{scheme}:// needs a package that is not installed: {first}")
     if isinstance(error, FileNotFoundError) or status == 404 or "NotFound" in name:
         return _unusable(url, key, "there is no such file or folder there")
-    if isinstance(error, PermissionError) or status in (401, 403) or "Credential" in name or "Forbidden" in first:
+    if (
+        isinstance(error, PermissionError)
+        or status in (401, 403)
+        or "Credential" in name
+        or "Forbidden" in first
+    ):
         known = CREDENTIALS.get(scheme, "as fsspec's documentation of its file system says")
-        return _unusable(url, key, f"may not be read ({f'{status} ' if status else ''}{name}: {first}).\nCredentials: {known}")
+        return _unusable(
+            url,
+            key,
+            f"may not be read ({f'{status} ' if status else ''}{name}: {first}).\nCredentials: {known}",
+        )
     kept = "\nWhat was fetched is kept: start again" if cache else ""
-    return Unreachable("the data cannot be used", [Problem(f"{key}={shown(url)}", f"cannot be reached ({name}: {first}){kept}")])
+    return Unreachable(
+        "the data cannot be used",
+        [Problem(f"{key}={shown(url)}", f"cannot be reached ({name}: {first}){kept}")],
+    )
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)

@@ -60,9 +60,15 @@ class SampleBuilder:
         self.examples: dict[str, list[str]] = {}
         """The first FILE:LINE of each."""
         self._ends = tuple(tokenizer.special_tokens)
-        self._special = re.compile("|".join(map(re.escape, sorted(self._ends, key=len, reverse=True))) or "(?!)")
+        self._special = re.compile(
+            "|".join(map(re.escape, sorted(self._ends, key=len, reverse=True))) or "(?!)"
+        )
         self._special_ids = set(tokenizer.special_tokens.values())
-        self._stripping = [id for id, token in tokenizer.backend.get_added_tokens_decoder().items() if token.lstrip or token.rstrip]
+        self._stripping = [
+            id
+            for id, token in tokenizer.backend.get_added_tokens_decoder().items()
+            if token.lstrip or token.rstrip
+        ]
 
     def count(self, key: str, where: tuple[str, int]) -> None:
         """One more of it."""
@@ -78,7 +84,9 @@ class SampleBuilder:
             for text in texts:
                 text.text.encode()
         except UnicodeEncodeError as e:
-            raise RowError(f"holds half a character: \\u{ord(e.object[e.start]):04x} without its other half") from None
+            raise RowError(
+                f"holds half a character: \\u{ord(e.object[e.start]):04x} without its other half"
+            ) from None
         return texts
 
     def _document(self, row: Document) -> list[Rendered]:
@@ -92,19 +100,38 @@ class SampleBuilder:
     def _conversation(self, row: Conversation) -> list[Rendered]:
         noted: set[str] = set()
         messages = self.template.adapt(row.messages, row.tools, noted.add)
-        if any(self._special.search(message[name]) for message in row.messages for name in TEXTS if message.get(name)):
+        if any(
+            self._special.search(message[name])
+            for message in row.messages
+            for name in TEXTS
+            if message.get(name)
+        ):
             noted.add("special_in_text")
         for key in noted:
             self.count(key, row.where)
         whole = self.template.render(messages, row.tools)
         if self.data.loss_on == "all":
-            return [Rendered(whole, [(0, len(whole), 1.0), *self._weighted_turns(messages, row.tools, whole)], row.where)]
+            return [
+                Rendered(
+                    whole,
+                    [(0, len(whole), 1.0), *self._weighted_turns(messages, row.tools, whole)],
+                    row.where,
+                )
+            ]
         turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
-        learnt = [k for k in (turns[-1:] if self.data.loss_on == "last" else turns) if messages[k].get("weight", 1.0) > 0]
+        learnt = [
+            k
+            for k in (turns[-1:] if self.data.loss_on == "last" else turns)
+            if messages[k].get("weight", 1.0) > 0
+        ]
         rendered = [self._turn(messages, k, row, whole) for k in learnt]
         if all(whole.startswith(turn.text) for turn in rendered):
             ends = tuple(end for turn in rendered for end in turn.ends)
-            return [Rendered(whole, [span for turn in rendered for span in turn.spans], row.where, ends=ends)]
+            return [
+                Rendered(
+                    whole, [span for turn in rendered for span in turn.spans], row.where, ends=ends
+                )
+            ]
         self.count("rewritten", row.where)
         return rendered
 
@@ -118,7 +145,12 @@ class SampleBuilder:
         for text in (full.removesuffix(self.template.closing), full):
             stripped = text.rstrip()
             if stripped.endswith(self._ends) and len(stripped) >= start:
-                return Rendered(full if is_last else text, [(start, len(stripped), weight)], row.where, ends=(len(stripped),))
+                return Rendered(
+                    full if is_last else text,
+                    [(start, len(stripped), weight)],
+                    row.where,
+                    ends=(len(stripped),),
+                )
         self.count("no_end", row.where)
         return Rendered(full, [(start, len(full), weight)], row.where)
 
@@ -133,42 +165,74 @@ class SampleBuilder:
                 return len(prompt)
         except RowError:  # e.g. no turn before it
             pass
-        one, other = (self.template.render([*messages[:k], {"role": "assistant", "content": answer}], row.tools) for answer in ("1", "A"))
+        one, other = (
+            self.template.render(
+                [*messages[:k], {"role": "assistant", "content": answer}], row.tools
+            )
+            for answer in ("1", "A")
+        )
         start = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
         if start is None or not full.startswith(one[:start]):
             name = self.template.name
-            raise RowError(f"the chat template ({name}) rewrites what comes before turn {k + 1}: what is learnt cannot be told")
+            raise RowError(
+                f"the chat template ({name}) rewrites what comes before turn {k + 1}: what is learnt cannot be told"
+            )
         self.count("prompt_differs", row.where)
         return start
 
-    def _weighted_turns(self, messages: list[Message], tools: list[dict] | None, whole: str) -> list[Span]:
+    def _weighted_turns(
+        self, messages: list[Message], tools: list[dict] | None, whole: str
+    ) -> list[Span]:
         """Turns with a weight of their own, when everything is learnt."""
         spans = []
         for k in (k for k, message in enumerate(messages) if "weight" in message):
-            before, after = (self.template.render(messages[:n], tools).removesuffix(self.template.closing) if n else "" for n in (k, k + 1))
+            before, after = (
+                self.template.render(messages[:n], tools).removesuffix(self.template.closing)
+                if n
+                else ""
+                for n in (k, k + 1)
+            )
             if not (whole.startswith(after) and after.startswith(before)):
-                raise RowError("weights of turns with data.loss_on=all need a template that does not rewrite earlier turns")
+                raise RowError(
+                    "weights of turns with data.loss_on=all need a template that does not rewrite earlier turns"
+                )
             spans.append((len(before), len(after), messages[k]["weight"]))
         return spans
 
     def tokenize(self, texts: list[Rendered]) -> Iterator[list[Sample]]:
         """For every text its sample, or none where it is left out."""
-        documents = iter(self.tokenizer.encode_plain([text.text for text in texts if text.is_document]))
-        chats = iter(self.tokenizer.encode_batch([text.text for text in texts if not text.is_document]))
+        documents = iter(
+            self.tokenizer.encode_plain([text.text for text in texts if text.is_document])
+        )
+        chats = iter(
+            self.tokenizer.encode_batch([text.text for text in texts if not text.is_document])
+        )
         for text in texts:
-            sample = self._frame(next(documents)) if text.is_document else self._weigh(next(chats), text)
+            sample = (
+                self._frame(next(documents)) if text.is_document else self._weigh(next(chats), text)
+            )
             yield [kept for piece in self._fit(sample, text) for kept in self._keep(piece, text)]
 
     def _frame(self, ids: np.ndarray) -> Sample:
         bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
         front = [bos] if bos is not None and ids[:1].tolist() != [bos] else []
-        tokens = np.concatenate([front, ids, [eos] if eos is not None and ids[-1:].tolist() != [eos] else []]).astype(np.int32)
+        tokens = np.concatenate(
+            [front, ids, [eos] if eos is not None and ids[-1:].tolist() != [eos] else []]
+        ).astype(np.int32)
         return Sample(tokens, np.ones(len(tokens), np.float32))
 
     def _weigh(self, encoding: Encoding, text: Rendered) -> Sample:
-        sample = Sample(encoding.ids, token_weights(self._without_stripped(encoding, text.text), text))
-        for at in np.searchsorted(encoding.ends, text.ends).tolist():  # the tokens that reach the ends
-            if at == len(encoding.ids) or not sample.weights[at] or int(encoding.ids[at]) not in self._special_ids:
+        sample = Sample(
+            encoding.ids, token_weights(self._without_stripped(encoding, text.text), text)
+        )
+        for at in np.searchsorted(
+            encoding.ends, text.ends
+        ).tolist():  # the tokens that reach the ends
+            if (
+                at == len(encoding.ids)
+                or not sample.weights[at]
+                or int(encoding.ids[at]) not in self._special_ids
+            ):
                 self.count("no_end", text.where)
         for start, end, _ in text.spans:
             if EMPTY_THINK.search(text.text, start, end):

@@ -9,11 +9,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # ModelProto.SentencePiece.Type
 UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
-PROBES = ("The quick brown fox, 1984.", "a  b\tc\nd", "naïve Ωμέγα 東京 🙂", "def f(x):\n    return x**2  # ½")
+PROBES = (
+    "The quick brown fox, 1984.",
+    "a  b\tc\nd",
+    "naïve Ωμέγα 東京 🙂",
+    "def f(x):\n    return x**2  # ½",
+)
 
 
 def read_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
@@ -32,15 +46,23 @@ def read_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
         "eos_token": trainer.get(42, 2),
         "pad_token": trainer.get(43, -1),
     }
-    special = {name: pieces[id][0] for name, id in ids.items() if 0 <= id < len(pieces) and pieces[id][2] in (CONTROL, UNKNOWN)}
+    special = {
+        name: pieces[id][0]
+        for name, id in ids.items()
+        if 0 <= id < len(pieces) and pieces[id][2] in (CONTROL, UNKNOWN)
+    }
 
     tokenizer = Tokenizer(_model(pieces, trainer, ids["unk_token"]))
     if steps := _normalizers(normalizer):
         tokenizer.normalizer = normalizers.Sequence(steps)
     prefix_space = bool(normalizer.get(3, 1))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first" if prefix_space else "never", split=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+        "▁", prepend_scheme="first" if prefix_space else "never", split=False
+    )
     strip = [decoders.Strip(" ", left=1)] if prefix_space else []
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
     added = [
         AddedToken(text, normalized=False, special=kind != USER_DEFINED)
         for text, _, kind in pieces
@@ -48,7 +70,9 @@ def read_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     ]
     tokenizer.add_tokens(added)
     if bos := special.get("bos_token"):
-        tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", [(bos, tokenizer.token_to_id(bos))])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            f"{bos} $A", f"{bos} $A {bos} $B", [(bos, tokenizer.token_to_id(bos))]
+        )
     _check(tokenizer, path)
     return tokenizer, special
 
@@ -59,16 +83,28 @@ def _check(tokenizer: Tokenizer, path: Path) -> None:
 
     original = SentencePieceProcessor(model_file=str(path))
     for text in PROBES:
-        if (ours := tokenizer.encode(text, add_special_tokens=False).ids) != (theirs := original.encode(text)):
-            raise ValueError(f"it uses something that is not read: {text!r} would become {ours} instead of {theirs}")
+        if (ours := tokenizer.encode(text, add_special_tokens=False).ids) != (
+            theirs := original.encode(text)
+        ):
+            raise ValueError(
+                f"it uses something that is not read: {text!r} would become {ours} instead of {theirs}"
+            )
 
 
 def _model(pieces: list[tuple[str, float, int]], trainer: dict, unk_id: int) -> models.Model:
     byte_fallback = any(kind == BYTE for _, _, kind in pieces)
     if trainer.get(3, UNIGRAM) == UNIGRAM:
-        return models.Unigram([(text, score) for text, score, _ in pieces], unk_id=unk_id, byte_fallback=byte_fallback)
+        return models.Unigram(
+            [(text, score) for text, score, _ in pieces], unk_id=unk_id, byte_fallback=byte_fallback
+        )
     vocabulary = {text: id for id, (text, _, _) in enumerate(pieces)}
-    return models.BPE(vocabulary, _merges(pieces), unk_token=pieces[unk_id][0], fuse_unk=True, byte_fallback=byte_fallback)
+    return models.BPE(
+        vocabulary,
+        _merges(pieces),
+        unk_token=pieces[unk_id][0],
+        fuse_unk=True,
+        byte_fallback=byte_fallback,
+    )
 
 
 def _merges(pieces: list[tuple[str, float, int]]) -> list[tuple[str, str]]:
@@ -77,7 +113,11 @@ def _merges(pieces: list[tuple[str, float, int]]) -> list[tuple[str, str]]:
     merges = []
     for text, (score, _) in rank.items():
         splits = ((text[:i], text[i:]) for i in range(1, len(text)))
-        merges += [(score, rank[left], rank[right], left, right) for left, right in splits if left in rank and right in rank]
+        merges += [
+            (score, rank[left], rank[right], left, right)
+            for left, right in splits
+            if left in rank and right in rank
+        ]
     return [(left, right) for *_, left, right in sorted(merges)]
 
 
@@ -91,7 +131,11 @@ def _normalizers(spec: dict) -> list[normalizers.Normalizer]:
 
 
 def _piece(fields: dict) -> tuple[str, float, int]:
-    return fields[1].decode(), struct.unpack("<f", fields.get(2, bytes(4)))[0], fields.get(3, NORMAL)
+    return (
+        fields[1].decode(),
+        struct.unpack("<f", fields.get(2, bytes(4)))[0],
+        fields.get(3, NORMAL),
+    )
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:

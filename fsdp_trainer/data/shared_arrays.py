@@ -49,7 +49,10 @@ class SharedArrays:
 
     def _open(self, group: str) -> Arrays | None:
         try:
-            arrays = {file.stem: np.asarray(np.load(file, mmap_mode="r")) for file in (self.folder / group).glob("*.npy")}
+            arrays = {
+                file.stem: np.asarray(np.load(file, mmap_mode="r"))
+                for file in (self.folder / group).glob("*.npy")
+            }
         except (OSError, ValueError, EOFError):  # cut short by a crash of the machine
             return None
         with suppress(OSError):

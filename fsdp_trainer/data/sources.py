@@ -9,7 +9,16 @@ from pathlib import Path
 from threading import Event
 from typing import Any, TextIO
 
-from fsdp_trainer.config.data_files import SHARD, Entry, data_files, entries, is_url, kind, place, stem
+from fsdp_trainer.config.data_files import (
+    SHARD,
+    Entry,
+    data_files,
+    entries,
+    is_url,
+    kind,
+    place,
+    stem,
+)
 from fsdp_trainer.data import demo
 from fsdp_trainer.data.remote import Say, fetch, list_files, nothing
 from fsdp_trainer.errors import Problem, UserError
@@ -45,11 +54,16 @@ class Problems:
     def add(self, where: tuple[str, int], why: str) -> None:
         """Note a bad row."""
         self.count += 1
-        shown = why.encode(errors="backslashreplace").decode()  # half a character can be in a row, but in no file and no terminal
+        shown = why.encode(
+            errors="backslashreplace"
+        ).decode()  # half a character can be in a row, but in no file and no terminal
         if len(self.first) < SHOWN:
             self.first.append(Problem(f"{where[0]}:{where[1]}", shown))
         if self.listed:
-            print(json.dumps({"file": where[0], "line": where[1], "why": shown}, ensure_ascii=False), file=self.listed)
+            print(
+                json.dumps({"file": where[0], "line": where[1], "why": shown}, ensure_ascii=False),
+                file=self.listed,
+            )
 
     @property
     def will_raise(self) -> bool:
@@ -64,7 +78,10 @@ class Problems:
     def raise_if_failing(self) -> None:
         """Raise what was gathered, unless bad rows are to be skipped."""
         if self.will_raise:
-            raise UserError("rows of the data cannot be read. Mend them, or leave them out with  data.on_error=skip", self.first)
+            raise UserError(
+                "rows of the data cannot be read. Mend them, or leave them out with  data.on_error=skip",
+                self.first,
+            )
 
 
 @dataclass
@@ -78,14 +95,20 @@ class Source:
     fields: dict[str, Any] | None = None
 
 
-def find_sources(path: Any, key: str, cache: Path | None = None, say: Say = nothing, progress: Say = nothing) -> list[Source]:
+def find_sources(
+    path: Any, key: str, cache: Path | None = None, say: Say = nothing, progress: Say = nothing
+) -> list[Source]:
     """Data files of a path: a file, a folder (searched through), a glob, a URL of any of these, a `demo:` name, or a list; in a fixed order.
 
     cache: where remote files are copied to, which then stand for them; None: their URLs are the files. say, progress: told of downloads.
     """
     paths = [entry.path for entry in entries(path)]
     if not paths:
-        raise _bad(key, path, f"a file, folder or glob, or a list of them, is needed. To try the trainer out:  {key}=demo:backwards")
+        raise _bad(
+            key,
+            path,
+            f"a file, folder or glob, or a list of them, is needed. To try the trainer out:  {key}=demo:backwards",
+        )
     found: dict[str, list[str]] = {}
     copies: dict[str, str] = {}
     for p in paths:
@@ -95,25 +118,42 @@ def find_sources(path: Any, key: str, cache: Path | None = None, say: Say = noth
         else:
             found.setdefault(place(p), []).extend(_files_of(p, key))
     sources = _told_apart(found, {place(entry.path): entry for entry in entries(path)}, key)
-    return [replace(source, files=[copies.get(file, file) for file in source.files]) for source in sources]
+    return [
+        replace(source, files=[copies.get(file, file) for file in source.files])
+        for source in sources
+    ]
 
 
 def _told_apart(found: dict[str, list[str]], given: dict[str, Entry], key: str) -> list[Source]:
     """The sources that the files of each entry are, by names that differ."""
     if len(found) > 1 or any(entry.name for entry in given.values()):
-        names = [given[at].name or name for at, name in zip(found, _names(list(found)), strict=True)]
+        names = [
+            given[at].name or name for at, name in zip(found, _names(list(found)), strict=True)
+        ]
         if len(set(names)) < len(names):
-            raise _bad(key, names, "two sources have one name. Give each entry its own, as in  {path: a.jsonl, name: code}")
-        return [Source(name, files, given[at].format, given[at].fields) for name, (at, files) in zip(names, found.items(), strict=True)]
+            raise _bad(
+                key,
+                names,
+                "two sources have one name. Give each entry its own, as in  {path: a.jsonl, name: code}",
+            )
+        return [
+            Source(name, files, given[at].format, given[at].fields)
+            for name, (at, files) in zip(names, found.items(), strict=True)
+        ]
     ((path, files),) = found.items()
     how = given[path].format, given[path].fields
     by_set: dict[str, list[str]] = {}
     for file in files:
         of_set = SHARD.sub("", stem(file))
-        by_set.setdefault(place(file) if of_set == stem(file) else str(Path(place(file)).parent / of_set), []).append(file)
+        by_set.setdefault(
+            place(file) if of_set == stem(file) else str(Path(place(file)).parent / of_set), []
+        ).append(file)
     if len(by_set) > MOST_SOURCES:
         return [Source(stem(path), files, *how)]
-    return [Source(name, files, *how) for name, files in zip(_names(list(by_set)), by_set.values(), strict=True)]
+    return [
+        Source(name, files, *how)
+        for name, files in zip(_names(list(by_set)), by_set.values(), strict=True)
+    ]
 
 
 def _names(paths: list[str]) -> list[str]:
@@ -130,7 +170,11 @@ def _names(paths: list[str]) -> list[str]:
 def _ends(path: Path) -> list[str]:
     """d/a.txt → a, d/a, a.txt, d/a.txt"""
     folders = path.parts[:-1]
-    ends = ["/".join((*folders[i:], name)) for name in (stem(path), path.name) for i in range(len(folders), -1, -1)]
+    ends = [
+        "/".join((*folders[i:], name))
+        for name in (stem(path), path.name)
+        for i in range(len(folders), -1, -1)
+    ]
     return list(dict.fromkeys(ends))
 
 
@@ -157,7 +201,9 @@ def content_hash(file: str, leaving: Event | None = None) -> str:
             while (block := f.read(1 << 22)) and not (leaving and leaving.is_set()):
                 digest.update(block)
     except OSError as error:
-        raise UserError("the data cannot be used", [Problem(file, f"cannot be read: {error.strerror or error}")]) from None
+        raise UserError(
+            "the data cannot be used", [Problem(file, f"cannot be read: {error.strerror or error}")]
+        ) from None
     return digest.hexdigest()
 
 

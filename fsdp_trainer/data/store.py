@@ -41,7 +41,12 @@ class TokenStore:
         counts: dict[str, int] | None = None,
         examples: dict[str, list[str]] | None = None,
     ):
-        self.folder, self.fingerprint, self.source_names, self.file_names = folder, fingerprint, list(source_names), list(files)
+        self.folder, self.fingerprint, self.source_names, self.file_names = (
+            folder,
+            fingerprint,
+            list(source_names),
+            list(files),
+        )
         self.counts: dict[str, int] = counts or {}
         """What happened while it was made, and how often: see SampleBuilder.counts."""
         self.examples: dict[str, list[str]] = examples or {}
@@ -55,9 +60,13 @@ class TokenStore:
         self.sources: np.ndarray = columns["sources"]  # [samples] int32, places in source_names
         self.files: np.ndarray = columns["files"]  # [samples] int32, places in file_names
         self.lines: np.ndarray = columns["lines"]  # [samples] int64, from 1; in a table the row
-        self.digests: np.ndarray = columns["digests"]  # [samples] uint64: of a sample's tokens and weights, to find duplicates by
+        self.digests: np.ndarray = columns[
+            "digests"
+        ]  # [samples] uint64: of a sample's tokens and weights, to find duplicates by
         for column in (self.tokens, self.weights):
-            if isinstance(column.base, mmap):  # shuffled samples lie all over the file: what is read ahead behind each is read for nothing
+            if isinstance(
+                column.base, mmap
+            ):  # shuffled samples lie all over the file: what is read ahead behind each is read for nothing
                 column.base.madvise(MADV_RANDOM)
 
     @cached_property
@@ -68,13 +77,17 @@ class TokenStore:
             return {"offsets": np.concatenate([[0], np.cumsum(self.lengths)])}
 
         large = len(self) >= SHARED_FROM
-        made = SharedArrays(self.folder / "plans" / "store").get("offsets", make) if large else make()
+        made = (
+            SharedArrays(self.folder / "plans" / "store").get("offsets", make) if large else make()
+        )
         return made["offsets"]
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def read(self, sample: int, start: int = 0, length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def read(
+        self, sample: int, start: int = 0, length: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, weights) of a sample, or of at most `length` of its tokens from `start` on."""
         first, end = self.offsets[sample] + start, self.offsets[sample + 1]
         part = slice(first, end if length is None else min(first + length, end))
@@ -84,13 +97,20 @@ class TokenStore:
         """Have the disk begin with all these stretches of tokens at once; touched one after another, each would be waited for by itself."""
         for column in (self.tokens, self.weights):
             if isinstance(column.base, mmap):
-                begins, ends = firsts * column.itemsize // PAGESIZE * PAGESIZE, (firsts + counts) * column.itemsize
+                begins, ends = (
+                    firsts * column.itemsize // PAGESIZE * PAGESIZE,
+                    (firsts + counts) * column.itemsize,
+                )
                 for begin, size in zip(begins.tolist(), (ends - begins).tolist(), strict=True):
                     column.base.madvise(MADV_WILLNEED, begin, size)
 
     def where(self, sample: int) -> str:
         """FILE:LINE that a sample was made of."""
-        return f"{self.file_names[self.files[sample]]}:{self.lines[sample]}" if self.file_names else f"sample {sample}"
+        return (
+            f"{self.file_names[self.files[sample]]}:{self.lines[sample]}"
+            if self.file_names
+            else f"sample {sample}"
+        )
 
 
 def _map(file: Path, dtype: Any) -> np.ndarray:
@@ -106,7 +126,9 @@ class StoreWriter:
         self.totals: dict[str, dict[str, int]] = {}
         """By source (its place, as text): samples, tokens, supervised tokens, the longest sample."""
 
-    def write(self, samples: list[Sample], source: int = 0, file: int = 0, lines: Sequence[int] | int = 0) -> None:
+    def write(
+        self, samples: list[Sample], source: int = 0, file: int = 0, lines: Sequence[int] | int = 0
+    ) -> None:
         """Append, in order. source, file: places among their names; lines: of the file, one for each sample."""
         if not samples:
             return
@@ -125,8 +147,15 @@ class StoreWriter:
             "digests": np.array([_digest(s) for s in samples], np.uint64),
         }
         for name, dtype in COLUMNS.items():
-            self._files[name].write(np.ascontiguousarray(columns[name], dtype).data)  # unlike tofile it says when the disk is full
-        found = {"samples": len(samples), "tokens": lengths.sum(), "supervised": columns["supervised"].sum(), "longest": lengths.max()}
+            self._files[name].write(
+                np.ascontiguousarray(columns[name], dtype).data
+            )  # unlike tofile it says when the disk is full
+        found = {
+            "samples": len(samples),
+            "tokens": lengths.sum(),
+            "supervised": columns["supervised"].sum(),
+            "longest": lengths.max(),
+        }
         add_totals(self.totals, {str(source): {what: int(n) for what, n in found.items()}})
 
     def close(self) -> None:
@@ -136,7 +165,10 @@ class StoreWriter:
 
 
 def _digest(sample: Sample) -> int:
-    content = sample.tokens.astype(np.int32, copy=False).tobytes() + sample.weights.astype(np.float32, copy=False).tobytes()
+    content = (
+        sample.tokens.astype(np.int32, copy=False).tobytes()
+        + sample.weights.astype(np.float32, copy=False).tobytes()
+    )
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
@@ -152,7 +184,10 @@ def check_columns(folder: Path, totals: dict[str, dict[str, int]]) -> None:
     """Raise Damaged unless the columns hold just what was counted."""
     samples, tokens = (sum(of[what] for of in totals.values()) for what in ("samples", "tokens"))
     for column, dtype in COLUMNS.items():
-        file, expected = folder / f"{column}.bin", np.dtype(dtype).itemsize * (tokens if column in PER_TOKEN else samples)
+        file, expected = (
+            folder / f"{column}.bin",
+            np.dtype(dtype).itemsize * (tokens if column in PER_TOKEN else samples),
+        )
         try:
             size = file.stat().st_size
         except OSError as error:
@@ -199,7 +234,9 @@ def read_meta(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise Damaged(str(error)) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{folder / 'meta.json'} cannot be read: {type(error).__name__} {error}") from None
+        raise Damaged(
+            f"{folder / 'meta.json'} cannot be read: {type(error).__name__} {error}"
+        ) from None
     return meta
 
 

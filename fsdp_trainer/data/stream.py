@@ -152,26 +152,40 @@ class StreamedData:
         """As of a Mixture: a segment of the run. Where it stands the cursors say."""
         return {"key": self.key, "start": self.start, "rows_per_epoch": 0, "sources": []}
 
-    def stream(self, number: int, cursor: Sequence[int] = START, opens: Callable[[str], Any] | None = None) -> "Stream":
+    def stream(
+        self, number: int, cursor: Sequence[int] = START, opens: Callable[[str], Any] | None = None
+    ) -> "Stream":
         """The rows of a stream from a cursor on. opens: hears of each file before it is read, and waits while the network fails."""
         return Stream(self, number, cursor, opens)
 
     def reader(self, row: Row, source: int) -> Reader:
         """For a unit that begins with this row. UserError if its columns are of no format that is read."""
         of, data = self.sources[source], self.how.data
-        return reader_for(data, row.columns, row.where[0], of.format or data.format, of.fields or data.fields)
+        return reader_for(
+            data, row.columns, row.where[0], of.format or data.format, of.fields or data.fields
+        )
 
 
 class Stream:
     """An endless iterator over the rows of one stream. UserError for data that cannot be used."""
 
-    def __init__(self, data: StreamedData, number: int, cursor: Sequence[int], opens: Callable[[str], Any] | None):
+    def __init__(
+        self,
+        data: StreamedData,
+        number: int,
+        cursor: Sequence[int],
+        opens: Callable[[str], Any] | None,
+    ):
         self.of, self.number, self.opens = data, number, opens
         self._skipped: list[str] = []
-        self._builder = SampleBuilder(data.how.data, data.how.seq_len, data.how.tokenizer, data.how.template)
+        self._builder = SampleBuilder(
+            data.how.data, data.how.seq_len, data.how.tokenizer, data.how.template
+        )
         *place, more = cursor
         self.samples = self._samples(*place)
-        self._rows = (self._cut if data.how.data.packing == "stream" else self._windows)((place[0], place[1], place[2]), more)
+        self._rows = (self._cut if data.how.data.packing == "stream" else self._windows)(
+            (place[0], place[1], place[2]), more
+        )
 
     def __iter__(self) -> Iterator[StreamedRow]:
         return self
@@ -190,7 +204,9 @@ class Stream:
                 pieces.append((taken, start, n))
                 start, room = start + n, room - n
                 if not room:
-                    yield self._row(pieces, (*taken.place, start) if start < length else (*taken.after, 0))
+                    yield self._row(
+                        pieces, (*taken.place, start) if start < length else (*taken.after, 0)
+                    )
                     pieces, room = [], self.of.how.seq_len
 
     def _windows(self, begin: tuple[int, int, int], emitted: int) -> Iterator[StreamedRow]:
@@ -205,7 +221,10 @@ class Stream:
             window, held = held[:taken], held[taken:]
             after = (*window[-1].after, 0)
             for i, pieces in list(enumerate(packed, 1))[emitted:]:
-                yield self._row([(window[k], start, n) for k, start, n in pieces], (*begin, i) if i < len(packed) else after)
+                yield self._row(
+                    [(window[k], start, n) for k, start, n in pieces],
+                    (*begin, i) if i < len(packed) else after,
+                )
             begin, emitted, tokens = after[:3], 0, sum(len(s.tokens) for s in held)
 
     def _pack(self, held: list[Taken]) -> tuple[int, list[list[tuple[int, int, int]]]]:
@@ -213,18 +232,28 @@ class Stream:
         seq_len, none = self.of.how.seq_len, self.of.how.data.packing == "none"
         lengths = np.array([len(s.tokens) for s in held], np.int64)
         sums = np.cumsum(lengths)
-        tried = [len(held)] if none else [n for n in range(len(held), 0, -1) if sums[n - 1] > sums[-1] - 2 * seq_len][:8]
+        tried = (
+            [len(held)]
+            if none
+            else [n for n in range(len(held), 0, -1) if sums[n - 1] > sums[-1] - 2 * seq_len][:8]
+        )
 
         def packed(n: int) -> Packing:
             pieces = pieces_of(lengths[:n], seq_len).lengths
             return one_per_row(pieces) if none else best_fit(pieces, seq_len)
 
-        n, packing = max(((n, packed(n)) for n in tried), key=lambda found: sums[found[0] - 1] / (len(found[1].offsets) - 1))
+        n, packing = max(
+            ((n, packed(n)) for n in tried),
+            key=lambda found: sums[found[0] - 1] / (len(found[1].offsets) - 1),
+        )
         pieces = pieces_of(lengths[:n], seq_len)
         rows = [np.sort(row).tolist() for row in np.split(packing.documents, packing.offsets[1:-1])]
         rows.sort()
         if self.of.how.data.shuffle:
-            order = np.argsort(random_bits(f"{self.of.fingerprint}/{self.number}/{held[0].place}", len(rows)), kind="stable")
+            order = np.argsort(
+                random_bits(f"{self.of.fingerprint}/{self.number}/{held[0].place}", len(rows)),
+                kind="stable",
+            )
             rows = [rows[i] for i in order]
         columns = np.stack([pieces.samples, pieces.starts, pieces.lengths], 1).tolist()
         return n, [[tuple(columns[i]) for i in row] for row in rows]
@@ -233,8 +262,13 @@ class Stream:
         tokens, labels, weights = [], [], []
         for taken, start, n in pieces:
             learnt, following = np.zeros(n, np.float32), np.zeros(n, np.int32)
-            there = slice(start + 1, start + n + 1)  # a document that is cut here goes on with its next token
-            learnt[: len(taken.weights[there])], following[: len(taken.tokens[there])] = taken.weights[there], taken.tokens[there]
+            there = slice(
+                start + 1, start + n + 1
+            )  # a document that is cut here goes on with its next token
+            learnt[: len(taken.weights[there])], following[: len(taken.tokens[there])] = (
+                taken.weights[there],
+                taken.tokens[there],
+            )
             tokens.append(taken.tokens[start : start + n])
             labels.append(np.where(learnt > 0, following, -100))
             weights.append(learnt)
@@ -253,13 +287,22 @@ class Stream:
                 barren = 0
                 yield taken
             turn, rows, sample = turn + 1, 0, 0
-        why = "\n".join([f"nothing to learn in {barren:,} units in a row", *(finding.text for finding in self.findings())])
-        raise UserError("the data cannot be used", [Problem(f"data.path={self.of.how.data.path}", why)])
+        why = "\n".join(
+            [
+                f"nothing to learn in {barren:,} units in a row",
+                *(finding.text for finding in self.findings()),
+            ]
+        )
+        raise UserError(
+            "the data cannot be used", [Problem(f"data.path={self.of.how.data.path}", why)]
+        )
 
     def findings(self, samples: int = 0, tokens: int = 0) -> list[Finding]:
         """What happened on the way to so many samples of so many tokens."""
         counts = self._builder.counts | Counter(unreadable=len(self._skipped))
-        return told(counts, {"unreadable": self._skipped[:EXAMPLES]}, samples, tokens, self.of.seq_len)
+        return told(
+            counts, {"unreadable": self._skipped[:EXAMPLES]}, samples, tokens, self.of.seq_len
+        )
 
     def _samples_of_unit(self, turn: int, before: int, sample: int) -> Iterator[Taken]:
         """Of the unit that is dealt in this turn, without its first rows, and without the first samples of the next one.
@@ -277,27 +320,48 @@ class Stream:
                     yield taken
                 return
             except UserError as error:
-                if not self.opens or not is_url(unit.file) or not error.__cause__ or isinstance(error.__cause__, FOR_GOOD):
+                if (
+                    not self.opens
+                    or not is_url(unit.file)
+                    or not error.__cause__
+                    or isinstance(error.__cause__, FOR_GOOD)
+                ):
                     raise
-                self.opens(f"{named(unit.file)}, tried again in {pause:.0f} s ({str(error.__cause__).splitlines()[0]})")
+                self.opens(
+                    f"{named(unit.file)}, tried again in {pause:.0f} s ({str(error.__cause__).splitlines()[0]})"
+                )
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _tokenised(self, turn: int, source: int, unit: Unit, part: int, first: tuple[int, int]) -> Iterator[Taken]:
+    def _tokenised(
+        self, turn: int, source: int, unit: Unit, part: int, first: tuple[int, int]
+    ) -> Iterator[Taken]:
         texts = self._texts(source, unit, part, first)
         while chunk := next_texts(texts, CHUNK_TEXTS, CHUNK_CHARACTERS):
-            for (row, n, line, _), made in zip(chunk, self._builder.tokenize([text for *_, text in chunk]), strict=True):
+            for (row, n, line, _), made in zip(
+                chunk, self._builder.tokenize([text for *_, text in chunk]), strict=True
+            ):
                 for one in made:  # at most one of each text
-                    yield Taken(one.tokens, one.weights, source, (unit.file, unit.start, line), (turn, row, n))
+                    yield Taken(
+                        one.tokens,
+                        one.weights,
+                        source,
+                        (unit.file, unit.start, line),
+                        (turn, row, n),
+                    )
 
-    def _texts(self, source: int, unit: Unit, part: int, first: tuple[int, int]) -> Iterator[tuple[int, int, int, Rendered]]:
+    def _texts(
+        self, source: int, unit: Unit, part: int, first: tuple[int, int]
+    ) -> Iterator[tuple[int, int, int, Rendered]]:
         """(row, which of its texts, line, text), from `first` on."""
         reader: Reader | None = None
         for number, row in enumerate(islice(read_unit(unit), part, None, self.of.parts)):
             try:
                 if row.error:
                     raise RowError(row.error)
-                reader = reader or self.of.reader(row, source)  # of the unit's first row, also if it goes on in the midst
+                reader = reader or self.of.reader(
+                    row, source
+                )  # of the unit's first row, also if it goes on in the midst
                 if number < first[0]:
                     continue
                 texts = self._builder.render(reader.read(row))
@@ -310,7 +374,11 @@ class Stream:
                     problems.raise_if_failing()
                     self._skipped.append(f"{where[0]}:{where[1]}  {why.splitlines()[0]}")
                 continue
-            yield from ((number, n, row.where[1], text) for n, text in enumerate(texts) if (number, n) >= first)
+            yield from (
+                (number, n, row.where[1], text)
+                for n, text in enumerate(texts)
+                if (number, n) >= first
+            )
 
 
 def dealt(data: StreamedData, place: int) -> tuple[int, Unit, int]:
@@ -328,7 +396,9 @@ def _order(fingerprint: str, epoch: int, n: int) -> np.ndarray:
     return np.argsort(random_bits(f"{fingerprint}/{epoch}", n), kind="stable")
 
 
-def stream_data(data: Data, batch: Batch, seed: int, tokenizer: TextTokenizer, template: Template) -> StreamedData:
+def stream_data(
+    data: Data, batch: Batch, seed: int, tokenizer: TextTokenizer, template: Template
+) -> StreamedData:
     """What `data` names, looked through but not read. UserError if it cannot be used."""
     sources = find_sources(data.path, "data.path")
     streams = batch.rows
@@ -339,31 +409,54 @@ def stream_data(data: Data, batch: Batch, seed: int, tokenizer: TextTokenizer, t
     each = max(UNIT_BYTES[0], min(UNIT_BYTES[1], size // (UNITS_A_STREAM * streams)), size // UNITS)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         cut = dict(zip(files, pool.map(partial(split_units, bytes_each=each), files), strict=True))
-    units = [(i, unit) for i, source in enumerate(sources) for file in source.files for unit in cut[file]]
+    units = [
+        (i, unit) for i, source in enumerate(sources) for file in source.files for unit in cut[file]
+    ]
     parts = -(-streams // len(units))
     streamed = StreamedData(
-        How(data, batch.seq_len, 0.0, tokenizer, template), streams, sources, units, parts, "", [], np.empty(0, np.int64), []
+        How(data, batch.seq_len, 0.0, tokenizer, template),
+        streams,
+        sources,
+        units,
+        parts,
+        "",
+        [],
+        np.empty(0, np.int64),
+        [],
     )
     streamed.report, seen = _look(streamed, size)
     options = [data.format, data.fields, data.loss_on, data.too_long, data.packing, data.shuffle]
     numbers = [VERSION, batch.seq_len, streams, seed, each, parts]
-    content = [[source.name if len(sources) > 1 else "", [known[file] for file in source.files]] for source in sources]
+    content = [
+        [source.name if len(sources) > 1 else "", [known[file] for file in source.files]]
+        for source in sources
+    ]
     decides = [numbers, options, content, tokenizer.fingerprint, template.source, seen]
-    streamed.fingerprint = hashlib.blake2b(json.dumps(decides, sort_keys=True).encode(), digest_size=10).hexdigest()
+    streamed.fingerprint = hashlib.blake2b(
+        json.dumps(decides, sort_keys=True).encode(), digest_size=10
+    ).hexdigest()
     return streamed
 
 
 def _look(streamed: StreamedData, size: int) -> tuple[list[str], str]:
     """The first rows: lines about them for people, and a hash of their tokens, which are what a resume must meet again."""
     data = streamed.how.data
-    counted = sum(1 for _ in islice((row for _, unit in streamed.units for row in read_unit(unit) if not row.error), streamed.streams))
+    counted = sum(
+        1
+        for _ in islice(
+            (row for _, unit in streamed.units for row in read_unit(unit) if not row.error),
+            streamed.streams,
+        )
+    )
     if counted < streamed.streams:
         why = f"has {counted:,} rows, fewer than a step: batch.rows={streamed.streams}.\nUse  data.streaming=false , which is right for little data"
         raise UserError("the data cannot be streamed", [Problem(f"data.path={data.path}", why)])
     stream, digest = streamed.stream(0), hashlib.blake2b(digest_size=16)
     samples = [*islice(stream.samples, LOOKED_AT)]
     for sample in samples:
-        digest.update(sample.tokens.astype(np.int32).tobytes() + sample.weights.astype(np.float32).tobytes())
+        digest.update(
+            sample.tokens.astype(np.int32).tobytes() + sample.weights.astype(np.float32).tobytes()
+        )
     lengths = [len(sample.tokens) for sample in samples]
     streamed.lengths = np.minimum(lengths, streamed.how.seq_len)
     tokens, learnt = sum(lengths), sum(np.count_nonzero(sample.weights) for sample in samples)
@@ -372,7 +465,10 @@ def _look(streamed: StreamedData, size: int) -> tuple[list[str], str]:
     report = [
         f"streamed: {files:,} file{'s' * (files != 1)} of {size / 2**20:,.1f} MiB in {len(streamed.units):,} units, by {streamed.streams:,} streams",
         f"the first {len(samples):,} samples: {tokens:,} tokens, {100 * learnt / tokens:.1f}% learnt, longest {max(lengths):,}",
-        *((f"warning: {one.text}. {one.fix}".rstrip(". ") if one.is_warning else one.text) for one in streamed.findings),
+        *(
+            (f"warning: {one.text}. {one.fix}".rstrip(". ") if one.is_warning else one.text)
+            for one in streamed.findings
+        ),
     ]
     if streamed.parts > 1:
         report.append(
@@ -396,5 +492,7 @@ def _identity(file: str) -> tuple[int, str]:
             except ValueError:  # a web server that gives files only from their beginning on
                 size = sum(found.size or 0 for found in list_files(file, "data.path"))
     except OSError as error:
-        raise UserError("the data cannot be used", [Problem(file, f"cannot be read: {error}")]) from None
+        raise UserError(
+            "the data cannot be used", [Problem(file, f"cannot be read: {error}")]
+        ) from None
     return size, digest.hexdigest()

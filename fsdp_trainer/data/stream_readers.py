@@ -23,15 +23,26 @@ AHEAD = 2  # rows that a process makes of each of its streams before they are as
 class Readers:
     """Gives the next row of any of these streams, in this process. cursors: where each begins."""
 
-    def __init__(self, data: StreamedData, cursors: Mapping[int, Sequence[int]], opens: Callable[[str], Any] | None = None):
+    def __init__(
+        self,
+        data: StreamedData,
+        cursors: Mapping[int, Sequence[int]],
+        opens: Callable[[str], Any] | None = None,
+    ):
         """opens: hears of each file before it is read."""
         self.waits_for = ""
         """The file that is read, or waited for."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY:  # a stream holds a file open
             wanted = soft + 2 * len(cursors)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(hard, wanted), hard))
-        self._streams = {stream: data.stream(stream, cursor, opens or self._opens) for stream, cursor in cursors.items()}
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE,
+                (wanted if hard == resource.RLIM_INFINITY else min(hard, wanted), hard),
+            )
+        self._streams = {
+            stream: data.stream(stream, cursor, opens or self._opens)
+            for stream, cursor in cursors.items()
+        }
 
     def _opens(self, file: str) -> None:
         self.waits_for = file

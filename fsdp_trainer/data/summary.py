@@ -25,8 +25,14 @@ class SourceFigures:
 def figures_by_source(store: TokenStore) -> list[SourceFigures]:
     """Samples, tokens and supervised tokens of every source, those without a sample too."""
     sources = np.asarray(store.sources)
-    sums = [np.bincount(sources, weights, len(store.source_names)) for weights in (None, store.lengths, store.supervised)]
-    return [SourceFigures(name, *(int(of[i]) for of in sums)) for i, name in enumerate(store.source_names)]
+    sums = [
+        np.bincount(sources, weights, len(store.source_names))
+        for weights in (None, store.lengths, store.supervised)
+    ]
+    return [
+        SourceFigures(name, *(int(of[i]) for of in sums))
+        for i, name in enumerate(store.source_names)
+    ]
 
 
 def findings(store: TokenStore, seq_len: int) -> list[Finding]:
@@ -34,9 +40,22 @@ def findings(store: TokenStore, seq_len: int) -> list[Finding]:
     known = told(store.counts, store.examples, len(store), int(store.lengths.sum()), seq_len)
     for i, source in enumerate(figures_by_source(store)) if len(store.source_names) > 1 else ():
         if not source.samples:
-            known.append(Finding(f"source {source.name} has no samples left", "see above what was dropped, or take it out of data.path"))
-        elif store.counts.get("truncated") and (np.asarray(store.lengths)[np.asarray(store.sources) == i] == seq_len).all():
-            known.append(Finding(f"every sample of source {source.name} is cut at batch.seq_len={seq_len}", "use a larger batch.seq_len"))
+            known.append(
+                Finding(
+                    f"source {source.name} has no samples left",
+                    "see above what was dropped, or take it out of data.path",
+                )
+            )
+        elif (
+            store.counts.get("truncated")
+            and (np.asarray(store.lengths)[np.asarray(store.sources) == i] == seq_len).all()
+        ):
+            known.append(
+                Finding(
+                    f"every sample of source {source.name} is cut at batch.seq_len={seq_len}",
+                    "use a larger batch.seq_len",
+                )
+            )
     return known
 
 
@@ -60,7 +79,11 @@ def two_lines(prepared: Prepared, seq_len: int, order: Mixture | None = None) ->
     packed = f"; {order.rows_per_epoch:,} rows an epoch, {order.fill:.1%} full" if order else ""
     held_out = f"; {len(prepared.validation):,} for validation" if prepared.validation else ""
     warnings = sum(finding.is_warning for finding in all_findings(prepared, seq_len))
-    see = f"; {warnings} warning{'s' * (warnings != 1)}, which  fsdp-trainer preview  with the same keys explains" if warnings else ""
+    see = (
+        f"; {warnings} warning{'s' * (warnings != 1)}, which  fsdp-trainer preview  with the same keys explains"
+        if warnings
+        else ""
+    )
     return [
         f"{samples:,} samples, {tokens:,} tokens, {supervised / tokens:.1%} supervised, longest {longest:,}{packed}{held_out}",
         left_out(prepared.train) + see,
@@ -69,20 +92,37 @@ def two_lines(prepared: Prepared, seq_len: int, order: Mixture | None = None) ->
 
 def amounts(stores: Sequence[TokenStore]) -> list[int]:
     """Samples, tokens, supervised tokens of all stores."""
-    return [sum(map(len, stores)), *(sum(int(getattr(store, name).sum()) for store in stores) for name in ("lengths", "supervised"))]
+    return [
+        sum(map(len, stores)),
+        *(
+            sum(int(getattr(store, name).sum()) for store in stores)
+            for name in ("lengths", "supervised")
+        ),
+    ]
 
 
 def left_out(stores: Sequence[TokenStore]) -> str:
     """What of the data is not trained on, or there more than once."""
-    count = {key: sum(store.counts.get(key, 0) for store in stores) for key in (*DROPPED, "truncated", "duplicate", "unreadable", LOST)}
+    count = {
+        key: sum(store.counts.get(key, 0) for store in stores)
+        for key in (*DROPPED, "truncated", "duplicate", "unreadable", LOST)
+    }
     named = {"too_long": "too long", "unsupervised": "without a supervised token", "empty": "empty"}
     why = [f"{count[key]:,} {name}" for key, name in named.items() if count[key]]
     tokens = sum(int(store.lengths.sum()) for store in stores)
     parts = [
         *([f"{sum(count[key] for key in DROPPED):,} dropped ({', '.join(why)})"] if why else []),
         *([f"{count['truncated']:,} cut"] if count["truncated"] else []),
-        *([f"{percent(count[LOST] / (tokens + count[LOST]))} of the tokens lost"] if count[LOST] else []),
+        *(
+            [f"{percent(count[LOST] / (tokens + count[LOST]))} of the tokens lost"]
+            if count[LOST]
+            else []
+        ),
         *([f"{count['unreadable']:,} rows unreadable"] if count["unreadable"] else []),
-        *([f"{count['duplicate']:,} duplicate{'s' * (count['duplicate'] != 1)} kept"] if count["duplicate"] else []),
+        *(
+            [f"{count['duplicate']:,} duplicate{'s' * (count['duplicate'] != 1)} kept"]
+            if count["duplicate"]
+            else []
+        ),
     ]
     return ", ".join(parts) or "nothing dropped or cut, no duplicates"

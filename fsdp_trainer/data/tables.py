@@ -16,7 +16,10 @@ def read_csv(file: Iterable[bytes], delimiter: str) -> Iterator[Record]:
     """Rows under a line of column names. A broken quote is told where its row begins."""
     csv.field_size_limit(2**31 - 1)  # documents are longer than the module's 128 KiB
     # bytes that are no UTF-8 become lone surrogates, which are found in the row that holds them
-    lines = (line.decode("utf-8-sig" if i == 0 else "utf-8", "surrogateescape").replace("\r\n", "\n") for i, line in enumerate(file))
+    lines = (
+        line.decode("utf-8-sig" if i == 0 else "utf-8", "surrogateescape").replace("\r\n", "\n")
+        for i, line in enumerate(file)
+    )
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
@@ -26,7 +29,11 @@ def read_csv(file: Iterable[bytes], delimiter: str) -> Iterator[Record]:
             text = "".join(values)
             text.encode()
             if "\0" in text:
-                yield start, {}, "holds a NUL byte, as a file does that a crash has cut off, or that is no text"
+                yield (
+                    start,
+                    {},
+                    "holds a NUL byte, as a file does that a crash has cut off, or that is no text",
+                )
                 continue
         except StopIteration:
             return
@@ -34,19 +41,29 @@ def read_csv(file: Iterable[bytes], delimiter: str) -> Iterator[Record]:
             yield start, {}, "is not UTF-8. Convert the file:  iconv -f latin1 -t utf-8"
             continue
         except csv.Error as e:
-            yield start, {}, f"is not CSV ({'a quote is not closed' if str(e) == 'unexpected end of data' else e})"
+            yield (
+                start,
+                {},
+                f"is not CSV ({'a quote is not closed' if str(e) == 'unexpected end of data' else e})",
+            )
             continue
         if not values:
             continue
         if names is None:
             names = values
         elif len(values) != len(names):
-            yield start, {}, f"has {len(values)} values for {len(names)} columns ({', '.join(names)})"
+            yield (
+                start,
+                {},
+                f"has {len(values)} values for {len(names)} columns ({', '.join(names)})",
+            )
         else:
             yield start, dict(zip(names, values, strict=True)), None
 
 
-def read_arrow(file: str | BinaryIO, suffix: str, start: int = 0, stop: int | None = None) -> Iterator[Record]:
+def read_arrow(
+    file: str | BinaryIO, suffix: str, start: int = 0, stop: int | None = None
+) -> Iterator[Record]:
     """Rows of a Parquet file, or of Arrow's own file and stream formats, the one that `datasets` saves.
 
     start, stop: row groups of Parquet, batches of an Arrow file.
@@ -55,12 +72,18 @@ def read_arrow(file: str | BinaryIO, suffix: str, start: int = 0, stop: int | No
 
     number = 0
     try:
-        for batch in _parquet(file, start, stop) if suffix == ".parquet" else _arrow(file, start, stop):
+        for batch in (
+            _parquet(file, start, stop) if suffix == ".parquet" else _arrow(file, start, stop)
+        ):
             for first in range(0, batch.num_rows, BATCH):
                 for columns in batch.slice(first, BATCH).to_pylist():
                     number += 1
                     # every struct of a column has the keys of all: those that a row does not have are null
-                    yield number, {name: _without_nulls(value) for name, value in columns.items()}, None
+                    yield (
+                        number,
+                        {name: _without_nulls(value) for name, value in columns.items()},
+                        None,
+                    )
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
         if isinstance(e, OSError) and e.errno:
             raise
@@ -125,7 +148,9 @@ def open_zstd(file: BinaryIO) -> BinaryIO:
         return zstd.open(file)
     import pyarrow
 
-    return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))  # Arrow's own stream has no lines
+    return io.BufferedReader(
+        pyarrow.input_stream(file, compression="zstd")
+    )  # Arrow's own stream has no lines
 
 
 def _without_nulls(value: Any) -> Any:

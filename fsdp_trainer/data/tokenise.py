@@ -22,9 +22,14 @@ from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.data.units import Unit, read_rows, read_unit
 from fsdp_trainer.errors import Problem, UserError
 
-CHUNK, CHARACTERS = 1000, 1 << 22  # texts and characters of one call of the tokenizer, whichever is reached first
+CHUNK, CHARACTERS = (
+    1000,
+    1 << 22,
+)  # texts and characters of one call of the tokenizer, whichever is reached first
 TRAIN, VALIDATION = "train", "validation"
-SKIPPED = "skipped.jsonl"  # in the folder of the cache: each row that data.on_error=skip has left out
+SKIPPED = (
+    "skipped.jsonl"  # in the folder of the cache: each row that data.on_error=skip has left out
+)
 
 
 @dataclass
@@ -99,12 +104,16 @@ def tokenise(task: Task, part: Path, how: How, tick: Tick) -> Done:
     try:
         done = Tokenising(task, aside, how, tick).run()
         if not (done.bad_rows and how.data.on_error == "fail"):
-            (aside / "done.json").write_text(json.dumps(asdict(done), ensure_ascii=False), encoding="utf-8")
+            (aside / "done.json").write_text(
+                json.dumps(asdict(done), ensure_ascii=False), encoding="utf-8"
+            )
             aside.chmod(0o755)  # mkdtemp's folder is for its owner only, the cache is shared
             try:
                 os.replace(aside, part)
             except OSError:
-                if Done.of(part, task) is None:  # else another process was faster, with the same content
+                if (
+                    Done.of(part, task) is None
+                ):  # else another process was faster, with the same content
                     shutil.rmtree(part, ignore_errors=True)
                     os.replace(aside, part)
         return done
@@ -117,9 +126,14 @@ class Tokenising:
 
     def __init__(self, task: Task, folder: Path, how: How, tick: Tick):
         self.task, self.how, self.tick = task, how, tick
-        self.writers = {name: StoreWriter(folder / name) for name in ((TRAIN, VALIDATION) if how.share else (TRAIN,))}
+        self.writers = {
+            name: StoreWriter(folder / name)
+            for name in ((TRAIN, VALIDATION) if how.share else (TRAIN,))
+        }
         self.builder = SampleBuilder(how.data, how.seq_len, how.tokenizer, how.template)
-        listed = open(folder / SKIPPED, "w", encoding="utf-8") if how.data.on_error == "skip" else None  # noqa: SIM115
+        listed = (
+            open(folder / SKIPPED, "w", encoding="utf-8") if how.data.on_error == "skip" else None  # noqa: SIM115
+        )
         self.problems = Problems(how.data.on_error, listed=listed)
         self.done = Done(pieces_of(task))
 
@@ -145,18 +159,27 @@ class Tokenising:
         while chunk := next_texts(texts, CHUNK, CHARACTERS):
             samples: dict[str, list[Sample]] = {name: [] for name in self.writers}
             lines: dict[str, list[int]] = {name: [] for name in self.writers}
-            for (name, line, _), made in zip(chunk, self.builder.tokenize([text for *_, text in chunk]), strict=True):
+            for (name, line, _), made in zip(
+                chunk, self.builder.tokenize([text for *_, text in chunk]), strict=True
+            ):
                 samples[name] += made
                 lines[name] += [line] * len(made)
             for name, writer in self.writers.items():
                 writer.write(samples[name], piece.source, piece.number, lines[name])
-            self.tick(self.rows - told, sum(len(sample.tokens) for made in samples.values() for sample in made))
+            self.tick(
+                self.rows - told,
+                sum(len(sample.tokens) for made in samples.values() for sample in made),
+            )
             told = self.rows
 
     def _texts(self, piece: Piece) -> Iterator[tuple[str, int, Rendered]]:
         """(store, line, text) for every text of a piece; after a problem that will be raised, only further problems are looked for."""
         file = piece.unit.file
-        reader = first_reader(file, piece.unit.stamp, piece.format, piece.fields) if piece.unit.start else None
+        reader = (
+            first_reader(file, piece.unit.stamp, piece.format, piece.fields)
+            if piece.unit.start
+            else None
+        )
         for row in read_unit(piece.unit):
             self.rows += 1
             row.where = file, row.where[1] + piece.lines_before
@@ -164,11 +187,15 @@ class Tokenising:
                 if row.error:
                     raise RowError(row.error)
                 if reader is None:
-                    reader = reader_for(self.how.data, row.columns, file, piece.format, dict(piece.fields))
+                    reader = reader_for(
+                        self.how.data, row.columns, file, piece.format, dict(piece.fields)
+                    )
                 read = reader.read(row)
                 texts, name = self.builder.render(read), self._store_of(read)
             except (RowError, RecursionError) as e:
-                self.problems.add(row.where, str(e) if isinstance(e, RowError) else "is nested too deeply")
+                self.problems.add(
+                    row.where, str(e) if isinstance(e, RowError) else "is nested too deeply"
+                )
                 if self.problems.is_enough:
                     break
                 continue
@@ -183,7 +210,9 @@ class Tokenising:
         return VALIDATION if self.how.share and place(row) < self.how.share else TRAIN
 
 
-def reader_for(data: Data, columns: dict[str, Any], file: str, format: str, fields: dict[str, str] | None) -> Reader:
+def reader_for(
+    data: Data, columns: dict[str, Any], file: str, format: str, fields: dict[str, str] | None
+) -> Reader:
     """Of what begins with such a row. UserError if that cannot be used; RowError where data.on_error=skip goes on with the next row."""
     try:
         reader = make_reader(columns, format, fields, file)
@@ -192,7 +221,9 @@ def reader_for(data: Data, columns: dict[str, Any], file: str, format: str, fiel
             raise
         raise RowError(error.problems[0].why.splitlines()[0]) from None
     if data.too_long == "split" and reader.format != "text":
-        beside = "data.packing=best_fit " if data.packing == "stream" else ""  # a stream of anything must be split
+        beside = (
+            "data.packing=best_fit " if data.packing == "stream" else ""
+        )  # a stream of anything must be split
         use = f"Use  {beside}data.too_long=drop  or  {beside}data.too_long=truncate"
         why = f"only text can be cut into pieces, and {file} holds conversations.\n{use}"
         raise UserError("the data cannot be used", [Problem("data.too_long=split", why)])
@@ -200,7 +231,9 @@ def reader_for(data: Data, columns: dict[str, Any], file: str, format: str, fiel
 
 
 @lru_cache(maxsize=64)
-def first_reader(file: str, stamp: tuple[int, int] | None, format: str, fields: tuple[tuple[str, str], ...]) -> Reader | None:
+def first_reader(
+    file: str, stamp: tuple[int, int] | None, format: str, fields: tuple[tuple[str, str], ...]
+) -> Reader | None:
     """What the first row of a file that tells says about all of them; None if none does."""
     for row in read_rows(file):
         if not row.error:
@@ -211,7 +244,9 @@ def first_reader(file: str, stamp: tuple[int, int] | None, format: str, fields: 
     return None
 
 
-def next_texts(texts: Iterator[tuple[Any, ...]], most: int, most_characters: int) -> list[tuple[Any, ...]]:
+def next_texts(
+    texts: Iterator[tuple[Any, ...]], most: int, most_characters: int
+) -> list[tuple[Any, ...]]:
     """Those to be tokenised in one call, each a Rendered behind whatever belongs to it: how many there are bounds the memory that it takes."""
     chunk, characters = [], 0
     for text in islice(texts, most):
@@ -224,5 +259,14 @@ def next_texts(texts: Iterator[tuple[Any, ...]], most: int, most_characters: int
 
 def place(row: Conversation | Document) -> float:
     """Of a row's content, evenly spread over [0, 1): which rows are held out depends on nothing else, least of all on their order."""
-    content = row.text if isinstance(row, Document) else json.dumps([row.messages, row.tools], sort_keys=True, default=str)
-    return int.from_bytes(hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") / 2**64
+    content = (
+        row.text
+        if isinstance(row, Document)
+        else json.dumps([row.messages, row.tools], sort_keys=True, default=str)
+    )
+    return (
+        int.from_bytes(
+            hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
+        )
+        / 2**64
+    )

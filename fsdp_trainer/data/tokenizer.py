@@ -13,7 +13,13 @@ from tokenizers import AddedToken, Tokenizer
 
 from fsdp_trainer.data import demo
 from fsdp_trainer.data.sentencepiece_model import read_sentencepiece
-from fsdp_trainer.data.words import Encoding, Words, has_spaces, joins_anywhere, looks_across_no_space
+from fsdp_trainer.data.words import (
+    Encoding,
+    Words,
+    has_spaces,
+    joins_anywhere,
+    looks_across_no_space,
+)
 from fsdp_trainer.errors import Problem, UserError
 
 FILES = (
@@ -21,7 +27,17 @@ FILES = (
     "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
-END_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "<|end|>", "</s>", "<eos>")
+END_TOKENS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<end_of_turn>",
+    "<|end|>",
+    "</s>",
+    "<eos>",
+)
 # What a tokenizer.json without tokenizer_config.json most likely means; the first that exists.
 USUAL = {
     "bos_token": ("<s>", "<|begin_of_text|>", "<bos>"),
@@ -35,9 +51,14 @@ LONG, OVERLAP = 1 << 18, 1 << 11  # characters of a piece, and those it shares w
 
 def _seam(before: Encoding, after: Encoding, start: int) -> tuple[int, int] | None:
     """The first token that both encodings have, its place in either, in the middle of what they share from `start` on."""
-    for here in range(*np.searchsorted(before.starts, (start + OVERLAP // 4, start + OVERLAP // 2))):
+    for here in range(
+        *np.searchsorted(before.starts, (start + OVERLAP // 4, start + OVERLAP // 2))
+    ):
         there = int(np.searchsorted(after.starts, before.starts[here]))
-        if there < len(after.ids) and (after.starts[there], after.ids[there]) == (before.starts[here], before.ids[here]):
+        if there < len(after.ids) and (after.starts[there], after.ids[there]) == (
+            before.starts[here],
+            before.ids[here],
+        ):
             return int(here), there
     return None
 
@@ -64,17 +85,34 @@ class TextTokenizer:
         added = backend.get_added_tokens_decoder()
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         """Number of ids, the largest id + 1."""
-        self.special = {name: text for name, text in special.items() if backend.token_to_id(text) is not None}
+        self.special = {
+            name: text for name, text in special.items() if backend.token_to_id(text) is not None
+        }
         """bos_token, eos_token, pad_token, unk_token: those that exist."""
         ends = (*END_TOKENS, *self.special.values())  # some tokenizers do not mark them as special
-        self.special_tokens: dict[str, int] = {token.content: id for id, token in added.items() if token.special or token.content in ends}
+        self.special_tokens: dict[str, int] = {
+            token.content: id
+            for id, token in added.items()
+            if token.special or token.content in ends
+        }
         """Text and id of every special token."""
-        self.bos_token, self.eos_token = self.special.get("bos_token"), self.special.get("eos_token")
-        self.bos_id, self.eos_id, self.pad_id = (self._id(name) for name in ("bos_token", "eos_token", "pad_token"))
-        self.stop_ids: set[int] = stop_ids | {id for text, id in self.special_tokens.items() if text in END_TOKENS or id == self.eos_id}
+        self.bos_token, self.eos_token = (
+            self.special.get("bos_token"),
+            self.special.get("eos_token"),
+        )
+        self.bos_id, self.eos_id, self.pad_id = (
+            self._id(name) for name in ("bos_token", "eos_token", "pad_token")
+        )
+        self.stop_ids: set[int] = stop_ids | {
+            id
+            for text, id in self.special_tokens.items()
+            if text in END_TOKENS or id == self.eos_id
+        }
         """Any of these ends a turn when generating."""
         self.chat_template = chat_template
-        self.fingerprint: str = hashlib.blake2b(f"{self._saved}{sorted(self.special.items())}".encode(), digest_size=16).hexdigest()
+        self.fingerprint: str = hashlib.blake2b(
+            f"{self._saved}{sorted(self.special.items())}".encode(), digest_size=16
+        ).hexdigest()
         """Of everything that decides which tokens a text gets, in whichever files it was kept."""
 
     def _id(self, name: str) -> int | None:
@@ -84,7 +122,12 @@ class TextTokenizer:
         """Tokens with their place in the text."""
         by_word = self._words.encode if self._words else list
         whole = self.backend.encode_batch
-        return self._encode(texts, by_word, lambda some: map(_encoding, whole(some, add_special_tokens=False)), self._encode_long)
+        return self._encode(
+            texts,
+            by_word,
+            lambda some: map(_encoding, whole(some, add_special_tokens=False)),
+            self._encode_long,
+        )
 
     def encode_plain(self, texts: list[str]) -> list[np.ndarray]:
         """Tokens alone, [tokens] int32 of each text: where no place is asked for, it takes less time."""
@@ -93,21 +136,38 @@ class TextTokenizer:
         return self._encode(
             texts,
             by_word,
-            lambda some: (np.array(e.ids, dtype=np.int32) for e in whole(some, add_special_tokens=False)),
+            lambda some: (
+                np.array(e.ids, dtype=np.int32) for e in whole(some, add_special_tokens=False)
+            ),
             lambda text: self._encode_long(text).ids,
         )
 
     def _encode(self, texts: list[str], by_word: Callable, whole: Callable, long: Callable) -> list:
         """Each text in the way that costs it least; where there are several, they give the same tokens."""
-        ways = [by_word if self._words and has_spaces(text) else long if self._joins and len(text) > LONG else whole for text in texts]
-        some = {way: iter(way([text for text, of in zip(texts, ways, strict=True) if of is way])) for way in (by_word, whole)}
-        return [long(text) if way is long else next(some[way]) for text, way in zip(texts, ways, strict=True)]
+        ways = [
+            by_word
+            if self._words and has_spaces(text)
+            else long
+            if self._joins and len(text) > LONG
+            else whole
+            for text in texts
+        ]
+        some = {
+            way: iter(way([text for text, of in zip(texts, ways, strict=True) if of is way]))
+            for way in (by_word, whole)
+        }
+        return [
+            long(text) if way is long else next(some[way])
+            for text, way in zip(texts, ways, strict=True)
+        ]
 
     def _encode_long(self, text: str) -> Encoding:
         """Piece by piece: what the backend says of each token takes some hundred times the memory of its character."""
         found: list[Encoding] = []
         for start in range(0, len(text), LONG):
-            piece = _encoding(self.backend.encode(text[start : start + LONG + OVERLAP], add_special_tokens=False))
+            piece = _encoding(
+                self.backend.encode(text[start : start + LONG + OVERLAP], add_special_tokens=False)
+            )
             piece = Encoding(piece.ids, piece.starts + start, piece.ends + start)
             if found:
                 seam = _seam(found[-1], piece, start)
@@ -115,7 +175,12 @@ class TextTokenizer:
                     return _encoding(self.backend.encode(text, add_special_tokens=False))
                 found[-1], piece = found[-1].cut(stop=seam[0]), piece.cut(start=seam[1])
             found.append(piece)
-        return Encoding(*(np.concatenate([getattr(piece, name) for piece in found]) for name in ("ids", "starts", "ends")))
+        return Encoding(
+            *(
+                np.concatenate([getattr(piece, name) for piece in found])
+                for name in ("ids", "starts", "ends")
+            )
+        )
 
     def encode(self, text: str) -> list[int]:
         """Token ids."""
@@ -141,17 +206,27 @@ class TextTokenizer:
                 "clean_up_tokenization_spaces": False,
                 "model_max_length": 10**30,
             }
-            config.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            config.write_text(
+                json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
         if chat_template not in (None, self.chat_template):
-            values = {k: v for k, v in json.loads(config.read_text(encoding="utf-8")).items() if k != "chat_template"}
-            config.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            values = {
+                k: v
+                for k, v in json.loads(config.read_text(encoding="utf-8")).items()
+                if k != "chat_template"
+            }
+            config.write_text(
+                json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
         if template := chat_template or self.chat_template:
             (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 def _encoding(encoding: Any) -> Encoding:
     ids = np.array(encoding.ids, dtype=np.int32)
-    offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
+    offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids)).reshape(
+        -1, 2
+    )
     return Encoding(ids, offsets[:, 0], offsets[:, 1])
 
 
@@ -173,16 +248,27 @@ def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
             backend, special = Tokenizer.from_file(str(file)), {}
     except Exception as e:  # tokenizers raises bare Exception
         raise _bad(path, f"{file.name} cannot be read: {e}") from None
-    folder = file.parent if given.is_dir() or file.name in ("tokenizer.json", "tokenizer.model") else None
+    folder = (
+        file.parent
+        if given.is_dir() or file.name in ("tokenizer.json", "tokenizer.model")
+        else None
+    )
     special_map, config, generation = (
-        _json(folder, f"{name}.json") for name in ("special_tokens_map", "tokenizer_config", "generation_config")
+        _json(folder, f"{name}.json")
+        for name in ("special_tokens_map", "tokenizer_config", "generation_config")
     )
     if file.suffix == ".model":
         _add_tokens(backend, config.get("added_tokens_decoder", {}), path)
     stop_ids = generation.get("eos_token_id") or []
-    files = {"tokenizer" + file.suffix: file} | {name: folder / name for name in FILES if folder and (folder / name).is_file()}
+    files = {"tokenizer" + file.suffix: file} | {
+        name: folder / name for name in FILES if folder and (folder / name).is_file()
+    }
     if _add_special(backend, add_tokens):
-        files = {name: kept for name, kept in files.items() if name not in ("tokenizer.json", "added_tokens.json")}  # written anew
+        files = {
+            name: kept
+            for name, kept in files.items()
+            if name not in ("tokenizer.json", "added_tokens.json")
+        }  # written anew
     return TextTokenizer(
         backend,
         special=_special_tokens(backend, special, special_map, config),
@@ -194,9 +280,14 @@ def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
 
 def _tokenizer_file(path: Path) -> Path:
     if path.is_dir():
-        found = [path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()] or sorted(path.glob("*.model"))
+        found = [
+            path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()
+        ] or sorted(path.glob("*.model"))
         if not found:
-            raise _bad(path, "this folder has neither a tokenizer.json nor a SentencePiece .model. Name one that has:  tokenizer.path=…")
+            raise _bad(
+                path,
+                "this folder has neither a tokenizer.json nor a SentencePiece .model. Name one that has:  tokenizer.path=…",
+            )
         return found[0]
     if not path.is_file():
         raise _bad(
@@ -221,11 +312,16 @@ def _json(folder: Path | None, name: str) -> dict:
 def _special_tokens(backend: Tokenizer, *sources: dict) -> dict[str, str]:
     """bos_token, eos_token …: the last source counts; a token is its text or an object with `content`. Without any: the usual ones."""
     given = {name: source[name] for source in sources for name in SPECIAL if source.get(name)}
-    texts_of = {name: token.get("content") if isinstance(token, dict) else token for name, token in given.items()}
+    texts_of = {
+        name: token.get("content") if isinstance(token, dict) else token
+        for name, token in given.items()
+    }
     named = {name: text for name, text in texts_of.items() if isinstance(text, str)}
     if not named:
         return {
-            name: text for name, texts in USUAL.items() if (text := next((t for t in texts if backend.token_to_id(t) is not None), None))
+            name: text
+            for name, texts in USUAL.items()
+            if (text := next((t for t in texts if backend.token_to_id(t) is not None), None))
         }
     return named
 
@@ -234,24 +330,37 @@ def _add_tokens(backend: Tokenizer, added: dict[str, dict], path: str) -> None:
     """Tokens that were added to a SentencePiece model later, e.g. those of a chat template; their ids follow the pieces."""
     for id, token in sorted(added.items(), key=lambda item: int(item[0])):
         if backend.token_to_id(token["content"]) is None:
-            backend.add_tokens([AddedToken(token["content"], special=token.get("special", False), normalized=False)])
+            backend.add_tokens(
+                [
+                    AddedToken(
+                        token["content"], special=token.get("special", False), normalized=False
+                    )
+                ]
+            )
         if backend.token_to_id(token["content"]) != int(id):
             raise _bad(
-                path, f"tokenizer_config.json gives {token['content']} the id {id}, the model has {backend.token_to_id(token['content'])}"
+                path,
+                f"tokenizer_config.json gives {token['content']} the id {id}, the model has {backend.token_to_id(token['content'])}",
             )
 
 
 def _add_special(backend: Tokenizer, tokens: Sequence[str]) -> int:
     """Give the backend those that it lacks; how many."""
     return backend.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in tokens if backend.token_to_id(token) is None]
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token in tokens
+            if backend.token_to_id(token) is None
+        ]
     )
 
 
 def _chat_template(folder: Path | None, config: dict) -> str | None:
     if folder and (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    template = config.get("chat_template") or _json(folder, "chat_template.json").get("chat_template")
+    template = config.get("chat_template") or _json(folder, "chat_template.json").get(
+        "chat_template"
+    )
     if isinstance(template, list):  # several by name
         by_name = {entry.get("name"): entry.get("template") for entry in template}
         return by_name.get("default") or next(iter(by_name.values()), None)

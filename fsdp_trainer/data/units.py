@@ -66,7 +66,9 @@ def split_units(file: str, bytes_each: int, mark: tuple[int, int] | None = None)
             edges = _edges_of_parts(file, suffix, bytes_each)
         elif suffix in TEXT or _is_json_lines(file, suffix):
             edges = list(range(0, _size(file), bytes_each)) or [0]
-    return [Unit(file, start, stop, mark) for start, stop in zip(edges, [*edges[1:], None], strict=True)]
+    return [
+        Unit(file, start, stop, mark) for start, stop in zip(edges, [*edges[1:], None], strict=True)
+    ]
 
 
 def _size(file: str) -> int:
@@ -135,8 +137,14 @@ def read_unit(unit: Unit) -> Iterator[Row]:
         content = isinstance(e, EOFError | OSError | zlib.error) and not getattr(e, "errno", None)
         if content and not (is_url(unit.file) and isinstance(e, OSError)):
             yield Row({}, (unit.file, number + 1), f"cannot be read from here on: {e}")
-        elif isinstance(e, OSError) or is_url(unit.file):  # of the disk or the network: to skip it would lose rows unseen
-            raise _lost(unit, number + 1, f"cannot be read from here on: {getattr(e, 'strerror', None) or e}") from e
+        elif isinstance(e, OSError) or is_url(
+            unit.file
+        ):  # of the disk or the network: to skip it would lose rows unseen
+            raise _lost(
+                unit,
+                number + 1,
+                f"cannot be read from here on: {getattr(e, 'strerror', None) or e}",
+            ) from e
         else:
             raise
 
@@ -150,8 +158,13 @@ def _lost(unit: Unit, line: int, why: str) -> UserError:
     try:
         place = f"{unit.file}:{lines_before(unit) + line}"
     except OSError:  # it is gone
-        place = f"{unit.file}:{line}" if not unit.start else f"{unit.file}, from byte {unit.start:,} on"
-    return UserError("the data cannot be used", [Problem(place, f"{why}.\nStart again once it can be read whole")])
+        place = (
+            f"{unit.file}:{line}" if not unit.start else f"{unit.file}, from byte {unit.start:,} on"
+        )
+    return UserError(
+        "the data cannot be used",
+        [Problem(place, f"{why}.\nStart again once it can be read whole")],
+    )
 
 
 def _rows(unit: Unit, suffix: str, compression: str | None) -> Iterator[Row]:
@@ -217,7 +230,9 @@ def _is_json_lines(file: str, suffix: str) -> bool:
     try:
         with _open(file) as opened:
             lines = (opened.readline(LONGEST) for _ in count())
-            first = next(line for line in lines if line.strip() or not line).removeprefix(BYTE_ORDER_MARK)
+            first = next(line for line in lines if line.strip() or not line).removeprefix(
+                BYTE_ORDER_MARK
+            )
             is_object = first.lstrip().startswith(b"{") and isinstance(json.loads(first), dict)
             return is_object and bool(next(line for line in lines if line.strip() or not line))
     except (ValueError, RecursionError, EOFError, OSError, zlib.error):
@@ -282,10 +297,16 @@ def _is_separated(file: str, mark: tuple[int, int] | None) -> bool:
 def _read_text(unit: Unit) -> Iterator[Row]:
     separated = _is_separated(unit.file, stamp(unit.file))
     document: list[str] = []
-    row, before = Row({}, (unit.file, 1)), separated and unit.start > 0  # before the blank line after which the unit's own begin
+    row, before = (
+        Row({}, (unit.file, 1)),
+        separated and unit.start > 0,
+    )  # before the blank line after which the unit's own begin
     with _open(unit.file) as file:
         for number, place, line, error in _lines(file, unit):
-            past, blank = unit.stop is not None and place >= unit.stop, not error and not line.strip()
+            past, blank = (
+                unit.stop is not None and place >= unit.stop,
+                not error and not line.strip(),
+            )
             if past and (blank or before or not separated):
                 break
             before = before and not blank

@@ -15,14 +15,18 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-WORD = re.compile(r"\s*\S+(?:[^\S ]\s*\S+)*(?:[^\S ]\s*\Z)?|\s+")  # up to a space behind what is no white space
+WORD = re.compile(
+    r"\s*\S+(?:[^\S ]\s*\S+)*(?:[^\S ]\s*\Z)?|\s+"
+)  # up to a space behind what is no white space
 CHARACTERS = 1 << 22  # of the words that are kept: some 200 MB
 SPACES = 16  # characters for each space: where there are more, as in Chinese, most words are new
 AT_ONCE = 1 << 15  # new words that are asked for together
 SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 PATTERNS = {
-    SUFFIXES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",  # Llama 3, GPT-4
-    SUFFIXES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",  # Qwen 2, 2.5 and 3
+    SUFFIXES
+    + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",  # Llama 3, GPT-4
+    SUFFIXES
+    + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",  # Qwen 2, 2.5 and 3
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",  # GPT-4o
@@ -51,7 +55,10 @@ def looks_across_no_space(backend: Tokenizer) -> bool:
         and model["type"] == "BPE"
         and not model.get("dropout")
         and _cuts_at_spaces(told["pre_tokenizer"])
-        and not any(re.search(r"\s", t["content"]) or t["lstrip"] or t["rstrip"] or t["single_word"] for t in added)
+        and not any(
+            re.search(r"\s", t["content"]) or t["lstrip"] or t["rstrip"] or t["single_word"]
+            for t in added
+        )
     )
 
 
@@ -65,7 +72,11 @@ def joins_anywhere(backend: Tokenizer) -> bool:
     pre, model = told["pre_tokenizer"] or {"type": "Metaspace"}, told["model"]
     cuts_nothing = pre["type"] == "ByteLevel" and not pre["use_regex"]
     at_a_space = pre["type"] == "Split" and pre["pattern"] == {"String": " "}
-    return model["type"] == "BPE" and not model.get("dropout") and (pre["type"] == "Metaspace" or cuts_nothing or at_a_space)
+    return (
+        model["type"] == "BPE"
+        and not model.get("dropout")
+        and (pre["type"] == "Metaspace" or cuts_nothing or at_a_space)
+    )
 
 
 def has_spaces(text: str) -> bool:
@@ -81,7 +92,10 @@ def _cuts_at_spaces(pre: dict[str, Any] | None) -> bool:
         return steps[0]["use_regex"]
     split = steps[0]
     known = (
-        split["type"] == "Split" and split["pattern"].get("Regex") in PATTERNS and split["behavior"] == "Isolated" and not split["invert"]
+        split["type"] == "Split"
+        and split["pattern"].get("Regex") in PATTERNS
+        and split["behavior"] == "Isolated"
+        and not split["invert"]
     )
     return len(steps) == 2 and known and not steps[1]["use_regex"]
 
@@ -96,17 +110,31 @@ class Words:
 
     def plain(self, texts: list[str]) -> list[np.ndarray]:
         """[tokens] int32 of each text."""
-        return [np.frombuffer(b"".join(map(self._ids.__getitem__, words)), np.int32) for words in self._met(texts, self._ids)]
+        return [
+            np.frombuffer(b"".join(map(self._ids.__getitem__, words)), np.int32)
+            for words in self._met(texts, self._ids)
+        ]
 
     def encode(self, texts: list[str]) -> list[Encoding]:
         """Tokens with their places in the text."""
         encoded = []
         for words in self._met(texts, self._places):
             ids = [self._ids[word] for word in words]
-            places = np.frombuffer(b"".join(map(self._places.__getitem__, words)), np.int64).reshape(-1, 2)
+            places = np.frombuffer(
+                b"".join(map(self._places.__getitem__, words)), np.int64
+            ).reshape(-1, 2)
             lengths = np.array([len(word) for word in words], np.int64)
-            starts = np.repeat(np.cumsum(lengths) - lengths, np.array([len(of_word) // 4 for of_word in ids], np.int64))
-            encoded.append(Encoding(np.frombuffer(b"".join(ids), np.int32), places[:, 0] + starts, places[:, 1] + starts))
+            starts = np.repeat(
+                np.cumsum(lengths) - lengths,
+                np.array([len(of_word) // 4 for of_word in ids], np.int64),
+            )
+            encoded.append(
+                Encoding(
+                    np.frombuffer(b"".join(ids), np.int32),
+                    places[:, 0] + starts,
+                    places[:, 1] + starts,
+                )
+            )
         return encoded
 
     def _met(self, texts: list[str], known: dict[str, bytes]) -> list[list[str]]:
@@ -117,16 +145,23 @@ class Words:
             self._characters = 0
         cut = [WORD.findall(text) for text in texts]
         new = set(chain.from_iterable(cut)).difference(known)
-        alone = [word for word in new if word[0] != " " or word[-1].isspace()]  # the others may follow one another
+        alone = [
+            word for word in new if word[0] != " " or word[-1].isspace()
+        ]  # the others may follow one another
         joined = list(new.difference(alone))
-        for words in [*(joined[i : i + AT_ONCE] for i in range(0, len(joined), AT_ONCE)), *([word] for word in alone)]:
+        for words in [
+            *(joined[i : i + AT_ONCE] for i in range(0, len(joined), AT_ONCE)),
+            *([word] for word in alone),
+        ]:
             self._meet(words, with_places=known is self._places)
         return cut
 
     def _meet(self, words: list[str], with_places: bool) -> None:
         """Ask the backend for words, as one text that they make up."""
         encoding = self._backend.encode("".join(words), add_special_tokens=False)
-        places = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(encoding.ids)).reshape(-1, 2)
+        places = np.fromiter(
+            chain.from_iterable(encoding.offsets), np.int64, 2 * len(encoding.ids)
+        ).reshape(-1, 2)
         edges = np.cumsum([0, *map(len, words)])
         tokens = np.searchsorted(places[:, 0], edges)
         spans = list(zip(words, tokens.tolist(), tokens[1:].tolist(), strict=False))
@@ -134,5 +169,7 @@ class Words:
         self._ids.update((word, ids[4 * first : 4 * stop]) for word, first, stop in spans)
         if with_places:
             within = (places - np.repeat(edges[:-1], np.diff(tokens))[:, None]).tobytes()
-            self._places.update((word, within[16 * first : 16 * stop]) for word, first, stop in spans)
+            self._places.update(
+                (word, within[16 * first : 16 * stop]) for word, first, stop in spans
+            )
         self._characters += int(edges[-1])

@@ -22,7 +22,9 @@ Job = tuple[int, Task, Path]
 
 def cores() -> int:
     """That this process may use: its affinity, and what its container has been given."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     for file in QUOTAS:
         try:
             quota, period = [*Path(file).read_text().split(), str(PERIOD)][:2]
@@ -33,13 +35,17 @@ def cores() -> int:
     return allowed
 
 
-def in_this_process(jobs: Iterator[Job], how: How, tick: Tick) -> Generator[tuple[int, Done], None, None]:
+def in_this_process(
+    jobs: Iterator[Job], how: How, tick: Tick
+) -> Generator[tuple[int, Done], None, None]:
     """Each task's place with what became of it, in order."""
     for i, task, part in jobs:
         yield i, tokenise(task, part, how, tick)
 
 
-def in_processes(jobs: Iterator[Job], how: How, tick: Tick, count: int) -> Generator[tuple[int, Done], None, None]:
+def in_processes(
+    jobs: Iterator[Job], how: How, tick: Tick, count: int
+) -> Generator[tuple[int, Done], None, None]:
     """The same by `count` processes, as they come. Raises RunFailed if one is killed; none is left when this ends, however it ends."""
     workers: dict[Connection, subprocess.Popen] = {}
     try:
@@ -73,11 +79,26 @@ def in_processes(jobs: Iterator[Job], how: How, tick: Tick, count: int) -> Gener
 
 def start(connection: Connection, module: str = "fsdp_trainer.data.workers") -> subprocess.Popen:
     """A process that runs a module, which is told its end of the pipe."""
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
-    one_thread = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}  # it is none of the ranks
+    path = os.pathsep.join(
+        filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
+    )
+    one_thread = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "RAYON_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    env = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")
+    }  # it is none of the ranks
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, str(connection.fileno())],  # whose modules are not those that lie where the user stands
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            module,
+            str(connection.fileno()),
+        ],  # whose modules are not those that lie where the user stands
         env=env | one_thread | {"PYTHONPATH": path},
         pass_fds=[connection.fileno()],
         stdin=subprocess.DEVNULL,
@@ -96,9 +117,7 @@ def _why_gone(workers: dict[Connection, subprocess.Popen]) -> str:
     if -signal.SIGKILL in codes:
         use = f"  data.workers={max(1, len(workers) // 2)}  needs less"
         return f"a process that tokenises was killed, as the system does when memory runs out:{use}. What is finished is kept"
-    return (
-        f"a process that tokenises ended with code {codes[0] if codes else 'unknown'}; what it said stands above. What is finished is kept"
-    )
+    return f"a process that tokenises ended with code {codes[0] if codes else 'unknown'}; what it said stands above. What is finished is kept"
 
 
 def _code(process: subprocess.Popen) -> int | None:
@@ -118,7 +137,10 @@ def work(descriptor: int) -> None:
         while True:
             i, task, part = connection.recv()
             try:
-                answer: object = (i, tokenise(task, part, how, lambda rows, tokens: connection.send((rows, tokens))))
+                answer: object = (
+                    i,
+                    tokenise(task, part, how, lambda rows, tokens: connection.send((rows, tokens))),
+                )
             except ConnectionError:
                 return
             except (UserError, OSError) as error:

@@ -15,8 +15,27 @@ from fsdp_trainer.config.verbs import DoctorConfig
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.launch import speed
 from fsdp_trainer.launch.doctor import UNHEALTHY, Report, counted
-from fsdp_trainer.launch.facts import CLOCK_SECONDS, Finding, clocks, facts_of, flops, gigabytes, host_name, judge, limits, who
-from fsdp_trainer.launch.machines import Looked, configuration, cpu_model, environment, interfaces, machines, software
+from fsdp_trainer.launch.facts import (
+    CLOCK_SECONDS,
+    Finding,
+    clocks,
+    facts_of,
+    flops,
+    gigabytes,
+    host_name,
+    judge,
+    limits,
+    who,
+)
+from fsdp_trainer.launch.machines import (
+    Looked,
+    configuration,
+    cpu_model,
+    environment,
+    interfaces,
+    machines,
+    software,
+)
 from fsdp_trainer.launch.nodes import unreachable
 from fsdp_trainer.launch.storage import inputs, storage, what_is_read
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
@@ -37,7 +56,15 @@ def checkup(cfg: DoctorConfig) -> int:
     try:
         examine(cfg, world, report, timeout)
     except (RuntimeError, RunFailed) as error:  # a collective failed, or someone did not come
-        report.add("network", Finding("problem", "communication", f"broke down: {str(error).strip().splitlines()[0]}", HUNG))
+        report.add(
+            "network",
+            Finding(
+                "problem",
+                "communication",
+                f"broke down: {str(error).strip().splitlines()[0]}",
+                HUNG,
+            ),
+        )
     code = world.from_main("the doctor's word", report.close, timeout)
     world.linger("the doctor's word", timeout)
     if dist.is_initialized():
@@ -53,7 +80,10 @@ def meet(cfg: DoctorConfig, timeout: float) -> World | None:
     except (RuntimeError, RunFailed) as error:
         address, port = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", 0))
         why = unreachable(address, port) if isinstance(error, dist.DistError) else ""
-        print(f"rank {env.get('RANK', 0)} ({socket.gethostname()}): {why or error.args[0].splitlines()[0]}", file=sys.stderr)
+        print(
+            f"rank {env.get('RANK', 0)} ({socket.gethostname()}): {why or error.args[0].splitlines()[0]}",
+            file=sys.stderr,
+        )
         return None
 
 
@@ -64,14 +94,25 @@ def examine(cfg: DoctorConfig, world: World, report: Report, timeout: float) -> 
         report.add("machines", *machines(everyone, world), *limits(everyone, world.device.type))
         report.add("software", *software(everyone), *configuration(everyone))
         report.add("environment", *environment(everyone))
-    alike = world.from_main("alike", lambda: len({f.versions["device"] for f in everyone}) == 1, timeout)
+    alike = world.from_main(
+        "alike", lambda: len({f.versions["device"] for f in everyone}) == 1, timeout
+    )
     if not alike:
-        report.add("network", Finding("problem", "not tried", "some ranks compute on GPUs and some do not: see software"))
+        report.add(
+            "network",
+            Finding(
+                "problem", "not tried", "some ranks compute on GPUs and some do not: see software"
+            ),
+        )
         return
     began = time.perf_counter()
     connect(world, timeout)
     speed.largest(0.0)
-    at = f" through {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if "MASTER_PORT" in os.environ else ""
+    at = (
+        f" through {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        if "MASTER_PORT" in os.environ
+        else ""
+    )
     met = f"{counted(world.size, 'rank')} met{at} in {time.perf_counter() - began:.2f} s"
     report.add("network", Finding("ok", "process group", met))
     report.add("network", *clock(world, everyone, timeout))
@@ -85,11 +126,20 @@ def examine(cfg: DoctorConfig, world: World, report: Report, timeout: float) -> 
 
 def look(cfg: DoctorConfig, world: World) -> Looked:
     """This rank's facts."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    looked = Looked(**vars(facts_of(cfg, world, alone=True)), memory=host_bytes({}), cores=cores, threads=torch.get_num_threads())
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    looked = Looked(
+        **vars(facts_of(cfg, world, alone=True)),
+        memory=host_bytes({}),
+        cores=cores,
+        threads=torch.get_num_threads(),
+    )
     looked.machine = {"CPU": cpu_model(), "cores": str(cores)}
     if world.device.type == "cuda":
-        looked.machine["GPU memory"] = gib(torch.cuda.get_device_properties(world.device).total_memory)
+        looked.machine["GPU memory"] = gib(
+            torch.cuda.get_device_properties(world.device).total_memory
+        )
     if world.local_rank == 0:
         looked.inputs = dict(what_is_read(cfg))
         looked.interfaces = interfaces()
@@ -110,23 +160,37 @@ def clock(world: World, everyone: Sequence[Looked], timeout: float) -> list[Find
         f.clock = at
     if not world.main or len({f.node for f in everyone}) == 1:
         return []
-    right = Finding("ok", "clocks", f"within {CLOCK_SECONDS:g} s of {everyone[0].host}'s; asking took {ended - began:.3f} s")
+    right = Finding(
+        "ok",
+        "clocks",
+        f"within {CLOCK_SECONDS:g} s of {everyone[0].host}'s; asking took {ended - began:.3f} s",
+    )
     return clocks(everyone, began, ended) or [right]
 
 
-def network(cfg: DoctorConfig, world: World, everyone: Sequence[Looked], timeout: float) -> list[Finding]:
+def network(
+    cfg: DoctorConfig, world: World, everyone: Sequence[Looked], timeout: float
+) -> list[Finding]:
     """Collectives within nodes and over all, then every link by itself."""
     nodes = world.from_main("nodes", lambda: [f.node for f in everyone], timeout)
     if world.size == 1:
         return [Finding("note", "not measured", "there is one rank")]
     found = []
-    groups = {node: [rank for rank, at in enumerate(nodes) if at == node] for node in dict.fromkeys(nodes)}
+    groups = {
+        node: [rank for rank, at in enumerate(nodes) if at == node] for node in dict.fromkeys(nodes)
+    }
     if len(groups) > 1 and max(map(len, groups.values())) > 1:
         within = {node: dist.new_group(ranks) for node, ranks in groups.items()}
-        rates = world.to_main("within", speed.collectives(world.device, within[world.node]), timeout)
+        rates = world.to_main(
+            "within", speed.collectives(world.device, within[world.node]), timeout
+        )
         if world.main:
             for i, first in enumerate(rates[0]):
-                of_nodes = {host_name(node, everyone): rates[ranks[0]][i].bus for node, ranks in groups.items() if len(ranks) > 1}
+                of_nodes = {
+                    host_name(node, everyone): rates[ranks[0]][i].bus
+                    for node, ranks in groups.items()
+                    if len(ranks) > 1
+                }
                 found += judge(
                     f"{first.name} in a node",
                     of_nodes,
@@ -137,24 +201,48 @@ def network(cfg: DoctorConfig, world: World, everyone: Sequence[Looked], timeout
                 )
     for rate in speed.collectives(world.device):
         text = f"{rate.size // speed.MIB:>2} MiB: {gigabytes(rate.algorithm)}, bus {gigabytes(rate.bus)}"
-        found.append(Finding("ok", rate.name, f"{text}, {counted(world.size, 'rank')} on {counted(len(groups), 'node')}"))
+        found.append(
+            Finding(
+                "ok",
+                rate.name,
+                f"{text}, {counted(world.size, 'rank')} on {counted(len(groups), 'node')}",
+            )
+        )
     links = speed.links(world.device)
     if world.main:
         for what, same in (("links in a node", True), ("links between nodes", False)):
-            named = {f"{who([a], everyone)} ↔ {who([b], everyone)}": r for (a, b), r in links.items() if (nodes[a] == nodes[b]) == same}
-            found += judge(what, named, cfg.doctor.slow, world.device.type, gigabytes) if named else []
+            named = {
+                f"{who([a], everyone)} ↔ {who([b], everyone)}": r
+                for (a, b), r in links.items()
+                if (nodes[a] == nodes[b]) == same
+            }
+            found += (
+                judge(what, named, cfg.doctor.slow, world.device.type, gigabytes) if named else []
+            )
     return found
 
 
-def devices(cfg: DoctorConfig, world: World, everyone: Sequence[Looked], timeout: float) -> list[Finding]:
+def devices(
+    cfg: DoctorConfig, world: World, everyone: Sequence[Looked], timeout: float
+) -> list[Finding]:
     """Matrix products on all ranks at once, as in training."""
     rates = world.to_main("products", speed.products(world.device), timeout)
     if not world.main:
         return []
     what = "bfloat16 products" if world.device.type == "cuda" else "float32 products"
-    found = judge(what, {who([rank], everyone): rate for rank, rate in enumerate(rates)}, cfg.doctor.slow, world.device.type, flops)
+    found = judge(
+        what,
+        {who([rank], everyone): rate for rank, rate in enumerate(rates)},
+        cfg.doctor.slow,
+        world.device.type,
+        flops,
+    )
     peak = peak_flops(everyone[0].versions.get("GPU", ""))
     if peak and median_high(rates) < peak / 2:
         text = f"{median_high(rates) / peak:.0%} of the data sheet's {flops(peak)}: a power limit, heat, or someone else's job"
-        found.append(Finding("warning", "all devices", text, "nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE"))
+        found.append(
+            Finding(
+                "warning", "all devices", text, "nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE"
+            )
+        )
     return found

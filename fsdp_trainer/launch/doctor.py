@@ -20,7 +20,9 @@ def doctor(cfg: DoctorConfig, overrides: list[str]) -> int:
     """Look over what a launcher started, else what `train` would start here. 0: fit to train, perhaps with warnings; 3: not."""
     if starts_ranks(cfg.launch, os.environ):
         return start_ranks(cfg, overrides, verb="doctor")
-    os.environ.update({name: value for name, value in cfg.launch.env.items() if name not in os.environ})
+    os.environ.update(
+        {name: value for name, value in cfg.launch.env.items() if name not in os.environ}
+    )
     from fsdp_trainer.launch.checkup import checkup
 
     return checkup(cfg)
@@ -52,7 +54,9 @@ class Report:
         try:
             if not self.quiet:
                 print(text, flush=True)
-        except BrokenPipeError:  # whoever read this has seen enough; the other ranks wait for this one
+        except (
+            BrokenPipeError
+        ):  # whoever read this has seen enough; the other ranks wait for this one
             self.quiet = True
 
     def _line(self, section: str, finding: "Finding") -> str:

@@ -25,11 +25,17 @@ from fsdp_trainer.launch.world import World
 from fsdp_trainer.parallel.fit import gib
 
 PACKAGES = ("hydra-core", "numpy", "safetensors", "tokenizers", "torchao")
-SETTINGS = re.compile(r"(NCCL|GLOO|TORCH|UCX|FI|PYTORCH)_|(OMP|MKL)_NUM_THREADS$|CUDA_LAUNCH_BLOCKING$")  # of the environment
-OF_A_NODE = re.compile(r"launch\.|logging\.|profile\.|doctor\.|run\.root$|.*\.(path|cache|init_from|template)$|data\.validation$")
+SETTINGS = re.compile(
+    r"(NCCL|GLOO|TORCH|UCX|FI|PYTORCH)_|(OMP|MKL)_NUM_THREADS$|CUDA_LAUNCH_BLOCKING$"
+)  # of the environment
+OF_A_NODE = re.compile(
+    r"launch\.|logging\.|profile\.|doctor\.|run\.root$|.*\.(path|cache|init_from|template)$|data\.validation$"
+)
 """Keys that may differ where they come to the same: where things lie, how ranks start, what only rank 0 does."""
 MUST_BE_EQUAL = ("torch", "CUDA", "NCCL", "fsdp_trainer", "device", "NCCL_ALGO", "NCCL_PROTO")
-MAY_DIFFER = re.compile(r".*_(IFNAME|HCA|FILE)$|(NCCL|TORCH)_.*DEBUG")  # by host, or what is only told
+MAY_DIFFER = re.compile(
+    r".*_(IFNAME|HCA|FILE)$|(NCCL|TORCH)_.*DEBUG"
+)  # by host, or what is only told
 CLOCK_SECONDS = 1.0
 SHM_BYTES = 2**30  # Docker gives 64 MiB; NCCL takes some tens for each rank
 FILES_BESIDE = 256  # open files of a rank that are no connections: libraries, the token store, a checkpoint's shards
@@ -70,14 +76,20 @@ class Facts:
     """How many it may have open."""
 
 
-def facts_of(cfg: TrainConfig, world: World, data: str = "", unshared: str = "", alone: bool = False) -> Facts:
+def facts_of(
+    cfg: TrainConfig, world: World, data: str = "", unshared: str = "", alone: bool = False
+) -> Facts:
     """This rank's. What can only be compared is left out where there is no other rank, unless asked for."""
     facts = Facts(world.node, socket.gethostname(), time.time(), data=data, unshared=unshared)
-    facts.shm = float(shutil.disk_usage(SHARED_MEMORY).total) if SHARED_MEMORY.is_dir() else float("inf")
+    facts.shm = (
+        float(shutil.disk_usage(SHARED_MEMORY).total) if SHARED_MEMORY.is_dir() else float("inf")
+    )
     facts.files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if world.size > 1 or alone:
         facts.versions = versions(world.device)
-        facts.environment = {name: value for name, value in sorted(os.environ.items()) if SETTINGS.match(name)}
+        facts.environment = {
+            name: value for name, value in sorted(os.environ.items()) if SETTINGS.match(name)
+        }
         facts.settings = settings(cfg)
     return facts
 
@@ -89,7 +101,11 @@ def versions(device: torch.device) -> dict[str, str]:
         found["CUDA"] = str(torch.version.cuda or torch.version.hip)
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         found["GPU"] = torch.cuda.get_device_name(device)
-        driver = re.search(r"Module.*?\s(\d+(?:\.\d+)+)\s", DRIVER.read_text()) if DRIVER.is_file() else None
+        driver = (
+            re.search(r"Module.*?\s(\d+(?:\.\d+)+)\s", DRIVER.read_text())
+            if DRIVER.is_file()
+            else None
+        )
         found["driver"] = driver[1] if driver else "unknown"
     for package in PACKAGES:
         try:
@@ -111,13 +127,23 @@ def settings(cfg: TrainConfig) -> dict[str, str]:
     """Every key that is not at its default, as it is written in an override."""
     return {
         f"{group}.{name}": show(value)
-        for (group, keys), default in zip(asdict(cfg).items(), asdict(type(cfg)()).values(), strict=True)
+        for (group, keys), default in zip(
+            asdict(cfg).items(), asdict(type(cfg)()).values(), strict=True
+        )
         for name, value in keys.items()
         if value != default[name]
     }
 
 
-def look_over(cfg: TrainConfig, world: World, run: Path, shared: bool, data: str, checkpoint: float, timeout: float) -> list[str]:
+def look_over(
+    cfg: TrainConfig,
+    world: World,
+    run: Path,
+    shared: bool,
+    data: str,
+    checkpoint: float,
+    timeout: float,
+) -> list[str]:
     """`train`'s quick look before the first collective. Returns lines to warn with, on rank 0. Raises UserError on all ranks.
 
     shared: whether this rank sees the `run` folder that rank 0 has claimed. data: the fingerprint. checkpoint: bytes of one.
@@ -128,8 +154,16 @@ def look_over(cfg: TrainConfig, world: World, run: Path, shared: bool, data: str
     problems: list[Problem] = []
     findings: list[Finding] = []
     if world.main:
-        findings = [*compare(everyone, began, time.time()), *limits(everyone, world.device.type), *room(cfg, run, checkpoint)]
-        problems = [Problem(f.what, "\n".join(filter(None, [f.text, f.advice]))) for f in findings if f.certain]
+        findings = [
+            *compare(everyone, began, time.time()),
+            *limits(everyone, world.device.type),
+            *room(cfg, run, checkpoint),
+        ]
+        problems = [
+            Problem(f.what, "\n".join(filter(None, [f.text, f.advice])))
+            for f in findings
+            if f.certain
+        ]
     problems = world.from_main("facts/problems", lambda: problems, timeout)
     if problems:
         world.linger("facts/problems")
@@ -140,15 +174,31 @@ def look_over(cfg: TrainConfig, world: World, run: Path, shared: bool, data: str
 
 def compare(facts: Sequence[Facts], began: float, ended: float) -> list[Finding]:
     """What differs among ranks. Every clock was read after `began` and before `ended` of rank 0's clock."""
-    found = differences(facts, "settings") + differences(facts, "versions") + differences(facts, "environment")
+    found = (
+        differences(facts, "settings")
+        + differences(facts, "versions")
+        + differences(facts, "environment")
+    )
     if len({f.data for f in facts}) > 1:
-        text = ", ".join(f"{data} on {who(ranks, facts)}" for data, ranks in by_value([f.data for f in facts]))
+        text = ", ".join(
+            f"{data} on {who(ranks, facts)}" for data, ranks in by_value([f.data for f in facts])
+        )
         advice = "The nodes would train on different rows. Give every node the same files, or one data.cache that all see"
-        found.append(Finding("problem", "data", f"prepared differently: {text}", advice, certain=True))
+        found.append(
+            Finding("problem", "data", f"prepared differently: {text}", advice, certain=True)
+        )
     for reason, ranks in by_value([f.unshared for f in facts]):
         if reason:
             advice = "Every rank writes its part of a checkpoint there:  run.root=FOLDER  on storage that all nodes share"
-            found.append(Finding("problem", "run.root", f"is not shared. {who(ranks, facts)}: {reason}", advice, certain=True))
+            found.append(
+                Finding(
+                    "problem",
+                    "run.root",
+                    f"is not shared. {who(ranks, facts)}: {reason}",
+                    advice,
+                    certain=True,
+                )
+            )
     return found + clocks(facts, began, ended)
 
 
@@ -173,17 +223,42 @@ def differences(facts: Sequence[Facts], kind: str) -> list[Finding]:
         if not odd:
             continue
         if kind == "settings":
-            usual, odd = usual.replace("not set", "the default"), [(value.replace("not set", "the default"), r) for value, r in odd]
+            usual, odd = (
+                usual.replace("not set", "the default"),
+                [(value.replace("not set", "the default"), r) for value, r in odd],
+            )
         text = ", ".join(f"{value} on {who(ranks, facts)}" for value, ranks in odd)
         text += f"; {usual} on {'the others' if len(majority) > 1 else who(majority, facts)}"
         if kind == "settings":
             values = {value for value, _ in [(usual, majority), *odd]}
-            of_a_node = values.isdisjoint({"auto", "never", "the default"}) if name == "checkpoint.resume" else OF_A_NODE.match(name)
+            of_a_node = (
+                values.isdisjoint({"auto", "never", "the default"})
+                if name == "checkpoint.resume"
+                else OF_A_NODE.match(name)
+            )
             certain = not of_a_node
-            found.append(Finding("problem" if certain else "warning", name, text, "Start every node with the same command", certain))
+            found.append(
+                Finding(
+                    "problem" if certain else "warning",
+                    name,
+                    text,
+                    "Start every node with the same command",
+                    certain,
+                )
+            )
         else:
-            mark = "problem" if name in MUST_BE_EQUAL else "note" if MAY_DIFFER.match(name) else "warning"
-            advice = "Ranks run the same code in the same environment" if kind == "versions" else "Set it alike on all nodes"
+            mark = (
+                "problem"
+                if name in MUST_BE_EQUAL
+                else "note"
+                if MAY_DIFFER.match(name)
+                else "warning"
+            )
+            advice = (
+                "Ranks run the same code in the same environment"
+                if kind == "versions"
+                else "Set it alike on all nodes"
+            )
             found.append(Finding(mark, name, text, "" if mark == "note" else advice))
     return found
 
@@ -195,7 +270,14 @@ def limits(facts: Sequence[Facts], device: str) -> list[Finding]:
     small = [rank for rank, f in enumerate(facts) if f.shm < SHM_BYTES and ranks_of[f.node] > 1]
     if small and device == "cuda":
         text = f"{gib(facts[small[0]].shm)} on {who(small, facts)}, through which NCCL's ranks talk"
-        found.append(Finding("problem", "/dev/shm", text, "docker run --shm-size=16g ; in Kubernetes an emptyDir with  medium: Memory"))
+        found.append(
+            Finding(
+                "problem",
+                "/dev/shm",
+                text,
+                "docker run --shm-size=16g ; in Kubernetes an emptyDir with  medium: Memory",
+            )
+        )
     needed = GROUPS * len(facts) + FILES_BESIDE
     few = [rank for rank, f in enumerate(facts) if 0 <= f.files < needed]
     if few:
@@ -214,7 +296,9 @@ def room(cfg: TrainConfig, run: Path, checkpoint: float) -> list[Finding]:
     if free >= more * checkpoint:
         return [Finding("ok", "room", text)]
     text += f"; {more} more are to lie there at once: checkpoint.keep={cfg.checkpoint.keep}, and the one that is being written"
-    fewer = "Make room, or  run.root=FOLDER" + ("  or  checkpoint.keep=1" if cfg.checkpoint.keep > 1 else "")
+    fewer = "Make room, or  run.root=FOLDER" + (
+        "  or  checkpoint.keep=1" if cfg.checkpoint.keep > 1 else ""
+    )
     return [Finding("problem" if free < checkpoint else "warning", "room", text, fewer)]
 
 
@@ -231,8 +315,12 @@ def who(ranks: Iterable[int], facts: Sequence[Facts], most: int = 4) -> str:
     hosts: dict[int, list[int]] = {}
     for rank in ranks:
         hosts.setdefault(facts[rank].node, []).append(rank)
-    shown = [f"{spans(of_one)} ({host_name(node, facts)})" for node, of_one in list(hosts.items())[:most]]
-    return f"rank {', '.join(shown)}" + (f" and those of {len(hosts) - most} more nodes" if len(hosts) > most else "")
+    shown = [
+        f"{spans(of_one)} ({host_name(node, facts)})" for node, of_one in list(hosts.items())[:most]
+    ]
+    return f"rank {', '.join(shown)}" + (
+        f" and those of {len(hosts) - most} more nodes" if len(hosts) > most else ""
+    )
 
 
 def host_name(node: int, facts: Sequence[Facts]) -> str:
@@ -252,12 +340,26 @@ def spans(numbers: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def judge(what: str, rates: dict[str, float], slow: float, device: str, unit: Callable[[float], str], of: str = "") -> list[Finding]:
+def judge(
+    what: str,
+    rates: dict[str, float],
+    slow: float,
+    device: str,
+    unit: Callable[[float], str],
+    of: str = "",
+) -> list[Finding]:
     """The median of rates by name, and who is below `slow` of it: on a GPU a fault, on a CPU, whose cores others use too, perhaps a neighbour."""
     usual = median_high(rates.values())
-    spread = unit(usual) + (f", from {unit(min(rates.values()))} to {unit(max(rates.values()))}" if len(rates) > 1 else "")
+    spread = unit(usual) + (
+        f", from {unit(min(rates.values()))} to {unit(max(rates.values()))}"
+        if len(rates) > 1
+        else ""
+    )
     found = [Finding("ok", what, of + spread)]
-    for name, rate in sorted(((name, rate) for name, rate in rates.items() if rate < slow * usual), key=lambda item: item[1])[:MOST_NAMED]:
+    for name, rate in sorted(
+        ((name, rate) for name, rate in rates.items() if rate < slow * usual),
+        key=lambda item: item[1],
+    )[:MOST_NAMED]:
         text = f"{name}: {unit(rate)}, {rate / usual:.0%} of the others' {unit(usual)}"
         found.append(Finding("problem" if device == "cuda" else "warning", f"slow: {what}", text))
     return found

@@ -41,7 +41,9 @@ def launch_files(cfg: LaunchFilesConfig, words: list[str]) -> int:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     except OSError as error:
-        raise UserError("nothing was written", [Problem(f"out={file.parent}", str(error))]) from None
+        raise UserError(
+            "nothing was written", [Problem(f"out={file.parent}", str(error))]
+        ) from None
     print(f"wrote  {file}\nstart  {START[kind].format(shlex.quote(str(file)))}")
     if kind == "docker" and cfg.nodes > 1:
         print("on every node, with HEAD=NAME of one of them in the environment")
@@ -57,11 +59,25 @@ def checked(cfg: LaunchFilesConfig) -> str:
     for f in fields(LaunchFiles):
         value = getattr(cfg, f.name)
         if cfg.kind not in (None, *ONLY.get(f.name, FILES)) and value != default_of(f):
-            report.add(f.name, value, f"only counts with  {'  or  '.join(f'kind={kind}' for kind in ONLY[f.name])}")
+            report.add(
+                f.name,
+                value,
+                f"only counts with  {'  or  '.join(f'kind={kind}' for kind in ONLY[f.name])}",
+            )
         if value is not None and f.name in WRITTEN and not re.fullmatch(WRITTEN[f.name], value):
-            report.add(f.name, value, "must be a name, of letters, digits and  _ . , : @ / + -" if f.name != "out" else "must be one line")
+            report.add(
+                f.name,
+                value,
+                "must be a name, of letters, digits and  _ . , : @ / + -"
+                if f.name != "out"
+                else "must be one line",
+            )
     if cfg.launch.nodes > 1:
-        report.add("launch.nodes", cfg.launch.nodes, f"the files say where nodes meet. How many there are is  nodes={cfg.launch.nodes}")
+        report.add(
+            "launch.nodes",
+            cfg.launch.nodes,
+            f"the files say where nodes meet. How many there are is  nodes={cfg.launch.nodes}",
+        )
     if cfg.checkpoint.resume != "auto" and cfg.kind != "docker":
         why = "the job is started again after a fault, and is to go on then. Leave it out; weights to begin with are  model.init_from=…"
         report.add("checkpoint.resume", cfg.checkpoint.resume, why)
@@ -76,7 +92,9 @@ def checked(cfg: LaunchFilesConfig) -> str:
 def render(cfg: LaunchFilesConfig, kind: str, name: str, file: Path, words: list[str]) -> str:
     """The file's text."""
     own = {f.name for f in fields(LaunchFiles)}
-    trained = [word for word in words if word.lstrip("+").partition("=")[0] not in (*own, "run.name")]
+    trained = [
+        word for word in words if word.lstrip("+").partition("=")[0] not in (*own, "run.name")
+    ]
     given = {f.name: getattr(cfg, f.name) for f in fields(LaunchFiles)}
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -84,13 +102,19 @@ def render(cfg: LaunchFilesConfig, kind: str, name: str, file: Path, words: list
         trim_blocks=True,
         keep_trailing_newline=True,
     )
-    ranks = cfg.launch.nproc_per_node if cfg.launch.nproc_per_node != "auto" else max(1, cfg.gpus_per_node)
+    ranks = (
+        cfg.launch.nproc_per_node
+        if cfg.launch.nproc_per_node != "auto"
+        else max(1, cfg.gpus_per_node)
+    )
     return environment.get_template(f"{FILES[kind]}.jinja").render(
         **given,
         name=name,
         dns_name=re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:50] or "run",
         file=file,
-        words=" \\\n    ".join(map(shlex.quote, [*trained, f"run.name={quoted(str(cfg.run.name))}"])),
+        words=" \\\n    ".join(
+            map(shlex.quote, [*trained, f"run.name={quoted(str(cfg.run.name))}"])
+        ),
         image_word=shlex.quote(cfg.image),
         minutes=math.ceil(parse_duration(cfg.time) / 60),
         cpus_per_node=cfg.cpus_per_gpu * max(1, cfg.gpus_per_node),
@@ -101,8 +125,23 @@ def render(cfg: LaunchFilesConfig, kind: str, name: str, file: Path, words: list
 
 def outside(cfg: LaunchFilesConfig) -> list[str]:
     """Folders with an absolute path that the run reads or writes; of files, those in which they lie."""
-    data = [entry.path for where in (cfg.data.path, cfg.data.validation) for entry in entries(where)]
-    named = [cfg.run.root, cfg.data.cache, cfg.compile.cache, cfg.model.init_from, cfg.tokenizer.path, *data]
+    data = [
+        entry.path for where in (cfg.data.path, cfg.data.validation) for entry in entries(where)
+    ]
+    named = [
+        cfg.run.root,
+        cfg.data.cache,
+        cfg.compile.cache,
+        cfg.model.init_from,
+        cfg.tokenizer.path,
+        *data,
+    ]
     paths = [Path(path) for path in named if path and path.startswith("/")]
-    folders = {next((p for p in (path, *path.parents) if not (p.suffix or re.search(r"[*?[]", str(p)))), path) for path in paths}
+    folders = {
+        next(
+            (p for p in (path, *path.parents) if not (p.suffix or re.search(r"[*?[]", str(p)))),
+            path,
+        )
+        for path in paths
+    }
     return sorted(str(folder) for folder in folders if not folders & {*folder.parents})

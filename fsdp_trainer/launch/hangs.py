@@ -16,7 +16,11 @@ ORDINARY = {"data", "forward", "backward", "clip", "update", "validation", "log"
 """Phases that take about as long each time. All others, and the first steps, may take up to launch.timeout."""
 STORAGE = {"data", "validation", "log"}
 """Of these, phases that read or write files, or wait for a thread that does: where storage is remote or cold, one such wait may be long."""
-UNLIMITED = {"start", "export", "end"}  # wait for a rank that works, outside any collective, or for trackers
+UNLIMITED = {
+    "start",
+    "export",
+    "end",
+}  # wait for a rank that works, outside any collective, or for trackers
 FACTOR, PATIENCE = 5, 12  # times the median; times launch.stall where storage is waited for
 STOPPED_SECONDS = 1.0
 DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd")
@@ -104,17 +108,26 @@ class Durations:
             return math.inf
         shortest *= PATIENCE if phase in STORAGE else 1
         device = self._seconds["read"]
-        if phase not in ORDINARY or state == "D" or not self._seconds[phase] or not slot.spent["read"][0]:
+        if (
+            phase not in ORDINARY
+            or state == "D"
+            or not self._seconds[phase]
+            or not slot.spent["read"][0]
+        ):
             return longest
         # a GPU's host may stand in any phase until the device has done what it was given since the last `read`
-        return min(longest, max(shortest, FACTOR * median(self._seconds[phase]), FACTOR * median(device)))
+        return min(
+            longest, max(shortest, FACTOR * median(self._seconds[phase]), FACTOR * median(device))
+        )
 
 
 def look(slot: Slot) -> Seen:
     """What the system says about a rank. State `?`: it does not say."""
     try:
         fields = stat(slot.pid)
-    except OSError:  # a system short of memory, or that hides processes; one that ended would be another error
+    except (
+        OSError
+    ):  # a system short of memory, or that hides processes; one that ended would be another error
         return Seen(slot, "?", standing=time.monotonic() - slot.main.since)
     if fields is None or fields[0] in "ZX" or int(fields[19]) != slot.started:
         return Seen(slot, None)
@@ -198,7 +211,12 @@ def judge(ranks: list[Seen], world_size: int, longest: float, on_device: bool = 
     if len(at_work) == world_size:
         return Verdict("stuck", at_work, "all ranks wait in a collective that does not end")
     late = all(seen.standing > longest + seen.allowed for seen in at_work)
-    return Verdict("waiting", at_work, "waits for others, as all of this node do: look at the other nodes", kill=late)
+    return Verdict(
+        "waiting",
+        at_work,
+        "waits for others, as all of this node do: look at the other nodes",
+        kill=late,
+    )
 
 
 def first_difference(ranks: list[Seen]) -> tuple[int, str, dict[int, int]] | None:

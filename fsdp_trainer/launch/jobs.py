@@ -27,7 +27,9 @@ class Job:
     overrides: list[str]
     state: str = "waiting"  # running, finished, skipped (finished by an earlier command), stopped, pruned, failed, refused, does not fit
     exit_code: int | None = None
-    objective: float | None = None  # the last validation loss, without validation the last loss; or what hydra.sweeper.metric names
+    objective: float | None = (
+        None  # the last validation loss, without validation the last loss; or what hydra.sweeper.metric names
+    )
     seconds: float = 0.0  # of this command
     reason: str = ""
 
@@ -96,7 +98,9 @@ class Board:
 
 def job_id(overrides: Sequence[str]) -> str:
     """The name of a job's folder: a short hash of its sorted overrides; where the sweep lies does not count."""
-    return hashlib.blake2b("\n".join(sorted(without_place(overrides))).encode(), digest_size=4).hexdigest()
+    return hashlib.blake2b(
+        "\n".join(sorted(without_place(overrides))).encode(), digest_size=4
+    ).hexdigest()
 
 
 def without_place(overrides: Sequence[str]) -> list[str]:
@@ -108,7 +112,12 @@ def without_place(overrides: Sequence[str]) -> list[str]:
 def finished(folder: Path, cfg: TrainConfig) -> bool:
     """Whether this very configuration was trained to its end there."""
     last, stored = Records(folder).last_event(), folder / "config.yaml"
-    return last.get("event") == "end" and last["exit_code"] == 0 and stored.exists() and yaml.safe_load(stored.read_text()) == asdict(cfg)
+    return (
+        last.get("event") == "end"
+        and last["exit_code"] == 0
+        and stored.exists()
+        and yaml.safe_load(stored.read_text()) == asdict(cfg)
+    )
 
 
 def objective(folder: Path, metric: str | None = None) -> float | None:
@@ -133,8 +142,13 @@ def table(jobs: list[Job], best: str = "lowest") -> str:
         value = "-" if job.objective is None else f"{job.objective:.4f}"
         rows.append([job.job, shlex.join(names[job.job]), value, job.state, f"{job.seconds:.0f}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    done = [job for job in jobs if job.objective is not None and job.state in ("finished", "skipped")]
+    lines = [
+        "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    done = [
+        job for job in jobs if job.objective is not None and job.state in ("finished", "skipped")
+    ]
     if done:
         first = (min if best == "lowest" else max)(done, key=lambda job: job.objective or 0.0)
         lines.append(f"{best} objective: {first.folder}  {shlex.join(names[first.job])}".rstrip())

@@ -20,7 +20,10 @@ COSTLY = {
     "NCCL_DEBUG": ("INFO|TRACE", "writes long logs, on every rank: for finding faults"),
     "NCCL_P2P_DISABLE": ("1", "GPUs of a node talk through the host's memory: for finding faults"),
     "NCCL_SHM_DISABLE": ("1", "ranks of a node talk through the network: for finding faults"),
-    "NCCL_IB_DISABLE": ("1", "nodes talk over TCP even where there is InfiniBand: for finding faults"),
+    "NCCL_IB_DISABLE": (
+        "1",
+        "nodes talk over TCP even where there is InfiniBand: for finding faults",
+    ),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked by another one"),
     "TORCH_NCCL_BLOCKING_WAIT": ("1", "the host waits for every collective"),
     "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for every kernel"),
@@ -45,7 +48,9 @@ class Looked(Facts):
 def machines(everyone: Sequence[Looked], world: World) -> Iterator[Finding]:
     """What there is, hosts that are alike on one line; then who is not."""
     nodes = {f.node: f for f in reversed(everyone)}
-    ranks_of = {node: [rank for rank, f in enumerate(everyone) if f.node == node] for node in sorted(nodes)}
+    ranks_of = {
+        node: [rank for rank, f in enumerate(everyone) if f.node == node] for node in sorted(nodes)
+    }
 
     def describe(node: int) -> str:
         first, ranks = nodes[node], ranks_of[node]
@@ -58,14 +63,19 @@ def machines(everyone: Sequence[Looked], world: World) -> Iterator[Finding]:
         shm = min(nodes[node].shm for node in alike)
         limits = [nodes[node].files for node in alike if nodes[node].files >= 0]
         files = f"{min(limits):,} open files" if limits else "any number of open files"
-        named = ", ".join(f"{host_name(node, everyone)} (rank {spans(ranks_of[node])})" for node in alike[:8])
+        named = ", ".join(
+            f"{host_name(node, everyone)} (rank {spans(ranks_of[node])})" for node in alike[:8]
+        )
         more = f" and {len(alike) - 8} more" if len(alike) > 8 else ""
         text = f"{said}\n{gib(free.memory)} of memory free{f' on {free.host}' if len(alike) > 1 else ''}, /dev/shm {gib(shm)}, {files}"
         yield Finding("ok", f"{counted(len(alike), 'host')}", f"{named}{more}\n{text}")
     yield from differences(everyone, "machine")
     for node, ranks in ranks_of.items():
         threads, cores, host = nodes[node].threads, nodes[node].cores, nodes[node].host
-        crowded, idle = threads * len(ranks) > cores, threads * len(ranks) <= cores // 2 and world.device.type == "cpu"
+        crowded, idle = (
+            threads * len(ranks) > cores,
+            threads * len(ranks) <= cores // 2 and world.device.type == "cpu",
+        )
         if crowded or idle:
             text = f"{counted(len(ranks), 'rank')} × {counted(threads, 'thread')} on {counted(cores, 'core')} of {host}"
             advice = f"OMP_NUM_THREADS={max(1, cores // len(ranks))}{' ; torchrun sets 1 where nothing is said' if idle else ''}"
@@ -78,11 +88,16 @@ def machines(everyone: Sequence[Looked], world: World) -> Iterator[Finding]:
 def topology() -> Iterator[Finding]:
     """How this host's GPUs are connected."""
     try:
-        told = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20)
+        told = subprocess.run(
+            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20
+        )
     except (OSError, subprocess.TimeoutExpired):
         return
     rows = [line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", told.stdout).splitlines()]
-    matrix = [row.expandtabs(8) for row in rows[: next((i for i, row in enumerate(rows) if not row), len(rows))]]
+    matrix = [
+        row.expandtabs(8)
+        for row in rows[: next((i for i, row in enumerate(rows) if not row), len(rows))]
+    ]
     if told.returncode == 0 and matrix:
         yield Finding("note", "topology", "\n".join(matrix))
 
@@ -90,10 +105,18 @@ def topology() -> Iterator[Finding]:
 def software(everyone: Sequence[Looked]) -> Iterator[Finding]:
     """Versions, from the driver up."""
     odd = differences(everyone, "versions")
-    equal = {name: value for name, value in everyone[0].versions.items() if name not in {f.what for f in odd}}
-    equal["fsdp_trainer"] = f"{__version__}, {equal['fsdp_trainer']}" if "fsdp_trainer" in equal else __version__
+    equal = {
+        name: value
+        for name, value in everyone[0].versions.items()
+        if name not in {f.what for f in odd}
+    }
+    equal["fsdp_trainer"] = (
+        f"{__version__}, {equal['fsdp_trainer']}" if "fsdp_trainer" in equal else __version__
+    )
     same = "equal on all ranks" if len(everyone) > 1 else "versions"
-    yield Finding("ok", same, ", ".join(f"{name} {value}" for name, value in equal.items() if value != "none"))
+    yield Finding(
+        "ok", same, ", ".join(f"{name} {value}" for name, value in equal.items() if value != "none")
+    )
     yield from odd
 
 
@@ -101,8 +124,14 @@ def configuration(everyone: Sequence[Looked]) -> Iterator[Finding]:
     """Keys that are not at their defaults."""
     odd = differences(everyone, "settings")
     if not any(f.mark == "problem" for f in odd):
-        digest = hashlib.blake2b(repr(sorted(everyone[0].settings.items())).encode(), digest_size=4).hexdigest()
-        yield Finding("ok", "configuration", f"{digest}: {counted(len(everyone[0].settings), 'key')} not at the default")
+        digest = hashlib.blake2b(
+            repr(sorted(everyone[0].settings.items())).encode(), digest_size=4
+        ).hexdigest()
+        yield Finding(
+            "ok",
+            "configuration",
+            f"{digest}: {counted(len(everyone[0].settings), 'key')} not at the default",
+        )
     yield from odd
 
 
@@ -110,18 +139,38 @@ def environment(everyone: Sequence[Looked]) -> Iterator[Finding]:
     """Settings of NCCL, gloo and torch, and network interfaces, with advice."""
     found = everyone[0].environment
     if found:
-        yield Finding("ok", "settings", "\n".join(f"{name}={value}" for name, value in found.items()))
+        yield Finding(
+            "ok", "settings", "\n".join(f"{name}={value}" for name, value in found.items())
+        )
     yield from differences(everyone, "environment")
     for name, (values, why) in COSTLY.items():
-        ranks = [rank for rank, f in enumerate(everyone) if re.fullmatch(values, f.environment.get(name, ""), re.IGNORECASE)]
+        ranks = [
+            rank
+            for rank, f in enumerate(everyone)
+            if re.fullmatch(values, f.environment.get(name, ""), re.IGNORECASE)
+        ]
         if ranks:
-            yield Finding("warning", f"{name}={everyone[ranks[0]].environment[name]}", f"on {who(ranks, everyone)}: {why}", f"unset {name}")
+            yield Finding(
+                "warning",
+                f"{name}={everyone[ranks[0]].environment[name]}",
+                f"on {who(ranks, everyone)}: {why}",
+                f"unset {name}",
+            )
     firsts = {f.node: f for f in reversed(everyone)}
     several = len({f.host for f in everyone}) > 1
     for f in firsts.values():
         yield from interface_problems(f, several)
-    for said, places in by_value([", ".join(f"{name} {address}" for name, address in f.interfaces.items()) for f in firsts.values()][:4]):
-        yield Finding("note", "interfaces", f"{', '.join(list(firsts.values())[place].host for place in places)}: {said or 'none'}")
+    for said, places in by_value(
+        [
+            ", ".join(f"{name} {address}" for name, address in f.interfaces.items())
+            for f in firsts.values()
+        ][:4]
+    ):
+        yield Finding(
+            "note",
+            "interfaces",
+            f"{', '.join(list(firsts.values())[place].host for place in places)}: {said or 'none'}",
+        )
 
 
 def interface_problems(f: Looked, several: bool) -> Iterator[Finding]:
@@ -130,10 +179,16 @@ def interface_problems(f: Looked, several: bool) -> Iterator[Finding]:
         asked = f.environment.get(variable, "")
         names = [name.split(":")[0] for name in asked.lstrip("^=").split(",")]
         exact = variable.startswith("GLOO") or asked.startswith("=")
-        there = any(own == name or (not exact and own.startswith(name)) for own in f.interfaces for name in names)
+        there = any(
+            own == name or (not exact and own.startswith(name))
+            for own in f.interfaces
+            for name in names
+        )
         if asked and not asked.startswith("^") and not there:
             text = f"{f.host} has no such interface with an address: it has {', '.join(f.interfaces) or 'none'}"
-            yield Finding("problem", f"{variable}={asked}", text, f"unset {variable}  or name one of them")
+            yield Finding(
+                "problem", f"{variable}={asked}", text, f"unset {variable}  or name one of them"
+            )
     if not several or "GLOO_SOCKET_IFNAME" in f.environment:
         return
     real = [name for name in f.interfaces if not VIRTUAL.match(name)]
@@ -142,10 +197,13 @@ def interface_problems(f: Looked, several: bool) -> Iterator[Finding]:
         advice = f"GLOO_SOCKET_IFNAME={real[0] if real else 'INTERFACE'} NCCL_SOCKET_IFNAME=… , or mend /etc/hosts"
         yield Finding("problem", "host name", text, advice)
     elif len(real) > 1:
-        text = (
-            f"{f.host} has {', '.join(f'{name} ({f.interfaces[name]})' for name in real)}; gloo takes {f.address}, NCCL what it finds first"
+        text = f"{f.host} has {', '.join(f'{name} ({f.interfaces[name]})' for name in real)}; gloo takes {f.address}, NCCL what it finds first"
+        yield Finding(
+            "warning",
+            "several interfaces",
+            text,
+            f"GLOO_SOCKET_IFNAME={real[0]} NCCL_SOCKET_IFNAME={real[0]}",
         )
-        yield Finding("warning", "several interfaces", text, f"GLOO_SOCKET_IFNAME={real[0]} NCCL_SOCKET_IFNAME={real[0]}")
 
 
 def cpu_model() -> str:

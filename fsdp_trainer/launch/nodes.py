@@ -32,11 +32,18 @@ IN_ORDER = (0, 75)  # nobody ends because another node ended like that
 class Meeting(socketserver.ThreadingTCPServer):
     """The serving node's part. Every node says who it is, is told its place when all are there, and in the end each one's exit code."""
 
-    allow_reuse_address, daemon_threads, block_on_close, request_queue_size = True, True, False, 1024
+    allow_reuse_address, daemon_threads, block_on_close, request_queue_size = (
+        True,
+        True,
+        False,
+        1024,
+    )
 
     def __init__(self, port: int, run: str, nodes: int):
         self.run, self.nodes = run, nodes
-        self.there: list[tuple[dict[str, Any], Any]] = []  # what each node said, and where to write to it
+        self.there: list[
+            tuple[dict[str, Any], Any]
+        ] = []  # what each node said, and where to write to it
         self.full, self.over, self.changed = False, False, threading.Condition()
         super().__init__(("", port), Visit)
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -44,19 +51,32 @@ class Meeting(socketserver.ThreadingTCPServer):
     def come(self, said: dict[str, Any], out: Any) -> str:
         """Take a node in. Why not, if not."""
         with self.changed:
-            twin = next((one for one, _ in self.there if said["devices"] and one["devices"] == said["devices"]), None)
+            twin = next(
+                (
+                    one
+                    for one, _ in self.there
+                    if said["devices"] and one["devices"] == said["devices"]
+                ),
+                None,
+            )
             if said["run"] != self.run:
                 return f"is where the run {self.run} meets, not {said['run']}. Use another port, or the same  run.name  on all nodes"
             if said["nodes"] != self.nodes:
                 return f"is where launch.nodes={self.nodes} meet, not {said['nodes']}: give the same command on all nodes"
             if self.full or twin:
-                why = f"{said['host']} is there already" if twin else f"all {self.nodes} nodes are there"
+                why = (
+                    f"{said['host']} is there already"
+                    if twin
+                    else f"all {self.nodes} nodes are there"
+                )
                 return f"{why} ({', '.join(one['host'] for one, _ in self.there)}): the command was given twice"
             self.there.append((said, out))
             self.tell(here=[one["host"] for one, _ in self.there])
             self.full = len(self.there) == self.nodes
             if self.full:
-                self.there.sort(key=lambda node: (not node[0]["serves"], node[0]["order"]))  # stable: else in order of arrival
+                self.there.sort(
+                    key=lambda node: (not node[0]["serves"], node[0]["order"])
+                )  # stable: else in order of arrival
                 ranks, port = [one["ranks"] for one, _ in self.there], self.there[0][0]["serves"]
                 for node, (_, to) in enumerate(self.there):
                     write(to, node=node, first=sum(ranks[:node]), size=sum(ranks), port=port)
@@ -88,7 +108,11 @@ class Visit(socketserver.StreamRequestHandler):
         code = None
         try:
             said = json.loads(self.rfile.readline())
-            refused = self.server.come(said, self.wfile) if said.pop("hello") == HELLO else "speaks another language"
+            refused = (
+                self.server.come(said, self.wfile)
+                if said.pop("hello") == HELLO
+                else "speaks another language"
+            )
         except (ValueError, KeyError, TypeError, AttributeError, OSError):
             return  # a port scanner, a web browser
         if refused:
@@ -106,30 +130,54 @@ class Node:
         """Meet the others. devices: what no other node may use, too. Raises UserError, RunFailed, and Stopped at a signal, which are blocked."""
         self.nodes, where = where_to_meet(launch, env)
         self.address, _, port = where.rpartition(":")
-        self.where, self._deadline = f"launch.rendezvous={where}", time.monotonic() + parse_duration(launch.timeout)
-        self.heard: tuple[int, str] | None = None  # the first failure of another node: its code, and told in words
+        self.where, self._deadline = (
+            f"launch.rendezvous={where}",
+            time.monotonic() + parse_duration(launch.timeout),
+        )
+        self.heard: tuple[int, str] | None = (
+            None  # the first failure of another node: its code, and told in words
+        )
         self._left = False
         self._run = run
         self._meeting: Meeting | None = None
         self._silent_since: float | None = None  # since when nobody answers as a Meeting does
-        who = {"run": run, "nodes": self.nodes, "host": socket.gethostname(), "devices": devices, "ranks": ranks}
+        who = {
+            "run": run,
+            "nodes": self.nodes,
+            "host": socket.gethostname(),
+            "devices": devices,
+            "ranks": ranks,
+        }
         try:
             place = None
             while place is None:  # what met there before may still be ending
                 self._connect(int(port))
-                order = {"serves": free_port() if self._meeting else 0, "order": int(env.get("SLURM_NODEID", 0))}
+                order = {
+                    "serves": free_port() if self._meeting else 0,
+                    "order": int(env.get("SLURM_NODEID", 0)),
+                }
                 write(self._connection.makefile("wb"), hello=HELLO, **order, **who)
                 place = self._place()
         except BaseException:
             self._close()
             raise
-        self.node, self.first, self.size, self.port = (int(place[name]) for name in ("node", "first", "size", "port"))
+        self.node, self.first, self.size, self.port = (
+            int(place[name]) for name in ("node", "first", "size", "port")
+        )
         threading.Thread(target=self._listen, daemon=True).start()
 
     def environment(self) -> dict[str, str]:
         """What torchrun would tell every rank of this node."""
-        of_node = {"GROUP_RANK": self.node, "GROUP_WORLD_SIZE": self.nodes, "WORLD_SIZE": self.size, "MASTER_PORT": self.port}
-        return {"MASTER_ADDR": self.address, **{name: str(value) for name, value in of_node.items()}}
+        of_node = {
+            "GROUP_RANK": self.node,
+            "GROUP_WORLD_SIZE": self.nodes,
+            "WORLD_SIZE": self.size,
+            "MASTER_PORT": self.port,
+        }
+        return {
+            "MASTER_ADDR": self.address,
+            **{name: str(value) for name, value in of_node.items()},
+        }
 
     def leave(self, code: int) -> None:
         """Tell the others how it ended here; the serving node waits a little until all have told."""
@@ -152,7 +200,9 @@ class Node:
             if owns(self.address):
                 return Meeting(port, self._run, self.nodes)
         except OSError as error:
-            if error.errno != errno.EADDRINUSE:  # if it is: another node of this run on the same host, or whoever will be found out
+            if (
+                error.errno != errno.EADDRINUSE
+            ):  # if it is: another node of this run on the same host, or whoever will be found out
                 raise self._wrong(f"cannot be listened on: {error}") from None
         return None
 
@@ -162,13 +212,19 @@ class Node:
         while True:
             self._meeting = self._meeting or self._serve(port)
             try:
-                self._connection, self._rest = socket.create_connection((self.address, port), timeout=5), b""
+                self._connection, self._rest = (
+                    socket.create_connection((self.address, port), timeout=5),
+                    b"",
+                )
                 keep_alive(self._connection)
                 self._connection.settimeout(MOMENT)
                 return
             except OSError as error:
                 self._silent_since = None
-                why, nameless = unreachable(self.address, port, error), isinstance(error, socket.gaierror)
+                why, nameless = (
+                    unreachable(self.address, port, error),
+                    isinstance(error, socket.gaierror),
+                )
             waited = time.monotonic() - began
             if nameless and waited > NAME_SECONDS:
                 raise self._wrong(why)
@@ -187,12 +243,18 @@ class Node:
             self._pause(0)
             told = self._hear()
             if not (here or told) and time.monotonic() > self._silent_since + ANSWER_SECONDS:
-                raise self._wrong("something that is not fsdp-trainer answers: the port is in use (ss -ltnp says by whom).\nTake another")
-            if not here and told is None:  # a Meeting that closes just now says nothing; another one follows
+                raise self._wrong(
+                    "something that is not fsdp-trainer answers: the port is in use (ss -ltnp says by whom).\nTake another"
+                )
+            if (
+                not here and told is None
+            ):  # a Meeting that closes just now says nothing; another one follows
                 self._close_connection()
                 return None
             if told is None:
-                raise RunFailed(f"{self.where}: the node that serves it left before all {self.nodes} had come")
+                raise RunFailed(
+                    f"{self.where}: the node that serves it left before all {self.nodes} had come"
+                )
             for line in told:
                 if "over" in line and time.monotonic() < self._deadline:
                     self._silent_since = None
@@ -204,7 +266,10 @@ class Node:
                     return line
                 here = line.get("here", here)
                 if self._meeting and len(here) < self.nodes:
-                    print(f"{len(here)} of {self.nodes} nodes have come: {', '.join(here)}", flush=True)
+                    print(
+                        f"{len(here)} of {self.nodes} nodes have come: {', '.join(here)}",
+                        flush=True,
+                    )
             if time.monotonic() > self._deadline:
                 came = f"{len(here)} of {self.nodes} nodes came within launch.timeout: {', '.join(here)}"
                 raise RunFailed(f"{self.where}: {came}. Give the same command on the others, too")
@@ -248,7 +313,10 @@ def where_to_meet(launch: Launch, env: Mapping[str, str]) -> tuple[int, str]:
     if launch.nodes > 1 and launch.rendezvous:
         return launch.nodes, launch.rendezvous
     if slurm := nodes_of_step(env):
-        return slurm, launch.rendezvous or f"{first_host(env['SLURM_STEP_NODELIST'])}:{port_of_job(env)}"
+        return (
+            slurm,
+            launch.rendezvous or f"{first_host(env['SLURM_STEP_NODELIST'])}:{port_of_job(env)}",
+        )
     why = "where do they meet? Name one of them, and a free port there:  launch.rendezvous=HOST:29500  (the same on all)"
     raise UserError("the nodes cannot meet", [Problem(f"launch.nodes={launch.nodes}", why)])
 
@@ -300,7 +368,10 @@ def free_port() -> int:
     """A TCP port of this machine that nobody listens on; where there are such, one that the system hands out to nobody until rank 0 comes."""
     told = Path("/proc/sys/net/ipv4/ip_local_port_range")
     first = int(told.read_text().split()[0]) if told.exists() else 0
-    for port in (*(random.SystemRandom().sample(range(10_000, first), 50) if first > 20_000 else ()), 0):
+    for port in (
+        *(random.SystemRandom().sample(range(10_000, first), 50) if first > 20_000 else ()),
+        0,
+    ):
         with contextlib.suppress(OSError), socket.socket() as s:
             s.bind(("", port))
             return s.getsockname()[1]

@@ -55,7 +55,9 @@ class OnThisNode:
         """
         if cfg.launch.nodes > 1:
             why = f"jobs run on this node. Over several nodes each:  hydra/launcher=slurm hydra.launcher.nodes={cfg.launch.nodes}"
-            raise UserError("the sweep cannot be started", [Problem(f"launch.nodes={cfg.launch.nodes}", why)])
+            raise UserError(
+                "the sweep cannot be started", [Problem(f"launch.nodes={cfg.launch.nodes}", why)]
+            )
         self.devices = devices(cfg.launch)
         possible = len(self.devices) // ranks_to_start(cfg.launch) if self.devices else 1
         self.at_once = settings.jobs or max(1, possible)
@@ -84,12 +86,18 @@ class OnThisNode:
     def has_room(self, cfg: TrainConfig) -> bool:
         """One that wants more devices than there are is started too, and says so itself."""
         free = len(self.free())
-        return not self.running or (len(self.running) < self.at_once and (not self.devices or self.world(cfg) <= free))
+        return not self.running or (
+            len(self.running) < self.at_once and (not self.devices or self.world(cfg) <= free)
+        )
 
     def start(self, cfg: TrainConfig, words: list[str], output: Path) -> "Process":
         """Start a process that trains, or whose ranks do."""
         mine, ranks = self.free()[: self.world(cfg)], self.world(cfg)
-        env = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")} | {PARENT: str(os.getpid())}
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("MASTER_ADDR", "MASTER_PORT")
+        } | {PARENT: str(os.getpid())}
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // (self.at_once * ranks))))
         if mine:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
@@ -99,10 +107,14 @@ class OnThisNode:
                 output.parent.mkdir(parents=True, exist_ok=True)
                 shown = closing.enter_context(output.open("ab"))
             file = closing.enter_context(hand_over(cfg))
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # it listens as soon as it can answer
+            blocked = signal.pthread_sigmask(
+                signal.SIG_BLOCK, SIGNALS
+            )  # it listens as soon as it can answer
             closing.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
             streams = {"stdin": subprocess.DEVNULL, "stdout": shown, "stderr": shown}
-            process = start_process(["train", *words], env | {DESCRIPTOR: str(file.fileno())}, file.fileno(), **streams)
+            process = start_process(
+                ["train", *words], env | {DESCRIPTOR: str(file.fileno())}, file.fileno(), **streams
+            )
         self.running.append(Process(process, mine))
         return self.running[-1]
 
@@ -127,7 +139,11 @@ def devices(cfg: Launch) -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; [] if it trains on the CPU."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = gpus(cfg)
-    return [name.strip() for name in given.split(",")][:count] if given is not None else [str(i) for i in range(count)]
+    return (
+        [name.strip() for name in given.split(",")][:count]
+        if given is not None
+        else [str(i) for i in range(count)]
+    )
 
 
 PLACES: dict[str, Callable[[Any, TrainConfig], Place]] = {"local": OnThisNode, "slurm": OnSlurm}

@@ -34,12 +34,17 @@ class OnSlurm:
         """Raises UserError where there is no Slurm."""
         if not settings.dry_run and not (shutil.which("sbatch") and shutil.which("srun")):
             why = "there is no sbatch and srun here: start the sweep where jobs are submitted, or look at the script with"
-            raise UserError("the sweep cannot be started", [Problem("hydra/launcher=slurm", f"{why}  hydra.launcher.dry_run=true")])
+            raise UserError(
+                "the sweep cannot be started",
+                [Problem("hydra/launcher=slurm", f"{why}  hydra.launcher.dry_run=true")],
+            )
         from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
 
         self.settings, self.at_once = settings, settings.jobs
         self.running: list[SlurmRunning] = []
-        self.job: Any = type("Job", (SlurmJob,), {"watcher": SlurmInfoWatcher(delay_s=ASK_SECONDS)})  # who asks once, for all jobs
+        self.job: Any = type(
+            "Job", (SlurmJob,), {"watcher": SlurmInfoWatcher(delay_s=ASK_SECONDS)}
+        )  # who asks once, for all jobs
 
     def memory_gib(self) -> float | None:
         """What was set."""
@@ -48,7 +53,9 @@ class OnSlurm:
     def world(self, cfg: TrainConfig) -> int:
         """Ranks of one job."""
         each = cfg.launch.nproc_per_node
-        return self.settings.nodes * (max(1, self.settings.gpus_per_node) if each == "auto" else each)
+        return self.settings.nodes * (
+            max(1, self.settings.gpus_per_node) if each == "auto" else each
+        )
 
     def has_room(self, cfg: TrainConfig) -> bool:
         """As many jobs as are allowed wait in the queue or run."""
@@ -75,7 +82,9 @@ class OnSlurm:
         slurm = executor(folder=folder, max_num_timeout=0)
         slurm.update_parameters(**parameters(self.settings, output.parent.name))
         if self.settings.dry_run:
-            print(f"# every job is submitted like this one, which does\n#   {shlex.join(['fsdp-trainer', 'train', *words])}")
+            print(
+                f"# every job is submitted like this one, which does\n#   {shlex.join(['fsdp-trainer', 'train', *words])}"
+            )
             print(slurm._make_submission_file_text(slurm._submitit_command_str, "dry"))
             raise Shown
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -101,9 +110,16 @@ def parameters(settings: Slurm, job: str) -> dict[str, Any]:
         "mem": f"{settings.mem_gb * 1024:.0f}M" if settings.mem_gb else None,
         "time": settings.timeout_min,
         "job_name": f"fsdp_trainer-{job}",
-        "setup": [*settings.setup, *(["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"] if cores else [])],
+        "setup": [
+            *settings.setup,
+            *(["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"] if cores else []),
+        ],
         "stderr_to_stdout": True,
-        "additional_parameters": {name: value for name, value in (more | settings.additional_parameters).items() if value is not None},
+        "additional_parameters": {
+            name: value
+            for name, value in (more | settings.additional_parameters).items()
+            if value is not None
+        },
         **{name: getattr(settings, name) for name in ("partition", "account", "qos", "constraint")},
     }
     return {name: value for name, value in given.items() if value is not None}
@@ -131,9 +147,14 @@ class SlurmRunning:
 
     def signal(self, signum: int) -> None:
         """One that waits in the queue is cancelled, one that runs asked to stop, and not to be queued again."""
-        ends = signum == signal.SIGKILL or self._job.watcher.get_state(self.id, mode="force") in ("PENDING", "REQUEUED")
+        ends = signum == signal.SIGKILL or self._job.watcher.get_state(self.id, mode="force") in (
+            "PENDING",
+            "REQUEUED",
+        )
         with suppress(OSError):
-            done = subprocess.run(["scancel", *([] if ends else ["--signal=TERM"]), self.id], check=False)
+            done = subprocess.run(
+                ["scancel", *([] if ends else ["--signal=TERM"]), self.id], check=False
+            )
             if ends and done.returncode == 0:
                 self._code = 1  # submitit would wait for a result that does not come
 
@@ -154,7 +175,9 @@ class Training:
             received.append(signum)
             process.send_signal(signum)
 
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the run listens as soon as it can answer
+        blocked = signal.pthread_sigmask(
+            signal.SIG_BLOCK, SIGNALS
+        )  # the run listens as soon as it can answer
         with open(self.output, "ab") as shown:
             process = subprocess.Popen(
                 [sys.executable, "-m", "fsdp_trainer", "train", *self.words],
@@ -167,8 +190,19 @@ class Training:
             signal.signal(signum, pass_on)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         code = process.wait()
-        again = code == STOPPED and self.requeue and signal.SIGTERM not in received and os.environ["SLURM_PROCID"] == "0"
-        if again and subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False).returncode == 0:
+        again = (
+            code == STOPPED
+            and self.requeue
+            and signal.SIGTERM not in received
+            and os.environ["SLURM_PROCID"] == "0"
+        )
+        if (
+            again
+            and subprocess.run(
+                ["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False
+            ).returncode
+            == 0
+        ):
             time.sleep(REQUEUE_SECONDS)
             sys.exit(STOPPED)  # without a result: the job is not done
         return code if code >= 0 else 128 - code

@@ -28,8 +28,13 @@ class Rate(NamedTuple):
 
 def products(device: torch.device) -> float:
     """FLOP/s of square matrix products: bfloat16 on a GPU, float32 on a CPU. The median, so that one disturbance does not count."""
-    size, dtype, calls = (8192, torch.bfloat16, 10) if device.type == "cuda" else (512, torch.float32, 4)
-    a, b = torch.randn(size, size, device=device, dtype=dtype), torch.randn(size, size, device=device, dtype=dtype)
+    size, dtype, calls = (
+        (8192, torch.bfloat16, 10) if device.type == "cuda" else (512, torch.float32, 4)
+    )
+    a, b = (
+        torch.randn(size, size, device=device, dtype=dtype),
+        torch.randn(size, size, device=device, dtype=dtype),
+    )
 
     def seconds() -> float:
         finish(device)
@@ -68,7 +73,9 @@ def collectives(device: torch.device, group: dist.ProcessGroup | None = None) ->
     return found
 
 
-def slowest(call: Callable[[], None], device: torch.device, group: dist.ProcessGroup | None) -> float:
+def slowest(
+    call: Callable[[], None], device: torch.device, group: dist.ProcessGroup | None
+) -> float:
     """Seconds of a call, on the rank that takes longest."""
 
     def measure(calls: int) -> float:
@@ -133,7 +140,9 @@ def disk(file: Path, size: int) -> tuple[float, float]:
         with file.open("rb") as f:
             for i in range(count):
                 if f.read(BLOCK) != block:
-                    raise OSError(f"{file}: MiB {4 * i} to {4 * i + 3} were read as something else than was written")
+                    raise OSError(
+                        f"{file}: MiB {4 * i} to {4 * i + 3} were read as something else than was written"
+                    )
         return count * BLOCK / written, count * BLOCK / (time.perf_counter() - started)
     finally:
         file.unlink(missing_ok=True)

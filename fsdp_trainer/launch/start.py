@@ -30,11 +30,15 @@ STOPPED = 75  # on a signal or a time limit, with a checkpoint committed
 
 def train(cfg: TrainConfig, overrides: list[str]) -> int:
     """Train as one rank of a world that torchrun or srun made, else start launch.nproc_per_node ranks. Returns the exit code."""
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what comes before someone listens waits for him
+    blocked = signal.pthread_sigmask(
+        signal.SIG_BLOCK, SIGNALS
+    )  # what comes before someone listens waits for him
     try:
         if starts_ranks(cfg.launch, os.environ):
             return start_ranks(cfg, overrides)
-        os.environ.update({name: value for name, value in cfg.launch.env.items() if name not in os.environ})
+        os.environ.update(
+            {name: value for name, value in cfg.launch.env.items() if name not in os.environ}
+        )
         if cfg.compile.enabled:
             os.environ[COMPILE_CACHE] = str(compile_cache(cfg))  # read when torch is imported
         return run_rank_imported()(cfg)
@@ -48,11 +52,17 @@ def run_rank_imported() -> Callable[[TrainConfig], int]:
     gc.disable()  # 300,000 objects come and stay: searching them for garbage would be a tenth of the start
     try:
         if "torch" not in sys.modules and sys.platform == "linux":
-            for library in ("cmath", "decimal", "unicodedata"):  # sympy's: the linker does one thing at a time
+            for library in (
+                "cmath",
+                "decimal",
+                "unicodedata",
+            ):  # sympy's: the linker does one thing at a time
                 importlib.import_module(library)
             threading.Thread(target=load_torchs_library).start()
-            importlib.import_module("sympy")  # torch's compiler needs it, and it needs no torch: imported meanwhile
-        import torch._dynamo  # noqa: F401 - fully_shard's hooks would, later
+            importlib.import_module(
+                "sympy"
+            )  # torch's compiler needs it, and it needs no torch: imported meanwhile
+        import torch._dynamo  # noqa: F401
 
         from fsdp_trainer.training.run import run_rank
     finally:
@@ -73,9 +83,13 @@ def load_torchs_library() -> None:
     if torch is None or torch.origin is None:
         return
     lib = os.path.join(os.path.dirname(torch.origin), "lib")
-    if any(os.path.exists(os.path.join(lib, f"libtorch_{kind}.so")) for kind in ("cuda", "hip", "xpu")):
+    if any(
+        os.path.exists(os.path.join(lib, f"libtorch_{kind}.so")) for kind in ("cuda", "hip", "xpu")
+    ):
         return
-    dlopen = ctypes.CDLL(None).dlopen  # called as a C function it lets other threads work; ctypes.CDLL(path) does not
+    dlopen = ctypes.CDLL(
+        None
+    ).dlopen  # called as a C function it lets other threads work; ctypes.CDLL(path) does not
     dlopen.restype = ctypes.c_void_p
     if dlopen(os.path.join(lib, "libtorch_global_deps.so").encode(), os.RTLD_LAZY | os.RTLD_GLOBAL):
         dlopen(os.path.join(lib, "libtorch_cpu.so").encode(), os.RTLD_LAZY)
@@ -91,7 +105,9 @@ def launcher(env: Mapping[str, str]) -> str | None:
 def starts_ranks(cfg: Launch, env: Mapping[str, str]) -> bool:
     """Whether this process is to start ranks, rather than to be one: no launcher made any, or srun one task for a node's many."""
     alone = launcher(env) is None
-    return (alone and cfg.nodes > 1) or ((alone or (launcher(env) == "srun" and nodes_of_step(env) > 1)) and ranks_to_start(cfg) > 1)
+    return (alone and cfg.nodes > 1) or (
+        (alone or (launcher(env) == "srun" and nodes_of_step(env) > 1)) and ranks_to_start(cfg) > 1
+    )
 
 
 def has_gpus(cfg: Launch) -> bool:
@@ -144,7 +160,11 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], verb: str = "train") -> 
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the ranks inherit it
     if cfg.launch.nodes > 1 or nodes_of_step(os.environ):
-        devices = f"{socket.gethostname()}:{os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}" if has_gpus(cfg.launch) else ""
+        devices = (
+            f"{socket.gethostname()}:{os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}"
+            if has_gpus(cfg.launch)
+            else ""
+        )
         try:
             node = Node(cfg.launch, str(cfg.run.name), count, devices, os.environ)
         except Stopped as stopped:
@@ -182,9 +202,15 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], verb: str = "train") -> 
         if node:
             node.leave(code)
             if node.node and code not in (0, STOPPED):
-                print(f"fsdp-trainer: this node ends with code {code}; rank 0, on {node.address}, says why", file=sys.stderr)
+                print(
+                    f"fsdp-trainer: this node ends with code {code}; rank 0, on {node.address}, says why",
+                    file=sys.stderr,
+                )
         if received and code == 1:
-            print(f"fsdp-trainer: ended by {signal.Signals(received[0]).name}; what was committed stays", file=sys.stderr)
+            print(
+                f"fsdp-trainer: ended by {signal.Signals(received[0]).name}; what was committed stays",
+                file=sys.stderr,
+            )
         return code
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -192,14 +218,18 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], verb: str = "train") -> 
             signal.signal(s, handler)
 
 
-def start_process(words: list[str], env: dict[str, str], configuration: int, **streams: Any) -> subprocess.Popen:
+def start_process(
+    words: list[str], env: dict[str, str], configuration: int, **streams: Any
+) -> subprocess.Popen:
     """A rank, or a job of a sweep. What it is to do lies in the open file `configuration`; the words are there for whoever lists processes.
 
     streams: as of subprocess.
     """
     command = [sys.executable, "-m", "fsdp_trainer", *words]
     # a session of its own: Ctrl-C at a terminal reaches it through us alone, and once
-    return subprocess.Popen(command, env=env, pass_fds=[configuration], start_new_session=True, **streams)
+    return subprocess.Popen(
+        command, env=env, pass_fds=[configuration], start_new_session=True, **streams
+    )
 
 
 class Patience:
@@ -212,12 +242,18 @@ class Patience:
         self.until = min(self.until, time.monotonic() + seconds)
 
 
-def wait_for_ranks(ranks: list[subprocess.Popen], patience: Patience, node: Node | None = None) -> int:
+def wait_for_ranks(
+    ranks: list[subprocess.Popen], patience: Patience, node: Node | None = None
+) -> int:
     """Wait until all have ended. The first to fail, here or on another node, decides the code; the others get a little time, then are killed."""
     first_failure, told = 0, False
     while True:
-        codes = [rank.poll() for rank in ranks]  # of all: one that ended before the first must be seen
-        failed = {number: code for number, code in enumerate(codes, node.first if node else 0) if code}
+        codes = [
+            rank.poll() for rank in ranks
+        ]  # of all: one that ended before the first must be seen
+        failed = {
+            number: code for number, code in enumerate(codes, node.first if node else 0) if code
+        }
         if node and node.heard and not first_failure and not failed:
             first_failure, why = node.heard
             print(f"fsdp-trainer: {why}", file=sys.stderr)
@@ -225,12 +261,17 @@ def wait_for_ranks(ranks: list[subprocess.Popen], patience: Patience, node: Node
             patience.ends_in(GRACE_SECONDS)
         if failed and not first_failure:
             first_failure = next(iter(failed.values()))
-            if first_failure != STOPPED:  # those that stop in order may still be closing their trackers
+            if (
+                first_failure != STOPPED
+            ):  # those that stop in order may still be closing their trackers
                 patience.ends_in(GRACE_SECONDS)
         if not told and patience.until > time.monotonic():
             for number, code in failed.items():
                 if code < 0:
-                    print(f"fsdp-trainer: rank {number} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+                    print(
+                        f"fsdp-trainer: rank {number} was killed by {signal.Signals(-code).name}",
+                        file=sys.stderr,
+                    )
                     told = True  # the others may go the same way for it
         if None not in codes:
             return 1 if first_failure < 0 else first_failure

@@ -39,22 +39,39 @@ UNREADABLE = "cannot be read"
 EDGE = 64 * 1024  # bytes at each end of a file that tell whether two are the same
 
 
-def storage(cfg: DoctorConfig, world: World, everyone: Sequence[Looked], timeout: float) -> list[Finding]:
+def storage(
+    cfg: DoctorConfig, world: World, everyone: Sequence[Looked], timeout: float
+) -> list[Finding]:
     """The folder that holds the run: shared, fast, and with room."""
     run = Path(cfg.run.root) / str(cfg.run.name)
     folder = run if run.is_dir() else Path(cfg.run.root)
     mark = folder / f".doctor-{world.attempt}"
-    missing = [place for place in (folder, *folder.parents) if not place.exists()] if world.main else []
+    missing = (
+        [place for place in (folder, *folder.parents) if not place.exists()] if world.main else []
+    )
     with contextlib.ExitStack() as held:
         why = leave_mark(mark, world.attempt, held) if world.main else ""
         if why := world.from_main("mark", lambda: why, timeout):
-            return [Finding("problem", f"run.root={cfg.run.root}", why, "Name a folder that can be written to:  run.root=FOLDER")]
+            return [
+                Finding(
+                    "problem",
+                    f"run.root={cfg.run.root}",
+                    why,
+                    "Name a folder that can be written to:  run.root=FOLDER",
+                )
+            ]
         why = see_mark(mark, world, timeout / 2)
-        told = world.to_main("storage", (why, None if why else speed_of_disk(cfg, mark, world)), timeout)
+        told = world.to_main(
+            "storage", (why, None if why else speed_of_disk(cfg, mark, world)), timeout
+        )
     for place in missing:
         with contextlib.suppress(OSError):  # a run has begun there meanwhile
             place.rmdir()
-    return [*sharing(folder, told, everyone), *disks(told, everyone, cfg, world), *space(cfg, run)] if world.main else []
+    return (
+        [*sharing(folder, told, everyone), *disks(told, everyone, cfg, world), *space(cfg, run)]
+        if world.main
+        else []
+    )
 
 
 def leave_mark(mark: Path, launch: str, held: contextlib.ExitStack) -> str:
@@ -92,7 +109,9 @@ def speed_of_disk(cfg: DoctorConfig, mark: Path, world: World) -> tuple[float, f
     if world.local_rank or not cfg.doctor.measure:
         return None
     try:
-        return speed.disk(mark.with_name(f"{mark.name}-{world.node}"), cfg.doctor.file_mib * speed.MIB)
+        return speed.disk(
+            mark.with_name(f"{mark.name}-{world.node}"), cfg.doctor.file_mib * speed.MIB
+        )
     except OSError as error:
         return str(error)
 
@@ -108,17 +127,32 @@ def sharing(folder: Path, told: Sequence[tuple], everyone: Sequence[Looked]) -> 
         yield Finding("ok", "shared", f"{folder.absolute()}: all ranks read what rank 0 wrote")
 
 
-def disks(told: Sequence[tuple], everyone: Sequence[Looked], cfg: DoctorConfig, world: World) -> Iterator[Finding]:
+def disks(
+    told: Sequence[tuple], everyone: Sequence[Looked], cfg: DoctorConfig, world: World
+) -> Iterator[Finding]:
     """How fast each node writes and reads, all at once."""
     for rank, (_, rates) in enumerate(told):
         if isinstance(rates, str):
             yield Finding("problem", "disk", f"{who([rank], everyone)}: {rates}")
-    measured = {host_name(everyone[rank].node, everyone): rates for rank, (_, rates) in enumerate(told) if isinstance(rates, tuple)}
+    measured = {
+        host_name(everyone[rank].node, everyone): rates
+        for rank, (_, rates) in enumerate(told)
+        if isinstance(rates, tuple)
+    }
     for what, i in (("write and fsync", 0), ("read", 1)):
         if measured:
-            together = f"{gigabytes(sum(rates[i] for rates in measured.values()))} together; a node " if len(measured) > 1 else ""
+            together = (
+                f"{gigabytes(sum(rates[i] for rates in measured.values()))} together; a node "
+                if len(measured) > 1
+                else ""
+            )
             yield from judge(
-                what, {host: rates[i] for host, rates in measured.items()}, cfg.doctor.slow, world.device.type, gigabytes, together
+                what,
+                {host: rates[i] for host, rates in measured.items()},
+                cfg.doctor.slow,
+                world.device.type,
+                gigabytes,
+                together,
             )
 
 
@@ -126,7 +160,11 @@ def space(cfg: DoctorConfig, run: Path) -> Iterator[Finding]:
     """Room for the checkpoints of the model, as far as one is configured."""
     model = cfg.model
     if model.init_from is None and model.name == "auto":
-        yield Finding("note", "room", "not judged: no model is configured, e.g.  model=llama3_8b  or  +recipe=NAME")
+        yield Finding(
+            "note",
+            "room",
+            "not judged: no model is configured, e.g.  model=llama3_8b  or  +recipe=NAME",
+        )
         return
     if model.init_from and is_hub_id(model.init_from):
         yield Finding("note", "room", f"not judged: {model.init_from} has not been fetched")
@@ -135,12 +173,20 @@ def space(cfg: DoctorConfig, run: Path) -> Iterator[Finding]:
         rows = build_tokenizer(cfg).vocab_size if cfg.tokenizer.path else None
         config = resolve_model(model, rows)
     except UserError as error:
-        yield Finding("problem", "model", "\n".join([error.title, *(f"{p.what}  {p.why.splitlines()[0]}" for p in error.problems)]))
+        yield Finding(
+            "problem",
+            "model",
+            "\n".join(
+                [error.title, *(f"{p.what}  {p.why.splitlines()[0]}" for p in error.problems)]
+            ),
+        )
         return
     parameters = config.parameters()
     size = checkpoint_bytes(parameters, cfg.precision, cfg.optim)
     for found in room(cfg, run, size):
-        embedding = "" if config.vocab_size else ", without the embedding: no tokenizer is configured"
+        embedding = (
+            "" if config.vocab_size else ", without the embedding: no tokenizer is configured"
+        )
         found.text += f"\n{short(parameters)} parameters × {size / parameters:.3g} B{embedding}"
         yield found
 
@@ -149,16 +195,25 @@ def inputs(cfg: DoctorConfig, everyone: Sequence[Looked]) -> Iterator[Finding]:
     """Whether all nodes read the same files."""
     firsts = [rank for rank, f in enumerate(everyone) if f.inputs]
     if not firsts:
-        yield Finding("note", "not looked at", "no data, tokenizer or weights are configured, e.g.  data.path=chats.jsonl")
+        yield Finding(
+            "note",
+            "not looked at",
+            "no data, tokenizer or weights are configured, e.g.  data.path=chats.jsonl",
+        )
     for key in everyone[firsts[0]].inputs if firsts else ():
-        (usual, majority), *odd = by_value([everyone[rank].inputs.get(key, "not set") for rank in firsts])
+        (usual, majority), *odd = by_value(
+            [everyone[rank].inputs.get(key, "not set") for rank in firsts]
+        )
         value = f"{key}={settings_of(cfg, key)}"
         if not odd:
             mark = "problem" if usual.startswith(UNREADABLE) else "ok"
             on_all = f" on {counted(len(firsts), 'node')}" if len(firsts) > 1 else ""
             yield Finding(mark, key, f"{usual}{on_all if mark == 'ok' else ''}")
             continue
-        text = "\n".join(f"{said} on {who([firsts[i] for i in places], everyone)}" for said, places in [(usual, majority), *odd])
+        text = "\n".join(
+            f"{said} on {who([firsts[i] for i in places], everyone)}"
+            for said, places in [(usual, majority), *odd]
+        )
         yield Finding("problem", key, f"{value} differs\n{text}", "Give all nodes the same files")
 
 
@@ -166,10 +221,18 @@ def what_is_read(cfg: DoctorConfig) -> Iterator[tuple[str, str]]:
     """(key, what this node has under it): the number of files, their size, and a digest of names, sizes, heads and tails."""
     for key in ("data.path", "data.validation", "tokenizer.path", "model.init_from"):
         value = settings_of(cfg, key)
-        if value is None or isinstance(value, int | float) or (key == "model.init_from" and is_hub_id(value)):
+        if (
+            value is None
+            or isinstance(value, int | float)
+            or (key == "model.init_from" and is_hub_id(value))
+        ):
             continue
         try:
-            files = [file for source in find_sources(value, key) for file in source.files] if key.startswith("data") else files_of(value)
+            files = (
+                [file for source in find_sources(value, key) for file in source.files]
+                if key.startswith("data")
+                else files_of(value)
+            )
             yield key, digest_of(files)
         except UserError as error:
             yield key, f"{UNREADABLE}: {error.problems[0].why.splitlines()[0]}"
@@ -188,7 +251,11 @@ def files_of(path: str) -> list[str]:
     if path.startswith("demo:"):
         return []
     place = find_checkpoint(path) or Path(path)
-    return sorted(str(file) for file in place.rglob("*") if file.is_file()) if place.is_dir() else [str(place)]
+    return (
+        sorted(str(file) for file in place.rglob("*") if file.is_file())
+        if place.is_dir()
+        else [str(place)]
+    )
 
 
 def digest_of(files: Sequence[str]) -> str:
@@ -207,4 +274,8 @@ def digest_of(files: Sequence[str]) -> str:
             f.seek(max(0, size - EDGE))
             digest.update(f.read(EDGE))
         total += size
-    return f"{counted(len(real), 'file')}, {total:,} bytes, {digest.hexdigest()}" if real else "made here, alike everywhere"
+    return (
+        f"{counted(len(real), 'file')}, {total:,} bytes, {digest.hexdigest()}"
+        if real
+        else "made here, alike everywhere"
+    )

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
@@ -31,7 +36,9 @@ class Study:
     def __init__(self, settings: Optuna, space: Space):
         """Raises UserError for what cannot be searched."""
         self.settings, self.space = settings, space
-        self.distributions = {key: distribution(override, space.whole[key]) for key, override in space.varied.items()}
+        self.distributions = {
+            key: distribution(override, space.whole[key]) for key, override in space.varied.items()
+        }
         self._open: dict[str, list[Trial]] = defaultdict(list)  # by job
         self._again: list[Trial] = []
         self._seen: dict[str, int] = {}  # the last step of each job that was looked at
@@ -73,12 +80,18 @@ class Study:
 
     def jobs(self) -> list[str]:
         """The ids of all that it has chosen, in their order."""
-        return [trial.user_attrs["job"] for trial in self.study.get_trials(deepcopy=False) if "job" in trial.user_attrs]
+        return [
+            trial.user_attrs["job"]
+            for trial in self.study.get_trials(deepcopy=False)
+            if "job" in trial.user_attrs
+        ]
 
     def ask(self, room: int) -> list[list[str]]:
         """Those that an earlier command left open come first."""
         asked: list[list[str]] = []
-        while len(asked) < room and (self._again or len(self.study.get_trials(deepcopy=False)) < self.settings.n_trials):
+        while len(asked) < room and (
+            self._again or len(self.study.get_trials(deepcopy=False)) < self.settings.n_trials
+        ):
             trial = self._again.pop(0) if self._again else self._new()
             words = self._words(trial.params)
             trial.set_user_attr("job", job_id(words))
@@ -88,11 +101,17 @@ class Study:
 
     def tell(self, job: Job) -> None:
         """A job without a result that trying again cannot change is a failed trial."""
-        ended = {"pruned": TrialState.PRUNED, "refused": TrialState.FAIL, "does not fit": TrialState.FAIL}
+        ended = {
+            "pruned": TrialState.PRUNED,
+            "refused": TrialState.FAIL,
+            "does not fit": TrialState.FAIL,
+        }
         for trial in self._open.pop(job.job, []):
             if job.state in ("finished", "skipped"):
                 done = job.objective is not None
-                self.study.tell(trial, job.objective, state=TrialState.COMPLETE if done else TrialState.FAIL)
+                self.study.tell(
+                    trial, job.objective, state=TrialState.COMPLETE if done else TrialState.FAIL
+                )
             elif job.state in ended:
                 trial.set_user_attr("reason", job.reason)
                 self.study.tell(trial, state=ended[job.state])
@@ -101,7 +120,9 @@ class Study:
         """Report the values among `lines`; whether the pruner has seen enough."""
         trial, told = self._open[job.job][0], False
         if job.job not in self._seen:
-            self._seen[job.job] = max(self.study._storage.get_trial(trial._trial_id).intermediate_values, default=0)
+            self._seen[job.job] = max(
+                self.study._storage.get_trial(trial._trial_id).intermediate_values, default=0
+            )
         for step, value in self._values(job.job, cfg, lines):
             trial.report(value, step)
             told = True
@@ -110,13 +131,20 @@ class Study:
     def _new(self) -> Trial:
         number = len(self.study.get_trials(deepcopy=False))
         # seeded for each trial: a sampler that starts anew with the study's seed would repeat itself after a restart
-        self.study.sampler = SAMPLERS[self.settings.sampler](self.settings, (self.settings.seed * 1_000_003 + number) % 2**32)
+        self.study.sampler = SAMPLERS[self.settings.sampler](
+            self.settings, (self.settings.seed * 1_000_003 + number) % 2**32
+        )
         return self.study.ask(fixed_distributions=self.distributions)
 
     def _words(self, params: Mapping[str, Any]) -> list[str]:
-        return [*self.space.fixed, *(f"{key}={f'{v:.4g}' if isinstance(v, float) else v}" for key, v in params.items())]
+        return [
+            *self.space.fixed,
+            *(f"{key}={f'{v:.4g}' if isinstance(v, float) else v}" for key, v in params.items()),
+        ]
 
-    def _values(self, job: str, cfg: TrainConfig, lines: list[dict[str, Any]]) -> Iterator[tuple[int, float]]:
+    def _values(
+        self, job: str, cfg: TrainConfig, lines: list[dict[str, Any]]
+    ) -> Iterator[tuple[int, float]]:
         """Step and value, at the same steps in every job: each validation, or means of prune_every steps."""
         validates = cfg.data.validation is not None and cfg.train.validate_every is not None
         name = self.settings.metric or ("validation_loss" if validates else "loss")
@@ -156,7 +184,9 @@ def distribution(override: Any, whole: bool) -> BaseDistribution:
             return FloatDistribution(numbers[0], numbers[-1], step=value.step)
         return CategoricalDistribution(list(override.sweep_string_iterator()))
     except ValueError as error:
-        raise UserError("the sweep cannot be set up", [Problem(str(override.input_line), str(error))]) from None
+        raise UserError(
+            "the sweep cannot be set up", [Problem(str(override.input_line), str(error))]
+        ) from None
 
 
 def lowest(values: BaseDistribution) -> Any:
@@ -170,7 +200,9 @@ SAMPLERS: dict[str, Any] = {
 }
 PRUNERS: dict[str, Any] = {
     "none": lambda s: optuna.pruners.NopPruner(),
-    "median": lambda s: optuna.pruners.MedianPruner(s.startup_trials, n_warmup_steps=s.prune_from - 1),
+    "median": lambda s: optuna.pruners.MedianPruner(
+        s.startup_trials, n_warmup_steps=s.prune_from - 1
+    ),
     "asha": lambda s: optuna.pruners.SuccessiveHalvingPruner(min_resource=s.prune_from),
     "hyperband": lambda s: optuna.pruners.HyperbandPruner(min_resource=s.prune_from),
 }

@@ -21,7 +21,17 @@ from fsdp_trainer.config.overrides import quoted
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.sweep import PLACE, SweepLine
 from fsdp_trainer.errors import Problem, RunFailed, UserError
-from fsdp_trainer.launch.jobs import Board, Job, Progress, finished, job_id, objective, table, varying, without_place
+from fsdp_trainer.launch.jobs import (
+    Board,
+    Job,
+    Progress,
+    finished,
+    job_id,
+    objective,
+    table,
+    varying,
+    without_place,
+)
 from fsdp_trainer.launch.places import PLACES, Place, Running
 from fsdp_trainer.launch.slurm import Shown
 from fsdp_trainer.launch.start import ECHO_SECONDS, SIGNALS, STOPPED, launcher
@@ -45,7 +55,12 @@ class Stopped(Exception):
 def sweep(words: list[str], config_dir: str | None) -> int:
     """Train once for each combination of values. Returns the exit code: 0 finished, 1 a job failed or was refused, or none finished, 75 stopped."""
     if under := launcher(os.environ):
-        ranks = re.match(r"\d+", os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE") or "1")
+        ranks = re.match(
+            r"\d+",
+            os.environ.get("LOCAL_WORLD_SIZE")
+            or os.environ.get("SLURM_STEP_TASKS_PER_NODE")
+            or "1",
+        )
         count = [f"launch.nproc_per_node={ranks[0]}"] if ranks else []
         typed = shlex.join(["fsdp-trainer", "-m", *config_flag(config_dir), *words, *count])
         why = f"a sweep starts the ranks of each job itself, on one node. Type, without {under}:\n{typed}"
@@ -138,7 +153,10 @@ class Jobs:
     def run_batch(self, batch: Sequence[Sequence[str]]) -> list[float]:
         """Check every job of a batch, then run them. Gives their objectives, NaN where there is none. Raises Stopped."""
         self.run(Batch(batch))
-        return [math.nan if (value := self.jobs[job_id(overrides)].objective) is None else value for overrides in batch]
+        return [
+            math.nan if (value := self.jobs[job_id(overrides)].objective) is None else value
+            for overrides in batch
+        ]
 
     def run(self, search: Search) -> None:
         """Run what `search` asks for, side by side where there is room, until it asks for nothing more. Raises Stopped after a signal."""
@@ -166,7 +184,9 @@ class Jobs:
                 return new
             job = self.jobs.get(id := job_id(overrides))
             if job is None:
-                job = self.jobs[id] = Job(id, str(self.folder / "jobs" / id), without_place(overrides))
+                job = self.jobs[id] = Job(
+                    id, str(self.folder / "jobs" / id), without_place(overrides)
+                )
                 self._check(job, list(overrides))
                 new.append(id)
             elif job.state not in ("waiting", "running"):
@@ -197,7 +217,12 @@ class Jobs:
                 search.tell(job)
                 self.write()
         if self._place and self._place.at_once > 1:
-            self._board.show({self._called(id): (started.cfg, started.progress) for id, started in self._running.items()})
+            self._board.show(
+                {
+                    self._called(id): (started.cfg, started.progress)
+                    for id, started in self._running.items()
+                }
+            )
 
     def all(self) -> list[Job]:
         """This command's jobs; of a study, those of earlier commands too."""
@@ -209,12 +234,22 @@ class Jobs:
     def on_record(self) -> list[Job]:
         """All of sweep.jsonl: this command's, and those of earlier ones whose folders are still there."""
         names = {f.name for f in fields(Job)}
-        kept = [line for line in whole_lines(self.folder / "sweep.jsonl") if line["job"] not in self.jobs and Path(line["folder"]).exists()]
-        return [*(Job(**{name: line[name] for name in names & line.keys()}) for line in kept), *self.jobs.values()]
+        kept = [
+            line
+            for line in whole_lines(self.folder / "sweep.jsonl")
+            if line["job"] not in self.jobs and Path(line["folder"]).exists()
+        ]
+        return [
+            *(Job(**{name: line[name] for name in names & line.keys()}) for line in kept),
+            *self.jobs.values(),
+        ]
 
     def write(self) -> None:
         """sweep.jsonl: a line for each job. Those of earlier commands stay as long as their folders do."""
-        replace(self.folder / "sweep.jsonl", "".join(json.dumps(asdict(job)) + "\n" for job in self.on_record()))
+        replace(
+            self.folder / "sweep.jsonl",
+            "".join(json.dumps(asdict(job)) + "\n" for job in self.on_record()),
+        )
 
     def __enter__(self) -> None:
         """Listen: jobs that run get a signal too, and no other starts."""
@@ -242,10 +277,13 @@ class Jobs:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             why = "another sweep runs there. Use  run.name=NEW  or wait"
-            raise UserError("the sweep's folder is in use", [Problem(str(self.folder), why)]) from None
+            raise UserError(
+                "the sweep's folder is in use", [Problem(str(self.folder), why)]
+            ) from None
         except OSError as error:
             raise UserError(
-                "the sweep's folder cannot be used", [Problem(f"run.root={self.line.root}", f"{error}. Use  run.root=FOLDER")]
+                "the sweep's folder cannot be used",
+                [Problem(f"run.root={self.line.root}", f"{error}. Use  run.root=FOLDER")],
             ) from None
 
     def _check(self, job: Job, overrides: list[str]) -> None:
@@ -255,7 +293,10 @@ class Jobs:
             cfg = compose("train", words, self.line.config_dir)
         except UserError as error:
             job.state, job.exit_code = "refused", error.exit_code
-            job.reason = "; ".join(f"{p.what}: {p.why.splitlines()[0]}" for p in error.problems) or error.title
+            job.reason = (
+                "; ".join(f"{p.what}: {p.why.splitlines()[0]}" for p in error.problems)
+                or error.title
+            )
             self._refused[job.job] = error
             return
         if cfg.data.cache is None:  # tokenised once, for all jobs and other runs
@@ -271,7 +312,9 @@ class Jobs:
         try:
             compose("train", overrides, self.line.config_dir)
         except UserError as error:
-            if own := [p for p in error.problems if p.what.split("=")[0].lstrip("+") not in self.line.swept]:
+            if own := [
+                p for p in error.problems if p.what.split("=")[0].lstrip("+") not in self.line.swept
+            ]:
                 raise UserError(f"{error.title}, in every job", own) from None
 
     def _refuse_what_all_have_in_common(self) -> None:
@@ -280,33 +323,64 @@ class Jobs:
             return
         errors = list(self._refused.values())
         by_key = [{p.what.split("=")[0].lstrip("+"): p for p in error.problems} for error in errors]
-        common = [Problem(self.line.swept.get(key, p.what), p.why) for key, p in by_key[0].items() if all(key in b for b in by_key)]
+        common = [
+            Problem(self.line.swept.get(key, p.what), p.why)
+            for key, p in by_key[0].items()
+            if all(key in b for b in by_key)
+        ]
         own = {(p.what, p.why): p for error in errors for p in error.problems}
-        raise UserError(f"{errors[0].title}, in every job" if len(errors) > 1 else errors[0].title, common or list(own.values()))
+        raise UserError(
+            f"{errors[0].title}, in every job" if len(errors) > 1 else errors[0].title,
+            common or list(own.values()),
+        )
 
     def _begin(self, id: str) -> bool:
         """Start a job, unless there is nothing to do; False: there is no room for it yet."""
         job, cfg = self.jobs[id], self._configurations.get(id)
         idle = job.state == "does not fit" or cfg is None
-        done = cfg is not None and not idle and not cfg.run.overwrite and finished(Path(job.folder), cfg)
-        if cfg and self._place and not (idle or done) and (not self._place.has_room(cfg) or self.received):
+        done = (
+            cfg is not None
+            and not idle
+            and not cfg.run.overwrite
+            and finished(Path(job.folder), cfg)
+        )
+        if (
+            cfg
+            and self._place
+            and not (idle or done)
+            and (not self._place.has_room(cfg) or self.received)
+        ):
             return False
         told = f"  {job.state}" if idle else "  finished before" if done else ""
         number = [job.job for job in self.all()].index(id) + 1
-        print(f"\njob {number}/{self.study.settings.n_trials if self.study else len(self.jobs)}  {self._called(id)}{told}", flush=True)
+        print(
+            f"\njob {number}/{self.study.settings.n_trials if self.study else len(self.jobs)}  {self._called(id)}{told}",
+            flush=True,
+        )
         if idle:
             print(self._refused.get(id, job.reason), file=sys.stderr, flush=True)
         elif done:
-            job.state, job.exit_code, job.objective = "skipped", 0, objective(Path(job.folder), self.line.metric)
+            job.state, job.exit_code, job.objective = (
+                "skipped",
+                0,
+                objective(Path(job.folder), self.line.metric),
+            )
         elif cfg and self._place:
             words, began = [*self.line.config_flag, *self._words[id]], time.time()
             try:
                 running = self._place.start(cfg, words, Path(job.folder) / "output.log")
             except (RunFailed, OSError) as error:  # a queue or a disk that does not take it
-                job.state, job.exit_code, job.reason = "failed", 1, f"cannot be started: {str(error).removeprefix('fsdp-trainer: ')}"
+                job.state, job.exit_code, job.reason = (
+                    "failed",
+                    1,
+                    f"cannot be started: {str(error).removeprefix('fsdp-trainer: ')}",
+                )
                 print(f"fsdp-trainer: job {id} {job.reason}", file=sys.stderr, flush=True)
             else:
-                self._running[id], job.state = Started(running, cfg, Progress(job.folder), began), "running"
+                self._running[id], job.state = (
+                    Started(running, cfg, Progress(job.folder), began),
+                    "running",
+                )
                 for signum in self.received:  # heard meanwhile
                     running.signal(signum)
         self.write()
@@ -319,16 +393,28 @@ class Jobs:
         job.seconds, job.exit_code = round(time.time() - started.began, 1), code if code >= 0 else 1
         job.state = "stopped" if self.received and code else STATES.get(code, "failed")
         last = Records(Path(job.folder)).last_event()
-        job.reason = last["reason"] if last.get("event") == "end" and last["time"] >= started.began else "ended without a word"
+        job.reason = (
+            last["reason"]
+            if last.get("event") == "end" and last["time"] >= started.began
+            else "ended without a word"
+        )
         if started.unwanted and job.state == "stopped" and not self.received:
-            job.state, job.reason = "pruned", f"others were better: hydra.sweeper.pruner={self.line.sweeper_settings.pruner}"
+            job.state, job.reason = (
+                "pruned",
+                f"others were better: hydra.sweeper.pruner={self.line.sweeper_settings.pruner}",
+            )
         if code < 0:
-            print(f"fsdp-trainer: job {job.job} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+            print(
+                f"fsdp-trainer: job {job.job} was killed by {signal.Signals(-code).name}",
+                file=sys.stderr,
+            )
         if job.state in ("finished", "pruned"):  # what a job that went wrong came to is no result
             job.objective = objective(Path(job.folder), self.line.metric)
         if self._place and self._place.at_once > 1:
             value = "" if job.objective is None else f"  objective {job.objective:.4f}"
-            print(f"{self._called(job.job)}  {job.state}{value}  {duration(job.seconds)}", flush=True)
+            print(
+                f"{self._called(job.job)}  {job.state}{value}  {duration(job.seconds)}", flush=True
+            )
             if job.state in ("failed", "refused"):
                 print(f"{job.reason}: see {job.folder}/output.log", file=sys.stderr, flush=True)
 
@@ -338,7 +424,9 @@ def does_not_fit(cfg: TrainConfig, place: Place) -> str | None:
     limit, world = place.memory_gib(), place.world(cfg)
     if limit is None:
         return None
-    from fsdp_trainer.plan.inputs import architecture  # and with it torch, for a sweep that has something to ask it
+    from fsdp_trainer.plan.inputs import (
+        architecture,
+    )  # and with it torch, for a sweep that has something to ask it
     from fsdp_trainer.plan.plan import GIB, Device, make_plan
     from fsdp_trainer.plan.suggest import suggest
 
@@ -351,6 +439,7 @@ def does_not_fit(cfg: TrainConfig, place: Place) -> str | None:
         helps = [found.override for found in suggest(cfg, config, world, device)[:1]]
     except UserError:  # the run itself will tell it
         return None
-    return f"needs {plan.memory.peak.total / GIB:.2f} of {limit:.2f} GiB on each of {world} ranks" + "".join(
-        f": try  {word}" for word in helps
+    return (
+        f"needs {plan.memory.peak.total / GIB:.2f} of {limit:.2f} GiB on each of {world} ranks"
+        + "".join(f": try  {word}" for word in helps)
     )

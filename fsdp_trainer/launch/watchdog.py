@@ -20,7 +20,19 @@ from typing import IO, TYPE_CHECKING
 
 from fsdp_trainer import phases
 from fsdp_trainer.config.units import parse_duration
-from fsdp_trainer.launch.hangs import Durations, Seen, Verdict, judge, look, reads_disk, standing, starved, state_of, stopped, suspended
+from fsdp_trainer.launch.hangs import (
+    Durations,
+    Seen,
+    Verdict,
+    judge,
+    look,
+    reads_disk,
+    standing,
+    starved,
+    state_of,
+    stopped,
+    suspended,
+)
 from fsdp_trainer.observe.records import Records
 
 if TYPE_CHECKING:
@@ -72,7 +84,9 @@ def watched(cfg: "Launch", run: Path, world: "World") -> "Watched | None":
     longest = (
         parse_duration(cfg.timeout) + GRACE_SECONDS
     )  # collectives that end after launch.timeout come first, and their ranks leave by themselves
-    watch = Watch(board, str(run.absolute()), world.size, parse_duration(cfg.stall), longest, on_device, alone)
+    watch = Watch(
+        board, str(run.absolute()), world.size, parse_duration(cfg.stall), longest, on_device, alone
+    )
     try:
         return Watched(watch, world.rank, world.local_rank)
     except OSError as error:
@@ -143,9 +157,21 @@ def start_watchdog(watch: Watch) -> None:
     code = f"import sys; sys.path.insert(0, {str(root)!r}); from fsdp_trainer.launch.watchdog import main; main(sys.argv[1])"
     # without site-packages: 30 ms, and it reads no code but the standard library's and ours
     words = [sys.executable, "-I", "-S", "-c", code, json.dumps(asdict(watch))]
-    env = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}  # it is no rank
-    _started[:] = [earlier for earlier in _started if earlier.poll() is None]  # of runs before in this process, which lives on
-    _started.append(subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True))
+    env = {
+        name: value for name, value in os.environ.items() if name not in RANK_VARIABLES
+    }  # it is no rank
+    _started[:] = [
+        earlier for earlier in _started if earlier.poll() is None
+    ]  # of runs before in this process, which lives on
+    _started.append(
+        subprocess.Popen(
+            words,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    )
 
 
 # --- the process -------------------------------------------------------------------------------------------------------------------
@@ -159,7 +185,10 @@ def main(told: str) -> None:
     try:
         Watchdog(watch).run()
     finally:
-        for file in (Path(watch.board), *Path(watch.board).parent.glob(Path(watch.board).name + ".*")):
+        for file in (
+            Path(watch.board),
+            *Path(watch.board).parent.glob(Path(watch.board).name + ".*"),
+        ):
             file.unlink(missing_ok=True)
 
 
@@ -170,7 +199,9 @@ class Watchdog:
         self.watch, self.kill, self.host = watch, kill, socket.gethostname()
         self.durations = Durations()
         self.stopped_since: dict[int, float] = {}
-        self.starved: dict[int, tuple[int, float]] = {}  # by rank: the phase's number, seconds without a processor when it began
+        self.starved: dict[
+            int, tuple[int, float]
+        ] = {}  # by rank: the phase's number, seconds without a processor when it began
         self.here = phases.here()
         self.killed: set[int] = set()
         self.told: set[int] = set()
@@ -196,16 +227,26 @@ class Watchdog:
         ranks = [look(slot) for slot in slots]
         if any(seen.died for seen in ranks):  # or has left since we looked where it is
             left = {slot.pid for slot in self.slots() if slot.left}
-            ranks = [replace(seen, slot=replace(seen.slot, left=seen.slot.pid in left)) for seen in ranks]
-        whole = len(ranks) == self.watch.world_size and all(seen.state == "T" for seen in ranks)  # somebody wants the machine for himself
-        if whole or now - self.looked > PAUSE_SECONDS or any(seen.traced or suspended(seen) for seen in ranks):
+            ranks = [
+                replace(seen, slot=replace(seen.slot, left=seen.slot.pid in left)) for seen in ranks
+            ]
+        whole = len(ranks) == self.watch.world_size and all(
+            seen.state == "T" for seen in ranks
+        )  # somebody wants the machine for himself
+        if (
+            whole
+            or now - self.looked > PAUSE_SECONDS
+            or any(seen.traced or suspended(seen) for seen in ranks)
+        ):
             self.counts_from, self.stopped_since = now, {}
         self.looked = now
         for seen in ranks:
             if seen.state is None:
                 continue
             seen.standing = min(seen.standing, now - self.counts_from) - self.starved_for(seen)
-            seen.allowed = self.durations.allowed(seen.slot, seen.state, self.watch.stall, self.watch.timeout)
+            seen.allowed = self.durations.allowed(
+                seen.slot, seen.state, self.watch.stall, self.watch.timeout
+            )
             if seen.state != "T" or self.counts_from == now:
                 self.stopped_since.pop(seen.rank, None)
             else:
@@ -214,7 +255,11 @@ class Watchdog:
 
     def slots(self) -> list[phases.Slot]:
         """Of the ranks whose process ids are those that we see."""
-        return [slot for slot in phases.slots(Path(self.watch.board).read_bytes()) if slot.where == self.here]
+        return [
+            slot
+            for slot in phases.slots(Path(self.watch.board).read_bytes())
+            if slot.where == self.here
+        ]
 
     def starved_for(self, seen: Seen) -> float:
         """Seconds of its phase in which a rank had no processor to go on with."""
@@ -232,7 +277,11 @@ class Watchdog:
         if self.ends_at < float("inf") or now < self.quiet_until:
             return
         verdict = stopped(ranks)
-        if not verdict and standing(ranks) and not any(reads_disk(seen.slot.pid) for seen in ranks if self.within_timeout(seen)):
+        if (
+            not verdict
+            and standing(ranks)
+            and not any(reads_disk(seen.slot.pid) for seen in ranks if self.within_timeout(seen))
+        ):
             self.ask_for_stacks(ranks)
             again = {seen.rank: seen.place.entered for seen in self.look()}
             if any(seen.place.entered != again[seen.rank] for seen in ranks):
@@ -249,7 +298,11 @@ class Watchdog:
 
     def tell_dead(self, ranks: list[Seen]) -> None:
         """Ranks that ended without leaving. The others find out by themselves where a connection breaks; not so on a device."""
-        dead = [seen for seen in ranks if seen.died and seen.slot.pid not in self.killed and seen.rank not in self.told]
+        dead = [
+            seen
+            for seen in ranks
+            if seen.died and seen.slot.pid not in self.killed and seen.rank not in self.told
+        ]
         if dead:
             self.told |= {seen.rank for seen in dead}
             self.record(Verdict("dead", dead, "died", kill=False), {}, [])
@@ -259,7 +312,11 @@ class Watchdog:
         """Keep what shows why, then end the ranks whose fault it is."""
         if verdict.what == "stopped":
             self.ask_for_stacks(ranks)
-        self.record(verdict, {f"rank-{seen.rank}.txt": described(seen) for seen in ranks}, self.ask_for_flights(ranks))
+        self.record(
+            verdict,
+            {f"rank-{seen.rank}.txt": described(seen) for seen in ranks},
+            self.ask_for_flights(ranks),
+        )
         if verdict.kill:
             self.end(verdict.ranks)
             self.ends_at = time.monotonic() + GRACE_SECONDS
@@ -282,7 +339,10 @@ class Watchdog:
                 asked[seen.rank] = file, file.stat().st_size
                 with suppress(OSError):
                     self.kill(seen.slot.pid, SHOW_STACKS)
-        deadline, pending = time.monotonic() + STACKS_SECONDS, [seen for seen in ranks if seen.rank in asked]
+        deadline, pending = (
+            time.monotonic() + STACKS_SECONDS,
+            [seen for seen in ranks if seen.rank in asked],
+        )
         while pending and time.monotonic() < deadline:
             time.sleep(0.05)
             for seen in [*pending]:
@@ -312,15 +372,31 @@ class Watchdog:
 
     def record(self, verdict: Verdict, files: dict[str, str], flights: list[Path]) -> None:
         """On stderr, in the run's hangs/, and in events.jsonl unless the run has said its last word. A disk that hangs too is not waited for."""
-        folder = Path(self.watch.run) / "hangs" / f"{time.strftime('%Y%m%dT%H%M%S')}-{self.host}" if files else None
+        folder = (
+            Path(self.watch.run) / "hangs" / f"{time.strftime('%Y%m%dT%H%M%S')}-{self.host}"
+            if files
+            else None
+        )
         told = []
         for seen in verdict.ranks:
             place, seconds = seen.place, round(seen.stopped or seen.standing, 1)
             line = f"fsdp-trainer: rank {seen.rank} on {self.host}: {verdict.why}, in {place.phase} of step {place.step}, {seconds} s"
             say(line + "; killed" * verdict.kill + (f"; stacks in {folder}" if folder else ""))
-            where = {"rank": seen.rank, "host": self.host, "phase": place.phase, "step": place.step, "seconds": seconds}
+            where = {
+                "rank": seen.rank,
+                "host": self.host,
+                "phase": place.phase,
+                "step": place.step,
+                "seconds": seconds,
+            }
             told.append(
-                {"what": verdict.what, "why": verdict.why, **where, "killed": verdict.kill, "files": str(folder) if folder else None}
+                {
+                    "what": verdict.what,
+                    "why": verdict.why,
+                    **where,
+                    "killed": verdict.kill,
+                    "files": str(folder) if folder else None,
+                }
             )
 
         def write() -> None:
@@ -354,7 +430,9 @@ def described(seen: Seen) -> str:
     lines = [
         f"rank {seen.rank}, process {seen.slot.pid}, state {seen.state or 'ended'}",
         f"{place.phase} of step {place.step} for {seen.standing:.1f} s of {seen.allowed:.0f} allowed, {place.collectives} collectives before it",
-        f"checkpoint thread: {behind.phase} of step {behind.step}" if behind.entered else "no checkpoint thread",
+        f"checkpoint thread: {behind.phase} of step {behind.step}"
+        if behind.entered
+        else "no checkpoint thread",
         "",
         seen.stacks or "it did not show its stacks; what the system says of its threads:",
     ]
@@ -373,5 +451,7 @@ def threads_of(pid: int) -> list[str]:
                 facts.append(f"{name} {(task / name).read_text().strip()}")
             except OSError:
                 continue
-        lines.append(f"thread {task.name}, state {state_of(int(task.name)) or '?'}, " + ", ".join(facts))
+        lines.append(
+            f"thread {task.name}, state {state_of(int(task.name)) or '?'}, " + ", ".join(facts)
+        )
     return lines

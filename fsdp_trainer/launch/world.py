@@ -21,7 +21,10 @@ from fsdp_trainer.launch.start import PARENT, die_with_parent
 
 ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun
 LINGER_SECONDS = 30.0
-MEETING_SECONDS, LOOKS_A_SECOND = 0.02, 5000  # between two looks at who is there; of all ranks together at the store, which is one thread
+MEETING_SECONDS, LOOKS_A_SECOND = (
+    0.02,
+    5000,
+)  # between two looks at who is there; of all ranks together at the store, which is one thread
 T = TypeVar("T")
 
 
@@ -51,7 +54,11 @@ class World:
         """Of all nodes, for rank 0; the others tell it theirs."""
         if self.local_rank == 0:
             self._put(f"launcher/node{self.node}", self.launcher)
-        return [self._get(f"launcher/node{node}", timeout) for node in range(self.nodes)] if self.main else []
+        return (
+            [self._get(f"launcher/node{node}", timeout) for node in range(self.nodes)]
+            if self.main
+            else []
+        )
 
     def from_main(self, name: str, make: Callable[[], T], timeout: float) -> T:
         """What rank 0 makes, on every rank."""
@@ -73,7 +80,9 @@ class World:
             self.store.wait(keys, timedelta(seconds=timeout))
         except RuntimeError:
             missing = [str(rank) for rank, key in enumerate(keys) if not self.store.check([key])]
-            raise RunFailed(f"nothing was heard for {timeout:g} s from rank {', '.join(missing)}") from None
+            raise RunFailed(
+                f"nothing was heard for {timeout:g} s from rank {', '.join(missing)}"
+            ) from None
         return [pickle.loads(bytes.fromhex(value.decode())) for value in self.store.multi_get(keys)]
 
     def _put(self, key: str, value: Any) -> None:
@@ -95,7 +104,13 @@ class World:
         """
         first, node, all_done = f"{name}/rank0", f"{name}/node{self.node}", f"{name}/all"
         mine = first if self.main else node
-        for key in [] if self.main else [first] if self.local_rank == 0 or self.node == 0 else [first, node]:  # rank 0 is node 0's
+        for key in (
+            []
+            if self.main
+            else [first]
+            if self.local_rank == 0 or self.node == 0
+            else [first, node]
+        ):  # rank 0 is node 0's
             self._hear(name, key, timeout)
         failure = None
         try:
@@ -103,7 +118,9 @@ class World:
         except BaseException as error:
             told = f"{name} failed on rank {self.rank}: {type(error).__name__}: {error}"
             failure = error if isinstance(error, UserError | Stopped) else RunFailed(told)
-            if not self.main and not isinstance(error, Stopped):  # rank 0, which tells what all have in common, does not know
+            if not self.main and not isinstance(
+                error, Stopped
+            ):  # rank 0, which tells what all have in common, does not know
                 print(f"rank {self.rank}: {failure}", file=sys.stderr)
             raise
         finally:
@@ -124,7 +141,9 @@ class World:
             if (beats_now := self.store.add("beats", 0)) != beats:
                 beats, heard = beats_now, time.monotonic()
             elif time.monotonic() - heard > timeout:
-                silence = RunFailed(f"{name}: nothing was heard of it for {timeout:g} s. Longer with  launch.data_timeout=…")
+                silence = RunFailed(
+                    f"{name}: nothing was heard of it for {timeout:g} s. Longer with  launch.data_timeout=…"
+                )
                 if not self.main:  # rank 0 may be the one that is not heard
                     print(f"rank {self.rank}: {silence}", file=sys.stderr)
                 raise silence
@@ -137,7 +156,11 @@ class World:
     def linger(self, name: str, timeout: float = LINGER_SECONDS) -> None:
         """The store may end with rank 0: if it leaves, it gives the others time to hear why. Returns at once on them."""
         deadline = time.monotonic() + min(LINGER_SECONDS, timeout)
-        while self.main and self.store.add(f"{name}/heard", 0) < self.size - 1 and time.monotonic() < deadline:
+        while (
+            self.main
+            and self.store.add(f"{name}/heard", 0) < self.size - 1
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
 
 
@@ -162,35 +185,71 @@ def join(env: Mapping[str, str], device: str, timeout: float) -> World:
     """Find this process's place and open the store that all ranks share. No process group yet."""
     if PARENT in env:
         die_with_parent(int(env[PARENT]))
-    rank, size, local_rank = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1)), int(env.get("LOCAL_RANK", 0))
+    rank, size, local_rank = (
+        int(env.get("RANK", 0)),
+        int(env.get("WORLD_SIZE", 1)),
+        int(env.get("LOCAL_RANK", 0)),
+    )
     store: dist.Store
     if size == 1 and "MASTER_ADDR" not in env:
         store = dist.HashStore()
     else:
-        hosted = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent keeps the store, with the keys of earlier attempts
+        hosted = (
+            env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        )  # torchrun's agent keeps the store, with the keys of earlier attempts
         address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
         serves = rank == 0 and not hosted
         try:
-            store = dist.TCPStore(address, port, size, is_master=serves, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+            store = dist.TCPStore(
+                address,
+                port,
+                size,
+                is_master=serves,
+                timeout=timedelta(seconds=timeout),
+                wait_for_workers=False,
+            )
         except dist.DistNetworkError as error:
             if serves and "EADDRINUSE" in str(error):
                 why = "is in use on this node (ss -ltnp says by whom): another run, or what is left of one. Set another, the same for all ranks"
-                raise UserError("the ranks cannot meet", [Problem(f"MASTER_PORT={port}", why)]) from None
+                raise UserError(
+                    "the ranks cannot meet", [Problem(f"MASTER_PORT={port}", why)]
+                ) from None
             raise
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            "there is no GPU", [Problem("launch.device=cuda", "torch sees none here. Use  launch.device=cpu  or a CUDA build of torch")]
+            "there is no GPU",
+            [
+                Problem(
+                    "launch.device=cuda",
+                    "torch sees none here. Use  launch.device=cpu  or a CUDA build of torch",
+                )
+            ],
         )
-    chosen = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
+    chosen = (
+        "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
+    )
     place = torch.device(chosen, local_rank) if chosen == "cuda" else torch.device("cpu")
     if chosen == "cuda":
         if local_rank >= (there := torch.cuda.device_count()):
             why = f"this node has {there} that are visible (CUDA_VISIBLE_DEVICES), and rank {rank} would take number {local_rank + 1}"
-            raise UserError("there are fewer GPUs than ranks", [Problem("launch.nproc_per_node", f"{why}. Use  auto")])
+            raise UserError(
+                "there are fewer GPUs than ranks",
+                [Problem("launch.nproc_per_node", f"{why}. Use  auto")],
+            )
         torch.cuda.set_device(place)
     attempt = meet(store, rank, size, timeout)
     node, nodes = int(env.get("GROUP_RANK", 0)), int(env.get("GROUP_WORLD_SIZE", 1))
-    return World(rank, size, local_rank, node, nodes, launcher_of(env), attempt, dist.PrefixStore(attempt, store), place)
+    return World(
+        rank,
+        size,
+        local_rank,
+        node,
+        nodes,
+        launcher_of(env),
+        attempt,
+        dist.PrefixStore(attempt, store),
+        place,
+    )
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
@@ -226,7 +285,13 @@ def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
 def launcher_of(env: Mapping[str, str]) -> str:
     """A name of this node's torchrun, the same for all ranks and all attempts that it starts; any new name without torchrun."""
     errors = env.get("TORCHELASTIC_ERROR_FILE")  # …/RUN_ID_random/attempt_0/RANK/error.json
-    return Path(errors).parents[2].name if errors else f"{socket.gethostname()}:{os.getppid()}" if ELASTIC in env else uuid.uuid4().hex
+    return (
+        Path(errors).parents[2].name
+        if errors
+        else f"{socket.gethostname()}:{os.getppid()}"
+        if ELASTIC in env
+        else uuid.uuid4().hex
+    )
 
 
 def connect(world: World, timeout: float) -> None:
@@ -234,5 +299,10 @@ def connect(world: World, timeout: float) -> None:
     options: dict[str, Any] = {"device_id": world.device} if world.device.type == "cuda" else {}
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     dist.init_process_group(
-        backend, store=world.store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout), **options
+        backend,
+        store=world.store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout),
+        **options,
     )

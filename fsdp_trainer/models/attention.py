@@ -22,14 +22,21 @@ Lengths = list[list[int]]
 PADDING = 128  # padding is computed as documents of at most this length: outputs that nobody reads must still be finite
 WASTE = 1.25  # documents share a call if, padded to the longest, they cost at most this much more than they must
 CALL = 64**2  # what a call costs by itself, in the length² of a document
-LENGTHS = {"cpu": 1, "cuda": 128}  # a call's are multiples of this: cuDNN plans anew, for 0.1 s, for each shape that it has not seen
+LENGTHS = {
+    "cpu": 1,
+    "cuda": 128,
+}  # a call's are multiples of this: cuDNN plans anew, for 0.1 s, for each shape that it has not seen
 QUERIES_AT_ONCE = 256  # of scores that are soft-capped
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Without a wait of the host."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return (
+        tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else tensor.to(device)
+    )
 
 
 class Cache:
@@ -50,7 +57,14 @@ class Cache:
         return keys, values
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layout: "Layout", scale: float | None = None, softcap: float | None = None) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: "Layout",
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """[batch, length, heads, head_dim] of each document's causal attention. q: the same shape; k, v: with kv heads.
 
     scale: of the scores, 1 / √head_dim if None; softcap: scores s become softcap · tanh(s / softcap).
@@ -90,7 +104,9 @@ class Layout:
         seen.window, seen.plan = window, None
         return seen
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float | None
+    ) -> Tensor:
         """See `attend`."""
         if self.lengths is None:
             return _one_document(q, k, v, self.window, scale, softcap)
@@ -102,8 +118,17 @@ class Layout:
             return F.pad(kernel(q, k, v, None, scale, softcap), (0, 0, 0, 0, 0, padding))
         plan = self.plan
         # taken at once: each taking would cost as much as the whole row in backward
-        queries = q.flatten(0, 1).index_select(0, plan.queries).split([call.queries.size for call in plan.calls])
-        keys, values = (x.flatten(0, 1).index_select(0, plan.keys).split([call.keys.size for call in plan.calls]) for x in (k, v))
+        queries = (
+            q.flatten(0, 1)
+            .index_select(0, plan.queries)
+            .split([call.queries.size for call in plan.calls])
+        )
+        keys, values = (
+            x.flatten(0, 1)
+            .index_select(0, plan.keys)
+            .split([call.keys.size for call in plan.calls])
+            for x in (k, v)
+        )
         parts = []
         for call, *taken in zip(plan.calls, queries, keys, values, strict=True):
             shapes = (call.queries.shape, call.keys.shape, call.keys.shape)
@@ -130,7 +155,9 @@ class Masked(Layout):
         seen.window, seen.mask = window, self.mask if window is None else self.mask.triu(1 - window)
         return seen
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float | None
+    ) -> Tensor:
         """See `attend`."""
         return kernel(q, k, v, self.mask, scale, softcap)
 
@@ -148,9 +175,13 @@ class Varlen(Layout):
         self.ends = to_device(np.concatenate([[0], np.cumsum(every)]).astype(np.int32), device)
         self.longest = min(row, 1 << int(every.max() - 1).bit_length())
         self.kernel = _varlen()
-        torch._dynamo.maybe_mark_dynamic(self.ends, 0)  # compiled blocks: one graph for any number of documents
+        torch._dynamo.maybe_mark_dynamic(
+            self.ends, 0
+        )  # compiled blocks: one graph for any number of documents
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float | None
+    ) -> Tensor:
         """See `attend`."""
         assert softcap is None, "attention_choice refuses it"
         past = -1 if self.window is None else self.window - 1
@@ -171,15 +202,22 @@ class Flex(Layout):
     def within(self, window: int | None) -> "Flex":
         """The same documents, seen through a window."""
         seen, (rows, row), device = copy(self), self.documents.shape, self.documents.device
-        seen.window, seen.blocks = window, self.make_blocks(_sees(self.documents, window), rows, None, row, row, device)
+        seen.window, seen.blocks = (
+            window,
+            self.make_blocks(_sees(self.documents, window), rows, None, row, row, device),
+        )
         return seen
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float | None
+    ) -> Tensor:
         """See `attend`."""
         flex = self.flex if torch.compiler.is_compiling() else self.compiled_flex
         change, grouped = None if softcap is None else _softcap(softcap), q.shape[2] != k.shape[2]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return flex(q, k, v, score_mod=change, block_mask=self.blocks, scale=scale, enable_gqa=grouped).transpose(1, 2)
+        return flex(
+            q, k, v, score_mod=change, block_mask=self.blocks, scale=scale, enable_gqa=grouped
+        ).transpose(1, 2)
 
 
 LAYOUTS: dict[str, Callable[[Lengths, int, torch.device], Layout]] = {
@@ -223,16 +261,27 @@ class Plan:
     @classmethod
     def of(cls, lengths: Lengths, row: int, window: int | None, device: torch.device) -> "Plan":
         """A document longer than the window is cut into pieces of its length: the first is causal, a later one also sees the one before."""
-        spans = [(i * row + sum(lens[:j]), n) for i, lens in enumerate(lengths) for j, n in enumerate(lens)]
+        spans = [
+            (i * row + sum(lens[:j]), n)
+            for i, lens in enumerate(lengths)
+            for j, n in enumerate(lens)
+        ]
         # an empty micro-batch: keys and values without a gradient would leave this rank's reduction shorter
         starts, sizes = np.array(spans or [(0, 1)], np.int64).T
         span = min(window or row, row)
         firsts = (starts, np.minimum(sizes, span))
-        later = [(start + at, min(span, n - at)) for start, n in zip(starts, sizes, strict=True) for at in range(span, n, span)]
+        later = [
+            (start + at, min(span, n - at))
+            for start, n in zip(starts, sizes, strict=True)
+            for at in range(span, n, span)
+        ]
         step = LENGTHS[device.type]
         order, done = np.zeros(len(lengths) * row, np.int64), 0
         calls: list[Call] = []
-        for (begin, size), before in ((firsts, 0), (np.array(later, np.int64).reshape(-1, 2).T, span)):
+        for (begin, size), before in (
+            (firsts, 0),
+            (np.array(later, np.int64).reshape(-1, 2).T, span),
+        ):
             for group in _alike(size):
                 width = min(-(-int(size[group].max()) // step) * step, span)
                 queries = _positions(begin[group], size[group], width)
@@ -241,14 +290,31 @@ class Plan:
                 done += true.size
                 if before:
                     keys = _positions(begin[group] - before, size[group] + before, width + before)
-                    mask = torch.ones(width, width + before, dtype=torch.bool, device=device).triu(1).tril(before)
+                    mask = (
+                        torch.ones(width, width + before, dtype=torch.bool, device=device)
+                        .triu(1)
+                        .tril(before)
+                    )
                     calls.append(Call(queries, keys, mask))
                 else:
                     calls.append(Call(queries, queries, None))
-        in_place = len(calls) == 1 and len(spans) == len(lengths) and all(len(lens) == 1 for lens in lengths)
-        indices = [np.concatenate([x.ravel() for x in every]) for every in zip(*((c.queries, c.keys) for c in calls), strict=True)]
+        in_place = (
+            len(calls) == 1
+            and len(spans) == len(lengths)
+            and all(len(lens) == 1 for lens in lengths)
+        )
+        indices = [
+            np.concatenate([x.ravel() for x in every])
+            for every in zip(*((c.queries, c.keys) for c in calls), strict=True)
+        ]
         all_queries, all_keys, order_there = (to_device(x, device) for x in (*indices, order))
-        return cls(calls, all_queries, all_keys, order_there, calls[0].queries.shape[1] if in_place else None)
+        return cls(
+            calls,
+            all_queries,
+            all_keys,
+            order_there,
+            calls[0].queries.shape[1] if in_place else None,
+        )
 
 
 def _alike(sizes: np.ndarray) -> list[np.ndarray]:
@@ -286,17 +352,27 @@ def _documents(lengths: Lengths, row: int, padding: int) -> np.ndarray:
 # --- kernels -----------------------------------------------------------------------------------------------------------------------
 
 
-def _one_document(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float | None, softcap: float | None) -> Tensor:
+def _one_document(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float | None, softcap: float | None
+) -> Tensor:
     """The queries are the last tokens of a row that is one document. No mask where the kernel knows it itself."""
     new, total = q.shape[1], k.shape[1]
     if not (window is not None and window < total) and new in (1, total):
         return kernel(q, k, v, None, scale, softcap, is_causal=new == total)
     mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
-    return kernel(q, k, v, mask.triu(total - new + 1 - window) if window is not None else mask, scale, softcap)
+    return kernel(
+        q, k, v, mask.triu(total - new + 1 - window) if window is not None else mask, scale, softcap
+    )
 
 
 def kernel(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None, softcap: float | None = None, is_causal: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool = True,
 ) -> Tensor:
     """`scaled_dot_product_attention` of [batch, length, heads, head_dim]; with a soft limit on scores, which it has not, our own.
 
@@ -304,14 +380,18 @@ def kernel(
     """
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if softcap is not None:
-        return Softcapped.apply(q, k, v, mask, is_causal and mask is None, scale or q.shape[-1] ** -0.5, softcap).transpose(1, 2)
+        return Softcapped.apply(
+            q, k, v, mask, is_causal and mask is None, scale or q.shape[-1] ** -0.5, softcap
+        ).transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
         # the only fused kernel for these (memory-efficient) takes as many kv heads as heads; the unfused one would hold all scores
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         grouped = False
     causal = is_causal and mask is None
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped).transpose(1, 2)
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    ).transpose(1, 2)
 
 
 class Softcapped(torch.autograd.Function):
@@ -321,14 +401,36 @@ class Softcapped(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, cap: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+        cap: float,
+    ) -> Tensor:
         """q: [batch, heads, queries, head_dim]; k, v: [batch, kv heads, keys, head_dim]; mask: bool, its last two [queries, keys]."""
         ctx.save_for_backward(q, k, v, mask)
         ctx.causal, ctx.scale, ctx.cap = causal, scale, cap
         parts = []
         for start, stop, keys in _chunks(q.shape[2], k.shape[2], causal):
-            _, probability = _capped(_by_kv_head(q[:, :, start:stop], k), k[:, :, :keys], mask, start, keys, causal, scale, cap)
-            parts.append((probability.to(q.dtype) @ v[:, :, :keys]).unflatten(2, (-1, stop - start)).flatten(1, 2))
+            _, probability = _capped(
+                _by_kv_head(q[:, :, start:stop], k),
+                k[:, :, :keys],
+                mask,
+                start,
+                keys,
+                causal,
+                scale,
+                cap,
+            )
+            parts.append(
+                (probability.to(q.dtype) @ v[:, :, :keys])
+                .unflatten(2, (-1, stop - start))
+                .flatten(1, 2)
+            )
         return torch.cat(parts, 2)
 
     @staticmethod
@@ -336,10 +438,16 @@ class Softcapped(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:
         """Of q, k and v; sums over chunks in float32."""
         q, k, v, mask = ctx.saved_tensors
-        dq, dk, dv = [], torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
+        dq, dk, dv = (
+            [],
+            torch.zeros_like(k, dtype=torch.float32),
+            torch.zeros_like(v, dtype=torch.float32),
+        )
         for start, stop, keys in _chunks(q.shape[2], k.shape[2], ctx.causal):
             seen, part = k[:, :, :keys], _by_kv_head(q[:, :, start:stop], k)
-            ratio, probability = _capped(part, seen, mask, start, keys, ctx.causal, ctx.scale, ctx.cap)
+            ratio, probability = _capped(
+                part, seen, mask, start, keys, ctx.causal, ctx.scale, ctx.cap
+            )
             out = _by_kv_head(grad[:, :, start:stop], k)
             wanted = (out @ v[:, :, :keys].transpose(2, 3)).float()
             slope = probability * (wanted - (probability * wanted).sum(-1, keepdim=True))
@@ -352,7 +460,10 @@ class Softcapped(torch.autograd.Function):
 
 def _chunks(queries: int, keys: int, causal: bool) -> list[tuple[int, int, int]]:
     """(first query, last one + 1, keys that they may look at)."""
-    cuts = [(start, min(start + QUERIES_AT_ONCE, queries)) for start in range(0, queries, QUERIES_AT_ONCE)]
+    cuts = [
+        (start, min(start + QUERIES_AT_ONCE, queries))
+        for start in range(0, queries, QUERIES_AT_ONCE)
+    ]
     return [(start, stop, stop if causal else keys) for start, stop in cuts]
 
 
@@ -362,7 +473,14 @@ def _by_kv_head(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _capped(
-    q: Tensor, k: Tensor, mask: Tensor | None, start: int, keys: int, causal: bool, scale: float, cap: float
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    start: int,
+    keys: int,
+    causal: bool,
+    scale: float,
+    cap: float,
 ) -> tuple[Tensor, Tensor]:
     """tanh(scores / cap) and the probabilities, float32 [batch, kv heads, heads of a kv head · queries, keys]."""
     ratio = torch.tanh((q @ k.transpose(2, 3)).float() * (scale / cap))
@@ -375,7 +493,9 @@ def _capped(
     scores = ratio * cap
     if mask is not None:
         queries = mask.shape[-2]
-        hidden = ~(mask if mask.dim() == 2 else mask.unsqueeze(2))  # of [batch, 1, queries, keys]: a dimension for the heads of a kv head
+        hidden = ~(
+            mask if mask.dim() == 2 else mask.unsqueeze(2)
+        )  # of [batch, 1, queries, keys]: a dimension for the heads of a kv head
         scores = scores.unflatten(2, (-1, queries)).masked_fill(hidden, float("-inf")).flatten(2, 3)
     return ratio, torch.softmax(scores, -1)
 
@@ -385,20 +505,33 @@ def _varlen() -> Callable[..., Any]:
     """`varlen_attn`, which takes fewer kv heads unasked before torch 2.12."""
     from torch.nn.attention.varlen import varlen_attn  # imports the compiler: 2 seconds
 
-    return partial(varlen_attn, enable_gqa=True) if "enable_gqa" in signature(varlen_attn).parameters else varlen_attn
+    return (
+        partial(varlen_attn, enable_gqa=True)
+        if "enable_gqa" in signature(varlen_attn).parameters
+        else varlen_attn
+    )
 
 
 @lru_cache
 def _flex(device_type: str) -> tuple[Callable[..., Any], ...]:
     """`flex_attention` as it is, for compiled blocks; compiled by itself; and `create_block_mask`. On a CPU nothing is compiled."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # imports the compiler: 2 seconds
+    from torch.nn.attention.flex_attention import (
+        create_block_mask,
+        flex_attention,
+    )  # imports the compiler: 2 seconds
 
     if device_type == "cpu":
         return flex_attention, flex_attention, create_block_mask
-    return flex_attention, torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
+    return (
+        flex_attention,
+        torch.compile(flex_attention, dynamic=False),
+        torch.compile(create_block_mask, dynamic=False),
+    )
 
 
-def _sees(documents: Tensor, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+def _sees(
+    documents: Tensor, window: int | None
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Whether a query may look at a key, as FlexAttention asks."""
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -6,7 +6,13 @@ from fsdp_trainer.errors import Problem, UserError
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 FLASH = {"fa3": "FlashAttention 3", "fa4": "FlashAttention 4"}
-NAMES = {"cudnn": "cuDNN", "flash": "FlashAttention 2", "efficient": "memory-efficient attention", "math": "unfused attention", **FLASH}
+NAMES = {
+    "cudnn": "cuDNN",
+    "flash": "FlashAttention 2",
+    "efficient": "memory-efficient attention",
+    "math": "unfused attention",
+    **FLASH,
+}
 MADE_FOR = {"fa3": (HOPPER,), "fa4": (HOPPER, BLACKWELL)}
 BEST = {HOPPER: "fa3", BLACKWELL: "fa4"}
 # cuDNN computes a whole row 1.7 to 2.3 times as fast as FlashAttention 2 on Hopper (published), which pays while documents
@@ -68,18 +74,33 @@ def attention_problems(layout: str, kernel: str, situation: Situation) -> list[P
 def _fitting(kernel: str, s: Situation) -> tuple[str, str]:
     """The layout that fits, and why."""
     if s.device != "cuda":
-        return ("mask", "compiled blocks want fixed shapes") if s.compiled else ("documents", "cost by Σ length²")
+        return (
+            ("mask", "compiled blocks want fixed shapes")
+            if s.compiled
+            else ("documents", "cost by Σ length²")
+        )
     if s.softcap:
         if not _layout_fails("flex", s):
             return "flex", "a kernel is compiled for the soft limit on scores"
-        return ("mask" if s.compiled else "documents"), "the soft limit on scores, computed in chunks"
+        return (
+            "mask" if s.compiled else "documents"
+        ), "the soft limit on scores, computed in chunks"
     if why := _layout_fails("varlen", s):
         return ("mask" if s.compiled else "documents"), f"varlen {why.splitlines()[0]}"
     if kernel in ("cudnn", "efficient", "math"):
         return ("mask" if s.compiled else "documents"), f"{kernel} was asked for"
-    cudnn = s.capability == HOPPER and "fa3" not in s.installed and not s.compiled and not s.windowed and kernel == "auto"
+    cudnn = (
+        s.capability == HOPPER
+        and "fa3" not in s.installed
+        and not s.compiled
+        and not s.windowed
+        and kernel == "auto"
+    )
     if cudnn and s.share >= CUDNN_PAYS:
-        return "documents", f"nearly whole rows ({s.share:.0%} of their cost), which cuDNN is fastest at on Hopper"
+        return (
+            "documents",
+            f"nearly whole rows ({s.share:.0%} of their cost), which cuDNN is fastest at on Hopper",
+        )
     return "varlen", f"cost by Σ length², {s.share:.0%} of whole rows'"
 
 
@@ -105,7 +126,9 @@ def _layout_fails(layout: str, s: Situation) -> str | None:
             "Use  compile=enabled  or  activation_checkpoint=full  or  model.attention=documents"
         )
     if layout == "flex" and s.head_dim is not None and s.head_dim < 16:
-        return f"has no kernel for head_dim={s.head_dim}, 16 at least.\nUse  model.attention=documents"
+        return (
+            f"has no kernel for head_dim={s.head_dim}, 16 at least.\nUse  model.attention=documents"
+        )
     if layout == "varlen":
         return _varlen_fails(s)
     return None

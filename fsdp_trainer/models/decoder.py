@@ -23,7 +23,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 NORMS: dict[str, tuple[str | None, ...]] = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
-    "around": ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "around": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
 }
 
 
@@ -52,7 +57,11 @@ class RMSNorm(nn.Module):
     def __init__(self, config: ModelConfig, size: int | None = None):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size or config.hidden_size))
-        self.eps, self.offset, self.in_float32 = config.rms_norm_eps, config.form.norm_offset, config.form.norm_in_float32
+        self.eps, self.offset, self.in_float32 = (
+            config.rms_norm_eps,
+            config.form.norm_offset,
+            config.form.norm_in_float32,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., size]."""
@@ -68,7 +77,10 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        queries, keys = (
+            config.num_attention_heads * config.head_dim,
+            config.num_key_value_heads * config.head_dim,
+        )
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.has_bias("q_proj"))
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.has_bias("k_proj"))
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.has_bias("v_proj"))
@@ -77,10 +89,14 @@ class Attention(nn.Module):
         if self.qk_norm:
             self.q_norm = RMSNorm(config, queries if self.qk_norm == "whole" else config.head_dim)
             self.k_norm = RMSNorm(config, keys if self.qk_norm == "whole" else config.head_dim)
-        self.scale = None if config.query_pre_attn_scalar is None else config.query_pre_attn_scalar**-0.5
+        self.scale = (
+            None if config.query_pre_attn_scalar is None else config.query_pre_attn_scalar**-0.5
+        )
         self.softcap = config.attn_logit_softcapping
 
-    def forward(self, x: Tensor, turn: Rotation, layout: Layout, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, turn: Rotation, layout: Layout, cache: Cache | None = None
+    ) -> Tensor:
         """x: [batch, length, hidden]."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.qk_norm == "whole":
@@ -99,9 +115,13 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.gate_proj = nn.Linear(
+            config.hidden_size, config.intermediate_size, bias=config.mlp_bias
+        )
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(
+            config.intermediate_size, config.hidden_size, bias=config.mlp_bias
+        )
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,10 +140,14 @@ class Block(nn.Module):
         for name in filter(None, self.norms):
             self.add_module(name, RMSNorm(config))
 
-    def forward(self, x: Tensor, turn: Rotation, layout: Layout, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, turn: Rotation, layout: Layout, cache: Cache | None = None
+    ) -> Tensor:
         """x: [batch, length, hidden]."""
         before_attention, after_attention, before_mlp, after_mlp = self.norms
-        x = x + self._norm(after_attention, self.self_attn(self._norm(before_attention, x), turn, layout, cache))
+        x = x + self._norm(
+            after_attention, self.self_attn(self._norm(before_attention, x), turn, layout, cache)
+        )
         return x + self._norm(after_mlp, self.mlp(self._norm(before_mlp, x)))
 
     def _norm(self, name: str | None, x: Tensor) -> Tensor:
@@ -137,7 +161,9 @@ class Backbone(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.embedding_rows, config.hidden_size)
         # a dictionary: a pipeline stage that holds some of the blocks keeps their names
-        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.num_hidden_layers)})
+        self.layers = nn.ModuleDict(
+            {str(i): Block(config) for i in range(config.num_hidden_layers)}
+        )
         self.norm = RMSNorm(config)
 
 
@@ -150,27 +176,48 @@ class Decoder(nn.Module):
         self.model = Backbone(config)
         self.lm_head = Head(config)
         self.tie_weights()
-        self.ropes: list[Rope] = []  # made at the first forward: no buffers, which to_empty would wipe
+        self.ropes: list[
+            Rope
+        ] = []  # made at the first forward: no buffers, which to_empty would wipe
 
     def tie_weights(self) -> None:
         """Make a tied head and the embedding one parameter; again after to_empty, which parts them."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, batch: MicroBatch, objective: Objective | None = None) -> Scores | tuple[Tensor, Scores]:
+    def forward(
+        self, batch: MicroBatch, objective: Objective | None = None
+    ) -> Scores | tuple[Tensor, Scores]:
         """Scores of the micro-batch's supervised tokens, in the order of `batch.index`; before them the objective's value, if there is one."""
         hidden = self.hidden(batch.tokens, batch.positions, batch.layout)
-        hidden = hidden.flatten(0, 1).index_select(0, batch.index)  # only supervised positions pay for norm and head
+        hidden = hidden.flatten(0, 1).index_select(
+            0, batch.index
+        )  # only supervised positions pay for norm and head
         return self.lm_head(self.model.norm(hidden), batch.targets, objective)
 
-    def hidden(self, tokens: Tensor, positions: Tensor, layout: Layout, caches: list[Cache] | None = None, done: int = 0) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        layout: Layout,
+        caches: list[Cache] | None = None,
+        done: int = 0,
+    ) -> Tensor:
         """[batch, length, hidden]: the residual stream after the last block. done: tokens before these, which the caches hold."""
         x = self.model.embed_tokens(tokens)
         if self.config.form.scaled_embedding:
-            x = x * torch.full((), self.config.hidden_size**0.5, dtype=x.dtype, device=x.device)  # rounded as the weights are
+            x = x * torch.full(
+                (), self.config.hidden_size**0.5, dtype=x.dtype, device=x.device
+            )  # rounded as the weights are
         if not self.ropes:
-            self.ropes = [Rope(self.config, local) for local in ((False, True) if self.config.rope_local_theta else (False,))]
-        turns = [rope(positions, x.dtype, done + tokens.shape[1] if layout.one_document else None) for rope in self.ropes]
+            self.ropes = [
+                Rope(self.config, local)
+                for local in ((False, True) if self.config.rope_local_theta else (False,))
+            ]
+        turns = [
+            rope(positions, x.dtype, done + tokens.shape[1] if layout.one_document else None)
+            for rope in self.ropes
+        ]
         windows = self.config.windows
         layouts = {window: layout.within(window) for window in set(windows)}
         for i, (window, block) in enumerate(zip(windows, self.model.layers.values(), strict=True)):
@@ -187,6 +234,10 @@ class Decoder(nn.Module):
     def next_logits(self, tokens: Tensor, caches: list[Cache]) -> Tensor:
         """[batch, vocabulary] after `tokens` [batch, new], which follow what the caches (one per block, empty at first) hold."""
         done = 0 if caches[0].keys is None else caches[0].keys.shape[1]
-        positions = torch.arange(done, done + tokens.shape[1], device=tokens.device).expand_as(tokens)
+        positions = torch.arange(done, done + tokens.shape[1], device=tokens.device).expand_as(
+            tokens
+        )
         hidden = self.hidden(tokens, positions, Layout(), caches, done)[:, -1]
-        return self.lm_head(self.model.norm(hidden))  # by its forward: sharded with the norm, both must run
+        return self.lm_head(
+            self.model.norm(hidden)
+        )  # by its forward: sharded with the norm, both must run

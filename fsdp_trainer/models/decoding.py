@@ -28,7 +28,9 @@ def continue_tokens(
     new = torch.tensor([prompt], device=device)
     room = model.config.max_position_embeddings - len(prompt)
     for _ in range(min(cfg.max_tokens, room)):
-        token = sample(agree(model.next_logits(new, caches)[0]), cfg.temperature, cfg.top_p, generator)
+        token = sample(
+            agree(model.next_logits(new, caches)[0]), cfg.temperature, cfg.top_p, generator
+        )
         if token in stop_ids:
             return
         yield token

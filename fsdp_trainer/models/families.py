@@ -62,31 +62,57 @@ GEMMA_OMITTED: dict[str, Any] = {
 }  # fmt: skip
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", options=("attention_bias", "mlp_bias"), omitted={"max_position_embeddings": 2048}),
+    "llama": Family(
+        "LlamaForCausalLM",
+        options=("attention_bias", "mlp_bias"),
+        omitted={"max_position_embeddings": 2048},
+    ),
     "mistral": Family(
         "MistralForCausalLM",
         windows="all",
-        omitted={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+        omitted={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "sliding_window": 4096,
+        },
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         biased=("q_proj", "k_proj", "v_proj"),
         windows="last",
-        omitted={"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096},
+        omitted={
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 32_768,
+            "sliding_window": 4096,
+        },
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         qk_norm="head",
         windows="last",
         options=("attention_bias",),
-        omitted={"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32_768, "sliding_window": 4096},
+        omitted={
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 32_768,
+            "sliding_window": 4096,
+        },
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
         **GEMMA,
         window_pattern=2,
-        options=("attention_bias", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
-        defaults={"hidden_act": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        options=(
+            "attention_bias",
+            "query_pre_attn_scalar",
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+        ),
+        defaults={
+            "hidden_act": "gelu_pytorch_tanh",
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
         omitted=GEMMA_OMITTED | {"max_position_embeddings": 8192},
     ),
     "gemma3_text": Family(
@@ -94,7 +120,12 @@ FAMILIES = {
         **GEMMA,
         qk_norm="head",
         window_pattern=6,
-        options=("attention_bias", "query_pre_attn_scalar", "final_logit_softcapping", "rope_local_theta"),
+        options=(
+            "attention_bias",
+            "query_pre_attn_scalar",
+            "final_logit_softcapping",
+            "rope_local_theta",
+        ),
         defaults={"hidden_act": "gelu_pytorch_tanh", "rope_theta": 1e6, "rope_local_theta": 1e4},
         omitted=GEMMA_OMITTED | {"vocab_size": 262_208, "max_position_embeddings": 131_072},
     ),
@@ -111,7 +142,10 @@ FAMILIES = {
         "Phi3ForCausalLM",
         windows="all",
         options=("partial_rotary_factor",),
-        fused=(("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")), ("mlp.gate_up_proj", ("gate_proj", "up_proj"))),
+        fused=(
+            ("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")),
+            ("mlp.gate_up_proj", ("gate_proj", "up_proj")),
+        ),
         omitted={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     ),
 }

@@ -83,7 +83,9 @@ class Head(nn.Module):
         """
         rows = self.rows_at_once(len(hidden), hidden.device.type)
         room = hidden.new_empty(rows, self.vocab_size)
-        room32 = room if room.dtype == torch.float32 else torch.empty_like(room, dtype=torch.float32)
+        room32 = (
+            room if room.dtype == torch.float32 else torch.empty_like(room, dtype=torch.float32)
+        )
         for start in range(0, len(hidden), rows):
             tokens = slice(start, min(start + rows, len(hidden)))
             count = tokens.stop - start
@@ -100,7 +102,9 @@ class Head(nn.Module):
 
     def compile_chunks(self, **options: Any) -> None:
         """Fuse what is done to a chunk between its matrix products. One graph for every number of rows. options: torch.compile's."""
-        score, differentiate = (torch.compile(f, fullgraph=True, **options) for f in (_score, _differentiate))
+        score, differentiate = (
+            torch.compile(f, fullgraph=True, **options) for f in (_score, _differentiate)
+        )
 
         def any_rows(function: Callable) -> Callable:
             def call(product: Tensor, logits: Tensor, *args: Any) -> Any:
@@ -119,7 +123,10 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _joined(scores: list[Scores]) -> Scores:
-    return Scores(torch.cat([s.log_probability for s in scores]), torch.cat([s.log_normalizer for s in scores]))
+    return Scores(
+        torch.cat([s.log_probability for s in scores]),
+        torch.cat([s.log_normalizer for s in scores]),
+    )
 
 
 class _Minimise(torch.autograd.Function):
@@ -129,14 +136,18 @@ class _Minimise(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, objective: Objective, head: Head) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, objective: Objective, head: Head
+    ) -> tuple[Tensor, Tensor, Tensor]:
         used = weight[: head.vocab_size]
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         add = _Accumulator(grad_weight[: head.vocab_size], weight.dtype)
         value, found = grad_weight.new_zeros(()), []
         for tokens, product, logits in head.chunks(hidden, used):
-            scores, total, slope = head.score(product, logits, targets[tokens], head.softcap, objective.needs_mean)
+            scores, total, slope = head.score(
+                product, logits, targets[tokens], head.softcap, objective.needs_mean
+            )
             part, derivatives = _derivatives(objective, scores, tokens)
             head.differentiate(product, logits, total, slope, targets[tokens], *derivatives)
             torch.mm(product, used, out=grad_hidden[tokens])
@@ -152,7 +163,13 @@ class _Minimise(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_value: Tensor, *_) -> tuple[Tensor, Tensor, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden.mul_(grad_value), grad_weight.mul_(grad_value).to(ctx.dtype), None, None, None
+        return (
+            grad_hidden.mul_(grad_value),
+            grad_weight.mul_(grad_value).to(ctx.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 def _score(
@@ -174,10 +191,20 @@ def _score(
     largest = logits.amax(-1, keepdim=True)
     total = logits.sub_(largest).exp_().sum(-1, keepdim=True)
     normalizer = largest + total.log()
-    return Scores((of_target - normalizer)[:, 0], normalizer[:, 0], None if mean is None else mean - normalizer[:, 0]), total, slope
+    return (
+        Scores(
+            (of_target - normalizer)[:, 0],
+            normalizer[:, 0],
+            None if mean is None else mean - normalizer[:, 0],
+        ),
+        total,
+        slope,
+    )
 
 
-def _derivatives(objective: Objective, scores: Scores, tokens: slice) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _derivatives(
+    objective: Objective, scores: Scores, tokens: slice
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The objective's value on a chunk, and its derivative in each kind of score."""
     leaves = [score.detach().requires_grad_() for score in scores if score is not None]
     with torch.enable_grad():
@@ -205,7 +232,9 @@ def _differentiate(
     logits.mul_(of_softmax[:, None] / total)
     if by_mean is not None:
         logits.add_(by_mean[:, None] / logits.shape[-1])
-    logits.scatter_add_(-1, targets[:, None], by_probability[:, None])  # before it is rounded: for a token that is known it nearly cancels
+    logits.scatter_add_(
+        -1, targets[:, None], by_probability[:, None]
+    )  # before it is rounded: for a token that is known it nearly cancels
     if slope is not None:
         logits.mul_(slope)
     if logits is not product:
@@ -217,7 +246,9 @@ class _Accumulator:
 
     def __init__(self, total: Tensor, dtype: torch.dtype):
         self.total, self.dtype = total, dtype
-        self.room = None if dtype == total.dtype or total.is_cuda else torch.empty_like(total, dtype=dtype)
+        self.room = (
+            None if dtype == total.dtype or total.is_cuda else torch.empty_like(total, dtype=dtype)
+        )
 
     def __call__(self, left: Tensor, right: Tensor) -> None:
         """total [vocabulary, hidden] += left.T @ right."""

@@ -20,10 +20,16 @@ def fetch(name: str, weights: bool = True) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         why = "looks like a hub id; to fetch it:  pip install 'fsdp_trainer[hub]'.  Or give a folder that exists"
-        raise UserError("cannot fetch the model", [Problem(f"model.init_from={name}", why)]) from None
+        raise UserError(
+            "cannot fetch the model", [Problem(f"model.init_from={name}", why)]
+        ) from None
     try:
         return Path(snapshot_download(name, allow_patterns=TEXTS + (WEIGHTS if weights else [])))
-    except Exception as error:  # network, rights, a name that does not exist: all are the caller's to mend
+    except (
+        Exception
+    ) as error:  # network, rights, a name that does not exist: all are the caller's to mend
         why = f"{type(error).__name__}: {str(error).splitlines()[0]}\nIs the name right, and has this machine a network?"
         why += f"\nWhere there is one:  hf download {name} --local-dir DIR  , then here  model.init_from=DIR"
-        raise UserError("cannot fetch the model", [Problem(f"model.init_from={name}", why)]) from None
+        raise UserError(
+            "cannot fetch the model", [Problem(f"model.init_from={name}", why)]
+        ) from None

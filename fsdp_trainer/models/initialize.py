@@ -21,19 +21,27 @@ def draw_normal(seed: int, name: str, start: int, count: int, std: float) -> Ten
         digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         first, last = max(start - block * BLOCK, 0), min(start + count - block * BLOCK, BLOCK)
-        pieces.append(torch.randn(BLOCK, generator=generator)[first:last])  # the whole block: a shorter draw would differ
+        pieces.append(
+            torch.randn(BLOCK, generator=generator)[first:last]
+        )  # the whole block: a shorter draw would differ
     return torch.cat(pieces).mul_(std) if pieces else torch.empty(0)
 
 
 @torch.no_grad()
-def initialize(config: ModelConfig, name: str, local: Tensor, first_row: int, row_elements: int, seed: int) -> None:
+def initialize(
+    config: ModelConfig, name: str, local: Tensor, first_row: int, row_elements: int, seed: int
+) -> None:
     """Fill `local`, rows first_row … of parameter `name`: norms so that they scale by 1, biases and padding with 0, all else from N(0, std²)."""
     if name.endswith("norm.weight"):
         local.fill_(1.0 - config.form.norm_offset)
     elif name.endswith(".bias"):
         local.zero_()
     else:
-        local.copy_(draw_normal(seed, name, first_row * row_elements, local.numel(), deviation(config, name)).view(local.shape))
+        local.copy_(
+            draw_normal(
+                seed, name, first_row * row_elements, local.numel(), deviation(config, name)
+            ).view(local.shape)
+        )
     if name in VOCABULARY:
         local[max(0, config.vocab_size - first_row) :] = 0
 

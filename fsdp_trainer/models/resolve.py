@@ -18,18 +18,27 @@ def resolve_model(model: Model, vocab_size: int | None = None) -> ModelConfig:
 
     vocab_size: the tokenizer's, which random weights follow unless model.vocab_size says otherwise. Raises UserError.
     """
-    asked = {f.name: getattr(model, f.name) for f in dataclasses.fields(ModelConfig) if getattr(model, f.name, None) is not None}
+    asked = {
+        f.name: getattr(model, f.name)
+        for f in dataclasses.fields(ModelConfig)
+        if getattr(model, f.name, None) is not None
+    }
     if model.init_from is not None:
         found = ModelConfig.from_hf(model_folder(model.init_from))
         if problems := _differences(model, asked, found):
             raise UserError("the model asked for is not the one in model.init_from", problems)
-        return dataclasses.replace(found, **{name: asked[name] for name in (*CONTEXT_KEYS, *OURS, "vocab_size") if name in asked})
+        return dataclasses.replace(
+            found,
+            **{name: asked[name] for name in (*CONTEXT_KEYS, *OURS, "vocab_size") if name in asked},
+        )
     asked = FAMILIES[asked.get("family", "llama")].defaults | asked
     asked.setdefault("vocab_size", vocab_size or 0)
     if "hidden_size" in asked or "num_attention_heads" in asked:
         tiny = ModelConfig()
         asked.setdefault(
-            "head_dim", asked.get("hidden_size", tiny.hidden_size) // asked.get("num_attention_heads", tiny.num_attention_heads)
+            "head_dim",
+            asked.get("hidden_size", tiny.hidden_size)
+            // asked.get("num_attention_heads", tiny.num_attention_heads),
         )
     return ModelConfig(**asked)
 
@@ -41,19 +50,35 @@ def resolve_with_tokenizer(model: Model, tokens: int, grows: bool) -> ModelConfi
         config = dataclasses.replace(config, vocab_size=max(config.vocab_size, tokens))
     if tokens > config.vocab_size:
         why = f"the tokenizer has {tokens:,} tokens, more than the model's embedding.\nUse the model's own tokenizer, or add rows with  model.vocab_size={tokens}"
-        raise UserError("tokenizer and model do not fit", [Problem(f"vocabulary={config.vocab_size:,}", why)])
+        raise UserError(
+            "tokenizer and model do not fit", [Problem(f"vocabulary={config.vocab_size:,}", why)]
+        )
     return config
 
 
 def _differences(model: Model, asked: dict[str, Any], found: ModelConfig) -> list[Problem]:
     named = model.name != "auto"
     free = {*OURS, "vocab_size", *(() if named else CONTEXT_KEYS)}
-    different = {name: getattr(found, name) for name, value in asked.items() if name not in free and value != getattr(found, name)}
+    different = {
+        name: getattr(found, name)
+        for name, value in asked.items()
+        if name not in free and value != getattr(found, name)
+    }
     where = f"config.json of {model.init_from}"
     if named and different:
-        details = "\n".join(f"{name} is {value}, not {asked[name]}" for name, value in different.items())
-        return [Problem(f"model={model.name}", f"{where} is another model's: use  model=auto  to take it as it is\n{details}")]
-    problems = [Problem(f"model.{name}={asked[name]}", f"{where} has {value}: drop it") for name, value in different.items()]
+        details = "\n".join(
+            f"{name} is {value}, not {asked[name]}" for name, value in different.items()
+        )
+        return [
+            Problem(
+                f"model={model.name}",
+                f"{where} is another model's: use  model=auto  to take it as it is\n{details}",
+            )
+        ]
+    problems = [
+        Problem(f"model.{name}={asked[name]}", f"{where} has {value}: drop it")
+        for name, value in different.items()
+    ]
     if asked.get("vocab_size", found.vocab_size) < found.vocab_size:
         why = f"{where} has {found.vocab_size} rows. Rows can be added, not taken away: drop it"
         problems.append(Problem(f"model.vocab_size={asked['vocab_size']}", why))
@@ -62,7 +87,9 @@ def _differences(model: Model, asked: dict[str, Any], found: ModelConfig) -> lis
 
 def model_problems(cfg: TrainConfig) -> list[Problem]:
     """What is wrong with the model, seen without torch, data or tokenizer."""
-    if cfg.model.rope_scaling and (problems := rope_problems(cfg.model.rope_scaling, "model.rope_scaling")):
+    if cfg.model.rope_scaling and (
+        problems := rope_problems(cfg.model.rope_scaling, "model.rope_scaling")
+    ):
         return problems
     if cfg.model.init_from and is_hub_id(cfg.model.init_from):
         return []
@@ -77,7 +104,11 @@ def model_problems(cfg: TrainConfig) -> list[Problem]:
         why = f"must divide num_attention_heads={config.num_attention_heads}"
         problems.append(Problem(f"model.num_key_value_heads={config.num_key_value_heads}", why))
     if config.rotary_dim % 2 or not config.rotary_dim:
-        problems.append(Problem(f"model.head_dim={config.head_dim}", "must be even for rotary position embedding"))
+        problems.append(
+            Problem(
+                f"model.head_dim={config.head_dim}", "must be even for rotary position embedding"
+            )
+        )
     if config.form.windows == "none" and cfg.model.sliding_window is not None:
         windowed = ", ".join(name for name, form in FAMILIES.items() if form.windows != "none")
         why = f"{config.family} has no windows; {windowed} have"
@@ -85,7 +116,9 @@ def model_problems(cfg: TrainConfig) -> list[Problem]:
     for name in EXTRAS:
         if getattr(cfg.model, name) and name not in config.form.options:
             having = ", ".join(family for family, form in FAMILIES.items() if name in form.options)
-            why = f"transformers would not compute it for {config.family}, {having} have it: drop it"
+            why = (
+                f"transformers would not compute it for {config.family}, {having} have it: drop it"
+            )
             problems.append(Problem(f"model.{name}={getattr(cfg.model, name)}", why))
     if cfg.batch.seq_len > config.max_position_embeddings:
         problems.append(

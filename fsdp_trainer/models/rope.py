@@ -16,7 +16,9 @@ class Rope:
         self.scaling: dict[str, Any] = {} if local else config.rope_scaling or {}
         theta = config.rope_local_theta if local else config.rope_theta
         assert theta is not None
-        exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64).float() / config.rotary_dim
+        exponent = (
+            torch.arange(0, config.rotary_dim, 2, dtype=torch.int64).float() / config.rotary_dim
+        )
         plain = 1.0 / (theta**exponent)
         self.frequencies, self.strength = _scaled(plain, theta, config, self.scaling)
         self.long_from, self.long = None, self.frequencies
@@ -25,17 +27,28 @@ class Rope:
             self.long = plain / torch.tensor(self.scaling["long_factor"])
         self.dtype = torch.float32 if config.form.rope_in_float32 else None
 
-    def __call__(self, positions: Tensor, dtype: torch.dtype, so_far: int | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, positions: Tensor, dtype: torch.dtype, so_far: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Cosine and sine, each [batch, length, 1, rotary_dim], of positions [batch, length]. Angles are taken in float32.
 
         so_far: tokens of the one document in each row, generated ones included; None: several documents, whose positions restart.
         """
         if self.frequencies.device != positions.device:
-            self.frequencies, self.long = self.frequencies.to(positions.device), self.long.to(positions.device)
+            self.frequencies, self.long = (
+                self.frequencies.to(positions.device),
+                self.long.to(positions.device),
+            )
         frequencies = self.frequencies
         if self.long_from is not None:
-            length = document_lengths(positions) if so_far is None else torch.full_like(positions, so_far)
-            frequencies = torch.where(length[..., None] > self.long_from, self.long, self.frequencies)
+            length = (
+                document_lengths(positions)
+                if so_far is None
+                else torch.full_like(positions, so_far)
+            )
+            frequencies = torch.where(
+                length[..., None] > self.long_from, self.long, self.frequencies
+            )
         angles = positions[..., None].float() * frequencies
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(-2)
         dtype = self.dtype or dtype
@@ -46,7 +59,11 @@ def document_lengths(positions: Tensor) -> Tensor:
     """[batch, length]: of each token, the length of its document, which begins at position 0."""
     flat = positions.flatten()
     document = (flat == 0).cumsum(0) - 1
-    return torch.zeros_like(flat).scatter_reduce(0, document, flat + 1, "amax")[document].view_as(positions)
+    return (
+        torch.zeros_like(flat)
+        .scatter_reduce(0, document, flat + 1, "amax")[document]
+        .view_as(positions)
+    )
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -57,7 +74,9 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
-def _scaled(plain: Tensor, theta: float, config: ModelConfig, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+def _scaled(
+    plain: Tensor, theta: float, config: ModelConfig, scaling: dict[str, Any]
+) -> tuple[Tensor, float]:
     """Frequencies [rotary_dim / 2], and the factor on cosine and sine."""
     match scaling.get("rope_type", "default"):
         case "linear":
@@ -67,19 +86,27 @@ def _scaled(plain: Tensor, theta: float, config: ModelConfig, scaling: dict[str,
         case "yarn":
             return _yarn(plain, theta, config.rotary_dim, scaling), _yarn_strength(scaling)
         case "longrope":
-            return plain / torch.tensor(scaling["short_factor"]), _longrope_strength(config, scaling)
+            return plain / torch.tensor(scaling["short_factor"]), _longrope_strength(
+                config, scaling
+            )
     return plain, 1.0
 
 
 def _llama3(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
     """Slow channels are stretched by the factor, fast ones kept, those between interpolated (The Llama 3 Herd of Models, §3.4.2)."""
-    low, high, original = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["original_max_position_embeddings"]
+    low, high, original = (
+        scaling["low_freq_factor"],
+        scaling["high_freq_factor"],
+        scaling["original_max_position_embeddings"],
+    )
     wavelength = 2 * math.pi / frequencies
     stretched = frequencies / scaling["factor"]
     smooth = (original / wavelength - low) / (high - low)
     between = (1 - smooth) * stretched + smooth * frequencies
     scaled = torch.where(wavelength > original / low, stretched, frequencies)
-    return torch.where((wavelength <= original / low) & (wavelength >= original / high), between, scaled)
+    return torch.where(
+        (wavelength <= original / low) & (wavelength >= original / high), between, scaled
+    )
 
 
 def _yarn(frequencies: Tensor, theta: float, dim: int, scaling: dict[str, Any]) -> Tensor:
@@ -87,7 +114,11 @@ def _yarn(frequencies: Tensor, theta: float, dim: int, scaling: dict[str, Any]) 
     kept, those between interpolated by their index (Peng et al. 2023, §3.2)."""
 
     def channel(turns: float) -> float:
-        return dim * math.log(scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return (
+            dim
+            * math.log(scaling["original_max_position_embeddings"] / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
     low, high = channel(scaling.get("beta_fast") or 32), channel(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):

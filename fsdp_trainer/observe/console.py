@@ -9,7 +9,12 @@ from typing import Any, TextIO
 
 from fsdp_trainer.phases import CHECKPOINT
 
-PEOPLE = {"start": "start-up", "read": "device", "update": "optimizer", "samples": "validation"}  # phases in other words
+PEOPLE = {
+    "start": "start-up",
+    "read": "device",
+    "update": "optimizer",
+    "samples": "validation",
+}  # phases in other words
 PEOPLE |= dict.fromkeys(CHECKPOINT, "checkpoint")
 REDRAW_SECONDS, TELL_EVERY_SECONDS = 0.2, 5.0  # in a terminal, in a file
 
@@ -48,7 +53,9 @@ class Console:
         return tell
 
     def _print(self, text: str) -> None:
-        with suppress(OSError):  # a log file on a full disk, a reader that has gone: training goes on
+        with suppress(
+            OSError
+        ):  # a log file on a full disk, a reader that has gone: training goes on
             print(text, end="", file=self.stream, flush=True)
 
     def _cleared(self) -> str:
@@ -58,18 +65,29 @@ class Console:
 
 def progress_line(line: dict[str, Any], total_steps: int, seconds_left: float) -> str:
     """From a line of metrics.jsonl, e.g. ` 1,240/5,000 25%  loss 1.8342  lr 2.7e-05  |g| 0.91  41.2k tok/s  61.30 GiB  2.41 s  eta 2h31m`."""
-    loss, norm = (("not finite" if line[k] is None else f"{line[k]:{f}}") for k, f in (("loss", ".4f"), ("grad_norm", ".2f")))
+    loss, norm = (
+        ("not finite" if line[k] is None else f"{line[k]:{f}}")
+        for k, f in (("loss", ".4f"), ("grad_norm", ".2f"))
+    )
     parts = [
         f"{line['step']:>{len(f'{total_steps:,}')},}/{total_steps:,} {100 * line['step'] // max(1, total_steps):3}%",
         f"loss {loss}",
         f"lr {line['lr']:.1e}",
         f"|g| {norm}",
         f"{short(line['tokens_per_second'])} tok/s",
-        *([f"MFU {line['mfu_palm']:.1%} (causal {line['mfu_causal']:.1%})"] if "mfu_palm" in line else []),
+        *(
+            [f"MFU {line['mfu_palm']:.1%} (causal {line['mfu_causal']:.1%})"]
+            if "mfu_palm" in line
+            else []
+        ),
         f"{line['memory_gib']:.2f} GiB",
         f"{line['step_seconds']:.2f} s",
         f"eta {duration(seconds_left)}",
-        *([f"validation {line['validation_loss']:.4f}"] if line.get("validation_loss") is not None else []),
+        *(
+            [f"validation {line['validation_loss']:.4f}"]
+            if line.get("validation_loss") is not None
+            else []
+        ),
     ]
     return "  ".join(parts)
 
@@ -80,7 +98,11 @@ def time_line(seconds: dict[str, float]) -> str:
     by_name: dict[str, float] = defaultdict(float)
     for phase, spent in seconds.items():
         by_name[PEOPLE.get(phase, phase)] += spent
-    parts = [f"{name} {spent / total:.0%}" for name, spent in sorted(by_name.items(), key=lambda part: -part[1]) if spent >= 0.01 * total]
+    parts = [
+        f"{name} {spent / total:.0%}"
+        for name, spent in sorted(by_name.items(), key=lambda part: -part[1])
+        if spent >= 0.01 * total
+    ]
     return f"time   {duration(total)}: {', '.join(parts)}"
 
 

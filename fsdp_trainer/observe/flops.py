@@ -5,7 +5,9 @@ from fsdp_trainer.models.config import ModelConfig
 
 def matmul_parameters(config: ModelConfig) -> int:
     """Weights that take part in a matrix product for every token: all but the input embedding (a tied one is the head's)."""
-    return config.parameters() - (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)
+    return config.parameters() - (
+        0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    )
 
 
 def palm_flops(config: ModelConfig, tokens: int, seq_len: int) -> float:
@@ -17,5 +19,7 @@ def palm_flops(config: ModelConfig, tokens: int, seq_len: int) -> float:
 
 def causal_flops(config: ModelConfig, tokens: int, squares: int) -> float:
     """6·N a token, and attention as it is computed: half of 12·L·H·D·Σ length² over the documents."""
-    attention = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * squares
+    attention = (
+        6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * squares
+    )
     return tokens * 6 * matmul_parameters(config) + attention

@@ -34,12 +34,16 @@ class Profiler:
             raise UserError("no such rank to profile", [Problem(f"profile.ranks={cfg.ranks}", why)])
         self.first, self.last = parse_steps(cfg.steps) if cfg.steps else (0, -1)
         self.folder, self.rank, self.observer = run / "profile", world.rank, observer
-        self.wanted = world.rank in (range(min(MOST_RANKS, world.size // world.nodes)) if cfg.ranks is None else cfg.ranks)
+        self.wanted = world.rank in (
+            range(min(MOST_RANKS, world.size // world.nodes)) if cfg.ranks is None else cfg.ranks
+        )
         self.memory, self.snapshot = cfg.memory, cfg.memory and observer.device.type == "cuda"
         self._began, self._step = 0, 0
         self._trace: profile | None = None
         self._open: list[record_function] = []  # the step's slice, and the phase's within it
-        if self.snapshot and self.wanted and not cfg.steps:  # whoever looks for what fills the memory does not know the step
+        if (
+            self.snapshot and self.wanted and not cfg.steps
+        ):  # whoever looks for what fills the memory does not know the step
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
 
     def before(self, step: int) -> None:
@@ -51,7 +55,9 @@ class Profiler:
             phases.enter("profile")
             with self.observer.apart("profile"):
                 self._start()
-                dist.all_reduce(torch.zeros(()))  # or the first step would be that much longer where this took less
+                dist.all_reduce(
+                    torch.zeros(())
+                )  # or the first step would be that much longer where this took less
         self._step = step
         if self._trace:
             self._slice(0, f"step {step}")
@@ -74,7 +80,9 @@ class Profiler:
 
     def _start(self) -> None:
         if self.memory and not self.snapshot:
-            self.observer.console.say("profile.memory: snapshots are the GPU's; on a CPU the trace has the allocations' sizes")
+            self.observer.console.say(
+                "profile.memory: snapshots are the GPU's; on a CPU the trace has the allocations' sizes"
+            )
         if not self.wanted:
             return
         cuda = [ProfilerActivity.CUDA] if self.observer.device.type == "cuda" else []
@@ -83,7 +91,11 @@ class Profiler:
                 torch.cuda.synchronize()  # what earlier steps left to do is none of these
             if self.snapshot:
                 torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
-            trace = profile(activities=[ProfilerActivity.CPU, *cuda], record_shapes=True, profile_memory=self.memory)
+            trace = profile(
+                activities=[ProfilerActivity.CPU, *cuda],
+                record_shapes=True,
+                profile_memory=self.memory,
+            )
             trace.__enter__()
             self._trace = trace
         except Exception as error:  # another profiler may be at work
@@ -103,12 +115,23 @@ class Profiler:
             if not alone:
                 ranks = [None] * dist.get_world_size()
                 dist.all_gather_object(ranks, mine)
-            told = {rank: of for rank, of in zip([self.rank] if alone else range(len(ranks)), ranks, strict=True) if of}
-            self.observer.event("profile", steps=[began, self._step], path=str(self.folder), seconds=round(seconds(), 3))
+            told = {
+                rank: of
+                for rank, of in zip([self.rank] if alone else range(len(ranks)), ranks, strict=True)
+                if of
+            }
+            self.observer.event(
+                "profile",
+                steps=[began, self._step],
+                path=str(self.folder),
+                seconds=round(seconds(), 3),
+            )
         self.observer.console.say(f"profile of steps {began:,} to {self._step:,}: {self.folder}")
         if told and self.observer.records:
             with suppress(OSError):
-                (self.folder / f"{name}-phases.json").write_text(json.dumps({"steps": [began, self._step], "ranks": told}, indent=1))
+                (self.folder / f"{name}-phases.json").write_text(
+                    json.dumps({"steps": [began, self._step], "ranks": told}, indent=1)
+                )
             for line in table(told):
                 self.observer.console.say(f"       {line}")
 

@@ -17,7 +17,11 @@ class Records:
     """The files of a run. Only rank 0 has one. What cannot be written is told, kept, and written in its order as soon as it can be."""
 
     def __init__(self, run: Path, say: Callable[[str], None] = print):
-        self.metrics, self.events, self.samples = run / "metrics.jsonl", run / "events.jsonl", run / "samples.jsonl"
+        self.metrics, self.events, self.samples = (
+            run / "metrics.jsonl",
+            run / "events.jsonl",
+            run / "samples.jsonl",
+        )
         self._say, self._lock, self._closed = say, Lock(), False
         self._kept: dict[Path, bytearray] = {}
         self._amid_line: set[Path] = set()  # files that end with a part of what is kept
@@ -29,9 +33,16 @@ class Records:
         """Drop metrics and samples of steps that a resume will do again, and a half line that a crash left. Never two lines for one step."""
         with self._lock:
             self._cut = step
-            for file in (self.metrics, self.samples):  # what the disk has not taken yet of those steps it need not
+            for file in (
+                self.metrics,
+                self.samples,
+            ):  # what the disk has not taken yet of those steps it need not
                 lines = bytes(self._kept.get(file, b"")).splitlines(keepends=True)
-                good = [line for line in lines if (told := parse(line.decode(errors="replace"))) and told["step"] <= step]
+                good = [
+                    line
+                    for line in lines
+                    if (told := parse(line.decode(errors="replace"))) and told["step"] <= step
+                ]
                 self._kept[file] = bytearray(b"".join(good))
                 self._amid_line.discard(file)
             self._write(self.metrics)
@@ -56,12 +67,18 @@ class Records:
 
     def samples_of(self, step: int, answers: list[tuple[str, str]]) -> None:
         """Append prompts with what the model said to them."""
-        lines = [json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False) + "\n" for prompt, text in answers]
+        lines = [
+            json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False) + "\n"
+            for prompt, text in answers
+        ]
         self._append(self.samples, "".join(lines))
 
     def event(self, name: str, **details: Any) -> None:
         """Append an event with the time."""
-        self._append(self.events, json.dumps({"event": name, "time": round(time.time(), 3), **details}) + "\n")
+        self._append(
+            self.events,
+            json.dumps({"event": name, "time": round(time.time(), 3), **details}) + "\n",
+        )
 
     def last_event(self) -> dict[str, Any]:
         """The last whole event; {} if there is none."""
@@ -81,7 +98,9 @@ class Records:
             with self._lock:
                 left = [file for file, kept in self._kept.items() if kept and not self._write(file)]
             if left and pause is None:
-                self._say(f"never written: {', '.join(f'{self._kept[file].count(10):,} lines of {file}' for file in left)}")
+                self._say(
+                    f"never written: {', '.join(f'{self._kept[file].count(10):,} lines of {file}' for file in left)}"
+                )
             elif left and pause is not None:
                 time.sleep(pause)
             else:
@@ -111,11 +130,17 @@ class Records:
             descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 size = os.fstat(descriptor).st_size
-                if size and file not in self._amid_line and os.pread(descriptor, 1, size - 1) != b"\n":
+                if (
+                    size
+                    and file not in self._amid_line
+                    and os.pread(descriptor, 1, size - 1) != b"\n"
+                ):
                     os.write(descriptor, b"\n")  # a crash left part of a line
                 while kept:
                     count = os.write(descriptor, kept)
-                    (self._amid_line.add if kept[count - 1] != 10 else self._amid_line.discard)(file)
+                    (self._amid_line.add if kept[count - 1] != 10 else self._amid_line.discard)(
+                        file
+                    )
                     del kept[:count]
                 if durable:
                     os.fsync(descriptor)
@@ -123,12 +148,18 @@ class Records:
                 os.close(descriptor)
         except OSError as error:
             if file not in self._failing:
-                self._say(f"{file} cannot be written: {error}. Its lines are kept until it can be; training goes on")
+                self._say(
+                    f"{file} cannot be written: {error}. Its lines are kept until it can be; training goes on"
+                )
             self._failing.add(file)
             return not kept
         if file in self._failing:
             self._failing.discard(file)
-            lost = f", but for {self._lost.pop(file):,} lines that were too many to keep" if file in self._lost else ""
+            lost = (
+                f", but for {self._lost.pop(file):,} lines that were too many to keep"
+                if file in self._lost
+                else ""
+            )
             self._say(f"{file} is written again; nothing is missing{lost}")
         if time.monotonic() - started > SLOW_SECONDS:
             self._say(f"{file}: the disk took {time.monotonic() - started:.0f} s for a few lines")
@@ -144,12 +175,17 @@ def whole_lines(file: Path, newest_first: bool = False) -> Iterator[dict[str, An
 def cut(file: Path, step: int) -> None:
     """Drop lines of later steps, and what is no line. Raises OSError."""
     lines = file.read_bytes().splitlines(keepends=True)
-    good = [(line := parse(text.decode(errors="replace"))) is not None and line["step"] <= step for text in lines]
+    good = [
+        (line := parse(text.decode(errors="replace"))) is not None and line["step"] <= step
+        for text in lines
+    ]
     first = good.index(False) if False in good else len(lines)
     if not any(good[first:]):
         os.truncate(file, sum(map(len, lines[:first])))  # which takes no room on a full disk
     else:
-        replace(file, b"".join(text for text, keep in zip(lines, good, strict=True) if keep).decode())
+        replace(
+            file, b"".join(text for text, keep in zip(lines, good, strict=True) if keep).decode()
+        )
 
 
 def replace(file: Path, text: str) -> None:

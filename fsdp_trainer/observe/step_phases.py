@@ -11,9 +11,30 @@ from typing import Any, NamedTuple
 from fsdp_trainer.phases import CHECKPOINT
 
 GATHER, SYNC = "all-gather, exposed", "gradient sync, exposed"
-ROWS = ("data", "forward", "loss", "backward", GATHER, SYNC, "clip", "optimizer", "agree", "log", "checkpoint", "validation", "other")
+ROWS = (
+    "data",
+    "forward",
+    "loss",
+    "backward",
+    GATHER,
+    SYNC,
+    "clip",
+    "optimizer",
+    "agree",
+    "log",
+    "checkpoint",
+    "validation",
+    "other",
+)
 """Every instant of a step is in exactly one: they sum to its time. `loss` is the head's part of forward, its gradients included."""
-ROW_OF = {"update": "optimizer", "read": "log", "samples": "validation", "check": "other", "profile": "other", "compile": "other"}
+ROW_OF = {
+    "update": "optimizer",
+    "read": "log",
+    "samples": "validation",
+    "check": "other",
+    "profile": "other",
+    "compile": "other",
+}
 ROW_OF |= dict.fromkeys(CHECKPOINT, "checkpoint") | {row: row for row in ROWS}
 OF_MODEL = ("forward", "loss", "backward")
 COMPUTES = (
@@ -45,9 +66,19 @@ def _slim(found: dict[str, Any]) -> Any:
     if "ph" not in found:
         return found
     kind = found.get("cat")
-    if found["ph"] != "X" or kind not in ("kernel", "cuda_runtime", "cuda_driver", "cpu_op", "user_annotation"):
+    if found["ph"] != "X" or kind not in (
+        "kernel",
+        "cuda_runtime",
+        "cuda_driver",
+        "cpu_op",
+        "user_annotation",
+    ):
         return None
-    of = found.get("args", {}).get("correlation", -1) if kind in ("kernel", "cuda_runtime", "cuda_driver") else found["tid"]
+    of = (
+        found.get("args", {}).get("correlation", -1)
+        if kind in ("kernel", "cuda_runtime", "cuda_driver")
+        else found["tid"]
+    )
     return Event(kind, found["name"], found["ts"], found["ts"] + found.get("dur", 0), of)
 
 
@@ -65,18 +96,38 @@ def phases_of(events: list[Event]) -> Told:
     With kernels in the trace it is the device's time that is told: a kernel belongs to the phase that launched it, and where none runs,
     the device waits for the phase in which its host is. Else it is the time of the thread that trains, and gloo's threads communicate.
     """
-    steps = [event for event in events if event.kind == "user_annotation" and event.name.startswith("step ")]
-    begin, end, thread = min(event.begin for event in steps), max(event.end for event in steps), steps[0].of
-    host = _host(event for event in events if event.kind == "user_annotation" and event.of == thread and event.name in ROW_OF)
+    steps = [
+        event
+        for event in events
+        if event.kind == "user_annotation" and event.name.startswith("step ")
+    ]
+    begin, end, thread = (
+        min(event.begin for event in steps),
+        max(event.end for event in steps),
+        steps[0].of,
+    )
+    host = _host(
+        event
+        for event in events
+        if event.kind == "user_annotation" and event.of == thread and event.name in ROW_OF
+    )
     if kernels := [event for event in events if event.kind == "kernel"]:
-        launched = {event.of: event.begin for event in events if event.kind in ("cuda_runtime", "cuda_driver")}
+        launched = {
+            event.of: event.begin
+            for event in events
+            if event.kind in ("cuda_runtime", "cuda_driver")
+        }
         working = [(event, _at(host, launched.get(event.of, event.begin))) for event in kernels]
         messages = [(event, row) for event, row in working if "nccl" in event.name.lower()]
         working = [(event, row) for event, row in working if "nccl" not in event.name.lower()]
         end = max(end, *(event.end for event in kernels))
     else:
         messages = [(event, "") for event in events if event.name.startswith("gloo:")]
-        working = [(event, "") for event in events if event.of == thread and event.name.startswith(COMPUTES)]
+        working = [
+            (event, "")
+            for event in events
+            if event.of == thread and event.name.startswith(COMPUTES)
+        ]
     return _swept(host, working, messages, begin, end, len(steps))
 
 
@@ -104,13 +155,27 @@ def _at(host: Host, moment: float) -> str:
     return host[bisect_right(host, moment, key=lambda change: change[0]) - 1][1]
 
 
-def _swept(host: Host, working: list[tuple[Event, str]], messages: list[tuple[Event, str]], begin: float, end: float, steps: int) -> Told:
+def _swept(
+    host: Host,
+    working: list[tuple[Event, str]],
+    messages: list[tuple[Event, str]],
+    begin: float,
+    end: float,
+    steps: int,
+) -> Told:
     """Goes through the window once. A row of "" is the host's at the time."""
     told: Told = {row: dict.fromkeys(("seconds", "idle", "hidden"), 0.0) for row in ROWS}
-    working, messages = ([(event, row) for event, row in found if event.end > event.begin] for found in (working, messages))
+    working, messages = (
+        [(event, row) for event, row in found if event.end > event.begin]
+        for found in (working, messages)
+    )
     both = [*working, *messages]
     marks = [(moment, 0, i) for i, (moment, _) in enumerate(host)]
-    marks += [(moment, kind, i) for i, (event, _) in enumerate(both) for moment, kind in ((event.begin, 1), (event.end, -1))]
+    marks += [
+        (moment, kind, i)
+        for i, (event, _) in enumerate(both)
+        for moment, kind in ((event.begin, 1), (event.end, -1))
+    ]
     computing: dict[int, str] = {}  # in the order in which they began
     under_way: dict[int, str] = {}
     at_host, last = "other", begin
@@ -118,7 +183,11 @@ def _swept(host: Host, working: list[tuple[Event, str]], messages: list[tuple[Ev
         passed = (min(max(moment, begin), end) - last) / 1e6 / steps
         if passed > 0:
             rows = {_row(both[i][0], row or at_host) for i, row in under_way.items()}
-            row = (next(reversed(computing.values())) if computing else next(iter(sorted(rows)), at_host)) or at_host
+            row = (
+                next(reversed(computing.values()))
+                if computing
+                else next(iter(sorted(rows)), at_host)
+            ) or at_host
             told[row]["seconds"] += passed
             if computing:
                 for message in rows:
@@ -138,14 +207,26 @@ def _swept(host: Host, working: list[tuple[Event, str]], messages: list[tuple[Ev
 
 def _row(message: Event, row: str) -> str:
     """Where a message counts that nothing hides."""
-    return row if row not in OF_MODEL else GATHER if "gather" in message.name.lower().replace("_", "") else SYNC
+    return (
+        row
+        if row not in OF_MODEL
+        else GATHER
+        if "gather" in message.name.lower().replace("_", "")
+        else SYNC
+    )
 
 
 def table(ranks: dict[int, Told]) -> list[str]:
     """For people: milliseconds of a step by row, the mean over the ranks, and how far these are apart."""
-    rows, messages = [row for row in ROWS if any(row in of for of in ranks.values())], (GATHER, SYNC)
+    rows, messages = (
+        [row for row in ROWS if any(row in of for of in ranks.values())],
+        (GATHER, SYNC),
+    )
     values = {
-        row: {what: [of.get(row, {}).get(what, 0.0) * 1e3 for of in ranks.values()] for what in ("seconds", "idle", "hidden")}
+        row: {
+            what: [of.get(row, {}).get(what, 0.0) * 1e3 for of in ranks.values()]
+            for what in ("seconds", "idle", "hidden")
+        }
         for row in rows
     }
     step, many = sum(mean(values[row]["seconds"]) for row in rows), len(ranks) > 1
@@ -157,5 +238,7 @@ def table(ranks: dict[int, Told]) -> list[str]:
         seconds, idle, hidden = (values[row][what] for what in ("seconds", "idle", "hidden"))
         told = f"{'':9}{mean(hidden):9.1f}" if row in messages else f"{mean(idle):9.1f}{'':9}"
         apart = f"{min(seconds):11.1f}{median(seconds):9.1f}{max(seconds):9.1f}" if many else ""
-        lines.append(f"{row:24}{mean(seconds):9.1f}{mean(seconds) / step:8.1%}{told}{apart}".rstrip())
+        lines.append(
+            f"{row:24}{mean(seconds):9.1f}{mean(seconds) / step:8.1%}{told}{apart}".rstrip()
+        )
     return [*lines, f"{'a step':24}{step:9.1f}"]

@@ -21,7 +21,11 @@ SAMPLE_SECONDS = 0.05
 STEPS = 3  # at least, in a comparison
 TIMED_EVERY = 20  # optimizer steps, on a device
 OF_A_STEP = ("data", "forward", "backward", "clip", "update", "log", "agree")
-FACTOR, SHARE, SECONDS = 1.3, 0.2, 0.005  # slower than the median of the others, of a step's time, and in all: below that it is noise
+FACTOR, SHARE, SECONDS = (
+    1.3,
+    0.2,
+    0.005,
+)  # slower than the median of the others, of a step's time, and in all: below that it is noise
 
 
 @dataclass
@@ -53,10 +57,20 @@ def slowest(paces: dict[int, Pace]) -> Straggler | None:
     rank = max(busy, key=lambda rank: busy[rank])
     excess, wall = busy[rank] - median_of_others(busy, rank), paces[rank].wall / paces[rank].steps
     if excess > max(SECONDS, SHARE * wall) and busy[rank] > FACTOR * median_of_others(busy, rank):
-        by_phase = {p: {r: pace.seconds.get(p, 0.0) / pace.steps for r, pace in paces.items()} for p in OF_A_STEP}
-        phase = max(OF_A_STEP, key=lambda p: by_phase[p][rank] - median_of_others(by_phase[p], rank))
+        by_phase = {
+            p: {r: pace.seconds.get(p, 0.0) / pace.steps for r, pace in paces.items()}
+            for p in OF_A_STEP
+        }
+        phase = max(
+            OF_A_STEP, key=lambda p: by_phase[p][rank] - median_of_others(by_phase[p], rank)
+        )
         return Straggler(
-            rank, paces[rank].host, phase, by_phase[phase][rank], median_of_others(by_phase[phase], rank), min(1.0, excess / wall)
+            rank,
+            paces[rank].host,
+            phase,
+            by_phase[phase][rank],
+            median_of_others(by_phase[phase], rank),
+            min(1.0, excess / wall),
         )
     device = {rank: pace.device for rank, pace in paces.items() if pace.device}
     if len(device) < len(paces):
@@ -65,7 +79,12 @@ def slowest(paces: dict[int, Pace]) -> Straggler | None:
     others = median_of_others(device, rank)
     if device[rank] > FACTOR * others:
         return Straggler(
-            rank, paces[rank].host, "update on its device", device[rank], others, (device[rank] / others - 1) / (device[rank] / others)
+            rank,
+            paces[rank].host,
+            "update on its device",
+            device[rank],
+            others,
+            (device[rank] / others - 1) / (device[rank] / others),
         )
     return None
 
@@ -77,14 +96,24 @@ def median_of_others(values: dict[int, float], rank: int) -> float:
 
 @contextmanager
 def comparing(
-    every: float | None, store: dist.Store, rank: int, size: int, host: str, optimizer: Optimizer, tell: Callable[[Straggler, int], None]
+    every: float | None,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    host: str,
+    optimizer: Optimizer,
+    tell: Callable[[Straggler, int], None],
 ) -> Iterator[None]:
     """Compare the ranks every so many seconds, outside any collective: `tell` hears, on rank 0, of a straggler and of the step until which it was one."""
     if every is None or size == 1:
         yield
         return
     sampler = Sampler(every, store, rank, size, host, tell)
-    hooks = sampler.time_on_device(optimizer) if any(p.is_cuda for group in optimizer.param_groups for p in group["params"]) else []
+    hooks = (
+        sampler.time_on_device(optimizer)
+        if any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+        else []
+    )
     sampler.start()
     try:
         yield
@@ -97,9 +126,24 @@ def comparing(
 class Sampler(threading.Thread):
     """Looks 20 times a second at what the thread that started it is doing."""
 
-    def __init__(self, every: float, store: dist.Store, rank: int, size: int, host: str, tell: Callable[[Straggler, int], None]):
+    def __init__(
+        self,
+        every: float,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        host: str,
+        tell: Callable[[Straggler, int], None],
+    ):
         super().__init__(name="stragglers", daemon=True)
-        self.every, self.store, self.rank, self.size, self.host, self.tell = every, store, rank, size, host, tell
+        self.every, self.store, self.rank, self.size, self.host, self.tell = (
+            every,
+            store,
+            rank,
+            size,
+            host,
+            tell,
+        )
         self.watched, self.ended = threading.get_ident(), threading.Event()
         self.device_seconds: list[float] = []
         self._told: tuple[int, str] | None = None
@@ -113,7 +157,9 @@ class Sampler(threading.Thread):
                     return
                 self.store.set(f"pace of rank {self.rank}", json.dumps(asdict(pace)))
                 if self.rank == 0:
-                    self.ended.wait(min(2.0, self.every / 4))  # the others measure as long, and began about when this one did
+                    self.ended.wait(
+                        min(2.0, self.every / 4)
+                    )  # the others measure as long, and began about when this one did
                     self.compare(step)
         except (RuntimeError, OSError):
             return
@@ -138,14 +184,22 @@ class Sampler(threading.Thread):
             if now - began >= self.every and steps >= STEPS:
                 break
         device, self.device_seconds = self.device_seconds, []
-        return Pace(self.host, max(1, phases.main.step - first), wall, dict(seconds), median(device) if device else None), phases.main.step
+        return Pace(
+            self.host,
+            max(1, phases.main.step - first),
+            wall,
+            dict(seconds),
+            median(device) if device else None,
+        ), phases.main.step
 
     def compare(self, step: int) -> None:
         """Rank 0 looks at what all have put into the store, and tells what is new."""
         keys = [f"pace of rank {rank}" for rank in range(self.size)]
         if not self.store.check(keys):
             return
-        found = slowest({rank: Pace(**json.loads(told)) for rank, told in enumerate(self.store.multi_get(keys))})
+        found = slowest(
+            {rank: Pace(**json.loads(told)) for rank, told in enumerate(self.store.multi_get(keys))}
+        )
         name = (found.rank, found.phase) if found else None
         if found and name != self._told:
             self.tell(found, step)
@@ -153,7 +207,11 @@ class Sampler(threading.Thread):
 
     def time_on_device(self, optimizer: Optimizer) -> list[Any]:
         """Now and then an optimizer step, which no rank waits in: how fast this GPU is. Read when it has passed, without a wait."""
-        count, begin, end = 0, torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        count, begin, end = (
+            0,
+            torch.cuda.Event(enable_timing=True),
+            torch.cuda.Event(enable_timing=True),
+        )
 
         def before(*_: Any) -> None:
             nonlocal count

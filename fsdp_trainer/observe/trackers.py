@@ -40,7 +40,9 @@ class Feed:
             self._waiting.put_nowait(tell)
         except Full:
             if not self.missed:
-                self.say(f"{self.name} does not keep up and lacks metrics from here on; metrics.jsonl has everything.")
+                self.say(
+                    f"{self.name} does not keep up and lacks metrics from here on; metrics.jsonl has everything."
+                )
             self.missed += 1
 
     def close(self, exit_code: int, seconds: float) -> None:
@@ -49,7 +51,9 @@ class Feed:
         self.put(None)
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self.say(f"{self.name} did not close within {seconds:.0f} s; metrics.jsonl has everything.")
+            self.say(
+                f"{self.name} did not close within {seconds:.0f} s; metrics.jsonl has everything."
+            )
 
     def _work(self) -> None:
         try:
@@ -61,22 +65,50 @@ class Feed:
             while tell := self._waiting.get():
                 tell(tracker)
         except Exception as error:  # whatever an outside service throws
-            self.say(f"{self.name}: {error}. It gets no more metrics of this run; metrics.jsonl goes on.")
+            self.say(
+                f"{self.name}: {error}. It gets no more metrics of this run; metrics.jsonl goes on."
+            )
 
 
 class Trackers:
     """All trackers of a run; rank 0's business alone."""
 
-    def __init__(self, cfg: Logging, run: Path, config: dict[str, Any], say: Callable[[str], None], step: int = 0):
+    def __init__(
+        self,
+        cfg: Logging,
+        run: Path,
+        config: dict[str, Any],
+        say: Callable[[str], None],
+        step: int = 0,
+    ):
         """step: after which the run goes on."""
-        openers = {"wandb": lambda: _wandb(cfg, run, config), "tensorboard": lambda: _tensorboard(run, step)}
-        wanted = [name for name, wanted in (("wandb", cfg.wandb != "disabled"), ("tensorboard", cfg.tensorboard)) if wanted]
+        openers = {
+            "wandb": lambda: _wandb(cfg, run, config),
+            "tensorboard": lambda: _tensorboard(run, step),
+        }
+        wanted = [
+            name
+            for name, wanted in (
+                ("wandb", cfg.wandb != "disabled"),
+                ("tensorboard", cfg.tensorboard),
+            )
+            if wanted
+        ]
         self.feeds = [Feed(name, openers[name], say) for name in wanted]
 
     def log(self, line: dict[str, Any]) -> None:
         """A line of metrics.jsonl."""
-        grouped = {f"{name}/{of}": value for name, values in line.items() if isinstance(values, dict) for of, value in values.items()}
-        single = {name: value for name, value in line.items() if name not in ("step", "time") and not isinstance(value, dict)}
+        grouped = {
+            f"{name}/{of}": value
+            for name, values in line.items()
+            if isinstance(values, dict)
+            for of, value in values.items()
+        }
+        single = {
+            name: value
+            for name, value in line.items()
+            if name not in ("step", "time") and not isinstance(value, dict)
+        }
         values = {name: value for name, value in (single | grouped).items() if value is not None}
         for feed in self.feeds:
             feed.put(lambda tracker: tracker.log(values, line["step"]))
@@ -84,12 +116,17 @@ class Trackers:
     def texts(self, texts: dict[str, str], step: int) -> None:
         """Samples, by name."""
         for feed in self.feeds:
-            feed.put(lambda tracker: [tracker.text(name, text, step) for name, text in texts.items()])
+            feed.put(
+                lambda tracker: [tracker.text(name, text, step) for name, text in texts.items()]
+            )
 
     def close(self, exit_code: int) -> None:
         """Flush; a run that is to go on is not marked as failed."""
         for feed in self.feeds:
-            feed.close(0 if exit_code == 75 else exit_code, CLOSE_SECONDS if exit_code == 0 else STOP_SECONDS)
+            feed.close(
+                0 if exit_code == 75 else exit_code,
+                CLOSE_SECONDS if exit_code == 0 else STOP_SECONDS,
+            )
 
 
 def _wandb(cfg: Logging, run: Path, config: dict[str, Any]) -> Tracker:
@@ -100,7 +137,15 @@ def _wandb(cfg: Logging, run: Path, config: dict[str, Any]) -> Tracker:
     if not kept.exists() or not kept.read_text():  # a full disk may have left it empty
         kept.write_text(secrets.token_hex(4))
     mode: Any = cfg.wandb
-    tracked = wandb.init(project=cfg.project, name=run.name, id=kept.read_text(), resume="allow", mode=mode, dir=run, config=config)
+    tracked = wandb.init(
+        project=cfg.project,
+        name=run.name,
+        id=kept.read_text(),
+        resume="allow",
+        mode=mode,
+        dir=run,
+        config=config,
+    )
 
     def log(values: dict[str, Any], step: int) -> None:
         if step >= tracked.step:  # what a run that was killed had told, a resume does again
@@ -125,4 +170,6 @@ def _tensorboard(run: Path, step: int) -> Tracker:
         for name, value in values.items():
             writer.add_scalar(name, value, step)
 
-    return Tracker("tensorboard", log, lambda code: writer.close(), lambda *text: writer.add_text(*text))
+    return Tracker(
+        "tensorboard", log, lambda code: writer.close(), lambda *text: writer.add_text(*text)
+    )

@@ -45,9 +45,15 @@ def table(signed: bool, device: torch.device) -> Table:
     code = torch.tensor(values(signed))
     middles = (code[1:] + code[:-1]) / 2
     upper = torch.arange(1 << 16, dtype=torch.int32) << 16
-    least = torch.where(upper < 0, upper | 0xFFFF, upper).view(torch.float32)  # of the numbers that begin with these 16 bits
+    least = torch.where(upper < 0, upper | 0xFFFF, upper).view(
+        torch.float32
+    )  # of the numbers that begin with these 16 bits
     starts = torch.bucketize(least, middles, out_int32=True)
-    return Table(code.to(device), torch.cat([middles, torch.tensor([torch.inf])]).to(device), starts.to(device))
+    return Table(
+        code.to(device),
+        torch.cat([middles, torch.tensor([torch.inf])]).to(device),
+        starts.to(device),
+    )
 
 
 def encode(numbers: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:

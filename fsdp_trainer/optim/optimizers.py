@@ -16,7 +16,9 @@ def build_optimizer(model: nn.Module, cfg: Optim, seed: int = 0) -> Optimizer:
 
     seed: of stochastic rounding.
     """
-    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names = {
+        parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     groups = [
         {"params": [p for p in names if p.ndim >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in names if p.ndim < 2], "weight_decay": 0.0},
@@ -24,7 +26,9 @@ def build_optimizer(model: nn.Module, cfg: Optim, seed: int = 0) -> Optimizer:
     options: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.betas[0], cfg.betas[1]), "eps": cfg.eps}
     dtype = str(next(iter(names)).dtype).removeprefix("torch.")
     if is_compact(cfg, dtype):
-        return CompactAdamW(groups, names, moments_format(cfg, dtype), cfg.rounding == "stochastic", seed, **options)
+        return CompactAdamW(
+            groups, names, moments_format(cfg, dtype), cfg.rounding == "stochastic", seed, **options
+        )
     if cfg.implementation == "foreach":
         return AdamW(groups, foreach=True, **options)
     return AdamW(groups, fused=True, **options)
@@ -35,7 +39,10 @@ def empty_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tens
     if isinstance(optimizer, CompactAdamW):
         return optimizer.empty_state(parameter)
     moments = {name: torch.zeros_like(parameter).detach() for name in ("exp_avg", "exp_avg_sq")}
-    return {"step": torch.zeros((), device=parameter.device if optimizer.defaults["fused"] else None), **moments}
+    return {
+        "step": torch.zeros((), device=parameter.device if optimizer.defaults["fused"] else None),
+        **moments,
+    }
 
 
 def step_unless(optimizer: Optimizer, not_finite: Tensor) -> None:

@@ -12,7 +12,9 @@ FIRST, SECOND, GOLDEN = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
 def key_of(seed: int, name: str) -> tuple[int, int]:
     """Two int32 that stand for (seed, name of a parameter)."""
     digest = hashlib.blake2b(f"{seed}/rounding/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest[:4], "little", signed=True), int.from_bytes(digest[4:], "little", signed=True)
+    return int.from_bytes(digest[:4], "little", signed=True), int.from_bytes(
+        digest[4:], "little", signed=True
+    )
 
 
 def random_bits(key: tuple[int, int], step: Tensor, first: int, count: int) -> Tensor:

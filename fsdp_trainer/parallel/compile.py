@@ -26,7 +26,9 @@ def can_compile(cfg: TrainConfig, device: torch.device) -> tuple[bool, str | Non
     cache = compile_cache(cfg)
     found = gather((_unusable(cache), missing_compiler(device)))
     if unusable := next((why for why, _ in found if why), None):
-        raise UserError("the compiler's cache cannot be used", [Problem(f"compile.cache={cache}", unusable)])
+        raise UserError(
+            "the compiler's cache cannot be used", [Problem(f"compile.cache={cache}", unusable)]
+        )
     rank, missing = next(((rank, why) for rank, (_, why) in enumerate(found) if why), (0, None))
     if missing is None:
         return True, None
@@ -52,10 +54,16 @@ def missing_compiler(device: torch.device) -> str | None:
     if device.type == "cuda":
         from torch.utils._triton import has_triton  # heavy: asks every device
 
-        compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # as Triton looks for it
+        compilers = (
+            [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+        )  # as Triton looks for it
         if not has_triton():
             return "no Triton that knows its GPU"
-        return None if any(map(shutil.which, compilers)) else f"no C compiler ({' or '.join(compilers)}), which Triton needs"
+        return (
+            None
+            if any(map(shutil.which, compilers))
+            else f"no C compiler ({' or '.join(compilers)}), which Triton needs"
+        )
     from torch._inductor import config  # heavy, and of use to compiled runs only
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
@@ -79,7 +87,9 @@ class Compilations:
     """How many graphs this process has compiled since the last look."""
 
     def __init__(self) -> None:
-        from torch._dynamo.callback import callback_handler  # heavy, and of use to compiled runs only
+        from torch._dynamo.callback import (
+            callback_handler,
+        )  # heavy, and of use to compiled runs only
         from torch._dynamo.utils import counters
 
         if phases.compiling.begins not in callback_handler.start_callbacks:
@@ -90,7 +100,10 @@ class Compilations:
 
     def new(self) -> tuple[int, int]:
         """Graphs since the last call, and how many of them the cache had."""
-        now = self._counters["stats"]["unique_graphs"], self._counters["aot_autograd"]["autograd_cache_hit"]
+        now = (
+            self._counters["stats"]["unique_graphs"],
+            self._counters["aot_autograd"]["autograd_cache_hit"],
+        )
         since, self._seen = (now[0] - self._seen[0], now[1] - self._seen[1]), now
         return since
 
@@ -103,7 +116,9 @@ def told_in_short() -> Iterator[None]:
     except Exception as error:
         if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        first = next(
+            (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+        )
         raise RunFailed(
             f"the compiler gave up on a decoder block: {first[:300]}\n"
             "Train without it:  compile=disabled  (TORCH_LOGS=dynamo,inductor in the environment says more)"

@@ -20,9 +20,16 @@ def require_float8(precision: Precision, device: torch.device) -> None:
         return
     have = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if have is None or have < CAPABILITY:
-        told = f"{torch.cuda.get_device_name(device)} has capability {have[0]}.{have[1]}" if have else "this run is on the CPU"
+        told = (
+            f"{torch.cuda.get_device_name(device)} has capability {have[0]}.{have[1]}"
+            if have
+            else "this run is on the CPU"
+        )
         why = f"needs a GPU of compute capability 8.9 or higher (H100, L40S, RTX 4090); {told}.\nUse  precision=bf16"
-        raise UserError("there is no float8 on this device", [Problem(f"precision.float8={precision.float8}", why)])
+        raise UserError(
+            "there is no float8 on this device",
+            [Problem(f"precision.float8={precision.float8}", why)],
+        )
 
 
 def convert_linears(model: Decoder, precision: Precision) -> None:
@@ -35,12 +42,20 @@ def convert_linears(model: Decoder, precision: Precision) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(precision.float8)
-    config = replace(config, emulate=EMULATED, enable_fsdp_float8_all_gather=precision.float8 == "tensorwise")
+    config = replace(
+        config, emulate=EMULATED, enable_fsdp_float8_all_gather=precision.float8 == "tensorwise"
+    )
     recipe = precision.float8
-    convert_to_float8_training(model.model.layers, config=config, module_filter_fn=lambda module, name: gains(module, recipe))
+    convert_to_float8_training(
+        model.model.layers,
+        config=config,
+        module_filter_fn=lambda module, name: gains(module, recipe),
+    )
     if not float8_layers(model):
         why = "no matrix of this model is large enough to gain by float8, or divisible by 16.\nUse  precision=bf16"
-        raise UserError("there is nothing for float8 to do", [Problem(f"precision.float8={recipe}", why)])
+        raise UserError(
+            "there is nothing for float8 to do", [Problem(f"precision.float8={recipe}", why)]
+        )
 
 
 def gains(module: nn.Module, recipe: str) -> bool:

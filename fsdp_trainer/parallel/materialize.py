@@ -19,7 +19,14 @@ def allocate(model: Decoder, device: torch.device) -> None:
 def draw_weights(model: Decoder, seed: int) -> None:
     """Fill a sharded model with the random weights that `seed` stands for; each rank draws only its own rows."""
     for name, parameter in _sharded(model):
-        initialize(model.config, name, parameter.to_local(), _first_row(parameter), parameter.shape[1:].numel(), seed)
+        initialize(
+            model.config,
+            name,
+            parameter.to_local(),
+            _first_row(parameter),
+            parameter.shape[1:].numel(),
+            seed,
+        )
 
 
 @torch.no_grad()
@@ -46,4 +53,6 @@ def _sharded(model: Decoder) -> Iterator[tuple[str, DTensor]]:
 
 def _first_row(parameter: DTensor) -> int:
     """Which row of the whole this rank's part of a parameter begins with."""
-    return compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)[1][0]
+    return compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )[1][0]

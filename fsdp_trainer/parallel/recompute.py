@@ -8,7 +8,11 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from fsdp_trainer.config.schema import ActivationCheckpoint
 from fsdp_trainer.models.decoder import Decoder
@@ -40,7 +44,9 @@ def checkpoint_activations(model: Decoder, cfg: ActivationCheckpoint) -> None:
 
     for i, block in enumerate(model.model.layers.values()):
         if i % cfg.every == 0:
-            block.forward = MethodType(forward, block)  # a method, which the compiler reads like any other; it passes over a partial
+            block.forward = MethodType(
+                forward, block
+            )  # a method, which the compiler reads like any other; it passes over a partial
 
 
 def _contexts(save: frozenset[str]) -> Any:
@@ -57,7 +63,9 @@ def _policy(save: frozenset[str]) -> Callable[..., CheckpointPolicy]:
         kept = "attention" in save and name in ATTENTION
         if name in MATMUL:
             count[ctx.is_recompute] += 1
-            kept = "matmul" in save or ("second_matmul" in save and count[ctx.is_recompute] % 2 == 1)
+            kept = "matmul" in save or (
+                "second_matmul" in save and count[ctx.is_recompute] % 2 == 1
+            )
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return decide

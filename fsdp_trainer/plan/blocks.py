@@ -58,7 +58,9 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        given = {
+            t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)
+        }
         for storage in (t.untyped_storage() for t in tree_iter(out) if isinstance(t, Tensor)):
             if storage._cdata not in given and storage._cdata not in self.numbers:
                 number = self.numbers[storage._cdata] = len(self.events)
@@ -75,14 +77,18 @@ class Storages(TorchDispatchMode):
         return self.numbers.get(tensor.untyped_storage()._cdata)
 
 
-def trace(make: Callable[[], tuple[nn.Module, tuple]], shape: tuple[int, ...], dtype: torch.dtype) -> Traced:
+def trace(
+    make: Callable[[], tuple[nn.Module, tuple]], shape: tuple[int, ...], dtype: torch.dtype
+) -> Traced:
     """Of a module whose first input, and output, has this shape and dtype. make: it, on the meta device, and its other inputs."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         module, others = make()
         module.to_empty(device=CPU)
         leaf = torch.empty(shape, dtype=dtype, requires_grad=True)
         with Storages() as storages:
-            x = leaf * 2.0  # as in the model, nobody besides the module holds its input, or the gradient of its output
+            x = (
+                leaf * 2.0
+            )  # as in the model, nobody besides the module holds its input, or the gradient of its output
             out = module(x, *others)
             del x
             end = len(storages.events)
@@ -112,15 +118,31 @@ def trace_block(config: ModelConfig, of: Input, recomputed: ActivationCheckpoint
         layout = LAYOUTS[attention](lengths, of.length, CPU).within(of.window)
         if attention == "documents":
             layout.plan = Plan.of(lengths, of.length, of.window, CPU)
-        return block, (Rope(config)(torch.zeros(of.rows, of.length, dtype=torch.int64), dtype), layout)
+        return block, (
+            Rope(config)(torch.zeros(of.rows, of.length, dtype=torch.int64), dtype),
+            layout,
+        )
 
     traced = trace(make, (of.rows, of.length, config.hidden_size), dtype)
-    if not of.gpu or config.num_attention_heads == config.num_key_value_heads or not (attention == "mask" or dtype == torch.float32):
+    if (
+        not of.gpu
+        or config.num_attention_heads == config.num_key_value_heads
+        or not (attention == "mask" or dtype == torch.float32)
+    ):
         return traced
     # `attention.kernel` repeats keys and values there
-    more = 2 * of.rows * of.length * (config.num_attention_heads - config.num_key_value_heads) * config.head_dim * dtype.itemsize
+    more = (
+        2
+        * of.rows
+        * of.length
+        * (config.num_attention_heads - config.num_key_value_heads)
+        * config.head_dim
+        * dtype.itemsize
+    )
     return traced._replace(
-        forward=traced.forward + more, backward=traced.backward + more, kept=traced.kept + more * (recomputed.mode != "full")
+        forward=traced.forward + more,
+        backward=traced.backward + more,
+        kept=traced.kept + more * (recomputed.mode != "full"),
     )
 
 

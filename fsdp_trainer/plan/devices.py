@@ -35,11 +35,29 @@ class Device(NamedTuple):
 
 
 def _sheet(
-    name: str, gib: float, tera: tuple[float, float], memory: float, link: float, gbps: float, per_node: int = 8, **more: float
+    name: str,
+    gib: float,
+    tera: tuple[float, float],
+    memory: float,
+    link: float,
+    gbps: float,
+    per_node: int = 8,
+    **more: float,
 ) -> Device:
     """From a data sheet. tera: TFLOP/s in bfloat16 and float32; memory, link: GB/s; gbps: Gbit/s of the network, as reference designs have it."""
     host = 64e9 if name.startswith(("H", "GH", "B", "RTX 50", "MI300")) else 32e9  # PCIe 5, PCIe 4
-    return Device(name, gib, tera[0] * 1e12, tera[1] * 1e12, memory * 1e9, link * 1e9, host, per_node, gbps / 8 * 1e9, **more)
+    return Device(
+        name,
+        gib,
+        tera[0] * 1e12,
+        tera[1] * 1e12,
+        memory * 1e9,
+        link * 1e9,
+        host,
+        per_node,
+        gbps / 8 * 1e9,
+        **more,
+    )
 
 
 # NVIDIA's and AMD's data sheets of each; memory as torch's messages of running out have it. MegaScale reports 55% of the peak on Ampere

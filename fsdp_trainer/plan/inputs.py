@@ -26,7 +26,9 @@ def architecture(cfg: TrainConfig) -> tuple[ModelConfig, list[str]]:
     model, assumed = cfg.model, []
     if model.init_from and not (model_folder(model.init_from) / "config.json").is_file():
         model, known_by = _named_size(model)
-        assumed.append(f"{cfg.model.init_from} is not on this disk: its sizes are taken to be those of {known_by}")
+        assumed.append(
+            f"{cfg.model.init_from} is not on this disk: its sizes are taken to be those of {known_by}"
+        )
         if model.init_from:
             return architecture(replace(cfg, model=model))
     tokens = None
@@ -41,7 +43,11 @@ def _named_size(model: Model) -> tuple[Model, str]:
     path, names = str(model.init_from), options("plan")
     if model.name != "auto":
         return replace(model, init_from=None), f"model={model.name}"
-    published = (f"model={size}" for size in names["model"] if f"({path})" in (find_file(f"model/{size}") or Path()).read_text())
+    published = (
+        f"model={size}"
+        for size in names["model"]
+        if f"({path})" in (find_file(f"model/{size}") or Path()).read_text()
+    )
     recipe = f"+recipe={Path(path).name}" if Path(path).name in names["recipe"] else None
     if words := next(published, recipe):
         return compose("train", [words], inputs=False).model, words
@@ -68,7 +74,9 @@ def world_sizes(cfg: PlanConfig) -> list[int]:
     if asked is None:
         of_a_node = launch.nproc_per_node
         if of_a_node == "auto":
-            of_a_node = gpus(launch) or (1 if launch.device == "cpu" and cfg.plan.gpu is None else 8)
+            of_a_node = gpus(launch) or (
+                1 if launch.device == "cpu" and cfg.plan.gpu is None else 8
+            )
         asked = of_a_node * launch.nodes
     worlds = sorted(set(asked if isinstance(asked, list) else [asked]))
     replicas = cfg.sharding.replicas
@@ -77,7 +85,10 @@ def world_sizes(cfg: PlanConfig) -> list[int]:
         why = f"cannot be divided into sharding.replicas={replicas} groups.\nUse  plan.world_size={near}  or  sharding=fsdp"
         raise UserError("the mesh does not divide", [Problem(f"plan.world_size={odd[0]}", why)])
     if not worlds:
-        raise UserError("there is nothing to plan", [Problem("plan.world_size=[]", "name at least one, e.g.  plan.world_size=[8,16,64]")])
+        raise UserError(
+            "there is nothing to plan",
+            [Problem("plan.world_size=[]", "name at least one, e.g.  plan.world_size=[8,16,64]")],
+        )
     return worlds
 
 
@@ -98,7 +109,10 @@ def target(cfg: PlanConfig, world: int) -> Device:
         raise nothing_to_plan_for()
     if cfg.precision.float8 and found.name.startswith(("A100", "A800")):
         why = f"{found.name} has no float8 matrix products.\nUse  precision=bf16  or  plan.gpu=h100"
-        raise UserError("there is no float8 on this device", [Problem(f"precision.float8={cfg.precision.float8}", why)])
+        raise UserError(
+            "there is no float8 on this device",
+            [Problem(f"precision.float8={cfg.precision.float8}", why)],
+        )
     if asked.memory_gib:
         found = found._replace(memory_gib=asked.memory_gib)
     if asked.network_gbps:

@@ -20,7 +20,16 @@ from fsdp_trainer.optim.eight_bit import block_of
 from fsdp_trainer.parallel.fit import MOMENT_BYTES, keeps_gathered, ranks_that_share
 from fsdp_trainer.plan.blocks import Input, Traced, remembered, shapes, trace_block, trace_norm
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "communication", "activations", "logits", "allowance")
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "gathered",
+    "communication",
+    "activations",
+    "logits",
+    "allowance",
+)
 GIB = 2**30
 BESIDE = {"cuda": 1.0 * GIB, "cpu": 0.45 * GIB}
 """What a process takes before it holds a tensor. cuda: context, NCCL's channels, cuBLAS's workspaces: an assumption; cpu: measured, Python with torch."""
@@ -100,9 +109,16 @@ class Step:
     """
 
     def __init__(self, cfg: TrainConfig, config: ModelConfig, world: int, device: str):
-        self.cfg, self.config, self.device, sharding, precision = cfg, config, device, cfg.sharding, cfg.precision
+        self.cfg, self.config, self.device, sharding, precision = (
+            cfg,
+            config,
+            device,
+            cfg.sharding,
+            cfg.precision,
+        )
         self.compute, self.reduce, self.master = (
-            getattr(torch, dtype).itemsize for dtype in (precision.param_dtype, precision.reduce_dtype, precision.master_dtype)
+            getattr(torch, dtype).itemsize
+            for dtype in (precision.param_dtype, precision.reduce_dtype, precision.master_dtype)
         )
         self.group = ranks_that_share(sharding, world)
         self.reshard, self.tied = not keeps_gathered(sharding), config.tie_word_embeddings
@@ -114,14 +130,23 @@ class Step:
 
         shard = self.all.padded / self.group
         offload = sharding.cpu_offload and device == "cuda"
-        states = {"parameters": shard * self.master, "optimizer": moment_bytes(cfg, config, self.group)}
+        states = {
+            "parameters": shard * self.master,
+            "optimizer": moment_bytes(cfg, config, self.group),
+        }
         self.host = sum(states.values()) + shard * self.master if offload else 0.0
         self.always = {} if offload else states
         self.stored = 0 if offload else self.master  # a sharded gradient's number
-        self.later = math.ceil(cfg.batch.rows / (cfg.batch.micro_rows * world)) > 1  # there were micro-batches before this one
+        self.later = (
+            math.ceil(cfg.batch.rows / (cfg.batch.micro_rows * world)) > 1
+        )  # there were micro-batches before this one
         self.whole = self.later and sharding.accumulate == "unsharded"
         self.replicated = sharding.strategy != "fsdp" and world > self.group
-        before = self.all.whole * self.reduce if self.whole else shard * (self.reduce if self.replicated else self.stored)
+        before = (
+            self.all.whole * self.reduce
+            if self.whole
+            else shard * (self.reduce if self.replicated else self.stored)
+        )
         self.gradients = float(before) if self.later else 0.0
         self.gathered, self.waiting, self.kept = 0.0, 0.0, float(shared)
         self.flying: deque[float] = deque()
@@ -131,15 +156,32 @@ class Step:
 
     def _make_units(self, blocks_per_unit: int) -> None:
         weights, count = remembered(shapes, self.config), self.config.num_hidden_layers
-        table = Unit.of([torch.Size((self.config.embedding_rows, self.config.hidden_size))], self.group)
+        table = Unit.of(
+            [torch.Size((self.config.embedding_rows, self.config.hidden_size))], self.group
+        )
         norm = Unit.of([torch.Size((self.config.hidden_size,))], self.group)
         self.block, self.table = Unit.of(weights, self.group), table
-        self.first, self.last = (table.plus(norm), table.plus(norm)) if self.tied else (table, norm.plus(table))
-        self.sizes = [min(blocks_per_unit, count - i) for i in range(0, count, blocks_per_unit)]  # of units, in blocks
+        self.first, self.last = (
+            (table.plus(norm), table.plus(norm)) if self.tied else (table, norm.plus(table))
+        )
+        self.sizes = [
+            min(blocks_per_unit, count - i) for i in range(0, count, blocks_per_unit)
+        ]  # of units, in blocks
         self.units = [self.block.times(size) for size in self.sizes]
-        self.all = self.block.times(count).plus(self.last).plus(Unit(0, 0) if self.tied else self.first)
+        self.all = (
+            self.block.times(count).plus(self.last).plus(Unit(0, 0) if self.tied else self.first)
+        )
 
-    def at(self, phase: str, when: str, activations: float, gathered: float = 0, fetched: float = 0, sent: float = 0, logits: float = 0):
+    def at(
+        self,
+        phase: str,
+        when: str,
+        activations: float,
+        gathered: float = 0,
+        fetched: float = 0,
+        sent: float = 0,
+        logits: float = 0,
+    ):
         """A moment. gathered: beside what stays so; fetched, sent: messages of parameters and of gradients."""
         held = {
             "gradients": self.gradients,
@@ -182,9 +224,21 @@ class Step:
         for i, unit in enumerate(self.units):
             mine, own = unit.padded * self.compute, self.message(unit)
             fetched = own + self.message(*self.units[i + 1 : i + 1 + self.cfg.sharding.prefetch])
-            self.at("forward", f"gathering before block {done + 1}", self.kept + self.stream, mine, fetched + self.copy(own))
+            self.at(
+                "forward",
+                f"gathering before block {done + 1}",
+                self.kept + self.stream,
+                mine,
+                fetched + self.copy(own),
+            )
             for _ in range(self.sizes[i]):
-                self.at("forward", f"forward of block {done + 1}", self.kept + self.traced[done].forward, mine, fetched)
+                self.at(
+                    "forward",
+                    f"forward of block {done + 1}",
+                    self.kept + self.traced[done].forward,
+                    mine,
+                    fetched,
+                )
                 self.kept += self.traced[done].kept
                 done += 1
             self.gathered += 0 if self.reshard else mine
@@ -196,13 +250,29 @@ class Step:
         fetched = self.message(self.units[-1] if self.tied else self.last)
         rows = rows_at_once(self.cfg, config, self.tokens, self.device)
         each = self.compute + (4 if half else 0) + (8 if config.final_logit_softcapping else 0)
-        logits = rows * config.vocab_size * each + (self.table.whole * self.compute if half and self.device == "cpu" else 0)
+        logits = rows * config.vocab_size * each + (
+            self.table.whole * self.compute if half and self.device == "cpu" else 0
+        )
         slopes = self.table.whole * 4 + self.stream
         inputs = self.stream * (2 if half else 1)  # in float32 the norm keeps its input
-        self.at("head and loss", "head and loss", self.kept + self.norm.kept + inputs, mine, fetched, logits=slopes + logits)
+        self.at(
+            "head and loss",
+            "head and loss",
+            self.kept + self.norm.kept + inputs,
+            mine,
+            fetched,
+            logits=slopes + logits,
+        )
         fetched = self.message(self.units[-1]) if self.reshard else 0.0
         whole = self.table.whole * self.compute
-        self.at("head and loss", "backward of the head", self.kept + self.norm.kept, mine + (whole if half else 0), fetched, logits=slopes)
+        self.at(
+            "head and loss",
+            "backward of the head",
+            self.kept + self.norm.kept,
+            mine + (whole if half else 0),
+            fetched,
+            logits=slopes,
+        )
         if self.tied:
             self.waiting = whole
         else:
@@ -213,15 +283,31 @@ class Step:
         done = len(self.traced)
         for i, unit in reversed([*enumerate(self.units)]):
             mine, whole = unit.padded * self.compute, 0.0
-            fetched = self.message(*self.units[max(0, i - max(1, self.cfg.sharding.prefetch)) : i]) if self.reshard else 0.0
+            fetched = (
+                self.message(*self.units[max(0, i - max(1, self.cfg.sharding.prefetch)) : i])
+                if self.reshard
+                else 0.0
+            )
             self.gathered -= 0 if self.reshard else mine
             copied = self.copy(self.message(self.units[i - 1])) if i and self.reshard else 0.0
-            self.at("backward", f"gathering before block {done} goes back", self.kept + self.stream, mine, fetched + copied)
+            self.at(
+                "backward",
+                f"gathering before block {done} goes back",
+                self.kept + self.stream,
+                mine,
+                fetched + copied,
+            )
             for _ in range(self.sizes[i]):
                 traced = self.traced[done - 1]
                 self.kept -= traced.kept
                 activations = self.kept + traced.backward - traced.gradients
-                self.at("backward", f"backward of block {done}", activations, mine + whole + traced.gradients, fetched)
+                self.at(
+                    "backward",
+                    f"backward of block {done}",
+                    activations,
+                    mine + whole + traced.gradients,
+                    fetched,
+                )
                 whole += self.block.whole * self.compute
                 done -= 1
             self._send(unit, whole, fetched, f"block {done + 1}")
@@ -232,14 +318,19 @@ class Step:
 
     def _send(self, unit: Unit, whole: float, fetched: float, name: str) -> None:
         """Whole gradients become a message, which stays until the next unit's; what is reduced of it is this rank's gradient."""
-        phase, when = "head and loss" if name == "head" else "backward", f"reduction of the gradient of {name}"
+        phase, when = (
+            "head and loss" if name == "head" else "backward",
+            f"reduction of the gradient of {name}",
+        )
         while len(self.flying) >= self.cfg.sharding.reduce_scatter_buffers:
             self.flying.popleft()
         message, out = unit.padded * self.reduce, unit.padded / self.group * self.reduce
         self.flying.append(message)
         self.at(phase, when, self.kept + self.stream, 0 if self.whole else whole, fetched)
         self.gradients -= unit.whole * self.reduce if self.whole else 0
-        again = message if self.group == 1 else self.copy(message)  # FSDP2 divides by 1.0 what it does not send
+        again = (
+            message if self.group == 1 else self.copy(message)
+        )  # FSDP2 divides by 1.0 what it does not send
         self.at(phase, when, self.kept + self.stream, 0, fetched, again + out)
         if self.replicated and self.reduce != self.master:
             self.reduced += out
@@ -273,13 +364,22 @@ def moment_bytes(cfg: TrainConfig, config: ModelConfig, group: int) -> float:
         return 1 + 4 / block if block else 4
 
     table = torch.Size((config.embedding_rows, config.hidden_size))
-    ends = [table, torch.Size((config.hidden_size,)), *([] if config.tie_word_embeddings else [table])]
+    ends = [
+        table,
+        torch.Size((config.hidden_size,)),
+        *([] if config.tie_word_embeddings else [table]),
+    ]
     return of(remembered(shapes, config)) * config.num_hidden_layers + of(ends)
 
 
 def trace_blocks(cfg: TrainConfig, config: ModelConfig, device: str) -> tuple[list[Traced], float]:
     """Of every block, and bytes that all blocks share: rotations and masks."""
-    length, rows, precision, recompute = cfg.batch.seq_len, cfg.batch.micro_rows, cfg.precision, cfg.activation_checkpoint
+    length, rows, precision, recompute = (
+        cfg.batch.seq_len,
+        cfg.batch.micro_rows,
+        cfg.precision,
+        cfg.activation_checkpoint,
+    )
     windows = [window if window and window < length else None for window in config.windows]
     situation = Situation(
         device=device,
@@ -296,20 +396,30 @@ def trace_blocks(cfg: TrainConfig, config: ModelConfig, device: str) -> tuple[li
     def trace(window: int | None, mode: str) -> Traced:
         if (window, mode) not in known:
             of = Input(rows, length, precision.param_dtype, layout, device == "cuda", window)
-            known[window, mode] = remembered(trace_block, config, of, ActivationCheckpoint(mode=mode, save=recompute.save))
+            known[window, mode] = remembered(
+                trace_block, config, of, ActivationCheckpoint(mode=mode, save=recompute.save)
+            )
         return known[window, mode]
 
     def block(i: int, window: int | None) -> Traced:
         if recompute.mode == "budget":
             none, full = trace(window, "none"), trace(window, "full")
-            return Traced(*(round(f + recompute.budget * (n - f)) for n, f in zip(none, full, strict=True)))
+            return Traced(
+                *(round(f + recompute.budget * (n - f)) for n, f in zip(none, full, strict=True))
+            )
         return trace(window, recompute.mode if i % recompute.every == 0 else "none")
 
     rotation = (
-        2 * rows * length * config.rotary_dim * (4 if config.form.rope_in_float32 else getattr(torch, precision.param_dtype).itemsize)
+        2
+        * rows
+        * length
+        * config.rotary_dim
+        * (4 if config.form.rope_in_float32 else getattr(torch, precision.param_dtype).itemsize)
     )
     masks = len({None, *windows}) * rows * length**2 if layout == "mask" else 0
-    return [block(i, window) for i, window in enumerate(windows)], rotation * (2 if config.rope_local_theta else 1) + masks
+    return [block(i, window) for i, window in enumerate(windows)], rotation * (
+        2 if config.rope_local_theta else 1
+    ) + masks
 
 
 def rows_at_once(cfg: TrainConfig, config: ModelConfig, tokens: int, device: str) -> int:

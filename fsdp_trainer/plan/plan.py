@@ -53,7 +53,9 @@ class Plan:
     @property
     def checkpoint_seconds(self) -> float:
         """To write a checkpoint, all nodes together."""
-        return self.checkpoint / (self.device.disk * max(1, self.world_size // self.device.per_node))
+        return self.checkpoint / (
+            self.device.disk * max(1, self.world_size // self.device.per_node)
+        )
 
 
 def make_plan(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> Plan:

@@ -19,7 +19,9 @@ NARROW = 110  # characters
 UNTIMED = "its speed is not in the table: time is compared as on an H100"
 
 
-def as_json(cfg: PlanConfig, plans: list[Plan], suggestions: list[list[Suggestion]], assumed: list[str]) -> dict[str, Any]:
+def as_json(
+    cfg: PlanConfig, plans: list[Plan], suggestions: list[list[Suggestion]], assumed: list[str]
+) -> dict[str, Any]:
     """The plan; of several worlds the smallest that fits, else the largest, with all of them under `worlds`."""
     told = [one_world(cfg, plan, found) for plan, found in zip(plans, suggestions, strict=True)]
     fitting = [plan.world_size for plan in plans if plan.fits]
@@ -44,7 +46,9 @@ def one_world(cfg: PlanConfig, plan: Plan, suggestions: list[Suggestion]) -> dic
         "host_gib": round(plan.memory.host / GIB, 3),
         "micro_batches": plan.micro_batches,
         "bytes_per_step": round(sum(wire.gathered + wire.reduced for wire in plan.wire.values())),
-        "bytes_by_link": {name: round(wire.gathered + wire.reduced) for name, wire in plan.wire.items()},
+        "bytes_by_link": {
+            name: round(wire.gathered + wire.reduced) for name, wire in plan.wire.items()
+        },
         "bytes_across_nodes": {name: round(wire.across) for name, wire in plan.wire.items()},
         "step_seconds": timed,
         "slowest_step": plan.slow._asdict() if timed else None,
@@ -57,7 +61,13 @@ def one_world(cfg: PlanConfig, plan: Plan, suggestions: list[Suggestion]) -> dic
         "checkpoint_gib": round(plan.checkpoint / GIB, 3),
         "checkpoint_seconds": round(plan.checkpoint_seconds, 2),
         "suggestions": [
-            {"override": s.override, "peak_gib": round(s.peak_bytes / GIB, 3), "cost": round(s.cost, 4), "why": s.why} for s in suggestions
+            {
+                "override": s.override,
+                "peak_gib": round(s.peak_bytes / GIB, 3),
+                "cost": round(s.cost, 4),
+                "why": s.why,
+            }
+            for s in suggestions
         ],
     }
 
@@ -83,7 +93,9 @@ def show(
     plan = plans[index]
     size = config.parameters()
     model = cfg.model.name if cfg.model.name != "auto" else cfg.model.init_from or config.family
-    console.print(f"{model}, {short(size)} parameters: {cfg.batch.rows:,} rows × {cfg.batch.seq_len:,} tokens a step")
+    console.print(
+        f"{model}, {short(size)} parameters: {cfg.batch.rows:,} rows × {cfg.batch.seq_len:,} tokens a step"
+    )
     for line in assumed:
         console.print(Text(f"assumed: {line}", "dim"))
     if len(plans) > 1:
@@ -102,21 +114,44 @@ def show(
 
 def worlds(plans: list[Plan]) -> Table:
     """A row for each world."""
-    table = Table("ranks", "peak", "fits", "step", "tokens/s", "a GPU", "wire a step", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = Table(
+        "ranks",
+        "peak",
+        "fits",
+        "step",
+        "tokens/s",
+        "a GPU",
+        "wire a step",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+    )
     for column in table.columns:
         column.justify = "right"
     for plan in plans:
         rate = plan.tokens / plan.seconds
-        timed = (f"{plan.seconds:.2f} s", short(rate), short(rate / plan.world_size)) if plan.step_seconds else ("–",) * 3
+        timed = (
+            (f"{plan.seconds:.2f} s", short(rate), short(rate / plan.world_size))
+            if plan.step_seconds
+            else ("–",) * 3
+        )
         sent = sum(wire.gathered + wire.reduced for wire in plan.wire.values())
         fits = Text("yes", "green") if plan.fits else Text("no", "red")
-        table.add_row(f"{plan.world_size:,}", f"{plan.memory.peak.total / GIB:,.1f} GiB", fits, *timed, f"{sent / GIB:,.1f} GiB")
+        table.add_row(
+            f"{plan.world_size:,}",
+            f"{plan.memory.peak.total / GIB:,.1f} GiB",
+            fits,
+            *timed,
+            f"{sent / GIB:,.1f} GiB",
+        )
     return table
 
 
 def verdict(plan: Plan) -> Text:
     """Whether it fits, in one line."""
-    where = {"any": f"{plan.world_size:,} devices", "cpu": f"{plan.world_size:,} ranks on this machine"}
+    where = {
+        "any": f"{plan.world_size:,} devices",
+        "cpu": f"{plan.world_size:,} ranks on this machine",
+    }
     told = Text()
     told.append("fits" if plan.fits else "does not fit", "bold green" if plan.fits else "bold red")
     told.append(
@@ -133,14 +168,20 @@ def categories(plan: Plan) -> Table:
     small = peak.total - peak.bytes["allowance"] < GIB
 
     def told(size: float, style: str = "") -> Text:
-        return Text(f"{size / 2**20:,.1f} MiB" if small else f"{size / GIB:,.2f} GiB", style, justify="right")
+        return Text(
+            f"{size / 2**20:,.1f} MiB" if small else f"{size / GIB:,.2f} GiB",
+            style,
+            justify="right",
+        )
 
     for name, size in peak.bytes.items():
         bar = round(BAR * size / max(plan.memory_bytes, peak.total))
         table.add_row(f"  {name}", told(size), Text("━" * bar, "cyan"))
     table.add_row("  peak", told(peak.total, "bold"), Text(peak.when, "dim"))
     if plan.memory.host:
-        table.add_row("  host", told(plan.memory.host), Text("of the host's memory, each rank", "dim"))
+        table.add_row(
+            "  host", told(plan.memory.host), Text("of the host's memory, each rank", "dim")
+        )
     return table
 
 
@@ -152,10 +193,18 @@ def figures(cfg: PlanConfig, plan: Plan) -> Table:
     computed = plan.micro_batches * cfg.batch.micro_rows * plan.world_size
     if computed > cfg.batch.rows:
         share = 1 - cfg.batch.rows / computed
-        rows.append(("empty", f"{share:.0%} of the rows that ranks compute: batch.rows={computed} fills them, in the same time"))
+        rows.append(
+            (
+                "empty",
+                f"{share:.0%} of the rows that ranks compute: batch.rows={computed} fills them, in the same time",
+            )
+        )
     if timed := plan.step_seconds:
         size, unit = (1, "s") if timed[1] >= 1 else (1000, "ms")
-        whole, *parts = (f"{size * fast:.2f} – {size * slow:.2f}" for fast, slow in [timed, *zip(plan.fast, plan.slow, strict=True)])
+        whole, *parts = (
+            f"{size * fast:.2f} – {size * slow:.2f}"
+            for fast, slow in [timed, *zip(plan.fast, plan.slow, strict=True)]
+        )
         told = "compute {}, communication {} (exposed {})".format(*parts)
         rows.append(("step", f"{whole} {unit}: {told}, optimizer {size * plan.slow.optimizer:.2f}"))
         slow, fast = (plan.tokens / seconds for seconds in timed[::-1])
@@ -177,7 +226,9 @@ def wires(plan: Plan) -> str:
         if wire.ranks > 1:
             gathered = f" ({gib(wire.gathered)} gathered)" if wire.gathered else ""
             across = f", {gib(wire.across)} between nodes" if wire.across else ""
-            told.append(f"{name} × {wire.ranks}: {gib(wire.gathered + wire.reduced)}{gathered}{across}")
+            told.append(
+                f"{name} × {wire.ranks}: {gib(wire.gathered + wire.reduced)}{gathered}{across}"
+            )
     return "; ".join(told) or "nothing"
 
 
@@ -205,7 +256,14 @@ def checkpoints(cfg: PlanConfig, plan: Plan) -> str:
 
 def table_of(suggestions: list[Suggestion], narrow: bool) -> Table:
     """Overrides with their peak and cost; why stands beside them, or in a narrow terminal below."""
-    table = Table("override", "peak", "GPU time", *([] if narrow else ["why"]), box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = Table(
+        "override",
+        "peak",
+        "GPU time",
+        *([] if narrow else ["why"]),
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+    )
     table.columns[0].overflow = "fold"  # it is to be typed
     for column in table.columns[1:3]:
         column.justify, column.no_wrap = "right", True

@@ -49,7 +49,11 @@ def suggest(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -
     """
     plan = make_plan(cfg, config, world, device)
     if plan.fits:
-        better = [found for change in faster(cfg, world, device) if (found := tried(change, cfg, config, plan)) and found.cost < -GAIN]
+        better = [
+            found
+            for change in faster(cfg, world, device)
+            if (found := tried(change, cfg, config, plan)) and found.cost < -GAIN
+        ]
         return sorted(better, key=lambda found: found.cost)[:MOST]
     changes = list(smaller(cfg, world, device))
     enough: dict[frozenset[str], tuple[int, float, Suggestion]] = {}  # by what is typed
@@ -57,16 +61,28 @@ def suggest(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -
         for some in combinations(changes, count):
             words = frozenset(change.override for change in some)
             change = together(*some)
-            if change and not any(fewer < words for fewer in enough) and (found := tried(change, cfg, config, plan)):
+            if (
+                change
+                and not any(fewer < words for fewer in enough)
+                and (found := tried(change, cfg, config, plan))
+            ):
                 enough[words] = change.kind, found.cost, found
         if len(enough) >= ENOUGH:
             break
-    ranked = sorted(enough.values(), key=lambda found: (found[0], round(found[1], 3), -found[2].peak_bytes))
-    best: dict[str, tuple[int, Suggestion]] = {}  # of those that differ in a number, the one that costs least, or changes least
+    ranked = sorted(
+        enough.values(), key=lambda found: (found[0], round(found[1], 3), -found[2].peak_bytes)
+    )
+    best: dict[
+        str, tuple[int, Suggestion]
+    ] = {}  # of those that differ in a number, the one that costs least, or changes least
     for kind, _, found in ranked:
         best.setdefault(re.sub(r"=\d+\b", "=", found.override), (kind, found))
     here = [found for kind, found in best.values() if kind < TRAINING][: MOST - 2]
-    return [*here, *larger(cfg, config, plan), *(found for kind, found in best.values() if kind == TRAINING)][:MOST]
+    return [
+        *here,
+        *larger(cfg, config, plan),
+        *(found for kind, found in best.values() if kind == TRAINING),
+    ][:MOST]
 
 
 def changed(cfg: TrainConfig, keys: dict[str, Any]) -> TrainConfig:
@@ -82,38 +98,83 @@ def smaller(cfg: TrainConfig, world: int, device: Device) -> Iterator[Change]:
     asked, sharding, formats = cfg.activation_checkpoint, cfg.sharding, cfg.precision
     if asked.mode not in ("full", "selective"):
         why = "all but attention and every second product is computed again"
-        yield Change("activation_checkpoint=selective", {"activation_checkpoint.mode": "selective"}, why)
+        yield Change(
+            "activation_checkpoint=selective", {"activation_checkpoint.mode": "selective"}, why
+        )
     if asked.mode != "full":
-        yield Change("activation_checkpoint=full", {"activation_checkpoint.mode": "full"}, "blocks are computed again in backward")
+        yield Change(
+            "activation_checkpoint=full",
+            {"activation_checkpoint.mode": "full"},
+            "blocks are computed again in backward",
+        )
     if asked.every > 1:
-        yield Change("activation_checkpoint.every=1", {"activation_checkpoint.every": 1}, "every block is computed again")
+        yield Change(
+            "activation_checkpoint.every=1",
+            {"activation_checkpoint.every": 1},
+            "every block is computed again",
+        )
     rows = cfg.batch.micro_rows
     for fewer in sorted({rows // 2**i for i in range(1, rows.bit_length())}):
-        yield Change(f"batch.micro_rows={fewer}", {"batch.micro_rows": fewer}, "more micro-batches, more communication")
+        yield Change(
+            f"batch.micro_rows={fewer}",
+            {"batch.micro_rows": fewer},
+            "more micro-batches, more communication",
+        )
     yield from _sharded_more(cfg, world)
     if device.name != "cpu" and sharding.strategy != "ddp" and not sharding.cpu_offload:
         why = "the host holds and updates the states"
         yield Change("sharding.cpu_offload=true", {"sharding.cpu_offload": True}, why)
     if device.name != "cpu" and (cfg.loss.chunk_mib or math.inf) > 128:
-        yield Change("loss.chunk_mib=128", {"loss.chunk_mib": 128}, "the head's products are smaller, and slower by what is not reckoned")
+        yield Change(
+            "loss.chunk_mib=128",
+            {"loss.chunk_mib": 128},
+            "the head's products are smaller, and slower by what is not reckoned",
+        )
     if (held := moments_format(cfg.optim, formats.master_dtype)) == "float32":
-        yield Change("optim=adamw_bf16", {"optim.state_dtype": "bfloat16"}, "moments are kept in bfloat16", MOMENTS)
+        yield Change(
+            "optim=adamw_bf16",
+            {"optim.state_dtype": "bfloat16"},
+            "moments are kept in bfloat16",
+            MOMENTS,
+        )
     if held != "8bit":
-        yield Change("optim=adamw_8bit", {"optim.state_dtype": "8bit"}, "moments are kept in 8 bits", MOMENTS)
+        yield Change(
+            "optim=adamw_8bit", {"optim.state_dtype": "8bit"}, "moments are kept in 8 bits", MOMENTS
+        )
     if formats.param_dtype == "float32":
-        bf16 = {"precision.param_dtype": "bfloat16", "precision.reduce_dtype": "float32", "precision.master_dtype": "float32"}
-        yield Change("precision=bf16", bf16, "forward and backward compute in bfloat16: other numbers", NUMBERS)
+        bf16 = {
+            "precision.param_dtype": "bfloat16",
+            "precision.reduce_dtype": "float32",
+            "precision.master_dtype": "float32",
+        }
+        yield Change(
+            "precision=bf16",
+            bf16,
+            "forward and backward compute in bfloat16: other numbers",
+            NUMBERS,
+        )
     if formats.master_dtype == "float32":
-        pure = {"precision.param_dtype": "bfloat16", "precision.reduce_dtype": "float32", "precision.master_dtype": "bfloat16"}
+        pure = {
+            "precision.param_dtype": "bfloat16",
+            "precision.reduce_dtype": "float32",
+            "precision.master_dtype": "bfloat16",
+        }
         why = "weights, gradients and moments are kept in bfloat16: other numbers, which may learn less"
         yield Change("precision=pure_bf16", pure | {"precision.float8": None}, why, NUMBERS)
     if formats.reduce_dtype == "float32" and world > 1:
         why = "gradients are summed over ranks in bfloat16: other numbers"
-        yield Change("precision.reduce_dtype=bfloat16", {"precision.reduce_dtype": "bfloat16"}, why, NUMBERS)
+        yield Change(
+            "precision.reduce_dtype=bfloat16", {"precision.reduce_dtype": "bfloat16"}, why, NUMBERS
+        )
     length = cfg.batch.seq_len
     for shorter in (length // 2, length // 4):
         if shorter >= 512:
-            yield Change(f"batch.seq_len={shorter}", {"batch.seq_len": shorter}, "fewer tokens a step: another training", TRAINING)
+            yield Change(
+                f"batch.seq_len={shorter}",
+                {"batch.seq_len": shorter},
+                "fewer tokens a step: another training",
+                TRAINING,
+            )
 
 
 def _sharded_more(cfg: TrainConfig, world: int) -> Iterator[Change]:
@@ -124,7 +185,9 @@ def _sharded_more(cfg: TrainConfig, world: int) -> Iterator[Change]:
         yield Change(words, keys, "all ranks share one copy of the states")
     if sharding.strategy != "ddp" and keeps_gathered(sharding):
         why = "blocks are gathered again in backward"
-        yield Change("sharding.reshard_after_forward=true", {"sharding.reshard_after_forward": True}, why)
+        yield Change(
+            "sharding.reshard_after_forward=true", {"sharding.reshard_after_forward": True}, why
+        )
     for name, least, why in (
         ("prefetch", 1, "fewer blocks are gathered ahead"),
         ("blocks_per_unit", 1, "blocks are gathered one at a time"),
@@ -140,38 +203,73 @@ def faster(cfg: TrainConfig, world: int, device: Device) -> Iterator[Change]:
     """Single changes that take more memory, or none, and may take less time. The numbers stay the same."""
     asked, sharding, rows = cfg.activation_checkpoint, cfg.sharding, cfg.batch.micro_rows
     if device.name != "cpu" and not cfg.compile.enabled:
-        yield Change("compile=enabled", {"compile.enabled": True}, "blocks are compiled, which takes a minute or so first")
+        yield Change(
+            "compile=enabled",
+            {"compile.enabled": True},
+            "blocks are compiled, which takes a minute or so first",
+        )
     for mode in ("none", "selective"):
         if asked.mode not in ("none", mode):
-            why = "backward computes nothing again" if mode == "none" else "backward computes less again"
+            why = (
+                "backward computes nothing again"
+                if mode == "none"
+                else "backward computes less again"
+            )
             yield Change(f"activation_checkpoint={mode}", {"activation_checkpoint.mode": mode}, why)
     for more in (2 * rows, 4 * rows):
         if more * world <= cfg.batch.rows:
-            yield Change(f"batch.micro_rows={more}", {"batch.micro_rows": more}, "fewer micro-batches, less communication")
+            yield Change(
+                f"batch.micro_rows={more}",
+                {"batch.micro_rows": more},
+                "fewer micro-batches, less communication",
+            )
     if world > 1 and sharding.strategy == "fsdp":
-        yield Change("sharding=ddp", {"sharding.strategy": "ddp"}, "nothing is gathered; every rank holds all")
+        yield Change(
+            "sharding=ddp",
+            {"sharding.strategy": "ddp"},
+            "nothing is gathered; every rank holds all",
+        )
         if not keeps_gathered(sharding):
             why = "blocks stay gathered until backward"
-            yield Change("sharding.reshard_after_forward=false", {"sharding.reshard_after_forward": False}, why)
+            yield Change(
+                "sharding.reshard_after_forward=false",
+                {"sharding.reshard_after_forward": False},
+                why,
+            )
         if world > device.per_node and not world % device.per_node:
             nodes = world // device.per_node
             keys = {"sharding.strategy": "hsdp", "sharding.replicas": nodes}
-            yield Change(f"sharding=hsdp sharding.replicas={nodes}", keys, "blocks are gathered inside nodes")
+            yield Change(
+                f"sharding=hsdp sharding.replicas={nodes}", keys, "blocks are gathered inside nodes"
+            )
 
 
 def larger(cfg: TrainConfig, config: ModelConfig, plan: Plan) -> list[Suggestion]:
     """The smallest world that fits, with as little else changed as that takes. Empty if none does."""
     possible = list(smaller(cfg, plan.world_size, plan.device))
     by_name = {change.override.split()[0]: change for change in possible}
-    asked = [by_name[name] for name in ("sharding=fsdp", "activation_checkpoint=full", "batch.micro_rows=1") if name in by_name]
+    asked = [
+        by_name[name]
+        for name in ("sharding=fsdp", "activation_checkpoint=full", "batch.micro_rows=1")
+        if name in by_name
+    ]
     for count in range(len(asked) + 1):
         for some in combinations(asked, count):
-            settings = changed(cfg, {key: value for change in some for key, value in change.keys.items()})
+            settings = changed(
+                cfg, {key: value for change in some for key, value in change.keys.items()}
+            )
             if not refused(settings) and (world := smallest_world(settings, config, plan)):
                 units = "ranks" if plan.device.name == "cpu" else "GPUs"
-                more = Change(f"plan.world_size={world}", {}, f"{world} {units} instead of {plan.world_size}")
-                new, change = make_plan(settings, config, world, plan.device), together(more, *some) or more
-                return [Suggestion(change.override, new.memory.peak.total, cost(new, plan), change.why)]
+                more = Change(
+                    f"plan.world_size={world}", {}, f"{world} {units} instead of {plan.world_size}"
+                )
+                new, change = (
+                    make_plan(settings, config, world, plan.device),
+                    together(more, *some) or more,
+                )
+                return [
+                    Suggestion(change.override, new.memory.peak.total, cost(new, plan), change.why)
+                ]
     return []
 
 
@@ -200,7 +298,12 @@ def together(*changes: Change) -> Change | None:
     if len(keys) < sum(len(change.keys) for change in changes):
         return None
     whys = "; ".join(change.why for change in changes)
-    return Change(" ".join(change.override for change in changes), keys, whys, max(change.kind for change in changes))
+    return Change(
+        " ".join(change.override for change in changes),
+        keys,
+        whys,
+        max(change.kind for change in changes),
+    )
 
 
 def tried(change: Change, cfg: TrainConfig, config: ModelConfig, plan: Plan) -> Suggestion | None:
@@ -209,13 +312,19 @@ def tried(change: Change, cfg: TrainConfig, config: ModelConfig, plan: Plan) -> 
     new = make_plan(settings, config, plan.world_size, plan.device)
     if not new.fits or refused(settings):
         return None
-    host = f" ({new.memory.host / 2**30:,.0f} GiB a rank)" if new.memory.host and not plan.memory.host else ""
+    host = (
+        f" ({new.memory.host / 2**30:,.0f} GiB a rank)"
+        if new.memory.host and not plan.memory.host
+        else ""
+    )
     return Suggestion(change.override, new.memory.peak.total, cost(new, plan), change.why + host)
 
 
 def cost(new: Plan, old: Plan) -> float:
     """How much more time of all devices together a token takes than it would in the old plan, if that fitted."""
-    return (new.seconds * new.world_size / new.tokens) / (old.seconds * old.world_size / old.tokens) - 1
+    return (new.seconds * new.world_size / new.tokens) / (
+        old.seconds * old.world_size / old.tokens
+    ) - 1
 
 
 def refused(cfg: TrainConfig) -> bool:

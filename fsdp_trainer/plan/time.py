@@ -16,13 +16,18 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 # What published trainings reach of an H100's dense peak, attention counted as causal and recomputation as work
 EFFICIENCY = {"eager": (0.32, 0.45), "compiled": (0.37, 0.52)}
-WIDTH, WIDEST = 4096, 1.2  # small matrices reach less, large ones more: by the third root of the model's width, up to so much
+WIDTH, WIDEST = (
+    4096,
+    1.2,
+)  # small matrices reach less, large ones more: by the third root of the model's width, up to so much
 LINKS = (0.5, 0.85)
 """Share of a link's rate that collectives reach: NCCL's own tests on 256 H100 gave 200 (all-gather) to 340 GB/s of 400 (NVIDIA/nccl#1218)."""
 FLOAT8 = {"tensorwise": 1.4, "rowwise": 1.15, "rowwise_with_gw_hp": 1.1}
 """How much faster a block's matrix products are, casts included."""
 MEMORY = 0.8  # share of the device's memory rate that elementwise kernels reach
-HOST_ADAMW = 20e9  # bytes per second and rank of the host's memory with sharding.cpu_offload: assumed
+HOST_ADAMW = (
+    20e9  # bytes per second and rank of the host's memory with sharding.cpu_offload: assumed
+)
 
 
 class Group(NamedTuple):
@@ -45,7 +50,9 @@ class Group(NamedTuple):
     def seconds(self, size: float, device: Device, efficiency: float) -> float:
         """To gather or reduce a message of `size` bytes: on the slower of the links within and between nodes."""
         within = size * self.sent / device.link if self.beside > 1 else 0.0
-        return max(within, size * self.across / device.network) / efficiency if self.ranks > 1 else 0.0
+        return (
+            max(within, size * self.across / device.network) / efficiency if self.ranks > 1 else 0.0
+        )
 
 
 class Wire(NamedTuple):
@@ -84,7 +91,11 @@ class Units(NamedTuple):
         embedding = config.embedding_rows * config.hidden_size
         blocks = config.parameters() - replace(config, num_hidden_layers=0).parameters()
         tied = config.tie_word_embeddings
-        return cls(embedding + (config.hidden_size if tied else 0), blocks, 0 if tied else embedding + config.hidden_size)
+        return cls(
+            embedding + (config.hidden_size if tied else 0),
+            blocks,
+            0 if tied else embedding + config.hidden_size,
+        )
 
 
 def micro_batches(cfg: TrainConfig, world: int) -> int:
@@ -96,7 +107,9 @@ def groups(sharding: Sharding, world: int, per_node: int) -> tuple[Group, Group]
     """The shard and the replicate dimension of the mesh: neighbouring ranks share shards."""
     replicas = {"fsdp": 1, "hsdp": sharding.replicas, "ddp": world}[sharding.strategy]
     shards = world // replicas
-    return Group(shards, min(shards, per_node)), Group(replicas, min(replicas, max(1, per_node // shards)))
+    return Group(shards, min(shards, per_node)), Group(
+        replicas, min(replicas, max(1, per_node // shards))
+    )
 
 
 def wire(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> dict[str, Wire]:
@@ -105,7 +118,9 @@ def wire(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> d
     units, count = Units.of(config), micro_batches(cfg, world)
     compute, reduce = BYTES[cfg.precision.param_dtype], BYTES[cfg.precision.reduce_dtype]
     passes = 1 if keeps_gathered(cfg.sharding) else 2
-    gathered = count * (passes * units.blocks * _block_bytes(cfg) + (units.first + units.last) * compute)
+    gathered = count * (
+        passes * units.blocks * _block_bytes(cfg) + (units.first + units.last) * compute
+    )
     if cfg.sharding.accumulate == "unsharded" and count > 1:
         gathered += (
             units.last * compute
@@ -113,8 +128,15 @@ def wire(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> d
     reduced = sum(units) * reduce * (count if cfg.sharding.accumulate == "sharded" else 1)
     all_reduced = 2 * sum(units) / shard.ranks * reduce
     return {
-        "shard": Wire(shard.ranks, gathered * shard.sent, reduced * shard.sent, (gathered + reduced) * shard.across),
-        "replicate": Wire(replicate.ranks, 0.0, all_reduced * replicate.sent, all_reduced * replicate.across),
+        "shard": Wire(
+            shard.ranks,
+            gathered * shard.sent,
+            reduced * shard.sent,
+            (gathered + reduced) * shard.across,
+        ),
+        "replicate": Wire(
+            replicate.ranks, 0.0, all_reduced * replicate.sent, all_reduced * replicate.across
+        ),
     }
 
 
@@ -126,7 +148,10 @@ def _block_bytes(cfg: TrainConfig) -> float:
 def recomputed(asked: ActivationCheckpoint) -> tuple[float, float]:
     """Which shares of a block's forward are computed again in backward: of its matrix products, and of attention."""
     if asked.mode == "budget":
-        return 1 - asked.budget, 1 - asked.budget  # at most: the compiler begins with what costs least
+        return (
+            1 - asked.budget,
+            1 - asked.budget,
+        )  # at most: the compiler begins with what costs least
     if asked.mode == "none":
         return 0.0, 0.0
     kept = asked.save if asked.mode == "selective" else []
@@ -137,15 +162,25 @@ def recomputed(asked: ActivationCheckpoint) -> tuple[float, float]:
 def forward_flops(config: ModelConfig, seq_len: int) -> tuple[float, float, float]:
     """Of one row: all blocks' matrix products, their attention as if the row were one document, and the head. Backward is twice that."""
     attended = float(config.attended(np.array([seq_len]))[0])
-    attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * attended
-    return 2.0 * Units.of(config).blocks * seq_len, attention, 2.0 * config.embedding_rows * config.hidden_size * seq_len
+    attention = (
+        2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * attended
+    )
+    return (
+        2.0 * Units.of(config).blocks * seq_len,
+        attention,
+        2.0 * config.embedding_rows * config.hidden_size * seq_len,
+    )
 
 
 def speed(cfg: TrainConfig, config: ModelConfig, device: Device, best: bool) -> float:
     """FLOP/s that the arithmetic of this model reaches on `device`."""
-    peak = (device.flops or 0.0) if cfg.precision.param_dtype == "bfloat16" else device.flops_float32
+    peak = (
+        (device.flops or 0.0) if cfg.precision.param_dtype == "bfloat16" else device.flops_float32
+    )
     width = min(WIDEST, (config.hidden_size / WIDTH) ** (1 / 3))
-    reached = EFFICIENCY["compiled" if cfg.compile.enabled else "eager"][best] * device.reach * width
+    reached = (
+        EFFICIENCY["compiled" if cfg.compile.enabled else "eager"][best] * device.reach * width
+    )
     return peak * (device.efficiency or reached)
 
 
@@ -165,8 +200,14 @@ def times(cfg: TrainConfig, config: ModelConfig, world: int, device: Device, bes
         return shard.seconds(size, device, links) + over_replicas + numbers * to_host
 
     compute_size = BYTES[cfg.precision.param_dtype]
-    first, last, blocks = (gather(units.first, compute_size), gather(units.last, compute_size), gather(units.blocks, _block_bytes(cfg)))
-    unit = 1 / ceil(config.num_hidden_layers / cfg.sharding.blocks_per_unit)  # whose share of the blocks nothing hides: the one at an end
+    first, last, blocks = (
+        gather(units.first, compute_size),
+        gather(units.last, compute_size),
+        gather(units.blocks, _block_bytes(cfg)),
+    )
+    unit = 1 / ceil(
+        config.num_hidden_layers / cfg.sharding.blocks_per_unit
+    )  # whose share of the blocks nothing hides: the one at an end
     forward, backward, head = _compute_seconds(cfg, config, device, best)
 
     exposed = count * (first + blocks * unit + max(0.0, blocks * (1 - unit) + last - forward))
@@ -176,14 +217,28 @@ def times(cfg: TrainConfig, config: ModelConfig, world: int, device: Device, bes
         is_last = i == count - 1
         reduces = is_last or cfg.sharding.accumulate == "sharded"
         ends, middle, lasts = (reduce(n, is_last) if reduces else 0.0 for n in units)
-        exposed += again * unit + max(0.0, (again + middle) * (1 - unit) + lasts - backward) + middle * unit + ends
+        exposed += (
+            again * unit
+            + max(0.0, (again + middle) * (1 - unit) + lasts - backward)
+            + middle * unit
+            + ends
+        )
         total += ends + middle + lasts
-    return Times(count * (forward + backward + head), total, exposed, _optimizer_seconds(cfg, sum(units) / shard.ranks, device))
+    return Times(
+        count * (forward + backward + head),
+        total,
+        exposed,
+        _optimizer_seconds(cfg, sum(units) / shard.ranks, device),
+    )
 
 
-def _compute_seconds(cfg: TrainConfig, config: ModelConfig, device: Device, best: bool) -> tuple[float, float, float]:
+def _compute_seconds(
+    cfg: TrainConfig, config: ModelConfig, device: Device, best: bool
+) -> tuple[float, float, float]:
     """Of one micro-batch: the blocks forward, the blocks backward, and the head, which does all of its work forward."""
-    products, attention, head = (flops * cfg.batch.micro_rows for flops in forward_flops(config, cfg.batch.seq_len))
+    products, attention, head = (
+        flops * cfg.batch.micro_rows for flops in forward_flops(config, cfg.batch.seq_len)
+    )
     products /= FLOAT8.get(cfg.precision.float8 or "", 1.0)
     products_again, attention_again = recomputed(cfg.activation_checkpoint)
     backward = products * (2 + products_again) + attention * (2 + attention_again)
@@ -195,5 +250,7 @@ def _optimizer_seconds(cfg: TrainConfig, numbers: float, device: Device) -> floa
     """Norm, clipping and AdamW of `numbers` parameters, each of which is read from and written to memory."""
     stored = BYTES[cfg.precision.master_dtype]
     moment = MOMENT_BYTES[moments_format(cfg.optim, cfg.precision.master_dtype)]
-    moved = numbers * (2 * stored + 4 * moment + 4 * stored)  # weights; both moments; the gradient for norm, clipping (twice) and update
+    moved = numbers * (
+        2 * stored + 4 * moment + 4 * stored
+    )  # weights; both moments; the gradient for norm, clipping (twice) and update
     return moved / (HOST_ADAMW if cfg.sharding.cpu_offload else device.memory_rate * MEMORY)

@@ -11,7 +11,9 @@ DOES_NOT_FIT = 3
 
 def plan(cfg: PlanConfig) -> int:
     """Print the plan of each world, as text or JSON. Returns 0 if any of them fits, else 3. Raises UserError."""
-    if not (cfg.plan.gpu or cfg.plan.memory_gib or cfg.launch.device == "cpu" or has_gpus(cfg.launch)):
+    if not (
+        cfg.plan.gpu or cfg.plan.memory_gib or cfg.launch.device == "cpu" or has_gpus(cfg.launch)
+    ):
         raise nothing_to_plan_for()  # before torch is imported
     from fsdp_trainer.plan.inputs import architecture, target, world_sizes
     from fsdp_trainer.plan.plan import make_plan
@@ -21,8 +23,12 @@ def plan(cfg: PlanConfig) -> int:
     worlds = world_sizes(cfg)
     devices = [target(cfg, world) for world in worlds]
     config, assumed = architecture(cfg)
-    plans = [make_plan(cfg, config, world, device) for world, device in zip(worlds, devices, strict=True)]
-    suggestions = [suggest(cfg, config, world, device) for world, device in zip(worlds, devices, strict=True)]
+    plans = [
+        make_plan(cfg, config, world, device) for world, device in zip(worlds, devices, strict=True)
+    ]
+    suggestions = [
+        suggest(cfg, config, world, device) for world, device in zip(worlds, devices, strict=True)
+    ]
     if cfg.plan.format == "json":
         print(json.dumps(as_json(cfg, plans, suggestions, assumed), allow_nan=False))
     else:

@@ -21,7 +21,14 @@ PARTS = {
     "other": "the rest: logging, agreeing, profiles, export, leaving",
 }
 OF_PHASE = (
-    {"data": "data", "compile": "compile", "start": "startup", "rewind": "restart", "validation": "validation", "samples": "validation"}
+    {
+        "data": "data",
+        "compile": "compile",
+        "start": "startup",
+        "rewind": "restart",
+        "validation": "validation",
+        "samples": "validation",
+    }
     | dict.fromkeys(("forward", "backward", "clip", "update", "read"), "training")
     | dict.fromkeys(CHECKPOINT, "checkpoint")
 )
@@ -84,11 +91,20 @@ def attempts_of(run: Run) -> list[Attempt]:
     for i, attempt in enumerate(attempts):
         later = attempts[i + 1 :]
         attempt.kept = min((a.step for a in later), default=np.inf)
-        attempt.lines = slice(int(np.searchsorted(steps, attempt.step, "right")), int(np.searchsorted(steps, attempt.kept, "right")))
-        signs = [event["time"] for event in attempt.events] + times[attempt.lines][~np.isnan(times[attempt.lines])].tolist()
+        attempt.lines = slice(
+            int(np.searchsorted(steps, attempt.step, "right")),
+            int(np.searchsorted(steps, attempt.kept, "right")),
+        )
+        signs = [event["time"] for event in attempt.events] + times[attempt.lines][
+            ~np.isnan(times[attempt.lines])
+        ].tolist()
         if later:
             rewound = later[0].event["event"] == "rewind"
-            reached = later[0].began if rewound else float((later[0].event.get("reached") or {}).get("time") or 0.0)
+            reached = (
+                later[0].began
+                if rewound
+                else float((later[0].event.get("reached") or {}).get("time") or 0.0)
+            )
             signs.append(min(reached, later[0].began))
         attempt.ended = max(signs)
     return attempts
@@ -105,14 +121,28 @@ def goodput(run: Run) -> Goodput | None:
         if i:
             seconds["down"] += max(0.0, attempt.began - attempts[i - 1].ended)
         startup = "restart" if attempt.event["event"] == "rewind" else "startup"
-        _add(seconds, _by_part(phases_of(run, attempt.lines)) or {startup: attempt.ready - attempt.began}, first=not i)
+        _add(
+            seconds,
+            _by_part(phases_of(run, attempt.lines)) or {startup: attempt.ready - attempt.began},
+            first=not i,
+        )
         known = run.column("time")[attempt.lines]
         last = float(known[-1]) if len(known) else attempt.ready
         rest = attempt.ended - last
         told = _by_part(attempt.end.get("phases") or {})
         if not told:
-            told = {"checkpoint": sum(_stall(e) for e in attempt.events if e["event"] == "checkpoint" and e["time"] > last)}
-        told = {part: min(value, max(0.0, rest)) for part, value in told.items() if part not in ("startup", "restart")}  # which is above
+            told = {
+                "checkpoint": sum(
+                    _stall(e)
+                    for e in attempt.events
+                    if e["event"] == "checkpoint" and e["time"] > last
+                )
+            }
+        told = {
+            part: min(value, max(0.0, rest))
+            for part, value in told.items()
+            if part not in ("startup", "restart")
+        }  # which is above
         _add(seconds, told, first=not i)
         if again and attempt.end.get("exit_code") != 75:
             seconds["redone"] += max(0.0, rest - sum(told.values()))
@@ -121,14 +151,21 @@ def goodput(run: Run) -> Goodput | None:
     if seconds["other"] < 0:  # clocks that were set, and rounding
         seconds["training"] += seconds["other"]
         seconds["other"] = 0.0
-    lost = sum(max(0, int((a.event.get("reached") or {}).get("step") or a.event["step"]) - a.step) for a in attempts[1:])
+    lost = sum(
+        max(0, int((a.event.get("reached") or {}).get("step") or a.event["step"]) - a.step)
+        for a in attempts[1:]
+    )
     return Goodput(seconds, wall, len(attempts), lost)
 
 
 def phases_of(run: Run, lines: slice = slice(None)) -> dict[str, float]:
     """Seconds in each phase, over some lines of the metrics; {} where an older version wrote them."""
     columns = {phase: values[lines] for phase, values in run.phases.items()}
-    return {phase: float(np.nansum(values)) for phase, values in columns.items() if not np.isnan(values).all()}
+    return {
+        phase: float(np.nansum(values))
+        for phase, values in columns.items()
+        if not np.isnan(values).all()
+    }
 
 
 def _by_part(phases: dict[str, float]) -> dict[str, float]:

@@ -49,9 +49,14 @@ GROUPS = {  # phases in the order of a step, as they are stacked
 
 def write(summaries: list[Summary], file: Path) -> None:
     """Write it; UserError where that cannot be."""
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters |= {"duration": duration, "short": short, "shown": shown}
-    styles, scripts = ([(HERE / name).read_text() for name in names] for names in (("uPlot.css", "page.css"), ("uPlot.js", "page.js")))
+    styles, scripts = (
+        [(HERE / name).read_text() for name in names]
+        for names in (("uPlot.css", "page.css"), ("uPlot.js", "page.js"))
+    )
     runs, data = [summary.run for summary in summaries], page_data(summaries[:CURVES])
     html = environment.get_template("page.html.jinja").render(
         summaries=summaries,
@@ -71,7 +76,9 @@ def write(summaries: list[Summary], file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(html, encoding="utf-8", errors="replace")
     except OSError as error:
-        raise UserError("the report cannot be written", [Problem(f"out={file}", f"{error}. Use  out=FILE")]) from None
+        raise UserError(
+            "the report cannot be written", [Problem(f"out={file}", f"{error}. Use  out=FILE")]
+        ) from None
 
 
 def content_hash(content: str) -> str:
@@ -94,28 +101,52 @@ def page_data(summaries: list[Summary]) -> dict[str, Any]:
     most = max(50, min(ROWS, ALL_ROWS // max(1, len(summaries))))
     runs = [run_data(summary.run, most) for summary in summaries]
     spent = [run["phases"]["bars"] for run in runs if run["phases"]]
-    return {"groups": [group for group in (*GROUPS, "other") if any(any(bars[group]) for bars in spent)], "runs": runs}
+    return {
+        "groups": [
+            group for group in (*GROUPS, "other") if any(any(bars[group]) for bars in spent)
+        ],
+        "runs": runs,
+    }
 
 
 def run_data(run: Run, most: int) -> dict[str, Any]:
     """A run's lines, each with at most `most` rows or so; the rows of every line's least and greatest values are among them."""
     names = [name for name in run.metrics if name in LINES or name.startswith(OF_SOURCES)]
     began = beginning(run)
-    steps, tokens, seconds = run.column("step"), run.column("tokens"), np.fmax.accumulate(run.column("time")) - began
+    steps, tokens, seconds = (
+        run.column("step"),
+        run.column("tokens"),
+        np.fmax.accumulate(run.column("time")) - began,
+    )
     kept = thinned({name: run.metrics[name] for name in names}, run.lines, most)
     lines = {name: numbers(run.metrics[name][kept]) for name in names}
     if len(kept) < run.lines and "loss" in run.metrics:
         lines["mean of loss"] = numbers(means(run.metrics["loss"], kept))
-    x = {"steps": numbers(steps[kept], 15), "tokens": numbers(tokens[kept], 15), "time": numbers(seconds[kept], 9)}
+    x = {
+        "steps": numbers(steps[kept], 15),
+        "tokens": numbers(tokens[kept], 15),
+        "time": numbers(seconds[kept], 9),
+    }
     known = (steps, np.nan_to_num(tokens)) if run.lines else (np.zeros(1), np.zeros(1))
     told = []
     for event in run.events[-EVENTS:]:
         since, step = float(event["time"]) - began, event.get("step")
         if not isinstance(step, int):
             step = int(steps[seconds <= since][-1]) if (seconds <= since).any() else 0
-        place = {"steps": step, "tokens": round(float(np.interp(step, *known))), "time": round(since, 3)}
+        place = {
+            "steps": step,
+            "tokens": round(float(np.interp(step, *known))),
+            "time": round(since, 3),
+        }
         told.append({"kind": str(event["event"]), "text": about(event)} | place)
-    return {"name": run.name, "rows": run.lines, "x": x, "lines": lines, "events": told, "phases": intervals(run, seconds)}
+    return {
+        "name": run.name,
+        "rows": run.lines,
+        "x": x,
+        "lines": lines,
+        "events": told,
+        "phases": intervals(run, seconds),
+    }
 
 
 def thinned(columns: dict[str, np.ndarray], rows: int, most: int) -> np.ndarray:
@@ -135,7 +166,10 @@ def thinned(columns: dict[str, np.ndarray], rows: int, most: int) -> np.ndarray:
 def means(values: np.ndarray, kept: np.ndarray) -> np.ndarray:
     """The mean of the rows around each that is kept: up to halfway to its neighbours, and at least 1/200 of all."""
     half = max(1, len(values) // 400)
-    known, sums = (np.concatenate([[0.0], np.cumsum(part)]) for part in (~np.isnan(values), np.nan_to_num(values)))
+    known, sums = (
+        np.concatenate([[0.0], np.cumsum(part)])
+        for part in (~np.isnan(values), np.nan_to_num(values))
+    )
     low, high = np.maximum(kept - half, 0), np.minimum(kept + half + 1, len(values))
     with np.errstate(invalid="ignore"):
         return (sums[high] - sums[low]) / (known[high] - known[low])
@@ -143,22 +177,40 @@ def means(values: np.ndarray, kept: np.ndarray) -> np.ndarray:
 
 def numbers(values: np.ndarray, digits: int = 6) -> list[float | None]:
     """As JSON writes them: null for NaN, integers without a point."""
-    return [None if not np.isfinite(v) else int(v) if v == int(v) and abs(v) < 2**53 else float(f"{v:.{digits}g}") for v in values.tolist()]
+    return [
+        None
+        if not np.isfinite(v)
+        else int(v)
+        if v == int(v) and abs(v) < 2**53
+        else float(f"{v:.{digits}g}")
+        for v in values.tolist()
+    ]
 
 
 def beginning(run: Run) -> float:
     """Unix seconds at which its first attempt began, or of what else is known first."""
-    known = [*(attempt.began for attempt in attempts_of(run)[:1]), *run.column("time")[:1], *(event["time"] for event in run.events[:1])]
+    known = [
+        *(attempt.began for attempt in attempts_of(run)[:1]),
+        *run.column("time")[:1],
+        *(event["time"] for event in run.events[:1]),
+    ]
     return next((time for time in known if not np.isnan(time)), 0.0)
 
 
 def about(event: dict[str, Any]) -> str:
     """An event's details on a line."""
-    details = {name: value for name, value in event.items() if name not in ("event", "time", "step", "phases", "about", "reached")}
-    if (again := int((event.get("reached") or {}).get("step") or 0) - int(event.get("step") or 0)) > 0:
+    details = {
+        name: value
+        for name, value in event.items()
+        if name not in ("event", "time", "step", "phases", "about", "reached")
+    }
+    if (
+        again := int((event.get("reached") or {}).get("step") or 0) - int(event.get("step") or 0)
+    ) > 0:
         details["steps done again"] = again
     return ", ".join(
-        f"{name.replace('_', ' ')} {short(value) if isinstance(value, float) else shown(value)}" for name, value in details.items()
+        f"{name.replace('_', ' ')} {short(value) if isinstance(value, float) else shown(value)}"
+        for name, value in details.items()
     )
 
 
@@ -172,7 +224,9 @@ def intervals(run: Run, seconds: np.ndarray) -> dict[str, Any]:
     bars = {group: np.zeros(len(chosen)) for group in (*GROUPS, "other")}
     for phase, values in run.phases.items():
         if phase not in OUTSIDE:
-            bars[of_phase.get(phase, "other")] += [float(np.nansum(values[rows])) for rows in chosen]
+            bars[of_phase.get(phase, "other")] += [
+                float(np.nansum(values[rows])) for rows in chosen
+            ]
     last = np.array([rows[-1] for rows in chosen])
     count = np.diff(np.concatenate([[0], last + 1]))
     x = {
@@ -180,4 +234,8 @@ def intervals(run: Run, seconds: np.ndarray) -> dict[str, Any]:
         "tokens": numbers(run.column("tokens")[last], 15),
         "time": numbers(seconds[last], 9),
     }
-    return {"x": x, "count": count.tolist(), "bars": {group: numbers(values) for group, values in bars.items()}}
+    return {
+        "x": x,
+        "count": count.tolist(),
+        "bars": {group: numbers(values) for group, values in bars.items()},
+    }

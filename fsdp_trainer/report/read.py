@@ -19,7 +19,9 @@ EVENTS, SAMPLES = 20_000, 200  # kept of each run, the latest
 SILENT_SECONDS = 900  # without a line, after which a run is taken for dead
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 GONE = "ended without a word"
-HOLDS_NO_RUN = "holds no run: a run has metrics.jsonl, events.jsonl or config.yaml, a sweep sweep.jsonl"
+HOLDS_NO_RUN = (
+    "holds no run: a run has metrics.jsonl, events.jsonl or config.yaml, a sweep sweep.jsonl"
+)
 
 
 @dataclass
@@ -47,7 +49,11 @@ class Run:
     @property
     def phases(self) -> dict[str, np.ndarray]:
         """By phase, the column of the seconds in it; {} where an older version wrote them."""
-        return {name.partition("/")[2]: values for name, values in self.metrics.items() if name.startswith("phases/")}
+        return {
+            name.partition("/")[2]: values
+            for name, values in self.metrics.items()
+            if name.startswith("phases/")
+        }
 
     def last(self, name: str) -> float | None:
         """The last value of a column; None if it has none."""
@@ -65,7 +71,11 @@ class Run:
     @property
     def given(self) -> dict[str, str]:
         """What a sweep's job was started with."""
-        return {key: value for word in (self.job or {}).get("overrides", ()) for key, _, value in [word.partition("=")]}
+        return {
+            key: value
+            for word in (self.job or {}).get("overrides", ())
+            for key, _, value in [word.partition("=")]
+        }
 
     @property
     def why(self) -> str:
@@ -92,12 +102,17 @@ def read_sources(sources: list[str]) -> list[Run]:
         found |= {run.resolve(): (shown, job) for run, shown, job in runs}
     if problems:
         raise UserError("there is nothing to report on", problems)
-    return [read_run(folder, name, job, READ_BYTES // len(found)) for folder, (name, job) in found.items()]
+    return [
+        read_run(folder, name, job, READ_BYTES // len(found))
+        for folder, (name, job) in found.items()
+    ]
 
 
 def is_run(folder: Path) -> bool:
     """Whether one of a run's files is there."""
-    return any((folder / name).is_file() for name in ("metrics.jsonl", "events.jsonl", "config.yaml"))
+    return any(
+        (folder / name).is_file() for name in ("metrics.jsonl", "events.jsonl", "config.yaml")
+    )
 
 
 def runs_below(folder: Path, below: str = "") -> Iterator[tuple[Path, str, dict[str, Any] | None]]:
@@ -105,17 +120,30 @@ def runs_below(folder: Path, below: str = "") -> Iterator[tuple[Path, str, dict[
     name = f"{below}{folder.name or folder.resolve().name}"
     if (folder / "sweep.jsonl").is_file():
         for job in read_lines(folder / "sweep.jsonl", lambda count: None):
-            own = folder / "jobs" / str(job.get("job"))  # a sweep that was moved still names where it was
-            yield own if own.is_dir() else Path(str(job.get("folder"))), f"{below}{job.get('job')}", job
+            own = (
+                folder / "jobs" / str(job.get("job"))
+            )  # a sweep that was moved still names where it was
+            yield (
+                own if own.is_dir() else Path(str(job.get("folder"))),
+                f"{below}{job.get('job')}",
+                job,
+            )
     elif is_run(folder):
         yield folder, name, None
     elif not below:
-        for inside in sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")):
+        for inside in sorted(
+            path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")
+        ):
             if is_run(inside) or (inside / "sweep.jsonl").is_file():
-                yield from ((f, n if n == inside.name else f"{inside.name}/{n}", j) for f, n, j in runs_below(inside))
+                yield from (
+                    (f, n if n == inside.name else f"{inside.name}/{n}", j)
+                    for f, n, j in runs_below(inside)
+                )
 
 
-def read_lines(file: Path, broken: Callable[[int], None], most: int | None = None) -> Iterator[dict[str, Any]]:
+def read_lines(
+    file: Path, broken: Callable[[int], None], most: int | None = None
+) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines, of its last `most` bytes; {} of none. `broken` hears how many lines were no object."""
     bad = 0
     try:
@@ -135,7 +163,9 @@ def read_lines(file: Path, broken: Callable[[int], None], most: int | None = Non
     broken(bad)
 
 
-def read_run(folder: Path, name: str, job: dict[str, Any] | None = None, most: int = READ_BYTES) -> Run:
+def read_run(
+    folder: Path, name: str, job: dict[str, Any] | None = None, most: int = READ_BYTES
+) -> Run:
     """All that is on record of a run. most: bytes of its metrics that are read."""
     run = Run(name, folder, job=job)
 
@@ -145,14 +175,20 @@ def read_run(folder: Path, name: str, job: dict[str, Any] | None = None, most: i
                 run.remarks.append(f"{count:,} line{'s' * (count != 1)} of {file} cannot be read")
 
         if (path := folder / file).is_file() and path.stat().st_size > most:
-            run.remarks.append(f"{file} has {path.stat().st_size / 2**20:,.0f} MiB; only the last {most / 2**20:,.0f} were read")
+            run.remarks.append(
+                f"{file} has {path.stat().st_size / 2**20:,.0f} MiB; only the last {most / 2**20:,.0f} were read"
+            )
         return read_lines(path, broken, most)
 
-    run.metrics = columns(line for line in lines("metrics.jsonl", most) if isinstance(line.get("step"), int))
+    run.metrics = columns(
+        line for line in lines("metrics.jsonl", most) if isinstance(line.get("step"), int)
+    )
     run.events = [event for event in lines("events.jsonl", 2**26) if is_event(event)][-EVENTS:]
     run.samples = list(lines("samples.jsonl", 2**24))[-SAMPLES:]
     try:
-        run.configuration = dict(flat(yaml.load((folder / "config.yaml").read_text(), YAML_LOADER) or {}))
+        run.configuration = dict(
+            flat(yaml.load((folder / "config.yaml").read_text(), YAML_LOADER) or {})
+        )
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         if not isinstance(error, FileNotFoundError):
             run.remarks.append(f"config.yaml cannot be read: {error}")
@@ -162,7 +198,11 @@ def read_run(folder: Path, name: str, job: dict[str, Any] | None = None, most: i
 
 def is_event(line: dict[str, Any]) -> bool:
     """Whether it has the time, and no step or one that is a number."""
-    return "event" in line and isinstance(line.get("time"), int | float) and isinstance(line.get("step"), int | NoneType)
+    return (
+        "event" in line
+        and isinstance(line.get("time"), int | float)
+        and isinstance(line.get("step"), int | NoneType)
+    )
 
 
 def columns(lines: Iterator[dict[str, Any]]) -> dict[str, np.ndarray]:
@@ -171,7 +211,11 @@ def columns(lines: Iterator[dict[str, Any]]) -> dict[str, np.ndarray]:
     count = 0
     for line in lines:
         for name, value in line.items():
-            for key, number in ((f"{name}/{k}", v) for k, v in value.items()) if isinstance(value, dict) else ((name, value),):
+            for key, number in (
+                ((f"{name}/{k}", v) for k, v in value.items())
+                if isinstance(value, dict)
+                else ((name, value),)
+            ):
                 if isinstance(number, int | float):
                     at, values = sparse.setdefault(key, ([], []))
                     at.append(count)
@@ -186,19 +230,27 @@ def columns(lines: Iterator[dict[str, Any]]) -> dict[str, np.ndarray]:
 def flat(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of every leaf."""
     for key, value in tree.items():
-        yield from flat(value, f"{above}{key}.") if isinstance(value, dict) and value else ((f"{above}{key}", value),)
+        yield from (
+            flat(value, f"{above}{key}.")
+            if isinstance(value, dict) and value
+            else ((f"{above}{key}", value),)
+        )
 
 
 def state(run: Run) -> tuple[str, str]:
     """running, finished, stopped, failed or nothing yet, and why; of a sweep's job what the sweep says, once it is over."""
     job = run.job or {}
     if job.get("state", "running") not in ("waiting", "running"):
-        return "finished" if job["state"] == "skipped" else str(job["state"]), str(job.get("reason") or "")
+        return "finished" if job["state"] == "skipped" else str(job["state"]), str(
+            job.get("reason") or ""
+        )
     if not run.events and not run.lines:
         return "nothing yet", ""
     last = run.events[-1] if run.events else {}
     if last.get("event") == "end":
-        return {0: "finished", 75: "stopped"}.get(last.get("exit_code", 1), "failed"), str(last.get("reason", ""))
+        return {0: "finished", 75: "stopped"}.get(last.get("exit_code", 1), "failed"), str(
+            last.get("reason", "")
+        )
     silent = time.time() - max(run.last("time") or 0.0, last.get("time", 0.0))
     if silent < SILENT_SECONDS:
         return "running", f"last line {silent:.0f} s ago"
@@ -211,10 +263,18 @@ def differing(runs: list[Run]) -> dict[str, list[Any]]:
     keys = dict.fromkeys(key for run in known for key in run.configuration)
     shown = {key: [json.dumps(run.configuration.get(key)) for run in known] for key in keys}
     own = ("run.name", "run.root", "run.overwrite")
-    return {key: [run.configuration.get(key, "") for run in runs] for key in keys if len(set(shown[key])) > 1 and key not in own}
+    return {
+        key: [run.configuration.get(key, "") for run in runs]
+        for key in keys
+        if len(set(shown[key])) > 1 and key not in own
+    }
 
 
 def overrides(runs: list[Run]) -> list[str]:
     """The keys that a sweep's jobs were started with and that not all have alike."""
     jobs = [run.given for run in runs if run.job]
-    return [key for key in dict.fromkeys(key for given in jobs for key in given) if len({given.get(key) for given in jobs}) > 1]
+    return [
+        key
+        for key in dict.fromkeys(key for given in jobs for key in given)
+        if len({given.get(key) for given in jobs}) > 1
+    ]

@@ -40,13 +40,19 @@ class Summary:
     @cached_property
     def phases(self) -> dict[str, float]:
         """Mean seconds a step in each phase; {} of old runs."""
-        found = {phase: spent / self.run.lines for phase, spent in phases_of(self.run).items() if phase not in OUTSIDE}
+        found = {
+            phase: spent / self.run.lines
+            for phase, spent in phases_of(self.run).items()
+            if phase not in OUTSIDE
+        }
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     @property
     def about(self) -> list[str]:
         """Model, world and data, as the last start told them."""
-        return next((event["about"] for event in reversed(self.run.events) if event.get("about")), [])
+        return next(
+            (event["about"] for event in reversed(self.run.events) if event.get("about")), []
+        )
 
     @property
     def objective(self) -> float | None:
@@ -70,18 +76,54 @@ class Summary:
         speed = run.column("tokens_per_second")
         facts = [
             ("state", f"{run.state}: {run.why}" if run.why else run.state),
-            ("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(starts[0]["time"])) if starts else None),
-            ("took", f"{duration(good.wall)}{f', {good.attempts} attempts' if good.attempts > 1 else ''}" if good else None),
-            ("steps", f"{short(last('step'))}{f' of {total:,}' if isinstance(total, int) else ''}" if run.lines else None),
+            (
+                "started",
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(starts[0]["time"]))
+                if starts
+                else None,
+            ),
+            (
+                "took",
+                f"{duration(good.wall)}{f', {good.attempts} attempts' if good.attempts > 1 else ''}"
+                if good
+                else None,
+            ),
+            (
+                "steps",
+                f"{short(last('step'))}{f' of {total:,}' if isinstance(total, int) else ''}"
+                if run.lines
+                else None,
+            ),
             ("tokens", short(last("tokens")) if run.lines else None),
-            ("loss", f"{short(last('loss'))}, lowest {short(run.least('loss')[1])}" if run.least("loss") else None),  # type: ignore[index]
-            ("validation", f"{short(last('validation_loss'))}, lowest {short(best[1])} after step {best[0]:,}" if best else None),
+            (
+                "loss",
+                f"{short(last('loss'))}, lowest {short(run.least('loss')[1])}"
+                if run.least("loss")
+                else None,
+            ),  # type: ignore[index]
+            (
+                "validation",
+                f"{short(last('validation_loss'))}, lowest {short(best[1])} after step {best[0]:,}"
+                if best
+                else None,
+            ),
             (
                 "world",
-                " → ".join(dict.fromkeys(f"{count} rank{'s' * (count != 1)}" for event in starts if (count := event.get("world_size"))))
+                " → ".join(
+                    dict.fromkeys(
+                        f"{count} rank{'s' * (count != 1)}"
+                        for event in starts
+                        if (count := event.get("world_size"))
+                    )
+                )
                 or None,
             ),
-            ("speed", f"{short(float(np.nanmedian(speed)))} tokens/s (median)" if not np.isnan(speed).all() else None),
+            (
+                "speed",
+                f"{short(float(np.nanmedian(speed)))} tokens/s (median)"
+                if not np.isnan(speed).all()
+                else None,
+            ),
             ("goodput", goodput_in_words(good) if good else None),
         ]
         return [(name, value) for name, value in facts if value is not None]
@@ -89,7 +131,16 @@ class Summary:
     def figures(self) -> dict[str, Any]:
         """For scripts."""
         run, good = self.run, self.goodput
-        names = ("step", "tokens", "loss", "validation_loss", "tokens_per_second", "memory_gib", "mfu_palm", "mfu_causal")
+        names = (
+            "step",
+            "tokens",
+            "loss",
+            "validation_loss",
+            "tokens_per_second",
+            "memory_gib",
+            "mfu_palm",
+            "mfu_causal",
+        )
         return {
             "name": run.name,
             "folder": str(run.folder),
@@ -113,7 +164,10 @@ class Summary:
 
 def goodput_in_words(good: Goodput) -> str:
     """The share of training, and of what cost more than 1%."""
-    parts = sorted(((part, good.share(part)) for part in PARTS if part != "training"), key=lambda item: -item[1])
+    parts = sorted(
+        ((part, good.share(part)) for part in PARTS if part != "training"),
+        key=lambda item: -item[1],
+    )
     rest = ", ".join(f"{part} {share:.1%}" for part, share in parts if share >= 0.01)
     ran = f" ({good.while_running:.1%} while it ran)" if good.share("down") >= 0.01 else ""
     return f"{good.share('training'):.1%} training{ran}" + (f"; {rest}" if rest else "")
@@ -155,13 +209,29 @@ def show(summaries: list[Summary], console: Console) -> None:
     runs = [summary.run for summary in summaries]
     if len(summaries) > 1:
         varied = overrides(runs)
-        table = Table("run", *map(escape, varied), "objective", "state", "steps", "took", "goodput", box=box.SIMPLE_HEAD, padding=(0, 1))
+        table = Table(
+            "run",
+            *map(escape, varied),
+            "objective",
+            "state",
+            "steps",
+            "took",
+            "goodput",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1),
+        )
         for summary in sorted(summaries, key=lambda s: (s.objective is None, s.objective or 0.0)):
             good = f"{summary.goodput.share('training'):.0%}" if summary.goodput else ""
             run, steps = summary.run, summary.run.last("step")
             settings = [Text(run.given.get(key, "")) for key in varied]
             table.add_row(
-                Text(run.name), *settings, short(summary.objective), Text(run.state), short(steps), duration(summary.seconds), good
+                Text(run.name),
+                *settings,
+                short(summary.objective),
+                Text(run.state),
+                short(steps),
+                duration(summary.seconds),
+                good,
             )
         console.print(table)
     for summary in summaries[: SHOWN if len(summaries) <= SHOWN else 0]:
@@ -169,7 +239,10 @@ def show(summaries: list[Summary], console: Console) -> None:
     if different := differing(runs):
         heading(console, "keys that differ")
         for key, values in list(different.items())[:SHOWN]:
-            console.print(Text(f"{key}: {', '.join(filter(None, dict.fromkeys(map(str, values))))}"), soft_wrap=True)
+            console.print(
+                Text(f"{key}: {', '.join(filter(None, dict.fromkeys(map(str, values))))}"),
+                soft_wrap=True,
+            )
         if len(different) > SHOWN:
             console.print(f"and {len(different) - SHOWN} more, in the page")
 
@@ -183,9 +256,19 @@ def show_one(summary: Summary, console: Console) -> None:
     if line := sparkline(run.column("loss")):
         grid.add_row(Text("", "dim"), Text(line))
     if summary.phases:
-        grid.add_row(Text("a step", "dim"), Text(", ".join(f"{phase} {spent:.3g} s" for phase, spent in list(summary.phases.items())[:6])))
+        grid.add_row(
+            Text("a step", "dim"),
+            Text(
+                ", ".join(
+                    f"{phase} {spent:.3g} s" for phase, spent in list(summary.phases.items())[:6]
+                )
+            ),
+        )
     if summary.events:
-        grid.add_row(Text("events", "dim"), Text(", ".join(f"{count:,} {kind}" for kind, count in summary.events.most_common())))
+        grid.add_row(
+            Text("events", "dim"),
+            Text(", ".join(f"{count:,} {kind}" for kind, count in summary.events.most_common())),
+        )
     console.print(grid)
     for remark in run.remarks:
         console.print(Text(f"note: {remark}", "dim"), soft_wrap=True)

@@ -14,7 +14,9 @@ from fsdp_trainer.data.order import Rows
 from fsdp_trainer.models.attention import LAYOUTS, to_device
 from fsdp_trainer.models.decoder import MicroBatch
 
-INDEX_STEP = 128  # supervised positions are padded to a multiple of this, so that the device sees few shapes
+INDEX_STEP = (
+    128  # supervised positions are padded to a multiple of this, so that the device sees few shapes
+)
 
 SHOWN = 8  # ranks and samples that are told of a bad step
 
@@ -42,17 +44,38 @@ class Batches:
     attention = "documents"
     """A name of `LAYOUTS`."""
 
-    def __init__(self, order: Mixture, micro_rows: int, rank: int, ranks: int, device: torch.device, pad_to_multiple: int | None = None):
+    def __init__(
+        self,
+        order: Mixture,
+        micro_rows: int,
+        rank: int,
+        ranks: int,
+        device: torch.device,
+        pad_to_multiple: int | None = None,
+    ):
         """pad_to_multiple: micro-batches are no longer than their longest row, up to the next multiple; None: batch.seq_len."""
         self.pad_to_multiple = pad_to_multiple
-        self.order, self.micro_rows, self.rank, self.ranks, self.device = order, micro_rows, rank, ranks, device
+        self.order, self.micro_rows, self.rank, self.ranks, self.device = (
+            order,
+            micro_rows,
+            rank,
+            ranks,
+            device,
+        )
         self.source_names = order.source_names
 
     def steps(
-        self, rows: int, last_row: int | None, step: int = 0, start: int = 0, left_out: Sequence[Sequence[int]] = ()
+        self,
+        rows: int,
+        last_row: int | None,
+        step: int = 0,
+        start: int = 0,
+        left_out: Sequence[Sequence[int]] = (),
     ) -> Iterator[StepPlan]:
         """Plans of the ranges of `row_ranges`, going on after `step` steps."""
-        for number, (first, stop) in enumerate(row_ranges(rows, last_row, start, left_out), step + 1):
+        for number, (first, stop) in enumerate(
+            row_ranges(rows, last_row, start, left_out), step + 1
+        ):
             yield StepPlan(number, first, stop, *self.order.totals(first, stop))
 
     def count(self, plan: StepPlan) -> int:
@@ -81,7 +104,9 @@ class Batches:
         rounds[plan.step % 2 :: 2] = rounds[plan.step % 2 :: 2, ::-1].copy()
         return rounds.reshape(shape[0], self.micro_rows, self.ranks).swapaxes(1, 2)
 
-    def suspects(self, plan: StepPlan, worst: Sequence[float], which: Sequence[float]) -> dict[str, Any]:
+    def suspects(
+        self, plan: StepPlan, worst: Sequence[float], which: Sequence[float]
+    ) -> dict[str, Any]:
         """Whose numbers were bad in a step: the ranks where a micro-batch's loss or gradient was not finite, else the one with the highest loss.
 
         worst, which: of each rank the highest mean loss of its micro-batches (inf: not finite), and the place of that micro-batch.
@@ -97,7 +122,10 @@ class Batches:
             there, rows = rows, Rows.empty(self.micro_rows, self.order.seq_len)
             rows.put(range(len(there.documents)), there)
         length = self.length(rows)
-        tokens, positions, *every = (part[:, :length] for part in (rows.tokens, rows.positions, rows.labels, rows.weights, rows.sources))
+        tokens, positions, *every = (
+            part[:, :length]
+            for part in (rows.tokens, rows.positions, rows.labels, rows.weights, rows.sources)
+        )
         labels, weights, sources = (part.reshape(-1) for part in every)
         learnt = np.flatnonzero(labels != -100)
         padding = (0, -len(learnt) % INDEX_STEP or (INDEX_STEP if not len(learnt) else 0))
@@ -114,7 +142,9 @@ class Batches:
 
     def length(self, rows: Rows) -> int:
         """Of a micro-batch of these rows, padding included."""
-        if self.pad_to_multiple is None or self.attention == "flex":  # whose kernel is compiled for each length
+        if (
+            self.pad_to_multiple is None or self.attention == "flex"
+        ):  # whose kernel is compiled for each length
             return self.order.seq_len
         longest = max(1, *(sum(documents) for documents in rows.documents))
         return min(self.order.seq_len, -(-longest // self.pad_to_multiple) * self.pad_to_multiple)
@@ -129,17 +159,25 @@ def told_of(ranks: list[int], samples: list[str]) -> dict[str, Any]:
     """What an event says of them."""
     different = [*dict.fromkeys(samples)]
     more = len(different) - SHOWN
-    return {"ranks": ranks, "samples": different[:SHOWN], **({"more_samples": more} if more > 0 else {})}
+    return {
+        "ranks": ranks,
+        "samples": different[:SHOWN],
+        **({"more_samples": more} if more > 0 else {}),
+    }
 
 
-def row_ranges(rows: int, last_row: int | None, start: int, left_out: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+def row_ranges(
+    rows: int, last_row: int | None, start: int, left_out: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, int]]:
     """[start, stop) of the rows of each step: `rows` of them, fewer before last_row (None: endless) and before what is left out, which none holds."""
     while True:
         while hit := [stop for first, stop in left_out if first <= start < stop]:
             start = max(hit)
         if last_row is not None and start >= last_row:
             return
-        edges = [first for first, _ in left_out if first > start] + ([] if last_row is None else [last_row])
+        edges = [first for first, _ in left_out if first > start] + (
+            [] if last_row is None else [last_row]
+        )
         stop = min([start + rows, *edges])
         yield start, stop
         start = stop

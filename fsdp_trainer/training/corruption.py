@@ -36,7 +36,9 @@ class Corruption:
         self.random: set[str] = set()
         """What kernels of this machine never give twice alike: no longer compared."""
 
-    def check_computation(self, step: int, compute: Callable[[], tuple[Tensor, Tensor, list[Tensor]]]) -> None:
+    def check_computation(
+        self, step: int, compute: Callable[[], tuple[Tensor, Tensor, list[Tensor]]]
+    ) -> None:
         """`compute` gives loss, gradient of the activations and parameters' gradients of one micro-batch: twice the same bits.
 
         Where all ranks differ from themselves the kernels are not deterministic; told once. One rank alone computes a third time to know.
@@ -56,18 +58,30 @@ class Corruption:
             everywhere = {what for what in found[0] if all(what in differs for differs in again)}
         else:
             everywhere = {what for what in found[0] if all(what in differs for differs in found)}
-        if SUMS in everywhere and any(what in differs for what in OWN for differs in found) and not everywhere & {*OWN}:
+        if (
+            SUMS in everywhere
+            and any(what in differs for what in OWN for differs in found)
+            and not everywhere & {*OWN}
+        ):
             everywhere.discard(SUMS)  # one rank's error is in every rank's sums
         if everywhere:
             self.random |= everywhere
             self.tell("not_deterministic", step=step, what=sorted(everywhere))
         left = [[what for what in differs if what not in everywhere] for differs in found]
-        own = {rank: differs for rank, each in enumerate(left) if (differs := [what for what in each if what in OWN])}
+        own = {
+            rank: differs
+            for rank, each in enumerate(left)
+            if (differs := [what for what in each if what in OWN])
+        }
         suspects = own or {rank: differs for rank, differs in enumerate(left) if differs}
         if suspects:
             who = self._named(list(suspects)) if own else "some rank, or the network,"
             what = ", ".join(sorted({what for differs in suspects.values() for what in differs}))
-            self._fail(step, list(own), f"{who} computed a micro-batch of step {step:,} twice with different results ({what})")
+            self._fail(
+                step,
+                list(own),
+                f"{who} computed a micro-batch of step {step:,} twice with different results ({what})",
+            )
 
     def _differing(self, one: dict[str, list[int]], other: dict[str, list[int]]) -> list[str]:
         return [what for what in one if what not in self.random and one[what] != other[what]]
@@ -84,13 +98,23 @@ class Corruption:
             kinds = Counter(told[rank] for rank in replicas)
             (kind, count), *others = kinds.most_common()
             if others:
-                odd += [rank for rank in replicas if told[rank] != kind or 2 * count <= len(replicas)]
+                odd += [
+                    rank for rank in replicas if told[rank] != kind or 2 * count <= len(replicas)
+                ]
         if odd:
             everyone = gather(mine)
             column = next(replicas for replicas in mesh.mesh.T.tolist() if odd[0] in replicas)
-            names = [name for i, name in enumerate(state) if len({everyone[rank][i] for rank in column}) > 1]
+            names = [
+                name
+                for i, name in enumerate(state)
+                if len({everyone[rank][i] for rank in column}) > 1
+            ]
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            self._fail(step, odd, f"{self._named(odd)} held other bits than the replicas after step {step:,}: {names[0]}{more}")
+            self._fail(
+                step,
+                odd,
+                f"{self._named(odd)} held other bits than the replicas after step {step:,}: {names[0]}{more}",
+            )
 
     def _named(self, ranks: list[int]) -> str:
         hosts: list[Any] = gather(self.host)

@@ -27,9 +27,19 @@ class Feed(Ahead[MicroBatch]):
         made: Iterator[MicroBatch] | None = None,
     ):
         """made: the micro-batches, by another way than `batches` makes them."""
-        depth = prefetch if prefetch is not None else PREFETCH_ON_GPU if batches.device.type == "cuda" else 0
+        depth = (
+            prefetch
+            if prefetch is not None
+            else PREFETCH_ON_GPU
+            if batches.device.type == "cuda"
+            else 0
+        )
         self.batches, self.stop = batches, stop
-        super().__init__(made or (batch for plan in plans for batch in batches.micro_batches(plan)), depth, batches.device)
+        super().__init__(
+            made or (batch for plan in plans for batch in batches.micro_batches(plan)),
+            depth,
+            batches.device,
+        )
 
     def complete(self, plan: StepPlan) -> StepPlan:
         """The next of the plans, with what it weighs."""
@@ -38,7 +48,9 @@ class Feed(Ahead[MicroBatch]):
     def of(self, plan: StepPlan) -> Iterator[MicroBatch]:
         """This rank's part of the next plan; empty rows where it lacks them: the other ranks wait in this step's collectives."""
         for _ in range(self.batches.count(plan)):
-            yield self._next(plan) or self.batches.assemble(Rows.empty(0, self.batches.order.seq_len))
+            yield self._next(plan) or self.batches.assemble(
+                Rows.empty(0, self.batches.order.seq_len)
+            )
 
     def _next(self, plan: StepPlan) -> MicroBatch | None:
         if self.stop.missing is not None:

@@ -33,14 +33,18 @@ def clip_gradients(model: nn.Module, max_norm: float | None, max_value: float | 
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     copies = _copies(gradients[0])
-    parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]  # operators on DTensors cost the host ten times as much
+    parts = [
+        g.to_local() if isinstance(g, DTensor) else g for g in gradients
+    ]  # operators on DTensors cost the host ten times as much
     norm = limited = _global_norm(parts, copies)
     if max_value is not None:
         torch._foreach_clamp_min_(parts, -max_value)
         torch._foreach_clamp_max_(parts, max_value)
         limited = _global_norm(parts, copies)
     if max_norm is not None:
-        share = (max_norm / (limited + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
+        share = (max_norm / (limited + 1e-6)).clamp(
+            max=1.0
+        )  # as torch.nn.utils.clip_grad_norm_ has it
         torch._foreach_mul_(parts, share.to(parts[0].dtype))
     return norm
 

@@ -37,14 +37,18 @@ class Guard:
     def __init__(self, cfg: Train, device: torch.device):
         """device: where gradients lie."""
         self.cfg, self.device = cfg, device
-        self.share, self.least = (torch.tensor(floor, dtype=torch.float64).to(device) for floor in LEAST_SPREAD)
+        self.share, self.least = (
+            torch.tensor(floor, dtype=torch.float64).to(device) for floor in LEAST_SPREAD
+        )
         self.load([[], []], 0)
 
     def load(self, recent: Sequence[Sequence[float]], in_a_row: int) -> None:
         """Go on from what `state` gave; a window that has become smaller keeps the newest."""
         width = self.cfg.spike_window
         rows = [[torch.nan] * (width - len(row[-width:])) + list(row[-width:]) for row in recent]
-        self.recent = torch.tensor(rows, dtype=torch.float64).to(self.device)  # [2, window], newest last; NaN: not yet filled
+        self.recent = torch.tensor(rows, dtype=torch.float64).to(
+            self.device
+        )  # [2, window], newest last; NaN: not yet filled
         self.in_a_row = torch.tensor(in_a_row).to(self.device)
 
     def state(self) -> tuple[list[list[float]], int]:
@@ -56,19 +60,29 @@ class Guard:
         """Of this step's loss and gradient norm, scalars on the device where gradients lie."""
         not_finite = any_not_finite(loss, grad_norm)
         if self.cfg.on_spike == "ignore":
-            return Verdict(not_finite, torch.zeros_like(not_finite), torch.zeros_like(loss), torch.zeros_like(loss), not_finite)
+            return Verdict(
+                not_finite,
+                torch.zeros_like(not_finite),
+                torch.zeros_like(loss),
+                torch.zeros_like(loss),
+                not_finite,
+            )
         now = torch.stack([loss.double(), grad_norm.double().log()])
         usable = torch.isfinite(now).all()  # a step without a target has a norm of 0
         median = self.recent.nanmedian(1).values
         spread = (self.recent - median[:, None]).abs().nanmedian(1).values * TO_SIGMA
         scores = (now - median) / spread.maximum(median.abs() * self.share).maximum(self.least)
-        known = self.recent[0, self.cfg.spike_window // 2].isfinite()  # the window fills from its end
+        known = self.recent[
+            0, self.cfg.spike_window // 2
+        ].isfinite()  # the window fills from its end
         stands_out = usable & known & (scores > self.cfg.spike_score).any()
         in_a_row = torch.where(usable, torch.where(stands_out, self.in_a_row + 1, 0), self.in_a_row)
         anew = in_a_row >= NEW_LEVEL
         spike = stands_out & ~anew
         window = torch.where(anew, torch.nan, self.recent)
-        self.recent = torch.where(usable & ~spike, torch.cat([window[:, 1:], now[:, None]], 1), window)
+        self.recent = torch.where(
+            usable & ~spike, torch.cat([window[:, 1:], now[:, None]], 1), window
+        )
         self.in_a_row = torch.where(anew, 0, in_a_row)
         skip = not_finite | spike if self.cfg.on_spike in ("skip", "rewind") else not_finite
         loss_score, norm_score = torch.where(known, scores, 0.0)
@@ -101,4 +115,6 @@ class Stream:
 
 def own_loss(loss: Tensor, gradient: Tensor) -> Tensor:
     """A micro-batch's mean loss, float64; inf if that or the gradient of its activations is not finite."""
-    return (loss.double() + 0 * gradient.sum(dtype=torch.float32)).nan_to_num(torch.inf, torch.inf, torch.inf)
+    return (loss.double() + 0 * gradient.sum(dtype=torch.float32)).nan_to_num(
+        torch.inf, torch.inf, torch.inf
+    )

@@ -26,7 +26,11 @@ class Ahead(Generic[T]):
         self._room, self._made = threading.Semaphore(depth), SimpleQueue[Any]()
         self._used: deque[tuple[torch.cuda.Event, T]] = deque()
         self._current: T | None = None
-        self._thread = threading.Thread(target=self._work, name="micro-batches", daemon=True) if depth else None
+        self._thread = (
+            threading.Thread(target=self._work, name="micro-batches", daemon=True)
+            if depth
+            else None
+        )
         if self._thread:
             self._thread.start()
 
@@ -63,7 +67,9 @@ class Ahead(Generic[T]):
     def _let_go(self) -> None:
         """The item before is used up as soon as the device has done what was asked of it until now."""
         if self._current is not None and self._device.type == "cuda":
-            self._used.append((torch.cuda.current_stream(self._device).record_event(), self._current))
+            self._used.append(
+                (torch.cuda.current_stream(self._device).record_event(), self._current)
+            )
         self._current = None
         while self._used and self._used[0][0].query():
             self._used.popleft()
@@ -71,7 +77,9 @@ class Ahead(Generic[T]):
     def _work(self) -> None:
         stream = None
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # which device is the current one, each thread decides for itself
+            torch.cuda.set_device(
+                self._device
+            )  # which device is the current one, each thread decides for itself
             stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(stream) if stream else nullcontext():
             while True:

@@ -91,18 +91,29 @@ def claim_folder(cfg: TrainConfig, run: Path, claim: Claim) -> TextIO:
         lock.truncate(0)
         lock.write(json.dumps(asdict(claim) | holder()))
         lock.flush()
-        os.fsync(lock.fileno())  # NFS shows it to the other nodes, which look whether they share the folder
+        os.fsync(
+            lock.fileno()
+        )  # NFS shows it to the other nodes, which look whether they share the folder
         return lock
     except BlockingIOError:
-        raise UserError("the run's folder is in use", [Problem(str(run), f"{who_holds(run)}. Use  run.name=NEW  or wait")]) from None
+        raise UserError(
+            "the run's folder is in use",
+            [Problem(str(run), f"{who_holds(run)}. Use  run.name=NEW  or wait")],
+        ) from None
     except OSError as error:
         why = f"{error}. Use  run.root=FOLDER"
-        raise UserError("the run's folder cannot be used", [Problem(f"run.root={cfg.run.root}", why)]) from None
+        raise UserError(
+            "the run's folder cannot be used", [Problem(f"run.root={cfg.run.root}", why)]
+        ) from None
 
 
 def holder() -> dict[str, Any]:
     """Who this process is, for those who find the folder locked."""
-    return {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %Z")}
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+    }
 
 
 def who_holds(run: Path) -> str:
@@ -126,7 +137,11 @@ def _locked(lock: TextIO, wait: bool) -> bool:
 
 def empty_folder(cfg: TrainConfig, run: Path) -> None:
     """Delete what an earlier run left, if run.overwrite allows it."""
-    used = [path for path in run.iterdir() if path.name not in (LOCK, "jobs", "sweep.jsonl", "output.log")]  # a sweep is no earlier run
+    used = [
+        path
+        for path in run.iterdir()
+        if path.name not in (LOCK, "jobs", "sweep.jsonl", "output.log")
+    ]  # a sweep is no earlier run
     if used and not cfg.run.overwrite:
         why = "holds an earlier run. Use  run.name=NEW,  run.overwrite=true  to delete it,  or  checkpoint.resume=auto  to go on"
         raise UserError("the run's folder is in use", [Problem(str(run), why)])
@@ -162,7 +177,8 @@ def _asked_for(path: str) -> Path:
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
         raise UserError(
-            "there is no checkpoint to go on from", [Problem(f"checkpoint.resume={path}", "is neither a checkpoint nor a run with one")]
+            "there is no checkpoint to go on from",
+            [Problem(f"checkpoint.resume={path}", "is neither a checkpoint nor a run with one")],
         )
     return checkpoint
 
@@ -178,13 +194,21 @@ def check_unchanged(cfg: TrainConfig, order: Mixture, checkpoint: Path) -> dict[
 
     Raises UserError listing those that change what is trained and are not in allow_changes.
     """
-    before, now = _flat(yaml.safe_load((checkpoint / "config.yaml").read_text())), _flat(asdict(cfg))
+    before, now = (
+        _flat(yaml.safe_load((checkpoint / "config.yaml").read_text())),
+        _flat(asdict(cfg)),
+    )
     kept = read_progress(checkpoint)
     before["data.fingerprint"], now["data.fingerprint"] = kept["data"], order.fingerprint
-    before["world_size"], now["world_size"] = read_manifest(checkpoint)["world_size"], dist.get_world_size()
+    before["world_size"], now["world_size"] = (
+        read_manifest(checkpoint)["world_size"],
+        dist.get_world_size(),
+    )
     # a key that is younger than the checkpoint had its default
     changes = {
-        key: [old, new] for key, new in now.items() if (old := before.get(key, DEFAULTS.get(key))) != new and key not in OF_THE_RESUME
+        key: [old, new]
+        for key, new in now.items()
+        if (old := before.get(key, DEFAULTS.get(key))) != new and key not in OF_THE_RESUME
     }
     allowed = set(cfg.checkpoint.allow_changes)
     if "data.path" in allowed:
@@ -192,18 +216,34 @@ def check_unchanged(cfg: TrainConfig, order: Mixture, checkpoint: Path) -> dict[
     refused = {
         key: change
         for key, change in changes.items()
-        if (key.split(".")[0] in COMPARED or key == "run.seed") and key not in FREE and not {key, key.split(".")[0]} & allowed
+        if (key.split(".")[0] in COMPARED or key == "run.seed")
+        and key not in FREE
+        and not {key, key.split(".")[0]} & allowed
     }
     if refused:
         problems = [
-            Problem(f"{key}={show(new)}", f"the checkpoint was trained with {show(old)}") for key, (old, new) in sorted(refused.items())
+            Problem(f"{key}={show(new)}", f"the checkpoint was trained with {show(old)}")
+            for key, (old, new) in sorted(refused.items())
         ]
         if "data.fingerprint" in refused:
-            told = [f"{name} {what}" for name, what, _ in becomes(order, kept["segments"]) if what] if kept.get("segments") else [OLDER]
+            told = (
+                [f"{name} {what}" for name, what, _ in becomes(order, kept["segments"]) if what]
+                if kept.get("segments")
+                else [OLDER]
+            )
             if not order.components:
-                told = ["another list of files, other content, or another tokenizer: a stream begins anew with them"]
-            problem = next(problem for problem in problems if problem.what.startswith("data.fingerprint="))
-            problem.why = "\n".join([problem.why, *(told or ["the same sources are in another order, or mixed otherwise"])])
+                told = [
+                    "another list of files, other content, or another tokenizer: a stream begins anew with them"
+                ]
+            problem = next(
+                problem for problem in problems if problem.what.startswith("data.fingerprint=")
+            )
+            problem.why = "\n".join(
+                [
+                    problem.why,
+                    *(told or ["the same sources are in another order, or mixed otherwise"]),
+                ]
+            )
         ways = f"run.name=NEW  or go on all the same with  'checkpoint.allow_changes=[{','.join(sorted(refused))}]'"
         problems[-1].why += f"\nStart another run with  {ways}"
         raise UserError(f"this is not the run that {checkpoint} belongs to", problems)
@@ -216,7 +256,9 @@ def becomes(order: Mixture, segments: list[dict[str, Any]]) -> list[tuple[str, s
     segments: the checkpoint's.
     """
     gone, told = list(segments[-1]["sources"]) if segments else [], []
-    left_out_before = {source["key"]: source for segment in segments[:-1] for source in segment["sources"]}
+    left_out_before = {
+        source["key"]: source for segment in segments[:-1] for source in segment["sources"]
+    }
     known = []
     for c in order.components:
         known.append(next((s for s in gone if s["key"] == c.key), None))
@@ -225,40 +267,75 @@ def becomes(order: Mixture, segments: list[dict[str, Any]]) -> list[tuple[str, s
         before, c.start, c.start_tokens = before or left_out_before.get(c.key), 0, 0
         if before:
             c.start, c.start_tokens = before["rows"], before["tokens"]
-            what = f"was asked for {before['asked']:g}, is for {c.asked:g}" if before["asked"] != c.asked else ""
+            what = (
+                f"was asked for {before['asked']:g}, is for {c.asked:g}"
+                if before["asked"] != c.asked
+                else ""
+            )
             epoch, row = divmod(c.start, c.order.rows_per_epoch)
-            told.append((c.name, what, f"goes on at epoch {epoch + 1}, row {row:,} of {c.order.rows_per_epoch:,}"))
+            told.append(
+                (
+                    c.name,
+                    what,
+                    f"goes on at epoch {epoch + 1}, row {row:,} of {c.order.rows_per_epoch:,}",
+                )
+            )
         elif before := next((s for s in gone if s["name"] == c.name), None):
             gone.remove(before)
             same = before["key"].split("/")[0] == c.key.split("/")[0]
             what = "is the same, in other rows or another order" if same else "has other content"
-            told.append((c.name, what, "begins at the first row of what it is now; what was seen of it may come again"))
+            told.append(
+                (
+                    c.name,
+                    what,
+                    "begins at the first row of what it is now; what was seen of it may come again",
+                )
+            )
         else:
             told.append((c.name, "is new", "begins at its first row"))
-    return told + [(s["name"], "is left out", f"was seen for {s['rows'] / s['rows_per_epoch']:.2f} epochs") for s in gone]
+    return told + [
+        (s["name"], "is left out", f"was seen for {s['rows'] / s['rows_per_epoch']:.2f} epochs")
+        for s in gone
+    ]
 
 
 def take_up_data(order: Mixture, progress: Progress, fingerprint: str) -> list[str]:
     """Let the data go on where a checkpoint stands. Returns what that means, if it is not the data that the checkpoint's was."""
     segments = progress.segments
-    if not segments and fingerprint == order.fingerprint:  # a checkpoint from before there were segments
+    if (
+        not segments and fingerprint == order.fingerprint
+    ):  # a checkpoint from before there were segments
         return []
     if segments and segments[-1]["key"] == order.key:
         order.start = segments[-1]["start"]
         for component, source in zip(order.components, segments[-1]["sources"], strict=True):
             component.start, component.start_tokens = source["start"], source["start_tokens"]
         return []
-    told = [f"data   {name} {f'{what}: ' if what else ''}{where}" for name, what, where in becomes(order, segments)]
+    told = [
+        f"data   {name} {f'{what}: ' if what else ''}{where}"
+        for name, what, where in becomes(order, segments)
+    ]
     if not segments and progress.rows:
-        segments = [{"key": fingerprint, "start": 0, "rows_per_epoch": order.state(0)["rows_per_epoch"], "sources": []}]
-        told = [f"data   {OLDER}: its rows begin anew, in another order; what was seen may come again"]
+        segments = [
+            {
+                "key": fingerprint,
+                "start": 0,
+                "rows_per_epoch": order.state(0)["rows_per_epoch"],
+                "sources": [],
+            }
+        ]
+        told = [
+            f"data   {OLDER}: its rows begin anew, in another order; what was seen may come again"
+        ]
     order.start, progress.left_out = progress.rows, []  # rows of the data before
     progress.segments = [*segments, order.state(progress.rows)]
     return told
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    return {f"{group}.{key}": value for group, keys in config.items() for key, value in keys.items()}
+    return {
+        f"{group}.{key}": value for group, keys in config.items() for key, value in keys.items()
+    }
 
 
 DEFAULTS = _flat(asdict(TrainConfig()))

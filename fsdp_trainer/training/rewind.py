@@ -30,10 +30,14 @@ def rewind(trainer: Trainer) -> None:
     # the cause may be some steps older than the spike
     checkpoint = good(spike.step - cfg.rewind_margin) or good(spike.step)
     start = trainer.batches.order.start
-    if checkpoint is not None and read_progress(checkpoint)["rows"] < start:  # before the data changed, its rows had other numbers
+    if (
+        checkpoint is not None and read_progress(checkpoint)["rows"] < start
+    ):  # before the data changed, its rows had other numbers
         checkpoint = good(spike.step)
     if checkpoint is None or read_progress(checkpoint)["rows"] < start:
-        observer.console.say(f"there is no checkpoint before step {spike.step:,} to rewind to: its update was left out instead")
+        observer.console.say(
+            f"there is no checkpoint before step {spike.step:,} to rewind to: its update was left out instead"
+        )
         return
     rewinds = trainer.progress.rewinds + 1
     if rewinds > cfg.max_rewinds:
@@ -59,5 +63,13 @@ def rewind(trainer: Trainer) -> None:
     trainer.progress.left_out, trainer.progress.rewinds = left_out, rewinds
     trainer.count_steps()
     observer.skipped_in_a_row = 0
-    observer.event("rewind", step=spike.step, to=step, left_out=left_out[-1], seconds=round(time.monotonic() - began, 3))
-    observer.console.say(f"rewind: back to step {step:,}, and on without rows {left_out[-1][0]:,} to {left_out[-1][1] - 1:,}")
+    observer.event(
+        "rewind",
+        step=spike.step,
+        to=step,
+        left_out=left_out[-1],
+        seconds=round(time.monotonic() - began, 3),
+    )
+    observer.console.say(
+        f"rewind: back to step {step:,}, and on without rows {left_out[-1][0]:,} to {left_out[-1][1] - 1:,}"
+    )

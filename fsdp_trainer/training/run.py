@@ -15,7 +15,13 @@ from fsdp_trainer import phases
 from fsdp_trainer.checkpoint.export import export_checkpoint, is_export_of
 from fsdp_trainer.checkpoint.store import everywhere, gather
 from fsdp_trainer.config.check import show
-from fsdp_trainer.config.paths import BEST, committed_checkpoints, find_checkpoint, is_hub_id, step_of
+from fsdp_trainer.config.paths import (
+    BEST,
+    committed_checkpoints,
+    find_checkpoint,
+    is_hub_id,
+    step_of,
+)
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.build import build_data
@@ -46,9 +52,18 @@ def run_rank(cfg: TrainConfig) -> int:
     waiting = parse_duration(cfg.launch.data_timeout)
     env = environment_of_ranks(os.environ) or os.environ
     console = Console(quiet=env.get("RANK", "0") != "0")
-    stop = StopRequests(parse_duration(cfg.train.time_limit) if cfg.train.time_limit else None, console.say)
+    stop = StopRequests(
+        parse_duration(cfg.train.time_limit) if cfg.train.time_limit else None, console.say
+    )
     run = Path(cfg.run.root).expanduser() / str(cfg.run.name)
-    records, watch, lock, trainer, reason, code = Records(run, console.say), None, None, None, "failed", 1
+    records, watch, lock, trainer, reason, code = (
+        Records(run, console.say),
+        None,
+        None,
+        None,
+        "failed",
+        1,
+    )
     world: World | None = None
     try:
         with stop.waiting(limits=False):  # for ranks that may never start
@@ -56,12 +71,16 @@ def run_rank(cfg: TrainConfig) -> int:
         stop.connect(world.store, world.main)
         launchers = world.launchers(waiting)
         # rank 0 alone looks: it is about to claim the folder for this attempt
-        attempt, left = world.from_main("earlier attempt", lambda: earlier_attempt(run, launchers), waiting)
+        attempt, left = world.from_main(
+            "earlier attempt", lambda: earlier_attempt(run, launchers), waiting
+        )
         if left is not None:
             world.linger("earlier attempt")
             return left
         if attempt:
-            cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))  # restarted by the launcher: what is there is our own
+            cfg = replace(
+                cfg, checkpoint=replace(cfg.checkpoint, resume="auto")
+            )  # restarted by the launcher: what is there is our own
         watch = watched(cfg.launch, run, world)
 
         def claim() -> TextIO | None:
@@ -73,11 +92,21 @@ def run_rank(cfg: TrainConfig) -> int:
             stop.last_words = lambda why, code: records.event("end", reason=why, exit_code=code)
             if cfg.launch.slurm_time_limit:
                 stop.ask_slurm()
-        material = world.node_by_node("preparing the data", lambda: stop.stoppable(lambda: prepare(cfg, run, console, world)), waiting)
-        checkpoint = checkpoint_bytes(resolve_architecture(cfg, material).parameters(), cfg.precision, cfg.optim)
+        material = world.node_by_node(
+            "preparing the data",
+            lambda: stop.stoppable(lambda: prepare(cfg, run, console, world)),
+            waiting,
+        )
+        checkpoint = checkpoint_bytes(
+            resolve_architecture(cfg, material).parameters(), cfg.precision, cfg.optim
+        )
         timeout = parse_duration(cfg.launch.timeout)
-        shared = world.from_main("claim", lambda: Claim(launchers, attempt), waiting).reaches(run, timeout / 2)
-        for line in look_over(cfg, world, run, shared, material.data.fingerprint, checkpoint, timeout):
+        shared = world.from_main("claim", lambda: Claim(launchers, attempt), waiting).reaches(
+            run, timeout / 2
+        )
+        for line in look_over(
+            cfg, world, run, shared, material.data.fingerprint, checkpoint, timeout
+        ):
             console.say(f"note   {line}")
         connect(world, timeout)
         stop.watch(pids_of_node(world))
@@ -109,7 +138,14 @@ def run_rank(cfg: TrainConfig) -> int:
         raise
     finally:
         stop.leaving = True
-        leave(trainer, (trainer.observer.records or records) if trainer else records, lock is not None, reason, code, bool(stop.gone))
+        leave(
+            trainer,
+            (trainer.observer.records or records) if trainer else records,
+            lock is not None,
+            reason,
+            code,
+            bool(stop.gone),
+        )
         stop.close()
         if lock:
             lock.close()
@@ -121,12 +157,18 @@ def run_rank(cfg: TrainConfig) -> int:
 def pids_of_node(world: World) -> dict[int, int]:
     """Of the ranks that share this node and its process ids, by rank. Collective."""
     mine = world.node, phases.here()
-    return {rank: pid for rank, (place, pid) in enumerate(gather((mine, os.getpid()))) if place == mine}
+    return {
+        rank: pid for rank, (place, pid) in enumerate(gather((mine, os.getpid()))) if place == mine
+    }
 
 
 def how_to_go_on(cfg: TrainConfig) -> str:
     """After a stop."""
-    return "the same command goes on" if cfg.checkpoint.resume == "auto" else "go on with  checkpoint.resume=auto"
+    return (
+        "the same command goes on"
+        if cfg.checkpoint.resume == "auto"
+        else "go on with  checkpoint.resume=auto"
+    )
 
 
 def earlier_attempt(run: Path, launchers: list[str]) -> tuple[int, int | None]:
@@ -140,7 +182,8 @@ def earlier_attempt(run: Path, launchers: list[str]) -> tuple[int, int | None]:
         return 0, None
     last = Records(run).last_event()
     stopped = last.get("event") == "end" and (
-        last["exit_code"] == 2 or (last["exit_code"] == 75 and set(before.launchers) == set(launchers))
+        last["exit_code"] == 2
+        or (last["exit_code"] == 75 and set(before.launchers) == set(launchers))
     )
     return before.attempt + 1, last["exit_code"] if stopped else None
 
@@ -148,8 +191,15 @@ def earlier_attempt(run: Path, launchers: list[str]) -> tuple[int, int | None]:
 def prepare(cfg: TrainConfig, run: Path, console: Console, world: World) -> Material:
     """Fetch the model and tokenise the data; what an earlier rank or run did is found on disk."""
     own = find_checkpoint(run) if cfg.checkpoint.resume == "auto" else None
-    if own and cfg.model.init_from and not is_hub_id(cfg.model.init_from) and not Path(cfg.model.init_from).exists():
-        console.say(f"model  {cfg.model.init_from} is not there; the run goes on with configuration and tokenizer of its own {own}")
+    if (
+        own
+        and cfg.model.init_from
+        and not is_hub_id(cfg.model.init_from)
+        and not Path(cfg.model.init_from).exists()
+    ):
+        console.say(
+            f"model  {cfg.model.init_from} is not there; the run goes on with configuration and tokenizer of its own {own}"
+        )
         cfg = replace(cfg, model=replace(cfg.model, init_from=str(own)))
     init_from = fetch(cfg.model.init_from) if cfg.model.init_from else None
     if world.local_rank == 0:  # whose word all hear; what is free changes from moment to moment
@@ -178,8 +228,15 @@ def train(trainer: Trainer, world: World, run: Path, attempt: int) -> Outcome:
         observer.console.say(already_finished(trainer, run))
         export_hf(trainer, world, run)
         return "already finished", 0
-    reached = everywhere("open the run's records", lambda: open_records(trainer, run) if world.main else {})[0]
-    details = {"step": step, "rows": trainer.progress.rows, "world_size": world.size, "attempt": attempt}
+    reached = everywhere(
+        "open the run's records", lambda: open_records(trainer, run) if world.main else {}
+    )[0]
+    details = {
+        "step": step,
+        "rows": trainer.progress.rows,
+        "world_size": world.size,
+        "attempt": attempt,
+    }
     seconds = round(sum(phases.seconds().values()), 3)
     observer.event(
         "resume" if step else "start",
@@ -202,7 +259,13 @@ def train(trainer: Trainer, world: World, run: Path, attempt: int) -> Outcome:
 
     every = trainer.cfg.logging.stragglers
     compared = comparing(
-        parse_duration(every) if every else None, world.store, world.rank, world.size, socket.gethostname(), trainer.optimizer, straggler
+        parse_duration(every) if every else None,
+        world.store,
+        world.rank,
+        world.size,
+        socket.gethostname(),
+        trainer.optimizer,
+        straggler,
     )
     with told_in_short(), compared:
         while not (outcome := trainer.fit()):
@@ -215,7 +278,9 @@ def train(trainer: Trainer, world: World, run: Path, attempt: int) -> Outcome:
         observer.console.say(f"done: {run}")
     else:
         kept = "checkpoint committed" if trainer.progress.step else "nothing to save yet"
-        observer.console.say(f"stopped by {outcome[0]} after step {trainer.progress.step:,}, {kept}: {how_to_go_on(trainer.cfg)}")
+        observer.console.say(
+            f"stopped by {outcome[0]} after step {trainer.progress.step:,}, {kept}: {how_to_go_on(trainer.cfg)}"
+        )
     return outcome
 
 
@@ -239,7 +304,9 @@ def tell_end(trainer: Trainer, reason: str) -> None:
             f"data   {of['name']}: {got} of the tokens{since}, asked for {asked}; {of['tokens']:,} tokens, {of['epochs']:.2f} epochs in all"
         )
     if reason == "early_stop":
-        trainer.observer.console.say(f"stopped early: {progress.stale} validations in a row without a lower loss")
+        trainer.observer.console.say(
+            f"stopped early: {progress.stale} validations in a row without a lower loss"
+        )
     if trainer.cfg.checkpoint.best and progress.best_step is not None:
         trainer.observer.console.say(
             f"best   validation loss {progress.best_loss:.4f} after step {progress.best_step:,}: {trainer.saves.store.folder / BEST}"
@@ -254,7 +321,9 @@ def open_records(trainer: Trainer, run: Path) -> dict[str, Any]:
     observer.records.cut_after(step)
     trainer.saves.store.clear_up(step)
     try:
-        (run / "config.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False, allow_unicode=True))
+        (run / "config.yaml").write_text(
+            yaml.safe_dump(asdict(cfg), sort_keys=False, allow_unicode=True)
+        )
     except OSError as error:  # each checkpoint has its own
         observer.console.say(f"{run / 'config.yaml'} cannot be written: {error}; training goes on")
     observer.trackers = Trackers(cfg.logging, run, asdict(cfg), observer.console.say, step)
@@ -269,7 +338,9 @@ def export_hf(trainer: Trainer, world: World, run: Path) -> None:
 
     def export() -> None:
         best = trainer.saves.store.folder / BEST
-        checkpoint = best.resolve() if cfg.best and best.exists() else committed_checkpoints(run)[-1]
+        checkpoint = (
+            best.resolve() if cfg.best and best.exists() else committed_checkpoints(run)[-1]
+        )
         if not world.main or is_export_of(out, checkpoint, cfg.export_dtype):
             return
         began = time.monotonic()
@@ -277,15 +348,26 @@ def export_hf(trainer: Trainer, world: World, run: Path) -> None:
             export_checkpoint(checkpoint, out, cfg.export_dtype)
         except OSError as error:
             raise RunFailed(f"cannot write the export {out}: {error}") from None
-        trainer.observer.event("export", step=step_of(checkpoint), path=str(out), seconds=round(time.monotonic() - began, 3))
+        trainer.observer.event(
+            "export",
+            step=step_of(checkpoint),
+            path=str(out),
+            seconds=round(time.monotonic() - began, 3),
+        )
 
     phases.enter("export")
     # outside any collective: a large model takes longer than launch.timeout
-    world.node_by_node("exporting the model", lambda: trainer.stop.stoppable(export), parse_duration(trainer.cfg.launch.data_timeout))
+    world.node_by_node(
+        "exporting the model",
+        lambda: trainer.stop.stoppable(export),
+        parse_duration(trainer.cfg.launch.data_timeout),
+    )
     dist.barrier()  # the store ends with rank 0: all must have heard
 
 
-def leave(trainer: Trainer | None, records: Records, ours: bool, reason: str, code: int, alone: bool) -> None:
+def leave(
+    trainer: Trainer | None, records: Records, ours: bool, reason: str, code: int, alone: bool
+) -> None:
     """A checkpoint on its way committed, trackers closed, the last line of events.jsonl, the process group gone.
 
     ours: whether this process may write into the run's folder; alone: whether another rank has ended, for which nothing waits.

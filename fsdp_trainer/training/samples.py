@@ -21,27 +21,50 @@ from fsdp_trainer.models.decoding import continue_tokens
 class Samples:
     """Answers greedily; all ranks together, since each holds a part of the model. Training does not notice."""
 
-    def __init__(self, cfg: TrainConfig, tokenizer: TextTokenizer, template: Template, device: torch.device, context: int):
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        tokenizer: TextTokenizer,
+        template: Template,
+        device: torch.device,
+        context: int,
+    ):
         """context: the model's, in tokens. Raises UserError for a prompt that cannot be rendered or leaves no room for an answer."""
-        self.tokenizer, self.device, self.how = tokenizer, device, GenerateConfig(max_tokens=cfg.train.sample_tokens)
+        self.tokenizer, self.device, self.how = (
+            tokenizer,
+            device,
+            GenerateConfig(max_tokens=cfg.train.sample_tokens),
+        )
         self.compiled = cfg.compile.enabled
         self.prompts: list[tuple[str, list[int]]] = []
         for prompt in cfg.train.sample_prompts:
             try:
-                text = prompt if cfg.train.sample_raw else template.ask([{"role": "user", "content": prompt}])
+                text = (
+                    prompt
+                    if cfg.train.sample_raw
+                    else template.ask([{"role": "user", "content": prompt}])
+                )
             except RowError as error:
                 why = f"{error}\nUse  train.sample_raw=true  to continue plain text"
-                raise UserError("a sample prompt cannot be rendered", [Problem(f"train.sample_prompts: {prompt[:60]}", why)]) from None
+                raise UserError(
+                    "a sample prompt cannot be rendered",
+                    [Problem(f"train.sample_prompts: {prompt[:60]}", why)],
+                ) from None
             tokens = tokenizer.encode(text)
             if len(tokens) >= context:
                 why = f"has {len(tokens):,} tokens, the model's context {context:,}: there is no room for an answer. Use a shorter one"
-                raise UserError("a sample prompt is too long", [Problem(f"train.sample_prompts: {prompt[:60]}", why)])
+                raise UserError(
+                    "a sample prompt is too long",
+                    [Problem(f"train.sample_prompts: {prompt[:60]}", why)],
+                )
             self.prompts.append((prompt, tokens))
 
     @torch.no_grad()
     def take(self, model: Decoder, stops: Callable[[], bool]) -> list[tuple[str, str]] | None:
         """Each prompt with its answer; None if `stops` says, on all ranks alike, that there is no time. Collective."""
-        eager: Any = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()  # every length is another shape
+        eager: Any = (
+            torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
+        )  # every length is another shape
         answers = []
         with eager:
             for prompt, tokens in self.prompts:
@@ -51,7 +74,11 @@ class Samples:
         return answers
 
     def _answer(self, model: Decoder, tokens: list[int]) -> list[int]:
-        return list(continue_tokens(model, tokens, self.tokenizer.stop_ids, self.how, self.device, of_rank_0))
+        return list(
+            continue_tokens(
+                model, tokens, self.tokenizer.stop_ids, self.how, self.device, of_rank_0
+            )
+        )
 
 
 def of_rank_0(logits: Tensor) -> Tensor:

@@ -24,7 +24,13 @@ class Saves:
         self._before = -1
         self._failure = ""
 
-    def save(self, progress: Progress, tensors: dict[str, Tensor], state: Callable[[], dict[str, Any]], next_due: int | None) -> None:
+    def save(
+        self,
+        progress: Progress,
+        tensors: dict[str, Tensor],
+        state: Callable[[], dict[str, Any]],
+        next_due: int | None,
+    ) -> None:
         """Commit a checkpoint of this step, or with checkpoint.mode=async set out to. A failure is told, and when the `next_due` one is.
 
         state: asked when the one before is settled, which may change what was the best.
@@ -33,7 +39,9 @@ class Saves:
         try:
             with self.observer.apart("checkpoint"):
                 if waited := self.settle(progress, next_due):
-                    self.observer.event("checkpoint_waited", step=progress.step, seconds=round(waited, 3))
+                    self.observer.event(
+                        "checkpoint_waited", step=progress.step, seconds=round(waited, 3)
+                    )
                     self.observer.console.say(
                         f"checkpoint: training waited {waited:.1f} s for the one before; a larger checkpoint.every would not"
                     )
@@ -61,13 +69,23 @@ class Saves:
                 return
             if pause is not None:
                 time.sleep(pause)
-        kept = f"The newest checkpoint is that of step {self.newest:,}" if self.newest >= 0 else "There is no checkpoint"
-        raise RunFailed(f"the last checkpoint, of step {progress.step:,}, could not be written, again and again. {kept}\n{self._failure}")
+        kept = (
+            f"The newest checkpoint is that of step {self.newest:,}"
+            if self.newest >= 0
+            else "There is no checkpoint"
+        )
+        raise RunFailed(
+            f"the last checkpoint, of step {progress.step:,}, could not be written, again and again. {kept}\n{self._failure}"
+        )
 
     def _tell(self, progress: Progress, step: int, error: RunFailed, next_due: int | None) -> None:
         self._failure = error.args[0]
         if progress.best_step == step:
             progress.forget_best()
-        goes_on = "" if next_due is None else f"\n       Training goes on; the next is written after step {next_due:,}"
+        goes_on = (
+            ""
+            if next_due is None
+            else f"\n       Training goes on; the next is written after step {next_due:,}"
+        )
         self.observer.event("checkpoint_failed", step=step, error=self._failure)
         self.observer.console.say(f"no checkpoint of step {step:,}: {self._failure}{goes_on}")

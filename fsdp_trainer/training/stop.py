@@ -67,9 +67,16 @@ class StopRequests:
             os.set_blocking(self._mouth, False)
             self._selector = selectors.DefaultSelector()
             self._selector.register(self._ear, selectors.EVENT_READ)
-            self._wakes_before = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)  # written to wherever the main thread is
-            self._before = {signum: signal.signal(signum, self._in_main) for signum in (*SIGNALS, KICK)}
-            self._threads = [threading.Thread(target=work, name="stop", daemon=True) for work in (self._listen, self._relay)]
+            self._wakes_before = signal.set_wakeup_fd(
+                self._mouth, warn_on_full_buffer=False
+            )  # written to wherever the main thread is
+            self._before = {
+                signum: signal.signal(signum, self._in_main) for signum in (*SIGNALS, KICK)
+            }
+            self._threads = [
+                threading.Thread(target=work, name="stop", daemon=True)
+                for work in (self._listen, self._relay)
+            ]
             for thread in self._threads:
                 thread.start()
             self._blocked_before = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -98,14 +105,21 @@ class StopRequests:
     def watch(self, ranks: Mapping[int, int]) -> None:
         """Hear of the end of other processes: the pid of each rank of this node."""
         for rank, pid in ranks.items():
-            with suppress(OSError, AttributeError):  # a system without pidfd_open, or a pid of another container
+            with suppress(
+                OSError, AttributeError
+            ):  # a system without pidfd_open, or a pid of another container
                 if pid != os.getpid() and self._listens:
                     self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, rank)
 
     def ended(self) -> list[int]:
         """Ranks of this node that have ended, when a collective has just failed: it may have failed for that, and a little earlier."""
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not self.gone and self._listens and len(self._selector.get_map()) > 1 and time.monotonic() < deadline:
+        while (
+            not self.gone
+            and self._listens
+            and len(self._selector.get_map()) > 1
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.02)
         return sorted(self.gone)
 
@@ -118,7 +132,11 @@ class StopRequests:
     def failure(self) -> str | None:
         """What another rank has told of, if one has."""
         try:
-            return self._store.get("failure").decode() if self._store and self._store.check(["failure"]) else None
+            return (
+                self._store.get("failure").decode()
+                if self._store and self._store.check(["failure"])
+                else None
+            )
         except RuntimeError:  # the store has gone with its owner
             return None
 
@@ -145,7 +163,9 @@ class StopRequests:
     def _late(self) -> int:
         """Which limit comes before another boundary would, as a number from 1; 0: none. Once it does, it stays so."""
         at = time.monotonic() + self.margin() if self.deadlines and not self._limit else 0.0
-        self._limit = self._limit or next((i for i, limit in enumerate(LIMITS, 1) if at > self.deadlines.get(limit, at)), 0)
+        self._limit = self._limit or next(
+            (i for i, limit in enumerate(LIMITS, 1) if at > self.deadlines.get(limit, at)), 0
+        )
         return self._limit
 
     def stoppable(self, work: Callable[[], T]) -> T:
@@ -171,7 +191,12 @@ class StopRequests:
     def _in_main(self, signum: int, _frame: object) -> None:
         if signum != KICK:
             self.received = self.received or signum
-            if signum == signal.SIGINT and INTERACTIVE() and self._heard and time.monotonic() - self._heard > ECHO_SECONDS:
+            if (
+                signum == signal.SIGINT
+                and INTERACTIVE()
+                and self._heard
+                and time.monotonic() - self._heard > ECHO_SECONDS
+            ):
                 raise KeyboardInterrupt
         elif self._waits_long():
             self._waits_since = None
@@ -181,8 +206,15 @@ class StopRequests:
         """Tell the other ranks of a signal; wake the main thread where it waits and is to stop."""
         told = False
         while not self._closed.wait(PATIENCE_SECONDS / 2):
-            if self._main and (failure := self.failure()) and not self._closed.wait(GRACE_SECONDS) and not self.leaving:
-                briefly(partial(self.say, failure))  # the main thread has not noticed: it may wait for a device that waits for that rank
+            if (
+                self._main
+                and (failure := self.failure())
+                and not self._closed.wait(GRACE_SECONDS)
+                and not self.leaving
+            ):
+                briefly(
+                    partial(self.say, failure)
+                )  # the main thread has not noticed: it may wait for a device that waits for that rank
                 self._end(1, failure.partition("\n")[0])
             with suppress(RuntimeError):  # the store may be gone before us
                 if self.received and self._store and not told:
@@ -203,9 +235,13 @@ class StopRequests:
                 if key.fileobj == self._ear:
                     for signum in (numbers := os.read(self._ear, 64)):
                         self._hear(signum)
-                    if self._wakes_before >= 0 and (others := bytes(n for n in numbers if n not in (*SIGNALS, KICK))):
+                    if self._wakes_before >= 0 and (
+                        others := bytes(n for n in numbers if n not in (*SIGNALS, KICK))
+                    ):
                         with suppress(OSError):
-                            os.write(self._wakes_before, others)  # an event loop's that this process had before
+                            os.write(
+                                self._wakes_before, others
+                            )  # an event loop's that this process had before
                 else:
                     self.gone.append(key.data)
                     self._selector.unregister(key.fileobj)
@@ -213,7 +249,10 @@ class StopRequests:
             if self.received and self.gone and not self.leaving:
                 leave_at = min(leave_at, time.monotonic() + GRACE_SECONDS)
                 if time.monotonic() >= leave_at:
-                    self._end(1, f"{signal.Signals(self.received).name} after rank {self.gone[0]} had ended")
+                    self._end(
+                        1,
+                        f"{signal.Signals(self.received).name} after rank {self.gone[0]} had ended",
+                    )
 
     def _hear(self, signum: int) -> None:
         if signum not in SIGNALS or (self._heard and time.monotonic() - self._heard < ECHO_SECONDS):
@@ -224,7 +263,11 @@ class StopRequests:
         if self._heard:
             self._end(128 + signum, f"second signal ({name})")
         self.received, self._heard = self.received or signum, time.monotonic()
-        briefly(lambda: self.say(f"{name}: stops in order, with a checkpoint of what was trained; a second signal ends at once"))
+        briefly(
+            lambda: self.say(
+                f"{name}: stops in order, with a checkpoint of what was trained; a second signal ends at once"
+            )
+        )
 
     def _end(self, code: int, reason: str) -> None:
         briefly(lambda: self.say(f"{reason}: ended at once; what is committed stays"))
@@ -250,7 +293,11 @@ def deaf() -> None:
     if signal.getsignal(KICK) != signal.SIG_DFL:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for signum in (signal.SIGINT, signal.SIGUSR1, KICK):  # sent to all at once; the rank ends its workers itself
+        for signum in (
+            signal.SIGINT,
+            signal.SIGUSR1,
+            KICK,
+        ):  # sent to all at once; the rank ends its workers itself
             signal.signal(signum, signal.SIG_IGN)
 
 
@@ -264,7 +311,12 @@ def slurm_seconds_left(env: Mapping[str, str]) -> float | None:
     if "SLURM_JOB_ID" not in env:
         return None
     try:
-        asked = subprocess.run(["squeue", "-h", "-j", env["SLURM_JOB_ID"], "-o", "%L"], capture_output=True, text=True, timeout=20)
+        asked = subprocess.run(
+            ["squeue", "-h", "-j", env["SLURM_JOB_ID"], "-o", "%L"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     days, _, clock = asked.stdout.strip().rpartition("-")

@@ -23,7 +23,9 @@ from fsdp_trainer.training.feed import Feed
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.stop import StopRequests
 
-ROUND_SECONDS = 5.0  # that a rank waits for its rows before it tells the others, who wait in a collective
+ROUND_SECONDS = (
+    5.0  # that a rank waits for its rows before it tells the others, who wait in a collective
+)
 TELL_EVERY_ROUNDS = 12
 REMEMBERED = 100  # steps whose samples can still be named
 
@@ -64,7 +66,9 @@ class StreamBatches(Batches):
     def slots(self) -> list[list[int]]:
         """This rank's streams, in each micro-batch of a step. Consecutive ones go to consecutive ranks."""
         each, n = self.micro_rows, self.order.streams
-        firsts = range(self.rank * each, -(-n // (each * self.ranks)) * each * self.ranks, each * self.ranks)
+        firsts = range(
+            self.rank * each, -(-n // (each * self.ranks)) * each * self.ranks, each * self.ranks
+        )
         return [list(range(first, min(first + each, n))) for first in firsts]
 
     def laid(self, rows: list[StreamedRow]) -> Rows:
@@ -72,7 +76,11 @@ class StreamBatches(Batches):
         laid = Rows.empty(len(rows), self.order.seq_len)
         for i, row in enumerate(rows):
             n = len(row.tokens)
-            laid.tokens[i, :n], laid.labels[i, :n], laid.weights[i, :n] = row.tokens, row.labels, row.weights
+            laid.tokens[i, :n], laid.labels[i, :n], laid.weights[i, :n] = (
+                row.tokens,
+                row.labels,
+                row.weights,
+            )
             laid.positions[i, :n] = np.concatenate([np.arange(length) for length in row.documents])
             laid.sources[i, :n] = np.repeat(row.sources, row.documents)
             laid.documents[i] = row.documents
@@ -81,9 +89,16 @@ class StreamBatches(Batches):
     def sums(self, row: StreamedRow) -> list[float]:
         """As of RowOrder.totals, of one row."""
         squares = self.attended(np.array(row.documents)).sum()
-        return [row.weights.sum(dtype=np.float64), len(row.tokens), np.count_nonzero(row.labels != -100), squares]
+        return [
+            row.weights.sum(dtype=np.float64),
+            len(row.tokens),
+            np.count_nonzero(row.labels != -100),
+            squares,
+        ]
 
-    def suspects(self, plan: StepPlan, worst: Sequence[float], which: Sequence[float]) -> dict[str, Any]:
+    def suspects(
+        self, plan: StepPlan, worst: Sequence[float], which: Sequence[float]
+    ) -> dict[str, Any]:
         """As of Batches. Collective: each rank knows its own samples."""
         ranks = suspected(worst)
         mine = self.where.get(plan.start) if self.rank in ranks else None
@@ -93,9 +108,13 @@ class StreamBatches(Batches):
 
     def place(self, progress: Progress) -> list[list[int]]:
         """Where all streams stand before row progress.rows. Collective."""
-        if (own := self.cursors.get(progress.rows)) is None:  # nothing was trained since it was asked last
+        if (
+            own := self.cursors.get(progress.rows)
+        ) is None:  # nothing was trained since it was asked last
             return progress.streams
-        all_cursors = {stream: cursor for of_rank in gather(own) for stream, cursor in of_rank.items()}
+        all_cursors = {
+            stream: cursor for of_rank in gather(own) for stream, cursor in of_rank.items()
+        }
         return [list(cursor) for _, cursor in sorted(all_cursors.items())]
 
 
@@ -118,29 +137,58 @@ class StreamFeed(Feed):
         """patience: seconds after which a rank that waits for its files gives up; tell, say: hear of that, as an event and as a line."""
         self.patience, self.tell, self.say = patience, tell, say
         slots = batches.slots()
-        cursors = {s: progress.streams[s] if progress.streams else START for of_batch in slots for s in of_batch}
+        cursors = {
+            s: progress.streams[s] if progress.streams else START
+            for of_batch in slots
+            for s in of_batch
+        }
         processes = min(batches.processes, len(cursors))
-        self._readers = ReadersElsewhere(batches.order, cursors, processes) if processes > 1 else Readers(batches.order, cursors)
+        self._readers = (
+            ReadersElsewhere(batches.order, cursors, processes)
+            if processes > 1
+            else Readers(batches.order, cursors)
+        )
         self._made = SimpleQueue[Made | BaseException]()
         self._skipped = 0
         batches.cursors.clear()
         ahead = max(prefetch or 0, len(slots) + 1)
-        super().__init__(batches, plans, ahead, stop, self._make(batches, plans, slots, progress.rows))
+        super().__init__(
+            batches, plans, ahead, stop, self._make(batches, plans, slots, progress.rows)
+        )
 
-    def _make(self, batches: StreamBatches, plans: Iterator[StepPlan], slots: list[list[int]], at: int) -> Iterator[MicroBatch]:
+    def _make(
+        self, batches: StreamBatches, plans: Iterator[StepPlan], slots: list[list[int]], at: int
+    ) -> Iterator[MicroBatch]:
         """In the thread: what a step weighs, then its micro-batches."""
         try:
             for plan in plans:
                 assert (plan.start - at) % batches.order.streams == 0
-                while at <= plan.start:  # rows before it are left out, but must be read to know where they end
-                    rows = [[self._readers.next(stream) for stream in of_batch] for of_batch in slots]
+                while (
+                    at <= plan.start
+                ):  # rows before it are left out, but must be read to know where they end
+                    rows = [
+                        [self._readers.next(stream) for stream in of_batch] for of_batch in slots
+                    ]
                     at += batches.order.streams
                 every = [row for of_batch in rows for row in of_batch]
-                batches.where[plan.start] = [[where for row in of_batch for where in row.where] for of_batch in rows]
+                batches.where[plan.start] = [
+                    [where for row in of_batch for where in row.where] for of_batch in rows
+                ]
                 batches.where.pop(plan.start - REMEMBERED * batches.order.streams, None)
-                sums = np.sum([batches.sums(row) for row in every], axis=0).tolist() if every else [0.0] * 4
-                cursors = {s: row.cursor for s, row in zip((s for of_batch in slots for s in of_batch), every, strict=True)}
-                self._made.put(Made(sums, cursors, [where for row in every for where in row.skipped]))
+                sums = (
+                    np.sum([batches.sums(row) for row in every], axis=0).tolist()
+                    if every
+                    else [0.0] * 4
+                )
+                cursors = {
+                    s: row.cursor
+                    for s, row in zip(
+                        (s for of_batch in slots for s in of_batch), every, strict=True
+                    )
+                }
+                self._made.put(
+                    Made(sums, cursors, [where for row in every for where in row.skipped])
+                )
                 for of_batch in rows:
                     yield batches.assemble(batches.laid(of_batch))
         except BaseException as error:
@@ -165,16 +213,26 @@ class StreamFeed(Feed):
                 self.stop.missing = ""  # nobody will do this step
             if missing or not waiting:
                 break
-            if meeting % TELL_EVERY_ROUNDS == 0:  # which is the same on all ranks; their clocks are not
+            if (
+                meeting % TELL_EVERY_ROUNDS == 0
+            ):  # which is the same on all ranks; their clocks are not
                 self._tell_waiting(plan, waits, time.monotonic() - began)
             phases.enter("data")
         if skipped:
             self._tell_skipped(plan, made.skipped if made else [])
         if made:
             self.batches.cursors[plan.stop] = made.cursors
-            for past in sorted(self.batches.cursors)[:-2]:  # but where the step before ended, in case that this one cannot be done
+            for past in sorted(self.batches.cursors)[
+                :-2
+            ]:  # but where the step before ended, in case that this one cannot be done
                 del self.batches.cursors[past]
-        return replace(plan, weight=weight, tokens=int(tokens), supervised=int(supervised), squares=int(squares))
+        return replace(
+            plan,
+            weight=weight,
+            tokens=int(tokens),
+            supervised=int(supervised),
+            squares=int(squares),
+        )
 
     def _wait(self, plan: StepPlan, waited: float) -> Made | None:
         """This rank's part of the step; None if it is not there soon, or will never be: then `stop.missing` says why."""
@@ -188,7 +246,12 @@ class StreamFeed(Feed):
             self.lacks(plan, made)
         except Empty:
             if waited > self.patience:
-                self.lacks(plan, TimeoutError(f"{self._readers.waits_for} gave nothing for {waited:.0f} s (launch.data_timeout)"))
+                self.lacks(
+                    plan,
+                    TimeoutError(
+                        f"{self._readers.waits_for} gave nothing for {waited:.0f} s (launch.data_timeout)"
+                    ),
+                )
         except Stopped:
             self.stop.missing = ""
         return None
@@ -196,8 +259,12 @@ class StreamFeed(Feed):
     def _tell_waiting(self, plan: StepPlan, waits: bool, seconds: float) -> None:
         for rank, file in enumerate(gather(self._readers.waits_for if waits else None)):
             if file is not None:
-                self.tell("data_wait", step=plan.step, rank=rank, file=file, seconds=round(seconds, 1))
-                self.say(f"rank {rank} waits for {file or 'its data'}, {seconds:.0f} s so far; the others wait for it")
+                self.tell(
+                    "data_wait", step=plan.step, rank=rank, file=file, seconds=round(seconds, 1)
+                )
+                self.say(
+                    f"rank {rank} waits for {file or 'its data'}, {seconds:.0f} s so far; the others wait for it"
+                )
 
     def _tell_skipped(self, plan: StepPlan, skipped: list[str]) -> None:
         """Rows that cannot be read, with data.on_error=skip: a few are shown, events.jsonl has all."""
@@ -209,7 +276,9 @@ class StreamFeed(Feed):
 
     def where(self, plan: StepPlan) -> str:
         """What it reads."""
-        return f"the data of step {plan.step:,}" + (f" from {self._readers.waits_for}" if self._readers.waits_for else "")
+        return f"the data of step {plan.step:,}" + (
+            f" from {self._readers.waits_for}" if self._readers.waits_for else ""
+        )
 
     def close(self) -> None:
         """End what reads, then the thread that waits for it."""

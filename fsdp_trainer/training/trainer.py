@@ -67,7 +67,9 @@ class Trainer:
     observer: Observer
     profiler: Profiler
     stop: StopRequests
-    changes: dict[str, list[Any]]  # keys that are not as in the checkpoint it goes on from: [then, now]
+    changes: dict[
+        str, list[Any]
+    ]  # keys that are not as in the checkpoint it goes on from: [then, now]
     compilations: Compilations | None = None  # of a compiled run
     steps_compiled: int = 0  # in which blocks were
     stops: str | None = None  # why all ranks stop now
@@ -75,7 +77,10 @@ class Trainer:
     def fit(self) -> Outcome | None:
         """Train until the last step, a signal or a time limit; None: until a spike that the run is to be taken back from."""
         self.guard.load(self.progress.recent, self.progress.spikes_in_a_row)
-        with self.feed(self.batches, self.plans()) as feed, collecting_garbage(self.cfg.train.gc_every) as collect:
+        with (
+            self.feed(self.batches, self.plans()) as feed,
+            collecting_garbage(self.cfg.train.gc_every) as collect,
+        ):
             return self.train_on(feed, collect)
 
     def train_on(self, feed: Feed, collect: Callable[[int], None]) -> Outcome | None:
@@ -94,12 +99,16 @@ class Trainer:
             loss, objective, sums, worst = self.forward_backward(plan, feed.of(plan))
             grad_norm = self.clip()
             verdict = self.update(lr, loss, grad_norm)
-            if self.agree(keep=True):  # that a rank had no data for this step, which changed nothing
+            if self.agree(
+                keep=True
+            ):  # that a rank had no data for this step, which changed nothing
                 break
             self.progress.advance(plan)
             self.tell_compilations("training")
             judged = torch.stack([grad_norm.double(), *(value.double() for value in verdict)])
-            self.observer.step(plan, self.progress, lr, loss, objective, beside(judged, loss), worst, sums)
+            self.observer.step(
+                plan, self.progress, lr, loss, objective, beside(judged, loss), worst, sums
+            )
             self.conclude(collect)
             self.profiler.after(self.progress.step)
             if self.stands_out:
@@ -159,14 +168,18 @@ class Trainer:
     def plans(self) -> Iterator[StepPlan]:
         """Of the steps to come."""
         progress = self.progress
-        steps = self.batches.steps(self.cfg.batch.rows, self.last_row, progress.step, progress.rows, progress.left_out)
+        steps = self.batches.steps(
+            self.cfg.batch.rows, self.last_row, progress.step, progress.rows, progress.left_out
+        )
         return islice(steps, max(0, self.total_steps - self.progress.step))
 
     def count_steps(self) -> None:
         """How many there will be in all, of a run counted in epochs: steps so far may have had other rows, and some rows are left out."""
         if self.last_row is not None:
             rows, left_out = self.progress.rows, self.progress.left_out
-            changed = max([rows, *(min(stop, self.last_row) for _, stop in left_out)])  # from where on all steps are whole, but the last
+            changed = max(
+                [rows, *(min(stop, self.last_row) for _, stop in left_out)]
+            )  # from where on all steps are whole, but the last
             steps = sum(1 for _ in row_ranges(self.cfg.batch.rows, changed, rows, left_out))
             steps += max(0, math.ceil((self.last_row - changed) / self.cfg.batch.rows))
             self.total_steps = self.observer.total_steps = self.progress.step + steps
@@ -176,7 +189,14 @@ class Trainer:
         if isinstance(batches, StreamBatches):
             patience, observer = parse_duration(self.cfg.launch.data_timeout), self.observer
             return StreamFeed(
-                batches, plans, self.cfg.data.prefetch, self.stop, self.progress, patience, observer.event, observer.console.say
+                batches,
+                plans,
+                self.cfg.data.prefetch,
+                self.stop,
+                self.progress,
+                patience,
+                observer.event,
+                observer.console.say,
             )
         return Feed(batches, plans, self.cfg.data.prefetch, self.stop)
 
@@ -197,7 +217,10 @@ class Trainer:
                 self.observer.write_if_due(self.progress.step, last=True)
                 self.save_last()
             self.stop.leaving = True
-            raise next((why for why in told if isinstance(why, UserError)), RunFailed("\n".join(map(str, told))))
+            raise next(
+                (why for why in told if isinstance(why, UserError)),
+                RunFailed("\n".join(map(str, told))),
+            )
         return agreement.missing
 
     def must_stop(self, during: str) -> bool:
@@ -210,11 +233,18 @@ class Trainer:
         """From one boundary to the next, and to a committed checkpoint there: by the longest seen so far, with something to spare."""
         save = self.saves.store.longest_save
         if not save:
-            save = sum(p.numel() * p.element_size() for p in self.model.parameters()) * 3 / dist.get_world_size() / SLOW_DISK
+            save = (
+                sum(p.numel() * p.element_size() for p in self.model.parameters())
+                * 3
+                / dist.get_world_size()
+                / SLOW_DISK
+            )
         saves = 2 if self.cfg.checkpoint.mode == "async" else 1  # one may be on its way
         return self.observer.longest_write + 1.25 * saves * save + 2.0
 
-    def forward_backward(self, plan: StepPlan, batches: Iterator[MicroBatch]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward_backward(
+        self, plan: StepPlan, batches: Iterator[MicroBatch]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """All micro-batches of a step. Gradients end up sharded and summed; returns the step's loss and objective over all ranks, on the device.
 
         And, of several sources, the [2 × sources] sums of `by_source`, empty for one; and of every rank, [2, ranks], its highest `own_loss` and that micro-batch's place.
@@ -225,14 +255,24 @@ class Trainer:
         count = self.batches.count(plan)
         for i, batch in enumerate(batches):
             weights = batch.weights / (plan.weight or 1.0)  # a step may have no target
-            if i == 0 and self.cfg.train.check_every and plan.step % self.cfg.train.check_every == 0:
-                self.corruption.check_computation(plan.step, partial(self.computed_apart, batch, weights))
+            if (
+                i == 0
+                and self.cfg.train.check_every
+                and plan.step % self.cfg.train.check_every == 0
+            ):
+                self.corruption.check_computation(
+                    plan.step, partial(self.computed_apart, batch, weights)
+                )
             self.gradient_sync.before(last=i == count - 1)
             objective, scores = self.compute(batch, weights)
             minimised += objective
             loss = negative_log_likelihood(scores, weights)
             self.add_to(total, loss, scores, batch)
-            mean = loss * (plan.weight or 1.0) / batch.weights.sum().clamp_min(torch.finfo(torch.float32).tiny)
+            mean = (
+                loss
+                * (plan.weight or 1.0)
+                / batch.weights.sum().clamp_min(torch.finfo(torch.float32).tiny)
+            )
             own.append(own_loss(mean, self.stream.take()))
             phases.enter("data")
         phases.enter("backward")  # which ends with what the ranks have in common
@@ -248,12 +288,16 @@ class Trainer:
     def compute(self, batch: MicroBatch, weights: Tensor) -> tuple[Tensor, Scores]:
         """Forward and backward of a micro-batch: the objective's value and the scores."""
         phases.enter("forward")
-        objective, scores = self.model(batch, CrossEntropy(weights, self.cfg.loss.label_smoothing, self.cfg.loss.z_loss))
+        objective, scores = self.model(
+            batch, CrossEntropy(weights, self.cfg.loss.label_smoothing, self.cfg.loss.z_loss)
+        )
         phases.enter("backward")
         objective.backward()
         return objective.detach(), scores
 
-    def computed_apart(self, batch: MicroBatch, weights: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def computed_apart(
+        self, batch: MicroBatch, weights: Tensor
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The objective's value, the gradient of the activations and those of the parameters; of the step's own gradients nothing is there yet."""
         self.gradient_sync.before(last=True)
         objective, _ = self.compute(batch, weights)
@@ -264,7 +308,9 @@ class Trainer:
     def sums_of(self, batches: Batches) -> Tensor:
         """[1 + 2 × sources] float64 zeros: a loss, and the sums of `by_source` if there are several sources."""
         names = batches.source_names
-        return torch.zeros(1 + 2 * len(names) * (len(names) > 1), device=batches.device, dtype=torch.float64)
+        return torch.zeros(
+            1 + 2 * len(names) * (len(names) > 1), device=batches.device, dtype=torch.float64
+        )
 
     def add_to(self, sums: Tensor, loss: Tensor, scores: Scores, batch: MicroBatch) -> None:
         """A micro-batch's part, without a wait for the device."""
@@ -294,7 +340,9 @@ class Trainer:
         graphs, cached = self.compilations.new() if self.compilations else (0, 0)
         if not graphs:
             return
-        self.observer.event("compile", step=self.progress.step, during=during, graphs=graphs, cached=cached)
+        self.observer.event(
+            "compile", step=self.progress.step, during=during, graphs=graphs, cached=cached
+        )
         self.steps_compiled += during == "training"
         if during == "training" and self.steps_compiled > 1:
             self.observer.console.say(
@@ -303,7 +351,9 @@ class Trainer:
 
     def due(self, every: int | None) -> bool:
         """Whether something that happens every so many steps, and at the end, happens after this one."""
-        return self.progress.step == self.total_steps or (every is not None and self.progress.step % every == 0)
+        return self.progress.step == self.total_steps or (
+            every is not None and self.progress.step % every == 0
+        )
 
     @torch.no_grad()
     def validate(self) -> None:
@@ -320,7 +370,9 @@ class Trainer:
                         self.progress.cut_short = "validation"
                         break
                     scores = self.model(batch)
-                    self.add_to(total, negative_log_likelihood(scores, batch.weights), scores, batch)
+                    self.add_to(
+                        total, negative_log_likelihood(scores, batch.weights), scores, batch
+                    )
             reshard(self.model)
             if self.progress.cut_short:
                 return
@@ -328,7 +380,9 @@ class Trainer:
             dist.broadcast(total, 0)  # the ranks decide by it: it must be the same to the last bit
             total_loss, *sums = total.tolist()
             loss = total_loss / (plan.weight or math.nan)
-            self.observer.validated(self.progress.step, loss, losses(self.validation.source_names, sums), seconds())
+            self.observer.validated(
+                self.progress.step, loss, losses(self.validation.source_names, sums), seconds()
+            )
             self.progress.validated(loss, self.cfg.train.early_stop_delta)
 
     def sample(self) -> None:
@@ -358,7 +412,11 @@ class Trainer:
     def tell_sources(self) -> None:
         """On record, what a mixture has given so far."""
         if self.observer.records and len(self.batches.order.components) > 1:
-            self.observer.event("data", step=self.progress.step, sources=self.batches.order.report(self.progress.rows))
+            self.observer.event(
+                "data",
+                step=self.progress.step,
+                sources=self.batches.order.report(self.progress.rows),
+            )
 
     def save_last(self) -> None:
         """A checkpoint of this step, whatever it takes. Raises RunFailed."""
@@ -370,7 +428,11 @@ class Trainer:
     def next_save(self) -> int | None:
         """After which step the next checkpoint is due; None where this is the last."""
         every, step = self.cfg.checkpoint.every or self.total_steps, self.progress.step
-        return None if self.stops or step == self.total_steps else min(self.total_steps, (step // every + 1) * every)
+        return (
+            None
+            if self.stops or step == self.total_steps
+            else min(self.total_steps, (step // every + 1) * every)
+        )
 
     def remember(self) -> None:
         """What the coming steps are judged by, and what they read, is part of where the run stands. Collective."""
@@ -389,8 +451,16 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint remembers besides tensors."""
-        self.progress.segments = [*self.progress.segments[:-1], self.batches.order.state(self.progress.rows)]
-        return {**asdict(self.progress), "total_steps": self.total_steps, "dtypes": self.dtypes, **self.fingerprints()}
+        self.progress.segments = [
+            *self.progress.segments[:-1],
+            self.batches.order.state(self.progress.rows),
+        ]
+        return {
+            **asdict(self.progress),
+            "total_steps": self.total_steps,
+            "dtypes": self.dtypes,
+            **self.fingerprints(),
+        }
 
     def fingerprints(self) -> dict[str, str | None]:
         """Of the data, and of what it is validated on."""
@@ -404,7 +474,11 @@ class Trainer:
         if self.observer.skipped_in_a_row >= self.cfg.train.max_skipped:
             phases.enter("staging")
             self.saves.settle(self.progress, self.next_save)
-            good = self.saves.store.folder / checkpoint_name(self.saves.newest) if self.saves.newest >= 0 else "none"
+            good = (
+                self.saves.store.folder / checkpoint_name(self.saves.newest)
+                if self.saves.newest >= 0
+                else "none"
+            )
             raise RunFailed(
                 f"the loss or gradient was not finite for {self.observer.skipped_in_a_row} steps in a row, up to step {self.progress.step}.\n"
                 f"Nothing was learnt from them. The last good checkpoint: {good}. Try a lower optim.lr, "
@@ -418,7 +492,11 @@ class Trainer:
         if self.stands_out:  # which is known only now: a resume from here would never hear of it
             self.remember()
             return None
-        self.observer.event("signal" if self.stops.startswith("SIG") else self.stops, step=self.progress.step, reason=self.stops)
+        self.observer.event(
+            "signal" if self.stops.startswith("SIG") else self.stops,
+            step=self.progress.step,
+            reason=self.stops,
+        )
         if self.finished and not self.progress.cut_short:
             return self.finish()
         if self.progress.step:
@@ -431,5 +509,10 @@ class Trainer:
         reason = self.finished
         assert reason
         if reason == "early_stop":
-            self.observer.event(reason, step=self.progress.step, best_step=self.progress.best_step, best_loss=self.progress.best_loss)
+            self.observer.event(
+                reason,
+                step=self.progress.step,
+                best_step=self.progress.best_step,
+                best_loss=self.progress.best_loss,
+            )
         return reason, 0

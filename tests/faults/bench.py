@@ -46,12 +46,26 @@ class Bench:
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOAD)
 
-    def train(self, folder: Path, *overrides: str, ranks: int | list[int] = 2, faults: str = "", attempts: int = 4) -> Broken:
+    def train(
+        self,
+        folder: Path,
+        *overrides: str,
+        ranks: int | list[int] = 2,
+        faults: str = "",
+        attempts: int = 4,
+    ) -> Broken:
         """Train into `folder`. ranks: of each attempt; the last number holds for the rest. Raises AssertionError if it does not finish."""
         worlds = ranks if isinstance(ranks, list) else [ranks]
         run, words = Broken(folder), ["train", *self.words(folder), *overrides]
         for number in range(attempts):
-            run.attempts.append(self.attempt(words, worlds[min(number, len(worlds) - 1)], faults, folder.with_suffix(".faults")))
+            run.attempts.append(
+                self.attempt(
+                    words,
+                    worlds[min(number, len(worlds) - 1)],
+                    faults,
+                    folder.with_suffix(".faults"),
+                )
+            )
             if not any(run.attempts[-1].codes):
                 return run
             assert 2 not in run.attempts[-1].codes, run.attempts[-1].out
@@ -66,24 +80,36 @@ class Bench:
         notes.mkdir(exist_ok=True)
         for old in notes.glob("pid.*"):
             old.unlink()
-        env = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "FAULTS_FOLDER": str(notes)}
+        env = {
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "FAULTS_FOLDER": str(notes),
+        }
         env |= {"FAULTS": faults} if faults else {}
         processes = [
-            self.context.Process(target=rank, args=(words, env | {"RANK": str(r), "LOCAL_RANK": str(r)}, notes / f"out.{r}"))
+            self.context.Process(
+                target=rank,
+                args=(words, env | {"RANK": str(r), "LOCAL_RANK": str(r)}, notes / f"out.{r}"),
+            )
             for r in range(ranks)
         ]
         began, deadline = time.monotonic(), time.monotonic() + 120
         for process in processes:
             process.start()
         while any(process.exitcode is None for process in processes):
-            connection.wait([process.sentinel for process in processes if process.exitcode is None], timeout=0.5)
+            connection.wait(
+                [process.sentinel for process in processes if process.exitcode is None], timeout=0.5
+            )
             if any(process.exitcode for process in processes):
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
             if time.monotonic() > deadline:
                 for process in processes:
                     process.kill()
         codes = [process.exitcode or 0 for process in processes]
-        told = "".join((notes / f"out.{r}").read_text() for r in range(ranks) if (notes / f"out.{r}").exists())
+        told = "".join(
+            (notes / f"out.{r}").read_text() for r in range(ranks) if (notes / f"out.{r}").exists()
+        )
         return Attempt(codes, time.monotonic() - began, told)
 
 
@@ -117,5 +143,9 @@ def digest_of(checkpoint: Path) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.numpy().tobytes() if tensor.numel() else b"")
     progress = json.loads((checkpoint / "trainer.json").read_text())
-    digest.update(json.dumps({key: progress[key] for key in ("step", "rows", "tokens", "supervised_tokens")}).encode())
+    digest.update(
+        json.dumps(
+            {key: progress[key] for key in ("step", "rows", "tokens", "supervised_tokens")}
+        ).encode()
+    )
     return digest.hexdigest()

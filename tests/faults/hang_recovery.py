@@ -45,8 +45,18 @@ class Hang:
 
 def words(folder: Path, *more: str) -> list[str]:
     """A small run that commits a checkpoint every 4 steps. With 30 s, collectives wait as long as torchrun for the ranks to leave."""
-    data = ["data.path=demo:backwards", "tokenizer.path=demo:bytes", f"data.cache={folder.parent / 'data'}"]
-    own = ["train.steps=12", "checkpoint.every=4", "launch.timeout=30s", f"run.root={folder.parent}", f"run.name={folder.name}"]
+    data = [
+        "data.path=demo:backwards",
+        "tokenizer.path=demo:bytes",
+        f"data.cache={folder.parent / 'data'}",
+    ]
+    own = [
+        "train.steps=12",
+        "checkpoint.every=4",
+        "launch.timeout=30s",
+        f"run.root={folder.parent}",
+        f"run.name={folder.name}",
+    ]
     return [*TORCHRUN, "-m", "fsdp_trainer", *SMALL, *data, *own, *more]
 
 
@@ -54,8 +64,15 @@ def hang(folder: Path, fault: str, *more: str) -> Hang:
     """Break a run, and wait until it has ended or LIMIT_SECONDS have passed."""
     notes = folder.with_suffix(".faults")
     path = os.pathsep.join([str(INJECT), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "FAULTS_FOLDER": str(notes)} | ({"FAULTS": fault} if fault else {})
-    process = subprocess.Popen(words(folder, *more), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": path,
+        "FAULTS_FOLDER": str(notes),
+    } | ({"FAULTS": fault} if fault else {})
+    process = subprocess.Popen(
+        words(folder, *more), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         said, _ = process.communicate(timeout=LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
@@ -79,15 +96,28 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         whole = weights_digest(newest(hang(Path(folder) / "whole", "").run))
-        print("| rank 1 … | watchdog | found | training again | named | weights' digest equal |\n|---|---|---|---|---|---|")
+        print(
+            "| rank 1 … | watchdog | found | training again | named | weights' digest equal |\n|---|---|---|---|---|---|"
+        )
         for i, (name, fault) in enumerate(FAULTS.items()):
             for watched in ("true", "false"):
-                seen = hang(Path(folder) / f"run-{i}-{watched}", fault, f"launch.watchdog={watched}")
-                equal = "yes" if seen.code == 0 and weights_digest(newest(seen.run)) == whole else f"exit code {seen.code}"
-                named = (
-                    f"rank {seen.told['rank']}, {seen.told['phase']} of step {seen.told['step']}: {seen.told['why']}" if seen.told else "no"
+                seen = hang(
+                    Path(folder) / f"run-{i}-{watched}", fault, f"launch.watchdog={watched}"
                 )
-                print(f"| {name} | {watched} | {seconds(seen.found)} | {seconds(seen.resumed)} | {named} | {equal} |", flush=True)
+                equal = (
+                    "yes"
+                    if seen.code == 0 and weights_digest(newest(seen.run)) == whole
+                    else f"exit code {seen.code}"
+                )
+                named = (
+                    f"rank {seen.told['rank']}, {seen.told['phase']} of step {seen.told['step']}: {seen.told['why']}"
+                    if seen.told
+                    else "no"
+                )
+                print(
+                    f"| {name} | {watched} | {seconds(seen.found)} | {seconds(seen.resumed)} | {named} | {equal} |",
+                    flush=True,
+                )
     return 0
 
 

@@ -20,7 +20,9 @@ time.sleep(3600)
 def ip(*words: str) -> str:
     """Raises CalledProcessError."""
     path = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, env={**os.environ, "PATH": path}).stdout
+    return subprocess.run(
+        ["ip", *words], check=True, capture_output=True, text=True, env={**os.environ, "PATH": path}
+    ).stdout
 
 
 def why_not() -> str | None:
@@ -32,7 +34,9 @@ def why_not() -> str | None:
     except (OSError, subprocess.CalledProcessError) as error:
         return f"no network namespaces here: {getattr(error, 'stderr', error)}".strip()
     finally:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False) if ip_there() else None
+        subprocess.run(
+            ["ip", "netns", "del", name], capture_output=True, check=False
+        ) if ip_there() else None
     return None
 
 
@@ -49,7 +53,10 @@ class Hosts:
     """Hosts 1 … count, each with its own network; the disk is common, as a cluster's is."""
 
     def __init__(self, count: int):
-        self.switch, self.names = f"switch-{os.getpid()}", [f"host{i}-{os.getpid()}" for i in range(1, count + 1)]
+        self.switch, self.names = (
+            f"switch-{os.getpid()}",
+            [f"host{i}-{os.getpid()}" for i in range(1, count + 1)],
+        )
         self.running: dict[int, subprocess.Popen] = {}
         ip("netns", "add", self.switch)
         ip("-n", self.switch, "link", "add", "switch", "type", "bridge")
@@ -58,24 +65,62 @@ class Hosts:
             ip("-n", self.switch, "link", "set", device, "up")
         for i, name in enumerate(self.names, 1):
             ip("netns", "add", name)
-            ip("link", "add", f"to{i}", "netns", self.switch, "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip(
+                "link",
+                "add",
+                f"to{i}",
+                "netns",
+                self.switch,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                name,
+            )
             ip("-n", self.switch, "link", "set", f"to{i}", "master", "switch", "up")
             ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
             for device in ("eth0", "lo"):
                 ip("-n", name, "link", "set", device, "up")
-        self.store = subprocess.Popen(["ip", "netns", "exec", self.switch, sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True)
+        self.store = subprocess.Popen(
+            ["ip", "netns", "exec", self.switch, sys.executable, "-c", STORE],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert self.store.stdout.readline() == "ready\n"
 
     def start(self, i: int, words: list[str], env: dict[str, str], cwd: Path) -> None:
         """torchrun on host i; it takes part in a world of 1 to all hosts."""
         conf = "is_host=false,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=10"
         torchrun = [
-            *("ip", "netns", "exec", self.names[i - 1], sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{len(self.names)}"),
-            *("--nproc_per_node=1", "--max-restarts=20", "--rdzv-backend=c10d", f"--rdzv-endpoint=10.77.0.1:{PORT}", "--rdzv-id=run"),
+            *(
+                "ip",
+                "netns",
+                "exec",
+                self.names[i - 1],
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                f"--nnodes=1:{len(self.names)}",
+            ),
+            *(
+                "--nproc_per_node=1",
+                "--max-restarts=20",
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint=10.77.0.1:{PORT}",
+                "--rdzv-id=run",
+            ),
             *(f"--rdzv-conf={conf}", f"--local-addr=10.77.0.{i + 1}", "-m", "fsdp_trainer", *words),
         ]
         told = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when something goes wrong
-        env = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", **env}
+        env = {
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "OMP_NUM_THREADS": "1",
+            **env,
+        }
         process = subprocess.Popen(torchrun, env=env, cwd=cwd, stdout=told, stderr=told, text=True)
         process.told = told
         self.running[i] = process

@@ -32,7 +32,9 @@ def command(*words: str, faults: str = "") -> subprocess.CompletedProcess:
         "FAULTS_FOLDER": str(ROOT / "faults"),
     }
     env |= {"FAULTS": faults} if faults else {}
-    return subprocess.run([sys.executable, "-m", "fsdp_trainer", *words], env=env, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "fsdp_trainer", *words], env=env, capture_output=True, text=True
+    )
 
 
 def train(name: str, *words: str, code: int = 0, faults: str = "") -> subprocess.CompletedProcess:
@@ -46,7 +48,9 @@ def train(name: str, *words: str, code: int = 0, faults: str = "") -> subprocess
 def losses(name: str) -> dict[int, float]:
     """By step. A step that is on record twice is not allowed."""
     lines = [json.loads(line) for line in (ROOT / name / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), "a step is missing, or on record twice"
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), (
+        "a step is missing, or on record twice"
+    )
     return {line["step"]: line["loss"] for line in lines}
 
 
@@ -68,19 +72,27 @@ def main() -> int:
 
     train("broken", code=1, faults=f"rank=1 phase=shards step={KILLED_AT} do=kill")
     left = committed_checkpoints(ROOT / "broken")
-    tell(f"broken: rank 1 killed (SIGKILL) while it saved step {KILLED_AT}; the run ended with exit code 1")
-    tell(f"        committed: {', '.join(path.name for path in left)}. Step {KILLED_AT} is not: it never got its name")
+    tell(
+        f"broken: rank 1 killed (SIGKILL) while it saved step {KILLED_AT}; the run ended with exit code 1"
+    )
+    tell(
+        f"        committed: {', '.join(path.name for path in left)}. Step {KILLED_AT} is not: it never got its name"
+    )
 
     damaged = max(left[-1].glob("*.distcp"), key=lambda path: path.stat().st_size)
     flip_a_bit(damaged)
     seen = command("verify", f"source={left[-1]}")
-    tell(f"        one bit flipped in {left[-1].name}/{damaged.name}, {damaged.stat().st_size:,} bytes")
+    tell(
+        f"        one bit flipped in {left[-1].name}/{damaged.name}, {damaged.stat().st_size:,} bytes"
+    )
     tell(
         f"        fsdp-trainer verify: exit code {seen.returncode}, {'damaged' if damaged.name in seen.stdout + seen.stderr else 'not seen'}"
     )
 
     again = train("broken")
-    went_on = next(line for line in again.stdout.splitlines() if "goes on after step" in line).strip()
+    went_on = next(
+        line for line in again.stdout.splitlines() if "goes on after step" in line
+    ).strip()
     tell(f"        the same command again: leaves {left[-1].name} aside, {went_on}")
     digest = weights_digest(committed_checkpoints(ROOT / "broken")[-1])
     equal = digest == whole and losses("broken") == losses("undisturbed") and seen.returncode == 3
@@ -91,7 +103,9 @@ def main() -> int:
     train("broken", f"train.steps={STEPS + MORE}", "launch.nproc_per_node=1")
     a, b = losses("undisturbed"), losses("broken")
     apart = max(abs(a[step] - b[step]) for step in range(STEPS + 1, STEPS + MORE + 1))
-    tell(f"{MORE} more steps, undisturbed on 2 ranks and broken on 1: the losses differ by {apart:.1e} at most")
+    tell(
+        f"{MORE} more steps, undisturbed on 2 ranks and broken on 1: the losses differ by {apart:.1e} at most"
+    )
     tell(f"everything lies in {ROOT}; what happened in {ROOT}/broken/events.jsonl")
     return 0 if equal and apart < 1e-5 else 1
 

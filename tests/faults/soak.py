@@ -19,7 +19,9 @@ OF_A_STEP = ["data", "forward", "backward", "clip", "update", "log", "agree"]
 OF_A_SAVE = ["staging", "shards", "manifest", "rename", "prune"]
 
 
-def soak(folder: Path, words: list[str], faults: int, seed: int) -> tuple[Broken, Broken, list[tuple[str, list[int], float]]]:
+def soak(
+    folder: Path, words: list[str], faults: int, seed: int
+) -> tuple[Broken, Broken, list[tuple[str, list[int], float]]]:
     """A run with at least that many faults, one that nobody touched, and of each fault: what, the ranks' exit codes, seconds until they had ended."""
     bench, draw, happened = Bench(), random.Random(seed), []
     words = [
@@ -40,8 +42,12 @@ def soak(folder: Path, words: list[str], faults: int, seed: int) -> tuple[Broken
             continue
         planned = plan(draw, step_of(committed[-1]) if committed else 0)
         notes = folder / f"faults-{len(happened)}"
-        attempt = bench.attempt(["train", *bench.words(run.folder), *words], 2, "; ".join(planned), notes)
-        broke = [fault for number, fault in enumerate(planned) if (notes / f"fault.{number}").exists()]
+        attempt = bench.attempt(
+            ["train", *bench.words(run.folder), *words], 2, "; ".join(planned), notes
+        )
+        broke = [
+            fault for number, fault in enumerate(planned) if (notes / f"fault.{number}").exists()
+        ]
         assert broke, f"{attempt.codes} without a fault\n{attempt.out}"
         assert 2 not in attempt.codes, attempt.out
         happened += [(fault, attempt.codes, attempt.seconds) for fault in broke]
@@ -56,20 +62,26 @@ def plan(draw: random.Random, newest: int) -> list[str]:
     saves = phase in OF_A_SAVE
     step = newest + EVERY - newest % EVERY if saves else newest + draw.randint(1, EVERY + 1)
     rank = 0 if phase in ("rename", "prune") else draw.randint(0, 1)
-    after = [f"rank={draw.randint(0, 1)} phase=update step={step + 2} do=kill"] if do == "full" else []
+    after = (
+        [f"rank={draw.randint(0, 1)} phase=update step={step + 2} do=kill"] if do == "full" else []
+    )
     return [f"rank={rank} phase={phase} step={step} do={do}", *after]
 
 
 def flip(checkpoint: Path, draw: random.Random) -> str:
     """One bit of one file of a committed checkpoint."""
-    file = draw.choice([path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.stat().st_size])
+    file = draw.choice(
+        [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.stat().st_size]
+    )
     content = bytearray(file.read_bytes())
     content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
     file.write_bytes(content)
     return f"bit flipped in {file.relative_to(checkpoint)}"
 
 
-def table(run: Broken, whole: Broken, happened: list[tuple[str, list[int], float]], wall: float) -> str:
+def table(
+    run: Broken, whole: Broken, happened: list[tuple[str, list[int], float]], wall: float
+) -> str:
     """All faults, one a line, and what came of it."""
     lines = [f"{what:48} {codes!s:12} {seconds:5.1f} s" for what, codes, seconds in happened]
     kinds = Counter(what.rpartition("do=")[2].split()[0] for what, _, _ in happened)

@@ -28,11 +28,16 @@ def same_as(run: Run, whole: Run) -> None:
     assert run.column("step") == list(range(1, count + 1)) and count <= len(whole.metrics)
     for column in ("tokens", "supervised_tokens", "lr"):
         assert run.column(column) == whole.column(column)[:count], column
-    assert max(abs(a - b) for a, b in zip(run.column("loss"), whole.column("loss"), strict=False)) < 1e-5
+    assert (
+        max(abs(a - b) for a, b in zip(run.column("loss"), whole.column("loss"), strict=False))
+        < 1e-5
+    )
 
 
 @pytest.mark.faults
-def test_hosts_are_killed_cut_off_and_come_back_and_the_run_goes_on(train, inputs, tmp_path, capsys):
+def test_hosts_are_killed_cut_off_and_come_back_and_the_run_goes_on(
+    train, inputs, tmp_path, capsys
+):
     if why := why_not():
         pytest.skip(why)
     words = [
@@ -62,7 +67,15 @@ def test_hosts_are_killed_cut_off_and_come_back_and_the_run_goes_on(train, input
         try:
             table.append((what, world, seconds_until(lambda: trained(world, since), 150)))
         except AssertionError:
-            raise AssertionError("\n".join([what, *(f"host {i}\n{hosts.told(i)}" for i in hosts.running), *map(str, run.events)])) from None
+            raise AssertionError(
+                "\n".join(
+                    [
+                        what,
+                        *(f"host {i}\n{hosts.told(i)}" for i in hosts.running),
+                        *map(str, run.events),
+                    ]
+                )
+            ) from None
 
     def start(*which: int) -> None:
         for i in which:
@@ -87,7 +100,9 @@ def test_hosts_are_killed_cut_off_and_come_back_and_the_run_goes_on(train, input
         hosts.close()
     with capsys.disabled():
         print(
-            "\nseconds until the run trains on", *(f"{what:40} {world} ranks {seconds:6.1f}" for what, world, seconds in table), sep="\n  "
+            "\nseconds until the run trains on",
+            *(f"{what:40} {world} ranks {seconds:6.1f}" for what, world, seconds in table),
+            sep="\n  ",
         )
     whole = train("whole", *CONSTANT, f"train.steps={len(run.metrics)}")
     same_as(run, whole)

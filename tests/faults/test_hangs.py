@@ -6,7 +6,11 @@ from stored import newest
 
 from fsdp_trainer.checkpoint.digest import weights_digest
 
-PLACES = {"stopped (SIGSTOP)": ("forward", 8), "holds a lock": ("backward", 8), "skips a collective": ("forward", 8)}
+PLACES = {
+    "stopped (SIGSTOP)": ("forward", 8),
+    "holds a lock": ("backward", 8),
+    "skips a collective": ("forward", 8),
+}
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +23,9 @@ def whole(tmp_path_factory):
 def test_a_hang_costs_seconds_and_no_bit(whole, tmp_path, name):
     seen = hang(tmp_path / "run", FAULTS[name], "launch.watchdog=true")
     assert seen.code == 0, seen.said
-    assert seen.found < (10 if "stopped" in name else 20) and seen.resumed < seen.found + 30, "far from torchrun's grace"
+    assert seen.found < (10 if "stopped" in name else 20) and seen.resumed < seen.found + 30, (
+        "far from torchrun's grace"
+    )
     assert (seen.told["rank"], (seen.told["phase"], seen.told["step"])) == (1, PLACES[name])
     assert "rank 1 on" in seen.said and seen.run.column("step") == list(range(1, 13))
     assert weights_digest(newest(seen.run)) == weights_digest(newest(whole))
@@ -29,7 +35,9 @@ def test_a_hang_costs_seconds_and_no_bit(whole, tmp_path, name):
 
 @pytest.mark.faults
 def test_a_slow_rank_is_named_and_nobody_is_killed(whole, tmp_path):
-    seen = hang(tmp_path / "run", SLOW, "launch.watchdog=true", "launch.stall=1s", "logging.stragglers=1s")
+    seen = hang(
+        tmp_path / "run", SLOW, "launch.watchdog=true", "launch.stall=1s", "logging.stragglers=1s"
+    )
     assert seen.code == 0 and not seen.run.event("hang") and not seen.run.event("resume"), seen.said
     assert {(e["rank"], e["phase"]) for e in seen.run.event("straggler")} == {(1, "forward")}
     assert weights_digest(newest(seen.run)) == weights_digest(newest(whole))

@@ -41,7 +41,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def wrap(phases) -> None:
     """Break what FAULTS says whenever a phase begins."""
-    faults = [dict(word.split("=") for word in fault.split()) for fault in os.environ["FAULTS"].split(";") if fault.strip()]
+    faults = [
+        dict(word.split("=") for word in fault.split())
+        for fault in os.environ["FAULTS"].split(";")
+        if fault.strip()
+    ]
     folder, rank, enter = Path(os.environ["FAULTS_FOLDER"]), os.environ["RANK"], phases.enter
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"pid.{rank}").write_text(str(os.getpid()))
@@ -55,7 +59,11 @@ def wrap(phases) -> None:
         for number, fault in enumerate(faults):
             always = fault["step"] == "*"
             now = always or int(fault["step"]) == getattr(_of_thread, "step", 0)
-            if now and (fault["rank"], fault["phase"]) == (rank, phase) and (always or first(folder, number)):
+            if (
+                now
+                and (fault["rank"], fault["phase"]) == (rank, phase)
+                and (always or first(folder, number))
+            ):
                 DEEDS[fault["do"]](folder)
 
     phases.enter = enter_and_break
@@ -88,7 +96,10 @@ def kill_all(folder: Path) -> None:
 def alive(pid: int) -> bool:
     """Whether that is still the rank that wrote down its number."""
     try:
-        return Path(f"/proc/{pid}/stat").stat().st_uid == os.getuid() and b"python" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return (
+            Path(f"/proc/{pid}/stat").stat().st_uid == os.getuid()
+            and b"python" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
     except OSError:
         return False
 

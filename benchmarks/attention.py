@@ -16,9 +16,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import arguments, finish, in_turn, ratio, spread
-from fsdp_trainer.models.attention import LAYOUTS, Layout, attend, kernel
-from fsdp_trainer.models.attention_choice import Choice
-from fsdp_trainer.models.attention_kernels import describe_device, prefer
+from fsdp_trainer.models.attention import (
+    LAYOUTS,
+    MaskedAttention,
+    OneDocument,
+    PackedAttention,
+    sdpa,
+)
+from fsdp_trainer.models.attention_choice import AttentionChoice
+from fsdp_trainer.models.attention_kernels import describe_device, set_kernel_priority
 from fsdp_trainer.models.config import ModelConfig
 
 DOCUMENTS = (1, 4, 16, 64)
@@ -38,9 +44,9 @@ def gradients(attention: Callable[[], Tensor], inputs: list[Tensor], grad: Tenso
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
 
-def seconds(first: Choice, run: Callable[[], object], device: torch.device) -> float:
+def seconds(first: AttentionChoice, run: Callable[[], object], device: torch.device) -> float:
     """Of one forward and backward with the kernel of that choice."""
-    prefer(first, CONFIGS[device.type], DTYPES[device.type], device, asked=False)
+    set_kernel_priority(first, CONFIGS[device.type], DTYPES[device.type], device, asked=False)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     begin = time.perf_counter()
@@ -52,7 +58,7 @@ def seconds(first: Choice, run: Callable[[], object], device: torch.device) -> f
 def cut_out(q: Tensor, k: Tensor, v: Tensor, sizes: list[int]) -> Tensor:
     """One call per document, each cut out of the row by its place: what documents cost before they shared calls."""
     places = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
-    return torch.cat([kernel(q[:, at], k[:, at], v[:, at], None) for at in places], 1)
+    return torch.cat([sdpa(q[:, at], k[:, at], v[:, at], None) for at in places], 1)
 
 
 def ways_of(device: torch.device, softcap: float | None) -> list[tuple[str, str | None]]:
@@ -87,30 +93,30 @@ def measure(
     ]
     grad, sizes = torch.randn_like(inputs[0]), [row // parts] * parts
 
-    def way(layout: Layout) -> Callable[[], list[Tensor]]:
-        return partial(gradients, lambda: attend(*inputs, layout, None, softcap), inputs, grad)
+    def way(layout: PackedAttention) -> Callable[[], list[Tensor]]:
+        return partial(gradients, lambda: layout.attend(*inputs, None, softcap), inputs, grad)
 
     made = {
-        name: LAYOUTS[name]([sizes], row, device).within(window)
+        name: LAYOUTS[name]([sizes], row, device).with_window(window)
         for name in {layout for layout, _ in ways_of(device, softcap)}
     }
     ways = {
-        "/".join(filter(None, pair)): (Choice(*pair, ""), way(made[pair[0]]))
+        "/".join(filter(None, pair)): (AttentionChoice(*pair, ""), way(made[pair[0]]))
         for pair in ways_of(device, softcap)
     }
-    right = way(Layout.masked([sizes], row, device).within(window))()
+    right = way(MaskedAttention([sizes], row, device).with_window(window))()
     if not window and not softcap:
         ways["whole row"] = (
-            Choice("documents", None if device.type == "cpu" else "flash", ""),
-            way(Layout()),
+            AttentionChoice("documents", None if device.type == "cpu" else "flash", ""),
+            way(OneDocument(row)),
         )
         if device.type == "cpu":
             ways["cut out"] = (
-                Choice("documents", None, ""),
+                AttentionChoice("documents", None, ""),
                 partial(gradients, lambda: cut_out(*inputs, sizes), inputs, grad),
             )
     for name, (first, run) in ways.items():
-        prefer(first, config, dtype, device, asked=False)
+        set_kernel_priority(first, config, dtype, device, asked=False)
         for mine, wanted in zip(run(), right, strict=True):
             assert (
                 name == "whole row" or (mine - wanted).norm() <= TOLERANCE[dtype] * wanted.norm()

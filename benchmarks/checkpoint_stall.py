@@ -52,14 +52,14 @@ class Stores:
             dcp.save(state, checkpoint_id=store.folder / f"plain-{step}")
             seconds = perf_counter() - started
             if dist.get_rank() == 0:
-                store.committed({"step": step, "seconds": seconds, "stall_seconds": seconds})
+                store.on_commit({"step": step, "seconds": seconds, "stall_seconds": seconds})
         elif way == "async":
-            self.save(store, step, state, progress)
+            self.save(store, step, state, progress, perf_counter())
         else:
             self.sync = self.sync or CheckpointStore(
-                store.run, replace(store.cfg, mode="sync"), 0, store.write_assets, store.committed
+                store.run, replace(store.cfg, mode="sync"), 0, store.write_assets, store.on_commit
             )
-            self.save(self.sync, step, state, progress)
+            self.save(self.sync, step, state, progress, perf_counter())
 
 
 def way_of(step: int) -> str:

@@ -281,13 +281,13 @@ def balance(store: TokenStore) -> dict[str, dict[str, float]]:
     for ranks, rows in ((2, 32), (8, 64)):
         batches = batches_of(store, 8192, ranks)
         sums = {"in order": np.zeros(2), "dealt": np.zeros(2)}
-        for plan in islice(batches.steps(rows, None), 50):
-            dealt = batches.deal(plan)[..., 0]  # [micro-batches, ranks]
+        for plan in islice(batches.plans(rows, None), 50):
+            dealt = batches.assign_rows_to_ranks(plan)[..., 0]  # [micro-batches, ranks]
             for way, of_ranks in (
                 ("in order", np.arange(plan.start, plan.stop).reshape(dealt.shape)),
                 ("dealt", dealt),
             ):
-                costs = batches.order.costs(of_ranks.ravel()).reshape(dealt.shape)
+                costs = batches.order.attention_costs(of_ranks.ravel()).reshape(dealt.shape)
                 sums[way] += costs.max(1).sum(), costs.mean(1).sum()
         found[f"{ranks} ranks"] = {
             way: float(slowest / mean) for way, (slowest, mean) in sums.items()
@@ -302,7 +302,7 @@ def first_batch(scratch: Path) -> dict[str, float]:
         large_store(folder, RESUMED)
     before, started = memory_mib("RssAnon"), time.perf_counter()
     batches = batches_of(TokenStore(folder, "f"), 8192)
-    plan = next(batches.steps(32, None, 1_000_000, 32_000_000))
+    plan = next(batches.plans(32, None, 1_000_000, 32_000_000))
     next(batches.micro_batches(plan))
     seconds = time.perf_counter() - started
     return {"seconds": seconds, "mib": memory_mib("RssAnon") - before}
@@ -326,7 +326,7 @@ def deliver(scratch: Path, repeat: int) -> dict[str, Any]:
     model = Decoder(ModelConfig(vocab_size=8000))  # its other defaults are model=tiny
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    made = list(batches.micro_batches(next(batches.steps(4, None))))
+    made = list(batches.micro_batches(next(batches.plans(4, None))))
 
     def consume() -> float:
         started = time.perf_counter()
@@ -336,7 +336,7 @@ def deliver(scratch: Path, repeat: int) -> dict[str, Any]:
         return (time.perf_counter() - started) / len(made)
 
     def make() -> float:
-        plans = batches.steps(16, None)
+        plans = batches.plans(16, None)
         started = time.perf_counter()
         count = sum(1 for _ in range(10) for _ in batches.micro_batches(next(plans)))
         return (time.perf_counter() - started) / count

@@ -37,8 +37,8 @@ from fsdp_trainer.config.compose import compose
 from fsdp_trainer.launch.world import connect, join
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
-from fsdp_trainer.parallel.mesh import build_mesh
 from fsdp_trainer.parallel.parallelize import parallelize
 
 GIB, MIB = 2**30, 2**20
@@ -95,7 +95,7 @@ def import_rank(folder: Path) -> None:
     connect(world, 60)
     with torch.device("meta"):
         model = Decoder(ModelConfig.from_hf(folder))
-    parallelize(model, build_mesh(cfg.sharding, "cpu"), cfg)
+    parallelize(model, Dims(cfg.sharding, "cpu", timeout=60), cfg)
     allocate(model, world.device)
     torch.distributed.barrier()
     seconds = []

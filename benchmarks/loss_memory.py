@@ -175,7 +175,8 @@ def errors(way: str, dtype: str, device: str) -> dict[str, float]:
         ("grad_hidden", hidden.grad, exact[0].grad),
         ("grad_weight", head.weight.grad, exact[1].grad),
     ):
-        assert ours is not None and theirs is not None
+        assert ours is not None
+        assert theirs is not None
         found[name] = ((ours.double() - theirs).norm() / theirs.norm()).item()
     return {name: float(f"{value:.2g}") for name, value in found.items()}
 

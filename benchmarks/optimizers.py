@@ -15,7 +15,7 @@ from benchmarks.harness import arguments, finish, in_turn, ratio, spread
 from fsdp_trainer.config.schema import Optim
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.optim.optimizers import build_optimizer, empty_state, step_unless
+from fsdp_trainer.optim.optimizers import build_optimizer
 
 SHAPE = ModelConfig(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, vocab_size=8000)
 WAYS = {
@@ -65,7 +65,7 @@ def prepared(
     moments = sum(
         t.nbytes
         for p in model.parameters()
-        for name, t in empty_state(optimizer, p).items()
+        for name, t in optimizer.empty_state(p).items()
         if name != "step"
     )
     fine = torch.zeros((), dtype=torch.bool, device=device)
@@ -73,7 +73,7 @@ def prepared(
     def step() -> float:
         wait(device)
         started = time.perf_counter()
-        step_unless(optimizer, fine)
+        optimizer.step_unless(fine)
         wait(device)
         return time.perf_counter() - started
 

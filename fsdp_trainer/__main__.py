@@ -3,25 +3,26 @@
 import os
 import signal
 import sys
-from contextlib import suppress
 from typing import NoReturn
 
 from fsdp_trainer.cli import main
-from fsdp_trainer.launch.start import SIGNALS
+from fsdp_trainer.process import SIGNALS
 
 
 def run() -> NoReturn:
-    """Run this process's command line, and end the process."""
-    if "RANK" in os.environ and any("=" in word or word == "train" for word in sys.argv[1:2]):
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, SIGNALS
-        )  # a rank is torn from its world by no signal: it listens as soon as it can answer
+    """Run this process's command line, and end the process with its exit code."""
+    verb = "".join(sys.argv[1:2])
+    if "RANK" in os.environ and (verb == "train" or "=" in verb):
+        # until StopSignals installs its handlers: a signal during start-up would end one rank alone
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     code = main()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # a full disk, or a reader that has gone: the work is done all the same
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if "torch" in sys.modules:
-        # everything is written and closed; torch's own threads may yet abort the interpreter's end, and what is finished must not fail for that
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # a log file on a full disk
-                stream.flush()
+        # torch's threads may abort the interpreter's end, after everything is written and closed
         os._exit(code)
     sys.exit(code)
 

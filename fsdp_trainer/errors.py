@@ -1,13 +1,16 @@
-"""Errors that a user can mend. Each carries everything that is wrong, and what to type instead."""
+"""Errors reported without a traceback, and with what to type instead."""
 
 from dataclasses import dataclass
 
-WIDEST = 34  # what is longer has a line of its own
+WIDEST = 34  # a longer `what` gets a line of its own
 
 
 @dataclass
 class Problem:
-    """One thing that is wrong: what (key=value, a file and line, a tensor), why, and the way out (may span lines)."""
+    """One mistake.
+
+    what: key=value, a file and line, or a tensor; why: and how to mend it, in one line or several.
+    """
 
     what: str
     why: str
@@ -23,21 +26,19 @@ class UserError(Exception):
         super().__init__(title, self.problems)  # both arguments, so that it pickles across ranks
 
     def __str__(self) -> str:
-        lines = [f"fsdp-trainer: {self.title}"]
-        width = max((len(p.what) for p in self.problems if len(p.what) <= WIDEST), default=0)
+        short = [len(p.what) for p in self.problems if len(p.what) <= WIDEST]
+        width = max(short, default=0)
+        text = f"fsdp-trainer: {self.title}"
         for p in self.problems:
-            first, *rest = p.why.splitlines() or [""]
-            above = len(p.what) > WIDEST  # and what is said of it stands below
-            lines += [
-                "",
-                *([f"  {p.what}", f"      {first}"] if above else [f"  {p.what:{width}}  {first}"]),
-            ]
-            lines += [f"  {'':{4 if above else width + 2}}{line}" for line in rest]
-        return "\n".join(lines)
+            head, indent = f"  {p.what:{width}}  ", width + 4
+            if len(p.what) > WIDEST:
+                head, indent = f"  {p.what}\n      ", 6
+            text += f"\n\n{head}" + f"\n{'':{indent}}".join(p.why.splitlines())
+        return text
 
 
 class RunFailed(Exception):
-    """The run cannot go on through no fault of the input: exit code 1, one message, no traceback."""
+    """The run cannot go on, and the input is not at fault: exit code 1, no traceback."""
 
     exit_code = 1
 
@@ -46,6 +47,9 @@ class RunFailed(Exception):
 
 
 class Stopped(BaseException):
-    """A signal or a limit of time ends what this rank is doing now: args[0] says which. No `except Exception` on the way is meant."""
+    """Raised in the main thread when a signal or time limit interrupts a wait; args[0] says which.
+
+    A BaseException, so that `except Exception` does not swallow it.
+    """
 
     exit_code = 75

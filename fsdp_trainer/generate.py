@@ -30,52 +30,48 @@ class Speaker:
     def load(
         cls, source: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32
     ) -> "Speaker":
-        """From a run, a checkpoint or a Hugging Face folder. Raises UserError."""
+        """Load from a run, a checkpoint or a Hugging Face folder. Raises UserError."""
         tokenizer = load_tokenizer(str(model_folder(source)))
         return cls(load_model(source, device, dtype), tokenizer, load_template(None, tokenizer))
 
     def answer(self, messages: list[dict], cfg: GenerateConfig) -> Iterator[str]:
-        """The next assistant turn, in pieces of text."""
+        """Yield the next assistant turn, in pieces of text."""
         try:
             text = self.template.ask(messages)
         except RowError as error:
-            raise UserError(
-                "the conversation cannot be rendered",
-                [Problem(messages[-1]["content"][:60], str(error))],
-            ) from None
+            problem = Problem(messages[-1]["content"][:60], str(error))
+            raise UserError("the conversation cannot be rendered", [problem]) from None
         return self.say(text, cfg)
 
     def say(self, text: str, cfg: GenerateConfig) -> Iterator[str]:
-        """What follows `text`, in pieces; a piece never ends within a character."""
-        tokens, told = [], ""
-        for token in continue_tokens(
-            self.model, self.tokenizer.encode(text), self.tokenizer.stop_ids, cfg
-        ):
+        """Yield the continuation of `text`, in pieces; a piece never ends within a character."""
+        tokens, length = [], 0
+        prompt, stop_ids = self.tokenizer.encode(text), self.tokenizer.stop_ids
+        for token in continue_tokens(self.model, prompt, stop_ids, cfg):
             tokens.append(token)
             whole = self.tokenizer.decode(tokens)
             if not whole.endswith("\ufffd"):
-                yield whole[len(told) :]
-                told = whole
+                yield whole[length:]
+                length = len(whole)
 
 
 def generate(cfg: GenerateConfig) -> int:
-    """The verb: answer `prompt=`, or chat at the terminal."""
-    device = (
-        ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
-    )
+    """Run the verb: answer `prompt=`, or chat at the terminal."""
+    device = cfg.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     speaker = Speaker.load(str(cfg.source), device, getattr(torch, cfg.dtype))
     if cfg.prompt is None:
         return chat(speaker, cfg)
-    show(
-        speaker.say(cfg.prompt, cfg)
-        if cfg.raw
-        else speaker.answer([*system_turn(cfg), {"role": "user", "content": cfg.prompt}], cfg)
-    )
+    if cfg.raw:
+        show(speaker.say(cfg.prompt, cfg))
+    else:
+        show(speaker.answer([*system_turn(cfg), {"role": "user", "content": cfg.prompt}], cfg))
     return 0
 
 
 def chat(speaker: Speaker, cfg: GenerateConfig) -> int:
-    """Turn by turn until the input ends; `/new` forgets what was said."""
+    """Answer turn by turn until the input ends; `/new` starts a new conversation."""
     messages = system_turn(cfg)
     while True:
         try:
@@ -90,12 +86,12 @@ def chat(speaker: Speaker, cfg: GenerateConfig) -> int:
 
 
 def system_turn(cfg: GenerateConfig) -> list[dict]:
-    """The messages that a conversation begins with."""
+    """Return the messages that a conversation begins with."""
     return [{"role": "system", "content": cfg.system}] if cfg.system else []
 
 
 def show(pieces: Iterator[str]) -> str:
-    """Print as it comes; returns the whole."""
+    """Print the pieces as they come; return the whole text."""
     text = ""
     for piece in pieces:
         print(piece, end="", flush=True)

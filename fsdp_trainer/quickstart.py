@@ -1,4 +1,4 @@
-"""The verb `quickstart`: random weights, a minute or two of training, and proof that something was learnt."""
+"""The verb `quickstart`: train random weights for a minute or two and show what they learnt."""
 
 from pathlib import Path
 
@@ -11,61 +11,57 @@ from fsdp_trainer.data.demo import rows
 from fsdp_trainer.generate import Speaker
 from fsdp_trainer.launch.start import start_ranks
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.initialize import initialize_whole
+from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.models.resolve import resolve_model
 
 NEXT = """
 Where everything lies
   {run}/metrics.jsonl, events.jsonl, config.yaml     what happened, step by step
   {run}/checkpoints/                                 the same command goes on from the newest
-  {run}/hf/                                          AutoModelForCausalLM.from_pretrained("{run}/hf")
+  {run}/hf/                                          \
+AutoModelForCausalLM.from_pretrained("{run}/hf")
 
 What to type next (a chat at the terminal; your own data, first looked at, then trained on)
   fsdp-trainer generate source={run}
-  fsdp-trainer preview +recipe=quickstart data.path=chats.jsonl data.validation=null batch.seq_len=2048
+  fsdp-trainer preview +recipe=quickstart data.path=chats.jsonl \
+data.validation=null batch.seq_len=2048
   fsdp-trainer +recipe=qwen3_0_6b_sft data.path=chats.jsonl model.init_from=FOLDER_OR_HUB_ID
 """
 
 
 def quickstart(cfg: QuickstartConfig) -> int:
-    """Ask held-out questions, train, ask them again of the exported model."""
-    overrides = [
-        "+recipe=quickstart",
-        f"run.root={cfg.root}",
-        *([f"train.steps={cfg.steps}"] if cfg.steps else []),
-    ]
+    """Ask held-out questions, train, and ask them again of the exported model."""
+    overrides = ["+recipe=quickstart", f"run.root={cfg.root}"]
+    if cfg.steps:
+        overrides.append(f"train.steps={cfg.steps}")
     recipe = compose("train", overrides)
     run = Path(cfg.root) / recipe.run.name
     tokenizer = build_tokenizer(recipe)
     model = Decoder(resolve_model(recipe.model, tokenizer.vocab_size))
-    initialize_whole(model, recipe.run.seed)
+    initialize_weights(model, recipe.run.seed)
     questions = rows("demo:backwards/heldout")[: cfg.questions]
+    n = len(questions)
 
-    before, example = ask(Speaker(model, tokenizer, build_template(recipe, tokenizer)), questions)
-    print(
-        f"before training: {before} of {len(questions)} held-out questions right, e.g. {example}\n",
-        flush=True,
-    )
+    right, example = ask(Speaker(model, tokenizer, build_template(recipe, tokenizer)), questions)
+    before = f"before training: {right} of {n} held-out questions right"
+    print(f"{before}, e.g. {example}\n", flush=True)
     if code := start_ranks(recipe, overrides):
         return code
-    after, example = ask(Speaker.load(run / "hf"), questions)
-    print(f"\nbefore training: {before} of {len(questions)} held-out questions right")
-    print(
-        f"after training:  {after} of {len(questions)}, asked of the exported folder, e.g. {example}"
-    )
+    right, example = ask(Speaker.load(run / "hf"), questions)
+    print(f"\n{before}")
+    print(f"after training:  {right} of {n}, asked of the exported folder, e.g. {example}")
     print(NEXT.format(run=run), end="")
     return 0
 
 
 @torch.no_grad()
 def ask(speaker: Speaker, questions: list[dict]) -> tuple[int, str]:
-    """How many are answered right, and an example: a right answer if there is one."""
-    right, example = 0, ""
+    """Return how many answers are right, and an example: a right answer if there is one."""
+    right: list[str] = []
+    wrong: list[str] = []
     for row in questions:
         question, wanted = row["messages"]
         answer = "".join(speaker.answer([question], GenerateConfig(max_tokens=16)))
         correct = answer.strip() == wanted["content"]
-        if not example or (correct and not right):
-            example = f"{question['content']!r} → {answer!r}"
-        right += correct
-    return right, example
+        (right if correct else wrong).append(f"{question['content']!r} → {answer!r}")
+    return len(right), (right + wrong)[0]

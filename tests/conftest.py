@@ -1,5 +1,6 @@
 """What tests share: a world of ranks, and prepared data."""
 
+import contextlib
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: the machine's cores are for the ranks
@@ -34,10 +35,18 @@ def inputs(chats, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """Overrides that compile, patiently, with one cache for all tests that look at what is computed; pytest's workers share it."""
+    """Overrides that compile, patiently, with one cache for all tests that look at what is
+    computed; pytest's workers share it."""
     folder = tmp_path_factory.getbasetemp()
     cache = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "compiled"
     return ["compile=enabled", f"compile.cache={cache}", "launch.timeout=300s"]
+
+
+@pytest.fixture
+def enter():
+    """`enter(fault)`: from now on until the test ends."""
+    with contextlib.ExitStack() as stack:
+        yield stack.enter_context
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Slurm's commands for one machine: `install(folder)` gives a PATH with sbatch, srun, sacct, scancel and scontrol, which are this file."""
+"""Slurm's commands for one machine: `install(folder)` gives a PATH with sbatch, srun, sacct,
+scancel and scontrol, which are this file."""
 
 import os
 import re

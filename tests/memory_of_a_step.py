@@ -1,4 +1,5 @@
-"""A step of training on tensors without storage, and what it holds at its peak, measured in two ways that know nothing of the plan."""
+"""A step of training on tensors without storage, and what it holds at its peak, measured in two
+ways that know nothing of the plan."""
 
 import weakref
 
@@ -11,18 +12,21 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from fsdp_trainer.models.attention import Layout
+from fsdp_trainer.models.attention import DocumentAttention
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
-from fsdp_trainer.optim.optimizers import build_optimizer, empty_state
-from fsdp_trainer.parallel.mesh import build_mesh
+from fsdp_trainer.optim.optimizers import build_optimizer
+from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.parallelize import parallelize
 from fsdp_trainer.training.gradients import GradientSync, clip_gradients
-from fsdp_trainer.training.guard import Stream
+from fsdp_trainer.training.guard import EmbeddingGradProbe
 from fsdp_trainer.training.objective import CrossEntropy
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of all storages that operators make and that live; peak: the most so far. FSDP2 frees and fills storages by resizing them."""
+    """Bytes of all storages that operators make and that live; peak: the most so far.
+
+    FSDP2 frees and fills storages by resizing them.
+    """
 
     def __init__(self):
         super().__init__()
@@ -65,7 +69,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peaks(cases):
-    """[(cfg, config, ranks, by)] → bytes at the peak of the last micro-batch and the clipping, by `live` storages or torch's `tracker`."""
+    """[(cfg, config, ranks, by)] → bytes at the peak of the last micro-batch and the clipping, by
+    `live` storages or torch's `tracker`."""
     return [peak(*case) for case in cases]
 
 
@@ -73,16 +78,16 @@ def peak(cfg, config, ranks, by):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     cpu = torch.device("cpu")
     try:
-        mesh = build_mesh(cfg.sharding, "cpu")
+        dims = Dims(cfg.sharding, "cpu", timeout=60)
         with torch.device("meta"):
             model = Decoder(config)
-        parallelize(model, mesh, cfg)
+        parallelize(model, dims, cfg)
         with FakeTensorMode(allow_non_fake_inputs=True), cpu:
             model.to_empty(device="cpu")
-            optimizer, stream = build_optimizer(model, cfg.optim), Stream(model)
-            sync = GradientSync(model, cfg.sharding.accumulate, "replicate" in mesh.mesh_dim_names)
+            optimizer, probe = build_optimizer(model, cfg.optim), EmbeddingGradProbe(model)
+            sync = GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
             for parameter in model.parameters():
-                optimizer.state[parameter] = empty_state(optimizer, parameter)
+                optimizer.state[parameter] = optimizer.empty_state(parameter)
             measure = LiveBytes() if by == "live" else FSDPMemTracker(model, optimizer)
             with measure:
                 if by == "live":
@@ -93,8 +98,8 @@ def peak(cfg, config, ranks, by):
                 for i in range(count):
                     sync.before(last=i == count - 1)
                     micro_step(model, cfg)
-                    stream.take()
-                clip_gradients(model, 1.0, None)
+                    probe.pop()
+                clip_gradients(model, dims, 1.0, None)
             return (
                 measure.peak if by == "live" else measure.get_tracker_snapshot("peak")[cpu]["Total"]
             )
@@ -104,7 +109,8 @@ def peak(cfg, config, ranks, by):
 
 def micro_step(model, cfg):
     rows, length = cfg.batch.micro_rows, cfg.batch.seq_len
-    layout = Layout([[length - length // 4, length // 4]] * rows)
+    lengths = [[length - length // 4, length // 4]] * rows
+    layout = DocumentAttention(lengths, length, torch.device("cpu"))
     places = torch.zeros(rows, length, dtype=torch.int64)
     batch = MicroBatch(
         places, places, layout, places.flatten(), places.flatten(), torch.ones(rows * length)

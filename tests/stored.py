@@ -1,9 +1,10 @@
-"""What a checkpoint holds, read without the trainer."""
+"""What a checkpoint or an export holds, read without the trainer."""
 
 import warnings
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 
@@ -29,11 +30,11 @@ def newest(run):
 
 
 def assert_bitwise_equal(a, b):
-    assert a.keys() == b.keys() and any("exp_avg_sq" in name for name in a)
+    assert a.keys() == b.keys()
+    assert any("exp_avg_sq" in name for name in a)
     for name in a:
-        assert a[name].dtype == b[name].dtype and torch.equal(
-            bytes_of(a[name]), bytes_of(b[name])
-        ), name
+        assert a[name].dtype == b[name].dtype, name
+        assert torch.equal(bytes_of(a[name]), bytes_of(b[name])), name
 
 
 def bytes_of(tensor):
@@ -42,3 +43,19 @@ def bytes_of(tensor):
 
 def end_of(run):
     return run.events[-1]["event"], run.events[-1]["exit_code"]
+
+
+def tensors(folder):
+    """Return every tensor of an export by name."""
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def assert_byte_equal(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        assert torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name

@@ -1,4 +1,5 @@
-"""The trainer beside accelerate's FSDP2 and transformers' own loss: the same padded rows on two ranks, in float32."""
+"""The trainer beside accelerate's FSDP2 and transformers' own loss: the same padded rows on two
+ranks, in float32."""
 
 import json
 
@@ -36,17 +37,18 @@ def test_twenty_losses_on_two_ranks_are_those_of_accelerate_and_transformers(
     batch = ["batch.seq_len=64", f"batch.rows={ROWS}", "data.packing=none"]
     common = [f"model.init_from={tmp_path / 'hf'}", "tokenizer.path=demo:bytes", *batch]
     run = train(
-        "ours", *common, f"train.steps={STEPS}", "batch.micro_rows=2", f"optim.lr={PEAK}", f"optim.grad_clip={CLIP}",
-        f"optim.weight_decay={DECAY}", "precision=fp32", "checkpoint.every=null", ranks=2, base=["launch.timeout=60s"],
+        "ours", *common, f"train.steps={STEPS}", "batch.micro_rows=2", f"optim.lr={PEAK}",
+        f"optim.grad_clip={CLIP}",
+        f"optim.weight_decay={DECAY}", "precision=fp32", "checkpoint.every=null", ranks=2,
+        base=["launch.timeout=60s"],
     )  # fmt: skip
     data = [f"{key}={inputs[key]}" for key in ("data.path", "data.cache")]
     shown = world.command(
         "preview", *common, *data, "preview.format=json", f"preview.rows={STEPS * ROWS}"
     )[0].out
     rows = [json.loads(line) for line in shown.splitlines()]
-    assert len({len(row["tokens"]) for row in rows}) > 1 and all(
-        len(row["documents"]) == 1 for row in rows
-    )
+    assert len({len(row["tokens"]) for row in rows}) > 1
+    assert all(len(row["documents"]) == 1 for row in rows)
     losses, norms = world.call(2, train_with_accelerate, str(tmp_path / "hf"), rows, timeout=300)[0]
     assert run.column("loss") == pytest.approx(losses, abs=1e-4, rel=0)
     assert run.column("grad_norm") == pytest.approx(norms, rel=1e-3)
@@ -54,14 +56,16 @@ def test_twenty_losses_on_two_ranks_are_those_of_accelerate_and_transformers(
 
 
 def train_with_accelerate(folder: str, rows: list[dict]) -> tuple[list[float], list[float]]:
-    """One rank's training, each step in one forward of its part of the rows; the losses and gradient norms of all ranks together."""
+    """One rank's training, each step in one forward of its part of the rows; the losses and
+    gradient norms of all ranks together."""
     plugin = accelerate.FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
     )
     accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin)
-    # On CPUs accelerate only ever chooses plain data parallelism; told that it is FSDP, it shards there as it does on GPUs.
+    # On CPUs accelerate only ever chooses plain data parallelism; told that it is FSDP, it shards
+    # there as it does on GPUs.
     accelerate.PartialState().distributed_type = accelerator.state.distributed_type = (
         accelerate.DistributedType.FSDP
     )
@@ -77,7 +81,8 @@ def train_with_accelerate(folder: str, rows: list[dict]) -> tuple[list[float], l
         optimizer = torch.optim.AdamW(groups, lr=PEAK, betas=(0.9, 0.95), eps=1e-8)
         schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 0, STEPS)
         model, optimizer = accelerator.prepare(model, optimizer)
-        assert accelerator.is_fsdp2 and all(isinstance(p, DTensor) for p in model.parameters())
+        assert accelerator.is_fsdp2
+        assert all(isinstance(p, DTensor) for p in model.parameters())
         losses, norms = [], []
         for step in range(STEPS):
             mine = rows[step * ROWS : (step + 1) * ROWS][
@@ -102,7 +107,8 @@ def train_with_accelerate(folder: str, rows: list[dict]) -> tuple[list[float], l
 
 
 def padded(rows: list[dict]) -> dict[str, torch.Tensor]:
-    """Rows as a transformers collator makes them: labels stand where their token does, and the model shifts them."""
+    """Rows as a transformers collator makes them: labels stand where their token does, and the
+    model shifts them."""
     length = max(len(row["tokens"]) for row in rows)
     assert all(row["labels"][-1] == IGNORED for row in rows)
     return {

@@ -1,11 +1,14 @@
-"""The trainer against plain transformers: one process, one document at a time, nothing packed, torch's AdamW."""
+"""The trainer against plain transformers: one process, one document at a time, nothing packed,
+torch's AdamW."""
 
 import json
 import math
+from fnmatch import fnmatch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from zoo import make_model
 
 transformers = pytest.importorskip("transformers")
@@ -37,7 +40,8 @@ def weighted(tmp_path):
     """Chats of two turns; some answers count less."""
     rows = [
         {"messages": [
-            {"role": "user", "content": "ab"[: i % 3]}, {"role": "assistant", "content": str(i), "weight": [1, 0, 0.5][i % 3]},
+            {"role": "user", "content": "ab"[: i % 3]},
+            {"role": "assistant", "content": str(i), "weight": [1, 0, 0.5][i % 3]},
             {"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * (i % 9)},
         ]}
         for i in range(60)
@@ -46,45 +50,99 @@ def weighted(tmp_path):
     return tmp_path / "chats.jsonl"
 
 
-@pytest.mark.slow
-def test_ten_steps_of_packed_training_on_two_ranks_are_those_of_plain_transformers(
-    train, world, inputs, weighted, folder
-):
-    common = [
+@pytest.fixture
+def common(weighted, folder):
+    return [
         f"model.init_from={folder}",
         "tokenizer.path=demo:bytes",
         f"data.path={weighted}",
         "batch.seq_len=128",
         f"batch.rows={ROWS}",
     ]
-    run = train(
-        "ours", *common, "model=auto", f"train.steps={STEPS}", "batch.micro_rows=2", f"optim.lr={PEAK}", f"schedule.warmup_steps={WARMUP}", f"schedule.min_ratio={FLOOR}",
-        f"optim.grad_clip={CLIP}", f"optim.weight_decay={DECAY}", "precision=fp32", "logging.every=5", ranks=2, base=["launch.timeout=60s"],
-    )  # fmt: skip
-    shown = world.command(
-        "preview",
-        *common,
-        f"data.cache={inputs['data.cache']}",
-        "preview.format=json",
-        f"preview.rows={STEPS * ROWS}",
-    )[0].out
-    rows = [json.loads(line) for line in shown.splitlines()]
-    assert [row["row"] for row in rows] == list(range(STEPS * ROWS)) and max(
-        len(row["documents"]) for row in rows
-    ) > 1
-    assert any("weights" in row for row in rows)
-    loss, norm, tokens = plain_training(folder, rows)
+
+
+@pytest.fixture
+def ours(train, common):
+    """Our training, on two ranks."""
+
+    def start(*overrides):
+        return train(
+            "ours", *common, "model=auto", f"train.steps={STEPS}", "batch.micro_rows=2",
+            f"optim.lr={PEAK}", f"schedule.warmup_steps={WARMUP}", f"schedule.min_ratio={FLOOR}",
+            f"optim.grad_clip={CLIP}", f"optim.weight_decay={DECAY}", "precision=fp32",
+            "logging.every=5", *overrides, ranks=2, base=["launch.timeout=60s"],
+        )  # fmt: skip
+
+    return start
+
+
+@pytest.fixture
+def shown(world, inputs, common):
+    """The rows of that training."""
+
+    def preview():
+        shown = world.command(
+            "preview",
+            *common,
+            f"data.cache={inputs['data.cache']}",
+            "preview.format=json",
+            f"preview.rows={STEPS * ROWS}",
+        )[0].out
+        rows = [json.loads(line) for line in shown.splitlines()]
+        assert [row["row"] for row in rows] == list(range(STEPS * ROWS))
+        assert max(len(row["documents"]) for row in rows) > 1
+        assert any("weights" in row for row in rows)
+        return rows
+
+    return preview
+
+
+@pytest.mark.slow
+def test_ten_steps_of_packed_training_on_two_ranks_are_those_of_plain_transformers(
+    ours, shown, folder
+):
+    run, rows = ours(), shown()
+    loss, norm, tokens, _ = plain_training(folder, rows)
     assert run.column("loss") == pytest.approx(loss, rel=1e-4)
     assert run.column("grad_norm") == pytest.approx(norm, rel=1e-4)
     assert run.column("tokens") == tokens
 
 
-def plain_training(folder, rows):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "patterns",
+    [["model.embed_tokens.*"], ["model.layers.0.*", "*.q_proj.*"], ["lm_head.*", "model.norm.*"]],
+    ids=str,
+)
+@pytest.mark.parametrize("folder", ["llama tied", "qwen3"], indirect=True)
+def test_frozen_weights_as_in_plain_transformers(ours, shown, folder, patterns):
+    before = load_file(folder / "model.safetensors")
+    run, rows = ours(f"train.freeze={patterns}", "checkpoint.export_hf=true"), shown()
+    loss, norm, _, model = plain_training(folder, rows, patterns)
+    assert run.column("loss") == pytest.approx(loss, rel=1e-4)
+    assert run.column("grad_norm") == pytest.approx(norm, rel=1e-4)
+    after = load_file(run.folder / "hf" / "model.safetensors")
+    assert after.keys() == before.keys()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert not torch.equal(after[name], before[name]), name
+            torch.testing.assert_close(after[name], parameter.detach(), rtol=1e-3, atol=1e-4)
+        else:
+            assert torch.equal(after[name], before[name]), name
+
+
+def plain_training(folder, rows, frozen=()):
+    """Losses, gradient norms, tokens so far, and the model. frozen: patterns of names."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).train()
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
+    shared = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in shared.items():
+        if any(fnmatch(name, pattern) for pattern in frozen):
+            parameter.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.ndim >= 2]
+    others = [p for p in trained if p.ndim < 2]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0}],
         lr=1,
@@ -116,7 +174,7 @@ def plain_training(folder, rows):
             group["lr"] = PEAK * (step / WARMUP if step <= WARMUP else FLOOR + (1 - FLOOR) * shape)
         optimizer.step()
         optimizer.zero_grad()
-    return losses, norms, tokens
+    return losses, norms, tokens, model
 
 
 def weights_of(row):

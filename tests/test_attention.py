@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 
+import inject
 import numpy as np
 import pytest
 import torch
@@ -13,13 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_trainer.config.schema import ActivationCheckpoint
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models import attention
-from fsdp_trainer.models.attention import LAYOUTS, QUERIES_AT_ONCE, Layout, Plan, attend
-from fsdp_trainer.models.attention_choice import Choice, Situation, choose
-from fsdp_trainer.models.attention_kernels import prefer
+from fsdp_trainer.models.attention import (
+    LAYOUTS,
+    SOFTCAP_QUERIES,
+    DocumentAttention,
+    OneDocument,
+    plan_calls,
+)
+from fsdp_trainer.models.attention_choice import AttentionChoice, AttentionContext, choose
+from fsdp_trainer.models.attention_kernels import set_kernel_priority
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
-from fsdp_trainer.models.initialize import initialize_whole
-from fsdp_trainer.parallel.recompute import checkpoint_activations
+from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.training.objective import CrossEntropy
 
 CPU = torch.device("cpu")
@@ -28,7 +35,7 @@ ROWS = {
     "whole": ([[40], [40]], 40),
     "one each": ([[40], [38]], 48),
     "with an empty row": ([[], [7]], 40),
-    "longer than a chunk": ([[QUERIES_AT_ONCE + 44, 100], [QUERIES_AT_ONCE * 2]], 600),
+    "longer than a chunk": ([[SOFTCAP_QUERIES + 44, 100], [SOFTCAP_QUERIES * 2]], 600),
 }
 
 
@@ -46,7 +53,7 @@ def inputs(lengths, row, heads=4, kv_heads=2, head_dim=16, device=CPU, dtype=tor
 
 def results(layout, q, k, v, grad, window=None, softcap=None):
     """The output where it means something, and the gradients."""
-    out = attend(q, k, v, layout.within(window), None, softcap)
+    out = layout.with_window(window).attend(q, k, v, None, softcap)
     assert out.isfinite().all(), "padding too"
     return [out * (grad != 0), *torch.autograd.grad(out, (q, k, v), grad)]
 
@@ -61,8 +68,8 @@ def largest_difference(found, wanted):
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("window", [None, 1, 4, 16, 100])
 @pytest.mark.parametrize("rows", ROWS)
-def test_documents_are_as_under_a_mask(rows, window, softcap, multiple, monkeypatch):
-    monkeypatch.setitem(attention.LENGTHS, "cpu", multiple)
+def test_documents_are_as_under_a_mask(rows, window, softcap, multiple, enter):
+    enter(inject.setting("attention_length_multiple", {"cpu": multiple}))
     lengths, row = ROWS[rows]
     given = inputs(lengths, row)
     found, wanted = (
@@ -80,13 +87,15 @@ def test_documents_cost_by_their_squares_or_windows_and_not_by_the_row(seed, win
         [int(n) for n in rng.integers(1, rng.choice([10, 100, 2000]), size=40)] for _ in range(2)
     ]
     row = max(map(sum, lengths))
-    plan = Plan.of(lengths, row, window, CPU)
+    plan = plan_calls(lengths, row, window, CPU)
     computed = sum(call.queries.size * call.keys.shape[1] for call in plan.calls)
     sizes = np.concatenate(lengths)
     needed = (
         np.square(sizes).sum() if window is None else (sizes * np.minimum(sizes, 3 * window)).sum()
     )
-    assert computed <= attention.WASTE * needed + len(plan.calls) * attention.CALL
+    assert (
+        computed <= attention.PADDING_WASTE_LIMIT * needed + len(plan.calls) * attention.CALL_COST
+    )
     assert len(plan.calls) <= 40, "not a call for every document"
 
 
@@ -117,8 +126,9 @@ def test_a_long_document_never_has_all_its_scores_or_a_mask_of_them(window, soft
     length = 2048
     q, k, v, grad = inputs([[length]], length, heads=1, kv_heads=1)
     with Largest() as largest:
-        attend(q, k, v, Layout([[length]]).within(window), None, softcap).backward(grad)
-    assert largest.numel <= max(QUERIES_AT_ONCE, 2 * (window or 0)) * length < length**2 / 4
+        layout = DocumentAttention([[length]], length, CPU).with_window(window)
+        layout.attend(q, k, v, None, softcap).backward(grad)
+    assert largest.numel <= max(SOFTCAP_QUERIES, 2 * (window or 0)) * length < length**2 / 4
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
@@ -139,7 +149,7 @@ def test_a_soft_limit_and_windows_under_recomputation(mode, save):
     batch = MicroBatch(
         positions[None] % 64,
         positions[None],
-        Layout(lengths),
+        DocumentAttention(lengths, 40, CPU),
         torch.arange(40),
         positions % 64,
         torch.ones(40),
@@ -149,14 +159,16 @@ def test_a_soft_limit_and_windows_under_recomputation(mode, save):
         with torch.device("meta"):
             model = Decoder(config)
         model.to_empty(device="cpu")
-        initialize_whole(model, 0)
+        initialize_weights(model, 0)
         checkpoint_activations(model, ActivationCheckpoint(mode=how, save=save))
-        model(replace(batch, layout=Layout(lengths)), CrossEntropy(batch.weights))[0].backward()
+        model(
+            replace(batch, layout=DocumentAttention(lengths, 40, CPU)), CrossEntropy(batch.weights)
+        )[0].backward()
         gradients.append([p.grad for p in model.parameters()])
     assert largest_difference(*gradients) == 0
 
 
-# --- GPU layouts, as far as a CPU can tell -----------------------------------------------------------------------------------------
+# --- GPU layouts, as far as a CPU can tell ------------------------------------------------------
 
 
 @torch.library.custom_op("tests::varlen_attn", mutates_args={})
@@ -171,14 +183,14 @@ def document_by_document(
 ) -> torch.Tensor:
     """In place of torch's kernel: one document after another."""
     places = ends.tolist()
-    assert (
-        ends.dtype == torch.int32
-        and places[0] == 0
-        and places[-1] == len(q)
-        and all(0 < b - a <= longest for a, b in pairwise(places))
-    )
+    assert ends.dtype == torch.int32
+    assert places[0] == 0
+    assert places[-1] == len(q)
+    assert all(0 < b - a <= longest for a, b in pairwise(places))
     parts = [
-        attend(q[None, a:b], k[None, a:b], v[None, a:b], Layout().within(past + 1 or None), scale)
+        OneDocument(b - a)
+        .with_window(past + 1 or None)
+        .attend(q[None, a:b], k[None, a:b], v[None, a:b], scale)
         for a, b in pairwise(places)
     ]
     return torch.cat(parts, 1)[0]
@@ -190,12 +202,15 @@ def _(q, k, v, ends, longest, scale, past):
 
 
 @pytest.fixture
-def varlen(monkeypatch):
+def varlen():
     def call(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size):
-        assert ends_q is ends_k and longest_q == longest_k and window_size[1] == 0
+        assert ends_q is ends_k
+        assert longest_q == longest_k
+        assert window_size[1] == 0
         return document_by_document(q, k, v, ends_q, longest_q, scale, window_size[0])
 
-    monkeypatch.setattr(attention, "_varlen", lambda: call)
+    with inject.around("varlen_kernel", lambda _: call):
+        yield
 
 
 @pytest.mark.parametrize("window", [None, 16])
@@ -205,7 +220,7 @@ def test_varlen_is_told_where_documents_lie(varlen, rows, window):
     with torch.no_grad():
         q, k, v, grad = inputs(lengths, row)
         found, wanted = (
-            attend(q, k, v, LAYOUTS[name](lengths, row, CPU).within(window)) * (grad != 0)
+            LAYOUTS[name](lengths, row, CPU).with_window(window).attend(q, k, v) * (grad != 0)
             for name in ("varlen", "documents")
         )
     assert (found - wanted).abs().max() <= 1e-5
@@ -220,7 +235,7 @@ def test_compiled_varlen_is_one_graph_for_any_documents(varlen):
 
     torch._dynamo.reset()
     compiled = torch.compile(
-        lambda q, k, v, layout: attend(q, k, v, layout), backend=backend, fullgraph=True
+        lambda q, k, v, layout: layout.attend(q, k, v), backend=backend, fullgraph=True
     )
     draw = random.Random(0)
     for _ in range(6):
@@ -228,7 +243,9 @@ def test_compiled_varlen_is_one_graph_for_any_documents(varlen):
         q, k, v, grad = inputs(lengths, 256)
         with torch.no_grad():
             found = compiled(q, k, v, LAYOUTS["varlen"](lengths, 256, CPU)) * (grad != 0)
-            assert (found - attend(q, k, v, Layout(lengths)) * (grad != 0)).abs().max() <= 1e-5
+            assert (
+                found - DocumentAttention(lengths, 256, CPU).attend(q, k, v) * (grad != 0)
+            ).abs().max() <= 1e-5
     assert len(graphs) == 1
 
 
@@ -239,23 +256,23 @@ def test_flex_sees_what_a_mask_shows(window, softcap):
     lengths, row = [[100, 156, 30], [5] * 50], 384
     q, k, v, grad = (x.detach() for x in inputs(lengths, row))
     found, wanted = (
-        attend(q, k, v, LAYOUTS[name](lengths, row, CPU).within(window), None, softcap)
+        LAYOUTS[name](lengths, row, CPU).with_window(window).attend(q, k, v, None, softcap)
         for name in ("flex", "mask")
     )
     assert ((found - wanted) * (grad != 0)).abs().max() <= 1e-5
 
 
-# --- the choice --------------------------------------------------------------------------------------------------------------------
+# --- the choice ---------------------------------------------------------------------------------
 
-CUDA = Situation("cuda", (9, 0), "bfloat16", 128, share=0.2)
+CUDA = AttentionContext("cuda", (9, 0), "bfloat16", 128, share=0.2)
 
 
 @pytest.mark.parametrize(
-    ("situation", "layout", "kernel"),
+    ("context", "layout", "kernel"),
     [
-        (Situation("cpu", dtype="float32", head_dim=64), "documents", None),
-        (Situation("cpu", dtype="float32", head_dim=64, compiled=True), "mask", None),
-        (Situation("cpu", dtype="float32", head_dim=64, softcap=True), "documents", None),
+        (AttentionContext("cpu", dtype="float32", head_dim=64), "documents", None),
+        (AttentionContext("cpu", dtype="float32", head_dim=64, compiled=True), "mask", None),
+        (AttentionContext("cpu", dtype="float32", head_dim=64, softcap=True), "documents", None),
         (CUDA, "varlen", "flash"),
         (replace(CUDA, share=0.9), "documents", "cudnn"),
         (replace(CUDA, share=0.9, compiled=True), "varlen", "flash"),
@@ -278,14 +295,15 @@ CUDA = Situation("cuda", (9, 0), "bfloat16", 128, share=0.2)
         (replace(CUDA, softcap=True, head_dim=8, compiled=True), "mask", None),
     ],
 )
-def test_the_choice_by_device_model_and_rows(situation, layout, kernel):
-    choice = choose("auto", "auto", situation)
-    assert (choice.layout, choice.kernel) == (layout, kernel) and choice.why
-    assert choose(layout, "auto", situation).kernel == kernel, "asked for by name it is as good"
+def test_the_choice_by_device_model_and_rows(context, layout, kernel):
+    choice = choose("auto", "auto", context)
+    assert (choice.layout, choice.kernel) == (layout, kernel)
+    assert choice.reason
+    assert choose(layout, "auto", context).kernel == kernel, "asked for by name it is as good"
 
 
 @pytest.mark.parametrize(
-    ("layout", "kernel", "situation", "says"),
+    ("layout", "kernel", "context", "says"),
     [
         ("varlen", "auto", replace(CUDA, device="cpu", capability=None), "GPUs only"),
         ("flex", "auto", replace(CUDA, device="cpu", capability=None), "no gradient on a CPU"),
@@ -311,16 +329,17 @@ def test_the_choice_by_device_model_and_rows(situation, layout, kernel):
         ("auto", "math", replace(CUDA, device="cpu", capability=None), "one kernel only"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_to_type(layout, kernel, situation, says):
+def test_what_cannot_be_is_refused_with_what_to_type(layout, kernel, context, says):
     with pytest.raises(UserError) as error:
-        choose(layout, kernel, situation)
-    assert says in str(error.value) and "Use  " in str(error.value)
+        choose(layout, kernel, context)
+    assert says in str(error.value)
+    assert "Use  " in str(error.value)
 
 
 def test_a_kernel_that_is_asked_for_is_taken():
     for kernel in ("cudnn", "efficient", "math"):
         assert choose("auto", kernel, CUDA) == replace(
-            choose("documents", kernel, CUDA), why=f"{kernel} was asked for"
+            choose("documents", kernel, CUDA), reason=f"{kernel} was asked for"
         )
     assert (
         choose("auto", "fa3", replace(CUDA, share=0.9, installed=frozenset({"fa3"}))).kernel
@@ -333,11 +352,17 @@ def test_a_kernel_that_is_asked_for_is_taken():
 
 def test_a_kernel_stays_preferred_until_the_next_run():
     config, before = ModelConfig(vocab_size=8), _cur_sdpa_kernel_backends(with_priority=True)
-    prefer(Choice("documents", "math", ""), config, torch.float32, CPU, asked=True)
+    set_kernel_priority(
+        AttentionChoice("documents", "math", ""), config, torch.float32, CPU, asked=True
+    )
     assert _cur_sdpa_kernel_backends(with_priority=True)[0] == SDPBackend.MATH
     with pytest.raises(UserError, match=r"(?s)cudnn.*does not compute.*attention_kernel=auto"):
-        prefer(Choice("documents", "cudnn", ""), config, torch.float32, CPU, asked=True)
-    prefer(Choice("documents", None, ""), config, torch.float32, CPU, asked=False)
+        set_kernel_priority(
+            AttentionChoice("documents", "cudnn", ""), config, torch.float32, CPU, asked=True
+        )
+    set_kernel_priority(
+        AttentionChoice("documents", None, ""), config, torch.float32, CPU, asked=False
+    )
     assert _cur_sdpa_kernel_backends(with_priority=True) == before
 
 
@@ -354,7 +379,9 @@ def test_a_kernel_stays_preferred_until_the_next_run():
 )
 def test_a_run_that_cannot_attend_as_asked_does_not_begin(train, how, says):
     run = train("run", *how, code=2)
-    assert says in run.err and "model.attention" in run.err and "Traceback" not in run.err
+    assert says in run.err
+    assert "model.attention" in run.err
+    assert "Traceback" not in run.err
 
 
 def test_the_start_tells_how_attention_is_computed_and_why(train):
@@ -364,7 +391,7 @@ def test_the_start_tells_how_attention_is_computed_and_why(train):
     )
 
 
-# --- on a GPU ----------------------------------------------------------------------------------------------------------------------
+# --- on a GPU -----------------------------------------------------------------------------------
 
 gpu = [
     pytest.mark.gpu,
@@ -393,8 +420,8 @@ gpu = [
 def test_every_layout_and_kernel_is_near_float32_on_the_cpu(rows, window, layout, kernel, softcap):
     (lengths, row), device = rows, torch.device("cuda")
     config = ModelConfig(vocab_size=8, head_dim=64)
-    prefer(
-        Choice(layout, None if kernel == "auto" else kernel, ""),
+    set_kernel_priority(
+        AttentionChoice(layout, None if kernel == "auto" else kernel, ""),
         config,
         torch.bfloat16,
         device,
@@ -403,7 +430,9 @@ def test_every_layout_and_kernel_is_near_float32_on_the_cpu(rows, window, layout
     given = inputs(lengths, row, head_dim=64)
     there = [x.detach().to(device, torch.bfloat16).requires_grad_(x.requires_grad) for x in given]
     found = results(LAYOUTS[layout](lengths, row, device), *there, window, softcap)
-    wanted = results(Layout(lengths), *given, window, softcap)
-    prefer(Choice(layout, None, ""), config, torch.bfloat16, device, asked=False)
+    wanted = results(DocumentAttention(lengths, row, CPU), *given, window, softcap)
+    set_kernel_priority(
+        AttentionChoice(layout, None, ""), config, torch.bfloat16, device, asked=False
+    )
     for mine, right in zip(found, wanted, strict=True):
         assert (mine.float().cpu() - right).norm() <= 0.02 * right.norm()

@@ -1,24 +1,22 @@
-"""Numbers that are not finite, that stand out, or that are silently wrong: nothing of them is learnt or saved, and it is told whose they were."""
+"""Numbers that are not finite, that stand out, or that are silently wrong: nothing of them is
+learnt or saved, and it is told whose they were."""
 
-import contextlib
 import json
 import math
-import os
 import random
-from unittest.mock import patch
 
-import numpy as np
+import inject
 import pytest
 import torch
+from inject import SPIKED
 from stored import assert_bitwise_equal, checkpoint, newest, stored
-from test_optim import bad_gradient, bad_loss
-from test_preemption import signalled
+from world import SPIKY
 
 from fsdp_trainer.config.schema import Train
 from fsdp_trainer.training.batches import row_ranges
-from fsdp_trainer.training.guard import NEW_LEVEL, Guard
+from fsdp_trainer.training.guard import Guard
 
-# --- what stands out ---------------------------------------------------------------------------------------------------------------
+# --- what stands out ----------------------------------------------------------------------------
 
 
 def number(value):
@@ -42,9 +40,10 @@ def falling(steps):
     return [2 + 6 * math.exp(-i / 50) + noise.gauss(0, 0.05) for i in range(steps)]
 
 
-def test_a_loss_or_a_gradient_norm_far_above_those_before_is_a_spike_and_training_as_usual_has_none():
+def test_a_loss_or_a_gradient_norm_far_above_those_before_is_a_spike_and_usual_training_has_none():
     losses = falling(400)
-    assert judged(losses)[0] == [] and judged([2.0] * 300)[0] == []
+    assert judged(losses)[0] == []
+    assert judged([2.0] * 300)[0] == []
     assert judged([*losses[:100], 9.0, *losses[100:]])[0] == [100]
     assert judged(losses, [1.0] * 200 + [30.0] + [1.0] * 199)[0] == [200]
     assert judged([*losses[:100], 0.01, *losses[100:]])[0] == [], "below is no spike"
@@ -58,24 +57,21 @@ def test_the_window_never_holds_what_is_not_finite_nor_a_spike(bad):
     losses = falling(40)
     found, guard = judged([*losses, bad, 50.0, bad])
     kept, in_a_row = guard.state()
-    assert (
-        found == [41]
-        and kept[0] == losses[-16:]
-        and all(map(math.isfinite, kept[0] + kept[1]))
-        and in_a_row == 1
-    )
+    assert found == [41]
+    assert kept[0] == losses[-16:]
+    assert all(map(math.isfinite, kept[0] + kept[1]))
+    assert in_a_row == 1
     verdict = guard.judge(torch.tensor(2.1), torch.tensor(bad))
-    assert (
-        verdict.not_finite
-        and not verdict.spike
-        and verdict.skip
-        and guard.state()[0][0] == losses[-16:]
-    )
+    assert verdict.not_finite
+    assert not verdict.spike
+    assert verdict.skip
+    assert guard.state()[0][0] == losses[-16:]
 
 
 def test_a_step_without_a_target_is_no_measure():
     found, guard = judged([*falling(40), 0.0], [1.0] * 40 + [0.0])
-    assert found == [] and 0.0 not in guard.state()[0][0]
+    assert found == []
+    assert 0.0 not in guard.state()[0][0]
 
 
 def test_a_new_level_is_told_a_few_times_and_then_taken_for_what_it_is():
@@ -85,7 +81,7 @@ def test_a_new_level_is_told_a_few_times_and_then_taken_for_what_it_is():
         + [5 + noise.gauss(0, 0.02) for _ in range(60)]
         + [9.0]
     )
-    assert found == [*range(60, 59 + NEW_LEVEL), 120]
+    assert found == [60, 61, 62, 63, 120]
 
 
 def test_a_guard_goes_on_where_another_stopped_to_the_last_bit():
@@ -102,7 +98,8 @@ def test_only_skip_and_rewind_hold_the_update_back():
     for policy, held in {"ignore": False, "warn": False, "skip": True, "rewind": True}.items():
         guard = judged(falling(40), on_spike=policy)[1]
         verdict = guard.judge(torch.tensor(50.0), torch.tensor(1.0))
-        assert bool(verdict.skip) == held and bool(verdict.spike) == (policy != "ignore"), policy
+        assert bool(verdict.skip) == held, policy
+        assert bool(verdict.spike) == (policy != "ignore"), policy
         assert guard.judge(torch.tensor(math.nan), torch.tensor(1.0)).skip
 
 
@@ -138,7 +135,7 @@ def test_rows_that_are_left_out_are_in_no_step_and_the_data_ends_where_it_ends()
     ]
 
 
-# --- a step that is not finite -----------------------------------------------------------------------------------------------------
+# --- a step that is not finite ------------------------------------------------------------------
 
 EVERY = [
     "train.steps=4",
@@ -147,22 +144,6 @@ EVERY = [
     "batch.micro_rows=1",
     "train.on_spike=ignore",
 ]
-
-
-def bad_infinite_gradient():
-    """On the last rank, in step 3, one element of one shard."""
-    from fsdp_trainer.training import trainer
-
-    real = trainer.Trainer.clip
-
-    def clip(self):
-        if self.progress.step == 2 and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
-            next(
-                p for p in self.model.parameters() if p.grad.to_local().numel()
-            ).grad.to_local().view(-1)[0] = math.inf
-        return real(self)
-
-    return patch.object(trainer.Trainer, "clip", clip)
 
 
 FORMATS = {
@@ -178,17 +159,18 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("seam", [bad_gradient, bad_loss, bad_infinite_gradient])
+@pytest.mark.parametrize(
+    "bad", [inject.bad_gradient(), inject.bad_loss(), inject.infinite_gradient()], ids=str
+)
 @pytest.mark.parametrize(
     "name", ["fp32", *(pytest.param(name, marks=pytest.mark.faults) for name in list(FORMATS)[1:])]
 )
-def test_one_bad_number_on_one_rank_leaves_every_byte_of_every_format(train, name, seam):
-    run = train("run", *EVERY, *FORMATS[name], ranks=4 if name == "hsdp" else 2, seam=seam)
+def test_one_bad_number_on_one_rank_leaves_every_byte_of_every_format(train, name, bad):
+    run = train("run", *EVERY, *FORMATS[name], ranks=4 if name == "hsdp" else 2, seam=bad)
     two, three, four = (stored(checkpoint(run, step)) for step in (2, 3, 4))
     assert_bitwise_equal(two, three)
-    assert any(not torch.equal(three[name], four[name]) for name in three) and all(
-        t.isfinite().all() for t in four.values()
-    )
+    assert any(not torch.equal(three[name], four[name]) for name in three)
+    assert all(t.isfinite().all() for t in four.values())
     assert [e["step"] for e in run.event("skipped")] == [3]
 
 
@@ -200,19 +182,14 @@ def test_a_skipped_step_tells_the_rank_and_the_lines_of_the_file(train, chats):
         "data.packing=none",
         "data.shuffle=false",
         ranks=2,
-        seam=bad_gradient,
+        seam=inject.bad_gradient(),
     )
     (event,) = run.event("skipped")
-    assert event["ranks"] == [1] and event["rows"] == [12, 18]
+    assert event["ranks"] == [1]
+    assert event["rows"] == [12, 18]
     assert event["samples"] == [f"{chats}:14"], (
         "the second row of step 3 is the first of rank 1; a row is a line"
     )
-
-
-def no_good():
-    from test_optim import bad_numbers
-
-    return bad_numbers("gradient", range(5, 99))
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -226,46 +203,20 @@ def test_a_run_that_learns_nothing_names_the_last_good_checkpoint_however_rarely
         f"checkpoint={mode}",
         "checkpoint.keep=9",
     ]
-    run = train("run", "train.steps=40", *how, ranks=2, seam=no_good, code=1)
-    assert (
-        "4 steps in a row" in run.err
-        and str(checkpoint(run, 4)) in run.err
-        and run.column("step") == [*range(1, 9)]
+    run = train(
+        "run", "train.steps=40", *how, ranks=2, seam=inject.bad_gradient(*range(5, 99)), code=1
     )
-    assert run.checkpoints == ["step-00000004"] and all(
-        t.isfinite().all() for t in stored(newest(run)).values()
-    )
+    assert "4 steps in a row" in run.err
+    assert str(checkpoint(run, 4)) in run.err
+    assert run.column("step") == [*range(1, 9)]
+    assert run.checkpoints == ["step-00000004"]
+    assert all(t.isfinite().all() for t in stored(newest(run)).values())
 
 
-# --- a spike -----------------------------------------------------------------------------------------------------------------------
-
-SPIKED = 20
-SPIKY = [
-    "train.spike_window=8", "checkpoint.every=6", "checkpoint.keep=9", "batch.micro_rows=3", "schedule=constant", "batch.rows=3", "optim.lr=1e-3",
-]  # fmt: skip
-
-
-@contextlib.contextmanager
-def garbage():
-    """The rows of step SPIKED hold nothing but noise to learn, wherever and whenever they are trained."""
-    from fsdp_trainer.data.mixture import Mixture
-
-    real = Mixture.read_rows
-
-    def read(self, indices):
-        rows = real(self, indices)
-        for index, tokens, labels in zip(indices, rows.tokens, rows.labels, strict=True):
-            if 3 * (SPIKED - 1) <= index < 3 * SPIKED:
-                labels[:] = np.where(
-                    labels == -100, -100, (tokens * 2654435761 + index * 40503) % 200
-                )
-        return rows
-
-    with patch.object(Mixture, "read_rows", read):
-        yield
-
+# --- a spike ------------------------------------------------------------------------------------
 
 LONG = "train.steps=30"
+NOISE = inject.garbage()
 
 
 @pytest.fixture(scope="module")
@@ -273,8 +224,8 @@ def spiky(world, inputs, tmp_path_factory):
     """`spiky(policy, *overrides)`: runs over a spike, each made once."""
     made = {}
 
-    def run(policy, *overrides, ranks=1, seam=garbage, name="run"):
-        key = (policy, *overrides, ranks, seam, name)
+    def run(policy, *overrides, ranks=1, seam=NOISE, name="run"):
+        key = (policy, *overrides, ranks, str(seam), name)
         if key not in made:
             folder = tmp_path_factory.mktemp("spike") / name
             how = [*SPIKY, LONG, f"train.on_spike={policy}", *overrides]
@@ -295,12 +246,11 @@ def test_a_warning_changes_nothing_of_training_and_names_the_rows(spiky, chats):
         "warn",
         [0],
     )
-    assert (
-        event["loss_score"] > 10
-        and event["samples"][0].startswith(f"{chats}:")
-        and f"spike in step {SPIKED}" in warned.out
-    )
-    assert ignored.event("spike") == [] and warned.column("loss") == ignored.column("loss")
+    assert event["loss_score"] > 10
+    assert event["samples"][0].startswith(f"{chats}:")
+    assert f"spike in step {SPIKED}" in warned.out
+    assert ignored.event("spike") == []
+    assert warned.column("loss") == ignored.column("loss")
     assert_bitwise_equal(stored(newest(warned)), stored(newest(ignored)))
 
 
@@ -327,17 +277,10 @@ def test_a_skipped_spike_leaves_every_byte_as_it_was(spiky, ranks):
     )
 
 
-def left_out():
+def never_had_them(real, self):
     """A run whose data never had the rows of steps SPIKED − 1 to SPIKED + 1."""
-    from fsdp_trainer.training.trainer import Trainer
-
-    real = Trainer.fit
-
-    def fit(self):
-        self.progress.left_out = [[3 * (SPIKED - 2), 3 * (SPIKED + 1)]]
-        return real(self)
-
-    return patch.object(Trainer, "fit", fit)
+    self.progress.skipped_row_ranges = [[3 * (SPIKED - 2), 3 * (SPIKED + 1)]]
+    return real(self)
 
 
 @pytest.mark.slow
@@ -347,90 +290,56 @@ def test_a_rewound_run_ends_bitwise_where_one_does_that_never_had_the_rows(spiky
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = spiky("rewind", f"checkpoint={mode}", "logging.tensorboard=true", ranks=ranks)
-    never = spiky("rewind", ranks=ranks, seam=left_out)
+    never = spiky("rewind", ranks=ranks, seam=inject.around("fit", never_had_them))
     (event,) = run.event("rewind")
-    assert (event["step"], event["to"], event["left_out"]) == (SPIKED, 18, [54, 63]) and len(
-        run.event("spike")
-    ) == 1
+    assert (event["step"], event["to"], event["left_out"]) == (SPIKED, 18, [54, 63])
+    assert len(run.event("spike")) == 1
     shown = EventAccumulator(str(run.folder / "tensorboard")).Reload()
     assert (
         run.column("step") == [*range(1, 31)] == [scalar.step for scalar in shown.Scalars("loss")]
     ), "never two lines for a step"
-    assert run.column("loss") == never.column("loss") and run.column("tokens") == never.column(
-        "tokens"
-    )
+    assert run.column("loss") == never.column("loss")
+    assert run.column("tokens") == never.column("tokens")
     assert_bitwise_equal(stored(newest(run)), stored(newest(never)))
-    assert (
-        json.loads((newest(run) / "trainer.json").read_text())["left_out"] == [[54, 63]]
-        and "back to step 18" in run.out
-    )
-
-
-def stopped_after(step):
-    """As good as killed once that step's checkpoint is committed."""
-    from fsdp_trainer.errors import RunFailed
-    from fsdp_trainer.training.trainer import Trainer
-
-    real = Trainer.save
-
-    def save(self, again=False):
-        real(self, again)
-        if self.progress.step == step and self.progress.rewinds:
-            raise RunFailed("as good as killed")
-
-    return patch.object(Trainer, "save", save)
-
-
-@contextlib.contextmanager
-def garbage_and_killed():
-    with garbage(), stopped_after(24):
-        yield
+    assert json.loads((newest(run) / "trainer.json").read_text())["skipped_row_ranges"] == [
+        [54, 63]
+    ]
+    assert "back to step 18" in run.out
 
 
 @pytest.mark.slow
 def test_a_rewound_run_that_is_killed_goes_on_bitwise_and_ends_with_its_data(train, spiky):
     """Counted in epochs: the rows left out make it shorter."""
     how = [*SPIKY, "train.on_spike=rewind", "train.steps=null", "train.epochs=2"]
-    whole = train("whole", *how, seam=garbage)
-    train("run", *how, seam=garbage_and_killed, code=1)
-    run = train("run", *how, seam=garbage)
+    whole = train("whole", *how, seam=NOISE)
+    train("run", *how, seam=inject.together(NOISE, inject.failed(step=25)), code=1)
+    run = train("run", *how, seam=NOISE)
     plain = train("plain", *how, "train.on_spike=ignore")
-    assert len(whole.event("rewind")) == 1 and len(plain.metrics) - len(whole.metrics) == 3
-    assert run.column("loss") == whole.column("loss") and run.column("step") == [
-        *range(1, len(whole.metrics) + 1)
-    ]
+    assert len(whole.event("rewind")) == 1
+    assert len(plain.metrics) - len(whole.metrics) == 3
+    assert run.column("loss") == whole.column("loss")
+    assert run.column("step") == [*range(1, len(whole.metrics) + 1)]
     assert_bitwise_equal(stored(newest(run)), stored(newest(whole)))
-
-
-@contextlib.contextmanager
-def garbage_and_stopped():
-    """Two steps after the spike, of which the host has not read yet."""
-    with garbage(), signalled("forward", rank=0, nth=SPIKED + 2):
-        yield
 
 
 @pytest.mark.slow
 def test_a_run_that_is_stopped_before_it_has_read_of_a_spike_is_taken_back_too(train, spiky):
     whole = spiky("rewind")
     how = [*SPIKY, LONG, "train.on_spike=rewind", "logging.every=30"]
-    stopped = train("run", *how, seam=garbage_and_stopped, code=75)
-    assert [e["to"] for e in stopped.event("rewind")] == [18] and stopped.checkpoints[
-        -1
-    ] == "step-00000018"
-    run = train("run", *how, seam=garbage)
+    # two steps after the spike, of which the host has not read yet
+    stop = inject.signalled("forward", rank=0, nth=SPIKED + 2)
+    stopped = train("run", *how, seam=inject.together(NOISE, stop), code=75)
+    assert [e["to"] for e in stopped.event("rewind")] == [18]
+    assert stopped.checkpoints[-1] == "step-00000018"
+    run = train("run", *how, seam=NOISE)
     assert run.column("loss") == whole.column("loss")
     assert_bitwise_equal(stored(newest(run)), stored(newest(whole)))
 
 
-@contextlib.contextmanager
-def garbage_and_killed_after_18_again():
-    with garbage(), stopped_after(18):
-        yield
-
-
 def test_what_a_rewind_left_aside_stays_until_as_many_new_checkpoints_are_there_as_are_kept(train):
     how = [*SPIKY, LONG, "train.on_spike=rewind", "train.rewind_margin=3", "checkpoint.keep=2"]
-    run = train("run", *how, seam=garbage_and_killed_after_18_again, code=1)
+    after_18_again = inject.failed(step=19, nth=2)
+    run = train("run", *how, seam=inject.together(NOISE, after_18_again), code=1)
     assert run.event("rewind")[0]["to"] == 12
     assert run.checkpoints == ["step-00000012", "step-00000018", "step-00000018.left"]
 
@@ -439,36 +348,15 @@ def test_what_a_rewind_left_aside_stays_until_as_many_new_checkpoints_are_there_
 def test_without_a_checkpoint_to_go_back_to_the_update_is_left_out_instead(train):
     how = [*SPIKY, LONG, "checkpoint.every=26", "train.spike_score=5"]
     run, skipped = (
-        train(policy, *how, f"train.on_spike={policy}", seam=always_garbage)
+        train(policy, *how, f"train.on_spike={policy}", seam=inject.always_garbage())
         for policy in ("rewind", "skip")
     )
-    assert [e["step"] for e in run.event("spike")] == [
-        e["step"] for e in skipped.event("spike")
-    ] and len(run.event("spike")) > 1
-    assert (
-        not run.event("rewind")
-        and "no checkpoint before step 20" in run.out
-        and run.column("loss") == skipped.column("loss")
-    )
+    assert [e["step"] for e in run.event("spike")] == [e["step"] for e in skipped.event("spike")]
+    assert len(run.event("spike")) > 1
+    assert not run.event("rewind")
+    assert "no checkpoint before step 20" in run.out
+    assert run.column("loss") == skipped.column("loss")
     assert_bitwise_equal(stored(newest(run)), stored(newest(skipped)))
-
-
-@contextlib.contextmanager
-def always_garbage():
-    """From row 57 on there is nothing else, one step in three."""
-    from fsdp_trainer.data.mixture import Mixture
-
-    real = Mixture.read_rows
-
-    def read(self, indices):
-        rows = real(self, indices)
-        for index, labels in zip(indices, rows.labels, strict=True):
-            if index >= 57 and (index - 57) // 3 % 3 == 0:
-                labels[:] = np.where(labels == -100, -100, 199 * np.arange(len(labels)) % 256)
-        return rows
-
-    with patch.object(Mixture, "read_rows", read):
-        yield
 
 
 def test_a_run_is_not_taken_back_for_ever(train):
@@ -480,15 +368,13 @@ def test_a_run_is_not_taken_back_for_ever(train):
         "train.max_rewinds=2",
         "train.rewind_margin=0",
         "train.spike_score=5",
-        seam=always_garbage,
+        seam=inject.always_garbage(),
         code=1,
     )
-    assert (
-        len(run.event("rewind")) == 2
-        and "2 times already" in run.err
-        and "step-00000018" in run.err
-        and "Traceback" not in run.err
-    )
+    assert len(run.event("rewind")) == 2
+    assert "2 times already" in run.err
+    assert "step-00000018" in run.err
+    assert "Traceback" not in run.err
 
 
 def test_a_rewind_needs_checkpoints(train):
@@ -504,24 +390,7 @@ def test_wrong_values_are_refused(train, bad):
     assert bad.split("=")[0] in train("run", "train.steps=2", bad, code=2).err
 
 
-# --- silently wrong ----------------------------------------------------------------------------------------------------------------
-
-
-def flipped_bit():
-    """After step 5 one bit of one weight of rank 1 is another."""
-    from fsdp_trainer.training.trainer import Trainer
-
-    real = Trainer.update
-
-    def update(self, *args):
-        verdict = real(self, *args)
-        if self.progress.step == 4 and os.environ["RANK"] == "1":
-            dict(self.model.named_parameters())["model.norm.weight"].to_local().detach().view(
-                torch.int32
-            )[3] ^= 1
-        return verdict
-
-    return patch.object(Trainer, "update", update)
+# --- silently wrong -----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -543,41 +412,37 @@ def test_a_replica_that_holds_another_bit_is_named_and_nothing_of_it_is_saved(
         "checkpoint.every=3",
         *how,
         ranks=ranks,
-        seam=flipped_bit,
+        seam=inject.flipped_bit(rank=1, after_step=5),
         code=1,
     )
     (event,) = run.event("corruption")
-    assert (
-        event["ranks"] == named
-        and event["step"] == 6
-        and "weights/model.norm.weight" in run.err
-        and "Traceback" not in run.err
-    )
+    assert event["ranks"] == named
+    assert event["step"] == 6
+    assert "weights/model.norm.weight" in run.err
+    assert "Traceback" not in run.err
     assert run.checkpoints == ["step-00000003"], "checked before the checkpoint of step 6, too"
 
 
-@contextlib.contextmanager
+@inject.fault
 def wrong_once():
-    """The last rank's gradients of one pass over step 6's first micro-batch, which is computed twice, are wrong in the last bit."""
-    from fsdp_trainer.training import trainer
+    """Make the last rank's gradients wrong in the last bit in one pass over step 6's first
+    micro-batch, which is computed twice."""
+    passes = []
 
-    real, passes = trainer.Trainer.computed_apart, []
+    def objective(real, self, scores, tokens):
+        if len(passes) == 2:
+            scores.log_probability.register_hook(lambda gradient: gradient * (1 + 2**-23))
+        return real(self, scores, tokens)
 
-    class Objective(trainer.CrossEntropy):
-        def __call__(self, scores, tokens):
-            if len(passes) == 2 and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
-                scores.log_probability.register_hook(lambda gradient: gradient * (1 + 2**-23))
-            return super().__call__(scores, tokens)
-
-    def computed_apart(self, batch, weights):
+    def compute(real, self, *args):
         passes.append(0)
-        found = real(self, batch, weights)
+        computed = real(self, *args)
         passes.append(0) if len(passes) == 2 else None
-        return found
+        return computed
 
     with (
-        patch.object(trainer, "CrossEntropy", Objective),
-        patch.object(trainer.Trainer, "computed_apart", computed_apart),
+        inject.around("objective", objective, rank="last"),
+        inject.around("compute_again", compute),
     ):
         yield
 
@@ -589,33 +454,43 @@ CHECKED = ["train.steps=8", "train.check_every=6", "checkpoint.every=2", "batch.
 def test_a_rank_that_computes_differently_the_second_time_is_named_and_nothing_of_it_is_learnt(
     train, ranks
 ):
-    run = train("run", *CHECKED, ranks=ranks, seam=wrong_once, code=1)
+    run = train("run", *CHECKED, ranks=ranks, seam=wrong_once(), code=1)
     (event,) = run.event("corruption")
-    assert (
-        event["ranks"] == [ranks - 1] and event["step"] == 6 and f"rank {ranks - 1} on" in run.err
-    )
+    assert event["ranks"] == [ranks - 1]
+    assert event["step"] == 6
+    assert f"rank {ranks - 1} on" in run.err
     assert run.checkpoints == ["step-00000004"] or run.checkpoints[-1] == "step-00000004"
 
 
-def never_the_same():
-    """As kernels do that add in any order."""
-    from fsdp_trainer.training import trainer
+@inject.fault
+def never_the_same(rank=None):
+    """Let the gradient of the activations differ from pass to pass.
 
-    real, passes = trainer.Trainer.computed_apart, []
+    As with kernels that add in any order, on all ranks or on one.
+    """
+    passes = []
 
-    def computed_apart(self, batch, weights):
-        loss, stream, gradients = real(self, batch, weights)
+    def compute(real, self, *args):
+        loss, stream, gradients = real(self, *args)
         passes.append(0)
         return loss, stream + len(passes) * 1e-3, gradients
 
-    return patch.object(trainer.Trainer, "computed_apart", computed_apart)
+    with inject.around("compute_again", compute, rank):
+        yield
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_kernels_that_are_not_deterministic_are_told_once_and_do_not_end_the_run(train, ranks):
-    run = train("run", *CHECKED, "train.check_every=2", ranks=ranks, seam=never_the_same)
+@pytest.mark.parametrize(
+    ("only_rank", "ranks"), [(None, [0]), (None, [0, 1]), pytest.param(1, [1], id="one of two")]
+)
+def test_kernels_that_are_not_deterministic_are_told_once_and_do_not_end_the_run(
+    train, only_rank, ranks
+):
+    seam = never_the_same(only_rank)
+    run = train("run", *CHECKED, "train.check_every=2", ranks=ranks[-1] + 1, seam=seam)
     (event,) = run.event("not_deterministic")
-    assert event["what"] == ["gradient of the activations"] and len(run.metrics) == 8
+    assert event["what"] == ["gradient of the activations"]
+    assert event["ranks"] == ranks
+    assert len(run.metrics) == 8
 
 
 @pytest.mark.slow
@@ -642,9 +517,7 @@ def test_looking_changes_nothing_of_a_healthy_run(train, how):
         train("run", *common, "train.check_every=2", ranks=ranks),
         train("plain", *common, ranks=ranks),
     )
-    assert (
-        run.column("loss") == plain.column("loss")
-        and not run.event("corruption")
-        and not run.event("not_deterministic")
-    )
+    assert run.column("loss") == plain.column("loss")
+    assert not run.event("corruption")
+    assert not run.event("not_deterministic")
     assert_bitwise_equal(stored(newest(run)), stored(newest(plain)))

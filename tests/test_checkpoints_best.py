@@ -1,9 +1,10 @@
-"""What validation decides: the best checkpoint is kept, training stops early; and what happens at the end of a run."""
+"""What validation decides: the best checkpoint is kept, training stops early; and what happens at
+the end of a run."""
 
 import json
 import shutil
-from unittest.mock import patch
 
+import inject
 import pytest
 from safetensors.torch import load_file
 from stored import checkpoint, end_of, newest, stored
@@ -12,12 +13,12 @@ HOW = ["schedule=constant", "data.validation=0.1", "train.validate_every=2", "ch
 BEST = 6
 
 
-def turns_bad():
-    """After six steps the optimizer goes up the hill."""
-    return patch(
-        "fsdp_trainer.training.trainer.learning_rate",
-        lambda cfg, lr, step, total: lr if step <= BEST else -lr,
-    )
+def up_the_hill_after_the_best(_real, _cfg, lr, step, _total):
+    return lr if step <= BEST else -lr
+
+
+TURNS_BAD = inject.around("learning_rate", up_the_hill_after_the_best)
+"""After six steps the optimizer goes up the hill."""
 
 
 def losses(run):
@@ -39,8 +40,8 @@ def assert_best_is_kept(run):
 @pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 def test_the_best_checkpoint_stays_beside_the_newest_and_is_what_is_exported(train, mode):
     how = [*HOW, "checkpoint.best=true", f"checkpoint={mode}", "checkpoint.export_hf=true"]
-    train("run", *how, "train.steps=8", ranks=2, seam=turns_bad)
-    run = train("run", *how, "train.steps=10", ranks=2, seam=turns_bad)  # which remembers it
+    train("run", *how, "train.steps=8", ranks=2, seam=TURNS_BAD)
+    run = train("run", *how, "train.steps=10", ranks=2, seam=TURNS_BAD)  # which remembers it
     best, last = assert_best_is_kept(run)
     assert (best, last) == (BEST, 10)
     exported, weights = (
@@ -87,23 +88,18 @@ def test_what_another_validation_set_or_another_run_gave_is_no_measure(train):
 @pytest.mark.slow
 def test_training_stops_after_so_many_validations_without_a_lower_loss(train):
     how = [*HOW, "train.early_stop=3", "checkpoint.best=true"]
-    run = train("run", *how, "train.steps=200", ranks=2, seam=turns_bad)
+    run = train("run", *how, "train.steps=200", ranks=2, seam=TURNS_BAD)
     assert assert_best_is_kept(run) == (BEST, BEST + 3 * 2)
-    assert (
-        end_of(run) == ("end", 0)
-        and run.events[-1]["reason"] == "early_stop"
-        and run.event("early_stop")[0]["best_step"] == BEST
-    )
+    assert end_of(run) == ("end", 0)
+    assert run.events[-1]["reason"] == "early_stop"
+    assert run.event("early_stop")[0]["best_step"] == BEST
     again = train("run", *how, "train.steps=200")
-    assert (
-        "already finished" in again.out
-        and "train.early_stop=null" in again.out
-        and again.metrics[-1]["step"] == 12
-    )
+    assert "already finished" in again.out
+    assert "train.early_stop=null" in again.out
+    assert again.metrics[-1]["step"] == 12
     more = train("run", *HOW, "train.steps=14", ranks=2)
-    assert more.column("step") == list(range(1, 15)) and more.checkpoints == ["step-00000014"], (
-        "no longer asked to keep the best"
-    )
+    assert more.column("step") == list(range(1, 15))
+    assert more.checkpoints == ["step-00000014"], "no longer asked to keep the best"
 
 
 def test_patience_and_its_delta_are_remembered_by_a_resume(train):
@@ -142,7 +138,7 @@ def test_a_key_that_would_do_nothing_is_refused(train, overrides, told):
     assert all(text in err for text in told), err
 
 
-# --- the export ----------------------------------------------------------------------------------------------------------------------
+# --- the export ---------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -155,18 +151,15 @@ def test_the_export_is_made_again_only_if_it_would_differ(train):
     again = train("run", *how, "checkpoint.export_dtype=bfloat16", ranks=2)
     assert len(again.event("export")) == 1
     other = train("run", *how)
-    assert len(other.event("export")) == 2 and {
-        str(tensor.dtype) for tensor in load_file(name).values()
-    } == {"torch.float32"}
+    assert len(other.event("export")) == 2
+    assert {str(tensor.dtype) for tensor in load_file(name).values()} == {"torch.float32"}
     shutil.move(
         run.folder / "hf", run.folder / ".hf.partial"
     )  # as after a kill in the middle of it
     (run.folder / ".hf.partial" / "model.safetensors").write_bytes(b"half")
-    assert (
-        len(train("run", *how).event("export")) == 3
-        and load_file(name)
-        and not (run.folder / ".hf.partial").exists()
-    )
+    assert len(train("run", *how).event("export")) == 3
+    assert load_file(name)
+    assert not (run.folder / ".hf.partial").exists()
 
 
 @pytest.mark.slow
@@ -182,7 +175,7 @@ def test_another_branch_that_ends_at_the_same_step_is_exported_again(train):
     assert (run.folder / "hf" / "model.safetensors").read_bytes() != before
 
 
-# --- what a resume tells, and what it clears up ----------------------------------------------------------------------------------------
+# --- what a resume tells, and what it clears up -------------------------------------------------
 
 
 def test_a_resume_tells_what_is_not_as_it_was(train):
@@ -196,7 +189,8 @@ def test_a_resume_tells_what_is_not_as_it_was(train):
         "logging.every=2",
     )
     assert same.event("resume")[0]["changes"] == {
-        "train.steps": [2, 3], "optim.lr": [0.003, 0.001], "logging.every": [None, 2], "world_size": [2, 1]
+        "train.steps": [2, 3], "optim.lr": [0.003, 0.001], "logging.every": [None, 2],
+        "world_size": [2, 1]
     }  # fmt: skip
     for line in (
         "optim.lr was 0.003, is 0.001",
@@ -230,7 +224,8 @@ def test_what_a_crash_or_another_branch_left_does_not_stay_for_ever(train):
         "one new checkpoint: the old branch can be had back"
     )
     back = train("run", *how, "train.steps=5", f"checkpoint.resume={checkpoint(run, 4)}.left")
-    assert back.event("resume")[-1]["step"] == 4 and back.column("step") == [1, 2, 3, 4, 5]
+    assert back.event("resume")[-1]["step"] == 4
+    assert back.column("step") == [1, 2, 3, 4, 5]
     assert train("run", *how, "train.steps=7", "checkpoint.keep=2").checkpoints == [
         "step-00000006",
         "step-00000007",

@@ -3,11 +3,11 @@
 import json
 import os
 import shutil
-import time
 import zlib
 from pathlib import Path
 from unittest.mock import patch
 
+import inject
 import pytest
 import torch
 from stored import stored
@@ -33,7 +33,7 @@ def checkpoints(run):
     return sorted((run.folder / "checkpoints").glob("step-*"))
 
 
-# --- the digest --------------------------------------------------------------------------------------------------------------------
+# --- the digest ---------------------------------------------------------------------------------
 
 
 def digest_of(world, run):
@@ -52,31 +52,29 @@ def test_the_digest_of_weights_does_not_depend_on_who_wrote_them(train, world):
         digest_of(world, train("one", *how, "train.steps=2")),
         digest_of(world, train("ddp", *how, "train.steps=1", "sharding=ddp", ranks=2)),
     ]
-    assert len(set(digests)) == 1 and len(digests[0]) == 16
+    assert len(set(digests)) == 1
+    assert len(digests[0]) == 16
     assert digest_of(world, train("other", "schedule=constant", "train.steps=1")) != digests[0]
 
 
-# --- the manifest ------------------------------------------------------------------------------------------------------------------
+# --- the manifest -------------------------------------------------------------------------------
 
 
 def test_the_manifest_says_what_wrote_it_and_lists_every_file(two_checkpoints):
     for folder in checkpoints(two_checkpoints):
         manifest = json.loads((folder / "MANIFEST.json").read_text())
-        assert manifest["step"] == int(folder.name[5:]) and manifest["world_size"] == 2
+        assert manifest["step"] == int(folder.name[5:])
+        assert manifest["world_size"] == 2
         assert manifest["data"] == json.loads((folder / "trainer.json").read_text())["data"]
-        assert (
-            manifest["versions"].keys() == {"fsdp_trainer", "torch", "python"}
-            and manifest["configuration"] in manifest["files"]
-        )
+        assert manifest["versions"].keys() == {"fsdp_trainer", "torch", "python"}
+        assert manifest["configuration"] in manifest["files"]
         found = {
             str(p.relative_to(folder)): p
             for p in folder.rglob("*")
             if p.is_file() and p.name != "MANIFEST.json"
         }
-        assert (
-            manifest["files"].keys() == found.keys()
-            and {"config.yaml", "trainer.json", "hf/config.json"} <= found.keys()
-        )
+        assert manifest["files"].keys() == found.keys()
+        assert {"config.yaml", "trainer.json", "hf/config.json"} <= found.keys()
         for name, path in found.items():
             assert manifest["files"][name] == {
                 "bytes": path.stat().st_size,
@@ -85,7 +83,10 @@ def test_the_manifest_says_what_wrote_it_and_lists_every_file(two_checkpoints):
 
 
 def test_no_bit_of_a_manifest_can_flip_unnoticed(two_checkpoints, tmp_path):
-    """Every one of the first and last entries', and a sample of the others'. In the checksum's own name it changes nothing that is trusted."""
+    """Every one of the first and last entries', and a sample of the others'.
+
+    In the checksum's own name it changes nothing that is trusted.
+    """
     text = (checkpoints(two_checkpoints)[-1] / "MANIFEST.json").read_bytes()
     bits = [
         *range(600),
@@ -122,7 +123,7 @@ def test_a_checkpoint_of_an_earlier_version_whose_manifest_has_no_checksum_is_go
     )
 
 
-# --- damage ------------------------------------------------------------------------------------------------------------------------
+# --- damage -------------------------------------------------------------------------------------
 
 
 def flip(path):
@@ -141,7 +142,8 @@ DAMAGES = [
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
-            ("__0_0.distcp", cut), (".metadata", flip), ("trainer.json", os.remove), ("hf/config.json", cut), ("config.yaml", flip),
+            ("__0_0.distcp", cut), (".metadata", flip), ("trainer.json", os.remove),
+            ("hf/config.json", cut), ("config.yaml", flip),
             ("MANIFEST.json", cut), ("MANIFEST.json", os.remove), ("__1_0.distcp", os.remove),
         ]
     ),
@@ -160,19 +162,16 @@ def test_damage_is_named_and_all_ranks_go_on_from_the_checkpoint_before(
     newest = tmp_path / "run" / "checkpoints" / "step-00000004"
     damage(newest / name)
     told = world.command("verify", f"source={newest}", code=3)[0].out
-    assert "damaged" in told and name in told
+    assert "damaged" in told
+    assert name in told
     run = train("run", "train.steps=6", "schedule=constant", "checkpoint.every=2", ranks=2)
     found = run.event("damaged")
-    assert (
-        [Path(e["path"]).name for e in found] == [newest.name]
-        and len(found[0]["problems"]) == 1
-        and name in found[0]["problems"][0]
-    )
-    assert (
-        run.event("resume")[0]["step"] == 2
-        and run.column("step") == [1, 2, 3, 4, 5, 6]
-        and "damaged" in run.out
-    )
+    assert [Path(e["path"]).name for e in found] == [newest.name]
+    assert len(found[0]["problems"]) == 1
+    assert name in found[0]["problems"][0]
+    assert run.event("resume")[0]["step"] == 2
+    assert run.column("step") == [1, 2, 3, 4, 5, 6]
+    assert "damaged" in run.out
     assert run.column("loss")[:4] == two_checkpoints.column("loss"), "the same steps again"
 
 
@@ -186,112 +185,81 @@ def test_of_two_damaged_checkpoints_both_are_named_and_the_one_before_them_is_us
     assert [Path(e["path"]).name for e in run.event("damaged")] == [
         "step-00000003",
         "step-00000002",
-    ] and run.event("resume")[0]["step"] == 1
+    ]
+    assert run.event("resume")[0]["step"] == 1
 
 
-def one_rank_reads(name, gives):
-    from fsdp_trainer.checkpoint import files
-
-    real = files.checksum
-
-    def checksum(path):
-        return (
-            gives()
-            if (os.environ["RANK"], path.parent.name, path.name) == ("1", "step-00000004", name)
-            else real(path)
-        )
-
-    return patch.object(files, "checksum", checksum)
+def another_content(real, path):
+    """Rank 1 has a bad copy of a file in its cache; on the disk, and to the other rank, all is
+    right."""
+    return 1 if path.parts[-2:] == ("step-00000004", "trainer.json") else real(path)
 
 
-def another_content():
-    """Rank 1 has a bad copy of a file in its cache; on the disk, and to the other rank, all is right."""
-    return one_rank_reads("trainer.json", lambda: 1)
-
-
-def a_lost_sector():
+def a_lost_sector(real, path):
     """What rank 1 is to read is on a part of the disk that cannot be read any more."""
-
-    def fail():
+    if path.parts[-2:] == ("step-00000004", "__1_0.distcp"):
         raise OSError(5, "Input/output error")
+    return real(path)
 
-    return one_rank_reads("__1_0.distcp", fail)
 
-
-@pytest.mark.parametrize("seam", [another_content, a_lost_sector], ids=lambda seam: seam.__name__)
-def test_what_one_rank_alone_sees_as_damaged_is_so_to_all(train, two_checkpoints, tmp_path, seam):
+@pytest.mark.parametrize("reads", [another_content, a_lost_sector])
+def test_what_one_rank_alone_sees_as_damaged_is_so_to_all(train, two_checkpoints, tmp_path, reads):
     shutil.copytree(two_checkpoints.folder, tmp_path / "run")
+    seam = inject.around("checksum", reads, rank=1)
     run = train("run", "train.steps=5", "schedule=constant", ranks=2, seam=seam)
-    assert len(run.event("damaged")[0]["problems"]) == 1 and run.event("resume")[0]["step"] == 2
+    assert len(run.event("damaged")[0]["problems"]) == 1
+    assert run.event("resume")[0]["step"] == 2
 
 
-def disk_that_lags():
-    """Rank 1 sees the checkpoints a little later than rank 0."""
-    real, until = Path.exists, time.monotonic() + 3
-
-    def exists(self, **how):
-        late = (
-            os.environ["RANK"] == "1" and self.name == "MANIFEST.json" and time.monotonic() < until
-        )
-        return not late and real(self, **how)
-
-    return patch.object(Path, "exists", exists)
+def is_manifest(path):
+    return path.name == "MANIFEST.json"
 
 
 @pytest.mark.slow
 def test_a_shared_disk_that_lags_is_waited_for(train, two_checkpoints, tmp_path):
     shutil.copytree(two_checkpoints.folder, tmp_path / "run")
-    run = train("run", "train.steps=5", "schedule=constant", ranks=2, seam=disk_that_lags)
-    assert not run.event("damaged") and run.event("resume")[0]["step"] == 4
+    lags = inject.unseen("exists", is_manifest, rank=1, seconds=3)
+    run = train("run", "train.steps=5", "schedule=constant", ranks=2, seam=lags)
+    assert not run.event("damaged")
+    assert run.event("resume")[0]["step"] == 4
 
 
-def folder_that_lags():
-    """Rank 1 does not see yet that the run has checkpoints of its own."""
-    real = Path.is_file
-
-    def is_file(self):
-        return real(self) and not (
-            os.environ["RANK"] == "1" and self.name == "MANIFEST.json" and self.parts[-4] == "own"
-        )
-
-    return patch.object(Path, "is_file", is_file)
+def is_own_manifest(path):
+    return is_manifest(path) and path.parts[-4] == "own"
 
 
 def test_all_ranks_go_on_from_where_rank_0_sees_that_the_run_stands(train, two_checkpoints):
     how = ["schedule=constant", f"checkpoint.resume={two_checkpoints.folder}"]
     train("own", *how, "train.steps=5", ranks=2)
-    run = train("own", *how, "train.steps=6", ranks=2, seam=folder_that_lags)
-    assert [e["step"] for e in run.event("resume")] == [4, 5] and len(run.metrics) == 6 - 4
+    lags = inject.unseen("is_file", is_own_manifest, rank=1)
+    run = train("own", *how, "train.steps=6", ranks=2, seam=lags)
+    assert [e["step"] for e in run.event("resume")] == [4, 5]
+    assert len(run.metrics) == 6 - 4
 
 
-# --- what is kept ------------------------------------------------------------------------------------------------------------------
+# --- what is kept -------------------------------------------------------------------------------
 
 
-def disk_that_lies():
-    """What is written of step 2 on rank 1 is not what is read back."""
-    from fsdp_trainer.checkpoint import store
-
-    real = store.write_file
-
-    def write(path, windows):
-        told = real(path, windows)
-        if os.environ["RANK"] == "1" and "step-00000002" in str(path):
-            flip(path)
-        return told
-
-    return patch.object(store, "write_file", write)
+def write_step_2_wrong(real, path, windows):
+    """What is written of step 2 is not what is read back."""
+    written = real(path, windows)
+    if "step-00000002" in str(path):
+        flip(path)
+    return written
 
 
 @pytest.mark.slow
 def test_the_only_other_checkpoint_goes_when_the_new_one_was_read_back(train):
     how = ["schedule=constant", "checkpoint.every=1", "checkpoint.keep=1"]
-    run = train("run", *how, "train.steps=2", ranks=2, seam=disk_that_lies, code=1)
-    assert "just written is damaged" in run.err and "__1_0.distcp" in run.err
+    lies = inject.around("checkpoint_write", write_step_2_wrong, rank=1)
+    run = train("run", *how, "train.steps=2", ranks=2, seam=lies, code=1)
+    assert "just written is damaged" in run.err
+    assert "__1_0.distcp" in run.err
     assert run.checkpoints == ["step-00000001"]
     assert train("run", *how, "train.steps=3", ranks=2).event("resume")[0]["step"] == 1
 
 
-# --- a checkpoint of the same step again --------------------------------------------------------------------------------------------
+# --- a checkpoint of the same step again --------------------------------------------------------
 
 
 def test_a_folder_that_another_replaces_is_on_disk_whenever_that_is_killed(tmp_path):
@@ -309,9 +277,11 @@ def test_a_folder_that_another_replaces_is_on_disk_whenever_that_is_killed(tmp_p
 
     with patch.object(Path, "rename", killed), pytest.raises(OSError):
         commit(new, old)
-    assert (old / "file").read_text() == "it" and not replaced(old).exists()
+    assert (old / "file").read_text() == "it"
+    assert not replaced(old).exists()
     commit(new, old)
-    assert (old / "file").read_text() == ".it.partial" and os.listdir(tmp_path) == ["it"]
+    assert (old / "file").read_text() == ".it.partial"
+    assert os.listdir(tmp_path) == ["it"]
 
 
 @pytest.mark.parametrize("came", [False, True])
@@ -324,21 +294,24 @@ def test_a_run_that_was_killed_while_one_checkpoint_replaced_another_goes_on_fro
     if not came:
         shutil.rmtree(newest)
     run = train("run", "train.steps=5", "schedule=constant", "checkpoint.every=2")
-    assert run.event("resume")[0]["step"] == 4 and not replaced(newest).exists()
+    assert run.event("resume")[0]["step"] == 4
+    assert not replaced(newest).exists()
 
 
-# --- the format --------------------------------------------------------------------------------------------------------------------
+# --- the format ---------------------------------------------------------------------------------
 
 
 def test_the_files_are_those_of_torch_distributed_checkpoint(tmp_path, world):
-    """By ours and by dcp.save: the same tensors, of all formats and shapes, to a plain dcp.load; in one window and in several."""
+    """By ours and by dcp.save: the same tensors, of all formats and shapes, to a plain dcp.load; in
+    one window and in several."""
     assert world.call(2, write_both_ways, tmp_path) == [None, None]
     plain = stored(tmp_path / "dcp")
     for way in ("whole", "windows"):
         ours = stored(tmp_path / way)
         assert ours.keys() == plain.keys()
         for name, tensor in plain.items():
-            assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
+            assert ours[name].dtype == tensor.dtype, name
+            assert torch.equal(ours[name], tensor), name
 
 
 def write_both_ways(folder):
@@ -363,10 +336,10 @@ def write_both_ways(folder):
         "larger": distribute_tensor(torch.randn(64, 64), mesh, [Shard(0)]),
     }
     dcp.save(state, checkpoint_id=folder / "dcp")
-    with patch.object(shards, "WINDOW_BYTES", 6000):
+    with inject.setting("checkpoint_window_bytes", 6000):
         for way in ("whole", "windows"):
             (folder / way).mkdir(exist_ok=True)
-            shard = shards.Shard(None, whole=way == "whole")
+            shard = shards.ShardWriter(None, whole=way == "whole")
             for _ in range(2):  # the second time by the plan of the first
                 shard.plan(state)
                 shards.write_file(folder / way / shard.file, shard.windows(state))

@@ -39,15 +39,16 @@ def test_pretraining_and_chats_follow_each_other_on_any_number_of_ranks(train, t
     pretrain = train("pretrain", *TEXT, f"data.path={text}", "train.steps=3", "schedule=constant")
     how = [*HOW, "data.template=chatml", f"model.init_from={newest(pretrain)}"]
     chats = train("chats", *how, "train.steps=3", "optim.lr=0", base=[], ranks=2)
-    assert chats.column("step") == [1, 2, 3] and chats.column("lr") == [0, 0, 0]
+    assert chats.column("step") == [1, 2, 3]
+    assert chats.column("lr") == [0, 0, 0]
     before, after = weights(pretrain), weights(chats)
-    assert before.keys() == after.keys() and all(
-        (before[name] == after[name]).all() for name in before
-    ), "it begins where the other ended"
-    last = train("last", *HOW, "train.steps=1", f"model.init_from={chats.folder}", base=[])
-    assert "<|im_start|>" in chat_template(chats) and chat_template(last) == chat_template(chats), (
-        "the template goes with the model"
+    assert before.keys() == after.keys(), "it begins where the other ended"
+    assert all((before[name] == after[name]).all() for name in before), (
+        "it begins where the other ended"
     )
+    last = train("last", *HOW, "train.steps=1", f"model.init_from={chats.folder}", base=[])
+    assert "<|im_start|>" in chat_template(chats)
+    assert chat_template(last) == chat_template(chats), "the template goes with the model"
 
 
 @pytest.mark.slow
@@ -57,7 +58,8 @@ def test_a_run_goes_on_when_what_it_began_with_is_gone(train, text):
     train("chats", *how, "train.steps=3", base=[])
     shutil.rmtree(pretrain.folder)
     run = train("chats", *how, "train.steps=5", base=[], ranks=2)
-    assert run.column("step") == [1, 2, 3, 4, 5] and f"{pretrain.folder} is not there" in run.out
+    assert run.column("step") == [1, 2, 3, 4, 5]
+    assert f"{pretrain.folder} is not there" in run.out
     assert "no such folder" in train("other", *how, base=[], code=2).err
 
 

@@ -14,7 +14,6 @@ from hydra.errors import HydraException
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_trainer import __version__
 from fsdp_trainer.cli import VERBS, main
 from fsdp_trainer.config.check import flatten
 from fsdp_trainer.config.compose import CONF, compose, options, told_by_hydra
@@ -25,6 +24,7 @@ from fsdp_trainer.config.schema import GROUPS, TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.version import __version__
 
 REPO = Path(__file__).parents[1]
 DEMO = ["data.path=demo:backwards", "tokenizer.path=demo:bytes"]
@@ -70,7 +70,7 @@ def own(tmp_path):
     return write
 
 
-# --- what is typed arrives ---------------------------------------------------------------------------------------------------------
+# --- what is typed arrives ----------------------------------------------------------------------
 
 
 def test_recipe_then_command_line_are_laid_over_the_defaults():
@@ -89,7 +89,9 @@ def test_recipe_then_command_line_are_laid_over_the_defaults():
         "float32",
         "ddp",
     )
-    assert cfg.optim.lr == 1e-5 and cfg.train.steps == 10_000 and isinstance(cfg.train.steps, int)
+    assert cfg.optim.lr == 1e-5
+    assert cfg.train.steps == 10_000
+    assert isinstance(cfg.train.steps, int)
     assert cfg.data.path == ["demo:backwards"]
     assert cfg.optim.betas == [0.9, 0.95]
 
@@ -102,7 +104,10 @@ def test_a_name_stays_as_it_was_typed(typed):
 def test_numbers_written_as_text_are_numbers(own, monkeypatch):
     monkeypatch.setenv("ROWS", "48")
     folder = own(
-        recipe__mine="# @package _global_\noptim: {lr: '1e-4', grad_clip: 2}\nbatch: {rows: '${oc.env:ROWS}'}\n"
+        recipe__mine=(
+            "# @package _global_\noptim: {lr: '1e-4', grad_clip: 2}\nbatch: {rows: "
+            "'${oc.env:ROWS}'}\n"
+        )
     )
     cfg = compose("train", ["+recipe=mine", *DEMO], folder)
     assert (cfg.optim.lr, cfg.optim.grad_clip, cfg.batch.rows, cfg.run.name) == (
@@ -115,7 +120,8 @@ def test_numbers_written_as_text_are_numbers(own, monkeypatch):
 
 def test_keys_inside_a_mapping_can_be_set_one_by_one():
     cfg = compose("train", [*DEMO, "data.fields.prompt=question", "launch.env.OMP_NUM_THREADS=4"])
-    assert cfg.data.fields == {"prompt": "question"} and cfg.launch.env == {"OMP_NUM_THREADS": "4"}
+    assert cfg.data.fields == {"prompt": "question"}
+    assert cfg.launch.env == {"OMP_NUM_THREADS": "4"}
 
 
 @settings(max_examples=200, deadline=None, database=None)
@@ -148,14 +154,17 @@ def test_home_is_expanded_in_paths(tmp_path, monkeypatch):
     cfg = compose(
         "train", ['data.path="~/chats.jsonl"', "tokenizer.path=demo:bytes", 'run.root="~/runs"']
     )
-    assert cfg.data.path == str(tmp_path / "chats.jsonl") and cfg.run.root == str(tmp_path / "runs")
+    assert cfg.data.path == str(tmp_path / "chats.jsonl")
+    assert cfg.run.root == str(tmp_path / "runs")
 
 
 def test_preview_shares_trainings_groups_and_adds_its_own():
     cfg = compose(
         "preview", ["+recipe=quickstart", "preview.format=json", "preview.rows=2", "sharding=ddp"]
     )
-    assert cfg.preview.rows == 2 and cfg.sharding.strategy == "ddp" and cfg.run.name == "quickstart"
+    assert cfg.preview.rows == 2
+    assert cfg.sharding.strategy == "ddp"
+    assert cfg.run.name == "quickstart"
 
 
 def test_durations_are_read_as_people_write_them():
@@ -169,7 +178,7 @@ def test_durations_are_read_as_people_write_them():
     ]
 
 
-# --- what is wrong is told, all at once -------------------------------------------------------------------------------------------
+# --- what is wrong is told, all at once ---------------------------------------------------------
 
 
 def test_all_problems_are_told_at_once(refused):
@@ -266,9 +275,8 @@ def test_a_mistake_says_what_to_type_instead(refused, mistakes):
 
 
 def test_only_what_a_sweep_can_vary_is_sent_to_one(refused):
-    assert "-m" not in refused("report", "source=a,b") and "choose one value" in refused(
-        "launch-files", "kind=slurm,docker"
-    )
+    assert "-m" not in refused("report", "source=a,b")
+    assert "choose one value" in refused("launch-files", "kind=slurm,docker")
 
 
 def test_the_verbs_own_keys_are_meant_before_trainings(refused):
@@ -283,7 +291,7 @@ def test_a_mistake_is_not_told_twice(refused):
     assert "a problem in the configuration" in said
 
 
-# --- files: recipes and --config-dir ------------------------------------------------------------------------------------------------
+# --- files: recipes and --config-dir ------------------------------------------------------------
 
 
 def test_a_recipe_is_checked_as_the_command_line_is(own, refused):
@@ -302,7 +310,8 @@ logging: {wandb: off}
     )
     said = refused("--config-dir", folder, "+recipe=bad", *DEMO)
     for part in (
-        "Did you mean  optim.lr ?", "must be a number", "override /sharding: NAME", "train has: steps", "hydra.callbacks.x._target_ in", "foo.bar in",
+        "Did you mean  optim.lr ?", "must be a number", "override /sharding: NAME",
+        "train has: steps", "hydra.callbacks.x._target_ in", "foo.bar in",
         "_target_ is refused", "put it in quotes", "/hydra/job_logging in", "recipe/bad.yaml",
     ):  # fmt: skip
         assert part in said
@@ -324,7 +333,8 @@ def test_a_folder_of_ones_own_adds_options_and_recipes(own):
 
 def test_a_name_that_exists_twice_is_refused_and_both_files_named(own, refused):
     said = refused("--config-dir", own(recipe__quickstart="a: 1"), "+recipe=quickstart")
-    assert "own/recipe/quickstart.yaml" in said and str(CONF / "recipe" / "quickstart.yaml") in said
+    assert "own/recipe/quickstart.yaml" in said
+    assert str(CONF / "recipe" / "quickstart.yaml") in said
 
 
 @pytest.mark.parametrize(
@@ -342,12 +352,13 @@ def test_a_broken_recipe_is_one_message(own, refused, text):
     )
 
 
-# --- verbs and options --------------------------------------------------------------------------------------------------------------
+# --- verbs and options --------------------------------------------------------------------------
 
 
 def test_only_rank_0_speaks(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
-    assert main(["nonsense=1"]) == 2 and capsys.readouterr().err == ""
+    assert main(["nonsense=1"]) == 2
+    assert capsys.readouterr().err == ""
 
 
 def test_an_error_of_hydras_without_a_text_is_told_by_its_cause_or_kind():
@@ -375,7 +386,8 @@ def test_cfg_job_prints_the_composed_configuration_and_writes_nothing(
     ):
         assert main([*argv, "+recipe=quickstart", "sharding=ddp"]) == 0
         printed = yaml.safe_load(capsys.readouterr().out)
-        assert printed["sharding"]["strategy"] == "ddp" and list(printed) == [
+        assert printed["sharding"]["strategy"] == "ddp"
+        assert list(printed) == [
             key.split(".")[0]
             for key in dict.fromkeys(k.split(".")[0] for k in flatten(TrainConfig))
         ]
@@ -398,7 +410,8 @@ def test_help_lists_verbs_groups_and_recipes(capsys):
     )
     for verb in VERBS:
         assert main([verb, "--help"]) == 0
-    assert main(["--version"]) == 0 and __version__ in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert __version__ in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -428,7 +441,8 @@ def test_completion_knows_verbs_recipes_keys_and_values(capsys, monkeypatch, lin
     monkeypatch.setenv("COMP_POINT", str(len(f"fsdp-trainer {line}")))
     assert main(["-sc", "query=bash"]) == 0
     said = capsys.readouterr().out.split()
-    assert offered in said and all(word.startswith(line.split()[-1]) for word in said)
+    assert offered in said
+    assert all(word.startswith(line.split()[-1]) for word in said)
 
 
 def test_completion_offers_recipes_of_ones_own_and_leaves_folders_to_the_shell(
@@ -440,10 +454,8 @@ def test_completion_offers_recipes_of_ones_own_and_leaves_folders_to_the_shell(
         ("--config-dir ", ""),
     ):
         monkeypatch.setenv("COMP_LINE", f"fsdp-trainer {line}")
-        assert (
-            main(["-sc", "query=bash"]) == 0
-            and " ".join(capsys.readouterr().out.split()) == offered
-        )
+        assert main(["-sc", "query=bash"]) == 0
+        assert " ".join(capsys.readouterr().out.split()) == offered
 
 
 def test_bash_completes(tmp_path):
@@ -453,15 +465,14 @@ def test_bash_completes(tmp_path):
     )
     program.chmod(0o755)
     script = """eval "$(fsdp-trainer -sc install=bash)"; complete -p fsdp-trainer
-        COMP_LINE="fsdp-trainer activation_checkpoint.mode=" COMP_POINT=${#COMP_LINE} COMP_CWORD=1; hydra_bash_completion; echo ${COMPREPLY[@]}"""
+        COMP_LINE="fsdp-trainer activation_checkpoint.mode=" COMP_POINT=${#COMP_LINE} COMP_CWORD=1
+        hydra_bash_completion; echo ${COMPREPLY[@]}"""
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(REPO)}
     out = subprocess.run(
         ["bash", "-c", script], env=env, capture_output=True, text=True, check=True
     ).stdout
-    assert (
-        "hydra_bash_completion fsdp-trainer" in out
-        and out.split()[-1] == "activation_checkpoint.mode=selective"
-    )
+    assert "hydra_bash_completion fsdp-trainer" in out
+    assert out.split()[-1] == "activation_checkpoint.mode=selective"
 
 
 @pytest.mark.parametrize(
@@ -476,7 +487,10 @@ def test_bash_completes(tmp_path):
     ],
 )
 def test_answers_come_within_two_seconds_and_without_torch(argv):
-    code = f"import sys; from fsdp_trainer.cli import main; main({argv}); assert 'torch' not in sys.modules"
+    code = (
+        f"import sys; from fsdp_trainer.cli import main; main({argv}); assert 'torch' not in "
+        f"sys.modules"
+    )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(
         [sys.executable, "-c", code],
@@ -490,7 +504,7 @@ def test_answers_come_within_two_seconds_and_without_torch(argv):
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
-# --- the schema is the documentation -----------------------------------------------------------------------------------------------
+# --- the schema is the documentation ------------------------------------------------------------
 
 
 def test_comments_and_values_in_conf_are_the_schemas():
@@ -543,10 +557,8 @@ def test_a_key_is_explained_with_what_a_recipe_makes_of_it(capsys, own):
 def test_groups_and_keys_of_other_verbs_are_explained(capsys):
     assert main(["config", "key=sharding"]) == 0
     told = capsys.readouterr().out
-    assert (
-        all(f"{key} " in told for key in flatten(TrainConfig) if key.startswith("sharding."))
-        and "ddp fsdp hsdp" in told
-    )
+    assert all(f"{key} " in told for key in flatten(TrainConfig) if key.startswith("sharding."))
+    assert "ddp fsdp hsdp" in told
     assert main(["config", "key=export.dtype"]) == 0
     assert "fsdp-trainer export dtype=…" in capsys.readouterr().out
 
@@ -582,9 +594,8 @@ def test_the_recipes_verb_names_hardware_and_command_from_small_to_large(capsys,
     assert "mine  (your own: " in capsys.readouterr().out
     assert main(["recipes"]) == 0
     text = capsys.readouterr().out
-    assert "not said" not in text and all(
-        f"+recipe={name}" in text for name in options("train")["recipe"]
-    )
+    assert "not said" not in text
+    assert all(f"+recipe={name}" in text for name in options("train")["recipe"])
     places = [
         text.index(f"\n{name}\n")
         for name in ("qwen3_0_6b_sft", "llama1b_sft", "llama8b_sft", "llama70b_sft")

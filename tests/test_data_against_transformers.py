@@ -1,4 +1,5 @@
-"""From rows of a file to what is learnt and to the loss, against `transformers`, which reads every document by itself."""
+"""From rows of a file to what is learnt and to the loss, against `transformers`, which reads every
+document by itself."""
 
 import json
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_data_masks import learnt, made_tokenizer, samples_of
+from texts import learnt, made_tokenizer, samples_of
 from zoo import make_model
 
 from fsdp_trainer.data.conversations import Conversation, make_reader
@@ -23,14 +24,18 @@ SEQ_LEN = 384
 MOST_ROWS = 24
 # ChatML that knows tools, reasoning and calls, and marks what the model writes, with its end
 TEMPLATE = """{{- bos_token }}
-{%- if tools %}{{- '<|im_start|>tools' }}{%- for tool in tools %}{{- '\\n' + tool | tojson }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- if tools %}{{- '<|im_start|>tools' }}
+{%- for tool in tools %}{{- '\\n' + tool | tojson }}{%- endfor %}
+{{- '<|im_end|>\\n' }}{%- endif %}
 {%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\\n' }}
 {%- if m.role == 'assistant' %}
 {%- generation %}
 {%- if m.reasoning_content %}{{- '<think>' + m.reasoning_content + '</think>' }}{%- endif %}
 {{- m.content }}
-{%- for call in m.tool_calls or [] %}{{- '<call>' + call.function.name + ' ' + call.function.arguments | tojson + '</call>' }}{%- endfor %}
+{%- for call in m.tool_calls or [] %}
+{{- '<call>' + call.function.name + ' ' + call.function.arguments | tojson + '</call>' }}
+{%- endfor %}
 {{- '<|im_end|>' }}
 {%- endgeneration %}
 {%- else %}{{- m.content + '<|im_end|>' }}
@@ -71,7 +76,8 @@ TOOL = {
 TOOLS = [{"type": "function", "function": TOOL}]
 ASKED = turn("user", "How is it? 🌧")
 RESULT = turn("tool", '{"sky": "grey"}')
-# name → a row as a file has it; the messages and tools that a person would hand to `apply_chat_template`
+# name → a row as a file has it; the messages and tools that a person would hand to
+# `apply_chat_template`
 FORMS = {
     "sharegpt with tools": (
         {
@@ -86,34 +92,90 @@ FORMS = {
             "system": " Be brief. ",
             "tools": json.dumps([TOOL]),
         },
-        [turn("system", " Be brief. "), ASKED, turn("assistant", "", tool_calls=[CALLED]), RESULT, turn("assistant", "Grey 🌧🌧"), turn("user", "And you?"), turn("assistant", "")],
+        [
+            turn("system", " Be brief. "),
+            ASKED,
+            turn("assistant", "", tool_calls=[CALLED]),
+            RESULT,
+            turn("assistant", "Grey 🌧🌧"),
+            turn("user", "And you?"),
+            turn("assistant", ""),
+        ],
         TOOLS,
     ),
     "alpaca in Chinese, with history": (
-        {"instruction": "翻译。", "input": "“你好”", "output": "hello\n", "system": "简短", "history": [["一", "one"], ["二", " two "]]},
-        [turn("system", "简短"), turn("user", "一"), turn("assistant", "one"), turn("user", "二"), turn("assistant", " two "), turn("user", "翻译。\n“你好”"), turn("assistant", "hello\n")],
+        {
+            "instruction": "翻译。",
+            "input": "“你好”",
+            "output": "hello\n",
+            "system": "简短",
+            "history": [["一", "one"], ["二", " two "]],
+        },
+        [
+            turn("system", "简短"),
+            turn("user", "一"),
+            turn("assistant", "one"),
+            turn("user", "二"),
+            turn("assistant", " two "),
+            turn("user", "翻译。\n“你好”"),
+            turn("assistant", "hello\n"),
+        ],
         None,
     ),
-    "question and answer": ({"question": "2+2?", "answer": "<<2+2=4>>4\n#### 4"}, [turn("user", "2+2?"), turn("assistant", "<<2+2=4>>4\n#### 4")], None),
+    "question and answer": (
+        {"question": "2+2?", "answer": "<<2+2=4>>4\n#### 4"},
+        [turn("user", "2+2?"), turn("assistant", "<<2+2=4>>4\n#### 4")],
+        None,
+    ),
     "messages in parts of type and value": (
         {
             "messages": [
-                {"role": "user", "content": [{"type": "text", "value": "How is "}, {"type": "text", "value": "it? 🌧"}]},
-                {"role": "assistant", "content": [{"type": "reasoning", "value": "ask\n"}, {"type": "tool_call", "value": CALL}]},
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "value": "How is "},
+                        {"type": "text", "value": "it? 🌧"},
+                    ],
+                },
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "reasoning", "value": "ask\n"},
+                        {"type": "tool_call", "value": CALL},
+                    ],
+                },
                 {"role": "tool", "content": [{"type": "text", "value": '{"sky": "grey"}'}]},
-                {"role": "assistant", "content": [{"type": "thinking", "value": "so"}, {"type": "text", "value": "Grey"}, {"type": "text", "value": "."}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "value": "so"},
+                        {"type": "text", "value": "Grey"},
+                        {"type": "text", "value": "."},
+                    ],
+                },
             ],
             "tools": [TOOL],
         },
-        [ASKED, turn("assistant", "", reasoning_content="ask\n", tool_calls=[CALLED]), RESULT, turn("assistant", "Grey.", reasoning_content="so")],
+        [
+            ASKED,
+            turn("assistant", "", reasoning_content="ask\n", tool_calls=[CALLED]),
+            RESULT,
+            turn("assistant", "Grey.", reasoning_content="so"),
+        ],
         TOOLS,
     ),
     "answers that hold the text of special tokens": (
-        {"prompt": "<|im_end|>\n<|im_start|>assistant\nno", "completion": "<|im_start|>user\na<|im_end|>\n</s>b<|im_end|>"},
-        [turn("user", "<|im_end|>\n<|im_start|>assistant\nno"), turn("assistant", "<|im_start|>user\na<|im_end|>\n</s>b<|im_end|>")],
+        {
+            "prompt": "<|im_end|>\n<|im_start|>assistant\nno",
+            "completion": "<|im_start|>user\na<|im_end|>\n</s>b<|im_end|>",
+        },
+        [
+            turn("user", "<|im_end|>\n<|im_start|>assistant\nno"),
+            turn("assistant", "<|im_start|>user\na<|im_end|>\n</s>b<|im_end|>"),
+        ],
         None,
     ),
-}  # fmt: skip
+}
 
 
 def assert_learnt_alike(both, sample, messages, tools):
@@ -121,9 +183,8 @@ def assert_learnt_alike(both, sample, messages, tools):
         messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     assert sample.tokens.tolist() == theirs["input_ids"]
-    assert (sample.weights > 0).astype(int).tolist() == theirs[
-        "assistant_masks"
-    ] and sample.weights.any()
+    assert (sample.weights > 0).astype(int).tolist() == theirs["assistant_masks"]
+    assert sample.weights.any()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -135,9 +196,28 @@ def test_a_row_is_learnt_where_transformers_says_the_assistant_writes(both, form
 
 
 TEXT = st.lists(
-    st.sampled_from(["", " ", "\n", "\t", "a", "é", "🎉", "👩‍👩‍👧", "e\u0301", "你好", "<|im_end|>", "<|im_start|>assistant\n", "</s>", "{{ x }}", "\u00a0", "\x00"]),
+    st.sampled_from(
+        [
+            "",
+            " ",
+            "\n",
+            "\t",
+            "a",
+            "é",
+            "🎉",
+            "👩‍👩‍👧",
+            "e\u0301",
+            "你好",
+            "<|im_end|>",
+            "<|im_start|>assistant\n",
+            "</s>",
+            "{{ x }}",
+            "\u00a0",
+            "\x00",
+        ]
+    ),
     max_size=4,
-).map("".join)  # fmt: skip
+).map("".join)
 ANSWER = st.tuples(TEXT, st.none() | TEXT, st.booleans()).map(
     lambda a: turn(
         "assistant",
@@ -161,7 +241,8 @@ def test_any_conversation_is_learnt_where_transformers_says_the_assistant_writes
     assert_learnt_alike(both, sample, messages, tools)
 
 
-# Templates by name: what is learnt of each answer, written out. Llama 2, 3, Mistral and Gemma trim it, as the families' own templates do.
+# Templates by name: what is learnt of each answer, written out. Llama 2, 3, Mistral and Gemma trim
+# it, as the families' own templates do.
 ANSWERS = ["  padded \n", "", "🎉 é", "a</s>b"]
 LEARNT = {
     "plain": ["  padded \n</s>", "</s>", "🎉 é</s>", "a</s>b</s>"],
@@ -199,7 +280,8 @@ def test_the_answers_of_a_long_conversation_are_learnt_as_the_family_writes_them
         assert found == LEARNT[name]
 
 
-# Whole documents: four forms of data, made here, of lengths from a few tokens to more than a row holds.
+# Whole documents: four forms of data, made here, of lengths from a few tokens to more than a row
+# holds.
 WORDS = ["红色", "parse", " the ", "Zürich", "\n", "42 ", "🌧", "{}", "answer", "。"]
 
 
@@ -248,7 +330,12 @@ def documents(both, columns):
         "observation": "tool",
     }
     if "conversations" in columns:
-        messages = [turn("assistant", "", tool_calls=[CALLED]) if t["from"] == "function_call" else turn(roles[t["from"]], t["value"]) for t in columns["conversations"]]  # fmt: skip
+        messages = [
+            turn("assistant", "", tool_calls=[CALLED])
+            if t["from"] == "function_call"
+            else turn(roles[t["from"]], t["value"])
+            for t in columns["conversations"]
+        ]
     elif "question" in columns:
         messages = [turn("user", columns["question"]), turn("assistant", columns["answer"])]
     else:
@@ -278,9 +365,19 @@ def test_the_loss_of_packed_rows_is_the_mean_over_documents_one_by_one_in_transf
     rows = [ROWS[form](i) for i in range(40)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     run = train(
-        "packed", f"data.path={tmp_path / 'data.jsonl'}", f"model.init_from={folder}", f"tokenizer.path={both.folder}", f"batch.seq_len={SEQ_LEN}",
-        f"batch.rows={MOST_ROWS}", "batch.micro_rows=2", "train.epochs=1", "precision=fp32", "launch.timeout=60s", ranks=2, base=["model=auto"],
-    )  # fmt: skip
+        "packed",
+        f"data.path={tmp_path / 'data.jsonl'}",
+        f"model.init_from={folder}",
+        f"tokenizer.path={both.folder}",
+        f"batch.seq_len={SEQ_LEN}",
+        f"batch.rows={MOST_ROWS}",
+        "batch.micro_rows=2",
+        "train.epochs=1",
+        "precision=fp32",
+        "launch.timeout=60s",
+        ranks=2,
+        base=["model=auto"],
+    )
     (line,) = run.metrics  # one step is the whole epoch, before the weights have changed
     alone_too = [made for made in (documents(both, row) for row in rows) if len(made[0]) <= SEQ_LEN]
     assert MOST_ROWS < len(alone_too) < len(rows), (

@@ -1,6 +1,5 @@
 """Whatever stands in a field of a row, it is a sample or an error of that row."""
 
-import contextlib
 import datetime
 import decimal
 import functools
@@ -11,6 +10,7 @@ import shutil
 import tracemalloc
 from pathlib import Path
 
+import inject
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +26,6 @@ from fsdp_trainer.data.templates import load_template
 from fsdp_trainer.data.tokenizer import load_tokenizer
 from fsdp_trainer.data.units import read_rows, read_unit, split_units
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.training.trainer import Trainer
 
 TOKENIZER = load_tokenizer("demo:bytes")
 BUILDERS = [
@@ -143,8 +142,10 @@ def prepared(root, path, **data):
 
 DEEP = "[" * 100_000 + "]" * 100_000
 BROKEN = [
-    chat(tool_calls=5), chat(tool_calls="none"), chat(role=["user"]), chat(role=None), chat(content=5), chat(weight=10**400),
-    chat(content=[{"type": ["text"], "text": "x"}]), chat(weight=1e300), chat(weight="1"), chat() | {"tools": 5}, chat(role="\ud800"),
+    chat(tool_calls=5), chat(tool_calls="none"), chat(role=["user"]), chat(role=None),
+    chat(content=5), chat(weight=10**400),
+    chat(content=[{"type": ["text"], "text": "x"}]), chat(weight=1e300), chat(weight="1"),
+    chat() | {"tools": 5}, chat(role="\ud800"),
     {"messages": DEEP}, {"messages": "\ud800"},
 ]  # fmt: skip
 
@@ -158,9 +159,8 @@ def test_broken_rows_are_skipped_or_named(tmp_path):
     ]
     file.write_text("\n".join(lines))
     skipped = prepared(tmp_path / "c", file, on_error="skip")
-    assert len(skipped.train[0]) == 1 and f"skipped {len(lines) - 1} rows" in "\n".join(
-        skipped.report
-    )
+    assert len(skipped.train[0]) == 1
+    assert f"skipped {len(lines) - 1} rows" in "\n".join(skipped.report)
     for line in lines[1:]:
         file.write_text(lines[0] + "\n" + line)
         with pytest.raises(UserError, match=r"a\.jsonl:2") as raised:
@@ -220,7 +220,7 @@ def test_a_table_may_hold_what_json_cannot(tmp_path, validation, template):
 GOOD = '{"text": "good"}\n'
 BROKEN_FILES = {
     "cut.jsonl.gz": (
-        gzip.compress((GOOD * 5000).encode())[:60],
+        gzip.compress((GOOD * 5000).encode(), mtime=0)[:60],
         None,
         "cannot be read from here on",
     ),
@@ -271,9 +271,8 @@ def test_a_broken_file_is_named_with_its_line_or_skipped_and_listed(tmp_path, na
     with pytest.raises(UserError, match=why) as raised:
         prepared(tmp_path / "c", tmp_path / name)
     (problem,) = raised.value.problems
-    assert problem.what.startswith(str(tmp_path / name)) and (
-        line is None or problem.what.endswith(f":{line}")
-    )
+    assert problem.what.startswith(str(tmp_path / name))
+    assert line is None or problem.what.endswith(f":{line}")
     skipped = prepare(
         Data(path=paths, on_error="skip"),
         Batch(seq_len=64),
@@ -281,12 +280,14 @@ def test_a_broken_file_is_named_with_its_line_or_skipped_and_listed(tmp_path, na
         load_template("plain", TOKENIZER),
         tmp_path / "c",
     )
-    assert len(skipped.train[0]) >= 1 and "skipped 1 rows" in "\n".join(skipped.report)
+    assert len(skipped.train[0]) >= 1
+    assert "skipped 1 rows" in "\n".join(skipped.report)
     (listed,) = [
         json.loads(found)
         for found in (skipped.train[0].folder.parent / "skipped.jsonl").read_text().splitlines()
     ]
-    assert f"{listed['file']}:{listed['line']}" == problem.what and listed["why"] == problem.why
+    assert f"{listed['file']}:{listed['line']}" == problem.what
+    assert listed["why"] == problem.why
 
 
 @pytest.mark.parametrize(
@@ -295,10 +296,10 @@ def test_a_broken_file_is_named_with_its_line_or_skipped_and_listed(tmp_path, na
         ("a.jsonl", b"\xef\xbb\xbf" + GOOD.encode()),
         ("a.jsonl", GOOD.replace("\n", "\r\n").encode()),
         ("A.JSONL", GOOD.encode()),
-        ("A.JSONL.GZ", gzip.compress(GOOD.encode())),
+        ("A.JSONL.GZ", gzip.compress(GOOD.encode(), mtime=0)),
         ("no_suffix", GOOD.encode()),
         ("no_suffix", b'[{"text": "good"}]'),
-        ("no_suffix", gzip.compress(GOOD.encode())),
+        ("no_suffix", gzip.compress(GOOD.encode(), mtime=0)),
         ("a.jsonl", b'{"text": "good", "score": NaN}'),
     ],
 )
@@ -309,7 +310,8 @@ def test_what_is_only_unusual_is_read(tmp_path, name, content):
 
 
 def test_a_line_and_a_document_of_50_megabytes_are_read_in_bounded_memory(tmp_path):
-    """Whatever the number of units: each byte is looked at once or twice, and the text is held a few times."""
+    """Whatever the number of units: each byte is looked at once or twice, and the text is held a
+    few times."""
     long = "many words " * 4_600_000
     (tmp_path / "line.jsonl").write_text(GOOD + json.dumps({"text": long}) + "\n" + GOOD)
     (tmp_path / "document.txt").write_text("a\n\n" + long + "\n\nb")
@@ -322,7 +324,9 @@ def test_a_line_and_a_document_of_50_megabytes_are_read_in_bounded_memory(tmp_pa
         ]
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert len(lengths) == 3 and abs(max(lengths) - len(long)) < 2 and peak < 5 * len(long)
+        assert len(lengths) == 3
+        assert abs(max(lengths) - len(long)) < 2
+        assert peak < 5 * len(long)
 
 
 def test_an_array_is_read_in_bounded_memory(tmp_path):
@@ -335,10 +339,9 @@ def test_an_array_is_read_in_bounded_memory(tmp_path):
     tracemalloc.stop()
 
 
-def test_a_line_without_an_end_is_told_before_it_fills_the_memory(tmp_path, monkeypatch):
-    for module in ("units", "json_values"):
-        monkeypatch.setattr(f"fsdp_trainer.data.{module}.LONGEST", 1000)
-    monkeypatch.setattr("fsdp_trainer.data.json_values.CHUNK", 100)
+def test_a_line_without_an_end_is_told_before_it_fills_the_memory(tmp_path, enter):
+    enter(inject.setting("longest_row", 1000))
+    enter(inject.setting("json_chunk", 100))
     long = json.dumps({"text": "x" * 5000})
     (tmp_path / "a.jsonl").write_text(f"{GOOD}{long}\n{GOOD}")
     (tmp_path / "a.json").write_text(f"[{GOOD},{long}]")
@@ -353,12 +356,13 @@ def test_a_line_without_an_end_is_told_before_it_fills_the_memory(tmp_path, monk
 @pytest.mark.parametrize("on_error", ["fail", "skip"])
 @pytest.mark.parametrize("happens", ["vanishes", "shrinks", "changes"])
 def test_a_file_that_changes_while_it_is_read_ends_the_run(tmp_path, happens, on_error):
-    """Also where broken rows are skipped: the cache would hold, under the name of the whole file, a part of it."""
+    """Also where broken rows are skipped: the cache would hold, under the name of the whole file, a
+    part of it."""
     file = tmp_path / "a.jsonl"
     file.write_text(GOOD * 1000)
 
-    def read(unit):
-        rows = read_unit(unit)
+    def read(real, unit):
+        rows = real(unit)
         yield next(rows)
         if happens == "vanishes":
             file.unlink()
@@ -368,29 +372,19 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run(tmp_path, happens, on
             )
         yield from rows
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as raised:
-        patch.setattr("fsdp_trainer.data.tokenise.read_unit", read)
+    with inject.around("file_read", read), pytest.raises(UserError) as raised:
         prepared(tmp_path / "c", file, on_error=on_error)
     (problem,) = raised.value.problems
-    assert problem.what.startswith(str(file)) and "Start again" in problem.why
+    assert problem.what.startswith(str(file))
+    assert "Start again" in problem.why
     assert not [*(tmp_path / "c").glob("*/meta.json")]
 
 
 def test_what_is_tokenised_needs_its_source_no_more(train, tmp_path, chats):
     file = tmp_path / "chats.jsonl"
     shutil.copy(chats, file)
-    seam = functools.partial(gone_when_tokenised, file)
+    seam = inject.at("data", functools.partial(file.unlink, missing_ok=True), step=1)
     assert train("run", f"data.path={file}", "train.steps=3", seam=seam).metrics[-1]["step"] == 3
-
-
-@contextlib.contextmanager
-def gone_when_tokenised(file):
-    fit = Trainer.fit
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            Trainer, "fit", lambda trainer: (file.unlink(missing_ok=True), fit(trainer))[1]
-        )
-        yield
 
 
 @pytest.mark.parametrize("path", ["**/*.jsonl", "**", "*/**/a.jsonl", "."])
@@ -408,9 +402,8 @@ def test_links_in_a_ring_are_gone_through_once_and_those_that_lead_nowhere_are_n
     }.items():  # Python's own glob follows 4^40 paths
         (tmp_path / "data" / name).symlink_to(target)
     found = data_files(str(tmp_path / "data" / path))
-    assert {os.path.realpath(file) for file in found} == {
-        str(tmp_path / "elsewhere" / "a.jsonl")
-    } and len(found) < 9
+    assert {os.path.realpath(file) for file in found} == {str(tmp_path / "elsewhere" / "a.jsonl")}
+    assert len(found) < 9
     (tmp_path / "data" / "b.jsonl").symlink_to("b.jsonl")
     with pytest.raises(UserError, match=r"b\.jsonl is a link that leads nowhere"):
         find_sources(str(tmp_path / "data"), "data.path")

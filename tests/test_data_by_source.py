@@ -59,9 +59,8 @@ def test_a_source_that_is_absent_from_a_step_has_no_loss_in_it(train, sources):
         ranks=2,
     )
     names = [set(line["loss_by_source"]) for line in run.metrics]
-    assert sum("rare" in found for found in names) == 1 and all(
-        found <= {"a", "b", "rare"} for found in names
-    )
+    assert sum("rare" in found for found in names) == 1
+    assert all(found <= {"a", "b", "rare"} for found in names)
 
 
 def test_validation_tells_its_files_apart(train, sources):
@@ -80,9 +79,8 @@ def test_validation_tells_its_files_apart(train, sources):
     assert first["losses"] == pytest.approx(
         {"a": alone[0]["loss"], "b": alone[1]["loss"]}, rel=1e-5
     )
-    assert (
-        run.metrics[0]["validation_loss_by_source"] == first["losses"] and "losses" not in alone[0]
-    )
+    assert run.metrics[0]["validation_loss_by_source"] == first["losses"]
+    assert "losses" not in alone[0]
 
 
 def test_the_preview_tells_what_each_source_has(world, sources):

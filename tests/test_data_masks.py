@@ -1,28 +1,26 @@
 """What is learnt: every assistant turn with its end, and nothing else."""
 
 import json
-from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from texts import CHAT, SHARED, learnt, made_tokenizer, samples_of, turn
+from tokenizers import AddedToken
 
-from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.conversations import Conversation, Document, make_reader
-from fsdp_trainer.data.samples import SampleBuilder
 from fsdp_trainer.data.sources import Row, RowError
 from fsdp_trainer.data.templates import BUILT_IN, MARKERS, Template, load_template
 from fsdp_trainer.data.tokenizer import load_tokenizer
 from fsdp_trainer.data.units import read_rows
 from fsdp_trainer.errors import UserError
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
 WHERE = ("chats.jsonl", 1)
 
 # As Qwen3's own: earlier turns lose their thinking, the last one always has a <think> block.
 REWRITING = """{%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\\n' }}
 {%- if m.role == 'assistant' %}
-{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\\n') if '</think>' in m.content else '' %}
+{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\\n')
+    if '</think>' in m.content else '' %}
 {%- if loop.last %}{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}{%- endif %}
 {{- m.content.split('</think>')[-1].lstrip('\\n') }}
 {%- else %}{{- m.content }}
@@ -32,44 +30,15 @@ REWRITING = """{%- for m in messages %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
 # As DeepSeek-R1's: the prompt opens a <think> that finished turns do not have.
-OPENED_THINK = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content.split('</think>')[-1] + '<|im_end|>' }}{%- endfor %}
+OPENED_THINK = """{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content.split('</think>')[-1] + '<|im_end|>' }}
+{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"""
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer("demo:bytes")
-
-
-def turn(role, content, **others):
-    return {"role": role, "content": content, **others}
-
-
-CHAT = [
-    turn("system", "Be brief."),
-    turn("user", "Hi"),
-    turn("assistant", "Hello!"),
-    turn("user", "2+2?"),
-    turn("assistant", "4"),
-]
-
-
-def samples_of(tokenizer, row, template=None, seq_len=1000, **options):
-    """All samples of a row, and the builder with its counts."""
-    template = template or load_template("chatml", tokenizer)
-    builder = SampleBuilder(Data(**options), seq_len, tokenizer, template)
-    return [sample for made in builder.tokenize(builder.render(row)) for sample in made], builder
-
-
-def learnt(tokenizer, sample):
-    """The learnt stretches of a sample, as text."""
-    texts, previous = [], 0.0
-    for token, weight in zip(sample.tokens.tolist(), sample.weights.tolist(), strict=True):
-        if weight:
-            texts = texts if previous else [*texts, []]
-            texts[-1].append(token)
-        previous = weight
-    return [tokenizer.decode(t, skip_special=False) for t in texts]
 
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -80,24 +49,62 @@ LONG_CHAT = [
     turn("user", "V"),
     turn("assistant", "B"),
 ]
-RENDERED = {  # the families' own formats, written out: before the last answer, the answer as it is learnt, what follows it
-    "chatml": ("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
-               "<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n", "B<|im_end|>", "\n"),
-    "llama2": ("<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nU [/INST] A </s><s>[INST] V [/INST]", " B </s>", ""),
-    "llama3": ("<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nU<|eot_id|>"
-               "<|start_header_id|>assistant<|end_header_id|>\n\nA<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nV<|eot_id|>"
-               "<|start_header_id|>assistant<|end_header_id|>\n\n", "B<|eot_id|>", ""),
+# the families' own formats, written out: before the last answer, the answer as it is learnt, what
+# follows it
+RENDERED = {
+    "chatml": (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
+        "<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n",
+        "B<|im_end|>",
+        "\n",
+    ),
+    "llama2": (
+        "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nU [/INST] A </s><s>[INST] V [/INST]",
+        " B </s>",
+        "",
+    ),
+    "llama3": (
+        "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nU<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\nA<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nV<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        "B<|eot_id|>",
+        "",
+    ),
     "mistral": ("<s>[INST] U[/INST] A</s>[INST] S\n\nV[/INST]", " B</s>", ""),
-    "gemma": ("<s><start_of_turn>user\nS\n\nU<end_of_turn>\n<start_of_turn>model\nA<end_of_turn>\n<start_of_turn>user\nV<end_of_turn>\n"
-              "<start_of_turn>model\n", "B<end_of_turn>", "\n"),
-    "olmo2": ("<s><|system|>\nS\n<|user|>\nU\n<|assistant|>\nA</s>\n<|user|>\nV\n<|assistant|>\n", "B</s>", ""),
-    "phi3": ("<|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\nA<|end|>\n<|user|>\nV<|end|>\n<|assistant|>\n", "B<|end|>", "\n</s>"),
-    "phi4": ("<|im_start|>system<|im_sep|>S<|im_end|><|im_start|>user<|im_sep|>U<|im_end|><|im_start|>assistant<|im_sep|>A<|im_end|>"
-             "<|im_start|>user<|im_sep|>V<|im_end|><|im_start|>assistant<|im_sep|>", "B<|im_end|>", ""),
-    "plain": ("<s>System:\nS\n\nUser:\nU\n\nAssistant:\nA</s>\n\nUser:\nV\n\nAssistant:\n", "B</s>", ""),
-    "qwen3": ("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
-              "<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n", "<think>\n\n</think>\n\nB<|im_end|>", "\n"),
-}  # fmt: skip
+    "gemma": (
+        "<s><start_of_turn>user\nS\n\nU<end_of_turn>\n<start_of_turn>model\nA<end_of_turn>\n<start_of_turn>user\nV<end_of_turn>\n"
+        "<start_of_turn>model\n",
+        "B<end_of_turn>",
+        "\n",
+    ),
+    "olmo2": (
+        "<s><|system|>\nS\n<|user|>\nU\n<|assistant|>\nA</s>\n<|user|>\nV\n<|assistant|>\n",
+        "B</s>",
+        "",
+    ),
+    "phi3": (
+        "<|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\nA<|end|>\n<|user|>\nV<|end|>\n<|assistant|>\n",
+        "B<|end|>",
+        "\n</s>",
+    ),
+    "phi4": (
+        "<|im_start|>system<|im_sep|>S<|im_end|><|im_start|>user<|im_sep|>U<|im_end|><|im_start|>assistant<|im_sep|>A<|im_end|>"
+        "<|im_start|>user<|im_sep|>V<|im_end|><|im_start|>assistant<|im_sep|>",
+        "B<|im_end|>",
+        "",
+    ),
+    "plain": (
+        "<s>System:\nS\n\nUser:\nU\n\nAssistant:\nA</s>\n\nUser:\nV\n\nAssistant:\n",
+        "B</s>",
+        "",
+    ),
+    "qwen3": (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
+        "<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n",
+        "<think>\n\n</think>\n\nB<|im_end|>",
+        "\n",
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +131,8 @@ def test_a_named_template_writes_what_its_family_does_and_learns_the_answers(nam
         sum(len(learnt(family, sample)) for sample in samples) == 2
     )  # mistral and qwen3 rewrite earlier turns
     assert len(samples) == (2 if name in ("mistral", "qwen3") else 1)
-    assert set(builder.counts) <= {"rewritten", "system_in_user", "empty_think"} and (
-        "empty_think" in builder.counts
-    ) == (name == "qwen3")
+    assert set(builder.counts) <= {"rewritten", "system_in_user", "empty_think"}
+    assert ("empty_think" in builder.counts) == (name == "qwen3")
     assert len(template.render(LONG_CHAT[1:])) < len(
         before + answer + after
     )  # no system turn of its own
@@ -169,10 +175,8 @@ def test_no_template_loses_reasoning_or_tools(name, family):
         for part in ("<think>\nwhy\n</think>\n\n", '"name": "add", "arguments": {"a": 1}}', "two")
     )
     if name == "qwen3":
-        assert (
-            not noted
-            and "<|im_start|>user\n<tool_response>\ntwo\n</tool_response><|im_end|>" in text
-        )
+        assert not noted
+        assert "<|im_start|>user\n<tool_response>\ntwo\n</tool_response><|im_end|>" in text
 
 
 def test_reasoning_is_learnt_in_every_turn_but_only_seen_in_the_last(family):
@@ -195,24 +199,6 @@ def test_a_template_without_its_special_tokens_is_refused(tokenizer):
     for name in ("gemma", "llama2", "phi4"):
         with pytest.raises(UserError, match=r"data\.template=" + name):
             load_template(name, tokenizer)
-
-
-def made_tokenizer(special=("<|begin_of_text|>", "<|eot_id|>")):
-    """A small byte-level BPE."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer, backend.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(
-        [str(CHAT)] * 3,
-        trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False),
-    )
-    backend.add_special_tokens(
-        [AddedToken(s, special=True, normalized=False) for s in dict.fromkeys(special)]
-    )
-    return backend
 
 
 def assert_same_as_transformers(sample, tokenizer, messages, tools=None):
@@ -314,7 +300,8 @@ def test_loss_on_last_and_all(tokenizer):
     (sample,), _ = samples_of(tokenizer, Conversation(CHAT, None, WHERE), loss_on="last")
     assert learnt(tokenizer, sample) == ["4<|im_end|>"]
     (sample,), _ = samples_of(tokenizer, Conversation(CHAT, None, WHERE), loss_on="all")
-    assert sample.weights[1:].all() and not sample.weights[0]
+    assert sample.weights[1:].all()
+    assert not sample.weights[0]
 
 
 def test_weights_of_turns_are_honoured(tokenizer):
@@ -335,8 +322,12 @@ def test_weights_of_turns_are_honoured(tokenizer):
 def test_a_token_across_the_edge_of_a_turn_is_not_learnt(tmp_path):
     made_tokenizer().save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path))
-    # The prompt ends in a space, which this vocabulary may join with the first letter of the answer.
-    source = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    # The prompt ends in a space, which this vocabulary may join with the first letter of the
+    # answer.
+    source = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '<|eot_id|>' }}{% endfor %}{% "
+        "if add_generation_prompt %}assistant: {% endif %}"
+    )
     (sample,), _ = samples_of(
         tokenizer,
         Conversation([turn("user", "a"), turn("assistant", "Be brief.")], None, WHERE),
@@ -351,7 +342,8 @@ def test_a_template_without_end_tokens_is_reported(tokenizer):
     _, builder = samples_of(
         tokenizer, Conversation(CHAT[1:3], None, WHERE), Template("t", source, {})
     )
-    assert builder.counts == {"no_end": 1} and builder.examples == {"no_end": ["chats.jsonl:1"]}
+    assert builder.counts == {"no_end": 1}
+    assert builder.examples == {"no_end": ["chats.jsonl:1"]}
 
 
 @pytest.mark.parametrize("how", ["rstrip", "lstrip", "single_word"])
@@ -376,7 +368,8 @@ def test_an_end_that_swallows_spaces_is_learnt_and_one_that_is_no_token_is_repor
     assert [text.endswith("<|im_end|>") for text in learnt(tokenizer, sample)] == [
         True,
         True,
-    ] and not builder.counts
+    ]
+    assert not builder.counts
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend, chat_template=BUILT_IN["chatml"]
     )
@@ -408,11 +401,14 @@ def test_a_document_has_one_bos_and_one_eos_and_all_else_is_learnt():
 
 def test_a_conversation_without_an_answer_is_dropped_and_counted(tokenizer):
     samples, builder = samples_of(tokenizer, Conversation(CHAT[:2], None, WHERE))
-    assert samples == [] and builder.counts == {"unsupervised": 1}
+    assert samples == []
+    assert builder.counts == {"unsupervised": 1}
 
 
 def test_what_a_template_cannot_render_becomes_text(tokenizer):
-    source = """{%- for m in messages %}{%- if m.role not in ('user', 'assistant') %}{{- raise_exception('only user and assistant') }}{%- endif %}
+    source = """{%- for m in messages %}
+{%- if m.role not in ('user', 'assistant') %}{{- raise_exception('only user and assistant') }}
+{%- endif %}
 {{- m.role + ':' + m.content + '<|im_end|>' }}{%- endfor %}"""
     template = Template("strict", source, {})
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -435,9 +431,12 @@ def test_what_a_template_cannot_render_becomes_text(tokenizer):
 
 
 def test_tool_calls_and_descriptions_are_rendered_where_the_template_knows_them(tokenizer):
-    source = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}
-{%- for call in m.tool_calls or [] %}{{ '<call>' + call.function.name + call.function.arguments | tojson }}{% endfor %}
-{{- '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+    source = """{% if tools %}{{ tools | tojson }}{% endif %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}
+{%- for call in m.tool_calls or [] %}
+{{- '<call>' + call.function.name + call.function.arguments | tojson }}{% endfor %}
+{{- '<|im_end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
     template = Template("tools", source, tokenizer.special)
     call = '{"name": "add", "arguments": {"a": 1}}'
     chat = [
@@ -450,13 +449,17 @@ def test_tool_calls_and_descriptions_are_rendered_where_the_template_knows_them(
     row = make_reader(columns, "auto", None, "f").read(Row(columns, WHERE))
     (sample,), builder = samples_of(tokenizer, row, template)
     assert learnt(tokenizer, sample) == ['<call>add{"a": 1}<|im_end|>', "a<|im_end|>"]
-    assert not builder.counts and '"name": "add"}}]<|im_start|>' in tokenizer.decode(
+    assert not builder.counts
+    assert '"name": "add"}}]<|im_start|>' in tokenizer.decode(
         sample.tokens.tolist(), skip_special=False
     )
 
 
 def test_a_template_that_refuses_a_conversation_says_so_in_its_own_words(tokenizer):
-    source = "{% if messages[0].role != 'user' %}{{ raise_exception('must start with user') }}{% endif %}"
+    source = (
+        "{% if messages[0].role != 'user' %}{{ raise_exception('must start with user') }}{% "
+        "endif %}"
+    )
     with pytest.raises(RowError, match="must start with user"):
         samples_of(
             tokenizer,
@@ -481,8 +484,6 @@ def test_reasoning_and_tool_calls_are_masked_as_the_template_marks_generation(fa
     row = make_reader({"messages": chat}, "auto", None, "f").read(Row({"messages": chat}, WHERE))
     (sample,), builder = samples_of(family, row, load_template("qwen3", family))
     assert_same_as_transformers(sample, fast, chat)
-    assert (
-        not builder.counts
-        and "why" in learnt(family, sample)[0]
-        and learnt(family, sample)[0].count("<tool_call>") == 2
-    )
+    assert not builder.counts
+    assert "why" in learnt(family, sample)[0]
+    assert learnt(family, sample)[0].count("<tool_call>") == 2

@@ -1,33 +1,31 @@
-"""Several sources by weight or repeat: exact over any prefix, counted, and changed on the way without a row lost or repeated."""
+"""Several sources by weight or repeat: exact over any prefix, counted, and changed on the way
+without a row lost or repeated."""
 
-import contextlib
 import json
 from collections import Counter
 from fractions import Fraction
 from types import SimpleNamespace
-from unittest.mock import patch
 
+import inject
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_bad_numbers import SPIKED, SPIKY, garbage
-from test_data_order import Texts
-from world import write_chats
+from inject import SPIKED
+from texts import Texts
+from world import SPIKY, write_chats
 
 from fsdp_trainer.config.compose import compose
-from fsdp_trainer.config.schema import Train, TrainConfig
 from fsdp_trainer.data.mixture import Component, Mixture, Turns
 from fsdp_trainer.data.order import RowOrder
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.training.batches import Batches, StepPlan, row_ranges
-from fsdp_trainer.training.build import attended_share, last_row
+from fsdp_trainer.training.batches import Batches, StepPlan, count_steps, row_ranges
+from fsdp_trainer.training.build import attention_cost_share, last_row
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.resume import take_up_data
-from fsdp_trainer.training.trainer import Trainer
+from fsdp_trainer.training.resume import resume_data
 
-# --- whose turn it is ----------------------------------------------------------------------------------------------------------------
+# --- whose turn it is ---------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=60)
@@ -101,11 +99,9 @@ def test_half_a_repeat_goes_on_with_the_other_half():
     )
     assert mixture.rows_per_epoch == 7
     who, index = mixture.locate(range(14))
-    assert (
-        sorted(index[who == 0]) == list(range(8))
-        and sorted(index[who == 1]) == list(range(6))
-        and 2 not in who
-    )
+    assert sorted(index[who == 0]) == list(range(8))
+    assert sorted(index[who == 1]) == list(range(6))
+    assert 2 not in who
 
 
 @settings(deadline=None, max_examples=40)
@@ -118,14 +114,15 @@ def test_rows_and_totals_are_those_of_the_components(sources, start, count):
     who, index = mixture.locate(range(start, start + count))
     for i in range(count):
         row, alone = read.row(i), mixture.components[who[i]].order.read(int(index[i]))
-        assert np.array_equal(row.tokens, alone.tokens) and row.documents == alone.documents
+        assert np.array_equal(row.tokens, alone.tokens)
+        assert row.documents == alone.documents
         assert row.sources == [who[i]] * len(row.documents)
         assert mixture.where(start + i)[0].startswith(f"{who[i]}:")
     totals = (
         read.weights.sum(),
         sum(map(sum, read.documents)),
         (read.labels != -100).sum(),
-        mixture.costs(range(start, start + count)).sum(),
+        mixture.attention_costs(range(start, start + count)).sum(),
     )
     assert mixture.totals(start, start + count) == pytest.approx(totals)
 
@@ -142,22 +139,22 @@ def test_weights_are_shares_of_the_tokens_however_full_the_rows_are():
     report = mixture.report(4000)
     assert [line["share"] for line in report] == pytest.approx([0.5, 0.25, 0.25], abs=1e-3)
     assert [line["share_asked"] for line in report] == pytest.approx([0.5, 0.25, 0.25], abs=1e-6)
-    assert (
-        report[2]["epochs"] == pytest.approx(report[2]["rows"] / 9, abs=1e-4)
-        and mixture.rows_per_epoch == 209
-    )
+    assert report[2]["epochs"] == pytest.approx(report[2]["rows"] / 9, abs=1e-4)
+    assert mixture.rows_per_epoch == 209
     assert sum(line["tokens"] for line in report) == mixture.totals(0, 4000)[1]
-    assert "Muennighoff" in mixture.plan(4000)[-1] and "Muennighoff" not in str(mixture.plan(40))
+    assert "Muennighoff" in mixture.plan(4000)[-1]
+    assert "Muennighoff" not in str(mixture.plan(40))
 
 
-# --- another mixture at resume --------------------------------------------------------------------------------------------------------
+# --- another mixture at resume ------------------------------------------------------------------
 
 
 def go_on(mixture, progress, rows):
-    """What a checkpoint after `rows` rows and a resume with `mixture` leave: the progress, and what is told."""
+    """Return the mixture, progress and lines that a resume with `mixture` after `rows` rows
+    gives."""
     kept = json.loads(json.dumps(progress.segments))
-    progress = Progress(rows=rows, segments=kept, left_out=[[1, 2]])
-    return progress, take_up_data(mixture, progress, "")
+    progress = Progress(rows=rows, segments=kept, skipped_row_ranges=[[1, 2]])
+    return resume_data(mixture, progress, "")
 
 
 @settings(deadline=None, max_examples=40)
@@ -173,7 +170,7 @@ def test_each_source_goes_on_at_its_own_row_whatever_comes_and_goes(segments):
     seen, progress, start = {name: [] for name in lengths}, Progress(), 0
     for names, rows in segments:
         mixture = Mixture([text_component(name, lengths[name]) for name in sorted(names)])
-        progress, _ = go_on(mixture, progress, start)
+        mixture, progress, _ = go_on(mixture, progress, start)
         for who, index in zip(*mixture.locate(range(start, start + rows)), strict=True):
             seen[mixture.components[who].name].append(int(index))
         start += rows
@@ -191,8 +188,10 @@ def test_what_a_resume_makes_of_changed_data_is_told():
         True,
     )
     begun = Progress(segments=[first.state(10)])
-    same, told = go_on(Mixture(first.components, True), begun, 10)
-    assert told == [] and same.left_out == [[1, 2]] and len(same.segments) == 1
+    _, same, told = go_on(Mixture(first.components, True), begun, 10)
+    assert told == []
+    assert same.skipped_row_ranges == [[1, 2]]
+    assert len(same.segments) == 1
     other = Mixture(
         [
             text_component("a", [16] * 4, 0.6),
@@ -201,14 +200,18 @@ def test_what_a_resume_makes_of_changed_data_is_told():
         ],
         True,
     )
-    progress, told = go_on(other, begun, 10)
+    other, progress, told = go_on(other, begun, 10)
     assert told == [
         "data   a was asked for 0.5, is for 0.6: goes on at epoch 2, row 1 of 4",
-        "data   b has other content: begins at the first row of what it is now; what was seen of it may come again",
+        (
+            "data   b has other content: begins at the first row of what it is now; what was "
+            "seen of it may come again"
+        ),
         "data   d is new: begins at its first row",
         "data   c is left out: was seen for 2.00 epochs",
     ]
-    assert progress.left_out == [] and [segment["start"] for segment in progress.segments] == [
+    assert progress.skipped_row_ranges == []
+    assert [segment["start"] for segment in progress.segments] == [
         0,
         10,
     ]
@@ -219,22 +222,20 @@ def test_what_a_version_without_segments_did_counts_by_the_epochs_of_now():
     """It named the same data otherwise, and ordered it so."""
     mixture = Mixture([text_component("a", [16] * 10)])
     progress = Progress(rows=13)
-    (told,) = take_up_data(mixture, progress, "older")
-    assert "from a version that named data otherwise" in told and mixture.taken(15) == [2]
-    assert (
-        last_row(TrainConfig(train=Train(epochs=3)), mixture.rows_per_epoch, progress.segments)
-        == 30
-    )
+    mixture, progress, (told,) = resume_data(mixture, progress, "older")
+    assert "from a version that named data otherwise" in told
+    assert mixture.taken(15) == [2]
+    assert last_row(3, mixture.rows_per_epoch, progress.segments) == 30
 
 
 def test_the_cost_of_attention_is_looked_up_in_one_epoch_of_each_source():
     """At a start: a small source with a large weight has thousands."""
     small, large = text_component("small", [16], 0.9), text_component("large", [8, 8] * 100, 0.1)
     mixture = Mixture([small, large], weighted=True)
-    share = attended_share(mixture, SimpleNamespace())
+    share = attention_cost_share(mixture, SimpleNamespace())
     assert share == pytest.approx(mixture.totals(0, 5000)[3] / (5000 * 16**2), abs=1e-3)
     fresh = Mixture([text_component("small", [16], 0.9), large], weighted=True)
-    attended_share(fresh, SimpleNamespace())
+    attention_cost_share(fresh, SimpleNamespace())
     assert fresh.orders[0].epoch.cache_info().misses == 1
 
 
@@ -244,7 +245,7 @@ def test_rows_of_the_same_documents_cost_the_same_to_the_last_bit():
     store = Texts([7, 8] * 500)
     order = RowOrder(store, 16, "best_fit", True, 0, cost)
     rows = order.read_rows(range(order.rows_per_epoch))
-    costs = order.costs(range(order.rows_per_epoch))
+    costs = order.attention_costs(range(order.rows_per_epoch))
     by_documents = {}
     for documents, of_row in zip(rows.documents, costs.tolist(), strict=True):
         by_documents.setdefault(tuple(sorted(documents)), set()).add(of_row)
@@ -252,18 +253,18 @@ def test_rows_of_the_same_documents_cost_the_same_to_the_last_bit():
 
 
 def test_epochs_that_were_done_of_other_data_are_done():
-    cfg = TrainConfig(train=Train(epochs=3))
-    assert last_row(cfg, 40, []) == 120
+    assert last_row(3, 40, []) == 120
     segments = [
         {"start": 0, "rows_per_epoch": 40},
         {"start": 60, "rows_per_epoch": 10},
         {"start": 65, "rows_per_epoch": 7},
     ]
-    assert last_row(cfg, 7, segments[:1]) == 21
-    assert last_row(cfg, 10, segments[:2]) == 60 + 15 and last_row(cfg, 7, segments) == 65 + 7
-    assert last_row(TrainConfig(train=Train(epochs=1)), 7, segments) == 65
+    assert last_row(3, 7, segments[:1]) == 21
+    assert last_row(3, 10, segments[:2]) == 60 + 15
+    assert last_row(3, 7, segments) == 65 + 7
+    assert last_row(1, 7, segments) == 65
     assert (
-        last_row(cfg, 40, [{"start": 0, "rows_per_epoch": 0}, {"start": 60, "rows_per_epoch": 40}])
+        last_row(3, 40, [{"start": 0, "rows_per_epoch": 0}, {"start": 60, "rows_per_epoch": 40}])
         == 180
     ), "after a stream"
 
@@ -276,18 +277,11 @@ def test_epochs_that_were_done_of_other_data_are_done():
 )
 def test_the_steps_to_come_are_counted_without_going_through_them(rows, of_step, last, left_out):
     left_out = [[first, first + length] for first, length in left_out]
-    cfg = SimpleNamespace(batch=SimpleNamespace(rows=of_step))
-    trainer = SimpleNamespace(
-        cfg=cfg,
-        progress=Progress(step=7, rows=rows, left_out=left_out),
-        last_row=last,
-        observer=SimpleNamespace(),
-    )
-    Trainer.count_steps(trainer)
-    assert trainer.total_steps == 7 + len(list(row_ranges(of_step, last, rows, left_out)))
+    steps = len(list(row_ranges(of_step, last, rows, left_out)))
+    assert count_steps(of_step, last, rows, left_out) == steps
 
 
-# --- which rank has which row ---------------------------------------------------------------------------------------------------------
+# --- which rank has which row -------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -301,25 +295,29 @@ def test_rows_are_dealt_once_each_and_never_less_evenly_than_in_their_order(
     costs, ranks, micro_rows, step
 ):
     order = SimpleNamespace(
-        costs=lambda rows: np.array([costs[i] for i in rows]), source_names=[""]
+        attention_costs=lambda rows: np.array([costs[i] for i in rows]),
+        source_names=[""],
+        seq_len=64,
     )
     batches = Batches(order, micro_rows, 0, ranks, torch.device("cpu"))
     plan = StepPlan(step, 0, len(costs), 1.0, 1, 1, 1)
-    dealt = batches.deal(plan)
-    assert sorted(dealt[dealt >= 0]) == list(range(len(costs))) and np.array_equal(
-        dealt, batches.deal(plan)
-    )
+    dealt = batches.assign_rows_to_ranks(plan)
+    assert sorted(dealt[dealt >= 0]) == list(range(len(costs)))
+    assert np.array_equal(dealt, batches.assign_rows_to_ranks(plan))
     in_order = np.full(dealt.size, -1)
     in_order[: len(costs)] = range(len(costs))
     in_order = in_order.reshape(dealt.shape)
     if ranks == 1 or len(set(costs)) == 1:
         assert np.array_equal(dealt, in_order)
     if micro_rows == 1:
-        slowest = lambda rows: np.where(rows < 0, 0, np.array(costs)[rows])[..., 0].max(1).sum()  # noqa: E731
+
+        def slowest(rows):
+            return np.where(rows < 0, 0, np.array(costs)[rows])[..., 0].max(1).sum()
+
         assert slowest(dealt) <= slowest(in_order)
 
 
-# --- from the command line ------------------------------------------------------------------------------------------------------------
+# --- from the command line ----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -359,14 +357,12 @@ def test_a_mixture_trains_alike_on_any_number_of_ranks_and_tells_what_it_gave(tr
     assert set(runs[0].metrics[0]["loss_by_source"]) == {"a", "b"}
     (told,) = runs[0].event("data")
     a, b = told["sources"]
-    assert (a["share_asked"], b["share_asked"]) == (0.6, 0.4) and a["share"] == pytest.approx(
-        0.6, abs=0.05
-    )
-    assert a["tokens"] + b["tokens"] == runs[0].column("tokens")[-1] and a["rows"] + b["rows"] == 42
-    assert (
-        "mixed by weights; an epoch is as many rows as all have" in runs[0].out
-        and "b: 4" in runs[0].out
-    )
+    assert (a["share_asked"], b["share_asked"]) == (0.6, 0.4)
+    assert a["share"] == pytest.approx(0.6, abs=0.05)
+    assert a["tokens"] + b["tokens"] == runs[0].column("tokens")[-1]
+    assert a["rows"] + b["rows"] == 42
+    assert "mixed by weights; an epoch is as many rows as all have" in runs[0].out
+    assert "b: 4" in runs[0].out
     assert f"asked for 40.00%; {b['tokens']:,} tokens, {b['epochs']:.2f} epochs" in runs[0].out
 
 
@@ -378,18 +374,21 @@ def test_weights_in_other_numbers_are_the_same_mixture_and_another_order_is_not(
     assert "the same sources are in another order, or mixed otherwise" in refused.err
 
 
-@contextlib.contextmanager
-def another_version():
-    """Of the program, which orders rows otherwise."""
-    with patch("fsdp_trainer.data.mixture.VERSION", 2):
-        yield
-
-
 def test_a_version_that_orders_rows_otherwise_begins_anew_and_says_so(train):
     train("run", "train.steps=2", "schedule=constant")
     told = "is the same, in other rows or another order: begins at the first row of what it is now"
-    assert told in train("run", "train.steps=4", "schedule=constant", seam=another_version).out
-    assert told not in train("run", "train.steps=5", "schedule=constant", seam=another_version).out
+    assert (
+        told
+        in train(
+            "run", "train.steps=4", "schedule=constant", seam=inject.setting("mixture_version", 2)
+        ).out
+    )
+    assert (
+        told
+        not in train(
+            "run", "train.steps=5", "schedule=constant", seam=inject.setting("mixture_version", 2)
+        ).out
+    )
 
 
 @pytest.mark.slow
@@ -399,9 +398,8 @@ def test_an_epoch_of_a_mixture_ends_exactly_and_goes_on_bitwise_after_a_stop(tra
     assert [source["epochs"] for source in whole.event("data")[-1]["sources"]] == [2, 4]
     train("cut", *how, "train.epochs=null", "train.steps=3", ranks=2)
     cut = train("cut", *how, ranks=2)
-    assert cut.column("loss") == whole.column("loss") and cut.column("grad_norm") == whole.column(
-        "grad_norm"
-    )
+    assert cut.column("loss") == whole.column("loss")
+    assert cut.column("grad_norm") == whole.column("grad_norm")
 
 
 @pytest.mark.slow
@@ -426,10 +424,8 @@ def test_a_source_is_added_at_resume_where_that_is_allowed(train, sources):
         "checkpoint.allow_changes=[data.path]",
         ranks=2,
     )
-    assert (
-        f"a goes on at epoch 1, row {before[0]['rows']} of" in run.out
-        and "c is new: begins at its first row" in run.out
-    )
+    assert f"a goes on at epoch 1, row {before[0]['rows']} of" in run.out
+    assert "c is new: begins at its first row" in run.out
     after = run.event("data")[-1]["sources"]
     share = 1 - 18 / sum(
         source["rows"] / source["epochs"] for source in before
@@ -454,15 +450,13 @@ def test_no_rewind_goes_back_beyond_a_change_of_the_data(train, sources):
         *how,
         f"train.steps={SPIKED + 4}",
         allow,
-        seam=garbage,
+        seam=inject.garbage(),
         ranks=2,
     )
     (rewind,) = run.event("rewind")
-    assert (
-        rewind["step"] == SPIKED
-        and rewind["to"] >= 17
-        and run.column("step") == list(range(1, SPIKED + 5))
-    )
+    assert rewind["step"] == SPIKED
+    assert rewind["to"] >= 17
+    assert run.column("step") == list(range(1, SPIKED + 5))
     assert sum(source["rows"] for source in run.event("data")[-1]["sources"]) == rewind["left_out"][
         1
     ] + 3 * (SPIKED + 4 - rewind["to"])

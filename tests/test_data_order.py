@@ -5,14 +5,14 @@ import mmap
 import os
 import threading
 import time
-from dataclasses import dataclass
-from pathlib import Path
 
+import inject
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from texts import SHARED, Lengths, Texts
 
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.config.verbs import PreviewConfig
@@ -26,28 +26,6 @@ from fsdp_trainer.data.store import StoreWriter, TokenStore
 from fsdp_trainer.data.templates import load_template
 from fsdp_trainer.data.tokenizer import load_tokenizer
 from fsdp_trainer.training.batches import Batches, StepPlan
-
-SHARED = Path(__file__).parents[2] / "shared" / "data"
-
-
-@dataclass
-class Lengths:
-    """A store that has lengths only."""
-
-    lengths: np.ndarray
-    fingerprint: str = "f"
-
-    @property
-    def tokens(self):
-        return np.zeros(self.lengths.sum(), np.int32)
-
-    @property
-    def weight_sums(self):
-        return self.lengths * 0.5
-
-    @property
-    def supervised(self):
-        return self.lengths - 1
 
 
 def one_by_one(lengths, capacity):
@@ -103,23 +81,6 @@ def test_an_epoch_has_every_sample_once_and_no_row_is_too_long(lengths, shuffle,
     assert np.allclose(total, np.sum(parts, axis=0) if parts else (0, 0, 0, 0))
 
 
-class Texts(Lengths):
-    """A store of texts in which every token is another number; all but the first of a text are learnt."""
-
-    tokens = None
-
-    def __init__(self, lengths):
-        self.lengths, self.fingerprint, self.source_names = np.array(lengths), "f", [""]
-        self.offsets = np.cumsum(self.lengths) - self.lengths
-        self.tokens = np.arange(sum(lengths), dtype=np.int32)
-        self.weights = np.ones(sum(lengths), np.float32)
-        self.weights[self.offsets] = 0
-
-    @property
-    def weight_sums(self):
-        return self.lengths - 1
-
-
 @settings(deadline=None)
 @given(
     st.lists(st.integers(2, 70), min_size=1, max_size=30),
@@ -139,9 +100,8 @@ def test_every_token_of_a_text_that_is_cut_is_read_once_and_learnt_once(lengths,
         )
         for row, tokens in zip(rows, held, strict=True):
             there = row.labels[: len(tokens)]
-            assert np.all((there == tokens + 1) | (there == -100)) and np.array_equal(
-                row.weights > 0, row.labels != -100
-            )
+            assert np.all((there == tokens + 1) | (there == -100))
+            assert np.array_equal(row.weights > 0, row.labels != -100)
             starts = np.cumsum([0, *row.documents[:-1]])
             inside = np.delete(np.arange(len(tokens)), starts)  # a document's next token is its own
             assert np.array_equal(tokens[inside], tokens[inside - 1] + 1)
@@ -160,10 +120,12 @@ def test_every_token_of_a_text_that_is_cut_is_read_once_and_learnt_once(lengths,
 
 def test_a_stream_is_cut_at_other_places_every_epoch():
     order = RowOrder(Texts([5, 9, 30, 11, 2]), 16, "stream", True, 0)
-    rows = lambda epoch: [  # noqa: E731
-        order.row(epoch * order.rows_per_epoch + i) for i in range(order.rows_per_epoch)
-    ]
-    assert rows(0) != rows(1) and sorted(rows(0)) != sorted(rows(1))
+
+    def rows(epoch):
+        return [order.row(epoch * order.rows_per_epoch + i) for i in range(order.rows_per_epoch)]
+
+    assert rows(0) != rows(1)
+    assert sorted(rows(0)) != sorted(rows(1))
 
 
 def test_pretraining_fills_its_rows(tmp_path):
@@ -174,9 +136,10 @@ def test_pretraining_fills_its_rows(tmp_path):
 
 def test_the_order_differs_between_epochs_seeds_and_data():
     lengths = np.full(100, 8)
-    rows = lambda order, epoch: [  # noqa: E731
-        order.row(epoch * order.rows_per_epoch + i) for i in range(order.rows_per_epoch)
-    ]
+
+    def rows(order, epoch):
+        return [order.row(epoch * order.rows_per_epoch + i) for i in range(order.rows_per_epoch)]
+
     order = RowOrder(Lengths(lengths), 16, "best_fit", True, 0)
     others = [
         RowOrder(Lengths(lengths), 16, "best_fit", True, 1),
@@ -220,11 +183,10 @@ def test_labels_are_the_next_token_of_the_same_document(tmp_path):
     writer.close()
     order = RowOrder(TokenStore(tmp_path / "s", "f"), 8, "best_fit", False, 0)
     row = order.read(0)
-    assert row.tokens.tolist() == [1, 2, 3, 4, 5, 6, 0, 0] and row.tokens.dtype == np.int64
-    assert (
-        row.labels.tolist() == [2, 3, -100, -100, 6, -100, -100, -100]
-        and row.labels.dtype == np.int64
-    )
+    assert row.tokens.tolist() == [1, 2, 3, 4, 5, 6, 0, 0]
+    assert row.tokens.dtype == np.int64
+    assert row.labels.tolist() == [2, 3, -100, -100, 6, -100, -100, -100]
+    assert row.labels.dtype == np.int64
     assert row.weights.tolist() == [1, 1, 0, 0, 0.5, 0, 0, 0]
     assert row.documents == [3, 3]
     assert order.totals(0, 1) == (2.5, 6, 3, 18)
@@ -290,16 +252,17 @@ def test_preview_json_is_what_training_reads_and_nothing_else(tmp_path, capsys):
     weighted = 0
     for index, line in enumerate(lines):
         row, n = order.read(index), sum(line["documents"])
-        assert line["row"] == index and line["documents"] == row.documents
-        assert (
-            line["tokens"] == row.tokens[:n].tolist() and line["labels"] == row.labels[:n].tolist()
-        )
+        assert line["row"] == index
+        assert line["documents"] == row.documents
+        assert line["tokens"] == row.tokens[:n].tolist()
+        assert line["labels"] == row.labels[:n].tolist()
         weighted += "weights" in line
         assert (
             line.get("weights", (row.labels[:n] != -100).astype(float).tolist())
             == row.weights[:n].tolist()
         )
-    assert len(lines) == 8 and 0 < weighted < 8
+    assert len(lines) == 8
+    assert 0 < weighted < 8
 
 
 def test_preview_text_marks_what_is_learnt(tmp_path, capsys):
@@ -314,8 +277,10 @@ def test_preview_text_marks_what_is_learnt(tmp_path, capsys):
     cfg.data.shuffle = False
     assert preview(cfg) == 0
     shown = capsys.readouterr().out
-    assert "4,000 rows, messages" in shown and "filled" in shown
-    assert "<|im_start|>assistant\n[[" in shown and "<|im_end|>]]\n" in shown
+    assert "4,000 rows, messages" in shown
+    assert "filled" in shown
+    assert "<|im_start|>assistant\n[[" in shown
+    assert "<|im_end|>]]\n" in shown
 
 
 def test_padding_to_a_multiple_makes_micro_batches_shorter_and_changes_no_loss(train, planned):
@@ -328,15 +293,13 @@ def test_padding_to_a_multiple_makes_micro_batches_shorter_and_changes_no_loss(t
         )
         for multiple in (None, 8)
     )
-    assert {batch.tokens.shape[1] for batch in whole} == {64} and {
-        batch.tokens.shape[1] for batch in cut
-    } == {24, 32, 40, 48}
+    assert {batch.tokens.shape[1] for batch in whole} == {64}
+    assert {batch.tokens.shape[1] for batch in cut} == {24, 32, 40, 48}
     for long, short in zip(whole, cut, strict=True):
         length = short.tokens.shape[1]
         assert length - 8 < max(sum(row) for row in short.layout.lengths) <= length
-        assert (
-            torch.equal(long.tokens[:, :length], short.tokens) and not long.tokens[:, length:].any()
-        )
+        assert torch.equal(long.tokens[:, :length], short.tokens)
+        assert not long.tokens[:, length:].any()
         assert torch.equal(long.targets, short.targets)
     still = ["data.packing=none", "train.steps=3", "batch.micro_rows=2"]
     runs = [
@@ -348,14 +311,13 @@ def test_padding_to_a_multiple_makes_micro_batches_shorter_and_changes_no_loss(t
     assert "data.packing=none" in refused.err
 
 
-# --- plans in files ----------------------------------------------------------------------------------------------------------------
+# --- plans in files -----------------------------------------------------------------------------
 
 
 @pytest.fixture
-def planned(tmp_path, monkeypatch):
+def planned(tmp_path, enter):
     """A store of 300 samples whose plans are files, as those of large ones are."""
-    monkeypatch.setattr("fsdp_trainer.data.order.SHARED_FROM", 1)
-    monkeypatch.setattr("fsdp_trainer.data.store.SHARED_FROM", 1)
+    enter(inject.setting("order_shared_from", 1))
     writer = StoreWriter(tmp_path / "s")
     for n in range(2, 302):
         writer.write(
@@ -379,31 +341,28 @@ def groups(order):
 
 @pytest.mark.parametrize("packing", ["best_fit", "none", "stream"])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_a_plan_in_files_is_made_once_and_is_the_one_in_memory(
-    planned, monkeypatch, packing, shuffle
-):
+def test_a_plan_in_files_is_made_once_and_is_the_one_in_memory(planned, packing, shuffle):
     first = planned(packing=packing, shuffle=shuffle)
     rows, totals, read = (
         all_rows(first),
         first.totals(1, first.rows_per_epoch + 2),
         first.read_rows([3, first.rows_per_epoch + 1]),
     )
-    monkeypatch.setattr(RowOrder, "_plan", None)
-    monkeypatch.setattr(RowOrder, "_pack", None)
-    again = planned(packing=packing, shuffle=shuffle)
-    assert all_rows(again) == rows and again.totals(1, again.rows_per_epoch + 2) == totals
-    assert isinstance(again.epoch(0).samples.base, np.memmap | mmap.mmap)
-    monkeypatch.undo()
-    in_memory = RowOrder(again.store, 64, packing, shuffle, 0)
-    assert (
-        in_memory.shared is None
-        and all_rows(in_memory) == rows
-        and in_memory.totals(1, again.rows_per_epoch + 2) == totals
-    )
+    made_again = AssertionError("made again")
+    with inject.fails("plan_epoch", made_again), inject.fails("pack_rows", made_again):
+        again = planned(packing=packing, shuffle=shuffle)
+        assert all_rows(again) == rows
+        assert again.totals(1, again.rows_per_epoch + 2) == totals
+        assert isinstance(again.epoch(0).samples.base, np.memmap | mmap.mmap)
+    with inject.setting("order_shared_from", 1 << 40):
+        in_memory = RowOrder(again.store, 64, packing, shuffle, 0)
+    assert in_memory.shared is None
+    assert all_rows(in_memory) == rows
+    assert in_memory.totals(1, again.rows_per_epoch + 2) == totals
     assert all(
         np.array_equal(getattr(read, name), value)
         for name, value in vars(in_memory.read_rows([3, again.rows_per_epoch + 1])).items()
-        if name != "documents"
+        if isinstance(value, np.ndarray)
     )
 
 
@@ -426,9 +385,8 @@ def test_plans_of_long_ago_go(planned):
     for group in (order.shared.folder / "epoch-1", other.shared.folder / "epoch-1"):
         os.utime(group, (1, 1))
     order.epoch(4)
-    assert groups(order) == {"packing", "epoch-0", "epoch-2", "epoch-3", "epoch-4"} and groups(
-        other
-    ) == {"packing"}
+    assert groups(order) == {"packing", "epoch-0", "epoch-2", "epoch-3", "epoch-4"}
+    assert groups(other) == {"packing"}
 
 
 def test_nobody_finds_a_part_of_a_plan_that_goes(planned, monkeypatch):
@@ -459,10 +417,8 @@ def test_a_plan_cut_short_by_a_crash_is_made_anew(planned):
 def test_where_plans_cannot_be_kept_every_rank_has_its_own(planned, tmp_path):
     (tmp_path / "s" / "plans").write_text("in the way")
     order = planned()
-    assert (
-        all_rows(order) == all_rows(RowOrder(order.store, 64, "best_fit", True, 0))
-        and "Not a directory" in order.note
-    )
+    assert all_rows(order) == all_rows(RowOrder(order.store, 64, "best_fit", True, 0))
+    assert "Not a directory" in order.note
 
 
 def test_who_comes_while_a_plan_is_made_waits_for_it(planned):

@@ -1,4 +1,5 @@
-"""Preference pairs are read in their usual forms, checked, and shown; what trains says that it does not learn from them."""
+"""Preference pairs are read in their usual forms, checked, and shown; what trains says that it does
+not learn from them."""
 
 import json
 import os
@@ -105,12 +106,10 @@ def test_preview_shows_and_checks_pairs_and_train_says_what_to_use(world, pairs,
         "run.name=r",
     ]
     (told,) = world.command("preview", *given, "preview.rows=1")
-    assert (
-        "3 preference pairs" in told.out
-        and "chosen    assistant: good" in told.out
-        and "q1" not in told.out
-        and "\x1b" not in told.out
-    )
+    assert "3 preference pairs" in told.out
+    assert "chosen    assistant: good" in told.out
+    assert "q1" not in told.out
+    assert "\x1b" not in told.out
     assert (
         "pairs are shown in the terminal only"
         in world.command("preview", *given, f"preview.html={tmp_path}/p.html", code=2)[0].err
@@ -120,9 +119,11 @@ def test_preview_shows_and_checks_pairs_and_train_says_what_to_use(world, pairs,
     with open(pairs, "a") as file:
         file.write('{"prompt": "q", "chosen": "a", "rejected": "a"}\n')
     (broken,) = world.command("preview", *given, code=2)
-    assert "pairs.jsonl:4" in broken.err and "the same" in broken.err
+    assert "pairs.jsonl:4" in broken.err
+    assert "the same" in broken.err
     (skipped,) = world.command("preview", *given, "data.on_error=skip")
-    assert "3 preference pairs" in skipped.out and "skipped 1" in skipped.out
+    assert "3 preference pairs" in skipped.out
+    assert "skipped 1" in skipped.out
 
 
 def test_the_better_answers_can_be_trained_on(train, pairs):
@@ -142,11 +143,13 @@ def test_pairs_have_no_rows_of_training(world, pairs):
         "preview.format=json",
     ]
     (told,) = world.command("preview", *given, code=2)
-    assert "preference pairs" in told.err and not told.out
+    assert "preference pairs" in told.err
+    assert not told.out
     (told,) = world.command(
         "preview", *given[:-1], f"preview.html={pairs.parent / 'page.html'}", code=2
     )
-    assert "in the terminal only" in told.err and not (pairs.parent / "page.html").exists()
+    assert "in the terminal only" in told.err
+    assert not (pairs.parent / "page.html").exists()
 
 
 def test_a_file_for_another_objective_is_named(tmp_path):

@@ -1,4 +1,5 @@
-"""Prepared by any number of processes and machines, interrupted anywhere, the same bytes lie in the cache; nothing stale or damaged is taken from it."""
+"""Prepared by any number of processes and machines, interrupted anywhere, the same bytes lie in the
+cache; nothing stale or damaged is taken from it."""
 
 import errno
 import gzip
@@ -11,16 +12,16 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock, patch
 
+import inject
 import pytest
 from world import alive, wait_until
 
 from fsdp_trainer.config.schema import Batch, Data
-from fsdp_trainer.data import fingerprint, preparation, workers
+from fsdp_trainer.data import fingerprint
 from fsdp_trainer.data.preparation import Told
 from fsdp_trainer.data.prepare import preparations, prepare
 from fsdp_trainer.data.templates import load_template
@@ -31,10 +32,10 @@ TOKENIZER = load_tokenizer("demo:bytes")
 
 
 @pytest.fixture
-def many_parts(monkeypatch):
+def many_parts():
     """Little data is as much work as much is."""
-    monkeypatch.setattr(preparation, "SMALLEST", 3000)
-    monkeypatch.setattr(preparation, "WORTH_PROCESSES", 0)
+    with inject.setting("smallest_part", 3000), inject.setting("worth_processes", 0):
+        yield
 
 
 @pytest.fixture
@@ -91,10 +92,10 @@ def visible(root):
 
 def test_any_number_of_processes_writes_the_same_bytes(tmp_path, data, many_parts):
     one, several = (made(str(data), tmp_path / f"c{n}", workers=n, validation=0.2) for n in (1, 3))
-    assert content(one) == content(several) and len(content(one)) == 19
-    assert len(one.train[0]) + len(one.validation) == 600 and visible(tmp_path / "c3") == [
-        one.train[0].folder.parent.name
-    ]
+    assert content(one) == content(several)
+    assert len(content(one)) == 19
+    assert len(one.train[0]) + len(one.validation) == 600
+    assert visible(tmp_path / "c3") == [one.train[0].folder.parent.name]
     places = [several.train[0].where(i) for i in range(len(several.train[0]))]
     line = places.index(f"{data}/a.jsonl:200")
     assert "q199" in TOKENIZER.decode(several.train[0].read(line)[0].tolist())
@@ -109,7 +110,10 @@ def test_files_beside_the_user_are_no_modules_of_the_processes(
 
 
 def test_processes_that_tokenise_import_no_torch():
-    what = "import sys, fsdp_trainer.data.workers; sys.exit(any(name in sys.modules for name in ('torch', 'pyarrow', 'transformers')))"
+    what = (
+        "import sys, fsdp_trainer.data.workers; sys.exit(any(name in sys.modules for name in "
+        "('torch', 'pyarrow', 'transformers')))"
+    )
     assert subprocess.run([sys.executable, "-c", what], timeout=60).returncode == 0
 
 
@@ -129,42 +133,36 @@ def test_the_first_bad_rows_are_told_whichever_process_finds_them(
     ]
     assert visible(tmp_path / "c") == []
     skipped = made(str(data), tmp_path / "c", workers=count, on_error="skip").train[0]
-    assert skipped.counts["unreadable"] == 8 and skipped.examples["unreadable"][0].endswith(
-        "a.jsonl:61"
-    )
+    assert skipped.counts["unreadable"] == 8
+    assert skipped.examples["unreadable"][0].endswith("a.jsonl:61")
 
 
 @pytest.mark.parametrize("how", ["killed", "interrupted"])
-def test_what_is_finished_when_a_process_dies_is_not_done_again(
-    tmp_path, data, many_parts, monkeypatch, how
-):
+def test_what_is_finished_when_a_process_dies_is_not_done_again(tmp_path, data, many_parts, how):
     whole = made(str(data), tmp_path / "whole")
-    real, given = workers._next, []
+    given = []
 
-    def next_task(connection, jobs):
+    def next_task(real, connection, jobs):
         given.append(connection)
         if len(given) == 6 and how == "interrupted":
             raise KeyboardInterrupt
         if len(given) == 6:
-            for child in children(
-                os.getpid()
-            ):  # all: of one alone, the last answer may be on its way, and nothing more be asked of it
+            # all: of one alone the last answer may be on its way, and nothing more be asked of it
+            for child in children(os.getpid()):
                 os.kill(child, signal.SIGKILL)
         return real(connection, jobs)
 
-    monkeypatch.setattr(workers, "_next", next_task)
-    with pytest.raises(
-        RunFailed if how == "killed" else KeyboardInterrupt,
-        match="memory" if how == "killed" else None,
-    ):
+    error, says = (RunFailed, "memory") if how == "killed" else (KeyboardInterrupt, None)
+    with inject.around("worker_task", next_task), pytest.raises(error, match=says):
         made(str(data), tmp_path / "c", workers=2)
-    monkeypatch.setattr(workers, "_next", real)
-    assert not children(os.getpid()) and [name[0] for name in visible(tmp_path / "c")] == ["."]
+    assert not children(os.getpid())
+    assert [name[0] for name in visible(tmp_path / "c")] == ["."]
     said = []
     again = made(str(data), tmp_path / "c", said, workers=2)
     assert content(again) == content(whole)
     kept = int(re.search(r"(\d+) of \d+ parts are there", "\n".join(said))[1])
-    assert kept >= 3 and visible(tmp_path / "c") == [again.train[0].folder.parent.name]
+    assert kept >= 3
+    assert visible(tmp_path / "c") == [again.train[0].folder.parent.name]
 
 
 def children(pid):
@@ -219,7 +217,8 @@ def test_shards_of_several_machines_are_put_together_by_the_last(
     for shard in ("0/3", "2/3", "1/3"):
         assert main([*prepare, f"prepare.shard={shard}"]) == 0
         told.append(capsys.readouterr().out)
-    assert "prepare.shard=1/3 prepare.shard=2/3" in told[0] and "prepare.shard=1/3\n" in told[1]
+    assert "prepare.shard=1/3 prepare.shard=2/3" in told[0]
+    assert "prepare.shard=1/3\n" in told[1]
     assert f"{tmp_path}/c/{whole.train[0].folder.parent.name}/train" in told[2]
     assert content(made(str(data), tmp_path / "c", validation=0.2)) == content(whole)
     for wrong in ("3/3", "-1/2"):
@@ -227,17 +226,17 @@ def test_shards_of_several_machines_are_put_together_by_the_last(
         assert "prepare.shard=0/8" in capsys.readouterr().err
 
 
-def lost_in_a_crash(monkeypatch, part):
+def lost_in_a_crash(enter, part):
     os.truncate(part / "train" / "tokens.bin", 40)
 
 
-def of_another_division(monkeypatch, part):
-    monkeypatch.setattr(preparation, "SMALLEST", 2000)
+def of_another_division(enter, part):
+    enter(inject.setting("smallest_part", 2000))
 
 
 @pytest.mark.parametrize("what", [lost_in_a_crash, of_another_division])
 def test_a_part_that_is_damaged_or_of_other_rows_is_made_anew(
-    tmp_path, data, many_parts, monkeypatch, what
+    tmp_path, data, many_parts, enter, what
 ):
     whole = made(str(data), tmp_path / "whole", workers=1)
     how = (
@@ -249,14 +248,12 @@ def test_a_part_that_is_damaged_or_of_other_rows_is_made_anew(
         Told(),
     )
     assert preparations(*how)[0].shard(0, 2) == [1]
-    what(monkeypatch, next((tmp_path / "c").glob(".*/000002")))
+    what(enter, next((tmp_path / "c").glob(".*/000002")))
     assert content(made(str(data), tmp_path / "c", workers=1)) == content(whole)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, UserError("the data cannot be used", [])])
-def test_a_shard_that_fails_leaves_what_the_others_have_made(
-    tmp_path, data, many_parts, monkeypatch, error
-):
+def test_a_shard_that_fails_leaves_what_the_others_have_made(tmp_path, data, many_parts, error):
     how = (
         Data(path=str(data), workers=1),
         Batch(seq_len=64),
@@ -268,10 +265,9 @@ def test_a_shard_that_fails_leaves_what_the_others_have_made(
     assert preparations(*how)[0].shard(0, 2) == [1]
     parts = sorted((tmp_path / "c").glob(".*/[0-9]*"))
     with (
-        monkeypatch.context() as patch,
+        inject.fails("tokenize_part", error),
         pytest.raises(type(error) if isinstance(error, UserError) else error),
     ):
-        patch.setattr(workers, "tokenise", Mock(side_effect=error))
         preparations(*how)[0].shard(1, 2)
     assert sorted((tmp_path / "c").glob(".*/[0-9]*")) == parts != []
 
@@ -295,14 +291,14 @@ def test_a_changed_line_of_code_that_makes_tokens_meets_no_old_cache(tmp_path):
         before = after
 
 
-def test_the_same_tokens_of_other_code_are_the_same_data(tmp_path, data, monkeypatch):
+def test_the_same_tokens_of_other_code_are_the_same_data(tmp_path, data, enter):
     before = made(str(data), tmp_path / "c").train[0]
-    monkeypatch.setattr(fingerprint, "code_digest", lambda: "other")
+    enter(inject.around("code_hash", lambda *_: "other"))
     after = made(str(data), tmp_path / "c").train[0]
-    assert after.folder != before.folder and after.fingerprint == before.fingerprint
-    assert (
-        made(str(data), tmp_path / "c", loss_on="all").train[0].fingerprint != before.fingerprint
-    )  # the same tokens, other weights
+    assert after.folder != before.folder
+    assert after.fingerprint == before.fingerprint
+    weighted = made(str(data), tmp_path / "c", loss_on="all").train[0]
+    assert weighted.fingerprint != before.fingerprint, "the same tokens, other weights"
 
 
 def cut(folder):
@@ -324,20 +320,20 @@ def test_a_damaged_cache_is_made_anew_with_a_note(tmp_path, data, damage):
     damage(folder)
     said = []
     assert content(made(str(data), tmp_path / "c", said)) == expected
-    assert (
-        "damaged" in said[0] and str(folder) in said[0] and visible(tmp_path / "c") == [folder.name]
-    )
+    assert "damaged" in said[0]
+    assert str(folder) in said[0]
+    assert visible(tmp_path / "c") == [folder.name]
 
 
-def test_two_that_prepare_the_same_do_it_once(tmp_path, data, many_parts, monkeypatch):
-    real, tasks = workers.tokenise, []
+def test_two_that_prepare_the_same_do_it_once(tmp_path, data, many_parts, enter):
+    tasks = []
 
-    def slow(task, part, how, tick):
+    def slow(real, task, part, how, tick):
         tasks.append(part.name)
         wait_until(lambda: any("another process" in line for line in said))
         return real(task, part, how, tick)
 
-    monkeypatch.setattr(workers, "tokenise", slow)
+    enter(inject.around("tokenize_part", slow))
     said, results = [], []
     threads = [
         threading.Thread(
@@ -349,7 +345,8 @@ def test_two_that_prepare_the_same_do_it_once(tmp_path, data, many_parts, monkey
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(tasks) == len(set(tasks)) > 3 and results[0].fingerprint == results[1].fingerprint
+    assert len(tasks) == len(set(tasks)) > 3
+    assert results[0].fingerprint == results[1].fingerprint
     assert sum("another process" in line for line in said) == 1
 
 
@@ -362,19 +359,9 @@ def test_leftovers_of_a_crash_go_after_a_day(tmp_path, data):
     assert visible(tmp_path / "c")[0] == ".young"
 
 
-def test_a_full_disk_is_one_message_and_leaves_what_is_finished(
-    tmp_path, data, many_parts, monkeypatch
-):
-    real, calls = workers.tokenise, []
-
-    def full(task, part, how, tick):
-        calls.append(part)
-        if len(calls) == 4:
-            raise OSError(28, "No space left on device")
-        return real(task, part, how, tick)
-
-    monkeypatch.setattr(workers, "tokenise", full)
-    with pytest.raises(RunFailed, match=r"No space left.*data\.cache=FOLDER"):
+def test_a_full_disk_is_one_message_and_leaves_what_is_finished(tmp_path, data, many_parts):
+    full_disk = inject.fails("tokenize_part", inject.no_space(), nth=4)
+    with full_disk, pytest.raises(RunFailed, match=r"No space left.*data\.cache=FOLDER"):
         made(str(data), tmp_path / "c", workers=1)
     said = []
     made(str(data), tmp_path / "c", said, workers=1)
@@ -388,44 +375,49 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, data):
             made(str(data), folder)
 
 
-def test_a_source_that_is_added_to_a_mixture_tokenises_no_other_anew(tmp_path, monkeypatch):
+def test_a_source_that_is_added_to_a_mixture_tokenises_no_other_anew(tmp_path, enter):
     a, b, c = (write(tmp_path / f"{name}.jsonl", i, i + 40) for i, name in enumerate("abc"))
     entries = [{"path": a, "weight": 0.5}, {"path": b, "weight": 0.5}]
     two = made(entries, tmp_path / "c", validation=0.3)
-    assert two.names == ["a", "b"] and two.validation.source_names == ["a", "b"]
+    assert two.names == ["a", "b"]
+    assert two.validation.source_names == ["a", "b"]
     assert sorted(set(two.validation.sources.tolist())) == [0, 1]
     assert sum(map(len, two.train)) + len(two.validation) == 80
     last = len(two.validation) - 1
     file, line = two.validation.where(last).rsplit(":", 1)
-    assert file == b and f"q{int(line)}" in TOKENIZER.decode(two.validation.read(last)[0].tolist())
-    real, tasks = workers.tokenise, []
-    monkeypatch.setattr(
-        workers,
-        "tokenise",
-        lambda task, *rest: tasks.append(task[0].unit.file) or real(task, *rest),
-    )
+    assert file == b
+    assert f"q{int(line)}" in TOKENIZER.decode(two.validation.read(last)[0].tolist())
+    tasks = []
+
+    def tokenise(real, task, *rest):
+        tasks.append(task[0].unit.file)
+        return real(task, *rest)
+
+    enter(inject.around("tokenize_part", tokenise))
     three = made([*entries, {"path": c, "weight": 1.0}], tmp_path / "c", validation=0.3)
-    assert tasks == [c] and [store.folder for store in three.train[:2]] == [
-        store.folder for store in two.train
-    ]
+    assert tasks == [c]
+    assert [store.folder for store in three.train[:2]] == [store.folder for store in two.train]
 
 
-def test_a_file_is_hashed_again_when_it_has_changed_and_not_before(tmp_path, data, monkeypatch):
-    monkeypatch.setattr(fingerprint, "SETTLED_SECONDS", 0)
-    real, read = fingerprint.content_hash, []
-    monkeypatch.setattr(
-        fingerprint, "content_hash", lambda file, _: read.append(Path(file).name) or real(file)
-    )
+def test_a_file_is_hashed_again_when_it_has_changed_and_not_before(tmp_path, data, enter):
+    read = []
+
+    def content_hash(real, file, _):
+        read.append(Path(file).name)
+        return real(file)
+
+    enter(inject.setting("settled_seconds", 0))
+    enter(inject.around("file_hash", content_hash))
     folders = [made(str(data), tmp_path / "c").train[0].folder for _ in range(2)]
-    assert len(read) == 7 and folders[0] == folders[1]
+    assert len(read) == 7
+    assert folders[0] == folders[1]
     before = (data / "b1.jsonl").stat()
     (data / "b1.jsonl").write_text((data / "b1.jsonl").read_text().replace("q31", "q30"))
     os.utime(
         data / "b1.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns)
     )  # the same inode, size and time, as rsync may leave it
-    assert made(str(data), tmp_path / "c").train[0].folder != folders[0] and read[7:] == [
-        "b1.jsonl"
-    ]
+    assert made(str(data), tmp_path / "c").train[0].folder != folders[0]
+    assert read[7:] == ["b1.jsonl"]
     for n, damaged in enumerate(["{half", "[1]", json.dumps({str(data / "b1.jsonl"): 5})]):
         (tmp_path / "c" / "hashes.json").write_text(damaged)
         made(str(data), tmp_path / "c")
@@ -458,28 +450,29 @@ def test_a_file_that_is_gone_when_it_is_to_be_hashed_is_named(tmp_path):
 
 
 def test_a_file_that_changes_between_hashing_and_reading_is_not_kept_under_the_name_of_what_it_was(
-    tmp_path, data, monkeypatch
+    tmp_path, data
 ):
-    real = preparation.Preparation._tasks
-    monkeypatch.setattr(
-        preparation.Preparation,
-        "_tasks",
-        lambda self: write(data / "b0.jsonl", 5, 6) and real(self),
-    )
-    with pytest.raises(UserError, match=r"b0\.jsonl:1\n? *was changed"):
+    def change_and_list(real, self):
+        write(data / "b0.jsonl", 5, 6)
+        return real(self)
+
+    with (
+        inject.around("list_tasks", change_and_list),
+        pytest.raises(UserError, match=r"b0\.jsonl:1\n? *was changed"),
+    ):
         made(str(data), tmp_path / "c")
     assert visible(tmp_path / "c") == []
 
 
 def test_without_locks_two_that_prepare_the_same_do_not_disturb_each_other(
-    tmp_path, data, many_parts, monkeypatch
+    tmp_path, data, many_parts, enter, monkeypatch
 ):
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    real, results, meet = workers.tokenise, [], threading.Barrier(2, timeout=20)
+    results, meet = [], threading.Barrier(2, timeout=20)
 
-    def in_step(task, part, how, tick):
+    def in_step(real, task, part, how, tick):
         if not results:
             with suppress(threading.BrokenBarrierError):
                 meet.wait()
@@ -491,35 +484,26 @@ def test_without_locks_two_that_prepare_the_same_do_not_disturb_each_other(
         meet.abort()
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    monkeypatch.setattr(workers, "tokenise", in_step)
+    enter(inject.around("tokenize_part", in_step))
     threads = [threading.Thread(target=prepare_it, args=(late,)) for late in (0, 0.2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(results) == 2 and len(set(results)) == 1
+    assert len(results) == 2
+    assert len(set(results)) == 1
 
 
-# --- ranks that wait ---------------------------------------------------------------------------------------------------------------
+# --- ranks that wait ----------------------------------------------------------------------------
 
 
-@contextmanager
-def slow_tokenising(beats):
-    """Takes longer than the others are told to wait, with a sign of life now and then, or none."""
-    real = workers.tokenise
-
-    def slow(task, part, how, tick):
-        for _ in range(16):
-            time.sleep(0.3)
-            if beats:
-                tick(0, 0)
-        return real(task, part, how, tick)
-
-    with (
-        patch.object(workers, "tokenise", slow),
-        patch("fsdp_trainer.training.run.BEAT_SECONDS", 0.1),
-    ):
-        yield
+def tokenise_slowly(beats, real, task, part, how, tick):
+    """Take longer than the others are told to wait, with a sign of life now and then, or none."""
+    for _ in range(16):
+        time.sleep(0.3)
+        if beats:
+            tick(0, 0)
+    return real(task, part, how, tick)
 
 
 def waits(train, tmp_path, data, beats, code):
@@ -529,7 +513,9 @@ def waits(train, tmp_path, data, beats, code):
         f"data.cache={tmp_path / 'cache'}",
         "launch.data_timeout=4s",
     ]
-    return train("run", *how, ranks=2, seam=partial(slow_tokenising, beats), code=code)
+    slow = inject.around("tokenize_part", partial(tokenise_slowly, beats))
+    seam = inject.together(slow, inject.setting("beat_seconds", 0.1))
+    return train("run", *how, ranks=2, seam=seam, code=code)
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Whatever the data and the world: every token as often as it should be, steps of the same content, and the same rest after any interruption."""
+"""Whatever the data and the world: every token as often as it should be, steps of the same content,
+and the same rest after any interruption."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,9 +21,11 @@ CPU = torch.device("cpu")
 
 
 class Numbered:
-    """A store in which no two tokens are alike: they count from `first` on, so that a token tells its sample and what comes next."""
+    """A store in which no two tokens are alike: they count from `first` on, so that a token tells
+    its sample and what comes next."""
 
     folder = Path("numbered")
+    group_starts = None
 
     def __init__(self, samples, first=1, sources=1):
         """samples: (source, weights of its tokens), of which the first token's is 0."""
@@ -40,7 +43,8 @@ class Numbered:
         return len(self.lengths)
 
 
-# A text is learnt whole and may be longer than a row; a chat has any weights, not all of them 0, and fits.
+# A text is learnt whole and may be longer than a row; a chat has any weights, not all of them 0,
+# and fits.
 TEXTS = st.tuples(
     st.integers(0, 2), st.sampled_from([2, 3, 15, 16, 17, 31, 32, 33, 70]) | st.integers(2, 40)
 ).map(lambda text: (text[0], np.array([0.0, *[1.0] * (text[1] - 1)])))
@@ -118,7 +122,8 @@ WORLDS = st.builds(World, st.integers(1, 9), st.integers(1, 4))
 
 
 def computed(data, order, world, plan):
-    """The rows of a step, as all ranks of a world compute them: each its tokens, and its targets with their weights; in no order.
+    """The rows of a step, as all ranks of a world compute them: each its tokens, and its targets
+    with their weights; in no order.
 
     What holds for every micro-batch is looked at on the way.
     """
@@ -126,27 +131,26 @@ def computed(data, order, world, plan):
         Batches(order, world.micro_rows, rank, world.ranks, CPU) for rank in range(world.ranks)
     ]
     dealt = [list(rank.micro_batches(plan)) for rank in ranks]
-    assert {len(batches) for batches in dealt} == {rank.count(plan) for rank in ranks} and len(
-        {rank.count(plan) for rank in ranks}
-    ) == 1
+    assert {len(batches) for batches in dealt} == {rank.count(plan) for rank in ranks}
+    assert len({rank.count(plan) for rank in ranks}) == 1
     rows, weight, squares = [], 0.0, 0
     for batch in (batch for batches in dealt for batch in batches):
         assert batch.tokens.shape == batch.positions.shape == (world.micro_rows, SEQ_LEN)
         learnt = batch.weights > 0
-        assert (
-            len(batch.index) and not batch.weights[int(learnt.sum()) :].any()
-        )  # what fills the index up comes last, and weighs nothing
+        assert len(batch.index)
+        assert not batch.weights[int(learnt.sum()) :].any()
         index, targets, weights = (x[learnt] for x in (batch.index, batch.targets, batch.weights))
         predicting = batch.tokens.flatten()[index]
-        assert torch.equal(targets, predicting + 1) and np.array_equal(
-            data.of(targets)[0], data.of(predicting)[0]
-        )
+        assert torch.equal(targets, predicting + 1)
+        assert np.array_equal(data.of(targets)[0], data.of(predicting)[0])
         if len(order.source_names) > 1:
             assert np.array_equal(batch.sources[learnt], data.of(targets)[1])
         weight += float(weights.double().sum())
         for i, lengths in enumerate(batch.layout.lengths):
             n = sum(lengths)
-            assert min(lengths, default=1) > 0 and n <= SEQ_LEN and not batch.tokens[i, n:].any()
+            assert min(lengths, default=1) > 0
+            assert n <= SEQ_LEN
+            assert not batch.tokens[i, n:].any()
             assert batch.positions[i, :n].tolist() == [
                 place for length in lengths for place in range(length)
             ]
@@ -165,7 +169,8 @@ def computed(data, order, world, plan):
                     )
                 )
     assert len(rows) == plan.stop - plan.start
-    assert np.isclose(weight, plan.weight) and squares == plan.squares
+    assert np.isclose(weight, plan.weight)
+    assert squares == plan.attention_cost
     assert (sum(len(tokens) for tokens, _ in rows), sum(len(learnt) for _, learnt in rows)) == (
         plan.tokens,
         plan.supervised,
@@ -186,19 +191,18 @@ def test_steps_are_the_same_in_every_world_and_after_every_interruption(
 ):
     order = data.make()
     last_row = min(epochs * order.rows_per_epoch, MOST_ROWS)
-    plans = list(Batches(order, 1, 0, 1, CPU).steps(rows, last_row))
-    assert plans[0].start == 0 and plans[-1].stop == last_row
+    plans = list(Batches(order, 1, 0, 1, CPU).plans(rows, last_row))
+    assert plans[0].start == 0
+    assert plans[-1].stop == last_row
     assert all(before.stop == after.start for before, after in pairwise(plans))
-    assert (
-        all(plan.stop - plan.start == rows for plan in plans[:-1])
-        and 0 < plans[-1].stop - plans[-1].start <= rows
-    )
+    assert all(plan.stop - plan.start == rows for plan in plans[:-1])
+    assert 0 < plans[-1].stop - plans[-1].start <= rows
     whole = [computed(data, order, World(1, 2), plan) for plan in plans]
     for world in worlds:
         done = draw.draw(st.integers(0, len(plans)))
         again = data.make()
         rest = list(
-            Batches(again, world.micro_rows, 0, world.ranks, CPU).steps(
+            Batches(again, world.micro_rows, 0, world.ranks, CPU).plans(
                 rows, last_row, done, done and plans[done - 1].stop
             )
         )
@@ -224,7 +228,7 @@ def test_an_epoch_has_every_token_exactly_as_often_as_asked_and_learns_each_with
     )
     seen: list[int] = []
     learnt: list[tuple[int, float]] = []
-    for plan in Batches(order, world.micro_rows, 0, world.ranks, CPU).steps(
+    for plan in Batches(order, world.micro_rows, 0, world.ranks, CPU).plans(
         rows, epochs * order.rows_per_epoch
     ):
         for held, targets in computed(data, order, world, plan):
@@ -247,7 +251,8 @@ def test_a_mixture_is_exact_over_any_prefix_and_each_source_goes_on_in_its_own_o
     starts = [component.start for component in order.components]
     for n in [*range(MOST_ROWS), *range(first, first + MOST_ROWS)]:
         before, after = (np.array(order.taken(i)) - starts for i in (n, n + 1))
-        assert before.sum() == n and np.abs(before - n * np.array(order.shares)).max() < 1
+        assert before.sum() == n
+        assert np.abs(before - n * np.array(order.shares)).max() < 1
         ((who,),) = [np.flatnonzero(after != before)]
         assert after[who] == before[who] + 1
         of_its_own = order.orders[who].read(starts[who] + int(before[who]))

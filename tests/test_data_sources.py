@@ -1,13 +1,11 @@
 """Files of every form are read, and broken ones named by file and line."""
 
-import contextlib
 import gzip
-import importlib.util
 import json
 import shutil
 from pathlib import Path
-from unittest.mock import patch
 
+import inject
 import pytest
 
 from fsdp_trainer.data.conversations import Conversation, Document, make_reader
@@ -55,7 +53,8 @@ def test_failing_gathers_several_problems_and_skipping_counts_them():
     problems = Problems("fail")
     for line in range(1, 100):
         problems.add(("f", line), "broken")
-        assert problems.will_raise and problems.is_enough == (line >= 5)
+        assert problems.will_raise
+        assert problems.is_enough == (line >= 5)
     with pytest.raises(UserError) as raised:
         problems.raise_if_failing()
     assert [p.what for p in raised.value.problems] == ["f:1", "f:2", "f:3", "f:4", "f:5"]
@@ -63,16 +62,18 @@ def test_failing_gathers_several_problems_and_skipping_counts_them():
     for line in range(1, 100):
         skipping.add(("f", line), "broken")
     skipping.raise_if_failing()
-    assert skipping.count == 99 and not skipping.will_raise
+    assert skipping.count == 99
+    assert not skipping.will_raise
 
 
 def test_paths_are_files_folders_globs_and_lists(tmp_path):
     a, b = written(tmp_path, "a.jsonl", "{}"), written(tmp_path, "b.txt", "x")
     written(tmp_path, "notes.pdf", "x")
     written(tmp_path, "README.md", "what this is")
-    files = lambda path: [  # noqa: E731
-        file for source in find_sources(path, "data.path") for file in source.files
-    ]
+
+    def files(path):
+        return [file for source in find_sources(path, "data.path") for file in source.files]
+
     assert files(str(tmp_path)) == [a, b]
     assert files(str(tmp_path / "*.txt")) == [b]
     assert files([b, a, "demo:backwards"]) == [b, a, "demo:backwards"]
@@ -280,9 +281,8 @@ def test_columns_of_the_wrong_type_are_an_error_of_the_row(columns):
 def test_unknown_columns_are_listed_with_an_example():
     with pytest.raises(UserError) as raised:
         read({"body": "x", "title": "y"})
-    assert "body title" in str(raised.value) and "data.fields={prompt: question" in str(
-        raised.value
-    )
+    assert "body title" in str(raised.value)
+    assert "data.fields={prompt: question" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -393,15 +393,16 @@ def test_a_file_that_was_cut_off_is_named(tmp_path, name):
     write_table(path, TABLE)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     *whole, last = read_rows(str(path))
-    assert (
-        "from here on" in last.error
-        and last.where == (str(path), len(whole) + 1)
-        and not any(row.error for row in whole)
-    )
+    assert "from here on" in last.error
+    assert last.where == (str(path), len(whole) + 1)
+    assert not any(row.error for row in whole)
 
 
 def test_csv_is_read_with_quotes_and_line_breaks_and_named_by_line(tmp_path):
-    text = 'prompt,completion\r\nq,a\r\n"two\r\nlines","an ""x"""\r\nq,a,b\r\n\r\ncaf\udce9,a\r\nq,"no end'
+    text = (
+        'prompt,completion\r\nq,a\r\n"two\r\nlines","an '
+        '""x"""\r\nq,a,b\r\n\r\ncaf\udce9,a\r\nq,"no end'
+    )
     rows = list(read_rows(written(tmp_path, "a.csv", text.encode("utf-8", "surrogateescape"))))
     assert [row.where[1] for row in rows] == [2, 3, 5, 7, 8]
     assert [row.columns for row in rows[:2]] == [
@@ -443,19 +444,9 @@ def test_what_datasets_saves_is_read_and_its_descriptions_are_not(tmp_path):
 def test_a_missing_pyarrow_is_told_with_the_command_that_installs_it(world, tmp_path):
     written(tmp_path, "a.parquet", "")
     found = ["preview", f"data.path={tmp_path}", "tokenizer.path=demo:bytes", "logging.wat=1"]
-    (told,) = world.command(*found, seam=without_pyarrow, code=2)
-    assert "2 problems" in told.err and "pip install 'fsdp_trainer[arrow]'" in told.err
-
-
-@contextlib.contextmanager
-def without_pyarrow():
-    find = importlib.util.find_spec
-    with patch.object(
-        importlib.util,
-        "find_spec",
-        lambda name, *more: None if name == "pyarrow" else find(name, *more),
-    ):
-        yield
+    (told,) = world.command(*found, seam=inject.without_package("pyarrow"), code=2)
+    assert "2 problems" in told.err
+    assert "pip install 'fsdp_trainer[arrow]'" in told.err
 
 
 @pytest.mark.parametrize(
@@ -505,7 +496,8 @@ def test_an_entry_of_a_list_that_is_named_in_two_ways_is_one_source(tmp_path, mo
     assert [source.name for source in find_sources(["a.txt", "./a.txt", file], "data.path")] == [
         "a"
     ]
-    assert [source.name for source in find_sources([file, "demo:backwards", "demo:backwards/heldout"], "data.path")] == [
+    assert [source.name for source in find_sources([file, "demo:backwards",
+    "demo:backwards/heldout"], "data.path")] == [
         "a", "demo:backwards", "heldout"
     ]  # fmt: skip
 
@@ -516,7 +508,8 @@ def test_a_folder_with_a_split_to_train_on_and_another_is_refused(tmp_path):
     with pytest.raises(UserError, match="several splits: train test") as raised:
         find_sources(str(tmp_path), "data.path")
     (source,) = find_sources(str(raised.value.problems[0].why).split("'")[1], "data.path")
-    assert source.name == "train" and len(source.files) == 2
+    assert source.name == "train"
+    assert len(source.files) == 2
     assert len(find_sources(str(tmp_path / "*"), "data.path")) == 2  # named on purpose
 
 
@@ -576,11 +569,9 @@ def test_every_path_of_a_list_that_cannot_be_read_is_told(world, tmp_path):
         "tokenizer.path=demo:bytes",
         code=2,
     )
-    assert (
-        "b.jsonl: there is no such file" in told.err
-        and "*.csv: no file matches" in told.err
-        and "a.jsonl:" not in told.err
-    )
+    assert "b.jsonl: there is no such file" in told.err
+    assert "*.csv: no file matches" in told.err
+    assert "a.jsonl:" not in told.err
 
 
 def test_a_stream_of_conversations_is_refused(world, tmp_path):
@@ -594,10 +585,8 @@ def test_a_stream_of_conversations_is_refused(world, tmp_path):
     ]
     assert "data.too_long=split" in world.command(*how, code=2)[0].err
     why = world.command(*how, "data.too_long=split", code=2)[0].err
-    assert (
-        f"{chats} holds conversations" in why
-        and "Use  data.packing=best_fit data.too_long=drop" in why
-    )
+    assert f"{chats} holds conversations" in why
+    assert "Use  data.packing=best_fit data.too_long=drop" in why
     world.command(*how, "data.packing=best_fit", "data.too_long=drop")
 
 

@@ -2,11 +2,12 @@
 
 import json
 
+import inject
 import numpy as np
 import pytest
 
 from fsdp_trainer.config.schema import Batch, Data, TrainConfig
-from fsdp_trainer.data import demo, tokenise
+from fsdp_trainer.data import demo
 from fsdp_trainer.data import prepare as preparing
 from fsdp_trainer.data.build import build_data, tokenizer_path
 from fsdp_trainer.data.prepare import prepare
@@ -49,7 +50,8 @@ def test_another_rank_opens_what_one_has_prepared(tmp_path):
         one.train[0].fingerprint,
         one.report,
     )
-    assert len(other.train[0]) == 4000 and len(other.validation) == 200
+    assert len(other.train[0]) == 4000
+    assert len(other.validation) == 200
     assert np.array_equal(other.train[0].tokens, one.train[0].tokens)
     assert other.train[0].fingerprint != other.validation.fingerprint
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
@@ -72,8 +74,10 @@ def test_the_same_data_is_tokenised_once_and_a_change_is_noticed(tmp_path, monke
             == first.fingerprint
         )
     changed = [
-        prepared(tmp_path / "c", seq_len=32, **base), prepared(tmp_path / "c", template="chatml", loss_on="last", **base),
-        prepared(tmp_path / "c", template="plain", **base), prepared(tmp_path / "c", validation=0.5, **base),
+        prepared(tmp_path / "c", seq_len=32, **base),
+        prepared(tmp_path / "c", template="chatml", loss_on="last", **base),
+        prepared(tmp_path / "c", template="plain", **base),
+        prepared(tmp_path / "c", validation=0.5, **base),
     ]  # fmt: skip
     chats(tmp_path / "a.jsonl", 31)
     changed.append(prepared(tmp_path / "c", **base))
@@ -84,14 +88,15 @@ def test_a_validation_share_depends_on_content_and_not_on_order(tmp_path):
     path = tmp_path / "a.jsonl"
     chats(path, 200)
     part = prepared(tmp_path / "c", path=str(path), validation=0.2)
-    assert 20 < len(part.validation) < 60 and len(part.train[0]) + len(part.validation) == 200
+    assert 20 < len(part.validation) < 60
+    assert len(part.train[0]) + len(part.validation) == 200
     path.write_text("\n".join(reversed(path.read_text().splitlines())))
     turned = prepared(tmp_path / "c", path=str(path), validation=0.2)
     assert sorted(texts(turned.validation)) == sorted(texts(part.validation))
 
 
-def test_samples_keep_their_order_over_files_and_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenise, "CHUNK", 7)
+def test_samples_keep_their_order_over_files_and_chunks(tmp_path, enter):
+    enter(inject.setting("tokenize_chunk", 7))
     paths = [chats(tmp_path / "b.jsonl", 10), chats(tmp_path / "a.jsonl", 10, start=10)]
     part = prepared(tmp_path / "c", path=paths)
     assert [t.split("a")[-1].strip() for t in texts(part.train[0])] == [str(i) for i in range(20)]
@@ -125,7 +130,8 @@ def test_data_that_cannot_be_learnt_is_refused_by_name(tmp_path, content, option
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(UserError) as raised:
         prepared(tmp_path / "c", path=str(tmp_path / "a.jsonl"), **options)
-    assert named in raised.value.problems[0].what and not list((tmp_path / "c").glob(".*"))
+    assert named in raised.value.problems[0].what
+    assert not list((tmp_path / "c").glob(".*"))
 
 
 def test_the_tokenizer_is_found_with_the_weights(tmp_path):
@@ -153,7 +159,8 @@ def test_the_demo_is_learnable_and_held_out(tmp_path):
     cfg = TrainConfig()
     cfg.data.path, cfg.tokenizer.path, cfg.run.root = "demo:backwards", "demo:bytes", str(tmp_path)
     tokenizer, _, data = build_data(cfg)
-    assert data.train[0].folder.parents[1] == tmp_path / ".data" and tokenizer.vocab_size == 260
+    assert data.train[0].folder.parents[1] == tmp_path / ".data"
+    assert tokenizer.vocab_size == 260
     assert (
         demo.rows("demo:backwards")[0]["messages"][0]["content"]
         == f"Spell {demo.words()[0]} backwards."

@@ -1,6 +1,6 @@
-"""Streamed data: the same rows for everyone, from where a checkpoint stands, and nothing kept of them."""
+"""Streamed data: the same rows for everyone, from where a checkpoint stands, and nothing kept of
+them."""
 
-import contextlib
 import gzip
 import itertools
 import json
@@ -8,22 +8,23 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
 from dataclasses import replace
-from functools import partial
 from unittest.mock import patch
 
 import fsspec
+import inject
 import numpy as np
 import pytest
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from inject import SPIKED
 from stored import assert_bitwise_equal, stored
-from test_bad_numbers import SPIKED, SPIKY, bad_gradient
-from world import write_chats
+from world import SPIKY, write_chats
 
 from fsdp_trainer.config.schema import Batch, Data
-from fsdp_trainer.data import stream as stream_module
 from fsdp_trainer.data.stream import dealt, stream_data
 from fsdp_trainer.data.stream_readers import Readers, ReadersElsewhere
 from fsdp_trainer.data.templates import load_template
@@ -121,9 +122,8 @@ def test_every_sample_is_dealt_exactly_once_an_epoch_to_some_stream(
             source, unit, part = dealt(data, place)
             taken = [*data.stream(number)._samples_of_unit(turn, 0, 0)]
             lines += [sample.tokens.tobytes() for sample in taken]
-            assert all(
-                sample.source == source == 0 and part < data.parts for sample in taken
-            ) and unit in [u for _, u in data.units]
+            assert all(sample.source == source == 0 and part < data.parts for sample in taken)
+            assert unit in [u for _, u in data.units]
         assert len(lines) == 100, "each of the samples"
         if kind == "texts":
             assert len(set(lines)) == 100, "which differ"
@@ -200,32 +200,16 @@ def test_what_a_step_holds_does_not_depend_on_the_ranks(train, inputs, files):
     one, four = train("one", *how), train("four", *how, ranks=4)
     for other in (four, train("six", *how, "data.workers=2", "batch.micro_rows=6")):
         assert np.abs(np.subtract(one.column("loss"), other.column("loss"))).max() < 1e-5
-        assert one.column("tokens") == other.column("tokens") and one.column(
-            "supervised_tokens"
-        ) == other.column("supervised_tokens")
+        assert one.column("tokens") == other.column("tokens")
+        assert one.column("supervised_tokens") == other.column("supervised_tokens")
     assert not cache.exists(), "nothing is kept"
-
-
-@contextlib.contextmanager
-def killed_after_seven():
-    from fsdp_trainer.training.trainer import Trainer
-
-    real = Trainer.clip
-
-    def clip(self):
-        if self.progress.step == 7:
-            raise RunFailed("killed")
-        return real(self)
-
-    with patch.object(Trainer, "clip", clip):
-        yield
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_bitwise_and_on_another_number_of_ranks_all_but_so(train):
     how = [*STREAMED, "train.steps=10", "checkpoint.every=4"]
     whole = train("whole", *how, ranks=2)
-    cut = train("cut", *how, ranks=2, seam=killed_after_seven, code=1)
+    cut = train("cut", *how, ranks=2, seam=inject.failed(step=8, phase="clip"), code=1)
     assert cut.checkpoints == ["step-00000004"]
     shutil.copytree(cut.folder, cut.folder.with_name("fewer"))
     again = train("cut", *how, ranks=2)
@@ -247,79 +231,73 @@ def test_a_row_that_cannot_be_read_ends_all_ranks_with_its_file_and_line(train, 
     broken.write_text("\n".join(lines) + "\n")
     how = [*STREAMED, f"data.path={broken}", "data.shuffle=false", "train.steps=100"]
     run = train("run", *how, ranks=2, code=2)
-    assert (
-        f"{broken}:1191" in run.err
-        and "data.on_error=skip" in run.err
-        and "Traceback" not in run.err
-    )
+    assert f"{broken}:1191" in run.err
+    assert "data.on_error=skip" in run.err
+    assert "Traceback" not in run.err
     trained = len(run.metrics)
-    assert run.event("end")[0]["exit_code"] == 2 and 10 < trained < 100
+    assert run.event("end")[0]["exit_code"] == 2
+    assert 10 < trained < 100
     assert run.checkpoints == [f"step-{trained:08d}"], "nothing that was trained is lost"
     run = train(
         "run", *how, "data.on_error=skip", "checkpoint.allow_changes=[data.on_error]", ranks=2
     )
-    assert (
-        f"goes on after step {trained}" in run.out
-        and f"skipped {broken}:1191" in run.out
-        and len(run.metrics) == 100
-    )
+    assert f"goes on after step {trained}" in run.out
+    assert f"skipped {broken}:1191" in run.out
+    assert len(run.metrics) == 100
     assert [where.split()[0] for event in run.event("rows_skipped") for where in event["rows"]] == [
         f"{broken}:1191"
     ]
 
 
-@contextlib.contextmanager
+@inject.fault
 def slow_file(for_ever=False):
-    """Rank 1 waits for a file once, until it has been told of three times, or as long as the run lasts. Rank 0 takes its time to tell."""
+    """Rank 1 waits for a file once, until it has been told of three times, or as long as the run
+    lasts. Rank 0 takes its time to tell."""
     import time
 
-    import torch.distributed as dist
-
-    from fsdp_trainer.observe.console import Console
-    from fsdp_trainer.training import streaming
-
-    real, say, tell = stream_module.read_unit, Console.say, streaming.StreamFeed._tell_waiting
     waited, told, over = [], [], threading.Event()
 
-    def slowly(self, text):
+    def slowly(real, self, text):
         time.sleep(0.1 if "waits for" in text and not self.quiet else 0)
-        say(self, text)
+        real(self, text)
 
-    def read_unit(unit):
+    def read_unit(real, unit):
         if dist.is_initialized() and dist.get_rank() == 1 and not waited:
             waited.append(True)
             while not over.wait(0.05) and (len(told) < 3 or for_ever):
                 pass
         return real(unit)
 
-    def tell_waiting(self, *args):
+    def tell_waiting(real, self, *args):
         told.append(args)
-        tell(self, *args)
+        real(self, *args)
 
-    with contextlib.ExitStack() as stack:
-        stack.callback(over.set)
-        for where, name, value in (
-            (stream_module, "read_unit", read_unit), (Console, "say", slowly),
-            (streaming, "ROUND_SECONDS", 0.1), (streaming, "TELL_EVERY_ROUNDS", 3), (streaming.StreamFeed, "_tell_waiting", tell_waiting),
-        ):  # fmt: skip
-            stack.enter_context(patch.object(where, name, value))
-        yield
+    try:
+        with (
+            inject.around("stream_read", read_unit),
+            inject.around("say", slowly),
+            inject.around("stream_waits", tell_waiting),
+            inject.setting("stream_round_seconds", 0.1),
+            inject.setting("stream_rounds_told", 3),
+        ):
+            yield
+    finally:
+        over.set()
 
 
 @pytest.mark.slow
 def test_a_rank_that_waits_for_its_files_is_named_and_keeps_the_others_out_of_time_outs(
     train, files
 ):
-    run = train("slow", *STREAMED, "train.steps=3", ranks=2, seam=slow_file)
+    run = train("slow", *STREAMED, "train.steps=3", ranks=2, seam=slow_file())
     event, *later = run.event("data_wait")
-    assert len(later) >= 2 and later[1]["seconds"] - event["seconds"] > 0.45, (
+    assert len(later) >= 2
+    assert later[1]["seconds"] - event["seconds"] > 0.45, (
         "told every third time that the ranks meet"
     )
-    assert (
-        event["rank"] == 1
-        and f"rank 1 waits for {event['file']}" in run.out
-        and event["file"].endswith("chats.jsonl")
-    )
+    assert event["rank"] == 1
+    assert f"rank 1 waits for {event['file']}" in run.out
+    assert event["file"].endswith("chats.jsonl")
     assert len(run.metrics) == 3
     run = train(
         "gives_up",
@@ -327,22 +305,19 @@ def test_a_rank_that_waits_for_its_files_is_named_and_keeps_the_others_out_of_ti
         "train.steps=3",
         "launch.data_timeout=1s",
         ranks=2,
-        seam=partial(slow_file, for_ever=True),
+        seam=slow_file(for_ever=True),
         code=1,
     )
-    assert "gave nothing for" in run.err and "launch.data_timeout" in run.err
+    assert "gave nothing for" in run.err
+    assert "launch.data_timeout" in run.err
 
 
-@contextlib.contextmanager
+@inject.fault
 def one_file_gone_and_one_that_hangs():
     """Rank 0's is gone, and rank 1 waits for its own."""
-    import torch.distributed as dist
+    over = threading.Event()
 
-    from fsdp_trainer.training import streaming
-
-    real, over = stream_module.read_unit, threading.Event()
-
-    def read_unit(unit):
+    def read_unit(real, unit):
         if not dist.is_initialized():
             return real(unit)
         if dist.get_rank() == 0:
@@ -350,8 +325,8 @@ def one_file_gone_and_one_that_hangs():
         return over.wait()
 
     with (
-        patch.object(stream_module, "read_unit", read_unit),
-        patch.object(streaming, "ROUND_SECONDS", 0.2),
+        inject.around("stream_read", read_unit),
+        inject.setting("stream_round_seconds", 0.2),
     ):
         yield
     over.set()
@@ -364,14 +339,12 @@ def test_nobody_waits_for_a_file_once_another_rank_has_failed(train):
         "train.steps=3",
         "launch.data_timeout=20s",
         ranks=2,
-        seam=one_file_gone_and_one_that_hangs,
+        seam=one_file_gone_and_one_that_hangs(),
         code=1,
     )
-    assert (
-        "rank 0 cannot read its part of the data of step 1" in run.err
-        and "it is gone" in run.err
-        and "rank 1" not in run.err
-    )
+    assert "rank 0 cannot read its part of the data of step 1" in run.err
+    assert "it is gone" in run.err
+    assert "rank 1" not in run.err
 
 
 def test_what_streaming_cannot_do_is_refused(train, files, tmp_path):
@@ -403,7 +376,8 @@ def test_another_number_of_rows_is_other_data(train):
     how = [*STREAMED, "train.steps=2"]
     train("run", *how)
     changed = train("run", *how[:-1], "train.steps=4", "batch.rows=5", code=2)
-    assert "data.fingerprint" in changed.err and "batch.rows=5" in changed.err
+    assert "data.fingerprint" in changed.err
+    assert "batch.rows=5" in changed.err
     allowed = train(
         "run",
         *how[:-1],
@@ -436,11 +410,9 @@ def test_the_preview_shows_the_rows_of_training(files, capsys):
     streams = [data.stream(number) for number in range(4)]
     for index, row in enumerate(shown):
         expected = next(streams[index % 4])
-        assert (
-            row["tokens"] == expected.tokens.tolist()
-            and row["documents"] == expected.documents
-            and row["row"] == index
-        )
+        assert row["tokens"] == expected.tokens.tolist()
+        assert row["documents"] == expected.documents
+        assert row["row"] == index
         assert row["labels"] == expected.labels.tolist()
 
 
@@ -461,50 +433,41 @@ def test_the_preview_of_a_stream_tells_whole_lengths_and_what_was_skipped(tmp_pa
         main(["preview", *how, "data.streaming=true", "data.on_error=skip", "preview.rows=1"]) == 0
     )
     out = capsys.readouterr().out
-    assert "longest 201" in out and "skipped that cannot be read" in out and "a.jsonl:11" in out
+    assert "longest 201" in out
+    assert "skipped that cannot be read" in out
+    assert "a.jsonl:11" in out
 
 
-@contextlib.contextmanager
-def two_steps_left_out():
-    from fsdp_trainer.training.streaming import StreamFeed
-    from fsdp_trainer.training.trainer import Trainer
+def fit_without_two_steps(real, self):
+    self.progress.skipped_row_ranges = [[12, 24]]
+    return real(self)
 
-    real, complete = Trainer.fit, StreamFeed.complete
 
-    def fit(self):
-        self.progress.left_out = [[12, 24]]
-        return real(self)
+def complete_and_look(real, self, step):
+    batches = real(self, step)
+    assert batches.plan.start != 24 or 12 in self.source.cursors, (
+        "where a stop in this step would leave the run"
+    )
+    return batches
 
-    def completed(self, plan):
-        plan = complete(self, plan)
-        assert plan.start != 24 or 12 in self.batches.cursors, (
-            "where a stop in this step would leave the run"
-        )
-        return plan
 
-    with patch.object(Trainer, "fit", fit), patch.object(StreamFeed, "complete", completed):
-        yield
+TWO_STEPS_LEFT_OUT = inject.together(
+    inject.around("fit", fit_without_two_steps), inject.around("stream_step", complete_and_look)
+)
 
 
 def test_rows_that_a_rewind_leaves_out_are_jumped_over(train):
     plain = train("plain", *STREAMED, "train.steps=8")
-    jumps = train("jumps", *STREAMED, "train.steps=6", seam=two_steps_left_out)
+    jumps = train("jumps", *STREAMED, "train.steps=6", seam=TWO_STEPS_LEFT_OUT)
     each, jumped = (np.diff([0, *run.column("tokens")]).tolist() for run in (plain, jumps))
     assert jumped == [*each[:2], *each[4:]]
 
 
-@contextlib.contextmanager
-def spike():
-    from fsdp_trainer.training.streaming import StreamFeed
-
-    real = StreamFeed.complete
-
-    def complete(self, plan):
-        plan = real(self, plan)
-        return replace(plan, weight=plan.weight / 50) if plan.start == 3 * (SPIKED - 1) else plan
-
-    with patch.object(StreamFeed, "complete", complete):
-        yield
+def spike(real, self, step):
+    batches = real(self, step)
+    if batches.plan.start == 3 * (SPIKED - 1):
+        batches.plan = replace(batches.plan, weight=batches.plan.weight / 50)
+    return batches
 
 
 @pytest.mark.slow
@@ -518,7 +481,7 @@ def test_a_rewind_takes_the_streams_back_and_where_it_cannot_they_go_on(train, e
         "train.on_spike=rewind",
         "train.rewind_margin=0",
         f"checkpoint.every={every}",
-        seam=spike,
+        seam=inject.around("stream_step", spike),
         ranks=2,
     )
     each, again = (np.diff([0, *of.column("tokens")]).tolist() for of in (plain, run))
@@ -526,26 +489,27 @@ def test_a_rewind_takes_the_streams_back_and_where_it_cannot_they_go_on(train, e
         assert run.event("rewind")[0]["left_out"] == [3 * (SPIKED - 1), 3 * SPIKED]
         assert again[:-1] == [*each[: SPIKED - 1], *each[SPIKED:]]
     else:
-        assert "there is no checkpoint before step" in run.out and again == each
+        assert "there is no checkpoint before step" in run.out
+        assert again == each
 
 
 def test_a_bad_step_names_the_lines_that_were_streamed(train, files):
-    run = train("run", *STREAMED, "train.steps=3", "data.packing=none", ranks=2, seam=bad_gradient)
-    (event,) = run.event("skipped")
-    assert event["ranks"] == [1] and len(event["samples"]) == 1
-    assert (
-        event["samples"][0].rpartition(":")[0].endswith("chats.jsonl")
-        and 1 <= int(event["samples"][0].rpartition(":")[2]) <= 100
+    run = train(
+        "run", *STREAMED, "train.steps=3", "data.packing=none", ranks=2, seam=inject.bad_gradient()
     )
+    (event,) = run.event("skipped")
+    assert event["ranks"] == [1]
+    assert len(event["samples"]) == 1
+    assert event["samples"][0].rpartition(":")[0].endswith("chats.jsonl")
+    assert 1 <= int(event["samples"][0].rpartition(":")[2]) <= 100
 
 
 def test_a_network_that_fails_is_waited_for_without_losing_or_repeating_a_row(files):
     fsspec.filesystem("memory").pipe("/chats.jsonl", files["chats"].read_bytes())
     data, failed, told = streamed("memory://chats.jsonl", rows=2), [], []
     expected = [content(row) for row in itertools.islice(data.stream(1), 60)]
-    real = stream_module.read_unit
 
-    def read_unit(unit):
+    def read_unit(real, unit):
         for i, row in enumerate(real(unit)):
             if i == 3 and len(failed) % 3 < 2:
                 failed.append(unit)
@@ -555,13 +519,11 @@ def test_a_network_that_fails_is_waited_for_without_losing_or_repeating_a_row(fi
             yield row
         failed.append(None)
 
-    with (
-        patch.object(stream_module, "read_unit", read_unit),
-        patch.object(stream_module.time, "sleep"),
-    ):
+    with inject.around("stream_read", read_unit), patch.object(time, "sleep"):
         assert [
             content(row) for row in itertools.islice(data.stream(1, opens=told.append), 60)
         ] == expected
         with pytest.raises(UserError):
             next(data.stream(1))
-    assert "memory://chats.jsonl, tried again in 1 s (reset by peer)" in told and len(failed) > 4
+    assert "memory://chats.jsonl, tried again in 1 s (reset by peer)" in told
+    assert len(failed) > 4

@@ -2,12 +2,13 @@
 
 import io
 import json
-from pathlib import Path
 
+import inject
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from texts import SHARED
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from fsdp_trainer.data.sources import RowError
@@ -16,7 +17,6 @@ from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.data.words import PATTERNS
 from fsdp_trainer.errors import UserError
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
 TEXTS = [
     "Hello world",
     "two  spaces\n\nand\ttabs ",
@@ -48,7 +48,8 @@ def sentencepiece_file(request, tmp_path_factory):
         else {}
     )
     spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(list(words) * 5), model_writer=model, vocab_size=330, model_type=request.param, byte_fallback=True,
+        sentence_iterator=iter(list(words) * 5), model_writer=model, vocab_size=330,
+        model_type=request.param, byte_fallback=True,
         hard_vocab_limit=False, minloglevel=2, user_defined_symbols=["<|tool|>"], **options,
     )  # fmt: skip
     path = tmp_path_factory.mktemp(request.param) / "spm.model"
@@ -105,9 +106,8 @@ def test_real_tokenizers_are_saved_for_transformers(name, tmp_path):
     theirs = saved_and_compared(
         tokenizer, tmp_path, [*TEXTS, f"a{special[0]} b{special[-1]}c {special[1]}"]
     )
-    assert (
-        theirs.eos_token_id == tokenizer.eos_id and theirs.chat_template == tokenizer.chat_template
-    )
+    assert theirs.eos_token_id == tokenizer.eos_id
+    assert theirs.chat_template == tokenizer.chat_template
 
 
 def saved_and_compared(tokenizer, folder, texts):
@@ -137,7 +137,8 @@ def test_another_template_is_saved_with_the_tokenizer(tmp_path):
 def test_offsets_cover_the_text():
     tokenizer = load_tokenizer("demo:bytes")
     (encoding,) = tokenizer.encode_batch(["é<|im_end|>x"])
-    assert encoding.starts.tolist() == [0, 0, 1, 11] and encoding.ends.tolist() == [1, 1, 11, 12]
+    assert encoding.starts.tolist() == [0, 0, 1, 11]
+    assert encoding.ends.tolist() == [1, 1, 11, 12]
 
 
 def test_stored_truncation_and_offset_trimming_are_undone(tmp_path):
@@ -174,7 +175,8 @@ def test_special_tokens_and_templates_are_read_in_every_spelling(tmp_path):
         "<|im_end|>",
         None,
     )
-    assert tokenizer.chat_template == "D" and tokenizer.stop_ids == {256, 258, 7}
+    assert tokenizer.chat_template == "D"
+    assert tokenizer.stop_ids == {256, 258, 7}
 
 
 def test_tokens_added_to_a_sentencepiece_model_later_have_their_ids(sentencepiece_file, tmp_path):
@@ -275,10 +277,10 @@ def test_templates_do_not_know_the_day_and_cannot_reach_python():
         "x12345678" * 400,
     ],
 )
-def test_a_long_text_is_encoded_in_pieces_to_the_same_tokens(sentencepiece_file, monkeypatch, text):
+def test_a_long_text_is_encoded_in_pieces_to_the_same_tokens(sentencepiece_file, enter, text):
     """Its memory is bounded, its tokens and their places are those of the whole."""
-    monkeypatch.setattr("fsdp_trainer.data.tokenizer.OVERLAP", 200)
-    monkeypatch.setattr("fsdp_trainer.data.tokenizer.LONG", 500)
+    enter(inject.setting("tokenizer_overlap", 200))
+    enter(inject.setting("tokenizer_long_text", 500))
     for tokenizer in (
         load_tokenizer("demo:bytes"),
         load_tokenizer(str(sentencepiece_file)),
@@ -293,16 +295,17 @@ def test_a_long_text_is_encoded_in_pieces_to_the_same_tokens(sentencepiece_file,
         ]
 
 
-def test_a_text_is_joined_only_where_that_gives_the_tokens_of_the_whole(monkeypatch):
-    """A run of digits is cut by threes from its beginning, wherever a piece begins: both may go on alike for a while, and differ then."""
-    monkeypatch.setattr("fsdp_trainer.data.tokenizer.OVERLAP", 200)
-    monkeypatch.setattr("fsdp_trainer.data.tokenizer.LONG", 500)
+def test_a_text_is_joined_only_where_that_gives_the_tokens_of_the_whole(enter):
+    """A run of digits is cut by threes from its beginning, wherever a piece begins: both may go on
+    alike for a while, and differ then."""
+    enter(inject.setting("tokenizer_overlap", 200))
+    enter(inject.setting("tokenizer_long_text", 500))
     tokenizer = byte_level(LLAMA_3)  # it knows 123 as one token, and 9 as one only
     text = "9" * 801 + "123" * 60
     assert tokenizer.encode_batch([text])[0].ids.tolist() == tokenizer.encode(text)
 
 
-# --- word by word ------------------------------------------------------------------------------------------------------------------
+# --- word by word -------------------------------------------------------------------------------
 
 
 def byte_level(pattern=None, normalizer=None, added=("<|end|>",), **how):
@@ -331,7 +334,8 @@ BY_WORDS = [
     byte_level(normalizer=normalizers.NFC()),
     *map(byte_level, sorted(PATTERNS)),
 ]
-PIECES = [*"ax'19é²_-.!/\n\t\r\x00\x0b\x1c\x85\u0301\u00a0\u2003\u3000\u200b你。🙂", " ", " ", "  ", "\n\n", "\r\n", "'s", "'LL", "Hello", "foo", "123456", "...", "<|end|>", "<|"]  # fmt: skip
+PIECES = [*"ax'19é²_-.!/\n\t\r\x00\x0b\x1c\x85\u0301\u00a0\u2003\u3000\u200b你。🙂", " ", " ", "  ",
+"\n\n", "\r\n", "'s", "'LL", "Hello", "foo", "123456", "...", "<|end|>", "<|"]  # fmt: skip
 
 
 @settings(max_examples=400, deadline=None)
@@ -369,8 +373,8 @@ def test_a_tokenizer_that_may_look_across_a_space_gets_whole_texts():
         )
 
 
-def test_words_are_forgotten_before_they_fill_the_memory(monkeypatch):
-    monkeypatch.setattr("fsdp_trainer.data.words.CHARACTERS", 100)
+def test_words_are_forgotten_before_they_fill_the_memory(enter):
+    enter(inject.setting("words_kept_characters", 100))
     tokenizer = byte_level()
     for i in range(50):
         text = " ".join(f"word{i}{k}" for k in range(20))

@@ -3,7 +3,7 @@
 import gzip
 import json
 
-import pytest
+import inject
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,9 +74,7 @@ def test_any_cut_into_parts_shards_and_interruptions_gives_the_same_samples(
         whole = columns(prepared(folder / "whole", files, **options))
     except UserError as error:  # nothing to learn is in it: however it is divided
         whole = type(error)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preparation, "SMALLEST", smallest)
-        patch.setattr(preparation, "FEWEST", 1 << 40)
+    with inject.setting("smallest_part", smallest), inject.setting("fewest_parts", 1 << 40):
         data = Data(path=[str(file) for file in files], **options)
         how = (
             data,

@@ -1,4 +1,5 @@
-"""A disk that is full, broken, read-only or slow, and trackers that hang: told, tried again, and training goes on."""
+"""A disk that is full, broken, read-only or slow, and trackers that hang: told, tried again, and
+training goes on."""
 
 import contextlib
 import errno
@@ -8,12 +9,12 @@ import time
 from functools import partial
 from unittest.mock import patch
 
+import inject
 import pytest
+from inject import at_phases
 from stored import assert_bitwise_equal, end_of, newest, stored
 from world import read_lines
 
-from fsdp_trainer import phases
-from fsdp_trainer.observe import records as records_module
 from fsdp_trainer.observe.console import Console
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.trackers import Trackers
@@ -40,24 +41,6 @@ def small_disk(tmp_path):
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-@contextlib.contextmanager
-def at_phases(acts):
-    """(step, phase) → what rank 0 does when it enters it. A save that is tried again meets the same."""
-    real, at = phases.enter, [0]
-
-    def enter(name, step=None):
-        real(name, step)
-        at[0] = step or at[0]
-        if os.environ["RANK"] == "0" and (at[0], name) in acts:
-            acts[at[0], name]()
-
-    with (
-        patch.object(phases, "enter", enter),
-        patch("fsdp_trainer.training.saving.PAUSES", (0.1, 0.1)),
-    ):
-        yield
-
-
 def fill(folder):
     """Leave no byte."""
     with contextlib.suppress(OSError), (folder / "ballast").open("wb", 0) as file:
@@ -80,9 +63,8 @@ def undisturbed(world, inputs, tmp_path_factory):
 
 
 def assert_the_same(run, undisturbed):
-    assert run.column("step") == [1, 2, 3, 4, 5, 6] and run.column("loss") == undisturbed.column(
-        "loss"
-    )
+    assert run.column("step") == [1, 2, 3, 4, 5, 6]
+    assert run.column("loss") == undisturbed.column("loss")
     assert_bitwise_equal(stored(newest(run)), stored(newest(undisturbed)))
 
 
@@ -91,16 +73,16 @@ def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint_and_no_line(
     train, undisturbed, small_disk, tmp_path, mode
 ):
     disk = small_disk(tmp_path / "disk", 8)
-    seam = partial(
-        at_phases, {(4, "shards"): partial(fill, disk), (6, "shards"): partial(empty, disk)}
-    )
+    seam = at_phases({(4, "shards"): partial(fill, disk), (6, "shards"): partial(empty, disk)})
     run = train(
         "run", *HOW, f"run.root={disk}", "run.name=run", f"checkpoint={mode}", ranks=2, seam=seam
     )
     run.folder = disk / "run"
     assert_the_same(run, undisturbed)
     (failed,) = run.event("checkpoint_failed")
-    assert failed["step"] == 4 and "No space left" in failed["error"] and "rank " in failed["error"]
+    assert failed["step"] == 4
+    assert "No space left" in failed["error"]
+    assert "rank " in failed["error"]
     assert run.checkpoints == ["step-00000002", "step-00000006"], "and nothing half written"
     assert [e["event"] for e in run.events] == [
         "start",
@@ -122,56 +104,19 @@ def test_a_run_that_is_started_again_on_a_full_disk_goes_on(
         disk / "run" / "checkpoints" / "step-00000004" / "MANIFEST.json"
     ).unlink()  # as if it had been killed before
     fill(disk)
-    run = train(
-        "run", *how, ranks=2, seam=partial(at_phases, {(6, "shards"): partial(empty, disk)})
-    )
+    run = train("run", *how, ranks=2, seam=at_phases({(6, "shards"): partial(empty, disk)}))
     run.folder = disk / "run"
     assert_the_same(run, undisturbed)
-    assert run.event("resume")[0]["step"] == 2 and run.event("checkpoint_failed")[0]["step"] == 4
-
-
-@contextlib.contextmanager
-def broken_writes(steps, error):
-    """What rank 0 writes during these steps fails, the checkpoint's shards too."""
-    from fsdp_trainer.checkpoint import store
-
-    real, write, shards, at = phases.enter, os.write, store.write_file, [0]
-
-    def enter(name, step=None):
-        real(name, step)
-        at[0] = step or at[0]
-
-    def broken():
-        return os.environ["RANK"] == "0" and at[0] in steps
-
-    def writes(file, data):
-        if broken():
-            if len(data) > 40:
-                return write(file, bytes(data[:25]))  # the disk takes a part of it first
-            raise OSError(error, os.strerror(error))
-        return write(file, data)
-
-    def writes_shards(*args):
-        if broken():
-            raise OSError(error, os.strerror(error))
-        return shards(*args)
-
-    with (
-        patch.object(phases, "enter", enter),
-        patch.object(records_module.os, "write", writes),
-        patch.object(store, "write_file", writes_shards),
-    ):
-        yield
+    assert run.event("resume")[0]["step"] == 2
+    assert run.event("checkpoint_failed")[0]["step"] == 4
 
 
 @pytest.mark.parametrize("error", [errno.EIO, pytest.param(errno.EROFS, marks=pytest.mark.slow)])
 def test_writes_that_fail_for_two_steps_cost_one_checkpoint_and_no_line(train, undisturbed, error):
-    run = train("run", *HOW, ranks=2, seam=partial(broken_writes, (4, 5), error))
+    run = train("run", *HOW, ranks=2, seam=inject.broken_writes((4, 5), error))
     assert_the_same(run, undisturbed)
-    assert (
-        "metrics.jsonl cannot be written" in run.out
-        and "metrics.jsonl is written again; nothing is missing" in run.out
-    )
+    assert "metrics.jsonl cannot be written" in run.out
+    assert "metrics.jsonl is written again; nothing is missing" in run.out
     assert [e["event"] for e in run.events] == [
         "start",
         "checkpoint",
@@ -194,8 +139,7 @@ def test_a_folder_that_turns_read_only_costs_one_checkpoint(
     train, undisturbed, small_disk, tmp_path
 ):
     disk = small_disk(tmp_path / "run" / "checkpoints", 8)
-    seam = partial(
-        at_phases,
+    seam = at_phases(
         {
             (4, "forward"): partial(remount, disk, "ro"),
             (6, "forward"): partial(remount, disk, "rw"),
@@ -203,10 +147,8 @@ def test_a_folder_that_turns_read_only_costs_one_checkpoint(
     )
     run = train("run", *HOW, ranks=2, seam=seam)
     assert_the_same(run, undisturbed)
-    assert (
-        run.checkpoints == ["step-00000002", "step-00000006"]
-        and "Read-only file system" in run.event("checkpoint_failed")[0]["error"]
-    )
+    assert run.checkpoints == ["step-00000002", "step-00000006"]
+    assert "Read-only file system" in run.event("checkpoint_failed")[0]["error"]
 
 
 @pytest.mark.slow
@@ -216,18 +158,15 @@ def test_a_stop_whose_checkpoint_finds_no_room_does_not_say_75(train, small_disk
     run = train(
         "run",
         *how,
-        seam=partial(
-            at_phases, {(1, "clip"): partial(fill, disk), (1, "end"): partial(empty, disk)}
-        ),
+        seam=at_phases({(1, "clip"): partial(fill, disk), (1, "end"): partial(empty, disk)}),
         code=1,
     )
     run.folder = disk / "run"
-    assert (
-        run.err.count("could not be written, again and again") == 1
-        and "No space left" in run.err
-        and "Traceback" not in run.err
-    )
-    assert end_of(run) == ("end", 1) and run.checkpoints == []
+    assert run.err.count("could not be written, again and again") == 1
+    assert "No space left" in run.err
+    assert "Traceback" not in run.err
+    assert end_of(run) == ("end", 1)
+    assert run.checkpoints == []
 
 
 @pytest.mark.slow
@@ -238,24 +177,19 @@ def test_an_export_that_finds_no_room_is_done_by_the_next_start(train, small_dis
         "run",
         *how,
         ranks=2,
-        seam=partial(
-            at_phases, {(6, "export"): partial(fill, disk), (6, "end"): partial(empty, disk)}
-        ),
+        seam=at_phases({(6, "export"): partial(fill, disk), (6, "end"): partial(empty, disk)}),
         code=1,
     )
     run.folder = disk / "run"
-    assert (
-        run.err.count("cannot write the export") == 1
-        and "No space left" in run.err
-        and "Traceback" not in run.err
-    )
-    assert (
-        end_of(run) == ("end", 1)
-        and run.checkpoints[-1] == "step-00000006"
-        and not (run.folder / "hf").exists()
-    )
+    assert run.err.count("cannot write the export") == 1
+    assert "No space left" in run.err
+    assert "Traceback" not in run.err
+    assert end_of(run) == ("end", 1)
+    assert run.checkpoints[-1] == "step-00000006"
+    assert not (run.folder / "hf").exists()
     again = train("run", *how, ranks=2)
-    assert "already finished" in again.out and (run.folder / "hf" / "model.safetensors").exists()
+    assert "already finished" in again.out
+    assert (run.folder / "hf" / "model.safetensors").exists()
 
 
 def test_lines_that_the_disk_refuses_are_written_later_in_their_order_and_once(tmp_path):
@@ -271,32 +205,36 @@ def test_lines_that_the_disk_refuses_are_written_later_in_their_order_and_once(t
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(file, bytes(data[:room]))
 
-    with patch.object(records_module.os, "write", short_of_room):
+    with patch.object(os, "write", short_of_room):
         for step in (2, 3, 4):
             records.write([{"step": step}])
-    assert [line["step"] for line in read_lines(records.metrics)] == [1, 2, 3, 4]
-    assert len(said) == 2 and "No space left" in said[0] and "nothing is missing" in said[1]
+    assert [line["step"] for line in read_lines(records.metrics.path)] == [1, 2, 3, 4]
+    assert len(said) == 2
+    assert "No space left" in said[0]
+    assert "nothing is missing" in said[1]
 
 
 def test_what_memory_cannot_keep_is_counted(tmp_path):
     said: list[str] = []
     records = Records(tmp_path / "gone", said.append)
-    with patch.object(records_module, "KEPT_BYTES", 150):
+    with inject.setting("records_kept_bytes", 150):
         for _ in range(10):
             records.event("e", text="." * 60)
     (tmp_path / "gone").mkdir()
     records.event("last")
-    assert len(read_lines(records.events)) == 3 and "but for 8 lines" in said[-1]
+    assert len(read_lines(records.events.path)) == 3
+    assert "but for 8 lines" in said[-1]
 
 
 def test_a_slow_disk_is_told(tmp_path):
     said: list[str] = []
     with (
-        patch.object(records_module, "SLOW_SECONDS", 0.1),
-        patch.object(records_module.os, "fsync", lambda file: time.sleep(0.2)),
+        inject.setting("slow_disk_seconds", 0.1),
+        patch.object(os, "fsync", lambda file: time.sleep(0.2)),
     ):
         Records(tmp_path, said.append).write([{"step": 1}])
-    assert len(said) == 1 and "the disk took" in said[0]
+    assert len(said) == 1
+    assert "the disk took" in said[0]
 
 
 def test_an_earlier_attempts_lines_are_cut_on_a_full_disk_too(small_disk, tmp_path):
@@ -305,17 +243,22 @@ def test_an_earlier_attempts_lines_are_cut_on_a_full_disk_too(small_disk, tmp_pa
     records.write([{"step": step} for step in range(1, 9)])
     fill(disk)
     records.cut_after(5)
-    assert [line["step"] for line in read_lines(records.metrics)] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in read_lines(records.metrics.path)] == [1, 2, 3, 4, 5]
 
 
 def test_a_cut_that_the_disk_refuses_is_done_before_the_next_line(tmp_path):
     records = Records(tmp_path, lambda text: None)
     records.write([{"step": step} for step in range(1, 5)])
-    with patch.object(records_module.os, "truncate", side_effect=OSError(errno.EIO, "broken")):
+    with patch.object(os, "truncate", side_effect=OSError(errno.EIO, "broken")):
         records.cut_after(2)
         records.write([{"step": 3, "again": True}])
     records.write([{"step": 4, "again": True}])
-    assert [line.get("again") for line in read_lines(records.metrics)] == [None, None, True, True]
+    assert [line.get("again") for line in read_lines(records.metrics.path)] == [
+        None,
+        None,
+        True,
+        True,
+    ]
 
 
 def test_lines_that_a_broken_disk_did_not_take_before_the_run_was_taken_back_are_never_written(
@@ -323,13 +266,13 @@ def test_lines_that_a_broken_disk_did_not_take_before_the_run_was_taken_back_are
 ):
     records = Records(tmp_path, lambda text: None)
     records.write([{"step": 1}, {"step": 2}])
-    with patch.object(records_module.os, "write", side_effect=OSError(errno.EIO, "broken")):
+    with patch.object(os, "write", side_effect=OSError(errno.EIO, "broken")):
         for step in (3, 4, 5):
             records.write([{"step": step}])
         records.cut_after(3)
         records.write([{"step": 4, "again": True}])
     records.write([{"step": 5, "again": True}])
-    assert [(line["step"], line.get("again")) for line in read_lines(records.metrics)] == [
+    assert [(line["step"], line.get("again")) for line in read_lines(records.metrics.path)] == [
         (1, None),
         (2, None),
         (3, None),
@@ -339,7 +282,8 @@ def test_lines_that_a_broken_disk_did_not_take_before_the_run_was_taken_back_are
 
 
 def test_nothing_comes_after_the_end(tmp_path):
-    """A checkpoint that is committed while the process leaves, because another rank has died, is found by the next start all the same."""
+    """A checkpoint that is committed while the process leaves, because another rank has died, is
+    found by the next start all the same."""
     records = Records(tmp_path, lambda text: None)
     records.event("end", exit_code=1)
     records.close()
@@ -356,26 +300,26 @@ def test_a_log_that_cannot_be_written_is_no_reason_to_stop():
             full.close()
 
 
-# --- trackers ----------------------------------------------------------------------------------------------------------------------
+# --- trackers -----------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def wandb_hangs():
-    """As without a network."""
-    with (
-        patch("fsdp_trainer.observe.trackers._wandb", lambda *args: time.sleep(100)),
-        patch("fsdp_trainer.observe.trackers.CLOSE_SECONDS", 0.3),
-    ):
-        yield
+def hang(*_):
+    """As a tracker does without a network."""
+    time.sleep(100)
 
 
 def test_a_tracker_that_hangs_costs_nothing(train):
-    run = train("run", "train.steps=3", "logging.wandb=offline", seam=wandb_hangs)
-    assert (
-        "wandb did not close within" in run.out
-        and end_of(run) == ("end", 0)
-        and max(run.column("step_seconds")) < 50
+    run = train(
+        "run",
+        "train.steps=3",
+        "logging.wandb=offline",
+        seam=inject.together(
+            inject.around("wandb", hang), inject.setting("tracker_close_seconds", 0.3)
+        ),
     )
+    assert "wandb did not close within" in run.out
+    assert end_of(run) == ("end", 0)
+    assert max(run.column("step_seconds")) < 50
 
 
 def test_a_tracker_that_lags_behind_loses_lines_and_says_so_once(tmp_path):
@@ -385,14 +329,16 @@ def test_a_tracker_that_lags_behind_loses_lines_and_says_so_once(tmp_path):
     said: list[str] = []
     slow = Tracker("wandb", lambda values, step: time.sleep(3), lambda code: None)
     with (
-        patch("fsdp_trainer.observe.trackers._wandb", lambda *args: slow),
-        patch("fsdp_trainer.observe.trackers.WAITING", 2),
+        inject.around("wandb", lambda *_: slow),
+        inject.setting("tracker_waiting", 2),
     ):
         trackers = Trackers(Logging(wandb="online"), tmp_path, {}, said.append)
         started = time.monotonic()
         for step in range(50):
             trackers.log({"step": step, "loss": 1.0})
-        assert time.monotonic() - started < 60 and len(said) == 1 and "does not keep up" in said[0]
+        assert time.monotonic() - started < 60
+        assert len(said) == 1
+        assert "does not keep up" in said[0]
 
 
 @pytest.mark.slow

@@ -10,12 +10,12 @@ import sys
 import time
 from unittest import mock
 
+import inject
 import pytest
 from world import write_chats
 
-from fsdp_trainer.launch import facts, speed
+from fsdp_trainer.launch import facts
 from fsdp_trainer.launch.machines import Looked, environment
-from fsdp_trainer.training import resume
 
 QUICK = ["doctor.measure=false"]
 
@@ -30,27 +30,20 @@ def two_nodes():
     return mock.patch.dict(os.environ, {"GROUP_RANK": str(node), "LOCAL_RANK": str(local)})
 
 
-@contextlib.contextmanager
-def an_old_torch_on_rank_2():
-    real = facts.versions
-    with (
-        two_nodes(),
-        mock.patch.object(
-            facts,
-            "versions",
-            lambda device: real(device) | ({"torch": "2.11.0"} if rank() == 2 else {}),
-        ),
-    ):
-        yield
+def an_old_torch(versions, device):
+    return versions(device) | {"torch": "2.11.0"}
 
 
-@contextlib.contextmanager
+AN_OLD_TORCH_ON_RANK_2 = inject.together(two_nodes, inject.around("versions", an_old_torch, rank=2))
+
+
+@inject.fault
 def another_command_on_rank_1():
     with two_nodes(), mock.patch.dict(os.environ, {"LR": "2e-5" if rank() == 1 else "1e-5"}):
         yield
 
 
-@contextlib.contextmanager
+@inject.fault
 def a_clock_that_is_behind_on_node_1():
     real = time.time
     with (
@@ -60,39 +53,40 @@ def a_clock_that_is_behind_on_node_1():
         yield
 
 
-@contextlib.contextmanager
+@inject.fault
 def slow_device_link_and_disk():
-    """By rates that are made up: what is measured depends on what else this machine does."""
-    link, disk = speed.there_and_back, speed.disk
+    """Rates that are made up: what is measured depends on what else this machine does."""
 
-    def slow_link(buffer, a, b):
-        return link(buffer, a, b) * 0 + (1e6 if 3 in (a, b) else 1e9)
+    def products(_real, _device):
+        return 1e6 if rank() == 1 else 1e9
+
+    def there_and_back(real, buffer, a, b):
+        return real(buffer, a, b) * 0 + (1e6 if 3 in (a, b) else 1e9)
+
+    def disk(real, *args):
+        return tuple(rate * 0 + (1e6 if rank() == 2 else 1e9) for rate in real(*args))
 
     with (
         two_nodes(),
-        mock.patch.object(speed, "products", lambda device: 1e6 if rank() == 1 else 1e9),
-        mock.patch.object(speed, "there_and_back", slow_link),
-        mock.patch.object(
-            speed,
-            "disk",
-            lambda *of: tuple(rate * 0 + (1e6 if rank() == 2 else 1e9) for rate in disk(*of)),
-        ),
+        inject.around("device_speed", products),
+        inject.around("link_speed", there_and_back),
+        inject.around("disk_speed", disk),
     ):
         yield
 
 
-@contextlib.contextmanager
+@inject.fault
 def folders_of_their_own():
     before = os.getcwd()
     os.chdir(os.environ["PLACE"] + os.environ["RANK"])
     try:
-        with two_nodes(), mock.patch.object(resume, "LAG_SECONDS", 0.1):
+        with two_nodes(), inject.setting("shared_folder_lag_seconds", 0.1):
             yield
     finally:
         os.chdir(before)
 
 
-@contextlib.contextmanager
+@inject.fault
 def a_full_disk():
     with mock.patch.object(
         shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**40, 2**40 - 2**20, 2**20)
@@ -109,7 +103,10 @@ def findings(told):
 
 @pytest.fixture
 def doctor(world, tmp_path):
-    """`doctor("key=value", ranks=4, seam=…)` → findings by (mark, what). The run's folder is not there, and not left behind."""
+    """`doctor("key=value", ranks=4, seam=…)` → findings by (mark, what).
+
+    The run's folder is not there, and not left behind.
+    """
 
     def look(*words, code=0, **options):
         place = (
@@ -138,15 +135,11 @@ def doctor(world, tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_sound_machine_passes_with_and_without_data_and_model(doctor, inputs, ranks):
     bare = doctor(ranks=ranks)
-    assert (
-        not [what for mark, what in bare if mark == "problem"]
-        and "no model" in bare["note", "room"]["text"]
-    )
-    assert (
-        ("note", "not looked at") in bare
-        and ("ok", "float32 products") in bare
-        and ("ok", "read") in bare
-    )
+    assert not [what for mark, what in bare if mark == "problem"]
+    assert "no model" in bare["note", "room"]["text"]
+    assert ("note", "not looked at") in bare
+    assert ("ok", "float32 products") in bare
+    assert ("ok", "read") in bare
     assert (("ok", "all-reduce") in bare) == (("ok", "links in a node") in bare) == (ranks > 1)
     words = [
         f"data.path={inputs['data.path']}",
@@ -155,22 +148,21 @@ def test_a_sound_machine_passes_with_and_without_data_and_model(doctor, inputs, 
         "precision=fp32",
     ]
     told = doctor(*words, *QUICK, ranks=ranks)
-    assert (
-        "1 file" in told["ok", "data.path"]["text"]
-        and "771.7k parameters × 12 B" in told["ok", "room"]["text"]
-    )
+    assert "1 file" in told["ok", "data.path"]["text"]
+    assert "771.7k parameters × 12 B" in told["ok", "room"]["text"]
     assert ("ok", "float32 products") not in told
 
 
 def test_text_is_for_people_and_says_at_the_end_what_was_found(world, tmp_path):
     out = world.command(
-        "doctor", f"run.root={tmp_path}", *QUICK, "model=llama3_70b", code=3, seam=a_full_disk
+        "doctor", f"run.root={tmp_path}", *QUICK, "model=llama3_70b", code=3, seam=a_full_disk()
     )[0].out
     assert [line for line in out.splitlines() if line and line[0] != " "] == [
         "machines", "software", "environment", "network", "storage", "inputs", out.splitlines()[-1]
     ]  # fmt: skip
     assert out.splitlines()[-1].startswith("1 problem, ")
-    assert "free for a checkpoint of 7" in out and "without the embedding" in out
+    assert "free for a checkpoint of 7" in out
+    assert "without the embedding" in out
 
 
 @pytest.mark.slow
@@ -188,30 +180,27 @@ def test_whoever_has_seen_enough_sees_no_traceback_of_other_ranks(tmp_path):
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
     said = process.stderr.read()
-    assert process.wait() == 0 and "Traceback" not in said, said
+    assert process.wait() == 0, said
+    assert "Traceback" not in said, said
 
 
 @pytest.mark.slow
 def test_another_version_on_one_rank_is_named(doctor):
-    told = doctor(*QUICK, ranks=4, seam=an_old_torch_on_rank_2, code=3)
-    assert (
-        "2.11.0 on rank 2 (" in told["problem", "torch"]["text"]
-        and "node 1)" in told["problem", "torch"]["text"]
-    )
+    told = doctor(*QUICK, ranks=4, seam=AN_OLD_TORCH_ON_RANK_2, code=3)
+    assert "2.11.0 on rank 2 (" in told["problem", "torch"]["text"]
+    assert "node 1)" in told["problem", "torch"]["text"]
     assert [what for mark, what in told if mark == "problem"] == ["torch"]
 
 
 def test_another_configuration_on_one_rank_is_named_and_train_refuses_it(doctor, train):
     words = ["optim.lr=${oc.env:LR}", "launch.timeout=60s"]
-    told = doctor(*QUICK, *words, ranks=2, seam=another_command_on_rank_1, code=3)
+    told = doctor(*QUICK, *words, ranks=2, seam=another_command_on_rank_1(), code=3)
     assert told["problem", "optim.lr"]["text"].startswith("2e-5 on rank 1 (")
-    run = train("run", *words, ranks=2, seam=another_command_on_rank_1, code=2)
-    assert (
-        "optim.lr" in run.err
-        and "2e-5 on rank 1 (" in run.err
-        and not run.metrics
-        and run.events[-1]["exit_code"] == 2
-    )
+    run = train("run", *words, ranks=2, seam=another_command_on_rank_1(), code=2)
+    assert "optim.lr" in run.err
+    assert "2e-5 on rank 1 (" in run.err
+    assert not run.metrics
+    assert run.events[-1]["exit_code"] == 2
 
 
 @contextlib.contextmanager
@@ -228,34 +217,30 @@ def test_nodes_that_have_the_same_under_other_names_train(train, tmp_path):
     how = {"seam": paths_of_its_own, "env": {"PLACE": str(tmp_path / "node")}, "ranks": 2}
     resume = f"checkpoint.resume=${{oc.env:MINE}}/before/checkpoints/{before.checkpoints[-1]}"
     run = train("run", "train.steps=2", resume, "run.root=${oc.env:MINE}", **how)
-    assert (
-        run.column("step") == [2]
-        and "note   run.root: " in run.out
-        and "note   checkpoint.resume: " in run.out
-    )
+    assert run.column("step") == [2]
+    assert "note   run.root: " in run.out
+    assert "note   checkpoint.resume: " in run.out
 
 
 @pytest.mark.slow
 def test_a_clock_that_is_off_is_named_and_does_not_keep_train_from_training(doctor, train):
-    told = doctor(*QUICK, ranks=2, seam=a_clock_that_is_behind_on_node_1)
+    told = doctor(*QUICK, ranks=2, seam=a_clock_that_is_behind_on_node_1())
     assert 0 < float(re.search(r"([\d.]+) s behind", told["warning", "clock"]["text"])[1]) <= 90
-    run = train("run", "train.steps=1", ranks=2, seam=a_clock_that_is_behind_on_node_1)
-    assert "note   clock: " in run.out and len(run.metrics) == 1
+    run = train("run", "train.steps=1", ranks=2, seam=a_clock_that_is_behind_on_node_1())
+    assert "note   clock: " in run.out
+    assert len(run.metrics) == 1
 
 
 @pytest.mark.slow
 def test_a_slow_device_a_slow_link_and_a_slow_disk_are_named(doctor):
-    told = doctor("doctor.slow=0.1", ranks=4, seam=slow_device_link_and_disk)
+    told = doctor("doctor.slow=0.1", ranks=4, seam=slow_device_link_and_disk())
     assert told["warning", "slow: float32 products"]["text"].startswith("rank 1 (")
-    assert (
-        told["warning", "slow: links in a node"]["text"].startswith("rank 2 (")
-        and "↔ rank 3 (" in told["warning", "slow: links in a node"]["text"]
-    )
-    assert (
-        "node 1: " in told["warning", "slow: read"]["text"]
-        and "node 1: " in told["warning", "slow: write and fsync"]["text"]
-    )
-    assert ("ok", "links between nodes") in told and ("ok", "all-reduce in a node") in told
+    assert told["warning", "slow: links in a node"]["text"].startswith("rank 2 (")
+    assert "↔ rank 3 (" in told["warning", "slow: links in a node"]["text"]
+    assert "node 1: " in told["warning", "slow: read"]["text"]
+    assert "node 1: " in told["warning", "slow: write and fsync"]["text"]
+    assert ("ok", "links between nodes") in told
+    assert ("ok", "all-reduce in a node") in told
 
 
 @pytest.mark.slow
@@ -273,31 +258,33 @@ def test_a_folder_that_is_not_shared_and_other_data_are_named_and_train_refuses_
         "launch.timeout=30s",
     ]
     told = doctor(*QUICK, *words, code=3, **how)
-    assert (
-        told["problem", "not shared"]["text"].startswith("rank 1 (")
-        and "2 on rank 1 (" not in told["problem", "data.path"]["text"]
-    )
+    assert told["problem", "not shared"]["text"].startswith("rank 1 (")
+    assert "2 on rank 1 (" not in told["problem", "data.path"]["text"]
     assert "1 file" in told["problem", "data.path"]["text"]
     run = train("run", "data.path=chats.jsonl", "data.cache=cache", code=2, **how)
-    assert "prepared differently" in run.err and "not shared" not in run.err
+    assert "prepared differently" in run.err
+    assert "not shared" not in run.err
     run = train("run", "run.root=runs", "data.path=chats.jsonl", "data.cache=cache", code=2, **how)
     assert "is not shared. rank 1 (" in run.err
 
 
-@contextlib.contextmanager
+@inject.fault
 def a_folder_that_is_seen_late():
     """For two seconds NFS says on node 1 that rank 0's claim is not there."""
-    real, began = resume.Claim.of.__func__, time.monotonic()
-    late = classmethod(
-        lambda cls, run: cls([]) if rank() and time.monotonic() < began + 2 else real(cls, run)
-    )
-    with two_nodes(), mock.patch.object(resume.Claim, "of", late):
+    began = time.monotonic()
+
+    def late(real, run):
+        return real.__self__([]) if rank() and time.monotonic() < began + 2 else real(run)
+
+    with two_nodes(), inject.around("run_claim", late):
         yield
 
 
 @pytest.mark.slow
 def test_a_shared_folder_that_another_node_sees_late_is_shared(train):
-    assert len(train("run", "train.steps=1", ranks=2, seam=a_folder_that_is_seen_late).metrics) == 1
+    assert (
+        len(train("run", "train.steps=1", ranks=2, seam=a_folder_that_is_seen_late()).metrics) == 1
+    )
 
 
 def test_a_checkpoint_that_would_not_fit_is_told_when_training_begins(train):
@@ -306,9 +293,10 @@ def test_a_checkpoint_that_would_not_fit_is_told_when_training_begins(train):
         "model.hidden_size=128",
         "model.intermediate_size=512",
         "train.steps=1",
-        seam=a_full_disk,
+        seam=a_full_disk(),
     )
-    assert "note   room: 1.0 MiB free for a checkpoint of" in run.out and len(run.metrics) == 1
+    assert "note   room: 1.0 MiB free for a checkpoint of" in run.out
+    assert len(run.metrics) == 1
 
 
 def test_settings_that_cost_speed_come_with_advice(doctor):
@@ -324,11 +312,12 @@ def test_a_rank_that_does_not_come_and_a_store_that_cannot_be_reached_are_told(w
     (lost,) = world.command(
         "doctor", *QUICK, "launch.timeout=1s", env={"RANK": "1", "WORLD_SIZE": "2"}, code=3
     )
-    assert lost.err.startswith("rank 1 (") and "nobody listens on 127.0.0.1" in lost.err
+    assert lost.err.startswith("rank 1 (")
+    assert "nobody listens on 127.0.0.1" in lost.err
 
 
 def test_ranks_are_named_in_spans_by_host():
-    everyone = [facts.Facts(node=i // 8, host=f"gpu{i // 8}") for i in range(64)]
+    everyone = [facts.RankFacts(node=i // 8, host=f"gpu{i // 8}") for i in range(64)]
     assert facts.who([3], everyone) == "rank 3 (gpu0)"
     assert facts.who(range(6, 20), everyone) == "rank 6-7 (gpu0), 8-15 (gpu1), 16-19 (gpu2)"
     assert facts.who(range(64), everyone).endswith("24-31 (gpu3) and those of 4 more nodes")
@@ -339,23 +328,21 @@ def test_names_and_interfaces_that_keep_hosts_apart_come_with_what_to_set():
     a = Looked(node=0, host="a", address="127.0.1.1", interfaces=cards)
     b = Looked(node=1, host="b", address="10.0.0.2", interfaces=cards | {"ib0": "10.1.0.2"})
     found = {f.what: f for f in environment([a, b])}
-    assert found["host name"].mark == "problem" and found["host name"].advice.startswith(
-        "GLOO_SOCKET_IFNAME=eth0 "
-    )
+    assert found["host name"].mark == "problem"
+    assert found["host name"].advice.startswith("GLOO_SOCKET_IFNAME=eth0 ")
     assert "b has eth0 (10.0.0.1), ib0 (10.1.0.2)" in found["several interfaces"].text
     alone = {f.what for f in environment([a])}
     assert not alone & {"host name", "several interfaces"}
 
 
 def test_dockers_shared_memory_and_too_few_open_files_are_problems():
-    node = [facts.Facts(node=0, host="a", shm=2**26, files=1024) for _ in range(8)]
+    node = [facts.RankFacts(node=0, host="a", shm=2**26, files=1024) for _ in range(8)]
     (shm,) = facts.limits(node, "cuda")
-    assert (
-        (shm.mark, shm.what) == ("problem", "/dev/shm")
-        and "64.0 MiB on rank 0-7 (a)" in shm.text
-        and not facts.limits(node, "cpu")
-    )
+    assert (shm.mark, shm.what) == ("problem", "/dev/shm")
+    assert "64.0 MiB on rank 0-7 (a)" in shm.text
+    assert not facts.limits(node, "cpu")
     (files,) = facts.limits(
-        [facts.Facts(node=i, host=f"n{i}", shm=2**40, files=1024) for i in range(512)], "cpu"
+        [facts.RankFacts(node=i, host=f"n{i}", shm=2**40, files=1024) for i in range(512)], "cpu"
     )
-    assert files.what == "open files" and "ulimit -n" in files.advice
+    assert files.what == "open files"
+    assert "ulimit -n" in files.advice

@@ -1,9 +1,10 @@
-"""Float8 products, emulated where there is no GPU that has them: the numbers, and that names, checkpoints, exports and restarts do not notice."""
+"""Float8 products, emulated where there is no GPU that has them: the numbers, and that names,
+checkpoints, exports and restarts do not notice."""
 
 import contextlib
-import importlib.util
 from unittest.mock import patch
 
+import inject
 import pytest
 import torch
 from stored import newest, stored
@@ -24,49 +25,55 @@ WIDE = [
 FLOAT8 = [*WIDE, "precision.float8=tensorwise"]
 
 
-@contextlib.contextmanager
-def emulated():
-    """On every rank: no kernel is needed, and small matrices count too."""
-    with (
-        patch.object(convert, "EMULATED", True),
-        patch.object(convert, "gains", lambda module, recipe: isinstance(module, nn.Linear)),
-    ):
-        yield
+def every_linear(_real, module, _recipe):
+    return isinstance(module, nn.Linear)
+
+
+EMULATED = inject.together(
+    inject.setting("float8_emulated", True), inject.around("float8_gains", every_linear)
+)
+"""No kernel is needed, and small matrices count too."""
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_the_loss_is_near_that_of_bfloat16(train, recipe):
     exact = train("exact", *WIDE, "train.steps=20")
-    run = train("run", *WIDE, f"precision.float8={recipe}", "train.steps=20", seam=emulated)
-    assert run.column("loss") == pytest.approx(exact.column("loss"), rel=0.03) and run.column(
-        "loss"
-    ) != exact.column("loss")
+    run = train("run", *WIDE, f"precision.float8={recipe}", "train.steps=20", seam=EMULATED)
+    assert run.column("loss") == pytest.approx(exact.column("loss"), rel=0.03)
+    assert run.column("loss") != exact.column("loss")
     assert f"float8 products ({recipe}) in 14 linear layers" in run.out
 
 
 @pytest.mark.parametrize(
     "how",
-    [[], ["sharding=ddp"], ["sharding=hsdp", "sharding.replicas=2"], ["activation_checkpoint=selective"], ["optim=adamw_8bit"],
-     ["precision.master_dtype=bfloat16"], ["checkpoint=async"], ["sharding.accumulate=unsharded", "sharding.blocks_per_unit=2"]],
+    [
+        [],
+        ["sharding=ddp"],
+        ["sharding=hsdp", "sharding.replicas=2"],
+        ["activation_checkpoint=selective"],
+        ["optim=adamw_8bit"],
+        ["precision.master_dtype=bfloat16"],
+        ["checkpoint=async"],
+        ["sharding.accumulate=unsharded", "sharding.blocks_per_unit=2"],
+    ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_a_run_goes_on_bitwise_on_two_ranks(train, how):
     common = [*FLOAT8, *how, "batch.micro_rows=3", "checkpoint.every=2"]
     ranks = 4 if "sharding=hsdp" in how else 2
-    train("run", *common, "train.steps=2", ranks=ranks, seam=emulated)
-    again = train("run", *common, "train.steps=4", ranks=ranks, seam=emulated)
-    whole = train("whole", *common, "train.steps=4", ranks=ranks, seam=emulated)
+    train("run", *common, "train.steps=2", ranks=ranks, seam=EMULATED)
+    again = train("run", *common, "train.steps=4", ranks=ranks, seam=EMULATED)
+    whole = train("whole", *common, "train.steps=4", ranks=ranks, seam=EMULATED)
     a, b = stored(newest(again)), stored(newest(whole))
-    assert (
-        again.column("loss") == whole.column("loss")
-        and a.keys() == b.keys()
-        and all(torch.equal(a[name], b[name]) for name in a)
-    )
+    assert again.column("loss") == whole.column("loss")
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 @contextlib.contextmanager
 def watched():
-    """The weights of 2 × 7 layers are gathered in float8, the first time each finding its scale, later with the one that all found together."""
+    """The weights of 2 × 7 layers are gathered in float8, the first time each finding its scale,
+    later with the one that all found together."""
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Wrapped
 
     real, seen = Wrapped.fsdp_pre_all_gather, []
@@ -76,11 +83,12 @@ def watched():
         seen.append((sent[0].dtype, self._precomputed_scale is not None))
         return sent, scale
 
-    with emulated(), patch.object(Wrapped, "fsdp_pre_all_gather", gather):
+    with EMULATED, patch.object(Wrapped, "fsdp_pre_all_gather", gather):
         yield
     assert {dtype for dtype, _ in seen} == {torch.float8_e4m3fn}
     together = [together for _, together in seen]
-    assert together == sorted(together) and together.count(True) == 2 * together.count(False) > 0
+    assert together == sorted(together)
+    assert together.count(True) == 2 * together.count(False) > 0
 
 
 def test_weights_are_gathered_in_float8_and_their_scales_found_together(train):
@@ -95,7 +103,7 @@ def test_exports_and_imports_know_nothing_of_float8(train):
         "train.steps=2",
         "checkpoint.export_hf=true",
         "checkpoint.export_dtype=float32",
-        seam=emulated,
+        seam=EMULATED,
     )
     model, again = load_model(run.folder), load_model(run.folder / "hf")
     assert all(
@@ -109,7 +117,7 @@ def test_exports_and_imports_know_nothing_of_float8(train):
         "optim.lr=0",
         "checkpoint.export_hf=true",
     ]
-    on = train("on", *how, f"model.init_from={run.folder / 'hf'}", base=[], seam=emulated, ranks=2)
+    on = train("on", *how, f"model.init_from={run.folder / 'hf'}", base=[], seam=EMULATED, ranks=2)
     assert all(
         torch.equal(a, b)
         for a, b in zip(model.parameters(), load_model(on.folder / "hf").parameters(), strict=True)
@@ -118,7 +126,7 @@ def test_exports_and_imports_know_nothing_of_float8(train):
 
 def test_a_run_may_change_to_and_from_float8(train):
     train("run", *WIDE, "train.steps=2")
-    changed = train("run", *FLOAT8, "train.steps=3", seam=emulated)
+    changed = train("run", *FLOAT8, "train.steps=3", seam=EMULATED)
     assert "precision.float8 was null, is tensorwise" in changed.out
     assert len(train("run", *WIDE, "train.steps=4").metrics) == 4
 
@@ -135,15 +143,16 @@ def test_a_run_may_change_to_and_from_float8(train):
 )
 def test_float8_where_it_cannot_be_is_refused_with_what_to_type(train, how, told):
     run = train("run", *FLOAT8, *how, code=2)
-    assert told in run.err and "Traceback" not in run.err and not run.metrics
-
-
-def small_matrices():
-    return patch.object(convert, "EMULATED", True)
+    assert told in run.err
+    assert "Traceback" not in run.err
+    assert not run.metrics
 
 
 def test_a_model_too_small_to_gain_is_refused(train):
-    assert "large enough" in train("run", *FLOAT8, code=2, seam=small_matrices).err
+    assert (
+        "large enough"
+        in train("run", *FLOAT8, code=2, seam=inject.setting("float8_emulated", True)).err
+    )
 
 
 def test_matrices_gain_where_torchaos_own_filter_says_so():
@@ -154,23 +163,16 @@ def test_matrices_gain_where_torchaos_own_filter_says_so():
             for columns in (16, 1024, 1040, 2048, 2064, 4096, 4112, 14336):
                 with torch.device("meta"):
                     linear = nn.Linear(columns, rows)
-                assert convert.gains(linear, recipe) == theirs(linear, "q_proj"), (
+                assert convert.worth_float8(linear, recipe) == theirs(linear, "q_proj"), (
                     recipe,
                     rows,
                     columns,
                 )
-    assert not convert.gains(nn.Embedding(2048, 4112), "tensorwise")
-
-
-def without_torchao():
-    found = importlib.util.find_spec
-    return patch(
-        "importlib.util.find_spec",
-        lambda name, *rest: None if name == "torchao" else found(name, *rest),
-    )
+    assert not convert.worth_float8(nn.Embedding(2048, 4112), "tensorwise")
 
 
 def test_without_torchao_it_is_named(train):
     assert (
-        "pip install 'fsdp_trainer[ao]'" in train("run", *FLOAT8, code=2, seam=without_torchao).err
+        "pip install 'fsdp_trainer[ao]'"
+        in train("run", *FLOAT8, code=2, seam=inject.without_package("torchao")).err
     )

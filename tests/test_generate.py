@@ -37,7 +37,8 @@ def test_greedy_generation_is_that_of_transformers_and_of_full_recomputation(run
     again = list(prompt)
     for _ in range(40):
         again.append(int(speaker.model.logits(torch.tensor([again]))[0, -1].argmax()))
-    assert len(ours) == 40 and ours == again[len(prompt) :] == theirs
+    assert len(ours) == 40
+    assert ours == again[len(prompt) :] == theirs
 
 
 def test_generation_ends_at_a_stop_token_and_at_the_context(run):
@@ -76,7 +77,8 @@ def test_the_command_answers_the_same_from_run_checkpoint_and_export(run, world)
         world.command("generate", f"source={source}", "prompt=abc", "max_tokens=20")[0].out
         for source in (run, checkpoint)
     ]
-    assert said[0] == said[1] and said[0].endswith("\n")
+    assert said[0] == said[1]
+    assert said[0].endswith("\n")
     raw = world.command(
         "generate",
         f"source={run}",
@@ -111,7 +113,10 @@ def test_no_source_and_a_wrong_one_are_refused(world, tmp_path):
 
 def test_a_system_turn_reaches_a_template_that_knows_none(run):
     speaker = Speaker.load(run)
-    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}"
+    refusing = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ "
+        "messages[0].content }}"
+    )
     speaker.template = type(speaker.template)("refusing", refusing, speaker.tokenizer.special)
     told = []
     speaker.say = lambda text, cfg: told.append(text) or iter(())
@@ -163,9 +168,8 @@ def test_samples_in_training_are_what_generate_says_of_the_checkpoint_and_change
     how = compiled if "compile=enabled" in how else how
     plain = train("plain", "train.steps=12", *how, ranks=ranks, timeout=400)
     run = train("run", "train.steps=12", *ASKED, *how, ranks=ranks, timeout=400)
-    assert run.column("loss") == plain.column("loss") and run.column("grad_norm") == plain.column(
-        "grad_norm"
-    )
+    assert run.column("loss") == plain.column("loss")
+    assert run.column("grad_norm") == plain.column("grad_norm")
     taken = read_lines(run.folder / "samples.jsonl")
     assert [(line["step"], line["prompt"]) for line in taken] == [
         (step, prompt) for step in (4, 8, 12) for prompt in ("aaa", "b c")
@@ -184,7 +188,8 @@ def test_samples_in_training_are_what_generate_says_of_the_checkpoint_and_change
             GenerateConfig(max_tokens=9),
         )
         assert line["text"] == speaker.tokenizer.decode(list(tokens))
-    assert any(line["text"] for line in taken) and "sample aaa →" in run.out
+    assert any(line["text"] for line in taken)
+    assert "sample aaa →" in run.out
 
 
 def test_a_resume_cuts_the_samples_of_steps_that_it_does_again(train):
@@ -192,7 +197,6 @@ def test_a_resume_cuts_the_samples_of_steps_that_it_does_again(train):
     before = read_lines(run.folder / "samples.jsonl")
     shutil.rmtree(run.folder / "checkpoints" / "step-00000008")
     again = train("run", "train.steps=8", *ASKED, ranks=2)
-    assert again.event("resume")[0]["step"] == 4 and [
-        line["step"] for line in read_lines(run.folder / "samples.jsonl")
-    ] == [4, 4, 8, 8]
+    assert again.event("resume")[0]["step"] == 4
+    assert [line["step"] for line in read_lines(run.folder / "samples.jsonl")] == [4, 4, 8, 8]
     assert read_lines(run.folder / "samples.jsonl")[:2] == before[:2]

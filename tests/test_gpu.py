@@ -3,10 +3,15 @@
 import gzip
 import json
 import pickle
+from functools import partial
 
+import inject
 import pytest
 import torch
+from stored import assert_bitwise_equal, newest, stored
 from world import read_lines, write_chats
+
+from fsdp_trainer import phases
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 pytestmark = [
@@ -54,14 +59,11 @@ def test_a_bf16_run_is_near_fp32_on_the_cpu(train, how):
     exact = train("exact", *common, "launch.device=cuda", *how, timeout=300)
     assert gpu.column("loss") == pytest.approx(cpu.column("loss"), rel=0.02)
     assert exact.column("loss") == pytest.approx(cpu.column("loss"), rel=2e-3)
-    assert gpu.column("step") == list(range(1, 11)) and all(
-        line["memory_gib"] > 0 for line in gpu.metrics
-    )
+    assert gpu.column("step") == list(range(1, 11))
+    assert all(line["memory_gib"] > 0 for line in gpu.metrics)
 
 
 def test_a_run_goes_on_bitwise(train):
-    from test_resume import assert_bitwise_equal, newest, stored
-
     how = [
         "schedule=constant",
         "launch.device=cuda",
@@ -79,36 +81,16 @@ WINDOWS = ["model.family=mistral", "model.sliding_window=32"]
 GEMMA = ["model.family=gemma2", "model.sliding_window=32", "model.attn_logit_softcapping=50.0"]
 
 
-def no_waiting():
-    """Any host synchronisation inside a step is an error."""
-    from contextlib import contextmanager
-    from unittest.mock import patch
+def refuse_to_wait():
+    first = phases.training.step == 1  # lazy initialisation may wait
+    torch.cuda.set_sync_debug_mode("default" if first else "error")
 
-    from fsdp_trainer.training import trainer
 
-    def watched(real):
-        def call(*args, **kwargs):
-            first = args[0].progress.step == 0  # lazy initialisation may wait
-            torch.cuda.set_sync_debug_mode("default" if first else "error")
-            try:
-                return real(*args, **kwargs)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        return call
-
-    @contextmanager
-    def all_of_it():
-        with (
-            patch.object(
-                trainer.Trainer, "forward_backward", watched(trainer.Trainer.forward_backward)
-            ),
-            patch.object(trainer.Trainer, "update", watched(trainer.Trainer.update)),
-            patch.object(trainer.Trainer, "clip", watched(trainer.Trainer.clip)),
-        ):
-            yield
-
-    return all_of_it()
+NO_WAITING = inject.together(
+    inject.at(None, refuse_to_wait),
+    inject.after("update", partial(torch.cuda.set_sync_debug_mode, "default")),
+)
+"""Any host synchronisation from the beginning of a step to the end of its update is an error."""
 
 
 @pytest.mark.parametrize(
@@ -149,14 +131,14 @@ def test_no_step_waits_for_the_host(train, how):
         "precision.param_dtype=bfloat16",
         "batch.micro_rows=2",
         *how,
-        seam=no_waiting,
+        seam=NO_WAITING,
     )
     assert run.column("step") == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_head_adds_up_its_gradient_in_float32_over_many_chunks(compiled):
-    from test_head import make, textbook
+    from textbook import make, textbook
 
     from fsdp_trainer.training.objective import CrossEntropy
 
@@ -170,10 +152,8 @@ def test_the_head_adds_up_its_gradient_in_float32_over_many_chunks(compiled):
     value.backward()
     assert torch.allclose(-scores.log_probability.cpu().double(), nll, rtol=0.02, atol=0.05)
     for ours, exact in ((on_gpu.grad, grad_hidden), (head.weight.grad, grad_weight)):
-        assert (
-            ours.dtype == torch.bfloat16
-            and (ours.cpu().double() - exact).norm() < 0.01 * exact.norm()
-        )
+        assert ours.dtype == torch.bfloat16
+        assert (ours.cpu().double() - exact).norm() < 0.01 * exact.norm()
 
 
 def test_no_step_of_several_sources_waits_for_the_host(train, tmp_path):
@@ -187,7 +167,7 @@ def test_no_step_of_several_sources_waits_for_the_host(train, tmp_path):
         "train.steps=5",
         "launch.device=cuda",
         "batch.micro_rows=2",
-        seam=no_waiting,
+        seam=NO_WAITING,
     )
     assert len(run.metrics[-1]["loss_by_source"]) == 2
 
@@ -204,10 +184,12 @@ def test_micro_batches_made_ahead_are_those_made_on_the_spot(train):
 
 
 def test_a_bad_step_of_an_offloaded_run_is_skipped(train):
-    from test_optim import bad_for_long
-
     run = train(
-        "run", "train.steps=3", "launch.device=cuda", "sharding.cpu_offload=true", seam=bad_for_long
+        "run",
+        "train.steps=3",
+        "launch.device=cuda",
+        "sharding.cpu_offload=true",
+        seam=inject.bad_gradient(2, 4, 5, 6, 7, 8),
     )
     assert [e["step"] for e in run.event("skipped")] == [2]
 
@@ -229,17 +211,16 @@ def test_samples_change_nothing_of_training(train):
     run = train(
         "run", *how, "train.sample_prompts=[aaa]", "train.validate_every=2", "train.sample_tokens=8"
     )
-    assert (
-        run.column("loss") == train("plain", *how).column("loss")
-        and len(read_lines(run.folder / "samples.jsonl")) == 3
-    )
+    assert run.column("loss") == train("plain", *how).column("loss")
+    assert len(read_lines(run.folder / "samples.jsonl")) == 3
 
 
 def test_a_model_that_the_gpu_cannot_hold_is_refused(train):
     run = train(
         "run", "model=llama3_70b", base=["checkpoint.every=null", "launch.device=cuda"], code=2
     )
-    assert "on the GPU" in run.err and "68.5 G × 8 B" in run.err
+    assert "on the GPU" in run.err
+    assert "68.5 G × 8 B" in run.err
 
 
 @pytest.mark.parametrize(
@@ -248,8 +229,6 @@ def test_a_model_that_the_gpu_cannot_hold_is_refused(train):
     ids=str,
 )
 def test_moments_and_weights_in_fewer_bits_go_on_bitwise_and_near_the_cpus(train, how):
-    from test_resume import newest, stored
-
     common = [
         *how,
         "model.hidden_size=64",
@@ -262,19 +241,24 @@ def test_moments_and_weights_in_fewer_bits_go_on_bitwise_and_near_the_cpus(train
         train(name, *common, "launch.device=cuda", "train.steps=6") for name in ("run", "whole")
     )
     a, b = stored(newest(again)), stored(newest(whole))
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
     assert again.column("loss") == pytest.approx(
         train("cpu", *common, "launch.device=cpu", "train.steps=6").column("loss"), rel=0.02
     )
 
 
 def test_rounding_bits_are_those_of_the_cpu():
-    from fsdp_trainer.optim.rounding import key_of, random_bits
+    from fsdp_trainer.optim.rounding import element_numbers, key_of, random_bits
 
-    on = [
-        random_bits(key_of(3, "w"), torch.tensor(9.0, device=device), 12345, 1 << 20).cpu()
-        for device in ("cpu", "cuda")
-    ]
+    part, shape = (
+        (slice(12345, 12345 + (1 << 10)), slice(0, 1 << 10)),
+        torch.Size((1 << 20, 1 << 10)),
+    )
+    on = []
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        numbers = element_numbers(part, shape, 0, 1 << 20, device)
+        on.append(random_bits(key_of(3, "w"), torch.tensor(9.0, device=device), numbers).cpu())
     assert torch.equal(*on)
 
 
@@ -303,6 +287,5 @@ def test_float8_is_near_bfloat16_and_goes_on(train, recipe):
     exact = train("exact", *common, "train.steps=6", timeout=300)
     train("run", *common, f"precision.float8={recipe}", "train.steps=3", timeout=300)
     run = train("run", *common, f"precision.float8={recipe}", "train.steps=6", timeout=300)
-    assert run.column("loss") == pytest.approx(exact.column("loss"), rel=0.05) and run.column(
-        "step"
-    ) == [1, 2, 3, 4, 5, 6]
+    assert run.column("loss") == pytest.approx(exact.column("loss"), rel=0.05)
+    assert run.column("step") == [1, 2, 3, 4, 5, 6]

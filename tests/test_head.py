@@ -1,47 +1,20 @@
-"""The head: its scores and gradients are the textbook's, in chunks, in bfloat16, sharded and compiled; it is gathered once; its memory is bounded."""
+"""The head: its scores and gradients are the textbook's, in chunks, in bfloat16, sharded and
+compiled; it is gathered once; its memory is bounded."""
 
 import contextlib
+import math
 import shutil
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from textbook import VOCABULARY, make, textbook
 
-from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.head import Head
+from fsdp_trainer.models.head import Scores
 from fsdp_trainer.training.objective import CrossEntropy, negative_log_likelihood
 
-VOCABULARY, WIDTH, TOKENS = 8192, 16, 100  # of which 1 MiB holds 32 tokens' logits
 SOFT = {"label_smoothing": 0.1, "z_loss": 1e-2}
-
-
-def make(chunk_mib=1, dtype=torch.float32, **options):
-    """A head, hidden states, targets and weights, some of which are 0, as padding's."""
-    torch.manual_seed(0)
-    head = Head(ModelConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, **options))
-    head.weight = torch.nn.Parameter(torch.randn(head.weight.shape).to(dtype))
-    head.chunk_mib = chunk_mib
-    weights = torch.rand(TOKENS)
-    weights[::3] = 0
-    return (
-        head,
-        torch.randn(TOKENS, WIDTH).to(dtype).requires_grad_(),
-        torch.randint(VOCABULARY, (TOKENS,)),
-        weights,
-    )
-
-
-def textbook(head, hidden, targets, weights, label_smoothing=0.0, z_loss=0.0):
-    """In float64, by autograd: the value, each token's negative log-likelihood, the gradients of hidden and weight."""
-    hidden, weight = (t.detach().double().requires_grad_() for t in (hidden, head.weight))
-    logits = hidden @ weight[:VOCABULARY].T
-    if head.softcap:
-        logits = torch.tanh(logits / head.softcap) * head.softcap
-    nll = F.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
-    value = (weights * (nll + z_loss * logits.logsumexp(-1).square())).sum()
-    value.backward()
-    return value, F.cross_entropy(logits, targets, reduction="none"), hidden.grad, weight.grad
 
 
 def relative(ours, exact):
@@ -54,11 +27,10 @@ def assert_textbook(head, hidden, targets, weights, tolerance=1e-6, **soft):
     exact, nll, grad_hidden, grad_weight = textbook(head, hidden, targets, weights, **soft)
     assert value.item() == pytest.approx(exact.item(), rel=max(tolerance, 1e-6))
     assert torch.allclose(-scores.log_probability.double(), nll, rtol=0, atol=50 * tolerance)
-    assert (
-        relative(hidden.grad, 3 * grad_hidden) < tolerance
-        and relative(head.weight.grad, 3 * grad_weight) < tolerance
-    )
-    assert hidden.grad.dtype == hidden.dtype and head.weight.grad.dtype == head.weight.dtype
+    assert relative(hidden.grad, 3 * grad_hidden) < tolerance
+    assert relative(head.weight.grad, 3 * grad_weight) < tolerance
+    assert hidden.grad.dtype == hidden.dtype
+    assert head.weight.grad.dtype == head.weight.dtype
     assert not head.weight.grad[VOCABULARY:].any(), "rows that only pad"
 
 
@@ -78,12 +50,14 @@ def test_value_scores_and_gradients_are_the_textbooks(model, soft):
 
 @pytest.mark.parametrize("chunk_mib", [1, 2, 64])
 def test_bfloat16_is_rounded_only_where_it_must_be(chunk_mib):
-    """Its logits are rounded, as any matrix product's: the textbook is given the rounded ones' error, not more."""
+    """Its logits are rounded, as any matrix product's: the textbook is given the rounded ones'
+    error, not more."""
     assert_textbook(*make(chunk_mib, torch.bfloat16), tolerance=0.02, **SOFT)
 
 
 def test_the_gradient_of_what_is_known_does_not_vanish_in_bfloat16():
-    """1 − p is 0 as a difference of bfloat16 numbers: the derivative must be rounded after the subtraction."""
+    """1 − p is 0 as a difference of bfloat16 numbers: the derivative must be rounded after the
+    subtraction."""
     head, hidden, targets, weights = make(dtype=torch.bfloat16)
     with torch.no_grad():
         targets %= 4
@@ -91,20 +65,115 @@ def test_the_gradient_of_what_is_known_does_not_vanish_in_bfloat16():
         head.weight[:4] *= 2  # their logits lead by far
     head(hidden, targets, CrossEntropy(weights))[0].backward()
     _, nll, grad_hidden, _ = textbook(head, hidden, targets, weights)
-    assert (nll < 2e-3).sum() > 10 and relative(hidden.grad, grad_hidden) < 0.1
+    assert (nll < 2e-3).sum() > 10
+    assert relative(hidden.grad, grad_hidden) < 0.1
 
 
 def test_scores_alone_are_those_beside_an_objective_and_have_no_gradient():
     head, hidden, targets, weights = make()
     _, scores = head(hidden, targets, CrossEntropy(weights, **SOFT))
-    alone = head(hidden, targets)
-    assert torch.equal(alone.log_probability, scores.log_probability) and torch.equal(
-        alone.log_normalizer, scores.log_normalizer
-    )
-    assert (
-        not negative_log_likelihood(alone, weights).requires_grad
-        and not scores.log_probability.requires_grad
-    )
+    value, alone = head(hidden, targets)
+    assert value is None
+    assert torch.equal(alone.log_probability, scores.log_probability)
+    assert torch.equal(alone.logsumexp, scores.logsumexp)
+    assert not negative_log_likelihood(alone, weights).requires_grad
+    assert not scores.log_probability.requires_grad
+
+
+class Preference:
+    """As DPO: -log sigmoid of the difference between two halves' sums, and terms of the others."""
+
+    needs_all_tokens = True
+
+    def __init__(self, weights, z_loss=0.0, smoothing=0.0):
+        self.weights, self.z_loss, self.smoothing = weights, z_loss, smoothing
+        self.needs_mean = smoothing > 0
+
+    def __call__(self, scores, tokens):
+        assert tokens == slice(0, len(self.weights)), "all tokens in one call"
+        sums = (scores.log_probability * self.weights).view(2, -1).sum(1)
+        value = -F.logsigmoid(0.01 * (sums[0] - sums[1]))
+        value = value + self.z_loss * (scores.logsumexp * self.weights).sum().square()
+        if self.needs_mean:
+            value = value - self.smoothing * (scores.mean_log_probability * self.weights).sum()
+        return value
+
+
+def preferred(head, hidden, targets, objective):
+    """In float64, by autograd: the value and the gradients of hidden and weight."""
+    hidden, weight = (t.detach().double().requires_grad_() for t in (hidden, head.weight))
+    logits = hidden @ weight[:VOCABULARY].T
+    if head.softcap:
+        logits = torch.tanh(logits / head.softcap) * head.softcap
+    every = logits.log_softmax(-1)
+    chosen = every.gather(-1, targets[:, None])[:, 0]
+    scores = Scores(chosen, logits.logsumexp(-1), every.mean(-1))
+    value = objective(scores, slice(0, len(targets)))
+    return value, *torch.autograd.grad(value, (hidden, weight))
+
+
+@pytest.mark.parametrize("chunk_mib", [1, 2, 64])
+@pytest.mark.parametrize("terms", [{}, {"z_loss": 1e-4, "smoothing": 0.1}], ids=["plain", "more"])
+@pytest.mark.parametrize("model", [{}, {"final_logit_softcapping": 5.0}], ids=["plain", "softcap"])
+def test_an_objective_of_all_tokens_has_the_textbooks_gradients_for_every_chunk_size(
+    chunk_mib, terms, model
+):
+    head, hidden, targets, weights = make(chunk_mib, **model)
+    objective = Preference(weights, **terms)
+    value, scores = head(hidden, targets, objective)
+    (3 * value).backward()
+    exact, grad_hidden, grad_weight = preferred(head, hidden, targets, objective)
+    assert value.item() == pytest.approx(exact.item(), rel=1e-6)
+    assert relative(hidden.grad, 3 * grad_hidden) < 1e-5
+    assert relative(head.weight.grad, 3 * grad_weight) < 1e-5
+    assert not scores.log_probability.requires_grad
+
+
+@pytest.mark.parametrize("objective", [CrossEntropy, Preference])
+def test_without_supervised_tokens_value_and_gradients_are_those_of_weight_zero(objective):
+    head, hidden, targets, weights = make()
+    value, _ = head(hidden, targets, objective(weights * 0))
+    value.backward()
+    assert value.item() == pytest.approx(0 if objective is CrossEntropy else math.log(2))
+    assert not hidden.grad.any()
+    assert not head.weight.grad.any()
+
+
+@pytest.mark.parametrize("objective", [CrossEntropy, Preference])
+@pytest.mark.parametrize("frozen", ["weight", "hidden"])
+def test_what_is_frozen_gets_no_gradient_and_changes_no_other(objective, frozen):
+    head, hidden, targets, weights = make()
+    both = torch.autograd.grad(head(hidden, targets, objective(weights))[0], (hidden, head.weight))
+    (head.weight if frozen == "weight" else hidden).requires_grad_(False)
+    with Largest() as largest:
+        head(hidden, targets, objective(weights))[0].backward()
+    if frozen == "weight":
+        assert torch.equal(hidden.grad, both[0])
+        assert head.weight.grad is None
+        assert head.weight.numel() not in largest.sizes, "a gradient of the weight was allocated"
+    else:
+        assert torch.equal(head.weight.grad, both[1])
+        assert hidden.grad is None
+
+
+@pytest.mark.parametrize("objective", [CrossEntropy, Preference])
+def test_with_nothing_to_learn_the_value_is_the_same(objective):
+    head, hidden, targets, weights = make()
+    learnt = head(hidden, targets, objective(weights))[0].detach()
+    head.weight.requires_grad_(False)
+    value, _ = head(hidden.detach(), targets, objective(weights))
+    assert not value.requires_grad
+    assert torch.equal(value, learnt)
+
+
+def test_a_backward_that_is_split_gives_each_gradient_whole():
+    head, hidden, targets, weights = make()
+    value = 3 * head(hidden, targets, CrossEntropy(weights))[0]
+    both = torch.autograd.grad(value, (hidden, head.weight), retain_graph=True)
+    (of_hidden,) = torch.autograd.grad(value, hidden, retain_graph=True)
+    (of_weight,) = torch.autograd.grad(value, head.weight)
+    assert torch.equal(of_hidden, both[0])
+    assert torch.equal(of_weight, both[1])
 
 
 @pytest.mark.parametrize(
@@ -115,13 +184,19 @@ def test_chunks_are_as_few_as_the_budget_allows_and_of_equal_size(tokens, rows):
 
 
 class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-    """Elements of the largest tensor that is ever made."""
+    """Elements of the tensors that are made, and of the largest of them."""
 
     size = 0
 
+    def __init__(self):
+        super().__init__()
+        self.sizes = set()
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.size = max(self.size, out.numel() if isinstance(out, torch.Tensor) else 0)
+        if isinstance(out, torch.Tensor):
+            self.size = max(self.size, out.numel())
+            self.sizes |= {out.numel()} - {x.numel() for x in args if isinstance(x, torch.Tensor)}
         return out
 
 
@@ -134,6 +209,8 @@ def test_no_tensor_grows_with_tokens_times_vocabulary():
                 targets.repeat(many),
                 CrossEntropy(weights.repeat(many), **SOFT),
             )[0].backward()
+            both = weights.repeat(many)
+            head(hidden.repeat(many, 1), targets.repeat(many), Preference(both))[0].backward()
         head(hidden.repeat(4, 1), targets.repeat(4))
     assert made.size == 2**20 // 4, "one chunk"
 
@@ -156,7 +233,7 @@ def test_compiled_chunks_are_the_textbooks_and_are_not_compiled_again_for_anothe
             assert_textbook(head, part, targets[:count], weights[:count], tolerance, **SOFT)
 
 
-# --- in training -------------------------------------------------------------------------------------------------------------------
+# --- in training --------------------------------------------------------------------------------
 
 MANY = [
     "model.vocab_size=16384",
@@ -202,7 +279,8 @@ def test_sharded_and_in_many_chunks_it_gives_the_same_and_is_gathered_as_often_a
             assert run.column(name) == pytest.approx(
                 alone.column(name), rel=1e-4 if name == "grad_norm" else 1e-5
             )
-    assert "at most 16 tokens at once" in many.out and "at most 64 tokens at once" in one.out
+    assert "at most 16 tokens at once" in many.out
+    assert "at most 64 tokens at once" in one.out
     assert many.out.count("gathered") == one.out.count("gathered") > 0
 
 
@@ -217,15 +295,15 @@ def test_the_loss_that_is_told_stays_the_plain_one(train):
         )
         assert run.column("grad_norm") != pytest.approx(plain.column("grad_norm"), rel=1e-3)
     added = [run.metrics[0]["objective"] - run.metrics[0]["loss"] for run in (z, double)]
-    assert added[1] == pytest.approx(2 * added[0], rel=1e-4) and added[0] > 0.1
-    assert (
-        smooth.metrics[0]["objective"] != pytest.approx(smooth.metrics[0]["loss"], rel=1e-3)
-        and "objective" not in plain.metrics[0]
-    )
+    assert added[1] == pytest.approx(2 * added[0], rel=1e-4)
+    assert added[0] > 0.1
+    assert smooth.metrics[0]["objective"] != pytest.approx(smooth.metrics[0]["loss"], rel=1e-3)
+    assert "objective" not in plain.metrics[0]
 
 
 def test_weights_of_tokens_are_not_rounded_in_bfloat16(train):
-    """fully_shard can round what it finds in the arguments of a forward: 1 / Σ weight would be off by up to 1/256, and all gradients with it."""
+    """fully_shard can round what it finds in the arguments of a forward: 1 / Σ weight would be off
+    by up to 1/256, and all gradients with it."""
     run = train("run", "train.steps=2", "precision.param_dtype=bfloat16", "loss.z_loss=1e-30")
     assert run.column("objective") == pytest.approx(run.column("loss"), rel=1e-6)
 
@@ -233,10 +311,8 @@ def test_weights_of_tokens_are_not_rounded_in_bfloat16(train):
 def test_a_run_does_not_go_on_with_another_objective_but_with_another_chunk(train):
     train("run", "train.steps=1", "schedule=constant")
     refused = train("run", "train.steps=2", "schedule=constant", "loss.z_loss=1e-3", code=2)
-    assert (
-        "loss.z_loss=0.001" in refused.err
-        and "checkpoint.allow_changes=[loss.z_loss]" in refused.err
-    )
+    assert "loss.z_loss=0.001" in refused.err
+    assert "checkpoint.allow_changes=[loss.z_loss]" in refused.err
     assert train("run", "train.steps=2", "schedule=constant", "loss.chunk_mib=7").column(
         "step"
     ) == [1, 2]

@@ -64,7 +64,8 @@ def test_preview_of_a_hub_model_fetches_no_weights(hub, capsys):
         == 0
     )
     assert json.loads(capsys.readouterr().out)["row"] == 0
-    assert hub and not any("*.safetensors" in patterns for patterns in hub)
+    assert hub
+    assert not any("*.safetensors" in patterns for patterns in hub)
 
 
 def test_training_starts_from_a_hub_models_weights(hub, tmp_path):

@@ -4,10 +4,12 @@ import json
 import os
 import shutil
 
+import inject
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from zoo import ZOO, make_model
+from stored import assert_byte_equal, tensors
+from zoo import HF, make_folder
 
 import fsdp_trainer
 from fsdp_trainer.checkpoint.huggingface import read_headers
@@ -15,51 +17,6 @@ from fsdp_trainer.data.templates import load_template
 from fsdp_trainer.data.tokenizer import load_tokenizer
 
 transformers = pytest.importorskip("transformers")
-
-HF = [
-    "model=auto",
-    "precision=fp32",
-    "batch.seq_len=64",
-    "batch.rows=6",
-    "batch.micro_rows=3",
-    "launch.timeout=60s",
-    "launch.data_timeout=60s",
-]
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.1,
-}
-
-
-def make_folder(folder, family="llama", dtype=torch.float32, shard="1GB", **options):
-    """As transformers saves it, with a tokenizer."""
-    model = make_model(
-        family,
-        **{"vocab_size": 264, **SIZES, "max_position_embeddings": 128, **ZOO[family][1], **options},
-    )
-    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
-    load_tokenizer("demo:bytes").save(folder)
-    return folder
-
-
-def tensors(folder):
-    return {
-        name: tensor
-        for file in sorted(folder.glob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-    }
-
-
-def assert_byte_equal(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].dtype == b[name].dtype and torch.equal(
-            a[name].view(torch.uint8), b[name].view(torch.uint8)
-        ), name
 
 
 @pytest.fixture
@@ -96,6 +53,8 @@ FORMATS |= {
     for name in FAMILIES
     for ranks in (1, 2)
 }
+SMALL_PIECES = inject.setting("tensor_piece_bytes", 72)
+"""Not a divisor of anything, and less than a row of some tensors."""
 QUICK = ("bf16 untied sharded", "gemma3 long on 2", "phi3 on 2")
 
 
@@ -237,18 +196,14 @@ def test_all_that_is_wrong_with_weights_is_told_at_once(train, tmp_path, ranks):
         "0.input_layernorm.weight",
     ):
         assert name in told.err
-    assert (
-        "[31]" in told.err
-        and "[32]" in told.err
-        and "I64" in told.err
-        and "Traceback" not in told.err
-    )
+    assert "[31]" in told.err
+    assert "[32]" in told.err
+    assert "I64" in told.err
+    assert "Traceback" not in told.err
     assert all(rank.err == "" for rank in told.ranks[1:]), "only rank 0 speaks"
-    assert (
-        told.events[-1]["event"] == "end"
-        and told.events[-1]["exit_code"] == 2
-        and told.metrics == []
-    )
+    assert told.events[-1]["event"] == "end"
+    assert told.events[-1]["exit_code"] == 2
+    assert told.metrics == []
 
 
 def test_a_header_that_contradicts_itself_is_no_weights(train, tmp_path):
@@ -262,11 +217,14 @@ def test_a_header_that_contradicts_itself_is_no_weights(train, tmp_path):
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
     told = train("run", f"model.init_from={folder}", "train.steps=1", base=HF, code=2)
-    assert file.name in told.err and "shape and dtype" in told.err
+    assert file.name in told.err
+    assert "invalid shape, data type, or offset" in told.err
 
 
 @pytest.mark.parametrize(
-    "text", ['{"a": {"dtype": "F32", "shape": [2.0, 3], "data_offsets": [0, 24]}}', '{"a": {"dtype": "F32", "shape": [6], "data_offsets": [0, 24.0]}}',
+    "text",
+    ['{"a": {"dtype": "F32", "shape": [2.0, 3], "data_offsets": [0, 24]}}',
+    '{"a": {"dtype": "F32", "shape": [6], "data_offsets": [0, 24.0]}}',
              "[" * 100_000, "[1]", "NaN", '{"a": "b"}'],
     ids=["half a row", "half a byte", "deep", "list", "number", "text"],
 )  # fmt: skip
@@ -275,7 +233,9 @@ def test_a_header_of_nonsense_is_told(tmp_path, text):
         len(text).to_bytes(8, "little") + text.encode() + bytes(24)
     )
     found, problems = read_headers(tmp_path)
-    assert not found and len(problems) == 1 and "model.safetensors" in problems[0].what
+    assert not found
+    assert len(problems) == 1
+    assert "model.safetensors" in problems[0].what
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -290,12 +250,12 @@ def test_pieces_smaller_than_a_tensor_and_not_of_its_size_come_together(
         {"format": "pt"},
     )
     run = train(
-        "run", f"model.init_from={folder}", "train.steps=0", base=HF, ranks=ranks, seam=small_pieces
+        "run", f"model.init_from={folder}", "train.steps=0", base=HF, ranks=ranks, seam=SMALL_PIECES
     )
-    assert_byte_equal(state, tensors(export(run.folder, seam=small_pieces)))
+    assert_byte_equal(state, tensors(export(run.folder, seam=SMALL_PIECES)))
     assert_byte_equal(
         {n: t.float() for n, t in state.items()},
-        tensors(export(run.folder, "dtype=float32", name="wide", seam=small_pieces)),
+        tensors(export(run.folder, "dtype=float32", name="wide", seam=SMALL_PIECES)),
     )
 
 
@@ -327,11 +287,9 @@ def test_weights_that_one_rank_cannot_read_end_the_run_with_that_message(train, 
         code=1,
         seam=disk_of_one_rank_fails,
     )
-    assert (
-        "rank 1 cannot read the weights" in told.err
-        and "Input/output error" in told.err
-        and "Traceback" not in told.err
-    )
+    assert "rank 1 cannot read the weights" in told.err
+    assert "Input/output error" in told.err
+    assert "Traceback" not in told.err
 
 
 @pytest.mark.gpu
@@ -344,22 +302,9 @@ def test_an_import_onto_a_gpu_is_byte_equal(train, export, tmp_path):
         "train.steps=0",
         "launch.device=cuda",
         base=HF,
-        seam=small_pieces,
+        seam=SMALL_PIECES,
     )
     assert_byte_equal(tensors(folder), tensors(export(run.folder)))
-
-
-def small_pieces():
-    """Not a divisor of anything, and less than a row of some tensors."""
-    from contextlib import ExitStack
-    from unittest.mock import patch
-
-    from fsdp_trainer.checkpoint import export, huggingface, stream
-
-    stack = ExitStack()
-    for module in (export, huggingface, stream):
-        stack.enter_context(patch.object(module, "PIECE_BYTES", 72))
-    return stack
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -404,12 +349,10 @@ def test_a_tied_head_that_was_stored_all_the_same_is_no_mistake(train, export, t
 def test_a_named_model_that_differs_from_the_folder_is_refused(train, tmp_path):
     folder = make_folder(tmp_path / "in")
     told = train("run", "model=tiny", f"model.init_from={folder}", "train.steps=1", base=[], code=2)
-    assert (
-        "model=tiny" in told.err
-        and "hidden_size" in told.err
-        and "128" in told.err
-        and "32" in told.err
-    )
+    assert "model=tiny" in told.err
+    assert "hidden_size" in told.err
+    assert "128" in told.err
+    assert "32" in told.err
     told = train(
         "run",
         "model=auto",
@@ -425,7 +368,8 @@ def test_a_named_model_that_differs_from_the_folder_is_refused(train, tmp_path):
 def test_a_tokenizer_larger_than_the_embedding_is_refused(train, tmp_path):
     folder = make_folder(tmp_path / "in", vocab_size=200)
     told = train("run", f"model.init_from={folder}", "train.steps=1", base=HF, code=2, ranks=2)
-    assert "200" in told.err and "260" in told.err
+    assert "200" in told.err
+    assert "260" in told.err
 
 
 @pytest.mark.slow
@@ -442,50 +386,43 @@ def test_training_starts_from_a_run_a_checkpoint_and_its_export_alike(train, exp
     ]
     assert runs[1].column("loss") == pytest.approx(runs[0].column("loss"), rel=1e-5)
     assert runs[2].column("loss") == pytest.approx(runs[0].column("loss"), rel=1e-5)
-    assert runs[0].column("step") == [1, 2] and runs[0].column("loss")[0] < first.column("loss")[0]
+    assert runs[0].column("step") == [1, 2]
+    assert runs[0].column("loss")[0] < first.column("loss")[0]
 
 
+@inject.fault
 def failing_write():
-    """The disk is full when the second file is begun."""
-    from unittest.mock import patch
+    """Fill the disk when the second file is begun."""
+    begun = set()
 
-    from fsdp_trainer.checkpoint import export
+    def write(real, file, *args):
+        begun.add(file)
+        if len(begun) == 2:
+            raise inject.no_space()
+        return real(file, *args)
 
-    real, seen = export.write, set()
-
-    def write(file, *what):
-        seen.add(file)
-        if len(seen) == 2:
-            raise OSError(28, "No space left on device")
-        real(file, *what)
-
-    return patch.object(export, "write", write)
+    with inject.around("export_write", write):
+        yield
 
 
-def killed_write():
-    """Killed hard at the commit."""
-    from unittest.mock import patch
-
-    from fsdp_trainer.checkpoint import files
-
-    return patch.object(files, "commit", lambda *_: os._exit(9))
+def exit_at_once(*_):
+    os._exit(9)
 
 
 @pytest.mark.slow
 def test_an_export_that_fails_leaves_no_folder(train, world, export, tmp_path):
     run = train("run", "train.steps=0")
     with pytest.raises(AssertionError, match="No space left"):
-        export(run.folder, "shard_gib=2e-5", seam=failing_write)
-    assert not (tmp_path / "out").exists() and not [
-        p for p in tmp_path.iterdir() if "partial" in p.name
-    ]
+        export(run.folder, "shard_gib=2e-5", seam=failing_write())
+    assert not (tmp_path / "out").exists()
+    assert not [p for p in tmp_path.iterdir() if "partial" in p.name]
 
 
 @pytest.mark.slow
 def test_an_export_that_is_killed_leaves_nothing_that_looks_like_one(train, export, tmp_path):
     run = train("run", "train.steps=0")
     with pytest.raises(AssertionError, match="died"):
-        export(run.folder, seam=killed_write)
+        export(run.folder, seam=inject.around("commit", exit_at_once))
     assert not (tmp_path / "out").exists()
     export(run.folder)
     assert not [p for p in tmp_path.iterdir() if "partial" in p.name]
@@ -527,7 +464,8 @@ def test_a_stored_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(
     run = train(
         "run", *HF, f"model.init_from={folder}", "train.steps=0", ranks=ranks, code=2, base=[]
     )
-    assert "lm_head.weight" in run.err and "tie_word_embeddings" in run.err
+    assert "lm_head.weight" in run.err
+    assert "tie_word_embeddings" in run.err
 
 
 def test_broken_files_and_unexpected_tensors_are_listed_together(train, tmp_path):
@@ -539,7 +477,9 @@ def test_broken_files_and_unexpected_tensors_are_listed_together(train, tmp_path
     index["weight_map"]["stranger"] = first.name
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     run = train("run", *HF, f"model.init_from={folder}", "train.steps=0", code=2, base=[])
-    assert "stranger" in run.err and second.name in run.err and "is missing" not in run.err
+    assert "stranger" in run.err
+    assert second.name in run.err
+    assert "is missing" not in run.err
 
 
 @pytest.mark.slow

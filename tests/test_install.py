@@ -12,7 +12,8 @@ REPO = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder with the wheel's content, and an environment in which it, and not the checkout, is fsdp_trainer."""
+    """A folder with the wheel's content, and an environment in which it, and not the checkout, is
+    fsdp_trainer."""
     built, target = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("site")
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", built],
@@ -58,10 +59,10 @@ def test_a_wheel_trains_a_recipe_from_any_folder(installed, tmp_path):
         capture_output=True,
         text=True,
     )
-    assert (
-        reported.returncode == 0
-        and "The MIT License" in (tmp_path / "runs/quickstart/report.html").read_text()
-    ), reported.stderr
+    assert reported.returncode == 0, reported.stderr
+    assert "The MIT License" in (tmp_path / "runs/quickstart/report.html").read_text(), (
+        reported.stderr
+    )
     swept = subprocess.run(
         [*command[:3], "-m", "+recipe=quickstart", "optim.lr=a,b"],
         cwd=tmp_path,
@@ -69,9 +70,8 @@ def test_a_wheel_trains_a_recipe_from_any_folder(installed, tmp_path):
         capture_output=True,
         text=True,
     )
-    assert swept.returncode == 2 and "optim.lr=a,b  must be a number" in swept.stderr, (
-        "Hydra finds the launcher of sweeps"
-    )
+    assert swept.returncode == 2
+    assert "optim.lr=a,b  must be a number" in swept.stderr, "Hydra finds the launcher of sweeps"
     where = [sys.executable, "-c", "import fsdp_trainer; print(fsdp_trainer.__file__)"]
     assert (
         str(REPO)
@@ -92,11 +92,9 @@ def test_the_quickstart_trains_and_asks_before_and_after(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert (
-        "before training: 0 of 2" in done.stdout
-        and "after training:" in done.stdout
-        and "What to type next" in done.stdout
-    )
+    assert "before training: 0 of 2" in done.stdout
+    assert "after training:" in done.stdout
+    assert "What to type next" in done.stdout
     again = subprocess.run(
         command,
         cwd=tmp_path,
@@ -104,4 +102,5 @@ def test_the_quickstart_trains_and_asks_before_and_after(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert again.returncode == 0 and "already finished" in again.stdout
+    assert again.returncode == 0
+    assert "already finished" in again.stdout

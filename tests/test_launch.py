@@ -1,6 +1,6 @@
-"""Ranks that torchrun, Slurm or the trainer itself starts: one folder, one voice, the contract's exit codes."""
+"""Ranks that torchrun, Slurm or the trainer itself starts: one folder, one voice, the contract's
+exit codes."""
 
-import contextlib
 import json
 import os
 import re
@@ -11,20 +11,21 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
 
+import inject
 import pytest
 import torch.distributed as dist
+from inject import ONE_SIGNAL, killed_once, seamed
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from world import ONE_SIGNAL, SMALL, Run, end, killed_once, ranks_below, seamed, wait_until
+from world import SMALL, Run, end, ranks_below, wait_until
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.compose import compose
 from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.launch.nodes import first_host, free_port
-from fsdp_trainer.launch.start import Patience, ranks_to_start, wait_for_ranks
-from fsdp_trainer.launch.world import environment_of_ranks, meet
-from fsdp_trainer.training.resume import Claim, claim_folder
+from fsdp_trainer.launch.start import RankProcesses, ranks_to_start
+from fsdp_trainer.launch.world import environment_of_ranks, rendezvous
+from fsdp_trainer.training.run_lock import RunLock
 
 SELF = [sys.executable, "-m", "fsdp_trainer"]
 TORCHRUN = [
@@ -92,15 +93,13 @@ def no_hydra_files(folder):
 def test_torchrun_trains_with_one_folder_one_voice_and_no_files_of_hydra(done, tmp_path):
     code, out, err, run = done([*TORCHRUN, "-m", "fsdp_trainer"], "train.steps=3")
     assert code == 0, out + err
-    assert (
-        run.column("step") == [1, 2, 3]
-        and run.event("start")[0]["world_size"] == 2
-        and run.events[-1]["exit_code"] == 0
-    )
-    assert out.count("3/3 100%") == 1 and out.count("done: runs/run") == 1
-    assert sorted(p.name for p in (tmp_path / "cwd").iterdir()) == ["runs"] and sorted(
-        p.name for p in (tmp_path / "cwd" / "runs").iterdir()
-    ) == ["run"]
+    assert run.column("step") == [1, 2, 3]
+    assert run.event("start")[0]["world_size"] == 2
+    assert run.events[-1]["exit_code"] == 0
+    assert out.count("3/3 100%") == 1
+    assert out.count("done: runs/run") == 1
+    assert sorted(p.name for p in (tmp_path / "cwd").iterdir()) == ["runs"]
+    assert sorted(p.name for p in (tmp_path / "cwd" / "runs").iterdir()) == ["run"]
     no_hydra_files(tmp_path / "cwd")
 
 
@@ -113,11 +112,9 @@ def test_the_trainer_starts_its_ranks_itself_with_the_configuration_that_it_comp
         SELF, "train.steps=3", "launch.nproc_per_node=2", "run.name=run${oc.env:RANK,''}"
     )
     assert code == 0, out + err
-    assert (
-        run.event("start")[0]["world_size"] == 2
-        and out.count("done: runs/run") == 1
-        and "Traceback" not in err
-    )
+    assert run.event("start")[0]["world_size"] == 2
+    assert out.count("done: runs/run") == 1
+    assert "Traceback" not in err
     no_hydra_files(tmp_path / "cwd")
 
 
@@ -135,45 +132,38 @@ def test_launch_env_reaches_the_ranks_and_a_signal_to_the_launcher_stops_them_in
     wait_until(lambda: run.metrics, process)
     for pid in ranks_below(process.pid).values():
         env = Path(f"/proc/{pid}/environ").read_text().split("\0")
-        assert "NCCL_DEBUG=WARN" in env and "OMP_NUM_THREADS=1" in env, (
-            "what the environment says stays"
-        )
+        assert "NCCL_DEBUG=WARN" in env, "what the environment says stays"
+        assert "OMP_NUM_THREADS=1" in env, "what the environment says stays"
     process.send_signal(signal.SIGUSR1)
     time.sleep(0.01)
     process.send_signal(signal.SIGUSR1)  # as `timeout` does, to the process and to its group
     process.communicate(timeout=150)
-    assert (
-        process.returncode == 75
-        and run.event("start")[0]["world_size"] == 2
-        and run.events[-1]["reason"] == "SIGUSR1"
-    )
+    assert process.returncode == 75
+    assert run.event("start")[0]["world_size"] == 2
+    assert run.events[-1]["reason"] == "SIGUSR1"
 
 
 def test_a_rank_that_ends_before_the_first_one_is_seen_and_named(capsys):
     """Before the ranks have met nobody else notices: the first one waits for it."""
     waits, killed = subprocess.Popen(["sleep", "60"]), subprocess.Popen(["sh", "-c", "kill -9 $$"])
-    with patch("fsdp_trainer.launch.start.GRACE_SECONDS", 0.2):
-        assert wait_for_ranks([waits, killed], Patience()) == 1
-    assert (
-        waits.returncode == -signal.SIGKILL
-        and capsys.readouterr().err == "fsdp-trainer: rank 1 was killed by SIGKILL\n"
-    )
+    with inject.setting("launch_grace_seconds", 0.2):
+        assert RankProcesses([waits, killed]).wait() == 1
+    assert waits.returncode == -signal.SIGKILL
+    assert capsys.readouterr().err == "fsdp-trainer: rank 1 was killed by SIGKILL\n"
 
 
 ENDLESS_STEP = """
 import pathlib, time
-from fsdp_trainer import phases
-from fsdp_trainer.launch import start
+from fsdp_trainer import phases, process
 
-enter, start.ECHO_SECONDS = phases.enter, 0.2
+process.ECHO_SECONDS = 0.2
 
-def enter_for_ever(phase, step=None):
-    enter(phase, step)
-    while phase == "forward":
+def stay_in_forward(thread, ended):
+    while thread.phase == "forward":
         pathlib.Path("in the step").touch()
         time.sleep(0.1)
 
-phases.enter = enter_for_ever
+phases.add_listener(stay_in_forward)
 """
 
 
@@ -194,10 +184,10 @@ def test_a_second_signal_to_the_launcher_ends_at_once_and_is_no_hang(start, tmp_
     time.sleep(0.5)  # two at once would count as one
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=100)
-    assert process.returncode == 128 + signal.SIGTERM and not run.event("hang"), said
-    assert (
-        run.events[-1]["event"] == "end" and run.events[-1]["reason"] == "second signal (SIGTERM)"
-    )
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert not run.event("hang"), said
+    assert run.events[-1]["event"] == "end"
+    assert run.events[-1]["reason"] == "second signal (SIGTERM)"
 
 
 def test_launch_env_counts_for_ranks_that_a_launcher_started(world, inputs, tmp_path):
@@ -226,7 +216,9 @@ def test_launch_env_says_neither_what_code_runs_nor_which_rank_it_is(capsys, nam
     for typed in (f"launch.env={{{name}: x, PYTORCH_ALLOC_CONF: x}}", f"launch.env.{name}=x"):
         assert main(["+recipe=quickstart", typed]) == 2
         said = capsys.readouterr().err
-        assert typed in said and f"{name}: decides" in said and "in the shell" in said
+        assert typed in said
+        assert f"{name}: decides" in said
+        assert "in the shell" in said
 
 
 @pytest.mark.slow
@@ -242,8 +234,10 @@ def test_a_rank_that_hangs_ends_the_run_after_launch_timeout(start, tmp_path):
     os.kill(ranks_below(process.pid)["1"], signal.SIGSTOP)
     stopped = time.monotonic()
     _, err = process.communicate(timeout=150)
-    assert process.returncode == 1 and time.monotonic() - stopped > 9, err
-    assert run.events[-1]["event"] == "end" and run.events[-1]["exit_code"] == 1
+    assert process.returncode == 1, err
+    assert time.monotonic() - stopped > 9, err
+    assert run.events[-1]["event"] == "end"
+    assert run.events[-1]["exit_code"] == 1
 
 
 BROKEN = '{"prompt": "a", "completion": "b"}\n{"prompt": "a", \n'
@@ -259,12 +253,11 @@ def test_a_broken_line_is_told_once_and_no_traceback(done, tmp_path, launcher):
         how, "train.steps=3", f"data.path={tmp_path / 'broken.jsonl'}", *more
     )
     assert code == (2 if launcher == "self" else 1)
-    assert (
-        err.count("broken.jsonl:2") == 1
-        and "broken.jsonl" not in out
-        and "fsdp_trainer/" not in err
-    ), "no traceback of ours"
-    assert run.events[-1]["event"] == "end" and run.events[-1]["exit_code"] == 2
+    assert err.count("broken.jsonl:2") == 1
+    assert "broken.jsonl" not in out
+    assert "fsdp_trainer/" not in err, "no traceback of ours"
+    assert run.events[-1]["event"] == "end"
+    assert run.events[-1]["exit_code"] == 2
 
 
 @pytest.mark.slow
@@ -277,14 +270,18 @@ def test_a_run_that_learns_nothing_ends_with_exit_1_from_all_ranks(done):
         "schedule.warmup_steps=0",
         "train.max_skipped=3",
     )
-    assert code == 1 and err.count("not finite for 3 steps") == 1 and "Traceback" not in err
-    assert run.events[-1]["exit_code"] == 1 and len(run.event("skipped")) == 3
+    assert code == 1
+    assert err.count("not finite for 3 steps") == 1
+    assert "Traceback" not in err
+    assert run.events[-1]["exit_code"] == 1
+    assert len(run.event("skipped")) == 3
 
 
 def test_a_data_error_is_told_by_one_rank_of_two_and_all_exit_2(train, tmp_path):
     (tmp_path / "broken.jsonl").write_text(BROKEN)
     run = train("run", f"data.path={tmp_path / 'broken.jsonl'}", "train.steps=1", ranks=2, code=2)
-    assert "broken.jsonl:2" in run.err and run.ranks[1].err == run.ranks[1].out == ""
+    assert "broken.jsonl:2" in run.err
+    assert run.ranks[1].err == run.ranks[1].out == ""
 
 
 def test_what_only_another_node_finds_stands_in_its_torchruns_table(monkeypatch, tmp_path, capsys):
@@ -302,30 +299,28 @@ def test_what_only_another_node_finds_stands_in_its_torchruns_table(monkeypatch,
     assert "missing.jsonl" not in capsys.readouterr().err
 
 
-@contextlib.contextmanager
-def stopped_while_it_waits():
-    def stopped(*args):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return meet(*args)
-
-    with patch("fsdp_trainer.launch.world.meet", stopped):
-        yield
+def stopped_while_it_waits(rendezvous, *args):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return rendezvous(*args)
 
 
 def test_a_rank_that_waits_for_others_to_start_stops_at_a_signal(train):
-    train("run", "train.steps=1", code=75, seam=stopped_while_it_waits, env={"WORLD_SIZE": "2"})
+    seam = inject.around("join_world", stopped_while_it_waits)
+    train("run", "train.steps=1", code=75, seam=seam, env={"WORLD_SIZE": "2"})
 
 
 def test_who_finds_a_folder_locked_is_told_by_whom(tmp_path):
     cfg = compose("train", ["data.path=demo:backwards", "tokenizer.path=demo:bytes"])
-    with claim_folder(cfg, tmp_path / "run", Claim(["a"])):
-        assert Claim.of(tmp_path / "run") == Claim(["a"])
+    with RunLock(["a"]).acquire(cfg, tmp_path / "run"):
+        assert RunLock.read(tmp_path / "run") == RunLock(["a"])
         with pytest.raises(
             UserError,
-            match=f"process {os.getpid()} on {re.escape(socket.gethostname())} trains in it, since 20",
+            match=(
+                f"process {os.getpid()} on {re.escape(socket.gethostname())} trains in it, since 20"
+            ),
         ):
-            claim_folder(cfg, tmp_path / "run", Claim(["b"]))
-    claim_folder(cfg, tmp_path / "run", Claim(["b"])).close()
+            RunLock(["b"]).acquire(cfg, tmp_path / "run")
+    RunLock(["b"]).acquire(cfg, tmp_path / "run").close()
 
 
 def test_replicas_that_do_not_divide_the_world_are_refused(train):
@@ -337,7 +332,7 @@ def test_replicas_that_do_not_divide_the_world_are_refused(train):
     )
 
 
-# --- restarts ----------------------------------------------------------------------------------------------------------------------
+# --- restarts -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -365,11 +360,10 @@ def test_torchrun_does_not_train_again_what_stopped_in_order(done, tmp_path, why
     )
     (tmp_path / "broken.jsonl").write_text(BROKEN)
     code, _, err, run = done([*TORCHRUN, "--max-restarts=1", "-m", "fsdp_trainer"], *how)
-    assert (
-        code == 1
-        and [e["exit_code"] for e in run.event("end")][-1] == {"time_limit": 75, "mistake": 2}[why]
-    )
-    assert not run.event("resume") and err.count("broken.jsonl:2") <= 1
+    assert code == 1
+    assert [e["exit_code"] for e in run.event("end")][-1] == {"time_limit": 75, "mistake": 2}[why]
+    assert not run.event("resume")
+    assert err.count("broken.jsonl:2") <= 1
 
 
 @pytest.mark.slow
@@ -389,11 +383,13 @@ def test_an_orderly_stop_of_an_earlier_launch_does_not_end_a_restarted_attempt(t
 def test_ranks_meet_in_a_store_full_of_earlier_attempts_although_their_counts_differ(world):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     told = world.call(2, three_attempts, store.port)
-    assert told[0] == told[1] and len(set(told[0])) == 3
+    assert told[0] == told[1]
+    assert len(set(told[0])) == 3
 
 
 def three_attempts(port):
-    """What rank 0 told each time, over a store that torchrun would have kept; one attempt is cut short after rank 1 has come."""
+    """What rank 0 told each time, over a store that torchrun would have kept; one attempt is cut
+    short after rank 1 has come."""
     import torch.distributed as dist
 
     from fsdp_trainer.launch.world import connect, join
@@ -422,7 +418,8 @@ def three_attempts(port):
 
 def test_a_rank_that_waits_in_vain_for_the_others_says_what_may_be_wrong(world):
     (told,) = world.call(1, lonely)
-    assert "all 2 ranks" in told and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in told
+    assert "all 2 ranks" in told
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in told
 
 
 def lonely():
@@ -449,16 +446,14 @@ def test_a_run_stopped_because_a_node_comes_or_goes_goes_on_and_one_that_stopped
     run = Run(tmp_path / "run")
     stops = [*words, "train.steps=100000", "train.time_limit=1s"]
     assert world.call(2, on_nodes, stops, ["a", "b"]) == [75, 75]
-    assert world.call(2, on_nodes, stops, ["a", "b"]) == [75, 75] and not run.event("resume"), (
+    assert world.call(2, on_nodes, stops, ["a", "b"]) == [75, 75], (
         "torchrun restarts what stopped in order"
     )
-    assert (
-        world.call(1, on_nodes, stops, ["b"]) == [75] and run.event("resume")[-1]["world_size"] == 1
-    )
-    assert (
-        world.call(2, on_nodes, stops, ["b", "c"]) == [75, 75]
-        and run.event("resume")[-1]["attempt"] == 2
-    )
+    assert not run.event("resume"), "torchrun restarts what stopped in order"
+    assert world.call(1, on_nodes, stops, ["b"]) == [75]
+    assert run.event("resume")[-1]["world_size"] == 1
+    assert world.call(2, on_nodes, stops, ["b", "c"]) == [75, 75]
+    assert run.event("resume")[-1]["attempt"] == 2
     assert world.call(2, on_nodes, stops, ["d", "e"]) == [2, 2], (
         "another launch finds the folder used"
     )
@@ -481,7 +476,7 @@ def on_nodes(words, launchers):
     return world.command(["train", *words], None).code
 
 
-# --- Slurm -------------------------------------------------------------------------------------------------------------------------
+# --- Slurm --------------------------------------------------------------------------------------
 
 SLURM = {
     "SLURM_STEP_NUM_TASKS": "16",
@@ -495,8 +490,10 @@ SLURM = {
 
 def test_an_srun_step_of_several_tasks_makes_a_world():
     env = environment_of_ranks(SLURM)
-    assert {k: env[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR")} == {
-        "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "GROUP_RANK": "1", "MASTER_ADDR": "gpu003",
+    assert {k: env[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK",
+    "MASTER_ADDR")} == {
+        "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "GROUP_RANK": "1",
+        "MASTER_ADDR": "gpu003",
     }  # fmt: skip
     assert 1024 < int(env["MASTER_PORT"]) < 65536
     assert env["MASTER_PORT"] == environment_of_ranks({**SLURM, "SLURM_PROCID": "0"})["MASTER_PORT"]
@@ -514,7 +511,9 @@ def test_torchrun_wins_over_slurm_and_a_single_task_is_no_world():
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [("gpu1", "gpu1"), ("gpu[003-007,9]", "gpu003"), ("a-1,b2", "a-1"), ("gpu[9,11]", "gpu9"), ("n[1-2],login1", "n1"), ("gpu-a[01-04]", "gpu-a01"), ("r[1-2]n[3-4]", "r1n3"), ("n[1-4]-ib", "n1-ib")],
+    [("gpu1", "gpu1"), ("gpu[003-007,9]", "gpu003"), ("a-1,b2", "a-1"), ("gpu[9,11]", "gpu9"),
+    ("n[1-2],login1", "n1"), ("gpu-a[01-04]", "gpu-a01"), ("r[1-2]n[3-4]", "r1n3"),
+    ("n[1-4]-ib", "n1-ib")],
 )  # fmt: skip
 def test_the_first_host_of_a_node_list(nodes, host):
     assert first_host(nodes) == host
@@ -535,7 +534,8 @@ def test_slurm_ranks_train(world, inputs, tmp_path):
         ],
         str(free_port()),
     )
-    assert told == [0, 0] and Run(tmp_path / "run").event("start")[0]["world_size"] == 2
+    assert told == [0, 0]
+    assert Run(tmp_path / "run").event("start")[0]["world_size"] == 2
 
 
 def slurm_rank(argv, port):
@@ -565,9 +565,8 @@ def test_a_port_is_given_to_nobody_else_until_rank_0_comes():
 def test_how_many_ranks_a_node_gets():
     from fsdp_trainer.config.schema import Launch
 
-    assert (
-        ranks_to_start(Launch(nproc_per_node=3)) == 3 and ranks_to_start(Launch(device="cpu")) == 1
-    )
+    assert ranks_to_start(Launch(nproc_per_node=3)) == 3
+    assert ranks_to_start(Launch(device="cpu")) == 1
 
 
 def test_training_from_python_gives_the_exit_code_or_raises(world, inputs, tmp_path):
@@ -596,5 +595,5 @@ def test_a_thousand_ranks_that_wait_for_one_do_not_flood_its_store():
     store, looks = dist.HashStore(), []
     counting = SimpleNamespace(check=lambda keys: looks.append(keys) or store.check(keys))
     with pytest.raises(RunFailed):
-        meet(counting, 999, 1000, timeout=1.0)
+        rendezvous(counting, 999, 1000, timeout=1.0)
     assert len(looks) <= 6

@@ -1,4 +1,5 @@
-"""`launch-files`, and the commands in docs/launching.md and docs/sweeps.md: what can be held of them without a cluster."""
+"""`launch-files`, and the commands in docs/launching.md and docs/sweeps.md: what can be held of
+them without a cluster."""
 
 import json
 import os
@@ -20,13 +21,16 @@ from fsdp_trainer.config.sweep import SweepLine
 
 REPO = Path(__file__).parents[1]
 NASTY = [
-    "+recipe=llama8b_sft", "data.path=[/shared/a.jsonl,\"/shared/it's $HOME (1), `b`.jsonl\"]", "data.fields={prompt: question, completion: 'an answer'}",
-    "train.sample_prompts=['Say \"hi\" & go\\\\n', 'C:\\\\x; # no']", "launch.env={NCCL_DEBUG: INFO}", "optim.lr=2e-5",
+    "+recipe=llama8b_sft", "data.path=[/shared/a.jsonl,\"/shared/it's $HOME (1), `b`.jsonl\"]",
+    "data.fields={prompt: question, completion: 'an answer'}",
+    "train.sample_prompts=['Say \"hi\" & go\\\\n', 'C:\\\\x; # no']",
+    "launch.env={NCCL_DEBUG: INFO}", "optim.lr=2e-5",
 ]  # fmt: skip
 
 
 def commands(path: Path) -> list[list[str]]:
-    """Every command line of the trainer in a page's blocks or the Dockerfile, with a value for each variable."""
+    """Every command line of the trainer in a page's blocks or the Dockerfile, with a value for each
+    variable."""
     text = path.read_text().replace("\\\n", " ")
     blocks = (
         "\n".join(re.findall(r"(?m)^```\w*\n(.*?)^```", text, re.S))
@@ -81,9 +85,15 @@ def write(monkeypatch, tmp_path, capsys):
 
 
 def started(tmp_path: Path, script: str, **env: str) -> dict:
-    """The configuration that a script's command composes. Stands for srun, docker and torchrun: they start their last words, torchrun -m's."""
+    """The configuration that a script's command composes.
+
+    Stands for srun, docker and torchrun: they start their last words, torchrun -m's.
+    """
     (tmp_path / "bin").mkdir()
-    trainer = f'"{sys.executable}" -c "import sys, json; json.dump(sys.argv[1:], open(\'{tmp_path}/words\', \'w\'))" "$@"'
+    trainer = (
+        f'"{sys.executable}" -c "import sys, json; json.dump(sys.argv[1:], '
+        f"open('{tmp_path}/words', 'w'))\" \"$@\""
+    )
     find = 'while [ "$1" != {} ]; do shift; done; shift\n'
     stubs = {
         "fsdp-trainer": trainer,
@@ -122,7 +132,8 @@ def test_what_is_started_is_the_run_that_was_composed(write, tmp_path, kind):
     text = write(kind, *NASTY, "nodes=1", "out=here")
     expected = asdict(compose("train", NASTY, inputs=False))
     assert started(tmp_path, of_yaml(text)[1] if kind == "kubernetes" else text) == expected
-    assert expected["run"]["name"] == "llama8b_sft" and "here/" in write.said.out
+    assert expected["run"]["name"] == "llama8b_sft"
+    assert "here/" in write.said.out
 
 
 def test_nodes_in_containers_meet(write, tmp_path):
@@ -130,7 +141,8 @@ def test_nodes_in_containers_meet(write, tmp_path):
     assert (launch["nodes"], launch["rendezvous"]) == (
         3,
         "node0:29500",
-    ) and "HEAD" in write.said.out
+    )
+    assert "HEAD" in write.said.out
 
 
 def test_a_container_sees_what_the_run_reads_and_writes(write):
@@ -169,16 +181,12 @@ def test_a_batch_script_says_what_it_was_asked_for(write):
         "time": "90",
         "partition": "gpu",
     }
-    assert (
-        asked.items() <= found.items()
-        and {"requeue", "open-mode"} <= set(found)
-        and "account" not in found
-    )
-    assert (
-        len(found) == told.count("#SBATCH")
-        and "\nsource venv/bin/activate\n" in told
-        and "B:USR1@" in found["signal"]
-    )
+    assert asked.items() <= found.items()
+    assert {"requeue", "open-mode"} <= set(found)
+    assert "account" not in found
+    assert len(found) == told.count("#SBATCH")
+    assert "\nsource venv/bin/activate\n" in told
+    assert "B:USR1@" in found["signal"]
 
 
 def test_a_job_for_kubernetes_is_whole(write):
@@ -200,23 +208,22 @@ def test_a_job_for_kubernetes_is_whole(write):
     )
     replicas = job["spec"]["pytorchReplicaSpecs"]
     assert {name: r["replicas"] for name, r in replicas.items()} == {"Master": 1, "Worker": 2}
-    assert {r["restartPolicy"] for r in replicas.values()} == {
-        "OnFailure"
-    } and "--nnodes=3 --nproc_per_node=4 " in script
+    assert {r["restartPolicy"] for r in replicas.values()} == {"OnFailure"}
+    assert "--nnodes=3 --nproc_per_node=4 " in script
     for replica in replicas.values():
         pod = replica["template"]["spec"]
         (container,) = pod["containers"]
-        assert container["name"] == "pytorch" and container["image"] == "r.io/x:1"
-        assert (
-            container["resources"]["limits"]["nvidia.com/gpu"] == 4
-            and job["spec"]["nprocPerNode"] == "4"
-        )
+        assert container["name"] == "pytorch"
+        assert container["image"] == "r.io/x:1"
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
+        assert job["spec"]["nprocPerNode"] == "4"
         assert (
             int(re.search(r"--shutdown-timeout=(\d+)", script)[1])
             < pod["terminationGracePeriodSeconds"]
         )
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-        assert set(mounts) == {volume["name"] for volume in pod["volumes"]} and {
+        assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
+        assert {
             "/dev/shm",
             "/shared",
         } == set(mounts.values())
@@ -242,7 +249,8 @@ def test_a_job_for_kubernetes_is_whole(write):
 def test_what_cannot_be_is_told_and_nothing_written(capsys, monkeypatch, tmp_path, words, said):
     monkeypatch.chdir(tmp_path)
     assert main(["launch-files", "+recipe=quickstart", *words]) == 2
-    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_own_changes_are_not_written_over(write, tmp_path):
@@ -251,7 +259,8 @@ def test_own_changes_are_not_written_over(write, tmp_path):
     (file,) = tmp_path.rglob("*.sbatch")
     file.write_text("mine")
     write("slurm", "+recipe=quickstart", code=2)
-    assert "out=" in write.said.err and file.read_text() == "mine"
+    assert "out=" in write.said.err
+    assert file.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -290,7 +299,8 @@ def test_a_batch_script_starts_again_what_failed_and_requeues_what_stopped_in_or
     if steps == ["signal"]:
         wait_until((tmp_path / "waits").exists, process)
         process.send_signal(signal.SIGUSR1)
-    assert process.wait(60) == code and (tmp_path / "starts").read_text().count("\n") == starts
+    assert process.wait(60) == code
+    assert (tmp_path / "starts").read_text().count("\n") == starts
     assert (
         ((tmp_path / "told").read_text() == "requeue 7\n")
         if requeued
@@ -303,9 +313,8 @@ def test_the_dockerfile_copies_what_the_wheel_is_made_of():
     lines = [
         line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")
     ]
-    assert {name for name, _ in lines} <= {"FROM", "WORKDIR", "COPY", "RUN", "CMD"} and lines[0][
-        0
-    ] == "FROM"
+    assert {name for name, _ in lines} <= {"FROM", "WORKDIR", "COPY", "RUN", "CMD"}
+    assert lines[0][0] == "FROM"
     stages = [rest.split()[-1] for name, rest in lines if name == "FROM" and " AS " in rest]
     copied = [rest.split() for name, rest in lines if name == "COPY"]
     assert all(

@@ -1,4 +1,5 @@
-"""Several nodes that are given the same command, without torchrun: they meet, and hear of one another's end."""
+"""Several nodes that are given the same command, without torchrun: they meet, and hear of one
+another's end."""
 
 import signal
 import socket
@@ -8,28 +9,31 @@ import threading
 import time
 from types import SimpleNamespace
 
+import inject
 import pytest
 from world import SMALL, Run, wait_until
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import Launch
 from fsdp_trainer.errors import RunFailed, Stopped, UserError
-from fsdp_trainer.launch import nodes, start
+from fsdp_trainer.launch import start
 from fsdp_trainer.launch.nodes import Node, free_port, where_to_meet
-from fsdp_trainer.launch.start import Patience, starts_ranks, wait_for_ranks
+from fsdp_trainer.launch.start import RankProcesses, starts_ranks
 from fsdp_trainer.launch.world import join
 
 
 @pytest.fixture
-def come(monkeypatch):
-    """`come(name, **differs)`: a node comes in a thread of its own; `come.all()` waits, and gives each one's Node or error, by name."""
+def come(enter):
+    """`come(name, **differs)`: a node comes in a thread of its own; `come.all()` waits, and gives
+    each one's Node or error, by name."""
     port, came, threads, heard = free_port(), {}, [], []
-    take_in = nodes.Meeting.come
-    monkeypatch.setattr(
-        nodes.Meeting,
-        "come",
-        lambda meeting, said, out: (take_in(meeting, said, out), heard.append(said))[0],
-    )
+
+    def hear(come, meeting, said, out):
+        answer = come(meeting, said, out)
+        heard.append(said)
+        return answer
+
+    enter(inject.around("node_joins", hear))
 
     def one(name, count=2, run="run", ranks=1, devices="", timeout="30s", env=None, at=None):
         launch = Launch(nodes=count, rendezvous=at or f"localhost:{port}", timeout=timeout)
@@ -74,10 +78,10 @@ def test_nodes_get_their_places_and_ranks_as_torchrun_would_number_them(come):
     places = {name: (node.node, node.first, node.size) for name, node in came.items()}
     assert places == {"serves": (0, 0, 7), "early": (1, 2, 7), "late": (2, 3, 7)}
     told = [node.environment() for node in came.values()]
-    assert told[0]["MASTER_ADDR"] == "localhost" and len({env["MASTER_PORT"] for env in told}) == 1
-    assert {env["WORLD_SIZE"] for env in told} == {"7"} and {
-        env["GROUP_WORLD_SIZE"] for env in told
-    } == {"3"}
+    assert told[0]["MASTER_ADDR"] == "localhost"
+    assert len({env["MASTER_PORT"] for env in told}) == 1
+    assert {env["WORLD_SIZE"] for env in told} == {"7"}
+    assert {env["GROUP_WORLD_SIZE"] for env in told} == {"3"}
 
 
 @pytest.mark.parametrize(("code", "heard"), [(7, 7), (0, None), (75, None)])
@@ -89,10 +93,13 @@ def test_only_a_node_that_failed_ends_the_others(come, code, heard):
     leaving.start()
     if heard:
         until(lambda: other.heard)
-        assert other.heard[0] == heard and "ended with 7" in other.heard[1]
+        assert other.heard[0] == heard
+        assert "ended with 7" in other.heard[1]
     other.leave(code)
     leaving.join(10)
-    assert not leaving.is_alive() and serves.heard is None and (heard or other.heard is None)
+    assert not leaving.is_alive()
+    assert serves.heard is None
+    assert heard or other.heard is None
 
 
 @pytest.mark.parametrize("lost", ["serves", "other"])
@@ -106,7 +113,8 @@ def test_a_node_that_dies_is_noticed(come, lost):
             out._sock.shutdown(socket.SHUT_RDWR)
     came[lost]._connection.shutdown(socket.SHUT_RDWR)
     until(lambda: stays.heard)
-    assert stays.heard[0] == 1 and "was lost" in stays.heard[1]
+    assert stays.heard[0] == 1
+    assert "was lost" in stays.heard[1]
 
 
 def test_a_node_that_starts_again_waits_for_the_others_to_end(come):
@@ -121,19 +129,13 @@ def test_a_node_that_starts_again_waits_for_the_others_to_end(come):
     assert sorted(node.node for name, node in come.all().items() if "again" in name) == [0, 1]
 
 
-def test_a_failure_elsewhere_ends_the_ranks_here_with_its_code(monkeypatch, capsys):
-    monkeypatch.setattr(start, "GRACE_SECONDS", 0.1)
+def test_a_failure_elsewhere_ends_the_ranks_here_with_its_code(enter, capsys):
+    enter(inject.setting("launch_grace_seconds", 0.1))
     ranks = [subprocess.Popen(["sleep", "60"])]
-    assert (
-        wait_for_ranks(
-            ranks, Patience(), SimpleNamespace(first=4, heard=(2, "the node b ended with 2"))
-        )
-        == 2
-    )
-    assert (
-        capsys.readouterr().err == "fsdp-trainer: the node b ended with 2\n"
-        and ranks[0].returncode == -signal.SIGKILL
-    )
+    node = SimpleNamespace(first=4, heard=(2, "the node b ended with 2"))
+    assert RankProcesses(ranks, node).wait() == 2
+    assert capsys.readouterr().err == "fsdp-trainer: the node b ended with 2\n"
+    assert ranks[0].returncode == -signal.SIGKILL
 
 
 def test_who_does_not_belong_there_is_told_why(come):
@@ -146,11 +148,10 @@ def test_who_does_not_belong_there_is_told_why(come):
     until(lambda: len(come.came) == 6)
     come("too late", count=3)
     told = {name: str(error) for name, error in come.all().items() if isinstance(error, UserError)}
-    assert (
-        "where the run run meets, not another" in told["other run"]
-        and "launch.nodes=3" in told["other command"]
-    )
-    assert "is there already" in told["given twice"] and "all 3 nodes are there" in told["too late"]
+    assert "where the run run meets, not another" in told["other run"]
+    assert "launch.nodes=3" in told["other command"]
+    assert "is there already" in told["given twice"]
+    assert "all 3 nodes are there" in told["too late"]
     assert set(told) == {"other run", "other command", "given twice", "too late"}
 
 
@@ -164,19 +165,19 @@ def test_who_waits_in_vain_says_who_came(come):
     assert all(isinstance(error, RunFailed) for error in come.all().values())
 
 
-def test_a_port_in_use_and_a_host_that_is_none_are_told(come, monkeypatch):
-    monkeypatch.setattr(nodes, "ANSWER_SECONDS", 0.3)
-    monkeypatch.setattr(nodes, "NAME_SECONDS", 0.1)
+def test_a_port_in_use_and_a_host_that_is_none_are_told(come, enter):
+    enter(inject.setting("node_answer_seconds", 0.3))
+    enter(inject.setting("node_name_seconds", 0.1))
     with socket.socket() as silent:
         silent.bind(("", 0))
         silent.listen()
         come("in use", at=f"localhost:{silent.getsockname()[1]}")
         come("no host", at="no-such-host.invalid:29500")
         told = come.all()
-    assert "the port is in use" in str(told["in use"]) and "launch.rendezvous=localhost:" in str(
-        told["in use"]
-    )
-    assert "resolves to no address" in str(told["no host"]) and told["no host"].exit_code == 2
+    assert "the port is in use" in str(told["in use"])
+    assert "launch.rendezvous=localhost:" in str(told["in use"])
+    assert "resolves to no address" in str(told["no host"])
+    assert told["no host"].exit_code == 2
 
 
 def test_a_signal_ends_the_wait_for_others():
@@ -207,10 +208,10 @@ def test_slurm_says_how_many_nodes_there_are_and_where_they_meet():
     assert where_to_meet(Launch(), STEP) == (2, "gpu3:20007")
     assert where_to_meet(Launch(nodes=4, rendezvous="a:1"), {}) == (4, "a:1")
     each, many = Launch(nproc_per_node=8), STEP | {"SLURM_STEP_NUM_TASKS": "16"}
-    assert starts_ranks(each, STEP) and not starts_ranks(each, many), (
-        "one task a node, or one a rank"
-    )
-    assert not starts_ranks(each, STEP | {"RANK": "0"}) and starts_ranks(Launch(nodes=2), {})
+    assert starts_ranks(each, STEP), "one task a node, or one a rank"
+    assert not starts_ranks(each, many), "one task a node, or one a rank"
+    assert not starts_ranks(each, STEP | {"RANK": "0"})
+    assert starts_ranks(Launch(nodes=2), {})
 
 
 @pytest.mark.parametrize(
@@ -226,7 +227,8 @@ def test_slurm_says_how_many_nodes_there_are_and_where_they_meet():
 def test_what_is_missing_is_told(capsys, monkeypatch, tmp_path, typed, said):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
-    assert main([*typed, "+recipe=quickstart"]) == 2 and said in capsys.readouterr().err
+    assert main([*typed, "+recipe=quickstart"]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_master_port_in_use_is_told():
@@ -249,25 +251,23 @@ def test_more_ranks_than_gpus_are_told(monkeypatch):
         join({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "2"}, "auto", 5)
 
 
-def test_auto_is_one_rank_for_each_visible_gpu(monkeypatch):
-    monkeypatch.setattr(start, "glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1"])
+def test_auto_is_one_rank_for_each_visible_gpu(enter, monkeypatch):
+    enter(inject.around("device_files", lambda *_: ["/dev/nvidia0", "/dev/nvidia1"]))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert start.ranks_to_start(Launch()) == 2 and start.ranks_to_start(Launch(device="cpu")) == 1
+    assert start.ranks_to_start(Launch()) == 2
+    assert start.ranks_to_start(Launch(device="cpu")) == 1
 
 
-def test_a_node_without_rank_0_says_where_the_message_is(inputs, capfd, monkeypatch):
+def test_a_node_without_rank_0_says_where_the_message_is(inputs, capfd, enter):
     class Second:
         first, node, address, heard = 1, 1, "gpu3", None
 
         def __init__(self, *_: object):
             self.environment, self.leave = dict, lambda code: None
 
-    monkeypatch.setattr(start, "Node", Second)
-    monkeypatch.setattr(
-        start,
-        "start_process",
-        lambda *_, **__: subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"]),
-    )
+    fails = [sys.executable, "-c", "raise SystemExit(2)"]
+    enter(inject.around("node", lambda *_: Second()))
+    enter(inject.around("start_rank", lambda *_, **__: subprocess.Popen(fails)))
     where = ["launch.nodes=2", "launch.nproc_per_node=1", "launch.rendezvous=gpu3:29500"]
     assert main([*SMALL, *(f"{k}={v}" for k, v in inputs.items()), *where]) == 2
     assert "ends with code 2; rank 0, on gpu3, says why" in capfd.readouterr().err
@@ -298,4 +298,5 @@ def test_two_nodes_train_as_one_world_and_stop_as_one(inputs, tmp_path):
     wait_until(lambda: run.metrics, both[0])
     both[1].send_signal(signal.SIGTERM)
     assert [node.wait(60) for node in both] == [75, 75], [out.seek(0) or out.read() for out in told]
-    assert run.event("start")[0]["world_size"] == 2 and run.events[-1]["reason"] == "SIGTERM"
+    assert run.event("start")[0]["world_size"] == 2
+    assert run.events[-1]["reason"] == "SIGTERM"

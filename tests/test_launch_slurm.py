@@ -1,6 +1,6 @@
-"""hydra/launcher=slurm, through the real submitit, over commands that stand for Slurm's (fake_slurm.py)."""
+"""hydra/launcher=slurm, through the real submitit, over commands that stand for Slurm's
+(fake_slurm.py)."""
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -8,6 +8,7 @@ import sys
 import time
 
 import fake_slurm
+import inject
 import pytest
 from world import SMALL, Run, read_lines, wait_until
 
@@ -27,12 +28,12 @@ DEMO = [
 
 
 @pytest.fixture
-def cluster(tmp_path, monkeypatch):
+def cluster(tmp_path, enter, monkeypatch):
     """A Slurm; the folder of its queue."""
     monkeypatch.chdir(tmp_path)
     for name, value in fake_slurm.install(tmp_path / "queue").items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(slurm, "LOOK_SECONDS", 0.05)
+    enter(inject.setting("slurm_look_seconds", 0.05))
     return tmp_path / "queue"
 
 
@@ -52,10 +53,8 @@ def ended(job):
 
 def test_a_job_gives_its_exit_code_and_prints_into_its_folder(place, tmp_path):
     output = tmp_path / "runs/s/jobs/a/output.log"
-    assert (
-        ended(place.start(None, ["optim.lrr=1"], output)) == 2
-        and "optim.lr=1" in output.read_text()
-    )
+    assert ended(place.start(None, ["optim.lrr=1"], output)) == 2
+    assert "optim.lr=1" in output.read_text()
 
 
 def test_jobs_that_wait_are_counted_found_again_and_cancelled(place, cluster, tmp_path):
@@ -68,10 +67,10 @@ def test_jobs_that_wait_are_counted_found_again_and_cancelled(place, cluster, tm
     place.start(None, ["--version"], tmp_path / "runs/s/jobs/b/output.log")
     assert not place.has_room(None)
     found.signal(signal.SIGTERM)
-    assert (
-        fake_slurm.states(cluster) == {found.id: "CANCELLED", "1001": "PENDING"}
-        and found.poll() == 1
-    ), "no result is waited for"
+    assert fake_slurm.states(cluster) == {found.id: "CANCELLED", "1001": "PENDING"}, (
+        "no result is waited for"
+    )
+    assert found.poll() == 1
     again = OnSlurm(place.settings, None).start(None, ["--version"], output)
     assert again.id == "1002", "what was cancelled is submitted again"
     for job in (again.id, "1001"):
@@ -80,11 +79,14 @@ def test_jobs_that_wait_are_counted_found_again_and_cancelled(place, cluster, tm
 
 @pytest.mark.parametrize(("signum", "queued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
 def test_a_run_is_queued_again_when_its_time_is_up_and_not_when_somebody_ends_it(
-    tmp_path, monkeypatch, signum, queued
+    tmp_path, enter, monkeypatch, signum, queued
 ):
     """SIGUSR1 comes from Slurm, SIGTERM from the sweep."""
     asked = []
-    run = f"import signal, time; signal.signal({int(signum)}, lambda *_: exit(75)); open('{tmp_path}/up', 'w'); signal.pthread_sigmask(1, {{10, 15}}); time.sleep(60)"
+    run = (
+        f"import signal, time; signal.signal({int(signum)}, lambda *_: exit(75)); "
+        f"open('{tmp_path}/up', 'w'); signal.pthread_sigmask(1, {{10, 15}}); time.sleep(60)"
+    )
     popen = subprocess.Popen
 
     def start(words, **options):
@@ -96,7 +98,7 @@ def test_a_run_is_queued_again_when_its_time_is_up_and_not_when_somebody_ends_it
         "run",
         lambda words, check: asked.append(words) or subprocess.CompletedProcess(words, 0),
     )
-    monkeypatch.setattr(slurm, "REQUEUE_SECONDS", 0)
+    enter(inject.setting("slurm_requeue_seconds", 0))
     for name, value in {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}.items():
         monkeypatch.setenv(name, value)
     before = {number: signal.getsignal(number) for number in slurm.SIGNALS}
@@ -104,7 +106,10 @@ def test_a_run_is_queued_again_when_its_time_is_up_and_not_when_somebody_ends_it
         [
             sys.executable,
             "-c",
-            f"import os, time\nwhile not os.path.exists('{tmp_path}/up'): time.sleep(.01)\nos.kill({os.getpid()}, {int(signum)})",
+            (
+                f"import os, time\nwhile not os.path.exists('{tmp_path}/up'): "
+                f"time.sleep(.01)\nos.kill({os.getpid()}, {int(signum)})"
+            ),
         ]
     )
     try:
@@ -157,7 +162,8 @@ def test_a_dry_run_prints_the_script_and_submits_nothing(cluster, capsys):
         "srun ",
     ):
         assert f"\n{line}" in said
-    assert "optim.lr=0.001" in said and not fake_slurm.states(cluster)
+    assert "optim.lr=0.001" in said
+    assert not fake_slurm.states(cluster)
 
 
 @pytest.mark.parametrize(
@@ -177,15 +183,12 @@ def test_what_is_wrong_is_told(capsys, monkeypatch, tmp_path, words, said):
     assert said in capsys.readouterr().err
 
 
-def test_without_submitit_the_line_to_type_is_told(capsys, monkeypatch):
-    monkeypatch.setattr(
-        "fsdp_trainer.config.sweep.find_spec",
-        lambda name: importlib.util.find_spec(name) if name != "submitit" else None,
+def test_without_submitit_the_line_to_type_is_told(capsys, enter):
+    enter(
+        inject.around("sweep_extra", lambda find, name: None if name == "submitit" else find(name))
     )
-    assert (
-        main(["-m", *DEMO, "optim.lr=1e-3,2e-3"]) == 2
-        and "pip install 'fsdp_trainer[slurm]'" in capsys.readouterr().err
-    )
+    assert main(["-m", *DEMO, "optim.lr=1e-3,2e-3"]) == 2
+    assert "pip install 'fsdp_trainer[slurm]'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -220,13 +223,12 @@ def test_a_sweep_that_was_killed_finds_its_job_again_which_is_queued_again_when_
     wait_until(lambda: run.event("resume"), second)
     second.terminate()
     out, _ = second.communicate(timeout=100)
-    assert (
-        second.returncode == 75
-        and "found again: Slurm job 1000" in out
-        and (cluster / "requeued").read_text() == "1000\n"
-    ), out
+    assert second.returncode == 75, out
+    assert "found again: Slurm job 1000" in out, out
+    assert (cluster / "requeued").read_text() == "1000\n", out
     assert [line["state"] for line in read_lines(tmp_path / "runs/s/sweep.jsonl")] == ["stopped"]
     assert [event["reason"] for event in run.event("end")] == [
         "SIGUSR1",
         "SIGTERM",
-    ] and fake_slurm.states(cluster).keys() == {"1000"}
+    ]
+    assert fake_slurm.states(cluster).keys() == {"1000"}

@@ -1,4 +1,5 @@
-"""docs/mistakes.md: each command on it says what stands below it, and the command that follows is taken.
+"""docs/mistakes.md: each command on it says what stands below it, and the command that follows is
+taken.
 
 `WRITE=1 pytest tests/test_mistakes.py` writes the page's messages anew.
 """
@@ -16,6 +17,7 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
+import inject
 import pytest
 from world import SMALL, command, write_chats
 
@@ -52,7 +54,8 @@ def words_of(line: str, base: tuple | list = ()) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(world, tmp_path_factory):
-    """Where all commands are given: a model, a finished run, a locked one, data, and files with mistakes."""
+    """Where all commands are given: a model, a finished run, a locked one, data, and files with
+    mistakes."""
     here = tmp_path_factory.mktemp("mistakes")
     write_chats(here / "chats.jsonl", 40)
     world.train(
@@ -92,7 +95,8 @@ def folder(world, tmp_path_factory):
     with (here / "runs/locked/.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.write(
-            '{"launchers": [], "attempt": 0, "pid": 4711, "host": "node-a", "since": "2026-11-20 17:03:12 UTC"}'
+            '{"launchers": [], "attempt": 0, "pid": 4711, "host": "node-a", "since": '
+            '"2026-11-20 17:03:12 UTC"}'
         )
         lock.flush()
         yield here
@@ -129,7 +133,8 @@ print(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def without_ranks(folder):
-    """What each command said that needs no ranks, by command line: all in one process, which must not import torch."""
+    """What each command said that needs no ranks, by command line: all in one process, which must
+    not import torch."""
     lines = [
         (line, "torchrun" if line.startswith("torchrun") else "refused" if i == 0 else "taken")
         for how, block in BLOCK.findall(PAGE.read_text())
@@ -153,7 +158,6 @@ def without_ranks(folder):
 @contextlib.contextmanager
 def in_folder(folder, how):
     """A rank's process there, with what the block says of the machine."""
-    from fsdp_trainer.parallel import fit
 
     def no_network(*args, **options):
         raise ConnectionError("Name or service not known")
@@ -163,7 +167,7 @@ def in_folder(folder, how):
 
     patches = {
         "no network": lambda: patch("huggingface_hub.snapshot_download", no_network),
-        "24 GiB": lambda: patch.object(fit, "device_bytes", lambda device: 24 * 2**30),
+        "24 GiB": inject.around("device_memory", lambda *_: 24 * 2**30),
         "read-only": lambda: patch("pathlib.Path.mkdir", read_only),
     }
     before = Path.cwd()
@@ -238,7 +242,8 @@ def test_each_is_refused_with_2_and_what_follows_is_what_was_said_and_is_taken(s
     for how, block in BLOCK.findall(PAGE.read_text()):
         (line, _), *then = commands(block)
         codes, message = said[how, line]
-        assert set(codes) == {2} and "Traceback" not in message, line
+        assert set(codes) == {2}, line
+        assert "Traceback" not in message, line
         for fixed, _ in then if not how.startswith("2") else []:
             assert said[how, fixed] == ([0], ""), fixed
             for word in set(shlex.split(fixed)) - set(shlex.split(line)) - {"-m"}:

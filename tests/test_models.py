@@ -1,7 +1,11 @@
-"""The decoder computes what transformers computes: logits, gradients, generation; and refuses by name what it does not know."""
+"""The decoder computes what transformers computes: logits, gradients, generation; and refuses by
+name what it does not know."""
 
+import contextlib
 import json
+from collections import defaultdict
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,12 +14,16 @@ import torch.nn.functional as F
 from zoo import LLAMA3, SIZES, WILD, ZOO, make_model
 
 import fsdp_trainer
-from fsdp_trainer.checkpoint.huggingface import stored_parts
+from fsdp_trainer.checkpoint.huggingface import tensor_parts
+from fsdp_trainer.config.schema import ActivationCheckpoint
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.models.attention import Cache, Layout
+from fsdp_trainer.models.attention import LAYOUTS, DocumentAttention, MaskedAttention
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Decoder, MicroBatch
-from fsdp_trainer.models.initialize import BLOCK, draw_normal, initialize_whole
+from fsdp_trainer.models.decoder import FEED_FORWARDS, MLP, Decoder, MicroBatch
+from fsdp_trainer.models.families import FAMILIES
+from fsdp_trainer.models.initialize import BLOCK, draw_normal, initialize_weights
+from fsdp_trainer.models.rope import Rope
+from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.training.objective import CrossEntropy
 
 
@@ -55,14 +63,10 @@ LENGTHS = [[5, 1, 17, 9], [40], [3, 3]]
 def test_packed_documents_never_see_each_other(pair, layout):
     ours, theirs = pair
     tokens, row = random_tokens(3, 40), 40
-    where = (
-        Layout(LENGTHS)
-        if layout == "documents"
-        else Layout.masked(LENGTHS, row, torch.device("cpu"))
-    )
+    where = LAYOUTS[layout](LENGTHS, row, torch.device("cpu"))
     with torch.no_grad():
         packed = ours.lm_head(
-            ours.model.norm(ours.hidden(tokens, positions_of(LENGTHS, row), where))
+            ours.model.norm(ours.hidden(tokens, positions_of(LENGTHS, row), where)[0])
         )
         for i, lengths in enumerate(LENGTHS):
             start = 0
@@ -84,11 +88,7 @@ def test_gradients_of_all_parameters_are_those_of_transformers(pair, layout):
         torch.tensor([1, 96, 5, 5, 0, 7, 3, 2]),
     )
     weights = torch.tensor([1, 0.5, 1, 1, 2, 1, 1, 1])
-    where = (
-        Layout(LENGTHS)
-        if layout == "documents"
-        else Layout.masked(LENGTHS, row, torch.device("cpu"))
-    )
+    where = LAYOUTS[layout](LENGTHS, row, torch.device("cpu"))
     ours.zero_grad()
     ours(
         MicroBatch(tokens, positions_of(LENGTHS, row), where, index, targets, weights),
@@ -106,8 +106,11 @@ def test_gradients_of_all_parameters_are_those_of_transformers(pair, layout):
             start += length
     loss.backward()
     wanted = {name: p.grad for name, p in theirs.named_parameters()}
-    for whole, parts in stored_parts(ours).items():
-        gradient = torch.cat([ours.get_parameter(part).grad for part in parts])
+    gradients = defaultdict(list)
+    for part in tensor_parts(ours, ours.config.vocab_size):
+        gradients[part.tensor].append(ours.get_parameter(part.parameter).grad)
+    for whole, parts in gradients.items():
+        gradient = torch.cat(parts)
         assert (gradient - wanted[whole]).abs().max() <= 1e-4 * max(
             1, wanted.pop(whole).abs().max()
         ), whole
@@ -120,7 +123,14 @@ def test_an_empty_row_gives_every_parameter_a_gradient_of_zero(pair):
     nothing = torch.zeros(128, dtype=torch.int64)
     zeros = torch.zeros(2, 40, dtype=torch.int64)
     ours(
-        MicroBatch(zeros, zeros, Layout([[], []]), nothing, nothing, torch.zeros(128)),
+        MicroBatch(
+            zeros,
+            zeros,
+            DocumentAttention([[], []], 40, torch.device("cpu")),
+            nothing,
+            nothing,
+            torch.zeros(128),
+        ),
         CrossEntropy(torch.zeros(128)),
     )[0].backward()
     assert all(p.grad is not None and not p.grad.any() for p in ours.parameters())
@@ -128,7 +138,7 @@ def test_an_empty_row_gives_every_parameter_a_gradient_of_zero(pair):
 
 def test_the_cache_gives_what_recomputing_gives(pair):
     ours, _ = pair
-    tokens, caches = random_tokens(2, 30), [Cache() for _ in ours.config.windows]
+    tokens, caches = random_tokens(2, 30), ours.new_caches()
     with torch.no_grad():
         whole = ours.logits(tokens)
         assert (ours.next_logits(tokens[:, :20], caches) - whole[:, 19]).abs().max() <= 1e-4
@@ -144,11 +154,15 @@ def test_attention_costs_what_the_masks_let_through(pair):
     counted = np.zeros(len(lengths))
     for window in ours.config.windows:
         for i, length in enumerate(lengths):
-            seen = Layout.masked([[length]], length, torch.device("cpu")).within(window).mask.sum()
+            seen = (
+                MaskedAttention([[length]], length, torch.device("cpu"))
+                .with_window(window)
+                .mask.sum()
+            )
             counted[i] += 2 * seen - min(
                 length, window or length
             )  # n² where n(n+1)/2 pairs are seen
-    assert ours.config.attended(lengths) == pytest.approx(counted / len(ours.config.windows))
+    assert ours.config.attention_cost(lengths) == pytest.approx(counted / len(ours.config.windows))
 
 
 def test_parameters_are_counted_without_building(pair):
@@ -160,7 +174,115 @@ def test_parameters_are_counted_without_building(pair):
     )
 
 
-# --- random weights ----------------------------------------------------------------------------------------------------------------
+# --- parts of a block ---------------------------------------------------------------------------
+
+
+class Balanced(MLP):
+    """A feed-forward that returns a loss to be minimised and a figure to be watched."""
+
+    auxiliary_names = ("balance_loss", "largest")
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out, {"balance_loss": 0.1 * out.square().mean(), "largest": out.detach().amax()}
+
+
+@pytest.fixture
+def balanced(monkeypatch):
+    """A model whose blocks have this feed-forward, and a micro-batch."""
+    monkeypatch.setitem(FEED_FORWARDS, "balanced", Balanced)
+    family = replace(FAMILIES["llama"], feed_forward="balanced")
+    monkeypatch.setitem(FAMILIES, "balanced", family)
+
+    def make():
+        model = Decoder(ModelConfig(family="balanced", vocab_size=97, num_hidden_layers=3))
+        initialize_weights(model, 0)
+        return model
+
+    tokens, index = random_tokens(1, 40), torch.arange(40)
+    layout = DocumentAttention([[40]], 40, torch.device("cpu"))
+    return make, MicroBatch(tokens, index[None], layout, index, tokens[0], torch.full((40,), 0.1))
+
+
+def of_each_block(model, batch):
+    """(the stream behind the block, its auxiliary values), block by block."""
+    rope = Rope(model.config)(batch.positions, torch.float32, batch.layout)
+    x, auxiliary = model.model.embed_tokens(batch.tokens), []
+    for block in model.blocks().values():
+        x, values = block(x, rope, batch.layout)
+        auxiliary.append(values)
+    return auxiliary
+
+
+def test_what_blocks_return_besides_is_summed_and_losses_are_minimised(balanced):
+    make, batch = balanced
+    model, objective = make(), CrossEntropy(batch.weights)
+    output = model(batch, objective)
+    each = of_each_block(model, batch)
+    loss = sum(values["balance_loss"] for values in each)
+    assert output.auxiliary["balance_loss"].item() == pytest.approx(loss.item())
+    assert output.auxiliary["largest"] == sum(values["largest"] for values in each)
+    plain = -(output.scores.log_probability * batch.weights).sum()
+    assert output.value.item() == pytest.approx((plain + loss).item())
+    assert not output.auxiliary["balance_loss"].requires_grad
+    output.value.backward()
+    together = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    hidden, auxiliary = model.hidden(batch.tokens, batch.positions, batch.layout)
+    value, _ = model.lm_head(model.model.norm(hidden[0]), batch.targets, objective)
+    value.backward(retain_graph=True)
+    auxiliary["balance_loss"].backward()
+    for grad, p in zip(together, model.parameters(), strict=True):
+        assert torch.allclose(grad, p.grad, atol=1e-6)
+
+
+@contextlib.contextmanager
+def every_block_balanced():
+    family = replace(FAMILIES["llama"], feed_forward="balanced")
+    parts, families = (
+        patch.dict(FEED_FORWARDS, balanced=Balanced),
+        patch.dict(FAMILIES, llama=family),
+    )
+    with parts, families:
+        yield
+
+
+def test_losses_of_blocks_are_learnt_alike_however_the_blocks_are_sharded(train):
+    how = ["train.steps=3", "batch.rows=4", "batch.micro_rows=2", "loss.z_loss=1e-9"]
+    variants = ["sharding=fsdp", "activation_checkpoint=full", "sharding=ddp"]
+    runs = [
+        train(f"{i}", *how, variant, ranks=2, seam=every_block_balanced)
+        for i, variant in enumerate(variants)
+    ]
+    losses, objectives = (runs[0].column(name) for name in ("loss", "objective"))
+    assert all(more > loss + 1e-6 for more, loss in zip(objectives, losses, strict=True))
+    for run in runs[1:]:
+        for name in ("loss", "objective", "grad_norm", "balance_loss"):
+            assert run.column(name) == pytest.approx(runs[0].column(name), rel=1e-5)
+
+
+@pytest.mark.parametrize("how", ["checkpointed", "compiled"])
+def test_what_blocks_return_besides_is_the_same_recomputed_and_compiled(balanced, how):
+    make, batch = balanced
+    plain, other = make(), make()
+    if how == "checkpointed":
+        checkpoint_activations(other, ActivationCheckpoint(mode="full"))
+    else:
+        torch._dynamo.reset()
+        for block in other.blocks().values():
+            block.compile(fullgraph=True, backend="aot_eager")
+        masked = MaskedAttention([[40]], 40, torch.device("cpu"))
+        batch = replace(batch, layout=masked)
+    outputs = [model(batch, CrossEntropy(batch.weights)) for model in (plain, other)]
+    for name, value in outputs[0].auxiliary.items():
+        assert outputs[1].auxiliary[name].item() == pytest.approx(value.item(), rel=1e-5)
+    for output in outputs:
+        output.value.backward()
+    for p, q in zip(plain.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, atol=1e-6)
+
+
+# --- random weights -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -169,17 +291,18 @@ def test_parameters_are_counted_without_building(pair):
 def test_any_part_of_a_random_matrix_can_be_drawn_alone(start, count):
     whole = draw_normal(0, "a", 0, 3 * BLOCK, 0.5)
     assert torch.equal(draw_normal(0, "a", start, count, 0.5), whole[start : start + count])
-    assert abs(whole.std() - 0.5) < 0.01 and abs(whole.mean()) < 0.01
+    assert abs(whole.std() - 0.5) < 0.01
+    assert abs(whole.mean()) < 0.01
     assert not torch.equal(draw_normal(0, "b", start, count, 0.5), whole[start : start + count])
 
 
 def test_norms_start_at_one_and_matrices_with_the_models_deviation():
     model = Decoder(ModelConfig(family="qwen3", vocab_size=500, initializer_range=0.05))
-    initialize_whole(model, 0)
+    initialize_weights(model, 0)
     for name, p in model.named_parameters():
         assert (p == 1).all() if name.endswith("norm.weight") else abs(p.std() - 0.05) < 0.003, name
     gemma = Decoder(ModelConfig(family="gemma3_text", vocab_size=500))
-    initialize_whole(gemma, 0)
+    initialize_weights(gemma, 0)
     assert not gemma.model.norm.weight.any(), "its norms scale by 1 + weight"
 
 
@@ -193,14 +316,14 @@ def test_what_adds_to_the_stream_may_start_smaller_with_depth(initializer, share
             vocab_size=500, num_hidden_layers=3, initializer=initializer, initializer_range=0.05
         )
     )
-    initialize_whole(model, 0)
+    initialize_weights(model, 0)
     for block, share in zip(model.model.layers.values(), shares, strict=True):
         for p in (block.self_attn.o_proj.weight, block.mlp.down_proj.weight):
             assert p.detach().std().item() == pytest.approx(0.05 * share, rel=0.05)
         assert block.mlp.up_proj.weight.detach().std().item() == pytest.approx(0.05, rel=0.05)
 
 
-# --- config.json -------------------------------------------------------------------------------------------------------------------
+# --- config.json --------------------------------------------------------------------------------
 
 
 def config_json(folder, **values):
@@ -221,10 +344,8 @@ def test_the_spellings_of_transformers_4_and_5_read_equal(tmp_path):
     )
     five = config_json(tmp_path / "5", rope_parameters=LLAMA3, dtype="bfloat16")
     assert ModelConfig.from_hf(four) == ModelConfig.from_hf(five)
-    assert (
-        ModelConfig.from_hf(five).rope_theta == 5e5
-        and ModelConfig.from_hf(five).rope_scaling == scaling
-    )
+    assert ModelConfig.from_hf(five).rope_theta == 5e5
+    assert ModelConfig.from_hf(five).rope_scaling == scaling
     assert ModelConfig.from_hf(older).rope_scaling == {"rope_type": "linear", "factor": 2.0}
     assert (
         ModelConfig.from_hf(config_json(tmp_path / "none", rope_scaling=None)).rope_theta == 10_000
@@ -268,10 +389,8 @@ def test_what_is_written_is_what_was_read(tmp_path, values):
     written = config.to_hf("bfloat16")
     (tmp_path / "config.json").write_text(json.dumps(written))
     assert ModelConfig.from_hf(tmp_path) == config
-    assert (
-        written["torch_dtype"] == written["dtype"] == "bfloat16"
-        and written["rope_parameters"]["rope_theta"] == written["rope_theta"]
-    )
+    assert written["torch_dtype"] == written["dtype"] == "bfloat16"
+    assert written["rope_parameters"]["rope_theta"] == written["rope_theta"]
 
 
 UNSUPPORTED = {
@@ -299,7 +418,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, name):
     ) in said
 
 
-def test_what_transformers_would_not_compute_for_a_family_is_ignored_in_a_folder_and_refused_when_asked_for(
+def test_what_transformers_would_not_compute_is_ignored_in_a_folder_and_refused_when_asked_for(
     tmp_path, train
 ):
     bogus = {
@@ -322,15 +441,13 @@ def test_what_transformers_would_not_compute_for_a_family_is_ignored_in_a_folder
         "train.steps=1",
         code=2,
     )
-    assert (
-        "model.attn_logit_softcapping=5.0" in told.err
-        and "gemma2 have it" in told.err
-        and "model.partial_rotary_factor=0.5" in told.err
-    )
+    assert "model.attn_logit_softcapping=5.0" in told.err
+    assert "gemma2 have it" in told.err
+    assert "model.partial_rotary_factor=0.5" in told.err
 
 
 def test_all_that_is_not_supported_is_told_at_once_with_exit_2(tmp_path, train):
-    from test_huggingface import make_folder
+    from zoo import make_folder
 
     folder = make_folder(tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text())

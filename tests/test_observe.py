@@ -1,32 +1,32 @@
-"""What a run writes down: the contract's fields, figures that are right, a line for people, trackers that go on after a restart."""
+"""What a run writes down: the contract's fields, figures that are right, a line for people,
+trackers that go on after a restart."""
 
 import gzip
 import importlib.util
 import io
 import json
-import os
 import re
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
+import inject
 import pytest
 import torch
 import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_trainer import phases
-from fsdp_trainer.models.attention import Layout
+from fsdp_trainer.devices import peak_flops
+from fsdp_trainer.models.attention import DocumentAttention
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
-from fsdp_trainer.models.initialize import initialize_whole
+from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.observe.console import Console, duration, progress_line, short
 from fsdp_trainer.observe.flops import causal_flops, palm_flops
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.step_phases import phases_of, read_trace, table
-from fsdp_trainer.plan.devices import peak_flops
 from fsdp_trainer.training.objective import CrossEntropy
 
 FIELDS = {
@@ -55,30 +55,21 @@ def test_metrics_and_events_have_the_contracts_fields(train):
         "each step has its line, whatever logging.every is"
     )
     for line in run.metrics:
-        assert line.keys() >= FIELDS and all(isinstance(line[name], int | float) for name in FIELDS)
-    assert run.column("tokens") == sorted(set(run.column("tokens"))) and all(
+        assert line.keys() >= FIELDS
+        assert all(isinstance(line[name], int | float) for name in FIELDS)
+    assert run.column("tokens") == sorted(set(run.column("tokens")))
+    assert all(
         s < t for s, t in zip(run.column("supervised_tokens"), run.column("tokens"), strict=True)
     )
     assert 0.05 < run.metrics[-1]["memory_gib"] < 10
     names = [e["event"] for e in run.events]
-    assert names == ["start", "checkpoint", "checkpoint", "checkpoint", "end"] and all(
-        "time" in e for e in run.events
-    )
-    assert run.events[-1]["reason"] == "finished" and run.events[-1]["exit_code"] == 0
+    assert names == ["start", "checkpoint", "checkpoint", "checkpoint", "end"]
+    assert all("time" in e for e in run.events)
+    assert run.events[-1]["reason"] == "finished"
+    assert run.events[-1]["exit_code"] == 0
     config = yaml.safe_load((run.folder / "config.yaml").read_text())
-    assert config["optim"]["lr"] == 3e-3 and config["run"]["name"] == "run"
-
-
-def slow_data():
-    """Data that comes 0.3 s late, in the first step."""
-    real, calls = phases.enter, []
-
-    def enter(phase, step=None):
-        real(phase, step)
-        if phase == "data" and not calls:
-            calls.append(time.sleep(0.3))
-
-    return patch.object(phases, "enter", enter)
+    assert config["optim"]["lr"] == 3e-3
+    assert config["run"]["name"] == "run"
 
 
 def test_the_time_of_a_run_is_that_of_its_phases(train):
@@ -91,7 +82,7 @@ def test_the_time_of_a_run_is_that_of_its_phases(train):
         "train.validate_every=2",
         "data.validation=0.2",
         "checkpoint.export_hf=true",
-        seam=slow_data,
+        seam=inject.at("data", partial(time.sleep, 0.3), nth=1),
     )
     wall, (first, last) = (
         time.time() - began,
@@ -101,26 +92,22 @@ def test_the_time_of_a_run_is_that_of_its_phases(train):
         {"data", "forward", "backward", "clip", "update", "read", "validation", "log"} <= set(of)
         for of in (first, last)
     )
-    assert (
-        first["data"] >= 0.3 and first["start"] > 0 and "start" not in last and last["shards"] > 0
-    ), "the first checkpoint is the second write's"
-    assert (
-        sum(last.values()) >= sum(run.column("step_seconds")[2:])
-        and began < run.metrics[0]["time"] <= run.metrics[3]["time"] < began + wall
-    )
+    assert first["data"] >= 0.3
+    assert first["start"] > 0
+    assert "start" not in last
+    assert last["shards"] > 0, "the first checkpoint is the second write's"
+    assert sum(last.values()) >= sum(run.column("step_seconds")[2:])
+    assert began < run.metrics[0]["time"] <= run.metrics[3]["time"] < began + wall
     took = {event["event"]: event.get("seconds") for event in run.events}
-    assert (
-        all(took[name] > 0 for name in ("start", "evaluation", "checkpoint", "export"))
-        and took["start"] <= first["start"] + 0.001
-    )
+    assert all(took[name] > 0 for name in ("start", "evaluation", "checkpoint", "export"))
+    assert took["start"] <= first["start"] + 0.001
     end = run.events[-1]["phases"]
     (line,) = [line for line in run.out.splitlines() if line.startswith("time ")]
-    assert (
-        sum(map(int, re.findall(r"(\d+)%", line))) > 80
-        and "start-up" in line
-        and "shards" not in line
-    )
-    assert end["export"] > 0 and sum(sum(of.values()) for of in (first, last, end)) < wall
+    assert sum(map(int, re.findall(r"(\d+)%", line))) > 80
+    assert "start-up" in line
+    assert "shards" not in line
+    assert end["export"] > 0
+    assert sum(sum(of.values()) for of in (first, last, end)) < wall
 
 
 def test_tokens_are_those_of_the_rows_without_padding(train, world, inputs):
@@ -142,7 +129,9 @@ def test_tokens_are_those_of_the_rows_without_padding(train, world, inputs):
 def test_every_line_of_a_log_file_says_everything(train):
     run = train("run", "train.steps=4", "logging.every=2")
     lines = [line for line in run.out.splitlines() if "/4 " in line]
-    assert len(lines) == 2 and "\r" not in run.out and lines[-1].startswith("4/4 100%")
+    assert len(lines) == 2
+    assert "\r" not in run.out
+    assert lines[-1].startswith("4/4 100%")
     assert all(part in lines[0] for part in ("loss ", "lr ", "|g| ", "tok/s", "GiB", "eta "))
 
 
@@ -173,7 +162,8 @@ def test_figures_are_short():
         "mfu_causal": 0.391,
     }
     assert progress_line(line, 5000, 9061) == (
-        "1,240/5,000  24%  loss 1.8342  lr 2.7e-05  |g| not finite  41.2k tok/s  MFU 41.2% (causal 39.1%)  61.30 GiB  2.41 s  eta 2h31m"
+        "1,240/5,000  24%  loss 1.8342  lr 2.7e-05  |g| not finite  41.2k tok/s  MFU "
+        "41.2% (causal 39.1%)  61.30 GiB  2.41 s  eta 2h31m"
     )
     assert [short(n) for n in (3, 999, 41_234, 7.5e6, 2e9)] == ["3", "999", "41.2k", "7.5M", "2.0G"]
     assert [duration(s) for s in (5, 65, 9061)] == ["5s", "1m05s", "2h31m"]
@@ -194,10 +184,15 @@ def test_the_formula_of_flops_counts_what_torch_counts(options):
         **{"vocab_size": 300, "hidden_size": 64, "head_dim": 16, "num_hidden_layers": 2, **options}
     )
     model, length = Decoder(config), 96
-    initialize_whole(model, 0)
+    initialize_weights(model, 0)
     places = torch.arange(length)
     batch = MicroBatch(
-        places[None], places[None], Layout([[length]]), places, places, torch.ones(length)
+        places[None],
+        places[None],
+        DocumentAttention([[length]], length, torch.device("cpu")),
+        places,
+        places,
+        torch.ones(length),
     )
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(batch, CrossEntropy(batch.weights))[0].backward()
@@ -215,12 +210,11 @@ def test_the_formula_of_flops_counts_what_torch_counts(options):
 
 
 def test_a_device_that_is_not_known_has_no_peak():
-    assert (
-        peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-        and peak_flops("NVIDIA H100 PCIe") == 756e12
-        and peak_flops("NVIDIA L4") == 121e12
-    )
-    assert peak_flops("NVIDIA L40S") == 362e12 and peak_flops("Some GPU") is None
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA L4") == 121e12
+    assert peak_flops("NVIDIA L40S") == 362e12
+    assert peak_flops("Some GPU") is None
 
 
 def append(path, text):
@@ -231,31 +225,19 @@ def append(path, text):
 def test_records_survive_a_half_written_line(tmp_path):
     records = Records(tmp_path)
     records.write([{"step": i, "loss": i} for i in range(1, 6)])
-    append(records.metrics, '{"step": 6, "lo')
+    append(records.metrics.path, '{"step": 6, "lo')
     records.cut_after(4)
-    assert [json.loads(line)["step"] for line in records.metrics.read_text().splitlines()] == [
+    assert [json.loads(line)["step"] for line in records.metrics.path.read_text().splitlines()] == [
         1,
         2,
         3,
         4,
     ]
     records.event("end", exit_code=75)
-    append(records.events, '{"event": "st')
+    append(records.events.path, '{"event": "st')
     assert records.last_event()["exit_code"] == 75
     records.event("resume")
     assert records.last_event()["event"] == "resume", "a line after a half one is a line of its own"
-
-
-def slow_backward():
-    """Rank 1 is late by half a second in two steps' backward."""
-    real = phases.enter
-
-    def enter(phase, step=None):
-        real(phase, step)
-        if phase == "backward" and os.environ["RANK"] == "1" and phases.main.step in (2, 3):
-            time.sleep(0.5)
-
-    return patch.object(phases, "enter", enter)
 
 
 @pytest.fixture(scope="module")
@@ -268,9 +250,10 @@ def profiled(world, inputs, tmp_path_factory):
         "model.tie_word_embeddings=false",
         "sharding.reshard_after_forward=false",
     ]
+    late = [inject.at("backward", partial(time.sleep, 0.5), rank=1, step=s) for s in (2, 3)]
     where = tmp_path_factory.mktemp("profiled") / "run"
     return world.train(
-        where, *(f"{k}={v}" for k, v in inputs.items()), *how, ranks=2, seam=slow_backward
+        where, *(f"{k}={v}" for k, v in inputs.items()), *how, ranks=2, seam=inject.together(*late)
     )
 
 
@@ -293,25 +276,21 @@ def test_a_profile_holds_exactly_the_steps_asked_for_with_their_phases_blocks_an
         names["FSDP::pre_forward (model.layers.0)"]
         == names["FSDP::pre_forward (model.layers.1)"]
         == 2
-        and names["aten::mm"] > 20
     )
-    assert [event["steps"] for event in profiled.event("profile")] == [[2, 3]] and profiled.events[
-        -1
-    ]["event"] == "end"
+    assert names["aten::mm"] > 20
+    assert [event["steps"] for event in profiled.event("profile")] == [[2, 3]]
+    assert profiled.events[-1]["event"] == "end"
     plain = train("plain", "train.steps=4", "model.tie_word_embeddings=false", ranks=2)
-    assert (
-        plain.column("loss") == profiled.column("loss") and not (plain.folder / "profile").exists()
-    )
+    assert plain.column("loss") == profiled.column("loss")
+    assert not (plain.folder / "profile").exists()
 
 
 def test_what_one_rank_is_late_by_is_gradient_sync_that_the_other_waits_in(profiled):
     told = json.loads((profiled.folder / "profile" / "steps-2-3-phases.json").read_text())
     fast, slow = told["ranks"]["0"], told["ranks"]["1"]
-    assert (
-        told["steps"] == [2, 3]
-        and fast["gradient sync, exposed"]["seconds"] > 0.5
-        and slow["backward"]["idle"] > 0.9
-    )
+    assert told["steps"] == [2, 3]
+    assert fast["gradient sync, exposed"]["seconds"] > 0.5
+    assert slow["backward"]["idle"] > 0.9
     assert all(
         of[row]["seconds"] > 0
         for of in (fast, slow)
@@ -326,7 +305,8 @@ def test_what_one_rank_is_late_by_is_gradient_sync_that_the_other_waits_in(profi
         (steps[1].end - steps[0].begin) / 2e6
     ), "every instant counts once"
     (line,) = [line for line in profiled.out.splitlines() if "gradient sync, exposed" in line]
-    assert "of 2 ranks" in profiled.out and float(line.split()[-1]) > 900
+    assert "of 2 ranks" in profiled.out
+    assert float(line.split()[-1]) > 900
 
 
 KERNELS = [  # name, stream, launched at, begin, end; milliseconds
@@ -351,7 +331,8 @@ KERNELS = [  # name, stream, launched at, begin, end; milliseconds
 def test_on_a_gpu_messages_that_run_beside_a_kernel_are_hidden_and_those_alone_are_exposed(
     tmp_path,
 ):
-    """A made trace, in the form that Kineto writes; the device's time is what counts, by the phase that launched it."""
+    """A made trace, in the form that Kineto writes; the device's time is what counts, by the phase
+    that launched it."""
     host = {
         "step 7": (0, 150),
         "data": (0, 1),
@@ -418,9 +399,8 @@ def test_on_a_gpu_messages_that_run_beside_a_kernel_are_hidden_and_those_alone_a
         "optimizer": (20, 0, 0),
         "log": (10, 10, 0),
     }
-    assert sum(seconds for seconds, _, _ in ms.values()) == 150 and table({0: told})[
-        -1
-    ].split() == ["a", "step", "150.0"]
+    assert sum(seconds for seconds, _, _ in ms.values()) == 150
+    assert table({0: told})[-1].split() == ["a", "step", "150.0"]
 
 
 @pytest.mark.slow
@@ -449,16 +429,11 @@ def test_an_offline_wandb_run_goes_on_in_the_same_one(train):
     again = train("run", "train.steps=4", "logging.wandb=offline", ranks=2, timeout=200)
     kept = [p.read_text() for p in Path(first.folder).rglob("wandb_id")]
     folders = sorted((again.folder / "wandb").glob("offline-run-*"))
-    assert (
-        len(kept) == 1
-        and len(folders) == 2
-        and all(
-            folder.name.endswith(kept[0]) and list(folder.glob("*.wandb")) for folder in folders
-        )
-    )
-    assert (
-        again.column("step") == [1, 2, 3, 4] and "gets no more metrics" not in first.out + again.out
-    )
+    assert len(kept) == 1
+    assert len(folders) == 2
+    assert all(folder.name.endswith(kept[0]) and list(folder.glob("*.wandb")) for folder in folders)
+    assert again.column("step") == [1, 2, 3, 4]
+    assert "gets no more metrics" not in first.out + again.out
 
 
 @pytest.mark.slow

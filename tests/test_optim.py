@@ -1,19 +1,19 @@
-"""Schedules, decay, clipping, and steps that are skipped everywhere when a number anywhere is not finite."""
+"""Schedules, decay, clipping, and steps that are skipped everywhere when a number anywhere is not
+finite."""
 
-import contextlib
-import os
-from unittest.mock import patch
-
+import inject
 import pytest
 import torch
-from test_resume import assert_bitwise_equal, stored
+import torch.distributed as dist
+from stored import assert_bitwise_equal, stored
 
-from fsdp_trainer.config.schema import Batch, Optim, Schedule
+from fsdp_trainer.config.schema import Batch, Optim, Schedule, Sharding
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.initialize import initialize_whole
-from fsdp_trainer.optim.optimizers import build_optimizer, step_unless
+from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate
+from fsdp_trainer.parallel.dims import Dims
 
 
 @pytest.mark.parametrize(
@@ -61,15 +61,11 @@ def test_a_scaled_learning_rate_is_told_and_the_same_on_any_world_and_after_a_re
         "run", *rule, "train.steps=2", "batch.micro_rows=1", ranks=2
     )  # 6 rows of 64 tokens: a quarter of 1536
     again = train("run", *rule, "train.steps=3", "batch.micro_rows=1")
-    assert (
-        again.column("lr") == pytest.approx([5e-3] * 3)
-        and "lr     0.005 for 384 tokens a step" in run.out
-    )
+    assert again.column("lr") == pytest.approx([5e-3] * 3)
+    assert "lr     0.005 for 384 tokens a step" in run.out
     refused = train("half", "optim.lr_scaling=sqrt", code=2)
-    assert (
-        "optim.lr_batch_tokens" in refused.err
-        and "optim.lr_scaling=sqrt optim.lr_batch_tokens=" in refused.err
-    )
+    assert "optim.lr_batch_tokens" in refused.err
+    assert "optim.lr_scaling=sqrt optim.lr_batch_tokens=" in refused.err
 
 
 def small():
@@ -83,7 +79,7 @@ def small():
             family="qwen3",
         )
     )
-    initialize_whole(model, 0)
+    initialize_weights(model, 0)
     return model
 
 
@@ -93,7 +89,7 @@ def test_matrices_decay_and_norms_do_not():
     optimizer = build_optimizer(model, Optim(lr=0.1, weight_decay=0.5))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    step_unless(optimizer, torch.tensor(False))
+    optimizer.step_unless(torch.tensor(False))
     for name, p in model.named_parameters():
         assert torch.allclose(p, before[name] * (1 if "norm" in name else 0.95)), name
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(before)
@@ -104,75 +100,24 @@ def test_a_skipped_step_leaves_weights_moments_and_counts():
     optimizer = build_optimizer(model, Optim(lr=0.1))
     for p in model.parameters():
         p.grad = torch.randn_like(p)
-    step_unless(optimizer, torch.tensor(False))
+    optimizer.step_unless(torch.tensor(False))
     before = [p.detach().clone() for p in model.parameters()] + [
         v.clone() for s in optimizer.state.values() for v in s.values()
     ]
     for p in model.parameters():
         p.grad = torch.full_like(p, float("nan"))
-    step_unless(optimizer, torch.tensor(True))
+    optimizer.step_unless(torch.tensor(True))
     after = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-@contextlib.contextmanager
-def bad_numbers(kind, steps):
-    """On rank 1 (or the only one), in the first micro-batch of the given optimizer steps: a loss, or only a gradient, that is not finite."""
-    from fsdp_trainer.training import trainer
-
-    real_loss, real_forward, state = (
-        trainer.negative_log_likelihood,
-        trainer.Trainer.forward_backward,
-        {"step": 0},
-    )
-
-    def forward_backward(self, plan, batches):
-        state["step"] = plan.step
-        return real_forward(self, plan, batches)
-
-    def bad(wanted):
-        return (
-            kind == wanted
-            and state["step"] in steps
-            and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
-        )
-
-    def loss(scores, weights):
-        return real_loss(scores, weights) * (float("inf") if bad("loss") else 1)
-
-    class Objective(trainer.CrossEntropy):
-        def __call__(self, scores, tokens):
-            if bad("gradient"):
-                scores.log_probability.register_hook(lambda gradient: gradient * float("nan"))
-            return super().__call__(scores, tokens) * (float("inf") if bad("loss") else 1)
-
-    with (
-        patch.object(trainer, "negative_log_likelihood", loss),
-        patch.object(trainer, "CrossEntropy", Objective),
-        patch.object(trainer.Trainer, "forward_backward", forward_backward),
-    ):
-        yield
-
-
-def bad_gradient():
-    return bad_numbers("gradient", {3})
-
-
-def bad_loss():
-    return bad_numbers("loss", {3})
-
-
-def bad_for_long():
-    return bad_numbers("gradient", {2, 4, 5, 6, 7, 8})
-
-
-@pytest.mark.parametrize("seam", [bad_gradient, bad_loss])
+@pytest.mark.parametrize("bad", ["gradient", "loss"])
 @pytest.mark.parametrize(
     ("ranks", "how"),
     [(1, []), (2, []), pytest.param(2, ["sharding=ddp"], marks=pytest.mark.slow)],
     ids=["1", "2", "ddp"],
 )
-def test_a_number_that_is_not_finite_on_one_rank_skips_the_step_everywhere(train, seam, ranks, how):
+def test_a_number_that_is_not_finite_on_one_rank_skips_the_step_everywhere(train, bad, ranks, how):
     run = train(
         "run",
         "train.steps=5",
@@ -181,22 +126,18 @@ def test_a_number_that_is_not_finite_on_one_rank_skips_the_step_everywhere(train
         "batch.micro_rows=1",
         *how,
         ranks=ranks,
-        seam=seam,
+        seam=inject.bad_numbers(bad, [3]),
     )
     two, three, four = (stored(run.folder / "checkpoints" / f"step-0000000{i}") for i in (2, 3, 4))
     assert_bitwise_equal(two, three)
-    assert all(t.isfinite().all() for t in four.values()) and not torch.equal(
-        three["weights/model.norm.weight"], four["weights/model.norm.weight"]
-    )
-    assert run.column("step") == [1, 2, 3, 4, 5] and [e["step"] for e in run.event("skipped")] == [
-        3
-    ]
-    assert (
-        run.metrics[2]["grad_norm"] is None
-        and "NaN" not in (run.folder / "metrics.jsonl").read_text()
-        and "not finite" in run.out
-    )
-    assert (run.metrics[2]["loss"] is None) == (seam is bad_loss)
+    assert all(t.isfinite().all() for t in four.values())
+    assert not torch.equal(three["weights/model.norm.weight"], four["weights/model.norm.weight"])
+    assert run.column("step") == [1, 2, 3, 4, 5]
+    assert [e["step"] for e in run.event("skipped")] == [3]
+    assert run.metrics[2]["grad_norm"] is None
+    assert "NaN" not in (run.folder / "metrics.jsonl").read_text()
+    assert "not finite" in run.out
+    assert (run.metrics[2]["loss"] is None) == (bad == "loss")
     assert run.column("tokens")[2] > run.column("tokens")[1], "its rows are not trained again"
 
 
@@ -209,17 +150,23 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(train):
         "checkpoint.every=1",
         "checkpoint.keep=2",
         ranks=2,
-        seam=bad_for_long,
+        seam=inject.bad_gradient(2, 4, 5, 6, 7, 8),
         code=1,
     )
-    assert [e["step"] for e in run.event("skipped")] == [2, 4, 5, 6] and run.events[-1][
-        "exit_code"
-    ] == 1
-    assert (
-        "3 steps in a row" in run.err
-        and "Traceback" not in run.err
-        and run.column("step") == [1, 2, 3, 4, 5, 6]
-    )
+    assert [e["step"] for e in run.event("skipped")] == [2, 4, 5, 6]
+    assert run.events[-1]["exit_code"] == 1
+    assert "3 steps in a row" in run.err
+    assert "Traceback" not in run.err
+    assert run.column("step") == [1, 2, 3, 4, 5, 6]
+
+
+def one_rank():
+    """The dimensions of a process that trains alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return Dims(Sharding(), "cpu", timeout=60)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_elements_are_clipped_before_the_norm_and_the_norm_told_is_that_before_both():
@@ -229,10 +176,11 @@ def test_elements_are_clipped_before_the_norm_and_the_norm_told_is_that_before_b
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     whole = torch.cat([p.grad.flatten() for p in model.parameters()])
-    norm = clip_gradients(model, 1.0, 0.5)
+    norm = clip_gradients(model, one_rank(), 1.0, 0.5)
     wanted = whole.clamp(-0.5, 0.5)
     wanted = wanted / wanted.norm()
-    assert torch.allclose(norm, whole.norm()) and torch.allclose(
+    assert torch.allclose(norm, whole.norm())
+    assert torch.allclose(
         torch.cat([p.grad.flatten() for p in model.parameters()]), wanted, atol=1e-5
     )
 
@@ -243,7 +191,5 @@ def test_without_clipping_the_norm_is_told_all_the_same(train):
         train("free", "train.steps=2", "optim.grad_clip=null"),
         train("clipped", "train.steps=2", "optim.grad_clip=0.01", ranks=2),
     )
-    assert (
-        free.column("grad_norm")[0] == pytest.approx(clipped.column("grad_norm")[0], rel=1e-4)
-        and free.column("grad_norm")[0] > 0.01
-    )
+    assert free.column("grad_norm")[0] == pytest.approx(clipped.column("grad_norm")[0], rel=1e-4)
+    assert free.column("grad_norm")[0] > 0.01

@@ -1,25 +1,28 @@
-"""Weights and moments in fewer bits: what is stored, how it is rounded, and that neither ranks, restarts nor skipped steps change it."""
+"""Weights and moments in fewer bits: what is stored, how it is rounded, and that neither ranks,
+restarts nor skipped steps change it."""
 
+import math
 from unittest.mock import patch
 
+import inject
 import pytest
 import torch
 import torch.distributed as dist
-from test_optim import bad_gradient
-from test_resume import newest, stored
+from stored import newest, stored
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp_trainer.checkpoint.state import optimizer_state, weights
 from fsdp_trainer.config.schema import Optim
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.initialize import initialize_whole
-from fsdp_trainer.optim import compact
+from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.optim.eight_bit import decode, encode, table, values
-from fsdp_trainer.optim.optimizers import build_optimizer, step_unless
-from fsdp_trainer.optim.rounding import key_of, random_bits, round_to_bfloat16
+from fsdp_trainer.optim.optimizers import build_optimizer
+from fsdp_trainer.optim.rounding import element_numbers, key_of, random_bits, round_to_bfloat16
 
 FORMATS = {
     "fused": (torch.float32, {}),
@@ -42,7 +45,8 @@ PURE = ["precision.master_dtype=bfloat16"]
 
 
 def middle(dtype=torch.float32):
-    """A decoder with matrices whose rows have blocks of 64 and of 128 numbers, one of an odd number of rows."""
+    """A decoder with matrices whose rows have blocks of 64 and of 128 numbers, one of an odd number
+    of rows."""
     model = Decoder(
         ModelConfig(
             vocab_size=77,
@@ -53,7 +57,7 @@ def middle(dtype=torch.float32):
             family="qwen3",
         )
     )
-    initialize_whole(model, 0)
+    initialize_weights(model, 0)
     return model.to(dtype)
 
 
@@ -73,7 +77,8 @@ def set_gradients(model, step, dtype, rank=0, ranks=1):
 
 
 def five_steps(dtype, options):
-    """On every rank: the whole weights and the moments' bytes after five steps, the third of them skipped."""
+    """On every rank: the whole weights and the moments' bytes after five steps, the third of them
+    skipped."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 0)
     model = middle(dtype)
     if ranks:
@@ -81,7 +86,7 @@ def five_steps(dtype, options):
     optimizer = build_optimizer(model, Optim(lr=1e-2, weight_decay=0.1, **options), seed=7)
     for step in range(1, 6):
         set_gradients(model, step, dtype, rank, ranks)
-        step_unless(optimizer, torch.tensor(step == 3))
+        optimizer.step_unless(torch.tensor(step == 3))
     state = weights(model) | optimizer_state(model, optimizer)
     return {
         name: t.full_tensor().clone() if hasattr(t, "full_tensor") else t.clone()
@@ -106,16 +111,107 @@ def test_the_same_gradients_give_the_same_bits_on_any_number_of_ranks(world, nam
         world.call(ranks, sharded_steps, dtype, options)[0],
     )
     for key, value in alone.items():
-        assert value.dtype == together[key].dtype and torch.equal(value, together[key]), key
+        assert value.dtype == together[key].dtype, key
+        assert torch.equal(value, together[key]), key
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in TORCHS])
 def test_chunks_change_nothing(name):
     dtype, options = FORMATS[name]
     whole = five_steps(dtype, options)
-    with patch.dict(compact.CHUNKS, cpu=256):
+    with inject.setting("optimizer_chunk", {"cpu": 256}):
         for key, value in five_steps(dtype, options).items():
             assert torch.equal(value, whole[key]), key
+
+
+LAYOUTS = {
+    "columns": ((2,), [Shard(1)]),
+    "rows and columns": ((2, 2), [Shard(0), Shard(1)]),
+    "columns and rows": ((2, 2), [Shard(1), Shard(0)]),
+    "columns, replicated": ((2, 2), [Replicate(), Shard(1)]),
+}
+"""The shape of a mesh, and how every matrix lies on it."""
+SHAPES = {
+    "large": (7, 1024),
+    "middle": (3, 512),
+    "narrow": (9, 20),
+    "experts": (2, 3, 512),
+    "vector": (11,),
+}
+
+
+def steps_of_any_layout(dtype, options, layout=None):
+    """The whole weights and moments after five steps, the third of them skipped."""
+    model, mesh, places = nn.ParameterDict(), None, []
+    if layout:
+        dist.init_process_group("gloo")
+        shape, places = LAYOUTS[layout]
+        mesh = init_device_mesh("cpu", shape)
+
+    def placed(whole):
+        """Experts are sharded by the dimension in the middle."""
+        own = places if whole.ndim > 1 else [Replicate()] * len(places)
+        return distribute_tensor(whole, mesh, own) if layout else whole
+
+    for name, size in SHAPES.items():
+        whole = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype)
+        model[name] = nn.Parameter(placed(whole))
+    optimizer = build_optimizer(model, Optim(lr=1e-2, weight_decay=0.1, **options), seed=7)
+    for step in range(1, 6):
+        for i, p in enumerate(model.values()):
+            generator = torch.Generator().manual_seed(100 * step + i)
+            p.grad = placed((torch.randn(p.shape, generator=generator) * 0.01).to(dtype))
+        optimizer.step_unless(torch.tensor(step == 3))
+    state = weights(model) | optimizer_state(model, optimizer)
+    return {
+        name: t.full_tensor() if hasattr(t, "full_tensor") else t.clone()
+        for name, t in state.items()
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in TORCHS])
+def test_the_same_gradients_give_the_same_bits_where_columns_are_sharded(world, name, layout):
+    dtype, options = FORMATS[name]
+    alone = steps_of_any_layout(dtype, options)
+    ranks = math.prod(LAYOUTS[layout][0])
+    together = world.call(ranks, steps_of_any_layout, dtype, options, layout)[0]
+    assert alone.keys() == together.keys()
+    for key, value in alone.items():
+        assert torch.equal(value, together[key]), key
+
+
+def moments_of_a_cut_block():
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.ParameterDict(
+        {"w": nn.Parameter(distribute_tensor(torch.ones(3, 64), mesh, [Shard(1)]))}
+    )
+    optimizer = build_optimizer(model, Optim(state_dtype="8bit"))
+    with pytest.raises(UserError) as refused:
+        optimizer.empty_state(model["w"])
+    return str(refused.value)
+
+
+def test_column_shards_that_would_cut_a_block_of_eight_bit_moments_are_refused(world):
+    said = world.call(2, moments_of_a_cut_block)[0]
+    assert "32 numbers would cut blocks of 64" in said
+    assert "optim.state_dtype=bfloat16" in said
+
+
+def test_numbers_of_elements_are_those_of_the_whole_beyond_two_to_the_thirtytwo():
+    shape, cpu = torch.Size((1 << 20, 3, 1 << 13)), torch.device("cpu")
+    part = (slice(700_000, 700_002), slice(1, 3), slice(100, 105))
+    wanted = [
+        ((row * 3 + middle) * (1 << 13) + column + 2**31) % 2**32 - 2**31
+        for row in (700_000, 700_001)
+        for middle in (1, 2)
+        for column in range(100, 105)
+    ]
+    assert element_numbers(part, shape, 3, 14, cpu).tolist() == wanted[3:17]
+    rows = (part[0], slice(0, 3), slice(0, 1 << 13))
+    first = (700_000 * 3 * (1 << 13) + 5 + 2**31) % 2**32 - 2**31
+    assert element_numbers(rows, shape, 5, 2, cpu).tolist() == [first, first + 1]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -125,16 +221,16 @@ def test_a_skipped_step_leaves_every_byte_whatever_the_format(name):
     optimizer = build_optimizer(model, Optim(lr=0.1, weight_decay=0.1, **options))
     for p in model.parameters():
         p.grad = torch.randn_like(p)
-    step_unless(optimizer, torch.tensor(False))
+    optimizer.step_unless(torch.tensor(False))
     before = [t.clone() for t in (weights(model) | optimizer_state(model, optimizer)).values()]
     for p in model.parameters():
         p.grad = torch.full_like(p, float("nan"))
-    step_unless(optimizer, torch.tensor(True))
+    optimizer.step_unless(torch.tensor(True))
     after = (weights(model) | optimizer_state(model, optimizer)).values()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     for p in model.parameters():
         p.grad = torch.randn_like(p)
-    step_unless(optimizer, torch.tensor(False))
+    optimizer.step_unless(torch.tensor(False))
     assert not torch.equal(before[0], next(iter(after)))
 
 
@@ -156,7 +252,7 @@ def test_moments_take_the_bytes_that_are_promised(name, wanted):
             vocab_size=99, hidden_size=256, head_dim=64, intermediate_size=512, num_hidden_layers=2
         )
     )
-    initialize_whole(model, 0)
+    initialize_weights(model, 0)
     model.to(dtype)
     optimizer = build_optimizer(model, Optim(**options))
     set_gradients(model, 1, dtype, ranks=0)
@@ -174,14 +270,18 @@ def test_stochastic_rounding_keeps_the_mean_and_chooses_only_neighbours():
     total = torch.zeros(1 << 12, dtype=torch.float64)
     for step in range(1, 513):
         rounded = round_to_bfloat16(
-            numbers.clone(), random_bits(key_of(0, "w"), torch.tensor(float(step)), 0, 1 << 12)
+            numbers.clone(),
+            random_bits(
+                key_of(0, "w"), torch.tensor(float(step)), torch.arange(1 << 12, dtype=torch.int32)
+            ),
         )
         total += rounded.double()
         low = (numbers.view(torch.int32) & -0x10000).view(torch.float32)
         high = (low.view(torch.int32) + 0x10000).view(torch.float32)
         assert ((rounded == low) | (rounded == high)).all()
     off = (total / 512 / numbers.double() - 1) * 256  # in steps of bfloat16, at most
-    assert abs(off.mean()) < 5e-3 and off.abs().max() < 0.25
+    assert abs(off.mean()) < 5e-3
+    assert off.abs().max() < 0.25
     whole = torch.tensor([0.0, -0.0, 1.0, -2.5, float("inf")])
     assert torch.equal(
         round_to_bfloat16(whole.clone(), torch.full((5,), -1, dtype=torch.int32)).float(), whole
@@ -190,15 +290,15 @@ def test_stochastic_rounding_keeps_the_mean_and_chooses_only_neighbours():
 
 def test_bits_are_a_function_of_place_step_and_name_and_look_random():
     def bits(name="w", step=3, first=0, count=1 << 16):
-        return random_bits(key_of(0, name), torch.tensor(float(step)), first, count)
+        numbers = torch.arange(first, first + count, dtype=torch.int32)
+        return random_bits(key_of(0, name), torch.tensor(float(step)), numbers)
 
     whole = bits()
     assert torch.equal(bits(first=12345, count=99), whole[12345 : 12345 + 99])
     for other in (bits("v"), bits(step=4), bits(first=1), whole >> 16):
         pair = torch.stack([whole & 0xFFFF, other & 0xFFFF]).double()
-        assert (
-            abs(torch.corrcoef(pair)[0, 1]) < 0.02 and (pair[0] == pair[1]).double().mean() < 1e-3
-        )
+        assert abs(torch.corrcoef(pair)[0, 1]) < 0.02
+        assert (pair[0] == pair[1]).double().mean() < 1e-3
     share = torch.stack([(whole >> i) & 1 for i in range(32)]).double().mean(1)
     assert (share - 0.5).abs().max() < 0.01
 
@@ -208,13 +308,11 @@ def test_eight_bits_hold_a_block_to_two_hundredths_and_zero_exactly():
         numbers = torch.randn(64, 128) * torch.logspace(-15, 5, 64)[:, None]
         numbers = (numbers if signed else numbers**2).flatten()
         numbers[:200] = 0
-        codes, scale = encode(numbers, 128, signed)
-        again = decode(codes, scale, signed)
-        assert (
-            codes.dtype == torch.uint8
-            and scale.shape == (64,)
-            and torch.equal(again[:200], numbers[:200])
-        )
+        codes, scale = encode(numbers.view(64, 128), signed)
+        again = decode(codes, scale, signed).flatten()
+        assert codes.dtype == torch.uint8
+        assert scale.shape == (64, 1)
+        assert torch.equal(again[:200], numbers[:200])
         assert (
             (again - numbers).view(64, 128).norm(dim=1) <= 0.02 * numbers.view(64, 128).norm(dim=1)
         ).all()
@@ -238,7 +336,8 @@ def test_codes_are_those_of_the_nearest_values():
         shares = shares[: len(shares) // 256 * 256].clamp(-1, 1)
         shares.view(-1, 256)[:, 0] = 1  # so that every scale is 1
         assert torch.equal(
-            encode(shares, 256, signed)[0].int(), torch.bucketize(shares, middles, out_int32=True)
+            encode(shares.view(-1, 256), signed)[0].flatten().int(),
+            torch.bucketize(shares, middles, out_int32=True),
         )
 
 
@@ -316,12 +415,11 @@ def test_a_checkpoint_in_the_background_holds_eight_bit_moments_too(train):
 @pytest.mark.parametrize("how", [FOREACH, pytest.param(EIGHT_BIT, marks=pytest.mark.slow)], ids=str)
 def test_a_bad_gradient_on_one_rank_skips_the_step_everywhere_in_every_format(train, how):
     common = ["train.steps=4", "checkpoint.every=1", "checkpoint.keep=9", "batch.micro_rows=1"]
-    run = train("run", *common, *how, ranks=2, seam=bad_gradient)
+    run = train("run", *common, *how, ranks=2, seam=inject.bad_gradient())
     two, three, four = (stored(run.folder / "checkpoints" / f"step-0000000{i}") for i in (2, 3, 4))
     assert_same(two, three)
-    assert all(t.isfinite().all() for t in four.values()) and not torch.equal(
-        two["weights/model.norm.weight"], four["weights/model.norm.weight"]
-    )
+    assert all(t.isfinite().all() for t in four.values())
+    assert not torch.equal(two["weights/model.norm.weight"], four["weights/model.norm.weight"])
 
 
 @pytest.mark.slow
@@ -348,11 +446,9 @@ def test_the_format_of_moments_may_change_between_floating_point_ones_when_allow
         len(train("run", *EIGHT_BIT[:2], "train.steps=3", "optim=adamw_bf16", allow).metrics) == 3
     )
     refused = train("run", *EIGHT_BIT, "train.steps=4", allow, code=2)
-    assert (
-        "8-bit moments cannot" in refused.err
-        and "model.init_from=" in refused.err
-        and "Traceback" not in refused.err
-    )
+    assert "8-bit moments cannot" in refused.err
+    assert "model.init_from=" in refused.err
+    assert "Traceback" not in refused.err
 
 
 @pytest.mark.parametrize(
@@ -392,9 +488,11 @@ def test_rounding_to_nearest_stalls_where_stochastic_rounding_goes_on(train):
 
 def assert_same(a, b):
     """Also of bfloat16, which numpy does not know."""
-    assert a.keys() == b.keys() and any("exp_avg_sq" in name for name in a)
+    assert a.keys() == b.keys()
+    assert any("exp_avg_sq" in name for name in a)
     for name in a:
-        assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
+        assert a[name].dtype == b[name].dtype, name
+        assert torch.equal(a[name], b[name]), name
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""`plan`: whether it fits, how fast it is and what to change, told before there are data, weights or GPUs."""
+"""`plan`: whether it fits, how fast it is and what to change, told before there are data, weights
+or GPUs."""
 
 import json
 import os
@@ -8,13 +9,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import inject
 import pytest
-from test_recipes_compose import RECIPES
+from recipe import RECIPES, planned
 from world import SMALL
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.compose import CONF, compose
-from fsdp_trainer.plan.devices import device, named_by_driver, peak_flops
+from fsdp_trainer.devices import device, named_by_driver, peak_flops
 from fsdp_trainer.plan.inputs import architecture, target, world_sizes
 from fsdp_trainer.plan.plan import GIB, make_plan
 from fsdp_trainer.plan.suggest import suggest
@@ -30,16 +32,10 @@ DOES_NOT_FIT = (
 )
 
 
-def planned(*words):
-    cfg = compose("plan", list(words), inputs=False)
-    return make_plan(
-        cfg, architecture(cfg)[0], cfg.plan.world_size, target(cfg, cfg.plan.world_size)
-    )
-
-
 @contextmanager
 def counting():
-    """Writes what rank 0's collectives send in the whole run: gathers and reduce-scatters, and all-reduces of more than a few numbers."""
+    """Writes what rank 0's collectives send in the whole run: gathers and reduce-scatters, and
+    all-reduces of more than a few numbers."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -95,7 +91,8 @@ def test_the_bytes_on_the_wire_are_those_that_a_real_run_sends(train, tmp_path, 
 
 
 def hardware(name):
-    """The device and the ranks that the head of a recipe names: `8 nodes of 8 GPUs with 80 GB`, `one GPU with 40 GB`."""
+    """The device and the ranks that the head of a recipe names: `8 nodes of 8 GPUs with 80 GB`,
+    `one GPU with 40 GB`."""
     head = (CONF / "recipe" / f"{name}.yaml").read_text().replace("one ", "1 ")
     nodes, gpus, size = re.search(
         r"hardware: (?:(\d+) nodes? of )?(\d+) GPUs? with (\d+) GB", head
@@ -117,23 +114,25 @@ def test_what_is_suggested_fits_when_it_is_typed():
     config, gpu = architecture(cfg)[0], target(cfg, 8)
     assert not make_plan(cfg, config, 8, gpu).fits
     found = suggest(cfg, config, 8, gpu)
-    assert len(found) >= 4 and len({re.sub(r"=\d+", "=", s.override) for s in found}) == len(
-        found
-    ), "of one number the largest that fits"
+    assert len(found) >= 4
+    assert len({re.sub(r"=\d+", "=", s.override) for s in found}) == len(found), (
+        "of one number the largest that fits"
+    )
     for one in found:
         words = [*DOES_NOT_FIT, *one.override.split()]
         last = {
             word.split("=")[0]: word for word in words
         }  # whoever types it changes what is there
         again = planned(*last.values())
-        assert (
-            again.fits and again.memory.peak.total == one.peak_bytes and one.peak_bytes <= 60 * GIB
-        ), one.override
+        assert again.fits, one.override
+        assert again.memory.peak.total == one.peak_bytes, one.override
+        assert one.peak_bytes <= 60 * GIB, one.override
     kinds = [
         "more" if "world_size" in s.override else "other" if "seq_len" in s.override else "same"
         for s in found
     ]
-    assert "more" in kinds and kinds == sorted(kinds, key=["same", "more", "other"].index)
+    assert "more" in kinds
+    assert kinds == sorted(kinds, key=["same", "more", "other"].index)
     (bigger,) = (s for s in found if "world_size" in s.override)
     world = int(re.search(r"world_size=(\d+)", bigger.override)[1])
     assert not planned(
@@ -141,11 +140,9 @@ def test_what_is_suggested_fits_when_it_is_typed():
     ).fits, "the smallest that fits"
     full = next(s for s in found if s.override == "activation_checkpoint=full")
     selective = next(s for s in found if s.override == "activation_checkpoint=selective")
-    assert (
-        full.peak_bytes < selective.peak_bytes
-        and 0.2 < full.cost < 0.4
-        and 0.05 < selective.cost < full.cost
-    )
+    assert full.peak_bytes < selective.peak_bytes
+    assert 0.2 < full.cost < 0.4
+    assert 0.05 < selective.cost < full.cost
 
 
 def test_formats_of_moments_are_suggested_before_those_that_change_what_is_computed():
@@ -156,18 +153,16 @@ def test_formats_of_moments_are_suggested_before_those_that_change_what_is_compu
     )
 
 
-def test_the_world_is_what_launch_would_start(monkeypatch):
-    monkeypatch.setattr("fsdp_trainer.launch.start.glob", lambda pattern: [])
+def test_the_world_is_what_launch_would_start(enter):
+    enter(inject.around("device_files", lambda *_: []))
 
     def worlds(*words):
         return world_sizes(compose("plan", ["model=tiny", *words], inputs=False))
 
-    assert worlds("plan.gpu=h100", "launch.nodes=2") == [16] and worlds(
-        "launch.nodes=2", "launch.nproc_per_node=4"
-    ) == [8]
-    assert worlds("launch.device=cpu") == [1] and worlds("launch.device=cpu", "plan.gpu=h100") == [
-        8
-    ]
+    assert worlds("plan.gpu=h100", "launch.nodes=2") == [16]
+    assert worlds("launch.nodes=2", "launch.nproc_per_node=4") == [8]
+    assert worlds("launch.device=cpu") == [1]
+    assert worlds("launch.device=cpu", "plan.gpu=h100") == [8]
 
 
 def test_what_fits_is_told_what_makes_it_faster(capsys):
@@ -181,9 +176,8 @@ def test_what_fits_is_told_what_makes_it_faster(capsys):
     ]
     assert main(words) == 0
     found = {s["override"]: s for s in json.loads(capsys.readouterr().out)["suggestions"]}
-    assert {"activation_checkpoint=none", "compile=enabled"} <= {*found} and all(
-        s["cost"] < 0 for s in found.values()
-    )
+    assert {"activation_checkpoint=none", "compile=enabled"} <= {*found}
+    assert all(s["cost"] < 0 for s in found.values())
     assert planned(
         *words[1:2], *words[3:5], "activation_checkpoint=none"
     ).memory.peak.total / GIB == pytest.approx(
@@ -195,13 +189,11 @@ def test_json_is_one_object_and_the_exit_code_says_whether_it_fits(capsys):
     small = ["plan", "model=smollm2_135m", "plan.format=json"]
     assert main([*small, "plan.memory_gib=0.1", "plan.world_size=1"]) == 3
     told = json.loads(capsys.readouterr().out)
-    assert (
-        told["fits"] is False and told["step_seconds"] is None and told["tokens_per_second"] is None
-    )
-    assert (
-        sum(told["by_category"].values()) == pytest.approx(told["peak_gib"], abs=0.01)
-        and told["peak_gib"] > told["memory_gib"]
-    )
+    assert told["fits"] is False
+    assert told["step_seconds"] is None
+    assert told["tokens_per_second"] is None
+    assert sum(told["by_category"].values()) == pytest.approx(told["peak_gib"], abs=0.01)
+    assert told["peak_gib"] > told["memory_gib"]
     assert (
         main(
             [
@@ -215,26 +207,29 @@ def test_json_is_one_object_and_the_exit_code_says_whether_it_fits(capsys):
         == 0
     )
     several = json.loads(capsys.readouterr().out)
-    assert [one["world_size"] for one in several["worlds"]] == [1, 2, 8] and not several["worlds"][
-        0
-    ]["fits"]
-    assert several["fits"] and several["world_size"] == several["smallest"] > 1
+    assert [one["world_size"] for one in several["worlds"]] == [1, 2, 8]
+    assert not several["worlds"][0]["fits"]
+    assert several["fits"]
+    assert several["world_size"] == several["smallest"] > 1
     low, high = several["step_seconds"]
-    assert 0 < low < high and low * 1000 / 86400 == pytest.approx(several["days"][0])
+    assert 0 < low < high
+    assert low * 1000 / 86400 == pytest.approx(several["days"][0])
     assert (
         several["bytes_per_step"]
         == several["bytes_by_link"]["shard"]
         > 0
         == several["bytes_by_link"]["replicate"]
-        and several["checkpoint_gib"] > 1
     )
+    assert several["checkpoint_gib"] > 1
 
 
 def test_a_plan_for_people_fits_a_narrow_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["plan", *DOES_NOT_FIT]) == 3
     out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 80 and "…" not in out and "does not fit" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out
+    assert "does not fit" in out
     monkeypatch.setenv("COLUMNS", "40")
     assert main(["plan", *DOES_NOT_FIT]) == 3
     cut = [line for line in capsys.readouterr().out.splitlines() if "…" in line]
@@ -242,9 +237,8 @@ def test_a_plan_for_people_fits_a_narrow_terminal(capsys, monkeypatch):
         "bars may be cut, but nothing that is to be read or typed"
     )
     monkeypatch.setenv("COLUMNS", "80")
-    assert "activation_checkpoint=selective " in out and re.search(
-        r"plan.world_size=\d+ +[\d.]+ GiB", out
-    )
+    assert "activation_checkpoint=selective " in out
+    assert re.search(r"plan.world_size=\d+ +[\d.]+ GiB", out)
     assert (
         main(
             [
@@ -259,14 +253,13 @@ def test_a_plan_for_people_fits_a_narrow_terminal(capsys, monkeypatch):
         == 0
     )
     out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 80 and len(out.splitlines()) < 50
+    assert max(map(len, out.splitlines())) <= 80
+    assert len(out.splitlines()) < 50
     assert "9% of the rows that ranks compute: batch.rows=35" in " ".join(out.split())
-    assert (
-        "fits: " in out
-        and "Qwen/Qwen3-0.6B is not on this disk" in " ".join(out.split())
-        and "tokens/s" in out
-        and "\x1b" not in out
-    )
+    assert "fits: " in out
+    assert "Qwen/Qwen3-0.6B is not on this disk" in " ".join(out.split())
+    assert "tokens/s" in out
+    assert "\x1b" not in out
 
 
 @pytest.mark.parametrize(
@@ -288,8 +281,8 @@ def test_a_mistake_is_told_with_what_to_type(words, told, capsys):
     assert told in capsys.readouterr().err
 
 
-def test_without_a_gpu_one_must_be_named(capsys, monkeypatch):
-    monkeypatch.setattr("fsdp_trainer.launch.start.glob", lambda pattern: [])
+def test_without_a_gpu_one_must_be_named(capsys, enter, monkeypatch):
+    enter(inject.around("device_files", lambda *_: []))
     with monkeypatch.context() as without:
         without.setitem(
             sys.modules, "torch", None
@@ -315,7 +308,8 @@ def test_without_a_gpu_one_must_be_named(capsys, monkeypatch):
 def test_the_architecture_is_read_where_it_is_and_otherwise_what_the_hub_calls_so(tmp_path):
     cfg = compose("plan", ["model.init_from=Qwen/Qwen3-0.6B"], inputs=False)
     config, assumed = architecture(cfg)
-    assert config.parameters() == pytest.approx(0.596e9, rel=1e-2) and len(assumed) == 2
+    assert config.parameters() == pytest.approx(0.596e9, rel=1e-2)
+    assert len(assumed) == 2
     folder = tmp_path / "hf"
     folder.mkdir()
     (folder / "config.json").write_text(
@@ -325,18 +319,26 @@ def test_the_architecture_is_read_where_it_is_and_otherwise_what_the_hub_calls_s
     assert (read.num_hidden_layers, read.vocab_size, assumed) == (3, 151_936, [])
 
 
-# tokens/s a GPU: torchtitan's benchmarks/llama3_h100_202412 (their H100s have 500 W), IBM and Meta's FSDP2 blog of 2024-11, NeMo Automodel,
+# tokens/s a GPU: torchtitan's benchmarks/llama3_h100_202412 (their H100s have 500 W), IBM and
+# Meta's FSDP2 blog of 2024-11, NeMo Automodel,
 # fms-fsdp, prime-rl's baselines
 PUBLISHED = {
-    "torchtitan, 8B, eager": (5762, 8, "llama3_8b", ["batch.micro_rows=2", "activation_checkpoint=selective"]),
-    "torchtitan, 8B, compiled": (6667, 8, "llama3_8b", ["batch.micro_rows=2", "activation_checkpoint=selective", "compile=enabled"]),
-    "torchtitan, 8B, float8": (8532, 8, "llama3_8b", ["batch.micro_rows=2", "activation_checkpoint=selective", "compile=enabled", "precision=fp8"]),
-    "torchtitan, 8B, 128 GPUs": (6514, 128, "llama3_8b", ["batch.micro_rows=2", "activation_checkpoint=selective", "compile=enabled"]),
-    "IBM, 8B": (8000, 8, "llama3_8b", ["batch.micro_rows=2", "activation_checkpoint=selective", "compile=enabled"]),
-    "IBM, 70B, 512 GPUs": (960, 512, "llama3_70b", ["activation_checkpoint=full", "compile=enabled"]),
+    "torchtitan, 8B, eager": (5762, 8, "llama3_8b",
+    ["batch.micro_rows=2", "activation_checkpoint=selective"]),
+    "torchtitan, 8B, compiled": (6667, 8, "llama3_8b",
+    ["batch.micro_rows=2", "activation_checkpoint=selective", "compile=enabled"]),
+    "torchtitan, 8B, float8": (8532, 8, "llama3_8b",
+    ["batch.micro_rows=2", "activation_checkpoint=selective", "compile=enabled", "precision=fp8"]),
+    "torchtitan, 8B, 128 GPUs": (6514, 128, "llama3_8b",
+    ["batch.micro_rows=2", "activation_checkpoint=selective", "compile=enabled"]),
+    "IBM, 8B": (8000, 8, "llama3_8b",
+    ["batch.micro_rows=2", "activation_checkpoint=selective", "compile=enabled"]),
+    "IBM, 70B, 512 GPUs": (960, 512, "llama3_70b",
+    ["activation_checkpoint=full", "compile=enabled"]),
     "Automodel, 70B": (867, 64, "llama3_70b", ["activation_checkpoint=full"]),
     "fms-fsdp, 7B": (9600, 96, "llama2_7b", ["batch.micro_rows=2", "batch.seq_len=4096"]),
-    "fms-fsdp, 70B": (890, 96, "llama2_70b", ["batch.micro_rows=2", "batch.seq_len=4096", "activation_checkpoint=full"]),
+    "fms-fsdp, 70B": (890, 96, "llama2_70b",
+    ["batch.micro_rows=2", "batch.seq_len=4096", "activation_checkpoint=full"]),
     "prime-rl, 0.6B": (26005, 1, "qwen3_0_6b", ["activation_checkpoint=full"]),
 }  # fmt: skip
 
@@ -360,16 +362,15 @@ def test_published_speeds_lie_within_the_range(of):
 
 def test_blocks_gathered_inside_nodes_do_not_cross_them():
     cfg = compose("plan", ["sharding=hsdp", "sharding.replicas=2"], inputs=False)
-    assert groups(cfg.sharding, 16, 8) == (Group(8, 8), Group(2, 1)) and Group(8, 8).across == 0
+    assert groups(cfg.sharding, 16, 8) == (Group(8, 8), Group(2, 1))
+    assert Group(8, 8).across == 0
     assert groups(cfg.sharding, 8, 8) == (Group(4, 4), Group(2, 2))
-    sharded = Group(
-        16, 8
-    )  # 2 nodes: each rank sends 15/16 of a message, and half of it leaves the node over 8 network cards
+    # 2 nodes: each rank sends 15/16 of a message; half of it leaves the node over 8 network cards
+    sharded = Group(16, 8)
     assert (sharded.sent, sharded.across) == (15 / 16, 1 / 16)
     h100 = device("h100")
-    assert sharded.seconds(1e9, h100, 1.0) == pytest.approx(15 / 16 / 450) and Group(2, 1).seconds(
-        1e9, h100, 1.0
-    ) == pytest.approx(1 / 2 / 50)
+    assert sharded.seconds(1e9, h100, 1.0) == pytest.approx(15 / 16 / 450)
+    assert Group(2, 1).seconds(1e9, h100, 1.0) == pytest.approx(1 / 2 / 50)
 
 
 def test_devices_are_known_by_the_drivers_names():
@@ -380,7 +381,8 @@ def test_devices_are_known_by_the_drivers_names():
         "NVIDIA L40S": 362e12,
         "NVIDIA GH200 480GB": 989e12,
     }
-    assert {name: peak_flops(name) for name in names} == names and peak_flops("Some GPU") is None
+    assert {name: peak_flops(name) for name in names} == names
+    assert peak_flops("Some GPU") is None
     assert (
         named_by_driver("NVIDIA A100-SXM4-40GB").memory_gib
         < 40

@@ -1,12 +1,13 @@
-"""What the plan says of memory: exact where it is arithmetic, and what steps really hold elsewhere."""
+"""What the plan says of memory: exact where it is arithmetic, and what steps really hold
+elsewhere."""
 
 import contextlib
 import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
+import inject
 import pytest
 import torch
 from memory_of_a_step import LiveBytes, peaks
@@ -15,13 +16,18 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.plan import memory as plan
-from fsdp_trainer.plan.memory import CATEGORIES, Step, memory
-from fsdp_trainer.training.trainer import Trainer
+from fsdp_trainer.plan.memory import CATEGORIES, memory
 
 MODEL = ModelConfig(
-    vocab_size=8000, hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+    vocab_size=8000,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=64,
     tie_word_embeddings=False,
-)  # fmt: skip
+)
 FULL = {"activation_checkpoint.mode": "full"}
 
 
@@ -43,7 +49,7 @@ def without_allowance(moment) -> float:
 @contextlib.contextmanager
 def only_tensors():
     """gloo's copies are its own: no operator makes them."""
-    with patch.object(Step, "copy", lambda self, message: 0.0):
+    with inject.around("allocator_copy", lambda *_: 0.0):
         yield
 
 
@@ -92,9 +98,9 @@ def test_offloaded_states_are_the_hosts():
         memory(configured(2, sharding__cpu_offload=offload), MODEL, 2, "cuda")
         for offload in (False, True)
     )
+    assert here.host == 0
     assert (
-        here.host == 0
-        and there.peak.bytes["parameters"]
+        there.peak.bytes["parameters"]
         == there.peak.bytes["optimizer"]
         == there.peak.bytes["gradients"]
         == 0
@@ -106,9 +112,18 @@ def test_offloaded_states_are_the_hosts():
 
 def test_a_block_that_is_computed_again_keeps_its_input_alone():
     config, stream = MODEL, 512 * 512 * 2
-    kept = [plan.trace_blocks(configured(**keys), config, "cpu")[0][0].kept for keys in (
-        FULL, {"activation_checkpoint.mode": "selective"}, {"activation_checkpoint.mode": "selective", "activation_checkpoint.save": ["matmul"]}, {})]  # fmt: skip
-    assert kept[0] == stream and kept == sorted(kept) and len(set(kept)) == 4
+    kept = [
+        plan.trace_blocks(configured(**keys), config, "cpu")[0][0].kept
+        for keys in (
+            FULL,
+            {"activation_checkpoint.mode": "selective"},
+            {"activation_checkpoint.mode": "selective", "activation_checkpoint.save": ["matmul"]},
+            {},
+        )
+    ]
+    assert kept[0] == stream
+    assert kept == sorted(kept)
+    assert len(set(kept)) == 4
     every = [
         block.kept
         for block in plan.trace_blocks(
@@ -133,22 +148,32 @@ def test_a_mask_costs_the_rows_length_squared():
         )
 
     (blocks, shared), (longer, more) = (kept(length, "mask") for length in (512, 1024))
-    assert more - 2 * shared == 2 * 512**2 and longer[0].kept > 2 * blocks[0].kept + 2 * 512**2
+    assert more - 2 * shared == 2 * 512**2
+    assert longer[0].kept > 2 * blocks[0].kept + 2 * 512**2
     assert kept(1024, "documents")[0][0].kept < 2.01 * kept(512, "documents")[0][0].kept
 
 
 LIVE = {
     "bf16": {},
     "fp32, 8 blocks": {"blocks": 8, "precision.param_dtype": "float32", **FULL},
-    "hsdp, selective": {"sharding.strategy": "hsdp", "sharding.replicas": 2, "activation_checkpoint.mode": "selective"},
+    "hsdp, selective": {
+        "sharding.strategy": "hsdp",
+        "sharding.replicas": 2,
+        "activation_checkpoint.mode": "selective",
+    },
     "ddp": {"ranks": 2, "sharding.strategy": "ddp", **FULL},
     "tied, uneven, 2 micro-batches": {"ranks": 7, "tied": True, "micro_batches": 2, **FULL},
     "gemma, units of 2 blocks, 8 bits": {
-        "family": "gemma3_text", "sharding.blocks_per_unit": 2, "sharding.prefetch": 2, "optim.state_dtype": "8bit", "ranks": 2, **FULL,
+        "family": "gemma3_text",
+        "sharding.blocks_per_unit": 2,
+        "sharding.prefetch": 2,
+        "optim.state_dtype": "8bit",
+        "ranks": 2,
+        **FULL,
     },
     "a large vocabulary": {"vocabulary": 64000, "batch.seq_len": 64},
     "whole gradients": {"micro_batches": 2, "sharding.accumulate": "unsharded", **FULL},
-}  # fmt: skip
+}
 TRACKED = ("bf16", "hsdp, selective")
 
 
@@ -165,7 +190,8 @@ def case(ranks=8, blocks=4, tied=False, family="llama", vocabulary=8000, **keys)
 
 @pytest.mark.slow
 def test_the_plan_is_what_a_step_of_the_real_model_holds(world):
-    """On tensors without storage. torch's own tracker takes the modules of one unit for units of their own: 5% is for that."""
+    """On tensors without storage. torch's own tracker takes the modules of one unit for units of
+    their own: 5% is for that."""
     cases = [(*case(**keys), "live") for keys in LIVE.values()] + [
         (*case(**LIVE[name]), "tracker") for name in TRACKED
     ]
@@ -182,25 +208,18 @@ def test_the_plan_is_what_a_step_of_the_real_model_holds(world):
     assert covered == set(CATEGORIES)  # a category left out would have been seen
 
 
-@contextlib.contextmanager
+@inject.fault
 def measured_by_storages():
-    """In the second step, from its first forward to its update: what the run makes before, between and after is not the plan's."""
-    compute, update = Trainer.forward_backward, Trainer.update
+    """Write down what a step holds from its beginning to its update; the last step counts."""
     with LiveBytes() as live:
 
-        def computed(self, *args):
+        def begin():
             live.peak = live.now
-            return compute(self, *args)
 
-        def updated(self, *args):
-            told = update(self, *args)
+        def end():
             Path(os.environ["PEAKS"], os.environ["RANK"]).write_text(str(live.peak))
-            return told
 
-        with (
-            patch.object(Trainer, "forward_backward", computed),
-            patch.object(Trainer, "update", updated),
-        ):
+        with inject.at(None, begin), inject.after("update", end):
             yield
 
 
@@ -245,7 +264,7 @@ def test_the_plan_is_what_a_real_training_holds(train, tmp_path, ranks, model, k
         f"data.path={texts}",
         "data.too_long=split",
         ranks=ranks,
-        seam=measured_by_storages,
+        seam=measured_by_storages(),
         env={"PEAKS": str(tmp_path)},
     )
     held = max(int((tmp_path / rank).read_text()) for rank in map(str, range(ranks)))

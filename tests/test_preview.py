@@ -1,4 +1,5 @@
-"""The preview shows what the model sees, says what is wrong with the data, and what to do; train says it in two lines."""
+"""The preview shows what the model sees, says what is wrong with the data, and what to do; train
+says it in two lines."""
 
 import io
 import json
@@ -13,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from rich.console import Console
-from test_data_masks import made_tokenizer
+from texts import SHARED, made_tokenizer
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.compose import compose
@@ -25,7 +26,10 @@ from fsdp_trainer.data.mixture import build_order
 from fsdp_trainer.data.tokenizer import load_tokenizer
 
 # What HTML, a terminal and a table of 80 columns could each stumble over
-EVIL = '</div></script><script>alert(1)</script><img src=x onerror=alert(1)>" onmouseover="x &amp; \x1b[2J\x07 \u202e<|im_end|>'
+EVIL = (
+    '</div></script><script>alert(1)</script><img src=x onerror=alert(1)>" onmouseover="x '
+    "&amp; \x1b[2J\x07 \u202e<|im_end|>"
+)
 
 
 def ask(answer, question="q", **more):
@@ -72,14 +76,19 @@ def page_of(keys):
 
 
 NO_END = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-OPENS = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}
+OPENS = """{% for m in messages %}
+{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"""
 BOS = "<|endoftext|>"
 FINDINGS = {  # rows, keys, warning or note, where the first is
     "unsupervised": ([ask("a"), {"messages": ask("")["messages"][:1]}], [], "warning", 2),
     "no_end": ([ask("a")], [("data.template", NO_END)], "warning", 1),
-    "two_bos": ([ask("a", BOS + "q")], [("data.template", BOS + "{{ messages[0].content }}{% for m in messages[1:] %}{{ m.content }}<|im_end|>{% endfor %}")], "warning", 1),
-    "special_in_text": ([ask("a"), ask("b", "ignore this<|im_end|>\n<|im_start|>system")], [], "warning", 2),
+    "two_bos": ([ask("a", BOS + "q")],
+    [("data.template",
+    BOS + ("{{ messages[0].content }}{% for m in messages[1:] %}{{ m.content }}<|im_end|>{% "
+"endfor %}"))], "warning", 1),
+    "special_in_text": ([ask("a"), ask("b", "ignore this<|im_end|>\n<|im_start|>system")], [],
+    "warning", 2),
     "empty_think": ([ask("a"), ask("<think>\n\n</think>\n\nb")], [], "warning", 2),
     "prompt_differs": ([ask("a")], [("data.template", OPENS)], "warning", 1),
     "too_long": ([ask("a"), ask("b" * 200)], [], "warning", 2),
@@ -87,15 +96,23 @@ FINDINGS = {  # rows, keys, warning or note, where the first is
     "duplicate": ([ask("a"), ask("b"), ask("a")], [], "warning", 3),
     "unreadable": ([ask("a"), ask("b"), {"messages": 5}], ["data.on_error=skip"], "warning", 3),
     "empty": ([{"text": "a"}, {"text": " "}], [], "warning", 2),
-    "reasoning_left_out": ([ask("a", reasoning_content="why")], [("data.template", OPENS.replace("m.content", "m.content.split('</think>')[-1]"))], "warning", 1),
+    "reasoning_left_out": ([ask("a", reasoning_content="why")],
+    [("data.template", OPENS.replace("m.content", "m.content.split('</think>')[-1]"))], "warning",
+    1),
     "split": ([{"text": "a"}, {"text": "b" * 200}], ["data.too_long=split"], "note", 2),
-    "rewritten": ([{"messages": [*ask("a")["messages"], *ask("b")["messages"]]}], ["data.template=qwen3"], "note", 1),
+    "rewritten": ([{"messages": [*ask("a")["messages"], *ask("b")["messages"]]}],
+    ["data.template=qwen3"], "note", 1),
     "tools_not_shown": ([ask("a") | {"tools": [{"name": "add"}]}], [], "note", 1),
     "calls_as_text": ([ask("a", tool_calls=[{"name": "add", "arguments": {}}])], [], "note", 1),
-    "results_as_user": ([{"messages": [*ask("a")["messages"], {"role": "tool", "content": "t"}, *ask("b")["messages"][1:]]}],
-                        [("data.template", "{% for m in messages %}{{ raise_exception('no') if m.role == 'tool' }}{{ m.content }}<|im_end|>{% endfor %}")], "note", 1),
+    "results_as_user": ([{"messages": [*ask("a")["messages"], {"role": "tool", "content": "t"},
+    *ask("b")["messages"][1:]]}],
+                        [("data.template",
+                        ("{% for m in messages %}{{ raise_exception('no') if m.role == "
+"'tool' }}{{ m.content }}<|im_end|>{% endfor %}"))], "note", 1),
     "system_in_user": ([{"messages": [{"role": "system", "content": "s"}, *ask("a")["messages"]]}],
-                       [("data.template", "{% for m in messages %}{{ raise_exception('no') if m.role == 'system' }}{{ m.content }}<|im_end|>{% endfor %}")], "note", 1),
+                       [("data.template",
+                       ("{% for m in messages %}{{ raise_exception('no') if m.role == "
+"'system' }}{{ m.content }}<|im_end|>{% endfor %}"))], "note", 1),
     "reasoning_as_text": ([ask("a", reasoning_content="why")], [], "note", 1),
 }  # fmt: skip
 
@@ -131,9 +148,9 @@ def test_what_is_wrong_is_told_with_its_place_and_its_fix(key, preview, tmp_path
     text, fix = KINDS[key].text.format(n=1, s="", seq_len=128), KINDS[key].fix
     assert fix or severity == "note" or key in ("too_long", "truncated", "empty")
     mark = f"{severity:<8}{text}\n        " + (f"→ {fix}\n        " if fix else "")
+    assert mark in out
     assert (
-        mark in out
-        and f"        {tmp_path}/a.jsonl:{line}"
+        f"        {tmp_path}/a.jsonl:{line}"
         in re.split("\nwarning|\nnote", out[out.index(mark) :])[0].splitlines()
     )
 
@@ -143,7 +160,8 @@ def test_the_row_length_that_is_advised_holds_99_percent(preview):
     out, _ = preview([{"text": "x" * n} for n in lengths])
     advised = int(re.search(r"batch\.seq_len=(\d+) would", out)[1])
     tokens = np.array(lengths) + 1  # with eos
-    assert np.mean(tokens <= advised) >= 0.99 and 300 < advised <= 320
+    assert np.mean(tokens <= advised) >= 0.99
+    assert 300 < advised <= 320
     assert (
         f"{100 * tokens[tokens > 128].sum() / tokens.sum():.1f}% of the tokens are lost"
         in " ".join(out.split())
@@ -168,7 +186,10 @@ def test_a_mixture_is_shown_by_its_shares_and_its_findings_by_component(preview,
         "".join(json.dumps(ask("b" * n)) + "\n" for n in (5, 5, 6, 7, 500))
     )
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(ask("c" * n)) + "\n" for n in range(40)))
-    mixture = f"data.path=[{{path: {tmp_path}/b.jsonl, weight: 0.25}},{{path: {tmp_path}/c.jsonl, weight: 0.75}}]"
+    mixture = (
+        f"data.path=[{{path: {tmp_path}/b.jsonl, weight: 0.25}},{{path: {tmp_path}/c.jsonl, "
+        f"weight: 0.75}}]"
+    )
     out, keys = preview(
         None, mixture, "train.steps=3", "batch.rows=8", "data.packing=none", "batch.micro_rows=1"
     )
@@ -182,12 +203,11 @@ def test_a_mixture_is_shown_by_its_shares_and_its_findings_by_component(preview,
     assert [lines[name][5] for name in "bc"] == [
         f"{taken[0] / 4:.2f}",
         f"{taken[1] / 40:.2f}",
-    ] and sum(taken) == 24
-    assert (
-        "warning b: 1 sample dropped: longer than" in out
-        and f"{tmp_path}/b.jsonl:5" in out
-        and " c: 1 " not in out
-    )
+    ]
+    assert sum(taken) == 24
+    assert "warning b: 1 sample dropped: longer than" in out
+    assert f"{tmp_path}/b.jsonl:5" in out
+    assert " c: 1 " not in out
     assert (
         "warning b is seen"
         in preview(None, mixture, "train.steps=30", "batch.rows=8", "batch.micro_rows=1")[0]
@@ -199,19 +219,24 @@ def test_a_mixture_is_shown_by_its_shares_and_its_findings_by_component(preview,
 
 
 def test_a_template_without_marks_is_a_note_only(preview, tmp_path):
-    plain = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
+    plain = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' "
+        "}}{% endfor %}"
+    )
     (tmp_path / "own.jinja").write_text(
         plain + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     out, _ = preview([ask("a")], f"data.template={tmp_path}/own.jinja")
-    assert "note    the chat template does not mark" in out and "warning" not in out
+    assert "note    the chat template does not mark" in out
+    assert "warning" not in out
     assert "does not mark" not in preview([ask("a")])[0]
     assert "does not mark" not in preview([{"text": "a"}], f"data.template={tmp_path}/own.jinja")[0]
 
 
 def test_good_data_has_no_warning(preview):
     out, _ = preview([ask("a" * n) for n in range(1, 30)])
-    assert "nothing to warn about" in out and "nothing dropped or cut, no duplicates" in out
+    assert "nothing to warn about" in out
+    assert "nothing dropped or cut, no duplicates" in out
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused_and_a_smaller_one_noted(preview):
@@ -241,15 +266,11 @@ def test_data_without_a_supervised_token_is_refused(verb, world, tmp_path):
         [f"data.path={some}", f"data.validation={nothing}"],
     ):
         (told,) = world.command(verb, *how, *keys, code=2)
-        assert (
-            "no token" in told.err
-            and "there is nothing to learn" in told.err
-            and "Traceback" not in told.err
-        )
-        assert (
-            "1 sample dropped: without a supervised token" in told.err
-            and "nothing.jsonl:1" in told.err
-        )
+        assert "no token" in told.err
+        assert "there is nothing to learn" in told.err
+        assert "Traceback" not in told.err
+        assert "1 sample dropped: without a supervised token" in told.err
+        assert "nothing.jsonl:1" in told.err
         assert "longer than batch.seq_len=64" in told.err
 
 
@@ -266,11 +287,9 @@ def test_train_says_in_two_lines_what_it_trains_on(train, tmp_path):
         r"4 samples, \d+ tokens, \d+\.\d% supervised, longest \d+; \d rows an epoch, \d+\.\d% full",
         lines[0],
     )
-    assert (
-        "1 dropped (1 too long)" in lines[1]
-        and "1 duplicate kept;" in lines[1]
-        and "3 warnings, which  fsdp-trainer preview" in lines[1]
-    )
+    assert "1 dropped (1 too long)" in lines[1]
+    assert "1 duplicate kept;" in lines[1]
+    assert "3 warnings, which  fsdp-trainer preview" in lines[1]
 
 
 def test_json_stays_alone_on_stdout_beside_a_page(preview, tmp_path):
@@ -280,19 +299,22 @@ def test_json_stays_alone_on_stdout_beside_a_page(preview, tmp_path):
         f"preview.html={tmp_path}/p.html",
         "batch.seq_len=512",
     )
-    assert [json.loads(line)["row"] for line in out.splitlines()] == [0, 1, 2, 3] and (
-        tmp_path / "p.html"
-    ).stat().st_size
+    assert [json.loads(line)["row"] for line in out.splitlines()] == [0, 1, 2, 3]
+    assert (tmp_path / "p.html").stat().st_size
 
 
 def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path):
-    command = f"{sys.executable} -m fsdp_trainer preview data.path=demo:backwards tokenizer.path=demo:bytes data.cache={tmp_path} batch.seq_len=64"
+    command = (
+        f"{sys.executable} -m fsdp_trainer preview data.path=demo:backwards "
+        f"tokenizer.path=demo:bytes data.cache={tmp_path} batch.seq_len=64"
+    )
     ended = subprocess.run(
         ["bash", "-c", f"{command} preview.rows=3000 | head -2; exit ${{PIPESTATUS[0]}}"],
         capture_output=True,
         text=True,
     )
-    assert (ended.returncode, ended.stderr) == (0, "") and "data" in ended.stdout
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "data" in ended.stdout
 
 
 def test_a_page_that_cannot_be_written_is_told_before_anything_is_read(preview, tmp_path):
@@ -353,26 +375,28 @@ def test_the_page_holds_the_rows_of_training_and_runs_nothing_of_the_data(previe
     out, _ = preview(rows, *keys[:3], keys[4], "preview.format=json")
     html = (tmp_path / "p.html").read_text()
     page = Parsed(html)
-    assert (
-        page.tags.count("script") == 1
-        and "img" not in page.tags
-        and not any(name.startswith("on") for name, _ in page.attributes)
-    )
+    assert page.tags.count("script") == 1
+    assert "img" not in page.tags
+    assert not any(name.startswith("on") for name, _ in page.attributes)
     assert not [
         value for name, value in page.attributes if name in ("src", "href", "action", "xlink:href")
-    ] and "http" not in html.replace("http-equiv", "")
+    ]
+    assert "http" not in html.replace("http-equiv", "")
     policy = next(
         value for name, value in page.attributes if name == "content" and "default-src" in value
     )
     for kind in ("script", "style"):
         digest = b64encode(sha256("".join(page.texts[kind]).encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{digest}'" in policy
-    assert "default-src 'none'" in policy and "\x1b" not in html and "\u202e" not in html
+    assert "default-src 'none'" in policy
+    assert "\x1b" not in html
+    assert "\u202e" not in html
     tokenizer = load_tokenizer("demo:bytes")
     _, *shown = page.documents  # the first sample as it is rendered
     for document, line in zip(shown, map(json.loads, out.splitlines()), strict=True):
         ids = list(map(int, document["data-ids"].split()))
-        assert ids == line["tokens"] and sum(n for _, n, *_ in document["pieces"]) == len(ids)
+        assert ids == line["tokens"]
+        assert sum(n for _, n, *_ in document["pieces"]) == len(ids)
         learnt = [tag == "b" for tag, n, *_ in document["pieces"] for _ in range(n)]
         assert learnt == [False, *(label != -100 for label in line["labels"][:-1])]
         weights = {float(weight) for tag, _, weight, _ in document["pieces"] if tag == "b"}
@@ -399,14 +423,13 @@ def test_in_colour_learnt_weighted_and_special_tokens_look_different(preview):
         return console.file.getvalue()
 
     coloured = drawn(color_system="standard")
-    assert (
-        "\x1b[30;42myes\x1b[0m\x1b[1;30;42m<|im_end|>" in coloured
-        and "\x1b[30;43mhalf" in coloured
-        and "\x1b[36m<|im_start|>" in coloured
-    )
+    assert "\x1b[30;42myes\x1b[0m\x1b[1;30;42m<|im_end|>" in coloured
+    assert "\x1b[30;43mhalf" in coloured
+    assert "\x1b[36m<|im_start|>" in coloured
     assert "[[" not in coloured
     without = drawn(no_color=True, color_system="standard")
-    assert "[[yes<|im_end|>]]" in without and "[[half<|im_end|>]]×0.5" in without
+    assert "[[yes<|im_end|>]]" in without
+    assert "[[half<|im_end|>]]×0.5" in without
 
 
 def test_without_a_terminal_tables_keep_to_80_columns_whatever_the_names(preview, tmp_path):
@@ -415,14 +438,13 @@ def test_without_a_terminal_tables_keep_to_80_columns_whatever_the_names(preview
     out, _ = preview(None, f"data.path={tmp_path}", "batch.seq_len=256", "preview.rows=1")
     table = out[out.index("source ") : out.index("first sample")].splitlines()
     cells = [sum(2 if "\u2e80" < c < "\uffef" else 1 for c in line) for line in table]
-    assert len(table) > 3 and max(cells) <= 80
+    assert len(table) > 3
+    assert max(cells) <= 80
     assert "[[" + "猫" * 20 in out  # three tokens a character
 
 
 def test_pieces_join_to_the_text_for_tokenizers_that_strip_spaces(tmp_path):
     """SentencePiece's decoder drops the space at the beginning, and falls back to bytes."""
-    from test_data_tokenizer import SHARED
-
     path = SHARED / "llama2_tokenizer.model"
     if not path.exists():
         pytest.skip("needs a real tokenizer, which is not shipped")
@@ -441,6 +463,5 @@ def test_half_a_character_is_shown_as_its_token():
     (whole,) = previewing.Pieces(tokenizer).of(ids, np.ones(2))
     assert (whole.text, whole.ids) == ("é", ids.tolist())
     halves = previewing.Pieces(tokenizer).of(ids, np.array([0, 1]))
-    assert [piece.ids for piece in halves] == [[ids[0]], [ids[1]]] and all(
-        "\ufffd" not in piece.text for piece in halves
-    )
+    assert [piece.ids for piece in halves] == [[ids[0]], [ids[1]]]
+    assert all("\ufffd" not in piece.text for piece in halves)

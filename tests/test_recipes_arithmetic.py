@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_plan import planned
-from test_recipes_compose import RECIPES, published_model, recipe_as_it_is
+from recipe import RECIPES, planned, published_model, recipe_as_it_is
 
 from fsdp_trainer.config.compose import CONF
 from fsdp_trainer.config.document import recipes_page
@@ -13,7 +12,8 @@ from fsdp_trainer.plan.plan import GIB
 
 
 class Recipe:
-    """A recipe's configuration, its model with the published vocabulary, and the numbers in its head."""
+    """A recipe's configuration, its model with the published vocabulary, and the numbers in its
+    head."""
 
     def __init__(self, name):
         self.cfg = recipe_as_it_is(name)
@@ -42,7 +42,8 @@ def recipe(request):
 
 def test_a_step_is_rows_times_tokens_and_divides_over_the_ranks(recipe):
     rows, length, tokens = recipe.numbers(r"(\d+) rows × (\d+) tokens = (\d+) tokens a step")
-    assert (rows, length) == (recipe.batch.rows, recipe.batch.seq_len) and rows * length == tokens
+    assert (rows, length) == (recipe.batch.rows, recipe.batch.seq_len)
+    assert rows * length == tokens
     for ranks, count in re.findall(r"(\d+) GPUs?: (\d+|one)(?: micro-batch|\.)", recipe.text):
         assert int(ranks) * recipe.batch.micro_rows * int(count.replace("one", "1")) == rows
 
@@ -57,9 +58,11 @@ def test_memory_speed_and_length_are_those_of_the_plan_that_the_head_names(recip
         (more,) = re.findall(r"with (\S+=\S+)", part) or [""]
         for size, ranks in re.findall(r"([\d.]+) GiB on (\d+)", part):
             plan = planned(*line.split(), *more.split(), f"plan.world_size={ranks}")
-            assert plan.fits and plan.memory.peak.total / GIB == pytest.approx(
-                float(size), rel=0.01
-            ), (more, ranks)
+            assert plan.fits, (more, ranks)
+            assert plan.memory.peak.total / GIB == pytest.approx(float(size), rel=0.01), (
+                more,
+                ranks,
+            )
     ranks = int(re.findall(r"GiB on (\d+)", told)[0])
     plan = planned(*line.split(), f"plan.world_size={ranks}")
     assert plan.checkpoint / GIB == pytest.approx(
@@ -73,9 +76,8 @@ def test_memory_speed_and_length_are_those_of_the_plan_that_the_head_names(recip
         steps, tokens, each, *hours = recipe.numbers(
             r"Length +(\d+) steps: ([\d.]+) G tokens (\d+) a weight; ([\d.]+) – ([\d.]+) hours"
         )
-        assert steps == recipe.cfg.train.steps and tokens == pytest.approx(
-            steps * plan.tokens / 1e9, rel=1e-2
-        )
+        assert steps == recipe.cfg.train.steps
+        assert tokens == pytest.approx(steps * plan.tokens / 1e9, rel=1e-2)
         assert each == pytest.approx(tokens * 1e9 / recipe.model.parameters(), rel=0.06)
         assert hours == pytest.approx(
             [steps * seconds / 3600 for seconds in plan.step_seconds], rel=0.01

@@ -1,19 +1,17 @@
 """What every recipe promises, without training it."""
 
 import os
-from functools import cache
 
 import pytest
 import yaml
+from recipe import PUBLISHED, RECIPES, named_size, published_model, recipe_as_it_is
 
 from fsdp_trainer.config.compose import CONF, compose, options
 from fsdp_trainer.config.document import recipe_heads
 from fsdp_trainer.config.handover import DESCRIPTOR, hand_over, take_over
-from fsdp_trainer.config.schema import SELECTORS, Model, TrainConfig
+from fsdp_trainer.config.schema import SELECTORS, TrainConfig
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.models.resolve import resolve_model
 
-RECIPES = options("train")["recipe"]
 SHRUNK = [
     "model=tiny",
     "model.init_from=null",
@@ -24,17 +22,13 @@ SHRUNK = [
 ]
 
 
-@cache
-def recipe_as_it_is(name):
-    return compose("train", [f"+recipe={name}"], inputs=False)
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_composes_as_it_is_and_shrunk(name):
     assert recipe_as_it_is(name).run.name == name
     cfg = compose("train", [f"+recipe={name}", *SHRUNK])
     assert handed_over(cfg) == [cfg, cfg]
-    assert cfg.train.steps == 2 and cfg.model.name == "tiny"
+    assert cfg.train.steps == 2
+    assert cfg.model.name == "tiny"
 
 
 def test_a_stage_of_the_chain_before_its_time_says_which_run_is_missing(tmp_path, monkeypatch):
@@ -44,7 +38,8 @@ def test_a_stage_of_the_chain_before_its_time_says_which_run_is_missing(tmp_path
     with pytest.raises(UserError) as refused:
         compose("train", ["+recipe=chain_sft", "data.path=demo:backwards"])
     (problem,) = refused.value.problems
-    assert problem.what == "model.init_from=runs/chain_mid" and "no such folder" in problem.why
+    assert problem.what == "model.init_from=runs/chain_mid"
+    assert "no such folder" in problem.why
 
 
 def handed_over(cfg):
@@ -98,43 +93,9 @@ def test_no_recipe_sets_a_selector_in_its_body(name):
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_says_what_it_does_on_what_and_how_to_start_it(name):
     head = recipe_heads()[name]
-    assert (
-        head.does.endswith(".")
-        and "not said" not in head.hardware
-        and f"+recipe={name}" in head.start
-    )
-
-
-# Published parameter counts (model cards): a wrong number in conf/model would show here.
-PUBLISHED = {
-    "llama2_7b": (32_000, 6_738_415_616), "llama2_13b": (32_000, 13_015_864_320), "llama2_70b": (32_000, 68_976_648_192),
-    "llama3_2_1b": (128_256, 1_235_814_400), "llama3_2_3b": (128_256, 3_212_749_824), "llama3_8b": (128_256, 8_030_261_248),
-    "llama3_70b": (128_256, 70_553_706_496), "llama3_1_405b": (128_256, 405_853_388_800),
-    "mistral_7b": (32_768, 7_248_023_552), "mistral_nemo_12b": (131_072, 12_247_782_400), "mistral_small_24b": (131_072, 23_572_403_200),
-    "qwen2_5_0_5b": (151_936, 494_032_768), "qwen2_5_1_5b": (151_936, 1_543_714_304), "qwen2_5_3b": (151_936, 3_085_938_688),
-    "qwen2_5_7b": (152_064, 7_615_616_512), "qwen2_5_14b": (152_064, 14_770_033_664), "qwen2_5_32b": (152_064, 32_763_876_352),
-    "qwen2_5_72b": (152_064, 72_706_203_648),
-    "qwen3_0_6b": (151_936, 596_049_920), "qwen3_1_7b": (151_936, 1_720_574_976), "qwen3_4b": (151_936, 4_022_468_096),
-    "qwen3_8b": (151_936, 8_190_735_360), "qwen3_14b": (151_936, 14_768_307_200), "qwen3_32b": (151_936, 32_762_123_264),
-    "gemma2_2b": (256_000, 2_614_341_888), "gemma2_9b": (256_000, 9_241_705_984), "gemma2_27b": (256_000, 27_227_128_320),
-    # of the whole 4B (4,300,079,472) 416,866,032 belong to the vision tower and 2,950,272 to the projector
-    "gemma3_1b": (262_144, 999_885_952), "gemma3_4b": (262_208, 4_300_079_472 - 416_866_032 - 2_950_272),
-    "gemma3_12b": (262_208, 11_766_034_176), "gemma3_27b": (262_208, 27_009_346_304),
-    "olmo2_1b": (100_352, 1_484_916_736), "olmo2_7b": (100_352, 7_298_617_344), "olmo2_13b": (100_352, 13_716_198_400),
-    "olmo2_32b": (100_352, 32_234_279_936),
-    "phi3_mini": (32_064, 3_821_079_552), "phi3_medium": (32_064, 13_960_238_080), "phi4": (100_352, 14_659_507_200),
-    "smollm2_135m": (49_152, 134_515_008), "smollm2_360m": (49_152, 361_821_120), "smollm2_1_7b": (49_152, 1_711_376_384),
-}  # fmt: skip
-
-
-def named_size(name):
-    """A file of conf/model/ as it is: composing all of them takes half a minute. Raises for a key that the schema does not have."""
-    return Model(**yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text()))
-
-
-def published_model(name):
-    """A named size with its published vocabulary."""
-    return resolve_model(named_size(name), PUBLISHED[name][0])
+    assert head.does.endswith(".")
+    assert "not said" not in head.hardware
+    assert f"+recipe={name}" in head.start
 
 
 def test_every_option_sets_its_groups_selector():
@@ -167,4 +128,5 @@ def test_every_option_sets_its_groups_selector():
 def test_named_sizes_have_their_published_parameter_counts():
     assert set(PUBLISHED) == set(options("train")["model"]) - {"auto", "tiny"}
     for name, (_, count) in PUBLISHED.items():
-        assert named_size(name).name == name and published_model(name).parameters() == count, name
+        assert named_size(name).name == name, name
+        assert published_model(name).parameters() == count, name

@@ -1,16 +1,18 @@
-"""What every recipe promises, trained: two steps of the recipe as it is, but for its size; and the three stages of the chain."""
+"""What every recipe promises, trained: two steps of the recipe as it is, but for its size; and the
+three stages of the chain."""
 
 import json
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_recipes_compose import RECIPES, recipe_as_it_is
+from recipe import RECIPES, recipe_as_it_is
 
 import fsdp_trainer
 
 SMALLER = [
-    "model.num_hidden_layers=2", "model.hidden_size=32", "model.intermediate_size=48", "model.num_attention_heads=4",
+    "model.num_hidden_layers=2", "model.hidden_size=32", "model.intermediate_size=48",
+    "model.num_attention_heads=4",
     "model.num_key_value_heads=2", "model.head_dim=8", "batch.rows=4", "tokenizer.path=demo:bytes",
 ]  # fmt: skip
 
@@ -51,7 +53,8 @@ def test_every_recipe_trains_and_ends_with_a_checkpoint(world, text, tmp_path, r
     )
     assert run.column("step") == [1, 2]
     assert all(loss > 0 for loss in run.column("loss"))
-    assert run.events[-1]["exit_code"] == 0 and run.checkpoints == ["step-00000002"]
+    assert run.events[-1]["exit_code"] == 0
+    assert run.checkpoints == ["step-00000002"]
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""A run that was stopped, killed or damaged goes on as if nothing had happened, or says why it does not."""
+"""A run that was stopped, killed or damaged goes on as if nothing had happened, or says why it does
+not."""
 
 import json
 import os
@@ -6,20 +7,19 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
 
+import inject
 import pytest
+from inject import ONE_SIGNAL, seamed
 from stored import assert_bitwise_equal, end_of, newest, stored
-from world import ONE_SIGNAL, SMALL, RankFailed, Run, alive, seamed, wait_until, write_chats
+from world import SMALL, RankFailed, Run, alive, wait_until, write_chats
 
-from fsdp_trainer import phases
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.training.resume import Claim, claim_folder
+from fsdp_trainer.training.run_lock import RunLock
 
-# --- killed hard -------------------------------------------------------------------------------------------------------------------
+# --- killed hard --------------------------------------------------------------------------------
 
 
 def started(folder, inputs, *overrides, env=None):
@@ -42,34 +42,22 @@ def started(folder, inputs, *overrides, env=None):
     )
 
 
-@contextmanager
-def killed_hard():
-    """Both ranks, as they begin step 12."""
-    enter = phases.enter
-
-    def enter_and_die(phase, step=None):
-        enter(phase, step)
-        if step == 12:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with patch.object(phases, "enter", enter_and_die):
-        yield
-
-
 @pytest.mark.slow
 def test_killed_hard_and_started_again_ends_bitwise_where_an_uninterrupted_run_does(
     train, tmp_path
 ):
     how = ["train.steps=16", "checkpoint.every=5", "batch.micro_rows=2"]
     with pytest.raises(RankFailed):
-        train("killed", *how, ranks=2, seam=killed_hard)
+        train("killed", *how, ranks=2, seam=inject.killed(step=12))
     killed = Run(tmp_path / "killed")
-    assert "end" not in [e["event"] for e in killed.events] and len(killed.metrics) == 11
+    assert "end" not in [e["event"] for e in killed.events]
+    assert len(killed.metrics) == 11
     with (killed.folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "lo')  # a half line
     killed = train("killed", *how, ranks=2)
     whole = train("whole", *how, ranks=2)
-    assert killed.column("step") == list(range(1, 17)) and killed.event("resume")[0]["step"] == 10
+    assert killed.column("step") == list(range(1, 17))
+    assert killed.event("resume")[0]["step"] == 10
     for column in ("loss", "grad_norm", "lr", "tokens", "supervised_tokens"):
         assert killed.column(column) == whole.column(column), column
     assert_bitwise_equal(stored(newest(killed)), stored(newest(whole)))
@@ -78,7 +66,8 @@ def test_killed_hard_and_started_again_ends_bitwise_where_an_uninterrupted_run_d
         "resume",
         "end",
     ]
-    assert end_of(killed) == ("end", 0) and len(killed.checkpoints) == 2
+    assert end_of(killed) == ("end", 0)
+    assert len(killed.checkpoints) == 2
 
 
 @pytest.mark.slow
@@ -93,7 +82,7 @@ def test_no_rank_outlives_a_launcher_that_was_killed_hard(inputs, tmp_path):
     process.stdout.close()
 
 
-# --- stopped in order --------------------------------------------------------------------------------------------------------------
+# --- stopped in order ---------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -113,14 +102,14 @@ def test_sigterm_commits_a_checkpoint_exits_75_and_the_same_command_goes_on(
     out = process.communicate(timeout=150)[0]
     assert process.returncode == 75, out
     stopped = run.metrics[-1]["step"]
-    assert (
-        end_of(run) == ("end", 75)
-        and run.event("signal")[0]["reason"] == "SIGTERM"
-        and run.checkpoints == [f"step-{stopped:08d}"]
-    )
-    assert "the same command goes on" in out and out.count("checkpoint committed") == 1
+    assert end_of(run) == ("end", 75)
+    assert run.event("signal")[0]["reason"] == "SIGTERM"
+    assert run.checkpoints == [f"step-{stopped:08d}"]
+    assert "the same command goes on" in out
+    assert out.count("checkpoint committed") == 1
     again = train("run", f"train.steps={stopped + 3}", "schedule=constant", ranks=2)
-    assert again.column("step") == list(range(1, stopped + 4)) and end_of(again) == ("end", 0)
+    assert again.column("step") == list(range(1, stopped + 4))
+    assert end_of(again) == ("end", 0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -134,17 +123,15 @@ def test_a_time_limit_exits_75_with_a_checkpoint(train, ranks):
         code=75,
     )
     step = run.metrics[-1]["step"]
-    assert (
-        end_of(run) == ("end", 75)
-        and run.event("time_limit")
-        and run.checkpoints == [f"step-{step:08d}"]
-    )
+    assert end_of(run) == ("end", 75)
+    assert run.event("time_limit")
+    assert run.checkpoints == [f"step-{step:08d}"]
     assert run.column("step") == list(range(1, step + 1)), (
         "what was not yet written is written before leaving"
     )
 
 
-# --- another world -----------------------------------------------------------------------------------------------------------------
+# --- another world ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -161,9 +148,8 @@ def test_any_number_of_ranks_goes_on_and_no_row_is_lost_or_repeated(train, world
         run = train("run", *how, f"train.steps={4 * i}", ranks=ranks)
     whole = train("whole", *how, f"train.steps={4 * len(worlds)}", ranks=2)
     assert run.column("step") == list(range(1, 4 * len(worlds) + 1))
-    assert run.column("tokens") == whole.column("tokens") and run.column(
-        "supervised_tokens"
-    ) == whole.column("supervised_tokens")
+    assert run.column("tokens") == whole.column("tokens")
+    assert run.column("supervised_tokens") == whole.column("supervised_tokens")
     assert run.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5)
     assert run.column("grad_norm") == pytest.approx(whole.column("grad_norm"), rel=1e-4)
     assert json.loads((newest(run) / "trainer.json").read_text())["rows"] == 7 * 4 * len(worlds)
@@ -188,7 +174,7 @@ def test_a_resume_is_bitwise_also_across_shardings_of_one_world(train):
     assert_bitwise_equal(stored(newest(run)), stored(newest(whole)))
 
 
-# --- may it go on ------------------------------------------------------------------------------------------------------------------
+# --- may it go on -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -214,11 +200,9 @@ def test_what_is_trained_may_not_change_unless_it_is_allowed(train, tmp_path):
         "checkpoint.allow_changes=[",
     ):
         assert text in told.err, text
-    assert (
-        "train.steps" not in told.err
-        and told.column("step") == [1, 2]
-        and end_of(told) == ("end", 2)
-    )
+    assert "train.steps" not in told.err
+    assert told.column("step") == [1, 2]
+    assert end_of(told) == ("end", 2)
     told = train(
         "run",
         "train.steps=4",
@@ -236,7 +220,8 @@ def test_what_is_trained_may_not_change_unless_it_is_allowed(train, tmp_path):
         "logging.every=2",
         "run.name=run",
     )
-    assert run.column("lr")[:2] == [0.001, 0.002] and run.column("lr")[3] == pytest.approx(1e-4)
+    assert run.column("lr")[:2] == [0.001, 0.002]
+    assert run.column("lr")[3] == pytest.approx(1e-4)
     assert run.column("step") == [1, 2, 3, 4]
 
 
@@ -253,11 +238,9 @@ def test_the_same_data_at_another_place_is_the_same_data(train, chats, tmp_path)
 def test_a_finished_run_says_so_and_goes_on_only_for_more_steps(train):
     train("run", "train.steps=2", ranks=2)
     again = train("run", "train.steps=2", ranks=2)
-    assert (
-        "already finished" in again.out
-        and again.column("step") == [1, 2]
-        and end_of(again) == ("end", 0)
-    )
+    assert "already finished" in again.out
+    assert again.column("step") == [1, 2]
+    assert end_of(again) == ("end", 0)
     assert train("run", "train.steps=4", "checkpoint.keep=1", ranks=2).checkpoints == [
         "step-00000004"
     ]
@@ -267,23 +250,22 @@ def test_a_finished_run_says_so_and_goes_on_only_for_more_steps(train):
 def test_a_finished_run_can_still_be_exported(train):
     train("run", "train.steps=2")
     run = train("run", "train.steps=2", "checkpoint.export_hf=true", ranks=2)
-    assert (run.folder / "hf" / "model.safetensors").exists() and run.event("export")
+    assert (run.folder / "hf" / "model.safetensors").exists()
+    assert run.event("export")
 
 
 @pytest.mark.slow
 def test_never_refuses_a_used_folder_and_overwrite_starts_anew(train):
     first_loss = train("run", "train.steps=3").column("loss")[0]
     told = train("run", "train.steps=3", "checkpoint.resume=never", code=2, ranks=2)
-    assert (
-        "run.overwrite=true" in told.err
-        and told.column("step") == [1, 2, 3]
-        and told.checkpoints == ["step-00000003"]
-    )
+    assert "run.overwrite=true" in told.err
+    assert told.column("step") == [1, 2, 3]
+    assert told.checkpoints == ["step-00000003"]
     anew = train("run", "train.steps=2", "checkpoint.resume=never", "run.overwrite=true", ranks=2)
-    assert anew.column("step") == [1, 2] and anew.checkpoints == ["step-00000002"]
-    assert anew.events[0]["event"] == "start" and anew.column("loss")[0] == pytest.approx(
-        first_loss
-    )
+    assert anew.column("step") == [1, 2]
+    assert anew.checkpoints == ["step-00000002"]
+    assert anew.events[0]["event"] == "start"
+    assert anew.column("loss")[0] == pytest.approx(first_loss)
 
 
 def test_a_process_that_was_refused_a_folder_does_not_keep_it_locked(tmp_path):
@@ -292,9 +274,9 @@ def test_a_process_that_was_refused_a_folder_does_not_keep_it_locked(tmp_path):
         checkpoint=SimpleNamespace(resume="never"), run=SimpleNamespace(overwrite=False)
     )
     with pytest.raises(UserError) as refused:
-        claim_folder(cfg, tmp_path, Claim([]))
+        RunLock([]).acquire(cfg, tmp_path)
     cfg.run.overwrite = True
-    claim_folder(cfg, tmp_path, Claim([])).close()
+    RunLock([]).acquire(cfg, tmp_path).close()
     assert "holds an earlier run" in str(refused.value)
 
 
@@ -308,11 +290,9 @@ def test_a_run_goes_on_from_the_checkpoint_of_another(train):
         "schedule=constant",
         f"checkpoint.resume={first.folder}/checkpoints/step-00000004",
     )
-    assert (
-        branch.column("step") == [5, 6]
-        and branch.column("loss") == whole.column("loss")[4:]
-        and branch.checkpoints == ["step-00000006"]
-    )
+    assert branch.column("step") == [5, 6]
+    assert branch.column("loss") == whole.column("loss")[4:]
+    assert branch.checkpoints == ["step-00000006"]
 
 
 @pytest.mark.slow
@@ -321,13 +301,14 @@ def test_the_same_command_goes_on_also_when_it_names_the_checkpoint_it_began_wit
     how = ["schedule=constant", "checkpoint.every=1", f"checkpoint.resume={first.folder}"]
     train("branch", "train.steps=4", *how)
     again = train("branch", "train.steps=6", *how)
-    assert again.column("step") == [3, 4, 5, 6] and [e["step"] for e in again.event("resume")] == [
+    assert again.column("step") == [3, 4, 5, 6]
+    assert [e["step"] for e in again.event("resume")] == [
         2,
         4,
     ]
 
 
-# --- what is on disk ---------------------------------------------------------------------------------------------------------------
+# --- what is on disk ----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -340,10 +321,8 @@ def test_keep_counts_committed_checkpoints_only(train, tmp_path):
     (tmp_path / "run" / "checkpoints" / ".step-00000002.partial").mkdir()
     run = train("run", "train.steps=6", "checkpoint.every=1", "checkpoint.keep=2", ranks=2)
     assert run.column("step") == [1, 2, 3, 4, 5, 6]
-    assert (
-        run.checkpoints == ["step-00000005", "step-00000006"]
-        and "MANIFEST.json is missing" in run.event("damaged")[0]["problems"][0]
-    )
+    assert run.checkpoints == ["step-00000005", "step-00000006"]
+    assert "MANIFEST.json is missing" in run.event("damaged")[0]["problems"][0]
 
 
 def cut(path):
@@ -370,11 +349,9 @@ def test_where_everything_is_damaged_the_run_starts_at_its_beginning(train, brok
     for checkpoint in (tmp_path / "run" / "checkpoints").iterdir():
         cut(checkpoint / "__0_0.distcp")
     run = train("run", "train.steps=5", "schedule=constant", "checkpoint.every=2")
-    assert (
-        len(run.event("damaged")) == 2
-        and run.column("step") == [1, 2, 3, 4, 5]
-        and run.column("loss")[0] == pytest.approx(broken_run.column("loss")[0])
-    )
+    assert len(run.event("damaged")) == 2
+    assert run.column("step") == [1, 2, 3, 4, 5]
+    assert run.column("loss")[0] == pytest.approx(broken_run.column("loss")[0])
 
 
 @pytest.mark.slow
@@ -398,7 +375,8 @@ def test_a_damaged_checkpoint_never_drives_out_a_good_one(train, broken_run, tmp
         "checkpoint.keep=1",
         ranks=2,
     )
-    assert again.event("resume")[-1]["step"] == 3 and again.checkpoints[-1] == "step-00000005"
+    assert again.event("resume")[-1]["step"] == 3
+    assert again.checkpoints[-1] == "step-00000005"
 
 
 @pytest.mark.slow
@@ -412,40 +390,25 @@ def test_going_back_to_an_older_checkpoint_makes_it_the_run(train, broken_run, t
         "checkpoint.keep=1",
     ]
     run = train("run", "train.steps=3", *how, f"checkpoint.resume={older}")
-    assert run.column("step") == [1, 2, 3] and "step-00000003" in run.checkpoints
+    assert run.column("step") == [1, 2, 3]
+    assert "step-00000003" in run.checkpoints
     again = train("run", "train.steps=5", *how)
     assert again.event("resume")[-1]["step"] == 3, (
         "the newest checkpoint is that of the branch, not the one that was left behind"
     )
 
 
-def full_disk():
-    """Writing a checkpoint fails on rank 1."""
-    from fsdp_trainer.checkpoint import store
-
-    real = store.write_file
-
-    def write(path, windows):
-        if os.environ["RANK"] == "1":
-            raise OSError(28, "No space left on device")
-        return real(path, windows)
-
-    stack = ExitStack()
-    stack.enter_context(patch.object(store, "write_file", write))
-    stack.enter_context(patch("fsdp_trainer.training.saving.PAUSES", (0.1, 0.1)))
-    return stack
-
-
 def test_a_checkpoint_that_cannot_be_written_at_the_end_fails_the_run_on_all_ranks_and_leaves_none(
     train,
 ):
-    run = train("run", "train.steps=4", "checkpoint.every=2", ranks=2, seam=full_disk, code=1)
-    assert (
-        "No space left" in run.err
-        and "Traceback" not in run.err
-        and run.checkpoints == []
-        and end_of(run) == ("end", 1)
+    full_disk = inject.together(
+        inject.fails("checkpoint_write", inject.no_space(), rank=1), inject.quick_retries()
     )
+    run = train("run", "train.steps=4", "checkpoint.every=2", ranks=2, seam=full_disk, code=1)
+    assert "No space left" in run.err
+    assert "Traceback" not in run.err
+    assert run.checkpoints == []
+    assert end_of(run) == ("end", 1)
     assert train("run", "train.steps=4", "checkpoint.every=2", ranks=2).column("step") == [
         1,
         2,
@@ -455,30 +418,17 @@ def test_a_checkpoint_that_cannot_be_written_at_the_end_fails_the_run_on_all_ran
 
 
 def test_what_a_checkpoint_holds_is_on_record_when_it_commits(train):
-    """Were the lines of steps 1 to 3 only written at step 10, a kill after the checkpoint would lose them for good."""
+    """Were the lines of steps 1 to 3 only written at step 10, a kill after the checkpoint would
+    lose them for good."""
     run = train(
         "run",
         "train.steps=4",
         "checkpoint.every=3",
         "logging.every=10",
-        seam=killed_after_the_first_checkpoint,
+        seam=inject.failed(step=4),  # as good as killed after the first checkpoint
         code=1,
     )
     assert run.column("step") == [1, 2, 3]
-
-
-def killed_after_the_first_checkpoint():
-    """As good as killed: the first checkpoint is the last thing that happens."""
-    from fsdp_trainer.errors import RunFailed
-    from fsdp_trainer.training.trainer import Trainer
-
-    real = Trainer.save
-
-    def save(self, again=False):
-        real(self, again)
-        raise RunFailed("as good as killed")
-
-    return patch.object(Trainer, "save", save)
 
 
 @pytest.mark.slow
@@ -487,12 +437,11 @@ def test_a_finished_run_that_went_on_is_exported_again(train):
     first = train("run", "train.steps=1", *how)
     train("run", "train.steps=2", "schedule=constant", "checkpoint.export_hf=false")
     run = train("run", "train.steps=2", *how)
-    assert [e["step"] for e in run.event("export")] == [1, 2] and (
-        first.folder / "hf" / "model.safetensors"
-    ).is_file()
+    assert [e["step"] for e in run.event("export")] == [1, 2]
+    assert (first.folder / "hf" / "model.safetensors").is_file()
 
 
-# --- changes that were allowed -----------------------------------------------------------------------------------------------------
+# --- changes that were allowed ------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -502,18 +451,17 @@ def test_epochs_end_with_the_data_also_if_steps_become_smaller_on_the_way(train)
     tokens, steps = first.column("tokens")[-1], len(first.metrics)
     middle = f"checkpoint.resume={first.folder}/checkpoints/step-00000002"
     run = train("run", *how, "batch.rows=7", middle, "checkpoint.allow_changes=[batch]")
-    assert (
-        end_of(run) == ("end", 0)
-        and run.column("tokens")[-1] == tokens
-        and len(run.metrics) > steps
-    )
+    assert end_of(run) == ("end", 0)
+    assert run.column("tokens")[-1] == tokens
+    assert len(run.metrics) > steps
 
 
 def test_shapes_of_weights_are_not_among_what_may_change(train):
     train("run", "train.steps=1")
     changed = ["model.vocab_multiple=64", "checkpoint.allow_changes=[model.vocab_multiple]"]
     told = train("run", "train.steps=2", *changed, code=2)
-    assert "model.embed_tokens.weight" in told.err and "run.name=NEW model.init_from=" in told.err
+    assert "model.embed_tokens.weight" in told.err
+    assert "run.name=NEW model.init_from=" in told.err
     for blocks, said in (
         (1, "is not in this model"),
         (3, "and is not in the checkpoint"),
@@ -523,7 +471,9 @@ def test_shapes_of_weights_are_not_among_what_may_change(train):
             "checkpoint.allow_changes=[model.num_hidden_layers]",
         ]
         told = train("run", "train.steps=2", *changed, code=2)
-        assert said in told.err and "… and" in told.err and len(told.err.splitlines()) < 20
+        assert said in told.err
+        assert "… and" in told.err
+        assert len(told.err.splitlines()) < 20
 
 
 def test_a_step_without_a_target_is_a_step(train, tmp_path):
@@ -537,4 +487,6 @@ def test_a_step_without_a_target_is_a_step(train, tmp_path):
         "batch.micro_rows=1",
         "train.epochs=2",
     )
-    assert len(run.metrics) == 6 and not run.event("skipped") and 0 in run.column("loss")
+    assert len(run.metrics) == 6
+    assert not run.event("skipped")
+    assert 0 in run.column("loss")

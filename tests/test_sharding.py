@@ -1,30 +1,32 @@
-"""What a rank holds: activations by the mode of recomputation, and a refusal, with the arithmetic, of states that cannot fit."""
+"""What a rank holds: activations by the mode of recomputation, and a refusal, with the arithmetic,
+of states that cannot fit."""
 
-import contextlib
 import itertools
 import math
 import weakref
-from unittest.mock import patch
 
+import inject
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fsdp_trainer.config.schema import ActivationCheckpoint, Optim, Precision, Sharding
-from fsdp_trainer.models.attention import Layout
+from fsdp_trainer.models.attention import DocumentAttention, MaskedAttention
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
-from fsdp_trainer.models.initialize import initialize_whole
-from fsdp_trainer.parallel import fit
-from fsdp_trainer.parallel.recompute import checkpoint_activations
+from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.parallel import memory_check
+from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
+from fsdp_trainer.parallel.memory_check import Setup
 from fsdp_trainer.training.objective import CrossEntropy
 
 GIB = 2**30
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of all storages that operators made and that still live; views of the model's weights are not counted."""
+    """Bytes of all storages that operators made and that still live; views of the model's weights
+    are not counted."""
 
     def __init__(self, model):
         super().__init__()
@@ -55,7 +57,7 @@ def small(**asked) -> Decoder:
             initializer_range=0.1,
         )
     )
-    initialize_whole(model, 0)
+    initialize_weights(model, 0)
     checkpoint_activations(model, ActivationCheckpoint(**asked))
     return model
 
@@ -66,13 +68,13 @@ def kept_for_backward(**asked) -> tuple[int, float, list[torch.Tensor]]:
     batch = MicroBatch(
         places[None] % 50,
         places[None],
-        Layout([[LENGTH // 2, LENGTH // 2]]),
+        DocumentAttention([[LENGTH // 2, LENGTH // 2]], LENGTH, torch.device("cpu")),
         places,
         places % 50,
         torch.ones(LENGTH),
     )
     with LiveBytes(model) as memory:
-        loss, _ = model(batch, CrossEntropy(batch.weights))
+        loss = model(batch, CrossEntropy(batch.weights)).value
         kept = sum(memory.live.values())
     loss.backward()
     return kept, loss.item(), [p.grad for p in model.parameters()]
@@ -90,10 +92,10 @@ def test_every_mode_keeps_less_than_the_one_before_and_gives_the_same_gradients(
     ]
     kept, losses, gradients = zip(*(kept_for_backward(**asked) for asked in ladder), strict=True)
     assert all(more > less for more, less in itertools.pairwise(kept)), kept
-    assert (
-        kept[-1] < kept[0] / 8 and kept[-1] < kept_for_backward(mode="full", every=2)[0] < kept[0]
-    )
-    assert len(set(losses)) == 1 and all(
+    assert kept[-1] < kept[0] / 8
+    assert kept[-1] < kept_for_backward(mode="full", every=2)[0] < kept[0]
+    assert len(set(losses)) == 1
+    assert all(
         torch.equal(a, b)
         for other in gradients[1:]
         for a, b in zip(gradients[0], other, strict=True)
@@ -115,8 +117,8 @@ def saved_by_compiled_blocks(**asked) -> int:
         block.compile(fullgraph=True)
     places = torch.arange(LENGTH)[None]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden = model.hidden(
-            places % 50, places, Layout.masked([[LENGTH]], LENGTH, torch.device("cpu"))
+        hidden, _ = model.hidden(
+            places % 50, places, MaskedAttention([[LENGTH]], LENGTH, torch.device("cpu"))
         )
         kept = sum(saved.values())
     hidden.sum().backward()
@@ -129,7 +131,8 @@ def test_a_larger_budget_keeps_more():
     for asked in ({"mode": "budget", "budget": 0.0}, {"mode": "budget", "budget": 0.5}, {}):
         torch._dynamo.reset()
         kept.append(saved_by_compiled_blocks(**asked))
-    assert kept[0] < kept[1] < kept[2] and kept[0] < kept[2] / 3
+    assert kept[0] < kept[1] < kept[2]
+    assert kept[0] < kept[2] / 3
 
 
 @pytest.mark.parametrize(
@@ -199,53 +202,67 @@ def test_the_least_that_a_rank_holds_is_sixteen_bytes_a_parameter_shared_out(
         model.config.parameters(),
         sum(p.numel() for p in model.model.layers["0"].parameters()),
     )
-    needs = fit.least_needs(model, sharding, Precision(master_dtype=dtype), Optim(), ranks)
-    assert sum(need.size for need in needs) == pytest.approx(wanted(n, block))
+    items = memory_check.least_memory(
+        model, Setup(sharding, Precision(master_dtype=dtype), Optim(), ranks)
+    )
+    assert sum(item.size for item in items) == pytest.approx(wanted(n, block))
 
 
 def test_the_fewest_ranks_that_fit_are_named_and_do_fit():
     model, cpu = meta(), torch.device("cpu")
-    with patch.object(fit, "device_bytes", lambda device: 40e6):
-        with pytest.raises(fit.UserError) as refused:
-            fit.check_fit(model, Sharding(strategy="ddp"), Precision(), Optim(), 2, cpu)
+    with inject.around("device_memory", lambda *_: 40e6):
+        with pytest.raises(memory_check.UserError) as refused:
+            memory_check.check_memory(
+                model, Setup(Sharding(strategy="ddp"), Precision(), Optim(), 2), cpu
+            )
         ranks = int(str(refused.value).split("  or  ")[-1].removeprefix("Use  ").split()[0])
-        fit.check_fit(model, Sharding(), Precision(), Optim(), ranks, cpu)
-        with pytest.raises(fit.UserError):
-            fit.check_fit(model, Sharding(), Precision(), Optim(), ranks - 1, cpu)
+        memory_check.check_memory(model, Setup(Sharding(), Precision(), Optim(), ranks), cpu)
+        with pytest.raises(memory_check.UserError):
+            memory_check.check_memory(
+                model, Setup(Sharding(), Precision(), Optim(), ranks - 1), cpu
+            )
 
 
 def test_offloaded_states_are_the_hosts():
     model = meta()
     with (
-        patch.object(fit, "device_bytes", lambda device: 40e6),
-        patch.object(fit, "host_bytes", lambda env: 1e9),
+        inject.around("device_memory", lambda *_: 40e6),
+        inject.around("host_memory", lambda *_: 1e9),
     ):
         cuda = torch.device("cuda")
-        fit.check_fit(model, Sharding(cpu_offload=True), Precision(), Optim(), 1, cuda)
-        with pytest.raises(fit.UserError, match=r"sharding\.cpu_offload=true"):
-            fit.check_fit(model, Sharding(), Precision(), Optim(), 1, cuda)
+        memory_check.check_memory(
+            model, Setup(Sharding(cpu_offload=True), Precision(), Optim(), 1), cuda
+        )
+        with pytest.raises(memory_check.UserError, match=r"sharding\.cpu_offload=true"):
+            memory_check.check_memory(model, Setup(Sharding(), Precision(), Optim(), 1), cuda)
     with (
-        patch.object(fit, "device_bytes", lambda device: 40e6),
-        patch.object(fit, "host_bytes", lambda env: 1e6),
-        pytest.raises(fit.UserError),
+        inject.around("device_memory", lambda *_: 40e6),
+        inject.around("host_memory", lambda *_: 1e6),
+        pytest.raises(memory_check.UserError),
     ):
-        fit.check_fit(model, Sharding(cpu_offload=True), Precision(), Optim(), 1, cuda)
+        memory_check.check_memory(
+            model, Setup(Sharding(cpu_offload=True), Precision(), Optim(), 1), cuda
+        )
 
 
 def test_host_memory_is_shared_by_the_ranks_of_a_node_and_bounded_by_the_control_group(tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal:       20971520 kB\nMemAvailable:   10485760 kB\n")
-    assert fit.host_bytes({}, tmp_path / "meminfo", tmp_path) == 10 * GIB
-    assert fit.host_bytes({"LOCAL_WORLD_SIZE": "4"}, tmp_path / "meminfo", tmp_path) == 2.5 * GIB
+    assert memory_check.host_bytes({}, tmp_path / "meminfo", tmp_path) == 10 * GIB
+    assert (
+        memory_check.host_bytes({"LOCAL_WORLD_SIZE": "4"}, tmp_path / "meminfo", tmp_path)
+        == 2.5 * GIB
+    )
     (tmp_path / "memory.max").write_text(f"{4 * GIB}\n")
     (tmp_path / "memory.stat").write_text(f"anon {GIB}\nfile {GIB}\n")
-    assert fit.host_bytes({"LOCAL_WORLD_SIZE": "2"}, tmp_path / "meminfo", tmp_path) == 1.5 * GIB
-    assert fit.host_bytes({}, tmp_path / "none", tmp_path) == math.inf
+    assert (
+        memory_check.host_bytes({"LOCAL_WORLD_SIZE": "2"}, tmp_path / "meminfo", tmp_path)
+        == 1.5 * GIB
+    )
+    assert memory_check.host_bytes({}, tmp_path / "none", tmp_path) == math.inf
 
 
-@contextlib.contextmanager
-def a_small_machine():
-    with patch.object(fit, "host_bytes", lambda env: 16 * GIB):
-        yield
+def sixteen_gib(*_):
+    return 16 * GIB
 
 
 @pytest.mark.slow
@@ -259,13 +276,17 @@ def test_a_model_that_cannot_fit_is_refused_with_the_arithmetic_before_data_or_w
         base=["checkpoint.every=null"],
         ranks=2,
         code=2,
-        seam=a_small_machine,
+        seam=inject.around("host_memory", sixteen_gib),
     )
-    assert (
-        "68.5 G × 8 B ÷ 2 ranks" in run.err
-        and "255.0 GiB" in run.err
-        and "16.0 GiB for each rank" in run.err
-    )
-    assert "ranks with as much memory each" in run.err and run.event("end")[0]["exit_code"] == 2
+    assert "68.5 G × 8 B ÷ 2 ranks" in run.err
+    assert "255.0 GiB" in run.err
+    assert "16.0 GiB for each rank" in run.err
+    assert "ranks with as much memory each" in run.err
+    assert run.event("end")[0]["exit_code"] == 2
     assert not (tmp_path / "cache").exists(), "nothing was tokenised"
-    assert "÷" not in train("small", "train.steps=1", ranks=2, seam=a_small_machine).err
+    assert (
+        "÷"
+        not in train(
+            "small", "train.steps=1", ranks=2, seam=inject.around("host_memory", sixteen_gib)
+        ).err
+    )

@@ -1,20 +1,21 @@
-"""What goes on around the computation: micro-batches made ahead, garbage collected in time, and what FSDP2 communicates."""
+"""What goes on around the computation: micro-batches made ahead, garbage collected in time, and
+what FSDP2 communicates."""
 
 import collections
 import contextlib
 import gc
 import gzip
 import json
-import os
 import threading
 import time
 from unittest.mock import patch
 
+import inject
 import pytest
 import torch
 
 from fsdp_trainer.training.garbage import collecting_garbage
-from fsdp_trainer.training.prefetch import Ahead
+from fsdp_trainer.training.prefetch import Prefetcher
 
 CPU = torch.device("cpu")
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -34,7 +35,7 @@ def made(items, count):
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_items_come_in_order_and_no_more_are_made_than_there_is_room_for(depth):
     items = []
-    with Ahead(made(items, 9), depth, CPU) as ahead:
+    with Prefetcher(made(items, 9), depth, CPU) as ahead:
         assert next(ahead) == 0
         deadline = time.monotonic() + 60
         while len(items) < 1 + depth and time.monotonic() < deadline:
@@ -52,7 +53,7 @@ def test_what_goes_wrong_ahead_is_heard_where_its_item_is_due(depth):
         yield from range(3)
         raise ValueError("row 3 is torn")
 
-    with Ahead(failing(), depth, CPU) as ahead:
+    with Prefetcher(failing(), depth, CPU) as ahead:
         assert [next(ahead) for _ in range(3)] == [0, 1, 2]
         with pytest.raises(ValueError, match="row 3 is torn"):
             next(ahead)
@@ -61,7 +62,7 @@ def test_what_goes_wrong_ahead_is_heard_where_its_item_is_due(depth):
 
 def test_the_thread_ends_however_the_loop_is_left():
     endless = iter(int, 1)
-    with contextlib.suppress(KeyboardInterrupt), Ahead(endless, 2, CPU) as ahead:
+    with contextlib.suppress(KeyboardInterrupt), Prefetcher(endless, 2, CPU) as ahead:
         next(ahead)
         assert workers()
         raise KeyboardInterrupt
@@ -80,19 +81,11 @@ def test_making_ahead_changes_nothing_and_a_run_goes_on_bitwise(train, ranks):
         assert ahead.column(column) == plain.column(column)
 
 
-@contextlib.contextmanager
+@inject.fault
 def torn_row():
-    from fsdp_trainer.training.batches import Batches
-
-    real, calls, before = Batches.assemble, [], workers()
-
-    def assemble(self, rows):
-        calls.append(rows)
-        if os.environ["RANK"] == "1" and len(calls) == 5:
-            raise OSError("the disk is gone")
-        return real(self, rows)
-
-    with patch.object(Batches, "assemble", assemble):
+    """Let rank 1 fail to read its fifth micro-batch, and look for threads that are left behind."""
+    before = workers()
+    with inject.fails("batch_read", OSError("the disk is gone"), rank=1, nth=5):
         yield
     if set(workers()) - set(before):  # of a run before, whose file hung
         raise AssertionError("a thread was left behind")
@@ -106,27 +99,22 @@ def test_a_row_that_one_rank_cannot_read_ends_the_run_on_all_in_its_own_step(tra
         f"data.prefetch={ahead}",
         "batch.micro_rows=1",
         ranks=2,
-        seam=torn_row,
+        seam=torn_row(),
         code=1,
     )
-    assert (
-        run.err.count("rank 1 cannot read its part of rows 6 to 11") == 1
-        and "the disk is gone" in run.err
-        and "Traceback" not in run.err
-    )
-    assert (
-        run.column("step") == [1]
-        and run.events[-1]["exit_code"] == 1
-        and "rank 1 cannot read" in run.events[-1]["reason"]
-    )
+    assert run.err.count("rank 1 cannot read its part of rows 6 to 11") == 1
+    assert "the disk is gone" in run.err
+    assert "Traceback" not in run.err
+    assert run.column("step") == [1]
+    assert run.events[-1]["exit_code"] == 1
+    assert "rank 1 cannot read" in run.events[-1]["reason"]
 
 
 def test_the_run_ends_with_the_last_row_whatever_is_made_ahead(train):
     run = train("run", "train.epochs=1", "data.prefetch=8")
     plain = train("plain", "train.epochs=1")
-    assert run.column("loss") == plain.column("loss") and run.column("tokens") == plain.column(
-        "tokens"
-    )
+    assert run.column("loss") == plain.column("loss")
+    assert run.column("tokens") == plain.column("tokens")
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -148,8 +136,12 @@ def test_garbage_is_collected_after_the_first_step_and_when_due_and_pythons_stat
                 before = collected.call_count
                 collect(step)
                 at += [step] * (collected.call_count - before)
-            assert at == [11, 15, 20, 25] and gc.get_freeze_count() > frozen
-        assert gc.isenabled() == enabled and gc.get_freeze_count() == 0, (
+            assert at == [11, 15, 20, 25]
+            assert gc.get_freeze_count() > frozen
+        assert gc.isenabled() == enabled, (
+            "a second run in this process must find the first one's model gone"
+        )
+        assert gc.get_freeze_count() == 0, (
             "a second run in this process must find the first one's model gone"
         )
         with collecting_garbage(None) as collect:
@@ -162,7 +154,8 @@ def test_garbage_is_collected_after_the_first_step_and_when_due_and_pythons_stat
 
 @contextlib.contextmanager
 def counted_objects():
-    """Prints how many objects Python's collector knows of after each of its collections in training, before what was frozen."""
+    """Prints how many objects Python's collector knows of after each of its collections in
+    training, before what was frozen."""
     real = gc.collect
 
     def collect(*args):
@@ -180,7 +173,8 @@ def test_hundreds_of_steps_leave_nothing_behind(train):
         "run", "train.steps=300", "train.gc_every=50", "logging.every=10", seam=counted_objects
     )
     tracked = [int(line.split()[1]) for line in run.out.splitlines() if line.startswith("tracked ")]
-    assert len(tracked) >= 7 and tracked[-1] <= tracked[2] + 100, tracked
+    assert len(tracked) >= 7, tracked
+    assert tracked[-1] <= tracked[2] + 100, tracked
 
 
 def gathered(run):
@@ -246,9 +240,8 @@ def test_gradients_are_the_same_however_they_travel(train, ranks, how, groups):
         train("run", *common, *how, ranks=ranks, seam=told_groups),
         train("plain", *common, *other, ranks=ranks),
     )
-    assert run.column("loss") == plain.column("loss") and run.column("grad_norm") == plain.column(
-        "grad_norm"
-    )
+    assert run.column("loss") == plain.column("loss")
+    assert run.column("grad_norm") == plain.column("grad_norm")
     assert run.out.count("group fsdp_reduce_scatter") == groups
 
 
@@ -272,7 +265,8 @@ def test_communication_that_cannot_be_had_is_refused(train, how, why):
     if torch.cuda.is_available() and how == ["sharding.messages=symmetric"]:
         pytest.skip("a GPU may have it")
     run = train("run", "train.steps=1", *how, code=2)
-    assert why in run.err and not run.metrics
+    assert why in run.err
+    assert not run.metrics
 
 
 def test_communication_that_the_installed_torch_lacks_is_refused(train):
@@ -281,18 +275,12 @@ def test_communication_that_the_installed_torch_lacks_is_refused(train):
         "train.steps=1",
         "sharding.messages=symmetric",
         "sharding.reduce_scatter_buffers=3",
-        seam=torch_2_11,
+        seam=inject.around("torch_version", torch_2_11),
         code=2,
     )
-    assert (
-        "needs torch 2.12; installed is 2.11.0" in run.err
-        and "needs torch 2.13; installed is 2.11.0" in run.err
-    )
+    assert "needs torch 2.12; installed is 2.11.0" in run.err
+    assert "needs torch 2.13; installed is 2.11.0" in run.err
 
 
-@contextlib.contextmanager
-def torch_2_11():
-    from fsdp_trainer.config import rules
-
-    with patch.object(rules, "version", lambda package: "2.11.0+cu128"):
-        yield
+def torch_2_11(_real, _package):
+    return "2.11.0+cu128"

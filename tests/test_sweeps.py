@@ -1,4 +1,5 @@
-"""`fsdp-trainer -m`: which jobs there are, what becomes of each, and that the same command goes on."""
+"""`fsdp-trainer -m`: which jobs there are, what becomes of each, and that the same command goes
+on."""
 
 import fcntl
 import itertools
@@ -14,11 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import inject
 import pytest
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from world import SMALL, Run, alive, end, killed_once, read_lines, wait_until
+from inject import killed_once
+from world import SMALL, Run, alive, end, read_lines, wait_until
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.compose import CONF, compose, options
@@ -44,8 +47,9 @@ def jobs_of(*words: str, config_dir: str | None = None) -> list[list[str]]:
 
 
 @pytest.fixture
-def sweep(monkeypatch, tmp_path, capsys):
-    """`sweep(*words, code=0)`: the command line in an empty folder, with ranks that write a run's files and end as `endings[lr]` says."""
+def sweep(enter, monkeypatch, tmp_path, capsys):
+    """`sweep(*words, code=0)`: the command line in an empty folder, with ranks that write a run's
+    files and end as `endings[lr]` says."""
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
@@ -67,14 +71,14 @@ def sweep(monkeypatch, tmp_path, capsys):
 
     run.endings, run.trained, run.losses = {}, [], lambda cfg: [5.0, cfg.optim.lr]
     monkeypatch.setitem(sweeps.PLACES, "local", Here)
-    monkeypatch.setattr(sweeps, "LOOK_SECONDS", 0)
-    monkeypatch.setattr(sweeps, "READ_SECONDS", 0)
-    monkeypatch.setattr(jobs_module, "TELL_EVERY_SECONDS", 0)
+    for name in ("sweep_look_seconds", "sweep_read_seconds", "sweep_tell_seconds"):
+        enter(inject.setting(name, 0))
     return run
 
 
 class FakeJob:
-    """Writes a run's files, one loss at each look, and ends as told: with an exit code, by having the sweep signalled, or never by itself."""
+    """Writes a run's files, one loss at each look, and ends as told: with an exit code, by having
+    the sweep signalled, or never by itself."""
 
     devices = ()
 
@@ -111,7 +115,7 @@ def states(lines):
     return [line["state"] for line in lines]
 
 
-# --- which jobs ------------------------------------------------------------------------------------------------------------------------
+# --- which jobs ---------------------------------------------------------------------------------
 
 
 def test_values_become_jobs_in_every_way_of_writing_them():
@@ -136,14 +140,12 @@ def test_every_sweep_is_listed_and_composes(name, capsys):
         "params"
     ]
     jobs = jobs_of("+recipe=quickstart", f"+sweep={name}")
-    assert len(jobs) == 4 * (name == "finetune_lr") + 4 and all(
-        len(job) == 1 + len(params) for job in jobs
-    )
+    assert len(jobs) == 4 * (name == "finetune_lr") + 4
+    assert all(len(job) == 1 + len(params) for job in jobs)
     for job in (jobs[0], jobs[-1]):
         compose("train", job)
-    assert main(["--help"]) == 0 and re.search(
-        rf"(?m)^  {name} +[A-Z].*[.?]$", capsys.readouterr().out
-    )
+    assert main(["--help"]) == 0
+    assert re.search(rf"(?m)^  {name} +[A-Z].*[.?]$", capsys.readouterr().out)
 
 
 def test_the_command_line_wins_over_a_sweep_and_a_folder_adds_its_own(tmp_path):
@@ -191,9 +193,12 @@ def test_a_sweep_that_is_wrong_itself_is_refused(tmp_path, capsys):
         assert main(["-m", "--config-dir", str(tmp_path), *DEMO, word]) == 2
         assert said in capsys.readouterr().err, word
     for argv, said in {
-        ("-m", "preview", *DEMO): "only training is swept", ("-m", "preview", "--config-dir", "."): "fsdp-trainer preview --config-dir .", ("-m", "--cfg", "job", *DEMO): "leave one of them out",
-        ("+sweep=lr", *DEMO): "fsdp-trainer -m +sweep=lr", ("optim.lr=1,2", *DEMO): "fsdp-trainer -m",
-    }.items():  # fmt: skip
+        ("-m", "preview", *DEMO): "only training is swept",
+        ("-m", "preview", "--config-dir", "."): "fsdp-trainer preview --config-dir .",
+        ("-m", "--cfg", "job", *DEMO): "leave one of them out",
+        ("+sweep=lr", *DEMO): "fsdp-trainer -m +sweep=lr",
+        ("optim.lr=1,2", *DEMO): "fsdp-trainer -m",
+    }.items():
         assert main(list(argv)) == 2
         assert said in capsys.readouterr().err, argv
 
@@ -247,7 +252,8 @@ def test_what_a_sweeper_brings_along_makes_no_objects_either(tmp_path, monkeypat
     code = {"_target_": "shutil.copyfile", "src": "victim", "dst": "copied"}
     ConfigStore.instance().store("brings_code", {**basic, "params": {"x": code}}, "hydra/sweeper")
     assert main(["-m", *DEMO, "run.seed=1,2", "hydra/sweeper=brings_code"]) == 2
-    assert "hydra.sweeper" in capsys.readouterr().err and not (tmp_path / "copied").exists()
+    assert "hydra.sweeper" in capsys.readouterr().err
+    assert not (tmp_path / "copied").exists()
 
 
 @pytest.mark.parametrize(
@@ -269,23 +275,26 @@ def test_a_sweep_inside_a_launcher_is_refused_with_the_command_to_type(
 ):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    assert sweep("optim.lr=1,2", code=2) == [] and not sweep.trained
+    assert sweep("optim.lr=1,2", code=2) == []
+    assert not sweep.trained
+    assert said in sweep.said.err
     assert (
-        said in sweep.said.err
-        and f"fsdp-trainer -m {' '.join(DEMO)} optim.lr=1,2 launch.nproc_per_node=8"
-        in sweep.said.err
+        f"fsdp-trainer -m {' '.join(DEMO)} optim.lr=1,2 launch.nproc_per_node=8" in sweep.said.err
     )
     sweep("--config-dir", "own", "optim.lr=1,2", code=2)
     assert "fsdp-trainer -m --config-dir own " in sweep.said.err
 
 
-# --- what becomes of them --------------------------------------------------------------------------------------------------------------
+# --- what becomes of them -----------------------------------------------------------------------
 
 
 def test_each_job_has_a_stable_folder_and_a_line(sweep, tmp_path):
     lines = sweep("optim.lr=2,1", "train.steps=2")
-    assert states(lines) == ["finished"] * 2 and [line["objective"] for line in lines] == [2.0, 1.0]
-    assert [(Path(c.run.root), c.run.name, c.optim.lr) for c, _ in sweep.trained] == [(Path("runs/s/jobs"), line["job"], lr) for line, lr in zip(lines, (2, 1), strict=True)]  # fmt: skip
+    assert states(lines) == ["finished"] * 2
+    assert [line["objective"] for line in lines] == [2.0, 1.0]
+    assert [(Path(c.run.root), c.run.name, c.optim.lr) for c, _ in sweep.trained] == [
+        (Path("runs/s/jobs"), line["job"], lr) for line, lr in zip(lines, (2, 1), strict=True)
+    ]
     assert {words[-1] for _, words in sweep.trained} == {'data.cache="runs/.data"'}, (
         "tokenised once"
     )
@@ -301,15 +310,12 @@ def test_each_job_has_a_stable_folder_and_a_line(sweep, tmp_path):
     )
     table = sweep.said.out[sweep.said.out.index("job  ") :].splitlines()
     assert table[0].split() == ["job", "overrides", "objective", "state", "seconds"]
-    assert table[1].startswith(f"{lines[0]['job']}  optim.lr=2  2.0000     finished") and table[
-        3
-    ].startswith(f"lowest objective: {lines[1]['folder']}")
+    assert table[1].startswith(f"{lines[0]['job']}  optim.lr=2  2.0000     finished")
+    assert table[3].startswith(f"lowest objective: {lines[1]['folder']}")
     again = sweep("train.steps=2", "optim.lr=1,2")
-    assert (
-        states(again) == ["skipped"] * 2
-        and not sweep.trained
-        and [line["job"] for line in again] == [line["job"] for line in lines][::-1]
-    )
+    assert states(again) == ["skipped"] * 2
+    assert not sweep.trained
+    assert [line["job"] for line in again] == [line["job"] for line in lines][::-1]
 
 
 @pytest.mark.slow
@@ -320,23 +326,18 @@ def test_a_failure_is_recorded_and_the_others_go_on(sweep):
     assert [line["objective"] for line in lines] == [None, 1.0, None, None], (
         "what failed has no result, whatever its last loss"
     )
-    assert [line["exit_code"] for line in lines] == [2, 0, 1, 75] and "must be a number" in lines[
-        0
-    ]["reason"]
+    assert [line["exit_code"] for line in lines] == [2, 0, 1, 75]
+    assert "must be a number" in lines[0]["reason"]
     assert sweep.said.err.count("must be a number") == 1
     sweep.endings = {
         2.0: RunFailed("Slurm refuses the job: no such partition"),
         3.0: OSError(28, "No space left on device"),
     }
     lines = sweep("optim.lr=abc,1,2,3", code=1)
-    assert (
-        states(lines) == ["refused", "skipped", "failed", "failed"]
-        and sweep.said.err.count("cannot be started") == 2
-    )
-    assert (
-        lines[2]["reason"] == "cannot be started: Slurm refuses the job: no such partition"
-        and "No space" in lines[3]["reason"]
-    )
+    assert states(lines) == ["refused", "skipped", "failed", "failed"]
+    assert sweep.said.err.count("cannot be started") == 2
+    assert lines[2]["reason"] == "cannot be started: Slurm refuses the job: no such partition"
+    assert "No space" in lines[3]["reason"]
     sweep.endings = {}
     assert states(sweep("optim.lr=abc,1,2,3", code=1)) == [
         "refused",
@@ -350,51 +351,46 @@ def test_a_failure_is_recorded_and_the_others_go_on(sweep):
 @pytest.mark.slow
 def test_a_time_limit_stops_a_job_and_the_sweep_exits_75(sweep):
     sweep.endings = {1.0: 75}
-    assert (
-        states(sweep("optim.lr=1,2", code=75)) == ["stopped", "finished"]
-        and "the same command goes on" in sweep.said.out
-    )
+    assert states(sweep("optim.lr=1,2", code=75)) == ["stopped", "finished"]
+    assert "the same command goes on" in sweep.said.out
 
 
 def test_a_folder_with_a_backslash_is_where_the_jobs_train_and_are_found(sweep, tmp_path):
     sweep('run.root="ba\\ck"', "optim.lr=1")
-    assert (
-        sweep.trained[0][0].run.root == "ba\\ck/s/jobs" and "1.0000     finished" in sweep.said.out
-    )
+    assert sweep.trained[0][0].run.root == "ba\\ck/s/jobs"
+    assert "1.0000     finished" in sweep.said.out
     assert (tmp_path / "ba\\ck/s/sweep.jsonl").exists()
 
 
 def test_a_signal_keeps_the_remaining_jobs_from_starting(sweep):
     sweep.endings = {1.0: "signal"}
-    assert (
-        states(sweep("optim.lr=1,2", code=75)) == ["stopped", "waiting"] and len(sweep.trained) == 1
-    )
+    assert states(sweep("optim.lr=1,2", code=75)) == ["stopped", "waiting"]
+    assert len(sweep.trained) == 1
 
 
-def test_a_signal_ends_the_check_of_many_jobs(sweep, monkeypatch):
-    def check(self, job, overrides):
+def test_a_signal_ends_the_check_of_many_jobs(sweep, enter):
+    def check(_real, _self, job, _overrides):
         checked.append(job)
         if len(checked) == 2:
             signal.raise_signal(signal.SIGTERM)
 
     checked = []
-    monkeypatch.setattr(sweeps.Jobs, "_check", check)
-    assert (
-        sweep("run.seed=range(0,1000)", code=75) == [] and len(checked) == 2 and not sweep.trained
-    )
+    enter(inject.around("check_job", check))
+    assert sweep("run.seed=range(0,1000)", code=75) == []
+    assert len(checked) == 2
+    assert not sweep.trained
 
 
 def test_a_mistake_of_all_jobs_is_told_once_and_starts_nothing(sweep, tmp_path):
-    assert sweep("optim.learning_rate=1,2", "batch.row=3", code=2) == [] and not list(
-        tmp_path.iterdir()
-    )
-    assert (
-        sweep.said.err.count("there is no such key") == 2
-        and "Did you mean  optim.lr=1 ?" in sweep.said.err
-    )
-    assert sweep("optim.lr=a,b", code=2) == [] and "optim.lr=a,b" in sweep.said.err
+    assert sweep("optim.learning_rate=1,2", "batch.row=3", code=2) == []
+    assert not list(tmp_path.iterdir())
+    assert sweep.said.err.count("there is no such key") == 2
+    assert "Did you mean  optim.lr=1 ?" in sweep.said.err
+    assert sweep("optim.lr=a,b", code=2) == []
+    assert "optim.lr=a,b" in sweep.said.err
     assert sweep("sharding=fsdp,nope", "optim.lr=-1", code=2) == []
-    assert "optim.lr=-1" in sweep.said.err and "sharding has" not in sweep.said.err
+    assert "optim.lr=-1" in sweep.said.err
+    assert "sharding has" not in sweep.said.err
 
 
 def test_an_option_that_is_not_there_refuses_its_jobs_only(sweep):
@@ -402,7 +398,8 @@ def test_an_option_that_is_not_there_refuses_its_jobs_only(sweep):
 
 
 def test_jobs_with_equal_overrides_are_one(sweep):
-    assert len(sweep("optim.lr=1e-3,0.001,1e-3")) == 1 and len(sweep.trained) == 1
+    assert len(sweep("optim.lr=1e-3,0.001,1e-3")) == 1
+    assert len(sweep.trained) == 1
 
 
 @pytest.mark.slow
@@ -442,7 +439,7 @@ def test_to_overwrite_a_run_leaves_a_sweep_of_the_same_name_alone(train, tmp_pat
     assert (tmp_path / "run/jobs/038723f4").is_dir()
 
 
-# --- side by side, and chosen ones -----------------------------------------------------------------------------------------------------
+# --- side by side, and chosen ones --------------------------------------------------------------
 
 OPTUNA = ["hydra/sweeper=optuna", "optim.lr=tag(log,interval(1e-4,1))"]
 
@@ -466,41 +463,39 @@ def test_jobs_side_by_side_share_the_devices_out(monkeypatch, tmp_path):
     monkeypatch.setattr(places.subprocess, "Popen", popen)
     cfg = compose("train", [*DEMO, "launch.nproc_per_node=2"])
     place = places.OnThisNode(Local(), cfg)
-    assert place.at_once == 2 and place.world(cfg) == 2
+    assert place.at_once == 2
+    assert place.world(cfg) == 2
     for number in (1, 2):
         assert place.has_room(cfg)
         place.start(cfg, [], tmp_path / f"{number}/output.log")
-    assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["GPU-a,GPU-b", "3,5"] and started[
-        0
-    ]["OMP_NUM_THREADS"] == "8"
-    assert (tmp_path / "2/output.log").exists() and not place.has_room(cfg)
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["GPU-a,GPU-b", "3,5"]
+    assert started[0]["OMP_NUM_THREADS"] == "8"
+    assert (tmp_path / "2/output.log").exists()
+    assert not place.has_room(cfg)
     codes[1] = 1
     assert place.has_room(cfg)
     place.start(cfg, [], tmp_path / "3/output.log")
     assert started[2]["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
     cfg.launch.nproc_per_node = "auto"
-    assert (
-        places.OnThisNode(Local(), compose("train", DEMO)).at_once == 1
-        and places.OnThisNode(Local(jobs=4), cfg).world(cfg) == 1
-    )
+    assert places.OnThisNode(Local(), compose("train", DEMO)).at_once == 1
+    assert places.OnThisNode(Local(jobs=4), cfg).world(cfg) == 1
 
 
 def test_a_job_that_fails_leaves_those_beside_it_alone_and_each_is_told_on(sweep):
     sweep.endings, sweep.losses = {2.0: 1}, lambda cfg: [cfg.optim.lr] * 9
     lines = sweep("optim.lr=1,2,3,4", "hydra.launcher.jobs=2", code=1)
     assert states(lines) == ["finished", "failed", "finished", "finished"]
-    assert (
-        re.search(r"optim.lr=1  step \d  loss 1.0000", sweep.said.out)
-        and "see runs/s/jobs/" in sweep.said.err
-    )
+    assert re.search(r"optim.lr=1  step \d  loss 1.0000", sweep.said.out)
+    assert "see runs/s/jobs/" in sweep.said.err
 
 
 def test_what_a_validation_adds_to_the_last_line_is_read(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
-    progress = jobs_module.Progress(str(tmp_path))
+    progress = jobs_module.JobProgress(str(tmp_path))
     assert [line["step"] for line in progress.lines()] == [1, 2]
     (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0, "validation_loss": 3.0}\n{"step": 3, "lo'
+        '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0, "validation_loss": '
+        '3.0}\n{"step": 3, "lo'
     )
     assert [line.get("validation_loss") for line in progress.lines()] == [3.0]
 
@@ -515,14 +510,13 @@ def test_optuna_chooses_as_if_it_had_never_been_stopped(sweep, tmp_path, monkeyp
         "hydra.sweeper.seed=7",
     ]
     whole = [line["overrides"] for line in sweep(*command)]
-    assert len({tuple(words) for words in whole}) == 3 and len({words[-1] for words in whole}) == 2
+    assert len({tuple(words) for words in whole}) == 3
+    assert len({words[-1] for words in whole}) == 2
     best = min(sweep.trained, key=lambda started: started[0].optim.lr)[0]
     assert f"lowest objective: runs/s/jobs/{best.run.name}" in sweep.said.out
-    assert (
-        states(sweep(*command)) == ["finished"] * 3
-        and not sweep.trained
-        and sweep.said.out.count("finished") == 3
-    ), "n_trials counts in all"
+    assert states(sweep(*command)) == ["finished"] * 3, "n_trials counts in all"
+    assert not sweep.trained, "n_trials counts in all"
+    assert sweep.said.out.count("finished") == 3, "n_trials counts in all"
 
     monkeypatch.chdir(tmp_path / "runs")  # another folder, and stopped in its third job
     sweep.endings = {float(whole[2][-2].partition("=")[2]): "signal"}
@@ -557,10 +551,10 @@ def test_a_journal_that_was_cut_is_gone_on_with_and_one_that_is_none_is_told(tmp
     journal.write_bytes(journal.read_bytes()[:-7])
     Path(f"{journal}.lock").symlink_to(journal)
     began = time.monotonic()
-    assert len(study().ask(3)) == 3 and time.monotonic() - began < 20, (
-        "optuna waits for a lock of the dead for half a minute"
-    )
-    assert study().jobs()[:2] == known and len(study().jobs()) == 3
+    assert len(study().ask(3)) == 3, "optuna waits for a lock of the dead for half a minute"
+    assert time.monotonic() - began < 20, "optuna waits for a lock of the dead for half a minute"
+    assert study().jobs()[:2] == known
+    assert len(study().jobs()) == 3
     journal.write_text("other\n" * 3)
     with pytest.raises(UserError, match="Move it away"):
         study()
@@ -583,11 +577,9 @@ def test_a_job_that_others_beat_is_ended_early(sweep):
     )
     assert states(lines).count("pruned") == 1
     (pruned,) = (line for line in lines if line["state"] == "pruned")
-    assert (
-        pruned["overrides"][-1] == "optim.lr=2"
-        and pruned["objective"] == 2.0
-        and "pruner=median" in pruned["reason"]
-    )
+    assert pruned["overrides"][-1] == "optim.lr=2"
+    assert pruned["objective"] == 2.0
+    assert "pruner=median" in pruned["reason"]
 
 
 def test_what_is_refused_or_failed_has_no_result_for_optuna(sweep):
@@ -599,34 +591,32 @@ def test_what_is_refused_or_failed_has_no_result_for_optuna(sweep):
         "hydra.sweeper.sampler=random",
     ]
     lines = sweep(*words, code=1)
-    assert sorted(zip([line["overrides"][-1][9:] for line in lines], states(lines), strict=True)) == [("-1", "refused"), ("1", "finished"), ("2", "failed")]  # fmt: skip
+    assert sorted(
+        zip([line["overrides"][-1][9:] for line in lines], states(lines), strict=True)
+    ) == [("-1", "refused"), ("1", "finished"), ("2", "failed")]
     sweep.endings = {}
-    assert "finished" in states(sweep(*words, code=0)) and {
-        cfg.optim.lr for cfg, _ in sweep.trained
-    } == {2.0}, "only what failed is tried again"
+    assert "finished" in states(sweep(*words, code=0)), "only what failed is tried again"
+    assert {cfg.optim.lr for cfg, _ in sweep.trained} == {2.0}, "only what failed is tried again"
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_not_started(sweep, monkeypatch):
+def test_what_does_not_fit_is_not_started(sweep, enter):
     lines = sweep(
         "batch.micro_rows=1,1024", "hydra.launcher.memory_gib=8", "precision=fp32", code=0
     )
-    assert states(lines) == ["finished", "does not fit"] and [
-        c.batch.micro_rows for c, _ in sweep.trained
-    ] == [1]
+    assert states(lines) == ["finished", "does not fit"]
+    assert [c.batch.micro_rows for c, _ in sweep.trained] == [1]
     assert re.search(
         r"needs \d+\.\d+ of 8.00 GiB on each of 1 ranks: try  batch.micro_rows=", lines[1]["reason"]
     )
     assert lines[1]["reason"] in sweep.said.err
-    monkeypatch.setattr(sweeps, "does_not_fit", lambda cfg, place: "too large")
+    enter(inject.around("job_fits", lambda *_: "too large"))
     assert states(sweep("batch.micro_rows=1024", code=1))[-1] == "does not fit", (
         "and nothing is finished"
     )
 
 
-def test_a_search_that_is_wrong_itself_is_refused_before_anything_starts(
-    sweep, tmp_path, monkeypatch
-):
+def test_a_search_that_is_wrong_itself_is_refused_before_anything_starts(sweep, tmp_path, enter):
     wrong = {
         "hydra.sweeper.n_trial=3": "Did you mean  hydra.sweeper.n_trials=3 ?",
         "hydra.sweeper.n_jobs=3": "hydra.launcher.jobs=2",
@@ -638,13 +628,16 @@ def test_a_search_that_is_wrong_itself_is_refused_before_anything_starts(
         "optim.weight_deca=0.1": "Did you mean  optim.weight_decay=0.1 ?",
     }
     for word, said in wrong.items():
-        assert sweep(*OPTUNA, word, code=2) == [] and said in sweep.said.err, word
-    monkeypatch.setattr("fsdp_trainer.config.sweep.find_spec", lambda name: None)
-    assert sweep(*OPTUNA, code=2) == [] and "pip install 'fsdp_trainer[optuna]'" in sweep.said.err
-    assert not list(tmp_path.iterdir()) and not sweep.trained
+        assert sweep(*OPTUNA, word, code=2) == [], word
+        assert said in sweep.said.err, word
+    enter(inject.around("sweep_extra", lambda *_: None))
+    assert sweep(*OPTUNA, code=2) == []
+    assert "pip install 'fsdp_trainer[optuna]'" in sweep.said.err
+    assert not list(tmp_path.iterdir())
+    assert not sweep.trained
 
 
-# --- with real ranks -------------------------------------------------------------------------------------------------------------------
+# --- with real ranks ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -704,26 +697,30 @@ def test_one_bad_value_and_one_killed_job_and_the_same_command_finishes(start, t
     process = start(*command, env=env)
     out, err = process.communicate(timeout=300)
     lines = {line["job"]: line for line in read_lines(tmp_path / "runs/s/sweep.jsonl")}
-    assert process.returncode == 1 and sorted(states(lines.values())) == [
+    assert process.returncode == 1, out + err
+    assert sorted(states(lines.values())) == [
         "failed",
         *["finished"] * 4,
         "refused",
     ], out + err
     killed = next(line for line in lines.values() if line["state"] == "failed")
     assert killed["reason"] == "ended without a word"
-    assert f"job {killed['job']} was killed by SIGKILL" in err and "100%" not in out
+    assert f"job {killed['job']} was killed by SIGKILL" in err
+    assert "100%" not in out
     whole = next(line for line in lines.values() if line["state"] == "finished")
     assert "8/8 100%" in (tmp_path / whole["folder"] / "output.log").read_text()
     process = start(*command, env=env)
     out, err = process.communicate(timeout=300)
     lines = {line["job"]: line for line in read_lines(tmp_path / "runs/s/sweep.jsonl")}
-    assert process.returncode == 1 and sorted(states(lines.values())) == [
+    assert process.returncode == 1, out + err
+    assert sorted(states(lines.values())) == [
         "finished",
         "refused",
         *["skipped"] * 4,
     ], out + err
     run = Run(tmp_path / killed["folder"])
-    assert run.event("resume")[0]["step"] == 5 and run.column("step") == list(range(1, 9))
+    assert run.event("resume")[0]["step"] == 5
+    assert run.column("step") == list(range(1, 9))
     lr = next(word for word in killed["overrides"] if word.startswith("optim.lr="))
     assert run.column("loss") == train("whole", lr, "train.steps=8").column("loss"), (
         "as if it had never been killed"
@@ -737,13 +734,12 @@ def test_sigterm_stops_the_running_jobs_in_order_and_starts_no_other(start, tmp_
     wait_until(lambda: len(list((tmp_path / "runs/s/jobs").glob("*/metrics.jsonl"))) == 2, process)
     process.terminate()
     out, err = process.communicate(timeout=150)
-    assert process.returncode == 75 and "the same command goes on" in out, out + err
+    assert process.returncode == 75, out + err
+    assert "the same command goes on" in out, out + err
     lines = read_lines(tmp_path / "runs/s/sweep.jsonl")
     assert states(lines) == ["stopped", "stopped", "waiting"]
-    assert (
-        all(Run(tmp_path / line["folder"]).checkpoints for line in lines[:2])
-        and not (tmp_path / lines[2]["folder"]).exists()
-    )
+    assert all(Run(tmp_path / line["folder"]).checkpoints for line in lines[:2])
+    assert not (tmp_path / lines[2]["folder"]).exists()
 
 
 @pytest.mark.slow

@@ -1,14 +1,16 @@
-"""The vocabulary: padding that nothing sees, rows for new tokens, and the language model of a folder that also knows images."""
+"""The vocabulary: padding that nothing sees, rows for new tokens, and the language model of a
+folder that also knows images."""
 
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_huggingface import HF, assert_byte_equal, make_folder, tensors
+from stored import assert_byte_equal, tensors
+from zoo import HF, make_folder
 
 import fsdp_trainer
-from fsdp_trainer.checkpoint.state import stored_tensors
+from fsdp_trainer.checkpoint.stored import StoredTensors
 from fsdp_trainer.config.paths import find_checkpoint
 
 transformers = pytest.importorskip("transformers")
@@ -31,15 +33,13 @@ def test_padding_changes_no_loss_and_no_export(train, tied):
     ]
     plain = train("plain", *how, ranks=2)
     padded = train("padded", *how, "model.vocab_multiple=100", ranks=2)
-    assert stored_tensors(str(find_checkpoint(padded.folder)))[f"weights/{EMBEDDING}"] == (300, 32)
+    assert StoredTensors(find_checkpoint(padded.folder)).shapes[f"weights/{EMBEDDING}"] == (300, 32)
     for column in ("loss", "grad_norm"):  # the shards' rows differ, and with them the order of sums
         assert padded.column(column) == pytest.approx(plain.column(column), rel=1e-6)
     ours, theirs = tensors(padded.folder / "hf"), tensors(plain.folder / "hf")
     assert ours[EMBEDDING].shape == (260, 32)
-    assert (
-        all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in theirs)
-        and ours.keys() == theirs.keys()
-    )
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in theirs)
+    assert ours.keys() == theirs.keys()
     assert json.loads((padded.folder / "hf" / "config.json").read_text())["vocab_size"] == 260
 
 
@@ -74,13 +74,15 @@ def test_new_tokens_start_as_the_mean_of_the_others(train, folder, ranks, multip
     ]
     run = train("run", f"model.init_from={folder}", *grown, base=HF, ranks=ranks)
     before, after = tensors(folder)[EMBEDDING], tensors(run.folder / "hf")[EMBEDDING]
-    assert after.shape == (300, 32) and torch.equal(after[:264], before)
+    assert after.shape == (300, 32)
+    assert torch.equal(after[:264], before)
     assert torch.allclose(after[264:], before.mean(0), atol=1e-6)
     tokens = torch.randint(264, (1, 20), generator=torch.Generator().manual_seed(0))
     ours, theirs = (
         fsdp_trainer.load_model(path).logits(tokens) for path in (run.folder / "hf", folder)
     )
-    assert ours.shape[-1] == 300 and torch.allclose(ours[..., :264], theirs, atol=1e-5)
+    assert ours.shape[-1] == 300
+    assert torch.allclose(ours[..., :264], theirs, atol=1e-5)
     second = train("second", f"model.init_from={run.folder}", "train.steps=2", base=HF)
     assert second.column("step") == [1, 2]
 
@@ -89,7 +91,8 @@ def test_rows_are_not_taken_away(train, folder):
     told = train(
         "run", f"model.init_from={folder}", "model.vocab_size=200", "train.steps=1", base=HF, code=2
     )
-    assert "model.vocab_size=200" in told.err and "264 rows" in told.err
+    assert "model.vocab_size=200" in told.err
+    assert "264 rows" in told.err
 
 
 def test_a_tokenizer_that_is_too_large_is_told_how_to_grow(train, tmp_path):
@@ -105,7 +108,8 @@ def test_a_tokenizer_that_is_too_large_is_told_how_to_grow(train, tmp_path):
 def test_tokens_that_the_tokenizer_lacks_are_added_to_it_and_to_the_model(train, folder, tmp_path):
     template = tmp_path / "own.jinja"
     template.write_text(
-        "{% for m in messages %}<|turn|>{{ m.content }}<|done|>{% endfor %}{% if add_generation_prompt %}<|turn|>{% endif %}"
+        "{% for m in messages %}<|turn|>{{ m.content }}<|done|>{% endfor %}{% if "
+        "add_generation_prompt %}<|turn|>{% endif %}"
     )
     lacking = [
         f"model.init_from={make_folder(tmp_path / 'small', vocab_size=260)}",
@@ -168,9 +172,8 @@ def test_of_a_gemma_3_with_images_the_language_model_is_trained(train, tmp_path,
     )
     assert_byte_equal(tensors(run.folder / "hf"), tensors(text))
     described = json.loads((run.folder / "hf" / "config.json").read_text())
-    assert described["model_type"] == "gemma3_text" and described["architectures"] == [
-        "Gemma3ForCausalLM"
-    ]
+    assert described["model_type"] == "gemma3_text"
+    assert described["architectures"] == ["Gemma3ForCausalLM"]
 
 
 def test_another_tokenizer_than_the_models_is_told(train, folder, tmp_path):

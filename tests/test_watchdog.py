@@ -1,4 +1,5 @@
-"""The watchdog finds a rank that died, was stopped or does not go on, names it and ends it; slow is not dead. And who is slow is named."""
+"""The watchdog finds a rank that died, was stopped or does not go on, names it and ends it; slow is
+not dead. And who is slow is named."""
 
 import contextlib
 import json
@@ -14,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+import inject
 import pytest
 from world import wait_until
 
-from fsdp_trainer import phases
+from fsdp_trainer import phases, slots
 from fsdp_trainer.cli import main
-from fsdp_trainer.launch import watchdog as watchdog_module
 from fsdp_trainer.launch.hangs import (
     Durations,
     Seen,
@@ -31,9 +32,9 @@ from fsdp_trainer.launch.hangs import (
     suspended,
 )
 from fsdp_trainer.launch.watchdog import Watch, Watchdog
-from fsdp_trainer.observe.records import Records
-from fsdp_trainer.observe.stragglers import Pace, slowest
-from fsdp_trainer.phases import PHASES, Place, Slot
+from fsdp_trainer.observe.stragglers import RankPace, slowest
+from fsdp_trainer.process import pid_namespace, start_ticks
+from fsdp_trainer.slots import PhaseVisit, RankSlot
 
 COLLECTIVE, ELSEWHERE, DEBUGGER = (
     f"/lib/{name}.py" for name in ("torch/distributed/distributed_c10d", "mine/model", "python/bdb")
@@ -50,29 +51,47 @@ def seen(
     file=COLLECTIVE,
     skipped_in=None,
     state="S",
-    left=False,
+    closed=False,
     **more,
 ):
-    """A rank that has begun three collectives in each of 7 steps but where it skipped one, and now stands in `phase` of `step`."""
+    """A rank that has begun three collectives in each of 7 steps but where it skipped one, and now
+    stands in `phase` of `step`."""
     trace, count = [], 0
     for s in range(1, step + 1):
         for name in STEP[: STEP.index(phase) + 1] if s == step and phase in STEP else STEP:
-            trace.append((len(trace) + 1, s, name, count))
+            trace.append(PhaseVisit(0.0, s, name, count, len(trace) + 1))
             count += name in ("forward", "backward", "agree") and (s, name) != skipped_in
-    spent = dict.fromkeys(PHASES, (0, 0.0)) | dict.fromkeys(STEP, (7, 7.0))
-    place = Place(step, phase, 0.0, len(trace), trace[-1][3])
-    slot = Slot(100 + rank, 1, rank, left, 0xABC, phases.here(), place, Place(), spent, trace)
-    stacks = f'Thread 0x{0xDEF:016x} (most recent call first):\n  File "/lib/other.py", line 1 in run\n\n'
-    stacks += f'Current thread 0x{0xABC:016x} (most recent call first):\n  File "/lib/torch/_ops.py", line 2 in op\n  File "{file}", line 3 in f\n'
+    if phase not in STEP:
+        trace.append(PhaseVisit(0.0, step, phase, count, len(trace) + 1))
+    slot = RankSlot(
+        pid=100 + rank,
+        started=1,
+        rank=rank,
+        closed=closed,
+        thread=0xABC,
+        pid_namespace=pid_namespace(),
+        background=PhaseVisit(0.0, 0, "start", 0, 0),
+        trace=trace,
+    )
+    stacks = (
+        f'Thread 0x{0xDEF:016x} (most recent call first):\n  File "/lib/other.py", line 1 in '
+        f"run\n\n"
+    )
+    stacks += (
+        f"Current thread 0x{0xABC:016x} (most recent call first):\n  File "
+        f'"/lib/torch/_ops.py", line 2 in op\n  File "{file}", line 3 in f\n'
+    )
     return Seen(slot, state, standing=standing, allowed=allowed, stacks=stacks, **more)
 
 
-# --- whose fault it is -------------------------------------------------------------------------------------------------------------
+# --- whose fault it is --------------------------------------------------------------------------
 
 
 def test_the_rank_that_is_in_no_collective_holds_up_those_that_are():
     verdict = judge([seen(0), seen(1, file=ELSEWHERE), seen(2)], 3, 1800)
-    assert verdict.what == "stuck" and [s.rank for s in verdict.ranks] == [1] and verdict.kill
+    assert verdict.what == "stuck"
+    assert [s.rank for s in verdict.ranks] == [1]
+    assert verdict.kill
 
 
 def test_of_several_in_no_collective_the_one_that_is_behind():
@@ -83,31 +102,31 @@ def test_of_several_in_no_collective_the_one_that_is_behind():
 def test_a_rank_that_skipped_a_collective_is_named_with_where():
     ranks = [seen(0, phase="agree"), seen(1, phase="forward", step=9, skipped_in=(8, "agree"))]
     verdict = judge(ranks, 2, 1800)
-    assert (
-        [s.rank for s in verdict.ranks] == [1] and "agree of step 8" in verdict.why and verdict.kill
-    )
+    assert [s.rank for s in verdict.ranks] == [1]
+    assert "agree of step 8" in verdict.why
+    assert verdict.kill
 
 
 def test_a_node_that_waits_for_another_is_left_alone_until_collectives_end_by_themselves():
     verdict = judge([seen(0), seen(1)], 4, 1800)
-    assert verdict.what == "waiting" and not verdict.kill
+    assert verdict.what == "waiting"
+    assert not verdict.kill
     assert judge([seen(0, standing=1811), seen(1, standing=1811)], 4, 1800).kill
     assert judge([seen(0), seen(1)], 2, 1800).kill, "there is no other node"
-    assert judge([seen(0), seen(1, state=None, left=True)], 4, 1800).kill, (
+    assert judge([seen(0), seen(1, state=None, closed=True)], 4, 1800).kill, (
         "one that left does not come back"
     )
 
 
 def test_on_gpus_a_host_outside_any_collective_may_wait_for_a_device_that_waits_for_another_node():
     ranks = [seen(0, file=ELSEWHERE), seen(1, file=ELSEWHERE)]
-    assert (
-        judge(ranks, 4, 1800, on_device=True).what == "waiting"
-        and not judge(ranks, 4, 1800, on_device=True).kill
-    )
+    assert judge(ranks, 4, 1800, on_device=True).what == "waiting"
+    assert not judge(ranks, 4, 1800, on_device=True).kill
     assert judge(ranks, 2, 1800, on_device=True).kill, "there is no other node"
     assert judge(ranks, 4, 1800).what == "stuck", "no device that it could wait for"
     behind = judge([seen(0, phase="agree"), seen(1, file=ELSEWHERE)], 4, 1800, on_device=True)
-    assert behind.kill and [s.rank for s in behind.ranks] == [1], "its neighbour's host has gone on"
+    assert behind.kill
+    assert [s.rank for s in behind.ranks] == [1], "its neighbour's host has gone on"
 
 
 def test_a_debugger_is_no_hang():
@@ -120,40 +139,42 @@ def test_a_debugger_is_no_hang():
 def test_while_one_rank_is_within_its_time_the_others_wait_for_it():
     assert standing([seen(0), seen(1)])
     assert not standing([seen(0), seen(1, phase="data", standing=40, allowed=1800)])
-    assert standing([seen(0), seen(1, state=None, left=True)]) and not standing(
-        [seen(0, left=True)]
-    )
+    assert standing([seen(0), seen(1, state=None, closed=True)])
+    assert not standing([seen(0, closed=True)])
 
 
 def test_a_rank_that_its_terminal_stopped_is_suspended():
     ours, theirs = os.openpty()
-    code = "import fcntl, os, signal, termios; os.isatty(0) and fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.kill(os.getpid(), signal.SIGSTOP)"
+    code = (
+        "import fcntl, os, signal, termios; os.isatty(0) and fcntl.ioctl(0, "
+        "termios.TIOCSCTTY, 0); os.kill(os.getpid(), signal.SIGSTOP)"
+    )
     for stdin, meant in ((theirs, True), (subprocess.DEVNULL, False)):
         process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=stdin, start_new_session=True
         )
         os.waitpid(process.pid, os.WUNTRACED)
-        rank = look(replace(seen().slot, pid=process.pid, started=phases.started_at(process.pid)))
-        assert rank.state == "T" and suspended(rank) == meant
+        rank = look(replace(seen().slot, pid=process.pid, started=start_ticks(process.pid)))
+        assert rank.state == "T"
+        assert suspended(rank) == meant
         process.kill()
         process.wait()
     os.close(ours)
     os.close(theirs)
 
 
-# --- slow is not dead --------------------------------------------------------------------------------------------------------------
+# --- slow is not dead ---------------------------------------------------------------------------
 
 
-def allowed(phase, state="S", **spent):
-    durations, slot = Durations(), replace(seen().slot, main=Place(9, phase))
-    for times in range(1, 4):
-        slot = replace(
-            slot,
-            spent=dict.fromkeys(PHASES, (0, 0.0))
-            | {name: (times, times * seconds) for name, seconds in spent.items()},
-        )
-        durations.note([slot])
-    return durations.allowed(slot, state, 10, 1800)
+def allowed(phase, state="S", **seconds):
+    """Seconds that `phase` may take after three visits to each phase of `seconds`."""
+    durations, now, trace = Durations(), 0.0, []
+    for name, spent in [*seconds.items()] * 3 + [(phase, 0)]:
+        trace.append(PhaseVisit(now, 9, name, 0, len(trace) + 1))
+        now += spent
+    slot = replace(seen().slot, trace=trace)
+    durations.note([slot])
+    return pytest.approx(durations.allowed(slot, state, 10, 1800))
 
 
 def test_time_is_allowed_by_what_a_phase_took_so_far():
@@ -179,13 +200,14 @@ def test_time_is_allowed_by_what_a_phase_took_so_far():
         assert allowed(phase, read=0.1) == float("inf")
 
 
-def watchdog_over(tmp_path, *slots, seconds=0.0, **told):
-    """One that has looked once at ranks whose slots say this, and the processes that it ended; `seconds` have passed since."""
+def watchdog_over(tmp_path, *ranks, seconds=0.0, **told):
+    """One that has looked once at ranks whose slots say this, and the processes that it ended;
+    `seconds` have passed since."""
     ended, board = [], tmp_path / "board"
     board.touch()
-    with patch.object(phases, "slots", lambda _: list(slots)):
+    with inject.around("rank_slots", lambda *_: list(ranks)):
         watchdog = Watchdog(
-            Watch(str(board), str(tmp_path), len(slots), 10, 1800, **told),
+            Watch(str(board), str(tmp_path), len(ranks), 10, 1800, **told),
             lambda pid, signum: ended.append((pid, signum)),
         )
         watchdog.look()
@@ -206,15 +228,15 @@ def rank_process():
     yield replace(
         slot,
         pid=process.pid,
-        started=phases.started_at(process.pid),
-        main=replace(slot.main, since=time.monotonic() - 11),
+        started=start_ticks(process.pid),
+        trace=[*slot.trace[:-1], slot.training._replace(since=time.monotonic() - 11)],
     )
     process.kill()
     process.communicate()
 
 
-def act(watchdog, *slots):
-    with patch.object(phases, "slots", lambda _: list(slots)):
+def act(watchdog, *ranks):
+    with inject.around("rank_slots", lambda *_: list(ranks)):
         watchdog.act(watchdog.look())
 
 
@@ -228,11 +250,11 @@ def stand(watchdog, slot):
 def test_a_rank_that_stands_is_ended_but_not_while_its_disk_or_the_processors_keep_it_waiting(
     tmp_path, rank_process
 ):
-    disk = patch.object(watchdog_module, "reads_disk", lambda _: True)
+    disk = inject.around("reads_disk", lambda *_: True)
     for why, done in (
         (contextlib.nullcontext(), 1),
         (disk, 0),
-        (patch.object(Watchdog, "starved_for", lambda *_: 5.0), 0),
+        (inject.around("starved_for", lambda *_: 5.0), 0),
     ):
         watchdog, ended = watchdog_over(tmp_path, rank_process, seconds=20)
         with why:
@@ -244,34 +266,78 @@ def test_a_rank_that_goes_on_while_it_is_looked_into_is_left_alone(tmp_path, ran
     watchdog, ended = watchdog_over(tmp_path, rank_process, seconds=20)
     moved = replace(
         rank_process,
-        main=replace(
-            rank_process.main, entered=rank_process.main.entered + 1, since=time.monotonic()
-        ),
+        trace=[*rank_process.trace, PhaseVisit(time.monotonic(), 8, "read", 0, 100)],
     )
-    with patch.object(
-        Watchdog, "ask_for_stacks", lambda self, _: setattr(self, "slots", lambda: [moved])
-    ):
+
+    def ask(_real, self, _pids):
+        self.slots = lambda: [moved]
+
+    with inject.around("ask_for_stacks", ask):
         stand(watchdog, rank_process)
     assert not ended
+
+
+def stop_process(pid):
+    os.kill(pid, signal.SIGSTOP)
+    os.waitpid(pid, os.WUNTRACED)
+
+
+@pytest.mark.parametrize("when", ["before it is looked at", "while its stacks are asked for"])
+def test_a_stopped_rank_is_reported_as_stopped_though_its_phase_already_lasts_too_long(
+    tmp_path, rank_process, capsys, when
+):
+    watchdog, ended = watchdog_over(tmp_path, rank_process, seconds=20)
+    watchdog.watch.world_size = 2  # the other rank's node: this one alone was stopped
+    stopped_late = contextlib.nullcontext()
+    if when == "before it is looked at":
+        stop_process(rank_process.pid)
+    else:
+        stopped_late = inject.around("ask_for_stacks", lambda *_: stop_process(rank_process.pid))
+    with inject.around("suspended", lambda *_: False):
+        with stopped_late:
+            stand(watchdog, rank_process)
+        assert not ended, "its missing stacks prove nothing"
+        watchdog.stopped_since = {rank: since - 5 for rank, since in watchdog.stopped_since.items()}
+        act(watchdog, rank_process)
+    assert ended == [(rank_process.pid, signal.SIGKILL)]
+    assert "stopped by a signal" in capsys.readouterr().err
+
+
+def test_a_rank_that_dies_while_stacks_are_asked_for_is_reported_as_dead(
+    tmp_path, rank_process, capsys
+):
+    watchdog, ended = watchdog_over(tmp_path, rank_process, seconds=20)
+
+    def die(*_):
+        os.kill(rank_process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, rank_process.pid, os.WEXITED | os.WNOWAIT)
+
+    with inject.around("ask_for_stacks", die):
+        stand(watchdog, rank_process)
+    act(watchdog, rank_process)
+    assert not ended
+    assert "died" in capsys.readouterr().err
 
 
 def test_a_rank_that_nobody_would_start_again_is_told_of_but_lives(tmp_path, rank_process, capsys):
     watchdog, ended = watchdog_over(tmp_path, rank_process, seconds=20, alone=True)
     stand(watchdog, rank_process)
-    assert not ended and "rank 0 on" in capsys.readouterr().err
+    assert not ended
+    assert "rank 0 on" in capsys.readouterr().err
 
 
 def test_a_rank_that_leaves_between_two_looks_has_not_died(tmp_path):
     gone = replace(seen().slot, pid=2**22 + 1)
-    watchdog, _ = watchdog_over(tmp_path, replace(gone, left=True))
-    with patch.object(phases, "slots", side_effect=[[gone], [replace(gone, left=True)]]):
+    watchdog, _ = watchdog_over(tmp_path, replace(gone, closed=True))
+    views = [[gone], [replace(gone, closed=True)]]
+    with inject.around("rank_slots", lambda *_: views.pop(0)):
         assert [(s.state, s.died) for s in watchdog.look()] == [(None, False)]
 
 
 def test_ranks_of_another_container_are_not_taken_for_dead(tmp_path):
-    elsewhere = replace(seen().slot, pid=2**22 + 1, where=1)
+    elsewhere = replace(seen().slot, pid=2**22 + 1, pid_namespace=1)
     watchdog, _ = watchdog_over(tmp_path, elsewhere)
-    with patch.object(phases, "slots", lambda _: [elsewhere]):
+    with inject.around("rank_slots", lambda *_: [elsewhere]):
         assert watchdog.look() == []
 
 
@@ -281,12 +347,11 @@ def test_a_rank_of_which_the_system_says_nothing_is_not_taken_for_dead(rank_proc
 
 
 def test_a_world_that_is_stopped_as_a_whole_is_suspended(tmp_path, rank_process):
-    os.kill(rank_process.pid, signal.SIGSTOP)
-    os.waitpid(rank_process.pid, os.WUNTRACED)
+    stop_process(rank_process.pid)
     for world, done in ((1, 0), (2, 1)):
         watchdog, ended = watchdog_over(tmp_path, rank_process)
         watchdog.watch.world_size = world
-        with patch.object(watchdog_module, "suspended", lambda _: False):
+        with inject.around("suspended", lambda *_: False):
             act(watchdog, rank_process)
             watchdog.stopped_since = {
                 rank: since - 5 for rank, since in watchdog.stopped_since.items()
@@ -298,7 +363,8 @@ def test_a_world_that_is_stopped_as_a_whole_is_suspended(tmp_path, rank_process)
 @pytest.mark.parametrize("full", ["share", "touch", "start_watchdog"])
 def test_a_run_without_memory_for_a_watchdog_trains_without_one(train, full):
     run = train("run", "train.steps=1", "launch.watchdog=true", seam=partial(no_room, full))
-    assert len(run.metrics) == 1 and "rank 0 has no watchdog" in run.err
+    assert len(run.metrics) == 1
+    assert "rank 0 has no watchdog" in run.err
 
 
 @contextlib.contextmanager
@@ -314,7 +380,10 @@ def no_room(full):
 
 def test_time_without_a_processor_is_counted_by_the_system(tmp_path):
     """Two busy processes on one core: each of them waits for about half the time."""
-    code = "import os, time; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); print(flush=True)\nwhile True: pass"
+    code = (
+        "import os, time; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
+        "print(flush=True)\nwhile True: pass"
+    )
     processes = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(2)
     ]
@@ -327,7 +396,7 @@ def test_time_without_a_processor_is_counted_by_the_system(tmp_path):
         process.communicate()
 
 
-# --- with real processes -----------------------------------------------------------------------------------------------------------
+# --- with real processes ------------------------------------------------------------------------
 
 RANK = """
 import os, pathlib, signal, sys, threading, time
@@ -346,7 +415,8 @@ def hear(what):
 watched = Watched(Watch(board, run, 2, 1.0, 60.0), rank, rank)
 tell(f"rank {rank} is here")
 hear(f"rank {1 - rank} is here")
-exec(compile("def collective():\\n    time.sleep(60)", "/torch/distributed/distributed_c10d.py", "exec"))
+waits = "def collective():\\n    time.sleep(60)"
+exec(compile(waits, "/torch/distributed/distributed_c10d.py", "exec"))
 for step in range(1, 6):
     for phase in ("data", "forward", "read", "agree"):
         phases.enter(phase, step)
@@ -416,85 +486,127 @@ def test_a_rank_that_does_not_go_on_is_ended_and_named_with_its_stacks(tmp_path,
     assert [(e["rank"], e["phase"], e["step"], e["killed"]) for e in events] == [
         (1, "forward", 6, True)
     ]
-    assert what in said and said.count("fsdp-trainer: rank 1 on") == 1
+    assert what in said
+    assert said.count("fsdp-trainer: rank 1 on") == 1
     waiting, guilty = (
         (run / "hangs" / Path(events[0]["files"]).name / f"rank-{r}.txt").read_text()
         for r in range(2)
     )
-    assert "distributed_c10d.py" in waiting and (
-        "state T" in guilty if fault == "stopped" else "threading.py" in guilty
-    )
+    assert "distributed_c10d.py" in waiting
+    assert "state T" in guilty if fault == "stopped" else "threading.py" in guilty
 
 
 @pytest.mark.slow
 def test_a_rank_that_dies_is_named_and_those_that_wait_for_it_are_ended(tmp_path):
     codes, said, events, _ = ranks_that("dies", tmp_path)
-    assert (
-        codes == [-signal.SIGKILL, 3]
-        and [(e["what"], e["rank"]) for e in events] == [("dead", 1)]
-        and "rank 1" in said
-    )
+    assert codes == [-signal.SIGKILL, 3]
+    assert [(e["what"], e["rank"]) for e in events] == [("dead", 1)]
+    assert "rank 1" in said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["finishes", "compiles"])
 def test_ranks_that_leave_in_order_or_compile_are_left_alone(tmp_path, fault):
     codes, said, events, _ = ranks_that(fault, tmp_path)
-    assert codes == [0, 0] and not events and not said
+    assert codes == [0, 0]
+    assert not events
+    assert not said
 
 
 @pytest.mark.slow
 def test_a_run_is_watched_unless_it_says_no(train):
+    looking = inject.at("clip", look_for_a_watchdog)
     for overrides, watched in ((["launch.watchdog=true"], True), ([], False)):
-        run = train(f"run{watched}", "train.steps=1", *overrides, seam=looking_for_a_watchdog)
-        assert ("a watchdog is there" in run.out) == watched and run.events[-1]["exit_code"] == 0
+        run = train(f"run{watched}", "train.steps=1", *overrides, seam=looking)
+        assert ("a watchdog is there" in run.out) == watched
+        assert run.events[-1]["exit_code"] == 0
 
 
-@contextlib.contextmanager
-def looking_for_a_watchdog():
-    enter = phases.enter
-
-    def look_and_enter(phase, step=None):
-        enter(phase, step)
-        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-        if phase == "agree" and any(
-            "watchdog" in Path(f"/proc/{child}/cmdline").read_text() for child in children
-        ):
-            print("a watchdog is there")
-
-    phases.enter = look_and_enter
-    yield
-    phases.enter = enter
+def look_for_a_watchdog():
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    if any("watchdog" in Path(f"/proc/{child}/cmdline").read_text() for child in children):
+        print("a watchdog is there")
 
 
 def test_a_stall_that_is_no_duration_is_refused(capsys):
-    assert (
-        main(["+recipe=quickstart", "launch.stall=soon"]) == 2
-        and "launch.stall=soon" in capsys.readouterr().err
-    )
+    assert main(["+recipe=quickstart", "launch.stall=soon"]) == 2
+    assert "launch.stall=soon" in capsys.readouterr().err
+
+
+@pytest.fixture
+def board(tmp_path):
+    """A file of slots in which this process shows itself as rank 5 in slot 1; slot 0 is empty."""
+    board = tmp_path / "board"
+    board.touch()
+    phases.begin()
+    slots.share(board, 1, 5)
+    yield board
+    slots.leave()
+
+
+def test_a_slot_shows_a_ranks_phases_and_the_collectives_before_each(board):
+    slots.count_collectives(iter([10, 20]).__next__)
+    phases.enter("data", 3)
+    phases.enter("forward")
+    (slot,) = slots.read_slots(board.read_bytes())
+    assert (slot.pid, slot.rank) == (os.getpid(), 5)
+    assert [(visit.step, visit.phase, visit.collectives) for visit in slot.trace] == [
+        (0, "start", 0),
+        (3, "data", 10),
+        (3, "forward", 20),
+    ]
+
+
+def test_a_slot_remembers_the_newest_phases(board):
+    for step in range(1, 2 * slots.TRACE_LENGTH):
+        phases.enter("forward", step)
+    (slot,) = slots.read_slots(board.read_bytes())
+    assert [visit.step for visit in slot.trace] == [
+        *range(slots.TRACE_LENGTH, 2 * slots.TRACE_LENGTH)
+    ]
+
+
+def test_a_slot_shows_that_its_rank_left_in_order(board):
+    phases.enter("end", 3)
+    slots.leave()
+    phases.enter("start", 0)
+    (slot,) = slots.read_slots(board.read_bytes())
+    assert slot.closed
+    assert slot.training.phase == "end"
+
+
+def test_a_checkpoints_thread_has_a_visit_of_its_own(board):
+    phases.enter("forward", 3)
+    thread = threading.Thread(target=phases.enter, args=("shards", 2))
+    thread.start()
+    thread.join()
+    (slot,) = slots.read_slots(board.read_bytes())
+    assert (slot.training.phase, slot.background.phase) == ("forward", "shards")
 
 
 def test_a_run_in_a_worker_thread_leaves_the_main_thread_to_the_next(tmp_path):
     (tmp_path / "board").touch()
 
     def in_a_thread():
-        phases.share(tmp_path / "board", 0, 0)
+        phases.begin()
+        slots.share(tmp_path / "board", 0, 0)
         phases.enter("forward", 3)
-        phases.leave()
+        slots.leave()
 
     thread = threading.Thread(target=in_a_thread)
     thread.start()
     thread.join()
+    phases.begin()
     phases.enter("data", 7)
-    assert (phases.main.phase, phases.main.step) == ("data", 7)
+    assert (phases.training.phase, phases.training.step) == ("data", 7)
 
 
-# --- stragglers --------------------------------------------------------------------------------------------------------------------
+# --- stragglers ---------------------------------------------------------------------------------
 
 
 def paces(*seconds, device=None):
     return {
-        rank: Pace(
+        rank: RankPace(
             f"host{rank}", 10, 10.0, {"forward": 10 * s, "update": 1.0}, device and device[rank]
         )
         for rank, s in enumerate(seconds)
@@ -507,15 +619,16 @@ def test_the_rank_that_all_wait_for_is_named_with_its_phase():
         1,
         "host1",
         "forward",
-    ) and found.lost == pytest.approx(0.4)
-    assert slowest(paces(0.3, 0.35, 0.3)) is None and slowest(paces(0.1, 0.2)) is None, (
-        "not worth a word"
     )
+    assert found.lost == pytest.approx(0.4)
+    assert slowest(paces(0.3, 0.35, 0.3)) is None, "not worth a word"
+    assert slowest(paces(0.1, 0.2)) is None, "not worth a word"
 
 
 def test_a_slow_device_is_named_where_hosts_are_alike():
     found = slowest(paces(0.1, 0.1, 0.1, device=[0.010, 0.010, 0.016]))
-    assert found.rank == 2 and "device" in found.phase
+    assert found.rank == 2
+    assert "device" in found.phase
     assert slowest(paces(0.1, 0.1, device=[0.010, 0.011])) is None
 
 
@@ -526,7 +639,7 @@ def test_a_slow_rank_of_a_run_is_named(train):
         "train.steps=2000",
         "logging.stragglers=0.5s",
         ranks=2,
-        seam=slow_rank_until_it_is_named,
+        seam=SLOW_RANK_UNTIL_IT_IS_NAMED,
         code=75,
     )
     found = run.event("straggler")[
@@ -536,22 +649,13 @@ def test_a_slow_rank_of_a_run_is_named(train):
     assert "rank 1 on" in run.out
 
 
-@contextlib.contextmanager
-def slow_rank_until_it_is_named():
-    enter, event = phases.enter, Records.event
+def stop_when_it_is_named(event, self, name, **details):
+    event(self, name, **details)
+    if name == "straggler" and (details["rank"], details["phase"]) == (1, "forward"):
+        os.kill(os.getpid(), signal.SIGTERM)
 
-    def slowly(phase, step=None):
-        enter(phase, step)
-        if phase == "forward" and os.environ["RANK"] == "1":
-            time.sleep(0.07)
 
-    def stop_when_it_is_told(self, name, **details):
-        event(self, name, **details)
-        if name == "straggler" and (details["rank"], details["phase"]) == (1, "forward"):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with (
-        patch.object(phases, "enter", slowly),
-        patch.object(Records, "event", stop_when_it_is_told),
-    ):
-        yield
+SLOW_RANK_UNTIL_IT_IS_NAMED = inject.together(
+    inject.at("forward", partial(time.sleep, 0.07), rank=1),
+    inject.around("event", stop_when_it_is_named),
+)

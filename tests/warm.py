@@ -1,8 +1,9 @@
-"""Imported by the server that ranks are forked from: what each of them would else import and parse when it first trains."""
+"""Imported by the server that ranks are forked from: what each of them would else import and parse
+when it first trains."""
 
 import gc
 
-import torch._dynamo  # noqa: F401
+import torch._dynamo  # noqa: F401 - as training.verb does before a training
 
 import fsdp_trainer.cli
 import fsdp_trainer.data.preview

@@ -1,4 +1,5 @@
-"""A pool of worker processes that are the ranks of a world: a training on 2 ranks costs what it computes, not what importing torch does."""
+"""A pool of worker processes that are the ranks of a world: a training on 2 ranks costs what it
+computes, not what importing torch does."""
 
 import contextlib
 import gc
@@ -8,7 +9,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import textwrap
 import time
 import traceback
 from collections.abc import Callable
@@ -24,10 +24,19 @@ from fsdp_trainer.launch.nodes import free_port
 PRELOAD = ["torch", "torch.distributed.checkpoint", "tests.warm"]
 RANKS = 4
 SMALL = [
-    "model=tiny", "model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=2", "model.head_dim=8", "precision=fp32",
-    "model.initializer_range=0.1", "batch.seq_len=64", "batch.rows=6", "batch.micro_rows=6", "optim.lr=3e-3", "optim.weight_decay=0.1",
-    "schedule.warmup_steps=3", "checkpoint.every=null", "launch.timeout=60s", "launch.data_timeout=60s", "launch.watchdog=false",
+    "model=tiny", "model.hidden_size=32", "model.intermediate_size=48",
+    "model.num_hidden_layers=2", "model.head_dim=8", "precision=fp32",
+    "model.initializer_range=0.1", "batch.seq_len=64", "batch.rows=6", "batch.micro_rows=6",
+    "optim.lr=3e-3", "optim.weight_decay=0.1",
+    "schedule.warmup_steps=3", "checkpoint.every=null", "launch.timeout=60s",
+    "launch.data_timeout=60s", "launch.watchdog=false",
 ]  # fmt: skip
+
+SPIKY = [
+    "train.spike_window=8", "checkpoint.every=6", "checkpoint.keep=9", "batch.micro_rows=3",
+    "schedule=constant", "batch.rows=3", "optim.lr=1e-3",
+]  # fmt: skip
+"""Three rows a step, and a guard that soon knows what is usual."""
 
 
 class RankFailed(AssertionError):
@@ -117,41 +126,6 @@ def wait_until(there: Callable[[], Any], process: Any = None) -> Any:
     return found
 
 
-def seamed(folder: Path, code: str) -> dict[str, str]:
-    """An environment in which every process of Python, whoever starts it, first does `code`: where processes are real, and their order must be certain."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(textwrap.dedent(code))
-    return {"PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[1])])}
-
-
-def killed_once(folder: Path, rank: int, step: int) -> dict[str, str]:
-    """Where `rank` is killed hard as it begins that step, but for the first time only: from outside it might come too late."""
-    return seamed(
-        folder,
-        f"""
-        import os, pathlib, signal
-        from fsdp_trainer import phases
-
-        enter, killed = phases.enter, pathlib.Path({str(folder / "killed")!r})
-
-        def enter_and_die(phase, step=None):
-            enter(phase, step)
-            if step == {step} and os.environ.get("RANK", "0") == "{rank}":
-                try:
-                    killed.touch(exist_ok=False)
-                    os.kill(os.getpid(), signal.SIGKILL)
-                except FileExistsError:
-                    pass
-
-        phases.enter = enter_and_die
-        """,
-    )
-
-
-ONE_SIGNAL = "from fsdp_trainer.launch import start\nstart.ECHO_SECONDS = 60"
-"""Signals that are sent one after the other are one request, however slow the machine is between them."""
-
-
 def end(processes: list) -> None:
     """Of a test, also of one that failed: what it has started trains no longer."""
     for process in processes:
@@ -161,7 +135,8 @@ def end(processes: list) -> None:
 
 
 def alive(pid: int | str) -> bool:
-    """Whether a process runs: not so if it has ended, also if nobody has asked for its exit code yet."""
+    """Whether a process runs: not so if it has ended, also if nobody has asked for its exit code
+    yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -186,7 +161,8 @@ class World:
         timeout: float = 300,
         patience: float = 20,
     ) -> list:
-        """`function(*args)` on each rank with torchrun's variables set; what it returned. Raises RankFailed.
+        """`function(*args)` on each rank with torchrun's variables set; what it returned. Raises
+        RankFailed.
 
         patience: seconds for the others to find out that one has failed.
         """
@@ -235,7 +211,8 @@ class World:
         seam: Callable | None = None,
         **options: Any,
     ) -> list[Told]:
-        """The command line on every rank, each of which must exit with `code`. seam: a context manager, entered on every rank."""
+        """The command line on every rank, each of which must exit with `code`. seam: a context
+        manager, entered on every rank."""
         composed = compose_once(argv) if ranks > 1 and code != 2 else None
         told = self.call(ranks, command, list(argv), seam, composed, **options)
         assert [t.code for t in told] == [code] * ranks, "\n".join(
@@ -284,7 +261,9 @@ def work(pipe) -> None:
         jobs += 1
         if jobs % 20 == 0:
             gc.collect()
-        gc.freeze()  # as after a rank's imports: a run's own collections would go through all that torch has, for a third of a small run
+        # as after a rank's imports: a run's own collections would go through all that torch has,
+        # for a third of a small run
+        gc.freeze()
         try:
             function, args = pickle.loads(job)
             answer = ("done", function(*args))
@@ -300,7 +279,8 @@ def work(pipe) -> None:
 
 
 def compose_once(argv: tuple[str, ...]) -> Any:
-    """What the ranks of a training would each compose, as our own launcher does it for them; None where each is to do so itself."""
+    """What the ranks of a training would each compose, as our own launcher does it for them; None
+    where each is to do so itself."""
     if argv[0] != "train" or any("${" in word for word in argv):
         return None
     try:
@@ -310,7 +290,8 @@ def compose_once(argv: tuple[str, ...]) -> Any:
 
 
 def command(argv: list[str], seam: Callable | None, composed: Any = None) -> Told:
-    """A command line in this process, with what it printed. composed: its configuration, if a launcher has handed it over."""
+    """A command line in this process, with what it printed. composed: its configuration, if a
+    launcher has handed it over."""
     from fsdp_trainer.cli import main
 
     out, err = io.StringIO(), io.StringIO()

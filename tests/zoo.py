@@ -2,6 +2,8 @@
 
 import torch
 
+from fsdp_trainer.data.tokenizer import load_tokenizer
+
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -117,7 +119,8 @@ SMALL = {
     "num_attention_heads": 4,
     "vocab_size": 100,
 }
-# config.json as it is published, sizes but for Gemma 3's made small: full of what another file leaves out, says twice, or spells otherwise
+# config.json as it is published, sizes but for Gemma 3's made small: full of what another file
+# leaves out, says twice, or spells otherwise
 WILD = {
     "gemma3 4b": {
         "architectures": ["Gemma3ForConditionalGeneration"],
@@ -278,3 +281,39 @@ WILD = {
         "transformers.js_config": {},
     },
 }
+
+HF = [
+    "model=auto",
+    "precision=fp32",
+    "batch.seq_len=64",
+    "batch.rows=6",
+    "batch.micro_rows=3",
+    "launch.timeout=60s",
+    "launch.data_timeout=60s",
+]
+"""How a folder of Hugging Face's is trained."""
+FOLDER_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.1,
+}
+
+
+def make_folder(folder, family="llama", dtype=torch.float32, shard="1GB", **options):
+    """Write a model as transformers saves it, with a tokenizer."""
+    model = make_model(
+        family,
+        **{
+            "vocab_size": 264,
+            **FOLDER_SIZES,
+            "max_position_embeddings": 128,
+            **ZOO[family][1],
+            **options,
+        },
+    )
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    load_tokenizer("demo:bytes").save(folder)
+    return folder

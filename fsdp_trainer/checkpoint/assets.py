@@ -1,8 +1,10 @@
-"""What a Hugging Face folder holds besides weights; every checkpoint carries it, so that it can be exported anywhere."""
+"""The Hugging Face folder without weights in every checkpoint, which an export begins with."""
 
 import json
 from pathlib import Path
+from typing import Any
 
+from fsdp_trainer.checkpoint.files import write_json
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.models.config import ModelConfig
 
@@ -15,23 +17,24 @@ def write_hf_assets(
     dtype: str,
     source: Path | None,
 ) -> None:
-    """config.json, generation_config.json, the tokenizer's files and the chat template. source: the folder the model came from."""
+    """Write config.json, generation_config.json, the tokenizer's files and the chat template.
+
+    source: the folder that the model came from, whose generation_config.json is kept.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     stop_ids = sorted(tokenizer.stop_ids, key=lambda i: (i != tokenizer.eos_id, i))
-    described = config.to_hf(dtype, tokenizer.bos_id, stop_ids or None)
-    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-    kept = source / "generation_config.json" if source else None
-    generation = (
-        json.loads(kept.read_text())
-        if kept and kept.is_file()
-        else {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
-    )
+    hf_config = config.to_hf(dtype, tokenizer.bos_id, stop_ids or None)
+    write_json(folder / "config.json", hf_config)
+    generation: dict[str, Any] = {
+        "bos_token_id": tokenizer.bos_id,
+        "pad_token_id": tokenizer.pad_id,
+    }
+    if source and (source / "generation_config.json").is_file():
+        generation = json.loads((source / "generation_config.json").read_text())
     ends = generation.get("eos_token_id") or []
+    ends = ends if isinstance(ends, list) else [ends]
     # a base model's list lacks the end of turn that fine-tuning teaches
-    generation["eos_token_id"] = list(
-        dict.fromkeys([*(ends if isinstance(ends, list) else [ends]), *stop_ids])
-    )
-    (folder / "generation_config.json").write_text(
-        json.dumps({k: v for k, v in generation.items() if v not in (None, [])}, indent=2) + "\n"
-    )
+    generation["eos_token_id"] = list(dict.fromkeys([*ends, *stop_ids]))
+    known = {key: value for key, value in generation.items() if value not in (None, [])}
+    write_json(folder / "generation_config.json", known)
     tokenizer.save(folder, chat_template)

@@ -1,33 +1,30 @@
-"""One short name for all weights of a checkpoint, whatever number of ranks wrote it: equal digests are equal weights, to the last bit."""
+"""One short name for all weights of a checkpoint: equal digests are equal weights, bit by bit."""
 
 import hashlib
 from pathlib import Path
 
 import torch
 
-from fsdp_trainer.checkpoint.state import WEIGHTS
-from fsdp_trainer.checkpoint.stored import StoredTensors
-from fsdp_trainer.checkpoint.stream import PIECE_BYTES, read
+from fsdp_trainer.checkpoint.base import require_unchanged, weights_on_disk
+from fsdp_trainer.checkpoint.stream import as_bytes, piece_bytes, row_ranges
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder
 
 
 def weights_digest(checkpoint: Path) -> str:
-    """The first 16 hexadecimal digits of SHA-256 over name, number format, shape and bytes of every weight, in the order of their names.
+    """Return the first 16 hexadecimal digits of SHA-256 over all weights, in order of their names.
 
-    Memory: one piece of a tensor. Raises RunFailed for a checkpoint that lacks rows, OSError for files that cannot be read.
+    Name, number format, shape and bytes of each count; what ranks wrote which part does not.
+    Memory: one piece of a tensor. Raises RunFailed for a checkpoint that lacks rows, and OSError.
     """
-    digest, stored, buffer = (
-        hashlib.sha256(),
-        StoredTensors(checkpoint),
-        torch.empty(PIECE_BYTES, dtype=torch.uint8),
-    )
-    for name in sorted(name for name in stored.names if name.startswith(WEIGHTS)):
-        dtype, shape = stored.entry(name)
-        digest.update(f"{name.removeprefix(WEIGHTS)} {dtype} {list(shape)}\n".encode())
-        for rows in stored.rows(name, shape[0]):
-            end = rows.offset + rows.count * shape[1:].numel() * dtype.itemsize
-            with rows.file.open("rb", 0) as file:
-                for offset in range(rows.offset, end, PIECE_BYTES):
-                    piece = buffer[: end - offset]
-                    read(rows.file, file.fileno(), offset, piece)
-                    digest.update(piece.numpy().data)
+    with torch.device("meta"):
+        model = Decoder(ModelConfig.from_hf(checkpoint / "hf"))
+    require_unchanged(model, checkpoint)
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights_on_disk(model, checkpoint).items()):
+        shape = list(tensor.shape)
+        digest.update(f"{name} {tensor.dtype} {shape}\n".encode())
+        buffer = torch.empty(piece_bytes([tensor.row_bytes]), dtype=torch.uint8)
+        for first, last in row_ranges(0, shape[0], tensor.row_bytes):
+            digest.update(as_bytes(tensor.read_rows(first, last, buffer)))
     return digest.hexdigest()[:16]

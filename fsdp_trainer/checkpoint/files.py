@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.paths import MANIFEST
-from fsdp_trainer.errors import Problem
+from fsdp_trainer.config.paths import MANIFEST, checkpoint_folders, find_checkpoint
+from fsdp_trainer.errors import Problem, UserError
 
 READ_BYTES = 1 << 24
 SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file: finds every single-bit flip and every burst up to 32 bits. Raises OSError."""
-    value, buffer = 0, memoryview(bytearray(min(READ_BYTES, path.stat().st_size)))
+    """Return the CRC-32 of a file: it finds every burst of up to 32 wrong bits. Raises OSError."""
+    value, buffer = 0, memoryview(bytearray(READ_BYTES))
     with path.open("rb", 0) as file:
         while count := file.readinto(buffer):
             value = zlib.crc32(buffer[:count], value)
@@ -27,7 +27,7 @@ def checksum(path: Path) -> int:
 
 
 def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int]]:
-    """Size and checksum of files in `folder`, as the manifest lists them."""
+    """Return size and checksum of files in `folder`, as the manifest lists them."""
     return {
         name: {"bytes": (folder / name).stat().st_size, "crc32": checksum(folder / name)}
         for name in names
@@ -35,22 +35,26 @@ def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int]]:
 
 
 def files_below(folder: Path) -> list[str]:
-    """Relative names of all files below `folder`."""
+    """Return the relative names of all files below `folder`."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def manifest_text(manifest: dict[str, Any]) -> str:
-    """As it is written, with a checksum of the rest as the last entry."""
+    """Return a manifest as it is written: a checksum of all else is its last entry."""
     return json.dumps(manifest | {"crc32": zlib.crc32(json.dumps(manifest).encode())}, indent=1)
 
 
 def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    """Durably. manifest: JSON, with `files` as `describe` gives them."""
+    """Write a manifest durably. manifest: JSON, with `files` as `describe` gives them."""
     write_durably(path, manifest_text(manifest))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises OSError, and ValueError if a single bit is not as it was written; those of earlier versions had no checksum of themselves."""
+    """Return the manifest of a folder.
+
+    Raises OSError, and ValueError if a single bit is not as it was written; manifests of earlier
+    versions had no checksum of themselves.
+    """
     text = (folder / MANIFEST).read_text()
     manifest = json.loads(text)
     if manifest.pop("crc32", None) is not None and manifest_text(manifest) != text:
@@ -58,47 +62,63 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def damage(folder: Path, rank: int = 0, ranks: int = 1) -> list[Problem]:
-    """What is wrong with a committed folder: missing, shortened or altered files.
+def named_checkpoint(source: str) -> Path:
+    """Return the checkpoint that `source` names; one that has lost its manifest is one, too.
 
-    Of the shards a rank looks at those of its own number: the ones that it is about to read if as many ranks wrote them. All else is small,
-    and read by all.
+    Raises UserError if there is none.
+    """
+    path = Path(source).expanduser()
+    checkpoint = find_checkpoint(path)
+    if checkpoint is None and path in checkpoint_folders(path.parent.parent):
+        checkpoint = path
+    if checkpoint is None:
+        none = "is neither a checkpoint nor a run with a committed one"
+        raise UserError("there is no checkpoint", [Problem(f"source={source}", none)])
+    return checkpoint
+
+
+def damage(folder: Path, rank: int = 0, ranks: int = 1) -> list[Problem]:
+    """Return which files of a committed folder are missing, shortened or altered.
+
+    A rank looks at the shards of its own number: those that it is about to read if as many ranks
+    wrote them. All else is small, and every rank reads it.
     """
     try:
-        listed = read_manifest(folder)["files"]
+        files = read_manifest(folder)["files"]
     except FileNotFoundError:
         return [Problem(str(folder / MANIFEST), "is missing")]
     except (OSError, ValueError, KeyError, AttributeError) as error:
         return [Problem(str(folder / MANIFEST), f"cannot be read: {error}")]
-    problems = []
-    for name, told in sorted(listed.items()):
-        path, shard = folder / name, SHARD.fullmatch(name)
-        if shard and int(shard[1]) % ranks != rank:
-            continue
-        try:
-            if not path.is_file():
-                problems.append(Problem(str(path), "is missing"))
-            elif path.stat().st_size != told["bytes"]:
-                problems.append(
-                    Problem(
-                        str(path), f"has {path.stat().st_size:,} bytes instead of {told['bytes']:,}"
-                    )
-                )
-            elif checksum(path) != told["crc32"]:
-                problems.append(
-                    Problem(str(path), "does not have the checksum it was written with")
-                )
-        except OSError as error:
-            problems.append(Problem(str(path), f"cannot be read: {error.strerror}"))
-    return problems
+    shards = {name: SHARD.fullmatch(name) for name in sorted(files)}
+    mine = [name for name, shard in shards.items() if not shard or int(shard[1]) % ranks == rank]
+    faults = {name: fault_of(folder / name, files[name]) for name in mine}
+    return [Problem(str(folder / name), fault) for name, fault in faults.items() if fault]
+
+
+def fault_of(path: Path, entry: dict[str, int]) -> str:
+    """Return how a file differs from its entry in the manifest; nothing if it does not."""
+    try:
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            return f"has {size:,} bytes instead of {entry['bytes']:,}"
+        if checksum(path) != entry["crc32"]:
+            return "does not have the checksum it was written with"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return ""
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a small file for people and programs to read."""
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def write_durably(path: Path, text: str) -> None:
     """Write a small file so that it survives a power cut."""
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(text)
+    sync(path)
 
 
 def sync(path: Path) -> None:
@@ -111,16 +131,18 @@ def sync(path: Path) -> None:
 
 
 def unfinished(target: Path) -> Path:
-    """The name of a file or folder while it is not whole."""
+    """Return the name of a file or folder while it is not whole."""
     return target.with_name(f".{target.name}.partial")
 
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target` that takes its name when the block ends well and disappears when it does not."""
+    """Yield a temporary folder that takes the name of `target` when the block ends well.
+
+    It disappears when the block raises.
+    """
     partial = unfinished(target)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    make_empty(partial)
     try:
         yield partial
     except BaseException:
@@ -129,8 +151,18 @@ def whole_folder(target: Path) -> Iterator[Path]:
     commit(partial, target)
 
 
+def make_empty(folder: Path) -> None:
+    """Make an empty folder, whatever a crash left there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
 def commit(partial: Path, target: Path) -> None:
-    """Give a finished folder its name, durably. An older folder of that name makes way; killed before it is replaced, `put_back` finds it."""
+    """Give a finished folder its name, durably.
+
+    An older folder of that name is renamed first; if this process is killed before the new one has
+    the name, `put_back` finds the old one.
+    """
     for path in [*partial.rglob("*"), partial]:
         sync(path)
     if target.exists():
@@ -143,12 +175,12 @@ def commit(partial: Path, target: Path) -> None:
 
 
 def replaced(target: Path) -> Path:
-    """The name of a folder while another takes its own."""
+    """Return the name of a folder while another takes its own."""
     return target.with_name(f".{target.name}.replaced")
 
 
 def put_back(target: Path) -> None:
-    """An older folder that made way for `target` is there again, or if it was replaced, goes for good."""
+    """Rename an older folder to `target` again, or delete it if `target` has been replaced."""
     if target.exists():
         shutil.rmtree(replaced(target), ignore_errors=True)
     elif replaced(target).exists():

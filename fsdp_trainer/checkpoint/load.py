@@ -4,9 +4,8 @@ from pathlib import Path
 
 import torch
 
+from fsdp_trainer.checkpoint.base import load_weights
 from fsdp_trainer.checkpoint.huggingface import import_weights
-from fsdp_trainer.checkpoint.state import weights
-from fsdp_trainer.checkpoint.store import load
 from fsdp_trainer.config.paths import find_checkpoint, model_folder
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.models.config import ModelConfig
@@ -16,13 +15,16 @@ from fsdp_trainer.models.decoder import Decoder
 def load_model(
     path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> Decoder:
-    """A decoder from a Hugging Face folder, a checkpoint or a run; `model.logits(tokens)` computes. Raises UserError and RunFailed."""
+    """Return a decoder from a Hugging Face folder, a checkpoint or a run, ready for `logits`.
+
+    Raises UserError and RunFailed.
+    """
     with torch.device("meta"):
         model = Decoder(ModelConfig.from_hf(model_folder(path))).to(dtype)
     model.to_empty(device=device)
     model.tie_weights()
     if checkpoint := find_checkpoint(path):
-        load(checkpoint, weights(model), alone=True)
+        load_weights(model, checkpoint, {}, alone=True)
     else:
         try:
             import_weights(model, Path(path).expanduser())

@@ -1,72 +1,75 @@
-"""The flat state dict that a checkpoint holds: `weights/NAME` and `optimizer/NAME/KEY`, DTensors as they are."""
+"""The flat state dict of a checkpoint: `weights/NAME` and `optimizer/NAME/KEY`."""
 
+from collections import defaultdict
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
+from fsdp_trainer.checkpoint.stored import StoredTensors
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.optim.optimizers import empty_state
+from fsdp_trainer.optim.base import TrainerOptimizer
+from fsdp_trainer.torch_private import dtensor_like
 
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
 
 
+def stored_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that belong into a training checkpoint: those trained, by name, once.
+
+    A tied head is its embedding. What writes or checks weights of a checkpoint asks here. Frozen
+    weights are where they came from (`checkpoint.base`).
+    """
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter once; a tied head is its embedding."""
-    return {
-        WEIGHTS + name: plain(parameter.detach()) for name, parameter in model.named_parameters()
-    }
+    """Return the weights of a checkpoint; they share the model's memory."""
+    return {WEIGHTS + name: plain(p.detach()) for name, p in stored_parameters(model).items()}
 
 
 def plain(weight: Tensor) -> Tensor:
-    """Without the wrapper in which torchao casts a weight to float8 on its way into an all-gather; the memory is the same."""
+    """Return a weight without torchao's wrapper; the memory is the same.
+
+    The wrapper casts it to float8 on its way into an all-gather.
+    """
     if not isinstance(weight, DTensor) or not hasattr(weight.to_local(), "_tensor"):
         return weight
-    return DTensor(weight.to_local()._tensor, weight._spec, requires_grad=False)  # type: ignore[attr-defined]
+    local: Any = weight.to_local()
+    return dtensor_like(weight, local._tensor, weight.shape)
 
 
-def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """What the optimizer remembers of each parameter."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+def optimizer_state(model: nn.Module, optimizer: TrainerOptimizer) -> dict[str, Tensor]:
+    """Return the optimizer's state of each parameter that has one."""
     return {
-        f"{OPTIMIZER}{names[p]}/{key}": value
-        for p, state in optimizer.state.items()
-        for key, value in state.items()
+        f"{OPTIMIZER}{name}/{key}": value
+        for name, parameter in stored_parameters(model).items()
+        for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 
-def prepare_optimizer(model: nn.Module, optimizer: Optimizer, checkpoint: str) -> None:
-    """Give a fresh optimizer empty state, to be loaded in place, of each parameter that the checkpoint holds some of. Raises UserError."""
-    stored = [
-        full.removeprefix(OPTIMIZER).rpartition("/")
-        for full in stored_tensors(checkpoint)
-        if full.startswith(OPTIMIZER)
-    ]
-    kinds: dict[str, set[str]] = {}
-    for name, _, kind in stored:
-        kinds.setdefault(name, set()).add(kind)
-    for name, parameter in model.named_parameters():
-        if name not in kinds:
-            continue
-        state = empty_state(optimizer, parameter)
-        if set(state) != kinds[name]:
-            why = f"is kept as {', '.join(sorted(state))}, in the checkpoint as {', '.join(sorted(kinds[name]))}"
-            why += f"\n8-bit moments cannot be turned into others, nor others into them. Keep optim.state_dtype, or start from the weights alone:  run.name=NEW model.init_from={checkpoint}"
-            raise UserError(
-                f"the optimizer's state is not that of {checkpoint}", [Problem(name, why)]
-            )
-        optimizer.state[parameter].update(state)
+def prepare_optimizer(model: nn.Module, optimizer: TrainerOptimizer, checkpoint: str) -> None:
+    """Give a fresh optimizer empty state of each parameter of which the checkpoint holds some.
+
+    It is then loaded in place. Raises UserError where the state has another number format.
+    """
+    stored: dict[str, set[str]] = defaultdict(set)
+    for full in StoredTensors(checkpoint).shapes:
+        if full.startswith(OPTIMIZER):
+            name, _, key = full.removeprefix(OPTIMIZER).rpartition("/")
+            stored[name].add(key)
+    for name, parameter in stored_parameters(model).items():
+        if name in stored:
+            state = optimizer.empty_state(parameter)
+            _require_same_keys(name, set(state), stored[name], checkpoint)
+            optimizer.state[parameter].update(state)
 
 
-def stored_tensors(checkpoint: str) -> dict[str, torch.Size]:
-    """Name and shape of every tensor in a checkpoint."""
-    metadata: dict[str, Any] = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    return {
-        name: entry.size
-        for name, entry in metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+def _require_same_keys(name: str, ours: set[str], stored: set[str], checkpoint: str) -> None:
+    if ours != stored:
+        here, there = (", ".join(sorted(keys)) for keys in (ours, stored))
+        text = f"""is kept as {here}, in the checkpoint as {there}
+8-bit moments cannot be turned into others, nor others into them. Keep optim.state_dtype, or start
+from the weights alone:  run.name=NEW model.init_from={checkpoint}"""
+        title = f"the optimizer's state is not that of {checkpoint}"
+        raise UserError(title, [Problem(name, text)])

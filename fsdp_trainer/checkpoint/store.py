@@ -1,6 +1,7 @@
-"""The checkpoints of one run: written under another name, committed by rename, verified before they are trusted."""
+"""The checkpoints of one run: committed by rename, and verified before they are used."""
 
 import json
+import math
 import platform
 import shutil
 import time
@@ -8,8 +9,9 @@ import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,18 +24,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from fsdp_trainer import __version__, phases
+from fsdp_trainer import phases
 from fsdp_trainer.checkpoint.files import (
     commit,
     damage,
     describe,
     files_below,
+    make_empty,
     sync,
     unfinished,
     write_durably,
     write_manifest,
 )
-from fsdp_trainer.checkpoint.shards import METADATA, Shard, write_file
+from fsdp_trainer.checkpoint.shards import METADATA, ShardWriter, write_file
 from fsdp_trainer.checkpoint.state import WEIGHTS
 from fsdp_trainer.config.paths import (
     BEST,
@@ -45,8 +48,10 @@ from fsdp_trainer.config.paths import (
     step_of,
 )
 from fsdp_trainer.config.schema import Checkpoint
+from fsdp_trainer.distributed import gather, run_on_all_ranks, run_on_rank_0
 from fsdp_trainer.errors import Problem, RunFailed
 from fsdp_trainer.models.initialize import VOCABULARY
+from fsdp_trainer.version import __version__
 
 PROGRESS = "trainer.json"
 
@@ -59,86 +64,79 @@ class CheckpointStore:
         run: Path,
         cfg: Checkpoint,
         timeout: float,
-        write_assets: Callable[[Path], None],
-        committed: Callable[[dict[str, Any]], None],
+        write_assets: Callable[[Path, dict[str, Any]], None],
+        on_commit: Callable[[dict[str, Any]], None],
     ):
-        """write_assets fills a folder with what a checkpoint holds besides tensors and progress; `committed` hears of each that is.
+        """Rank 0 calls write_assets and on_commit, with cfg.mode=async in the thread that writes.
 
-        Rank 0 calls both; with cfg.mode=async in the thread that writes. timeout: of one collective, in seconds.
+        write_assets fills a folder, given the progress, with what a checkpoint holds besides it and
+        tensors; on_commit gets the details of a committed checkpoint. timeout: of a collective, in
+        seconds.
         """
-        self.run, self.folder, self.cfg, self.write_assets, self.committed = (
-            run,
-            run / "checkpoints",
-            cfg,
-            write_assets,
-            committed,
-        )
-        self.group: dist.ProcessGroup | None = None
+        self.run, self.folder, self.cfg = run, run / "checkpoints", cfg
+        self.write_assets, self.on_commit = write_assets, on_commit
         self.longest_save = 0.0
         """Seconds that a checkpoint took, from the decision to the commit."""
         self._commits = 0
-        self._on_its_way: Future | None = None
-        if cfg.mode == "async":
+        self._pending: Future | None = None
+        self._background = cfg.mode == "async"
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self.group: dist.ProcessGroup | None = None
+        if self._background:
             # on the default group the thread's collectives would meet training's
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-            self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._shard = Shard(self.group, whole=cfg.mode == "async")
+        self._shard = ShardWriter(self.group, whole=self._background)
 
     def save(
-        self,
-        step: int,
-        state: dict[str, Tensor],
-        progress: dict[str, Any],
-        started: float | None = None,
+        self, step: int, state: dict[str, Tensor], progress: dict[str, Any], started: float
     ) -> None:
-        """Commit a checkpoint of `state` (tensors and DTensors) and `progress`; in the background, once `state` is copied, with mode=async.
+        """Commit a checkpoint of `state` (tensors and DTensors) and `progress`.
 
-        The one before must have been waited for. started: time.perf_counter() when this one was decided on. Raises RunFailed on every rank if any
-        rank could not write it.
+        With mode=async in the background, once `state` is copied; the checkpoint before must have
+        been waited for. started: time.perf_counter() when this one was decided on.
+        Raises RunFailed on every rank if any rank could not write it.
         """
-        started = time.perf_counter() if started is None else started
         self._shard.plan(state)
-        windows: Iterable[Tensor] = self._shard.windows(state)
-        if self.group is None:
-            self._save(step, windows, progress, started)
-        else:
+        windows = self._shard.windows(state)
+        write = partial(self._save, step, progress, started)
+        if self._background:
             staged = list(windows)
             stall = time.perf_counter() - started
-            self._on_its_way = self._writer.submit(
-                self._save, step, staged, progress, started, stall
-            )
+            self._pending = self._thread.submit(write, staged, stall)
+        else:
+            write(windows)
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows that the save in the background failed. The other ranks may not know yet; not collective."""
-        return (
-            self._on_its_way is not None
-            and self._on_its_way.done()
-            and self._on_its_way.exception() is not None
-        )
+        """True if the save in the background failed on this rank; others may not know yet."""
+        return bool(self._pending and self._pending.done() and self._pending.exception())
 
     def wait(self) -> float:
-        """Return when no save is on its way; for how many seconds that took. Raises what the last one failed with."""
-        on_its_way, self._on_its_way = self._on_its_way, None
-        if on_its_way is None:
+        """Wait for the save in the background; return for how many seconds.
+
+        Raises what the save failed with.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
             return 0.0
-        started, busy = time.perf_counter(), not on_its_way.done()
-        on_its_way.result()
+        started, busy = time.perf_counter(), not pending.done()
+        pending.result()
         return time.perf_counter() - started if busy else 0.0
 
     def _save(
         self,
         step: int,
-        windows: Iterable[Tensor],
         progress: dict[str, Any],
         started: float,
+        windows: Iterable[Tensor],
         stall: float | None = None,
     ) -> None:
+        """Write and commit. stall: seconds that training waited; None: all the time."""
         target = self.folder / checkpoint_name(step)
         half = unfinished(target)
-        main = dist.get_rank() == 0
+        what = f"write the checkpoint {target}"
 
-        def write() -> dict[str, dict[str, int]]:
+        def write_shard() -> dict[str, dict[str, int]]:
             phases.enter("shards", step)
             return {self._shard.file: write_file(half / self._shard.file, windows)}
 
@@ -146,51 +144,45 @@ class CheckpointStore:
             phases.enter("rename")
             commit(half, target)
             self._commits += 1
-            seconds = time.perf_counter() - started
-            # stall: how long training waited
-            told = {
+            seconds = round(time.perf_counter() - started, 3)
+            waited = seconds if stall is None else round(stall, 3)
+            event: dict[str, Any] = {
                 "step": step,
                 "path": str(target),
-                "seconds": round(seconds, 3),
-                "stall_seconds": round(stall or seconds, 3),
+                "seconds": seconds,
+                "stall_seconds": waited,
             }
-            self.committed(
-                told | ({"best": progress["best_step"] == step} if self.cfg.best else {})
-            )
+            if self.cfg.best:
+                event["best"] = progress["best_step"] == step
+            self.on_commit(event)
 
-        what = f"write the checkpoint {target}"
         try:
-            everywhere(what, lambda: remake(half) if main else None, self.group)
-            parts = everywhere(what, write, self.group)
+            run_on_rank_0(what, lambda: make_empty(half), self.group)
+            shards = run_on_all_ranks(what, write_shard, self.group)
             phases.enter("manifest")
-            everywhere(
-                what,
-                lambda: self._complete(half, step, progress, parts) if main else None,
-                self.group,
-            )
+            run_on_rank_0(what, lambda: self._complete(half, step, progress, shards), self.group)
             if self.cfg.keep == 1:
                 self._require_readable(half)
-            everywhere(what, lambda: finish() if main else None, self.group)
+            run_on_rank_0(what, finish, self.group)
         except RunFailed:
-            everywhere(
-                "clear up",
-                lambda: shutil.rmtree(half, ignore_errors=True) if main else None,
-                self.group,
-            )
+            delete = partial(shutil.rmtree, half, ignore_errors=True)
+            run_on_rank_0("clear up", delete, self.group)
             raise
-        if main:
+        if dist.get_rank() == 0:
             phases.enter("prune")
-            with suppress(
-                OSError
-            ):  # the new one is committed; what cannot be deleted now is the next time
+            # the new one is committed; what cannot be deleted now is the next time
+            with suppress(OSError):
                 self._retain(progress["best_step"] if self.cfg.best else None)
         self.longest_save = max(self.longest_save, time.perf_counter() - started)
 
-    def _complete(self, half: Path, step: int, progress: dict[str, Any], parts: list[dict]) -> None:
-        self.write_assets(half)
+    def _complete(
+        self, half: Path, step: int, progress: dict[str, Any], shards: list[dict]
+    ) -> None:
+        """Write all that is not a shard; the manifest comes last."""
+        self.write_assets(half, progress)
         write_durably(half / PROGRESS, json.dumps(progress, indent=1))
         (half / METADATA).write_bytes(self._shard.metadata)
-        files = {name: told for part in parts for name, told in part.items()}
+        files = dict(chain.from_iterable(shard.items() for shard in shards))
         files |= describe(half, [name for name in files_below(half) if name not in files])
         manifest = {
             "step": step,
@@ -208,100 +200,99 @@ class CheckpointStore:
         write_manifest(half / MANIFEST, manifest)
 
     def _require_readable(self, half: Path) -> None:
-        """Before the only other checkpoint goes, read the new one back from the disk. Raises RunFailed if it is not what was written."""
+        """Read the new checkpoint back from the disk before the only other one is deleted.
+
+        Raises RunFailed if it is not what was written.
+        """
         if problems := damage_anywhere(half, self.group):
+            damaged = f"{problems[0].what} {problems[0].why}"
             raise RunFailed(
-                f"the checkpoint just written is damaged, the one before stays: {problems[0].what} {problems[0].why}"
+                f"the checkpoint just written is damaged, the one before stays: {damaged}"
             )
 
     def _retain(self, best_step: int | None) -> None:
-        """Delete all but the newest checkpoints and the best one, which `best` is made to name."""
+        """Delete all but the newest checkpoints and the best one; `best` is made a link to it."""
         committed = committed_checkpoints(self.run)
-        best = self.folder / checkpoint_name(best_step) if best_step is not None else None
+        best = None if best_step is None else self.folder / checkpoint_name(best_step)
         if best in committed:
-            name_best(self.folder / BEST, best)
+            link_best(self.folder / BEST, best)
         for old in committed[: -self.cfg.keep]:
             if old != best:
                 old.rename(unfinished(old))  # no longer committed, should the deletion be cut short
                 shutil.rmtree(unfinished(old))
         if self._commits >= self.cfg.keep:
-            for left in self.folder.glob("step-*.left"):
-                shutil.rmtree(left)
+            for aside in self.folder.glob("step-*.left"):
+                shutil.rmtree(aside)
         unlink_if_dangling(self.folder / BEST)
         sync(self.folder)
 
     def newest_good(
-        self, tell: Callable[[Path, list[Problem]], None], before: int | None = None
+        self, on_damage: Callable[[Path, list[Problem]], None], before: float = math.inf
     ) -> Path | None:
-        """The newest checkpoint whose files are all as they were written, of a step `before` that if given; `tell` hears of each that is not.
+        """Return the newest checkpoint whose files are as they were written, on all ranks alike.
 
-        All ranks get the same answer.
+        on_damage is called for each newer one that is not. before: of an earlier step than this.
         """
-        for candidate in reversed(
-            [
-                path
-                for path in self.listed(checkpoint_folders)
-                if before is None or step_of(path) < before
-            ]
-        ):
-            found = damage_anywhere(candidate)
-            if not found:
-                return candidate
-            tell(candidate, found)
+        for candidate in reversed(self.listed(checkpoint_folders)):
+            if step_of(candidate) < before:
+                problems = damage_anywhere(candidate)
+                if not problems:
+                    return candidate
+                on_damage(candidate, problems)
         return None
 
     def clear_up(self, step: int) -> None:
-        """Rename checkpoints of later steps, which a run that goes on from `step` replaces: damaged ones, or another branch's. Rank 0's task.
+        """Rename checkpoints of later steps, which a run that goes on from `step` replaces.
 
-        They go for good when the run has committed checkpoint.keep new ones. What a crash left half written or half deleted goes now.
+        They are damaged or another branch's, and are deleted when the run has committed
+        checkpoint.keep new ones. What a crash left half written or half deleted goes now.
+        Rank 0's task.
         """
         for half in self.folder.glob(unfinished(self.folder / "step-*").name):
             shutil.rmtree(half)
         for later in checkpoint_folders(self.run):
             if step_of(later) > step:
-                set_aside(later)
+                rename_aside(later)
                 self._commits = 0
         unlink_if_dangling(self.folder / BEST)
 
-    def listed(self, found: Callable[[Path], list[Path]] = committed_checkpoints) -> list[Path]:
-        """The run's checkpoints, oldest first, as rank 0 sees them. Collective."""
-        return everywhere(
-            "list the checkpoints", lambda: found(self.run) if dist.get_rank() == 0 else []
-        )[0]
+    def listed(self, folders: Callable[[Path], list[Path]] = committed_checkpoints) -> list[Path]:
+        """Return the run's checkpoints, oldest first, as rank 0 sees them. Collective."""
+        return run_on_rank_0("list the checkpoints", lambda: folders(self.run))
 
 
 def damage_anywhere(checkpoint: Path, group: dist.ProcessGroup | None = None) -> list[Problem]:
-    """What any rank finds wrong with a checkpoint, all ranks alike. Collective; the ranks share the large files.
+    """Return what any rank finds wrong with a checkpoint, on all ranks alike. Collective.
 
-    A rank of another node may see later than others what was written to a shared disk.
+    The ranks share the large files. A rank of another node may see later than others what was
+    written to a shared disk.
     """
     manifest, deadline = checkpoint / MANIFEST, time.monotonic() + LAG_SECONDS
     there = gather(manifest.exists(), group)[0]
     while there and not manifest.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    found = gather(
-        [(p.what, p.why) for p in damage(checkpoint, dist.get_rank(), dist.get_world_size())], group
-    )
-    return [Problem(*problem) for problem in dict.fromkeys(chain.from_iterable(found))]
+    problems = map(astuple, damage(checkpoint, dist.get_rank(), dist.get_world_size()))
+    of_all_ranks = chain.from_iterable(gather(list(problems), group))
+    return [Problem(*problem) for problem in dict.fromkeys(of_all_ranks)]
 
 
 def load(checkpoint: Path, state: dict[str, Any], alone: bool = False) -> None:
-    """Fill `state` in place from a verified checkpoint, whatever number of ranks wrote it. Collective, unless this process is `alone` in it."""
+    """Fill `state` in place from a verified checkpoint, whatever number of ranks wrote it.
+
+    Collective, unless this process is `alone` in it. Raises RunFailed.
+    """
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled"
-        )  # which `alone` says already
+        # which `alone` says already
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
-            dcp.load(state, checkpoint_id=checkpoint, planner=_Planner(), no_dist=alone)
+            dcp.load(state, checkpoint_id=checkpoint, planner=VocabularyPlanner(), no_dist=alone)
         except CheckpointException as error:  # a BaseException, raised on all ranks together
-            cause = next(iter(error.failures.values()), error)
-            raise RunFailed(
-                f"cannot read the checkpoint {checkpoint}: {cause[0] if isinstance(cause, tuple) else cause}"
-            ) from None
+            cause, _ = next(iter(error.failures.values()))
+            raise RunFailed(f"cannot read the checkpoint {checkpoint}: {cause}") from None
 
 
-class _Planner(DefaultLoadPlanner):
-    """Vocabularies may have more or fewer rows than were stored: what both have is read. All else must fit."""
+class VocabularyPlanner(DefaultLoadPlanner):
+    """Reads of a vocabulary the rows that both have, stored and wanted. All else must fit."""
 
     def set_up_planner(
         self,
@@ -309,39 +300,32 @@ class _Planner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
+        """Give the stored vocabularies the size of the wanted ones."""
         assert metadata is not None
         entries = dict(metadata.state_dict_metadata)
-        for name in (f"{WEIGHTS}{vocabulary}" for vocabulary in VOCABULARY):
+        for name in (WEIGHTS + vocabulary for vocabulary in VOCABULARY):
             if name in entries and name in state_dict:
                 entries[name] = replace(entries[name], size=state_dict[name].size())
-        super().set_up_planner(
-            state_dict, replace(metadata, state_dict_metadata=entries), is_coordinator
-        )
+        resized = replace(metadata, state_dict_metadata=entries)
+        super().set_up_planner(state_dict, resized, is_coordinator)
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any]:
-    """What the trainer had done when the checkpoint was written."""
+    """Return what the trainer had done when the checkpoint was written."""
     return json.loads((checkpoint / PROGRESS).read_text())
 
 
-def remake(folder: Path) -> None:
-    """An empty folder, whatever a crash left there."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def set_aside(checkpoint: Path) -> None:
-    """Rename it to what no longer counts as one."""
+def rename_aside(checkpoint: Path) -> None:
+    """Rename a checkpoint to what no longer counts as one."""
     aside = checkpoint.with_name(checkpoint.name + ".left")
     shutil.rmtree(aside, ignore_errors=True)
     checkpoint.rename(aside)
 
 
-def name_best(link: Path, best: Path) -> None:
-    """Make `link` beside `best` a symbolic link to it, at once."""
-    if (
-        link.is_dir() and not link.is_symlink()
-    ):  # a copy of the run, made by a tool that follows links
+def link_best(link: Path, best: Path) -> None:
+    """Make `link` a symbolic link to `best` beside it, in one step."""
+    # a copy of the run, made by a tool that follows links
+    if link.is_dir() and not link.is_symlink():
         shutil.rmtree(link)
     fresh = unfinished(link)
     fresh.unlink(missing_ok=True)
@@ -353,26 +337,3 @@ def unlink_if_dangling(link: Path) -> None:
     """Remove a link to what is no longer there."""
     if not link.exists():
         link.unlink(missing_ok=True)
-
-
-def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, on every rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group)
-    return values
-
-
-def everywhere(
-    what: str, work: Callable[[], Any], group: dist.ProcessGroup | None = None
-) -> list[Any]:
-    """Do `work` on every rank and gather the results; if it fails on one, all raise RunFailed."""
-    try:
-        outcome: tuple[Any, str | None] = (work(), None)
-    except OSError as error:
-        outcome = (None, f"cannot {what}: {error}")
-    outcomes = gather(outcome, group)
-    if failures := [
-        f"rank {rank} {failure}" for rank, (_, failure) in enumerate(outcomes) if failure
-    ]:
-        raise RunFailed("\n".join(failures))
-    return [value for value, _ in outcomes]

@@ -1,58 +1,61 @@
-"""Where in a checkpoint's files the numbers of a tensor lie, so that they can be read by pieces, without loading it."""
+"""Tensors of a checkpoint, to be read by rows, whatever parts of them ranks wrote."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from operator import add
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from fsdp_trainer.checkpoint.stream import Chunk, TensorOnDisk
 from fsdp_trainer.errors import RunFailed
-
-
-@dataclass
-class Rows:
-    """`count` rows of a tensor from `first` on, that lie together in a file from byte `offset` on."""
-
-    file: Path
-    offset: int
-    first: int
-    count: int
+from fsdp_trainer.torch_private import numbers_offset
 
 
 class StoredTensors:
-    """The tensors of a checkpoint. Shards are some of a tensor's rows, each stored by torch.save in a part of a file."""
+    """All tensors of a checkpoint: weights and the optimizer's state, each with its prefix."""
 
-    def __init__(self, checkpoint: Path):
-        self.checkpoint, self._reader = checkpoint, FileSystemReader(checkpoint)
-        self._metadata = self._reader.read_metadata()
+    def __init__(self, checkpoint: Path | str):
+        self.checkpoint = Path(checkpoint)
+        self._metadata = FileSystemReader(checkpoint).read_metadata()
+        self.entries = {
+            name: entry
+            for name, entry in self._metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
 
     @property
-    def names(self) -> list[str]:
-        """Of weights and of the optimizer's state, each with its prefix."""
-        return list(self._metadata.state_dict_metadata)
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shape of every tensor, by name."""
+        return {name: entry.size for name, entry in self.entries.items()}
 
-    def entry(self, name: str) -> tuple[torch.dtype, torch.Size]:
-        """Number format and shape."""
-        stored = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[name])
-        return stored.properties.dtype, stored.size
+    def tensor(self, name: str, rows: int | None = None) -> TensorOnDisk:
+        """Return a tensor of which the first `rows` rows are there; None: all rows.
 
-    def rows(self, name: str, until: int) -> Iterator[Rows]:
-        """The first `until` rows of a tensor, in order. Raises RunFailed where the checkpoint does not hold all of them."""
-        stored, found = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[name]), 0
-        for chunk in sorted(stored.chunks, key=lambda chunk: chunk.offsets):
-            assert chunk.sizes[1:] == stored.size[1:], f"{name} is sharded by more than rows"
-            first, last = chunk.offsets[0], min(chunk.offsets[0] + chunk.sizes[0], until)
-            if first < last:
-                part = self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-                path = self.checkpoint / part.relative_path
-                with path.open("rb") as file:
-                    archive: Any = torch._C.PyTorchFileReader(self._reader._slice_file(file, part))
-                    yield Rows(
-                        path, part.offset + archive.get_record_offset("data/0"), first, last - first
-                    )
-                found += last - first
-        if found != until:
-            raise RunFailed(f"{self.checkpoint} holds {found:,} of {until:,} rows of {name}")
+        Raises RunFailed where the checkpoint holds fewer, and OSError.
+        """
+        if name not in self.entries:
+            raise RunFailed(f"{self.checkpoint} does not hold {name}")
+        entry = self.entries[name]
+        tensor = TensorOnDisk(entry.properties.dtype, entry.size, self._chunks(name))
+        row = entry.size[1:].numel()
+        rows = entry.size[0] if rows is None else rows
+        held = sum(
+            max(0, min(chunk.sizes[0], rows - chunk.offsets[0])) * chunk.sizes[1:].numel()
+            for chunk in entry.chunks
+        )
+        if held != rows * row:
+            some = f"{held // row:,} of {rows:,} rows"
+            raise RunFailed(f"{self.checkpoint} holds {some} of {name}")
+        return tensor
+
+    def _chunks(self, name: str) -> list[Chunk]:
+        chunks = []
+        for chunk in self.entries[name].chunks:
+            if chunk.sizes.numel():  # a rank may have no part of a small tensor
+                info = self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+                file = self.checkpoint / info.relative_path
+                ends = map(add, chunk.offsets, chunk.sizes)
+                part = tuple(map(slice, chunk.offsets, ends))
+                chunks.append(Chunk(file, numbers_offset(file, info), part))
+        return chunks

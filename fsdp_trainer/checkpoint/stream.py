@@ -1,9 +1,11 @@
-"""Large files by pieces, in several threads: while one converts what it has read, the others wait for the disk."""
+"""Large tensors in files, read and written by pieces of a few rows, in several threads."""
 
 import errno
+import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
@@ -11,18 +13,100 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-PIECE_BYTES = (
-    2**22
-)  # read at once: a few of them fit a processor's cache, and a disk is at full speed
+# read at once: a few of them fit a processor's cache, and a disk is at full speed
+PIECE_BYTES = 2**22
 THREADS = 4
-AHEAD_BYTES = 2**25  # that the disk is told of before they are read
+READ_AHEAD_BYTES = 2**25
 T = TypeVar("T")
+
+
+@dataclass(order=True)
+class Chunk:
+    """A part of a tensor whose numbers lie together in a file, from byte `offset` on.
+
+    part: where it is in the whole tensor, a slice for each dimension.
+    """
+
+    file: Path
+    offset: int
+    part: tuple[slice, ...]
+
+
+@dataclass
+class TensorOnDisk:
+    """A tensor of one or more chunks, which do not overlap."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: list[Chunk]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one index of the first dimension."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.shape[0] * self.row_bytes
+
+    def whole_rows(self, first: int, count: int) -> "TensorOnDisk":
+        """Return `count` rows as a tensor by itself. All columns of a chunk must be in it."""
+        start = first * self.row_bytes
+        chunks = [
+            Chunk(chunk.file, chunk.offset + start, (slice(0, count), *chunk.part[1:]))
+            for chunk in self.chunks
+        ]
+        return TensorOnDisk(self.dtype, (count, *self.shape[1:]), chunks)
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return [last - first, …] in it.
+
+        Raises OSError.
+        """
+        rows = as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
+        for chunk in self.chunks:
+            held, *columns = chunk.part
+            begin, end = max(first, held.start), min(last, held.stop)
+            if begin < end:
+                part = rows[(slice(begin - first, end - first), *columns)]
+                numbers = part.contiguous()  # the part itself, if the chunk has all columns
+                skipped = (begin - held.start) * numbers[0].nbytes
+                read(chunk.file, chunk.offset + skipped, numbers)
+                part.copy_(numbers)
+        return rows
+
+
+def as_tensor(buffer: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor whose memory is the beginning of `buffer`, uint8."""
+    return buffer[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def row_ranges(first: int, last: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the rows from `first` to `last`, as many at once as are a piece, at least one."""
+    at_once = max(1, PIECE_BYTES // row_bytes)
+    for start in range(first, last, at_once):
+        yield start, min(start + at_once, last)
+
+
+def piece_bytes(row_bytes: Iterable[int]) -> int:
+    """Return the bytes of the largest piece of tensors with rows of that many bytes."""
+    return max(PIECE_BYTES, max(row_bytes, default=0))
 
 
 def in_threads(
     work: Callable[[T, Tensor], None], jobs: Iterable[T], buffer_bytes: int, pinned: bool = False
 ) -> None:
-    """`work(job, buffer)` for every job, begun in order; `buffer`, uint8, is its own until it returns. Raises what the first failure raised."""
+    """Run `work(job, buffer)` for every job, begun in order, in THREADS threads.
+
+    While one converts what it has read, the others wait for the disk. The buffer, uint8, is the
+    job's own until it returns. Raises what the first failure raised.
+    """
     buffers: SimpleQueue[Tensor] = SimpleQueue()
     for _ in range(THREADS):
         buffers.put(torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=pinned))
@@ -34,31 +118,36 @@ def in_threads(
         finally:
             buffers.put(buffer)
 
-    before = torch.get_num_threads()
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(1)  # of each operation: these threads are enough for the processor
     try:
         with ThreadPoolExecutor(THREADS, "stream") as pool:
             for _ in pool.map(run, jobs):
                 pass
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads_before)
 
 
-def read(path: Path, file: int, offset: int, into: Tensor) -> None:
-    """Fill `into`, uint8, from byte `offset` on. Copied, not mapped: mapped pages would count as this process's memory. Raises OSError."""
-    view, done = into.numpy().data, 0
-    if hasattr(os, "posix_fadvise"):  # the disk need not wait until the next piece is asked for
-        os.posix_fadvise(file, offset + len(view), AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-    while done < len(view):
-        count = os.preadv(file, [view[done:]], offset + done)
-        if not count:
-            raise OSError(errno.EIO, "ends before its last tensor does", str(path))
-        done += count
+def read(path: Path, offset: int, into: Tensor) -> None:
+    """Fill a contiguous tensor from byte `offset` of a file on. Raises OSError.
+
+    Copied, not mapped: mapped pages would count as this process's memory.
+    """
+    view, done = as_bytes(into), 0
+    with path.open("rb", 0) as file:
+        if hasattr(os, "posix_fadvise"):  # the disk need not wait until the next piece is read
+            end = offset + len(view)
+            os.posix_fadvise(file.fileno(), end, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+        while done < len(view):
+            count = os.preadv(file.fileno(), [view[done:]], offset + done)
+            if not count:
+                raise OSError(errno.EIO, "ends before its last tensor does", str(path))
+            done += count
 
 
-def write(file: int, offset: int, what: Tensor) -> None:
-    """Write `what`, uint8, from byte `offset` on, and have the disk begin with it. Raises OSError."""
-    view, done = what.numpy().data, 0
+def write(file: int, offset: int, tensor: Tensor) -> None:
+    """Write a contiguous tensor from byte `offset` on, and make the disk begin. Raises OSError."""
+    view, done = as_bytes(tensor), 0
     while done < len(view):
         done += os.pwrite(file, view[done:], offset + done)
     if hasattr(os, "posix_fadvise"):  # else the disk would idle until the fsync at the end

@@ -16,8 +16,8 @@ from fsdp_trainer.config.overrides import LAID_OVER
 from fsdp_trainer.config.rules import PATHS
 from fsdp_trainer.config.schema import default_of
 from fsdp_trainer.config.verbs import PRIMARY
+from fsdp_trainer.devices import DEVICES
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.plan.devices import DEVICES
 
 CONFIG_DIR = ("--config-dir", "-cd")
 FLAGS = {

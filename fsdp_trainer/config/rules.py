@@ -14,10 +14,10 @@ from fsdp_trainer.config.names import ENTRY_SYNONYMS, nearest
 from fsdp_trainer.config.schema import GROUPS, NEEDS_NCCL, Sharding, Train, TrainConfig
 from fsdp_trainer.config.units import parse_duration, parse_steps
 from fsdp_trainer.config.verbs import PlanConfig, PrepareConfig, PreviewConfig
+from fsdp_trainer.devices import device
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.models.attention_choice import Situation, attention_problems
+from fsdp_trainer.models.attention_choice import AttentionContext, attention_problems
 from fsdp_trainer.models.resolve import model_problems
-from fsdp_trainer.plan.devices import device
 
 PATHS = (
     "run.root", "data.path", "data.validation", "data.template", "data.cache", "compile.cache", "tokenizer.path", "model.init_from", "checkpoint.resume",
@@ -317,14 +317,14 @@ def _check_float8(cfg: TrainConfig, report: Report) -> None:
 
 def _check_attention(cfg: TrainConfig, report: Report) -> None:
     """What is known before there is a device and a model; the rest is checked where attention is chosen."""
-    situation = Situation(
+    context = AttentionContext(
         device=None if cfg.launch.device == "auto" else cfg.launch.device,
         dtype=cfg.precision.param_dtype,
         softcap=cfg.model.attn_logit_softcapping is not None,
         compiled=cfg.compile.enabled,
         selective=cfg.activation_checkpoint.mode == "selective",
     )
-    for problem in attention_problems(cfg.model.attention, cfg.model.attention_kernel, situation):
+    for problem in attention_problems(cfg.model.attention, cfg.model.attention_kernel, context):
         key, _, value = problem.what.partition("=")
         report.add(key, value, problem.why)
 

@@ -74,6 +74,11 @@ class Train:
         "passes over the data, the last partial step included; null: train.steps decides (both null: 1 epoch)",
         minimum=1,
     )
+    freeze: list[str] = key(
+        [],
+        "patterns of parameter names that are not trained, as `model.layers.[0-3].*`: "
+        "they have no gradient, no optimizer state and no place in checkpoints",
+    )
     validate_every: int | None = key(
         None,
         "optimizer steps between validations, and between samples; null: only at the end",

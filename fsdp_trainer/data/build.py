@@ -10,7 +10,7 @@ from fsdp_trainer.data.stream import stream_data
 from fsdp_trainer.data.templates import Template, load_template
 from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.hub import fetch
+from fsdp_trainer.hub import fetch
 
 
 def tokenizer_path(cfg: TrainConfig) -> str:

@@ -3,7 +3,8 @@
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heappop, heappush
 from typing import Any
@@ -181,6 +182,19 @@ class Mixture:
         ]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=10).hexdigest()
 
+    def started_at(self, row: int, starts: Sequence[tuple[int, int]]) -> "Mixture":
+        """Return this mixture with `row` as the running index of its first row.
+
+        starts: of each component, the rows before that, and the tokens in them.
+        """
+        started = copy(self)
+        started.start = row
+        started.components = [
+            replace(component, start=rows, start_tokens=tokens)
+            for component, (rows, tokens) in zip(self.components, starts, strict=True)
+        ]
+        return started
+
     def taken(self, index: int) -> list[int]:
         """How many rows of each component come before row `index`, in this mixture and before it."""
         n = index - self.start
@@ -214,21 +228,21 @@ class Mixture:
             rows.put(places, part)
         return rows
 
-    def costs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+    def attention_costs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """[rows] of what attention costs in each of these rows."""
         who, index = self.locate(indices)
         costs = np.zeros(len(index))
         for i in np.unique(who).tolist():
-            costs[who == i] = self.orders[i].costs(index[who == i])
+            costs[who == i] = self.orders[i].attention_costs(index[who == i])
         return costs
 
     def totals(self, start: int, stop: int) -> tuple[float, int, int, int]:
         """(Σ weight, tokens, supervised tokens, Σ of what attention costs) of rows [start, stop), without reading one."""
         ranges = zip(self.orders, self.taken(start), self.taken(stop), strict=True)
-        weight, tokens, supervised, squares = zip(
+        weight, tokens, supervised, attention_cost = zip(
             *(order.totals(first, end) for order, first, end in ranges), strict=True
         )
-        return sum(weight), sum(tokens), sum(supervised), sum(squares)
+        return sum(weight), sum(tokens), sum(supervised), sum(attention_cost)
 
     def where(self, index: int) -> list[str]:
         """FILE:LINE of what is in row `index`."""
@@ -304,9 +318,11 @@ class Mixture:
 
 
 def build_order(
-    cfg: TrainConfig, prepared: Prepared, attended: Callable[[np.ndarray], np.ndarray] = np.square
+    cfg: TrainConfig,
+    prepared: Prepared,
+    attention_cost: Callable[[np.ndarray], np.ndarray] = np.square,
 ) -> Mixture:
-    """The rows of training, in their order. attended: see RowOrder. Raises UserError for a mixture that cannot be."""
+    """The rows of training, in their order. attention_cost: see RowOrder. Raises UserError for a mixture that cannot be."""
     named = entries(cfg.data.path)
     weighted = any(entry.weight is not None for entry in named)
     given = [entry.weight if weighted else entry.repeat for entry in named]
@@ -318,7 +334,7 @@ def build_order(
     stores = zip(prepared.names, prepared.train, asked, strict=False)
     mixture = Mixture(
         [
-            _component(cfg, name, store, cfg.data.shuffle, attended, times)
+            _component(cfg, name, store, cfg.data.shuffle, attention_cost, times)
             for name, store, times in stores
         ],
         weighted,
@@ -334,10 +350,12 @@ def build_order(
 
 
 def validation_order(
-    cfg: TrainConfig, store: TokenStore, attended: Callable[[np.ndarray], np.ndarray] = np.square
+    cfg: TrainConfig,
+    store: TokenStore,
+    attention_cost: Callable[[np.ndarray], np.ndarray] = np.square,
 ) -> Mixture:
     """All rows of what is held out, unshuffled."""
-    return Mixture([_component(cfg, "validation", store, False, attended)])
+    return Mixture([_component(cfg, "validation", store, False, attention_cost)])
 
 
 def _component(
@@ -345,10 +363,12 @@ def _component(
     name: str,
     store: TokenStore,
     shuffle: bool,
-    attended: Callable[[np.ndarray], np.ndarray],
+    attention_cost: Callable[[np.ndarray], np.ndarray],
     asked: float = 1.0,
 ) -> Component:
-    order = RowOrder(store, cfg.batch.seq_len, cfg.data.packing, shuffle, cfg.run.seed, attended)
+    order = RowOrder(
+        store, cfg.batch.seq_len, cfg.data.packing, shuffle, cfg.run.seed, attention_cost
+    )
     return Component(
         name,
         order,

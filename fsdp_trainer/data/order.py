@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from fsdp_trainer.data import packing as packing_module
-from fsdp_trainer.data.packing import Pieces, best_fit, one_per_row, pieces_of, stream
+from fsdp_trainer.data.packing import Groups, Pieces, best_fit, one_per_row, pieces_of, stream
 from fsdp_trainer.data.shared_arrays import SHARED_FROM, Arrays, SharedArrays
 from fsdp_trainer.data.store import TokenStore
+from fsdp_trainer.errors import Problem, UserError
 
 
 @dataclass
@@ -39,6 +40,8 @@ class Rows:
     sources: np.ndarray  # [rows, seq_len] int64: which source a position's document comes from
     documents: list[list[int]]
     """Lengths of each row's documents, in order."""
+    group_starts: list[list[bool]]
+    """Of each of them, whether it starts a group of documents that belong together."""
 
     @classmethod
     def empty(cls, rows: int, seq_len: int) -> "Rows":
@@ -48,14 +51,17 @@ class Rows:
             np.full((rows, seq_len), -100, np.int64),
             np.zeros((rows, seq_len), np.float32),
         )
-        return cls(tokens, positions, labels, weights, sources, [[] for _ in range(rows)])
+        documents: list[list[int]] = [[] for _ in range(rows)]
+        group_starts: list[list[bool]] = [[] for _ in range(rows)]
+        return cls(tokens, positions, labels, weights, sources, documents, group_starts)
 
     def put(self, places: Sequence[int] | np.ndarray, rows: "Rows") -> None:
         """Lay `rows` at these places."""
         for name in ("tokens", "positions", "labels", "weights", "sources"):
             getattr(self, name)[places] = getattr(rows, name)
-        for place, documents in zip(places, rows.documents, strict=True):
-            self.documents[place] = documents
+        for i, place in enumerate(places):
+            self.documents[place] = rows.documents[i]
+            self.group_starts[place] = rows.group_starts[i]
 
     def row(self, i: int) -> RowData:
         """The i-th by itself."""
@@ -98,10 +104,10 @@ class RowOrder:
         packing: str,
         shuffle: bool,
         seed: int,
-        attended: Callable[[np.ndarray], np.ndarray] = np.square,
+        attention_cost: Callable[[np.ndarray], np.ndarray] = np.square,
     ):
-        """attended: what attention costs a model, of documents' lengths."""
-        self.attended = attended
+        """attention_cost: what attention costs a model, of documents' lengths."""
+        self.attention_cost = attention_cost
         self.store, self.seq_len, self.packing, self.shuffle = store, seq_len, packing, shuffle
         self._key = f"{store.fingerprint}/{packing}/{seq_len}/{seed}"
         tokens = len(store.tokens)
@@ -110,6 +116,7 @@ class RowOrder:
         """None: so little data that every rank makes its own."""
         if max(len(store.lengths), rows) >= SHARED_FROM:
             self.shared = SharedArrays(store.folder / "plans" / self._plan_key())
+        self._groups = self._checked_groups()
         if packing != "stream":
             self._packing = self._once("packing", self._pack)
             rows = len(self._packing["offsets"]) - 1
@@ -169,9 +176,13 @@ class RowOrder:
             every[first : first + n]
             for first, n in zip(first_documents.tolist(), counts.tolist(), strict=True)
         ]
+        starts_group = np.ones(len(samples), np.bool_)
+        if self.store.group_starts is not None:
+            starts_group = self.store.group_starts[samples]
+        rows.group_starts = [part.tolist() for part in np.split(starts_group, first_documents[1:])]
         return rows
 
-    def costs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+    def attention_costs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """[rows] float64 of what attention costs in each of these rows."""
         parts = [
             plan.sums[rows + 1, 3] - plan.sums[rows, 3] for plan, rows in self._by_epoch(indices)
@@ -187,8 +198,8 @@ class RowOrder:
             plan = self.epoch(epoch if self.shuffle else 0)
             sums += plan.sums[end] - plan.sums[i]
             start += end - i
-        weight, tokens, supervised, squares = sums.tolist()
-        return weight, int(tokens), int(supervised), int(squares)
+        weight, tokens, supervised, attention_cost = sums.tolist()
+        return weight, int(tokens), int(supervised), int(attention_cost)
 
     def _by_epoch(self, indices: Sequence[int] | np.ndarray) -> Iterator[tuple[Epoch, np.ndarray]]:
         """The plan of every epoch that these rows are in, and their places in it, in the order of the indices."""
@@ -228,7 +239,7 @@ class RowOrder:
 
     def _plan_key(self) -> str:
         """Of everything that decides the files of this order, the code that makes them included."""
-        costs = np.asarray(self.attended(np.arange(1, self.seq_len + 1)), np.float64)
+        costs = np.asarray(self.attention_cost(np.arange(1, self.seq_len + 1)), np.float64)
         code = b"".join(Path(file).read_bytes() for file in (__file__, packing_module.__file__))
         parts = (self._key.encode(), b"shuffled" if self.shuffle else b"", costs.tobytes(), code)
         return hashlib.blake2b(b"/".join(parts), digest_size=10).hexdigest()
@@ -237,7 +248,7 @@ class RowOrder:
         return self.shared.get(name, make) if self.shared else make()
 
     def _pack(self) -> Arrays:
-        lengths = self._pieces().lengths
+        lengths = self._packed_lengths()
         packing = (
             one_per_row(lengths) if self.packing == "none" else best_fit(lengths, self.seq_len)
         )
@@ -256,6 +267,8 @@ class RowOrder:
             else self._in_order
         )
         pieces, documents, offsets = arrange(epoch)
+        if self._groups is not None:
+            documents, offsets = self._groups.samples(documents, offsets)
         samples, starts, lengths = (
             part[documents] for part in (pieces.samples, pieces.starts, pieces.lengths)
         )
@@ -272,7 +285,7 @@ class RowOrder:
             before(lengths),
             before(np.where(whole, np.asarray(self.store.supervised)[samples], learnt)),
             before(
-                np.rint(self.attended(lengths))
+                np.rint(self.attention_cost(lengths))
             ),  # whole numbers: sums are exact, and equal rows cost the same
         ]
         columns = {"samples": samples, "starts": starts, "lengths": lengths, "offsets": offsets}
@@ -280,13 +293,41 @@ class RowOrder:
             "sums": np.pad(np.stack(sums, 1), ((1, 0), (0, 0)))
         }
 
+    def _checked_groups(self) -> Groups | None:
+        """Return the store's groups; None where every sample is one. UserError if one can't be kept together."""
+        if self.store.group_starts is None:
+            return None
+        starts, lengths = self.store.group_starts, np.asarray(self.store.lengths)
+        groups = Groups(**self._once("groups", lambda: vars(Groups.from_starts(starts, lengths))))
+        if self.packing == "stream":
+            text = "it cuts documents where a row is full, but some of the data must share a row."
+            use = "Use  data.packing=best_fit  or  data.packing=none"
+            problem = Problem("data.packing=stream", f"{text}\n{use}")
+            raise UserError("the data cannot be packed", [problem])
+        longest = int(np.argmax(groups.lengths))
+        if groups.lengths[longest] > self.seq_len:
+            count = int(np.count_nonzero(groups.lengths > self.seq_len))
+            text = (
+                f"{count:,} groups of documents that must share a row are longer than one."
+                f" The longest,\n{self.store.where(int(groups.firsts[longest]))}, has "
+                f"{groups.lengths[longest]:,} tokens in {groups.sizes[longest]:,} documents.\n"
+                f"Use  batch.seq_len={groups.lengths[longest]}  or leave them out"
+            )
+            problem = Problem(f"batch.seq_len={self.seq_len}", text)
+            raise UserError("the data cannot be packed", [problem])
+        return groups
+
+    def _packed_lengths(self) -> np.ndarray:
+        """Return the tokens of what is placed as a whole: a group, or a piece of a sample."""
+        return self._pieces().lengths if self._groups is None else self._groups.lengths
+
     def _pieces(self) -> Pieces:
         return pieces_of(np.asarray(self.store.lengths), self.seq_len)
 
     def _shuffled(self, epoch: int) -> Arranged:
         """Samples of one length change places, which leaves every row as full as it was; then the rows change places."""
-        pieces, packed = self._pieces(), self._packing["documents"]
-        shortness = narrow(self.seq_len - pieces.lengths)
+        packed = self._packing["documents"]
+        shortness = narrow(self.seq_len - self._packed_lengths())
         documents = np.empty(len(packed), np.int64)
         # The i-th longest sample gives its place to the i-th longest in an order that is random among equals.
         order = self._random_order("samples", epoch, len(packed))
@@ -294,7 +335,7 @@ class RowOrder:
             np.argsort(shortness[order], kind="stable")
         ]
         rows = self._random_order("rows", epoch, self.rows_per_epoch)
-        return pieces, *_take_rows(documents, self._packing["offsets"], rows)
+        return self._pieces(), *_take_rows(documents, self._packing["offsets"], rows)
 
     def _in_order(self, epoch: int) -> Arranged:
         """Samples of a row by index, rows by their first sample."""

@@ -31,6 +31,29 @@ def pieces_of(lengths: np.ndarray, capacity: int) -> Pieces:
     return Pieces(samples, starts, np.minimum(lengths[samples] - starts, capacity))
 
 
+@dataclass
+class Groups:
+    """Runs of consecutive samples, each of which packing places as a whole."""
+
+    firsts: np.ndarray  # [groups] int64: the first sample of each
+    sizes: np.ndarray  # [groups] int64: samples
+    lengths: np.ndarray  # [groups] int64: tokens
+
+    @classmethod
+    def from_starts(cls, starts: np.ndarray, lengths: np.ndarray) -> "Groups":
+        """starts: [samples] bool, where a group begins; lengths: [samples] tokens."""
+        firsts = np.flatnonzero(starts)
+        sizes = np.diff(firsts, append=len(starts))
+        return cls(firsts, sizes, np.add.reduceat(lengths, firsts))
+
+    def samples(self, groups: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Turn rows of groups, as in Packing, into rows of samples, which keep their order."""
+        sizes = self.sizes[groups]
+        ends = np.concatenate([[0], np.cumsum(sizes)])
+        samples = np.repeat(self.firsts[groups] - ends[:-1], sizes) + np.arange(ends[-1])
+        return samples, ends[offsets]
+
+
 def stream(lengths: np.ndarray, order: np.ndarray, capacity: int) -> tuple[Pieces, np.ndarray]:
     """The samples in the given order one after another, cut where a row is full; and the offsets of the rows, as in Packing."""
     ends = np.cumsum(lengths[order])

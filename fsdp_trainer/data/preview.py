@@ -4,7 +4,6 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from fsdp_trainer.data.order import RowData
 from fsdp_trainer.data.preferences import preference_summary
 from fsdp_trainer.data.preparation import Told
 from fsdp_trainer.data.prepare import Prepared
+from fsdp_trainer.data.preview_page import Page, Piece, ShownDocument, ShownRow
 from fsdp_trainer.data.stream import StreamedData, StreamedRow
 from fsdp_trainer.data.summary import all_findings, amounts, figures_by_source, left_out
 from fsdp_trainer.data.templates import Template
@@ -29,83 +29,6 @@ from fsdp_trainer.observe.console import Console
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """What would move a terminal's cursor, or turn the text around."""
 LONGEST_CHARACTER = 4  # tokens: a byte each
-
-
-@dataclass
-class Piece:
-    """A token, or those that only together are a character."""
-
-    text: str
-    ids: list[int]
-    weight: float
-    """With which it is learnt, as a target; 0: it is context only."""
-    special: bool
-
-    def visible(self) -> str:
-        """Its text; where it is learnt or special, line ends can be seen."""
-        return self.text.replace("\n", "↵\n") if self.weight or self.special else self.text
-
-
-@dataclass
-class ShownDocument:
-    """A document of a row, or a whole sample."""
-
-    where: str
-    source: str
-    pieces: list[Piece]
-    next_label: int = -100
-    """What the last position is trained to predict, where the document goes on in another row."""
-
-    @property
-    def tokens(self) -> int:
-        """How many."""
-        return sum(len(piece.ids) for piece in self.pieces)
-
-    @property
-    def supervised(self) -> int:
-        """How many of its tokens are learnt."""
-        return sum(len(piece.ids) for piece in self.pieces if piece.weight)
-
-
-@dataclass
-class ShownRow:
-    """A row of training."""
-
-    index: int
-    documents: list[ShownDocument]
-    padding: int
-
-    @property
-    def title(self) -> str:
-        """What is in it."""
-        tokens, supervised = (
-            sum(getattr(document, what) for document in self.documents)
-            for what in ("tokens", "supervised")
-        )
-        n = len(self.documents)
-        return f"row {self.index}: {n} document{'s' * (n != 1)}, {tokens:,} tokens, {supervised:,} supervised, {self.padding:,} padding"
-
-
-@dataclass
-class Page:
-    """Everything that a preview shows, but for how it looks. A stream is not known beyond its rows."""
-
-    name: str
-    files: list[str]
-    template: Template
-    rows: list[ShownRow]
-    first: ShownDocument | None = None
-    """A whole sample."""
-    figures: list[tuple[str, str]] = field(default_factory=list)
-    lengths: list[tuple[str, int]] = field(default_factory=list)
-    histogram: list[tuple[str, int]] = field(default_factory=list)
-    """Samples by their number of tokens."""
-    sources: list[tuple[str, ...]] = field(default_factory=list)
-    """A line of SOURCE_COLUMNS for each, if there are several."""
-    findings: list[Finding] = field(default_factory=list)
-
-
-SOURCE_COLUMNS = ("source", "samples", "tokens", "share", "supervised", "epochs")
 
 
 def preview(cfg: PreviewConfig) -> int:

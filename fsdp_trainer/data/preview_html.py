@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jinja2
 
-from fsdp_trainer.data.preview import SOURCE_COLUMNS, Page, Piece
+from fsdp_trainer.data.preview_page import SOURCE_COLUMNS, Page, Piece
 from fsdp_trainer.errors import Problem, UserError
 
 HERE = Path(__file__).parent
@@ -14,12 +14,11 @@ HERE = Path(__file__).parent
 
 def write(page: Page, file: Path) -> None:
     """Write it; UserError where that cannot be."""
+    loader = jinja2.FileSystemLoader(HERE)
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    style, script = (
-        environment.loader.get_source(environment, f"preview.{kind}")[0] for kind in ("css", "js")
-    )  # type: ignore[union-attr]
+    style, script = (loader.get_source(environment, f"preview.{kind}")[0] for kind in ("css", "js"))
     html = environment.get_template("preview.html.jinja").render(
         page=page,
         columns=SOURCE_COLUMNS,

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_trainer.data.findings import Finding
-from fsdp_trainer.data.preview import SOURCE_COLUMNS, Page, Piece, ShownDocument
+from fsdp_trainer.data.preview_page import SOURCE_COLUMNS, Page, Piece, ShownDocument
 from fsdp_trainer.observe.terminal import Terminal
 
 BAR = 30  # characters of the longest bar

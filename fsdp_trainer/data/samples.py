@@ -48,6 +48,8 @@ class Sample:
 
     tokens: np.ndarray  # [length] int32
     weights: np.ndarray  # [length] float32
+    starts_group: bool = True
+    """False: packing keeps it in one row with the sample before it."""
 
 
 class SampleBuilder:

@@ -19,6 +19,7 @@ COLUMNS = {
     "files": np.int32, "lines": np.int64, "digests": np.uint64,
 }  # fmt: skip
 PER_TOKEN = ("tokens", "weights")
+GROUP_STARTS = "group_starts"  # [samples] bool, a column that is there only if a group has several
 BLOCK = 1 << 24  # bytes that are copied between two signs of life
 
 
@@ -63,6 +64,10 @@ class TokenStore:
         self.digests: np.ndarray = columns[
             "digests"
         ]  # [samples] uint64: of a sample's tokens and weights, to find duplicates by
+        self.group_starts: np.ndarray | None = None
+        if _has_groups(folder):
+            self.group_starts = _map(folder / f"{GROUP_STARTS}.bin", np.bool_)
+        """[samples]: False where a sample shares the row of the one before it; None: none does."""
         for column in (self.tokens, self.weights):
             if isinstance(
                 column.base, mmap
@@ -123,6 +128,7 @@ class StoreWriter:
     def __init__(self, folder: Path):
         folder.mkdir()
         self._files = {name: open(folder / f"{name}.bin", "wb") for name in COLUMNS}  # noqa: SIM115
+        self._folder, self._group_starts = folder, bytearray()
         self.totals: dict[str, dict[str, int]] = {}
         """By source (its place, as text): samples, tokens, supervised tokens, the longest sample."""
 
@@ -150,6 +156,7 @@ class StoreWriter:
             self._files[name].write(
                 np.ascontiguousarray(columns[name], dtype).data
             )  # unlike tofile it says when the disk is full
+        self._group_starts += bytes(sample.starts_group for sample in samples)
         found = {
             "samples": len(samples),
             "tokens": lengths.sum(),
@@ -162,6 +169,9 @@ class StoreWriter:
         """All of it is with the system."""
         for file in self._files.values():
             file.close()
+        if not all(self._group_starts):
+            assert self._group_starts[0], "parts are joined: a group must not begin in another one"
+            (self._folder / f"{GROUP_STARTS}.bin").write_bytes(self._group_starts)
 
 
 def _digest(sample: Sample) -> int:
@@ -183,7 +193,8 @@ def add_totals(totals: dict[str, dict[str, int]], more: dict[str, dict[str, int]
 def check_columns(folder: Path, totals: dict[str, dict[str, int]]) -> None:
     """Raise Damaged unless the columns hold just what was counted."""
     samples, tokens = (sum(of[what] for of in totals.values()) for what in ("samples", "tokens"))
-    for column, dtype in COLUMNS.items():
+    columns = COLUMNS | ({GROUP_STARTS: np.bool_} if _has_groups(folder) else {})
+    for column, dtype in columns.items():
         file, expected = (
             folder / f"{column}.bin",
             np.dtype(dtype).itemsize * (tokens if column in PER_TOKEN else samples),
@@ -207,7 +218,24 @@ def merge(parts: Sequence[Path], into: Path, tick: Callable[[], None]) -> str:
                         tick()
             os.fsync(whole.fileno())
     with open(into / "digests.bin", "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=10)).hexdigest()
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=10))
+    if any(map(_has_groups, parts)):
+        group_starts = b"".join(map(_group_starts, parts))
+        (into / f"{GROUP_STARTS}.bin").write_bytes(group_starts)
+        digest.update(group_starts)
+    return digest.hexdigest()
+
+
+def _has_groups(folder: Path) -> bool:
+    return (folder / f"{GROUP_STARTS}.bin").exists()
+
+
+def _group_starts(folder: Path) -> bytes:
+    """Return one byte a sample: 1 where it starts a group."""
+    if _has_groups(folder):
+        return (folder / f"{GROUP_STARTS}.bin").read_bytes()
+    samples = (folder / "lengths.bin").stat().st_size // np.dtype(COLUMNS["lengths"]).itemsize
+    return b"\1" * samples
 
 
 def _copy(source: int, target: int) -> int:

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import cycle, islice
 from typing import Any
@@ -147,6 +147,10 @@ class StreamedData:
     def totals(self, start: int, stop: int) -> tuple[float, int, int, int]:
         """As of a Mixture; but what rows hold is known when they are there."""
         return 0.0, 0, 0, 0
+
+    def started_at(self, row: int, starts: Sequence[tuple[int, int]]) -> "StreamedData":
+        """Return this data with `row` as the running index of its first row."""
+        return replace(self, start=row)
 
     def state(self, index: int) -> dict[str, Any]:
         """As of a Mixture: a segment of the run. Where it stands the cursors say."""

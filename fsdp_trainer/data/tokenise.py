@@ -132,7 +132,9 @@ class Tokenising:
         }
         self.builder = SampleBuilder(how.data, how.seq_len, how.tokenizer, how.template)
         listed = (
-            open(folder / SKIPPED, "w", encoding="utf-8") if how.data.on_error == "skip" else None  # noqa: SIM115
+            open(folder / SKIPPED, "w", encoding="utf-8")  # noqa: SIM115 - lives as long as this
+            if how.data.on_error == "skip"
+            else None
         )
         self.problems = Problems(how.data.on_error, listed=listed)
         self.done = Done(pieces_of(task))

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.config.verbs import DoctorConfig
+from fsdp_trainer.devices import peak_flops
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.launch import speed
-from fsdp_trainer.launch.doctor import UNHEALTHY, Report, counted
+from fsdp_trainer.launch.doctor_report import UNHEALTHY, Report, counted
 from fsdp_trainer.launch.facts import (
     CLOCK_SECONDS,
     Finding,
@@ -39,8 +40,7 @@ from fsdp_trainer.launch.machines import (
 from fsdp_trainer.launch.nodes import unreachable
 from fsdp_trainer.launch.storage import inputs, storage, what_is_read
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
-from fsdp_trainer.parallel.fit import gib, host_bytes
-from fsdp_trainer.plan.devices import peak_flops
+from fsdp_trainer.parallel.memory_check import gib, host_bytes
 
 MOST_SECONDS = 180.0  # to wait for others: of a doctor one expects a word
 HUNG = "A firewall between the nodes, or the wrong interface: every port must be open; see GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
@@ -66,7 +66,7 @@ def checkup(cfg: DoctorConfig) -> int:
             ),
         )
     code = world.from_main("the doctor's word", report.close, timeout)
-    world.linger("the doctor's word", timeout)
+    world.wait_until_heard("the doctor's word", timeout)
     if dist.is_initialized():
         dist.destroy_process_group()
     return code

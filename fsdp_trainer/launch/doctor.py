@@ -1,19 +1,13 @@
 """The verb `doctor`: its ranks, and what they found as people read it. Imports no torch before there is a rank."""
 
-import json
 import os
-import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from fsdp_trainer.config.verbs import DoctorConfig
 from fsdp_trainer.launch.start import start_ranks, starts_ranks
 
 if TYPE_CHECKING:
-    from fsdp_trainer.launch.facts import Finding
-
-COLOURS = {"ok": "32", "note": "2", "warning": "33", "problem": "31"}
-UNHEALTHY = 3
+    pass
 
 
 def doctor(cfg: DoctorConfig, overrides: list[str]) -> int:
@@ -26,53 +20,3 @@ def doctor(cfg: DoctorConfig, overrides: list[str]) -> int:
     from fsdp_trainer.launch.checkup import checkup
 
     return checkup(cfg)
-
-
-class Report:
-    """Findings, printed section by section as they come; on all ranks but rank 0 quiet."""
-
-    def __init__(self, format: str, quiet: bool):
-        self.format, self.quiet = format, quiet
-        self.counts = dict.fromkeys(COLOURS, 0)
-        self.section = ""
-
-    def add(self, section: str, *findings: "Finding") -> None:
-        """Tell them."""
-        for finding in findings:
-            self.counts[finding.mark] += 1
-            self._print(self._line(section, finding))
-            self.section = section
-
-    def close(self) -> int:
-        """The last line; the exit code."""
-        problems, warnings = self.counts["problem"], self.counts["warning"]
-        if self.format == "text":
-            self._print(f"\n{counted(problems, 'problem')}, {counted(warnings, 'warning')}")
-        return UNHEALTHY if problems else 0
-
-    def _print(self, text: str) -> None:
-        try:
-            if not self.quiet:
-                print(text, flush=True)
-        except (
-            BrokenPipeError
-        ):  # whoever read this has seen enough; the other ranks wait for this one
-            self.quiet = True
-
-    def _line(self, section: str, finding: "Finding") -> str:
-        if self.format == "json":
-            told = asdict(finding)
-            del told["certain"]
-            return json.dumps({"section": section, **told}, ensure_ascii=False)
-        mark = f"{finding.mark:8}"
-        if sys.stdout.isatty():
-            mark = f"\033[{COLOURS[finding.mark]}m{mark}\033[0m"
-        first, *rest = finding.text.splitlines() or [""]
-        lines = [f"  {mark} {finding.what:22} {first}", *(f"{'':34}{line}" for line in rest)]
-        lines += [f"{'':34}→ {finding.advice}"] if finding.advice else []
-        return "\n".join([*(["", section] if section != self.section else []), *lines])
-
-
-def counted(number: int, noun: str) -> str:
-    """`no problems`, `1 problem`, `2 problems`."""
-    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"

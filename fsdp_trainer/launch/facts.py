@@ -22,7 +22,7 @@ from fsdp_trainer.config.check import show
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.world import World
-from fsdp_trainer.parallel.fit import gib
+from fsdp_trainer.parallel.memory_check import gib
 
 PACKAGES = ("hydra-core", "numpy", "safetensors", "tokenizers", "torchao")
 SETTINGS = re.compile(
@@ -57,7 +57,7 @@ class Finding:
 
 
 @dataclass
-class Facts:
+class RankFacts:
     """Of one rank. Sizes in bytes; clock: its host's, in seconds since 1970."""
 
     node: int
@@ -78,9 +78,9 @@ class Facts:
 
 def facts_of(
     cfg: TrainConfig, world: World, data: str = "", unshared: str = "", alone: bool = False
-) -> Facts:
+) -> RankFacts:
     """This rank's. What can only be compared is left out where there is no other rank, unless asked for."""
-    facts = Facts(world.node, socket.gethostname(), time.time(), data=data, unshared=unshared)
+    facts = RankFacts(world.node, socket.gethostname(), time.time(), data=data, unshared=unshared)
     facts.shm = (
         float(shutil.disk_usage(SHARED_MEMORY).total) if SHARED_MEMORY.is_dir() else float("inf")
     )
@@ -135,7 +135,7 @@ def settings(cfg: TrainConfig) -> dict[str, str]:
     }
 
 
-def look_over(
+def preflight(
     cfg: TrainConfig,
     world: World,
     run: Path,
@@ -166,13 +166,13 @@ def look_over(
         ]
     problems = world.from_main("facts/problems", lambda: problems, timeout)
     if problems:
-        world.linger("facts/problems")
+        world.wait_until_heard("facts/problems")
         raise UserError("the ranks do not agree", problems)
     told = [f for f in findings if f.mark in ("warning", "problem")]
     return [f"{f.what}: {f.text}" + (f"\n       {f.advice}" if f.advice else "") for f in told]
 
 
-def compare(facts: Sequence[Facts], began: float, ended: float) -> list[Finding]:
+def compare(facts: Sequence[RankFacts], began: float, ended: float) -> list[Finding]:
     """What differs among ranks. Every clock was read after `began` and before `ended` of rank 0's clock."""
     found = (
         differences(facts, "settings")
@@ -202,7 +202,7 @@ def compare(facts: Sequence[Facts], began: float, ended: float) -> list[Finding]
     return found + clocks(facts, began, ended)
 
 
-def clocks(facts: Sequence[Facts], began: float, ended: float) -> list[Finding]:
+def clocks(facts: Sequence[RankFacts], began: float, ended: float) -> list[Finding]:
     """Hosts whose clock cannot have been read between `began` and `ended` if it were right."""
     found = []
     for node, ranks in by_value([f.node for f in facts]):
@@ -215,7 +215,7 @@ def clocks(facts: Sequence[Facts], began: float, ended: float) -> list[Finding]:
     return found
 
 
-def differences(facts: Sequence[Facts], kind: str) -> list[Finding]:
+def differences(facts: Sequence[RankFacts], kind: str) -> list[Finding]:
     """Values under a name in `settings`, `versions` or `environment` that not all ranks have: the odd ones out are named."""
     found = []
     for name in sorted({name for f in facts for name in getattr(f, kind)}):
@@ -263,7 +263,7 @@ def differences(facts: Sequence[Facts], kind: str) -> list[Finding]:
     return found
 
 
-def limits(facts: Sequence[Facts], device: str) -> list[Finding]:
+def limits(facts: Sequence[RankFacts], device: str) -> list[Finding]:
     """What the system grants too little of for a world of this size."""
     found = []
     ranks_of = Counter(f.node for f in facts)
@@ -310,7 +310,7 @@ def by_value(values: Sequence[Any]) -> list[tuple[Any, list[int]]]:
     return sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1][0]))
 
 
-def who(ranks: Iterable[int], facts: Sequence[Facts], most: int = 4) -> str:
+def who(ranks: Iterable[int], facts: Sequence[RankFacts], most: int = 4) -> str:
     """`rank 3 (node-b)`, `rank 0-7 (node-a), 8-15 (node-b) and those of 3 more hosts`."""
     hosts: dict[int, list[int]] = {}
     for rank in ranks:
@@ -323,7 +323,7 @@ def who(ranks: Iterable[int], facts: Sequence[Facts], most: int = 4) -> str:
     )
 
 
-def host_name(node: int, facts: Sequence[Facts]) -> str:
+def host_name(node: int, facts: Sequence[RankFacts]) -> str:
     """The host of a node; with the node's number where one host has several, as in tests."""
     host = next(f.host for f in facts if f.node == node)
     return host if len({f.node for f in facts if f.host == host}) == 1 else f"{host}, node {node}"

@@ -6,11 +6,13 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
-from fsdp_trainer.phases import Place, Slot, in_collective, stat
+from fsdp_trainer.phases import in_collective
+from fsdp_trainer.process import process_stat
+from fsdp_trainer.slots import PhaseVisit, RankSlot
 
 ORDINARY = {"data", "forward", "backward", "clip", "update", "validation", "log", "read", "agree"}
 """Phases that take about as long each time. All others, and the first steps, may take up to launch.timeout."""
@@ -33,7 +35,7 @@ class Seen:
     stopped: for how long; stacks: of all its threads, where they were asked for.
     """
 
-    slot: Slot
+    slot: RankSlot
     state: str | None
     traced: bool = False
     stopped: float = 0.0
@@ -47,19 +49,19 @@ class Seen:
         return self.slot.rank
 
     @property
-    def place(self) -> Place:
-        """Of the thread that trains."""
-        return self.slot.main
+    def place(self) -> PhaseVisit:
+        """The phase of the training thread."""
+        return self.slot.training
 
     @property
     def died(self) -> bool:
         """Ended without leaving in order."""
-        return self.state is None and not self.slot.left
+        return self.state is None and not self.slot.closed
 
     @property
     def trains(self) -> bool:
         """Neither ended nor about to."""
-        return self.state is not None and not self.slot.left and self.place.phase != "end"
+        return self.state is not None and not self.slot.closed and self.place.phase != "end"
 
     @property
     def waits(self) -> bool:
@@ -89,21 +91,26 @@ class Durations:
     """How long each phase takes on this node."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[int, str], tuple[int, float]] = {}
         self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=101))
+        self._noted: dict[int, int] = {}  # by pid: the last visit that counts already
+        self._have_read: set[int] = set()  # pids of ranks that have waited for their device
 
-    def note(self, slots: Iterable[Slot]) -> None:
-        """Take the mean of what has passed since the last look; of phases that are longer than a look it is each one."""
+    def note(self, slots: Iterable[RankSlot]) -> None:
+        """Take the visits that ended since the last look: of each rank and phase the mean."""
         for slot in slots:
-            for phase, (times, seconds) in slot.spent.items():
-                before = self._seen.get((slot.pid, phase), (0, 0.0))
-                if times > before[0]:
-                    self._seconds[phase].append((seconds - before[1]) / (times - before[0]))
-                    self._seen[slot.pid, phase] = times, seconds
+            ended: dict[str, list[float]] = defaultdict(list)
+            for visit, following in pairwise(slot.trace):
+                if visit.entered > self._noted.get(slot.pid, 0):
+                    ended[visit.phase].append(following.since - visit.since)
+            for phase, seconds in ended.items():
+                self._seconds[phase].append(mean(seconds))
+            if "read" in ended:
+                self._have_read.add(slot.pid)
+            self._noted[slot.pid] = slot.training.entered - 1
 
-    def allowed(self, slot: Slot, state: str, shortest: float, longest: float) -> float:
+    def allowed(self, slot: RankSlot, state: str, shortest: float, longest: float) -> float:
         """Seconds that a rank may stand where it is. Slow is not dead: the first step, saves, the compiler and a disk have the `longest`."""
-        phase = slot.main.phase
+        phase = slot.training.phase
         if phase in UNLIMITED:
             return math.inf
         shortest *= PATIENCE if phase in STORAGE else 1
@@ -112,7 +119,7 @@ class Durations:
             phase not in ORDINARY
             or state == "D"
             or not self._seconds[phase]
-            or not slot.spent["read"][0]
+            or slot.pid not in self._have_read
         ):
             return longest
         # a GPU's host may stand in any phase until the device has done what it was given since the last `read`
@@ -121,17 +128,17 @@ class Durations:
         )
 
 
-def look(slot: Slot) -> Seen:
+def look(slot: RankSlot) -> Seen:
     """What the system says about a rank. State `?`: it does not say."""
     try:
-        fields = stat(slot.pid)
+        fields = process_stat(slot.pid)
     except (
         OSError
     ):  # a system short of memory, or that hides processes; one that ended would be another error
-        return Seen(slot, "?", standing=time.monotonic() - slot.main.since)
+        return Seen(slot, "?", standing=time.monotonic() - slot.training.since)
     if fields is None or fields[0] in "ZX" or int(fields[19]) != slot.started:
         return Seen(slot, None)
-    return Seen(slot, fields[0], traced(slot.pid), standing=time.monotonic() - slot.main.since)
+    return Seen(slot, fields[0], traced(slot.pid), standing=time.monotonic() - slot.training.since)
 
 
 def traced(pid: int) -> bool:
@@ -146,7 +153,7 @@ def traced(pid: int) -> bool:
 def suspended(seen: Seen) -> bool:
     """Whether a rank was stopped on purpose: from its terminal (Ctrl-Z), or together with whoever started it, by a scheduler."""
     try:
-        fields = stat(seen.slot.pid)
+        fields = process_stat(seen.slot.pid)
     except OSError:
         return False
     if seen.state != "T" or fields is None:
@@ -165,7 +172,7 @@ def starved(pid: int) -> float:
 def state_of(thread: int) -> str | None:
     """As in proc(5); None if it has ended or may not be known."""
     try:
-        return next(iter(stat(thread) or []), None)
+        return next(iter(process_stat(thread) or []), None)
     except OSError:
         return None
 
@@ -182,9 +189,24 @@ def stopped(ranks: list[Seen]) -> Verdict | None:
 
 
 def standing(ranks: list[Seen]) -> bool:
-    """Whether all of the node stand longer than they may. One that does not may be whom the others wait for."""
+    """Return True if every rank at work on this node has been in its phase for longer than allowed.
+
+    A rank within its time may be the one that the others wait for. A rank in state T can show no
+    stacks, so nothing could be judged by them: `stopped` reports it a second later.
+    """
     at_work = [seen for seen in ranks if seen.trains]
-    return bool(at_work) and all(seen.standing > seen.allowed for seen in at_work)
+    return bool(at_work) and all(
+        seen.standing > seen.allowed and seen.state != "T" for seen in at_work
+    )
+
+
+def unchanged(before: list[Seen], after: list[Seen]) -> bool:
+    """Return True if no rank entered a phase, was stopped or ended between two looks."""
+
+    def condition(ranks: list[Seen]) -> list[tuple[int, int, bool, bool]]:
+        return [(s.rank, s.place.entered, s.trains, s.state == "T") for s in ranks]
+
+    return condition(before) == condition(after)
 
 
 def judge(ranks: list[Seen], world_size: int, longest: float, on_device: bool = False) -> Verdict:
@@ -227,12 +249,13 @@ def first_difference(ranks: list[Seen]) -> tuple[int, str, dict[int, int]] | Non
     made: dict[tuple[int, str, int], dict[int, int]] = defaultdict(dict)
     for seen in ranks:
         visits: dict[tuple[int, str], int] = defaultdict(int)
-        oldest = seen.slot.trace[0][1] if seen.slot.trace else 0  # not wholly remembered
-        for (_, step, phase, before), after in zip_longest(seen.slot.trace, seen.slot.trace[1:]):
+        oldest = seen.slot.trace[0].step  # not wholly remembered
+        for begun, after in zip_longest(seen.slot.trace, seen.slot.trace[1:]):
+            step, phase = begun.step, begun.phase
             visits[step, phase] += 1
             visit = step, phase, visits[step, phase]
             if after:
-                made[visit][seen.rank] = after[3] - before
+                made[visit][seen.rank] = after.collectives - begun.collectives
             elif usual := made.get((step - 1, *visit[1:])):
                 made[visit][seen.rank] = max(usual.values())
             if step == oldest:

@@ -34,7 +34,7 @@ class Job:
     reason: str = ""
 
 
-class Progress:
+class JobProgress:
     """What a job has written to metrics.jsonl so far, read on as it grows."""
 
     def __init__(self, folder: str):
@@ -72,7 +72,7 @@ class Board:
         self._live: Any = None
         self._told, self._shown = time.monotonic(), ""
 
-    def show(self, jobs: dict[str, tuple[TrainConfig, Progress]]) -> None:
+    def show(self, jobs: dict[str, tuple[TrainConfig, JobProgress]]) -> None:
         """jobs: by what to call them."""
         text = "\n".join(f"{name}  {progress.told(cfg)}" for name, (cfg, progress) in jobs.items())
         if text == self._shown:
@@ -122,7 +122,7 @@ def finished(folder: Path, cfg: TrainConfig) -> bool:
 
 def objective(folder: Path, metric: str | None = None) -> float | None:
     """The last value of `metric`; of None: the last validation loss of a run, without validation its last loss. None if it has neither."""
-    lines = [*whole_lines(Records(folder).metrics)]
+    lines = [*whole_lines(Records(folder).metrics.path)]
     names = ("validation_loss", "loss") if metric is None else (metric,)
     found = [[line[name] for line in lines if line.get(name) is not None] for name in names]
     return next((values[-1] for values in found if values), None)

@@ -9,11 +9,19 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_trainer import __version__
-from fsdp_trainer.launch.doctor import counted
-from fsdp_trainer.launch.facts import Facts, Finding, by_value, differences, host_name, spans, who
+from fsdp_trainer.launch.doctor_report import counted
+from fsdp_trainer.launch.facts import (
+    Finding,
+    RankFacts,
+    by_value,
+    differences,
+    host_name,
+    spans,
+    who,
+)
 from fsdp_trainer.launch.world import World
-from fsdp_trainer.parallel.fit import gib
+from fsdp_trainer.parallel.memory_check import gib
+from fsdp_trainer.version import __version__
 
 VIRTUAL = re.compile(r"lo$|docker|veth|br-|virbr|cni|flannel|cali|tunl")
 COSTLY = {
@@ -32,8 +40,8 @@ COSTLY = {
 
 
 @dataclass
-class Looked(Facts):
-    """Facts that only the doctor wants to know. memory: free on the host, in bytes; address: what the host's name resolves to."""
+class Looked(RankFacts):
+    """RankFacts that only the doctor wants to know. memory: free on the host, in bytes; address: what the host's name resolves to."""
 
     machine: dict[str, str] = field(default_factory=dict)
     memory: float = 0.0

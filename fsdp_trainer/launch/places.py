@@ -11,9 +11,11 @@ from typing import Any, Protocol
 from fsdp_trainer.config.handover import DESCRIPTOR, hand_over
 from fsdp_trainer.config.schema import Launch, TrainConfig
 from fsdp_trainer.config.sweeping import Local
+from fsdp_trainer.devices import gpus
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.slurm import OnSlurm
-from fsdp_trainer.launch.start import PARENT, SIGNALS, cores, gpus, ranks_to_start, start_process
+from fsdp_trainer.launch.start import cores, ranks_to_start, start_process
+from fsdp_trainer.process import PARENT, SIGNALS
 
 
 class Running(Protocol):

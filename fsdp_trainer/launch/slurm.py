@@ -15,8 +15,8 @@ from typing import Any
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.sweeping import CORES_A_GPU, Slurm
 from fsdp_trainer.errors import Problem, RunFailed, UserError
-from fsdp_trainer.launch.start import PARENT, SIGNALS, STOPPED
 from fsdp_trainer.observe.records import replace
+from fsdp_trainer.process import PARENT, SIGNALS, STOPPED
 
 LOOK_SECONDS = 2.0  # between looks at a job's result on the shared disk
 ASK_SECONDS = 60  # between questions to Slurm's accounting, which many people ask

@@ -19,7 +19,7 @@ from fsdp_trainer.data.remote import list_files
 from fsdp_trainer.data.sources import find_sources
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch import speed
-from fsdp_trainer.launch.doctor import counted
+from fsdp_trainer.launch.doctor_report import counted
 from fsdp_trainer.launch.facts import (
     Finding,
     by_value,
@@ -33,7 +33,7 @@ from fsdp_trainer.launch.machines import Looked
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.observe.console import short
-from fsdp_trainer.parallel.fit import checkpoint_bytes
+from fsdp_trainer.parallel.memory_check import checkpoint_bytes
 
 UNREADABLE = "cannot be read"
 EDGE = 64 * 1024  # bytes at each end of a file that tell whether two are the same

@@ -24,7 +24,7 @@ from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.launch.jobs import (
     Board,
     Job,
-    Progress,
+    JobProgress,
     finished,
     job_id,
     objective,
@@ -34,9 +34,10 @@ from fsdp_trainer.launch.jobs import (
 )
 from fsdp_trainer.launch.places import PLACES, Place, Running
 from fsdp_trainer.launch.slurm import Shown
-from fsdp_trainer.launch.start import ECHO_SECONDS, SIGNALS, STOPPED, launcher
+from fsdp_trainer.launch.start import launcher
 from fsdp_trainer.observe.console import duration
 from fsdp_trainer.observe.records import Records, replace, whole_lines
+from fsdp_trainer.process import ECHO_SECONDS, SIGNALS, STOPPED
 
 if TYPE_CHECKING:
     from fsdp_trainer.launch.study import Study
@@ -48,7 +49,7 @@ STATES = {0: "finished", 2: "refused", STOPPED: "stopped"}  # every other exit c
 DONE = {"finished", "skipped"}
 
 
-class Stopped(Exception):
+class SweepStopped(Exception):
     """A signal ended the sweep."""
 
 
@@ -67,7 +68,7 @@ def sweep(words: list[str], config_dir: str | None) -> int:
         raise UserError("the sweep cannot be started", [Problem(f"-m under {under}", why)])
     line = SweepLine(words, config_dir)
     jobs = Jobs(line)
-    with jobs, suppress(Stopped, Shown):
+    with jobs, suppress(SweepStopped, Shown):
         if line.sweeper == "optuna":
             from fsdp_trainer.launch.study import Study  # an extra, and numpy
 
@@ -127,7 +128,7 @@ class Started:
 
     running: Running
     cfg: TrainConfig
-    progress: Progress
+    progress: JobProgress
     began: float
     looked: float = 0.0
     unwanted: bool = False
@@ -151,7 +152,7 @@ class Jobs:
         self._place: Place | None = None  # known with the first configuration
 
     def run_batch(self, batch: Sequence[Sequence[str]]) -> list[float]:
-        """Check every job of a batch, then run them. Gives their objectives, NaN where there is none. Raises Stopped."""
+        """Check every job of a batch, then run them. Gives their objectives, NaN where there is none. Raises SweepStopped."""
         self.run(Batch(batch))
         return [
             math.nan if (value := self.jobs[job_id(overrides)].objective) is None else value
@@ -159,7 +160,7 @@ class Jobs:
         ]
 
     def run(self, search: Search) -> None:
-        """Run what `search` asks for, side by side where there is room, until it asks for nothing more. Raises Stopped after a signal."""
+        """Run what `search` asks for, side by side where there is room, until it asks for nothing more. Raises SweepStopped after a signal."""
         waiting: deque[str] = deque()
         while not self.received:
             room = (self._place.at_once if self._place else 1) - len(self._running) - len(waiting)
@@ -174,7 +175,7 @@ class Jobs:
             self._wait(search)
         while self._running:
             self._wait(search)
-        raise Stopped
+        raise SweepStopped
 
     def _take_on(self, batch: Sequence[Sequence[str]], search: Search) -> list[str]:
         """Check what is asked for; the ids of jobs that are new: a job is run once."""
@@ -378,7 +379,7 @@ class Jobs:
                 print(f"fsdp-trainer: job {id} {job.reason}", file=sys.stderr, flush=True)
             else:
                 self._running[id], job.state = (
-                    Started(running, cfg, Progress(job.folder), began),
+                    Started(running, cfg, JobProgress(job.folder), began),
                     "running",
                 )
                 for signum in self.received:  # heard meanwhile

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from fsdp_trainer import phases
+from fsdp_trainer import slots
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.launch.hangs import (
     Durations,
@@ -32,8 +32,10 @@ from fsdp_trainer.launch.hangs import (
     state_of,
     stopped,
     suspended,
+    unchanged,
 )
 from fsdp_trainer.observe.records import Records
+from fsdp_trainer.process import pid_namespace
 
 if TYPE_CHECKING:
     from fsdp_trainer.config.schema import Launch
@@ -108,7 +110,7 @@ class Watched:
             raise
 
     def _begin(self, watch: Watch, rank: int, local_rank: int) -> None:
-        phases.share(Path(watch.board), local_rank, rank)
+        slots.share(Path(watch.board), local_rank, rank)
         if signal.getsignal(SHOW_STACKS) == signal.SIG_DFL:
             self._stacks = open(stacks_of(watch.board, rank), "w")  # noqa: SIM115
             # in C: it needs neither Python's lock nor a main thread that is in Python
@@ -118,7 +120,7 @@ class Watched:
 
     def close(self) -> None:
         """This rank leaves in order."""
-        phases.leave()
+        slots.leave()
         if self._stacks:
             faulthandler.unregister(SHOW_STACKS)
             self._stacks.close()
@@ -202,7 +204,7 @@ class Watchdog:
         self.starved: dict[
             int, tuple[int, float]
         ] = {}  # by rank: the phase's number, seconds without a processor when it began
-        self.here = phases.here()
+        self.pid_namespace = pid_namespace()
         self.killed: set[int] = set()
         self.told: set[int] = set()
         self.ends_at = float("inf")  # when ranks that have not left by themselves are ended
@@ -213,7 +215,7 @@ class Watchdog:
         """Until all ranks have gone."""
         while True:
             ranks = self.look()
-            if not any(seen.state is not None and not seen.slot.left for seen in ranks):
+            if not any(seen.state is not None and not seen.slot.closed for seen in ranks):
                 self.tell_dead(ranks)
                 return
             self.act(ranks)
@@ -222,13 +224,14 @@ class Watchdog:
     def look(self) -> list[Seen]:
         """All ranks of the node that have come so far."""
         now = time.monotonic()
-        slots = self.slots()
-        self.durations.note(slots)
-        ranks = [look(slot) for slot in slots]
+        here = self.slots()
+        self.durations.note(here)
+        ranks = [look(slot) for slot in here]
         if any(seen.died for seen in ranks):  # or has left since we looked where it is
-            left = {slot.pid for slot in self.slots() if slot.left}
+            closed = {slot.pid for slot in self.slots() if slot.closed}
             ranks = [
-                replace(seen, slot=replace(seen.slot, left=seen.slot.pid in left)) for seen in ranks
+                replace(seen, slot=replace(seen.slot, closed=seen.slot.pid in closed))
+                for seen in ranks
             ]
         whole = len(ranks) == self.watch.world_size and all(
             seen.state == "T" for seen in ranks
@@ -253,12 +256,12 @@ class Watchdog:
                 seen.stopped = now - self.stopped_since.setdefault(seen.rank, now)
         return ranks
 
-    def slots(self) -> list[phases.Slot]:
+    def slots(self) -> list[slots.RankSlot]:
         """Of the ranks whose process ids are those that we see."""
         return [
             slot
-            for slot in phases.slots(Path(self.watch.board).read_bytes())
-            if slot.where == self.here
+            for slot in slots.read_slots(Path(self.watch.board).read_bytes())
+            if slot.pid_namespace == self.pid_namespace
         ]
 
     def starved_for(self, seen: Seen) -> float:
@@ -283,9 +286,8 @@ class Watchdog:
             and not any(reads_disk(seen.slot.pid) for seen in ranks if self.within_timeout(seen))
         ):
             self.ask_for_stacks(ranks)
-            again = {seen.rank: seen.place.entered for seen in self.look()}
-            if any(seen.place.entered != again[seen.rank] for seen in ranks):
-                return  # one has gone on meanwhile
+            if not unchanged(ranks, self.look()):
+                return  # what the stacks show is out of date, or missing because a rank was stopped
             verdict = judge(ranks, self.watch.world_size, self.watch.timeout, self.watch.on_device)
         if verdict:
             verdict.kill = verdict.kill and not self.watch.alone
@@ -333,7 +335,7 @@ class Watchdog:
     def ask_for_stacks(self, ranks: list[Seen]) -> None:
         """Of all threads of all ranks, into Seen.stacks; what the system knows of those that cannot answer."""
         asked = {}
-        for seen in (seen for seen in ranks if seen.state is not None and not seen.slot.left):
+        for seen in (seen for seen in ranks if seen.state is not None and not seen.slot.closed):
             file = Path(stacks_of(self.watch.board, seen.rank))
             if seen.state != "T" and file.exists():
                 asked[seen.rank] = file, file.stat().st_size

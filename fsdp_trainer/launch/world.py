@@ -1,4 +1,4 @@
-"""This process's place among the ranks, and what they agree on before the first collective."""
+"""The world of ranks before the first collective: this rank's numbers, and a store they share."""
 
 import os
 import pickle
@@ -17,22 +17,22 @@ import torch.distributed as dist
 
 from fsdp_trainer.errors import Problem, RunFailed, Stopped, UserError
 from fsdp_trainer.launch.nodes import first_host, port_of_job
-from fsdp_trainer.launch.start import PARENT, die_with_parent
+from fsdp_trainer.process import PARENT, die_with_parent
 
 ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun
-LINGER_SECONDS = 30.0
-MEETING_SECONDS, LOOKS_A_SECOND = (
-    0.02,
-    5000,
-)  # between two looks at who is there; of all ranks together at the store, which is one thread
+HEARD_SECONDS = 30.0  # that rank 0 waits for the others to read why it ends
+POLL_SECONDS = 0.02
+MAX_POLLS_PER_SECOND = 5000  # of all ranks together: the store is one thread
 T = TypeVar("T")
 
 
 @dataclass
 class World:
-    """rank: of size; local_rank: on this node, which is node of nodes; launcher: what started this node's ranks, and will start them again.
+    """This rank among `size`, and the store that all share.
 
-    attempt: a name for this start of all ranks; store: it has the keys of this attempt alone.
+    local_rank: on this node, which is number `node` of `nodes`; launcher: a name of what started
+    this node's ranks and may start them again; attempt: a name for this start of all ranks;
+    store: holds the keys of this attempt alone.
     """
 
     rank: int
@@ -47,21 +47,18 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Whether this rank speaks and writes for all."""
+        """True on rank 0, which prints and writes for all."""
         return self.rank == 0
 
     def launchers(self, timeout: float) -> list[str]:
-        """Of all nodes, for rank 0; the others tell it theirs."""
+        """Return the launchers of all nodes on rank 0, [] on the others."""
         if self.local_rank == 0:
             self._put(f"launcher/node{self.node}", self.launcher)
-        return (
-            [self._get(f"launcher/node{node}", timeout) for node in range(self.nodes)]
-            if self.main
-            else []
-        )
+        nodes = range(self.nodes if self.main else 0)
+        return [self._get(f"launcher/node{node}", timeout) for node in nodes]
 
     def from_main(self, name: str, make: Callable[[], T], timeout: float) -> T:
-        """What rank 0 makes, on every rank."""
+        """Call `make` on rank 0 and return its result on every rank."""
         if self.main:
             value = make()
             self._put(name, value)
@@ -71,7 +68,10 @@ class World:
         return value
 
     def to_main(self, name: str, mine: T, timeout: float) -> list[T]:
-        """Every rank's `mine`, in order, on rank 0; nothing on the others. Raises RunFailed with the ranks that did not come."""
+        """Return every rank's `mine`, by rank, on rank 0 and [] on the others.
+
+        Raises RunFailed with the ranks that sent nothing within `timeout` seconds.
+        """
         keys = [f"{name}/{rank}" for rank in range(self.size)]
         self._put(keys[self.rank], mine)
         if not self.main:
@@ -92,80 +92,96 @@ class World:
         self.store.wait([key], timedelta(seconds=timeout))
         return pickle.loads(bytes.fromhex(self.store.get(key).decode()))
 
-    def beat(self) -> None:
-        """Tell the ranks that wait in `node_by_node` that this one's work goes on."""
-        self.store.add("beats", 1)
+    def heartbeat(self) -> None:
+        """Tell the ranks that wait in `rank0_then_nodes_then_all` that this one still works."""
+        self.store.add("heartbeats", 1)
 
-    def node_by_node(self, name: str, work: Callable[[], T], timeout: float) -> T:
-        """Run `work` on rank 0, then on one rank of every node, then on all: the later ones find what the first left on disk.
+    def rank0_then_nodes_then_all(self, name: str, work: Callable[[], T], timeout: float) -> T:
+        """Run `work` on rank 0, then on one rank of every node, then on all, and return its result.
 
-        Waits outside any collective, so that hours of tokenising time nothing out: only `timeout` seconds without a beat do. All return
-        together; a failure of one is the failure of all.
+        The later ranks find what the first left on disk. They wait outside any collective, so that
+        hours of tokenising time nothing out: only `timeout` seconds without a heartbeat do. All
+        return together, and the failure of one is raised on all.
         """
         first, node, all_done = f"{name}/rank0", f"{name}/node{self.node}", f"{name}/all"
-        mine = first if self.main else node
-        for key in (
-            []
-            if self.main
-            else [first]
-            if self.local_rank == 0 or self.node == 0
-            else [first, node]
-        ):  # rank 0 is node 0's
-            self._hear(name, key, timeout)
+        if not self.main:
+            self._await(name, first, timeout)
+            if self.local_rank and self.node:  # on node 0, rank 0 is the one before
+                self._await(name, node, timeout)
         failure = None
         try:
             result = work()
         except BaseException as error:
-            told = f"{name} failed on rank {self.rank}: {type(error).__name__}: {error}"
-            failure = error if isinstance(error, UserError | Stopped) else RunFailed(told)
-            if not self.main and not isinstance(
-                error, Stopped
-            ):  # rank 0, which tells what all have in common, does not know
-                print(f"rank {self.rank}: {failure}", file=sys.stderr)
+            failure = self._failure(name, error)
             raise
         finally:
             if self.local_rank == 0:
-                self._put(mine, failure)
+                self._put(first if self.main else node, failure)
             if failure or self.store.add(f"{name}/done", 1) == self.size:
                 self._put(all_done, failure)
-            if failure and self.main:
-                self.linger(name)
-        self._hear(name, all_done, timeout)
+            if failure:
+                self.wait_until_heard(name)
+        self._await(name, all_done, timeout)
         return result
 
-    def _hear(self, name: str, key: str, timeout: float) -> None:
-        """Wait for what others did. Raises what it failed with, and RunFailed after `timeout` seconds without a beat."""
-        beats, heard = 0, time.monotonic()
+    def _failure(self, name: str, error: BaseException) -> BaseException:
+        """Return what all ranks raise for an error of this one's work, and print it unless all do.
+
+        Rank 0 prints what all ranks have in common, and knows nothing of this one's files.
+        """
+        if isinstance(error, Stopped):
+            return error
+        failure = error
+        if not isinstance(error, UserError):
+            cause = f"{type(error).__name__}: {error}"
+            failure = RunFailed(f"{name} failed on rank {self.rank}: {cause}")
+        self._print(failure)
+        return failure
+
+    def _print(self, failure: BaseException) -> None:
+        """Print a failure of a rank other than 0, which prints its own when the process ends."""
+        if not self.main:
+            print(f"rank {self.rank}: {failure}", file=sys.stderr)
+
+    def _await(self, name: str, key: str, timeout: float) -> None:
+        """Wait until other ranks have set `key`.
+
+        Raises the failure that they set it to, and RunFailed after `timeout` seconds without a
+        heartbeat.
+        """
+        heartbeats, heard_at = 0, time.monotonic()
         while not self.store.check([key]):
-            time.sleep(max(MEETING_SECONDS, self.size / LOOKS_A_SECOND))
-            if (beats_now := self.store.add("beats", 0)) != beats:
-                beats, heard = beats_now, time.monotonic()
-            elif time.monotonic() - heard > timeout:
-                silence = RunFailed(
-                    f"{name}: nothing was heard of it for {timeout:g} s. Longer with  launch.data_timeout=…"
-                )
-                if not self.main:  # rank 0 may be the one that is not heard
-                    print(f"rank {self.rank}: {silence}", file=sys.stderr)
+            time.sleep(max(POLL_SECONDS, self.size / MAX_POLLS_PER_SECOND))
+            if (now := self.store.add("heartbeats", 0)) != heartbeats:
+                heartbeats, heard_at = now, time.monotonic()
+            elif time.monotonic() - heard_at > timeout:
+                longer = "Longer with  launch.data_timeout=…"
+                silence = RunFailed(f"{name}: nothing was heard of it for {timeout:g} s. {longer}")
+                self._print(silence)  # rank 0 may be the one that is not heard
                 raise silence
         failure = self._get(key, timeout)
         if failure:
             self.store.add(f"{name}/heard", 1)
-            self.linger(name)
+            self.wait_until_heard(name)
             raise failure
 
-    def linger(self, name: str, timeout: float = LINGER_SECONDS) -> None:
-        """The store may end with rank 0: if it leaves, it gives the others time to hear why. Returns at once on them."""
-        deadline = time.monotonic() + min(LINGER_SECONDS, timeout)
-        while (
-            self.main
-            and self.store.add(f"{name}/heard", 0) < self.size - 1
-            and time.monotonic() < deadline
-        ):
+    def wait_until_heard(self, name: str, timeout: float = HEARD_SECONDS) -> None:
+        """Wait on rank 0 until all others have read `name`: the store may end with this process.
+
+        Returns at once on the other ranks, and at the latest after HEARD_SECONDS.
+        """
+        deadline = time.monotonic() + min(HEARD_SECONDS, timeout)
+        while self.main and time.monotonic() < deadline:
+            if self.store.add(f"{name}/heard", 0) >= self.size - 1:
+                return
             time.sleep(0.05)
 
 
 def environment_of_ranks(env: Mapping[str, str]) -> dict[str, str] | None:
-    """RANK, WORLD_SIZE … as torchrun sets them; made from Slurm's variables in an srun step of several tasks; None without a launcher."""
+    """Return RANK, WORLD_SIZE … as torchrun sets them, None without a launcher.
+
+    In an srun step of several tasks they are made from Slurm's variables.
+    """
     if "RANK" in env and "WORLD_SIZE" in env:
         return dict(env)
     if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
@@ -182,82 +198,78 @@ def environment_of_ranks(env: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def join(env: Mapping[str, str], device: str, timeout: float) -> World:
-    """Find this process's place and open the store that all ranks share. No process group yet."""
+    """Find this process's rank and open the store that all ranks share. No process group yet."""
     if PARENT in env:
         die_with_parent(int(env[PARENT]))
-    rank, size, local_rank = (
-        int(env.get("RANK", 0)),
-        int(env.get("WORLD_SIZE", 1)),
-        int(env.get("LOCAL_RANK", 0)),
-    )
-    store: dist.Store
-    if size == 1 and "MASTER_ADDR" not in env:
-        store = dist.HashStore()
-    else:
-        hosted = (
-            env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        )  # torchrun's agent keeps the store, with the keys of earlier attempts
-        address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-        serves = rank == 0 and not hosted
-        try:
-            store = dist.TCPStore(
-                address,
-                port,
-                size,
-                is_master=serves,
-                timeout=timedelta(seconds=timeout),
-                wait_for_workers=False,
-            )
-        except dist.DistNetworkError as error:
-            if serves and "EADDRINUSE" in str(error):
-                why = "is in use on this node (ss -ltnp says by whom): another run, or what is left of one. Set another, the same for all ranks"
-                raise UserError(
-                    "the ranks cannot meet", [Problem(f"MASTER_PORT={port}", why)]
-                ) from None
-            raise
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "there is no GPU",
-            [
-                Problem(
-                    "launch.device=cuda",
-                    "torch sees none here. Use  launch.device=cpu  or a CUDA build of torch",
-                )
-            ],
-        )
-    chosen = (
-        "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
-    )
-    place = torch.device(chosen, local_rank) if chosen == "cuda" else torch.device("cpu")
-    if chosen == "cuda":
-        if local_rank >= (there := torch.cuda.device_count()):
-            why = f"this node has {there} that are visible (CUDA_VISIBLE_DEVICES), and rank {rank} would take number {local_rank + 1}"
-            raise UserError(
-                "there are fewer GPUs than ranks",
-                [Problem("launch.nproc_per_node", f"{why}. Use  auto")],
-            )
-        torch.cuda.set_device(place)
-    attempt = meet(store, rank, size, timeout)
-    node, nodes = int(env.get("GROUP_RANK", 0)), int(env.get("GROUP_WORLD_SIZE", 1))
+    rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
+    local_rank = int(env.get("LOCAL_RANK", 0))
+    store = open_store(env, rank, size, timeout)
+    own_device = device_of_rank(device, rank, local_rank)
+    attempt = rendezvous(store, rank, size, timeout)
     return World(
         rank,
         size,
         local_rank,
-        node,
-        nodes,
-        launcher_of(env),
-        attempt,
-        dist.PrefixStore(attempt, store),
-        place,
+        node=int(env.get("GROUP_RANK", 0)),
+        nodes=int(env.get("GROUP_WORLD_SIZE", 1)),
+        launcher=launcher_of(env),
+        attempt=attempt,
+        store=dist.PrefixStore(attempt, store),
+        device=own_device,
     )
 
 
-def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
-    """A name that all ranks of this attempt have, and none of another. Raises RunFailed if they do not all come within `timeout` seconds.
+def open_store(env: Mapping[str, str], rank: int, size: int, timeout: float) -> dist.Store:
+    """Open the store at MASTER_ADDR, which rank 0 serves, or torchrun's agent.
 
-    torchrun's store may hold the keys of earlier attempts, the number of restarts differs from node to node (pytorch#135712), and does
-    not grow when nodes join. So rank 0 makes a name up and closes it when all the others have put theirs under it: a name that is closed
-    when one comes is of an attempt before, and one that is never closed is replaced.
+    The agent's store holds the keys of earlier attempts. Raises UserError if the port is in use.
+    """
+    if size == 1 and "MASTER_ADDR" not in env:
+        return dist.HashStore()
+    serves = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    port, seconds = int(env["MASTER_PORT"]), timedelta(seconds=timeout)
+    try:
+        return dist.TCPStore(env["MASTER_ADDR"], port, size, serves, seconds, False)
+    except dist.DistNetworkError as error:
+        if not serves or "EADDRINUSE" not in str(error):
+            raise
+        reason = (
+            "is in use on this node (ss -ltnp says by whom): another run, or what is left of one"
+        )
+        problem = Problem(f"MASTER_PORT={port}", f"{reason}. Set another, the same for all ranks")
+        raise UserError("the ranks cannot meet", [problem]) from None
+
+
+def device_of_rank(device: str, rank: int, local_rank: int) -> torch.device:
+    """Return the device that launch.device gives a rank, and make it current.
+
+    Raises UserError if there are too few GPUs.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        reason = "torch sees none here. Use  launch.device=cpu  or a CUDA build of torch"
+        raise UserError("there is no GPU", [Problem("launch.device=cuda", reason)])
+    if device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= (gpus := torch.cuda.device_count()):
+        reason = (
+            f"this node has {gpus} that are visible (CUDA_VISIBLE_DEVICES), and rank {rank} would "
+            f"take number {local_rank + 1}. Use  auto"
+        )
+        problem = Problem("launch.nproc_per_node", reason)
+        raise UserError("there are fewer GPUs than ranks", [problem])
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def rendezvous(store: dist.Store, rank: int, size: int, timeout: float) -> str:
+    """Return a name that all ranks of this attempt share, and no other attempt has.
+
+    Raises RunFailed if they do not all come within `timeout` seconds.
+
+    torchrun's store may hold the keys of earlier attempts, the number of restarts differs from node
+    to node (pytorch#135712), and does not grow when nodes join. So rank 0 invents a name and closes
+    it when all other ranks have registered under it. A rank that finds a name already closed sees
+    an earlier attempt; a name that is never closed is replaced.
     """
     offered, deadline, mine = "name of the attempt", time.monotonic() + timeout, ""
     if rank == 0:
@@ -275,23 +287,24 @@ def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
             if not closed and name != mine:
                 mine = name
                 store.add(f"{name}/here", 1)
-        time.sleep(max(MEETING_SECONDS, size / LOOKS_A_SECOND))
+        time.sleep(max(POLL_SECONDS, size / MAX_POLLS_PER_SECOND))
     raise RunFailed(
-        f"rank {rank} waited {timeout:.0f} s for all {size} ranks to start. Where nodes come and go (torchrun --nnodes=MIN:MAX), torchrun needs "
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  in its environment"
+        f"rank {rank} waited {timeout:.0f} s for all {size} ranks to start. Where nodes come and "
+        "go (torchrun --nnodes=MIN:MAX), torchrun needs  TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  in "
+        "its environment"
     )
 
 
 def launcher_of(env: Mapping[str, str]) -> str:
-    """A name of this node's torchrun, the same for all ranks and all attempts that it starts; any new name without torchrun."""
-    errors = env.get("TORCHELASTIC_ERROR_FILE")  # …/RUN_ID_random/attempt_0/RANK/error.json
-    return (
-        Path(errors).parents[2].name
-        if errors
-        else f"{socket.gethostname()}:{os.getppid()}"
-        if ELASTIC in env
-        else uuid.uuid4().hex
-    )
+    """Return a name of this node's torchrun, the same for all ranks and attempts that it starts.
+
+    Without torchrun each call returns a new name.
+    """
+    if errors := env.get("TORCHELASTIC_ERROR_FILE"):
+        return Path(errors).parents[2].name  # …/RUN_ID_random/attempt_0/RANK/error.json
+    if ELASTIC in env:
+        return f"{socket.gethostname()}:{os.getppid()}"
+    return uuid.uuid4().hex
 
 
 def connect(world: World, timeout: float) -> None:

@@ -1,11 +1,16 @@
-"""Which layout and kernel compute attention, and why. No torch: the configuration is checked with the same rules."""
+"""The choice of the layout and kernel that compute attention, with its reason.
 
+No torch: the configuration is checked by the same rules.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fsdp_trainer.errors import Problem, UserError
 
-HOPPER, BLACKWELL = (9, 0), (10, 0)
+AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
 FLASH = {"fa3": "FlashAttention 3", "fa4": "FlashAttention 4"}
+SDPA_ONLY = ("cudnn", "efficient", "math")
 NAMES = {
     "cudnn": "cuDNN",
     "flash": "FlashAttention 2",
@@ -15,17 +20,18 @@ NAMES = {
 }
 MADE_FOR = {"fa3": (HOPPER,), "fa4": (HOPPER, BLACKWELL)}
 BEST = {HOPPER: "fa3", BLACKWELL: "fa4"}
-# cuDNN computes a whole row 1.7 to 2.3 times as fast as FlashAttention 2 on Hopper (published), which pays while documents
-# need more than this share of it
-CUDNN_PAYS = 0.6
+CUDNN_SHARE = 0.6
+"""cuDNN computes a whole row 1.7 to 2.3 times as fast as FlashAttention 2 on Hopper (published),
+which pays where documents need more than this share of what whole rows would cost."""
 
 
 @dataclass(frozen=True)
-class Situation:
-    """What the choice depends on; None: not known yet.
+class AttentionContext:
+    """Properties of machine, model and data that the choice depends on; None: not known yet.
 
-    device: cpu or cuda; capability: of the GPU; dtype: of queries, keys and values; share: Σ length² of the documents, of what whole rows
-    would cost; installed: fa3, fa4, if they can be imported.
+    device: cpu or cuda; capability: of the GPU; dtype: of queries, keys and values.
+    share: Σ length² of the documents over what whole rows would cost.
+    installed: fa3 and fa4, if they can be imported.
     """
 
     device: str | None = None
@@ -41,129 +47,169 @@ class Situation:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """layout: a name of `attention.LAYOUTS`; kernel: cudnn, flash, efficient, math, fa3 or fa4, tried first; None: there is no choice."""
+class AttentionChoice:
+    """layout: a name of `attention.LAYOUTS`. kernel: the one tried first, a name of NAMES; None
+    where there is no choice of kernels."""
 
     layout: str
     kernel: str | None
-    why: str
+    reason: str
 
     def __str__(self) -> str:
         kernel = f" with {NAMES[self.kernel]}" if self.kernel else ""
-        return f"by {self.layout}{kernel}: {self.why}"
+        return f"by {self.layout}{kernel}: {self.reason}"
 
 
-def choose(layout: str, kernel: str, situation: Situation) -> Choice:
-    """For `model.attention` and `model.attention_kernel`. Raises UserError for what cannot be."""
-    picked, why = (layout, "as asked") if layout != "auto" else _fitting(kernel, situation)
-    if problems := attention_problems(picked, kernel, situation):
+Rule = tuple[Callable[[AttentionContext, str, str], bool], str]
+"""Whether (context, layout, kernel) cannot be, and why not, with what to type instead. The message
+is a format of `c`, the context, and `names` and `made_for` of the kernel."""
+
+LAYOUT_RULES: dict[str, tuple[Rule, ...]] = {
+    "documents": (
+        (
+            lambda c, *_: c.compiled,
+            "has other shapes every step, and compiled blocks want fixed ones.\n"
+            "Use  model.attention=auto",
+        ),
+    ),
+    "mask": (),
+    "varlen": (
+        (
+            lambda c, *_: c.device == "cpu",
+            "has kernels for GPUs only.\nUse  model.attention=auto",
+        ),
+        (
+            lambda c, *_: c.dtype == "float32",
+            "has kernels for 16-bit numbers only.\n"
+            "Use  precision.param_dtype=bfloat16  or  model.attention=auto",
+        ),
+        (lambda c, *_: c.softcap, "has no soft limit on scores.\nUse  model.attention=flex"),
+        (
+            lambda c, *_: (c.capability or AMPERE) < AMPERE,
+            "needs compute capability 8.0, this GPU has {c.capability[0]}.{c.capability[1]}.\n"
+            "Use  model.attention=documents",
+        ),
+        (
+            lambda c, *_: (c.head_dim or 8) not in range(8, 257, 8),
+            "has no kernel for head_dim={c.head_dim}: a multiple of 8 up to 256.\n"
+            "Use  model.attention=documents",
+        ),
+    ),
+    "flex": (
+        (
+            lambda c, *_: c.device == "cpu",
+            "has no gradient on a CPU.\nUse  model.attention=auto",
+        ),
+        (
+            lambda c, *_: c.selective and not c.compiled,
+            "is not compiled where selective checkpointing watches every operator.\n"
+            "Use  compile=enabled  or  activation_checkpoint=full  or  model.attention=documents",
+        ),
+        (
+            lambda c, *_: (c.head_dim or 16) < 16,
+            "has no kernel for head_dim={c.head_dim}, 16 at least.\nUse  model.attention=documents",
+        ),
+    ),
+}
+AUTO_KERNEL = "\nUse  model.attention_kernel=auto"
+KERNEL_RULES: tuple[Rule, ...] = (
+    (lambda c, *_: c.device == "cpu", f"a CPU has one kernel only.{AUTO_KERNEL}"),
+    (lambda c, *_: c.softcap, f"has no soft limit on scores.{AUTO_KERNEL}"),
+    (
+        lambda c, layout, _: layout == "flex",
+        f"flex compiles a kernel of its own.{AUTO_KERNEL}",
+    ),
+    (
+        lambda c, layout, kernel: layout == "varlen" and kernel in SDPA_ONLY,
+        "varlen is FlashAttention: flash, fa3 or fa4.\nUse  model.attention=documents",
+    ),
+    (
+        lambda c, layout, kernel: layout == "mask" and kernel not in SDPA_ONLY,
+        "FlashAttention takes no mask.\nUse  model.attention=varlen",
+    ),
+    (
+        lambda c, _, kernel: kernel in FLASH and c.dtype == "float32",
+        "has kernels for 16-bit numbers only.\nUse  precision.param_dtype=bfloat16",
+    ),
+    (
+        lambda c, _, kernel: c.capability not in (None, *MADE_FOR.get(kernel, (c.capability,))),
+        "{name} is made for compute capability {made_for}, this GPU has "
+        f"{{c.capability[0]}}.{{c.capability[1]}}.{AUTO_KERNEL}",
+    ),
+    (
+        lambda c, _, kernel: kernel in FLASH and bool(c.capability) and kernel not in c.installed,
+        f"{{name}} is not installed, or this torch cannot use it.{AUTO_KERNEL}",
+    ),
+)
+
+
+def choose(layout: str, kernel: str, context: AttentionContext) -> AttentionChoice:
+    """Choose for `model.attention` and `model.attention_kernel`.
+
+    Raises UserError if they cannot be computed here.
+    """
+    chosen, reason = _best_layout(kernel, context) if layout == "auto" else (layout, "as asked")
+    if problems := attention_problems(chosen, kernel, context):
         raise UserError("attention cannot be computed like this", problems)
-    return Choice(picked, _first_kernel(picked, situation) if kernel == "auto" else kernel, why)
+    first = _first_kernel(chosen, context) if kernel == "auto" else kernel
+    return AttentionChoice(chosen, first, reason)
 
 
-def attention_problems(layout: str, kernel: str, situation: Situation) -> list[Problem]:
-    """What does not fit together, as far as it is known."""
-    found = []
-    if layout != "auto" and (why := _layout_fails(layout, situation)):
-        found.append(Problem(f"model.attention={layout}", why))
-    if kernel != "auto" and (why := _kernel_fails(kernel, layout, situation)):
-        found.append(Problem(f"model.attention_kernel={kernel}", why))
-    return found
+def attention_problems(layout: str, kernel: str, context: AttentionContext) -> list[Problem]:
+    """Return what does not fit together, as far as the context is known."""
+    problems = []
+    if reason := _first_broken(LAYOUT_RULES.get(layout, ()), context, layout, kernel):
+        problems.append(Problem(f"model.attention={layout}", reason))
+    kernel_rules = KERNEL_RULES if kernel != "auto" else ()
+    if reason := _first_broken(kernel_rules, context, layout, kernel):
+        problems.append(Problem(f"model.attention_kernel={kernel}", reason))
+    return problems
 
 
-def _fitting(kernel: str, s: Situation) -> tuple[str, str]:
-    """The layout that fits, and why."""
-    if s.device != "cuda":
-        return (
-            ("mask", "compiled blocks want fixed shapes")
-            if s.compiled
-            else ("documents", "cost by Σ length²")
-        )
-    if s.softcap:
-        if not _layout_fails("flex", s):
-            return "flex", "a kernel is compiled for the soft limit on scores"
-        return (
-            "mask" if s.compiled else "documents"
-        ), "the soft limit on scores, computed in chunks"
-    if why := _layout_fails("varlen", s):
-        return ("mask" if s.compiled else "documents"), f"varlen {why.splitlines()[0]}"
-    if kernel in ("cudnn", "efficient", "math"):
-        return ("mask" if s.compiled else "documents"), f"{kernel} was asked for"
-    cudnn = (
-        s.capability == HOPPER
-        and "fa3" not in s.installed
-        and not s.compiled
-        and not s.windowed
-        and kernel == "auto"
-    )
-    if cudnn and s.share >= CUDNN_PAYS:
-        return (
-            "documents",
-            f"nearly whole rows ({s.share:.0%} of their cost), which cuDNN is fastest at on Hopper",
-        )
-    return "varlen", f"cost by Σ length², {s.share:.0%} of whole rows'"
+def _first_broken(
+    rules: tuple[Rule, ...], context: AttentionContext, layout: str, kernel: str = "auto"
+) -> str | None:
+    """Return the message of the first rule that is broken."""
+    made_for = " or ".join(f"{major}.{minor}" for major, minor in MADE_FOR.get(kernel, ()))
+    for is_broken, message in rules:
+        if is_broken(context, layout, kernel):
+            return message.format(c=context, name=NAMES.get(kernel), made_for=made_for)
+    return None
 
 
-def _first_kernel(layout: str, s: Situation) -> str | None:
-    if s.device != "cuda" or layout == "flex" or s.softcap:
+def _best_layout(kernel: str, context: AttentionContext) -> tuple[str, str]:
+    """Return the layout that fits, and the reason."""
+    fallback = "mask" if context.compiled else "documents"
+    if context.device != "cuda":
+        reasons = {"mask": "compiled blocks want fixed shapes", "documents": "cost by Σ length²"}
+        return fallback, reasons[fallback]
+    if context.softcap:
+        if _first_broken(LAYOUT_RULES["flex"], context, "flex"):
+            return fallback, "the soft limit on scores, computed in chunks"
+        return "flex", "a kernel is compiled for the soft limit on scores"
+    if reason := _first_broken(LAYOUT_RULES["varlen"], context, "varlen"):
+        return fallback, f"varlen {reason.splitlines()[0]}"
+    if kernel in SDPA_ONLY:
+        return fallback, f"{kernel} was asked for"
+    share = f"{context.share:.0%}"
+    if kernel == "auto" and _cudnn_is_fastest(context):
+        reason = f"nearly whole rows ({share} of their cost), which cuDNN is fastest at on Hopper"
+        return "documents", reason
+    return "varlen", f"cost by Σ length², {share} of whole rows'"
+
+
+def _cudnn_is_fastest(context: AttentionContext) -> bool:
+    """Return True for nearly whole rows on Hopper, where nothing else forbids cuDNN."""
+    is_best_here = context.capability == HOPPER and "fa3" not in context.installed
+    nearly_whole = context.share >= CUDNN_SHARE and not context.windowed
+    return is_best_here and nearly_whole and not context.compiled
+
+
+def _first_kernel(layout: str, context: AttentionContext) -> str | None:
+    """Return the kernel that is fastest here; None where there is no choice."""
+    if context.device != "cuda" or layout == "flex" or context.softcap:
         return None
     if layout == "varlen":
-        best = BEST.get(s.capability or (0, 0), "")
-        return best if best in s.installed else "flash"
-    return "cudnn" if s.capability == HOPPER else "flash"
-
-
-def _layout_fails(layout: str, s: Situation) -> str | None:
-    """Why it cannot be, and what to type instead."""
-    if layout == "documents" and s.compiled:
-        return "has other shapes every step, and compiled blocks want fixed ones.\nUse  model.attention=auto"
-    if layout in ("varlen", "flex") and s.device == "cpu":
-        lacks = "has no gradient on a CPU" if layout == "flex" else "has kernels for GPUs only"
-        return f"{lacks}.\nUse  model.attention=auto"
-    if layout == "flex" and s.selective and not s.compiled:
-        return (
-            "is not compiled where selective checkpointing watches every operator.\n"
-            "Use  compile=enabled  or  activation_checkpoint=full  or  model.attention=documents"
-        )
-    if layout == "flex" and s.head_dim is not None and s.head_dim < 16:
-        return (
-            f"has no kernel for head_dim={s.head_dim}, 16 at least.\nUse  model.attention=documents"
-        )
-    if layout == "varlen":
-        return _varlen_fails(s)
-    return None
-
-
-def _varlen_fails(s: Situation) -> str | None:
-    if s.dtype == "float32":
-        return "has kernels for 16-bit numbers only.\nUse  precision.param_dtype=bfloat16  or  model.attention=auto"
-    if s.softcap:
-        return "has no soft limit on scores.\nUse  model.attention=flex"
-    if s.capability is not None and s.capability < (8, 0):
-        return f"needs compute capability 8.0, this GPU has {s.capability[0]}.{s.capability[1]}.\nUse  model.attention=documents"
-    if s.head_dim is not None and (s.head_dim > 256 or s.head_dim % 8):
-        return f"has no kernel for head_dim={s.head_dim}: a multiple of 8 up to 256.\nUse  model.attention=documents"
-    return None
-
-
-def _kernel_fails(kernel: str, layout: str, s: Situation) -> str | None:
-    back = "\nUse  model.attention_kernel=auto"
-    if s.device == "cpu":
-        return f"a CPU has one kernel only.{back}"
-    if s.softcap:
-        return f"has no soft limit on scores.{back}"
-    if layout == "flex":
-        return f"flex compiles a kernel of its own.{back}"
-    if layout == "varlen" and kernel in ("cudnn", "efficient", "math"):
-        return "varlen is FlashAttention: flash, fa3 or fa4.\nUse  model.attention=documents"
-    if layout == "mask" and kernel in ("flash", *FLASH):
-        return "FlashAttention takes no mask.\nUse  model.attention=varlen"
-    if kernel in FLASH and s.dtype == "float32":
-        return "has kernels for 16-bit numbers only.\nUse  precision.param_dtype=bfloat16"
-    if kernel in FLASH and s.capability is not None:
-        if s.capability not in MADE_FOR[kernel]:
-            wanted = " or ".join(f"{major}.{minor}" for major, minor in MADE_FOR[kernel])
-            return f"{FLASH[kernel]} is made for compute capability {wanted}, this GPU has {s.capability[0]}.{s.capability[1]}.{back}"
-        if kernel not in s.installed:
-            return f"{FLASH[kernel]} is not installed, or this torch cannot use it.{back}"
-    return None
+        best = BEST.get(context.capability or (0, 0))
+        return best if best in context.installed else "flash"
+    return "cudnn" if context.capability == HOPPER else "flash"

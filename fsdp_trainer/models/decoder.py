@@ -1,25 +1,29 @@
-"""One decoder for the dense families. Module names are Hugging Face's, so that state dicts need no adapter. Knows no parallelism."""
+"""One decoder for the dense families. Module names are Hugging Face's, so that state dicts need no
+adapter. Knows no parallelism."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_trainer.models.attention import Cache, Layout, attend
+from fsdp_trainer.models.attention import Cache, OneDocument, PackedAttention
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.head import Head, Objective, Scores
 from fsdp_trainer.models.rope import Rope, rotate
 
-Rotation = tuple[Tensor, Tensor]
+CosSin = tuple[Tensor, Tensor]
+Auxiliary = dict[str, Tensor]
+"""Scalars that a block returns besides its output, by name. One whose name ends in `_loss` is
+minimised along with the objective; all are metrics."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
 }
-# which norm of a block comes before and after attention, before and after feed-forward, in Hugging Face's names
 NORMS: dict[str, tuple[str | None, ...]] = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
@@ -30,38 +34,57 @@ NORMS: dict[str, tuple[str | None, ...]] = {
         "post_feedforward_layernorm",
     ),
 }
+"""Norms before and after attention, before and after feed-forward, in Hugging Face's names."""
 
 
 @dataclass
 class MicroBatch:
-    """What one forward sees.
+    """The tokens of one forward, and what is learnt from them.
 
-    tokens, positions: [rows, seq_len] int64; positions restart in every document.
-    index: [supervised] int64, flat positions whose next token is learnt, padded to a fixed step by weight 0.
+    tokens, positions: [rows, length] int64; positions restart in every document.
+    index: [supervised] int64, flat positions whose next token is learnt, padded by weight 0.
     targets: [supervised] int64; weights: [supervised] float32.
-    sources: [supervised] int64, which source a target is from; None: all are from one.
+    sources: [supervised] int64, the source of each target; None: there is one source.
+    documents: [supervised] int64, the document of each target, counted over the micro-batch's
+    rows; padding behind the last target has the number of documents. groups: [documents] int64,
+    the group of documents that belong together, in the order of the data. Both are None where the
+    objective needs neither.
     """
 
     tokens: Tensor
     positions: Tensor
-    layout: Layout
+    layout: PackedAttention
     index: Tensor
     targets: Tensor
     weights: Tensor
     sources: Tensor | None = None
+    documents: Tensor | None = None
+    groups: Tensor | None = None
+
+
+class DecoderOutput(NamedTuple):
+    """value: a scalar, the objective and the blocks' auxiliary losses; None without an objective.
+
+    scores: of the supervised tokens, in the order of `batch.index`, without a gradient.
+    auxiliary: sums over the blocks, without a gradient.
+    """
+
+    value: Tensor | None
+    scores: Scores
+    auxiliary: Auxiliary
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (Zhang & Sennrich 2019); the mean square is taken in float32. size: None for the width of the stream."""
+    """Root-mean-square norm (Zhang & Sennrich 2019), the mean square in float32.
+
+    size: of the last dimension; None: hidden_size.
+    """
 
     def __init__(self, config: ModelConfig, size: int | None = None):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size or config.hidden_size))
-        self.eps, self.offset, self.in_float32 = (
-            config.rms_norm_eps,
-            config.form.norm_offset,
-            config.form.norm_in_float32,
-        )
+        self.eps, self.offset = config.rms_norm_eps, config.family_spec.norm_offset
+        self.in_float32 = config.family_spec.norm_in_float32
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., size]."""
@@ -73,29 +96,29 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; some families normalise queries and keys before the rotation."""
+    """Grouped-query attention with rotary positions.
+
+    Some families normalise queries and keys before the rotation.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        queries, keys = (
-            config.num_attention_heads * config.head_dim,
-            config.num_key_value_heads * config.head_dim,
-        )
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.has_bias("q_proj"))
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.has_bias("k_proj"))
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.has_bias("v_proj"))
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.has_bias("o_proj"))
-        self.head_dim, self.qk_norm = config.head_dim, config.form.qk_norm
+        sizes, hidden = config.projection_sizes, config.hidden_size
+        self.q_proj = nn.Linear(hidden, sizes["q_proj"], bias=config.has_bias("q_proj"))
+        self.k_proj = nn.Linear(hidden, sizes["k_proj"], bias=config.has_bias("k_proj"))
+        self.v_proj = nn.Linear(hidden, sizes["v_proj"], bias=config.has_bias("v_proj"))
+        self.o_proj = nn.Linear(sizes["q_proj"], hidden, bias=config.has_bias("o_proj"))
+        self.head_dim, self.qk_norm = config.head_dim, config.family_spec.qk_norm
         if self.qk_norm:
-            self.q_norm = RMSNorm(config, queries if self.qk_norm == "whole" else config.head_dim)
-            self.k_norm = RMSNorm(config, keys if self.qk_norm == "whole" else config.head_dim)
-        self.scale = (
-            None if config.query_pre_attn_scalar is None else config.query_pre_attn_scalar**-0.5
-        )
+            whole = self.qk_norm == "whole"
+            self.q_norm = RMSNorm(config, sizes["q_proj"] if whole else config.head_dim)
+            self.k_norm = RMSNorm(config, sizes["k_proj"] if whole else config.head_dim)
+        scalar = config.query_pre_attn_scalar
+        self.scale = None if scalar is None else scalar**-0.5
         self.softcap = config.attn_logit_softcapping
 
     def forward(
-        self, x: Tensor, turn: Rotation, layout: Layout, cache: Cache | None = None
+        self, x: Tensor, cos_sin: CosSin, layout: PackedAttention, cache: Cache | None = None
     ) -> Tensor:
         """x: [batch, length, hidden]."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
@@ -104,10 +127,10 @@ class Attention(nn.Module):
         q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in (q, k, v))
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *turn), rotate(k, *turn)
+        q, k = rotate(q, *cos_sin), rotate(k, *cos_sin)
         if cache is not None:
             k, v = cache.append(k, v)
-        return self.o_proj(attend(q, k, v, layout, self.scale, self.softcap).flatten(-2))
+        return self.o_proj(layout.attend(q, k, v, self.scale, self.softcap).flatten(-2))
 
 
 class MLP(nn.Module):
@@ -115,13 +138,10 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(
-            config.hidden_size, config.intermediate_size, bias=config.mlp_bias
-        )
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(
-            config.intermediate_size, config.hidden_size, bias=config.mlp_bias
-        )
+        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(width, inner, bias=bias)
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,33 +149,45 @@ class MLP(nn.Module):
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
+MIXERS: dict[str, Callable[[ModelConfig], nn.Module]] = {"attention": Attention}
+"""What mixes tokens in a block, by `Family.mixer`; called as `Attention` is."""
+FEED_FORWARDS: dict[str, Callable[[ModelConfig], nn.Module]] = {"gated": MLP}
+"""What a block does to each token, by `Family.feed_forward`; called as `MLP` is. An entry of
+either table returns a tensor, or a tensor and an `Auxiliary`, whose names it has in a class
+attribute `auxiliary_names`."""
+
+
 class Block(nn.Module):
-    """Attention, then feed-forward, each added to the stream; normalised before, after, or both."""
+    """Mixer, then feed-forward, each added to the residual stream; normalised before, after, or
+    both."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = MLP(config)
-        self.norms = NORMS[config.form.norms]
+        family = config.family_spec
+        self.self_attn = MIXERS[family.mixer](config)
+        self.mlp = FEED_FORWARDS[family.feed_forward](config)
+        self.norms = NORMS[family.norms]
         for name in filter(None, self.norms):
             self.add_module(name, RMSNorm(config))
 
     def forward(
-        self, x: Tensor, turn: Rotation, layout: Layout, cache: Cache | None = None
-    ) -> Tensor:
+        self, x: Tensor, cos_sin: CosSin, layout: PackedAttention, cache: Cache | None = None
+    ) -> tuple[Tensor, Auxiliary]:
         """x: [batch, length, hidden]."""
-        before_attention, after_attention, before_mlp, after_mlp = self.norms
-        x = x + self._norm(
-            after_attention, self.self_attn(self._norm(before_attention, x), turn, layout, cache)
-        )
-        return x + self._norm(after_mlp, self.mlp(self._norm(before_mlp, x)))
+        before_mixer, after_mixer, before_mlp, after_mlp = self.norms
+        mixed = self.self_attn(self._norm(before_mixer, x), cos_sin, layout, cache)
+        mixed, auxiliary = mixed if isinstance(mixed, tuple) else (mixed, {})
+        x = x + self._norm(after_mixer, mixed)
+        fed = self.mlp(self._norm(before_mlp, x))
+        fed, more = fed if isinstance(fed, tuple) else (fed, {})
+        return x + self._norm(after_mlp, fed), auxiliary | more
 
     def _norm(self, name: str | None, x: Tensor) -> Tensor:
         return x if name is None else getattr(self, name)(x)
 
 
 class Backbone(nn.Module):
-    """Embedding, blocks and final norm: what transformers calls `model`. The decoder calls its parts."""
+    """Embedding, blocks and final norm: what transformers calls `model`."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -168,7 +200,8 @@ class Backbone(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model. Build it on the meta device; `models.initialize` or an import fills it."""
+    """A causal language model. Build it on the meta device; `models.initialize` or an import
+    fills it."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -176,68 +209,88 @@ class Decoder(nn.Module):
         self.model = Backbone(config)
         self.lm_head = Head(config)
         self.tie_weights()
-        self.ropes: list[
-            Rope
-        ] = []  # made at the first forward: no buffers, which to_empty would wipe
+        # by whether they are local; made at the first forward, and not buffers: to_empty would
+        # wipe them
+        self.ropes: dict[bool, Rope] = {}
 
     def tie_weights(self) -> None:
-        """Make a tied head and the embedding one parameter; again after to_empty, which parts them."""
+        """Make a tied head and the embedding one parameter; again after to_empty, which parts
+        them."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(
-        self, batch: MicroBatch, objective: Objective | None = None
-    ) -> Scores | tuple[Tensor, Scores]:
-        """Scores of the micro-batch's supervised tokens, in the order of `batch.index`; before them the objective's value, if there is one."""
-        hidden = self.hidden(batch.tokens, batch.positions, batch.layout)
-        hidden = hidden.flatten(0, 1).index_select(
-            0, batch.index
-        )  # only supervised positions pay for norm and head
-        return self.lm_head(self.model.norm(hidden), batch.targets, objective)
+    def blocks(self) -> dict[str, nn.Module]:
+        """Return the blocks that this model holds, by name: "0", "1", ..."""
+        return dict(self.model.layers.items())
+
+    @property
+    def auxiliary_names(self) -> list[str]:
+        """Return the names of the blocks' auxiliary values."""
+        modules = [module for block in self.blocks().values() for module in block.modules()]
+        names = [getattr(module, "auxiliary_names", ()) for module in modules]
+        return sorted({name for each in names for name in each})
+
+    def forward(self, batch: MicroBatch, objective: Objective | None = None) -> DecoderOutput:
+        """Compute the objective and the scores of the micro-batch's supervised tokens."""
+        hidden, auxiliary = self.hidden(batch.tokens, batch.positions, batch.layout)
+        # only supervised positions pay for norm and head
+        hidden = hidden.flatten(0, 1).index_select(0, batch.index)
+        value, scores = self.lm_head(self.model.norm(hidden), batch.targets, objective)
+        if value is not None:
+            for name, scalar in auxiliary.items():
+                value = value + scalar if name.endswith("_loss") else value
+        detached = {name: scalar.detach() for name, scalar in auxiliary.items()}
+        return DecoderOutput(value, scores, detached)
 
     def hidden(
         self,
         tokens: Tensor,
         positions: Tensor,
-        layout: Layout,
-        caches: list[Cache] | None = None,
-        done: int = 0,
-    ) -> Tensor:
-        """[batch, length, hidden]: the residual stream after the last block. done: tokens before these, which the caches hold."""
+        layout: PackedAttention,
+        caches: dict[str, Cache] | None = None,
+    ) -> tuple[Tensor, Auxiliary]:
+        """Return the residual stream after the last block, [batch, length, hidden], and the sums
+        of the blocks' auxiliary values. caches: by the blocks' names."""
         x = self.model.embed_tokens(tokens)
-        if self.config.form.scaled_embedding:
-            x = x * torch.full(
-                (), self.config.hidden_size**0.5, dtype=x.dtype, device=x.device
-            )  # rounded as the weights are
-        if not self.ropes:
-            self.ropes = [
-                Rope(self.config, local)
-                for local in ((False, True) if self.config.rope_local_theta else (False,))
-            ]
-        turns = [
-            rope(positions, x.dtype, done + tokens.shape[1] if layout.one_document else None)
-            for rope in self.ropes
-        ]
-        windows = self.config.windows
-        layouts = {window: layout.within(window) for window in set(windows)}
-        for i, (window, block) in enumerate(zip(windows, self.model.layers.values(), strict=True)):
-            where = (turns[0 if window is None else -1], layouts[window])
-            x = block(x, *where, caches[i]) if caches else block(x, *where)
-        return x
+        if self.config.family_spec.scaled_embedding:
+            # the factor is rounded as the weights are
+            scale = self.config.hidden_size**0.5
+            x = x * torch.full((), scale, dtype=x.dtype, device=x.device)
+        has_local, windows = self.config.rope_local_theta is not None, self.config.windows
+        self.ropes = self.ropes or {local: Rope(self.config, local) for local in {False, has_local}}
+        cos_sins = {local: rope(positions, x.dtype, layout) for local, rope in self.ropes.items()}
+        layouts = {window: layout.with_window(window) for window in set(windows)}
+        sums: Auxiliary = {}
+        for name, block in self.blocks().items():
+            window = windows[int(name)]
+            cos_sin = cos_sins[has_local and window is not None]
+            cache = caches[name] if caches else None
+            x, auxiliary = block(x, cos_sin, layouts[window], cache)
+            for key, scalar in auxiliary.items():
+                sums[key] = sums[key] + scalar if key in sums else scalar
+        return x, sums
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """[batch, length] int64 → [batch, length, vocabulary]. For inference on an unsharded model; each row is one document."""
+        """Return [batch, length, vocabulary] for tokens [batch, length] int64.
+
+        For inference on an unsharded model; each row is one document.
+        """
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return self.lm_head(self.model.norm(self.hidden(tokens, positions, Layout())))
+        hidden, _ = self.hidden(tokens, positions, OneDocument(tokens.shape[1]))
+        return self.lm_head(self.model.norm(hidden))
+
+    def new_caches(self) -> dict[str, Cache]:
+        """Return an empty cache for each block."""
+        return {name: Cache() for name in self.blocks()}
 
     @torch.no_grad()
-    def next_logits(self, tokens: Tensor, caches: list[Cache]) -> Tensor:
-        """[batch, vocabulary] after `tokens` [batch, new], which follow what the caches (one per block, empty at first) hold."""
-        done = 0 if caches[0].keys is None else caches[0].keys.shape[1]
-        positions = torch.arange(done, done + tokens.shape[1], device=tokens.device).expand_as(
-            tokens
-        )
-        hidden = self.hidden(tokens, positions, Layout(), caches, done)[:, -1]
-        return self.lm_head(
-            self.model.norm(hidden)
-        )  # by its forward: sharded with the norm, both must run
+    def next_logits(self, tokens: Tensor, caches: dict[str, Cache]) -> Tensor:
+        """Return [batch, vocabulary] after `tokens` [batch, new], which follow the cached ones.
+
+        Calls norm and head by their forward: where they are sharded together, both must run.
+        """
+        cached = next(iter(caches.values())).length
+        length = cached + tokens.shape[1]
+        positions = torch.arange(cached, length, device=tokens.device).expand_as(tokens)
+        hidden, _ = self.hidden(tokens, positions, OneDocument(length), caches)
+        return self.lm_head(self.model.norm(hidden[:, -1]))

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.config.verbs import GenerateConfig
-from fsdp_trainer.models.attention import Cache
 from fsdp_trainer.models.decoder import Decoder
 
 
@@ -18,19 +17,18 @@ def continue_tokens(
     device: torch.device | None = None,
     agree: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> Iterator[int]:
-    """Up to cfg.max_tokens token ids after `prompt`, a stop id and what follows it left out.
+    """Yield up to cfg.max_tokens token ids that follow `prompt`; end before a stop id.
 
-    device: where the model computes, if that is not where its weights are; agree: makes the logits [vocabulary] those of all ranks.
+    device: where the model computes, if not where its weights are.
+    agree: makes the logits [vocabulary] the same on all ranks.
     """
     device = device or model.lm_head.weight.device
-    caches = [Cache() for _ in model.model.layers]
-    generator = torch.Generator().manual_seed(cfg.seed)
+    caches, generator = model.new_caches(), torch.Generator().manual_seed(cfg.seed)
     new = torch.tensor([prompt], device=device)
     room = model.config.max_position_embeddings - len(prompt)
     for _ in range(min(cfg.max_tokens, room)):
-        token = sample(
-            agree(model.next_logits(new, caches)[0]), cfg.temperature, cfg.top_p, generator
-        )
+        logits = agree(model.next_logits(new, caches)[0])
+        token = sample(logits, cfg.temperature, cfg.top_p, generator)
         if token in stop_ids:
             return
         yield token
@@ -38,7 +36,7 @@ def continue_tokens(
 
 
 def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """One token id from logits [vocabulary]. top_p: nucleus sampling (Holtzman et al. 2020)."""
+    """Draw a token id by logits [vocabulary]. top_p: nucleus sampling (Holtzman et al. 2020)."""
     if temperature == 0:
         return int(logits.argmax())
     likely, tokens = torch.softmax(logits.float().cpu() / temperature, -1).sort(descending=True)

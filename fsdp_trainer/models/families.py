@@ -1,4 +1,4 @@
-"""What the models of one family have in common: a row of a table each, so that a new family is a row and not a class.
+"""Properties that all models of a family share. A new family is a row of a table, not a class.
 
 docs/add-a-model.md says what each column means for the computation.
 """
@@ -9,42 +9,55 @@ from typing import Any, Literal
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
+def layer_pattern(layers: int, period: int) -> list[str]:
+    """Return a type for each block: every period-th is FULL, none if the period is 0."""
+    return [FULL if period and (i + 1) % period == 0 else SLIDING for i in range(layers)]
+
+
 @dataclass(frozen=True)
 class Family:
     """One `model_type` of config.json."""
 
     architecture: str
     """Hugging Face's class, as config.json names it."""
+    mixer: str = "attention"
+    """What mixes the tokens in a block: a name of `decoder.MIXERS`."""
+    feed_forward: str = "gated"
+    """What a block does to each token: a name of `decoder.FEED_FORWARDS`."""
     norms: Literal["before", "after", "around"] = "before"
-    """Where a block normalises: what attention and feed-forward read, what they add to the stream, or both."""
+    """A block normalises what attention and feed-forward read, what they add, or both."""
     norm_offset: float = 0.0
     """Added to a norm's weight; the weight starts at 1 minus it."""
     norm_in_float32: bool = False
-    """Whether a norm's weight multiplies before the result is rounded."""
+    """A norm's weight multiplies before the result is rounded."""
     qk_norm: Literal["head", "whole"] | None = None
-    """Queries and keys are normalised before rotation: each head by itself, or all heads together."""
+    """Queries and keys are normalised before rotation: each head alone, or all heads together."""
     biased: tuple[str, ...] = ()
-    """Projections of attention that always have a bias. attention_bias=true gives one to all four."""
+    """Projections of attention that always have a bias; attention_bias=true gives one to all."""
     scaled_embedding: bool = False
     """Embeddings are multiplied by √hidden_size."""
     rope_in_float32: bool = False
-    """Whether queries and keys are rotated in float32."""
+    """Queries and keys are rotated in float32."""
     windows: Literal["none", "all", "last", "pattern"] = "none"
-    """Which blocks look back sliding_window tokens only: `last` those from max_window_layers on, `pattern` all but each window_pattern-th."""
+    """Blocks that look back sliding_window tokens only: `last` are those from max_window_layers on,
+    `pattern` all but every window_pattern-th."""
     window_pattern: int = 0
     options: tuple[str, ...] = ()
     """Keys of config.json, beyond those of all families, that transformers reads for this one."""
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Projections that Hugging Face stores as one matrix, rows one after the other; split at import and fused at export."""
-    spelling: dict[str, str] = field(default_factory=dict)
-    """Keys of config.json whose name is not ours."""
+    """Projections that Hugging Face stores as one matrix, rows one after the other; split at import
+    and fused at export."""
+    key_aliases: dict[str, str] = field(default_factory=dict)
+    """Our names of config.json's keys that have another name there."""
+    rope_type_aliases: dict[str, str] = field(default_factory=dict)
+    """Other names for rope_type in published folders."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """What the family computes where neither config.json nor the configuration says otherwise."""
-    omitted: dict[str, Any] = field(default_factory=dict)
-    """What config.json's other keys mean where it lacks them."""
+    """Values where neither config.json nor the configuration has the key."""
+    hf_defaults: dict[str, Any] = field(default_factory=dict)
+    """Values of config.json's other keys where it lacks them."""
 
     def stored_name(self, name: str) -> str:
-        """The matrix of a Hugging Face folder that holds a parameter: its own, or one that is fused of several."""
+        """Return the matrix of a Hugging Face folder that holds a parameter, its own or a fused."""
         for whole, parts in self.fused:
             module = whole.rpartition(".")[0]
             for part in parts:
@@ -54,23 +67,35 @@ class Family:
 
 
 GEMMA: dict[str, Any] = {
-    "norms": "around", "norm_offset": 1.0, "norm_in_float32": True, "scaled_embedding": True, "windows": "pattern",
-    "spelling": {"hidden_act": "hidden_activation", "rope_local_theta": "rope_local_base_freq"},
-}  # fmt: skip
-GEMMA_OMITTED: dict[str, Any] = {
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True, "sliding_window": 4096,
-}  # fmt: skip
+    "norms": "around",
+    "norm_offset": 1.0,
+    "norm_in_float32": True,
+    "scaled_embedding": True,
+    "windows": "pattern",
+    "key_aliases": {
+        "hidden_act": "hidden_activation",
+        "rope_local_theta": "rope_local_base_freq",
+    },
+}
+GEMMA_HF_DEFAULTS: dict[str, Any] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+}
 
 FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM",
         options=("attention_bias", "mlp_bias"),
-        omitted={"max_position_embeddings": 2048},
+        hf_defaults={"max_position_embeddings": 2048},
     ),
     "mistral": Family(
         "MistralForCausalLM",
         windows="all",
-        omitted={
+        hf_defaults={
             "num_key_value_heads": 8,
             "max_position_embeddings": 131_072,
             "sliding_window": 4096,
@@ -80,7 +105,7 @@ FAMILIES = {
         "Qwen2ForCausalLM",
         biased=("q_proj", "k_proj", "v_proj"),
         windows="last",
-        omitted={
+        hf_defaults={
             "num_key_value_heads": 32,
             "max_position_embeddings": 32_768,
             "sliding_window": 4096,
@@ -91,7 +116,7 @@ FAMILIES = {
         qk_norm="head",
         windows="last",
         options=("attention_bias",),
-        omitted={
+        hf_defaults={
             "num_key_value_heads": 32,
             "head_dim": 128,
             "max_position_embeddings": 32_768,
@@ -113,7 +138,7 @@ FAMILIES = {
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
-        omitted=GEMMA_OMITTED | {"max_position_embeddings": 8192},
+        hf_defaults=GEMMA_HF_DEFAULTS | {"max_position_embeddings": 8192},
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -127,7 +152,7 @@ FAMILIES = {
             "rope_local_theta",
         ),
         defaults={"hidden_act": "gelu_pytorch_tanh", "rope_theta": 1e6, "rope_local_theta": 1e4},
-        omitted=GEMMA_OMITTED | {"vocab_size": 262_208, "max_position_embeddings": 131_072},
+        hf_defaults=GEMMA_HF_DEFAULTS | {"vocab_size": 262_208, "max_position_embeddings": 131_072},
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
@@ -136,16 +161,17 @@ FAMILIES = {
         qk_norm="whole",
         rope_in_float32=True,
         options=("attention_bias",),
-        omitted={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+        hf_defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
         windows="all",
         options=("partial_rotary_factor",),
+        rope_type_aliases={"su": "longrope", "yarn": "longrope"},  # of the first Phi-3 folders
         fused=(
             ("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")),
             ("mlp.gate_up_proj", ("gate_proj", "up_proj")),
         ),
-        omitted={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        hf_defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     ),
 }

@@ -1,7 +1,11 @@
-"""The output head: log-probabilities of given tokens and the gradient of a sum over them, without the logits of a whole micro-batch."""
+"""The output head: log-probabilities of given tokens and the gradient of an objective of them.
+
+Logits exist for one chunk of tokens at a time, never for a whole micro-batch.
+"""
 
 import math
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -10,37 +14,60 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.torch_private import graph_is_kept
 
 CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
-"""Of a chunk, by default. A matrix product needs many rows to be fast, and each chunk passes over the weight's whole gradient once."""
+"""Tokens of a chunk by default: matrix products need many rows to be fast, and each chunk reads
+and writes the weight's whole gradient once."""
 
 
 class Scores(NamedTuple):
-    """Of each target, [tokens] float32.
+    """Scores of each target, [tokens] float32.
 
-    log_normalizer: logsumexp of its logits; mean_log_probability: over the whole vocabulary, None where nobody asked for it.
+    logsumexp: of the token's logits. mean_log_probability: over the whole vocabulary; None unless
+    the objective needs it.
     """
 
     log_probability: Tensor
-    log_normalizer: Tensor
+    logsumexp: Tensor
     mean_log_probability: Tensor | None = None
 
 
 class Objective(Protocol):
-    """What is minimised: a sum over tokens, to which a token adds by its own scores alone. So a chunk's gradient needs no other chunk."""
+    """The function of the scores that is minimised."""
 
     @property
     def needs_mean(self) -> bool:
-        """Whether it looks at `mean_log_probability`."""
+        """True if the objective reads `mean_log_probability`."""
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """False for a sum over tokens, each of which adds by its own scores alone: the objective
+        is called once per chunk and the logits are made once. True (such as DPO): it is called
+        once, with all tokens of the micro-batch, and the logits are made twice."""
 
     def __call__(self, scores: Scores, tokens: slice) -> Tensor:
-        """Scalar: what these tokens add. Must be differentiable in the scores."""
+        """Return what these tokens add, a scalar that is differentiable in the scores."""
+
+
+class _Linear(NamedTuple):
+    """Objective Σ coefficient · score, with the gradient of the objective that it replaces."""
+
+    coefficients: tuple[Tensor, ...]
+    needs_mean: bool
+    needs_all_tokens: bool = False
+
+    def __call__(self, scores: Scores, tokens: slice) -> Tensor:
+        given = filter(torch.is_tensor, scores)
+        products = [s * c[tokens] for s, c in zip(given, self.coefficients, strict=True)]
+        return torch.stack(products).sum()
 
 
 class Head(nn.Module):
-    """`lm_head`: weight [rows, hidden]; rows behind the vocabulary are padding, which takes no part.
+    """`lm_head`: weight [rows, hidden]; rows behind the vocabulary are padding without a logit.
 
-    Must be called exactly once per micro-batch on every rank, supervised tokens or not. chunk_mib: MiB of logits in float32; None: CHUNK_TOKENS.
+    Call it exactly once per micro-batch on every rank, supervised tokens or not.
+    chunk_mib: MiB of float32 logits in a chunk; None: CHUNK_TOKENS tokens.
     """
 
     def __init__(self, config: ModelConfig):
@@ -48,213 +75,246 @@ class Head(nn.Module):
         self.weight: Tensor = nn.Parameter(torch.empty(config.embedding_rows, config.hidden_size))
         self.vocab_size, self.softcap = config.vocab_size, config.final_logit_softcapping
         self.chunk_mib: int | None = None
-        self.score: Callable = _score
-        self.differentiate: Callable = _differentiate
+        self.score: Callable = score_chunk
+        self.differentiate: Callable = differentiate_chunk
 
     @record_function("loss")
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, objective: Objective | None = None
-    ) -> Tensor | Scores | tuple[Tensor, Scores]:
-        """hidden: [tokens, hidden]; targets: [tokens] int64. The scores have no gradient; the objective's value, a scalar, has.
+    ) -> Tensor | tuple[Tensor | None, Scores]:
+        """Return the objective's value, a scalar with a gradient, and the scores, without one.
 
-        Without targets, for inference: all logits at once, […, vocabulary].
+        hidden: [tokens, hidden]; targets: [tokens] int64. The value is None without an objective.
+        Without targets, for inference: return all logits, [..., vocabulary].
         """
         if targets is None:
             return _capped(F.linear(hidden, self.weight[: self.vocab_size]), self.softcap)
         if objective is None:
-            return self.scores(hidden, targets)
-        value, *scores = _Minimise.apply(hidden, self.weight, targets, objective, self)
+            return None, self.scores(hidden, targets)
+        if objective.needs_all_tokens:
+            return self._all_tokens(hidden, targets, objective)
+        value, *scores = FusedLinearLoss.apply(hidden, self.weight, targets, objective, self)
         return value, Scores(*scores)
 
+    def _all_tokens(
+        self, hidden: Tensor, targets: Tensor, objective: Objective
+    ) -> tuple[Tensor, Scores]:
+        """Make two passes over the chunks: the scores, then the gradients if any is needed."""
+        scores = self.scores(hidden, targets, objective.needs_mean)
+        value, derivatives = differentiate_objective(objective, scores, slice(0, len(targets)))
+        if not (hidden.requires_grad or self.weight.requires_grad):
+            return value, scores
+        linear = _Linear(derivatives, objective.needs_mean)
+        same_gradient, *_ = FusedLinearLoss.apply(hidden, self.weight, targets, linear, self)
+        return value + (same_gradient - same_gradient.detach()), scores
+
     @torch.no_grad()
-    def scores(self, hidden: Tensor, targets: Tensor) -> Scores:
-        """Without what an objective would need."""
-        return _joined(
+    def scores(self, hidden: Tensor, targets: Tensor, with_mean: bool = False) -> Scores:
+        """Return the scores without a gradient."""
+        return _concatenate(
             [
-                self.score(product, logits, targets[tokens], self.softcap, False)[0]
+                self.score(product, logits, targets[tokens], self.softcap, with_mean)[0]
                 for tokens, product, logits in self.chunks(hidden, self.weight[: self.vocab_size])
             ]
         )
 
     def chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Of each chunk: its tokens, the product hidden · weight, and room for it in float32, which is the same tensor if it is float32 already.
+        """Yield for each chunk its tokens, the product hidden · weight, and a float32 buffer.
 
-        All chunks use the same memory: to allocate it anew costs a CPU more than to compute what is in it.
+        The buffer is the product itself if that is float32. All chunks share the same memory: on
+        a CPU allocating it takes longer than computing what is in it.
         """
         rows = self.rows_at_once(len(hidden), hidden.device.type)
-        room = hidden.new_empty(rows, self.vocab_size)
-        room32 = (
-            room if room.dtype == torch.float32 else torch.empty_like(room, dtype=torch.float32)
-        )
-        for start in range(0, len(hidden), rows):
+        products = buffers = hidden.new_empty(rows, self.vocab_size)
+        if products.dtype != torch.float32:
+            buffers = torch.empty_like(products, dtype=torch.float32)
+        for start in range(0, max(1, len(hidden)), rows):
             tokens = slice(start, min(start + rows, len(hidden)))
             count = tokens.stop - start
-            product = torch.mm(hidden[tokens], weight.T, out=room[:count])
-            yield tokens, product, product if room32 is room else room32[:count]
+            product = torch.mm(hidden[tokens], weight.T, out=products[:count])
+            yield tokens, product, product if buffers is products else buffers[:count]
 
     def rows_at_once(self, tokens: int, device: str) -> int:
-        """How many tokens are a chunk: as few chunks as the budget allows, of equal size; a multiple of 8, as tensor cores like it."""
-        most = CHUNK_TOKENS.get(device, CHUNK_TOKENS["cuda"])
+        """Return the tokens in a chunk: as few chunks as the budget allows, of equal size.
+
+        A multiple of 8, which tensor cores prefer.
+        """
+        budget = CHUNK_TOKENS.get(device, CHUNK_TOKENS["cuda"])
         if self.chunk_mib:
-            most = max(1, self.chunk_mib * 2**20 // (4 * self.vocab_size))
-        count = max(1, math.ceil(tokens / most))
-        return max(8, math.ceil(tokens / count / 8) * 8)
+            budget = max(1, self.chunk_mib * 2**20 // (4 * self.vocab_size))
+        chunks = max(1, math.ceil(tokens / budget))
+        return max(8, math.ceil(tokens / chunks / 8) * 8)
 
     def compile_chunks(self, **options: Any) -> None:
-        """Fuse what is done to a chunk between its matrix products. One graph for every number of rows. options: torch.compile's."""
-        score, differentiate = (
-            torch.compile(f, fullgraph=True, **options) for f in (_score, _differentiate)
-        )
+        """Fuse what is done to a chunk between its matrix products; options: torch.compile's.
 
-        def any_rows(function: Callable) -> Callable:
-            def call(product: Tensor, logits: Tensor, *args: Any) -> Any:
-                for tensor in (product, logits, *args):
+        One graph serves every number of rows.
+        """
+
+        def compiled(function: Callable) -> Callable:
+            graph = torch.compile(function, fullgraph=True, **options)
+
+            @wraps(function)
+            def call(*args: Any) -> Any:
+                for tensor in args:
                     if isinstance(tensor, Tensor):
                         torch._dynamo.mark_dynamic(tensor, 0)
-                return function(product, logits, *args)
+                return graph(*args)
 
             return call
 
-        self.score, self.differentiate = any_rows(score), any_rows(differentiate)
+        self.score, self.differentiate = compiled(score_chunk), compiled(differentiate_chunk)
 
 
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+class FusedLinearLoss(torch.autograd.Function):
+    """An objective's value and the scores, as a function of hidden states and the head's weight.
 
-
-def _joined(scores: list[Scores]) -> Scores:
-    return Scores(
-        torch.cat([s.log_probability for s in scores]),
-        torch.cat([s.log_normalizer for s in scores]),
-    )
-
-
-class _Minimise(torch.autograd.Function):
-    """The objective's value and the scores. The gradients are made with them, so that logits are made once; backward only scales.
-
-    The weight's gradient accumulates over the chunks in float32.
+    Forward makes the gradients that are needed along with the logits, which so exist once;
+    backward only scales them. The weight's gradient is summed over the chunks in float32.
     """
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, objective: Objective, head: Head
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, objective: Objective, head: Head
     ) -> tuple[Tensor, Tensor, Tensor]:
-        used = weight[: head.vocab_size]
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        add = _Accumulator(grad_weight[: head.vocab_size], weight.dtype)
-        value, found = grad_weight.new_zeros(()), []
-        for tokens, product, logits in head.chunks(hidden, used):
-            scores, total, slope = head.score(
+        """Return the value and the first two scores. objective: a sum over tokens."""
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        vocabulary = weight[: head.vocab_size]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        add = None if grad_weight is None else _Accumulator(grad_weight[: head.vocab_size], weight)
+        value = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        parts = []
+        for tokens, product, logits in head.chunks(hidden, vocabulary):
+            scores, total, softcap_grad = head.score(
                 product, logits, targets[tokens], head.softcap, objective.needs_mean
             )
-            part, derivatives = _derivatives(objective, scores, tokens)
-            head.differentiate(product, logits, total, slope, targets[tokens], *derivatives)
-            torch.mm(product, used, out=grad_hidden[tokens])
-            add(product, hidden[tokens])
-            value += part
-            found.append(scores)
+            summand, derivatives = differentiate_objective(objective, scores, tokens)
+            value += summand
+            parts.append(scores)
+            if needs_hidden or needs_weight:
+                head.differentiate(
+                    product, logits, total, softcap_grad, targets[tokens], *derivatives
+                )
+            if grad_hidden is not None:
+                torch.mm(product, vocabulary, out=grad_hidden[tokens])
+            if add is not None:
+                add(product, hidden[tokens])
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
-        log_probability, log_normalizer, _ = _joined(found)
-        ctx.mark_non_differentiable(log_probability, log_normalizer)
-        return value, log_probability, log_normalizer
+        log_probability, logsumexp, _ = _concatenate(parts)
+        ctx.mark_non_differentiable(log_probability, logsumexp)
+        return value, log_probability, logsumexp
 
     @staticmethod
-    def backward(ctx, grad_value: Tensor, *_) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad_value: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        """Scale the gradients: in place, unless the graph is kept for another backward.
+
+        A copy of the weight's would be as large as the vocabulary times the width. Pipeline
+        schedules that split backward run it twice.
+        """
         grad_hidden, grad_weight = ctx.saved_tensors
-        return (
-            grad_hidden.mul_(grad_value),
-            grad_weight.mul_(grad_value).to(ctx.dtype),
-            None,
-            None,
-            None,
-        )
+        scale = torch.mul if graph_is_kept() else Tensor.mul_
+        if grad_hidden is not None:
+            grad_hidden = scale(grad_hidden, grad_value)
+        if grad_weight is not None:
+            grad_weight = scale(grad_weight, grad_value).to(ctx.dtype)
+        return grad_hidden, grad_weight, None, None, None
 
 
-def _score(
+def score_chunk(
     product: Tensor, logits: Tensor, targets: Tensor, softcap: float | None, with_mean: bool
 ) -> tuple[Scores, Tensor, Tensor | None]:
-    """product: [rows, vocabulary]; logits: float32, written to: exponentials, which divided by the `total` [rows, 1] are the softmax.
+    """Return a chunk's scores, the sum of its exponentials [rows, 1], and the softcap's derivative.
 
-    Returns the scores, that total, and the derivative of the soft limit.
+    product: [rows, vocabulary]. logits: float32; the exponentials are written there, which
+    divided by their sum are the softmax.
     """
     if logits is not product:
         logits.copy_(product)
-    slope = None
+    softcap_grad = None
     if softcap is not None:
         logits.div_(softcap).tanh_()
-        slope = 1 - logits.square()
+        softcap_grad = 1 - logits.square()
         logits.mul_(softcap)
-    of_target = logits.gather(-1, targets[:, None])
+    target_logits = logits.gather(-1, targets[:, None])
     mean = logits.mean(-1) if with_mean else None
     largest = logits.amax(-1, keepdim=True)
     total = logits.sub_(largest).exp_().sum(-1, keepdim=True)
-    normalizer = largest + total.log()
-    return (
-        Scores(
-            (of_target - normalizer)[:, 0],
-            normalizer[:, 0],
-            None if mean is None else mean - normalizer[:, 0],
-        ),
-        total,
-        slope,
-    )
+    logsumexp = largest + total.log()
+    mean_log_probability = None if mean is None else mean - logsumexp[:, 0]
+    scores = Scores((target_logits - logsumexp)[:, 0], logsumexp[:, 0], mean_log_probability)
+    return scores, total, softcap_grad
 
 
-def _derivatives(
+def differentiate_objective(
     objective: Objective, scores: Scores, tokens: slice
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The objective's value on a chunk, and its derivative in each kind of score."""
+    """Return the objective's value on these tokens, and its derivative in each kind of score."""
     leaves = [score.detach().requires_grad_() for score in scores if score is not None]
     with torch.enable_grad():
         value = objective(Scores(*leaves), tokens)
     return value.detach(), torch.autograd.grad(value, leaves, materialize_grads=True)
 
 
-def _differentiate(
+def differentiate_chunk(
     product: Tensor,
     logits: Tensor,
     total: Tensor,
-    slope: Tensor | None,
+    softcap_grad: Tensor | None,
     targets: Tensor,
-    by_probability: Tensor,
-    by_normalizer: Tensor,
-    by_mean: Tensor | None = None,
+    grad_logprob: Tensor,
+    grad_logsumexp: Tensor,
+    grad_mean: Tensor | None = None,
 ) -> None:
-    """Writes into `product` the objective's derivative in the logits. logits: the exponentials that `_score` left there.
+    """Write the objective's derivative in the logits into `product`.
 
-    d log_probability = onehot − softmax,  d log_normalizer = softmax,  d mean_log_probability = 1 / vocabulary − softmax
+    logits: the exponentials that `score_chunk` left there.
+    d log_probability = onehot - softmax,  d logsumexp = softmax,
+    d mean_log_probability = 1 / vocabulary - softmax
     """
-    of_softmax = by_normalizer - by_probability
-    if by_mean is not None:
-        of_softmax = of_softmax - by_mean
-    logits.mul_(of_softmax[:, None] / total)
-    if by_mean is not None:
-        logits.add_(by_mean[:, None] / logits.shape[-1])
-    logits.scatter_add_(
-        -1, targets[:, None], by_probability[:, None]
-    )  # before it is rounded: for a token that is known it nearly cancels
-    if slope is not None:
-        logits.mul_(slope)
+    grad_softmax = grad_logsumexp - grad_logprob
+    if grad_mean is not None:
+        grad_softmax = grad_softmax - grad_mean
+    logits.mul_(grad_softmax[:, None] / total)
+    if grad_mean is not None:
+        logits.add_(grad_mean[:, None] / logits.shape[-1])
+    # in float32: for a token that the model is sure of, onehot and softmax nearly cancel
+    logits.scatter_add_(-1, targets[:, None], grad_logprob[:, None])
+    if softcap_grad is not None:
+        logits.mul_(softcap_grad)
     if logits is not product:
         product.copy_(logits)
 
 
-class _Accumulator:
-    """Adds products of two factors in `dtype` up in float32. Only CUDA has products of lower factors in float32."""
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
-    def __init__(self, total: Tensor, dtype: torch.dtype):
-        self.total, self.dtype = total, dtype
-        self.room = (
-            None if dtype == total.dtype or total.is_cuda else torch.empty_like(total, dtype=dtype)
-        )
+
+def _concatenate(parts: list[Scores]) -> Scores:
+    """Join the scores of all chunks."""
+    columns = [None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)]
+    return Scores._make(columns)
+
+
+class _Accumulator:
+    """Adds up matrix products of factors in the weight's dtype in float32.
+
+    Only CUDA multiplies lower factors into a float32 result; elsewhere a buffer takes the product.
+    """
+
+    def __init__(self, total: Tensor, weight: Tensor):
+        self.total, self.buffer = total, None
+        self.options: dict[str, Any] = {}
+        if weight.dtype != total.dtype:
+            if total.is_cuda:
+                self.options = {"out_dtype": total.dtype}
+            else:
+                self.buffer = torch.empty_like(total, dtype=weight.dtype)
 
     def __call__(self, left: Tensor, right: Tensor) -> None:
         """total [vocabulary, hidden] += left.T @ right."""
-        if self.room is not None:
-            self.total += torch.mm(left.T, right, out=self.room)
-        elif self.dtype == self.total.dtype:
-            torch.addmm(self.total, left.T, right, out=self.total)
+        if self.buffer is not None:
+            self.total += torch.mm(left.T, right, out=self.buffer)
         else:
-            torch.addmm(self.total, left.T, right, out_dtype=self.total.dtype, out=self.total)
+            torch.addmm(self.total, left.T, right, out=self.total, **self.options)

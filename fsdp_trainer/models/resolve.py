@@ -1,6 +1,7 @@
-"""From the `model` group to an architecture, and what is wrong with it. No torch."""
+"""The architecture that the `model` group asks for, and what is wrong with it. No torch."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from fsdp_trainer.config.paths import is_hub_id, model_folder
@@ -10,123 +11,130 @@ from fsdp_trainer.models.config import EXTRAS, ModelConfig, rope_problems
 from fsdp_trainer.models.families import FAMILIES
 
 CONTEXT_KEYS = ("max_position_embeddings", "rope_theta", "rope_scaling")
-OURS = ("vocab_multiple", "initializer", "initializer_range")  # of no architecture: free beside any
+OURS = ("vocab_multiple", "initializer", "initializer_range")
+"""Keys that are no part of an architecture: free with every init_from."""
 
 
 def resolve_model(model: Model, vocab_size: int | None = None) -> ModelConfig:
-    """The architecture that `model` asks for: init_from's, else the tiny model's, with the keys that are set laid over it.
+    """Return init_from's architecture, else the tiny model's, with the keys that are set.
 
-    vocab_size: the tokenizer's, which random weights follow unless model.vocab_size says otherwise. Raises UserError.
+    vocab_size: the tokenizer's, which random weights follow unless model.vocab_size is set.
+    Raises UserError.
     """
-    asked = {
-        f.name: getattr(model, f.name)
-        for f in dataclasses.fields(ModelConfig)
-        if getattr(model, f.name, None) is not None
-    }
+    keys = _keys_set(model)
     if model.init_from is not None:
-        found = ModelConfig.from_hf(model_folder(model.init_from))
-        if problems := _differences(model, asked, found):
+        stored = ModelConfig.from_hf(model_folder(model.init_from))
+        if problems := _differences(model, keys, stored):
             raise UserError("the model asked for is not the one in model.init_from", problems)
-        return dataclasses.replace(
-            found,
-            **{name: asked[name] for name in (*CONTEXT_KEYS, *OURS, "vocab_size") if name in asked},
-        )
-    asked = FAMILIES[asked.get("family", "llama")].defaults | asked
-    asked.setdefault("vocab_size", vocab_size or 0)
-    if "hidden_size" in asked or "num_attention_heads" in asked:
-        tiny = ModelConfig()
-        asked.setdefault(
-            "head_dim",
-            asked.get("hidden_size", tiny.hidden_size)
-            // asked.get("num_attention_heads", tiny.num_attention_heads),
-        )
-    return ModelConfig(**asked)
+        free = (*CONTEXT_KEYS, *OURS, "vocab_size")
+        return dataclasses.replace(stored, **{name: keys[name] for name in free if name in keys})
+    keys = {"vocab_size": vocab_size or 0} | FAMILIES[model.family or "llama"].defaults | keys
+    if "hidden_size" in keys or "num_attention_heads" in keys:
+        sizes = dataclasses.asdict(ModelConfig()) | keys
+        keys.setdefault("head_dim", sizes["hidden_size"] // sizes["num_attention_heads"])
+    return ModelConfig(**keys)
+
+
+def _keys_set(model: Model) -> dict[str, Any]:
+    """Return the architecture's keys that are not null."""
+    names = [field.name for field in dataclasses.fields(ModelConfig)]
+    values = {name: getattr(model, name, None) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def resolve_with_tokenizer(model: Model, tokens: int, grows: bool) -> ModelConfig:
-    """The architecture for a tokenizer of so many tokens. grows: tokens were added to it, and the model gets rows for them. Raises UserError."""
+    """Return the architecture for a tokenizer of `tokens` tokens. Raises UserError.
+
+    grows: tokens were added to the tokenizer, and the model gets rows for them.
+    """
     config = resolve_model(model, tokens)
     if grows and model.vocab_size is None:
         config = dataclasses.replace(config, vocab_size=max(config.vocab_size, tokens))
     if tokens > config.vocab_size:
-        why = f"the tokenizer has {tokens:,} tokens, more than the model's embedding.\nUse the model's own tokenizer, or add rows with  model.vocab_size={tokens}"
-        raise UserError(
-            "tokenizer and model do not fit", [Problem(f"vocabulary={config.vocab_size:,}", why)]
+        reason = (
+            f"the tokenizer has {tokens:,} tokens, more than the model's embedding.\n"
+            f"Use the model's own tokenizer, or add rows with  model.vocab_size={tokens}"
         )
+        problem = Problem(f"vocabulary={config.vocab_size:,}", reason)
+        raise UserError("tokenizer and model do not fit", [problem])
     return config
 
 
-def _differences(model: Model, asked: dict[str, Any], found: ModelConfig) -> list[Problem]:
-    named = model.name != "auto"
-    free = {*OURS, "vocab_size", *(() if named else CONTEXT_KEYS)}
+def _differences(model: Model, keys: dict[str, Any], stored: ModelConfig) -> list[Problem]:
+    """Return how the keys that are set contradict init_from's config.json."""
+    is_named = model.name != "auto"
+    free = {*OURS, "vocab_size", *(() if is_named else CONTEXT_KEYS)}
     different = {
-        name: getattr(found, name)
-        for name, value in asked.items()
-        if name not in free and value != getattr(found, name)
+        name: getattr(stored, name)
+        for name, value in keys.items()
+        if name not in free and value != getattr(stored, name)
     }
-    where = f"config.json of {model.init_from}"
-    if named and different:
-        details = "\n".join(
-            f"{name} is {value}, not {asked[name]}" for name, value in different.items()
-        )
-        return [
-            Problem(
-                f"model={model.name}",
-                f"{where} is another model's: use  model=auto  to take it as it is\n{details}",
-            )
-        ]
+    file = f"config.json of {model.init_from}"
+    if is_named and different:
+        lines = [f"{name} is {value}, not {keys[name]}" for name, value in different.items()]
+        reason = f"{file} is another model's: use  model=auto  to take it as it is"
+        return [Problem(f"model={model.name}", "\n".join([reason, *lines]))]
     problems = [
-        Problem(f"model.{name}={asked[name]}", f"{where} has {value}: drop it")
+        Problem(f"model.{name}={keys[name]}", f"{file} has {value}: drop it")
         for name, value in different.items()
     ]
-    if asked.get("vocab_size", found.vocab_size) < found.vocab_size:
-        why = f"{where} has {found.vocab_size} rows. Rows can be added, not taken away: drop it"
-        problems.append(Problem(f"model.vocab_size={asked['vocab_size']}", why))
+    rows = keys.get("vocab_size", stored.vocab_size)
+    if rows < stored.vocab_size:
+        reason = f"{file} has {stored.vocab_size} rows. Rows can be added, not taken away: drop it"
+        problems.append(Problem(f"model.vocab_size={rows}", reason))
     return problems
 
 
 def model_problems(cfg: TrainConfig) -> list[Problem]:
-    """What is wrong with the model, seen without torch, data or tokenizer."""
-    if cfg.model.rope_scaling and (
-        problems := rope_problems(cfg.model.rope_scaling, "model.rope_scaling")
-    ):
+    """Return what is wrong with the model, as far as it is known without torch, data and
+    tokenizer. A folder that is missing is reported elsewhere, as a missing path."""
+    model = cfg.model
+    if problems := rope_problems(model.rope_scaling or {}, "model.rope_scaling"):
         return problems
-    if cfg.model.init_from and is_hub_id(cfg.model.init_from):
+    if model.init_from and (
+        is_hub_id(model.init_from) or not (model_folder(model.init_from) / "config.json").is_file()
+    ):
         return []
-    if cfg.model.init_from and not (model_folder(cfg.model.init_from) / "config.json").is_file():
-        return []  # reported as a missing path
     try:
-        config = resolve_model(cfg.model)
+        config = resolve_model(model)
     except UserError as error:
         return error.problems
-    problems = []
-    if config.num_attention_heads % config.num_key_value_heads:
-        why = f"must divide num_attention_heads={config.num_attention_heads}"
-        problems.append(Problem(f"model.num_key_value_heads={config.num_key_value_heads}", why))
+    checks = (_head_problems, _window_problems, _option_problems, _context_problems)
+    return [problem for check in checks for problem in check(cfg, config)]
+
+
+def _head_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        reason = f"must divide num_attention_heads={heads}"
+        yield Problem(f"model.num_key_value_heads={kv_heads}", reason)
     if config.rotary_dim % 2 or not config.rotary_dim:
-        problems.append(
-            Problem(
-                f"model.head_dim={config.head_dim}", "must be even for rotary position embedding"
-            )
-        )
-    if config.form.windows == "none" and cfg.model.sliding_window is not None:
-        windowed = ", ".join(name for name, form in FAMILIES.items() if form.windows != "none")
-        why = f"{config.family} has no windows; {windowed} have"
-        problems.append(Problem(f"model.sliding_window={cfg.model.sliding_window}", why))
+        reason = "must be even for rotary position embedding"
+        yield Problem(f"model.head_dim={config.head_dim}", reason)
+
+
+def _window_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+    if config.family_spec.windows == "none" and cfg.model.sliding_window is not None:
+        windowed = [name for name, spec in FAMILIES.items() if spec.windows != "none"]
+        reason = f"{config.family} has no windows; {', '.join(windowed)} have"
+        yield Problem(f"model.sliding_window={cfg.model.sliding_window}", reason)
+
+
+def _option_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
     for name in EXTRAS:
-        if getattr(cfg.model, name) and name not in config.form.options:
-            having = ", ".join(family for family, form in FAMILIES.items() if name in form.options)
-            why = (
-                f"transformers would not compute it for {config.family}, {having} have it: drop it"
-            )
-            problems.append(Problem(f"model.{name}={getattr(cfg.model, name)}", why))
-    if cfg.batch.seq_len > config.max_position_embeddings:
-        problems.append(
-            Problem(
-                f"batch.seq_len={cfg.batch.seq_len}",
-                f"longer than the model's context ({config.max_position_embeddings:,} positions).\n"
-                f"Use  batch.seq_len={config.max_position_embeddings}  or  model.max_position_embeddings={cfg.batch.seq_len}"
-                "  with a  model.rope_scaling={…}",
-            )
+        value = getattr(cfg.model, name)
+        if value and name not in config.family_spec.options:
+            having = ", ".join(family for family, spec in FAMILIES.items() if name in spec.options)
+            reason = f"transformers would not compute it for {config.family}, {having} have it"
+            yield Problem(f"model.{name}={value}", f"{reason}: drop it")
+
+
+def _context_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+    length, positions = cfg.batch.seq_len, config.max_position_embeddings
+    if length > positions:
+        reason = (
+            f"longer than the model's context ({positions:,} positions).\n"
+            f"Use  batch.seq_len={positions}  or  model.max_position_embeddings={length}"
+            "  with a  model.rope_scaling={…}"
         )
-    return problems
+        yield Problem(f"batch.seq_len={length}", reason)

@@ -1,9 +1,13 @@
-"""metrics.jsonl, samples.jsonl and events.jsonl: append-only, one JSON object a line, written through. A disk that fails stops no run."""
+"""metrics.jsonl, samples.jsonl and events.jsonl: one JSON object a line, written at once.
+
+A disk that fails stops no run: what it does not take is kept in memory and written later.
+"""
 
 import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from itertools import compress
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -13,183 +17,183 @@ SLOW_SECONDS = 10.0
 PAUSES = (0.5, 1.0, 2.0)  # seconds before the last lines are tried again
 
 
-class Records:
-    """The files of a run. Only rank 0 has one. What cannot be written is told, kept, and written in its order as soon as it can be."""
+class LineFile:
+    """A file that lines are appended to, and those that the disk has not taken yet."""
 
-    def __init__(self, run: Path, say: Callable[[str], None] = print):
-        self.metrics, self.events, self.samples = (
-            run / "metrics.jsonl",
-            run / "events.jsonl",
-            run / "samples.jsonl",
-        )
-        self._say, self._lock, self._closed = say, Lock(), False
-        self._kept: dict[Path, bytearray] = {}
-        self._amid_line: set[Path] = set()  # files that end with a part of what is kept
-        self._failing: set[Path] = set()
-        self._lost: dict[Path, int] = {}
-        self._cut: int | None = None  # what cut_after could not do yet
+    def __init__(self, path: Path, say: Callable[[str], None]):
+        self.path, self.unwritten = path, bytearray()
+        self._say = say
+        self._cut: int | None = None  # a step to cut after, as soon as the disk allows it
+        self._mid_line = False  # the file ends with a part of what is unwritten
+        self._failing = False
+        self._dropped = 0
+
+    def add(self, text: str) -> None:
+        """Append to the unwritten lines, unless there are too many."""
+        if len(self.unwritten) > KEPT_BYTES:
+            self._dropped += 1
+        else:
+            self.unwritten += text.encode()
 
     def cut_after(self, step: int) -> None:
-        """Drop metrics and samples of steps that a resume will do again, and a half line that a crash left. Never two lines for one step."""
+        """Drop lines of later steps, unwritten ones now and those of the file with `flush`."""
+        lines = bytes(self.unwritten).splitlines(keepends=True)
+        self.unwritten = bytearray(b"".join(line for line in lines if not_after(line, step)))
+        self._cut, self._mid_line = step, False
+
+    def flush(self, durable: bool = False) -> bool:
+        """Write the unwritten lines. Returns True if none is left; reports failures by `say`."""
+        started = time.monotonic()
+        try:
+            if self._cut is not None and self.path.exists():
+                cut(self.path, self._cut)
+            self._cut = None
+            if not self.unwritten:
+                return True
+            self._write(durable)
+        except OSError as error:
+            if not self._failing:
+                kept = "Its lines are kept until it can be; training goes on"
+                self._say(f"{self.path} cannot be written: {error}. {kept}")
+            self._failing = True
+            return not self.unwritten
+        if self._failing:
+            dropped = ""
+            if self._dropped:
+                dropped = f", but for {self._dropped:,} lines that were too many to keep"
+            self._say(f"{self.path} is written again; nothing is missing{dropped}")
+            self._failing, self._dropped = False, 0
+        if (seconds := time.monotonic() - started) > SLOW_SECONDS:
+            self._say(f"{self.path}: the disk took {seconds:.0f} s for a few lines")
+        return True
+
+    def _write(self, durable: bool) -> None:
+        """Append in whole lines where the disk allows it: other processes append too."""
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        descriptor = os.open(self.path, flags, 0o666)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and not self._mid_line and os.pread(descriptor, 1, size - 1) != b"\n":
+                os.write(descriptor, b"\n")  # a crash left part of a line
+            while self.unwritten:
+                count = os.write(descriptor, self.unwritten)
+                self._mid_line = self.unwritten[count - 1] != ord("\n")
+                del self.unwritten[:count]
+            if durable:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class Records:
+    """The files of a run. In training only rank 0 has them."""
+
+    def __init__(self, run: Path, say: Callable[[str], None] = print):
+        self.metrics = LineFile(run / "metrics.jsonl", say)
+        self.events = LineFile(run / "events.jsonl", say)
+        self.samples = LineFile(run / "samples.jsonl", say)
+        self._say, self._lock, self._closed = say, Lock(), False
+
+    def cut_after(self, step: int) -> None:
+        """Drop metrics and samples of steps that a resume repeats, and half lines of a crash."""
         with self._lock:
-            self._cut = step
-            for file in (
-                self.metrics,
-                self.samples,
-            ):  # what the disk has not taken yet of those steps it need not
-                lines = bytes(self._kept.get(file, b"")).splitlines(keepends=True)
-                good = [
-                    line
-                    for line in lines
-                    if (told := parse(line.decode(errors="replace"))) and told["step"] <= step
-                ]
-                self._kept[file] = bytearray(b"".join(good))
-                self._amid_line.discard(file)
-            self._write(self.metrics)
+            for file in (self.metrics, self.samples):
+                file.cut_after(step)
+                file.flush()
 
     def write(self, lines: list[dict[str, Any]]) -> None:
         """Append metrics and make them durable."""
-        self._append(self.metrics, "".join(json.dumps(line) + "\n" for line in lines), durable=True)
+        self._append(self.metrics, *lines, durable=True)
 
     def amend(self, step: int, more: dict[str, Any]) -> dict[str, Any] | None:
-        """Add to the last line of the metrics, which must be that of `step`. Returns it; None if it is not there."""
+        """Add to the last line of the metrics, and return it.
+
+        None if that is not the line of `step`, or the disk refuses.
+        """
         try:
-            *before, text = self.metrics.read_text().splitlines(keepends=True)
+            *before, text = self.metrics.path.read_text().splitlines(keepends=True)
             line = parse(text)
-            if not line or line["step"] != step or self._kept.get(self.metrics):
+            if not line or line["step"] != step or self.metrics.unwritten:
                 return None
             line |= more
-            replace(self.metrics, "".join([*before, json.dumps(line) + "\n"]))
+            replace(self.metrics.path, "".join([*before, json.dumps(line) + "\n"]))
         except (OSError, ValueError) as error:
-            self._say(f"{self.metrics}: step {step:,} lacks its {', '.join(more)}: {error}")
+            self._say(f"{self.metrics.path}: step {step:,} lacks its {', '.join(more)}: {error}")
             return None
         return line
 
     def samples_of(self, step: int, answers: list[tuple[str, str]]) -> None:
-        """Append prompts with what the model said to them."""
-        lines = [
-            json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False) + "\n"
-            for prompt, text in answers
-        ]
-        self._append(self.samples, "".join(lines))
+        """Append prompts with the model's answers."""
+        lines = ({"step": step, "prompt": prompt, "text": text} for prompt, text in answers)
+        self._append(self.samples, *lines, ascii_only=False)
 
     def event(self, name: str, **details: Any) -> None:
         """Append an event with the time."""
-        self._append(
-            self.events,
-            json.dumps({"event": name, "time": round(time.time(), 3), **details}) + "\n",
-        )
+        self._append(self.events, {"event": name, "time": round(time.time(), 3), **details})
 
     def last_event(self) -> dict[str, Any]:
-        """The last whole event; {} if there is none."""
-        return next(whole_lines(self.events, newest_first=True), {})
+        """Return the last whole event; {} if there is none."""
+        return next(whole_lines(self.events.path, newest_first=True), {})
 
     def last_line(self) -> dict[str, Any]:
-        """The last whole line of the metrics; {} if there is none that can be read."""
+        """Return the last whole line of the metrics; {} if there is none that can be read."""
         try:
-            return next(whole_lines(self.metrics, newest_first=True), {})
+            return next(whole_lines(self.metrics.path, newest_first=True), {})
         except OSError:
             return {}
 
     def close(self) -> None:
-        """Give the disk a few seconds to take what is kept; tell what it did not. A thread that still writes a checkpoint adds nothing any more."""
+        """Give the disk a few seconds to take what is unwritten, and report what it did not.
+
+        Nothing is added any more, not even by a thread that still writes a checkpoint.
+        """
         self._closed = True
-        for pause in (*PAUSES, None):
+        for pause in (*PAUSES, 0.0):
             with self._lock:
-                left = [file for file, kept in self._kept.items() if kept and not self._write(file)]
-            if left and pause is None:
-                self._say(
-                    f"never written: {', '.join(f'{self._kept[file].count(10):,} lines of {file}' for file in left)}"
-                )
-            elif left and pause is not None:
-                time.sleep(pause)
-            else:
+                files = (self.metrics, self.events, self.samples)
+                failing = [file for file in files if not file.flush()]
+            if not failing:
                 return
+            time.sleep(pause)
+        counts = [(file.unwritten.count(b"\n"), file.path) for file in failing]
+        lines = ", ".join(f"{count:,} lines of {path}" for count, path in counts)
+        self._say(f"never written: {lines}")
 
-    def _append(self, file: Path, text: str, durable: bool = False) -> None:
+    def _append(
+        self, file: LineFile, *lines: dict[str, Any], durable: bool = False, ascii_only: bool = True
+    ) -> None:
         with self._lock:
-            if self._closed:
-                return
-            kept = self._kept.setdefault(file, bytearray())
-            if len(kept) > KEPT_BYTES:
-                self._lost[file] = self._lost.get(file, 0) + 1
-                return
-            kept += text.encode()
-            self._write(file, durable)
-
-    def _write(self, file: Path, durable: bool = False) -> bool:
-        """Write what is kept of `file`; whether nothing is left. One write a line or more: other processes append too."""
-        kept, started = self._kept.setdefault(file, bytearray()), time.monotonic()
-        try:
-            if self._cut is not None:
-                for of_steps in filter(Path.exists, (self.metrics, self.samples)):
-                    cut(of_steps, self._cut)
-                self._cut = None
-            if not kept:
-                return True
-            descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                size = os.fstat(descriptor).st_size
-                if (
-                    size
-                    and file not in self._amid_line
-                    and os.pread(descriptor, 1, size - 1) != b"\n"
-                ):
-                    os.write(descriptor, b"\n")  # a crash left part of a line
-                while kept:
-                    count = os.write(descriptor, kept)
-                    (self._amid_line.add if kept[count - 1] != 10 else self._amid_line.discard)(
-                        file
-                    )
-                    del kept[:count]
-                if durable:
-                    os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            if file not in self._failing:
-                self._say(
-                    f"{file} cannot be written: {error}. Its lines are kept until it can be; training goes on"
-                )
-            self._failing.add(file)
-            return not kept
-        if file in self._failing:
-            self._failing.discard(file)
-            lost = (
-                f", but for {self._lost.pop(file):,} lines that were too many to keep"
-                if file in self._lost
-                else ""
-            )
-            self._say(f"{file} is written again; nothing is missing{lost}")
-        if time.monotonic() - started > SLOW_SECONDS:
-            self._say(f"{file}: the disk took {time.monotonic() - started:.0f} s for a few lines")
-        return True
+            if not self._closed:
+                texts = (json.dumps(line, ensure_ascii=ascii_only) + "\n" for line in lines)
+                file.add("".join(texts))
+                file.flush(durable)
 
 
 def whole_lines(file: Path, newest_first: bool = False) -> Iterator[dict[str, Any]]:
-    """Of a file that may be missing, or have lines that were cut. Raises OSError."""
+    """Yield the whole lines of a file, which may be missing. Raises OSError."""
     texts = file.read_text(errors="replace").splitlines() if file.exists() else []
-    return (line for text in (reversed(texts) if newest_first else texts) if (line := parse(text)))
+    return (line for text in texts[:: -1 if newest_first else 1] if (line := parse(text)))
+
+
+def not_after(text: bytes, step: int) -> bool:
+    """Return True for a whole line of a step up to `step`."""
+    line = parse(text.decode(errors="replace"))
+    return line is not None and line["step"] <= step
 
 
 def cut(file: Path, step: int) -> None:
-    """Drop lines of later steps, and what is no line. Raises OSError."""
+    """Drop lines of later steps, and parts of lines. Raises OSError."""
     lines = file.read_bytes().splitlines(keepends=True)
-    good = [
-        (line := parse(text.decode(errors="replace"))) is not None and line["step"] <= step
-        for text in lines
-    ]
-    first = good.index(False) if False in good else len(lines)
-    if not any(good[first:]):
-        os.truncate(file, sum(map(len, lines[:first])))  # which takes no room on a full disk
-    else:
-        replace(
-            file, b"".join(text for text, keep in zip(lines, good, strict=True) if keep).decode()
-        )
+    good = [not_after(line, step) for line in lines]
+    first = [*good, False].index(False)
+    if any(good[first:]):
+        replace(file, b"".join(compress(lines, good)).decode())
+    else:  # needs no room on a full disk
+        os.truncate(file, sum(map(len, lines[:first])))
 
 
 def replace(file: Path, text: str) -> None:
-    """Another content under the same name, at once."""
+    """Replace the content of a file in one step. Raises OSError."""
     partial = file.with_suffix(".partial")
     try:
         partial.write_text(text)
@@ -200,8 +204,8 @@ def replace(file: Path, text: str) -> None:
 
 
 def parse(text: str) -> dict[str, Any] | None:
-    """A line of JSON, None where it was cut."""
+    """Return a line of JSON, None if it was cut."""
     try:
-        return json.loads(text) if text.endswith("}\n") or text.endswith("}") else None
+        return json.loads(text) if text.rstrip("\n").endswith("}") else None
     except ValueError:
         return None

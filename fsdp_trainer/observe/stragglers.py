@@ -1,4 +1,7 @@
-"""Names the rank that the others wait for. In a collective all are as slow as the slowest: only what each does outside of them tells."""
+"""Find the rank that the others wait for.
+
+In a collective all ranks are as slow as the slowest, so only the time outside of them is compared.
+"""
 
 import json
 import sys
@@ -18,19 +21,21 @@ from torch.optim import Optimizer
 from fsdp_trainer import phases
 
 SAMPLE_SECONDS = 0.05
-STEPS = 3  # at least, in a comparison
+MIN_STEPS = 3  # in a comparison
 TIMED_EVERY = 20  # optimizer steps, on a device
-OF_A_STEP = ("data", "forward", "backward", "clip", "update", "log", "agree")
-FACTOR, SHARE, SECONDS = (
-    1.3,
-    0.2,
-    0.005,
-)  # slower than the median of the others, of a step's time, and in all: below that it is noise
+STEP_PHASES = ("data", "forward", "backward", "clip", "update", "log", "agree")
+# A rank below any of these is noise: slower than the median of the others by this factor, by this
+# share of a step, and by these seconds a step.
+MIN_FACTOR, MIN_SHARE, MIN_SECONDS = 1.3, 0.2, 0.005
 
 
 @dataclass
-class Pace:
-    """What a rank needed over some steps. seconds: by phase, outside collectives; wall: of the steps; device: of one optimizer step on the GPU."""
+class RankPace:
+    """The time that a rank needed for some steps.
+
+    wall: seconds of these steps; seconds: by phase, outside collectives; device: seconds of one
+    optimizer step on the GPU, None without one.
+    """
 
     host: str
     steps: int = 0
@@ -41,7 +46,10 @@ class Pace:
 
 @dataclass
 class Straggler:
-    """A rank that needs `seconds` a step in a phase where the others' median is `others`; lost: share of every step that all wait for it."""
+    """A rank that needs `seconds` a step in a phase where the others' median is `others`.
+
+    lost: share of every step that all ranks wait for it.
+    """
 
     rank: int
     host: str
@@ -51,46 +59,47 @@ class Straggler:
     lost: float
 
 
-def slowest(paces: dict[int, Pace]) -> Straggler | None:
-    """The rank that all others wait for, if there is one."""
+def slowest(paces: dict[int, RankPace]) -> Straggler | None:
+    """Return the rank that all others wait for, on its host or on its device, if there is one."""
+    return slowest_host(paces) or slowest_device(paces)
+
+
+def slowest_host(paces: dict[int, RankPace]) -> Straggler | None:
+    """Return the rank whose host is slower than the others', and the phase in which it is most."""
     busy = {rank: sum(pace.seconds.values()) / pace.steps for rank, pace in paces.items()}
     rank = max(busy, key=lambda rank: busy[rank])
-    excess, wall = busy[rank] - median_of_others(busy, rank), paces[rank].wall / paces[rank].steps
-    if excess > max(SECONDS, SHARE * wall) and busy[rank] > FACTOR * median_of_others(busy, rank):
-        by_phase = {
-            p: {r: pace.seconds.get(p, 0.0) / pace.steps for r, pace in paces.items()}
-            for p in OF_A_STEP
-        }
-        phase = max(
-            OF_A_STEP, key=lambda p: by_phase[p][rank] - median_of_others(by_phase[p], rank)
-        )
-        return Straggler(
-            rank,
-            paces[rank].host,
-            phase,
-            by_phase[phase][rank],
-            median_of_others(by_phase[phase], rank),
-            min(1.0, excess / wall),
-        )
+    others, wall = median_of_others(busy, rank), paces[rank].wall / paces[rank].steps
+    excess = busy[rank] - others
+    if excess <= max(MIN_SECONDS, MIN_SHARE * wall) or busy[rank] <= MIN_FACTOR * others:
+        return None
+    by_phase = {
+        phase: {r: pace.seconds.get(phase, 0.0) / pace.steps for r, pace in paces.items()}
+        for phase in STEP_PHASES
+    }
+    excess_by_phase = {
+        phase: seconds[rank] - median_of_others(seconds, rank)
+        for phase, seconds in by_phase.items()
+    }
+    phase = max(excess_by_phase, key=lambda phase: excess_by_phase[phase])
+    seconds, lost = by_phase[phase], min(1.0, excess / wall)
+    others = median_of_others(seconds, rank)
+    return Straggler(rank, paces[rank].host, phase, seconds[rank], others, lost)
+
+
+def slowest_device(paces: dict[int, RankPace]) -> Straggler | None:
+    """Return the rank whose GPU is slower than the others', if all ranks were timed."""
     device = {rank: pace.device for rank, pace in paces.items() if pace.device}
     if len(device) < len(paces):
         return None
     rank = max(device, key=lambda rank: device[rank])
-    others = median_of_others(device, rank)
-    if device[rank] > FACTOR * others:
-        return Straggler(
-            rank,
-            paces[rank].host,
-            "update on its device",
-            device[rank],
-            others,
-            (device[rank] / others - 1) / (device[rank] / others),
-        )
-    return None
+    others, own = median_of_others(device, rank), device[rank]
+    if own <= MIN_FACTOR * others:
+        return None
+    return Straggler(rank, paces[rank].host, "update on its device", own, others, 1 - others / own)
 
 
 def median_of_others(values: dict[int, float], rank: int) -> float:
-    """With two ranks, the other's."""
+    """Return the median over all ranks but one; with two ranks that is the other's value."""
     return median(value for other, value in values.items() if other != rank)
 
 
@@ -102,18 +111,18 @@ def comparing(
     size: int,
     host: str,
     optimizer: Optimizer,
-    tell: Callable[[Straggler, int], None],
+    report: Callable[[Straggler, int], None],
 ) -> Iterator[None]:
-    """Compare the ranks every so many seconds, outside any collective: `tell` hears, on rank 0, of a straggler and of the step until which it was one."""
+    """Compare the ranks every so many seconds, outside any collective, while the block runs.
+
+    report: called on rank 0 with a straggler and the last step of the comparison.
+    """
     if every is None or size == 1:
         yield
         return
-    sampler = Sampler(every, store, rank, size, host, tell)
-    hooks = (
-        sampler.time_on_device(optimizer)
-        if any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
-        else []
-    )
+    sampler = Sampler(every, store, rank, size, host, report)
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    hooks = sampler.time_on_device(optimizer) if any(p.is_cuda for p in parameters) else []
     sampler.start()
     try:
         yield
@@ -124,7 +133,7 @@ def comparing(
 
 
 class Sampler(threading.Thread):
-    """Looks 20 times a second at what the thread that started it is doing."""
+    """Looks 20 times a second at what the thread that constructed it is doing."""
 
     def __init__(
         self,
@@ -133,23 +142,17 @@ class Sampler(threading.Thread):
         rank: int,
         size: int,
         host: str,
-        tell: Callable[[Straggler, int], None],
+        report: Callable[[Straggler, int], None],
     ):
         super().__init__(name="stragglers", daemon=True)
-        self.every, self.store, self.rank, self.size, self.host, self.tell = (
-            every,
-            store,
-            rank,
-            size,
-            host,
-            tell,
-        )
+        self.every, self.store, self.report = every, store, report
+        self.rank, self.size, self.host = rank, size, host
         self.watched, self.ended = threading.get_ident(), threading.Event()
         self.device_seconds: list[float] = []
-        self._told: tuple[int, str] | None = None
+        self._reported: tuple[int, str] | None = None
 
     def run(self) -> None:
-        """Until the training ends, or the store, which goes with rank 0."""
+        """Measure and compare until the training ends, or the store, which rank 0 may serve."""
         try:
             while not self.ended.is_set():
                 pace, step = self.measure()
@@ -157,61 +160,54 @@ class Sampler(threading.Thread):
                     return
                 self.store.set(f"pace of rank {self.rank}", json.dumps(asdict(pace)))
                 if self.rank == 0:
-                    self.ended.wait(
-                        min(2.0, self.every / 4)
-                    )  # the others measure as long, and began about when this one did
+                    # the others measure for as long, and began at about the same time
+                    self.ended.wait(min(2.0, self.every / 4))
                     self.compare(step)
         except (RuntimeError, OSError):
             return
 
-    def measure(self) -> tuple[Pace, int]:
-        """The steps of some time, and the last of them."""
-        while phases.main.step < 2 and not self.ended.wait(SAMPLE_SECONDS):
+    def measure(self) -> tuple[RankPace, int]:
+        """Return the pace over `every` seconds or more, and the last step of it."""
+        while phases.training.step < 2 and not self.ended.wait(SAMPLE_SECONDS):
             pass
-        first, began = phases.main.step, time.monotonic()
+        first, began = phases.training.step, time.monotonic()
         before, wall = began, 0.0
         seconds: dict[str, float] = defaultdict(float)
         while not self.ended.wait(SAMPLE_SECONDS):
-            now, phase = time.monotonic(), phases.main.phase
-            if phase in OF_A_STEP or phase == "read":
+            now, phase = time.monotonic(), phases.training.phase
+            if phase in STEP_PHASES or phase == "read":
                 wall += now - before
                 frame = sys._current_frames().get(self.watched)
-                # the host reads what its device has done: whoever is late there is not seen here
+                # in `read` the host waits for its device: that is measured by time_on_device
                 if phase != "read" and not phases.in_collective(files_of(frame)):
                     seconds[phase] += now - before
             before = now
-            steps = phases.main.step - first
-            if now - began >= self.every and steps >= STEPS:
+            steps = phases.training.step - first
+            if now - began >= self.every and steps >= MIN_STEPS:
                 break
         device, self.device_seconds = self.device_seconds, []
-        return Pace(
-            self.host,
-            max(1, phases.main.step - first),
-            wall,
-            dict(seconds),
-            median(device) if device else None,
-        ), phases.main.step
+        step, on_device = phases.training.step, median(device) if device else None
+        return RankPace(self.host, max(1, step - first), wall, dict(seconds), on_device), step
 
     def compare(self, step: int) -> None:
-        """Rank 0 looks at what all have put into the store, and tells what is new."""
+        """Compare what all ranks have put into the store, on rank 0, and report a new straggler."""
         keys = [f"pace of rank {rank}" for rank in range(self.size)]
         if not self.store.check(keys):
             return
-        found = slowest(
-            {rank: Pace(**json.loads(told)) for rank, told in enumerate(self.store.multi_get(keys))}
-        )
-        name = (found.rank, found.phase) if found else None
-        if found and name != self._told:
-            self.tell(found, step)
-        self._told = name
+        paces = [RankPace(**json.loads(pace)) for pace in self.store.multi_get(keys)]
+        straggler = slowest(dict(enumerate(paces)))
+        name = (straggler.rank, straggler.phase) if straggler else None
+        if straggler and name != self._reported:
+            self.report(straggler, step)
+        self._reported = name
 
     def time_on_device(self, optimizer: Optimizer) -> list[Any]:
-        """Now and then an optimizer step, which no rank waits in: how fast this GPU is. Read when it has passed, without a wait."""
-        count, begin, end = (
-            0,
-            torch.cuda.Event(enable_timing=True),
-            torch.cuda.Event(enable_timing=True),
-        )
+        """Time one optimizer step in TIMED_EVERY on the GPU, and return the hooks that do.
+
+        No rank waits for another in an optimizer step. The time is read later, without a wait.
+        """
+        count = 0
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
         def before(*_: Any) -> None:
             nonlocal count
@@ -230,7 +226,7 @@ class Sampler(threading.Thread):
 
 
 def files_of(frame: Any) -> Iterator[str]:
-    """Innermost first."""
+    """Yield the files of a frame and its callers, innermost first."""
     while frame:
         yield frame.f_code.co_filename
         frame = frame.f_back

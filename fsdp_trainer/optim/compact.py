@@ -5,113 +5,113 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.optim import Optimizer
 
-from fsdp_trainer.optim.eight_bit import block_of, decode, encode
-from fsdp_trainer.optim.rounding import key_of, random_bits, round_to_bfloat16
+from fsdp_trainer.distributed import local_part, local_slice
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.optim.base import TrainerOptimizer
+from fsdp_trainer.optim.eight_bit import decode, encode
+from fsdp_trainer.optim.footprint import CHUNKS, block_size
+from fsdp_trainer.optim.rounding import element_numbers, key_of, random_bits, round_to_bfloat16
+from fsdp_trainer.torch_private import dtensor_like
 
-CHUNKS = {
-    "cpu": 1 << 18,
-    "cuda": 1 << 24,
-}  # elements updated at a time: few for the caches, many for few launches
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # and whether they have a sign
 
 
-class CompactAdamW(Optimizer):
-    """AdamW (Loshchilov & Hutter 2019) with any of float32, bfloat16 and 8-bit moments, over float32 or bfloat16 weights.
+class CompactAdamW(TrainerOptimizer):
+    """AdamW (Loshchilov & Hutter 2019) over float32 or bfloat16 weights.
 
-    What is stored in bfloat16 is rounded stochastically or to nearest (the mean always to nearest: its steps are large enough), with bits that
-    depend on seed, step, parameter and element, so that neither the number of ranks nor a restart changes them. All parameters share one count
-    of steps, and are expected to have a gradient in each. `found_inf` works as in torch's fused AdamW: no update, and no wait for the host.
+    Its moments are in float32, bfloat16 or 8 bits.
+
+    What is stored in bfloat16 is rounded stochastically or to nearest (the mean always to nearest:
+    its steps are large enough), with bits that depend on seed, step, parameter and element, so that
+    neither the layout nor a restart changes them. All parameters share one count of steps, and are
+    expected to have a gradient in each.
     """
+
+    skips_on_device = True
 
     def __init__(
         self,
         groups: list[dict[str, Any]],
-        names: dict[nn.Parameter, str],
-        state_dtype: str,
+        moments: str,
         stochastic: bool,
         seed: int,
         **defaults: Any,
     ):
-        """names: of every parameter; state_dtype: `float32`, `bfloat16` or `8bit`; defaults: lr, betas, eps."""
+        """groups: with names; moments: float32, bfloat16 or 8bit; defaults: lr, betas, eps."""
         super().__init__(groups, {"weight_decay": 0.0, **defaults})
-        self.state_dtype, self.stochastic = state_dtype, stochastic
-        self.keys = {parameter: key_of(seed, name) for parameter, name in names.items()}
-        self.count = torch.zeros((), device=next(iter(names)).device)
-        self.found_inf: Tensor | None = None
+        self.moments, self.stochastic = moments, stochastic
+        self.keys = {
+            parameter: key_of(seed, name)
+            for group in self.param_groups
+            for parameter, name in zip(group["params"], group["param_names"], strict=True)
+        }
+        self.count = torch.zeros((), device=next(iter(self.keys)).device)
+
+    def block(self, parameter: nn.Parameter) -> int:
+        """Return how many numbers of a moment share a scale; 1: it is stored without."""
+        return block_size(parameter.shape) if self.moments == "8bit" else 1
 
     def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Zero moments, sharded as the parameter is; blocks of 8-bit moments have a column of scales each."""
-        state, block = {"step": self.count}, block_of(parameter.shape)
-        for name in MOMENTS:
-            if self.state_dtype == "8bit" and block:
-                shape = torch.Size((*parameter.shape[:-1], parameter.shape[-1] // block))
-                state[f"{name}_codes"] = zeros_sharded_like(parameter, parameter.shape, torch.uint8)
-                state[f"{name}_scale"] = zeros_sharded_like(
-                    parameter, shape, torch.float32
-                )  # 0 × any code is 0
-            else:
-                dtype = torch.bfloat16 if self.state_dtype == "bfloat16" else torch.float32
-                state[name] = zeros_sharded_like(parameter, parameter.shape, dtype)
-        return state
+        """Return zero moments, placed as the parameter is; in 8 bits, codes and their scales."""
+        block = self.block(parameter)
+        dtype = torch.bfloat16 if self.moments == "bfloat16" else torch.float32
+        formats = {"": (dtype, 1)}
+        if block > 1:
+            formats = {"_codes": (torch.uint8, 1), "_scale": (torch.float32, block)}
+        return {"step": self.count} | {
+            name + suffix: zeros_like_part(parameter, *format_)
+            for name in MOMENTS
+            for suffix, format_ in formats.items()
+        }
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter, or none where `found_inf` is not 0."""
-        device = self.count.device
-        skip = (
-            torch.zeros((), dtype=torch.bool, device=device)
-            if self.found_inf is None
-            else self.found_inf.to(device) != 0
-        )
+        found_inf = torch.zeros(()) if self.found_inf is None else self.found_inf
+        skip = found_inf.to(self.count.device) != 0
         count = self.count + 1
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if not self.state[parameter]:
-                    self.state[parameter] = self.empty_state(parameter)
-                self._update(parameter, group, count, skip)
-        keep(self.count, count, skip)
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group, count, skip)
+        write_unless(skip, self.count, count)
 
     def _update(
-        self, parameter: nn.Parameter, group: dict[str, Any], count: Tensor, skip: Tensor
+        self,
+        parameter: nn.Parameter,
+        gradient: Tensor,
+        group: dict[str, Any],
+        count: Tensor,
+        skip: Tensor,
     ) -> None:
-        """One parameter, chunk by chunk. Each number's update is its own (a block's, in 8 bits): chunks change nothing."""
-        weights, gradients = flat(parameter), flat(parameter.grad)
+        """Update one parameter chunk by chunk: a number, in 8 bits a block, needs no other."""
+        if not self.state[parameter]:
+            self.state[parameter] = self.empty_state(parameter)
+        block, part = self.block(parameter), local_slice(parameter)
+        weights = local_part(parameter).view(-1, block)
+        gradients = local_part(gradient).reshape(-1, block)
         state = {
-            name: flat(tensor) for name, tensor in self.state[parameter].items() if name != "step"
+            name: local_part(tensor).view(-1, 1 if name.endswith("_scale") else block)
+            for name, tensor in self.state[parameter].items()
+            if name != "step"
         }
-        first = first_element(parameter)
-        size = CHUNKS[weights.device.type]
+        size = CHUNKS[weights.device.type] // block
         for start in range(0, len(weights), size):
-            end = min(start + size, len(weights))
-            part = {
-                name: tensor[
-                    start * len(tensor) // len(weights) : end * len(tensor) // len(weights)
-                ]
-                for name, tensor in state.items()
-            }
-            weight = weights[start:end]
-            bits = (
-                random_bits(self.keys[parameter], count, first + start, end - start)
-                if self.stochastic
-                else None
-            )
+            chunk = slice(start, start + size)
+            weight, moments = weights[chunk], {name: t[chunk] for name, t in state.items()}
+            bits = None
+            if self.stochastic:
+                first, device = start * block, weight.device
+                numbers = element_numbers(part, parameter.shape, first, weight.numel(), device)
+                bits = random_bits(self.keys[parameter], count, numbers.view_as(weight))
+            mean, square = load(moments, "exp_avg"), load(moments, "exp_avg_sq")
             new, mean, square = adamw(
-                weight.float(),
-                gradients[start:end].float(),
-                load(part, "exp_avg"),
-                load(part, "exp_avg_sq"),
-                group,
-                count,
+                weight.float(), gradients[chunk].float(), mean, square, group, count
             )
-            store(part, "exp_avg", mean, None, skip)
-            store(part, "exp_avg_sq", square, None if bits is None else bits >> 16, skip)
-            keep(weight, rounded(new, weight.dtype, bits), skip)
+            store(moments, "exp_avg", mean, None, skip)
+            store(moments, "exp_avg_sq", square, None if bits is None else bits >> 16, skip)
+            write_unless(skip, weight, rounded(new, weight.dtype, bits))
 
 
 def adamw(
@@ -122,11 +122,13 @@ def adamw(
     group: dict[str, Any],
     count: Tensor,
 ) -> tuple[Tensor, ...]:
-    """The new weight, mean and mean square: [n] float32. count: of this step, 1 is the first; a scalar on the device."""
+    """Return the new weight, mean and mean square, float32, of any shape.
+
+    count: of this step, 1 is the first; a scalar on the device.
+    """
     (beta1, beta2), lr = group["betas"], group["lr"]
-    bias1, bias2 = (
-        1 - beta ** count.double() for beta in (beta1, beta2)
-    )  # in float32 only four digits would be left at first
+    # in float32 only four digits of the corrections would be left at first
+    bias1, bias2 = (1 - beta ** count.double() for beta in (beta1, beta2))
     mean = torch.lerp(mean, gradient, 1 - beta1)
     square = (square * beta2).addcmul_(gradient, gradient, value=1 - beta2)
     root = (square / bias2).sqrt_().add_(group["eps"])
@@ -135,7 +137,7 @@ def adamw(
 
 
 def load(state: dict[str, Tensor], name: str) -> Tensor:
-    """A moment in float32."""
+    """Return a moment: [blocks, block] float32."""
     if name in state:
         return state[name].float()
     return decode(state[f"{name}_codes"], state[f"{name}_scale"], MOMENTS[name])
@@ -144,63 +146,40 @@ def load(state: dict[str, Tensor], name: str) -> Tensor:
 def store(
     state: dict[str, Tensor], name: str, moment: Tensor, bits: Tensor | None, skip: Tensor
 ) -> None:
-    """Write a moment as it is stored, unless `skip`."""
+    """Write a moment in the format it is stored in, unless `skip`."""
     if name in state:
-        keep(state[name], rounded(moment, state[name].dtype, bits), skip)
+        write_unless(skip, state[name], rounded(moment, state[name].dtype, bits))
         return
-    codes, scale = state[f"{name}_codes"], state[f"{name}_scale"]
-    new_codes, new_scale = encode(moment, len(codes) // len(scale), MOMENTS[name])
-    keep(codes, new_codes, skip)
-    keep(scale, new_scale, skip)
+    codes, scale = encode(moment, MOMENTS[name])
+    write_unless(skip, state[f"{name}_codes"], codes)
+    write_unless(skip, state[f"{name}_scale"], scale)
 
 
 def rounded(numbers: Tensor, dtype: torch.dtype, bits: Tensor | None) -> Tensor:
-    """float32 in the dtype it is stored in; overwrites `numbers` and `bits`, without which it is to nearest."""
-    return (
-        round_to_bfloat16(numbers, bits)
-        if dtype == torch.bfloat16 and bits is not None
-        else numbers.to(dtype)
-    )
+    """Return numbers in `dtype`, to nearest without `bits`. Overwrites both arguments."""
+    if dtype == torch.bfloat16 and bits is not None:
+        return round_to_bfloat16(numbers, bits)
+    return numbers.to(dtype)
 
 
-def keep(old: Tensor, new: Tensor, skip: Tensor) -> None:
+def write_unless(skip: Tensor, old: Tensor, new: Tensor) -> None:
     """Overwrite `old`, or leave every bit of it where `skip`."""
     torch.where(skip, old, new, out=old)
 
 
-def local(tensor: Tensor | None) -> Tensor:
-    """This rank's part."""
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+def zeros_like_part(parameter: Tensor, dtype: torch.dtype, block: int = 1) -> Tensor:
+    """Return zeros placed as the parameter is, one for each `block` numbers of a row.
 
-
-def flat(tensor: Tensor | None) -> Tensor:
-    """This rank's part in one dimension, sharing its memory."""
-    return local(tensor).view(-1)
-
-
-def first_element(parameter: Tensor) -> int:
-    """Where in the whole parameter, counted row by row, this rank's part begins."""
-    if not isinstance(parameter, DTensor):
-        return 0
-    row = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )[1][0]
-    return row * parameter.shape[1:].numel()
-
-
-def zeros_sharded_like(parameter: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Zeros of another shape and dtype, whose rows are on the ranks that have the parameter's."""
-    mine = local(parameter)
-    zeros = torch.zeros(
-        mine.shape[:-1] + shape[-1:] if len(shape) > 1 else mine.shape,
-        dtype=dtype,
-        device=mine.device,
-    )
+    Raises UserError if this rank's columns hold a part of a block.
+    """
+    local = local_part(parameter)
+    if local.shape[-1] % block:
+        cut = f"column shards of {local.shape[-1]} numbers would cut blocks of {block}"
+        problem = Problem("optim.state_dtype=8bit", f"{cut}.\nUse  optim.state_dtype=bfloat16")
+        raise UserError("8-bit moments do not fit this sharding", [problem])
+    *rows, columns = local.shape
+    zeros = torch.zeros(*rows, columns // block, dtype=dtype, device=local.device)
     if not isinstance(parameter, DTensor):
         return zeros
-    whole = TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype)
-    # not DTensor.from_local, which would move what sharding.cpu_offload keeps on the host
-    return DTensor(
-        zeros, DTensorSpec(parameter.device_mesh, parameter.placements, whole), requires_grad=False
-    )
+    *rows, columns = parameter.shape
+    return dtensor_like(parameter, zeros, torch.Size((*rows, columns // block)))

@@ -1,29 +1,58 @@
-"""Stochastic rounding from float32 to bfloat16, by random bits that are a function of where a number stands, not of a generator's state."""
+"""Stochastic rounding from float32 to bfloat16.
+
+The random bits are a function of where a number stands, not of a generator's state: neither ranks,
+nor layouts, nor restarts change them.
+"""
 
 import hashlib
 
 import torch
 from torch import Tensor
 
-# multipliers of the 32-bit mixer lowbias32 (Wellons 2018, "Prospecting for hash functions"), and the golden ratio's, as int32
+# multipliers of the 32-bit mixer lowbias32 (Wellons 2018, "Prospecting for hash functions"), and
+# the golden ratio's, as int32
 FIRST, SECOND, GOLDEN = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
 
 
 def key_of(seed: int, name: str) -> tuple[int, int]:
-    """Two int32 that stand for (seed, name of a parameter)."""
+    """Return two int32 that stand for a seed and the name of a parameter."""
     digest = hashlib.blake2b(f"{seed}/rounding/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest[:4], "little", signed=True), int.from_bytes(
-        digest[4:], "little", signed=True
+    first, second = digest[:4], digest[4:]
+    return int.from_bytes(first, "little", signed=True), int.from_bytes(
+        second, "little", signed=True
     )
 
 
-def random_bits(key: tuple[int, int], step: Tensor, first: int, count: int) -> Tensor:
-    """[count] int32, 32 random bits for each of the elements first … first + count of a parameter in one optimizer step.
+def element_numbers(
+    part: tuple[slice, ...], shape: torch.Size, start: int, count: int, device: torch.device
+) -> Tensor:
+    """Return the numbers of elements in the whole parameter, modulo 2³²: [count] int32.
 
-    key: of the parameter; step: scalar on the device, so that nobody waits for it. The same on any device and for any sharding.
+    part: the slice of the parameter of `shape` that this rank holds; start, count: which elements
+    of the part. Both the part and the whole are counted row by row.
     """
-    bits = torch.arange(count, dtype=torch.int32, device=step.device)
-    bits += as_int32(first + key[0])  # beyond 2³² elements the sequence begins again
+    sizes = [piece.stop - piece.start for piece in part]
+    if sizes[1:] == list(shape[1:]):  # whole rows follow each other in the whole too
+        first = part[0].start * shape[1:].numel() + start
+        numbers = torch.arange(count, dtype=torch.int32, device=device)
+        return numbers.add_((first + 2**31) % 2**32 - 2**31)
+    rest = torch.arange(start, start + count, device=device)
+    numbers, stride = torch.zeros_like(rest), 1
+    for piece, size, whole in zip(reversed(part), reversed(sizes), reversed(shape), strict=True):
+        numbers += (rest % size + piece.start) * stride
+        rest //= size
+        stride *= whole
+    return numbers.to(torch.int32)
+
+
+def random_bits(key: tuple[int, int], step: Tensor, numbers: Tensor) -> Tensor:
+    """Return 32 random bits for each element of a parameter in one optimizer step: [n] int32.
+
+    key: of the parameter; step: scalar on the device, so that the host need not wait for it;
+    numbers: [n] int32 of `element_numbers`, overwritten. The same bits on any device.
+    """
+    bits = numbers
+    bits += key[0]  # beyond 2³² elements the sequence begins again
     bits ^= (bits >> 16) & 0xFFFF
     bits *= FIRST
     bits += step.to(torch.int32) * GOLDEN + key[1]
@@ -34,16 +63,12 @@ def random_bits(key: tuple[int, int], step: Tensor, first: int, count: int) -> T
 
 
 def round_to_bfloat16(numbers: Tensor, bits: Tensor) -> Tensor:
-    """[n] float32 → bfloat16, up or down with the probability that keeps the mean. The low 16 of `bits` [n] int32 decide; both are overwritten.
+    """Round [n] float32 to bfloat16, up or down with the probability that keeps the mean.
 
-    The probability of leaving zero is the fraction that 16 bits hold of the step to the next number (Gupta et al. 2015).
+    The low 16 of `bits` [n] int32 decide; both are overwritten. The probability of leaving zero is
+    the fraction that 16 bits hold of the step to the next number (Gupta et al. 2015).
     """
     pattern = numbers.view(torch.int32)
     pattern += bits.bitwise_and_(0xFFFF)
     pattern &= -0x10000
     return numbers.bfloat16()
-
-
-def as_int32(number: int) -> int:
-    """Modulo 2³²."""
-    return (number + 2**31) % 2**32 - 2**31

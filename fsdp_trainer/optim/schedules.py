@@ -6,7 +6,11 @@ from fsdp_trainer.config.schema import Batch, Optim, Schedule
 
 
 def peak_learning_rate(optim: Optim, batch: Batch) -> float:
-    """optim.lr, scaled with the tokens of a step: by their root, since Adam divides by the gradient's root mean square (Malladi et al. 2022), or linearly (Goyal et al. 2017)."""
+    """Return optim.lr, scaled with the tokens of a step if optim.lr_scaling asks for it.
+
+    By their root, since Adam divides by the gradient's root mean square (Malladi et al. 2022), or
+    linearly (Goyal et al. 2017).
+    """
     if optim.lr_scaling is None or optim.lr_batch_tokens is None:
         return optim.lr
     ratio = batch.rows * batch.seq_len / optim.lr_batch_tokens
@@ -14,10 +18,12 @@ def peak_learning_rate(optim: Optim, batch: Batch) -> float:
 
 
 def learning_rate(cfg: Schedule, peak: float, step: int, steps: int) -> float:
-    """The learning rate of optimizer step `step` (1 is the first) out of `steps`.
+    """Return the learning rate of optimizer step `step` (1 is the first) out of `steps`.
 
-    It rises linearly over the warm-up steps and reaches the peak at the last of them. Then it follows the shape from the peak
-    towards min_ratio × peak, which it would reach one step after the last: no step is spent on a rate of 0. wsd: warm-up, stable, then a linear decay over the last decay_share (Hu et al. 2024).
+    It rises linearly over the warm-up steps and reaches the peak at the last of them. Then it
+    follows the shape from the peak towards min_ratio × peak, which it would reach one step after
+    the last: no step is spent on a rate of 0. wsd: warm-up, stable, then a linear decay over the
+    last decay_share (Hu et al. 2024).
     """
     if step <= cfg.warmup_steps:
         return peak * step / cfg.warmup_steps

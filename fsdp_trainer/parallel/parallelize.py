@@ -1,10 +1,9 @@
-"""From a decoder on the meta device to this rank's share of it, in one visible list."""
+"""Turn a decoder on the meta device into this rank's share of it, in one visible list."""
 
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -16,119 +15,122 @@ from torch.distributed.fsdp import (
 from fsdp_trainer.config.schema import NEEDS_NCCL, Precision, Sharding, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.freeze import freeze, frozen_parameters
+from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.parallel.compile import compile_blocks
 from fsdp_trainer.parallel.convert import convert_linears
-from fsdp_trainer.parallel.fit import keeps_gathered
-from fsdp_trainer.parallel.recompute import checkpoint_activations
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.memory_check import keeps_gathered
+from fsdp_trainer.torch_private import reduce_scatter_groups, set_timeout
+
+COMM_BUFFERS = {
+    "ordinary": lambda module: None,
+    "symmetric": lambda module: module.set_symm_mem_for_comm(),
+    "registered": lambda module: module.set_allocate_memory_from_process_group_for_comm(True),
+}
+"""By sharding.messages: where FSDP2 allocates what it sends and receives."""
 
 
-def parallelize(
-    model: Decoder, mesh: DeviceMesh, cfg: TrainConfig, compiled: bool = False
-) -> Decoder:
-    """Shard a meta-device model; its parameters come out as DTensors without storage. The order matters."""
+def parallelize(model: Decoder, dims: Dims, cfg: TrainConfig, compiled: bool = False) -> Decoder:
+    """Turn a meta-device model into this rank's share of it; its parameters become DTensors.
+
+    The order matters. A kind of parallelism is a file beside this one and a line here: a pipeline
+    cuts the model before all else, tensor and context parallelism come after the conversion.
+    """
     model.to(getattr(torch, cfg.precision.master_dtype))
+    freeze(model, cfg.train.freeze)
+    for parameter in frozen_parameters(model).values():  # never updated: they need no master copy
+        parameter.data = parameter.data.to(getattr(torch, cfg.precision.param_dtype))
     convert_linears(model, cfg.precision)
     checkpoint_activations(model, cfg.activation_checkpoint)
     if compiled:
-        compile_blocks(
-            model, cfg.compile
-        )  # inside fully_shard, so that its hooks stay out of the graph
-    shard(model, mesh, cfg.sharding, cfg.precision)
+        compile_blocks(model, cfg.compile)  # before fully_shard: its hooks stay out of the graph
+    shard(model, dims, cfg.sharding, cfg.precision)
     return model
 
 
-def shard(model: Decoder, mesh: DeviceMesh, cfg: Sharding, precision: Precision) -> None:
-    """One unit per `blocks_per_unit` blocks, the embedding, and [norm, head]; the root keeps nothing of its own.
+def shard(model: Decoder, dims: Dims, cfg: Sharding, precision: Precision) -> None:
+    """Apply fully_shard to every `blocks_per_unit` blocks, to the embedding, and to [norm, head].
 
-    [norm, head] stay gathered after forward, since backward begins with them. Tied weights must be in one unit.
+    [norm, head] stay gathered after forward, since backward begins with them. Tied weights must be
+    in one unit. The root keeps nothing of its own.
     """
-    dtypes = {
-        f"{kind}_dtype": getattr(torch, getattr(precision, f"{kind}_dtype"))
-        for kind in ("param", "reduce")
-    }
-    # inputs are in param_dtype as the embedding is; what is not, a family's rotations or the weights of tokens, is in float32 for a reason
-    policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
-    options: dict = {"mesh": mesh, "mp_policy": policy}
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, precision.param_dtype),
+        reduce_dtype=getattr(torch, precision.reduce_dtype),
+        # inputs have param_dtype, as the embedding has. What has not, rotations of some families or
+        # weights of tokens, is in float32 for a reason
+        cast_forward_inputs=False,
+    )
+    options: dict[str, Any] = {"mesh": dims.mesh, "mp_policy": policy}
     if cfg.cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=dims.mesh.device_type == "cuda")
     reshard = not keeps_gathered(cfg)
 
-    blocks = list(model.model.layers.values())
-    units = [
-        blocks[i : i + cfg.blocks_per_unit] for i in range(0, len(blocks), cfg.blocks_per_unit)
-    ]
     ends: list[nn.Module] = [model.model.norm, model.lm_head]
     if model.config.tie_word_embeddings:
-        fully_shard([model.model.embed_tokens, *ends], reshard_after_forward=False, **options)
+        ends = [model.model.embed_tokens, *ends]
     else:
         embedding = fully_shard(model.model.embed_tokens, reshard_after_forward=reshard, **options)
-        embedding.set_unshard_in_backward(
-            False
-        )  # its gradient is made of tokens and the stream's alone: no second all-gather
-        fully_shard(ends, reshard_after_forward=False, **options)
+        # its gradient needs tokens and the stream's gradient alone: no second all-gather
+        embedding.set_unshard_in_backward(False)
+    fully_shard(ends, reshard_after_forward=False, **options)
+    blocks, size = list(model.model.layers.values()), cfg.blocks_per_unit
+    units = [blocks[i : i + size] for i in range(0, len(blocks), size)]
     for unit in units:
         fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=False, **options)
-    register_fsdp_forward_method(
-        model, "next_logits"
-    )  # samples in training begin as a forward does: after the optimizer's last write
+    # samples in training begin as a forward does: after the optimizer's last write
+    register_fsdp_forward_method(model, "next_logits")
 
     for module in fsdp_modules(model):
-        module.set_gradient_divide_factor(
-            1.0
-        )  # the loss is divided by the step's global weight already
-        module.set_force_sum_reduction_for_comms(
-            True
-        )  # gloo has no pre-multiplied sum; NCCL's symmetric reduction is a sum
-    choose_communication(model, cfg, mesh.device_type)
+        # the loss is divided by the step's global weight already
+        module.set_gradient_divide_factor(1.0)
+        # gloo has no pre-multiplied sum; NCCL's symmetric reduction is a sum
+        module.set_force_sum_reduction_for_comms(True)
+    choose_communication(model, cfg, dims)
     prefetch([unit[0] for unit in units], cfg.prefetch)
 
 
-def choose_communication(model: Decoder, cfg: Sharding, device_type: str) -> None:
-    """What torch's newer releases add to FSDP2's collectives. Collective. Raises UserError for what cannot work here."""
-    if cfg.messages != "ordinary" and device_type != "cuda":
-        raise UserError(
-            "there is no NCCL",
-            [
-                Problem(
-                    f"sharding.messages={cfg.messages}",
-                    f"{NEEDS_NCCL}.\nUse  sharding.messages=ordinary",
-                )
-            ],
-        )
+def choose_communication(model: Decoder, cfg: Sharding, dims: Dims) -> None:
+    """Set what torch's newer releases add to FSDP2's collectives. Collective.
+
+    Raises UserError for what cannot work here.
+    """
+    key, instead = f"sharding.messages={cfg.messages}", "Use  sharding.messages=ordinary"
+    if cfg.messages != "ordinary" and dims.mesh.device_type != "cuda":
+        raise UserError("there is no NCCL", [Problem(key, f"{NEEDS_NCCL}.\n{instead}")])
     root: Any = model
     if cfg.separate_reduce_scatter:
         root.set_separate_reduce_scatter_group(True)
+        for module in fsdp_modules(model):
+            for group in reduce_scatter_groups(module):
+                set_timeout(group, dims.timeout)
     if cfg.reduce_scatter_buffers > 1:
         root.set_reduce_scatter_max_input_buffers(cfg.reduce_scatter_buffers)
     try:
         for module in fsdp_modules(model):
-            if cfg.messages == "symmetric":
-                module.set_symm_mem_for_comm()
-            elif cfg.messages == "registered":
-                module.set_allocate_memory_from_process_group_for_comm(True)
+            COMM_BUFFERS[cfg.messages](module)
     except RuntimeError as error:  # a torch or a driver without it
-        why = f"{error}\nUse  sharding.messages=ordinary"
-        raise UserError(
-            "these GPUs cannot communicate like that",
-            [Problem(f"sharding.messages={cfg.messages}", why)],
-        ) from None
+        problem = Problem(key, f"{error}\n{instead}")
+        raise UserError("these GPUs cannot communicate like that", [problem]) from None
 
 
-def prefetch(units: list, ahead: int) -> None:
-    """Gather `ahead` units before they are needed, in forward and, in reverse order, in backward."""
-    if ahead:
-        for i, unit in enumerate(units):
-            unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
-            unit.set_modules_to_backward_prefetch(units[max(0, i - ahead) : i][::-1])
+def prefetch(units: list[Any], ahead: int) -> None:
+    """Gather `ahead` units before they are needed: in forward, and in reverse order in backward."""
+    if ahead == 0:
+        return  # FSDP2's own order
+    for i, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
+        unit.set_modules_to_backward_prefetch(units[max(0, i - ahead) : i][::-1])
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """Every module that fully_shard manages, the root first."""
+    """Return every module that fully_shard manages, the root first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters that no backward will: those of units that stay gathered after a forward alone."""
+    """Free gathered parameters that stay after a forward that no backward follows."""
     for module in fsdp_modules(model):
         module.reshard()

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fsdp_trainer.config.schema import ActivationCheckpoint
-from fsdp_trainer.models.attention import LAYOUTS, Plan
+from fsdp_trainer.models.attention import LAYOUTS
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Block, RMSNorm
 from fsdp_trainer.models.rope import Rope
-from fsdp_trainer.parallel.recompute import checkpoint_activations
+from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 
 CPU = torch.device("cpu")
 
@@ -90,6 +90,9 @@ def trace(
                 leaf * 2.0
             )  # as in the model, nobody besides the module holds its input, or the gradient of its output
             out = module(x, *others)
+            out = (
+                out[0] if isinstance(out, tuple) else out
+            )  # a block's auxiliary values are scalars
             del x
             end = len(storages.events)
             edge = torch.autograd.graph.get_gradient_edge(out * 2.0)
@@ -115,11 +118,9 @@ def trace_block(config: ModelConfig, of: Input, recomputed: ActivationCheckpoint
 
     def make() -> tuple[nn.Module, tuple]:
         lengths = [[of.length - of.length // 4, of.length // 4]] * of.rows
-        layout = LAYOUTS[attention](lengths, of.length, CPU).within(of.window)
-        if attention == "documents":
-            layout.plan = Plan.of(lengths, of.length, of.window, CPU)
+        layout = LAYOUTS[attention](lengths, of.length, CPU).with_window(of.window)
         return block, (
-            Rope(config)(torch.zeros(of.rows, of.length, dtype=torch.int64), dtype),
+            Rope(config)(torch.zeros(of.rows, of.length, dtype=torch.int64), dtype, layout),
             layout,
         )
 
@@ -130,7 +131,7 @@ def trace_block(config: ModelConfig, of: Input, recomputed: ActivationCheckpoint
         or not (attention == "mask" or dtype == torch.float32)
     ):
         return traced
-    # `attention.kernel` repeats keys and values there
+    # `attention.sdpa` repeats keys and values there
     more = (
         2
         * of.rows

@@ -11,12 +11,11 @@ from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.config.schema import Model, TrainConfig
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.data import demo
+from fsdp_trainer.devices import Device, device, gpus, named_by_driver, nothing_to_plan_for
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.launch.start import gpus
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.resolve import resolve_model
-from fsdp_trainer.parallel.fit import host_bytes
-from fsdp_trainer.plan.devices import Device, device, named_by_driver, nothing_to_plan_for
+from fsdp_trainer.parallel.memory_check import host_bytes
 
 VOCABULARY = 32_000  # where nothing says how many tokens there are: Llama 2's
 

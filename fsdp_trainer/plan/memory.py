@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_trainer.config.formats import is_compact, moments_format
+from fsdp_trainer.config.dimensions import dimension_sizes
 from fsdp_trainer.config.schema import ActivationCheckpoint, TrainConfig
-from fsdp_trainer.models.attention_choice import Situation, choose
+from fsdp_trainer.models.attention_choice import AttentionContext, choose
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.freeze import trained_shares
 from fsdp_trainer.models.head import Head
-from fsdp_trainer.optim.compact import CHUNKS
-from fsdp_trainer.optim.eight_bit import block_of
-from fsdp_trainer.parallel.fit import MOMENT_BYTES, keeps_gathered, ranks_that_share
+from fsdp_trainer.optim.footprint import state_bytes, update_bytes
+from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.plan.blocks import Input, Traced, remembered, shapes, trace_block, trace_norm
 
 CATEGORIES = (
@@ -35,8 +35,6 @@ BESIDE = {"cuda": 1.0 * GIB, "cpu": 0.45 * GIB}
 """What a process takes before it holds a tensor. cuda: context, NCCL's channels, cuBLAS's workspaces: an assumption; cpu: measured, Python with torch."""
 ROUNDING = {"cuda": 0.03, "cpu": 0.02}
 """Of what is held, lost between it: an assumption on a GPU."""
-COMPACT_STEP = 44
-"""Bytes for each number that `CompactAdamW` updates at a time: at most, over its formats, as measured."""
 
 
 class Moment(NamedTuple):
@@ -83,8 +81,8 @@ def memory(cfg: TrainConfig, config: ModelConfig, world: int, device: str = "cud
 class Unit(NamedTuple):
     """What `fully_shard` gathers and reduces together. padded: numbers, shards made equal; whole: as they are."""
 
-    padded: int
-    whole: int
+    padded: float
+    whole: float
 
     @classmethod
     def of(cls, weights: list[torch.Size], group: int) -> "Unit":
@@ -96,8 +94,8 @@ class Unit(NamedTuple):
         """Of both."""
         return Unit(self.padded + other.padded, self.whole + other.whole)
 
-    def times(self, count: int) -> "Unit":
-        """Of so many alike."""
+    def times(self, count: float) -> "Unit":
+        """Of so many alike, or of a share of one."""
         return Unit(self.padded * count, self.whole * count)
 
 
@@ -120,18 +118,21 @@ class Step:
             getattr(torch, dtype).itemsize
             for dtype in (precision.param_dtype, precision.reduce_dtype, precision.master_dtype)
         )
-        self.group = ranks_that_share(sharding, world)
+        sizes = dimension_sizes(sharding, world)
+        self.group = sizes["shard"]
         self.reshard, self.tied = not keeps_gathered(sharding), config.tie_word_embeddings
+        self.shares = trained_shares(config, cfg.train.freeze)
         self._make_units(sharding.blocks_per_unit)
         self.traced, shared = trace_blocks(cfg, config, device)
         self.tokens = cfg.batch.micro_rows * cfg.batch.seq_len
         self.stream = self.tokens * config.hidden_size * self.compute
         self.norm: Traced = remembered(trace_norm, config, self.tokens, precision.param_dtype)
 
-        shard = self.all.padded / self.group
+        shard = self.trained.padded / self.group
+        frozen = (self.all.padded - self.trained.padded) / self.group
         offload = sharding.cpu_offload and device == "cuda"
         states = {
-            "parameters": shard * self.master,
+            "parameters": shard * self.master + frozen * self.compute,
             "optimizer": moment_bytes(cfg, config, self.group),
         }
         self.host = sum(states.values()) + shard * self.master if offload else 0.0
@@ -141,9 +142,9 @@ class Step:
             math.ceil(cfg.batch.rows / (cfg.batch.micro_rows * world)) > 1
         )  # there were micro-batches before this one
         self.whole = self.later and sharding.accumulate == "unsharded"
-        self.replicated = sharding.strategy != "fsdp" and world > self.group
+        self.replicated = sizes["replicate"] > 1
         before = (
-            self.all.whole * self.reduce
+            self.trained.whole * self.reduce
             if self.whole
             else shard * (self.reduce if self.replicated else self.stored)
         )
@@ -171,6 +172,10 @@ class Step:
         self.all = (
             self.block.times(count).plus(self.last).plus(Unit(0, 0) if self.tied else self.first)
         )
+        shares = self.shares
+        embedding = Unit(0, 0) if self.tied else self.first.times(shares.embedding)
+        self.trained = self.last.times(shares.head).plus(embedding)
+        self.trained = self.trained.plus(self.block.times(sum(shares.blocks)))
 
     def at(
         self,
@@ -244,7 +249,7 @@ class Step:
             self.gathered += 0 if self.reshard else mine
 
     def head(self) -> None:
-        """Final norm, head and loss: gradients are made with the logits, that of the weight in float32. Backward then only scales them."""
+        """Final norm, head and loss: gradients are made with the logits, that of the weight in float32. Backward returns scaled copies."""
         config, half = self.config, self.compute < 4
         mine = 0 if self.tied else self.last.padded * self.compute
         fetched = self.message(self.units[-1] if self.tied else self.last)
@@ -253,7 +258,7 @@ class Step:
         logits = rows * config.vocab_size * each + (
             self.table.whole * self.compute if half and self.device == "cpu" else 0
         )
-        slopes = self.table.whole * 4 + self.stream
+        slopes = self.table.whole * 4 * self.shares.head + self.stream
         inputs = self.stream * (2 if half else 1)  # in float32 the norm keeps its input
         self.at(
             "head and loss",
@@ -264,7 +269,7 @@ class Step:
             logits=slopes + logits,
         )
         fetched = self.message(self.units[-1]) if self.reshard else 0.0
-        whole = self.table.whole * self.compute
+        whole = self.table.whole * self.compute * self.shares.head
         self.at(
             "head and loss",
             "backward of the head",
@@ -276,7 +281,7 @@ class Step:
         if self.tied:
             self.waiting = whole
         else:
-            self._send(self.last, whole, fetched, "head")
+            self._send(self.last.times(self.shares.head), whole, fetched, "head")
 
     def backward(self) -> None:
         """Of the blocks, last ones first, and of the embedding."""
@@ -301,20 +306,22 @@ class Step:
                 traced = self.traced[done - 1]
                 self.kept -= traced.kept
                 activations = self.kept + traced.backward - traced.gradients
+                share = self.shares.blocks[done - 1]
                 self.at(
                     "backward",
                     f"backward of block {done}",
                     activations,
-                    mine + whole + traced.gradients,
+                    mine + whole + traced.gradients * share,
                     fetched,
                 )
-                whole += self.block.whole * self.compute
+                whole += self.block.whole * self.compute * share
                 done -= 1
-            self._send(unit, whole, fetched, f"block {done + 1}")
-        whole = self.table.whole * self.compute
+            trained = self.block.times(sum(self.shares.blocks[done : done + self.sizes[i]]))
+            self._send(trained, whole, fetched, f"block {done + 1}")
+        whole = self.table.whole * self.compute * self.shares.embedding
         self.at("backward", "backward of the embedding", self.kept + self.stream, whole)
         self.gathered = self.waiting = 0.0
-        self._send(self.first, whole, 0.0, "embedding")
+        self._send(self.first.times(self.shares.embedding), whole, 0.0, "embedding")
 
     def _send(self, unit: Unit, whole: float, fetched: float, name: str) -> None:
         """Whole gradients become a message, which stays until the next unit's; what is reduced of it is this rank's gradient."""
@@ -340,36 +347,31 @@ class Step:
     def update(self) -> None:
         """The optimizer's step."""
         self.flying.clear()
-        self.reduced, self.gradients = 0.0, self.all.padded / self.group * self.stored
-        optim, largest = self.cfg.optim, max(self.table.padded, self.block.padded) / self.group
-        needs = 0.0
-        if is_compact(optim, self.cfg.precision.master_dtype):
-            needs = COMPACT_STEP * min(CHUNKS[self.device], largest)
-        elif optim.implementation == "foreach":
-            needs = self.all.padded / self.group * self.stored
+        self.reduced, self.gradients = 0.0, self.trained.padded / self.group * self.stored
+        largest = max(self.table.padded, self.block.padded) / self.group
+        gradients = self.trained.padded / self.group * self.stored
+        master = self.cfg.precision.master_dtype
+        needs = update_bytes(self.cfg.optim, master, self.device, largest, gradients)
         self.at("update", "optimizer step", needs)
 
 
 def moment_bytes(cfg: TrainConfig, config: ModelConfig, group: int) -> float:
     """Of both of the optimizer's moments, on the rank that has most rows. Rows whose 8-bit blocks would be too short stay in float32."""
-    kind = moments_format(cfg.optim, cfg.precision.master_dtype)
 
     def of(weights: list[torch.Size]) -> float:
-        return sum(2 * each(shape) * -(-shape[0] // group) * shape[1:].numel() for shape in weights)
+        return sum(
+            state_bytes(cfg.optim, cfg.precision.master_dtype, shape)
+            * -(-shape[0] // group)
+            * shape[1:].numel()
+            for shape in weights
+        )
 
-    def each(shape: torch.Size) -> float:
-        if kind != "8bit":
-            return MOMENT_BYTES[kind]
-        block = block_of(shape)
-        return 1 + 4 / block if block else 4
-
-    table = torch.Size((config.embedding_rows, config.hidden_size))
-    ends = [
-        table,
-        torch.Size((config.hidden_size,)),
-        *([] if config.tie_word_embeddings else [table]),
-    ]
-    return of(remembered(shapes, config)) * config.num_hidden_layers + of(ends)
+    shares = trained_shares(config, cfg.train.freeze)
+    table = of([torch.Size((config.embedding_rows, config.hidden_size))])
+    norm = of([torch.Size((config.hidden_size,))])
+    embedding = 0.0 if config.tie_word_embeddings else table * shares.embedding
+    blocks = of(remembered(shapes, config)) * sum(shares.blocks)
+    return blocks + norm + table * shares.head + embedding
 
 
 def trace_blocks(cfg: TrainConfig, config: ModelConfig, device: str) -> tuple[list[Traced], float]:
@@ -381,7 +383,7 @@ def trace_blocks(cfg: TrainConfig, config: ModelConfig, device: str) -> tuple[li
         cfg.activation_checkpoint,
     )
     windows = [window if window and window < length else None for window in config.windows]
-    situation = Situation(
+    context = AttentionContext(
         device=device,
         dtype=precision.param_dtype,
         head_dim=config.head_dim,
@@ -390,7 +392,7 @@ def trace_blocks(cfg: TrainConfig, config: ModelConfig, device: str) -> tuple[li
         compiled=cfg.compile.enabled,
         selective=recompute.mode == "selective",
     )
-    layout = choose(cfg.model.attention, cfg.model.attention_kernel, situation).layout
+    layout = choose(cfg.model.attention, cfg.model.attention_kernel, context).layout
     known: dict[tuple, Traced] = {}
 
     def trace(window: int | None, mode: str) -> Traced:
@@ -414,7 +416,11 @@ def trace_blocks(cfg: TrainConfig, config: ModelConfig, device: str) -> tuple[li
         * rows
         * length
         * config.rotary_dim
-        * (4 if config.form.rope_in_float32 else getattr(torch, precision.param_dtype).itemsize)
+        * (
+            4
+            if config.family_spec.rope_in_float32
+            else getattr(torch, precision.param_dtype).itemsize
+        )
     )
     masks = len({None, *windows}) * rows * length**2 if layout == "mask" else 0
     return [block(i, window) for i, window in enumerate(windows)], rotation * (

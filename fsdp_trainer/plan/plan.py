@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.devices import DEVICES, Device
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.freeze import trained_parameters
 from fsdp_trainer.observe.flops import palm_flops
-from fsdp_trainer.parallel.fit import checkpoint_bytes
-from fsdp_trainer.plan.devices import DEVICES, Device
+from fsdp_trainer.parallel.memory_check import checkpoint_bytes
 from fsdp_trainer.plan.memory import GIB, Memory, memory
 from fsdp_trainer.plan.time import Times, Wire, micro_batches, times, wire
 
@@ -62,6 +63,7 @@ def make_plan(cfg: TrainConfig, config: ModelConfig, world: int, device: Device)
     """The plan of `cfg` for a model of shape `config` on `world` ranks."""
     rated = device if device.flops else DEVICES["h100"]._replace(per_node=device.per_node)
     tokens = cfg.batch.rows * cfg.batch.seq_len
+    trained = trained_parameters(config, cfg.train.freeze)
     return Plan(
         world_size=world,
         device=device,
@@ -72,5 +74,5 @@ def make_plan(cfg: TrainConfig, config: ModelConfig, world: int, device: Device)
         tokens=tokens,
         micro_batches=micro_batches(cfg, world),
         flops=palm_flops(config, tokens, cfg.batch.seq_len),
-        checkpoint=checkpoint_bytes(config.parameters(), cfg.precision, cfg.optim),
+        checkpoint=checkpoint_bytes(trained, cfg.precision, cfg.optim),
     )

@@ -10,7 +10,7 @@ from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import duration, short
 from fsdp_trainer.observe.terminal import Terminal
-from fsdp_trainer.parallel.fit import gib
+from fsdp_trainer.parallel.memory_check import gib
 from fsdp_trainer.plan.plan import GIB, Plan
 from fsdp_trainer.plan.suggest import Suggestion
 

@@ -12,9 +12,9 @@ from fsdp_trainer.config.check import Report
 from fsdp_trainer.config.formats import moments_format
 from fsdp_trainer.config.rules import check_rules
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.devices import Device
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.parallel.fit import keeps_gathered
-from fsdp_trainer.plan.devices import Device
+from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.plan.plan import Plan, make_plan
 
 SAME, MOMENTS, NUMBERS, TRAINING = range(

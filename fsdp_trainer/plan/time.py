@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fsdp_trainer.config.formats import moments_format
+from fsdp_trainer.config.dimensions import dimension_sizes
 from fsdp_trainer.config.schema import ActivationCheckpoint, Sharding, TrainConfig
+from fsdp_trainer.devices import Device
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.parallel.fit import MOMENT_BYTES, keeps_gathered
-from fsdp_trainer.plan.devices import Device
+from fsdp_trainer.optim.footprint import state_bytes
+from fsdp_trainer.parallel.memory_check import keeps_gathered
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -105,8 +106,7 @@ def micro_batches(cfg: TrainConfig, world: int) -> int:
 
 def groups(sharding: Sharding, world: int, per_node: int) -> tuple[Group, Group]:
     """The shard and the replicate dimension of the mesh: neighbouring ranks share shards."""
-    replicas = {"fsdp": 1, "hsdp": sharding.replicas, "ddp": world}[sharding.strategy]
-    shards = world // replicas
+    replicas, shards = dimension_sizes(sharding, world).values()
     return Group(shards, min(shards, per_node)), Group(
         replicas, min(replicas, max(1, per_node // shards))
     )
@@ -161,9 +161,9 @@ def recomputed(asked: ActivationCheckpoint) -> tuple[float, float]:
 
 def forward_flops(config: ModelConfig, seq_len: int) -> tuple[float, float, float]:
     """Of one row: all blocks' matrix products, their attention as if the row were one document, and the head. Backward is twice that."""
-    attended = float(config.attended(np.array([seq_len]))[0])
+    attention_cost = float(config.attention_cost(np.array([seq_len]))[0])
     attention = (
-        2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * attended
+        2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * attention_cost
     )
     return (
         2.0 * Units.of(config).blocks * seq_len,
@@ -249,8 +249,8 @@ def _compute_seconds(
 def _optimizer_seconds(cfg: TrainConfig, numbers: float, device: Device) -> float:
     """Norm, clipping and AdamW of `numbers` parameters, each of which is read from and written to memory."""
     stored = BYTES[cfg.precision.master_dtype]
-    moment = MOMENT_BYTES[moments_format(cfg.optim, cfg.precision.master_dtype)]
+    state = state_bytes(cfg.optim, cfg.precision.master_dtype)
     moved = numbers * (
-        2 * stored + 4 * moment + 4 * stored
+        2 * stored + 2 * state + 4 * stored
     )  # weights; both moments; the gradient for norm, clipping (twice) and update
     return moved / (HOST_ADAMW if cfg.sharding.cpu_offload else device.memory_rate * MEMORY)

@@ -3,8 +3,7 @@
 import json
 
 from fsdp_trainer.config.verbs import PlanConfig
-from fsdp_trainer.launch.start import has_gpus
-from fsdp_trainer.plan.devices import nothing_to_plan_for
+from fsdp_trainer.devices import has_gpus, nothing_to_plan_for
 
 DOES_NOT_FIT = 3
 

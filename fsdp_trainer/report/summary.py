@@ -97,10 +97,10 @@ class Summary:
             ("tokens", short(last("tokens")) if run.lines else None),
             (
                 "loss",
-                f"{short(last('loss'))}, lowest {short(run.least('loss')[1])}"
-                if run.least("loss")
+                f"{short(last('loss'))}, lowest {short(lowest[1])}"
+                if (lowest := run.least("loss"))
                 else None,
-            ),  # type: ignore[index]
+            ),
             (
                 "validation",
                 f"{short(last('validation_loss'))}, lowest {short(best[1])} after step {best[0]:,}"

@@ -1,77 +1,132 @@
-"""What a rank computes on: its micro-batches, made ahead. A rank that lacks them does not keep the others waiting."""
+"""A rank's micro-batches, step by step, made ahead.
+
+A rank that lacks its rows does not keep the others waiting.
+"""
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
-from fsdp_trainer.data.order import Rows
 from fsdp_trainer.errors import RunFailed, Stopped, UserError
 from fsdp_trainer.models.decoder import MicroBatch
-from fsdp_trainer.training.batches import Batches, StepPlan
-from fsdp_trainer.training.prefetch import Ahead
-from fsdp_trainer.training.stop import StopRequests
+from fsdp_trainer.training.batches import Assembler, Batches, StepPlan
+from fsdp_trainer.training.prefetch import Prefetcher
+from fsdp_trainer.training.stop import StopSignals
 
-PREFETCH_ON_GPU = 2  # one on its way and one ready; assembling takes a small part of a step
+T = TypeVar("T")
+PREFETCH_ON_GPU = 2
+"""Micro-batches made ahead on a GPU: one on its way and one ready.
+
+Assembling takes a small part of a step.
+"""
 
 
-class Feed(Ahead[MicroBatch]):
-    """All micro-batches of `plans`. Where they cannot be had, or a stop does not wait for them, `stop.missing` says why."""
+class Feed:
+    """The steps of some plans, each with this rank's micro-batches.
+
+    What it reads ahead are plans and micro-batches in turn: `plan, batch, batch, plan, batch, …`.
+    Leave its `with`, and the thread that reads ends.
+    """
 
     def __init__(
         self,
-        batches: Batches,
-        plans: Iterator[StepPlan],
+        assembler: Assembler,
+        what: str,
+        items: Iterator[Any],
         prefetch: int | None,
-        stop: StopRequests,
-        made: Iterator[MicroBatch] | None = None,
+        signals: StopSignals,
     ):
-        """made: the micro-batches, by another way than `batches` makes them."""
-        depth = (
-            prefetch
-            if prefetch is not None
-            else PREFETCH_ON_GPU
-            if batches.device.type == "cuda"
-            else 0
-        )
-        self.batches, self.stop = batches, stop
-        super().__init__(
-            made or (batch for plan in plans for batch in batches.micro_batches(plan)),
-            depth,
-            batches.device,
-        )
+        """Begin to read ahead.
 
-    def complete(self, plan: StepPlan) -> StepPlan:
-        """The next of the plans, with what it weighs."""
-        return plan
+        what: names what is read, in messages. prefetch: micro-batches to make ahead; None: as many
+        as the device needs.
+        """
+        self.assembler, self.what, self.signals = assembler, what, signals
+        default = PREFETCH_ON_GPU if assembler.device.type == "cuda" else 0
+        depth = default if prefetch is None else prefetch
+        self._items = Prefetcher(items, depth, assembler.device, counts=is_micro_batch)
 
-    def of(self, plan: StepPlan) -> Iterator[MicroBatch]:
-        """This rank's part of the next plan; empty rows where it lacks them: the other ranks wait in this step's collectives."""
-        for _ in range(self.batches.count(plan)):
-            yield self._next(plan) or self.batches.assemble(
-                Rows.empty(0, self.batches.order.seq_len)
-            )
+    def __enter__(self) -> Self:
+        return self
 
-    def _next(self, plan: StepPlan) -> MicroBatch | None:
-        if self.stop.missing is not None:
-            return None
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        self._items.close()
+
+    def next_step(self, step: int) -> "StepBatches":
+        """Return the next step, which is `step`. Raises StopIteration where there is none."""
+        plan = self._next_item(StepPlan)
+        assert plan.step == step
+        return StepBatches(plan, self)
+
+    def next_micro_batch(self, plan: StepPlan) -> MicroBatch:
+        """Return this rank's next micro-batch of the step; an empty one where it lacks its rows.
+
+        The other ranks wait for it in this step's collectives.
+        """
         try:
-            with self.stop.waiting():
-                return next(self)
+            if not self.signals.data_missing:
+                with self.signals.waiting():
+                    return self._next_item(MicroBatch)
         except Stopped:
-            self.stop.missing = ""
+            self.signals.data_wait_interrupted = True
         except Exception as error:
-            self.lacks(plan, error)
-        return None
+            self.lose(error, self.describe(plan))
+        return self.assembler.empty()
 
-    def lacks(self, plan: StepPlan, error: BaseException) -> None:
-        """This rank does not have its part of a step."""
-        if not isinstance(error, OSError | UserError | RunFailed):
+    def _next_item(self, kind: type[T], timeout: float | None = None) -> T:
+        item = self._items.get(timeout)
+        assert isinstance(item, kind)  # plans and micro-batches are read in the order they are made
+        return item
+
+    def lose(self, error: BaseException, what: str) -> None:
+        """Take note that this rank cannot read its part of a step."""
+        if isinstance(error, UserError):
+            self.signals.data_error = error
+            return
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, RunFailed):
+            reason = error.args[0]
+        elif not isinstance(error, OSError):
             traceback.print_exception(error)
-        told = error.args[0] if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}"
-        why = f"rank {dist.get_rank()} cannot read its part of {self.where(plan)}: {told}"
-        self.stop.missing = error if isinstance(error, UserError) else why
+        message = f"rank {dist.get_rank()} cannot read its part of {what}: {reason}"
+        self.signals.data_error = RunFailed(message)
 
-    def where(self, plan: StepPlan) -> str:
-        """What it reads."""
-        return f"rows {plan.start:,} to {plan.stop - 1:,}, prepared in {self.batches.order.folder}"
+    def describe(self, plan: StepPlan) -> str:
+        """Return what this rank reads for the step."""
+        return f"rows {plan.start:,} to {plan.stop - 1:,}, {self.what}"
+
+
+class StepBatches:
+    """This rank's micro-batches of one step, `count` of them."""
+
+    def __init__(self, plan: StepPlan, feed: Feed):
+        self.plan, self._feed = plan, feed
+        self.count = feed.assembler.count(plan)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return (self._feed.next_micro_batch(self.plan) for _ in range(self.count))
+
+    @property
+    def data_missing(self) -> bool:
+        """Return whether this rank lacked its rows."""
+        return self._feed.signals.data_missing
+
+
+def plans_and_micro_batches(
+    batches: Batches, plans: Iterable[StepPlan]
+) -> Iterator[StepPlan | MicroBatch]:
+    """Yield each plan, followed by this rank's micro-batches of it."""
+    for plan in plans:
+        yield plan
+        yield from batches.micro_batches(plan)
+
+
+def is_micro_batch(item: object) -> bool:
+    """Return whether an item read ahead takes the place of a micro-batch: a plan does not."""
+    return isinstance(item, MicroBatch)

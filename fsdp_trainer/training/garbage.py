@@ -1,4 +1,7 @@
-"""Python's garbage collection at chosen steps: a rank that collects while the others wait for it in a collective costs all of them its pause."""
+"""Python's garbage collection at chosen steps.
+
+A rank that collects while the others wait for it in a collective costs all of them its pause.
+"""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -7,30 +10,31 @@ from contextlib import contextmanager
 
 @contextmanager
 def collecting_garbage(every: int | None) -> Iterator[Callable[[int], None]]:
-    """Gives a function to call after each step. None leaves Python's own collector at work, as it is again at the end.
+    """Give a function to call after each step, which collects after every so many of them.
 
-    What lives after the first step lives on for as long as the run: it is frozen, so that later collections do not go through it.
-    At the end nothing stays frozen, whoever froze it: a run's model lies in cycles, and the process may begin another run.
+    None leaves Python's own collector at work, which is on again at the end. What is alive after
+    the first step lives as long as the run: it is frozen, so that later collections do not look at
+    it. At the end nothing stays frozen, whoever froze it: a run's model is in reference cycles, and
+    the process may begin another run.
     """
     if every is None:
         yield lambda step: None
         return
-    enabled, frozen = gc.isenabled(), False
+    was_enabled = gc.isenabled()
+    first_step = True
 
     def collect(step: int) -> None:
-        nonlocal frozen
-        if not frozen:
+        nonlocal first_step
+        if first_step or step % every == 0:
             gc.collect()
+        if first_step:
             gc.freeze()
-            frozen = True
-        elif step % every == 0:
-            gc.collect()
+        first_step = False
 
     gc.disable()
     try:
         yield collect
     finally:
-        if frozen:
-            gc.unfreeze()
-        if enabled:
+        gc.unfreeze()
+        if was_enabled:
             gc.enable()

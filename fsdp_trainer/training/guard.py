@@ -1,24 +1,32 @@
-"""Steps whose loss or gradient norm stands out, and whose micro-batch it was. Everything stays on the device: nobody waits for it."""
+"""Steps whose loss or gradient norm stands out.
 
-from collections.abc import Sequence
-from typing import NamedTuple
+Judged on the device, reviewed on the host when they are read.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsdp_trainer.config.schema import Train
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.observe.observer import Observer
+from fsdp_trainer.observe.step_log import StepReport
+from fsdp_trainer.training.batches import StepPlan
 from fsdp_trainer.training.gradients import any_not_finite
 
-TO_SIGMA = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
-LEAST_SPREAD = (0.02, 0.0), (0.01, 0.1)
-"""Of loss and of the norm's logarithm: as a share of the median, and at all. A curve as smooth as this has no spikes to measure others by."""
+MAD_TO_SIGMA = 1.4826
+"""A normal distribution's standard deviation over its median absolute deviation."""
+MIN_SPREAD = (0.02, 0.0), (0.01, 0.1)
+"""The smallest spread, of the loss and of the norm's logarithm: as a share of the median, and at
+all. Without it any ripple of a smooth curve would be a spike."""
 NEW_LEVEL = 5
-"""Spikes in a row that are none: where the run is now, what was before is no measure any more."""
+"""So many spikes in a row are none: the run has reached another level, and judging begins anew."""
 
 
-class Verdict(NamedTuple):
-    """Of a step: bool scalars on the device, but for the scores (float64). skip: whether no rank makes the update."""
+class StepVerdict(NamedTuple):
+    """Scalars on the device: bool but for the scores (float64). skip: no rank makes the update."""
 
     not_finite: Tensor
     spike: Tensor
@@ -28,93 +36,127 @@ class Verdict(NamedTuple):
 
 
 class Guard:
-    """Judges each step by the ones before it. All ranks are given the same numbers, to the last bit, and judge alike.
+    """Judges each step by the ones before it.
 
-    A score is the distance above the median of the last train.spike_window steps, in robust standard deviations (median absolute deviation;
-    Huber 1981, §5.1), of the loss and of the logarithm of the gradient norm. The window holds neither what is not finite nor spikes.
+    All ranks are given the same numbers, and judge alike.
+
+    A score is the distance above the median of the last train.spike_window steps, in robust
+    standard deviations (median absolute deviation; Huber 1981, §5.1), of the loss and of the
+    logarithm of the gradient norm. The window holds neither spikes nor what is not finite.
     """
 
-    def __init__(self, cfg: Train, device: torch.device):
-        """device: where gradients lie."""
+    def __init__(
+        self,
+        cfg: Train,
+        device: torch.device,
+        recent: Sequence[Sequence[float]] = ((), ()),
+        spikes_in_a_row: int = 0,
+    ):
+        """device: where gradients lie; recent, spikes_in_a_row: what `state` gave."""
         self.cfg, self.device = cfg, device
-        self.share, self.least = (
-            torch.tensor(floor, dtype=torch.float64).to(device) for floor in LEAST_SPREAD
+        self.min_share, self.min_spread = (
+            torch.tensor(floor, dtype=torch.float64).to(device) for floor in MIN_SPREAD
         )
-        self.load([[], []], 0)
+        self.load(recent, spikes_in_a_row)
 
-    def load(self, recent: Sequence[Sequence[float]], in_a_row: int) -> None:
+    def load(self, recent: Sequence[Sequence[float]], spikes_in_a_row: int) -> None:
         """Go on from what `state` gave; a window that has become smaller keeps the newest."""
         width = self.cfg.spike_window
         rows = [[torch.nan] * (width - len(row[-width:])) + list(row[-width:]) for row in recent]
-        self.recent = torch.tensor(rows, dtype=torch.float64).to(
-            self.device
-        )  # [2, window], newest last; NaN: not yet filled
-        self.in_a_row = torch.tensor(in_a_row).to(self.device)
+        self.recent = torch.tensor(rows, dtype=torch.float64).to(self.device)
+        """[2, window], newest last; NaN: not yet filled."""
+        self.spikes_in_a_row = torch.tensor(spikes_in_a_row).to(self.device)
+        self.skipped_in_a_row = 0
+        """Steps without an update because a number was not finite, as of the last review."""
 
     def state(self) -> tuple[list[list[float]], int]:
-        """The window, and how many spikes came in a row. Waits for the device."""
-        return [row[~row.isnan()].tolist() for row in self.recent.cpu()], int(self.in_a_row)
+        """Return the window, and how many spikes came in a row. Waits for the device."""
+        return [row[~row.isnan()].tolist() for row in self.recent.cpu()], int(self.spikes_in_a_row)
 
     @torch.no_grad()
-    def judge(self, loss: Tensor, grad_norm: Tensor) -> Verdict:
-        """Of this step's loss and gradient norm, scalars on the device where gradients lie."""
+    def judge(self, loss: Tensor, grad_norm: Tensor) -> StepVerdict:
+        """Judge this step's loss and gradient norm, scalars on the device where gradients lie."""
         not_finite = any_not_finite(loss, grad_norm)
         if self.cfg.on_spike == "ignore":
-            return Verdict(
-                not_finite,
-                torch.zeros_like(not_finite),
-                torch.zeros_like(loss),
-                torch.zeros_like(loss),
-                not_finite,
+            no_score = torch.zeros_like(loss)
+            return StepVerdict(
+                not_finite, torch.zeros_like(not_finite), no_score, no_score, not_finite
             )
         now = torch.stack([loss.double(), grad_norm.double().log()])
         usable = torch.isfinite(now).all()  # a step without a target has a norm of 0
         median = self.recent.nanmedian(1).values
-        spread = (self.recent - median[:, None]).abs().nanmedian(1).values * TO_SIGMA
-        scores = (now - median) / spread.maximum(median.abs() * self.share).maximum(self.least)
-        known = self.recent[
-            0, self.cfg.spike_window // 2
-        ].isfinite()  # the window fills from its end
-        stands_out = usable & known & (scores > self.cfg.spike_score).any()
-        in_a_row = torch.where(usable, torch.where(stands_out, self.in_a_row + 1, 0), self.in_a_row)
-        anew = in_a_row >= NEW_LEVEL
-        spike = stands_out & ~anew
-        window = torch.where(anew, torch.nan, self.recent)
-        self.recent = torch.where(
-            usable & ~spike, torch.cat([window[:, 1:], now[:, None]], 1), window
-        )
-        self.in_a_row = torch.where(anew, 0, in_a_row)
+        spread = (self.recent - median[:, None]).abs().nanmedian(1).values * MAD_TO_SIGMA
+        floor = (median.abs() * self.min_share).maximum(self.min_spread)
+        scores = (now - median) / spread.maximum(floor)
+        half_full = self.recent[0, self.cfg.spike_window // 2].isfinite()  # it fills from its end
+        high = usable & half_full & (scores > self.cfg.spike_score).any()
+        in_a_row = torch.where(high, self.spikes_in_a_row + 1, 0)
+        in_a_row = torch.where(usable, in_a_row, self.spikes_in_a_row)
+        new_level = in_a_row >= NEW_LEVEL
+        spike = high & ~new_level
+        window = torch.where(new_level, torch.nan, self.recent)
+        shifted = torch.cat([window[:, 1:], now[:, None]], 1)
+        self.recent = torch.where(usable & ~spike, shifted, window)
+        self.spikes_in_a_row = torch.where(new_level, 0, in_a_row)
         skip = not_finite | spike if self.cfg.on_spike in ("skip", "rewind") else not_finite
-        loss_score, norm_score = torch.where(known, scores, 0.0)
-        return Verdict(not_finite, spike, loss_score, norm_score, skip)
+        loss_score, norm_score = torch.where(half_full, scores, 0.0)
+        return StepVerdict(not_finite, spike, loss_score, norm_score, skip)
+
+    def review(
+        self,
+        reports: list[StepReport],
+        losses: list[float],
+        suspects: Callable[[StepReport], dict[str, Any]],
+        observer: Observer,
+    ) -> StepPlan | None:
+        """Have every skipped step and every spike recorded; return the first spike. Collective.
+
+        suspects: the ranks, and the samples, that a bad step may come from.
+        """
+        first_spike: StepPlan | None = None
+        for report, loss in zip(reports, losses, strict=True):
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if report.not_finite else 0
+            if report.not_finite:
+                # if every rank's own numbers were finite, only their sum was not: none is suspect
+                own = torch.inf in report.worst_losses
+                observer.skipped(report, loss, suspects(report) if own else {})
+            if report.spike:
+                first_spike = first_spike or report.plan
+                observer.spike(report, loss, suspects(report), self.cfg.on_spike)
+        return first_spike
 
 
-class Stream:
-    """Takes the gradient of the embedding's output from each backward: what comes last of it, and holds this rank's own numbers alone.
+class EmbeddingGradProbe:
+    """Captures the gradient of the embedding's output in each backward.
 
-    What goes wrong in a block's activations reaches it; parameters' gradients are summed over the ranks before anyone sees them.
+    It is computed last and never reduced over ranks, so a NaN in it comes from this rank's own
+    micro-batch. Gradients of parameters are summed over ranks before anyone sees them.
     """
 
     def __init__(self, model: Decoder):
         self._gradient: Tensor | None = None
-        model.model.embed_tokens.register_forward_hook(self._listen)
+        model.model.embed_tokens.register_forward_hook(self._hook_output)
 
-    def _listen(self, _module: object, _inputs: object, output: Tensor) -> None:
+    def _hook_output(self, _module: object, _inputs: object, output: Tensor) -> None:
         if output.requires_grad:
             output.register_hook(self._keep)
 
     def _keep(self, gradient: Tensor) -> None:
         self._gradient = gradient
 
-    def take(self) -> Tensor:
-        """[rows, seq_len, hidden], of the last backward."""
-        assert self._gradient is not None
+    def pop(self) -> Tensor | None:
+        """Return the gradient, [rows, seq_len, hidden], of the last backward.
+
+        None where nothing in front of the first block is trained.
+        """
         gradient, self._gradient = self._gradient, None
         return gradient
 
 
-def own_loss(loss: Tensor, gradient: Tensor) -> Tensor:
-    """A micro-batch's mean loss, float64; inf if that or the gradient of its activations is not finite."""
-    return (loss.double() + 0 * gradient.sum(dtype=torch.float32)).nan_to_num(
-        torch.inf, torch.inf, torch.inf
-    )
+def micro_batch_loss_or_inf(loss: Tensor, gradient: Tensor | None) -> Tensor:
+    """Return a micro-batch's mean loss, float64; inf if it or the gradient of its activations is
+    not finite."""
+    loss = loss.double()
+    if gradient is not None:
+        loss = loss + 0 * gradient.sum(dtype=torch.float32)
+    return loss.nan_to_num(torch.inf, torch.inf, torch.inf)

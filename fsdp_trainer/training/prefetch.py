@@ -2,54 +2,48 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from queue import SimpleQueue
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self
 
 import torch
 
 CLOSE_SECONDS = 2.0
-T = TypeVar("T")
 
 
-class Ahead(Generic[T]):
-    """The items of an iterator, in its order, up to `depth` of them made before they are asked for; 0: none, and no thread.
+class Prefetcher:
+    """The items of an iterator, in its order, made ahead by a thread.
 
-    On a GPU they are made on a stream of their own, and the stream that computes waits for them, not the host. What was handed out is held
-    until the device is through with it: its memory belongs to the other stream, which would use it again. What the iterator raises is raised
-    where its item is asked for. Close it, or leave its `with`: the thread ends.
+    On a GPU they are made on a stream of their own; the computing stream waits for them, not the
+    host. An item that was handed out is held until the device is through with it: its memory
+    belongs to the other stream, which would use it again. An error of the iterator is raised where
+    its item is due.
     """
 
-    def __init__(self, items: Iterator[T], depth: int, device: torch.device):
-        self._items, self._device, self._closed = items, device, False
+    def __init__(
+        self,
+        items: Iterator[Any],
+        depth: int,
+        device: torch.device,
+        counts: Callable[[Any], bool] = lambda item: True,
+    ):
+        """depth: items to make ahead; 0: none, and no thread. counts: tells which items count."""
+        self._items, self._device, self._counts = items, device, counts
+        self._closed = False
         self._room, self._made = threading.Semaphore(depth), SimpleQueue[Any]()
-        self._used: deque[tuple[torch.cuda.Event, T]] = deque()
-        self._current: T | None = None
-        self._thread = (
-            threading.Thread(target=self._work, name="micro-batches", daemon=True)
-            if depth
-            else None
-        )
-        if self._thread:
+        self._used: deque[tuple[torch.cuda.Event, Any]] = deque()
+        self._current: Any = None
+        self._thread: threading.Thread | None = None
+        if depth:
+            self._thread = threading.Thread(target=self._work, name="micro-batches", daemon=True)
             self._thread.start()
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> T:
-        if self._thread is None:
-            return next(self._items)
-        self._let_go()
-        item, event, error = self._made.get()
-        self._room.release()
-        if error is not None:
-            self._made.put((None, None, error))  # whoever asks again hears the same
-            raise error
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
-        self._current = item
-        return item
+    def __next__(self) -> Any:
+        return self.get()
 
     def __enter__(self) -> Self:
         return self
@@ -57,19 +51,44 @@ class Ahead(Generic[T]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """End the thread; what it made and nobody asked for is dropped."""
+    def get(self, timeout: float | None = None) -> Any:
+        """Return the next item. Raises StopIteration after the last one.
+
+        timeout: seconds, after which it raises queue.Empty.
+        """
+        if self._thread is None:
+            return next(self._items)
+        self._release_consumed()
+        item, event, error = self._made.get(timeout=timeout)
+        if error is not None:
+            self._made.put((None, None, error))  # the next call raises it too
+            raise error
+        if self._counts(item):
+            self._room.release()
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+        self._current = item
+        return item
+
+    def stop(self) -> None:
+        """Have the thread end after the item that it is making."""
         self._closed = True
         self._room.release()
-        if self._thread:
-            self._thread.join(CLOSE_SECONDS)  # a read may hang for ever, and is no reason to
 
-    def _let_go(self) -> None:
-        """The item before is used up as soon as the device has done what was asked of it until now."""
+    def close(self) -> None:
+        """End the thread and drop the items that it has ready."""
+        self.stop()
+        if self._thread:
+            self._thread.join(CLOSE_SECONDS)  # not for ever: a read may hang
+
+    def _release_consumed(self) -> None:
+        """Free the items that the device is through with.
+
+        The last item is held until the work launched so far is done.
+        """
         if self._current is not None and self._device.type == "cuda":
-            self._used.append(
-                (torch.cuda.current_stream(self._device).record_event(), self._current)
-            )
+            event = torch.cuda.current_stream(self._device).record_event()
+            self._used.append((event, self._current))
         self._current = None
         while self._used and self._used[0][0].query():
             self._used.popleft()
@@ -77,18 +96,23 @@ class Ahead(Generic[T]):
     def _work(self) -> None:
         stream = None
         if self._device.type == "cuda":
-            torch.cuda.set_device(
-                self._device
-            )  # which device is the current one, each thread decides for itself
+            torch.cuda.set_device(self._device)  # the current device is each thread's own
             stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(stream) if stream else nullcontext():
-            while True:
-                self._room.acquire()
-                if self._closed:
-                    return
-                try:
-                    item = next(self._items)
-                    self._made.put((item, stream.record_event() if stream else None, None))
-                except BaseException as error:  # the end of the items, too
-                    self._made.put((None, None, error))
-                    return
+            while self._make_next(stream):
+                pass
+
+    def _make_next(self, stream: torch.cuda.Stream | None) -> bool:
+        """Make an item as soon as there is room. Returns whether there may be another."""
+        self._room.acquire()
+        if self._closed:
+            return False
+        try:
+            item = next(self._items)
+        except BaseException as error:  # the end of the items, too
+            self._made.put((None, None, error))
+            return False
+        self._made.put((item, stream.record_event() if stream else None, None))
+        if not self._counts(item):
+            self._room.release()
+        return True

@@ -1,21 +1,36 @@
-"""Where a run stands: what a checkpoint remembers besides tensors, and what a resume goes on from."""
+"""The progress of a run: what a checkpoint holds besides tensors."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from fsdp_trainer.training.batches import StepPlan
 
+OLD_NAMES = {"skipped_row_ranges": "left_out"}
+"""Fields by the names that earlier versions stored them under."""
+OLD_PENDING: dict[str | None, list[str]] = {
+    None: [],
+    "validation": ["validate", "sample"],
+    "samples": ["sample"],
+}
+"""What earlier versions stored as `cut_short`."""
+
 
 @dataclass
 class Progress:
-    """All there is to know about where a run stands: the data order is a function of `rows`, or with data.streaming of `streams`.
+    """The point that a run has reached.
 
-    best_loss: the lowest validation loss, after best_step; lower_loss: the last one that counted as lower for train.early_stop;
-    stale: how many in a row have not, since. recent, spikes_in_a_row: the guard's window; left_out: [first, stop) of rows that rewinds jump over.
-    segments: the mixtures that the rows came from, one after another, see Mixture.state; the last one as of this checkpoint.
-    best_before: what was the best before that; cut_short: what a stop kept this step from, `validation` or `samples`; a resume begins with it.
-    streams: a cursor of each stream, see data/stream.py, as of this checkpoint; empty where they begin.
+    The order of the data is a function of `rows`, or when streaming of `streams`.
+
+    step, rows, tokens, supervised_tokens: done so far.
+    pending: work due after this step that a stop interrupted: `validate`, `sample`.
+    best_loss: the lowest validation loss, after best_step; best_before: the same before that one.
+    lower_loss: the last validation loss that counted as lower for train.early_stop; stale: how many
+    validations have not been lower since.
+    recent, spikes_in_a_row: the guard's window.
+    skipped_row_ranges: [first, stop) of rows that rewinds jump over.
+    segments: the mixtures that rows came from, one after another, see Mixture.state.
+    streams: a cursor of each stream, see data/stream.py; empty where they begin.
     """
 
     step: int = 0
@@ -29,11 +44,18 @@ class Progress:
     stale: int = 0
     recent: list[list[float]] = field(default_factory=lambda: [[], []])
     spikes_in_a_row: int = 0
-    left_out: list[list[int]] = field(default_factory=list)
+    skipped_row_ranges: list[list[int]] = field(default_factory=list)
     segments: list[dict[str, Any]] = field(default_factory=list)
     rewinds: int = 0
-    cut_short: str | None = None
+    pending: list[str] = field(default_factory=list)
     streams: list[list[int]] = field(default_factory=list)
+
+    @classmethod
+    def from_stored(cls, stored: dict[str, Any]) -> "Progress":
+        """Return what a checkpoint's trainer.json holds, also that of an earlier version."""
+        stored = {"pending": OLD_PENDING[stored.get("cut_short")], **stored}
+        stored |= {name: stored[old] for name, old in OLD_NAMES.items() if old in stored}
+        return cls(**{f.name: stored[f.name] for f in fields(cls) if f.name in stored})
 
     def advance(self, plan: StepPlan) -> None:
         """Count a finished step."""
@@ -42,7 +64,12 @@ class Progress:
         self.supervised_tokens += plan.supervised
 
     def validated(self, loss: float, delta: float) -> None:
-        """Take note of a validation loss, which must be lower by more than `delta` to count for train.early_stop. NaN never is."""
+        """Take note of a validation loss.
+
+        It counts for train.early_stop if lower by more than `delta`.
+
+        NaN is never lower.
+        """
         self.stale += 1
         if not math.isfinite(loss):
             return
@@ -52,11 +79,18 @@ class Progress:
         if self.lower_loss is None or loss < self.lower_loss - delta:
             self.lower_loss, self.stale = loss, 0
 
-    def forget_best(self) -> None:
-        """There is no checkpoint of the best step: what was the best before it is it again."""
-        self.best_step, self.best_loss = self.best_before
+    def checkpoint_failed(self, step: int) -> None:
+        """Go back to the best step before, if the checkpoint of the best one could not be
+        written."""
+        if self.best_step == step:
+            self.best_step, self.best_loss = self.best_before
+
+    def forget_missing_best(self, steps: list[int]) -> None:
+        """Forget the best step unless it has a checkpoint. steps: those that have one."""
+        if self.best_step not in steps:
+            self.best_step = self.best_loss = None
 
     def forget_validation(self) -> None:
-        """What another data set gave, or what belongs to a checkpoint that is not there, is no measure."""
-        self.best_step = self.best_loss = self.lower_loss = self.cut_short = None
-        self.stale = 0
+        """Drop what another validation set gave, or what belongs to a checkpoint of another run."""
+        self.best_step = self.best_loss = self.lower_loss = None
+        self.stale, self.pending = 0, []

@@ -1,75 +1,103 @@
-"""Back to the checkpoint before a spike, and on past the rows around it (PaLM; Chowdhery et al. 2022, §5.1)."""
+"""Back to the checkpoint before a spike, and on past the rows around it (PaLM; Chowdhery et al.
+2022, §5.1)."""
 
 import time
 from functools import partial
+from pathlib import Path
 
 from fsdp_trainer import phases
-from fsdp_trainer.checkpoint.store import everywhere, read_progress
+from fsdp_trainer.checkpoint.store import read_progress
 from fsdp_trainer.config.paths import step_of
+from fsdp_trainer.distributed import run_on_all_ranks
 from fsdp_trainer.errors import RunFailed
-from fsdp_trainer.parallel.convert import scale
+from fsdp_trainer.parallel.convert import precompute_float8_scales
 from fsdp_trainer.parallel.parallelize import reshard
-from fsdp_trainer.training.build import restore, take_up
-from fsdp_trainer.training.resume import tell_damaged
+from fsdp_trainer.training.batches import StepPlan
+from fsdp_trainer.training.progress import Progress
+from fsdp_trainer.training.resume import report_damaged
 from fsdp_trainer.training.trainer import Trainer
+from fsdp_trainer.training.weights import restore
 
 
-def rewind(trainer: Trainer) -> None:
-    """Take the run back, in place, to before the spike that ended `fit`; where there is no checkpoint, it goes on from here. Collective.
+def rewind(trainer: Trainer, spike: StepPlan) -> None:
+    """Take the run back, in place, to before the spike that ended `fit`. Collective.
 
-    What follows is what a run does that is started again from that checkpoint, but for the rows left out. Raises RunFailed after
+    It then goes on as a run that is started again from that checkpoint, but without the rows around
+    the spike. Where there is no checkpoint it goes on from here. Raises RunFailed after
     train.max_rewinds.
     """
-    cfg, observer, spike = trainer.cfg.train, trainer.observer, trainer.observer.spike
-    assert spike
+    observer, store = trainer.observer, trainer.checkpoints.store
+    trainer.profiler.close()
     phases.enter("rewind")
     began = time.monotonic()
-    observer.spike = None
-    trainer.saves.settle(trainer.progress, trainer.next_save)
-    good = partial(trainer.saves.store.newest_good, partial(tell_damaged, observer))
-    # the cause may be some steps older than the spike
-    checkpoint = good(spike.step - cfg.rewind_margin) or good(spike.step)
-    start = trainer.batches.order.start
-    if (
-        checkpoint is not None and read_progress(checkpoint)["rows"] < start
-    ):  # before the data changed, its rows had other numbers
-        checkpoint = good(spike.step)
-    if checkpoint is None or read_progress(checkpoint)["rows"] < start:
+    trainer.settle_save()
+    checkpoint = checkpoint_before(trainer, spike)
+    if checkpoint is None:
+        trainer.capture_state()
         observer.console.say(
-            f"there is no checkpoint before step {spike.step:,} to rewind to: its update was left out instead"
+            f"there is no checkpoint before step {spike.step:,} to rewind to: "
+            "its update was left out instead"
         )
         return
-    rewinds = trainer.progress.rewinds + 1
-    if rewinds > cfg.max_rewinds:
+    progress = progress_to_go_on(trainer, spike, checkpoint)
+    step = step_of(checkpoint)
+
+    def cut_records() -> None:
+        if observer.records:
+            observer.records.cut_after(step)
+            store.clear_up(step)
+
+    run_on_all_ranks("take the run's records back", cut_records)
+    progress.forget_missing_best([step_of(path) for path in store.listed()])
+    restore(trainer.model, trainer.optimizer, checkpoint)
+    precompute_float8_scales(trainer.model, trainer.cfg.precision)
+    reshard(trainer.model)
+    trainer.progress = progress
+    trainer.guard.load(progress.recent, progress.spikes_in_a_row)
+    trainer.checkpoints.gone_back_to(step, complete=not progress.pending)
+    first, stop = progress.skipped_row_ranges[-1]
+    seconds = round(time.monotonic() - began, 3)
+    observer.event("rewind", step=spike.step, to=step, left_out=[first, stop], seconds=seconds)
+    observer.console.say(
+        f"rewind: back to step {step:,}, and on without rows {first:,} to {stop - 1:,}"
+    )
+
+
+def checkpoint_before(trainer: Trainer, spike: StepPlan) -> Path | None:
+    """Return the checkpoint to go back to; None if there is none of the present data. Collective.
+
+    The cause may be some steps older than the spike, so one before train.rewind_margin is
+    preferred.
+    """
+    good = partial(trainer.checkpoints.store.newest_good, partial(report_damaged, trainer.observer))
+    for before in (spike.step - trainer.cfg.train.rewind_margin, spike.step):
+        checkpoint = good(before)
+        # before the data changed, its rows had other numbers
+        if checkpoint and read_progress(checkpoint)["rows"] >= trainer.data.first_row:
+            return checkpoint
+    return None
+
+
+def progress_to_go_on(trainer: Trainer, spike: StepPlan, checkpoint: Path) -> Progress:
+    """Return the checkpoint's progress, with the rows around the spike skipped."""
+    cfg, now = trainer.cfg.train, trainer.progress
+    if now.rewinds >= cfg.max_rewinds:
         raise RunFailed(
-            f"a spike in step {spike.step:,}, after the run was taken back {cfg.max_rewinds} times already (train.max_rewinds).\n"
-            f"The last good checkpoint before it is {checkpoint}. Try a lower optim.lr, a larger train.rewind_margin, or look at the rows that "
+            f"a spike in step {spike.step:,}, after the run was taken back {cfg.max_rewinds} times "
+            f"already (train.max_rewinds).\nThe last good checkpoint before it is {checkpoint}. "
+            "Try a lower optim.lr, a larger train.rewind_margin, or look at the rows that "
             "events.jsonl names"
         )
     margin = cfg.rewind_margin * trainer.cfg.batch.rows
-    left_out = [*trainer.progress.left_out, [max(0, spike.start - margin), spike.stop + margin]]
-    step = step_of(checkpoint)
-
-    def cut() -> None:
-        if observer.records:
-            observer.records.cut_after(step)
-            trainer.saves.store.clear_up(step)
-
-    everywhere("take the run's records back", cut)
-    restore(trainer, checkpoint)
-    take_up(trainer, checkpoint)
-    scale(trainer.model, trainer.cfg.precision)
-    reshard(trainer.model)
-    trainer.progress.left_out, trainer.progress.rewinds = left_out, rewinds
-    trainer.count_steps()
-    observer.skipped_in_a_row = 0
-    observer.event(
-        "rewind",
-        step=spike.step,
-        to=step,
-        left_out=left_out[-1],
-        seconds=round(time.monotonic() - began, 3),
-    )
-    observer.console.say(
-        f"rewind: back to step {step:,}, and on without rows {left_out[-1][0]:,} to {left_out[-1][1] - 1:,}"
-    )
+    around = [max(0, spike.start - margin), spike.stop + margin]
+    stored = read_progress(checkpoint)
+    progress = Progress.from_stored(stored)
+    progress.segments = now.segments  # the checkpoint may be the last one of other data
+    if stored["data"] != trainer.data.fingerprint:
+        progress.streams = []
+    held_out = trainer.validation.fingerprint if trainer.validation else None
+    if stored.get("validation") != held_out:
+        progress.forget_validation()
+    progress.skipped_row_ranges = [*now.skipped_row_ranges, around]
+    progress.rewinds = now.rewinds + 1
+    return progress

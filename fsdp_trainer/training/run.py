@@ -1,19 +1,19 @@
-"""One rank's life: join, prepare data, build, train, leave with the right exit code."""
+"""One rank's life: join the world, prepare data, build, train, leave with the right exit code."""
 
 import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch.distributed as dist
 import yaml
 
 from fsdp_trainer import phases
 from fsdp_trainer.checkpoint.export import export_checkpoint, is_export_of
-from fsdp_trainer.checkpoint.store import everywhere, gather
 from fsdp_trainer.config.check import show
 from fsdp_trainer.config.paths import (
     BEST,
@@ -26,97 +26,46 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.build import build_data
 from fsdp_trainer.data.preparation import Told
+from fsdp_trainer.distributed import gather, run_on_all_ranks
 from fsdp_trainer.errors import RunFailed, Stopped, UserError
-from fsdp_trainer.launch.facts import look_over
+from fsdp_trainer.hub import fetch
+from fsdp_trainer.launch.facts import preflight
 from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
-from fsdp_trainer.models.hub import fetch
+from fsdp_trainer.models.freeze import trained_parameters
 from fsdp_trainer.observe.console import Console, time_line
+from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.stragglers import Straggler, comparing
-from fsdp_trainer.observe.trackers import Trackers
-from fsdp_trainer.parallel.compile import told_in_short
-from fsdp_trainer.parallel.fit import checkpoint_bytes
-from fsdp_trainer.training.build import Material, build, check_room, resolve_architecture
-from fsdp_trainer.training.out_of_memory import is_out_of_memory, tell
-from fsdp_trainer.training.resume import Claim, claim_folder
+from fsdp_trainer.parallel.compile import summarize_compiler_errors
+from fsdp_trainer.parallel.memory_check import checkpoint_bytes
+from fsdp_trainer.process import pid_namespace
+from fsdp_trainer.training.build import Start, build, check_room, resolve_architecture
+from fsdp_trainer.training.inputs import RunInputs
+from fsdp_trainer.training.out_of_memory import is_out_of_memory, report_out_of_memory
 from fsdp_trainer.training.rewind import rewind
-from fsdp_trainer.training.stop import StopRequests
-from fsdp_trainer.training.trainer import Outcome, Trainer
+from fsdp_trainer.training.run_lock import RunLock
+from fsdp_trainer.training.stop import StopSignals
+from fsdp_trainer.training.trainer import Outcome, Rewind, Trainer
 
 BEAT_SECONDS = 1.0
+"""How often a rank that prepares data lets the waiting ones know that it goes on."""
 
 
 def run_rank(cfg: TrainConfig) -> int:
-    """Train as one rank. Returns the exit code; raises UserError and RunFailed for the front door to tell."""
-    waiting = parse_duration(cfg.launch.data_timeout)
-    env = environment_of_ranks(os.environ) or os.environ
-    console = Console(quiet=env.get("RANK", "0") != "0")
-    stop = StopRequests(
-        parse_duration(cfg.train.time_limit) if cfg.train.time_limit else None, console.say
-    )
-    run = Path(cfg.run.root).expanduser() / str(cfg.run.name)
-    records, watch, lock, trainer, reason, code = (
-        Records(run, console.say),
-        None,
-        None,
-        None,
-        "failed",
-        1,
-    )
-    world: World | None = None
+    """Train as one rank.
+
+    Returns the exit code; raises UserError and RunFailed for the front door to tell.
+    """
+    rank = Rank(cfg)
+    reason, code = "failed", 1
     try:
-        with stop.waiting(limits=False):  # for ranks that may never start
-            world = join(env, cfg.launch.device, parse_duration(cfg.launch.timeout))
-        stop.connect(world.store, world.main)
-        launchers = world.launchers(waiting)
-        # rank 0 alone looks: it is about to claim the folder for this attempt
-        attempt, left = world.from_main(
-            "earlier attempt", lambda: earlier_attempt(run, launchers), waiting
-        )
-        if left is not None:
-            world.linger("earlier attempt")
-            return left
-        if attempt:
-            cfg = replace(
-                cfg, checkpoint=replace(cfg.checkpoint, resume="auto")
-            )  # restarted by the launcher: what is there is our own
-        watch = watched(cfg.launch, run, world)
-
-        def claim() -> TextIO | None:
-            with stop.waiting(limits=False):  # a stop that came before is on record in the folder
-                return claim_folder(cfg, run, Claim(launchers, attempt)) if world.main else None
-
-        lock = world.node_by_node("claiming the run's folder", claim, waiting)
-        if lock:
-            stop.last_words = lambda why, code: records.event("end", reason=why, exit_code=code)
-            if cfg.launch.slurm_time_limit:
-                stop.ask_slurm()
-        material = world.node_by_node(
-            "preparing the data",
-            lambda: stop.stoppable(lambda: prepare(cfg, run, console, world)),
-            waiting,
-        )
-        checkpoint = checkpoint_bytes(
-            resolve_architecture(cfg, material).parameters(), cfg.precision, cfg.optim
-        )
-        timeout = parse_duration(cfg.launch.timeout)
-        shared = world.from_main("claim", lambda: Claim(launchers, attempt), waiting).reaches(
-            run, timeout / 2
-        )
-        for line in look_over(
-            cfg, world, run, shared, material.data.fingerprint, checkpoint, timeout
-        ):
-            console.say(f"note   {line}")
-        connect(world, timeout)
-        stop.watch(pids_of_node(world))
-        if early := stop.agreed(limits=False).reason:
-            raise Stopped(early)
-        trainer = build(cfg, material, world, run, stop)
-        reason, code = train(trainer, world, run, attempt)
+        reason, code = rank.run()
     except Stopped as stopped:
         reason, code = stopped.args[0], stopped.exit_code
-        console.say(f"stopped by {reason}, with nothing more to save: {how_to_go_on(cfg)}")
+        rank.console.say(
+            f"stopped by {reason}, with nothing more to save: {how_to_go_on(rank.cfg)}"
+        )
     except UserError as error:
         reason, code = error.title, error.exit_code
         raise
@@ -125,265 +74,381 @@ def run_rank(cfg: TrainConfig) -> int:
         raise
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
-        if world and is_out_of_memory(error):
-            failure = tell(error, trainer, world, records, stop)
+        if failure := rank.explain(error):
             reason = failure.args[0].partition("\n")[0]
             raise failure from None
-        if isinstance(error, RuntimeError) and (told := stop.failure()):
-            reason = told.partition("\n")[0]
-            raise RunFailed(told) from None
-        if isinstance(error, RuntimeError) and (gone := stop.ended()):  # as collectives fail
-            reason = f"{' and '.join(f'rank {rank}' for rank in gone)} ended before its time, and the others cannot go on without it"
-            raise RunFailed(reason) from None
         raise
     finally:
-        stop.leaving = True
-        leave(
-            trainer,
-            (trainer.observer.records or records) if trainer else records,
-            lock is not None,
-            reason,
-            code,
-            bool(stop.gone),
-        )
-        stop.close()
-        if lock:
-            lock.close()
-        if watch:
-            watch.close()
+        rank.leave(reason, code)
     return code
 
 
+class Rank:
+    """This process's part of a run, from its start to its end."""
+
+    def __init__(self, cfg: TrainConfig):
+        self.cfg, self.run_folder = cfg, Path(cfg.run.root).expanduser() / str(cfg.run.name)
+        self.env = environment_of_ranks(os.environ) or os.environ
+        self.console = Console(quiet=self.env.get("RANK", "0") != "0")
+        self.records = Records(self.run_folder, self.console.say)
+        time_limit = parse_duration(cfg.train.time_limit) if cfg.train.time_limit else None
+        self.signals = StopSignals(time_limit, self.console.say, self._record_forced_exit)
+        self.patience = parse_duration(cfg.launch.data_timeout)
+        self.timeout = parse_duration(cfg.launch.timeout)
+        self.open = ExitStack()
+        """What is closed when this rank leaves: the folder's lock, the watchdog."""
+        self.world: World | None = None
+        self.lock: TextIO | None = None
+        self.trainer: Trainer | None = None
+
+    def run(self) -> Outcome:
+        """Join, claim the run's folder, prepare, build and train."""
+        world = self.join()
+        launchers = world.launchers(self.patience)
+        # rank 0 alone looks: it is about to claim the folder for this attempt
+        attempt, stopped_code = world.from_main(
+            "earlier attempt", lambda: earlier_attempt(self.run_folder, launchers), self.patience
+        )
+        if stopped_code is not None:
+            world.wait_until_heard("earlier attempt")
+            return "stopped before", stopped_code
+        if attempt:  # restarted by the launcher: what is in the folder is our own
+            self.cfg = replace(self.cfg, checkpoint=replace(self.cfg.checkpoint, resume="auto"))
+        claim = RunLock(launchers, attempt)
+        self.claim(world, claim)
+        inputs = world.rank0_then_nodes_then_all(
+            "preparing the data",
+            lambda: self.signals.stoppable(lambda: self.prepare(world)),
+            self.patience,
+        )
+        self.preflight(world, inputs, claim)
+        connect(world, self.timeout)
+        self.signals.watch_ranks(pids_of_node(world))
+        self.signals.sync(limits=False)
+        self.signals.raise_if_agreed()
+        self.trainer, start = build(self.cfg, inputs, world, self.run_folder, self.signals)
+        return train(self.trainer, start, world, self.run_folder, attempt)
+
+    def join(self) -> World:
+        """Meet the other ranks, and start to watch over them."""
+        with self.signals.waiting(limits=False):  # for ranks that may never start
+            world = join(self.env, self.cfg.launch.device, self.timeout)
+        self.world = world
+        self.signals.connect(world.store, world.main)
+        return world
+
+    def claim(self, world: World, claim: RunLock) -> None:
+        """Have rank 0 claim the run's folder, which keeps other runs out."""
+        watch = watched(self.cfg.launch, self.run_folder, world)
+        if watch:
+            self.open.callback(watch.close)
+
+        def claim_on_main() -> TextIO | None:
+            if not world.main:
+                return None
+            # a stop that came before is on record in the folder
+            with self.signals.waiting(limits=False):
+                return claim.acquire(self.cfg, self.run_folder)
+
+        self.lock = world.rank0_then_nodes_then_all(
+            "claiming the run's folder", claim_on_main, self.patience
+        )
+        if self.lock:
+            self.open.enter_context(self.lock)
+            if self.cfg.launch.slurm_time_limit:
+                self.signals.limits.watch_slurm()
+
+    def prepare(self, world: World) -> RunInputs:
+        """Fetch the model and tokenise the data; what an earlier rank or run did is found on
+        disk."""
+        cfg = self.cfg
+        wanted = cfg.model.init_from
+        gone = wanted and not is_hub_id(wanted) and not Path(wanted).exists()
+        own = find_checkpoint(self.run_folder) if cfg.checkpoint.resume == "auto" else None
+        if gone and own:
+            self.console.say(
+                f"model  {wanted} is not there; the run goes on with configuration and tokenizer "
+                f"of its own {own}"
+            )
+            cfg = replace(cfg, model=replace(cfg.model, init_from=str(own)))
+        init_from = fetch(cfg.model.init_from) if cfg.model.init_from else None
+        if world.local_rank == 0:  # all hear its answer; what is free changes from moment to moment
+            check_room(cfg, init_from, world)
+        report = Told(beating(self.console, world), self.console.say)
+        return RunInputs(*build_data(cfg, report), init_from)
+
+    def preflight(self, world: World, inputs: RunInputs, claim: RunLock) -> None:
+        """Compare the ranks and check the disk, before anything is built. Raises UserError."""
+        cfg = self.cfg
+        trained = trained_parameters(resolve_architecture(cfg, inputs), cfg.train.freeze)
+        checkpoint = checkpoint_bytes(trained, cfg.precision, cfg.optim)
+        claim_of_main = world.from_main("claim", lambda: claim, self.patience)
+        shared = claim_of_main.is_visible_in(self.run_folder, self.timeout / 2)
+        fingerprint = inputs.data.fingerprint
+        notes = preflight(
+            cfg, world, self.run_folder, shared, fingerprint, checkpoint, self.timeout
+        )
+        for note in notes:
+            self.console.say(f"note   {note}")
+
+    def explain(self, error: BaseException) -> RunFailed | None:
+        """Return why the run really failed, where the error itself does not say it."""
+        if self.world and is_out_of_memory(error):
+            return report_out_of_memory(error, self.trainer, self.world, self.records, self.signals)
+        if not isinstance(error, RuntimeError):  # as collectives fail with
+            return None
+        if reported := self.signals.reported_failure():
+            return RunFailed(reported)
+        if ended := self.signals.wait_for_ended_ranks():
+            names = " and ".join(f"rank {rank}" for rank in ended)
+            return RunFailed(
+                f"{names} ended before its time, and the others cannot go on without it"
+            )
+        return None
+
+    def leave(self, reason: str, code: int) -> None:
+        """Commit a checkpoint on its way, write the last event, leave the process group."""
+        self.signals.leaving = True
+        phases.enter("end")
+        if self.trainer:
+            self._close_trainer(self.trainer, code)
+        observer = self.trainer.observer if self.trainer else None
+        records = (observer and observer.records) or self.records
+        if self.lock:  # this process may write into the run's folder
+            lately = phases.seconds_since_last_call()
+            records.event("end", reason=reason, exit_code=code, phases=lately)
+            records.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self.signals.close()
+        self.open.close()
+
+    def _close_trainer(self, trainer: Trainer, code: int) -> None:
+        observer = trainer.observer
+        if not self.signals.ended_ranks:  # else the checkpoint waits for a rank that has ended
+            try:
+                trainer.checkpoints.store.wait()
+            except BaseException as error:  # the front door tells what ended the run
+                observer.console.say(f"the checkpoint on its way was lost: {error}")
+        trainer.profiler.close(alone=True)
+        if observer.trackers:
+            observer.trackers.close(code)
+
+    def _record_forced_exit(self, reason: str, code: int) -> None:
+        if self.lock:
+            self.records.event("end", reason=reason, exit_code=code)
+
+
 def pids_of_node(world: World) -> dict[int, int]:
-    """Of the ranks that share this node and its process ids, by rank. Collective."""
-    mine = world.node, phases.here()
-    return {
-        rank: pid for rank, (place, pid) in enumerate(gather((mine, os.getpid()))) if place == mine
-    }
+    """Return the process ids of this node's ranks, by rank. Collective."""
+    here = (world.node, pid_namespace())
+    places = enumerate(gather((here, os.getpid())))
+    return {rank: pid for rank, (place, pid) in places if place == here}
 
 
 def how_to_go_on(cfg: TrainConfig) -> str:
-    """After a stop."""
-    return (
-        "the same command goes on"
-        if cfg.checkpoint.resume == "auto"
-        else "go on with  checkpoint.resume=auto"
-    )
+    """Return what to type after a stop."""
+    if cfg.checkpoint.resume == "auto":
+        return "the same command goes on"
+    return "go on with  checkpoint.resume=auto"
 
 
 def earlier_attempt(run: Path, launchers: list[str]) -> tuple[int, int | None]:
-    """How many attempts of this launch had the folder before, and the code with which the last one stopped in order, if it is to stay so.
+    """Return how many attempts this launch made before, and the code of the last one if it is
+    final.
 
-    torchrun restarts every exit that is not 0, those of runs that stopped in order too. But where a node has come or gone since, it is
-    for that node that its ranks were stopped.
+    torchrun restarts every exit that is not 0, those of runs that stopped in order too: they stay
+    stopped. But where a node has come or gone since, its ranks were stopped for that node.
     """
-    before = Claim.of(run)
+    before = RunLock.read(run)
     if not set(before.launchers) & set(launchers):
         return 0, None
     last = Records(run).last_event()
-    stopped = last.get("event") == "end" and (
-        last["exit_code"] == 2
-        or (last["exit_code"] == 75 and set(before.launchers) == set(launchers))
-    )
-    return before.attempt + 1, last["exit_code"] if stopped else None
-
-
-def prepare(cfg: TrainConfig, run: Path, console: Console, world: World) -> Material:
-    """Fetch the model and tokenise the data; what an earlier rank or run did is found on disk."""
-    own = find_checkpoint(run) if cfg.checkpoint.resume == "auto" else None
-    if (
-        own
-        and cfg.model.init_from
-        and not is_hub_id(cfg.model.init_from)
-        and not Path(cfg.model.init_from).exists()
-    ):
-        console.say(
-            f"model  {cfg.model.init_from} is not there; the run goes on with configuration and tokenizer of its own {own}"
-        )
-        cfg = replace(cfg, model=replace(cfg.model, init_from=str(own)))
-    init_from = fetch(cfg.model.init_from) if cfg.model.init_from else None
-    if world.local_rank == 0:  # whose word all hear; what is free changes from moment to moment
-        check_room(cfg, init_from, world)
-    return Material(*build_data(cfg, Told(beating(console, world), console.say)), init_from)
+    code = last["exit_code"] if last.get("event") == "end" else None
+    same_nodes = set(before.launchers) == set(launchers)
+    final = code == UserError.exit_code or (code == Stopped.exit_code and same_nodes)
+    return before.attempt + 1, code if final else None
 
 
 def beating(console: Console, world: World) -> Callable[[str], None]:
-    """Tells how far the data is, from time to time, and all ranks that wait for it that it goes on."""
-    progress, beat = console.paced(), time.monotonic()
+    """Return what shows how far the data is, and lets ranks that wait for it know that it
+    goes on."""
+    progress, last_beat = console.paced(), time.monotonic()
 
-    def tell(line: str) -> None:
-        nonlocal beat
+    def report(line: str) -> None:
+        nonlocal last_beat
         progress(line)
-        if (now := time.monotonic()) - beat > BEAT_SECONDS:
-            world.beat()
-            beat = now
+        now = time.monotonic()
+        if now - last_beat > BEAT_SECONDS:
+            world.heartbeat()
+            last_beat = now
 
-    return tell
+    return report
 
 
-def train(trainer: Trainer, world: World, run: Path, attempt: int) -> Outcome:
+# --- training, from the first record to the export
+
+
+def train(trainer: Trainer, start: Start, world: World, run: Path, attempt: int) -> Outcome:
     """Open the records where the run stands, fit, and export at the end. Collective."""
-    observer, step = trainer.observer, trainer.progress.step
-    if trainer.finished and trainer.saves.newest == step and not trainer.progress.cut_short:
+    observer, progress = trainer.observer, trainer.progress
+    complete = trainer.checkpoints.has(progress.step, complete=True)
+    if trainer.finished and complete:
         observer.console.say(already_finished(trainer, run))
         export_hf(trainer, world, run)
         return "already finished", 0
-    reached = everywhere(
-        "open the run's records", lambda: open_records(trainer, run) if world.main else {}
-    )[0]
-    details = {
-        "step": step,
-        "rows": trainer.progress.rows,
-        "world_size": world.size,
-        "attempt": attempt,
-    }
-    seconds = round(sum(phases.seconds().values()), 3)
-    observer.event(
-        "resume" if step else "start",
-        **details,
-        seconds=seconds,
-        about=observer.about,
-        **({"changes": trainer.changes} | reached if step else {}),
-    )
-    if step:
-        observer.console.say(f"goes on after step {step:,}")
-        for key, (then, now) in sorted(trainer.changes.items()):
-            observer.console.say(f"       {key} was {show(then)}, is {show(now)}")
-
-    def straggler(found: Straggler, until: int) -> None:
-        observer.event("straggler", step=until, **asdict(found))
-        observer.console.say(
-            f"rank {found.rank} on {found.host} is slow in {found.phase}: {found.seconds:.3f} s a step, the others {found.others:.3f} s; "
-            f"all wait for it in {found.lost:.0%} of the time"
-        )
-
-    every = trainer.cfg.logging.stragglers
-    compared = comparing(
-        parse_duration(every) if every else None,
-        world.store,
-        world.rank,
-        world.size,
-        socket.gethostname(),
-        trainer.optimizer,
-        straggler,
-    )
-    with told_in_short(), compared:
-        while not (outcome := trainer.fit()):
-            rewind(trainer)
-    if outcome[1] == 0:
-        tell_end(trainer, outcome[0])
+    record_start(trainer, start, world, run, attempt)
+    with summarize_compiler_errors(), comparing_ranks(trainer, world):
+        reason, code = fit_with_rewinds(trainer)
+    if code == 0:
+        report_end(trainer, reason)
         export_hf(trainer, world, run)
     observer.console.say(time_line(phases.seconds()))
-    if outcome[1] == 0:
+    if code == 0:
         observer.console.say(f"done: {run}")
     else:
-        kept = "checkpoint committed" if trainer.progress.step else "nothing to save yet"
-        observer.console.say(
-            f"stopped by {outcome[0]} after step {trainer.progress.step:,}, {kept}: {how_to_go_on(trainer.cfg)}"
-        )
-    return outcome
+        step = trainer.progress.step
+        saved = "checkpoint committed" if step else "nothing to save yet"
+        how = how_to_go_on(trainer.cfg)
+        observer.console.say(f"stopped by {reason} after step {step:,}, {saved}: {how}")
+    return reason, code
 
 
-def already_finished(trainer: Trainer, run: Path) -> str:
-    """What to say, and how there would be more to do."""
-    step, total = trainer.progress.step, trainer.total_steps
-    if trainer.finished == "early_stop":
-        why = f"stopped early after step {step:,}, {trainer.progress.stale} validations without a lower loss. More with  train.early_stop=null"
-    else:
-        why = f"{step:,} of {total:,} steps. More with  train.steps=…"
-    return f"{run} is already finished: {why},  anew with  run.name=NEW"
+def fit_with_rewinds(trainer: Trainer) -> Outcome:
+    """Train to the end; after a spike that train.on_spike=rewind minds, from before it."""
+    while True:
+        try:
+            return trainer.fit()
+        except Rewind as spike:
+            rewind(trainer, spike.args[0])
 
 
-def tell_end(trainer: Trainer, reason: str) -> None:
-    """What validation said over the run."""
-    progress, order = trainer.progress, trainer.batches.order
-    since = " since the data was changed" if len(progress.segments) > 1 else ""
-    for of in order.report(progress.rows) if len(order.components) > 1 else []:
-        asked, got = f"{of['share_asked']:.2%}", f"{of['share']:.2%}"
-        trainer.observer.console.say(
-            f"data   {of['name']}: {got} of the tokens{since}, asked for {asked}; {of['tokens']:,} tokens, {of['epochs']:.2f} epochs in all"
-        )
-    if reason == "early_stop":
-        trainer.observer.console.say(
-            f"stopped early: {progress.stale} validations in a row without a lower loss"
-        )
-    if trainer.cfg.checkpoint.best and progress.best_step is not None:
-        trainer.observer.console.say(
-            f"best   validation loss {progress.best_loss:.4f} after step {progress.best_step:,}: {trainer.saves.store.folder / BEST}"
-        )
+def record_start(trainer: Trainer, start: Start, world: World, run: Path, attempt: int) -> None:
+    """Bring the run's files to where it stands, and record that it starts or goes on.
+
+    Collective.
+    """
+    observer, progress = trainer.observer, trainer.progress
+    outcomes = run_on_all_ranks(
+        "open the run's records", lambda: open_records(trainer, run) if world.main else {}
+    )
+    event = {
+        "step": progress.step,
+        "rows": progress.rows,
+        "world_size": world.size,
+        "attempt": attempt,
+        "seconds": round(sum(phases.seconds().values()), 3),
+        "about": observer.about,
+    }
+    if not progress.step:
+        observer.event("start", **event)
+        return
+    observer.event("resume", **event, changes=start.changes, **outcomes[0])
+    observer.console.say(f"goes on after step {progress.step:,}")
+    for key, (then, now) in sorted(start.changes.items()):
+        observer.console.say(f"       {key} was {show(then)}, is {show(now)}")
 
 
-def open_records(trainer: Trainer, run: Path) -> dict[str, Any]:
-    """Bring the run's files to where it stands; how far it had come before, which the report reckons with. Rank 0's task."""
+def open_records(trainer: Trainer, run: Path) -> dict[str, dict]:
+    """Cut the run's files to where it stands. Rank 0's task.
+
+    Returns how far the run had come before, which the report counts as lost.
+    """
     cfg, observer, step = trainer.cfg, trainer.observer, trainer.progress.step
     assert observer.records
     last = observer.records.last_line()
     observer.records.cut_after(step)
-    trainer.saves.store.clear_up(step)
+    trainer.checkpoints.store.clear_up(step)
+    resolved = asdict(cfg)
     try:
-        (run / "config.yaml").write_text(
-            yaml.safe_dump(asdict(cfg), sort_keys=False, allow_unicode=True)
-        )
+        text = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True)
+        (run / "config.yaml").write_text(text)
     except OSError as error:  # each checkpoint has its own
-        observer.console.say(f"{run / 'config.yaml'} cannot be written: {error}; training goes on")
-    observer.trackers = Trackers(cfg.logging, run, asdict(cfg), observer.console.say, step)
+        file = run / "config.yaml"
+        observer.console.say(f"{file} cannot be written: {error}; training goes on")
+    observer.open_trackers(cfg.logging, run, resolved, step)
     return {"reached": {name: last.get(name) for name in ("step", "time")}}
 
 
+def comparing_ranks(trainer: Trainer, world: World):
+    """Return a context in which slow ranks are noticed, as logging.stragglers says."""
+    every = trainer.cfg.logging.stragglers
+    seconds = parse_duration(every) if every else None
+    host = socket.gethostname()
+
+    def report(straggler: Straggler, step: int) -> None:
+        report_straggler(trainer.observer, straggler, step)
+
+    return comparing(seconds, world.store, world.rank, world.size, host, trainer.optimizer, report)
+
+
+def report_straggler(observer: Observer, straggler: Straggler, step: int) -> None:
+    """Record and tell of a rank that the others wait for."""
+    observer.event("straggler", step=step, **asdict(straggler))
+    observer.console.say(
+        f"rank {straggler.rank} on {straggler.host} is slow in {straggler.phase}: "
+        f"{straggler.seconds:.3f} s a step, the others {straggler.others:.3f} s; "
+        f"all wait for it in {straggler.lost:.0%} of the time"
+    )
+
+
+def already_finished(trainer: Trainer, run: Path) -> str:
+    """Return what to say of a run that has nothing to do, and how there would be more."""
+    step, total = trainer.progress.step, trainer.total_steps
+    reason = f"{step:,} of {total:,} steps. More with  train.steps=…"
+    if trainer.finished == "early_stop":
+        reason = (
+            f"stopped early after step {step:,}, {trainer.progress.stale} validations without a "
+            "lower loss. More with  train.early_stop=null"
+        )
+    return f"{run} is already finished: {reason},  anew with  run.name=NEW"
+
+
+def report_end(trainer: Trainer, reason: str) -> None:
+    """Tell what the run saw of each source, and its best validation."""
+    progress, say = trainer.progress, trainer.observer.console.say
+    since = " since the data was changed" if len(progress.segments) > 1 else ""
+    for source in trainer.data.shares(progress):
+        say(
+            f"data   {source['name']}: {source['share']:.2%} of the tokens{since}, "
+            f"asked for {source['share_asked']:.2%}; {source['tokens']:,} tokens, "
+            f"{source['epochs']:.2f} epochs in all"
+        )
+    if reason == "early_stop":
+        say(f"stopped early: {progress.stale} validations in a row without a lower loss")
+    if trainer.cfg.checkpoint.best and progress.best_step is not None:
+        say(
+            f"best   validation loss {progress.best_loss:.4f} after step {progress.best_step:,}: "
+            f"{trainer.checkpoints.store.folder / BEST}"
+        )
+
+
 def export_hf(trainer: Trainer, world: World, run: Path) -> None:
-    """checkpoint.export_hf: the finished run as a Hugging Face folder, unless it is one already."""
-    cfg, out = trainer.cfg.checkpoint, run / "hf"
-    if not cfg.export_hf:
+    """Write the finished run as a Hugging Face folder (checkpoint.export_hf), unless it is one
+    already."""
+    if not trainer.cfg.checkpoint.export_hf:
         return
-
-    def export() -> None:
-        best = trainer.saves.store.folder / BEST
-        checkpoint = (
-            best.resolve() if cfg.best and best.exists() else committed_checkpoints(run)[-1]
-        )
-        if not world.main or is_export_of(out, checkpoint, cfg.export_dtype):
-            return
-        began = time.monotonic()
-        try:
-            export_checkpoint(checkpoint, out, cfg.export_dtype)
-        except OSError as error:
-            raise RunFailed(f"cannot write the export {out}: {error}") from None
-        trainer.observer.event(
-            "export",
-            step=step_of(checkpoint),
-            path=str(out),
-            seconds=round(time.monotonic() - began, 3),
-        )
-
     phases.enter("export")
     # outside any collective: a large model takes longer than launch.timeout
-    world.node_by_node(
+    world.rank0_then_nodes_then_all(
         "exporting the model",
-        lambda: trainer.stop.stoppable(export),
+        lambda: trainer.signals.stoppable(lambda: export_on_main(trainer, world, run)),
         parse_duration(trainer.cfg.launch.data_timeout),
     )
     dist.barrier()  # the store ends with rank 0: all must have heard
 
 
-def leave(
-    trainer: Trainer | None, records: Records, ours: bool, reason: str, code: int, alone: bool
-) -> None:
-    """A checkpoint on its way committed, trackers closed, the last line of events.jsonl, the process group gone.
-
-    ours: whether this process may write into the run's folder; alone: whether another rank has ended, for which nothing waits.
-    """
-    phases.enter("end")
-    if trainer and not alone:
-        try:
-            trainer.saves.store.wait()
-        except BaseException as error:  # beside what ended the run, which is told by the front door
-            trainer.observer.console.say(f"the checkpoint on its way was lost: {error}")
-    if trainer:
-        trainer.profiler.close(alone=True)
-    if trainer and trainer.observer.trackers:
-        trainer.observer.trackers.close(code)
-    if ours:
-        records.event("end", reason=reason, exit_code=code, phases=phases.lately())
-        records.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def export_on_main(trainer: Trainer, world: World, run: Path) -> None:
+    """Export the best checkpoint, else the last. Rank 0's task. Raises RunFailed."""
+    cfg, out = trainer.cfg.checkpoint, run / "hf"
+    best = trainer.checkpoints.store.folder / BEST
+    checkpoint = best.resolve() if cfg.best and best.exists() else committed_checkpoints(run)[-1]
+    if not world.main or is_export_of(out, checkpoint, cfg.export_dtype):
+        return
+    began = time.monotonic()
+    try:
+        export_checkpoint(checkpoint, out, cfg.export_dtype)
+    except OSError as error:
+        raise RunFailed(f"cannot write the export {out}: {error}") from None
+    seconds = round(time.monotonic() - began, 3)
+    trainer.observer.event("export", step=step_of(checkpoint), path=str(out), seconds=seconds)

@@ -1,4 +1,7 @@
-"""Checkpoints of a run that trains: one that fails costs itself alone and is tried again. Only the last one must succeed."""
+"""Checkpoints of a run that trains: one that fails costs only itself and is tried again.
+
+Only the last one must succeed.
+"""
 
 import time
 from collections.abc import Callable
@@ -9,83 +12,107 @@ from torch import Tensor
 from fsdp_trainer.checkpoint.store import CheckpointStore
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.observe.observer import Observer
-from fsdp_trainer.training.progress import Progress
+from fsdp_trainer.observe.step_log import StepClock
 
-PAUSES = (1.0, 2.0, 4.0)  # seconds before the last checkpoint is tried again
+PAUSES = (1.0, 2.0, 4.0)
+"""Seconds before the last checkpoint is tried again."""
 
 
-class Saves:
-    """What was saved, and what could not be. Its methods are collective."""
+class CheckpointManager:
+    """Saves, and tells of what could not be saved. Its methods are collective."""
 
-    def __init__(self, store: CheckpointStore, observer: Observer):
-        self.store, self.observer = store, observer
-        self.newest = -1
+    def __init__(
+        self,
+        store: CheckpointStore,
+        observer: Observer,
+        clock: StepClock,
+        newest: int = -1,
+        complete: bool = True,
+    ):
+        """newest: see the attribute; complete: whether that one has nothing pending."""
+        self.store, self.observer, self.clock = store, observer, clock
+        self.newest = newest
         """Step of the newest checkpoint, committed or on its way; -1: there is none."""
-        self._before = -1
+        self._complete, self._before = complete, -1
         self._failure = ""
 
     def save(
         self,
-        progress: Progress,
+        step: int,
         tensors: dict[str, Tensor],
-        state: Callable[[], dict[str, Any]],
+        state: dict[str, Any],
+        started: float,
         next_due: int | None,
-    ) -> None:
-        """Commit a checkpoint of this step, or with checkpoint.mode=async set out to. A failure is told, and when the `next_due` one is.
+    ) -> int | None:
+        """Commit a checkpoint of `step`; with checkpoint.mode=async begin to.
 
-        state: asked when the one before is settled, which may change what was the best.
+        started: time.perf_counter() when it was decided on; next_due: the step of the next one.
+        Returns the step if it failed, which is recorded, else None.
         """
-        started = time.perf_counter()
         try:
-            with self.observer.apart("checkpoint"):
-                if waited := self.settle(progress, next_due):
-                    self.observer.event(
-                        "checkpoint_waited", step=progress.step, seconds=round(waited, 3)
-                    )
-                    self.observer.console.say(
-                        f"checkpoint: training waited {waited:.1f} s for the one before; a larger checkpoint.every would not"
-                    )
-                self.store.save(progress.step, tensors, state(), started)
+            with self.clock.excluded():
+                self.store.save(step, tensors, state, started)
         except RunFailed as error:
-            self._tell(progress, progress.step, error, next_due)
-        else:
-            self._before, self.newest = self.newest, progress.step
+            self._record_failure(step, error, next_due)
+            return step
+        self._before, self.newest, self._complete = self.newest, step, not state["pending"]
+        return None
 
-    def settle(self, progress: Progress, next_due: int | None) -> float:
-        """The checkpoint on its way is committed, or has failed and is told of. Returns how many seconds that took."""
+    def has(self, step: int, complete: bool) -> bool:
+        """Return whether there is a checkpoint of `step`; complete: one that has nothing
+        pending."""
+        return self.newest == step and (self._complete or not complete)
+
+    def settle(self, step: int, next_due: int | None, report_wait: bool = False) -> int | None:
+        """Wait until no checkpoint is on its way. Returns its step if it failed, which is recorded.
+
+        report_wait: tell that training had to wait for it.
+        """
         try:
-            return self.store.wait()
+            with self.clock.excluded():
+                waited = self.store.wait()
         except RunFailed as error:
             failed, self.newest = self.newest, self._before
-            self._tell(progress, failed, error, next_due)
-            return 0.0
+            self._record_failure(failed, error, next_due)
+            return failed
+        if waited and report_wait:
+            self.observer.event("checkpoint_waited", step=step, seconds=round(waited, 3))
+            self.observer.console.say(
+                f"checkpoint: training waited {waited:.1f} s for the one before; "
+                "a larger checkpoint.every would not"
+            )
+        return None
 
-    def insist(self, progress: Progress, save: Callable[[], None]) -> None:
-        """`save` the last checkpoint, whatever it takes. Raises RunFailed when it fails again and again."""
+    def gone_back_to(self, step: int, complete: bool) -> None:
+        """Take note that the run was taken back to the checkpoint of `step`.
+
+        complete: whether that one has nothing pending.
+        """
+        self.newest, self._complete = step, complete
+
+    def save_until_committed(self, step: int, save_and_settle: Callable[[], None]) -> None:
+        """Save the last checkpoint, also after failures.
+
+        Raises RunFailed when it fails again and again.
+        """
         for pause in (*PAUSES, None):
-            save()
-            self.settle(progress, None)
-            if self.newest == progress.step:
+            save_and_settle()
+            if self.newest == step:
                 return
             if pause is not None:
                 time.sleep(pause)
-        kept = (
-            f"The newest checkpoint is that of step {self.newest:,}"
-            if self.newest >= 0
-            else "There is no checkpoint"
-        )
+        stands = "There is no checkpoint"
+        if self.newest >= 0:
+            stands = f"The newest checkpoint is that of step {self.newest:,}"
         raise RunFailed(
-            f"the last checkpoint, of step {progress.step:,}, could not be written, again and again. {kept}\n{self._failure}"
+            f"the last checkpoint, of step {step:,}, could not be written, again and again. "
+            f"{stands}\n{self._failure}"
         )
 
-    def _tell(self, progress: Progress, step: int, error: RunFailed, next_due: int | None) -> None:
+    def _record_failure(self, step: int, error: RunFailed, next_due: int | None) -> None:
         self._failure = error.args[0]
-        if progress.best_step == step:
-            progress.forget_best()
-        goes_on = (
-            ""
-            if next_due is None
-            else f"\n       Training goes on; the next is written after step {next_due:,}"
-        )
+        goes_on = ""
+        if next_due is not None:
+            goes_on = f"\n       Training goes on; the next is written after step {next_due:,}"
         self.observer.event("checkpoint_failed", step=step, error=self._failure)
         self.observer.console.say(f"no checkpoint of step {step:,}: {self._failure}{goes_on}")

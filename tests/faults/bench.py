@@ -1,4 +1,5 @@
-"""Runs that may be killed: each rank is a process of its own, forked from one that has torch imported already."""
+"""Runs that may be killed: each rank is a process of its own, forked from one that has torch
+imported already."""
 
 import hashlib
 import json
@@ -54,7 +55,10 @@ class Bench:
         faults: str = "",
         attempts: int = 4,
     ) -> Broken:
-        """Train into `folder`. ranks: of each attempt; the last number holds for the rest. Raises AssertionError if it does not finish."""
+        """Train into `folder`. ranks: of each attempt; the last number holds for the rest.
+
+        Raises AssertionError if it does not finish.
+        """
         worlds = ranks if isinstance(ranks, list) else [ranks]
         run, words = Broken(folder), ["train", *self.words(folder), *overrides]
         for number in range(attempts):
@@ -137,7 +141,8 @@ def rank(words: list[str], env: dict[str, str], out: Path) -> None:
 
 
 def digest_of(checkpoint: Path) -> str:
-    """SHA-256 of all that a checkpoint holds: weights, moments, step counts, and how far the data is."""
+    """SHA-256 of all that a checkpoint holds: weights, moments, step counts, and how far the data
+    is."""
     digest = hashlib.sha256()
     for name, tensor in sorted(stored(checkpoint).items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -1,4 +1,5 @@
-"""Ranks that hang under a real `torchrun --max-restarts=1`, with the watchdog and without: `python tests/faults/hang_recovery.py` prints a table."""
+"""Ranks that hang under a real `torchrun --max-restarts=1`, with the watchdog and without: `python
+tests/faults/hang_recovery.py` prints a table."""
 
 import os
 import subprocess
@@ -17,11 +18,20 @@ from world import SMALL, Run
 from fsdp_trainer.checkpoint.digest import weights_digest
 
 INJECT, ROOT = Path(__file__).parent / "inject", Path(__file__).parents[2]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1", "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0"]  # fmt: skip
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--nproc_per_node=2",
+    "--max-restarts=1",
+    "--rdzv_backend=c10d",
+    "--rdzv_endpoint=127.0.0.1:0",
+]
 FAULTS = {
     "stopped (SIGSTOP)": "rank=1 phase=forward step=8 do=stop",
     "holds a lock": "rank=1 phase=backward step=8 do=lock",
-    "skips a collective": "rank=1 phase=agree step=7 do=skip",  # before one that is saved: there a rank may wait for launch.timeout
+    # before one that is saved: there a rank may wait for launch.timeout
+    "skips a collective": "rank=1 phase=agree step=7 do=skip",
 }
 SLOW = "rank=1 phase=forward step=* do=slow"
 LIMIT_SECONDS = 150.0
@@ -29,7 +39,11 @@ LIMIT_SECONDS = 150.0
 
 @dataclass
 class Hang:
-    """How a run that hung went on. Seconds from the fault: until it was found (None: by nobody), until training went on, until the end."""
+    """How a run that hung went on.
+
+    Seconds from the fault: until it was found (None: by nobody), until training went on, until the
+    end.
+    """
 
     run: Run
     code: int
@@ -44,7 +58,10 @@ class Hang:
 
 
 def words(folder: Path, *more: str) -> list[str]:
-    """A small run that commits a checkpoint every 4 steps. With 30 s, collectives wait as long as torchrun for the ranks to leave."""
+    """A small run that commits a checkpoint every 4 steps.
+
+    With 30 s, collectives wait as long as torchrun for the ranks to leave.
+    """
     data = [
         "data.path=demo:backwards",
         "tokenizer.path=demo:bytes",
@@ -97,7 +114,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         whole = weights_digest(newest(hang(Path(folder) / "whole", "").run))
         print(
-            "| rank 1 … | watchdog | found | training again | named | weights' digest equal |\n|---|---|---|---|---|---|"
+            "| rank 1 … | watchdog | found | training again | named | weights' digest "
+            "equal |\n|---|---|---|---|---|---|"
         )
         for i, (name, fault) in enumerate(FAULTS.items()):
             for watched in ("true", "false"):
@@ -110,12 +128,18 @@ def main() -> int:
                     else f"exit code {seen.code}"
                 )
                 named = (
-                    f"rank {seen.told['rank']}, {seen.told['phase']} of step {seen.told['step']}: {seen.told['why']}"
+                    (
+                        f"rank {seen.told['rank']}, {seen.told['phase']} of step "
+                        f"{seen.told['step']}: {seen.told['why']}"
+                    )
                     if seen.told
                     else "no"
                 )
                 print(
-                    f"| {name} | {watched} | {seconds(seen.found)} | {seconds(seen.resumed)} | {named} | {equal} |",
+                    (
+                        f"| {name} | {watched} | {seconds(seen.found)} | "
+                        f"{seconds(seen.resumed)} | {named} | {equal} |"
+                    ),
                     flush=True,
                 )
     return 0

@@ -1,4 +1,5 @@
-"""Hosts of one machine: network namespaces with an address each on one switch, where the rendezvous lies, outside all of them."""
+"""Hosts of one machine: network namespaces with an address each on one switch, where the rendezvous
+lies, outside all of them."""
 
 import os
 import subprocess
@@ -11,7 +12,9 @@ INJECT = Path(__file__).parent / "inject"
 PORT = 29400
 STORE = f"""
 import time, torch.distributed as dist
-store = dist.TCPStore("10.77.0.1", {PORT}, is_master=True, wait_for_workers=False, multi_tenant=True)
+store = dist.TCPStore(
+    "10.77.0.1", {PORT}, is_master=True, wait_for_workers=False, multi_tenant=True
+)
 print("ready", flush=True)
 time.sleep(3600)
 """
@@ -92,7 +95,10 @@ class Hosts:
 
     def start(self, i: int, words: list[str], env: dict[str, str], cwd: Path) -> None:
         """torchrun on host i; it takes part in a world of 1 to all hosts."""
-        conf = "is_host=false,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=10"
+        conf = (
+            "is_host=false,last_call_timeout=2,"
+            "keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=10"
+        )
         torchrun = [
             *(
                 "ip",

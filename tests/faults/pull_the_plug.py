@@ -1,4 +1,5 @@
-"""`make pull-the-plug`: breaks a real run twice, and shows that it ends with the weights of one that nobody touched."""
+"""`make pull-the-plug`: breaks a real run twice, and shows that it ends with the weights of one
+that nobody touched."""
 
 import json
 import os
@@ -14,7 +15,8 @@ from fsdp_trainer.config.paths import committed_checkpoints
 ROOT = Path("runs/pull-the-plug")
 STEPS, EVERY, KILLED_AT, MORE = 24, 6, 18, 6
 LINE = [
-    "+recipe=quickstart", f"run.root={ROOT}", f"train.steps={STEPS}", f"checkpoint.every={EVERY}", "checkpoint.export_hf=false",
+    "+recipe=quickstart", f"run.root={ROOT}", f"train.steps={STEPS}", f"checkpoint.every={EVERY}",
+    "checkpoint.export_hf=false",
     "data.validation=null", "logging.every=1",
 ]  # fmt: skip
 INJECT = Path(__file__).parent / "inject"
@@ -73,20 +75,24 @@ def main() -> int:
     train("broken", code=1, faults=f"rank=1 phase=shards step={KILLED_AT} do=kill")
     left = committed_checkpoints(ROOT / "broken")
     tell(
-        f"broken: rank 1 killed (SIGKILL) while it saved step {KILLED_AT}; the run ended with exit code 1"
+        f"broken: rank 1 killed (SIGKILL) while it saved step {KILLED_AT}; the run ended "
+        f"with exit code 1"
     )
     tell(
-        f"        committed: {', '.join(path.name for path in left)}. Step {KILLED_AT} is not: it never got its name"
+        f"        committed: {', '.join(path.name for path in left)}. Step {KILLED_AT} is "
+        f"not: it never got its name"
     )
 
     damaged = max(left[-1].glob("*.distcp"), key=lambda path: path.stat().st_size)
     flip_a_bit(damaged)
     seen = command("verify", f"source={left[-1]}")
     tell(
-        f"        one bit flipped in {left[-1].name}/{damaged.name}, {damaged.stat().st_size:,} bytes"
+        f"        one bit flipped in {left[-1].name}/{damaged.name}, "
+        f"{damaged.stat().st_size:,} bytes"
     )
     tell(
-        f"        fsdp-trainer verify: exit code {seen.returncode}, {'damaged' if damaged.name in seen.stdout + seen.stderr else 'not seen'}"
+        f"        fsdp-trainer verify: exit code {seen.returncode}, "
+        f"{'damaged' if damaged.name in seen.stdout + seen.stderr else 'not seen'}"
     )
 
     again = train("broken")
@@ -104,7 +110,8 @@ def main() -> int:
     a, b = losses("undisturbed"), losses("broken")
     apart = max(abs(a[step] - b[step]) for step in range(STEPS + 1, STEPS + MORE + 1))
     tell(
-        f"{MORE} more steps, undisturbed on 2 ranks and broken on 1: the losses differ by {apart:.1e} at most"
+        f"{MORE} more steps, undisturbed on 2 ranks and broken on 1: the losses differ by "
+        f"{apart:.1e} at most"
     )
     tell(f"everything lies in {ROOT}; what happened in {ROOT}/broken/events.jsonl")
     return 0 if equal and apart < 1e-5 else 1

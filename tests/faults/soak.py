@@ -1,4 +1,5 @@
-"""A run that is broken again and again, at random: `python tests/faults/soak.py [FAULTS] [SEED]` prints what happened and what it cost."""
+"""A run that is broken again and again, at random: `python tests/faults/soak.py [FAULTS] [SEED]`
+prints what happened and what it cost."""
 
 import random
 import sys
@@ -22,7 +23,8 @@ OF_A_SAVE = ["staging", "shards", "manifest", "rename", "prune"]
 def soak(
     folder: Path, words: list[str], faults: int, seed: int
 ) -> tuple[Broken, Broken, list[tuple[str, list[int], float]]]:
-    """A run with at least that many faults, one that nobody touched, and of each fault: what, the ranks' exit codes, seconds until they had ended."""
+    """A run with at least that many faults, one that nobody touched, and of each fault: what, the
+    ranks' exit codes, seconds until they had ended."""
     bench, draw, happened = Bench(), random.Random(seed), []
     words = [
         *words,
@@ -89,10 +91,19 @@ def table(
     return "\n".join(
         [
             *lines,
-            f"{len(happened)} faults ({', '.join(f'{n} × {kind}' for kind, n in sorted(kinds.items()))}), {len(run.metrics)} steps, "
-            f"{len(run.event('resume'))} resumes, {len(run.event('damaged'))} damaged checkpoints left aside",
-            f"{wall:.0f} s, of which {useful:.0f} s in steps that counted: {useful / wall:.0%} effective training time",
-            f"digest equal to that of the undisturbed run: {'yes' if run.digest == whole.digest else 'NO'}",
+            f"{len(happened)} faults "
+            f"({', '.join(f'{n} × {kind}' for kind, n in sorted(kinds.items()))}), "
+            f"{len(run.metrics)} steps, "
+            f"{len(run.event('resume'))} resumes, {len(run.event('damaged'))} damaged "
+            f"checkpoints left aside",
+            (
+                f"{wall:.0f} s, of which {useful:.0f} s in steps that counted: "
+                f"{useful / wall:.0%} effective training time"
+            ),
+            (
+                f"digest equal to that of the undisturbed run: "
+                f"{'yes' if run.digest == whole.digest else 'NO'}"
+            ),
         ]
     )
 

@@ -1,4 +1,5 @@
-"""Worlds that shrink and grow: no row is lost or repeated, and the losses are those of an undisturbed run."""
+"""Worlds that shrink and grow: no row is lost or repeated, and the losses are those of an
+undisturbed run."""
 
 import math
 import os
@@ -25,7 +26,8 @@ def test_a_run_goes_over_1_2_and_4_ranks_and_back_with_the_losses_of_one(train):
 def same_as(run: Run, whole: Run) -> None:
     """Each step once, on the same rows, with the same loss."""
     count = len(run.metrics)
-    assert run.column("step") == list(range(1, count + 1)) and count <= len(whole.metrics)
+    assert run.column("step") == list(range(1, count + 1))
+    assert count <= len(whole.metrics)
     for column in ("tokens", "supervised_tokens", "lr"):
         assert run.column(column) == whole.column(column)[:count], column
     assert (
@@ -41,7 +43,8 @@ def test_hosts_are_killed_cut_off_and_come_back_and_the_run_goes_on(
     if why := why_not():
         pytest.skip(why)
     words = [
-        *SMALL, *(f"{k}={v}" for k, v in inputs.items()), *CONSTANT, f"run.root={tmp_path}", "run.name=run", "batch.micro_rows=1",
+        *SMALL, *(f"{k}={v}" for k, v in inputs.items()), *CONSTANT, f"run.root={tmp_path}",
+        "run.name=run", "batch.micro_rows=1",
         "checkpoint.every=5", "train.steps=100000", "launch.timeout=25s", "launch.watchdog=true",
     ]  # fmt: skip
     env = {

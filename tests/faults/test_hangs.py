@@ -1,4 +1,5 @@
-"""Hangs under a real torchrun: found in seconds, the right rank named, and the weights of an undisturbed run at the end. hang_recovery.py prints them."""
+"""Hangs under a real torchrun: found in seconds, the right rank named, and the weights of an
+undisturbed run at the end. hang_recovery.py prints them."""
 
 import pytest
 from hang_recovery import FAULTS, SLOW, hang
@@ -23,14 +24,15 @@ def whole(tmp_path_factory):
 def test_a_hang_costs_seconds_and_no_bit(whole, tmp_path, name):
     seen = hang(tmp_path / "run", FAULTS[name], "launch.watchdog=true")
     assert seen.code == 0, seen.said
-    assert seen.found < (10 if "stopped" in name else 20) and seen.resumed < seen.found + 30, (
-        "far from torchrun's grace"
-    )
+    assert seen.found < (10 if "stopped" in name else 20), "far from torchrun's grace"
+    assert seen.resumed < seen.found + 30, "far from torchrun's grace"
     assert (seen.told["rank"], (seen.told["phase"], seen.told["step"])) == (1, PLACES[name])
-    assert "rank 1 on" in seen.said and seen.run.column("step") == list(range(1, 13))
+    assert "rank 1 on" in seen.said
+    assert seen.run.column("step") == list(range(1, 13))
     assert weights_digest(newest(seen.run)) == weights_digest(newest(whole))
     stacks = [file.read_text() for file in (seen.run.folder / "hangs").rglob("rank-*.txt")]
-    assert len(stacks) == 2 and any("/torch/distributed/" in text for text in stacks)
+    assert len(stacks) == 2
+    assert any("/torch/distributed/" in text for text in stacks)
 
 
 @pytest.mark.faults
@@ -38,6 +40,8 @@ def test_a_slow_rank_is_named_and_nobody_is_killed(whole, tmp_path):
     seen = hang(
         tmp_path / "run", SLOW, "launch.watchdog=true", "launch.stall=1s", "logging.stragglers=1s"
     )
-    assert seen.code == 0 and not seen.run.event("hang") and not seen.run.event("resume"), seen.said
+    assert seen.code == 0, seen.said
+    assert not seen.run.event("hang"), seen.said
+    assert not seen.run.event("resume"), seen.said
     assert {(e["rank"], e["phase"]) for e in seen.run.event("straggler")} == {(1, "forward")}
     assert weights_digest(newest(seen.run)) == weights_digest(newest(whole))

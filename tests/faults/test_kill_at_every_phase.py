@@ -1,4 +1,5 @@
-"""A rank, or all of them, killed hard as a phase begins: the same command goes on, and ends with the weights of an undisturbed run."""
+"""A rank, or all of them, killed hard as a phase begins: the same command goes on, and ends with
+the weights of an undisturbed run."""
 
 import pytest
 
@@ -51,12 +52,12 @@ def test_a_kill_costs_no_bit(bench, inputs, undisturbed, tmp_path, phase, do, mo
         tmp_path / "run", *words, faults=f"rank={rank} phase={phase} step={STEP} do={do}"
     )
     first, *later = run.attempts
-    assert first.codes[rank] == -9 and (do == "kill" or first.codes == [-9, -9]), first
+    assert first.codes[rank] == -9, first
+    assert do == "kill" or first.codes == [-9, -9], first
     assert len(later) == 1, "the first start after the fault goes to the end"
     assert run.digest == undisturbed.digest
-    assert run.column("step") == list(range(1, 11)) and run.column("loss") == undisturbed.column(
-        "loss"
-    )
+    assert run.column("step") == list(range(1, 11))
+    assert run.column("loss") == undisturbed.column("loss")
     assert run.checkpoints == undisturbed.checkpoints == ["step-00000008", "step-00000010"], (
         "nothing half written or half deleted stays"
     )

@@ -1,9 +1,9 @@
-"""Faults put into a real run from outside: the product has no hook for them but the names of its phases.
+"""Faults put into a real run from outside: the product has no hook for them but the names of its
+phases.
 
-FAULTS="rank=1 phase=shards step=4 do=kill; rank=0 phase=data step=9 do=stop" with this folder on PYTHONPATH. FAULTS_FOLDER remembers
-which have happened, with the time: none happens twice, whatever is started again, but step=* at every step. It also has each rank's
-process id.
-"""
+FAULTS="rank=1 phase=shards step=4 do=kill; rank=0 phase=data step=9 do=stop" with this folder on
+PYTHONPATH. FAULTS_FOLDER remembers which have happened, with the time: none happens twice, whatever
+is started again, but step=* at every step. It also has each rank's process id."""
 
 import importlib.abc
 import importlib.util
@@ -20,7 +20,7 @@ _of_thread = threading.local()
 
 
 def when_imported() -> None:
-    """Wrap `phases.enter` as soon as the trainer imports it, in ranks."""
+    """Listen to phases as soon as the trainer imports them, in ranks."""
     if "FAULTS" in os.environ and "RANK" in os.environ:
         sys.meta_path.insert(0, _Finder())
 
@@ -46,27 +46,24 @@ def wrap(phases) -> None:
         for fault in os.environ["FAULTS"].split(";")
         if fault.strip()
     ]
-    folder, rank, enter = Path(os.environ["FAULTS_FOLDER"]), os.environ["RANK"], phases.enter
+    folder, rank = Path(os.environ["FAULTS_FOLDER"]), os.environ["RANK"]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"pid.{rank}").write_text(str(os.getpid()))
 
-    def enter_and_break(phase, step=None):
-        enter(phase, step)
-        if step is not None:
-            _of_thread.step = step
+    def listen(thread, _ended):
         if hasattr(_of_thread, "limits"):
             resource.setrlimit(resource.RLIMIT_FSIZE, _of_thread.__dict__.pop("limits"))
         for number, fault in enumerate(faults):
             always = fault["step"] == "*"
-            now = always or int(fault["step"]) == getattr(_of_thread, "step", 0)
+            now = always or int(fault["step"]) == thread.step
             if (
                 now
-                and (fault["rank"], fault["phase"]) == (rank, phase)
+                and (fault["rank"], fault["phase"]) == (rank, thread.phase)
                 and (always or first(folder, number))
             ):
                 DEEDS[fault["do"]](folder)
 
-    phases.enter = enter_and_break
+    phases.add_listener(listen)
 
 
 def first(folder: Path, number: int) -> bool:
@@ -115,7 +112,8 @@ def terminate(_folder: Path) -> None:
 
 
 def full(_folder: Path) -> None:
-    """No file takes more than 4 KiB until this thread's next phase: the system refuses the write as it does on a full disk."""
+    """No file takes more than 4 KiB until this thread's next phase: the system refuses the write as
+    it does on a full disk."""
     _of_thread.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, _of_thread.limits[1]))
 

@@ -1,8 +1,13 @@
-"""What GPUs are: memory, arithmetic, links. Imports nothing that is heavy, and nothing of ours that does more."""
+"""The table of GPUs: memory, arithmetic, links.
 
+Imports nothing that is heavy, and nothing of ours that does more.
+"""
+
+from glob import glob
 from typing import NamedTuple
 
 from fsdp_trainer.config.names import nearest
+from fsdp_trainer.config.schema import Launch
 from fsdp_trainer.errors import Problem, UserError
 
 
@@ -10,11 +15,12 @@ class Device(NamedTuple):
     """A GPU in the machine it is usually sold in. Rates count one direction."""
 
     name: str
-    """As the driver has it; the first device of the table whose name is part of the driver's counts."""
+    """As the driver has it; the first device of the table whose name is part of the driver's
+    counts."""
     memory_gib: float
     """As torch reports it, which is less than the data sheet's GB."""
     flops: float | None = None
-    """Dense bfloat16 FLOP/s; None: not known, and then no times are told."""
+    """Dense bfloat16 FLOP/s; None: not known, and then no times are given."""
     flops_float32: float = 0.0
     """Of float32 outside of tensor cores (TF32 is off)."""
     memory_rate: float = 0.0
@@ -44,7 +50,8 @@ def _sheet(
     per_node: int = 8,
     **more: float,
 ) -> Device:
-    """From a data sheet. tera: TFLOP/s in bfloat16 and float32; memory, link: GB/s; gbps: Gbit/s of the network, as reference designs have it."""
+    """Return a device from its data sheet. tera: TFLOP/s in bfloat16 and float32; memory, link:
+    GB/s; gbps: Gbit/s of the network, as reference designs have it."""
     host = 64e9 if name.startswith(("H", "GH", "B", "RTX 50", "MI300")) else 32e9  # PCIe 5, PCIe 4
     return Device(
         name,
@@ -60,8 +67,9 @@ def _sheet(
     )
 
 
-# NVIDIA's and AMD's data sheets of each; memory as torch's messages of running out have it. MegaScale reports 55% of the peak on Ampere
-# (arXiv 2402.15627), Megatron-Core 47-48% on Hopper: hence A100's and A800's reach.
+# NVIDIA's and AMD's data sheets of each; memory as torch's out-of-memory messages have it.
+# MegaScale reports 55% of the peak on Ampere (arXiv 2402.15627), Megatron-Core 47-48% on Hopper:
+# hence A100's and A800's reach.
 DEVICES = {
     "h100": _sheet("H100", 79.1, (989, 67), 3350, 450, 400),
     "h100_pcie": _sheet("H100 PCIe", 79.1, (756, 51), 2000, 64, 100),
@@ -82,29 +90,53 @@ DEVICES = {
 
 
 def device(name: str) -> Device:
-    """The device that `plan.gpu` names. Raises UserError with the names there are."""
+    """Return the device that `plan.gpu` names. Raises UserError with the names there are."""
     spelled = name.lower().replace("-", "_").replace(" ", "_")
     if spelled not in DEVICES:
         close = nearest(spelled, DEVICES)
         meant = f" Did you mean  plan.gpu={close} ?" if close else ""
-        why = f"is not in the table.{meant}\nThere are: {' '.join(DEVICES)}\nAny other, as far as it fits:  plan.memory_gib=48"
-        raise UserError("there is no such GPU", [Problem(f"plan.gpu={name}", why)])
+        reason = (
+            f"is not in the table.{meant}\nThere are: {' '.join(DEVICES)}\n"
+            "Any other, as far as it fits:  plan.memory_gib=48"
+        )
+        raise UserError("there is no such GPU", [Problem(f"plan.gpu={name}", reason)])
     return DEVICES[spelled]
 
 
 def nothing_to_plan_for() -> UserError:
-    """No device was named, and there is none here."""
-    why = f"this machine has no GPU: name one. There are: {' '.join(DEVICES)}.\nAny other:  plan.memory_gib=48 ; this machine's memory:  launch.device=cpu"
-    return UserError("there is no device to plan for", [Problem("plan.gpu=null", why)])
+    """Return the error for a plan that names no device, on a machine without one."""
+    reason = (
+        f"this machine has no GPU: name one. There are: {' '.join(DEVICES)}.\n"
+        "Any other:  plan.memory_gib=48 ; this machine's memory:  launch.device=cpu"
+    )
+    return UserError("there is no device to plan for", [Problem("plan.gpu=null", reason)])
 
 
 def named_by_driver(name: str) -> Device | None:
-    """The device that a driver calls `name`, e.g. `NVIDIA H100 80GB HBM3`; None where it is not known. The longest name that fits counts."""
+    """Return the device that a driver calls `name`, such as `NVIDIA H100 80GB HBM3`.
+
+    The longest name that fits counts. None where it is not known.
+    """
     fitting = [device for device in DEVICES.values() if device.name in name]
     return max(fitting, key=lambda device: len(device.name), default=None)
 
 
 def peak_flops(name: str) -> float | None:
-    """Dense bfloat16 FLOP/s of the device that a driver calls `name`; None where it is not known, rather than a guess."""
-    found = named_by_driver(name)
-    return found.flops if found else None
+    """Dense bfloat16 FLOP/s of the device that a driver calls `name`; None where it is not known,
+    rather than a guess."""
+    known = named_by_driver(name)
+    return known.flops if known else None
+
+
+def has_gpus(cfg: Launch) -> bool:
+    """Return whether ranks may compute on GPUs of this node."""
+    return cfg.device != "cpu" and bool(glob("/dev/nvidia[0-9]*") + glob("/dev/kfd"))
+
+
+def gpus(cfg: Launch) -> int:
+    """Return how many GPUs of this node ranks may compute on."""
+    if not has_gpus(cfg):
+        return 0
+    import torch  # only where there may be a GPU to count
+
+    return torch.cuda.device_count()

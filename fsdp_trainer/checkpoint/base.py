@@ -1,0 +1,312 @@
+"""Frozen weights, which checkpoints do not hold: where they are, and whether they have changed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_trainer.checkpoint.huggingface import parameters_on_disk, read_parameters
+from fsdp_trainer.checkpoint.state import WEIGHTS, plain
+from fsdp_trainer.checkpoint.store import load, read_progress
+from fsdp_trainer.checkpoint.stored import StoredTensors
+from fsdp_trainer.checkpoint.stream import (
+    TensorOnDisk,
+    as_tensor,
+    in_threads,
+    piece_bytes,
+    row_ranges,
+)
+from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.distributed import local_part, local_slice, run_on_all_ranks
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.hub import fetch
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.freeze import frozen_parameters
+from fsdp_trainer.models.initialize import VOCABULARY, initialize_part
+
+BITS = {2: torch.int16, 4: torch.int32}
+# odd constants of splitmix64 (Steele et al. 2014), as signed numbers
+GAMMA, MIX_1, MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
+MAX_SHOWN_WEIGHTS = 3
+DIGEST_ROWS_BYTES = 2**24  # of a parameter on a device that are digested at a time
+
+
+@dataclass
+class Base:
+    """The origin of a run's frozen weights: `frozen` in the trainer.json of its checkpoints.
+
+    source: a Hugging Face folder or a checkpoint; "": they are random, from `seed`. hub_id: the
+    name under which that folder was fetched, or "". dtype: the number format in which they are
+    kept in training; digests: of each frozen weight in that format, by name.
+    """
+
+    source: str
+    hub_id: str
+    seed: int
+    dtype: str
+    digests: dict[str, str]
+
+
+@dataclass
+class RandomWeight(TensorOnDisk):
+    """A weight that was drawn and can be drawn again: it is on no disk."""
+
+    config: ModelConfig
+    name: str
+    seed: int
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Draw rows `first` to `last` into `buffer`, uint8; return them."""
+        rows = as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
+        part = (slice(first, last), *(slice(0, size) for size in self.shape[1:]))
+        shape = torch.Size(self.shape)
+        initialize_part(self.config, self.name, rows, part, shape, self.seed)
+        return rows
+
+
+def read_base(checkpoint: Path) -> Base | None:
+    """Return where the weights are that a checkpoint does not hold; None if it holds all."""
+    stored: dict[str, Any] | None = read_progress(checkpoint).get("frozen")
+    return Base(**stored) if stored else None
+
+
+def base_of_new_run(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> Base | None:
+    """Return where the frozen weights, just read or drawn, are from; None: none is. Collective.
+
+    init_from: model.init_from, fetched.
+    """
+    frozen, dtype = list(frozen_parameters(model)), cfg.precision.param_dtype
+    if not frozen:
+        return None
+    source = ""
+    if init_from is not None:
+        source = str((find_checkpoint(init_from) or init_from).resolve())
+    named = cfg.model.init_from or ""
+    hub_id = named if is_hub_id(named) else ""
+    return Base(source, hub_id, cfg.run.seed, dtype, digests(model, frozen, dtype))
+
+
+def base_of_resumed_run(model: Decoder, cfg: TrainConfig, checkpoint: Path) -> Base | None:
+    """Return where the frozen weights, just loaded, are from; None: none is. Collective.
+
+    What was frozen before may be trained now, in a run that allows that change.
+    """
+    base, frozen = read_base(checkpoint), list(frozen_parameters(model))
+    if base is None or not frozen:
+        return None
+    dtype, known = cfg.precision.param_dtype, base.digests
+    if dtype != base.dtype:
+        known = digests(model, frozen, dtype)
+    return replace(base, dtype=dtype, digests={name: known[name] for name in frozen})
+
+
+def names_in_base(model: Decoder, checkpoint: Path, stored: set[str]) -> set[str]:
+    """Return the weights that a checkpoint does not hold because they were frozen.
+
+    stored: those that it holds. Raises UserError if one of them is frozen now.
+    """
+    trained_before = [name for name in frozen_parameters(model) if name in stored]
+    if trained_before:
+        text = (
+            f"freezes what this run has trained before, such as {trained_before[0]}."
+            f"\nA new run can do that:  run.name=NEW model.init_from={checkpoint}"
+        )
+        raise UserError("a run cannot freeze what it has trained", [Problem("train.freeze", text)])
+    base = read_base(checkpoint)
+    return set(base.digests) if base else set()
+
+
+def require_trained_rows(model: Decoder, known: int) -> None:
+    """Raise UserError if embedding or head is frozen and has rows for new tokens.
+
+    known: rows that the weights of the start have.
+    """
+    frozen = [name for name in VOCABULARY if name in frozen_parameters(model)]
+    count = model.config.vocab_size - known
+    if frozen and count > 0:
+        text = (
+            f"freezes {frozen[0]}, which has rows for {count:,} new tokens (tokenizer.add_tokens):"
+            "\nthey would never be learnt. Train it, or add no tokens"
+        )
+        raise UserError("new tokens would not be learnt", [Problem("train.freeze", text)])
+
+
+def load_weights(
+    model: Decoder, checkpoint: Path, optimizer: Mapping[str, Tensor], alone: bool = False
+) -> None:
+    """Fill every weight of a model, and the given optimizer state, from a verified checkpoint.
+
+    Weights that it does not hold come from its base. Collective, unless this process is `alone` in
+    it. Raises UserError if the base is gone or has changed, and RunFailed.
+    """
+    base = read_base(checkpoint)
+    state = {
+        WEIGHTS + name: plain(p.detach())
+        for name, p in model.named_parameters()
+        if base is None or name not in base.digests
+    }
+    load(checkpoint, state | dict(optimizer), alone)
+    if base is None:
+        return
+    sources = base_weights(model, base)
+    if alone:
+        read_parameters(model, sources)
+    else:
+        run_on_all_ranks("read the frozen weights", lambda: read_parameters(model, sources))
+    _clear_padding(model, base)
+    exact = (getattr(torch, base.dtype), torch.float32)  # other formats have lost digits
+    names = [name for name in base.digests if model.get_parameter(name).dtype in exact]
+    _require_same(base, digests(model, names, base.dtype, alone))
+
+
+def weights_on_disk(model: Decoder, source: Path) -> dict[str, TensorOnDisk]:
+    """Return every weight of a Hugging Face folder, or of a checkpoint and its base, by name.
+
+    Raises UserError if a base is gone, and RunFailed for a checkpoint that lacks rows.
+    """
+    checkpoint = find_checkpoint(source)
+    if checkpoint is None:
+        return parameters_on_disk(model, source)
+    stored, base = StoredTensors(checkpoint), read_base(checkpoint)
+    from_base = base_weights(model, base) if base else {}
+    return from_base | {
+        name: stored.tensor(WEIGHTS + name, _known_rows(model, name))
+        for name, _ in model.named_parameters()
+        if name not in from_base
+    }
+
+
+def base_weights(model: Decoder, base: Base) -> dict[str, TensorOnDisk]:
+    """Return the frozen weights, by name. Raises UserError if their folder is gone."""
+    if base.source:
+        everything = weights_on_disk(model, _locate(base))
+        return {name: everything[name] for name in base.digests}
+    dtype = getattr(torch, base.dtype)
+    return {
+        name: RandomWeight(
+            dtype, model.get_parameter(name).shape, [], model.config, name, base.seed
+        )
+        for name in base.digests
+    }
+
+
+def require_unchanged(model: Decoder, checkpoint: Path) -> None:
+    """Read a checkpoint's frozen weights. Raises UserError if they are gone or have changed."""
+    base = read_base(checkpoint)
+    if base is None:
+        return
+    dtype = getattr(torch, base.dtype)
+    actual = {}
+    for name, tensor in base_weights(model, base).items():
+        rows = list(row_ranges(0, _known_rows(model, name), tensor.row_bytes))
+        parts: list[Tensor] = []
+
+        def add(piece: tuple[int, int], buffer: Tensor, tensor=tensor, parts=parts) -> None:
+            whole = tuple(slice(0, size) for size in tensor.shape[1:])
+            numbers = tensor.read_rows(*piece, buffer)
+            parts.append(_digest(numbers, (slice(*piece), *whole), tensor.shape, dtype))
+
+        in_threads(add, rows, piece_bytes([tensor.row_bytes]))
+        actual[name] = _hex(torch.stack(parts).sum())
+    _require_same(base, actual)
+
+
+def _locate(base: Base) -> Path:
+    path = Path(base.source)
+    if path.is_dir():
+        return path
+    if base.hub_id:
+        return fetch(base.hub_id)
+    text = (
+        "is not there, and the checkpoint does not hold the frozen weights (train.freeze) that are"
+        "\nin it. Put it back, or a symbolic link to where it is now"
+    )
+    raise UserError("the frozen weights are not there", [Problem(base.source, text)])
+
+
+def _require_same(base: Base, actual: dict[str, str]) -> None:
+    changed = [name for name, digest in actual.items() if digest != base.digests[name]]
+    if not changed:
+        return
+    more = len(changed) - MAX_SHOWN_WEIGHTS
+    names = ", ".join(changed[:MAX_SHOWN_WEIGHTS]) + (f" and {more:,} more" if more > 0 else "")
+    text = (
+        f"holds other numbers than when the run began, in {names}. The checkpoint does not hold"
+        "\nthe frozen weights (train.freeze) and was trained with those. Put the folder back as it"
+        "\nwas, or begin a new run:  run.name=NEW"
+    )
+    what = base.source or f"random weights of run.seed={base.seed}"
+    raise UserError("the frozen weights have changed", [Problem(what, text)])
+
+
+def _known_rows(model: Decoder, name: str) -> int:
+    """Return the rows of a parameter that mean something: a vocabulary may be padded."""
+    return model.config.vocab_size if name in VOCABULARY else len(model.get_parameter(name))
+
+
+@torch.no_grad()
+def _clear_padding(model: Decoder, base: Base) -> None:
+    for name in set(VOCABULARY) & base.digests.keys():
+        parameter = model.get_parameter(name)
+        first = local_slice(parameter)[0].start
+        local_part(parameter)[max(0, model.config.vocab_size - first) :] = 0
+
+
+@torch.no_grad()
+def digests(model: Decoder, names: list[str], dtype: str, alone: bool = False) -> dict[str, str]:
+    """Return a digest of each parameter, rounded to `dtype`: the same for every sharding.
+
+    Collective, unless this process is `alone` in it. A sum, modulo 2^64, over all numbers of a
+    hash of their bits and their place.
+    """
+    sums = [_parameter_digest(model, name, getattr(torch, dtype)) for name in names]
+    totals = torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
+    if sums and not alone and dist.get_world_size() > 1:
+        dist.all_reduce(totals)
+    return {name: _hex(total) for name, total in zip(names, totals, strict=True)}
+
+
+def _parameter_digest(model: Decoder, name: str, dtype: torch.dtype) -> Tensor:
+    """Return this rank's part of the sum; of several replicas the first one counts."""
+    parameter = plain(model.get_parameter(name).detach())
+    local, part = local_part(parameter), local_slice(parameter)
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    if isinstance(parameter, DTensor):
+        coordinates = parameter.device_mesh.get_coordinate()
+        assert coordinates is not None
+        replicas = zip(coordinates, parameter.placements, strict=True)
+        if any(i and placement.is_replicate() for i, placement in replicas):
+            return total
+    rows = max(0, min(part[0].stop, _known_rows(model, name)) - part[0].start)
+    at_once = max(1, DIGEST_ROWS_BYTES // max(1, local[:1].nbytes))
+    for first in range(0, rows, at_once):
+        last = min(first + at_once, rows)
+        piece = (slice(part[0].start + first, part[0].start + last), *part[1:])
+        total += _digest(local[first:last], piece, parameter.shape, dtype)
+    return total
+
+
+def _digest(
+    numbers: Tensor, part: tuple[slice, ...], shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Return the sum of hashes of `numbers`, which are the part `part` of a tensor of `shape`."""
+    places = torch.zeros((), dtype=torch.int64, device=numbers.device)
+    for size, span in zip(shape, part, strict=True):
+        within = torch.arange(span.start, span.stop, device=numbers.device)
+        places = places.unsqueeze(-1) * size + within
+    numbers = numbers.to(dtype).contiguous()
+    hashes = numbers.view(BITS[dtype.itemsize]).long() + places * GAMMA
+    hashes = (hashes ^ (hashes >> 30)) * MIX_1
+    hashes = (hashes ^ (hashes >> 27)) * MIX_2
+    return (hashes ^ (hashes >> 31)).sum()
+
+
+def _hex(total: Tensor) -> str:
+    return f"{int(total) % 2**64:016x}"

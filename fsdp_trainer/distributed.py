@@ -1,0 +1,81 @@
+"""Small collectives between hosts, and tensors between devices: helpers that any room may use."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_trainer.errors import RunFailed
+from fsdp_trainer.torch_private import local_shape_and_offset
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return every rank's value, on every rank. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group)
+    return values
+
+
+def run_on_all_ranks(
+    what: str, work: Callable[[], Any], group: dist.ProcessGroup | None = None
+) -> list[Any]:
+    """Run `work` on every rank and return every rank's result. Collective.
+
+    what: completes "cannot …" in the message. Raises RunFailed on all ranks if one raises OSError.
+    """
+    result, failure = None, None
+    try:
+        result = work()
+    except OSError as error:
+        failure = f"cannot {what}: {error}"
+    outcomes = gather((result, failure), group)
+    failures = [f"rank {rank} {text}" for rank, (_, text) in enumerate(outcomes) if text]
+    if failures:
+        raise RunFailed("\n".join(failures))
+    return [value for value, _ in outcomes]
+
+
+def run_on_rank_0(
+    what: str, work: Callable[[], Any], group: dist.ProcessGroup | None = None
+) -> Any:
+    """Run `work` on rank 0 and return its result on every rank. Collective.
+
+    what: as for run_on_all_ranks. Raises RunFailed on all ranks if rank 0 raises OSError.
+    """
+    alone = work if dist.get_rank() == 0 else lambda: None
+    return run_on_all_ranks(what, alone, group)[0]
+
+
+def to_device_of(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return `tensor` on the device of `other`, copied through pinned memory.
+
+    Only a copy to the host makes the host wait, and only for this tensor.
+    """
+    if tensor.device == other.device:
+        return tensor
+    if other.device.type == "cuda":
+        return tensor.pin_memory().to(other.device, non_blocking=True)
+    on_host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    on_host.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).record_event().synchronize()
+    return on_host
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, or a plain tensor without its graph."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def local_slice(tensor: Tensor) -> tuple[slice, ...]:
+    """Return what part of the whole tensor this rank holds: one slice for each dimension.
+
+    Every placement gives a rank one contiguous range of each dimension, uneven ones and those of
+    two mesh dimensions over one of the tensor included. A plain tensor is whole.
+    """
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    sizes, starts = local_shape_and_offset(tensor)
+    return tuple(slice(start, start + n) for start, n in zip(starts, sizes, strict=True))

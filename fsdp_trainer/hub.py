@@ -1,0 +1,40 @@
+"""Models by their name on the hub."""
+
+from pathlib import Path
+
+from fsdp_trainer.config.paths import is_hub_id
+from fsdp_trainer.errors import Problem, UserError
+
+TEXTS = ["*.json", "*.jinja", "tokenizer.model"]
+WEIGHTS = ["*.safetensors"]
+
+
+def fetch(name: str, weights: bool = True) -> Path:
+    """Return the local folder of a model; a hub id is downloaded into the hub's own cache.
+
+    weights=False: configuration and tokenizer only. Raises UserError.
+    """
+    if not is_hub_id(name):
+        return Path(name).expanduser()
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        reason = (
+            "looks like a hub id; to fetch it:  pip install 'fsdp_trainer[hub]'.  "
+            "Or give a folder that exists"
+        )
+        raise UserError(
+            "cannot fetch the model", [Problem(f"model.init_from={name}", reason)]
+        ) from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=TEXTS + (WEIGHTS if weights else [])))
+    except Exception as error:  # network, rights, a name that does not exist
+        reason = (
+            f"{type(error).__name__}: {str(error).splitlines()[0]}\n"
+            "Is the name right, and has this machine a network?\n"
+            f"Where there is one:  hf download {name} --local-dir DIR  , "
+            "then here  model.init_from=DIR"
+        )
+        raise UserError(
+            "cannot fetch the model", [Problem(f"model.init_from={name}", reason)]
+        ) from None

@@ -1,0 +1,126 @@
+"""Figures of steps, kept on the device until a logging step reads them all at once."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_trainer import phases
+
+
+@dataclass
+class StepReport:
+    """One step as the host knows it.
+
+    plan: the step's StepPlan; sums: of the step's metrics.
+    loss_score, grad_norm_score: robust standard deviations above the median of recent steps.
+    worst_losses, worst_micro_batches: of each rank its highest mean loss of a micro-batch (inf: not
+    finite), and which micro-batch that was.
+    extra: what else the step's line has, such as its validation loss.
+    """
+
+    plan: Any
+    lr: float
+    tokens: int
+    supervised_tokens: int
+    time: float
+    extra: dict[str, Any] = field(default_factory=dict)
+    sums: list[float] = field(default_factory=list)
+    grad_norm: float = 0.0
+    not_finite: bool = False
+    spike: bool = False
+    loss_score: float = 0.0
+    grad_norm_score: float = 0.0
+    worst_losses: list[float] = field(default_factory=list)
+    worst_micro_batches: list[float] = field(default_factory=list)
+
+
+class StepClock:
+    """Wall-clock seconds of training steps; what is excluded does not count."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    @contextmanager
+    def excluded(self) -> Iterator[Callable[[], float]]:
+        """Exclude the block's time.
+
+        Gives a function that returns the seconds since the block began.
+        """
+        began = time.perf_counter()
+        try:
+            yield lambda: time.perf_counter() - began
+        finally:
+            self._since += time.perf_counter() - began
+
+    def restart(self) -> float:
+        """Return the seconds since the last restart, and begin again."""
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        return seconds
+
+
+class StepLog:
+    """Collects steps without a wait for the device. Only `read` waits."""
+
+    def __init__(self, every: int, metrics_size: int, clock: StepClock):
+        """every: steps between two reads; metrics_size: numbers of a step's metrics."""
+        self.every, self.metrics_size, self.clock = every, metrics_size, clock
+        self.longest_interval = 0.0
+        """Seconds of training between two reads; the first, in which things are compiled, is left
+        out."""
+        self._reads = 0
+        self._pending: list[tuple[StepReport, Tensor]] = []
+
+    def add(self, report: StepReport, sums: Tensor, judged: Tensor, worst: Tensor) -> None:
+        """Take note of a step.
+
+        sums: float64 [metrics_size]; judged: float64 [5], gradient norm, not finite, spike and two
+        scores; worst: [2 × ranks].
+        """
+        self._pending.append((report, torch.cat([sums, judged, worst.flatten()])))
+
+    def annotate(self, extra: dict[str, Any]) -> bool:
+        """Add to the line of the last step; False where it has been read already."""
+        if not self._pending:
+            return False
+        self._pending[-1][0].extra.update(extra)
+        return True
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a read is due after this step."""
+        return step % self.every == 0
+
+    def read(self) -> tuple[list[StepReport], float]:
+        """Return the reports of all steps since the last read, and the mean seconds of one."""
+        if not self._pending:
+            return [], 0.0
+        phases.enter("read")
+        values = torch.stack([numbers for _, numbers in self._pending]).cpu().tolist()
+        reports = [report for report, _ in self._pending]
+        for report, numbers in zip(reports, values, strict=True):
+            self._fill(report, numbers)
+        self._pending = []
+        seconds = self.clock.restart()
+        if self._reads:
+            self.longest_interval = max(self.longest_interval, seconds)
+        self._reads += 1
+        return reports, seconds / len(reports)
+
+    def _fill(self, report: StepReport, numbers: list[float]) -> None:
+        report.sums, rest = numbers[: self.metrics_size], numbers[self.metrics_size :]
+        report.grad_norm, not_finite, spike, report.loss_score, report.grad_norm_score = rest[:5]
+        report.not_finite, report.spike = bool(not_finite), bool(spike)
+        ranks = (len(rest) - 5) // 2
+        report.worst_losses = rest[5 : 5 + ranks]
+        report.worst_micro_batches = rest[5 + ranks :]
+
+
+def finite_or_none(value: float) -> float | None:
+    """Return the value, or None for what JSON cannot hold: NaN and infinity."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,69 @@
+"""Activation checkpointing (Chen et al. 2016): which results backward computes again."""
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from fsdp_trainer.config.schema import ActivationCheckpoint
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.torch_private import set_activation_memory_budget
+
+ATTENTION = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "torch_attn::_varlen_attn",
+)
+MATMUL = ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::_scaled_mm")
+
+
+def checkpoint_activations(model: Decoder, cfg: ActivationCheckpoint) -> None:
+    """Wrap the forward of every n-th block, not the block: names stay as they are."""
+    # always set, so that no earlier model's budget remains
+    set_activation_memory_budget(cfg.budget if cfg.mode == "budget" else 1.0)
+    if cfg.mode not in ("full", "selective"):
+        return
+    # a block has no randomness, so there is no random state to preserve
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if cfg.mode == "selective":
+        options["context_fn"] = partial(selective_contexts, frozenset(cfg.save))
+
+    def forward(block: nn.Module, *args: Any) -> Any:
+        return checkpoint(type(block).forward, block, *args, **options)
+
+    for block in list(model.model.layers.values())[:: cfg.every]:
+        # a method, which the compiler reads like any other; it would pass over a partial
+        block.forward = MethodType(forward, block)
+
+
+def selective_contexts(save: frozenset[str]) -> Any:
+    """Return the contexts of one block's forward and of its recomputation, for one micro-batch."""
+    return create_selective_checkpoint_contexts(save_policy(save))
+
+
+def save_policy(save: frozenset[str]) -> Callable[..., CheckpointPolicy]:
+    """Return what decides for each operator: results in `save` are kept, the others computed again.
+
+    Matrix products are counted, in forward and in recomputation alike.
+    """
+    count = {False: 0, True: 0}
+
+    def decide(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = operator.name().split(".")[0]
+        kinds = {"attention"} if name in ATTENTION else set()
+        if name in MATMUL:
+            count[ctx.is_recompute] += 1
+            kinds = {"matmul", "second_matmul"} if count[ctx.is_recompute] % 2 else {"matmul"}
+        return CheckpointPolicy.MUST_SAVE if kinds & save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return decide

@@ -1,0 +1,89 @@
+"""The dimensions in which the ranks of a run are arranged, and over which ranks each sum runs."""
+
+import math
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_trainer.config.dimensions import dimension_sizes
+from fsdp_trainer.config.schema import Sharding
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.torch_private import sequence_number, set_timeout
+
+BATCH = ("replicate", "shard")  # ranks that differ in one of these read different rows
+
+
+class Dims:
+    """This rank's place among all ranks. Whatever depends on the number of ranks asks here.
+
+    sizes: of each dimension by name, outermost first; coordinates: this rank's place in each. mesh:
+    what fully_shard gets: [shard], or [replicate, shard]. A replicate dimension of size 1 is left
+    out, because fully_shard would all-reduce over it; a shard dimension of size 1 turns it into
+    plain replication (ddp). batch_rank, batch_ranks: which part of each step's rows this rank
+    reads, of how many parts.
+    """
+
+    def __init__(self, sharding: Sharding, device_type: str, timeout: float):
+        """timeout: of collectives, in seconds. Collective. Raises UserError for wrong sizes."""
+        self.ranks, self.timeout = dist.get_world_size(), timedelta(seconds=timeout)
+        self.sizes = dimension_sizes(sharding, self.ranks)
+        if math.prod(self.sizes.values()) != self.ranks:
+            rule = f"must divide the number of ranks, which is {self.ranks}"
+            problem = Problem(f"sharding.replicas={sharding.replicas}", rule)
+            raise UserError("the mesh does not divide", [problem])
+        remainder, self.coordinates = dist.get_rank(), dict[str, int]()
+        for name, size in reversed(self.sizes.items()):
+            remainder, self.coordinates[name] = divmod(remainder, size)
+        self.batch_rank, self.batch_ranks = 0, 1
+        for name in BATCH:
+            self.batch_rank = self.batch_rank * self.sizes[name] + self.coordinates[name]
+            self.batch_ranks *= self.sizes[name]
+        names = tuple(name for name, size in self.sizes.items() if name == "shard" or size > 1)
+        shape = tuple(self.sizes[name] for name in names)
+        self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+        for group in self.mesh.get_all_groups():
+            set_timeout(group, self.timeout)
+
+    def sum_over_batch(self, tensor: Tensor) -> None:
+        """Sum in place over the ranks that read different rows: losses, counts. Collective.
+
+        These are all ranks: no dimension yet has ranks that read the same rows.
+        """
+        self.sum_over_all(tensor)
+
+    def sum_over_all(self, tensor: Tensor) -> None:
+        """Sum in place over all ranks. Collective."""
+        if self.ranks > 1:
+            dist.all_reduce(tensor)
+
+    def replication_factor(self, parameter: Tensor) -> int:
+        """Return how many ranks hold each number of a parameter: sums over all count it so."""
+        if not isinstance(parameter, DTensor):
+            return self.ranks
+        sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+        return self.ranks // math.prod(size for size, place in sizes if not place.is_replicate())
+
+    def groups_along(self, name: str) -> list[list[int]]:
+        """Return groups of ranks, each of which differ in dimension `name` alone."""
+        ranks = torch.arange(self.ranks).view(*self.sizes.values())
+        axis = list(self.sizes).index(name)
+        return ranks.movedim(axis, -1).reshape(-1, self.sizes[name]).tolist()
+
+    def collective_counter(self) -> Callable[[], int]:
+        """Return a function that counts the collectives this rank has begun, in less than 1 µs.
+
+        Ranks whose counts differ are in different collectives.
+        """
+        groups = {
+            group.group_name: group
+            for group in (dist.group.WORLD, *self.mesh.get_all_groups())
+            if group
+        }
+        kinds = {"cpu", self.mesh.device_type}
+        counts = [sequence_number(group, kind) for group in groups.values() for kind in kinds]
+        return lambda: sum(count() for count in counts)

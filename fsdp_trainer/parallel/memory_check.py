@@ -1,0 +1,189 @@
+"""A lower bound of what a rank holds of a model's states, checked before any is allocated."""
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fsdp_trainer.config.dimensions import dimension_sizes
+from fsdp_trainer.config.schema import Optim, Precision, Sharding
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.optim.footprint import state_bytes
+
+CGROUP = Path("/sys/fs/cgroup")
+MAX_DOUBLINGS = 20  # of the ranks, while looking for how many would do
+
+
+class Setup(NamedTuple):
+    """Everything that the size of a rank's states depends on, besides the model."""
+
+    sharding: Sharding
+    precision: Precision
+    optim: Optim
+    ranks: int
+
+
+class MemoryItem(NamedTuple):
+    """Bytes that a rank holds, and how they are reckoned. offloads: with sharding.cpu_offload."""
+
+    name: str
+    size: float
+    formula: str
+    offloads: bool = True
+
+
+def least_memory(model: Decoder, setup: Setup) -> list[MemoryItem]:
+    """Return what a rank holds at one moment, at least, without activations and temporaries."""
+    sharding, precision, optim, ranks = setup
+    shards = dimension_sizes(sharding, ranks)["shard"]
+    stored = getattr(torch, precision.master_dtype).itemsize
+    computed = getattr(torch, precision.param_dtype).itemsize
+    count = count_numbers([model])
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+    def sharded(name: str, numbers: int, size: float) -> MemoryItem:
+        among = f"÷ {shards} ranks" if shards > 1 else "on every rank"
+        formula = f"{numbers / 1e9:.3g} G × {size:.3g} B {among}"
+        return MemoryItem(name, numbers * size / shards, formula)
+
+    def gathered(numbers: int, which: str) -> MemoryItem:
+        formula = f"{numbers / 1e9:.3g} G × {computed} B, {which}"
+        return MemoryItem("gathered", numbers * computed, formula, offloads=False)
+
+    states = [
+        sharded("weights", trained, stored),
+        sharded("frozen", count - trained, computed),
+        sharded("moments", trained, state_bytes(optim, precision.master_dtype)),
+    ]
+    states = [state for state in states if state.size]  # in most runs nothing is frozen
+    gradients = sharded("gradients", trained, stored)
+    if shards == 1 and stored == computed:
+        return [*states, gradients]  # nothing need be gathered
+    blocks, size = list(model.model.layers.values()), sharding.blocks_per_unit
+    units = [count_numbers(blocks[i : i + size]) for i in range(0, len(blocks), size)]
+    in_backward = [gradients, gathered(max(units), "the largest unit of blocks")]
+    after_forward = [gathered(count, "all units after forward")]  # there are no gradients yet
+    if keeps_gathered(sharding) and total(after_forward) > total(in_backward):
+        return [*states, *after_forward]
+    return [*states, *in_backward]
+
+
+def count_numbers(modules: Iterable[nn.Module]) -> int:
+    """Return how many numbers the parameters of modules have."""
+    return sum(p.numel() for module in modules for p in module.parameters())
+
+
+def total(items: list[MemoryItem]) -> float:
+    """Return the bytes of all items together."""
+    return sum(item.size for item in items)
+
+
+def checkpoint_bytes(parameters: int, precision: Precision, optim: Optim) -> float:
+    """Return the size of a checkpoint: weights and optimizer states. Its other files are small."""
+    stored = getattr(torch, precision.master_dtype).itemsize
+    return parameters * (stored + state_bytes(optim, precision.master_dtype))
+
+
+def keeps_gathered(sharding: Sharding) -> bool:
+    """Return whether units stay gathered from forward to backward."""
+    if sharding.reshard_after_forward == "auto":
+        return sharding.strategy == "ddp"
+    return not sharding.reshard_after_forward
+
+
+def check_memory(model: Decoder, setup: Setup, device: torch.device) -> None:
+    """Raise UserError with the arithmetic if a rank's states cannot fit.
+
+    The weights may be on the meta device.
+    """
+    memory, host, cuda = device_bytes(device), host_bytes(os.environ), device.type == "cuda"
+
+    def fits(setup: Setup) -> bool:
+        items = least_memory(model, setup)
+        moved = setup.sharding.cpu_offload and cuda
+        offloaded = total([item for item in items if item.offloads and moved])
+        return offloaded <= host and total(items) - offloaded <= memory
+
+    if fits(setup):
+        return
+    items = least_memory(model, setup)
+    available = f"{gib(memory)} {'on the GPU' if cuda else 'for each rank on this machine'}"
+    if setup.sharding.cpu_offload and cuda:
+        available += f" and {gib(host)} of the host's"
+    lines = [
+        "each rank holds at least",
+        *(f"{item.name:12}{gib(item.size):>12}   {item.formula}" for item in items),
+        f"{'in all':12}{gib(total(items)):>12}   of {available}",
+    ]
+    overrides = suggestions(fits, setup, cuda)
+    lines.append(f"Use  {'  or  '.join(overrides)}" if overrides else "Use a smaller model")
+    problem = Problem(f"{setup.ranks} × {device.type}", "\n".join(lines))
+    raise UserError("the model's states cannot fit", [problem])
+
+
+def suggestions(fits: Callable[[Setup], bool], setup: Setup, cuda: bool) -> list[str]:
+    """Return what to type instead, as far as it would fit."""
+    sharding, precision, optim, ranks = setup
+    shards = replace(sharding, strategy="fsdp", replicas=1)
+    sharded = setup._replace(sharding=shards)
+    bfloat16 = replace(precision, param_dtype="bfloat16", master_dtype="bfloat16")
+    others = {
+        "sharding=fsdp": sharded,
+        "precision=pure_bf16": setup._replace(precision=bfloat16),
+        "optim=adamw_8bit": setup._replace(optim=replace(optim, state_dtype="8bit")),
+    }
+    if cuda:
+        offloaded = replace(shards, cpu_offload=True)
+        others["sharding.cpu_offload=true"] = setup._replace(sharding=offloaded)
+    overrides = [override for override, other in others.items() if fits(other)]
+    for doubled in (ranks * 2**i for i in range(1, MAX_DOUBLINGS)):
+        if fits(sharded._replace(ranks=doubled)):
+            halved = range(doubled // 2, doubled + 1)
+            fewest = next(n for n in halved if fits(sharded._replace(ranks=n)))
+            also = "" if sharding.strategy == "fsdp" else " and sharding=fsdp"
+            return [*overrides, f"{fewest} ranks with as much memory each{also}"]
+    return overrides
+
+
+def device_bytes(device: torch.device) -> float:
+    """Return the memory of this rank where it computes: a whole GPU, or its share of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return host_bytes(os.environ)
+
+
+def host_bytes(
+    env: Mapping[str, str], meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP
+) -> float:
+    """Return the available host memory for each rank of this node; infinite where nobody says.
+
+    A control group may leave less of it than the machine has.
+    """
+    try:
+        available = first_number(r"MemAvailable:\s+(\d+) kB", meminfo, math.inf) * 1024
+        if (cgroup / "memory.max").is_file():
+            limit = first_number(r"(\d+)", cgroup / "memory.max", math.inf)  # or `max`
+            if limit < math.inf:
+                limit -= first_number(r"^anon (\d+)$", cgroup / "memory.stat", 0)
+            available = min(available, limit)
+    except OSError:
+        return math.inf
+    return available / int(env.get("LOCAL_WORLD_SIZE", 1))
+
+
+def first_number(pattern: str, file: Path, default: float) -> float:
+    """Return the number that `pattern` captures in a file. Raises OSError."""
+    match = re.search(pattern, file.read_text(), re.MULTILINE)
+    return float(match[1]) if match else default
+
+
+def gib(size: float) -> str:
+    """Return bytes as people write them: in GiB, or in MiB below a quarter of one."""
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**28 else f"{size / 2**20:,.1f} MiB"

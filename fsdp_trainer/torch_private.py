@@ -1,0 +1,212 @@
+"""Every use of a private part of torch: where to look when a new torch breaks something.
+
+Each entry says why no public name does it. Read against torch 2.11 and 2.13, which differ where it
+is said. A heavy import stays inside its function.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+# DTensors
+
+
+def local_shape_and_offset(parameter: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of this rank's part and its first index in each dimension of the whole.
+
+    torch has no public way to ask where a shard lies. Strided and uneven shards are right too.
+    """
+    return compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+
+
+def dtensor_like(other: DTensor, local: Tensor, shape: torch.Size) -> DTensor:
+    """Return `local` as this rank's part of a tensor of `shape`, placed as `other` is.
+
+    DTensor.from_local would move what sharding.cpu_offload keeps on the host to the mesh's device.
+    """
+    whole = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    spec = DTensorSpec(other.device_mesh, other.placements, whole)
+    return DTensor(local, spec, requires_grad=False)
+
+
+# Process groups
+
+
+def sequence_number(group: dist.ProcessGroup, device_type: str) -> Callable[[], int]:
+    """Return a function that counts the collectives begun on a group's backend, in less than 1 µs.
+
+    Public ways to ask (the flight recorder) exist for NCCL alone and cost a dump.
+    """
+    backend: Any = group._get_backend(torch.device(device_type))
+    return backend._get_sequence_number_for_group
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Set how long collectives of a group may take.
+
+    init_device_mesh has no argument for it: its groups get torch's default.
+    """
+    _set_pg_timeout(timeout, group)
+
+
+# Checkpoints
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """Return what `.metadata` of a distributed checkpoint says of where a tensor lies.
+
+    DCP's reader looks for this class, which has no public name.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
+
+
+def numbers_offset(path: Path, info: Any) -> int:
+    """Return the byte of a file with which the numbers of a tensor begin. Raises OSError.
+
+    info: what `storage_info` returns. torch.load reads whole tensors only, from whole files.
+    """
+    from torch.distributed.checkpoint import FileSystemReader
+
+    with path.open("rb") as file:
+        archive: Any = torch._C.PyTorchFileReader(FileSystemReader("")._slice_file(file, info))
+        return info.offset + archive.get_record_offset("data/0")
+
+
+# FSDP2
+
+
+def fsdp_tensors(module: Any) -> dict[str, list[Tensor | None]]:
+    """Return what fully_shard holds for a module, by what it is for.
+
+    FSDP2 has no public way to its gathered parameters and its buffers. Before torch 2.13 a module
+    has one group in place of a list, and some of the buffers are elsewhere and missing here.
+    """
+    held: dict[str, list[Tensor | None]] = {
+        "parameters": [], "gradients": [], "gathered": [], "communication": []
+    }  # fmt: skip
+    for group in _fsdp_groups(module):
+        for parameter in group.fsdp_params:
+            held["parameters"].append(parameter._sharded_param_data)
+            held["gradients"].append(parameter.sharded_param.grad)
+            # there is no unsharded parameter before the first gather
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            held["gathered"] += [
+                *parameter.all_gather_outputs,
+                parameter.unsharded_accumulated_grad,
+                getattr(unsharded, "grad", None),
+            ]
+        previous = getattr(group.comm_ctx, "all_gather_state", None)
+        for result in (group._all_gather_result, getattr(previous, "all_gather_result", None)):
+            held["communication"].append(getattr(result, "all_gather_output", None))
+        for reduction in getattr(group.comm_ctx, "reduce_scatter_states", []):
+            held["communication"].append(getattr(reduction, "reduce_scatter_input", None))
+    return held
+
+
+def reduce_scatter_groups(module: Any) -> list[dist.ProcessGroup]:
+    """Return the process groups that set_separate_reduce_scatter_group has made for a module.
+
+    FSDP2 makes them with torch's default timeout and has no public way to them. torch 2.13.
+    """
+    return [group.mesh_info.reduce_scatter_process_group for group in _fsdp_groups(module)]
+
+
+def _fsdp_groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return [group for group in state._fsdp_param_groups if group]
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
+# The compiler
+
+
+def set_activation_memory_budget(budget: float) -> None:
+    """Set which share of activations compiled blocks keep for backward; 1: the compiler's choice.
+
+    It is read when a block is compiled. torch documents this setting under its private name.
+    """
+    from torch._functorch import config
+
+    config.activation_memory_budget = budget
+
+
+def missing_compiler(device_type: str) -> str | None:
+    """Return what torch.compile needs for `device_type` and this machine lacks, or None.
+
+    torch.compile itself says so only when it first compiles, in the middle of a step.
+    """
+    return _missing_for_triton() if device_type == "cuda" else _missing_for_cpp()
+
+
+def _missing_for_triton() -> str | None:
+    from torch.utils._triton import has_triton
+
+    if not has_triton():
+        return "no Triton that knows its GPU"
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # as Triton looks for it
+    if any(map(shutil.which, names)):
+        return None
+    return f"no C compiler ({' or '.join(names)}), which Triton needs"
+
+
+def _missing_for_cpp() -> str | None:
+    from torch._inductor import config
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, OSError):
+        return f"no C++ compiler ({config.cpp.cxx[-1]}; the environment's CXX names another)"
+    return None
+
+
+def count_compiled_graphs() -> tuple[int, int]:
+    """Return how many graphs this process has compiled, and how many of them the cache had.
+
+    torch has these counts for its logs alone.
+    """
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"], counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def on_compilation(begins: Callable[[Any], None], ends: Callable[[Any], None]) -> None:
+    """Call `begins` and `ends` around each compilation from now on, registered once.
+
+    torch has no public hook.
+    """
+    from torch._dynamo.callback import callback_handler
+
+    if begins not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(begins)
+        callback_handler.register_end_callback(ends)
+
+
+def is_compiler_error(error: BaseException) -> bool:
+    """Return whether the compiler raised it: its exceptions share no public base class."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+
+
+def graph_is_kept() -> bool:
+    """Return, in a backward, whether its graph is kept for another one (retain_graph).
+
+    autograd tells it only to its own code; torch >= 2.11 has it.
+    """
+    return torch._C._autograd._get_current_graph_task_keep_graph()

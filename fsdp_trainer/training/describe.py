@@ -1,0 +1,93 @@
+"""The lines above the progress line: what is about to happen."""
+
+import math
+from pathlib import Path
+
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.data.build import renumbered
+from fsdp_trainer.launch.world import World
+from fsdp_trainer.models.attention_choice import AttentionChoice
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.freeze import trained_parameters
+from fsdp_trainer.observe.console import short
+from fsdp_trainer.optim.schedules import peak_learning_rate
+from fsdp_trainer.parallel.convert import float8_layers
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.training.data_source import DataSource
+from fsdp_trainer.training.inputs import RunInputs
+from fsdp_trainer.training.progress import Progress
+
+
+def describe(
+    cfg: TrainConfig,
+    model: Decoder,
+    data: DataSource,
+    progress: Progress,
+    inputs: RunInputs,
+    world: World,
+    dims: Dims,
+    attention: AttentionChoice,
+    run: Path,
+) -> list[str]:
+    """Return a line or more on the run, model, world, data, attention, head, step and length."""
+    config = model.config
+    origin = cfg.model.init_from or "random weights"
+    renumbered_tokens = renumbered(cfg, inputs.tokenizer, inputs.init_from)
+    tokens = cfg.batch.micro_rows * cfg.batch.seq_len
+    at_once = model.lm_head.rows_at_once(tokens, world.device.type)
+    epochs = data.epochs(progress)
+    trained = trained_parameters(config, cfg.train.freeze)
+    frozen = f" ({short(trained)} trained)" if cfg.train.freeze else ""
+    return [
+        f"run    {run}",
+        f"model  {config.family}, {short(config.parameters())} parameters{frozen}, "
+        f"{config.num_hidden_layers} blocks, {config.vocab_size:,} tokens, from {origin}",
+        *(f"token  {note}" for note in renumbered_tokens),
+        f"world  {world.size} × {world.device.type}, {cfg.sharding.strategy}, "
+        f"{cfg.precision.param_dtype} (weights {cfg.precision.master_dtype})",
+        *number_formats(cfg, model, world.device.type),
+        *(f"data   {line}" for line in data.about(inputs.data, progress)),
+        f"attend {attention}",
+        f"head   logits of at most {at_once:,} tokens at once",
+        *step_arithmetic(cfg, dims.batch_ranks),
+        f"train  {data.total_steps(progress):,} steps"
+        + (f", {epochs:.2f} epochs" if epochs is not None else ""),
+    ]
+
+
+def number_formats(cfg: TrainConfig, model: Decoder, device_type: str) -> list[str]:
+    """Return what is to be known of bfloat16 on a CPU, and of float8."""
+    lines = []
+    if device_type == "cpu" and cfg.precision.param_dtype == "bfloat16":
+        lines.append(
+            "few CPUs have instructions for bfloat16; without them  precision=fp32  "
+            "is ten times faster"
+        )
+    layers = float8_layers(model)
+    if layers:
+        lines.append(
+            f"float8 products ({cfg.precision.float8}) in {layers} linear layers; "
+            "MFU counts against the bfloat16 peak"
+        )
+    if layers and not cfg.compile.enabled:
+        lines.append("float8 without  compile=enabled  is slower than bfloat16")
+    return [f"       {line}" for line in lines]
+
+
+def step_arithmetic(cfg: TrainConfig, ranks: int) -> list[str]:
+    """Return how the rows of a step are divided, and the learning rate where it follows its
+    tokens."""
+    batch, optim = cfg.batch, cfg.optim
+    slots = batch.micro_rows * ranks
+    micro_batches = math.ceil(batch.rows / slots)
+    empty = micro_batches * slots - batch.rows
+    lines = [
+        f"step   {batch.rows} rows = {micro_batches} micro-batches × {batch.micro_rows} rows "
+        f"× {ranks} ranks" + (f", {empty} of the slots empty" if empty else "")
+    ]
+    if optim.lr_batch_tokens:
+        lines.append(
+            f"lr     {peak_learning_rate(optim, batch):.3g} for {batch.rows * batch.seq_len:,} "
+            f"tokens a step: optim.lr {optim.lr:g} at {optim.lr_batch_tokens:,} tokens a step"
+        )
+    return lines

@@ -1,0 +1,185 @@
+"""Named values of a step: summed on the device over micro-batches and ranks, then written by name.
+
+A new metric is a class and a line in `step_metrics`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fsdp_trainer.models.decoder import MicroBatch
+from fsdp_trainer.models.head import Scores
+from fsdp_trainer.observe.step_log import finite_or_none
+
+
+@dataclass(frozen=True)
+class MicroBatchResult:
+    """The result of one forward.
+
+    loss: its share of the reported loss, a scalar: Σ weight · negative log-likelihood, divided by
+    the Σ weight of the whole step (in validation: not divided).
+    value: the objective's, a scalar; in validation nothing is minimised, and it is the loss.
+    auxiliary: named scalars of the blocks, such as a load-balancing loss.
+    """
+
+    batch: MicroBatch
+    scores: Scores
+    loss: Tensor
+    value: Tensor
+    auxiliary: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Metric(Protocol):
+    """`size` numbers that are sums over micro-batches and ranks."""
+
+    size: int
+
+    def part(self, result: MicroBatchResult) -> Tensor:
+        """Return what a micro-batch adds, [size] or a scalar, without a wait for the device."""
+
+    def written(self, sums: list[float]) -> dict[str, Any]:
+        """Return what metrics.jsonl says of the whole step's sums."""
+
+
+class ObjectiveValue:
+    """The value that was minimised. Written only where it is another figure than the loss."""
+
+    size = 1
+
+    def __init__(self, differs_from_loss: bool):
+        self.differs_from_loss = differs_from_loss
+
+    def part(self, result: MicroBatchResult) -> Tensor:
+        """Return the objective's value of the micro-batch."""
+        return result.value
+
+    def written(self, sums: list[float]) -> dict[str, Any]:
+        """Return `objective`."""
+        return {"objective": finite_or_none(sums[0])} if self.differs_from_loss else {}
+
+
+class LossMetric:
+    """Σ weight · negative log-likelihood ÷ Σ weight, whatever is minimised."""
+
+    size = 1
+
+    def part(self, result: MicroBatchResult) -> Tensor:
+        """Return the micro-batch's share of the step's loss."""
+        return result.loss
+
+    def written(self, sums: list[float]) -> dict[str, Any]:
+        """Return `loss`; null is a step that was skipped because it was not finite."""
+        return {"loss": finite_or_none(sums[0])}
+
+
+class LossBySource:
+    """The mean loss of each data source.
+
+    Sums: Σ weight · loss of every source, then Σ weight of every source.
+    """
+
+    def __init__(self, names: Sequence[str]):
+        self.names, self.size = names, 2 * len(names)
+
+    def part(self, result: MicroBatchResult) -> Tensor:
+        """Return [2 × sources] float32."""
+        weights, sources = result.batch.weights, result.batch.sources
+        assert sources is not None
+        values = torch.stack([-(result.scores.log_probability * weights), weights])
+        sums = values.new_zeros(2, len(self.names)).index_add_(1, sources, values)
+        return sums.flatten()
+
+    def written(self, sums: list[float]) -> dict[str, Any]:
+        """Return `loss_by_source`: the sources that the step had."""
+        return {"loss_by_source": self.means(sums)}
+
+    def means(self, sums: list[float]) -> dict[str, float | None]:
+        """Return the mean loss of each source that has any weight."""
+        losses, weights = sums[: len(self.names)], sums[len(self.names) :]
+        return {
+            name: finite_or_none(loss / weight)
+            for name, loss, weight in zip(self.names, losses, weights, strict=True)
+            if weight
+        }
+
+
+class AuxiliaryMean:
+    """A named value of the blocks, as a mean over the step's micro-batches."""
+
+    size = 2
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def part(self, result: MicroBatchResult) -> Tensor:
+        """Return [2]: the value, and 1 for the micro-batch that it is from."""
+        value = result.auxiliary[self.name].double()
+        return torch.stack([value, torch.ones_like(value)])
+
+    def written(self, sums: list[float]) -> dict[str, Any]:
+        """Return the mean under its name."""
+        return {self.name: finite_or_none(sums[0] / sums[1])}
+
+
+class Metrics:
+    """Metrics side by side in one float64 tensor, so that one collective reduces them all."""
+
+    def __init__(self, metrics: dict[str, Metric], device: torch.device):
+        self.metrics, self.device = metrics, device
+        sizes = [metric.size for metric in metrics.values()]
+        self.size = sum(sizes)
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        self._slices = {
+            name: slice(end - size, end)
+            for name, size, end in zip(metrics, sizes, ends, strict=True)
+        }
+
+    def zeros(self) -> Tensor:
+        """Return [size] float64 zeros."""
+        return torch.zeros(self.size, device=self.device, dtype=torch.float64)
+
+    def add(self, sums: Tensor, result: MicroBatchResult) -> None:
+        """Add a micro-batch's part of every metric to `sums`."""
+        for name, metric in self.metrics.items():
+            sums[self._slices[name]] += metric.part(result)
+
+    def value(self, sums: Tensor, name: str) -> Tensor:
+        """Return the first number of a metric, a scalar on the device."""
+        return sums[self._slices[name].start]
+
+    def numbers(self, sums: list[float], name: str) -> list[float]:
+        """Return the sums of one metric."""
+        return sums[self._slices[name]]
+
+    def written(self, sums: list[float]) -> dict[str, Any]:
+        """Return all that metrics.jsonl says of a step's sums."""
+        lines = (metric.written(sums[self._slices[name]]) for name, metric in self.metrics.items())
+        return {key: value for line in lines for key, value in line.items()}
+
+
+def step_metrics(
+    source_names: Sequence[str],
+    objective_differs: bool,
+    auxiliary_names: Sequence[str],
+    device: torch.device,
+) -> Metrics:
+    """Return the metrics of a training step."""
+    metrics: dict[str, Metric] = {
+        "objective": ObjectiveValue(objective_differs),
+        "loss": LossMetric(),
+    }
+    if len(source_names) > 1:
+        metrics["loss_by_source"] = LossBySource(source_names)
+    metrics |= {name: AuxiliaryMean(name) for name in auxiliary_names}
+    return Metrics(metrics, device)
+
+
+def validation_metrics(source_names: Sequence[str], device: torch.device) -> Metrics:
+    """Return the metrics of a validation, whose weights are not divided."""
+    metrics: dict[str, Metric] = {"loss": LossMetric()}
+    if len(source_names) > 1:
+        metrics["loss_by_source"] = LossBySource(source_names)
+    return Metrics(metrics, device)

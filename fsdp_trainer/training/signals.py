@@ -1,0 +1,172 @@
+"""Signals to this process, noticed also while its main thread is blocked in a collective."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from fsdp_trainer import slots
+from fsdp_trainer.errors import Stopped
+from fsdp_trainer.process import ECHO_SECONDS, SIGNALS
+
+WAKE_SIGNAL = signal.SIGURG
+"""Interrupts the main thread's wait. By default it is ignored, so it harms no process."""
+WAIT_SECONDS = 0.5
+"""How long a wait may last before a stop interrupts it."""
+NEVER = float("inf")
+
+
+class SignalListener:
+    """Notices the signals in SIGNALS from its construction until `close`.
+
+    Python runs signal handlers in the main thread, between two bytecodes: never while it is blocked
+    in a collective. So a thread reads the signals' numbers from a pipe (signal.set_wakeup_fd). The
+    first signal asks for a stop in order. The second ends the process at once.
+    """
+
+    def __init__(self, say: Callable[[str], None], on_forced_exit: Callable[[str, int], Any]):
+        """on_forced_exit: called with the reason and the exit code before the process ends."""
+        self.say, self.on_forced_exit = say, on_forced_exit
+        self.received = 0
+        """The number of the signal to stop for, which another rank may have got; 0: none."""
+        self.first_at: float | None = None
+        """time.monotonic() when this process got its first signal."""
+        self._waiting_since, self._interrupt_reason = NEVER, ""
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.active = threading.current_thread() is threading.main_thread()
+        """False in a notebook's worker thread, which must not install handlers."""
+        if self.active:
+            self._install()
+
+    def _install(self) -> None:
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        self._pipe_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        self._handlers_before = {
+            number: signal.signal(number, self._handle) for number in (*SIGNALS, WAKE_SIGNAL)
+        }
+        self._start_thread(self._listen)
+        self._mask_before = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+    def _start_thread(self, work: Callable[[], None]) -> None:
+        """Run `work` in a thread, which must end when `_closed` is set."""
+        thread = threading.Thread(target=work, name="stop", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def close(self) -> None:
+        """Stop listening and restore the handlers from before. May be called twice."""
+        if not self.active or self._closed.is_set():
+            return
+        self._closed.set()
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask_before)
+        for number, handler in self._handlers_before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._pipe_before)
+        os.write(self._write_end, bytes(1))  # wakes the thread
+        for thread in self._threads:
+            thread.join(1)
+        os.close(self._write_end)
+        os.close(self._read_end)
+
+    @property
+    def reason(self) -> str:
+        """The name of the signal to stop for; empty if there is none."""
+        return signal.Signals(self.received).name if self.received else ""
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Let `interrupt` end the block, a wait of the main thread that may last forever."""
+        self._waiting_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waiting_since = NEVER
+
+    def waits_long(self) -> bool:
+        """Return whether the main thread has been in `waiting` for longer than WAIT_SECONDS."""
+        return time.monotonic() - self._waiting_since > WAIT_SECONDS
+
+    def interrupt(self, reason: str) -> None:
+        """Raise Stopped(reason) in the main thread, if it waits long when the signal arrives."""
+        self._interrupt_reason = reason
+        signal.pthread_kill(threading.main_thread().ident or 0, WAKE_SIGNAL)
+
+    def _handle(self, number: int, _frame: object) -> None:
+        """Run in the main thread, when it runs Python again."""
+        if number in SIGNALS:
+            self.received = self.received or number
+        if number == WAKE_SIGNAL and self.waits_long():
+            self._waiting_since = NEVER
+            raise Stopped(self._interrupt_reason)
+        if number == signal.SIGINT and is_interactive() and self._later_than_echo():
+            raise KeyboardInterrupt
+
+    def _later_than_echo(self) -> bool:
+        return self.first_at is not None and time.monotonic() - self.first_at > ECHO_SECONDS
+
+    def _listen(self) -> None:
+        while not self._closed.is_set():
+            for number in os.read(self._read_end, 64):
+                if number in SIGNALS:
+                    self._receive(number)
+                elif number not in (0, WAKE_SIGNAL) and self._pipe_before >= 0:
+                    with suppress(OSError):  # for an event loop that ran before, as asyncio's
+                        os.write(self._pipe_before, bytes([number]))
+
+    def _receive(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self.first_at is None:
+            self.first_at = time.monotonic()
+            self.received = self.received or number
+            then = "stops in order, with a checkpoint of what was trained"
+            run_with_timeout(self.say, f"{name}: {then}; a second signal ends at once")
+        elif self._later_than_echo() and not (number == signal.SIGINT and is_interactive()):
+            self.exit_now(f"second signal ({name})", 128 + number)
+
+    def exit_now(self, reason: str, code: int) -> None:
+        """End the process, whatever its threads do."""
+        run_with_timeout(self.say, f"{reason}\nEnded at once; what is committed stays")
+        run_with_timeout(self.on_forced_exit, reason.partition("\n")[0], code)
+        slots.leave()
+        os._exit(code)
+
+
+def is_interactive() -> bool:
+    """Return whether this is a notebook or Python's prompt.
+
+    There the second interrupt raises KeyboardInterrupt: the process is more than this run.
+    """
+    return hasattr(sys, "ps1")
+
+
+def run_with_timeout(work: Callable[..., Any], *args: object) -> None:
+    """Call `work` in a thread, and go on after a second if a disk or terminal hangs."""
+
+    def attempt() -> None:
+        with suppress(Exception):
+            work(*args)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(1.0)
+
+
+def reset_signals_in_child() -> None:
+    """Undo the listener in a forked child, which shares its pipe: a signal to a worker is its own.
+
+    A worker ends at SIGTERM. It ignores what is sent to a whole process group: its rank ends it.
+    """
+    if signal.getsignal(WAKE_SIGNAL) != signal.SIG_DFL:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGINT, signal.SIGUSR1, WAKE_SIGNAL):
+            signal.signal(number, signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=reset_signals_in_child)

@@ -1,0 +1,121 @@
+"""Forward and backward of a step's micro-batches, and what the ranks then know of it together."""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fsdp_trainer import phases
+from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.head import Objective
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.training.batches import StepPlan
+from fsdp_trainer.training.feed import StepBatches
+from fsdp_trainer.training.gradients import GradientSync
+from fsdp_trainer.training.guard import (
+    EmbeddingGradProbe,
+    StepVerdict,
+    micro_batch_loss_or_inf,
+)
+from fsdp_trainer.training.metrics import Metrics, MicroBatchResult
+from fsdp_trainer.training.objective import negative_log_likelihood
+
+
+class StepSums(NamedTuple):
+    """The sums that all ranks know after backward, on the device.
+
+    sums: float64, of the step's metrics; worst: float64 [2, ranks], of each rank its highest mean
+    loss of a micro-batch (inf: not finite), and which micro-batch that was.
+    """
+
+    sums: Tensor
+    worst: Tensor
+
+
+class StepResult(NamedTuple):
+    """A step, on the device. grad_norm: before clipping, a scalar where the gradients lie."""
+
+    lr: float
+    sums: Tensor
+    worst: Tensor
+    grad_norm: Tensor
+    verdict: StepVerdict
+
+
+class ForwardBackward:
+    """Runs micro-batches one after another.
+
+    A pipeline schedule is another class with the same `run`.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        objective: Callable[[Tensor], Objective],
+        metrics: Metrics,
+        gradient_sync: GradientSync,
+        dims: Dims,
+    ):
+        """objective: from a micro-batch's weights."""
+        self.model, self.objective, self.metrics = model, objective, metrics
+        self.gradient_sync, self.dims = gradient_sync, dims
+        self.probe = EmbeddingGradProbe(model)
+
+    def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> StepSums:
+        """Leave the step's gradients sharded and summed over ranks. Collective.
+
+        micro_batches: those of `step`. Where this rank lacked its rows the loss is NaN on every
+        rank, and none updates its weights.
+        """
+        plan = step.plan
+        sums = self.metrics.zeros()
+        worst = sums.new_zeros(2, self.dims.batch_ranks)
+        losses: list[Tensor] = []
+        for i, batch in enumerate(micro_batches):
+            self.gradient_sync.before(last=i == step.count - 1)
+            result = self.compute(plan, batch)
+            self.metrics.add(sums, result)
+            losses.append(self._own_loss(plan, result))
+            phases.enter("data")
+        phases.enter("backward")  # it ends with what the ranks have in common
+        rank = self.dims.batch_rank
+        worst[0, rank], worst[1, rank] = torch.stack(losses).max(0)
+        if step.data_missing:
+            self.metrics.value(sums, "loss").fill_(torch.nan)
+        reduced = torch.cat([sums, worst.flatten()])
+        self.dims.sum_over_batch(reduced)
+        return StepSums(reduced[: len(sums)], reduced[len(sums) :])
+
+    def compute(self, plan: StepPlan, batch: MicroBatch) -> MicroBatchResult:
+        """Run forward and backward of one micro-batch."""
+        phases.enter("forward")
+        weights = batch.weights / (plan.weight or 1.0)  # a step may have no target
+        value, scores, auxiliary = self.model(batch, self.objective(weights))
+        phases.enter("backward")
+        value.backward()
+        loss = negative_log_likelihood(scores, weights)
+        return MicroBatchResult(batch, scores, loss, value.detach(), auxiliary)
+
+    def compute_apart(
+        self, plan: StepPlan, batch: MicroBatch, optimizer: Optimizer
+    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """Compute a micro-batch before the step begins, for comparison, and leave no gradient
+        behind.
+
+        Returns the objective's value, the gradient of the embedding's output, and the parameters'.
+        """
+        self.gradient_sync.before(last=True)
+        result = self.compute(plan, batch)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        optimizer.zero_grad(set_to_none=True)
+        return result.value, self.probe.pop(), gradients
+
+    def _own_loss(self, plan: StepPlan, result: MicroBatchResult) -> Tensor:
+        """Return the micro-batch's mean loss; inf if it or the gradient of its activations is not
+        finite."""
+        tiny = torch.finfo(torch.float32).tiny
+        weight = result.batch.weights.sum().clamp_min(tiny)
+        mean = result.loss * (plan.weight or 1.0) / weight
+        return micro_batch_loss_or_inf(mean, self.probe.pop())

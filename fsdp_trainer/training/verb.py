@@ -1,0 +1,90 @@
+"""The verb `train`: run as a rank that a launcher started, or start the ranks."""
+
+import ctypes
+import gc
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from fsdp_trainer.config.paths import COMPILE_CACHE, compile_cache
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.launch.start import start_ranks, starts_ranks
+from fsdp_trainer.process import SIGNALS
+
+SYMPY_NEEDS = ("cmath", "decimal", "unicodedata")
+"""Modules of sympy's that are shared libraries, and would wait for the linker amid libtorch."""
+
+
+def train(cfg: TrainConfig, overrides: list[str]) -> int:
+    """Train as one rank of torchrun or srun, else start launch.nproc_per_node ranks.
+
+    Returns the exit code.
+    """
+    # signals stay pending until a handler is installed
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        if starts_ranks(cfg.launch, os.environ):
+            return start_ranks(cfg, overrides)
+        for name, value in cfg.launch.env.items():
+            os.environ.setdefault(name, value)
+        if cfg.compile.enabled:
+            os.environ[COMPILE_CACHE] = str(compile_cache(cfg))  # read when torch is imported
+        return import_run_rank()(cfg)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def import_run_rank() -> Callable[[TrainConfig], int]:
+    """Return training.run.run_rank. Its import is torch's: a process that starts ranks skips it.
+
+    The import leaves 300,000 objects for good. To search them for garbage meanwhile would be a
+    tenth of the start, so that is off, and they are frozen afterwards.
+    """
+    is_first = "fsdp_trainer.training.run" not in sys.modules
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        if "torch" not in sys.modules and sys.platform == "linux":
+            import_sympy_beside_libtorch()
+        import torch._dynamo  # noqa: F401 - fully_shard's hooks would import it in the first step
+
+        from fsdp_trainer.training.run import run_rank
+    finally:
+        if was_enabled:
+            gc.enable()
+    if is_first:
+        gc.freeze()
+    return run_rank
+
+
+def import_sympy_beside_libtorch() -> None:
+    """Import sympy, which torch's compiler needs, while a thread loads torch's library."""
+    for name in SYMPY_NEEDS:
+        importlib.import_module(name)
+    threading.Thread(target=load_libtorch).start()
+    importlib.import_module("sympy")
+
+
+def load_libtorch() -> None:
+    """Load the largest shared library of torch, for `import torch` to find it loaded.
+
+    That is a fifth of the import and needs no Python. launch.env must be set: OpenMP, which comes
+    with the library, reads its variables now. A build for GPUs is left to torch, which loads its
+    many libraries in an order of its own. If this fails nothing is lost: torch tries again.
+    """
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return
+    folder = Path(torch.origin).parent / "lib"
+    if any((folder / f"libtorch_{kind}.so").exists() for kind in ("cuda", "hip", "xpu")):
+        return
+    # a C function lets other threads run meanwhile; ctypes.CDLL(path) does not
+    dlopen = ctypes.CDLL(None).dlopen
+    dlopen.restype = ctypes.c_void_p
+    if dlopen(os.fsencode(folder / "libtorch_global_deps.so"), os.RTLD_LAZY | os.RTLD_GLOBAL):
+        dlopen(os.fsencode(folder / "libtorch_cpu.so"), os.RTLD_LAZY)

@@ -1,0 +1,103 @@
+"""The weights and optimizer state that a run begins with, or goes on from."""
+
+from pathlib import Path
+
+from fsdp_trainer.checkpoint.base import load_weights, names_in_base, require_trained_rows
+from fsdp_trainer.checkpoint.huggingface import import_weights
+from fsdp_trainer.checkpoint.state import (
+    WEIGHTS,
+    optimizer_state,
+    prepare_optimizer,
+    stored_parameters,
+)
+from fsdp_trainer.checkpoint.store import read_progress
+from fsdp_trainer.checkpoint.stored import StoredTensors
+from fsdp_trainer.config.paths import find_checkpoint, model_folder
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.distributed import run_on_all_ranks
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.optim.base import TrainerOptimizer
+from fsdp_trainer.parallel.materialize import grow_vocabulary
+from fsdp_trainer.training.resume import require_whole
+
+MAX_SHOWN_PARAMETERS = 5
+
+
+def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, str]:
+    """Give the model the weights of the start. Collective.
+
+    Returns the number formats of the export: by parameter, and for all others `default`.
+    """
+    default = cfg.precision.param_dtype
+    if init_from is None:
+        initialize_weights(model, cfg.run.seed)
+        return {"default": default}
+    checkpoint = find_checkpoint(init_from)
+    formats: dict[str, str] = {}
+    if checkpoint:
+        require_whole(checkpoint)
+        load_weights(model, checkpoint, {})
+    else:
+        run_on_all_ranks(
+            "read the weights", lambda: formats.update(import_weights(model, init_from))
+        )
+    known = ModelConfig.from_hf(model_folder(init_from)).vocab_size
+    require_trained_rows(model, known)
+    if model.config.embedding_rows > known:
+        grow_vocabulary(model, known)
+    if checkpoint:
+        return read_progress(checkpoint)["dtypes"]
+    default = max(set(formats.values()), key=list(formats.values()).count)
+    others = {name: dtype for name, dtype in formats.items() if dtype != default}
+    return {"default": default} | others
+
+
+def restore(model: Decoder, optimizer: TrainerOptimizer, checkpoint: Path) -> None:
+    """Load weights and optimizer state, on any number of ranks.
+
+    Raises UserError for weights of other shapes.
+    """
+    require_shapes(model, checkpoint)
+    prepare_optimizer(model, optimizer, str(checkpoint))
+    load_weights(model, checkpoint, optimizer_state(model, optimizer))
+
+
+def require_shapes(model: Decoder, checkpoint: Path) -> None:
+    """Raise UserError unless the checkpoint holds the model's parameters, all and no others.
+
+    Its optimizer state would not belong to them.
+    """
+    stored = {
+        name.removeprefix(WEIGHTS): shape
+        for name, shape in StoredTensors(checkpoint).shapes.items()
+        if name.startswith(WEIGHTS)
+    }
+    in_base = names_in_base(model, checkpoint, set(stored))
+    ours = {
+        name: parameter.shape
+        for name, parameter in stored_parameters(model).items()
+        if name not in in_base
+    }
+    different = [name for name in sorted({*stored, *ours}) if stored.get(name) != ours.get(name)]
+    if not different:
+        return
+
+    def shape_in(shapes: dict, name: str) -> str:
+        return f"has shape {list(shapes[name])}" if name in shapes else "is not"
+
+    problems = [
+        Problem(
+            name,
+            f"{shape_in(ours, name)} in this model and {shape_in(stored, name)} in the checkpoint",
+        )
+        for name in different[:MAX_SHOWN_PARAMETERS]
+    ]
+    more = len(different) - MAX_SHOWN_PARAMETERS
+    problems[-1].why += (f"\n… and {more:,} more" if more > 0 else "") + (
+        "\nA run cannot change its weights' shapes; a new one can:  "
+        f"run.name=NEW model.init_from={checkpoint}"
+    )
+    raise UserError(f"the weights are not those of {checkpoint}", problems)

@@ -1,0 +1,605 @@
+"""Break a training on purpose. The only file of the tests that names the places inside the package
+where that is done.
+
+A fault is a context manager that can be sent to a rank:
+
+    train("run", ranks=2, seam=inject.bad_gradient(steps=[3]))
+    with inject.setting("records_kept_bytes", 150): ...
+
+Most faults hang on a phase (`at("clip", act, rank=1, step=3)`), which is public. What no phase
+reaches is in POINTS, and the limits that a test lowers are in SETTINGS: a place that moves or is
+renamed is changed there, in one line."""
+
+import contextlib
+import errno
+import functools
+import importlib.util
+import os
+import signal
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from fsdp_trainer import phases
+from fsdp_trainer.errors import RunFailed
+
+POINTS = {
+    # data
+    "row_read": "fsdp_trainer.data.mixture:Mixture.read_rows",
+    "batch_read": "fsdp_trainer.training.batches:Assembler.assemble",
+    "stream_read": "fsdp_trainer.data.stream:read_unit",
+    "stream_step": "fsdp_trainer.training.streaming:StreamFeed.next_step",
+    "stream_waits": "fsdp_trainer.training.streaming:StreamFeed._report_waiting",
+    "file_read": "fsdp_trainer.data.tokenise:read_unit",
+    "file_hash": "fsdp_trainer.data.fingerprint:content_hash",
+    "code_hash": "fsdp_trainer.data.fingerprint:code_digest",
+    "tokenize_texts": "fsdp_trainer.data.samples:SampleBuilder.tokenize",
+    "tokenize_part": "fsdp_trainer.data.workers:tokenise",
+    "worker_task": "fsdp_trainer.data.workers:_next",
+    "list_tasks": "fsdp_trainer.data.preparation:Preparation._tasks",
+    "prepare": "fsdp_trainer.data.preparation:Preparation._make",
+    "remote_open": "fsdp_trainer.data.remote:url_to_fs",
+    "pack_rows": "fsdp_trainer.data.order:RowOrder._pack",
+    "plan_epoch": "fsdp_trainer.data.order:RowOrder._plan",
+    # a step
+    "build": "fsdp_trainer.training.run:build",
+    "fit": "fsdp_trainer.training.trainer:Trainer.fit",
+    "learning_rate": "fsdp_trainer.training.trainer:learning_rate",
+    "objective": "fsdp_trainer.training.objective:CrossEntropy.__call__",
+    "reported_loss": "fsdp_trainer.training.step:negative_log_likelihood",
+    "compute_again": "fsdp_trainer.training.step:ForwardBackward.compute_apart",
+    "compare_replicas": "fsdp_trainer.training.corruption:Corruption.check_replicas",
+    "varlen_kernel": "fsdp_trainer.models.attention:_varlen",
+    "rotary_embedding": "fsdp_trainer.models.decoder:rotate",
+    # checkpoints and exports
+    "checkpoint_write": "fsdp_trainer.checkpoint.store:write_file",
+    "checkpoint_complete": "fsdp_trainer.checkpoint.store:CheckpointStore._complete",
+    "checkpoint_wait": "fsdp_trainer.checkpoint.store:CheckpointStore.wait",
+    "checksum": "fsdp_trainer.checkpoint.files:checksum",
+    "commit": "fsdp_trainer.checkpoint.files:commit",
+    "export_write": "fsdp_trainer.checkpoint.export:write",
+    # records and trackers
+    "records_write": "fsdp_trainer.observe.records:Records.write",
+    "event": "fsdp_trainer.observe.records:Records.event",
+    "say": "fsdp_trainer.observe.console:Console.say",
+    "wandb": "fsdp_trainer.observe.trackers:_wandb",
+    # ranks, nodes and machines
+    "wait_for_node": "fsdp_trainer.launch.world:World.rank0_then_nodes_then_all",
+    "join_world": "fsdp_trainer.launch.world:rendezvous",
+    "node_joins": "fsdp_trainer.launch.nodes:Meeting.come",
+    "node": "fsdp_trainer.launch.start:Node",
+    "start_rank": "fsdp_trainer.launch.start:start_process",
+    "run_claim": "fsdp_trainer.training.run_lock:RunLock.read",
+    "device_memory": "fsdp_trainer.parallel.memory_check:device_bytes",
+    "host_memory": "fsdp_trainer.parallel.memory_check:host_bytes",
+    "device_files": "fsdp_trainer.devices:glob",
+    "device_speed": "fsdp_trainer.launch.speed:products",
+    "link_speed": "fsdp_trainer.launch.speed:there_and_back",
+    "disk_speed": "fsdp_trainer.launch.speed:disk",
+    "float8_gains": "fsdp_trainer.parallel.convert:worth_float8",
+    "versions": "fsdp_trainer.launch.facts:versions",
+    "torch_version": "fsdp_trainer.config.rules:version",
+    "job_fits": "fsdp_trainer.launch.sweep:does_not_fit",
+    "check_job": "fsdp_trainer.launch.sweep:Jobs._check",
+    "allocator_copy": "fsdp_trainer.plan.memory:Step.copy",
+    "make_plan": "fsdp_trainer.training.out_of_memory:make_plan",
+    "sweep_extra": "fsdp_trainer.config.sweep:find_spec",
+    # the watchdog
+    "rank_slots": "fsdp_trainer.slots:read_slots",
+    "starved_for": "fsdp_trainer.launch.watchdog:Watchdog.starved_for",
+    "ask_for_stacks": "fsdp_trainer.launch.watchdog:Watchdog.ask_for_stacks",
+    "reads_disk": "fsdp_trainer.launch.watchdog:reads_disk",
+    "suspended": "fsdp_trainer.launch.watchdog:suspended",
+}
+"""Functions and methods by what they do."""
+
+SETTINGS = {
+    "save_pauses": ["fsdp_trainer.training.saving:PAUSES"],
+    "signal_echo_seconds": ["fsdp_trainer.training.signals:ECHO_SECONDS"],
+    "shared_folder_lag_seconds": ["fsdp_trainer.training.run_lock:LAG_SECONDS"],
+    "beat_seconds": ["fsdp_trainer.training.run:BEAT_SECONDS"],
+    "stream_round_seconds": ["fsdp_trainer.training.streaming:ROUND_SECONDS"],
+    "stream_rounds_told": ["fsdp_trainer.training.streaming:ROUNDS_PER_MESSAGE"],
+    "mixture_version": ["fsdp_trainer.data.mixture:VERSION"],
+    "order_shared_from": [
+        "fsdp_trainer.data.order:SHARED_FROM",
+        "fsdp_trainer.data.store:SHARED_FROM",
+    ],
+    "attention_length_multiple": ["fsdp_trainer.models.attention:LENGTH_MULTIPLE"],
+    "optimizer_chunk": ["fsdp_trainer.optim.compact:CHUNKS"],
+    "tokenizer_overlap": ["fsdp_trainer.data.tokenizer:OVERLAP"],
+    "tokenizer_long_text": ["fsdp_trainer.data.tokenizer:LONG"],
+    "words_kept_characters": ["fsdp_trainer.data.words:CHARACTERS"],
+    "tokenize_chunk": ["fsdp_trainer.data.tokenise:CHUNK"],
+    "smallest_part": ["fsdp_trainer.data.preparation:SMALLEST"],
+    "fewest_parts": ["fsdp_trainer.data.preparation:FEWEST"],
+    "worth_processes": ["fsdp_trainer.data.preparation:WORTH_PROCESSES"],
+    "settled_seconds": ["fsdp_trainer.data.fingerprint:SETTLED_SECONDS"],
+    "json_chunk": ["fsdp_trainer.data.json_values:CHUNK"],
+    "longest_row": ["fsdp_trainer.data.json_values:LONGEST", "fsdp_trainer.data.units:LONGEST"],
+    "checkpoint_window_bytes": ["fsdp_trainer.checkpoint.shards:WINDOW_BYTES"],
+    "tensor_piece_bytes": ["fsdp_trainer.checkpoint.stream:PIECE_BYTES"],
+    "records_kept_bytes": ["fsdp_trainer.observe.records:KEPT_BYTES"],
+    "slow_disk_seconds": ["fsdp_trainer.observe.records:SLOW_SECONDS"],
+    "tracker_close_seconds": ["fsdp_trainer.observe.trackers:CLOSE_SECONDS"],
+    "tracker_waiting": ["fsdp_trainer.observe.trackers:WAITING"],
+    "report_read_bytes": ["fsdp_trainer.report.read:READ_BYTES"],
+    "float8_emulated": ["fsdp_trainer.parallel.convert:EMULATED"],
+    "launch_grace_seconds": ["fsdp_trainer.launch.start:GRACE_SECONDS"],
+    "node_answer_seconds": ["fsdp_trainer.launch.nodes:ANSWER_SECONDS"],
+    "node_name_seconds": ["fsdp_trainer.launch.nodes:NAME_SECONDS"],
+    "slurm_look_seconds": ["fsdp_trainer.launch.slurm:LOOK_SECONDS"],
+    "slurm_requeue_seconds": ["fsdp_trainer.launch.slurm:REQUEUE_SECONDS"],
+    "sweep_look_seconds": ["fsdp_trainer.launch.sweep:LOOK_SECONDS"],
+    "sweep_read_seconds": ["fsdp_trainer.launch.sweep:READ_SECONDS"],
+    "sweep_tell_seconds": ["fsdp_trainer.launch.jobs:TELL_EVERY_SECONDS"],
+}
+"""Constants by what they limit, with every module that has a copy."""
+
+trainer: Any = None
+"""The trainer of this rank, once it is built under `with_trainer`."""
+
+
+# --- what a fault is ----------------------------------------------------------------------------
+
+
+@dataclass
+class Fault:
+    """A context manager with its arguments. Picklable, so that every rank can enter its own."""
+
+    choose: Callable
+    args: tuple
+    options: dict[str, Any]
+    entered: list[contextlib.AbstractContextManager] = field(default_factory=list, repr=False)
+
+    def __call__(self) -> contextlib.AbstractContextManager:
+        return self.choose.context(*self.args, **self.options)
+
+    def __enter__(self) -> None:
+        self.entered.append(self())
+        self.entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self.entered.pop().__exit__(*error)
+
+    def __str__(self) -> str:
+        return " ".join([self.choose.__name__, *map(str, self.args)])
+
+
+def fault(body: Callable) -> Callable[..., Fault]:
+    """Decorate a generator function: called, it gives a Fault instead of entering anything."""
+
+    @functools.wraps(body)
+    def choose(*args, **options):
+        return Fault(choose, args, options)
+
+    choose.context = contextlib.contextmanager(body)
+    return choose
+
+
+@fault
+def together(*faults: Callable):
+    """Enter all of them."""
+    with contextlib.ExitStack() as stack:
+        for one in faults:
+            stack.enter_context(one())
+        yield
+
+
+def this_rank(rank: int | str | None) -> bool:
+    """Return whether `rank` is this process: a number, "last", or None for every rank."""
+    mine, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    return rank is None or mine == (size - 1 if rank == "last" else rank)
+
+
+# --- where and when -----------------------------------------------------------------------------
+
+
+def replace(place: str, value: Any) -> contextlib.AbstractContextManager:
+    """Replace "module:attribute" by `value`; what it was is put back at the end."""
+    module, path = place.split(":")
+    owner, _, name = path.rpartition(".")
+    return patch.object(resolve_name(f"{module}:{owner}"), name, value)
+
+
+@fault
+def around(point: str, wrapper: Callable, rank: int | str | None = None):
+    """Call `wrapper(real, *args)` instead of what POINTS names, on `rank`."""
+    real = resolve_name(POINTS[point])
+
+    def replaced(*args, **options):
+        return wrapper(real, *args, **options)
+
+    with replace(POINTS[point], replaced) if this_rank(rank) else contextlib.nullcontext():
+        yield
+
+
+@fault
+def fails(point: str, error: BaseException, rank: int | str | None = None, nth: int | None = None):
+    """Raise `error` in place of what POINTS names; nth: at that call only."""
+    calls = []
+
+    def fail(real, *args, **options):
+        calls.append(args)
+        if nth in (None, len(calls)):
+            raise error
+        return real(*args, **options)
+
+    with around(point, fail, rank):
+        yield
+
+
+@fault
+def setting(name: str, value: Any):
+    """Use `value` for what SETTINGS names."""
+    with contextlib.ExitStack() as stack:
+        for place in SETTINGS[name]:
+            stack.enter_context(replace(place, value))
+        yield
+
+
+@fault
+def listening(listener: phases.Listener, rank: int | str | None = None):
+    """Have `listener(thread, ended phase)` called whenever `rank` enters a phase.
+
+    It is called after all listeners of the product, the profiler's too: within the new phase.
+    """
+    real = phases.ThreadPhase.enter
+
+    def enter(thread, phase, step=None):
+        ended = thread.phase
+        real(thread, phase, step)
+        listener(thread, ended)
+
+    with patch.object(phases.ThreadPhase, "enter", enter if this_rank(rank) else real):
+        yield
+
+
+@fault
+def at(
+    phase: str | None,
+    act: Callable,
+    rank: int | str | None = None,
+    step: int | None = None,
+    nth: int | None = None,
+):
+    """Call `act()` whenever `rank` enters a phase, of `step` or for the nth time.
+
+    phase: None means the beginning of a step, before anything of it is done.
+    """
+    entered, trained = [], [0]
+
+    def listen(thread, _ended):
+        begins = thread is phases.training and thread.step != trained[0]
+        trained[0] = phases.training.step
+        if (begins if phase is None else thread.phase == phase) and step in (None, thread.step):
+            entered.append(thread.step)
+            if nth in (None, len(entered)):
+                act()
+
+    with listening(listen, rank):
+        yield
+
+
+@fault
+def after(phase: str, act: Callable, rank: int | str | None = None):
+    """Call `act()` whenever `rank` has done with a phase and enters another."""
+
+    def listen(thread, ended):
+        if thread is phases.training and ended == phase != thread.phase:
+            act()
+
+    with listening(listen, rank):
+        yield
+
+
+@fault
+def with_trainer(act: Callable = id):
+    """Keep the trainer as `inject.trainer` when it is built, and call `act(trainer)`."""
+
+    def build(real, *args, **options):
+        global trainer
+        trainer, start = real(*args, **options)
+        act(trainer)
+        return trainer, start
+
+    with around("build", build):
+        yield
+
+
+# --- what can happen ----------------------------------------------------------------------------
+
+
+def kill() -> None:
+    """End this process as a lost machine does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(text: str = "as good as killed") -> None:
+    """End the run as an error that the trainer raises itself."""
+    raise RunFailed(text)
+
+
+def send(signum: int) -> None:
+    """Send this process a signal, and give the thread that listens time to hear it."""
+    os.kill(os.getpid(), signum)
+    time.sleep(0.05)
+
+
+def exhaust_memory() -> None:
+    """Ask for more memory than an address can name: the system's own refusal."""
+    torch.empty(2**50, dtype=torch.uint8)
+
+
+def signalled(phase, rank=1, nth=2, signum=signal.SIGTERM) -> Fault:
+    """Send `rank` a signal when it enters a phase for the nth time."""
+    return at(phase, functools.partial(send, signum), rank=rank, nth=nth)
+
+
+@fault
+def signalled_before(step, phase, rank=1, nth=2, signum=signal.SIGTERM):
+    """Send `rank` a signal when it enters a phase for the nth time, before it begins `step`.
+
+    The phase may be one of the thread that writes checkpoints, which can be slower than all steps.
+    """
+    sent = threading.Event()
+
+    def send_once() -> None:
+        send(signum)
+        sent.set()
+
+    with (
+        at(phase, send_once, rank=rank, nth=nth),
+        at(None, functools.partial(sent.wait, 60), rank=rank, step=step),
+    ):
+        yield
+
+
+def killed(rank=None, step=None) -> Fault:
+    """Kill `rank` hard as it begins a step."""
+    return at(None, kill, rank=rank, step=step)
+
+
+def failed(step, phase=None, nth=1) -> Fault:
+    """End the run with an error as it begins a step, or enters a phase of it."""
+    return at(phase, fail, step=step, nth=nth)
+
+
+def at_phases(acts: dict[tuple[int, str], Callable]) -> Fault:
+    """(step, phase) → what rank 0 does when it enters it. A save tried again meets the same."""
+    moments = [at(phase, act, rank=0, step=step) for (step, phase), act in acts.items()]
+    return together(quick_retries(), *moments)
+
+
+def quick_retries() -> Fault:
+    """Try a checkpoint that failed at the end of a run again without long pauses."""
+    return setting("save_pauses", (0.1, 0.1))
+
+
+# --- bad numbers --------------------------------------------------------------------------------
+
+
+@fault
+def bad_numbers(kind: str, steps: Iterable[int]):
+    """Make a "loss", or only a "gradient", of the last rank not finite in the given steps."""
+
+    def bad(wanted):
+        return kind == wanted and phases.training.step in steps
+
+    def objective(real, self, scores, tokens):
+        if bad("gradient"):
+            scores.log_probability.register_hook(lambda gradient: gradient * float("nan"))
+        return real(self, scores, tokens) * (float("inf") if bad("loss") else 1)
+
+    def loss(real, *args):
+        return real(*args) * (float("inf") if bad("loss") else 1)
+
+    with (
+        around("objective", objective, rank="last"),
+        around("reported_loss", loss, rank="last"),
+    ):
+        yield
+
+
+def bad_gradient(*steps: int) -> Fault:
+    """Make gradients of the last rank NaN in the given steps (the third)."""
+    return bad_numbers("gradient", steps or (3,))
+
+
+def bad_loss(*steps: int) -> Fault:
+    """Make losses of the last rank infinite in the given steps (the third)."""
+    return bad_numbers("loss", steps or (3,))
+
+
+@fault
+def infinite_gradient(step: int = 3):
+    """Make one element of one shard of the last rank's gradient infinite, before it is clipped."""
+
+    def spoil():
+        gradients = (p.grad.to_local() for p in trainer.model.parameters())
+        next(gradient for gradient in gradients if gradient.numel()).view(-1)[0] = float("inf")
+
+    with with_trainer(), at("clip", spoil, rank="last", step=step):
+        yield
+
+
+@fault
+def flipped_bit(rank: int, after_step: int):
+    """Flip one bit of one weight of a rank between two steps."""
+
+    def flip():
+        weight = dict(trainer.model.named_parameters())["model.norm.weight"].to_local().detach()
+        weight.view(torch.int32)[3] ^= 1
+
+    with with_trainer(), at(None, flip, rank=rank, step=after_step + 1):
+        yield
+
+
+@fault
+def garbage_rows(which: Callable, labels: Callable):
+    """Give the rows for which `which(index)` is true `labels(index, tokens)` to learn."""
+
+    def read(real, self, indices):
+        rows = real(self, indices)
+        for index, tokens, row in zip(indices, rows.tokens, rows.labels, strict=True):
+            if which(index):
+                row[:] = np.where(row == -100, -100, labels(index, tokens))
+        return rows
+
+    with around("row_read", read):
+        yield
+
+
+SPIKED = 20
+"""The step that `garbage` is for, of 3 rows a step."""
+
+
+def garbage() -> Fault:
+    """Let the rows of step SPIKED hold only noise, wherever and whenever they are trained."""
+    return garbage_rows(_is_spiked, _noise)
+
+
+def always_garbage() -> Fault:
+    """From row 57 on let one step in three hold nothing else."""
+    return garbage_rows(_is_often_spiked, _other_noise)
+
+
+def _is_spiked(index):
+    return 3 * (SPIKED - 1) <= index < 3 * SPIKED
+
+
+def _noise(index, tokens):
+    return (tokens * 2654435761 + index * 40503) % 200
+
+
+def _is_often_spiked(index):
+    return index >= 57 and (index - 57) // 3 % 3 == 0
+
+
+def _other_noise(_index, tokens):
+    return 199 * np.arange(len(tokens)) % 256
+
+
+# --- disks --------------------------------------------------------------------------------------
+
+
+def no_space() -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device")
+
+
+@fault
+def when_writing(act: Callable):
+    """Call `act(step, run's folder)` before a rank writes its shards of a checkpoint."""
+
+    def write(real, path, windows):
+        act(int(path.parent.name.split(".")[1].removeprefix("step-")), path.parents[2])
+        return real(path, windows)
+
+    with around("checkpoint_write", write):
+        yield
+
+
+@fault
+def broken_writes(steps: Iterable[int], error: int):
+    """Let what rank 0 writes in these steps fail: its records after 25 bytes, its shards at
+    once."""
+    write = os.write
+
+    def writes(file, data):
+        if phases.training.step not in steps:
+            return write(file, data)
+        if len(data) > 40:
+            return write(file, bytes(data[:25]))  # the disk takes a part of it first
+        raise OSError(error, os.strerror(error))
+
+    def writes_shards(real, *args):
+        if phases.training.step in steps:
+            raise OSError(error, os.strerror(error))
+        return real(*args)
+
+    with contextlib.ExitStack() as stack:
+        if this_rank(0):
+            stack.enter_context(patch.object(os, "write", writes))
+            stack.enter_context(around("checkpoint_write", writes_shards))
+        yield
+
+
+@fault
+def unseen(method: str, hides: Callable, rank: int = 1, seconds: float = float("inf")):
+    """For some seconds let Path's `method` find no file for which `hides(path)` is true."""
+    real, until = getattr(Path, method), time.monotonic() + seconds
+
+    def see(self, **how):
+        return not (time.monotonic() < until and hides(self)) and real(self, **how)
+
+    with patch.object(Path, method, see) if this_rank(rank) else contextlib.nullcontext():
+        yield
+
+
+# --- packages and clocks ------------------------------------------------------------------------
+
+
+@fault
+def without_package(name: str):
+    """Let `importlib.util.find_spec` not find a package."""
+    find = importlib.util.find_spec
+
+    def find_others(other, *rest):
+        return None if other == name else find(other, *rest)
+
+    with patch("importlib.util.find_spec", find_others):
+        yield
+
+
+# --- processes that others start ----------------------------------------------------------------
+
+
+def seamed(folder: Path, code: str) -> dict[str, str]:
+    """Return an environment in which every Python process first does `code`.
+
+    For processes that are real, whoever starts them, where the order of events must be certain.
+    """
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(textwrap.dedent(code))
+    return {"PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[1])])}
+
+
+def killed_once(folder: Path, rank: int, step: int) -> dict[str, str]:
+    """Return an environment in which `rank` is killed hard as it begins that step for the first
+    time.
+
+    A signal from outside might come too late.
+    """
+    return seamed(
+        folder,
+        f"""
+        import os, pathlib, signal
+        from fsdp_trainer import phases
+
+        killed = pathlib.Path({str(folder / "killed")!r})
+
+        def die(thread, ended):
+            if thread.step == {step} and os.environ.get("RANK", "0") == "{rank}":
+                try:
+                    killed.touch(exist_ok=False)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                except FileExistsError:
+                    pass
+
+        phases.add_listener(die)
+        """,
+    )
+
+
+ONE_SIGNAL = "from fsdp_trainer import process\nprocess.ECHO_SECONDS = 60"
+"""Signals that are sent one after the other are one request, however slow the machine is between
+them."""

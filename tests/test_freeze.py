@@ -1,0 +1,259 @@
+"""What train.freeze promises: a frozen parameter is only computed with, and lies in one place."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from stored import assert_bitwise_equal, newest, stored
+
+from fsdp_trainer.checkpoint.load import load_model
+from fsdp_trainer.config.schema import Optim, Precision, Sharding, TrainConfig
+from fsdp_trainer.errors import UserError
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.freeze import freeze, frozen_parameters
+from fsdp_trainer.parallel.memory_check import Setup, least_memory
+from fsdp_trainer.plan.memory import memory
+
+EMBEDDING = "train.freeze=[model.embed_tokens.*]"
+BLOCKS = "train.freeze=['model.layers.*']"
+HEAD = "train.freeze=['lm_head.*','model.norm.*']"
+SOME = "train.freeze=['model.embed_tokens.*','model.layers.0.*','*.q_proj.*']"
+UNTIED = "model.tie_word_embeddings=false"
+
+
+def decoder(**options) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(
+            ModelConfig(
+                vocab_size=50,
+                hidden_size=32,
+                head_dim=8,
+                intermediate_size=88,
+                num_hidden_layers=4,
+                **options,
+            )
+        )
+
+
+def test_a_pattern_freezes_what_it_names():
+    model = decoder(tie_word_embeddings=False)
+    freeze(model, ["model.embed_tokens.*", "model.layers.[0-1].*", "*.3.mlp.*_proj.weight"])
+    frozen = set(frozen_parameters(model))
+    assert "model.embed_tokens.weight" in frozen
+    assert {name.split(".")[2] for name in frozen if "self_attn" in name} == {"0", "1"}
+    assert {name for name in frozen if ".3." in name} == {
+        f"model.layers.3.mlp.{kind}_proj.weight" for kind in ("gate", "up", "down")
+    }
+
+
+@pytest.mark.parametrize("pattern", ["lm_head.*", "model.embed_tokens.weight"])
+def test_a_tied_head_is_its_embedding(pattern):
+    model = decoder(tie_word_embeddings=True)
+    freeze(model, [pattern])
+    assert list(frozen_parameters(model)) == ["model.embed_tokens.weight"]
+    assert not model.lm_head.weight.requires_grad
+
+
+def test_a_pattern_that_fits_nothing_names_what_it_may_have_meant():
+    with pytest.raises(UserError) as raised:
+        freeze(decoder(), ["embed_tokens", "model.layers.9.*", "model.norm.wieght"])
+    embedding, block, norm = raised.value.problems
+    assert "model.embed_tokens.weight" in embedding.why
+    assert "model.layers.9.*" in block.what
+    assert "model.norm.weight" in norm.why
+
+
+def test_to_freeze_everything_is_refused():
+    with pytest.raises(UserError, match="nothing would be trained"):
+        freeze(decoder(), ["*"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        (2, [EMBEDDING, UNTIED]),
+        (2, [SOME]),
+        pytest.param(2, [BLOCKS], marks=pytest.mark.slow),
+        pytest.param(2, [HEAD, UNTIED], marks=pytest.mark.slow),
+        pytest.param(2, ["train.freeze=['model.*']", UNTIED], marks=pytest.mark.slow),
+        pytest.param(4, [SOME, "sharding=hsdp", "sharding.replicas=2"], marks=pytest.mark.slow),
+        pytest.param(
+            2, [SOME, "sharding=ddp", "activation_checkpoint=full"], marks=pytest.mark.slow
+        ),
+        pytest.param(4, [SOME, "sharding.accumulate=unsharded"], marks=pytest.mark.slow),
+        pytest.param(2, [SOME, "sharding.cpu_offload=true"], marks=pytest.mark.slow),
+        pytest.param(2, [SOME, "sharding.blocks_per_unit=2"], marks=pytest.mark.slow),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_frozen_run_is_the_same_however_it_is_sharded(train, ranks, how):
+    alone = [part for part in how if part.startswith(("train.", "model."))]
+    common = ["schedule=constant", "train.steps=8", "batch.rows=7"]
+    expected = train("alone", *common, *alone)
+    run = train("run", *common, *how, "batch.micro_rows=1", ranks=ranks)
+    assert run.column("loss") == pytest.approx(expected.column("loss"), rel=1e-5)
+    assert run.column("grad_norm") == pytest.approx(expected.column("grad_norm"), rel=1e-4)
+    assert stored(newest(run)).keys() == stored(newest(expected)).keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patterns", [EMBEDDING, SOME])
+def test_compiled_blocks_know_what_is_frozen(train, compiled, patterns):
+    common = ["schedule=constant", "train.steps=4", patterns]
+    expected = train("plain", *common, ranks=2)
+    run = train("compiled", *common, *compiled, ranks=2)
+    assert run.column("loss") == pytest.approx(expected.column("loss"), rel=1e-5)
+    assert "compiled again" not in run.out
+
+
+@pytest.mark.slow
+def test_silent_corruption_is_looked_for_with_a_frozen_embedding(train):
+    run = train("run", SOME, "train.steps=4", "train.check_every=2", ranks=2)
+    assert not run.event("corruption")
+    assert run.column("step") == [1, 2, 3, 4]
+
+
+@pytest.fixture
+def base(train):
+    """A run whose weights are where others begin."""
+    return train("base", "train.steps=4", ranks=2)
+
+
+def begin_from(base):
+    return ["model=auto", f"model.init_from={base.folder}", "tokenizer.path=demo:bytes"]
+
+
+def test_a_frozen_weight_is_no_part_of_a_checkpoint_and_is_exported_as_it_was(train, base):
+    common = [*begin_from(base), "train.steps=3", "checkpoint.export_hf=true"]
+    how = {"ranks": 2, "base": ["batch.seq_len=128", "precision=bf16"]}
+    whole, run = train("whole", *common, **how), train("run", *common, SOME, **how)
+    before, after = stored(newest(base)), stored(newest(run))
+    exported = load_file(run.folder / "hf" / "model.safetensors")
+    trained = [name for name in exported if f"weights/{name}" in after]
+    frozen = [name for name in exported if name not in trained]
+    assert {name.split(".")[1] for name in frozen} == {"embed_tokens", "layers"}
+    assert not [name for name in after if any(frozen_name in name for frozen_name in frozen)]
+    assert all(after[f"weights/{name}"].dtype == torch.float32 for name in trained)
+    for name in frozen:
+        rows = before[f"weights/{name}"][: len(exported[name])]
+        assert torch.equal(exported[name], rows.to(exported[name].dtype)), name
+    for name in trained:
+        assert not torch.equal(exported[name], before[f"weights/{name}"][: len(exported[name])])
+    assert " trained)" in run.out
+    numbers = sum(tensor.numel() for tensor in after.values())
+    assert numbers < 0.8 * sum(tensor.numel() for tensor in stored(newest(whole)).values())
+
+
+def test_a_frozen_run_that_goes_on_ends_bitwise_where_one_without_a_stop_does(train, base):
+    common = [*begin_from(base), SOME, "checkpoint.every=3", "schedule=constant"]
+    how = {"ranks": 2, "base": ["batch.seq_len=128", "precision=bf16"]}
+    expected = train("whole", *common, "train.steps=6", **how)
+    train("run", *common, "train.steps=3", **how)
+    run = train("run", *common, "train.steps=6", **how)
+    assert_bitwise_equal(stored(newest(run)), stored(newest(expected)))
+    on_more = train("run", *common, "train.steps=7", ranks=4, base=how["base"])
+    assert on_more.column("step") == list(range(1, 8))
+
+
+def test_random_weights_that_are_frozen_are_drawn_again(train, world, tmp_path):
+    common = [SOME, "checkpoint.every=3", "sharding=ddp"]
+    expected = train("whole", *common, "train.steps=6", "checkpoint.export_hf=true", ranks=2)
+    train("run", *common, "train.steps=3", ranks=2)
+    run = train("run", *common, "train.steps=6", ranks=2)
+    assert_bitwise_equal(stored(newest(run)), stored(newest(expected)))
+    loaded = load_model(run.folder).state_dict()
+    exported = load_file(expected.folder / "hf" / "model.safetensors")
+    for name, tensor in exported.items():
+        assert torch.equal(loaded[name][: len(tensor)].to(tensor.dtype), tensor), name
+
+
+def test_a_base_that_is_gone_or_has_changed_is_named(train, world, base, tmp_path):
+    common = [*begin_from(base), SOME]
+    small = ["batch.seq_len=128"]
+    train("first", *begin_from(base), "train.steps=1", "checkpoint.export_hf=true", base=small)
+    hf = tmp_path / "first" / "hf"
+    run = train(
+        "run", f"model.init_from={hf}", *common[2:], "model=auto", "train.steps=2", base=small
+    )
+    weights = hf / "model.safetensors"
+    content = weights.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    start = json.loads(content[8 : 8 + length])["model.embed_tokens.weight"]["data_offsets"][0]
+    changed = bytearray(content)
+    changed[8 + length + start + 43] ^= 1  # in the exponent of a float32 number
+    weights.write_bytes(changed)
+    go_on = [f"model.init_from={hf}", *common[2:], "model=auto", "train.steps=3"]
+    err = train("run", *go_on, base=small, ranks=2, code=2).err
+    assert "the frozen weights have changed" in err
+    assert "model.embed_tokens.weight" in err
+    export = ["export", f"source={run.folder}", f"out={tmp_path / 'out'}"]
+    assert "have changed" in world.command(*export, code=2)[0].err
+    weights.write_bytes(content)
+    world.command(*export)
+    hf.rename(tmp_path / "elsewhere")
+    err = world.command("export", f"source={run.folder}", f"out={tmp_path / 'other'}", code=2)[
+        0
+    ].err
+    assert str(hf) in err
+    assert "Traceback" not in err
+    hf.symlink_to(tmp_path / "elsewhere")
+    train("run", *go_on, base=small, ranks=2)
+
+
+def test_a_run_begins_from_a_frozen_run_and_its_base(train, base):
+    small = ["batch.seq_len=128"]
+    middle = train("middle", *begin_from(base), SOME, "train.steps=2", base=small, ranks=2)
+    last = train("last", *begin_from(middle), BLOCKS, "train.steps=2", base=small, ranks=2)
+    first, second = load_model(middle.folder).state_dict(), load_model(last.folder).state_dict()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]) == (".layers." in name), name
+
+
+def test_what_is_frozen_changes_only_where_that_is_allowed(train):
+    run = train("run", SOME, "train.steps=2")
+    err = train("run", EMBEDDING, "train.steps=4", code=2).err
+    assert "checkpoint.allow_changes=[train.freeze]" in err
+    allowed = "checkpoint.allow_changes=[train.freeze]"
+    more = train("run", EMBEDDING, allowed, "train.steps=4", ranks=2)
+    names = {name for name in stored(newest(more)) if name.startswith("weights/")}
+    assert "weights/model.layers.0.mlp.up_proj.weight" in names
+    assert "weights/model.embed_tokens.weight" not in names
+    assert more.column("step") == [1, 2, 3, 4]
+    err = train("run", SOME, allowed, "train.steps=5", code=2).err
+    assert f"model.init_from={run.folder}" in err
+
+
+def test_new_tokens_need_a_trained_embedding(train, base):
+    tokens = "tokenizer.add_tokens=['<new>']"
+    err = train("run", *begin_from(base), EMBEDDING, tokens, base=["batch.seq_len=128"], code=2).err
+    assert "they would never be learnt" in err
+
+
+def test_a_pattern_that_fits_nothing_stops_a_run_before_it_reads_data(train):
+    run = train("run", "train.freeze=[embed_tokens]", code=2)
+    assert "model.embed_tokens.weight" in run.err
+    assert not run.event("start")
+
+
+def test_memory_has_no_gradient_moments_or_master_copy_of_a_frozen_parameter():
+    cfg = TrainConfig()
+    cfg.precision = Precision(param_dtype="bfloat16", master_dtype="float32")
+    config = ModelConfig(
+        vocab_size=1000, hidden_size=64, head_dim=16, intermediate_size=176, num_hidden_layers=4
+    )
+    before = memory(cfg, config, 2).peak.bytes
+    cfg.train.freeze = ["model.layers.*"]
+    after = memory(cfg, config, 2).peak.bytes
+    with torch.device("meta"):
+        model = Decoder(config)
+    blocks = sum(p.numel() for p in model.model.layers.parameters()) / 2
+    assert before["parameters"] - after["parameters"] == pytest.approx(2 * blocks)
+    assert before["optimizer"] - after["optimizer"] == pytest.approx(8 * blocks)
+    freeze(model, ["model.layers.*"])
+    items = least_memory(model, Setup(Sharding(), Precision(), Optim(), 2))
+    sizes = {item.name: item.size for item in items}
+    assert sizes["frozen"] == 2 * blocks
+    assert math.isclose(sizes["moments"], 2 * sizes["weights"])

@@ -1,0 +1,38 @@
+"""What a head computes, by the textbook: in float64 and by autograd."""
+
+import torch
+import torch.nn.functional as F
+
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.head import Head
+
+VOCABULARY, WIDTH, TOKENS = 8192, 16, 100  # of which 1 MiB holds 32 tokens' logits
+
+
+def make(chunk_mib=1, dtype=torch.float32, **options):
+    """A head, hidden states, targets and weights, some of which are 0, as padding's."""
+    torch.manual_seed(0)
+    head = Head(ModelConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, **options))
+    head.weight = torch.nn.Parameter(torch.randn(head.weight.shape).to(dtype))
+    head.chunk_mib = chunk_mib
+    weights = torch.rand(TOKENS)
+    weights[::3] = 0
+    return (
+        head,
+        torch.randn(TOKENS, WIDTH).to(dtype).requires_grad_(),
+        torch.randint(VOCABULARY, (TOKENS,)),
+        weights,
+    )
+
+
+def textbook(head, hidden, targets, weights, label_smoothing=0.0, z_loss=0.0):
+    """In float64, by autograd: the value, each token's negative log-likelihood, the gradients of
+    hidden and weight."""
+    hidden, weight = (t.detach().double().requires_grad_() for t in (hidden, head.weight))
+    logits = hidden @ weight[:VOCABULARY].T
+    if head.softcap:
+        logits = torch.tanh(logits / head.softcap) * head.softcap
+    nll = F.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
+    value = (weights * (nll + z_loss * logits.logsumexp(-1).square())).sum()
+    value.backward()
+    return value, F.cross_entropy(logits, targets, reduction="none"), hidden.grad, weight.grad

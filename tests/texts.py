@@ -1,0 +1,102 @@
+"""Small stores of texts, tokenizers and chats."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from fsdp_trainer.config.schema import Data
+from fsdp_trainer.data.samples import SampleBuilder
+from fsdp_trainer.data.templates import load_template
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+"""Real tokenizers and chats, which are not shipped."""
+
+
+@dataclass
+class Lengths:
+    """A store that has lengths only."""
+
+    lengths: np.ndarray
+    fingerprint: str = "f"
+    group_starts = None
+
+    @property
+    def tokens(self):
+        return np.zeros(self.lengths.sum(), np.int32)
+
+    @property
+    def weight_sums(self):
+        return self.lengths * 0.5
+
+    @property
+    def supervised(self):
+        return self.lengths - 1
+
+
+class Texts(Lengths):
+    """A store of texts in which every token is another number; all but the first of a text are
+    learnt."""
+
+    tokens = None
+
+    def __init__(self, lengths):
+        self.lengths, self.fingerprint, self.source_names = np.array(lengths), "f", [""]
+        self.offsets = np.cumsum(self.lengths) - self.lengths
+        self.tokens = np.arange(sum(lengths), dtype=np.int32)
+        self.weights = np.ones(sum(lengths), np.float32)
+        self.weights[self.offsets] = 0
+
+    @property
+    def weight_sums(self):
+        return self.lengths - 1
+
+
+def turn(role, content, **others):
+    return {"role": role, "content": content, **others}
+
+
+CHAT = [
+    turn("system", "Be brief."),
+    turn("user", "Hi"),
+    turn("assistant", "Hello!"),
+    turn("user", "2+2?"),
+    turn("assistant", "4"),
+]
+
+
+def made_tokenizer(special=("<|begin_of_text|>", "<|eot_id|>")):
+    """A small byte-level BPE."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        [str(CHAT)] * 3,
+        trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False),
+    )
+    backend.add_special_tokens(
+        [AddedToken(s, special=True, normalized=False) for s in dict.fromkeys(special)]
+    )
+    return backend
+
+
+def samples_of(tokenizer, row, template=None, seq_len=1000, **options):
+    """All samples of a row, and the builder with its counts."""
+    template = template or load_template("chatml", tokenizer)
+    builder = SampleBuilder(Data(**options), seq_len, tokenizer, template)
+    return [sample for made in builder.tokenize(builder.render(row)) for sample in made], builder
+
+
+def learnt(tokenizer, sample):
+    """The learnt stretches of a sample, as text."""
+    texts, previous = [], 0.0
+    for token, weight in zip(sample.tokens.tolist(), sample.weights.tolist(), strict=True):
+        if weight:
+            texts = texts if previous else [*texts, []]
+            texts[-1].append(token)
+        previous = weight
+    return [tokenizer.decode(t, skip_special=False) for t in texts]

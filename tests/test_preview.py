@@ -451,7 +451,7 @@ def test_pieces_join_to_the_text_for_tokenizers_that_strip_spaces(tmp_path):
     tokenizer = load_tokenizer(str(path))
     for text in ("Hello  world \n x", "猫 𝒳 é </s> tail"):
         ids = np.array(tokenizer.encode(text))
-        pieces = previewing.Pieces(tokenizer).of(ids, np.ones(len(ids)))
+        pieces = previewing.TokenTexts(tokenizer).of(ids, np.ones(len(ids)))
         assert "".join(piece.text for piece in pieces).strip() == text.strip()
         assert [id for piece in pieces for id in piece.ids] == ids.tolist()
         assert all(a.text or b.text for a, b in pairwise(pieces))
@@ -460,8 +460,8 @@ def test_pieces_join_to_the_text_for_tokenizers_that_strip_spaces(tmp_path):
 def test_half_a_character_is_shown_as_its_token():
     tokenizer = load_tokenizer("demo:bytes")
     ids = np.array(tokenizer.encode("é"))
-    (whole,) = previewing.Pieces(tokenizer).of(ids, np.ones(2))
+    (whole,) = previewing.TokenTexts(tokenizer).of(ids, np.ones(2))
     assert (whole.text, whole.ids) == ("é", ids.tolist())
-    halves = previewing.Pieces(tokenizer).of(ids, np.array([0, 1]))
+    halves = previewing.TokenTexts(tokenizer).of(ids, np.array([0, 1]))
     assert [piece.ids for piece in halves] == [[ids[0]], [ids[1]]]
     assert all("\ufffd" not in piece.text for piece in halves)

@@ -44,7 +44,7 @@ class Told:
 
 
 @dataclass
-class Component:
+class ComponentSources:
     """What is tokenised, packed and ordered by itself. share: of its rows, held out for validation; key: the one that names it."""
 
     name: str
@@ -62,7 +62,12 @@ class Preparation:
     """One component's stores, as folders of the cache."""
 
     def __init__(
-        self, component: Component, how: How, content: dict[str, Content], root: Path, told: Told
+        self,
+        component: ComponentSources,
+        how: How,
+        content: dict[str, Content],
+        root: Path,
+        told: Told,
     ):
         self.component, self.how, self.root, self.told = component, how, root, told
         self.stamps = {file: content[file].stamp for file in component.files}

@@ -9,7 +9,7 @@ import numpy as np
 from fsdp_trainer.config.data_files import entries, is_mixture
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.fingerprint import contents, fingerprint
-from fsdp_trainer.data.preparation import Component, Preparation, Told, commit, read_whole
+from fsdp_trainer.data.preparation import ComponentSources, Preparation, Told, commit, read_whole
 from fsdp_trainer.data.sources import find_sources
 from fsdp_trainer.data.store import TokenStore, add_totals, merge, read_meta, write_meta
 from fsdp_trainer.data.stream import StreamedData
@@ -43,7 +43,9 @@ class Prepared:
         return "-".join(store.fingerprint for store in stores)
 
 
-def components(data: Data, root: Path, told: Told) -> tuple[list[Component], Component | None]:
+def components(
+    data: Data, root: Path, told: Told
+) -> tuple[list[ComponentSources], ComponentSources | None]:
     """What `data` trains on, and what it names to be validated on, fetched if it lies elsewhere. UserError if there is nothing there."""
     sources, named = (
         find_sources(data.path, "data.path", root, told.say, told.progress),
@@ -51,12 +53,12 @@ def components(data: Data, root: Path, told: Told) -> tuple[list[Component], Com
     )
     share = data.validation if isinstance(data.validation, int | float) else 0.0
     if is_mixture(data.path) and len(named) > 1:
-        train = [Component(source.name, [source], share) for source in sources]
+        train = [ComponentSources(source.name, [source], share) for source in sources]
     else:
-        train = [Component(named[0].name or TRAIN, sources, share)]
+        train = [ComponentSources(named[0].name or TRAIN, sources, share)]
     if data.validation is None or share:
         return train, None
-    return train, Component(
+    return train, ComponentSources(
         VALIDATION,
         find_sources(data.validation, "data.validation", root, told.say, told.progress),
         key="data.validation",

@@ -17,7 +17,7 @@ from fsdp_trainer.data.order import RowData
 from fsdp_trainer.data.preferences import preference_summary
 from fsdp_trainer.data.preparation import Told
 from fsdp_trainer.data.prepare import Prepared
-from fsdp_trainer.data.preview_page import Page, Piece, ShownDocument, ShownRow
+from fsdp_trainer.data.preview_page import Page, ShownDocument, ShownRow, TextPiece
 from fsdp_trainer.data.stream import StreamedData, StreamedRow
 from fsdp_trainer.data.summary import all_findings, amounts, figures_by_source, left_out
 from fsdp_trainer.data.templates import Template
@@ -102,7 +102,7 @@ def look(
 ) -> Page:
     """Gather what there is to see. Raises UserError for a tokenizer that does not fit the model."""
     lengths = np.concatenate([store.lengths for store in prepared.train])
-    store, pieces = prepared.train[0], Pieces(tokenizer)
+    store, pieces = prepared.train[0], TokenTexts(tokenizer)
     known = [
         *vocabulary(cfg, tokenizer),
         *all_findings(prepared, order.seq_len),
@@ -143,7 +143,7 @@ def look(
 
 def look_at_stream(cfg: PreviewConfig, tokenizer: TextTokenizer, streamed: StreamedData) -> Page:
     """The same of data that is streamed: of its first rows. Raises UserError as `look` does."""
-    pieces, names, seq_len = Pieces(tokenizer), streamed.source_names, streamed.seq_len
+    pieces, names, seq_len = TokenTexts(tokenizer), streamed.source_names, streamed.seq_len
     return Page(
         str(cfg.run.name),
         streamed.report,
@@ -269,7 +269,7 @@ def shown_row(
     where: list[str],
     names: list[str],
     seq_len: int,
-    pieces: "Pieces",
+    pieces: "TokenTexts",
 ) -> ShownRow:
     """A row, document by document. where: FILE:LINE of each; names: of the sources."""
     documents, start = [], 0
@@ -291,7 +291,7 @@ def shown_row(
     return ShownRow(index, documents, seq_len - start)
 
 
-class Pieces:
+class TokenTexts:
     """Text of single tokens. Decoders look at neighbours (a space at the beginning, bytes of one character), so each is decoded behind another one."""
 
     def __init__(self, tokenizer: TextTokenizer):
@@ -301,11 +301,11 @@ class Pieces:
         self.before = len(tokenizer.decode(self.anchor, skip_special=False))
         self.known: dict[tuple[int, ...], str] = {}
 
-    def of(self, tokens: np.ndarray, weights: np.ndarray) -> list[Piece]:
+    def of(self, tokens: np.ndarray, weights: np.ndarray) -> list[TextPiece]:
         """tokens, weights: [length]."""
         return list(self._cut(tokens.tolist(), weights.tolist()))
 
-    def _cut(self, tokens: list[int], weights: list[float]) -> Iterator[Piece]:
+    def _cut(self, tokens: list[int], weights: list[float]) -> Iterator[TextPiece]:
         start = 0
         while start < len(tokens):
             alike = 1
@@ -324,7 +324,7 @@ class Pieces:
             text = self.text(tokens[start : start + n])
             if "\ufffd" in text:
                 text = self.tokenizer.backend.id_to_token(tokens[start]) or text
-            yield Piece(
+            yield TextPiece(
                 text, tokens[start : start + n], weights[start], tokens[start] in self.special
             )
             start += n

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jinja2
 
-from fsdp_trainer.data.preview_page import SOURCE_COLUMNS, Page, Piece
+from fsdp_trainer.data.preview_page import SOURCE_COLUMNS, Page, TextPiece
 from fsdp_trainer.errors import Problem, UserError
 
 HERE = Path(__file__).parent
@@ -40,7 +40,7 @@ def _hash(content: str) -> str:
     return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"
 
 
-def _classes(piece: Piece) -> str:
+def _classes(piece: TextPiece) -> str:
     return " ".join(
         name for name, holds in (("s", piece.special), ("w", piece.weight not in (0, 1))) if holds
     )

@@ -9,7 +9,7 @@ SOURCE_COLUMNS = ("source", "samples", "tokens", "share", "supervised", "epochs"
 
 
 @dataclass
-class Piece:
+class TextPiece:
     """A token, or those that only together are a character."""
 
     text: str
@@ -29,7 +29,7 @@ class ShownDocument:
 
     where: str
     source: str
-    pieces: list[Piece]
+    pieces: list[TextPiece]
     next_label: int = -100
     """What the last position is trained to predict, where the document goes on in another row."""
 

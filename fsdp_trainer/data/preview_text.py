@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_trainer.data.findings import Finding
-from fsdp_trainer.data.preview_page import SOURCE_COLUMNS, Page, Piece, ShownDocument
+from fsdp_trainer.data.preview_page import SOURCE_COLUMNS, Page, ShownDocument, TextPiece
 from fsdp_trainer.observe.terminal import Terminal
 
 BAR = 30  # characters of the longest bar
@@ -97,7 +97,7 @@ def style(weight: float, special: bool) -> str:
 def body(document: ShownDocument, colour: bool) -> Text:
     """The text of a document."""
 
-    def kind(piece: Piece) -> tuple[float, bool]:
+    def kind(piece: TextPiece) -> tuple[float, bool]:
         return piece.weight, colour and piece.special
 
     text = Text()

@@ -15,10 +15,10 @@ from fsdp_trainer.config.verbs import DoctorConfig
 from fsdp_trainer.devices import peak_flops
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.launch import speed
-from fsdp_trainer.launch.doctor_report import UNHEALTHY, Report, counted
+from fsdp_trainer.launch.doctor_report import UNHEALTHY, DoctorReport, counted
 from fsdp_trainer.launch.facts import (
     CLOCK_SECONDS,
-    Finding,
+    Check,
     clocks,
     facts_of,
     flops,
@@ -52,13 +52,13 @@ def checkup(cfg: DoctorConfig) -> int:
     world = meet(cfg, timeout)
     if world is None:
         return UNHEALTHY
-    report = Report(cfg.doctor.format, quiet=not world.main)
+    report = DoctorReport(cfg.doctor.format, quiet=not world.main)
     try:
         examine(cfg, world, report, timeout)
     except (RuntimeError, RunFailed) as error:  # a collective failed, or someone did not come
         report.add(
             "network",
-            Finding(
+            Check(
                 "problem",
                 "communication",
                 f"broke down: {str(error).strip().splitlines()[0]}",
@@ -87,7 +87,7 @@ def meet(cfg: DoctorConfig, timeout: float) -> World | None:
         return None
 
 
-def examine(cfg: DoctorConfig, world: World, report: Report, timeout: float) -> None:
+def examine(cfg: DoctorConfig, world: World, report: DoctorReport, timeout: float) -> None:
     """All sections. The settings are told before the first collective, which may hang for their sake."""
     everyone = world.to_main("facts", look(cfg, world), timeout)
     if world.main:
@@ -100,7 +100,7 @@ def examine(cfg: DoctorConfig, world: World, report: Report, timeout: float) -> 
     if not alike:
         report.add(
             "network",
-            Finding(
+            Check(
                 "problem", "not tried", "some ranks compute on GPUs and some do not: see software"
             ),
         )
@@ -114,7 +114,7 @@ def examine(cfg: DoctorConfig, world: World, report: Report, timeout: float) -> 
         else ""
     )
     met = f"{counted(world.size, 'rank')} met{at} in {time.perf_counter() - began:.2f} s"
-    report.add("network", Finding("ok", "process group", met))
+    report.add("network", Check("ok", "process group", met))
     report.add("network", *clock(world, everyone, timeout))
     if cfg.doctor.measure:
         report.add("network", *network(cfg, world, everyone, timeout))
@@ -150,7 +150,7 @@ def look(cfg: DoctorConfig, world: World) -> Looked:
     return looked
 
 
-def clock(world: World, everyone: Sequence[Looked], timeout: float) -> list[Finding]:
+def clock(world: World, everyone: Sequence[Looked], timeout: float) -> list[Check]:
     """Of the hosts, read between two moments of rank 0's that lie close together."""
     began = time.time()
     speed.largest(0.0)
@@ -160,7 +160,7 @@ def clock(world: World, everyone: Sequence[Looked], timeout: float) -> list[Find
         f.clock = at
     if not world.main or len({f.node for f in everyone}) == 1:
         return []
-    right = Finding(
+    right = Check(
         "ok",
         "clocks",
         f"within {CLOCK_SECONDS:g} s of {everyone[0].host}'s; asking took {ended - began:.3f} s",
@@ -170,11 +170,11 @@ def clock(world: World, everyone: Sequence[Looked], timeout: float) -> list[Find
 
 def network(
     cfg: DoctorConfig, world: World, everyone: Sequence[Looked], timeout: float
-) -> list[Finding]:
+) -> list[Check]:
     """Collectives within nodes and over all, then every link by itself."""
     nodes = world.from_main("nodes", lambda: [f.node for f in everyone], timeout)
     if world.size == 1:
-        return [Finding("note", "not measured", "there is one rank")]
+        return [Check("note", "not measured", "there is one rank")]
     found = []
     groups = {
         node: [rank for rank, at in enumerate(nodes) if at == node] for node in dict.fromkeys(nodes)
@@ -202,7 +202,7 @@ def network(
     for rate in speed.collectives(world.device):
         text = f"{rate.size // speed.MIB:>2} MiB: {gigabytes(rate.algorithm)}, bus {gigabytes(rate.bus)}"
         found.append(
-            Finding(
+            Check(
                 "ok",
                 rate.name,
                 f"{text}, {counted(world.size, 'rank')} on {counted(len(groups), 'node')}",
@@ -224,7 +224,7 @@ def network(
 
 def devices(
     cfg: DoctorConfig, world: World, everyone: Sequence[Looked], timeout: float
-) -> list[Finding]:
+) -> list[Check]:
     """Matrix products on all ranks at once, as in training."""
     rates = world.to_main("products", speed.products(world.device), timeout)
     if not world.main:
@@ -241,8 +241,6 @@ def devices(
     if peak and median_high(rates) < peak / 2:
         text = f"{median_high(rates) / peak:.0%} of the data sheet's {flops(peak)}: a power limit, heat, or someone else's job"
         found.append(
-            Finding(
-                "warning", "all devices", text, "nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE"
-            )
+            Check("warning", "all devices", text, "nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE")
         )
     return found

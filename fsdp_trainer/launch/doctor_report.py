@@ -4,13 +4,13 @@ import json
 import sys
 from dataclasses import asdict
 
-from fsdp_trainer.launch.facts import Finding
+from fsdp_trainer.launch.facts import Check
 
 COLOURS = {"ok": "32", "note": "2", "warning": "33", "problem": "31"}
 UNHEALTHY = 3
 
 
-class Report:
+class DoctorReport:
     """Findings, printed section by section as they come; on all ranks but rank 0 quiet."""
 
     def __init__(self, format: str, quiet: bool):
@@ -18,7 +18,7 @@ class Report:
         self.counts = dict.fromkeys(COLOURS, 0)
         self.section = ""
 
-    def add(self, section: str, *findings: Finding) -> None:
+    def add(self, section: str, *findings: Check) -> None:
         """Tell them."""
         for finding in findings:
             self.counts[finding.mark] += 1
@@ -41,7 +41,7 @@ class Report:
         ):  # whoever read this has seen enough; the other ranks wait for this one
             self.quiet = True
 
-    def _line(self, section: str, finding: Finding) -> str:
+    def _line(self, section: str, finding: Check) -> str:
         if self.format == "json":
             told = asdict(finding)
             del told["certain"]

@@ -46,7 +46,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass
-class Finding:
+class Check:
     """mark: `ok`, `note`, `warning` (slower, or less sure) or `problem` (will break or cripple a run). certain: `train` refuses to begin."""
 
     mark: str
@@ -152,7 +152,7 @@ def preflight(
     unshared = "" if shared else f"{run.absolute()} is not the folder that rank 0 claimed"
     everyone = world.to_main("facts", facts_of(cfg, world, data, unshared), timeout)
     problems: list[Problem] = []
-    findings: list[Finding] = []
+    findings: list[Check] = []
     if world.main:
         findings = [
             *compare(everyone, began, time.time()),
@@ -172,7 +172,7 @@ def preflight(
     return [f"{f.what}: {f.text}" + (f"\n       {f.advice}" if f.advice else "") for f in told]
 
 
-def compare(facts: Sequence[RankFacts], began: float, ended: float) -> list[Finding]:
+def compare(facts: Sequence[RankFacts], began: float, ended: float) -> list[Check]:
     """What differs among ranks. Every clock was read after `began` and before `ended` of rank 0's clock."""
     found = (
         differences(facts, "settings")
@@ -185,13 +185,13 @@ def compare(facts: Sequence[RankFacts], began: float, ended: float) -> list[Find
         )
         advice = "The nodes would train on different rows. Give every node the same files, or one data.cache that all see"
         found.append(
-            Finding("problem", "data", f"prepared differently: {text}", advice, certain=True)
+            Check("problem", "data", f"prepared differently: {text}", advice, certain=True)
         )
     for reason, ranks in by_value([f.unshared for f in facts]):
         if reason:
             advice = "Every rank writes its part of a checkpoint there:  run.root=FOLDER  on storage that all nodes share"
             found.append(
-                Finding(
+                Check(
                     "problem",
                     "run.root",
                     f"is not shared. {who(ranks, facts)}: {reason}",
@@ -202,7 +202,7 @@ def compare(facts: Sequence[RankFacts], began: float, ended: float) -> list[Find
     return found + clocks(facts, began, ended)
 
 
-def clocks(facts: Sequence[RankFacts], began: float, ended: float) -> list[Finding]:
+def clocks(facts: Sequence[RankFacts], began: float, ended: float) -> list[Check]:
     """Hosts whose clock cannot have been read between `began` and `ended` if it were right."""
     found = []
     for node, ranks in by_value([f.node for f in facts]):
@@ -211,11 +211,11 @@ def clocks(facts: Sequence[RankFacts], began: float, ended: float) -> list[Findi
         if abs(off) > CLOCK_SECONDS and node != facts[0].node:
             text = f"that of {facts[ranks[0]].host} is at least {abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} {facts[0].host}'s"
             advice = "Logs cannot be put in order, and shared storage takes new files for old ones: let chrony or ntpd set it"
-            found.append(Finding("warning", "clock", text, advice))
+            found.append(Check("warning", "clock", text, advice))
     return found
 
 
-def differences(facts: Sequence[RankFacts], kind: str) -> list[Finding]:
+def differences(facts: Sequence[RankFacts], kind: str) -> list[Check]:
     """Values under a name in `settings`, `versions` or `environment` that not all ranks have: the odd ones out are named."""
     found = []
     for name in sorted({name for f in facts for name in getattr(f, kind)}):
@@ -238,7 +238,7 @@ def differences(facts: Sequence[RankFacts], kind: str) -> list[Finding]:
             )
             certain = not of_a_node
             found.append(
-                Finding(
+                Check(
                     "problem" if certain else "warning",
                     name,
                     text,
@@ -259,11 +259,11 @@ def differences(facts: Sequence[RankFacts], kind: str) -> list[Finding]:
                 if kind == "versions"
                 else "Set it alike on all nodes"
             )
-            found.append(Finding(mark, name, text, "" if mark == "note" else advice))
+            found.append(Check(mark, name, text, "" if mark == "note" else advice))
     return found
 
 
-def limits(facts: Sequence[RankFacts], device: str) -> list[Finding]:
+def limits(facts: Sequence[RankFacts], device: str) -> list[Check]:
     """What the system grants too little of for a world of this size."""
     found = []
     ranks_of = Counter(f.node for f in facts)
@@ -271,7 +271,7 @@ def limits(facts: Sequence[RankFacts], device: str) -> list[Finding]:
     if small and device == "cuda":
         text = f"{gib(facts[small[0]].shm)} on {who(small, facts)}, through which NCCL's ranks talk"
         found.append(
-            Finding(
+            Check(
                 "problem",
                 "/dev/shm",
                 text,
@@ -282,11 +282,11 @@ def limits(facts: Sequence[RankFacts], device: str) -> list[Finding]:
     few = [rank for rank, f in enumerate(facts) if 0 <= f.files < needed]
     if few:
         text = f"{facts[few[0]].files:,} on {who(few, facts)}; connections to {len(facts):,} ranks take up to {needed:,}"
-        found.append(Finding("problem", "open files", text, "ulimit -n 65536  before the launcher"))
+        found.append(Check("problem", "open files", text, "ulimit -n 65536  before the launcher"))
     return found
 
 
-def room(cfg: TrainConfig, run: Path, checkpoint: float) -> list[Finding]:
+def room(cfg: TrainConfig, run: Path, checkpoint: float) -> list[Check]:
     """Whether the run's folder takes the checkpoints that are to lie there at once."""
     place = next((path for path in (run, *run.absolute().parents) if path.is_dir()), Path("/"))
     free = shutil.disk_usage(place).free
@@ -294,12 +294,12 @@ def room(cfg: TrainConfig, run: Path, checkpoint: float) -> list[Finding]:
     more = max(1, cfg.checkpoint.keep + 1 - there)
     text = f"{gib(free)} free for a checkpoint of {gib(checkpoint)}"
     if free >= more * checkpoint:
-        return [Finding("ok", "room", text)]
+        return [Check("ok", "room", text)]
     text += f"; {more} more are to lie there at once: checkpoint.keep={cfg.checkpoint.keep}, and the one that is being written"
     fewer = "Make room, or  run.root=FOLDER" + (
         "  or  checkpoint.keep=1" if cfg.checkpoint.keep > 1 else ""
     )
-    return [Finding("problem" if free < checkpoint else "warning", "room", text, fewer)]
+    return [Check("problem" if free < checkpoint else "warning", "room", text, fewer)]
 
 
 def by_value(values: Sequence[Any]) -> list[tuple[Any, list[int]]]:
@@ -347,7 +347,7 @@ def judge(
     device: str,
     unit: Callable[[float], str],
     of: str = "",
-) -> list[Finding]:
+) -> list[Check]:
     """The median of rates by name, and who is below `slow` of it: on a GPU a fault, on a CPU, whose cores others use too, perhaps a neighbour."""
     usual = median_high(rates.values())
     spread = unit(usual) + (
@@ -355,13 +355,13 @@ def judge(
         if len(rates) > 1
         else ""
     )
-    found = [Finding("ok", what, of + spread)]
+    found = [Check("ok", what, of + spread)]
     for name, rate in sorted(
         ((name, rate) for name, rate in rates.items() if rate < slow * usual),
         key=lambda item: item[1],
     )[:MOST_NAMED]:
         text = f"{name}: {unit(rate)}, {rate / usual:.0%} of the others' {unit(usual)}"
-        found.append(Finding("problem" if device == "cuda" else "warning", f"slow: {what}", text))
+        found.append(Check("problem" if device == "cuda" else "warning", f"slow: {what}", text))
     return found
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from fsdp_trainer.launch.doctor_report import counted
 from fsdp_trainer.launch.facts import (
-    Finding,
+    Check,
     RankFacts,
     by_value,
     differences,
@@ -53,7 +53,7 @@ class Looked(RankFacts):
     """By key of the configuration: what of its files this node has."""
 
 
-def machines(everyone: Sequence[Looked], world: World) -> Iterator[Finding]:
+def machines(everyone: Sequence[Looked], world: World) -> Iterator[Check]:
     """What there is, hosts that are alike on one line; then who is not."""
     nodes = {f.node: f for f in reversed(everyone)}
     ranks_of = {
@@ -76,7 +76,7 @@ def machines(everyone: Sequence[Looked], world: World) -> Iterator[Finding]:
         )
         more = f" and {len(alike) - 8} more" if len(alike) > 8 else ""
         text = f"{said}\n{gib(free.memory)} of memory free{f' on {free.host}' if len(alike) > 1 else ''}, /dev/shm {gib(shm)}, {files}"
-        yield Finding("ok", f"{counted(len(alike), 'host')}", f"{named}{more}\n{text}")
+        yield Check("ok", f"{counted(len(alike), 'host')}", f"{named}{more}\n{text}")
     yield from differences(everyone, "machine")
     for node, ranks in ranks_of.items():
         threads, cores, host = nodes[node].threads, nodes[node].cores, nodes[node].host
@@ -87,13 +87,13 @@ def machines(everyone: Sequence[Looked], world: World) -> Iterator[Finding]:
         if crowded or idle:
             text = f"{counted(len(ranks), 'rank')} × {counted(threads, 'thread')} on {counted(cores, 'core')} of {host}"
             advice = f"OMP_NUM_THREADS={max(1, cores // len(ranks))}{' ; torchrun sets 1 where nothing is said' if idle else ''}"
-            yield Finding("warning", "OMP_NUM_THREADS", text, advice)
+            yield Check("warning", "OMP_NUM_THREADS", text, advice)
             break
     if world.device.type == "cuda":
         yield from topology()
 
 
-def topology() -> Iterator[Finding]:
+def topology() -> Iterator[Check]:
     """How this host's GPUs are connected."""
     try:
         told = subprocess.run(
@@ -107,10 +107,10 @@ def topology() -> Iterator[Finding]:
         for row in rows[: next((i for i, row in enumerate(rows) if not row), len(rows))]
     ]
     if told.returncode == 0 and matrix:
-        yield Finding("note", "topology", "\n".join(matrix))
+        yield Check("note", "topology", "\n".join(matrix))
 
 
-def software(everyone: Sequence[Looked]) -> Iterator[Finding]:
+def software(everyone: Sequence[Looked]) -> Iterator[Check]:
     """Versions, from the driver up."""
     odd = differences(everyone, "versions")
     equal = {
@@ -122,20 +122,20 @@ def software(everyone: Sequence[Looked]) -> Iterator[Finding]:
         f"{__version__}, {equal['fsdp_trainer']}" if "fsdp_trainer" in equal else __version__
     )
     same = "equal on all ranks" if len(everyone) > 1 else "versions"
-    yield Finding(
+    yield Check(
         "ok", same, ", ".join(f"{name} {value}" for name, value in equal.items() if value != "none")
     )
     yield from odd
 
 
-def configuration(everyone: Sequence[Looked]) -> Iterator[Finding]:
+def configuration(everyone: Sequence[Looked]) -> Iterator[Check]:
     """Keys that are not at their defaults."""
     odd = differences(everyone, "settings")
     if not any(f.mark == "problem" for f in odd):
         digest = hashlib.blake2b(
             repr(sorted(everyone[0].settings.items())).encode(), digest_size=4
         ).hexdigest()
-        yield Finding(
+        yield Check(
             "ok",
             "configuration",
             f"{digest}: {counted(len(everyone[0].settings), 'key')} not at the default",
@@ -143,13 +143,11 @@ def configuration(everyone: Sequence[Looked]) -> Iterator[Finding]:
     yield from odd
 
 
-def environment(everyone: Sequence[Looked]) -> Iterator[Finding]:
+def environment(everyone: Sequence[Looked]) -> Iterator[Check]:
     """Settings of NCCL, gloo and torch, and network interfaces, with advice."""
     found = everyone[0].environment
     if found:
-        yield Finding(
-            "ok", "settings", "\n".join(f"{name}={value}" for name, value in found.items())
-        )
+        yield Check("ok", "settings", "\n".join(f"{name}={value}" for name, value in found.items()))
     yield from differences(everyone, "environment")
     for name, (values, why) in COSTLY.items():
         ranks = [
@@ -158,7 +156,7 @@ def environment(everyone: Sequence[Looked]) -> Iterator[Finding]:
             if re.fullmatch(values, f.environment.get(name, ""), re.IGNORECASE)
         ]
         if ranks:
-            yield Finding(
+            yield Check(
                 "warning",
                 f"{name}={everyone[ranks[0]].environment[name]}",
                 f"on {who(ranks, everyone)}: {why}",
@@ -174,14 +172,14 @@ def environment(everyone: Sequence[Looked]) -> Iterator[Finding]:
             for f in firsts.values()
         ][:4]
     ):
-        yield Finding(
+        yield Check(
             "note",
             "interfaces",
             f"{', '.join(list(firsts.values())[place].host for place in places)}: {said or 'none'}",
         )
 
 
-def interface_problems(f: Looked, several: bool) -> Iterator[Finding]:
+def interface_problems(f: Looked, several: bool) -> Iterator[Check]:
     """What keeps other hosts from reaching this one."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         asked = f.environment.get(variable, "")
@@ -194,7 +192,7 @@ def interface_problems(f: Looked, several: bool) -> Iterator[Finding]:
         )
         if asked and not asked.startswith("^") and not there:
             text = f"{f.host} has no such interface with an address: it has {', '.join(f.interfaces) or 'none'}"
-            yield Finding(
+            yield Check(
                 "problem", f"{variable}={asked}", text, f"unset {variable}  or name one of them"
             )
     if not several or "GLOO_SOCKET_IFNAME" in f.environment:
@@ -203,10 +201,10 @@ def interface_problems(f: Looked, several: bool) -> Iterator[Finding]:
     if f.address.startswith("127.") or f.address == "nothing":
         text = f"{f.host} resolves to {f.address} on itself, which gloo would tell the other hosts to connect to"
         advice = f"GLOO_SOCKET_IFNAME={real[0] if real else 'INTERFACE'} NCCL_SOCKET_IFNAME=… , or mend /etc/hosts"
-        yield Finding("problem", "host name", text, advice)
+        yield Check("problem", "host name", text, advice)
     elif len(real) > 1:
         text = f"{f.host} has {', '.join(f'{name} ({f.interfaces[name]})' for name in real)}; gloo takes {f.address}, NCCL what it finds first"
-        yield Finding(
+        yield Check(
             "warning",
             "several interfaces",
             text,

@@ -21,7 +21,7 @@ from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch import speed
 from fsdp_trainer.launch.doctor_report import counted
 from fsdp_trainer.launch.facts import (
-    Finding,
+    Check,
     by_value,
     gigabytes,
     host_name,
@@ -41,7 +41,7 @@ EDGE = 64 * 1024  # bytes at each end of a file that tell whether two are the sa
 
 def storage(
     cfg: DoctorConfig, world: World, everyone: Sequence[Looked], timeout: float
-) -> list[Finding]:
+) -> list[Check]:
     """The folder that holds the run: shared, fast, and with room."""
     run = Path(cfg.run.root) / str(cfg.run.name)
     folder = run if run.is_dir() else Path(cfg.run.root)
@@ -53,7 +53,7 @@ def storage(
         why = leave_mark(mark, world.attempt, held) if world.main else ""
         if why := world.from_main("mark", lambda: why, timeout):
             return [
-                Finding(
+                Check(
                     "problem",
                     f"run.root={cfg.run.root}",
                     why,
@@ -116,24 +116,24 @@ def speed_of_disk(cfg: DoctorConfig, mark: Path, world: World) -> tuple[float, f
         return str(error)
 
 
-def sharing(folder: Path, told: Sequence[tuple], everyone: Sequence[Looked]) -> Iterator[Finding]:
+def sharing(folder: Path, told: Sequence[tuple], everyone: Sequence[Looked]) -> Iterator[Check]:
     """Whether all see one folder."""
     blind = by_value([why for why, _ in told])
     for why, ranks in blind:
         if why:
             advice = "Every rank writes its part of a checkpoint there:  run.root=FOLDER  on storage that all nodes share"
-            yield Finding("problem", "not shared", f"{who(ranks, everyone)}: {why}", advice)
+            yield Check("problem", "not shared", f"{who(ranks, everyone)}: {why}", advice)
     if len(blind) == 1 and not blind[0][0]:
-        yield Finding("ok", "shared", f"{folder.absolute()}: all ranks read what rank 0 wrote")
+        yield Check("ok", "shared", f"{folder.absolute()}: all ranks read what rank 0 wrote")
 
 
 def disks(
     told: Sequence[tuple], everyone: Sequence[Looked], cfg: DoctorConfig, world: World
-) -> Iterator[Finding]:
+) -> Iterator[Check]:
     """How fast each node writes and reads, all at once."""
     for rank, (_, rates) in enumerate(told):
         if isinstance(rates, str):
-            yield Finding("problem", "disk", f"{who([rank], everyone)}: {rates}")
+            yield Check("problem", "disk", f"{who([rank], everyone)}: {rates}")
     measured = {
         host_name(everyone[rank].node, everyone): rates
         for rank, (_, rates) in enumerate(told)
@@ -156,24 +156,24 @@ def disks(
             )
 
 
-def space(cfg: DoctorConfig, run: Path) -> Iterator[Finding]:
+def space(cfg: DoctorConfig, run: Path) -> Iterator[Check]:
     """Room for the checkpoints of the model, as far as one is configured."""
     model = cfg.model
     if model.init_from is None and model.name == "auto":
-        yield Finding(
+        yield Check(
             "note",
             "room",
             "not judged: no model is configured, e.g.  model=llama3_8b  or  +recipe=NAME",
         )
         return
     if model.init_from and is_hub_id(model.init_from):
-        yield Finding("note", "room", f"not judged: {model.init_from} has not been fetched")
+        yield Check("note", "room", f"not judged: {model.init_from} has not been fetched")
         return
     try:
         rows = build_tokenizer(cfg).vocab_size if cfg.tokenizer.path else None
         config = resolve_model(model, rows)
     except UserError as error:
-        yield Finding(
+        yield Check(
             "problem",
             "model",
             "\n".join(
@@ -191,11 +191,11 @@ def space(cfg: DoctorConfig, run: Path) -> Iterator[Finding]:
         yield found
 
 
-def inputs(cfg: DoctorConfig, everyone: Sequence[Looked]) -> Iterator[Finding]:
+def inputs(cfg: DoctorConfig, everyone: Sequence[Looked]) -> Iterator[Check]:
     """Whether all nodes read the same files."""
     firsts = [rank for rank, f in enumerate(everyone) if f.inputs]
     if not firsts:
-        yield Finding(
+        yield Check(
             "note",
             "not looked at",
             "no data, tokenizer or weights are configured, e.g.  data.path=chats.jsonl",
@@ -208,13 +208,13 @@ def inputs(cfg: DoctorConfig, everyone: Sequence[Looked]) -> Iterator[Finding]:
         if not odd:
             mark = "problem" if usual.startswith(UNREADABLE) else "ok"
             on_all = f" on {counted(len(firsts), 'node')}" if len(firsts) > 1 else ""
-            yield Finding(mark, key, f"{usual}{on_all if mark == 'ok' else ''}")
+            yield Check(mark, key, f"{usual}{on_all if mark == 'ok' else ''}")
             continue
         text = "\n".join(
             f"{said} on {who([firsts[i] for i in places], everyone)}"
             for said, places in [(usual, majority), *odd]
         )
-        yield Finding("problem", key, f"{value} differs\n{text}", "Give all nodes the same files")
+        yield Check("problem", key, f"{value} differs\n{text}", "Give all nodes the same files")
 
 
 def what_is_read(cfg: DoctorConfig) -> Iterator[tuple[str, str]]:

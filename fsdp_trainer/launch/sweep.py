@@ -103,7 +103,7 @@ class Search(Protocol):
         """Whether a job that runs is to end, from new lines of its metrics."""
 
 
-class Batch:
+class FixedJobs:
     """Jobs that are all known."""
 
     def __init__(self, batch: Sequence[Sequence[str]]):
@@ -153,7 +153,7 @@ class Jobs:
 
     def run_batch(self, batch: Sequence[Sequence[str]]) -> list[float]:
         """Check every job of a batch, then run them. Gives their objectives, NaN where there is none. Raises SweepStopped."""
-        self.run(Batch(batch))
+        self.run(FixedJobs(batch))
         return [
             math.nan if (value := self.jobs[job_id(overrides)].objective) is None else value
             for overrides in batch
@@ -192,7 +192,7 @@ class Jobs:
                 new.append(id)
             elif job.state not in ("waiting", "running"):
                 search.tell(job)
-        if first and new and isinstance(search, Batch):
+        if first and new and isinstance(search, FixedJobs):
             self._refuse_what_all_have_in_common()
             self.hold()
         return new

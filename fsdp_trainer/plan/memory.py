@@ -78,25 +78,25 @@ def memory(cfg: TrainConfig, config: ModelConfig, world: int, device: str = "cud
     return Memory(step.moments(), step.host)
 
 
-class Unit(NamedTuple):
+class FsdpUnit(NamedTuple):
     """What `fully_shard` gathers and reduces together. padded: numbers, shards made equal; whole: as they are."""
 
     padded: float
     whole: float
 
     @classmethod
-    def of(cls, weights: list[torch.Size], group: int) -> "Unit":
+    def of(cls, weights: list[torch.Size], group: int) -> "FsdpUnit":
         """group: ranks that share each parameter out by its rows."""
         padded = sum(-(-shape[0] // group) * group * shape[1:].numel() for shape in weights)
         return cls(padded, sum(shape.numel() for shape in weights))
 
-    def plus(self, other: "Unit") -> "Unit":
+    def plus(self, other: "FsdpUnit") -> "FsdpUnit":
         """Of both."""
-        return Unit(self.padded + other.padded, self.whole + other.whole)
+        return FsdpUnit(self.padded + other.padded, self.whole + other.whole)
 
-    def times(self, count: float) -> "Unit":
+    def times(self, count: float) -> "FsdpUnit":
         """Of so many alike, or of a share of one."""
-        return Unit(self.padded * count, self.whole * count)
+        return FsdpUnit(self.padded * count, self.whole * count)
 
 
 class Step:
@@ -157,11 +157,11 @@ class Step:
 
     def _make_units(self, blocks_per_unit: int) -> None:
         weights, count = remembered(shapes, self.config), self.config.num_hidden_layers
-        table = Unit.of(
+        table = FsdpUnit.of(
             [torch.Size((self.config.embedding_rows, self.config.hidden_size))], self.group
         )
-        norm = Unit.of([torch.Size((self.config.hidden_size,))], self.group)
-        self.block, self.table = Unit.of(weights, self.group), table
+        norm = FsdpUnit.of([torch.Size((self.config.hidden_size,))], self.group)
+        self.block, self.table = FsdpUnit.of(weights, self.group), table
         self.first, self.last = (
             (table.plus(norm), table.plus(norm)) if self.tied else (table, norm.plus(table))
         )
@@ -170,10 +170,12 @@ class Step:
         ]  # of units, in blocks
         self.units = [self.block.times(size) for size in self.sizes]
         self.all = (
-            self.block.times(count).plus(self.last).plus(Unit(0, 0) if self.tied else self.first)
+            self.block.times(count)
+            .plus(self.last)
+            .plus(FsdpUnit(0, 0) if self.tied else self.first)
         )
         shares = self.shares
-        embedding = Unit(0, 0) if self.tied else self.first.times(shares.embedding)
+        embedding = FsdpUnit(0, 0) if self.tied else self.first.times(shares.embedding)
         self.trained = self.last.times(shares.head).plus(embedding)
         self.trained = self.trained.plus(self.block.times(sum(shares.blocks)))
 
@@ -211,7 +213,7 @@ class Step:
             found.append(Moment(when, {name: parts.get(name, 0.0) for name in CATEGORIES}))
         return tuple(found)
 
-    def message(self, *units: Unit) -> float:
+    def message(self, *units: FsdpUnit) -> float:
         """All-gathered, before it is copied out. One rank needs none."""
         return sum(unit.padded for unit in units) * self.compute if self.group > 1 else 0.0
 
@@ -323,7 +325,7 @@ class Step:
         self.gathered = self.waiting = 0.0
         self._send(self.first.times(self.shares.embedding), whole, 0.0, "embedding")
 
-    def _send(self, unit: Unit, whole: float, fetched: float, name: str) -> None:
+    def _send(self, unit: FsdpUnit, whole: float, fetched: float, name: str) -> None:
         """Whole gradients become a message, which stays until the next unit's; what is reduced of it is this rank's gradient."""
         phase, when = (
             "head and loss" if name == "head" else "backward",

@@ -13,7 +13,7 @@ from fsdp_trainer.plan.time import Times, Wire, micro_batches, times, wire
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What a run on one world would need and do. tokens: of a step; flops: of a step, by PaLM's count; checkpoint: bytes on disk."""
 
     world_size: int
@@ -59,12 +59,12 @@ class Plan:
         )
 
 
-def make_plan(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> Plan:
+def make_plan(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> RunPlan:
     """The plan of `cfg` for a model of shape `config` on `world` ranks."""
     rated = device if device.flops else DEVICES["h100"]._replace(per_node=device.per_node)
     tokens = cfg.batch.rows * cfg.batch.seq_len
     trained = trained_parameters(config, cfg.train.freeze)
-    return Plan(
+    return RunPlan(
         world_size=world,
         device=device,
         memory=memory(cfg, config, world, "cpu" if device.name == "cpu" else "cuda"),

@@ -11,7 +11,7 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import duration, short
 from fsdp_trainer.observe.terminal import Terminal
 from fsdp_trainer.parallel.memory_check import gib
-from fsdp_trainer.plan.plan import GIB, Plan
+from fsdp_trainer.plan.plan import GIB, RunPlan
 from fsdp_trainer.plan.suggest import Suggestion
 
 BAR = 32  # characters for the whole of the device's memory
@@ -20,7 +20,7 @@ UNTIMED = "its speed is not in the table: time is compared as on an H100"
 
 
 def as_json(
-    cfg: PlanConfig, plans: list[Plan], suggestions: list[list[Suggestion]], assumed: list[str]
+    cfg: PlanConfig, plans: list[RunPlan], suggestions: list[list[Suggestion]], assumed: list[str]
 ) -> dict[str, Any]:
     """The plan; of several worlds the smallest that fits, else the largest, with all of them under `worlds`."""
     told = [one_world(cfg, plan, found) for plan, found in zip(plans, suggestions, strict=True)]
@@ -30,7 +30,7 @@ def as_json(
     return {**chosen, "assumed": assumed, **several}
 
 
-def one_world(cfg: PlanConfig, plan: Plan, suggestions: list[Suggestion]) -> dict[str, Any]:
+def one_world(cfg: PlanConfig, plan: RunPlan, suggestions: list[Suggestion]) -> dict[str, Any]:
     """GiB, seconds and bytes of one rank; tokens of all. Times are null where the device's speed is not known."""
     peak, timed = plan.memory.peak, plan.step_seconds
     steps = steps_of(cfg, plan)
@@ -72,7 +72,7 @@ def one_world(cfg: PlanConfig, plan: Plan, suggestions: list[Suggestion]) -> dic
     }
 
 
-def steps_of(cfg: PlanConfig, plan: Plan) -> int | None:
+def steps_of(cfg: PlanConfig, plan: RunPlan) -> int | None:
     """Optimizer steps of the run; None where that depends on data that nobody has counted."""
     if cfg.plan.tokens:
         return round((cfg.train.epochs or 1) * cfg.plan.tokens / plan.tokens)
@@ -82,7 +82,7 @@ def steps_of(cfg: PlanConfig, plan: Plan) -> int | None:
 def show(
     cfg: PlanConfig,
     config: ModelConfig,
-    plans: list[Plan],
+    plans: list[RunPlan],
     suggestions: list[list[Suggestion]],
     assumed: list[str],
     console: Terminal | None = None,
@@ -112,7 +112,7 @@ def show(
         )
 
 
-def worlds(plans: list[Plan]) -> Table:
+def worlds(plans: list[RunPlan]) -> Table:
     """A row for each world."""
     table = Table(
         "ranks",
@@ -146,7 +146,7 @@ def worlds(plans: list[Plan]) -> Table:
     return table
 
 
-def verdict(plan: Plan) -> Text:
+def verdict(plan: RunPlan) -> Text:
     """Whether it fits, in one line."""
     where = {
         "any": f"{plan.world_size:,} devices",
@@ -160,7 +160,7 @@ def verdict(plan: Plan) -> Text:
     return told
 
 
-def categories(plan: Plan) -> Table:
+def categories(plan: RunPlan) -> Table:
     """The peak by category."""
     peak = plan.memory.peak
     table = Table.grid(padding=(0, 2))
@@ -185,7 +185,7 @@ def categories(plan: Plan) -> Table:
     return table
 
 
-def figures(cfg: PlanConfig, plan: Plan) -> Table:
+def figures(cfg: PlanConfig, plan: RunPlan) -> Table:
     """Times, wire, length and checkpoints."""
     table = Table.grid(padding=(0, 2))
     count = "one micro-batch" if plan.micro_batches == 1 else f"{plan.micro_batches} micro-batches"
@@ -219,7 +219,7 @@ def figures(cfg: PlanConfig, plan: Plan) -> Table:
     return table
 
 
-def wires(plan: Plan) -> str:
+def wires(plan: RunPlan) -> str:
     """What a rank sends, by dimension of the mesh."""
     told = []
     for name, wire in plan.wire.items():
@@ -232,7 +232,7 @@ def wires(plan: Plan) -> str:
     return "; ".join(told) or "nothing"
 
 
-def length(cfg: PlanConfig, plan: Plan) -> str:
+def length(cfg: PlanConfig, plan: RunPlan) -> str:
     """How long the run takes."""
     steps = steps_of(cfg, plan)
     if steps is None or plan.step_seconds is None:
@@ -242,7 +242,7 @@ def length(cfg: PlanConfig, plan: Plan) -> str:
     return f"{fast} – {slow} for {steps:,} steps, {short(steps * plan.tokens)} tokens"
 
 
-def checkpoints(cfg: PlanConfig, plan: Plan) -> str:
+def checkpoints(cfg: PlanConfig, plan: RunPlan) -> str:
     """Their size, and what they cost."""
     told = f"{gib(plan.checkpoint)}, {plan.checkpoint_seconds:,.0f} s at {plan.device.disk / 1e9:g} GB/s a node"
     every = cfg.checkpoint.every

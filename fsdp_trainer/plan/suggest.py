@@ -15,7 +15,7 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.devices import Device
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.parallel.memory_check import keeps_gathered
-from fsdp_trainer.plan.plan import Plan, make_plan
+from fsdp_trainer.plan.plan import RunPlan, make_plan
 
 SAME, MOMENTS, NUMBERS, TRAINING = range(
     4
@@ -244,7 +244,7 @@ def faster(cfg: TrainConfig, world: int, device: Device) -> Iterator[Change]:
             )
 
 
-def larger(cfg: TrainConfig, config: ModelConfig, plan: Plan) -> list[Suggestion]:
+def larger(cfg: TrainConfig, config: ModelConfig, plan: RunPlan) -> list[Suggestion]:
     """The smallest world that fits, with as little else changed as that takes. Empty if none does."""
     possible = list(smaller(cfg, plan.world_size, plan.device))
     by_name = {change.override.split()[0]: change for change in possible}
@@ -273,7 +273,7 @@ def larger(cfg: TrainConfig, config: ModelConfig, plan: Plan) -> list[Suggestion
     return []
 
 
-def smallest_world(cfg: TrainConfig, config: ModelConfig, plan: Plan) -> int | None:
+def smallest_world(cfg: TrainConfig, config: ModelConfig, plan: RunPlan) -> int | None:
     """The fewest ranks beyond the plan's on which `cfg` fits: whole nodes, once one is full."""
     replicas = cfg.sharding.replicas
     node = math.lcm(plan.device.per_node, replicas)
@@ -306,7 +306,9 @@ def together(*changes: Change) -> Change | None:
     )
 
 
-def tried(change: Change, cfg: TrainConfig, config: ModelConfig, plan: Plan) -> Suggestion | None:
+def tried(
+    change: Change, cfg: TrainConfig, config: ModelConfig, plan: RunPlan
+) -> Suggestion | None:
     """What a change does, if it fits with it and no rule between keys forbids it."""
     settings = changed(cfg, change.keys)
     new = make_plan(settings, config, plan.world_size, plan.device)
@@ -320,7 +322,7 @@ def tried(change: Change, cfg: TrainConfig, config: ModelConfig, plan: Plan) -> 
     return Suggestion(change.override, new.memory.peak.total, cost(new, plan), change.why + host)
 
 
-def cost(new: Plan, old: Plan) -> float:
+def cost(new: RunPlan, old: RunPlan) -> float:
     """How much more time of all devices together a token takes than it would in the old plan, if that fitted."""
     return (new.seconds * new.world_size / new.tokens) / (
         old.seconds * old.world_size / old.tokens

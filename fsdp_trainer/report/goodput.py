@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_trainer.phases import CHECKPOINT
-from fsdp_trainer.report.read import Run
+from fsdp_trainer.report.read import RecordedRun
 
 PARTS = {
     "training": "steps that count",
@@ -77,7 +77,7 @@ class Goodput:
         return self.seconds["training"] / ran if ran else 0.0
 
 
-def attempts_of(run: Run) -> list[Attempt]:
+def attempts_of(run: RecordedRun) -> list[Attempt]:
     """In their order. Words of a command that trained nothing, such as that a run is already finished, belong to none."""
     attempts: list[Attempt] = []
     for event in run.events:
@@ -110,7 +110,7 @@ def attempts_of(run: Run) -> list[Attempt]:
     return attempts
 
 
-def goodput(run: Run) -> Goodput | None:
+def goodput(run: RecordedRun) -> Goodput | None:
     """None of a run without an attempt on record, or whose version wrote no phase times."""
     attempts = attempts_of(run)
     if not attempts or (run.lines and not phases_of(run)):
@@ -158,7 +158,7 @@ def goodput(run: Run) -> Goodput | None:
     return Goodput(seconds, wall, len(attempts), lost)
 
 
-def phases_of(run: Run, lines: slice = slice(None)) -> dict[str, float]:
+def phases_of(run: RecordedRun, lines: slice = slice(None)) -> dict[str, float]:
     """Seconds in each phase, over some lines of the metrics; {} where an older version wrote them."""
     columns = {phase: values[lines] for phase, values in run.phases.items()}
     return {

@@ -14,7 +14,7 @@ import numpy as np
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.phases import CHECKPOINT
 from fsdp_trainer.report.goodput import OUTSIDE, PARTS, attempts_of
-from fsdp_trainer.report.read import Run, differing, overrides
+from fsdp_trainer.report.read import RecordedRun, differing, overrides
 from fsdp_trainer.report.summary import Summary, duration, short
 
 HERE = Path(__file__).parent
@@ -109,7 +109,7 @@ def page_data(summaries: list[Summary]) -> dict[str, Any]:
     }
 
 
-def run_data(run: Run, most: int) -> dict[str, Any]:
+def run_data(run: RecordedRun, most: int) -> dict[str, Any]:
     """A run's lines, each with at most `most` rows or so; the rows of every line's least and greatest values are among them."""
     names = [name for name in run.metrics if name in LINES or name.startswith(OF_SOURCES)]
     began = beginning(run)
@@ -187,7 +187,7 @@ def numbers(values: np.ndarray, digits: int = 6) -> list[float | None]:
     ]
 
 
-def beginning(run: Run) -> float:
+def beginning(run: RecordedRun) -> float:
     """Unix seconds at which its first attempt began, or of what else is known first."""
     known = [
         *(attempt.began for attempt in attempts_of(run)[:1]),
@@ -214,7 +214,7 @@ def about(event: dict[str, Any]) -> str:
     )
 
 
-def intervals(run: Run, seconds: np.ndarray) -> dict[str, Any]:
+def intervals(run: RecordedRun, seconds: np.ndarray) -> dict[str, Any]:
     """Seconds in each group of phases between two writes, several writes taken together where there are many."""
     if not run.phases:
         return {}

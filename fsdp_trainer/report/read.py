@@ -25,7 +25,7 @@ HOLDS_NO_RUN = (
 
 
 @dataclass
-class Run:
+class RecordedRun:
     """metrics: a column for each figure, NaN where a line lacks it; those of `phases` and of the sources are named `phases/forward` and so on.
 
     configuration: by dotted key; job: its line in sweep.jsonl; remarks: what of the files could not be read.
@@ -88,7 +88,7 @@ class Run:
         return len(self.metrics.get("step", ()))
 
 
-def read_sources(sources: list[str]) -> list[Run]:
+def read_sources(sources: list[str]) -> list[RecordedRun]:
     """Every run of the folders named: runs, sweeps, folders of either. Raises UserError for what is none."""
     found: dict[Path, tuple[str, dict[str, Any] | None]] = {}
     problems = []
@@ -165,9 +165,9 @@ def read_lines(
 
 def read_run(
     folder: Path, name: str, job: dict[str, Any] | None = None, most: int = READ_BYTES
-) -> Run:
+) -> RecordedRun:
     """All that is on record of a run. most: bytes of its metrics that are read."""
-    run = Run(name, folder, job=job)
+    run = RecordedRun(name, folder, job=job)
 
     def lines(file: str, most: int) -> list[dict[str, Any]] | Iterator[dict[str, Any]]:
         def broken(count: int) -> None:
@@ -237,7 +237,7 @@ def flat(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
         )
 
 
-def state(run: Run) -> tuple[str, str]:
+def state(run: RecordedRun) -> tuple[str, str]:
     """running, finished, stopped, failed or nothing yet, and why; of a sweep's job what the sweep says, once it is over."""
     job = run.job or {}
     if job.get("state", "running") not in ("waiting", "running"):
@@ -257,7 +257,7 @@ def state(run: Run) -> tuple[str, str]:
     return "failed", GONE
 
 
-def differing(runs: list[Run]) -> dict[str, list[Any]]:
+def differing(runs: list[RecordedRun]) -> dict[str, list[Any]]:
     """Keys that do not have the same value in all runs, with each run's; where a run is written does not count."""
     known = [run for run in runs if run.configuration]
     keys = dict.fromkeys(key for run in known for key in run.configuration)
@@ -270,7 +270,7 @@ def differing(runs: list[Run]) -> dict[str, list[Any]]:
     }
 
 
-def overrides(runs: list[Run]) -> list[str]:
+def overrides(runs: list[RecordedRun]) -> list[str]:
     """The keys that a sweep's jobs were started with and that not all have alike."""
     jobs = [run.given for run in runs if run.job]
     return [

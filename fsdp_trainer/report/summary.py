@@ -15,7 +15,7 @@ from rich.text import Text
 
 from fsdp_trainer.data.preview_text import heading
 from fsdp_trainer.report.goodput import OUTSIDE, PARTS, Goodput, goodput, phases_of
-from fsdp_trainer.report.read import Run, differing, overrides
+from fsdp_trainer.report.read import RecordedRun, differing, overrides
 
 SPARKS, WIDTH = "▁▂▃▄▅▆▇█", 60
 SHOWN = 12  # runs with a summary of their own at the terminal, and keys that differ
@@ -25,7 +25,7 @@ SHOWN = 12  # runs with a summary of their own at the terminal, and keys that di
 class Summary:
     """Figures of one run."""
 
-    run: Run
+    run: RecordedRun
 
     @cached_property
     def goodput(self) -> Goodput | None:

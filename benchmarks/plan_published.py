@@ -1,0 +1,186 @@
+"""Compare the plan with speeds and memory that others published: benchmarks/published_runs.json.
+
+    python -m benchmarks.plan_published [--check] [--names TEXT]
+
+Prints a table in Markdown and a summary. With --check it exits with 1 where a goal is missed.
+Needs no GPU: the same plans on every machine.
+
+Speed is in tokens per second and GPU. Memory is without the GiB that the plan adds for what lies
+outside of torch's allocator, and with the other trainer's logits in place of ours:
+
+- memory_kind `reserved` is torch's max_memory_reserved, `active` is tensors alone;
+- head_bytes is how many bytes for each logit of a micro-batch the other trainer held at its peak;
+  none where its head works in chunks, as ours does;
+- `assumed` marks a run whose source does not tell batch, recomputation or number of GPUs.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.config.compose import compose
+from fsdp_trainer.plan.inputs import architecture, target
+from fsdp_trainer.plan.memory import BESIDE, GIB, ROUNDING, Moment
+from fsdp_trainer.plan.plan import RunPlan, make_plan
+
+RUNS = Path(__file__).parent / "published_runs.json"
+WIDEST = 1.41  # the fast end over the slow end
+MEMORY_WITHIN = 0.08
+INSIDE_AT_LEAST = 0.85
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A published run beside its plan. Speeds in tokens per second and GPU, memory in GiB."""
+
+    run: dict[str, Any]
+    fits: bool
+    slow: float
+    fast: float
+    memory: float | None
+
+    @property
+    def inside(self) -> bool | None:
+        """Whether the published speed lies in the planned range; None without one."""
+        speed = self.run.get("tokens_per_second")
+        return self.slow <= speed <= self.fast if speed else None
+
+    @property
+    def speed_off(self) -> float | None:
+        """Middle of the planned range over the published speed, less 1."""
+        speed = self.run.get("tokens_per_second")
+        return math.sqrt(self.slow * self.fast) / speed - 1 if speed else None
+
+    @property
+    def memory_off(self) -> float | None:
+        """Planned memory over the published one, less 1."""
+        return self.memory / self.run["memory_gib"] - 1 if self.memory else None
+
+    @property
+    def fits_as_published(self) -> bool:
+        """False where the plan contradicts what happened."""
+        return self.run["fits"] is None or self.run["fits"] == self.fits
+
+
+def published_runs() -> list[dict[str, Any]]:
+    """Return the runs, each with the `source` that published it and the `trainer`."""
+    sources = json.loads(RUNS.read_text())["sources"]
+    return [
+        {**run, "source": source["source"], "trainer": source["trainer"]}
+        for source in sources
+        for run in source["runs"]
+    ]
+
+
+def compare(run: dict[str, Any]) -> Comparison:
+    """Plan a published run as it ran."""
+    cfg = compose("plan", run["overrides"].split(), inputs=False)
+    world, config = cfg.plan.world_size, architecture(cfg)[0]
+    assert isinstance(world, int)
+    plan = make_plan(cfg, config, world, target(cfg, world))
+    logits = cfg.batch.micro_rows * cfg.batch.seq_len * config.vocab_size
+    return Comparison(
+        run,
+        fits=plan.fits,
+        slow=plan.tokens / plan.slow.step / world,
+        fast=plan.tokens / plan.fast.step / world,
+        memory=memory_as_published(run, plan, logits) / GIB if run.get("memory_gib") else None,
+    )
+
+
+def memory_as_published(run: dict[str, Any], plan: RunPlan, logits: int) -> float:
+    """Return the bytes of the peak as the source counts them, with the source's logits."""
+    others = run.get("head_bytes", 0) * logits
+    tensors_alone = run["memory_kind"] == "active"
+    return max(_as_counted(moment, others, tensors_alone) for moment in plan.memory.moments)
+
+
+def _as_counted(moment: Moment, others: float, tensors_alone: bool) -> float:
+    """Return a moment's bytes; `others` replaces our logits while the head is at work."""
+    more = 0.0
+    if others and moment.when == "head and loss":
+        more = others - moment.bytes["logits"]
+    if tensors_alone:
+        return moment.total + more - moment.bytes["allowance"]
+    return moment.total + more * (1 + ROUNDING["cuda"]) - BESIDE["cuda"]
+
+
+def table(rows: list[Comparison]) -> str:
+    """Return the comparison in Markdown."""
+    lines = [
+        "| run | tokens/s and GPU | planned | middle off | inside | GiB | planned | off | fits |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        run = row.run
+        speed = run.get("tokens_per_second")
+        speeds = ("", "", "", "")
+        if speed:
+            inside = "yes" if row.inside else "**no**"
+            planned = f"{row.slow:,.0f} – {row.fast:,.0f}"
+            speeds = (f"{speed:,.0f}", planned, f"{row.speed_off:+.0%}", inside)
+        memory = ("", "", "")
+        if row.memory:
+            memory = f"{run['memory_gib']:.1f}", f"{row.memory:.1f}", f"{row.memory_off:+.1%}"
+        fits = ("yes" if row.fits else "no") if row.fits_as_published else "**wrong**"
+        name = run["name"] + (" °" if run.get("assumed") else "")
+        lines.append("| " + " | ".join([name, *speeds, *memory, fits]) + " |")
+    return "\n".join(lines)
+
+
+def summary(rows: list[Comparison]) -> dict[str, Any]:
+    """Return the figures that have goals, and by how much the plan is off."""
+    timed = [row for row in rows if row.speed_off is not None]
+    measured = [abs(row.memory_off) for row in rows if row.memory_off is not None]
+    logs = [math.log(1 + row.speed_off) for row in timed if row.speed_off is not None]
+    return {
+        "speeds": len(timed),
+        "inside": sum(bool(row.inside) for row in timed),
+        "widest range": round(max(row.fast / row.slow for row in timed), 3),
+        "rms of log(middle / published)": round(
+            math.sqrt(statistics.fmean(x * x for x in logs)), 3
+        ),
+        "memories": len(measured),
+        "memories within 8%": sum(off <= MEMORY_WITHIN for off in measured),
+        "memory, median off": round(statistics.median(measured), 3) if measured else None,
+        "fits is wrong": [row.run["name"] for row in rows if not row.fits_as_published],
+    }
+
+
+def goals_missed(figures: dict[str, Any]) -> list[str]:
+    """Return a line for each goal that the figures miss."""
+    missed = []
+    if figures["inside"] < INSIDE_AT_LEAST * figures["speeds"]:
+        missed.append(f"{figures['inside']} of {figures['speeds']} speeds are inside the range")
+    if figures["widest range"] > WIDEST:
+        missed.append(f"a range is {figures['widest range']} from end to end")
+    if figures["memories within 8%"] < figures["memories"]:
+        missed.append(f"{figures['memories within 8%']} of {figures['memories']} memories are near")
+    if figures["fits is wrong"]:
+        missed.append(f"fits is wrong for {' '.join(figures['fits is wrong'])}")
+    return missed
+
+
+def main() -> None:
+    """Plan every run, print the table and the summary."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a goal is missed")
+    parser.add_argument("--names", default="", help="only runs whose name contains this")
+    given = parser.parse_args()
+    rows = [compare(run) for run in published_runs() if given.names in run["name"]]
+    figures = summary(rows)
+    print(table(rows))
+    print(json.dumps(figures, indent=1))
+    missed = goals_missed(figures)
+    for line in missed:
+        print(f"plan_published: {line}", file=sys.stderr)
+    sys.exit(1 if given.check and missed else 0)
+
+
+if __name__ == "__main__":
+    main()

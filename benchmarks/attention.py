@@ -21,11 +21,11 @@ from fsdp_trainer.models.attention import (
     MaskedAttention,
     OneDocument,
     PackedAttention,
-    sdpa,
 )
 from fsdp_trainer.models.attention_choice import AttentionChoice
 from fsdp_trainer.models.attention_kernels import describe_device, set_kernel_priority
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.sdpa import Scoring, sdpa
 
 DOCUMENTS = (1, 4, 16, 64)
 MOST_COMPARED = 16  # of more documents the time is not the kernels', and varies
@@ -94,7 +94,8 @@ def measure(
     grad, sizes = torch.randn_like(inputs[0]), [row // parts] * parts
 
     def way(layout: PackedAttention) -> Callable[[], list[Tensor]]:
-        return partial(gradients, lambda: layout.attend(*inputs, None, softcap), inputs, grad)
+        scoring = Scoring(softcap=softcap)
+        return partial(gradients, lambda: layout.attend(*inputs, scoring), inputs, grad)
 
     made = {
         name: LAYOUTS[name]([sizes], row, device).with_window(window)

@@ -78,7 +78,8 @@ def _report(error: UserError | RunFailed) -> None:
     if env.get("RANK", env.get("SLURM_PROCID", "0")) == "0":
         print(error, file=sys.stderr)
     elif env.get("GROUP_RANK", "0") != "0" and "TORCHELASTIC_ERROR_FILE" in env:
-        line, now = " ".join(str(error).split()), int(time.time())
+        line = " ".join(str(error).split())
+        now = int(time.time())
         record = {"message": {"message": line, "extraInfo": {"timestamp": now}}}
         with suppress(OSError):  # the exit code matters more
             Path(env["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(record))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -49,6 +50,14 @@ def run_on_rank_0(
     return run_on_all_ranks(what, alone, group)[0]
 
 
+def to_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    """Copy an array to the device; the host does not wait for the copy."""
+    tensor = torch.as_tensor(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def to_device_of(tensor: Tensor, other: Tensor) -> Tensor:
     """Return `tensor` on the device of `other`, copied through pinned memory.
 
@@ -57,7 +66,7 @@ def to_device_of(tensor: Tensor, other: Tensor) -> Tensor:
     if tensor.device == other.device:
         return tensor
     if other.device.type == "cuda":
-        return tensor.pin_memory().to(other.device, non_blocking=True)
+        return to_device(tensor, other.device)
     on_host = torch.empty_like(tensor, device="cpu", pin_memory=True)
     on_host.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensor.device).record_event().synchronize()

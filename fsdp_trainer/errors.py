@@ -22,7 +22,8 @@ class UserError(Exception):
     exit_code = 2
 
     def __init__(self, title: str, problems: list[Problem] | None = None):
-        self.title, self.problems = title, problems or []
+        self.title = title
+        self.problems = problems or []
         super().__init__(title, self.problems)  # both arguments, so that it pickles across ranks
 
     def __str__(self) -> str:
@@ -30,9 +31,11 @@ class UserError(Exception):
         width = max(short, default=0)
         text = f"fsdp-trainer: {self.title}"
         for p in self.problems:
-            head, indent = f"  {p.what:{width}}  ", width + 4
+            head = f"  {p.what:{width}}  "
+            indent = width + 4
             if len(p.what) > WIDEST:
-                head, indent = f"  {p.what}\n      ", 6
+                head = f"  {p.what}\n      "
+                indent = 6
             text += f"\n\n{head}" + f"\n{'':{indent}}".join(p.why.splitlines())
         return text
 

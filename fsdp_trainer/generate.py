@@ -46,7 +46,8 @@ class Speaker:
     def say(self, text: str, cfg: GenerateConfig) -> Iterator[str]:
         """Yield the continuation of `text`, in pieces; a piece never ends within a character."""
         tokens, length = [], 0
-        prompt, stop_ids = self.tokenizer.encode(text), self.tokenizer.stop_ids
+        prompt = self.tokenizer.encode(text)
+        stop_ids = self.tokenizer.stop_ids
         for token in continue_tokens(self.model, prompt, stop_ids, cfg):
             tokens.append(token)
             whole = self.tokenizer.decode(tokens)

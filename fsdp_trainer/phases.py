@@ -39,7 +39,8 @@ class ThreadPhase:
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """End the current phase and begin another."""
-        now, ended = time.monotonic(), self.phase
+        now = time.monotonic()
+        ended = self.phase
         times, seconds = self.spent.get(ended, (0, 0.0))
         self.spent[ended] = times + 1, seconds + now - self.since
         self.phase, self.since = phase, now
@@ -63,7 +64,8 @@ _reported: dict[str, float] = {}
 def begin() -> None:
     """Start the clock of a new run. The calling thread is the one that trains."""
     global training, background
-    training, background = ThreadPhase(threading.get_ident()), ThreadPhase()
+    training = ThreadPhase(threading.get_ident())
+    background = ThreadPhase()
     _reported.clear()
 
 

@@ -70,7 +70,8 @@ class SlotWriter:
     """
 
     def __init__(self, file: Path, index: int, rank: int):
-        descriptor, offset = os.open(file, os.O_RDWR), index * SLOT_BYTES
+        descriptor = os.open(file, os.O_RDWR)
+        offset = index * SLOT_BYTES
         try:
             # a page that a full /dev/shm cannot give would be a SIGBUS later
             os.posix_fallocate(descriptor, offset, SLOT_BYTES)
@@ -79,7 +80,8 @@ class SlotWriter:
             os.close(descriptor)
         self.count_collectives: Callable[[], int] = int
         self._write(phases.training)
-        pid, thread = os.getpid(), phases.training.ident
+        pid = os.getpid()
+        thread = phases.training.ident
         started = start_ticks(pid) or 0
         # last: a slot without a thread is not read
         HEADER.pack_into(self._slot, 0, pid, started, rank, False, thread, pid_namespace())

@@ -114,7 +114,7 @@ SETTINGS = {
         "fsdp_trainer.data.order:SHARED_FROM",
         "fsdp_trainer.data.store:SHARED_FROM",
     ],
-    "attention_length_multiple": ["fsdp_trainer.models.attention:LENGTH_MULTIPLE"],
+    "attention_length_multiple": ["fsdp_trainer.models.document_calls:LENGTH_MULTIPLE"],
     "optimizer_chunk": ["fsdp_trainer.optim.compact:CHUNKS"],
     "tokenizer_overlap": ["fsdp_trainer.data.tokenizer:OVERLAP"],
     "tokenizer_long_text": ["fsdp_trainer.data.tokenizer:LONG"],

@@ -13,19 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_trainer.config.schema import ActivationCheckpoint
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.models import attention
-from fsdp_trainer.models.attention import (
-    LAYOUTS,
-    SOFTCAP_QUERIES,
-    DocumentAttention,
-    OneDocument,
-    plan_calls,
-)
+from fsdp_trainer.models.attention import LAYOUTS, DocumentAttention, OneDocument
 from fsdp_trainer.models.attention_choice import AttentionChoice, AttentionContext, choose
 from fsdp_trainer.models.attention_kernels import set_kernel_priority
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.document_calls import CALL_COST, PADDING_WASTE_LIMIT, plan_calls
 from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.models.sdpa import SOFTCAP_QUERIES, Scoring
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.training.objective import CrossEntropy
 
@@ -53,7 +48,7 @@ def inputs(lengths, row, heads=4, kv_heads=2, head_dim=16, device=CPU, dtype=tor
 
 def results(layout, q, k, v, grad, window=None, softcap=None):
     """The output where it means something, and the gradients."""
-    out = layout.with_window(window).attend(q, k, v, None, softcap)
+    out = layout.with_window(window).attend(q, k, v, Scoring(softcap=softcap))
     assert out.isfinite().all(), "padding too"
     return [out * (grad != 0), *torch.autograd.grad(out, (q, k, v), grad)]
 
@@ -93,9 +88,7 @@ def test_documents_cost_by_their_squares_or_windows_and_not_by_the_row(seed, win
     needed = (
         np.square(sizes).sum() if window is None else (sizes * np.minimum(sizes, 3 * window)).sum()
     )
-    assert (
-        computed <= attention.PADDING_WASTE_LIMIT * needed + len(plan.calls) * attention.CALL_COST
-    )
+    assert computed <= PADDING_WASTE_LIMIT * needed + len(plan.calls) * CALL_COST
     assert len(plan.calls) <= 40, "not a call for every document"
 
 
@@ -127,7 +120,7 @@ def test_a_long_document_never_has_all_its_scores_or_a_mask_of_them(window, soft
     q, k, v, grad = inputs([[length]], length, heads=1, kv_heads=1)
     with Largest() as largest:
         layout = DocumentAttention([[length]], length, CPU).with_window(window)
-        layout.attend(q, k, v, None, softcap).backward(grad)
+        layout.attend(q, k, v, Scoring(softcap=softcap)).backward(grad)
     assert largest.numel <= max(SOFTCAP_QUERIES, 2 * (window or 0)) * length < length**2 / 4
 
 
@@ -190,7 +183,7 @@ def document_by_document(
     parts = [
         OneDocument(b - a)
         .with_window(past + 1 or None)
-        .attend(q[None, a:b], k[None, a:b], v[None, a:b], scale)
+        .attend(q[None, a:b], k[None, a:b], v[None, a:b], Scoring(scale))
         for a, b in pairwise(places)
     ]
     return torch.cat(parts, 1)[0]
@@ -256,7 +249,9 @@ def test_flex_sees_what_a_mask_shows(window, softcap):
     lengths, row = [[100, 156, 30], [5] * 50], 384
     q, k, v, grad = (x.detach() for x in inputs(lengths, row))
     found, wanted = (
-        LAYOUTS[name](lengths, row, CPU).with_window(window).attend(q, k, v, None, softcap)
+        LAYOUTS[name](lengths, row, CPU)
+        .with_window(window)
+        .attend(q, k, v, Scoring(softcap=softcap))
         for name in ("flex", "mask")
     )
     assert ((found - wanted) * (grad != 0)).abs().max() <= 1e-5

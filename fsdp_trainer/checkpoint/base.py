@@ -33,7 +33,9 @@ from fsdp_trainer.models.initialize import VOCABULARY, initialize_part
 
 BITS = {2: torch.int16, 4: torch.int32}
 # odd constants of splitmix64 (Steele et al. 2014), as signed numbers
-GAMMA, MIX_1, MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
+GAMMA = -7046029254386353131
+MIX_1 = -4658895280553007687
+MIX_2 = -7723592293110705685
 MAX_SHOWN_WEIGHTS = 3
 DIGEST_ROWS_BYTES = 2**24  # of a parameter on a device that are digested at a time
 
@@ -82,7 +84,8 @@ def base_of_new_run(model: Decoder, cfg: TrainConfig, init_from: Path | None) ->
 
     init_from: model.init_from, fetched.
     """
-    frozen, dtype = list(frozen_parameters(model)), cfg.precision.param_dtype
+    frozen = list(frozen_parameters(model))
+    dtype = cfg.precision.param_dtype
     if not frozen:
         return None
     source = ""
@@ -98,10 +101,12 @@ def base_of_resumed_run(model: Decoder, cfg: TrainConfig, checkpoint: Path) -> B
 
     What was frozen before may be trained now, in a run that allows that change.
     """
-    base, frozen = read_base(checkpoint), list(frozen_parameters(model))
+    base = read_base(checkpoint)
+    frozen = list(frozen_parameters(model))
     if base is None or not frozen:
         return None
-    dtype, known = cfg.precision.param_dtype, base.digests
+    dtype = cfg.precision.param_dtype
+    known = base.digests
     if dtype != base.dtype:
         known = digests(model, frozen, dtype)
     return replace(base, dtype=dtype, digests={name: known[name] for name in frozen})
@@ -174,7 +179,8 @@ def weights_on_disk(model: Decoder, source: Path) -> dict[str, TensorOnDisk]:
     checkpoint = find_checkpoint(source)
     if checkpoint is None:
         return parameters_on_disk(model, source)
-    stored, base = StoredTensors(checkpoint), read_base(checkpoint)
+    stored = StoredTensors(checkpoint)
+    base = read_base(checkpoint)
     from_base = base_weights(model, base) if base else {}
     return from_base | {
         name: stored.tensor(WEIGHTS + name, _known_rows(model, name))
@@ -276,7 +282,8 @@ def digests(model: Decoder, names: list[str], dtype: str, alone: bool = False) -
 def _parameter_digest(model: Decoder, name: str, dtype: torch.dtype) -> Tensor:
     """Return this rank's part of the sum; of several replicas the first one counts."""
     parameter = plain(model.get_parameter(name).detach())
-    local, part = local_part(parameter), local_slice(parameter)
+    local = local_part(parameter)
+    part = local_slice(parameter)
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     if isinstance(parameter, DTensor):
         coordinates = parameter.device_mesh.get_coordinate()

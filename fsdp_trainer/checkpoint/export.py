@@ -61,7 +61,8 @@ class ExportPiece:
 
 def export(cfg: ExportConfig) -> int:
     """Run the verb: `source=` a run or a checkpoint, `out=` the folder to write."""
-    checkpoint, out = require_checkpoint(str(cfg.source)), Path(str(cfg.out)).expanduser()
+    checkpoint = require_checkpoint(str(cfg.source))
+    out = Path(str(cfg.out)).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         problem = Problem(f"out={cfg.out}", "exists; choose another folder or delete it")
         raise UserError("the export would overwrite something", [problem])
@@ -174,7 +175,8 @@ def write_header(file: BinaryIO, tensors: dict[str, TensorOnDisk]) -> dict[str, 
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, end = {}, 0
     for name, tensor in tensors.items():
-        starts[name], end = end, end + tensor.nbytes
+        starts[name] = end
+        end = end + tensor.nbytes
         header[name] = {
             "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -199,7 +201,8 @@ def export_pieces(
     """
     for part in parts:
         end = part.parameter_row + part.rows
-        source, target = sources[part.parameter], tensors[part.tensor]
+        source = sources[part.parameter]
+        target = tensors[part.tensor]
         file, start = places[part.tensor]
         start += (part.tensor_row - part.parameter_row) * target.row_bytes
         row_bytes = max(source.row_bytes, target.row_bytes)

@@ -19,7 +19,8 @@ SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 
 def checksum(path: Path) -> int:
     """Return the CRC-32 of a file: it finds every burst of up to 32 wrong bits. Raises OSError."""
-    value, buffer = 0, memoryview(bytearray(READ_BYTES))
+    value = 0
+    buffer = memoryview(bytearray(READ_BYTES))
     with path.open("rb", 0) as file:
         while count := file.readinto(buffer):
             value = zlib.crc32(buffer[:count], value)

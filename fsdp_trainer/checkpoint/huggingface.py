@@ -26,9 +26,11 @@ from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.initialize import VOCABULARY
 
 MAX_SHOWN_PROBLEMS = 40
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 
 # a folder for text and images has more than a language model, which it keeps under another name
 NOT_LANGUAGE = re.compile(r"__metadata__$|(model\.)?(vision_tower|multi_modal_projector)\.")
@@ -127,7 +129,8 @@ def _why_unreadable(path: Path, error: Exception) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index, single = folder / INDEX, folder / SINGLE
+    index = folder / INDEX
+    single = folder / SINGLE
     if index.is_file():
         try:
             names = json.loads(index.read_text())["weight_map"].values()
@@ -150,7 +153,8 @@ def _read_header(path: Path) -> dict[str, HuggingFaceTensor]:
     tensors = {}
     for name, entry in header.items():
         if not NOT_LANGUAGE.match(name):
-            number_format, shape = entry["dtype"], tuple(entry["shape"])
+            number_format = entry["dtype"]
+            shape = tuple(entry["shape"])
             chunk = Chunk(
                 path,
                 8 + length + entry["data_offsets"][0],
@@ -184,7 +188,8 @@ def check_tensors(
 
 
 def _misfit(tensor: HuggingFaceTensor, shape: tuple[int, ...] | None) -> str:
-    file, number_format = f"in {tensor.chunks[0].file.name}", tensor.number_format
+    file = f"in {tensor.chunks[0].file.name}"
+    number_format = tensor.number_format
     if shape is None:
         return f"{file} is not part of this model"
     if tensor.shape != shape:
@@ -271,7 +276,8 @@ def _require_fitting(model: Decoder, folder: Path, vocab_size: int) -> dict[str,
 def _pieces(model: Decoder, name: str, source: TensorOnDisk) -> Iterator[ImportPiece]:
     """Yield what this rank reads of a parameter."""
     parameter = model.get_parameter(name)
-    local, (rows, *columns) = local_part(parameter), local_slice(parameter)
+    local = local_part(parameter)
+    rows, *columns = local_slice(parameter)
     last = min(rows.stop, source.shape[0]) if local.numel() else rows.start
     for begin, end in row_ranges(rows.start, last, source.row_bytes):
         into = local[begin - rows.start : end - rows.start]

@@ -66,8 +66,11 @@ class Archive:
 
     def fill(self, memory: Tensor, tensor: Tensor) -> None:
         """Copy to `memory`, uint8; from a GPU it is complete when the stream has done it."""
-        view, begin, end = memory.numpy().data, len(self.head), self.length - len(self.tail)
-        view[:begin], view[end : self.length] = self.head, self.tail
+        view = memory.numpy().data
+        begin = len(self.head)
+        end = self.length - len(self.tail)
+        view[:begin] = self.head
+        view[end : self.length] = self.tail
         if begin < end:  # a rank may have no part of a small tensor
             numbers = as_tensor(memory[begin:], self.dtype, self.shape)
             numbers.copy_(local_part(tensor), non_blocking=True)
@@ -81,7 +84,8 @@ class ShardWriter:
 
         whole: make all of the file in memory at once, so that the state may change meanwhile.
         """
-        self.group, self.file = group, file_of(dist.get_rank())
+        self.group = group
+        self.file = file_of(dist.get_rank())
         self.metadata = b""
         """What DCP keeps in `.metadata`; on rank 0."""
         self._limit: float = float("inf") if whole else WINDOW_BYTES
@@ -112,7 +116,8 @@ class ShardWriter:
         if described == self._planned:  # on all ranks or on none
             return
         self._planned = described
-        world, main = dist.get_world_size(), dist.get_rank() == 0
+        world = dist.get_world_size()
+        main = dist.get_rank() == 0
         planner = DefaultSavePlanner()
         planner.set_up_planner(state, is_coordinator=main)
         plans: Any = [None] * world if main else None
@@ -146,7 +151,8 @@ def places(archives: list[Archive], rank: int) -> Iterator[tuple[MetadataIndex, 
 
 def archive_of(item: Any) -> Archive:
     """Return the archive of an item of DCP's plan."""
-    dtype, shape = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
+    dtype = item.tensor_data.properties.dtype
+    shape = item.tensor_data.chunk.sizes
     return Archive(item.index, dtype, shape, *frame(dtype, shape))
 
 
@@ -185,7 +191,9 @@ class _Around(io.RawIOBase):
     """Takes what is written before and after the numbers at a certain address."""
 
     def __init__(self, numbers: int) -> None:
-        self.numbers, self.head, self.tail = numbers, bytearray(), bytearray()
+        self.numbers = numbers
+        self.head = bytearray()
+        self.tail = bytearray()
         self._side = self.head
 
     def write(self, piece: Any) -> int:

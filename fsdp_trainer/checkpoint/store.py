@@ -73,8 +73,11 @@ class CheckpointStore:
         tensors; on_commit gets the details of a committed checkpoint. timeout: of a collective, in
         seconds.
         """
-        self.run, self.folder, self.cfg = run, run / "checkpoints", cfg
-        self.write_assets, self.on_commit = write_assets, on_commit
+        self.run = run
+        self.folder = run / "checkpoints"
+        self.cfg = cfg
+        self.write_assets = write_assets
+        self.on_commit = on_commit
         self.longest_save = 0.0
         """Seconds that a checkpoint took, from the decision to the commit."""
         self._commits = 0
@@ -116,10 +119,12 @@ class CheckpointStore:
 
         Raises what the save failed with.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is None:
             return 0.0
-        started, busy = time.perf_counter(), not pending.done()
+        started = time.perf_counter()
+        busy = not pending.done()
         pending.result()
         return time.perf_counter() - started if busy else 0.0
 
@@ -267,7 +272,8 @@ def damage_anywhere(checkpoint: Path, group: dist.ProcessGroup | None = None) ->
     The ranks share the large files. A rank of another node may see later than others what was
     written to a shared disk.
     """
-    manifest, deadline = checkpoint / MANIFEST, time.monotonic() + LAG_SECONDS
+    manifest = checkpoint / MANIFEST
+    deadline = time.monotonic() + LAG_SECONDS
     there = gather(manifest.exists(), group)[0]
     while there and not manifest.exists() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -67,7 +67,8 @@ class TensorOnDisk:
         rows = as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
         for chunk in self.chunks:
             held, *columns = chunk.part
-            begin, end = max(first, held.start), min(last, held.stop)
+            begin = max(first, held.start)
+            end = min(last, held.stop)
             if begin < end:
                 part = rows[(slice(begin - first, end - first), *columns)]
                 numbers = part.contiguous()  # the part itself, if the chunk has all columns
@@ -133,7 +134,8 @@ def read(path: Path, offset: int, into: Tensor) -> None:
 
     Copied, not mapped: mapped pages would count as this process's memory.
     """
-    view, done = as_bytes(into), 0
+    view = as_bytes(into)
+    done = 0
     with path.open("rb", 0) as file:
         if hasattr(os, "posix_fadvise"):  # the disk need not wait until the next piece is read
             end = offset + len(view)
@@ -147,7 +149,8 @@ def read(path: Path, offset: int, into: Tensor) -> None:
 
 def write(file: int, offset: int, tensor: Tensor) -> None:
     """Write a contiguous tensor from byte `offset` on, and make the disk begin. Raises OSError."""
-    view, done = as_bytes(tensor), 0
+    view = as_bytes(tensor)
+    done = 0
     while done < len(view):
         done += os.pwrite(file, view[done:], offset + done)
     if hasattr(os, "posix_fadvise"):  # else the disk would idle until the fsync at the end

@@ -52,9 +52,11 @@ def compare(checkpoint: Path, folder: Path) -> int:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(ours.config.vocab_size, TOKENS, generator=generator)
     with torch.no_grad():
-        a, b = ours.logits(tokens), theirs(tokens).logits
+        a = ours.logits(tokens)
+        b = theirs(tokens).logits
     difference = (a - b).abs().max().item()
-    log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
+    log_a = a.log_softmax(-1)
+    log_b = b.log_softmax(-1)
     divergences = F.kl_div(log_a, log_b, log_target=True, reduction="none").sum(-1)
     same = difference <= TOLERANCE
     print(

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from fsdp_trainer.errors import Problem, UserError
 
-AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
+AMPERE = (8, 0)
+HOPPER = (9, 0)
+BLACKWELL = (10, 0)
 FLASH = {"fa3": "FlashAttention 3", "fa4": "FlashAttention 4"}
 SDPA_ONLY = ("cudnn", "efficient", "math")
 NAMES = {

@@ -11,9 +11,9 @@ import torch.nn.attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.attention import sdpa
 from fsdp_trainer.models.attention_choice import FLASH, AttentionChoice, AttentionContext
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.sdpa import sdpa
 
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,

@@ -4,7 +4,7 @@ Both spellings are known: that of transformers 4 and that of transformers 5.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +69,6 @@ EXTRAS = (
     "partial_rotary_factor",
 )
 """Keys of some families only: those that list them in `Family.options`."""
-ROPE_EXTRAS = ("rope_local_theta", "partial_rotary_factor")
 NULL_DIFFERS_FROM_ABSENT = (
     "num_key_value_heads",
     "head_dim",
@@ -170,8 +169,11 @@ class ModelConfig:
 
     def parameters(self) -> int:
         """Return the number of weights; a tied head is counted once, padding not at all."""
-        hidden, inner, sizes = self.hidden_size, self.intermediate_size, self.projection_sizes
-        queries, keys = sizes["q_proj"], sizes["k_proj"]
+        hidden = self.hidden_size
+        inner = self.intermediate_size
+        sizes = self.projection_sizes
+        queries = sizes["q_proj"]
+        keys = sizes["k_proj"]
         spec = self.family_spec
         matrices = 2 * hidden * (queries + keys) + 3 * hidden * inner
         biases = sum(size for name, size in sizes.items() if self.has_bias(name))
@@ -219,7 +221,8 @@ class ModelConfig:
             "architectures": [self.family_spec.architecture],
             "model_type": self.family,
         }
-        for name in (*SIZES, *COMMON, "hidden_act", *filter(self._is_exported, EXTRAS)):
+        options = filter(self._is_exported, self.family_spec.options)
+        for name in (*SIZES, *COMMON, "hidden_act", *options):
             exported[aliases.get(name, name)] = getattr(self, name)
         exported |= self._export_windows() | self._export_rope()
         exported |= {"torch_dtype": dtype, "dtype": dtype, "use_cache": True}
@@ -228,13 +231,13 @@ class ModelConfig:
             exported["eos_token_id"] = eos_ids[0] if len(eos_ids) == 1 else eos_ids
         return exported
 
-    def _is_exported(self, extra: str) -> bool:
+    def _is_exported(self, option: str) -> bool:
         """Return True if config.json needs this key, which only some families have."""
-        differs = getattr(self, extra) != getattr(ModelConfig, extra)
-        return extra in self.family_spec.options and (extra in self.source or differs)
+        return option in self.source or getattr(self, option) != getattr(ModelConfig, option)
 
     def _export_windows(self) -> Json:
-        kind, window = self.family_spec.windows, self.sliding_window
+        kind = self.family_spec.windows
+        window = self.sliding_window
         # transformers writes null for a window that is not used; a source that has both a window
         # and use_sliding_window=false is left as it was
         if kind == "none" or (kind == "last" and window is None and self.source):
@@ -247,7 +250,9 @@ class ModelConfig:
         return exported
 
     def _export_rope(self) -> Json:
-        scaling, theta, partial = self.rope_scaling or {}, self.rope_theta, "partial_rotary_factor"
+        scaling = self.rope_scaling or {}
+        theta = self.rope_theta
+        partial = "partial_rotary_factor"
         rope: Json = {"rope_type": "default", **scaling, "rope_theta": theta}
         if self.partial_rotary_factor != 1 or partial in (self.source.get("rope_parameters") or {}):
             rope[partial] = self.partial_rotary_factor
@@ -280,7 +285,7 @@ def _text_part(raw: Json) -> Json:
 
 def _read_values(raw: Json, spec: Family) -> Json:
     """Return the keys but windows and RoPE by our names, with defaults for what is absent."""
-    names = (*SIZES, *COMMON, "hidden_act", *(n for n in spec.options if n not in ROPE_EXTRAS))
+    names = (*SIZES, *COMMON, "hidden_act", *spec.options)
     keys = {name: spec.key_aliases.get(name, name) for name in names}
     given = {
         name: raw[key]
@@ -301,8 +306,10 @@ def _read_windows(raw: Json, spec: Family) -> Json:
 
 def _layer_types(raw: Json, windows: str) -> list[str]:
     """Return the type of each block; empty: by the family's pattern."""
-    types, period = raw.get("layer_types") or [], raw.get("sliding_window_pattern")
-    layers, first = raw["num_hidden_layers"], raw.get("max_window_layers", 28)
+    types = raw.get("layer_types") or []
+    period = raw.get("sliding_window_pattern")
+    layers = raw["num_hidden_layers"]
+    first = raw.get("max_window_layers", 28)
     if windows == "all" or types:
         return [] if windows == "all" else types
     if windows == "last":
@@ -312,14 +319,15 @@ def _layer_types(raw: Json, windows: str) -> list[str]:
 
 def _read_rope(raw: Json, spec: Family) -> Json:
     """Return the RoPE of all blocks."""
-    rope, defaults = _rope_section(raw, spec), spec.defaults
+    rope = _rope_section(raw, spec)
+    defaults = spec.defaults
     values: Json = {"rope_theta": float(rope.get("rope_theta") or defaults.get("rope_theta", 1e4))}
     if "rope_local_theta" in spec.options:
         local = _local_rope(raw).get("rope_theta") or raw.get("rope_local_base_freq")
         values["rope_local_theta"] = float(local or defaults["rope_local_theta"])
-    partial = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor")
-    if "partial_rotary_factor" in spec.options and partial is not None:
-        values["partial_rotary_factor"] = partial
+    partial = "partial_rotary_factor"
+    if partial in spec.options and rope.get(partial):
+        values[partial] = rope[partial]
     kind = rope["rope_type"]
     if kind != "default":
         names = ("rope_type", *ROPE_TYPES[kind], *ROPE_OPTIONS)
@@ -329,13 +337,16 @@ def _read_rope(raw: Json, spec: Family) -> Json:
 
 def _rope_section(raw: Json, spec: Family) -> Json:
     """Return the RoPE of the blocks without a window in one spelling; nulls are left out."""
-    parameters: Json = raw.get("rope_parameters") or {}
     outer = {name: raw.get(name) for name in ("rope_theta", "original_max_position_embeddings")}
-    sections = {**(raw.get("rope_scaling") or {}), **parameters.get(FULL, parameters)}
-    sections = {name: value for name, value in sections.items() if value is not None}
-    rope = {name: value for name, value in outer.items() if value is not None} | sections
+    parameters: Json = raw.get("rope_parameters") or {}
+    inner = {**(raw.get("rope_scaling") or {}), **parameters.get(FULL, parameters)}
+    rope = _without_nulls(outer) | _without_nulls(inner)
     kind = rope.pop("type", None) or rope.get("rope_type") or "default"
     return rope | {"rope_type": spec.rope_type_aliases.get(kind, kind)}
+
+
+def _without_nulls(values: Json) -> Json:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _local_rope(raw: Json) -> Json:
@@ -351,60 +362,44 @@ def _unsupported(raw: Json) -> list[Problem]:
     if family not in FAMILIES:
         return [Problem(f"model_type={family}", f"this decoder computes {', '.join(FAMILIES)}")]
     spec = FAMILIES[family]
-    malformed = [problem for check in FORM_CHECKS for problem in check(raw, spec)]
-    return malformed or [problem for check in CONTENT_CHECKS for problem in check(raw, spec)]
+    return list(_form_problems(raw, spec)) or list(_content_problems(raw, spec))
 
 
-def _missing_sizes(raw: Json, spec: Family) -> Iterator[Problem]:
+def _form_problems(raw: Json, spec: Family) -> Iterator[Problem]:
+    """Yield what is missing, and what has the wrong type."""
     for name in SIZES:
         if not isinstance(raw.get(name, spec.hf_defaults.get(name)), int):
             yield Problem(name, "is missing")
-
-
-def _no_numbers(raw: Json, spec: Family) -> Iterator[Problem]:
     options = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
     for name in (*COMMON, "sliding_window", *options):
-        value = raw.get(name, 0)
-        null = value is None and name in NULL_DIFFERS_FROM_ABSENT
-        if not null and not isinstance(value, int | float):
-            yield Problem(f"{name}={value}", "is not a number")
-
-
-def _no_objects(raw: Json, spec: Family) -> Iterator[Problem]:
+        allowed = int | float | None if name in NULL_DIFFERS_FROM_ABSENT else int | float
+        if not isinstance(raw.get(name, 0), allowed):
+            yield Problem(f"{name}={raw[name]}", "is not a number")
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(raw.get(name), dict | None):
             yield Problem(f"{name}={raw[name]}", "is not an object")
 
 
-def _other_architecture(raw: Json, spec: Family) -> Iterator[Problem]:
+def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
+    """Yield what the decoder does not compute, where the form is right."""
     architectures = raw.get("architectures") or [spec.architecture]
     if architectures != [spec.architecture]:
         yield Problem(f"architectures={architectures}", f"only {spec.architecture} is trained")
-
-
-def _refused_values(raw: Json, spec: Family) -> Iterator[Problem]:
     for name, allowed in REFUSED_UNLESS.items():
         if raw.get(name, allowed[0]) not in allowed:
             yield Problem(f"{name}={raw[name]}", f"only {allowed[0]} is computed")
-
-
-def _unknown_activation(raw: Json, spec: Family) -> Iterator[Problem]:
     activation = _read_values(raw, spec)["hidden_act"]
     if activation not in ACTIVATIONS:
         name = spec.key_aliases.get("hidden_act", "hidden_act")
         yield Problem(f"{name}={activation}", f"computed are {', '.join(ACTIVATIONS)}")
-
-
-def _unknown_layer_types(raw: Json, spec: Family) -> Iterator[Problem]:
-    types, layers = raw.get("layer_types") or [], raw["num_hidden_layers"]
-    if set(types) - {FULL, SLIDING} or len(types) not in (0, layers):
+    types = raw.get("layer_types") or []
+    layers = raw["num_hidden_layers"]
+    if not {FULL, SLIDING}.issuperset(types) or len(types) not in (0, layers):
         reason = f"one of {FULL} and {SLIDING} for each of the {layers} blocks is computed"
         yield Problem("layer_types", reason)
-
-
-def _scaled_local_rope(raw: Json, spec: Family) -> Iterator[Problem]:
     if _local_rope(raw).get("rope_type", "default") != "default":
         yield Problem(f"rope_parameters: {SLIDING}", "only rope_type=default is computed")
+    yield from rope_problems(_rope_section(raw, spec), "rope")
 
 
 def rope_problems(rope: Json, where: str) -> list[Problem]:
@@ -417,16 +412,3 @@ def rope_problems(rope: Json, where: str) -> list[Problem]:
     needed: dict[str, Any] = {name: types.get(name, int | float) for name in ROPE_TYPES[kind]}
     missing = [name for name, kind in needed.items() if not isinstance(rope.get(name), kind)]
     return [Problem(where, f"needs {', '.join(missing)}")] if missing else []
-
-
-Check = Callable[[Json, Family], Iterator[Problem]]
-FORM_CHECKS: tuple[Check, ...] = (_missing_sizes, _no_numbers, _no_objects)
-CONTENT_CHECKS: tuple[Check, ...] = (
-    _other_architecture,
-    _refused_values,
-    _unknown_activation,
-    _unknown_layer_types,
-    _scaled_local_rope,
-    lambda raw, spec: iter(rope_problems(_rope_section(raw, spec), "rope")),
-)
-"""Made only where the form is right."""

@@ -1,9 +1,10 @@
 """One decoder for the dense families. Module names are Hugging Face's, so that state dicts need no
 adapter. Knows no parallelism."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from fsdp_trainer.models.attention import Cache, OneDocument, PackedAttention
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.head import Head, Objective, Scores
 from fsdp_trainer.models.rope import Rope, rotate
+from fsdp_trainer.models.sdpa import Scoring
 
 CosSin = tuple[Tensor, Tensor]
 Auxiliary = dict[str, Tensor]
@@ -83,7 +85,8 @@ class RMSNorm(nn.Module):
     def __init__(self, config: ModelConfig, size: int | None = None):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size or config.hidden_size))
-        self.eps, self.offset = config.rms_norm_eps, config.family_spec.norm_offset
+        self.eps = config.rms_norm_eps
+        self.offset = config.family_spec.norm_offset
         self.in_float32 = config.family_spec.norm_in_float32
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,34 +106,44 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        sizes, hidden = config.projection_sizes, config.hidden_size
-        self.q_proj = nn.Linear(hidden, sizes["q_proj"], bias=config.has_bias("q_proj"))
-        self.k_proj = nn.Linear(hidden, sizes["k_proj"], bias=config.has_bias("k_proj"))
-        self.v_proj = nn.Linear(hidden, sizes["v_proj"], bias=config.has_bias("v_proj"))
-        self.o_proj = nn.Linear(sizes["q_proj"], hidden, bias=config.has_bias("o_proj"))
-        self.head_dim, self.qk_norm = config.head_dim, config.family_spec.qk_norm
+        sizes = config.projection_sizes
+
+        def project(name: str, inputs: int) -> nn.Linear:
+            return nn.Linear(inputs, sizes[name], bias=config.has_bias(name))
+
+        self.q_proj = project("q_proj", config.hidden_size)
+        self.k_proj = project("k_proj", config.hidden_size)
+        self.v_proj = project("v_proj", config.hidden_size)
+        self.o_proj = project("o_proj", sizes["q_proj"])
+        self.head_dim = config.head_dim
+        self.qk_norm = config.family_spec.qk_norm
         if self.qk_norm:
             whole = self.qk_norm == "whole"
             self.q_norm = RMSNorm(config, sizes["q_proj"] if whole else config.head_dim)
             self.k_norm = RMSNorm(config, sizes["k_proj"] if whole else config.head_dim)
         scalar = config.query_pre_attn_scalar
-        self.scale = None if scalar is None else scalar**-0.5
-        self.softcap = config.attn_logit_softcapping
+        scale = None if scalar is None else scalar**-0.5
+        self.scoring = Scoring(scale, config.attn_logit_softcapping)
 
     def forward(
         self, x: Tensor, cos_sin: CosSin, layout: PackedAttention, cache: Cache | None = None
     ) -> Tensor:
         """x: [batch, length, hidden]."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q = self.q_proj(x)
+        k = self.k_proj(x)
+        v = self.v_proj(x)
         if self.qk_norm == "whole":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in (q, k, v))
         if self.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *cos_sin), rotate(k, *cos_sin)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        q = rotate(q, *cos_sin)
+        k = rotate(k, *cos_sin)
         if cache is not None:
             k, v = cache.append(k, v)
-        return self.o_proj(layout.attend(q, k, v, self.scale, self.softcap).flatten(-2))
+        return self.o_proj(layout.attend(q, k, v, self.scoring).flatten(-2))
 
 
 class MLP(nn.Module):
@@ -138,7 +151,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        width = config.hidden_size
+        inner = config.intermediate_size
+        bias = config.mlp_bias
         self.gate_proj = nn.Linear(width, inner, bias=bias)
         self.up_proj = nn.Linear(width, inner, bias=bias)
         self.down_proj = nn.Linear(inner, width, bias=bias)
@@ -237,8 +252,8 @@ class Decoder(nn.Module):
         hidden = hidden.flatten(0, 1).index_select(0, batch.index)
         value, scores = self.lm_head(self.model.norm(hidden), batch.targets, objective)
         if value is not None:
-            for name, scalar in auxiliary.items():
-                value = value + scalar if name.endswith("_loss") else value
+            losses = (scalar for name, scalar in auxiliary.items() if name.endswith("_loss"))
+            value = sum(losses, start=value)
         detached = {name: scalar.detach() for name, scalar in auxiliary.items()}
         return DecoderOutput(value, scores, detached)
 
@@ -247,7 +262,7 @@ class Decoder(nn.Module):
         tokens: Tensor,
         positions: Tensor,
         layout: PackedAttention,
-        caches: dict[str, Cache] | None = None,
+        caches: Mapping[str, Cache] = MappingProxyType({}),
     ) -> tuple[Tensor, Auxiliary]:
         """Return the residual stream after the last block, [batch, length, hidden], and the sums
         of the blocks' auxiliary values. caches: by the blocks' names."""
@@ -256,7 +271,8 @@ class Decoder(nn.Module):
             # the factor is rounded as the weights are
             scale = self.config.hidden_size**0.5
             x = x * torch.full((), scale, dtype=x.dtype, device=x.device)
-        has_local, windows = self.config.rope_local_theta is not None, self.config.windows
+        has_local = self.config.rope_local_theta is not None
+        windows = self.config.windows
         self.ropes = self.ropes or {local: Rope(self.config, local) for local in {False, has_local}}
         cos_sins = {local: rope(positions, x.dtype, layout) for local, rope in self.ropes.items()}
         layouts = {window: layout.with_window(window) for window in set(windows)}
@@ -264,8 +280,7 @@ class Decoder(nn.Module):
         for name, block in self.blocks().items():
             window = windows[int(name)]
             cos_sin = cos_sins[has_local and window is not None]
-            cache = caches[name] if caches else None
-            x, auxiliary = block(x, cos_sin, layouts[window], cache)
+            x, auxiliary = block(x, cos_sin, layouts[window], caches.get(name))
             for key, scalar in auxiliary.items():
                 sums[key] = sums[key] + scalar if key in sums else scalar
         return x, sums
@@ -275,9 +290,7 @@ class Decoder(nn.Module):
 
         For inference on an unsharded model; each row is one document.
         """
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        hidden, _ = self.hidden(tokens, positions, OneDocument(tokens.shape[1]))
-        return self.lm_head(self.model.norm(hidden))
+        return self.lm_head(self.model.norm(self._continue(tokens, {})))
 
     def new_caches(self) -> dict[str, Cache]:
         """Return an empty cache for each block."""
@@ -289,8 +302,11 @@ class Decoder(nn.Module):
 
         Calls norm and head by their forward: where they are sharded together, both must run.
         """
-        cached = next(iter(caches.values())).length
+        return self.lm_head(self.model.norm(self._continue(tokens, caches)[:, -1]))
+
+    def _continue(self, tokens: Tensor, caches: dict[str, Cache]) -> Tensor:
+        """Return the residual stream of tokens that follow the cached ones."""
+        cached = max((cache.length for cache in caches.values()), default=0)
         length = cached + tokens.shape[1]
         positions = torch.arange(cached, length, device=tokens.device).expand_as(tokens)
-        hidden, _ = self.hidden(tokens, positions, OneDocument(length), caches)
-        return self.lm_head(self.model.norm(hidden[:, -1]))
+        return self.hidden(tokens, positions, OneDocument(length), caches)[0]

@@ -23,7 +23,8 @@ def continue_tokens(
     agree: makes the logits [vocabulary] the same on all ranks.
     """
     device = device or model.lm_head.weight.device
-    caches, generator = model.new_caches(), torch.Generator().manual_seed(cfg.seed)
+    caches = model.new_caches()
+    generator = torch.Generator().manual_seed(cfg.seed)
     new = torch.tensor([prompt], device=device)
     room = model.config.max_position_embeddings - len(prompt)
     for _ in range(min(cfg.max_tokens, room)):

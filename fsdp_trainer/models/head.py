@@ -73,7 +73,8 @@ class Head(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.weight: Tensor = nn.Parameter(torch.empty(config.embedding_rows, config.hidden_size))
-        self.vocab_size, self.softcap = config.vocab_size, config.final_logit_softcapping
+        self.vocab_size = config.vocab_size
+        self.softcap = config.final_logit_softcapping
         self.chunk_mib: int | None = None
         self.score: Callable = score_chunk
         self.differentiate: Callable = differentiate_chunk
@@ -88,7 +89,8 @@ class Head(nn.Module):
         Without targets, for inference: return all logits, [..., vocabulary].
         """
         if targets is None:
-            return _capped(F.linear(hidden, self.weight[: self.vocab_size]), self.softcap)
+            logits = F.linear(hidden, self.weight[: self.vocab_size])
+            return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
         if objective is None:
             return None, self.scores(hidden, targets)
         if objective.needs_all_tokens:
@@ -163,7 +165,8 @@ class Head(nn.Module):
 
             return call
 
-        self.score, self.differentiate = compiled(score_chunk), compiled(differentiate_chunk)
+        self.score = compiled(score_chunk)
+        self.differentiate = compiled(differentiate_chunk)
 
 
 class FusedLinearLoss(torch.autograd.Function):
@@ -285,10 +288,6 @@ def differentiate_chunk(
         logits.mul_(softcap_grad)
     if logits is not product:
         product.copy_(logits)
-
-
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def _concatenate(parts: list[Scores]) -> Scores:

@@ -19,7 +19,8 @@ BLOCK = 1 << 16  # elements drawn from one generator
 def initialize_weights(model: Decoder, seed: int) -> None:
     """Fill this rank's part of every parameter, and draw only the rows that it has a part of."""
     for name, parameter in model.named_parameters():
-        local, part = local_part(parameter), local_slice(parameter)
+        local = local_part(parameter)
+        part = local_slice(parameter)
         initialize_part(model.config, name, local, part, parameter.shape, seed)
 
 
@@ -61,7 +62,8 @@ def draw_normal(seed: int, name: str, start: int, count: int, std: float) -> Ten
     for block in range(start // BLOCK, -(-(start + count) // BLOCK)):
         digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        first, last = max(start - block * BLOCK, 0), min(start + count - block * BLOCK, BLOCK)
+        first = max(start - block * BLOCK, 0)
+        last = min(start + count - block * BLOCK, BLOCK)
         # always the whole block: a shorter draw has other numbers
         pieces.append(torch.randn(BLOCK, generator=generator)[first:last])
     return torch.cat(pieces).mul_(std) if pieces else torch.empty(0)

@@ -99,38 +99,30 @@ def model_problems(cfg: TrainConfig) -> list[Problem]:
         config = resolve_model(model)
     except UserError as error:
         return error.problems
-    checks = (_head_problems, _window_problems, _option_problems, _context_problems)
-    return [problem for check in checks for problem in check(cfg, config)]
+    return list(_key_problems(cfg, config))
 
 
-def _head_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if heads % kv_heads:
-        reason = f"must divide num_attention_heads={heads}"
+def _key_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+    kv_heads = config.num_key_value_heads
+    if config.num_attention_heads % kv_heads:
+        reason = f"must divide num_attention_heads={config.num_attention_heads}"
         yield Problem(f"model.num_key_value_heads={kv_heads}", reason)
     if config.rotary_dim % 2 or not config.rotary_dim:
         reason = "must be even for rotary position embedding"
         yield Problem(f"model.head_dim={config.head_dim}", reason)
-
-
-def _window_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
-    if config.family_spec.windows == "none" and cfg.model.sliding_window is not None:
+    window = cfg.model.sliding_window
+    if config.family_spec.windows == "none" and window is not None:
         windowed = [name for name, spec in FAMILIES.items() if spec.windows != "none"]
         reason = f"{config.family} has no windows; {', '.join(windowed)} have"
-        yield Problem(f"model.sliding_window={cfg.model.sliding_window}", reason)
-
-
-def _option_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+        yield Problem(f"model.sliding_window={window}", reason)
     for name in EXTRAS:
         value = getattr(cfg.model, name)
         if value and name not in config.family_spec.options:
             having = ", ".join(family for family, spec in FAMILIES.items() if name in spec.options)
             reason = f"transformers would not compute it for {config.family}, {having} have it"
             yield Problem(f"model.{name}={value}", f"{reason}: drop it")
-
-
-def _context_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
-    length, positions = cfg.batch.seq_len, config.max_position_embeddings
+    length = cfg.batch.seq_len
+    positions = config.max_position_embeddings
     if length > positions:
         reason = (
             f"longer than the model's context ({positions:,} positions).\n"

@@ -27,10 +27,14 @@ class Rope:
         channels = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64).float()
         plain = 1.0 / (theta ** (channels / config.rotary_dim))
         kind = scaling.get("rope_type", "default")
-        scale, factor = SCALINGS[kind]
-        self.frequencies = self.long = scale(plain, theta, scaling)
-        self.attention_factor = factor(config.max_position_embeddings, scaling)
+        self.frequencies = FREQUENCIES[kind](plain, theta, scaling)
+        self.attention_factor = 1.0
+        if kind in FACTORS:
+            given = scaling.get("attention_factor")
+            computed = FACTORS[kind](config.max_position_embeddings, scaling)
+            self.attention_factor = computed if given is None else given
         self.long_from: int | None = None
+        self.long = self.frequencies
         if kind == "longrope":
             self.long_from = scaling["original_max_position_embeddings"]
             self.long = plain / torch.tensor(scaling["long_factor"])
@@ -44,22 +48,23 @@ class Rope:
         positions: [batch, length]; layout: knows the documents' lengths, by which longrope chooses
         its frequencies.
         """
-        if self.frequencies.device != positions.device:
-            self.frequencies = self.frequencies.to(positions.device)
-            self.long = self.long.to(positions.device)
+        self.frequencies = self.frequencies.to(positions.device)
+        self.long = self.long.to(positions.device)
         frequencies = self.frequencies
         if self.long_from is not None:
             is_long = layout.document_lengths(positions)[..., None] > self.long_from
             frequencies = torch.where(is_long, self.long, self.frequencies)
         angles = positions[..., None].float() * frequencies
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(-2)
-        cosine, sine = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        cosine = angles.cos() * self.attention_factor
+        sine = angles.sin() * self.attention_factor
         return cosine.to(self.dtype or dtype), sine.to(self.dtype or dtype)
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotate queries or keys, [batch, length, heads, head_dim]; channels behind rotary_dim pass."""
-    rotary, rest = x[..., : cosine.shape[-1]], x[..., cosine.shape[-1] :]
+    rotary = x[..., : cosine.shape[-1]]
+    rest = x[..., cosine.shape[-1] :]
     first, second = rotary.chunk(2, dim=-1)
     rotated = (rotary * cosine + torch.cat((-second, first), dim=-1) * sine).to(x.dtype)
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
@@ -68,7 +73,8 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 def _llama3(frequencies: Tensor, theta: float, scaling: Scaling) -> Tensor:
     """Stretch slow channels, keep fast ones, interpolate those between (The Llama 3 Herd of Models,
     §3.4.2)."""
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
     wavelength = 2 * math.pi / frequencies
     stretched = frequencies / scaling["factor"]
@@ -82,23 +88,25 @@ def _llama3(frequencies: Tensor, theta: float, scaling: Scaling) -> Tensor:
 def _yarn(frequencies: Tensor, theta: float, scaling: Scaling) -> Tensor:
     """Stretch channels with fewer than beta_slow rotations within the original context, keep those
     with more than beta_fast, interpolate those between by index (Peng et al. 2023, §3.2)."""
-    dim, original = 2 * len(frequencies), scaling["original_max_position_embeddings"]
+    dim = 2 * len(frequencies)
+    original = scaling["original_max_position_embeddings"]
 
     def channel(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = channel(scaling.get("beta_fast") or 32), channel(scaling.get("beta_slow") or 1)
+    low = channel(scaling.get("beta_fast") or 32)
+    high = channel(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     ramp = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
     return frequencies / scaling["factor"] * ramp + frequencies * (1 - ramp)
 
 
 def _yarn_factor(context: int, scaling: Scaling) -> float:
     """Return attention's temperature as a factor on queries and keys (Peng et al. 2023, §3.4)."""
-    if scaling.get("attention_factor") is not None:
-        return scaling["attention_factor"]
 
     def temperature(weight: float) -> float:
         return 0.1 * weight * math.log(max(1.0, scaling["factor"])) + 1.0
@@ -111,26 +119,23 @@ def _yarn_factor(context: int, scaling: Scaling) -> float:
 def _longrope_factor(context: int, scaling: Scaling) -> float:
     """Return a factor that grows with the new context over the original one (Ding et al. 2024, as
     Phi-3 uses it)."""
-    if scaling.get("attention_factor") is not None:
-        return scaling["attention_factor"]
     original = scaling["original_max_position_embeddings"]
     factor = scaling.get("factor") or context / original
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
-def _one(context: int, scaling: Scaling) -> float:
-    return 1.0
-
-
-SCALINGS: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {
-    "default": (lambda frequencies, theta, scaling: frequencies, _one),
-    "linear": (lambda frequencies, theta, scaling: frequencies / scaling["factor"], _one),
-    "llama3": (_llama3, _one),
-    "yarn": (_yarn, _yarn_factor),
-    "longrope": (
-        lambda frequencies, theta, scaling: frequencies / torch.tensor(scaling["short_factor"]),
-        _longrope_factor,
+FREQUENCIES: dict[str, Callable[[Tensor, float, Scaling], Tensor]] = {
+    "default": lambda frequencies, theta, scaling: frequencies,
+    "linear": lambda frequencies, theta, scaling: frequencies / scaling["factor"],
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": lambda frequencies, theta, scaling: (
+        frequencies / torch.tensor(scaling["short_factor"])
     ),
 }
-"""For each rope_type: the frequencies [rotary_dim / 2] of (plain frequencies, theta, scaling), and
-the factor on cosine and sine of (max_position_embeddings, scaling)."""
+"""By rope_type: the frequencies, [rotary_dim / 2], of (plain frequencies, theta, scaling)."""
+FACTORS: dict[str, Callable[[int, Scaling], float]] = {
+    "yarn": _yarn_factor,
+    "longrope": _longrope_factor,
+}
+"""By rope_type: the factor on cosine and sine of (max_position_embeddings, scaling); else 1."""

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from fsdp_trainer.phases import CHECKPOINT
 
-GATHER, SYNC = "all-gather, exposed", "gradient sync, exposed"
+GATHER = "all-gather, exposed"
+SYNC = "gradient sync, exposed"
 ROWS = (
     "data",
     "forward",
@@ -102,7 +103,8 @@ def phases_of(events: list[Event]) -> PhaseTimes:
     marks = [event for event in events if event.kind == "user_annotation"]
     steps = [event for event in marks if event.name.startswith("step ")]
     thread = steps[0].source
-    begin, end = min(event.begin for event in steps), max(event.end for event in steps)
+    begin = min(event.begin for event in steps)
+    end = max(event.end for event in steps)
     host = _host_rows(e for e in marks if e.source == thread and e.name in ROW_OF)
     kernels = [event for event in events if event.kind == "kernel"]
     if kernels:
@@ -201,7 +203,8 @@ def table(ranks: dict[int, PhaseTimes]) -> list[str]:
     def values(row: str, kind: str) -> list[float]:
         return [times.get(row, {}).get(kind, 0.0) * 1e3 for times in ranks.values()]
 
-    step, several = sum(mean(values(row, "seconds")) for row in rows), len(ranks) > 1
+    step = sum(mean(values(row, "seconds")) for row in rows)
+    several = len(ranks) > 1
     spread = f"{'min':>11}{'median':>9}{'max':>9}  of {len(ranks)} ranks"
     title = f"{'':24}{'ms':>9}{'share':>8}{'idle':>9}{'hidden':>9}"
     lines = [title + spread * several]

@@ -68,7 +68,8 @@ def slowest_host(paces: dict[int, RankPace]) -> Straggler | None:
     """Return the rank whose host is slower than the others', and the phase in which it is most."""
     busy = {rank: sum(pace.seconds.values()) / pace.steps for rank, pace in paces.items()}
     rank = max(busy, key=lambda rank: busy[rank])
-    others, wall = median_of_others(busy, rank), paces[rank].wall / paces[rank].steps
+    others = median_of_others(busy, rank)
+    wall = paces[rank].wall / paces[rank].steps
     excess = busy[rank] - others
     if excess <= max(MIN_SECONDS, MIN_SHARE * wall) or busy[rank] <= MIN_FACTOR * others:
         return None
@@ -81,7 +82,8 @@ def slowest_host(paces: dict[int, RankPace]) -> Straggler | None:
         for phase, seconds in by_phase.items()
     }
     phase = max(excess_by_phase, key=lambda phase: excess_by_phase[phase])
-    seconds, lost = by_phase[phase], min(1.0, excess / wall)
+    seconds = by_phase[phase]
+    lost = min(1.0, excess / wall)
     others = median_of_others(seconds, rank)
     return Straggler(rank, paces[rank].host, phase, seconds[rank], others, lost)
 
@@ -92,7 +94,8 @@ def slowest_device(paces: dict[int, RankPace]) -> Straggler | None:
     if len(device) < len(paces):
         return None
     rank = max(device, key=lambda rank: device[rank])
-    others, own = median_of_others(device, rank), device[rank]
+    others = median_of_others(device, rank)
+    own = device[rank]
     if own <= MIN_FACTOR * others:
         return None
     return Straggler(rank, paces[rank].host, "update on its device", own, others, 1 - others / own)
@@ -145,9 +148,12 @@ class Sampler(threading.Thread):
         report: Callable[[Straggler, int], None],
     ):
         super().__init__(name="stragglers", daemon=True)
-        self.every, self.store, self.report = every, store, report
+        self.every = every
+        self.store = store
+        self.report = report
         self.rank, self.size, self.host = rank, size, host
-        self.watched, self.ended = threading.get_ident(), threading.Event()
+        self.watched = threading.get_ident()
+        self.ended = threading.Event()
         self.device_seconds: list[float] = []
         self._reported: tuple[int, str] | None = None
 
@@ -170,11 +176,13 @@ class Sampler(threading.Thread):
         """Return the pace over `every` seconds or more, and the last step of it."""
         while phases.training.step < 2 and not self.ended.wait(SAMPLE_SECONDS):
             pass
-        first, began = phases.training.step, time.monotonic()
+        first = phases.training.step
+        began = time.monotonic()
         before, wall = began, 0.0
         seconds: dict[str, float] = defaultdict(float)
         while not self.ended.wait(SAMPLE_SECONDS):
-            now, phase = time.monotonic(), phases.training.phase
+            now = time.monotonic()
+            phase = phases.training.phase
             if phase in STEP_PHASES or phase == "read":
                 wall += now - before
                 frame = sys._current_frames().get(self.watched)
@@ -185,8 +193,10 @@ class Sampler(threading.Thread):
             steps = phases.training.step - first
             if now - began >= self.every and steps >= MIN_STEPS:
                 break
-        device, self.device_seconds = self.device_seconds, []
-        step, on_device = phases.training.step, median(device) if device else None
+        device = self.device_seconds
+        self.device_seconds = []
+        step = phases.training.step
+        on_device = median(device) if device else None
         return RankPace(self.host, max(1, step - first), wall, dict(seconds), on_device), step
 
     def compare(self, step: int) -> None:

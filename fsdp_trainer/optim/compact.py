@@ -88,7 +88,8 @@ class CompactAdamW(TrainerOptimizer):
         """Update one parameter chunk by chunk: a number, in 8 bits a block, needs no other."""
         if not self.state[parameter]:
             self.state[parameter] = self.empty_state(parameter)
-        block, part = self.block(parameter), local_slice(parameter)
+        block = self.block(parameter)
+        part = local_slice(parameter)
         weights = local_part(parameter).view(-1, block)
         gradients = local_part(gradient).reshape(-1, block)
         state = {
@@ -99,13 +100,16 @@ class CompactAdamW(TrainerOptimizer):
         size = CHUNKS[weights.device.type] // block
         for start in range(0, len(weights), size):
             chunk = slice(start, start + size)
-            weight, moments = weights[chunk], {name: t[chunk] for name, t in state.items()}
+            weight = weights[chunk]
+            moments = {name: t[chunk] for name, t in state.items()}
             bits = None
             if self.stochastic:
-                first, device = start * block, weight.device
+                first = start * block
+                device = weight.device
                 numbers = element_numbers(part, parameter.shape, first, weight.numel(), device)
                 bits = random_bits(self.keys[parameter], count, numbers.view_as(weight))
-            mean, square = load(moments, "exp_avg"), load(moments, "exp_avg_sq")
+            mean = load(moments, "exp_avg")
+            square = load(moments, "exp_avg_sq")
             new, mean, square = adamw(
                 weight.float(), gradients[chunk].float(), mean, square, group, count
             )
@@ -126,7 +130,8 @@ def adamw(
 
     count: of this step, 1 is the first; a scalar on the device.
     """
-    (beta1, beta2), lr = group["betas"], group["lr"]
+    (beta1, beta2) = group["betas"]
+    lr = group["lr"]
     # in float32 only four digits of the corrections would be left at first
     bias1, bias2 = (1 - beta ** count.double() for beta in (beta1, beta2))
     mean = torch.lerp(mean, gradient, 1 - beta1)

@@ -11,13 +11,16 @@ from torch import Tensor
 
 # multipliers of the 32-bit mixer lowbias32 (Wellons 2018, "Prospecting for hash functions"), and
 # the golden ratio's, as int32
-FIRST, SECOND, GOLDEN = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
+FIRST = 0x7FEB352D
+SECOND = 0x846CA68B - 2**32
+GOLDEN = 0x9E3779B1 - 2**32
 
 
 def key_of(seed: int, name: str) -> tuple[int, int]:
     """Return two int32 that stand for a seed and the name of a parameter."""
     digest = hashlib.blake2b(f"{seed}/rounding/{name}".encode(), digest_size=8).digest()
-    first, second = digest[:4], digest[4:]
+    first = digest[:4]
+    second = digest[4:]
     return int.from_bytes(first, "little", signed=True), int.from_bytes(
         second, "little", signed=True
     )
@@ -37,7 +40,8 @@ def element_numbers(
         numbers = torch.arange(count, dtype=torch.int32, device=device)
         return numbers.add_((first + 2**31) % 2**32 - 2**31)
     rest = torch.arange(start, start + count, device=device)
-    numbers, stride = torch.zeros_like(rest), 1
+    numbers = torch.zeros_like(rest)
+    stride = 1
     for piece, size, whole in zip(reversed(part), reversed(sizes), reversed(shape), strict=True):
         numbers += (rest % size + piece.start) * stride
         rest //= size

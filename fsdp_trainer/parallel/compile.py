@@ -78,7 +78,8 @@ class Compilations:
     def new(self) -> tuple[int, int]:
         """Return the number of graphs since the last call, and how many of them the cache had."""
         graphs, cached = count_compiled_graphs()
-        before, self._counted = self._counted, (graphs, cached)
+        before = self._counted
+        self._counted = (graphs, cached)
         return graphs - before[0], cached - before[1]
 
 

@@ -30,13 +30,15 @@ class Dims:
 
     def __init__(self, sharding: Sharding, device_type: str, timeout: float):
         """timeout: of collectives, in seconds. Collective. Raises UserError for wrong sizes."""
-        self.ranks, self.timeout = dist.get_world_size(), timedelta(seconds=timeout)
+        self.ranks = dist.get_world_size()
+        self.timeout = timedelta(seconds=timeout)
         self.sizes = dimension_sizes(sharding, self.ranks)
         if math.prod(self.sizes.values()) != self.ranks:
             rule = f"must divide the number of ranks, which is {self.ranks}"
             problem = Problem(f"sharding.replicas={sharding.replicas}", rule)
             raise UserError("the mesh does not divide", [problem])
-        remainder, self.coordinates = dist.get_rank(), dict[str, int]()
+        remainder = dist.get_rank()
+        self.coordinates = dict[str, int]()
         for name, size in reversed(self.sizes.items()):
             remainder, self.coordinates[name] = divmod(remainder, size)
         self.batch_rank, self.batch_ranks = 0, 1

@@ -23,8 +23,10 @@ def grow_vocabulary(model: Decoder, known: int) -> None:
     """
     for name, parameter in model.named_parameters():
         if name in VOCABULARY:
-            local, first = local_part(parameter), local_slice(parameter)[0].start
-            end_known, end = max(0, known - first), max(0, model.config.vocab_size - first)
+            local = local_part(parameter)
+            first = local_slice(parameter)[0].start
+            end_known = max(0, known - first)
+            end = max(0, model.config.vocab_size - first)
             total = local[:end_known].sum(0, dtype=torch.float64)
             sum_over_rows(total, parameter)
             local[end_known:end] = (total / known).to(local.dtype)

@@ -66,7 +66,8 @@ def least_memory(model: Decoder, setup: Setup) -> list[MemoryItem]:
     gradients = sharded("gradients", trained, stored)
     if shards == 1 and stored == computed:
         return [*states, gradients]  # nothing need be gathered
-    blocks, size = list(model.model.layers.values()), sharding.blocks_per_unit
+    blocks = list(model.model.layers.values())
+    size = sharding.blocks_per_unit
     units = [count_numbers(blocks[i : i + size]) for i in range(0, len(blocks), size)]
     in_backward = [gradients, gathered(max(units), "the largest unit of blocks")]
     after_forward = [gathered(count, "all units after forward")]  # there are no gradients yet
@@ -103,7 +104,9 @@ def check_memory(model: Decoder, setup: Setup, device: torch.device) -> None:
 
     The weights may be on the meta device.
     """
-    memory, host, cuda = device_bytes(device), host_bytes(os.environ), device.type == "cuda"
+    memory = device_bytes(device)
+    host = host_bytes(os.environ)
+    cuda = device.type == "cuda"
 
     def fits(setup: Setup) -> bool:
         items = least_memory(model, setup)

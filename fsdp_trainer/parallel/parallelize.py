@@ -75,7 +75,8 @@ def shard(model: Decoder, dims: Dims, cfg: Sharding, precision: Precision) -> No
         # its gradient needs tokens and the stream's gradient alone: no second all-gather
         embedding.set_unshard_in_backward(False)
     fully_shard(ends, reshard_after_forward=False, **options)
-    blocks, size = list(model.model.layers.values()), cfg.blocks_per_unit
+    blocks = list(model.model.layers.values())
+    size = cfg.blocks_per_unit
     units = [blocks[i : i + size] for i in range(0, len(blocks), size)]
     for unit in units:
         fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard, **options)
@@ -97,7 +98,8 @@ def choose_communication(model: Decoder, cfg: Sharding, dims: Dims) -> None:
 
     Raises UserError for what cannot work here.
     """
-    key, instead = f"sharding.messages={cfg.messages}", "Use  sharding.messages=ordinary"
+    key = f"sharding.messages={cfg.messages}"
+    instead = "Use  sharding.messages=ordinary"
     if cfg.messages != "ordinary" and dims.mesh.device_type != "cuda":
         raise UserError("there is no NCCL", [Problem(key, f"{NEEDS_NCCL}.\n{instead}")])
     root: Any = model

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fsdp_trainer.data.mixture import Mixture
 from fsdp_trainer.data.order import Rows
-from fsdp_trainer.models.attention import LAYOUTS, to_device
+from fsdp_trainer.distributed import to_device
+from fsdp_trainer.models.attention import LAYOUTS
 from fsdp_trainer.models.decoder import MicroBatch
 
 INDEX_STEP = (

@@ -1,0 +1,133 @@
+"""The kernel calls that layouts are made of: torch's, and our own for a soft limit on scores."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+SOFTCAP_QUERIES = 256
+"""Queries whose soft-capped scores exist at the same time."""
+
+
+class Scoring(NamedTuple):
+    """The way from products q · k to the scores that softmax takes.
+
+    scale: a factor; None: 1 / √head_dim. softcap: scores s become softcap · tanh(s / softcap).
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+
+
+PLAIN = Scoring()
+
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scoring: Scoring = PLAIN,
+    is_causal: bool = True,
+) -> Tensor:
+    """Call torch's `scaled_dot_product_attention` on [batch, length, heads, head_dim].
+
+    With a soft limit on scores, which torch's does not have, our own function computes it.
+    is_causal: without a mask, whether a query sees only keys up to its own position.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    causal = is_causal and mask is None
+    if scoring.softcap is not None:
+        return SoftcappedAttention.apply(q, k, v, mask, causal, *scoring).transpose(1, 2)
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1 and q.is_cuda and (mask is not None or q.dtype == torch.float32):
+        # the only fused kernel for these (memory-efficient) takes as many kv heads as heads; the
+        # unfused one would hold all scores
+        k, v, groups = *(x.repeat_interleave(groups, dim=1) for x in (k, v)), 1
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal, scale=scoring.scale, enable_gqa=groups > 1
+    ).transpose(1, 2)
+
+
+class SoftcappedAttention(torch.autograd.Function):
+    """Attention with scores cap · tanh(s / cap) (Gemma 2), in chunks of queries.
+
+    Backward computes a chunk's scores again: [batch, heads, chunk, keys] exist at the same time,
+    and nothing of that size between forward and backward.
+    q: [batch, heads, queries, head_dim]; k, v: [batch, kv heads, keys, head_dim];
+    mask: bool, its last two dimensions are [queries, keys].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float | None,
+        cap: float,
+    ) -> Tensor:
+        """Return the attention, shaped as q."""
+        ctx.save_for_backward(q, k, v, mask)
+        ctx.options = causal, scale or q.shape[-1] ** -0.5, cap
+        results = []
+        for rows, keys, _, _, probability in _softcapped_chunks(q, k, mask, *ctx.options):
+            out = probability.to(q.dtype) @ v[:, :, keys]
+            results.append(_ungroup(out, rows))
+        return torch.cat(results, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        """Return the gradients of q, k and v; sums over chunks are taken in float32."""
+        q, k, v, mask = ctx.saved_tensors
+        _, scale, _ = ctx.options
+        grad_q = []
+        grad_k, grad_v = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
+        for rows, keys, q_rows, tanh, probability in _softcapped_chunks(q, k, mask, *ctx.options):
+            grad_out = _by_kv_head(grad[:, :, rows], k)
+            grad_probability = (grad_out @ v[:, :, keys].mT).float()
+            mean = (probability * grad_probability).sum(-1, keepdim=True)
+            grad_score = probability * (grad_probability - mean)
+            grad_score = (grad_score * (1 - tanh * tanh) * scale).to(q.dtype)
+            grad_q.append(_ungroup(grad_score @ k[:, :, keys], rows))
+            grad_k[:, :, keys] += grad_score.mT @ q_rows
+            grad_v[:, :, keys] += probability.to(q.dtype).mT @ grad_out
+        return torch.cat(grad_q, 2), grad_k.to(k.dtype), grad_v.to(v.dtype), *[None] * 4
+
+
+def _softcapped_chunks(
+    q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, cap: float
+) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
+    """Yield for each chunk of queries: its rows, the keys that they may see, the queries by kv
+    head, tanh(scores / cap) and the probabilities, both float32 [batch, kv heads, heads of a kv
+    head · queries, keys]."""
+    for start in range(0, q.shape[2], SOFTCAP_QUERIES):
+        rows = slice(start, min(start + SOFTCAP_QUERIES, q.shape[2]))
+        keys = slice(0, rows.stop if causal else k.shape[2])
+        hidden = torch.ones(rows.stop - start, keys.stop, dtype=torch.bool, device=q.device)
+        if mask is not None:
+            hidden = ~mask[..., rows, :]
+        else:
+            hidden = hidden.triu(start + 1 if causal else keys.stop)
+        q_rows = _by_kv_head(q[:, :, rows], k)
+        tanh = torch.tanh((q_rows @ k[:, :, keys].mT).float() * (scale / cap))
+        # the dimension before [queries, keys] is that of a kv head's heads
+        scores = (tanh * cap).unflatten(2, (-1, rows.stop - start))
+        scores = scores.masked_fill(hidden.unsqueeze(-3), float("-inf")).flatten(2, 3)
+        yield rows, keys, q_rows, tanh, torch.softmax(scores, -1)
+
+
+def _by_kv_head(q: Tensor, k: Tensor) -> Tensor:
+    """[batch, kv heads, heads of a kv head · queries, head_dim]."""
+    return q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+
+
+def _ungroup(x: Tensor, rows: slice) -> Tensor:
+    """Undo `_by_kv_head`: [batch, heads, queries, head_dim]."""
+    return x.unflatten(2, (-1, rows.stop - rows.start)).flatten(1, 2)

@@ -335,6 +335,13 @@ def all_rows(order, epochs=2):
     return [order.row(i) for i in range(epochs * order.rows_per_epoch)]
 
 
+def wait_for_next_epoch():
+    """Wait until the threads that plan an epoch ahead have ended."""
+    for thread in threading.enumerate():
+        if thread.name == "next epoch":
+            thread.join()
+
+
 def groups(order):
     return {group.name for group in order.shared.folder.iterdir() if group.is_dir()}
 
@@ -348,6 +355,7 @@ def test_a_plan_in_files_is_made_once_and_is_the_one_in_memory(planned, packing,
         first.totals(1, first.rows_per_epoch + 2),
         first.read_rows([3, first.rows_per_epoch + 1]),
     )
+    wait_for_next_epoch()
     made_again = AssertionError("made again")
     with inject.fails("plan_epoch", made_again), inject.fails("pack_rows", made_again):
         again = planned(packing=packing, shuffle=shuffle)
@@ -371,9 +379,7 @@ def test_the_next_epoch_is_planned_from_the_middle_of_this_one(planned):
     order.read_rows(range(order.rows_per_epoch // 2 - 1))
     assert groups(order) == {"packing", "epoch-0"}
     order.read_rows([order.rows_per_epoch // 2 + 1])
-    for thread in threading.enumerate():
-        if thread.name == "next epoch":
-            thread.join()
+    wait_for_next_epoch()
     assert groups(order) == {"packing", "epoch-0", "epoch-1"}
 
 

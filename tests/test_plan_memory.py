@@ -59,15 +59,13 @@ def test_states_are_those_of_a_ranks_largest_shards(ranks, tied):
     config = replace(MODEL, tie_word_embeddings=tied, vocab_size=8003, hidden_size=500)
     moments = {m.when: m.bytes for m in memory(configured(ranks), config, ranks, "cpu").moments}
     with torch.device("meta"):
-        shapes = [p.shape for p in Decoder(config).parameters()]
-    numbers = sum(-(-shape[0] // ranks) * shape[1:].numel() for shape in shapes)
-    told = moments["optimizer step"]
-    assert (told["parameters"], told["gradients"], told["optimizer"]) == (
-        4 * numbers,
-        4 * numbers,
-        8 * numbers,
-    )
-    assert all(set(found) == set(CATEGORIES) for found in moments.values())
+        shards = [p.chunk(ranks)[0] for p in Decoder(config).parameters()]  # as fully_shard does
+    numbers = sum(shard.numel() for shard in shards)
+    bytes_of = moments["optimizer step"]
+    assert bytes_of["parameters"] == 4 * numbers
+    assert bytes_of["gradients"] == 4 * numbers
+    assert bytes_of["optimizer"] == 8 * numbers
+    assert all(set(categories) == set(CATEGORIES) for categories in moments.values())
 
 
 def test_strategies_and_formats_change_what_they_should():

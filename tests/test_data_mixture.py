@@ -234,9 +234,17 @@ def test_the_cost_of_attention_is_looked_up_in_one_epoch_of_each_source():
     mixture = Mixture([small, large], weighted=True)
     share = attention_cost_share(mixture, SimpleNamespace())
     assert share == pytest.approx(mixture.totals(0, 5000)[3] / (5000 * 16**2), abs=1e-3)
-    fresh = Mixture([text_component("small", [16], 0.9), large], weighted=True)
-    attention_cost_share(fresh, SimpleNamespace())
-    assert fresh.orders[0].epoch.cache_info().misses == 1
+    small, large = text_component("small", [16], 0.9), text_component("large", [8, 8] * 100, 0.1)
+    fresh = Mixture([small, large], weighted=True)
+    epochs = []
+
+    def noted(plan, order, epoch):
+        epochs.append(epoch)
+        return plan(order, epoch)
+
+    with inject.around("plan_epoch", noted):
+        attention_cost_share(fresh, SimpleNamespace())
+    assert len(epochs) == 2
 
 
 def test_rows_of_the_same_documents_cost_the_same_to_the_last_bit():

@@ -1,10 +1,12 @@
 """Rows: well filled, each sample once an epoch, and the same order for everyone."""
 
+import gc
 import json
 import mmap
 import os
 import threading
 import time
+import weakref
 
 import inject
 import numpy as np
@@ -381,6 +383,20 @@ def test_the_next_epoch_is_planned_from_the_middle_of_this_one(planned):
     order.read_rows([order.rows_per_epoch // 2 + 1])
     wait_for_next_epoch()
     assert groups(order) == {"packing", "epoch-0", "epoch-1"}
+
+
+def test_an_order_that_nobody_uses_closes_its_files_at_once(planned):
+    """Each plan is five open files: hundreds are too many for a process that waits for gc."""
+    order = planned()
+    all_rows(order)
+    wait_for_next_epoch()
+    gc.disable()
+    try:
+        gone = weakref.ref(order)
+        del order
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_plans_of_long_ago_go(planned):

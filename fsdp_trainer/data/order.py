@@ -4,7 +4,6 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -124,7 +123,7 @@ class RowOrder:
         """The same for every epoch: it depends on the lengths only."""
         self.fill: float = tokens / (self.rows_per_epoch * seq_len)
         """Share of positions that hold a token."""
-        self.epoch = lru_cache(maxsize=2)(self._epoch)
+        self._epochs: dict[int, Epoch] = {}
         self._ahead = 0  # the last epoch that was asked for
 
     @property
@@ -188,6 +187,20 @@ class RowOrder:
             plan.sums[rows + 1, 3] - plan.sums[rows, 3] for plan, rows in self._by_epoch(indices)
         ]
         return np.concatenate([np.zeros(0), *parts])
+
+    def epoch(self, epoch: int) -> Epoch:
+        """Return the plan of an epoch; the last two that were asked for first stay open.
+
+        Not an lru_cache of the method: that is a circle of references, and until the garbage
+        collector comes by, an order that nobody uses would hold the files of its plans open.
+        """
+        plan = self._epochs.get(epoch)
+        if plan is None:
+            plan = Epoch(**self._once(f"epoch-{epoch}", lambda: self._plan(epoch)))
+            self._epochs[epoch] = plan
+            for earlier in list(self._epochs)[:-2]:
+                self._epochs.pop(earlier, None)  # another thread may have been faster
+        return plan
 
     def totals(self, start: int, stop: int) -> tuple[float, int, int, int]:
         """(Σ weight, tokens, supervised tokens, Σ of what attention costs) of rows [start, stop), without reading one."""
@@ -253,9 +266,6 @@ class RowOrder:
             one_per_row(lengths) if self.packing == "none" else best_fit(lengths, self.seq_len)
         )
         return {"documents": narrow(packing.documents), "offsets": narrow(packing.offsets)}
-
-    def _epoch(self, epoch: int) -> Epoch:
-        return Epoch(**self._once(f"epoch-{epoch}", lambda: self._plan(epoch)))
 
     def _plan(self, epoch: int) -> Arrays:
         """The arrays of an `Epoch`."""

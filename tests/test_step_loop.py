@@ -25,6 +25,17 @@ def workers():
     return [thread for thread in threading.enumerate() if thread.name == "micro-batches"]
 
 
+def prefetched(items, depth):
+    return contextlib.closing(Prefetcher(items, depth, CPU))
+
+
+def following(ahead):
+    """What is left of the items."""
+    with contextlib.suppress(StopIteration):
+        while True:
+            yield ahead.get()
+
+
 def made(items, count):
     """An iterator that notes what it made."""
     for i in range(count):
@@ -35,15 +46,15 @@ def made(items, count):
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_items_come_in_order_and_no_more_are_made_than_there_is_room_for(depth):
     items = []
-    with Prefetcher(made(items, 9), depth, CPU) as ahead:
-        assert next(ahead) == 0
+    with prefetched(made(items, 9), depth) as ahead:
+        assert ahead.get() == 0
         deadline = time.monotonic() + 60
         while len(items) < 1 + depth and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(0.02)
         assert len(items) == 1 + depth
-        assert list(ahead) == list(range(1, 9))
-        assert next(ahead, "ended") == "ended"
+        assert list(following(ahead)) == list(range(1, 9))
+        assert not list(following(ahead)), "it stays ended"
     assert not workers()
 
 
@@ -53,17 +64,17 @@ def test_what_goes_wrong_ahead_is_heard_where_its_item_is_due(depth):
         yield from range(3)
         raise ValueError("row 3 is torn")
 
-    with Prefetcher(failing(), depth, CPU) as ahead:
-        assert [next(ahead) for _ in range(3)] == [0, 1, 2]
+    with prefetched(failing(), depth) as ahead:
+        assert [ahead.get() for _ in range(3)] == [0, 1, 2]
         with pytest.raises(ValueError, match="row 3 is torn"):
-            next(ahead)
+            ahead.get()
     assert not workers()
 
 
 def test_the_thread_ends_however_the_loop_is_left():
     endless = iter(int, 1)
-    with contextlib.suppress(KeyboardInterrupt), Prefetcher(endless, 2, CPU) as ahead:
-        next(ahead)
+    with contextlib.suppress(KeyboardInterrupt), prefetched(endless, 2) as ahead:
+        ahead.get()
         assert workers()
         raise KeyboardInterrupt
     assert not workers()

@@ -15,10 +15,8 @@ from fsdp_trainer.distributed import to_device
 from fsdp_trainer.models.attention import LAYOUTS
 from fsdp_trainer.models.decoder import MicroBatch
 
-INDEX_STEP = (
-    128  # supervised positions are padded to a multiple of this, so that the device sees few shapes
-)
-
+INDEX_STEP = 128
+"""Supervised positions are padded to a multiple of this, so that the device sees few shapes."""
 MAX_SUSPECTS = 8
 """Ranks, and samples, that are named for a bad step."""
 
@@ -36,43 +34,35 @@ class StepPlan:
     step: int
     start: int
     stop: int
-    weight: float
-    tokens: int
-    supervised: int
-    attention_cost: int
+    weight: float = 0.0
+    tokens: int = 0
+    supervised: int = 0
+    attention_cost: int = 0
 
 
+@dataclass
 class Assembler:
-    """Makes a rank's rows into micro-batches on its device."""
+    """Makes a rank's rows into micro-batches on its device.
 
-    def __init__(
-        self,
-        seq_len: int,
-        sources: int,
-        micro_rows: int,
-        rank: int,
-        ranks: int,
-        device: torch.device,
-        pad_to_multiple: int | None = None,
-        attention: str = "documents",
-        number_documents: bool = False,
-    ):
-        """sources: how many whose losses are told apart; rank, ranks: of those with different rows.
+    sources: how many whose losses are told apart; rank, ranks: of those with different rows.
+    pad_to_multiple: micro-batches are as long as their longest row, rounded up to this, at most
+    seq_len. attention: a name of `LAYOUTS`. number_documents: for an objective that is no sum over
+    single tokens, see MicroBatch.documents.
+    """
 
-        pad_to_multiple: micro-batches are as long as their longest row, rounded up to this, at most
-        seq_len. attention: a name of `LAYOUTS`. number_documents: for an objective that is no sum
-        over single tokens, see MicroBatch.documents.
-        """
-        self.seq_len, self.sources, self.micro_rows = seq_len, sources, micro_rows
-        self.rank, self.ranks = rank, ranks
-        self.device, self.attention = device, attention
-        self.number_documents = number_documents
-        # flex attention's kernel is compiled for each length: all have one
-        self.pad_to_multiple = None if attention == "flex" else pad_to_multiple
+    seq_len: int
+    sources: int
+    micro_rows: int
+    rank: int
+    ranks: int
+    device: torch.device
+    pad_to_multiple: int | None = None
+    attention: str = "documents"
+    number_documents: bool = False
 
     def count(self, plan: StepPlan) -> int:
         """Return the number of micro-batches per rank; surplus slots are empty rows."""
-        return -(-(plan.stop - plan.start) // (self.micro_rows * self.ranks))
+        return math.ceil((plan.stop - plan.start) / (self.micro_rows * self.ranks))
 
     def empty(self) -> MicroBatch:
         """Return a micro-batch without a token."""
@@ -84,43 +74,42 @@ class Assembler:
             given, rows = rows, Rows.empty(self.micro_rows, self.seq_len)
             rows.put(range(len(given.documents)), given)
         length = self.length(rows)
-        labels, weights, sources = (
-            part[:, :length].reshape(-1) for part in (rows.labels, rows.weights, rows.sources)
-        )
-        index = np.flatnonzero(labels != -100)
-        padding = (0, -len(index) % INDEX_STEP if len(index) else INDEX_STEP)
-
-        def supervised(values: np.ndarray) -> Tensor:
-            return to_device(np.pad(values, padding), self.device)
+        index = np.flatnonzero(rows.labels[:, :length] != -100)
+        padding = (0, round_up(max(1, len(index)), INDEX_STEP) - len(index))
 
         def whole(values: np.ndarray) -> Tensor:
             return to_device(np.ascontiguousarray(values[:, :length]), self.device)
 
+        def padded(values: np.ndarray, fill: int = 0) -> Tensor:
+            return to_device(np.pad(values, padding, constant_values=fill), self.device)
+
+        def supervised(values: np.ndarray) -> Tensor:
+            return padded(values[:, :length].reshape(-1)[index])
+
         documents = groups = None
         if self.number_documents:
             numbers, group_numbers = number_documents(rows, index, length)
-            padded = np.pad(numbers, padding, constant_values=len(group_numbers))
-            documents = to_device(padded, self.device)
+            documents = padded(numbers, fill=len(group_numbers))
             groups = to_device(group_numbers, self.device)
         return MicroBatch(
             whole(rows.tokens),
             whole(rows.positions),
             LAYOUTS[self.attention](rows.documents, length, self.device),
-            supervised(index),
-            supervised(labels[index]),
-            supervised(weights[index]),
-            supervised(sources[index]) if self.sources > 1 else None,
+            padded(index),
+            supervised(rows.labels),
+            supervised(rows.weights),
+            supervised(rows.sources) if self.sources > 1 else None,
             documents,
             groups,
         )
 
     def length(self, rows: Rows) -> int:
         """Return the tokens of a row of this micro-batch, padding included."""
-        if self.pad_to_multiple is None:
+        # flex attention's kernel is compiled for each length: all have one
+        if self.pad_to_multiple is None or self.attention == "flex":
             return self.seq_len
-        longest = max(1, *(sum(documents) for documents in rows.documents))
-        rounded = -(-longest // self.pad_to_multiple) * self.pad_to_multiple
-        return min(self.seq_len, rounded)
+        longest = max(1, *map(sum, rows.documents))
+        return min(self.seq_len, round_up(longest, self.pad_to_multiple))
 
 
 class Batches(Assembler):
@@ -156,32 +145,27 @@ class Batches(Assembler):
         cost attention about the same go into the same micro-batch, the costliest first, and are
         given to the ranks in one direction and then in the other.
         """
-        shape = (self.count(plan), self.ranks, self.micro_rows)
-        rows = np.full(math.prod(shape), -1)
-        rows[: plan.stop - plan.start] = np.arange(plan.start, plan.stop)
-        costs = np.zeros(1)
-        if self.ranks > 1:
-            costs = self.order.attention_costs(range(plan.start, plan.stop))
+        count, numbers = self.count(plan), np.arange(plan.start, plan.stop)
+        rows = np.full(count * self.micro_rows * self.ranks, -1)
+        rows[: len(numbers)] = numbers
+        costs = self.order.attention_costs(numbers) if self.ranks > 1 else np.zeros(1)
         if (costs == costs[0]).all():
-            return rows.reshape(shape)
-        rows[: len(costs)] = rows[np.argsort(-costs, kind="stable")]
+            return rows.reshape(count, self.ranks, self.micro_rows)
+        rows[: len(numbers)] = numbers[np.argsort(-costs, kind="stable")]
         rounds = rows.reshape(-1, self.ranks)
         rounds[plan.step % 2 :: 2] = rounds[plan.step % 2 :: 2, ::-1].copy()
-        return rounds.reshape(shape[0], self.micro_rows, self.ranks).swapaxes(1, 2)
+        return rounds.reshape(count, self.micro_rows, self.ranks).swapaxes(1, 2)
 
-    def suspects(
-        self, plan: StepPlan, worst_losses: Sequence[float], micro_batches: Sequence[float]
-    ) -> dict[str, Any]:
-        """Return the ranks whose micro-batch had the highest loss, or none that is finite, and its
-        samples.
+    def samples_of(
+        self, plan: StepPlan, ranks: Sequence[int], micro_batches: Sequence[float]
+    ) -> list[str]:
+        """Return the places of the samples in one micro-batch of each of these ranks.
 
-        worst_losses: of each rank the highest mean loss of its micro-batches (inf: not finite);
-        micro_batches: which one that was. At most MAX_SUSPECTS ranks and samples are named.
+        micro_batches: which one, by rank.
         """
-        ranks, rows = ranks_with_highest(worst_losses), self.assign_rows_to_ranks(plan)
-        own = [row for rank in ranks for row in rows[int(micro_batches[rank]), rank].tolist()]
-        samples = [where for row in own if row >= 0 for where in self.order.where(row)]
-        return suspects_event(ranks, samples)
+        rows = self.assign_rows_to_ranks(plan)
+        own = [row for rank in ranks for row in rows[int(micro_batches[rank]), rank]]
+        return [where for row in own if row >= 0 for where in self.order.where(int(row))]
 
 
 def number_documents(rows: Rows, index: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -195,8 +179,16 @@ def number_documents(rows: Rows, index: np.ndarray, length: int) -> tuple[np.nda
     return np.searchsorted(np.concatenate(ends), index, side="right"), groups
 
 
+def round_up(number: int, multiple: int) -> int:
+    """Return the smallest multiple that is not below `number`."""
+    return math.ceil(number / multiple) * multiple
+
+
 def ranks_with_highest(values: Sequence[float]) -> list[int]:
-    """Return the ranks with the highest value, at most MAX_SUSPECTS."""
+    """Return the ranks with the highest value, at most MAX_SUSPECTS.
+
+    values: by rank; inf where it is not finite.
+    """
     highest = max(values)
     return [rank for rank, value in enumerate(values) if value == highest][:MAX_SUSPECTS]
 

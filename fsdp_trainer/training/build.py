@@ -294,39 +294,27 @@ def build_data(
     observer: Observer,
 ) -> tuple[DataSource, StoredRows | None]:
     """Return where micro-batches of training and of validation come from."""
-    place = (cfg.batch.micro_rows, dims.batch_rank, dims.batch_ranks, world.device)
     options: dict[str, Any] = {
+        "micro_rows": cfg.batch.micro_rows,
+        "rank": dims.batch_rank,
+        "ranks": dims.batch_ranks,
+        "device": world.device,
         "pad_to_multiple": cfg.data.pad_to_multiple,
         "attention": attention.layout,
     }
-    prefetch, rows = cfg.data.prefetch, cfg.batch.rows
-
     validation = None
     if held_out:
-        batches = Batches(held_out, *place, **options)
-        validation = StoredRows(held_out, batches, rows, None, None, prefetch, signals)
+        validation = StoredRows(cfg, Batches(held_out, **options), None, signals)
     if isinstance(order, StreamedData):
-        assert cfg.train.steps is not None  # streams have no epochs
-        assembler = Assembler(order.seq_len, len(order.source_names), *place, **options)
+        assembler = Assembler(order.seq_len, len(order.source_names), **options)
         processes = cfg.data.workers or min(8, cores() * world.nodes // world.size)
-        patience = parse_duration(cfg.launch.data_timeout)
-        return StreamedRows(
-            order,
-            assembler,
-            cfg.train.steps,
-            config.attention_cost,
-            processes,
-            prefetch,
-            patience,
-            signals,
-            observer,
-        ), validation
+        cost = config.attention_cost
+        streamed = StreamedRows(cfg, order, assembler, dims, cost, processes, signals, observer)
+        return streamed, validation
     end = None
     if cfg.train.steps is None:
         end = last_row(cfg.train.epochs or 1, order.rows_per_epoch, progress.segments)
-    batches = Batches(order, *place, **options)
-    stored = StoredRows(order, batches, rows, cfg.train.steps, end, prefetch, signals)
-    return stored, validation
+    return StoredRows(cfg, Batches(order, **options), end, signals), validation
 
 
 def last_row(epochs: float, rows_per_epoch: int, segments: list[dict[str, Any]]) -> int:

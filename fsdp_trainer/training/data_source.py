@@ -5,12 +5,19 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NoReturn, Protocol
 
-from fsdp_trainer.data.mixture import Mixture
+from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.summary import two_lines
+from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.observe.step_log import StepReport
-from fsdp_trainer.training.batches import Batches, StepPlan, count_steps
-from fsdp_trainer.training.feed import Feed, plans_and_micro_batches
+from fsdp_trainer.training.batches import (
+    Batches,
+    StepPlan,
+    count_steps,
+    ranks_with_highest,
+    suspects_event,
+)
+from fsdp_trainer.training.feed import Feed
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.stop import StopSignals
 
@@ -25,17 +32,12 @@ class DataSource(Protocol):
     checkpoint.
     """
 
-    @property
-    def fingerprint(self) -> str:
-        """Return what all content depends on: equal fingerprints are equal data."""
-
-    @property
-    def source_names(self) -> list[str]:
-        """Return the names of the files or data sets whose losses are told apart."""
-
-    @property
-    def first_row(self) -> int:
-        """Return the number of its first row: those before were other data's."""
+    fingerprint: str
+    """Equal fingerprints are equal data."""
+    source_names: list[str]
+    """The files or data sets whose losses are told apart."""
+    first_row: int
+    """The number of its first row: those before were other data's."""
 
     def total_steps(self, progress: Progress) -> int:
         """Return the number of optimizer steps of the whole run."""
@@ -67,26 +69,21 @@ class StoredRows:
 
     def __init__(
         self,
-        order: Mixture,
+        cfg: TrainConfig,
         batches: Batches,
-        rows: int,
-        steps: int | None,
         last_row: int | None,
-        prefetch: int | None,
         signals: StopSignals,
     ):
-        """rows: of a step; steps: of the run, or last_row: where the data of a run in epochs
-        ends."""
-        self.order, self.batches, self.rows = order, batches, rows
-        self.steps, self.last_row = steps, last_row
-        self.prefetch, self.signals = prefetch, signals
-        self.source_names = order.source_names
-        self.fingerprint, self.first_row = order.fingerprint, order.start
+        """last_row: where the data of a run in epochs ends; None: it has train.steps."""
+        self.order, self.batches, self.rows = batches.order, batches, cfg.batch.rows
+        self.steps, self.last_row = cfg.train.steps or 0, last_row
+        self.prefetch, self.signals = cfg.data.prefetch, signals
+        self.source_names = self.order.source_names
+        self.fingerprint, self.first_row = self.order.fingerprint, self.order.start
 
     def total_steps(self, progress: Progress) -> int:
         """Return train.steps, or how many steps the rows up to last_row make."""
         if self.last_row is None:
-            assert self.steps is not None
             return self.steps
         skipped = progress.skipped_row_ranges
         return progress.step + count_steps(self.rows, self.last_row, progress.rows, skipped)
@@ -109,9 +106,14 @@ class StoredRows:
         return self._feed(self.batches.plans(self.order.rows_per_epoch, self.order.rows_per_epoch))
 
     def _feed(self, plans: Iterator[StepPlan]) -> Feed:
-        items = plans_and_micro_batches(self.batches, plans)
         what = f"prepared in {self.order.folder}"
-        return Feed(self.batches, what, items, self.prefetch, self.signals)
+        return Feed(self.batches, what, self._read(plans), self.prefetch, self.signals)
+
+    def _read(self, plans: Iterator[StepPlan]) -> Iterator[StepPlan | MicroBatch]:
+        """Yield each plan, followed by this rank's micro-batches of it."""
+        for plan in plans:
+            yield plan
+            yield from self.batches.micro_batches(plan)
 
     def state(self, progress: Progress) -> dict[str, Any]:
         """Return the mixtures that rows came from so far; the last as of this progress."""
@@ -119,8 +121,9 @@ class StoredRows:
 
     def suspects(self, report: StepReport) -> dict[str, Any]:
         """Return the ranks with the highest loss, and the samples of their micro-batches."""
-        worst = report.worst_losses, report.worst_micro_batches
-        return self.batches.suspects(report.plan, *worst)
+        ranks = ranks_with_highest(report.worst_losses)
+        samples = self.batches.samples_of(report.plan, ranks, report.worst_micro_batches)
+        return suspects_event(ranks, samples)
 
     def shares(self, progress: Progress) -> list[dict[str, Any]]:
         """Return what each component has given so far; empty for a single one."""

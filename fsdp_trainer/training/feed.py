@@ -4,14 +4,14 @@ A rank that lacks its rows does not keep the others waiting.
 """
 
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
 from fsdp_trainer.errors import RunFailed, Stopped, UserError
 from fsdp_trainer.models.decoder import MicroBatch
-from fsdp_trainer.training.batches import Assembler, Batches, StepPlan
+from fsdp_trainer.training.batches import Assembler, StepPlan
 from fsdp_trainer.training.prefetch import Prefetcher
 from fsdp_trainer.training.stop import StopSignals
 
@@ -46,7 +46,7 @@ class Feed:
         self.assembler, self.what, self.signals = assembler, what, signals
         default = PREFETCH_ON_GPU if assembler.device.type == "cuda" else 0
         depth = default if prefetch is None else prefetch
-        self._items = Prefetcher(items, depth, assembler.device, counts=is_micro_batch)
+        self._items = Prefetcher(items, depth, assembler.device, counted=MicroBatch)
 
     def __enter__(self) -> Self:
         return self
@@ -116,17 +116,3 @@ class StepBatches:
     def data_missing(self) -> bool:
         """Return whether this rank lacked its rows."""
         return self._feed.signals.data_missing
-
-
-def plans_and_micro_batches(
-    batches: Batches, plans: Iterable[StepPlan]
-) -> Iterator[StepPlan | MicroBatch]:
-    """Yield each plan, followed by this rank's micro-batches of it."""
-    for plan in plans:
-        yield plan
-        yield from batches.micro_batches(plan)
-
-
-def is_micro_batch(item: object) -> bool:
-    """Return whether an item read ahead takes the place of a micro-batch: a plan does not."""
-    return isinstance(item, MicroBatch)

@@ -2,10 +2,10 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -26,30 +26,20 @@ class Prefetcher:
         items: Iterator[Any],
         depth: int,
         device: torch.device,
-        counts: Callable[[Any], bool] = lambda item: True,
+        counted: type = object,
     ):
-        """depth: items to make ahead; 0: none, and no thread. counts: tells which items count."""
-        self._items, self._device, self._counts = items, device, counts
+        """depth: items to make ahead; 0: none, and no thread. counted: the type of those that
+        count."""
+        self._items, self._device, self._counted = items, device, counted
         self._closed = False
-        self._room, self._made = threading.Semaphore(depth), SimpleQueue[Any]()
+        self._room = threading.Semaphore(depth)
+        self._made = SimpleQueue[Any]()
         self._used: deque[tuple[torch.cuda.Event, Any]] = deque()
         self._current: Any = None
         self._thread: threading.Thread | None = None
         if depth:
             self._thread = threading.Thread(target=self._work, name="micro-batches", daemon=True)
             self._thread.start()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return self.get()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def get(self, timeout: float | None = None) -> Any:
         """Return the next item. Raises StopIteration after the last one.
@@ -60,12 +50,12 @@ class Prefetcher:
             return next(self._items)
         self._release_consumed()
         item, event, error = self._made.get(timeout=timeout)
-        if error is not None:
+        if error:
             self._made.put((None, None, error))  # the next call raises it too
             raise error
-        if self._counts(item):
+        if isinstance(item, self._counted):
             self._room.release()
-        if event is not None:
+        if event:
             torch.cuda.current_stream(self._device).wait_event(event)
         self._current = item
         return item
@@ -113,6 +103,6 @@ class Prefetcher:
             self._made.put((None, None, error))
             return False
         self._made.put((item, stream.record_event() if stream else None, None))
-        if not self._counts(item):
+        if not isinstance(item, self._counted):
             self._room.release()
         return True

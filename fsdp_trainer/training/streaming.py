@@ -4,17 +4,19 @@ What a step weighs is known when its rows are there: the ranks add it up before 
 """
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from itertools import count, islice
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, count, islice
 from queue import Empty
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from fsdp_trainer import phases
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.order import Rows
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.stream import START, Cursor, StreamedData, StreamedRow, place_of
@@ -24,11 +26,13 @@ from fsdp_trainer.errors import Stopped
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepReport
+from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.batches import (
     MAX_SUSPECTS,
     Assembler,
     StepPlan,
     ranks_with_highest,
+    round_up,
     row_ranges,
     suspects_event,
 )
@@ -43,14 +47,16 @@ ROUNDS_PER_MESSAGE = 12
 REMEMBERED_STEPS = 100
 """Steps whose samples can still be named."""
 MAX_SHOWN_SKIPPED = 8
+NO_ROW = [0.0] * 5
+"""LocalStep.sums of no row."""
 
 
 @dataclass
 class LocalStep:
     """This rank's part of a step.
 
-    sums: weight, tokens, supervised tokens and attention's cost; cursors: of its streams, behind
-    the step; skipped: places of rows that could not be read.
+    sums: weight, tokens, supervised tokens, attention's cost and rows skipped; cursors: of its
+    streams, behind the step; skipped: places of rows that could not be read.
     """
 
     plan: StepPlan
@@ -67,23 +73,21 @@ class StreamedRows:
 
     def __init__(
         self,
+        cfg: TrainConfig,
         data: StreamedData,
         assembler: Assembler,
-        steps: int,
+        dims: Dims,
         attention_cost: Callable[[np.ndarray], np.ndarray],
         processes: int,
-        prefetch: int | None,
-        patience: float,
         signals: StopSignals,
         observer: Observer,
     ):
-        """attention_cost: of documents' lengths; processes: that make rows, 1: this one alone.
-
-        patience: seconds after which a rank that waits for its files gives up.
-        """
-        self.data, self.assembler, self.steps = data, assembler, steps
+        """attention_cost: of documents' lengths; processes: that make rows, 1: this one alone."""
+        self.data, self.assembler, self.dims = data, assembler, dims
+        self.steps, self.prefetch = cfg.train.steps or 0, cfg.data.prefetch or 0
+        self.patience = parse_duration(cfg.launch.data_timeout)
+        """Seconds after which a rank that waits for its files gives up."""
         self.attention_cost, self.processes = attention_cost, processes
-        self.prefetch, self.patience = prefetch, patience
         self.signals, self.observer = signals, observer
         self.source_names = data.source_names
         self.fingerprint, self.first_row = data.fingerprint, data.start
@@ -99,21 +103,18 @@ class StreamedRows:
 
     def plans(self, progress: Progress) -> Iterator[StepPlan]:
         """Yield the plans of the steps behind `progress`; what they weigh is not known yet."""
-        rows, skipped = self.data.streams, progress.skipped_row_ranges
-        ranges = row_ranges(rows, None, progress.rows, skipped)
-        for step, (start, stop) in zip(
-            range(progress.step + 1, self.steps + 1), ranges, strict=False
-        ):
-            yield StepPlan(step, start, stop, 0.0, 0, 0, 0)
+        ranges = row_ranges(self.data.streams, None, progress.rows, progress.skipped_row_ranges)
+        steps = range(progress.step + 1, self.steps + 1)
+        for step, (start, stop) in zip(steps, ranges, strict=False):
+            yield StepPlan(step, start, stop)
 
-    def slots(self) -> list[list[int]]:
+    def slots(self) -> list[range]:
         """Return this rank's streams in each micro-batch of a step; consecutive ones go to
         consecutive ranks."""
         rows, streams = self.assembler.micro_rows, self.data.streams
         stride = rows * self.assembler.ranks
-        rounds = -(-streams // stride)
-        firsts = range(self.assembler.rank * rows, rounds * stride, stride)
-        return [list(range(first, min(first + rows, streams))) for first in firsts]
+        firsts = range(self.assembler.rank * rows, round_up(streams, stride), stride)
+        return [range(first, min(first + rows, streams)) for first in firsts]
 
     def open(self, progress: Progress, leave: LeaveTogether) -> "StreamFeed":
         """Begin to read from the cursors of `progress`."""
@@ -122,13 +123,12 @@ class StreamedRows:
 
     def state(self, progress: Progress) -> dict[str, Any]:
         """Return where all streams stand before row progress.rows. Collective."""
-        segment = self.data.state(progress.rows)
-        segments = [*progress.segments[:-1], segment]
-        own = self.cursors.get(progress.rows)
-        if own is None:  # nothing was trained since this was asked last
-            return {"segments": segments, "streams": progress.streams}
-        cursors = {stream: cursor for part in gather(own) for stream, cursor in part.items()}
-        return {"segments": segments, "streams": [list(cursors[s]) for s in sorted(cursors)]}
+        segments = [*progress.segments[:-1], self.data.state(progress.rows)]
+        streams = progress.streams
+        if progress.rows in self.cursors:  # else nothing was trained since this was asked last
+            cursors = ChainMap(*gather(self.cursors[progress.rows]))
+            streams = [list(cursors[stream]) for stream in sorted(cursors)]
+        return {"segments": segments, "streams": streams}
 
     def suspects(self, report: StepReport) -> dict[str, Any]:
         """Return the ranks with the highest loss, and the samples of their micro-batches.
@@ -136,10 +136,11 @@ class StreamedRows:
         Collective.
         """
         ranks, rank = ranks_with_highest(report.worst_losses), self.assembler.rank
-        step = self.samples.get(report.plan.start) if rank in ranks else None
-        own = step[int(report.worst_micro_batches[rank])] if step is not None else []
+        own: list[tuple[str, int, int]] = []
+        if rank in ranks and report.plan.start in self.samples:
+            own = self.samples[report.plan.start][int(report.worst_micro_batches[rank])]
         samples = [place_of(where) for where in dict.fromkeys(own)][:MAX_SUSPECTS]
-        return suspects_event(ranks, [where for part in gather(samples) for where in part])
+        return suspects_event(ranks, [*chain(*gather(samples))])
 
     def shares(self, progress: Progress) -> list[dict[str, Any]]:
         """Return nothing: streams are not mixed by shares."""
@@ -166,10 +167,11 @@ class StreamedRows:
         return padded
 
     def sums(self, row: StreamedRow) -> list[float]:
-        """Return what RowOrder.totals says of stored rows, of one row."""
+        """Return LocalStep.sums of one row."""
         cost = self.attention_cost(np.array(row.documents)).sum()
         supervised = np.count_nonzero(row.labels != -100)
-        return [row.weights.sum(dtype=np.float64), len(row.tokens), supervised, cost]
+        weight = row.weights.sum(dtype=np.float64)
+        return [weight, len(row.tokens), supervised, cost, len(row.skipped)]
 
 
 class StreamFeed(Feed):
@@ -179,16 +181,17 @@ class StreamFeed(Feed):
         """leave: see LeaveTogether."""
         self.source, self.leave = source, leave
         self._slots = source.slots()
-        streams = [stream for slot in self._slots for stream in slot]
-        cursors = {s: progress.streams[s] if progress.streams else START for s in streams}
+        self._streams = [*chain(*self._slots)]
+        starts: Sequence[Sequence[int]] = progress.streams or [START] * source.data.streams
+        cursors = {stream: starts[stream] for stream in self._streams}
         processes = min(source.processes, len(cursors))
-        self._readers: Readers | ReadersElsewhere = (
+        self._readers = (
             ReadersElsewhere(source.data, cursors, processes)
             if processes > 1
             else Readers(source.data, cursors)
         )
         self._shown_skipped = 0
-        ahead = max(source.prefetch or 0, len(self._slots) + 1)
+        ahead = max(source.prefetch, len(self._slots) + 1)
         super().__init__(source.assembler, "", self._read_steps(progress), ahead, source.signals)
 
     def close(self) -> None:
@@ -211,37 +214,30 @@ class StreamFeed(Feed):
 
     def _local_step(self, plan: StepPlan, rows: list[list[StreamedRow]]) -> LocalStep:
         source = self.source
-        source.samples[plan.start] = [[w for row in slot for w in row.where] for slot in rows]
+        source.samples[plan.start] = [[*chain(*(row.where for row in slot))] for slot in rows]
         source.samples.pop(plan.start - REMEMBERED_STEPS * source.data.streams, None)
-        streams = [stream for slot in self._slots for stream in slot]
-        every = [row for slot in rows for row in slot]
-        sums = np.sum([source.sums(row) for row in every], axis=0).tolist() if every else [0.0] * 4
-        cursors = {stream: row.cursor for stream, row in zip(streams, every, strict=True)}
-        return LocalStep(plan, sums, cursors, [where for row in every for where in row.skipped])
+        every = [*chain(*rows)]
+        sums = np.sum([NO_ROW, *map(source.sums, every)], axis=0).tolist()
+        cursors = {stream: row.cursor for stream, row in zip(self._streams, every, strict=True)}
+        return LocalStep(plan, sums, cursors, [*chain(*(row.skipped for row in every))])
 
     def next_step(self, step: int) -> StepBatches:
         """Return the next step, with what it weighs, as soon as every rank has its rows.
 
         Collective. Where a rank cannot read its rows, all leave.
         """
-        local, (weight, tokens, supervised, cost, skipped) = self._wait_for_all(step)
+        local, (weight, *counts, skipped) = self._wait_for_all(step)
         if skipped:
             self._report_skipped(step, local.skipped)
         cursors = self.source.cursors
         cursors[local.plan.stop] = local.cursors
         for past in sorted(cursors)[:-2]:  # the step before may be where the run is to go on
             del cursors[past]
-        plan = replace(
-            local.plan,
-            weight=weight,
-            tokens=int(tokens),
-            supervised=int(supervised),
-            attention_cost=int(cost),
-        )
+        plan = StepPlan(step, local.plan.start, local.plan.stop, weight, *map(int, counts))
         return StepBatches(plan, self)
 
     def _wait_for_all(self, step: int) -> tuple[LocalStep, list[float]]:
-        """Return this rank's part of the step, and all ranks' sums with the rows skipped.
+        """Return this rank's part of the step, and all ranks' sums.
 
         Nobody waits long in a collective: where a rank's files are slow, all meet again every few
         seconds.
@@ -251,11 +247,10 @@ class StreamFeed(Feed):
             local = local or self._wait(step, time.monotonic() - began)
             missing = self.signals.data_missing
             waits = local is None and not missing
-            sums = [*local.sums, len(local.skipped)] if local else [0.0] * 5
-            mine = torch.tensor([*sums, waits, missing], dtype=torch.float64)
-            if dist.get_world_size() > 1:
-                dist.all_reduce(mine)
-            *totals, waiting, lost = mine.tolist()
+            sums = local.sums if local else NO_ROW
+            state = torch.tensor([*sums, waits, missing], dtype=torch.float64)
+            self.source.dims.sum_over_batch(state)
+            *totals, waiting, lost = state.tolist()
             if lost:
                 # all ranks know it: none does this step
                 self.signals.data_wait_interrupted |= waits
@@ -301,7 +296,7 @@ class StreamFeed(Feed):
     def _report_skipped(self, step: int, skipped: list[str]) -> None:
         """Record the rows that data.on_error=skip left out; a few are shown, events.jsonl has
         all."""
-        places = [where for part in gather(skipped) for where in part]
+        places = [*chain(*gather(skipped))]
         self.source.observer.event("rows_skipped", step=step, rows=places)
         for where in islice(places, max(0, MAX_SHOWN_SKIPPED - self._shown_skipped)):
             self.source.observer.console.say(f"skipped {where}")

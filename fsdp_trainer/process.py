@@ -2,8 +2,12 @@
 
 import ctypes
 import os
+import resource
 import signal
+import sys
+import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -21,6 +25,22 @@ STOPPED = 75
 def cores() -> int:
     """Return how many CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def peak_resident_bytes() -> int:
+    """Return the most memory that this process has had at once."""
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def wait_until(condition: Callable[[], object], seconds: float, pause: float = 0.1) -> bool:
+    """Wait until a condition holds, for so many seconds at most. Returns whether it does."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+    return True
 
 
 def die_with_parent(parent: int) -> None:

@@ -1,7 +1,5 @@
 """Tells files, trackers and the console what happens in a run. It decides nothing."""
 
-import resource
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ from fsdp_trainer.observe.flops import causal_flops, palm_flops
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.step_log import StepReport, finite_or_none
 from fsdp_trainer.observe.trackers import Trackers
+from fsdp_trainer.process import peak_resident_bytes
 
 STEPS_OF_ETA = 50
 
@@ -27,12 +26,16 @@ class Observer:
     """Collective where it says so; only rank 0 has records and trackers."""
 
     def __init__(
-        self, run: Path, main: bool, device: torch.device, config: ModelConfig, seq_len: int
+        self,
+        console: Console,
+        records: Records | None,
+        device: torch.device,
+        config: ModelConfig,
+        seq_len: int,
     ):
-        """main: whether this is rank 0, which alone speaks and writes."""
+        """records: of rank 0, which alone writes."""
+        self.console, self.records = console, records
         self.device, self.config, self.seq_len = device, config, seq_len
-        self.console = Console(quiet=not main)
-        self.records = Records(run, self.console.say) if main else None
         self.trackers: Trackers | None = None
         cuda = device.type == "cuda"
         self.peak = peak_flops(torch.cuda.get_device_name(device)) if cuda else None
@@ -126,8 +129,7 @@ class Observer:
         if self.device.type == "cuda":
             used = torch.cuda.max_memory_allocated(self.device)
         else:
-            unit = 1 if sys.platform == "darwin" else 1024
-            used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            used = peak_resident_bytes()
         largest = torch.tensor(used / 2**30, dtype=torch.float64)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest.item()

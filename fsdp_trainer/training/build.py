@@ -48,9 +48,9 @@ from fsdp_trainer.training.corruption import Corruption
 from fsdp_trainer.training.data_source import DataSource, StoredRows
 from fsdp_trainer.training.describe import describe
 from fsdp_trainer.training.gradients import GradientSync
-from fsdp_trainer.training.guard import Guard
+from fsdp_trainer.training.guard import EmbeddingGradProbe, Guard
 from fsdp_trainer.training.inputs import RunInputs
-from fsdp_trainer.training.metrics import step_metrics, validation_metrics
+from fsdp_trainer.training.metrics import step_metrics
 from fsdp_trainer.training.objective import build_objective, differs_from_loss
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.resume import check_unchanged, find_start, resume_data
@@ -80,14 +80,18 @@ class Start:
 
 
 def build(
-    cfg: TrainConfig, inputs: RunInputs, world: World, run: Path, signals: StopSignals
+    cfg: TrainConfig,
+    inputs: RunInputs,
+    world: World,
+    run: Path,
+    signals: StopSignals,
+    observer: Observer,
 ) -> tuple[Trainer, Start]:
     """Return a trainer that stands where the run's newest checkpoint does, or at its beginning.
 
     Raises UserError on every rank alike.
     """
-    config = resolve_architecture(cfg, inputs)
-    device = world.device
+    config, device = observer.config, world.device
     model_device = torch.device("cpu") if cfg.sharding.cpu_offload else device
     dims = Dims(cfg.sharding, device.type, parse_duration(cfg.launch.timeout))
     slots.count_collectives(dims.collective_counter())
@@ -97,7 +101,6 @@ def build(
     model.lm_head.chunk_mib = cfg.loss.chunk_mib
     model = parallelize(model, dims, cfg, compiled)
 
-    observer = Observer(run, world.main, device, config, cfg.batch.seq_len)
     store = CheckpointStore(
         run,
         cfg.checkpoint,
@@ -143,21 +146,19 @@ def build(
             metrics,
             GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1),
             dims,
+            EmbeddingGradProbe(model),
         ),
         guard=Guard(cfg.train, model_device, progress.recent, progress.spikes_in_a_row),
-        corruption=Corruption(observer.event, dims.groups_along("replicate")),
+        corruption=Corruption(
+            cfg.train.check_every, observer.event, dims.groups_along("replicate")
+        ),
         data=data,
         validation=validation,
-        validation_metrics=validation_metrics(validation.source_names, device)
-        if validation
-        else None,
         samples=Samples(
             cfg, inputs.tokenizer, inputs.template, device, config.max_position_embeddings
         ),
         progress=progress,
-        checkpoints=CheckpointManager(
-            store, observer, clock, start.newest, complete=not progress.pending
-        ),
+        checkpoints=CheckpointManager(store, observer, clock, start.newest, not progress.pending),
         dtypes=dtypes,
         base=base,
         observer=observer,
@@ -266,16 +267,15 @@ def find_where_to_start(
         return Start(None, Progress(), -1, {}, []), order
     changes = check_unchanged(cfg, order, checkpoint)
     stored = read_progress(checkpoint)
-    progress = Progress.from_stored(stored)
+    validation = held_out.fingerprint if held_out else None
+    progress = Progress.for_data(stored, order.fingerprint, validation)
     order, progress, notes = resume_data(order, progress, stored["data"])
-    if stored["data"] != order.fingerprint:
-        progress.streams = []
-        if isinstance(order, StreamedData):
-            notes.append("data   the streams begin anew: samples may be seen a second time")
+    if stored["data"] != order.fingerprint and isinstance(order, StreamedData):
+        notes.append("data   the streams begin anew: samples may be seen a second time")
     listed = store.listed()
     # not a checkpoint of another run, nor one that was left aside
     own = checkpoint.resolve() in [path.resolve() for path in listed]
-    if not own or stored.get("validation") != (held_out.fingerprint if held_out else None):
+    if not own:
         progress.forget_validation()
     progress.forget_missing_best([step_of(path) for path in listed])
     return Start(checkpoint, progress, progress.step if own else -1, changes, notes), order

@@ -6,6 +6,7 @@ Dixit et al. 2021, "Silent Data Corruptions at Scale".
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import compress
 
 import torch
@@ -43,14 +44,22 @@ def outvoted(ranks: list[int], values: list[int]) -> list[int]:
     return [rank for rank in ranks if values[rank] != value] if majority else ranks
 
 
+@dataclass
 class Corruption:
     """The comparisons of train.check_every. Collective: RunFailed is raised on all ranks alike."""
 
-    def __init__(self, record: Callable[..., None], replicas: list[list[int]]):
-        """record(event, **details): writes to events.jsonl; replicas: ranks with the same shard."""
-        self.record, self.replicas, self.host = record, replicas, socket.gethostname()
-        self.not_deterministic: set[str] = set()
-        """Results that some rank's kernels never compute twice alike: no longer compared."""
+    every: int | None
+    """Steps between two checks; None: there are none."""
+    record: Callable[..., None]
+    """record(event, **details) writes to events.jsonl."""
+    replicas: list[list[int]]
+    """Ranks with the same shard."""
+    not_deterministic: set[str] = field(default_factory=set)
+    """Results that some rank's kernels never compute twice alike: no longer compared."""
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a step is checked."""
+        return self.every is not None and step % self.every == 0
 
     def check_computation(
         self, step: int, compute: Callable[[], tuple[Tensor, Tensor | None, list[Tensor]]]
@@ -116,7 +125,7 @@ class Corruption:
         self._fail(step, odd, f"{self._name(odd)} {how}")
 
     def _name(self, ranks: list[int]) -> str:
-        hosts = gather(self.host)
+        hosts = gather(socket.gethostname())
         return " or ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
 
     def _fail(self, step: int, ranks: list[int], why: str) -> None:

@@ -5,6 +5,7 @@ A new metric is a class and a line in `step_metrics`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -21,14 +22,14 @@ class MicroBatchResult:
 
     loss: its share of the reported loss, a scalar: Σ weight · negative log-likelihood, divided by
     the Σ weight of the whole step (in validation: not divided).
-    value: the objective's, a scalar; in validation nothing is minimised, and it is the loss.
+    objective: its value, a scalar; in validation nothing is minimised, and it is the loss.
     auxiliary: named scalars of the blocks, such as a load-balancing loss.
     """
 
     batch: MicroBatch
     scores: Scores
     loss: Tensor
-    value: Tensor
+    objective: Tensor
     auxiliary: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -44,35 +45,22 @@ class Metric(Protocol):
         """Return what metrics.jsonl says of the whole step's sums."""
 
 
-class ObjectiveValue:
-    """The value that was minimised. Written only where it is another figure than the loss."""
+@dataclass
+class StepTotal:
+    """A scalar of MicroBatchResult, summed over the step: its loss, or its objective."""
 
-    size = 1
-
-    def __init__(self, differs_from_loss: bool):
-        self.differs_from_loss = differs_from_loss
-
-    def part(self, result: MicroBatchResult) -> Tensor:
-        """Return the objective's value of the micro-batch."""
-        return result.value
-
-    def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return `objective`."""
-        return {"objective": finite_or_none(sums[0])} if self.differs_from_loss else {}
-
-
-class LossMetric:
-    """Σ weight · negative log-likelihood ÷ Σ weight, whatever is minimised."""
-
-    size = 1
+    name: str
+    """Of the field, and in metrics.jsonl."""
+    is_written: bool = True
+    size: int = 1
 
     def part(self, result: MicroBatchResult) -> Tensor:
-        """Return the micro-batch's share of the step's loss."""
-        return result.loss
+        """Return the micro-batch's share."""
+        return getattr(result, self.name)
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return `loss`; null is a step that was skipped because it was not finite."""
-        return {"loss": finite_or_none(sums[0])}
+        """Return the sum; null is a step that was skipped because it was not finite."""
+        return {self.name: finite_or_none(sums[0])} if self.is_written else {}
 
 
 class LossBySource:
@@ -93,26 +81,22 @@ class LossBySource:
         return sums.flatten()
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return `loss_by_source`: the sources that the step had."""
-        return {"loss_by_source": self.means(sums)}
-
-    def means(self, sums: list[float]) -> dict[str, float | None]:
-        """Return the mean loss of each source that has any weight."""
+        """Return `loss_by_source`: the mean loss of each source that has any weight."""
         losses, weights = sums[: len(self.names)], sums[len(self.names) :]
-        return {
+        means = {
             name: finite_or_none(loss / weight)
             for name, loss, weight in zip(self.names, losses, weights, strict=True)
             if weight
         }
+        return {"loss_by_source": means}
 
 
+@dataclass
 class AuxiliaryMean:
     """A named value of the blocks, as a mean over the step's micro-batches."""
 
-    size = 2
-
-    def __init__(self, name: str):
-        self.name = name
+    name: str
+    size: int = 2
 
     def part(self, result: MicroBatchResult) -> Tensor:
         """Return [2]: the value, and 1 for the micro-batch that it is from."""
@@ -129,12 +113,11 @@ class Metrics:
 
     def __init__(self, metrics: dict[str, Metric], device: torch.device):
         self.metrics, self.device = metrics, device
-        sizes = [metric.size for metric in metrics.values()]
-        self.size = sum(sizes)
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        ends = [*accumulate(metric.size for metric in metrics.values())]
+        self.size = ends[-1]
         self._slices = {
-            name: slice(end - size, end)
-            for name, size, end in zip(metrics, sizes, ends, strict=True)
+            name: slice(end - metric.size, end)
+            for (name, metric), end in zip(metrics.items(), ends, strict=True)
         }
 
     def zeros(self) -> Tensor:
@@ -146,13 +129,9 @@ class Metrics:
         for name, metric in self.metrics.items():
             sums[self._slices[name]] += metric.part(result)
 
-    def value(self, sums: Tensor, name: str) -> Tensor:
-        """Return the first number of a metric, a scalar on the device."""
-        return sums[self._slices[name].start]
-
-    def numbers(self, sums: list[float], name: str) -> list[float]:
-        """Return the sums of one metric."""
-        return sums[self._slices[name]]
+    def position(self, name: str) -> int:
+        """Return where in the sums the first number of a metric is."""
+        return self._slices[name].start
 
     def written(self, sums: list[float]) -> dict[str, Any]:
         """Return all that metrics.jsonl says of a step's sums."""
@@ -166,20 +145,23 @@ def step_metrics(
     auxiliary_names: Sequence[str],
     device: torch.device,
 ) -> Metrics:
-    """Return the metrics of a training step."""
-    metrics: dict[str, Metric] = {
-        "objective": ObjectiveValue(objective_differs),
-        "loss": LossMetric(),
-    }
-    if len(source_names) > 1:
-        metrics["loss_by_source"] = LossBySource(source_names)
-    metrics |= {name: AuxiliaryMean(name) for name in auxiliary_names}
-    return Metrics(metrics, device)
+    """Return the metrics of a training step.
+
+    objective_differs: whether what is minimised is another figure than the loss.
+    """
+    objective = StepTotal("objective", is_written=objective_differs)
+    auxiliary = {name: AuxiliaryMean(name) for name in auxiliary_names}
+    return Metrics({"objective": objective, **loss_metrics(source_names), **auxiliary}, device)
 
 
 def validation_metrics(source_names: Sequence[str], device: torch.device) -> Metrics:
     """Return the metrics of a validation, whose weights are not divided."""
-    metrics: dict[str, Metric] = {"loss": LossMetric()}
+    return Metrics(loss_metrics(source_names), device)
+
+
+def loss_metrics(source_names: Sequence[str]) -> dict[str, Metric]:
+    """Return the loss, and that of each source where there are several."""
+    metrics: dict[str, Metric] = {"loss": StepTotal("loss")}
     if len(source_names) > 1:
         metrics["loss_by_source"] = LossBySource(source_names)
-    return Metrics(metrics, device)
+    return metrics

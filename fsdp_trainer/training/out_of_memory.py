@@ -4,7 +4,6 @@ It needs no other rank: those may wait in a collective for this one.
 """
 
 import re
-import resource
 import sys
 import traceback
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from fsdp_trainer.parallel.memory_check import device_bytes, gib
 from fsdp_trainer.parallel.parallelize import fsdp_modules
 from fsdp_trainer.plan.plan import make_plan
 from fsdp_trainer.plan.suggest import suggest
+from fsdp_trainer.process import peak_resident_bytes
 from fsdp_trainer.torch_private import fsdp_tensors
 from fsdp_trainer.training.stop import StopSignals
 from fsdp_trainer.training.trainer import Trainer
@@ -125,34 +125,36 @@ def measure(trainer: Trainer, device: torch.device) -> dict[str, Any]:
 
     On a CPU the process's resident memory counts as allocated and reserved.
     """
-    tensors: dict[str, list[Tensor | None]] = {name: [] for name in MEASURED}
+    tensors: dict[str, list[object]] = {name: [] for name in MEASURED}
     for module in fsdp_modules(trainer.model):
         for name, values in fsdp_tensors(module).items():
             tensors[name] += values
     for state in trainer.optimizer.state.values():
-        tensors["optimizer"] += [value for value in state.values() if isinstance(value, Tensor)]
+        tensors["optimizer"] += state.values()
     counted: set[int] = set()
     measured = {
-        name: sum(storage_bytes(tensor, device, counted) for tensor in values if tensor is not None)
+        name: sum(storage_bytes(value, device, counted) for value in values)
         for name, values in tensors.items()
     }
     total = int(min(device_bytes(device), sys.maxsize))
     if device.type == "cuda":
-        allocated, reserved = (
-            torch.cuda.memory_allocated(device),
-            torch.cuda.memory_reserved(device),
-        )
+        allocated = torch.cuda.memory_allocated(device)
+        reserved = torch.cuda.memory_reserved(device)
     else:
-        unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
-        allocated = reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        allocated = reserved = peak_resident_bytes()
         total += allocated
     measured["rest"] = allocated - sum(measured.values())
     return {"measured": measured, "allocated": allocated, "reserved": reserved, "total": total}
 
 
-def storage_bytes(tensor: Tensor, device: torch.device, counted: set[int]) -> int:
-    """Return the bytes of a tensor's storage on `device`, 0 if it is in `counted` already."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def storage_bytes(value: object, device: torch.device, counted: set[int]) -> int:
+    """Return the bytes of a tensor's storage on `device`, 0 if it is in `counted` already.
+
+    Also 0 for what is no tensor.
+    """
+    if not isinstance(value, Tensor):
+        return 0
+    local = value.to_local() if isinstance(value, DTensor) else value
     if hasattr(local, "__tensor_flatten__"):  # several tensors in one, as 8-bit moments are
         parts = [getattr(local, name) for name in local.__tensor_flatten__()[0]]
         return sum(storage_bytes(part, device, counted) for part in parts)
@@ -168,7 +170,7 @@ def plan(trainer: Trainer, world: World, total: int) -> Planned:
     cfg, config = trainer.cfg, trainer.model.config
     cuda = world.device.type == "cuda"
     name = torch.cuda.get_device_name(world.device) if cuda else "cpu"
-    known = named_by_driver(name) if cuda else None
+    known = named_by_driver(name)
     per_node = max(1, world.size // world.nodes)
     device = (known or Device(name, 0.0))._replace(memory_gib=total / 2**30, per_node=per_node)
     peak = make_plan(cfg, config, world.size, device).memory.peak

@@ -57,6 +57,16 @@ class Progress:
         stored |= {name: stored[old] for name, old in OLD_NAMES.items() if old in stored}
         return cls(**{f.name: stored[f.name] for f in fields(cls) if f.name in stored})
 
+    @classmethod
+    def for_data(cls, stored: dict[str, Any], data: str, validation: str | None) -> "Progress":
+        """Return the same, without what belongs to other data than that of these fingerprints."""
+        progress = cls.from_stored(stored)
+        if stored["data"] != data:
+            progress.streams = []
+        if stored.get("validation") != validation:
+            progress.forget_validation()
+        return progress
+
     def advance(self, plan: StepPlan) -> None:
         """Count a finished step."""
         self.step, self.rows = plan.step, plan.stop
@@ -81,7 +91,7 @@ class Progress:
 
     def checkpoint_failed(self, step: int) -> None:
         """Go back to the best step before, if the checkpoint of the best one could not be
-        written."""
+        written. step: -1: none failed."""
         if self.best_step == step:
             self.best_step, self.best_loss = self.best_before
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from fsdp_trainer import phases
 from fsdp_trainer.checkpoint.store import read_progress
 from fsdp_trainer.config.paths import step_of
-from fsdp_trainer.distributed import run_on_all_ranks
+from fsdp_trainer.distributed import run_on_rank_0
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.parallel.convert import precompute_float8_scales
 from fsdp_trainer.parallel.parallelize import reshard
@@ -43,18 +43,18 @@ def rewind(trainer: Trainer, spike: StepPlan) -> None:
     step = step_of(checkpoint)
 
     def cut_records() -> None:
-        if observer.records:
-            observer.records.cut_after(step)
-            store.clear_up(step)
+        assert observer.records
+        observer.records.cut_after(step)
+        store.clear_up(step)
 
-    run_on_all_ranks("take the run's records back", cut_records)
+    run_on_rank_0("take the run's records back", cut_records)
     progress.forget_missing_best([step_of(path) for path in store.listed()])
     restore(trainer.model, trainer.optimizer, checkpoint)
     precompute_float8_scales(trainer.model, trainer.cfg.precision)
     reshard(trainer.model)
     trainer.progress = progress
     trainer.guard.load(progress.recent, progress.spikes_in_a_row)
-    trainer.checkpoints.gone_back_to(step, complete=not progress.pending)
+    trainer.checkpoints.newest, trainer.checkpoints.complete = step, not progress.pending
     first, stop = progress.skipped_row_ranges[-1]
     seconds = round(time.monotonic() - began, 3)
     observer.event("rewind", step=spike.step, to=step, left_out=[first, stop], seconds=seconds)
@@ -90,14 +90,9 @@ def progress_to_go_on(trainer: Trainer, spike: StepPlan, checkpoint: Path) -> Pr
         )
     margin = cfg.rewind_margin * trainer.cfg.batch.rows
     around = [max(0, spike.start - margin), spike.stop + margin]
-    stored = read_progress(checkpoint)
-    progress = Progress.from_stored(stored)
+    validation = trainer.validation_fingerprint
+    progress = Progress.for_data(read_progress(checkpoint), trainer.data.fingerprint, validation)
     progress.segments = now.segments  # the checkpoint may be the last one of other data
-    if stored["data"] != trainer.data.fingerprint:
-        progress.streams = []
-    held_out = trainer.validation.fingerprint if trainer.validation else None
-    if stored.get("validation") != held_out:
-        progress.forget_validation()
     progress.skipped_row_ranges = [*now.skipped_row_ranges, around]
     progress.rewinds = now.rewinds + 1
     return progress

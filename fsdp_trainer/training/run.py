@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch.distributed as dist
 import yaml
@@ -26,12 +27,13 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.build import build_data
 from fsdp_trainer.data.preparation import Told
-from fsdp_trainer.distributed import gather, run_on_all_ranks
+from fsdp_trainer.distributed import gather, run_on_rank_0
 from fsdp_trainer.errors import RunFailed, Stopped, UserError
 from fsdp_trainer.hub import fetch
 from fsdp_trainer.launch.facts import preflight
 from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
+from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.freeze import trained_parameters
 from fsdp_trainer.observe.console import Console, time_line
 from fsdp_trainer.observe.observer import Observer
@@ -66,11 +68,8 @@ def run_rank(cfg: TrainConfig) -> int:
         rank.console.say(
             f"stopped by {reason}, with nothing more to save: {how_to_go_on(rank.cfg)}"
         )
-    except UserError as error:
-        reason, code = error.title, error.exit_code
-        raise
-    except RunFailed as error:
-        reason = error.args[0]
+    except (UserError, RunFailed) as error:
+        reason, code = error.args[0], error.exit_code
         raise
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
@@ -121,13 +120,19 @@ class Rank:
             lambda: self.signals.stoppable(lambda: self.prepare(world)),
             self.patience,
         )
-        self.preflight(world, inputs, claim)
+        config = resolve_architecture(self.cfg, inputs)
+        self.preflight(world, inputs, config, claim)
         connect(world, self.timeout)
         self.signals.watch_ranks(pids_of_node(world))
         self.signals.sync(limits=False)
         self.signals.raise_if_agreed()
-        self.trainer, start = build(self.cfg, inputs, world, self.run_folder, self.signals)
-        return train(self.trainer, start, world, self.run_folder, attempt)
+        records = self.records if world.main else None
+        seq_len = self.cfg.batch.seq_len
+        observer = Observer(self.console, records, world.device, config, seq_len)
+        self.trainer, start = build(
+            self.cfg, inputs, world, self.run_folder, self.signals, observer
+        )
+        return train(self.trainer, start, world, attempt)
 
     def join(self) -> World:
         """Meet the other ranks, and start to watch over them."""
@@ -177,10 +182,12 @@ class Rank:
         report = Told(beating(self.console, world), self.console.say)
         return RunInputs(*build_data(cfg, report), init_from)
 
-    def preflight(self, world: World, inputs: RunInputs, claim: RunLock) -> None:
+    def preflight(
+        self, world: World, inputs: RunInputs, config: ModelConfig, claim: RunLock
+    ) -> None:
         """Compare the ranks and check the disk, before anything is built. Raises UserError."""
         cfg = self.cfg
-        trained = trained_parameters(resolve_architecture(cfg, inputs), cfg.train.freeze)
+        trained = trained_parameters(config, cfg.train.freeze)
         checkpoint = checkpoint_bytes(trained, cfg.precision, cfg.optim)
         claim_of_main = world.from_main("claim", lambda: claim, self.patience)
         shared = claim_of_main.is_visible_in(self.run_folder, self.timeout / 2)
@@ -212,27 +219,24 @@ class Rank:
         phases.enter("end")
         if self.trainer:
             self._close_trainer(self.trainer, code)
-        observer = self.trainer.observer if self.trainer else None
-        records = (observer and observer.records) or self.records
         if self.lock:  # this process may write into the run's folder
             lately = phases.seconds_since_last_call()
-            records.event("end", reason=reason, exit_code=code, phases=lately)
-            records.close()
+            self.records.event("end", reason=reason, exit_code=code, phases=lately)
+            self.records.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         self.signals.close()
         self.open.close()
 
     def _close_trainer(self, trainer: Trainer, code: int) -> None:
-        observer = trainer.observer
         if not self.signals.ended_ranks:  # else the checkpoint waits for a rank that has ended
             try:
                 trainer.checkpoints.store.wait()
             except BaseException as error:  # the front door tells what ended the run
-                observer.console.say(f"the checkpoint on its way was lost: {error}")
+                self.console.say(f"the checkpoint on its way was lost: {error}")
         trainer.profiler.close(alone=True)
-        if observer.trackers:
-            observer.trackers.close(code)
+        if trainer.observer.trackers:
+            trainer.observer.trackers.close(code)
 
     def _record_forced_exit(self, reason: str, code: int) -> None:
         if self.lock:
@@ -289,28 +293,26 @@ def beating(console: Console, world: World) -> Callable[[str], None]:
 # --- training, from the first record to the export
 
 
-def train(trainer: Trainer, start: Start, world: World, run: Path, attempt: int) -> Outcome:
+def train(trainer: Trainer, start: Start, world: World, attempt: int) -> Outcome:
     """Open the records where the run stands, fit, and export at the end. Collective."""
-    observer, progress = trainer.observer, trainer.progress
-    complete = trainer.checkpoints.has(progress.step, complete=True)
-    if trainer.finished and complete:
-        observer.console.say(already_finished(trainer, run))
-        export_hf(trainer, world, run)
+    run, say = trainer.checkpoints.store.run, trainer.observer.console.say
+    if trainer.finished and trainer.checkpoints.has(trainer.progress.step, complete=True):
+        say(already_finished(trainer))
+        export_hf(trainer, world)
         return "already finished", 0
-    record_start(trainer, start, world, run, attempt)
+    record_start(trainer, start, world, attempt)
     with summarize_compiler_errors(), comparing_ranks(trainer, world):
         reason, code = fit_with_rewinds(trainer)
     if code == 0:
         report_end(trainer, reason)
-        export_hf(trainer, world, run)
-    observer.console.say(time_line(phases.seconds()))
-    if code == 0:
-        observer.console.say(f"done: {run}")
+        export_hf(trainer, world)
+        end = f"done: {run}"
     else:
         step = trainer.progress.step
         saved = "checkpoint committed" if step else "nothing to save yet"
-        how = how_to_go_on(trainer.cfg)
-        observer.console.say(f"stopped by {reason} after step {step:,}, {saved}: {how}")
+        end = f"stopped by {reason} after step {step:,}, {saved}: {how_to_go_on(trainer.cfg)}"
+    say(time_line(phases.seconds()))
+    say(end)
     return reason, code
 
 
@@ -323,15 +325,13 @@ def fit_with_rewinds(trainer: Trainer) -> Outcome:
             rewind(trainer, spike.args[0])
 
 
-def record_start(trainer: Trainer, start: Start, world: World, run: Path, attempt: int) -> None:
+def record_start(trainer: Trainer, start: Start, world: World, attempt: int) -> None:
     """Bring the run's files to where it stands, and record that it starts or goes on.
 
     Collective.
     """
     observer, progress = trainer.observer, trainer.progress
-    outcomes = run_on_all_ranks(
-        "open the run's records", lambda: open_records(trainer, run) if world.main else {}
-    )
+    before = run_on_rank_0("open the run's records", partial(open_records, trainer))
     event = {
         "step": progress.step,
         "rows": progress.rows,
@@ -343,43 +343,44 @@ def record_start(trainer: Trainer, start: Start, world: World, run: Path, attemp
     if not progress.step:
         observer.event("start", **event)
         return
-    observer.event("resume", **event, changes=start.changes, **outcomes[0])
+    observer.event("resume", **event, changes=start.changes, reached=before)
     observer.console.say(f"goes on after step {progress.step:,}")
     for key, (then, now) in sorted(start.changes.items()):
         observer.console.say(f"       {key} was {show(then)}, is {show(now)}")
 
 
-def open_records(trainer: Trainer, run: Path) -> dict[str, dict]:
+def open_records(trainer: Trainer) -> dict[str, Any]:
     """Cut the run's files to where it stands. Rank 0's task.
 
     Returns how far the run had come before, which the report counts as lost.
     """
     cfg, observer, step = trainer.cfg, trainer.observer, trainer.progress.step
+    store = trainer.checkpoints.store
     assert observer.records
     last = observer.records.last_line()
     observer.records.cut_after(step)
-    trainer.checkpoints.store.clear_up(step)
-    resolved = asdict(cfg)
+    store.clear_up(step)
+    resolved, file = asdict(cfg), store.run / "config.yaml"
     try:
-        text = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True)
-        (run / "config.yaml").write_text(text)
+        file.write_text(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
     except OSError as error:  # each checkpoint has its own
-        file = run / "config.yaml"
         observer.console.say(f"{file} cannot be written: {error}; training goes on")
-    observer.open_trackers(cfg.logging, run, resolved, step)
-    return {"reached": {name: last.get(name) for name in ("step", "time")}}
+    observer.open_trackers(cfg.logging, store.run, resolved, step)
+    return {name: last.get(name) for name in ("step", "time")}
 
 
 def comparing_ranks(trainer: Trainer, world: World):
     """Return a context in which slow ranks are noticed, as logging.stragglers says."""
     every = trainer.cfg.logging.stragglers
-    seconds = parse_duration(every) if every else None
-    host = socket.gethostname()
-
-    def report(straggler: Straggler, step: int) -> None:
-        report_straggler(trainer.observer, straggler, step)
-
-    return comparing(seconds, world.store, world.rank, world.size, host, trainer.optimizer, report)
+    return comparing(
+        parse_duration(every) if every else None,
+        world.store,
+        world.rank,
+        world.size,
+        socket.gethostname(),
+        trainer.optimizer,
+        partial(report_straggler, trainer.observer),
+    )
 
 
 def report_straggler(observer: Observer, straggler: Straggler, step: int) -> None:
@@ -392,7 +393,7 @@ def report_straggler(observer: Observer, straggler: Straggler, step: int) -> Non
     )
 
 
-def already_finished(trainer: Trainer, run: Path) -> str:
+def already_finished(trainer: Trainer) -> str:
     """Return what to say of a run that has nothing to do, and how there would be more."""
     step, total = trainer.progress.step, trainer.total_steps
     reason = f"{step:,} of {total:,} steps. More with  train.steps=…"
@@ -401,6 +402,7 @@ def already_finished(trainer: Trainer, run: Path) -> str:
             f"stopped early after step {step:,}, {trainer.progress.stale} validations without a "
             "lower loss. More with  train.early_stop=null"
         )
+    run = trainer.checkpoints.store.run
     return f"{run} is already finished: {reason},  anew with  run.name=NEW"
 
 
@@ -423,7 +425,7 @@ def report_end(trainer: Trainer, reason: str) -> None:
         )
 
 
-def export_hf(trainer: Trainer, world: World, run: Path) -> None:
+def export_hf(trainer: Trainer, world: World) -> None:
     """Write the finished run as a Hugging Face folder (checkpoint.export_hf), unless it is one
     already."""
     if not trainer.cfg.checkpoint.export_hf:
@@ -432,17 +434,18 @@ def export_hf(trainer: Trainer, world: World, run: Path) -> None:
     # outside any collective: a large model takes longer than launch.timeout
     world.rank0_then_nodes_then_all(
         "exporting the model",
-        lambda: trainer.signals.stoppable(lambda: export_on_main(trainer, world, run)),
+        lambda: trainer.signals.stoppable(lambda: export_on_main(trainer, world)),
         parse_duration(trainer.cfg.launch.data_timeout),
     )
     dist.barrier()  # the store ends with rank 0: all must have heard
 
 
-def export_on_main(trainer: Trainer, world: World, run: Path) -> None:
+def export_on_main(trainer: Trainer, world: World) -> None:
     """Export the best checkpoint, else the last. Rank 0's task. Raises RunFailed."""
-    cfg, out = trainer.cfg.checkpoint, run / "hf"
-    best = trainer.checkpoints.store.folder / BEST
-    checkpoint = best.resolve() if cfg.best and best.exists() else committed_checkpoints(run)[-1]
+    cfg, store = trainer.cfg.checkpoint, trainer.checkpoints.store
+    out, best = store.run / "hf", store.folder / BEST
+    newest = committed_checkpoints(store.run)[-1]
+    checkpoint = best.resolve() if cfg.best and best.exists() else newest
     if not world.main or is_export_of(out, checkpoint, cfg.export_dtype):
         return
     began = time.monotonic()

@@ -14,6 +14,7 @@ from fsdp_trainer.checkpoint.files import put_back, replaced
 from fsdp_trainer.config.paths import LAG_SECONDS
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.process import wait_until
 
 LOCK = ".lock"
 LOCK_SECONDS = 120.0
@@ -43,10 +44,7 @@ class RunLock:
 
         Network file systems show late what another node has written.
         """
-        deadline = time.monotonic() + min(LAG_SECONDS, timeout)
-        while not (visible := RunLock.read(run) == self) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return visible
+        return wait_until(lambda: RunLock.read(run) == self, min(LAG_SECONDS, timeout))
 
     def acquire(self, cfg: TrainConfig, run: Path) -> TextIO:
         """Make the run's folder and return its locked file. Rank 0 calls it, before anyone writes.
@@ -59,7 +57,9 @@ class RunLock:
             run.mkdir(parents=True, exist_ok=True)
             file = (run / LOCK).open("a")  # keeps the content, which is another run's until locked
             try:
-                wait_for_lock(file, LOCK_SECONDS if self.attempt else 0)
+                if not wait_until(lambda: try_lock(file), LOCK_SECONDS if self.attempt else 0):
+                    reason = f"{describe_holder(run)}. Use  run.name=NEW  or wait"
+                    raise UserError("the run's folder is in use", [Problem(str(run), reason)])
                 if cfg.checkpoint.resume == "never":
                     empty_folder(cfg, run)
                 restore_replaced_checkpoints(run)
@@ -68,9 +68,6 @@ class RunLock:
                 file.close()  # a notebook's process lives on, and may try again
                 raise
             return file
-        except BlockingIOError:
-            reason = f"{describe_holder(run)}. Use  run.name=NEW  or wait"
-            raise UserError("the run's folder is in use", [Problem(str(run), reason)]) from None
         except OSError as error:
             problem = Problem(f"run.root={cfg.run.root}", f"{error}. Use  run.root=FOLDER")
             raise UserError("the run's folder cannot be used", [problem]) from None
@@ -84,17 +81,13 @@ class RunLock:
         os.fsync(file.fileno())  # for NFS to show it to the other nodes, see is_visible_in
 
 
-def wait_for_lock(file: TextIO, seconds: float) -> None:
-    """Lock an open file. Raises BlockingIOError if another process holds it for so long."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise
-        time.sleep(0.1)
+def try_lock(file: TextIO) -> bool:
+    """Lock an open file, unless another process holds the lock. Returns whether it is locked."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def read_lock_file(run: Path) -> dict[str, Any]:

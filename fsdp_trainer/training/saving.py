@@ -5,6 +5,7 @@ Only the last one must succeed.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -18,23 +19,19 @@ PAUSES = (1.0, 2.0, 4.0)
 """Seconds before the last checkpoint is tried again."""
 
 
+@dataclass
 class CheckpointManager:
     """Saves, and tells of what could not be saved. Its methods are collective."""
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        observer: Observer,
-        clock: StepClock,
-        newest: int = -1,
-        complete: bool = True,
-    ):
-        """newest: see the attribute; complete: whether that one has nothing pending."""
-        self.store, self.observer, self.clock = store, observer, clock
-        self.newest = newest
-        """Step of the newest checkpoint, committed or on its way; -1: there is none."""
-        self._complete, self._before = complete, -1
-        self._failure = ""
+    store: CheckpointStore
+    observer: Observer
+    clock: StepClock
+    newest: int
+    """Step of the newest checkpoint, committed or on its way; -1: there is none."""
+    complete: bool
+    """Whether that one has nothing pending."""
+    _before: int = -1
+    _failure: str = ""
 
     def save(
         self,
@@ -43,11 +40,11 @@ class CheckpointManager:
         state: dict[str, Any],
         started: float,
         next_due: int | None,
-    ) -> int | None:
+    ) -> int:
         """Commit a checkpoint of `step`; with checkpoint.mode=async begin to.
 
         started: time.perf_counter() when it was decided on; next_due: the step of the next one.
-        Returns the step if it failed, which is recorded, else None.
+        Returns the step if it failed, which is recorded, else -1.
         """
         try:
             with self.clock.excluded():
@@ -55,16 +52,18 @@ class CheckpointManager:
         except RunFailed as error:
             self._record_failure(step, error, next_due)
             return step
-        self._before, self.newest, self._complete = self.newest, step, not state["pending"]
-        return None
+        self._before, self.newest, self.complete = self.newest, step, not state["pending"]
+        return -1
 
     def has(self, step: int, complete: bool) -> bool:
         """Return whether there is a checkpoint of `step`; complete: one that has nothing
         pending."""
-        return self.newest == step and (self._complete or not complete)
+        return self.newest == step and (self.complete or not complete)
 
-    def settle(self, step: int, next_due: int | None, report_wait: bool = False) -> int | None:
-        """Wait until no checkpoint is on its way. Returns its step if it failed, which is recorded.
+    def settle(self, step: int, next_due: int | None, report_wait: bool = False) -> int:
+        """Wait until no checkpoint is on its way.
+
+        Returns its step if it failed, which is recorded, else -1.
 
         report_wait: tell that training had to wait for it.
         """
@@ -81,26 +80,18 @@ class CheckpointManager:
                 f"checkpoint: training waited {waited:.1f} s for the one before; "
                 "a larger checkpoint.every would not"
             )
-        return None
-
-    def gone_back_to(self, step: int, complete: bool) -> None:
-        """Take note that the run was taken back to the checkpoint of `step`.
-
-        complete: whether that one has nothing pending.
-        """
-        self.newest, self._complete = step, complete
+        return -1
 
     def save_until_committed(self, step: int, save_and_settle: Callable[[], None]) -> None:
         """Save the last checkpoint, also after failures.
 
         Raises RunFailed when it fails again and again.
         """
-        for pause in (*PAUSES, None):
+        for pause in (0.0, *PAUSES):
+            time.sleep(pause)
             save_and_settle()
             if self.newest == step:
                 return
-            if pause is not None:
-                time.sleep(pause)
         stands = "There is no checkpoint"
         if self.newest >= 0:
             stands = f"The newest checkpoint is that of step {self.newest:,}"

@@ -1,6 +1,7 @@
 """Forward and backward of a step's micro-batches, and what the ranks then know of it together."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -44,24 +45,20 @@ class StepResult(NamedTuple):
     verdict: StepVerdict
 
 
+@dataclass
 class ForwardBackward:
     """Runs micro-batches one after another.
 
     A pipeline schedule is another class with the same `run`.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        objective: Callable[[Tensor], Objective],
-        metrics: Metrics,
-        gradient_sync: GradientSync,
-        dims: Dims,
-    ):
-        """objective: from a micro-batch's weights."""
-        self.model, self.objective, self.metrics = model, objective, metrics
-        self.gradient_sync, self.dims = gradient_sync, dims
-        self.probe = EmbeddingGradProbe(model)
+    model: Decoder
+    objective: Callable[[Tensor], Objective]
+    """From a micro-batch's weights."""
+    metrics: Metrics
+    gradient_sync: GradientSync
+    dims: Dims
+    probe: EmbeddingGradProbe
 
     def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> StepSums:
         """Leave the step's gradients sharded and summed over ranks. Collective.
@@ -83,7 +80,7 @@ class ForwardBackward:
         rank = self.dims.batch_rank
         worst[0, rank], worst[1, rank] = torch.stack(losses).max(0)
         if step.data_missing:
-            self.metrics.value(sums, "loss").fill_(torch.nan)
+            sums[self.metrics.position("loss")] = torch.nan
         reduced = torch.cat([sums, worst.flatten()])
         self.dims.sum_over_batch(reduced)
         return StepSums(reduced[: len(sums)], reduced[len(sums) :])
@@ -110,7 +107,7 @@ class ForwardBackward:
         result = self.compute(plan, batch)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         optimizer.zero_grad(set_to_none=True)
-        return result.value, self.probe.pop(), gradients
+        return result.objective, self.probe.pop(), gradients
 
     def _own_loss(self, plan: StepPlan, result: MicroBatchResult) -> Tensor:
         """Return the micro-batch's mean loss; inf if it or the gradient of its activations is not

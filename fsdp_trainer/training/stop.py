@@ -1,7 +1,6 @@
 """A stop in order: all ranks agree on it once a step, so that they leave at the same line."""
 
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from fsdp_trainer.distributed import gather
 from fsdp_trainer.errors import RunFailed, Stopped, UserError
-from fsdp_trainer.process import start_ticks
+from fsdp_trainer.process import start_ticks, wait_until
 from fsdp_trainer.training.signals import WAIT_SECONDS, SignalListener
 from fsdp_trainer.training.time_limits import LIMITS, TimeLimits
 
@@ -144,9 +143,7 @@ class StopSignals(SignalListener):
 
         A collective fails a little before its cause is known here, so this waits WAIT_SECONDS.
         """
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not self.ended_ranks and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: self.ended_ranks, WAIT_SECONDS, pause=0.02)
         return self.ended_ranks
 
     def report_failure(self, text: str) -> None:

@@ -39,7 +39,7 @@ from fsdp_trainer.training.feed import Feed, StepBatches
 from fsdp_trainer.training.garbage import collecting_garbage
 from fsdp_trainer.training.gradients import clip_gradients
 from fsdp_trainer.training.guard import Guard
-from fsdp_trainer.training.metrics import Metrics, MicroBatchResult
+from fsdp_trainer.training.metrics import MicroBatchResult, validation_metrics
 from fsdp_trainer.training.objective import negative_log_likelihood
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.samples import Samples
@@ -80,7 +80,6 @@ class Trainer:
     corruption: Corruption
     data: DataSource
     validation: StoredRows | None
-    validation_metrics: Metrics | None
     samples: Samples
     progress: Progress
     checkpoints: CheckpointManager
@@ -144,8 +143,8 @@ class Trainer:
         grad_norm = clip_gradients(self.model, self.dims, optim.grad_clip, optim.grad_clip_value)
         phases.enter("update")
         # judged where the optimizer works: offloaded, it would read a copy that is still on its way
-        loss = to_device_of(self.forward_backward.metrics.value(sums, "loss"), grad_norm)
-        verdict = self.guard.judge(loss, grad_norm)
+        loss = sums[self.forward_backward.metrics.position("loss")]
+        verdict = self.guard.judge(to_device_of(loss, grad_norm), grad_norm)
         self.optimizer.set_learning_rate(lr)
         self.optimizer.step_unless(verdict.skip)
         self.optimizer.zero_grad(set_to_none=True)
@@ -154,12 +153,13 @@ class Trainer:
     def checked(self, step: StepBatches) -> Iterator[MicroBatch]:
         """Yield the step's micro-batches; where train.check_every says, compute the first one twice
         before."""
-        every = self.cfg.train.check_every
-        for i, batch in enumerate(step):
-            if i == 0 and every and step.plan.step % every == 0:
+        is_checked = self.corruption.is_due(step.plan.step)
+        for batch in step:
+            if is_checked:
                 compute_apart = self.forward_backward.compute_apart
                 compute = partial(compute_apart, step.plan, batch, self.optimizer)
                 self.corruption.check_computation(step.plan.step, compute)
+            is_checked = False
             yield batch
 
     def record(self, plan: StepPlan, result: StepResult) -> None:
@@ -225,8 +225,8 @@ class Trainer:
         """Return the methods that are due after this step and that a stop may interrupt."""
         if not self.is_due(self.cfg.train.validate_every):
             return []
-        validate = ["validate"] if self.validation else []
-        return [*validate, *(["sample"] if self.samples.prompts else [])]
+        work = {"validate": self.validation, "sample": self.samples.prompts}
+        return [name for name, wanted in work.items() if wanted]
 
     def after_step(self, collect_garbage: Callable[[int], None]) -> None:
         """Do what is due after a step.
@@ -241,10 +241,9 @@ class Trainer:
         self.log(last=self.checkpoint_due)
         self.require_learning()
         collect_garbage(self.progress.step)
-        every = self.cfg.train.check_every
         if self.checkpoint_due:
             self.save()
-        elif every and self.is_due(every):
+        elif self.corruption.is_due(self.progress.step):
             self.check_replicas()
         if long:
             self.sync()
@@ -280,9 +279,9 @@ class Trainer:
     def validate(self) -> None:
         """Take the mean loss over exactly the validation set: the same figure for every number of
         ranks."""
-        validation, metrics = self.validation, self.validation_metrics
+        validation = self.validation
         assert validation
-        assert metrics
+        metrics = validation_metrics(validation.source_names, self.observer.device)
         phases.enter("validation")
         sums = metrics.zeros()
         with self.step_log.clock.excluded() as seconds:
@@ -298,8 +297,7 @@ class Trainer:
                 reshard(self.model)
             self.dims.sum_over_batch(sums)
             dist.broadcast(sums, 0)  # the ranks decide by it: it must be the same to the last bit
-            total = metrics.value(sums, "loss").item()
-            loss = total / (step.plan.weight or math.nan)
+            loss = sums[metrics.position("loss")].item() / (step.plan.weight or math.nan)
             self.record_validation(loss, metrics.written(sums.tolist()), seconds())
         self.progress.validated(loss, self.cfg.train.early_stop_delta)
         self.compilations.report(self.progress.step, "validation")
@@ -338,7 +336,7 @@ class Trainer:
             return
         phases.enter("log")
         metrics = self.forward_backward.metrics
-        losses = [metrics.numbers(report.sums, "loss")[0] for report in reports]
+        losses = [report.sums[metrics.position("loss")] for report in reports]
         with self.step_log.clock.excluded():
             spike = self.guard.review(reports, losses, self.data.suspects, self.observer)
             incomplete = "validate" in self.progress.pending
@@ -374,26 +372,23 @@ class Trainer:
         progress = self.progress
         if self.checkpoints.has(progress.step, complete=not progress.pending):
             return
-        if self.cfg.train.check_every:
+        if self.corruption.every:
             with self.step_log.clock.excluded():
                 self.check_replicas()
         phases.enter("staging")
         started = time.perf_counter()
         self.settle_save(report_wait=True)  # its failure may change which step is the best
-        shares = self.data.shares(progress) if self.observer.records else []
+        shares = self.data.shares(progress)
         if shares:
             self.observer.event("data", step=progress.step, sources=shares)
         state, step = self.state(), progress.step
         failed = self.checkpoints.save(step, self.tensors(), state, started, self.next_save)
-        if failed is not None:
-            progress.checkpoint_failed(failed)
+        progress.checkpoint_failed(failed)
 
     def settle_save(self, report_wait: bool = False) -> None:
         """Wait for the checkpoint on its way."""
-        step = self.progress.step
-        failed = self.checkpoints.settle(step, self.next_save, report_wait)
-        if failed is not None:
-            self.progress.checkpoint_failed(failed)
+        failed = self.checkpoints.settle(self.progress.step, self.next_save, report_wait)
+        self.progress.checkpoint_failed(failed)
 
     def save_final(self) -> None:
         """Commit a checkpoint of this step, whatever it takes. Raises RunFailed."""
@@ -428,8 +423,13 @@ class Trainer:
             "dtypes": self.dtypes,
             "frozen": asdict(self.base) if self.base else None,
             "data": self.data.fingerprint,
-            "validation": self.validation.fingerprint if self.validation else None,
+            "validation": self.validation_fingerprint,
         }
+
+    @property
+    def validation_fingerprint(self) -> str | None:
+        """Return that of the validation set, if there is one."""
+        return self.validation.fingerprint if self.validation else None
 
     def capture_state(self) -> None:
         """Bring the progress up to date with what the guard and the data go on from. Collective."""

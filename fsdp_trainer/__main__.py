@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import traceback
 from typing import NoReturn
 
 from fsdp_trainer.cli import main
@@ -15,7 +16,11 @@ def run() -> NoReturn:
     if "RANK" in os.environ and (verb == "train" or "=" in verb):
         # until StopSignals installs its handlers: a signal during start-up would end one rank alone
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    code = main()
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

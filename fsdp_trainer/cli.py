@@ -1,21 +1,17 @@
 """The command line: a verb, a composed configuration, and mistakes reported. Imports no torch."""
 
 import argparse
-import json
 import os
 import re
 import shlex
 import sys
-import time
-from contextlib import suppress
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import NamedTuple, NoReturn
 
 from fsdp_trainer import phases
 from fsdp_trainer.config.handover import take_over
 from fsdp_trainer.config.verbs import PRIMARY
-from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.errors import Problem, RunFailed, UserError, report
 from fsdp_trainer.version import __version__
 
 
@@ -63,26 +59,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, such as head, has seen enough
         return 0
     except (UserError, RunFailed) as error:
-        _report(error)
+        report(error)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-
-
-def _report(error: UserError | RunFailed) -> None:
-    """Print an error that all ranks may have, on rank 0 alone.
-
-    The torchrun of another node ends with a table of its own ranks: its line is written for that.
-    """
-    env = os.environ
-    if env.get("RANK", env.get("SLURM_PROCID", "0")) == "0":
-        print(error, file=sys.stderr)
-    elif env.get("GROUP_RANK", "0") != "0" and "TORCHELASTIC_ERROR_FILE" in env:
-        line = " ".join(str(error).split())
-        now = int(time.time())
-        record = {"message": {"message": line, "extraInfo": {"timestamp": now}}}
-        with suppress(OSError):  # the exit code matters more
-            Path(env["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(record))
 
 
 def run_verb(name: str, overrides: list[str], config_dir: str | None = None) -> int:

@@ -1,6 +1,12 @@
 """Errors reported without a traceback, and with what to type instead."""
 
+import json
+import os
+import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 WIDEST = 34  # a longer `what` gets a line of its own
 
@@ -20,6 +26,7 @@ class UserError(Exception):
     """The configuration or the input is wrong: exit code 2, one message, no traceback."""
 
     exit_code = 2
+    reported = False
 
     def __init__(self, title: str, problems: list[Problem] | None = None):
         self.title = title
@@ -44,6 +51,7 @@ class RunFailed(Exception):
     """The run cannot go on, and the input is not at fault: exit code 1, no traceback."""
 
     exit_code = 1
+    reported = False
 
     def __str__(self) -> str:
         return f"fsdp-trainer: {super().__str__()}"
@@ -56,3 +64,22 @@ class Stopped(BaseException):
     """
 
     exit_code = 75
+
+
+def report(error: UserError | RunFailed) -> None:
+    """Print an error that all ranks may have, on rank 0 alone, and only the first time.
+
+    The torchrun of another node ends with a table of its own ranks: its line is written for that.
+    """
+    if error.reported:
+        return
+    error.reported = True
+    env = os.environ
+    if env.get("RANK", env.get("SLURM_PROCID", "0")) == "0":
+        print(error, file=sys.stderr, flush=True)
+    elif env.get("GROUP_RANK", "0") != "0" and "TORCHELASTIC_ERROR_FILE" in env:
+        line = " ".join(str(error).split())
+        now = int(time.time())
+        record = {"message": {"message": line, "extraInfo": {"timestamp": now}}}
+        with suppress(OSError):  # the exit code matters more
+            Path(env["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(record))

@@ -73,6 +73,7 @@ POINTS = {
     "say": "fsdp_trainer.observe.console:Console.say",
     "wandb": "fsdp_trainer.observe.trackers:_wandb",
     # ranks, nodes and machines
+    "destroy_groups": "torch.distributed:destroy_process_group",
     "wait_for_node": "fsdp_trainer.launch.world:World.rank0_then_nodes_then_all",
     "join_world": "fsdp_trainer.launch.world:rendezvous",
     "node_joins": "fsdp_trainer.launch.nodes:Meeting.come",

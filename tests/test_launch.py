@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 from inject import ONE_SIGNAL, killed_once, seamed
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from world import SMALL, Run, end, ranks_below, wait_until
+from world import SMALL, RankFailed, Run, end, ranks_below, wait_until
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.compose import compose
@@ -275,6 +275,20 @@ def test_a_run_that_learns_nothing_ends_with_exit_1_from_all_ranks(done):
     assert "Traceback" not in err
     assert run.events[-1]["exit_code"] == 1
     assert len(run.event("skipped")) == 3
+
+
+def say_that_it_leaves():
+    print("leaves", file=sys.stderr)
+
+
+def test_a_failed_run_prints_its_error_before_it_leaves_and_waits_for_no_collective(train):
+    never_ends = inject.fails("destroy_groups", AssertionError("waits for a rank that failed"))
+    fault = inject.together(inject.failed(step=2), inject.at("end", say_that_it_leaves), never_ends)
+    run = train("run", "train.steps=3", ranks=2, seam=fault, code=1)
+    assert run.err == "fsdp-trainer: as good as killed\nleaves\n"
+    assert run.events[-1]["event"] == "end"
+    with pytest.raises(RankFailed, match="waits for a rank that failed"):
+        train("whole", "train.steps=1", ranks=2, seam=never_ends)
 
 
 def test_a_data_error_is_told_by_one_rank_of_two_and_all_exit_2(train, tmp_path):

@@ -4,7 +4,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.build import build_data
 from fsdp_trainer.data.preparation import Told
 from fsdp_trainer.distributed import gather, run_on_rank_0
-from fsdp_trainer.errors import RunFailed, Stopped, UserError
+from fsdp_trainer.errors import RunFailed, Stopped, UserError, report
 from fsdp_trainer.hub import fetch
 from fsdp_trainer.launch.facts import preflight
 from fsdp_trainer.launch.watchdog import watched
@@ -41,7 +41,7 @@ from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.stragglers import Straggler, comparing
 from fsdp_trainer.parallel.compile import summarize_compiler_errors
 from fsdp_trainer.parallel.memory_check import checkpoint_bytes
-from fsdp_trainer.process import pid_namespace
+from fsdp_trainer.process import STOPPED, pid_namespace
 from fsdp_trainer.training.build import Start, build, check_room, resolve_architecture
 from fsdp_trainer.training.inputs import RunInputs
 from fsdp_trainer.training.out_of_memory import is_out_of_memory, report_out_of_memory
@@ -70,11 +70,13 @@ def run_rank(cfg: TrainConfig) -> int:
         )
     except (UserError, RunFailed) as error:
         reason, code = error.args[0], error.exit_code
+        rank.report(error)
         raise
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
         if failure := rank.explain(error):
             reason = failure.args[0].partition("\n")[0]
+            rank.report(failure)
             raise failure from None
         raise
     finally:
@@ -213,6 +215,11 @@ class Rank:
             )
         return None
 
+    def report(self, error: UserError | RunFailed) -> None:
+        """Print an error before leaving, which may take long where others failed too."""
+        if self.world and self.world.size > 1:
+            report(error)
+
     def leave(self, reason: str, code: int) -> None:
         """Commit a checkpoint on its way, write the last event, leave the process group."""
         self.signals.leaving = True
@@ -223,8 +230,7 @@ class Rank:
             lately = phases.seconds_since_last_call()
             self.records.event("end", reason=reason, exit_code=code, phases=lately)
             self.records.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self._leave_groups(in_order=code in (0, STOPPED) and not self.signals.ended_ranks)
         self.signals.close()
         self.open.close()
 
@@ -237,6 +243,21 @@ class Rank:
         trainer.profiler.close(alone=True)
         if trainer.observer.trackers:
             trainer.observer.trackers.close(code)
+
+    def _leave_groups(self, in_order: bool) -> None:
+        """Destroy the process groups, unless that could wait for a rank that failed.
+
+        NCCL's destroy waits for all collectives that were begun, and those of a failed run may
+        never end. The end of the process closes what is not destroyed. A rank without others has
+        nobody to wait for, and its process may go on: a notebook.
+        """
+        if not dist.is_initialized():
+            return
+        if in_order:
+            dist.destroy_process_group()
+        elif dist.get_world_size() == 1:
+            with suppress(RuntimeError):  # after an error of the device, which is reported already
+                dist.destroy_process_group()
 
     def _record_forced_exit(self, reason: str, code: int) -> None:
         if self.lock:

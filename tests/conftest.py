@@ -9,6 +9,20 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 from world import Run, World, write_chats
 
+internal_errors: list[str] = []
+
+
+def pytest_internalerror(excrepr):
+    """Keep what broke in pytest itself, or in one of its workers."""
+    internal_errors.append(str(excrepr))
+
+
+def pytest_unconfigure():
+    """Print the end of the first such error again: the last lines of a log are what people see,
+    and what xdist prints there is what followed from it."""
+    if internal_errors:
+        print(f"\nthe first internal error ended with:\n{internal_errors[0][-3000:]}")
+
 
 @pytest.fixture(scope="session")
 def world():

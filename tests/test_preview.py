@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from browser import browser_page, settle
 from rich.console import Console
 from texts import SHARED, made_tokenizer
 
@@ -465,3 +466,25 @@ def test_half_a_character_is_shown_as_its_token():
     halves = previewing.TokenTexts(tokenizer).of(ids, np.array([0, 1]))
     assert [piece.ids for piece in halves] == [[ids[0]], [ids[1]]]
     assert all("\ufffd" not in piece.text for piece in halves)
+
+
+@pytest.mark.slow
+def test_the_page_in_a_browser_tells_of_each_token_and_runs_nothing_of_the_data(preview, tmp_path):
+    rows = [ask("what is 1 + 1", EVIL), ask("half", "an answer", weight=0.5)]
+    preview(rows, f"preview.html={tmp_path}/p.html", "batch.seq_len=400", "data.packing=none")
+    with browser_page() as page:
+        page.goto(f"file://{tmp_path}/p.html")
+        about = page.locator("#about")
+        idle = about.inner_text()
+        learnt = page.locator(".document .text > b").first
+        learnt.hover()
+        settle(lambda: about.inner_text() != idle, page)
+        assert "learnt with weight 1" in about.inner_text()
+        page.locator(".document .text > b[data-w='0.5']").first.hover()
+        settle(lambda: "learnt with weight 0.5" in about.inner_text(), page)
+        page.locator(".document .text > i").first.hover()
+        settle(lambda: "context" in about.inner_text(), page)
+        assert page.locator("script").count() == 1
+        page.set_viewport_size({"width": 390, "height": 800})
+        settle(lambda: page.evaluate("document.documentElement.clientWidth") <= 390, page)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390

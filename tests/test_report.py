@@ -3,7 +3,6 @@ else."""
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import inject
 import numpy as np
 import pytest
 import yaml
+from browser import browser_page, settle
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.report import read
@@ -454,43 +454,11 @@ def test_the_report_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def settle(there, page):
-    """Wait for what the browser does in its own time; its wait_for_function would need eval, which
-    the page forbids."""
-    for _ in range(3000):
-        if there():
-            return
-        page.wait_for_timeout(10)
-    raise AssertionError("not within 30 s")
-
-
 @pytest.mark.slow
 def test_the_page_in_a_browser(sweep, tmp_path):
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    binary = next(
-        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-    )
-    if not binary:
-        pytest.skip("no Chromium on PATH")
     report(sweep, out=tmp_path / "page.html")
     report(write_run(tmp_path / "empty"), out=tmp_path / "empty.html")
-    wrong = []
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=binary, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.on(
-            "console",
-            lambda message: (
-                wrong.append(message.text) if message.type in ("error", "warning") else None
-            ),
-        )
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on(
-            "request",
-            lambda request: (
-                wrong.append(request.url) if not request.url.startswith("file:") else None
-            ),
-        )
+    with browser_page() as page:
         page.goto(f"file://{tmp_path}/empty.html")
         assert page.evaluate("charts.length") == 0
         page.goto(f"file://{tmp_path}/page.html")
@@ -545,5 +513,3 @@ def test_the_page_in_a_browser(sweep, tmp_path):
         page.set_viewport_size({"width": 390, "height": 800})
         settle(lambda: page.evaluate("charts[0].width") <= 390, page)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
-        browser.close()
-    assert wrong == []

@@ -43,16 +43,7 @@ class Console:
 
     def paced(self) -> Callable[[str], None]:
         """Return a `progress` for lines that come too fast: it prints one now and then."""
-        printed_at = time.monotonic()
-        pause = TERMINAL_SECONDS if self.live else FILE_SECONDS
-
-        def print_if_due(text: str) -> None:
-            nonlocal printed_at
-            if time.monotonic() - printed_at > pause:
-                self.progress(text)
-                printed_at = time.monotonic()
-
-        return print_if_due
+        return throttled(self.progress, TERMINAL_SECONDS if self.live else FILE_SECONDS)
 
     def _print(self, text: str) -> None:
         with suppress(OSError):  # a full disk or a reader that has gone does not end training
@@ -61,6 +52,19 @@ class Console:
     def _cleared(self) -> str:
         drawn, self._drawn = self._drawn, 0
         return "\r" + " " * drawn + "\r" if drawn else ""
+
+
+def throttled(act: Callable[[str], None], pause: float) -> Callable[[str], None]:
+    """Return what calls `act`, but not within `pause` seconds of the last call or of now."""
+    last = time.monotonic()
+
+    def act_if_due(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last > pause:
+            act(text)
+            last = time.monotonic()
+
+    return act_if_due
 
 
 def progress_line(line: dict[str, Any], total_steps: int, seconds_left: float) -> str:

@@ -210,14 +210,14 @@ def row_ranges(
     A step has `rows` rows, or fewer before last_row (None: there is no end) and before a skipped
     range.
     """
-    while True:
-        while inside := [stop for first, stop in skipped if first <= start < stop]:
+    end = math.inf if last_row is None else last_row
+    while start < end:
+        inside = [stop for first, stop in skipped if first <= start < stop]
+        if inside:
             start = max(inside)
-        if last_row is not None and start >= last_row:
-            return
-        edges = [first for first, _ in skipped if first > start]
-        edges += [] if last_row is None else [last_row]
-        stop = min([start + rows, *edges])
+            continue
+        following = [first for first, _ in skipped if first > start]
+        stop = int(min(start + rows, end, *following))
         yield start, stop
         start = stop
 

@@ -4,9 +4,9 @@ Collective: every rank builds its part.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,9 @@ from fsdp_trainer.checkpoint.assets import write_hf_assets
 from fsdp_trainer.checkpoint.base import base_of_new_run, base_of_resumed_run
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress
 from fsdp_trainer.config.paths import model_folder, step_of
-from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.schema import Model, TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.mixture import Mixture, build_order, validation_order
-from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.stream import StreamedData
 from fsdp_trainer.data.workers import cores
 from fsdp_trainer.launch.world import World
@@ -105,10 +104,13 @@ def build(
         run,
         cfg.checkpoint,
         parse_duration(cfg.launch.timeout),
-        assets_writer(cfg, inputs, config),
+        partial(write_assets, cfg, inputs, config),
         on_commit=lambda event: observer.event("checkpoint", **event),
     )
-    order, held_out = build_orders(cfg, inputs.data, config)
+    order = inputs.data.streamed or build_order(cfg, inputs.data, config.attention_cost)
+    held_out = None
+    if inputs.data.validation:
+        held_out = validation_order(cfg, inputs.data.validation, config.attention_cost)
     start, order = find_where_to_start(cfg, store, observer, order, held_out)
     share = attention_cost_share(order, config)
     attention = choose_attention(cfg, config, share, device, compiled)
@@ -162,7 +164,10 @@ def build(
         dtypes=dtypes,
         base=base,
         observer=observer,
-        step_log=StepLog(logging_every(cfg, device), metrics.size, clock),
+        # a read of a GPU costs
+        step_log=StepLog(
+            cfg.logging.every or (10 if device.type == "cuda" else 1), metrics.size, clock
+        ),
         profiler=Profiler(
             cfg.profile, run, world.rank, world.size, world.size // world.nodes, observer, clock
         ),
@@ -172,21 +177,14 @@ def build(
     return trainer, start
 
 
-def logging_every(cfg: TrainConfig, device: torch.device) -> int:
-    """Return logging.every, by default 10 on a GPU, where a read of the device costs, and 1 on a
-    CPU."""
-    return cfg.logging.every or (10 if device.type == "cuda" else 1)
-
-
 def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
     """Refuse number formats that the device lacks, and a model whose states cannot fit.
 
     Before data or weights are read. Raises UserError.
     """
     require_float8(cfg.precision, world.device)
-    model = cfg.model if init_from is None else replace(cfg.model, init_from=str(init_from))
     with torch.device("meta"):
-        decoder = Decoder(resolve_model(model))
+        decoder = Decoder(resolve_model(fetched_model(cfg, init_from)))
     freeze(decoder, cfg.train.freeze)
     setup = Setup(cfg.sharding, cfg.precision, cfg.optim, world.size)
     check_memory(decoder, setup, world.device)
@@ -194,11 +192,13 @@ def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
 
 def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:
     """Return the model's configuration, checked against the tokenizer. Raises UserError."""
-    model = cfg.model
-    if inputs.init_from is not None:
-        model = replace(model, init_from=str(inputs.init_from))
-    grows = bool(cfg.tokenizer.add_tokens)
+    model, grows = fetched_model(cfg, inputs.init_from), bool(cfg.tokenizer.add_tokens)
     return resolve_with_tokenizer(model, inputs.tokenizer.vocab_size, grows)
+
+
+def fetched_model(cfg: TrainConfig, init_from: Path | None) -> Model:
+    """Return cfg.model with the folder that model.init_from was fetched to."""
+    return replace(cfg.model, init_from=str(init_from) if init_from else None)
 
 
 def choose_attention(
@@ -208,13 +208,12 @@ def choose_attention(
 
     share: see `attention_cost_share`.
     """
-    windows = [window for window in config.windows if window is not None]
     context = replace(
         describe_device(device),
         dtype=cfg.precision.param_dtype,
         head_dim=config.head_dim,
         softcap=config.attn_logit_softcapping is not None,
-        windowed=any(window < cfg.batch.seq_len for window in windows),
+        windowed=any(window and window < cfg.batch.seq_len for window in config.windows),
         compiled=compiled,
         selective=cfg.activation_checkpoint.mode == "selective",
         share=share,
@@ -240,15 +239,6 @@ def attention_cost_share(order: Mixture | StreamedData, config: ModelConfig) -> 
 
 
 # --- data
-
-
-def build_orders(
-    cfg: TrainConfig, data: Prepared, config: ModelConfig
-) -> tuple[Mixture | StreamedData, Mixture | None]:
-    """Return the rows of training and of validation, in their order."""
-    cost = config.attention_cost
-    order = data.streamed or build_order(cfg, data, cost)
-    return order, validation_order(cfg, data.validation, cost) if data.validation else None
 
 
 def find_where_to_start(
@@ -332,18 +322,13 @@ def last_row(epochs: float, rows_per_epoch: int, segments: list[dict[str, Any]])
     return start + max(0, math.ceil((epochs - sum(done)) * rows_per_epoch))
 
 
-def assets_writer(
-    cfg: TrainConfig, inputs: RunInputs, config: ModelConfig
-) -> Callable[[Path, dict[str, Any]], None]:
-    """Return what writes the configuration, and a Hugging Face folder without weights, into a
-    checkpoint."""
-
-    def write(folder: Path, state: dict[str, Any]) -> None:
-        (folder / "config.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False))
-        source = model_folder(inputs.init_from) if inputs.init_from else None
-        own_template = inputs.tokenizer.chat_template and not cfg.data.template
-        template = None if own_template else inputs.template.source
-        dtype = state["dtypes"]["default"]
-        write_hf_assets(folder / "hf", config, inputs.tokenizer, template, dtype, source)
-
-    return write
+def write_assets(
+    cfg: TrainConfig, inputs: RunInputs, config: ModelConfig, folder: Path, state: dict[str, Any]
+) -> None:
+    """Write the configuration, and a Hugging Face folder without weights, into a checkpoint."""
+    (folder / "config.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False))
+    source = model_folder(inputs.init_from) if inputs.init_from else None
+    own_template = inputs.tokenizer.chat_template and not cfg.data.template
+    template = None if own_template else inputs.template.source
+    dtype = state["dtypes"]["default"]
+    write_hf_assets(folder / "hf", config, inputs.tokenizer, template, dtype, source)

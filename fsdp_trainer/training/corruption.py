@@ -95,14 +95,13 @@ class Corruption:
 
     def _blame(self, step: int, by_rank: list[set[str]]) -> None:
         """Raise RunFailed for the results that differ on each rank, if there are any."""
-        ranks = [rank for rank, results in enumerate(by_rank) if results & OWN]
         results = set().union(*by_rank)
         if not results:
             return
+        ranks = [rank for rank, own in enumerate(by_rank) if own & OWN]
         what = ", ".join(sorted(results & OWN or results))
-        who = self._name(ranks) if ranks else "some rank, or the network,"
         how = f"computed a micro-batch of step {step:,} twice with different results ({what})"
-        self._fail(step, ranks, f"{who} {how}")
+        self._fail(step, ranks, how)
 
     def check_replicas(self, step: int, state: dict[str, Tensor]) -> None:
         """Raise RunFailed unless replicas hold the same bits. Without replicas, compare nothing.
@@ -122,13 +121,13 @@ class Corruption:
         first, *others = compress(state, differ)
         more = f" and {len(others)} more" if others else ""
         how = f"held other bits than the replicas after step {step:,}: {first}{more}"
-        self._fail(step, odd, f"{self._name(odd)} {how}")
+        self._fail(step, odd, how)
 
-    def _name(self, ranks: list[int]) -> str:
+    def _fail(self, step: int, ranks: list[int], how: str) -> None:
+        """Record and raise what was found. ranks: one of them did it; none: it may be any."""
         hosts = gather(socket.gethostname())
-        return " or ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
-
-    def _fail(self, step: int, ranks: list[int], why: str) -> None:
+        names = " or ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
+        why = f"{names or 'some rank, or the network,'} {how}"
         self.record("corruption", step=step, ranks=ranks, why=why)
         dist.barrier()  # it is on record before any rank ends the world
         raise RunFailed(

@@ -5,7 +5,7 @@ A rank that lacks its rows does not keep the others waiting.
 
 import traceback
 from collections.abc import Iterator
-from typing import Any, Self, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -15,7 +15,6 @@ from fsdp_trainer.training.batches import Assembler, StepPlan
 from fsdp_trainer.training.prefetch import Prefetcher
 from fsdp_trainer.training.stop import StopSignals
 
-T = TypeVar("T")
 PREFETCH_ON_GPU = 2
 """Micro-batches made ahead on a GPU: one on its way and one ready.
 
@@ -23,11 +22,11 @@ Assembling takes a small part of a step.
 """
 
 
-class Feed:
+class Feed(Prefetcher):
     """The steps of some plans, each with this rank's micro-batches.
 
     What it reads ahead are plans and micro-batches in turn: `plan, batch, batch, plan, batch, …`.
-    Leave its `with`, and the thread that reads ends.
+    When it is closed, the thread that reads ends.
     """
 
     def __init__(
@@ -46,21 +45,11 @@ class Feed:
         self.assembler, self.what, self.signals = assembler, what, signals
         default = PREFETCH_ON_GPU if assembler.device.type == "cuda" else 0
         depth = default if prefetch is None else prefetch
-        self._items = Prefetcher(items, depth, assembler.device, counted=MicroBatch)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End what reads ahead."""
-        self._items.close()
+        super().__init__(items, depth, assembler.device, counted=MicroBatch)
 
     def next_step(self, step: int) -> "StepBatches":
         """Return the next step, which is `step`. Raises StopIteration where there is none."""
-        plan = self._next_item(StepPlan)
+        plan = self.get()
         assert plan.step == step
         return StepBatches(plan, self)
 
@@ -72,17 +61,12 @@ class Feed:
         try:
             if not self.signals.data_missing:
                 with self.signals.waiting():
-                    return self._next_item(MicroBatch)
+                    return self.get()
         except Stopped:
             self.signals.data_wait_interrupted = True
         except Exception as error:
             self.lose(error, self.describe(plan))
         return self.assembler.empty()
-
-    def _next_item(self, kind: type[T], timeout: float | None = None) -> T:
-        item = self._items.get(timeout)
-        assert isinstance(item, kind)  # plans and micro-batches are read in the order they are made
-        return item
 
     def lose(self, error: BaseException, what: str) -> None:
         """Take note that this rank cannot read its part of a step."""

@@ -25,11 +25,12 @@ def collecting_garbage(every: int | None) -> Iterator[Callable[[int], None]]:
 
     def collect(step: int) -> None:
         nonlocal first_step
-        if first_step or step % every == 0:
-            gc.collect()
         if first_step:
+            gc.collect()
             gc.freeze()
-        first_step = False
+            first_step = False
+        elif step % every == 0:
+            gc.collect()
 
     gc.disable()
     try:

@@ -115,11 +115,13 @@ class Guard:
         """
         first_spike: StepPlan | None = None
         for report, loss in zip(reports, losses, strict=True):
-            self.skipped_in_a_row = self.skipped_in_a_row + 1 if report.not_finite else 0
             if report.not_finite:
+                self.skipped_in_a_row += 1
                 # if every rank's own numbers were finite, only their sum was not: none is suspect
                 own = torch.inf in report.worst_losses
                 observer.skipped(report, loss, suspects(report) if own else {})
+            else:
+                self.skipped_in_a_row = 0
             if report.spike:
                 first_spike = first_spike or report.plan
                 observer.spike(report, loss, suspects(report), self.cfg.on_spike)

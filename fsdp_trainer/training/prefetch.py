@@ -57,7 +57,7 @@ class Prefetcher:
             self._room.release()
         if event:
             torch.cuda.current_stream(self._device).wait_event(event)
-        self._current = item
+            self._current = item
         return item
 
     def stop(self) -> None:
@@ -76,7 +76,7 @@ class Prefetcher:
 
         The last item is held until the work launched so far is done.
         """
-        if self._current is not None and self._device.type == "cuda":
+        if self._current is not None:
             event = torch.cuda.current_stream(self._device).record_event()
             self._used.append((event, self._current))
         self._current = None

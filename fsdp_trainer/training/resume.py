@@ -20,7 +20,7 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.training.progress import Progress
 
-COMPARED = ("model", "data", "tokenizer", "batch", "loss", "optim", "schedule")
+COMPARED_GROUPS = ("model", "data", "tokenizer", "batch", "loss", "optim", "schedule")
 """Groups of keys that say what is trained: they may change only where allow_changes names them."""
 FREE = {
     "data.cache",
@@ -116,33 +116,22 @@ def check_unchanged(
     allowed = set(cfg.checkpoint.allow_changes)
     if "data.path" in allowed:
         allowed.add("data.fingerprint")
-    refused = sorted(key for key in changes if must_be_allowed(key, allowed))
-    if refused:
-        problems = {
-            key: Problem(
-                f"{key}={show(changes[key][1])}",
-                f"the checkpoint was trained with {show(changes[key][0])}",
-            )
-            for key in refused
-        }
-        if "data.fingerprint" in problems:
-            lines = describe_data_change(order, stored.get("segments"))
-            problems["data.fingerprint"].why += "".join(f"\n{line}" for line in lines)
-        problems[refused[-1]].why += (
-            "\nStart another run with  run.name=NEW  or go on all the same with  "
-            f"'checkpoint.allow_changes=[{','.join(refused)}]'"
-        )
-        raise UserError(
-            f"this is not the run that {checkpoint} belongs to", list(problems.values())
-        )
-    return changes
-
-
-def must_be_allowed(key: str, allowed: set[str]) -> bool:
-    """Return whether a changed key changes what is trained without being allowed to."""
-    group = key.split(".")[0]
-    compared = (group in COMPARED and key not in FREE) or key in ("run.seed", "train.freeze")
-    return compared and not allowed & {key, group}
+    refused = sorted(
+        key for key in changes.keys() & COMPARED if not allowed & {key, key.split(".")[0]}
+    )
+    if not refused:
+        return changes
+    problems = []
+    for key in refused:
+        lines = [f"the checkpoint was trained with {show(changes[key][0])}"]
+        if key == "data.fingerprint":
+            lines += describe_data_change(order, stored.get("segments"))
+        problems.append(Problem(f"{key}={show(changes[key][1])}", "\n".join(lines)))
+    problems[-1].why += (
+        "\nStart another run with  run.name=NEW  or go on all the same with  "
+        f"'checkpoint.allow_changes=[{','.join(refused)}]'"
+    )
+    raise UserError(f"this is not the run that {checkpoint} belongs to", problems)
 
 
 def describe_data_change(
@@ -166,6 +155,11 @@ class Match(NamedTuple):
     continuation: str
     start: tuple[int, int] = (0, 0)
     """Rows, and the tokens in them, of this component that were trained on before."""
+
+    @property
+    def note(self) -> str:
+        """Return a line about both."""
+        return f"{self.name} " + ": ".join(filter(None, (self.change, self.continuation)))
 
 
 def match_components(
@@ -230,21 +224,16 @@ def resume_data(
 
     progress, fingerprint: the checkpoint's, the latter of its data.
     """
-    segments: list[dict[str, Any]] = progress.segments
+    segments = progress.segments
     if segments and segments[-1]["key"] == order.key:
         starts = [(source["start"], source["start_tokens"]) for source in segments[-1]["sources"]]
         return order.started_at(segments[-1]["start"], starts), progress, []
     if not segments and fingerprint == order.fingerprint:
         return order, progress, []  # a checkpoint of a version without segments
     matches = match_components(order.components, segments)
-    notes = [
-        f"{m.name} {m.change}: {m.continuation}" if m.change else f"{m.name} {m.continuation}"
-        for m in matches
-    ]
+    notes = [match.note for match in matches]
     if not segments and progress.rows:
-        rows_per_epoch = order.state(0)["rows_per_epoch"]
-        older = {"key": fingerprint, "start": 0, "rows_per_epoch": rows_per_epoch, "sources": []}
-        segments = [older]
+        segments = [{**order.state(0), "key": fingerprint, "start": 0, "sources": []}]
         notes = [f"{OLDER}: its rows begin anew, in another order; what was seen may come again"]
     starts = [match.start for match in matches[: len(order.components)]]
     order = order.started_at(progress.rows, starts)
@@ -263,3 +252,6 @@ def flatten(config: dict[str, Any]) -> dict[str, Any]:
 
 
 DEFAULTS = flatten(asdict(TrainConfig()))
+COMPARED = {key for key in DEFAULTS if key.split(".")[0] in COMPARED_GROUPS} - FREE
+COMPARED |= {"data.fingerprint", "run.seed", "train.freeze"}
+"""Keys that say what is trained."""

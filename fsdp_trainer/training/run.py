@@ -35,7 +35,7 @@ from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.freeze import trained_parameters
-from fsdp_trainer.observe.console import Console, time_line
+from fsdp_trainer.observe.console import Console, throttled, time_line
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.stragglers import Straggler, comparing
@@ -126,7 +126,7 @@ class Rank:
         self.preflight(world, inputs, config, claim)
         connect(world, self.timeout)
         self.signals.watch_ranks(pids_of_node(world))
-        self.signals.sync(limits=False)
+        self.signals.sync()
         self.signals.raise_if_agreed()
         records = self.records if world.main else None
         seq_len = self.cfg.batch.seq_len
@@ -138,7 +138,7 @@ class Rank:
 
     def join(self) -> World:
         """Meet the other ranks, and start to watch over them."""
-        with self.signals.waiting(limits=False):  # for ranks that may never start
+        with self.signals.waiting():  # for ranks that may never start
             world = join(self.env, self.cfg.launch.device, self.timeout)
         self.world = world
         self.signals.connect(world.store, world.main)
@@ -154,7 +154,7 @@ class Rank:
             if not world.main:
                 return None
             # a stop that came before is on record in the folder
-            with self.signals.waiting(limits=False):
+            with self.signals.waiting():
                 return claim.acquire(self.cfg, self.run_folder)
 
         self.lock = world.rank0_then_nodes_then_all(
@@ -288,8 +288,7 @@ def earlier_attempt(run: Path, launchers: list[str]) -> tuple[int, int | None]:
     before = RunLock.read(run)
     if not set(before.launchers) & set(launchers):
         return 0, None
-    last = Records(run).last_event()
-    code = last["exit_code"] if last.get("event") == "end" else None
+    code = Records(run).last_event().get("exit_code")  # only an attempt's last event has one
     same_nodes = set(before.launchers) == set(launchers)
     final = code == UserError.exit_code or (code == Stopped.exit_code and same_nodes)
     return before.attempt + 1, code if final else None
@@ -298,15 +297,12 @@ def earlier_attempt(run: Path, launchers: list[str]) -> tuple[int, int | None]:
 def beating(console: Console, world: World) -> Callable[[str], None]:
     """Return what shows how far the data is, and lets ranks that wait for it know that it
     goes on."""
-    progress, last_beat = console.paced(), time.monotonic()
+    progress = console.paced()
+    beat = throttled(lambda _: world.heartbeat(), BEAT_SECONDS)
 
     def report(line: str) -> None:
-        nonlocal last_beat
         progress(line)
-        now = time.monotonic()
-        if now - last_beat > BEAT_SECONDS:
-            world.heartbeat()
-            last_beat = now
+        beat(line)
 
     return report
 

@@ -77,11 +77,14 @@ class SignalListener:
     @property
     def reason(self) -> str:
         """The name of the signal to stop for; empty if there is none."""
-        return signal.Signals(self.received).name if self.received else ""
+        return name_of(self.received)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Let `interrupt` end the block, a wait of the main thread that may last forever."""
+        """Let the block, a wait of the main thread that may never end, be ended by Stopped.
+
+        That is raised once it has lasted WAIT_SECONDS, if any rank is to stop.
+        """
         self._waiting_since = time.monotonic()
         try:
             yield
@@ -120,7 +123,7 @@ class SignalListener:
                         os.write(self._pipe_before, bytes([number]))
 
     def _receive(self, number: int) -> None:
-        name = signal.Signals(number).name
+        name = name_of(number)
         if self.first_at is None:
             self.first_at = time.monotonic()
             self.received = self.received or number
@@ -135,6 +138,11 @@ class SignalListener:
         run_with_timeout(self.on_forced_exit, reason.partition("\n")[0], code)
         slots.leave()
         os._exit(code)
+
+
+def name_of(number: int) -> str:
+    """Return the name of a signal; empty for 0, which is none."""
+    return signal.Signals(number).name if number else ""
 
 
 def is_interactive() -> bool:

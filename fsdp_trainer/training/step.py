@@ -24,19 +24,12 @@ from fsdp_trainer.training.metrics import Metrics, MicroBatchResult
 from fsdp_trainer.training.objective import negative_log_likelihood
 
 
-class StepSums(NamedTuple):
-    """The sums that all ranks know after backward, on the device.
-
-    sums: float64, of the step's metrics; worst: float64 [2, ranks], of each rank its highest mean
-    loss of a micro-batch (inf: not finite), and which micro-batch that was.
-    """
-
-    sums: Tensor
-    worst: Tensor
-
-
 class StepResult(NamedTuple):
-    """A step, on the device. grad_norm: before clipping, a scalar where the gradients lie."""
+    """A step, on the device.
+
+    sums, worst: see ForwardBackward.run. grad_norm: before clipping, a scalar where the gradients
+    lie.
+    """
 
     lr: float
     sums: Tensor
@@ -60,8 +53,12 @@ class ForwardBackward:
     dims: Dims
     probe: EmbeddingGradProbe
 
-    def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> StepSums:
+    def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
         """Leave the step's gradients sharded and summed over ranks. Collective.
+
+        Returns what all ranks know then, on the device. sums: float64, of the step's metrics;
+        worst: float64 [2, ranks], of each rank its highest mean loss of a micro-batch (inf: not
+        finite), and which micro-batch that was.
 
         micro_batches: those of `step`. Where this rank lacked its rows the loss is NaN on every
         rank, and none updates its weights.
@@ -83,7 +80,7 @@ class ForwardBackward:
             sums[self.metrics.position("loss")] = torch.nan
         reduced = torch.cat([sums, worst.flatten()])
         self.dims.sum_over_batch(reduced)
-        return StepSums(reduced[: len(sums)], reduced[len(sums) :])
+        return reduced[: len(sums)], reduced[len(sums) :]
 
     def compute(self, plan: StepPlan, batch: MicroBatch) -> MicroBatchResult:
         """Run forward and backward of one micro-batch."""

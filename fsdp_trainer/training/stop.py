@@ -1,8 +1,7 @@
 """A stop in order: all ranks agree on it once a step, so that they leave at the same line."""
 
-import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from fsdp_trainer.distributed import gather
 from fsdp_trainer.errors import RunFailed, Stopped, UserError
 from fsdp_trainer.process import start_ticks, wait_until
-from fsdp_trainer.training.signals import WAIT_SECONDS, SignalListener
+from fsdp_trainer.training.signals import WAIT_SECONDS, SignalListener, name_of
 from fsdp_trainer.training.time_limits import LIMITS, TimeLimits
 
 GRACE_SECONDS = 2.0
@@ -22,14 +21,21 @@ T = TypeVar("T")
 class Agreement(NamedTuple):
     """Facts that are true on at least one rank, known to all of them."""
 
-    reason: str | None
-    """Why the run stops: a signal's name, `time_limit` or `slurm_time_limit`; None: it goes on."""
+    reason: str
+    """Why the run stops: a signal's name, `time_limit` or `slurm_time_limit`; empty: it goes on."""
     save_failed: bool
     data_missing: bool
 
 
 class Stop(Stopped):
     """All ranks have agreed to stop: they raise it at the same line. args[0] is the reason."""
+
+
+class DataLost(Exception):
+    """A rank could not read its part of a step: all ranks raise it at the same line.
+
+    args[0] is the error to end with.
+    """
 
 
 class StopSignals(SignalListener):
@@ -46,16 +52,18 @@ class StopSignals(SignalListener):
         on_forced_exit: Callable[[str, int], Any],
     ):
         self.limits = TimeLimits(time_limit)
-        self.agreement = Agreement(None, False, False)
+        self.agreement = Agreement("", False, False)
         self.leaving = False
         """Whether this rank is done with the others, so that their end means nothing to it."""
         self.data_error: Exception | None = None
         """Why this rank cannot read its part of a step."""
         self.data_wait_interrupted = False
         """Whether this rank has no data for a step because a stop ended its wait for them."""
-        self._limits_end_wait = False
-        self._store: dist.Store | None = None
-        self._main = self._shared = False
+        self._store: dist.Store = dist.HashStore()
+        """What the ranks share; this rank's own until they are connected."""
+        self._shared_in: dist.Store | None = None
+        """Where this rank's signal is known."""
+        self._main = False
         self._started: dict[int, tuple[int, int | None]] = {}
         super().__init__(say, on_forced_exit)
         if self.active:
@@ -66,21 +74,19 @@ class StopSignals(SignalListener):
         """True if this rank has no data for this step."""
         return self.data_error is not None or self.data_wait_interrupted
 
-    def sync(
-        self, seconds_to_checkpoint: float = 0.0, save_failed: bool = False, limits: bool = True
-    ) -> Agreement:
+    def sync(self, seconds_to_checkpoint: float = 0.0, save_failed: bool = False) -> Agreement:
         """Return what is true on any rank. Collective over the host's gloo: no device waits.
 
-        seconds_to_checkpoint: until the next step and a checkpoint after it would be done; limits:
-        whether time limits count. The first reason to stop stays the reason.
+        seconds_to_checkpoint: until the next step and a checkpoint after it would be done. The
+        first reason to stop stays the reason.
         """
         self.limits.seconds_to_checkpoint = seconds_to_checkpoint
-        limit = LIMITS.index(self.limits.passed()) if limits else 0
+        limit = LIMITS.index(self.limits.passed())
         state = torch.tensor([self.received, limit, int(save_failed), int(self.data_missing)])
         if dist.get_world_size() > 1:
             dist.all_reduce(state, dist.ReduceOp.MAX)
         number, limit, failed, missing = state.tolist()
-        reason = signal.Signals(number).name if number else LIMITS[limit] or None
+        reason = name_of(number) or LIMITS[limit]
         self.agreement = Agreement(self.agreement.reason or reason, bool(failed), bool(missing))
         return self.agreement
 
@@ -89,26 +95,16 @@ class StopSignals(SignalListener):
         if self.agreement.reason:
             raise Stop(self.agreement.reason)
 
-    def gather_data_error(self) -> Exception | None:
-        """Return one error for all ranks if any could not read its data. Collective.
+    def raise_data_error(self) -> None:
+        """Raise DataLost with one error for all ranks, if any could not read its data. Collective.
 
         It is the first UserError if there is one, else a RunFailed with every rank's message.
         """
-        errors = [error for error in gather(self.data_error) if error]
-        if not errors:
-            return None
+        errors = [*filter(None, gather(self.data_error))]
         messages = "\n".join(str(error.args[0]) for error in errors)
-        return next((e for e in errors if isinstance(e, UserError)), RunFailed(messages))
-
-    @contextmanager
-    def waiting(self, limits: bool = True) -> Iterator[None]:
-        """Raise Stopped in the block, once it has lasted WAIT_SECONDS, if any rank is to stop.
-
-        For waits of the main thread that may never end. limits: whether time limits count too.
-        """
-        self._limits_end_wait = limits
-        with super().waiting():
-            yield
+        mistakes = (error for error in errors if isinstance(error, UserError))
+        if errors:
+            raise DataLost(next(mistakes, RunFailed(messages)))
 
     def stoppable(self, work: Callable[[], T]) -> T:
         """Return `work()`. Raises Stopped, also amid `work`, after a signal to any rank.
@@ -117,7 +113,7 @@ class StopSignals(SignalListener):
         """
         if self.received:
             raise Stopped(self.reason)
-        with self.waiting(limits=False):
+        with self.waiting():
             return work()
 
     def connect(self, store: dist.Store, main: bool) -> None:
@@ -149,19 +145,18 @@ class StopSignals(SignalListener):
     def report_failure(self, text: str) -> None:
         """Have rank 0 end the run with this message, which only this rank knows."""
         with suppress(RuntimeError):  # the store may have ended with its owner
-            if self._store:
-                self._store.set("failure", text)
+            self._store.set("failure", text)
 
     def reported_failure(self) -> str | None:
         """Return the failure that another rank has reported, if there is one."""
         with suppress(RuntimeError):
-            if self._store and self._store.check(["failure"]):
+            if self._store.check(["failure"]):
                 return self._store.get("failure").decode()
         return None
 
     def _watch(self) -> None:
         while not self._closed.wait(WAIT_SECONDS / 2):
-            if self.waits_long() and (reason := self.reason or self._missed_limit()):
+            if self.waits_long() and (reason := self.reason or self.limits.passed()):
                 self.interrupt(reason)
             if self.received and (ended := self.ended_ranks):
                 self._exit_unless_leaving(f"{self.reason} after rank {ended[0]} had ended")
@@ -171,9 +166,6 @@ class StopSignals(SignalListener):
             with suppress(RuntimeError):
                 self._exchange_signals()
 
-    def _missed_limit(self) -> str:
-        return self.limits.passed() if self._limits_end_wait else ""
-
     def _exit_unless_leaving(self, reason: str) -> None:
         """End the process unless it leaves by itself within GRACE_SECONDS."""
         if not self._closed.wait(GRACE_SECONDS) and not self.leaving:
@@ -181,13 +173,12 @@ class StopSignals(SignalListener):
 
     def _exchange_signals(self) -> None:
         """Share this rank's signal. Look for others' only amid a wait, to spare the store."""
-        if not self._store:
-            return
-        if self.received and not self._shared:
-            self._store.set("stop", str(self.received))
-            self._shared = True
-        elif not self.received and self.waits_long() and self._store.check(["stop"]):
-            self.received = int(self._store.get("stop"))
+        store = self._store
+        if self.received and self._shared_in is not store:
+            store.set("stop", str(self.received))
+            self._shared_in = store
+        elif not self.received and self.waits_long() and store.check(["stop"]):
+            self.received = int(store.get("stop"))
 
 
 def has_ended(pid: int, start: int | None) -> bool:

@@ -196,7 +196,7 @@ class StreamFeed(Feed):
 
     def close(self) -> None:
         """End the processes that read, then the thread that waits for them."""
-        self._items.stop()
+        self.stop()
         self._readers.close()
         super().close()
 
@@ -269,7 +269,7 @@ class StreamFeed(Feed):
             return None
         try:
             with self.signals.waiting():
-                return self._next_item(LocalStep, timeout=ROUND_SECONDS)
+                return self.get(timeout=ROUND_SECONDS)
         except Empty:
             if waited > self.source.patience:
                 reads = self._readers.waits_for

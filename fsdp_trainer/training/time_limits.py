@@ -4,7 +4,8 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from operator import mul
 
 LIMITS = ("", "time_limit", "slurm_time_limit")
@@ -20,7 +21,16 @@ class TimeLimits:
         self.deadlines = {} if time_limit is None else {"time_limit": now + time_limit}
         self.seconds_to_checkpoint = 0.0
         """How long the next step and a checkpoint after it take at most, as it is known now."""
-        self._passed = ""
+        self._passed, self._count = "", False
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Let limits count in the block: outside of it none has passed."""
+        self._count = True
+        try:
+            yield
+        finally:
+            self._count = False
 
     def watch_slurm(self) -> None:
         """Add the end of the Slurm job, if this process belongs to one. A thread runs squeue."""
@@ -38,6 +48,8 @@ class TimeLimits:
 
         Once a limit has passed, it stays passed.
         """
+        if not self._count:
+            return ""
         committed_at = time.monotonic() + self.seconds_to_checkpoint
         missed = [name for name, deadline in self.deadlines.items() if committed_at > deadline]
         self._passed = self._passed or next(iter(missed), "")

@@ -7,7 +7,7 @@ business.
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -45,7 +45,7 @@ from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.saving import CheckpointManager
 from fsdp_trainer.training.step import ForwardBackward, StepResult
-from fsdp_trainer.training.stop import Agreement, Stop, StopSignals
+from fsdp_trainer.training.stop import Agreement, DataLost, Stop, StopSignals
 
 Outcome = tuple[str, int]
 """Why training ended, and the exit code."""
@@ -57,13 +57,6 @@ class Rewind(Exception):
     """A spike that the run is to be taken back from: all ranks raise it at the same line.
 
     args[0] is its StepPlan.
-    """
-
-
-class DataLost(Exception):
-    """A rank could not read its part of a step: all ranks raise it at the same line.
-
-    args[0] is the error to end with.
     """
 
 
@@ -99,10 +92,12 @@ class Trainer:
         Stop, Rewind and DataLost are decided by an all-reduce, so every rank raises them at the
         same line.
         """
-        step_data = self.data.open(self.progress, self.leave_without_data)
+        step_data = closing(self.data.open(self.progress, self.leave_without_data))
         with step_data as feed, collecting_garbage(self.cfg.train.gc_every) as collect:
             try:
-                self.train(feed, collect)
+                self.stop_if_agreed()
+                with self.signals.limits.counting():
+                    self.train(feed, collect)
                 return self.finish()
             except Stop as stop:
                 return self.leave(stop)
@@ -112,8 +107,6 @@ class Trainer:
 
     def train(self, feed: Feed, collect_garbage: Callable[[int], None]) -> None:
         """Do step after step, until there are no more. Every line here happens in this order."""
-        self.sync(limits=False)
-        self.signals.raise_if_agreed()
         # what a stop interrupted before this start, if this configuration still asks for it
         self.progress.pending = [w for w in self.progress.pending if w in self.work_due()]
         if self.progress.pending:
@@ -164,8 +157,7 @@ class Trainer:
 
     def record(self, plan: StepPlan, result: StepResult) -> None:
         """Have the step's figures written at the next logging step."""
-        not_finite, spike, loss_score, norm_score, _ = result.verdict
-        judged = (result.grad_norm, not_finite, spike, loss_score, norm_score)
+        judged = (result.grad_norm, *result.verdict[:4])
         numbers = torch.stack([number.double() for number in judged])
         progress = self.progress
         now = round(time.time(), 3)
@@ -174,37 +166,35 @@ class Trainer:
 
     # --- what the ranks agree on
 
-    def sync(self, limits: bool = True) -> Agreement:
+    def sync(self) -> Agreement:
         """Agree with the other ranks.
 
         Collective. Raises DataLost where a rank could not read its rows.
-
-        limits: whether time limits count yet.
         """
         phases.enter("agree")
         store = self.checkpoints.store
-        agreement = self.signals.sync(self.seconds_to_stop(), store.failed, limits)
+        agreement = self.signals.sync(self.seconds_to_stop(), store.failed)
         if agreement.save_failed:
             phases.enter("staging")  # other ranks may yet write their part
             self.settle_save()
         if agreement.data_missing:
-            error = self.signals.gather_data_error()
-            if error is not None:
-                raise DataLost(error)
+            self.signals.raise_data_error()
         return agreement
+
+    def stop_if_agreed(self) -> None:
+        """Agree with the other ranks, and raise Stop if any is to stop. Collective."""
+        self.sync()
+        self.signals.raise_if_agreed()
 
     def leave_without_data(self) -> NoReturn:
         """Raise what all ranks leave with where one has no data for a step: DataLost, or the Stop
         that cut its wait."""
-        self.sync()
-        self.signals.raise_if_agreed()
+        self.stop_if_agreed()
         raise AssertionError("a rank has no data, and none knows why")
 
     def sync_during(self, phase: str) -> None:
         """Raise Stop or DataLost in a phase that can be interrupted, which goes on otherwise."""
-        self.signals.raise_if_agreed()
-        self.sync()
-        self.signals.raise_if_agreed()
+        self.stop_if_agreed()
         phases.enter(phase)
 
     def seconds_to_stop(self) -> float:
@@ -246,8 +236,7 @@ class Trainer:
         elif self.corruption.is_due(self.progress.step):
             self.check_replicas()
         if long:
-            self.sync()
-            self.signals.raise_if_agreed()
+            self.stop_if_agreed()
 
     def is_due(self, every: int | None) -> bool:
         """Return whether what happens every so many steps, and at the end, happens after this
@@ -286,7 +275,7 @@ class Trainer:
         sums = metrics.zeros()
         with self.step_log.clock.excluded() as seconds:
             try:
-                with validation.open_all() as feed:
+                with closing(validation.open_all()) as feed:
                     step = feed.next_step(1)
                     for batch in step:
                         self.sync_during("validation")

@@ -1,5 +1,6 @@
 """The weights and optimizer state that a run begins with, or goes on from."""
 
+from collections import Counter
 from pathlib import Path
 
 from fsdp_trainer.checkpoint.base import load_weights, names_in_base, require_trained_rows
@@ -31,26 +32,28 @@ def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, 
 
     Returns the number formats of the export: by parameter, and for all others `default`.
     """
-    default = cfg.precision.param_dtype
     if init_from is None:
         initialize_weights(model, cfg.run.seed)
-        return {"default": default}
+        return {"default": cfg.precision.param_dtype}
     checkpoint = find_checkpoint(init_from)
-    formats: dict[str, str] = {}
     if checkpoint:
         require_whole(checkpoint)
         load_weights(model, checkpoint, {})
+        formats = read_progress(checkpoint)["dtypes"]
     else:
-        run_on_all_ranks(
-            "read the weights", lambda: formats.update(import_weights(model, init_from))
-        )
+        formats = import_formats(model, init_from)
     known = ModelConfig.from_hf(model_folder(init_from)).vocab_size
     require_trained_rows(model, known)
     if model.config.embedding_rows > known:
         grow_vocabulary(model, known)
-    if checkpoint:
-        return read_progress(checkpoint)["dtypes"]
-    default = max(set(formats.values()), key=list(formats.values()).count)
+    return formats
+
+
+def import_formats(model: Decoder, folder: Path) -> dict[str, str]:
+    """Read the weights of a Hugging Face folder. Collective. Returns what `fill` does."""
+    formats: dict[str, str] = {}
+    run_on_all_ranks("read the weights", lambda: formats.update(import_weights(model, folder)))
+    default, _ = Counter(formats.values()).most_common(1)[0]
     others = {name: dtype for name, dtype in formats.items() if dtype != default}
     return {"default": default} | others
 

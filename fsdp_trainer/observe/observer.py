@@ -43,11 +43,15 @@ class Observer:
         """Lines on model, world and data that were shown at the start."""
         self._step_seconds: list[float] = []
 
+    def say(self, text: str) -> None:
+        """Show a line on the console."""
+        self.console.say(text)
+
     def introduce(self, lines: list[str]) -> None:
         """Show the lines about the run. They go on record with its start."""
         self.about = lines
         for line in lines:
-            self.console.say(line)
+            self.say(line)
 
     def open_trackers(self, cfg: Logging, run: Path, resolved: dict[str, Any], step: int) -> None:
         """Start wandb and TensorBoard where they are asked for. Rank 0's task."""

@@ -52,7 +52,7 @@ from fsdp_trainer.training.inputs import RunInputs
 from fsdp_trainer.training.metrics import step_metrics
 from fsdp_trainer.training.objective import build_objective, differs_from_loss
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.resume import check_unchanged, find_start, resume_data
+from fsdp_trainer.training.resume import Order, check_unchanged, find_start, resume_data
 from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.saving import CheckpointManager
 from fsdp_trainer.training.step import ForwardBackward
@@ -92,7 +92,8 @@ def build(
     """
     config, device = observer.config, world.device
     model_device = torch.device("cpu") if cfg.sharding.cpu_offload else device
-    dims = Dims(cfg.sharding, device.type, parse_duration(cfg.launch.timeout))
+    timeout = parse_duration(cfg.launch.timeout)
+    dims = Dims(cfg.sharding, device.type, timeout)
     slots.count_collectives(dims.collective_counter())
     compiled, why_uncompiled = can_compile(cfg, device)
     with torch.device("meta"):
@@ -103,7 +104,7 @@ def build(
     store = CheckpointStore(
         run,
         cfg.checkpoint,
-        parse_duration(cfg.launch.timeout),
+        timeout,
         partial(write_assets, cfg, inputs, config),
         on_commit=lambda event: observer.event("checkpoint", **event),
     )
@@ -133,10 +134,8 @@ def build(
         dtypes = fill(model, cfg, inputs.init_from)
         base = base_of_new_run(model, cfg, inputs.init_from)
 
-    differs = differs_from_loss(cfg.loss)
+    differs, clock, progress = differs_from_loss(cfg.loss), StepClock(), start.progress
     metrics = step_metrics(data.source_names, differs, model.auxiliary_names, device)
-    clock = StepClock()
-    progress = start.progress
     trainer = Trainer(
         cfg=cfg,
         model=model,
@@ -225,7 +224,7 @@ def choose_attention(
     return choice
 
 
-def attention_cost_share(order: Mixture | StreamedData, config: ModelConfig) -> float:
+def attention_cost_share(order: Order, config: ModelConfig) -> float:
     """Return what attention costs, as a share of what it would if every row were one document."""
     if isinstance(order, StreamedData):
         cost = config.attention_cost(order.lengths).sum()
@@ -245,9 +244,9 @@ def find_where_to_start(
     cfg: TrainConfig,
     store: CheckpointStore,
     observer: Observer,
-    order: Mixture | StreamedData,
+    order: Order,
     held_out: Mixture | None,
-) -> tuple[Start, Mixture | StreamedData]:
+) -> tuple[Start, Order]:
     """Return where the run goes on, and the data that goes on from there.
 
     Collective. Raises UserError.
@@ -274,7 +273,7 @@ def find_where_to_start(
 def build_data(
     cfg: TrainConfig,
     config: ModelConfig,
-    order: Mixture | StreamedData,
+    order: Order,
     held_out: Mixture | None,
     attention: AttentionChoice,
     dims: Dims,

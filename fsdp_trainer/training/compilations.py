@@ -24,7 +24,7 @@ class CompilationLog:
             return
         self._steps_compiled += 1
         if self._steps_compiled > 1:
-            self.observer.console.say(
+            self.observer.say(
                 f"compile: blocks were compiled again in step {step:,}; "
                 "TORCH_LOGS=recompiles in the environment says why"
             )

@@ -45,15 +45,17 @@ class Feed(Prefetcher):
         self.assembler, self.what, self.signals = assembler, what, signals
         default = PREFETCH_ON_GPU if assembler.device.type == "cuda" else 0
         depth = default if prefetch is None else prefetch
+        self.plan = StepPlan(0, 0, 0)
+        """Of the step that is read now."""
         super().__init__(items, depth, assembler.device, counted=MicroBatch)
 
     def next_step(self, step: int) -> "StepBatches":
         """Return the next step, which is `step`. Raises StopIteration where there is none."""
-        plan = self.get()
-        assert plan.step == step
-        return StepBatches(plan, self)
+        self.plan = self.get()
+        assert self.plan.step == step
+        return StepBatches(self)
 
-    def next_micro_batch(self, plan: StepPlan) -> MicroBatch:
+    def next_micro_batch(self) -> MicroBatch:
         """Return this rank's next micro-batch of the step; an empty one where it lacks its rows.
 
         The other ranks wait for it in this step's collectives.
@@ -65,10 +67,10 @@ class Feed(Prefetcher):
         except Stopped:
             self.signals.data_wait_interrupted = True
         except Exception as error:
-            self.lose(error, self.describe(plan))
+            self.lose(error)
         return self.assembler.empty()
 
-    def lose(self, error: BaseException, what: str) -> None:
+    def lose(self, error: BaseException) -> None:
         """Take note that this rank cannot read its part of a step."""
         if isinstance(error, UserError):
             self.signals.data_error = error
@@ -78,23 +80,23 @@ class Feed(Prefetcher):
             reason = error.args[0]
         elif not isinstance(error, OSError):
             traceback.print_exception(error)
-        message = f"rank {dist.get_rank()} cannot read its part of {what}: {reason}"
+        message = f"rank {dist.get_rank()} cannot read its part of {self.describe()}: {reason}"
         self.signals.data_error = RunFailed(message)
 
-    def describe(self, plan: StepPlan) -> str:
+    def describe(self) -> str:
         """Return what this rank reads for the step."""
-        return f"rows {plan.start:,} to {plan.stop - 1:,}, {self.what}"
+        return f"rows {self.plan.start:,} to {self.plan.stop - 1:,}, {self.what}"
 
 
 class StepBatches:
     """This rank's micro-batches of one step, `count` of them."""
 
-    def __init__(self, plan: StepPlan, feed: Feed):
-        self.plan, self._feed = plan, feed
-        self.count = feed.assembler.count(plan)
+    def __init__(self, feed: Feed):
+        self.plan, self._feed = feed.plan, feed
+        self.count = feed.assembler.count(feed.plan)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        return (self._feed.next_micro_batch(self.plan) for _ in range(self.count))
+        return (self._feed.next_micro_batch() for _ in range(self.count))
 
     @property
     def data_missing(self) -> bool:

@@ -68,8 +68,3 @@ def global_norm(parts: dict[int, list[Tensor]], dims: Dims) -> Tensor:
     )
     dims.sum_over_all(squares)
     return sum(s / factor for s, factor in zip(squares, parts, strict=True)).sqrt().float()
-
-
-def any_not_finite(*scalars: Tensor) -> Tensor:
-    """bool scalar on the device."""
-    return ~torch.isfinite(torch.stack([s.float() for s in scalars])).all()

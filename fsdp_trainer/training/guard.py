@@ -14,7 +14,6 @@ from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepReport
 from fsdp_trainer.training.batches import StepPlan
-from fsdp_trainer.training.gradients import any_not_finite
 
 MAD_TO_SIGMA = 1.4826
 """A normal distribution's standard deviation over its median absolute deviation."""
@@ -76,7 +75,7 @@ class Guard:
     @torch.no_grad()
     def judge(self, loss: Tensor, grad_norm: Tensor) -> StepVerdict:
         """Judge this step's loss and gradient norm, scalars on the device where gradients lie."""
-        not_finite = any_not_finite(loss, grad_norm)
+        not_finite = ~torch.isfinite(torch.stack([loss.float(), grad_norm.float()])).all()
         if self.cfg.on_spike == "ignore":
             no_score = torch.zeros_like(loss)
             return StepVerdict(
@@ -153,12 +152,3 @@ class EmbeddingGradProbe:
         """
         gradient, self._gradient = self._gradient, None
         return gradient
-
-
-def micro_batch_loss_or_inf(loss: Tensor, gradient: Tensor | None) -> Tensor:
-    """Return a micro-batch's mean loss, float64; inf if it or the gradient of its activations is
-    not finite."""
-    loss = loss.double()
-    if gradient is not None:
-        loss = loss + 0 * gradient.sum(dtype=torch.float32)
-    return loss.nan_to_num(torch.inf, torch.inf, torch.inf)

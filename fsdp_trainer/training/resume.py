@@ -20,6 +20,8 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.training.progress import Progress
 
+Order = Mixture | StreamedData
+"""The rows of training, in their order."""
 COMPARED_GROUPS = ("model", "data", "tokenizer", "batch", "loss", "optim", "schedule")
 """Groups of keys that say what is trained: they may change only where allow_changes names them."""
 FREE = {
@@ -44,8 +46,6 @@ NEW_STREAM = (
 )
 REORDERED = "the same sources are in another order, or mixed otherwise"
 
-Order = Mixture | StreamedData
-
 
 def find_start(cfg: TrainConfig, store: CheckpointStore, observer: Observer) -> Path | None:
     """Return the checkpoint to go on from; None: from the beginning. Collective.
@@ -62,7 +62,7 @@ def find_start(cfg: TrainConfig, store: CheckpointStore, observer: Observer) -> 
             return named
     good = store.newest_good(partial(report_damaged, observer))
     if good is None and store.listed(checkpoint_folders):
-        observer.console.say("no checkpoint of this run is whole: it begins anew")
+        observer.say("no checkpoint of this run is whole: it begins anew")
     return good
 
 
@@ -70,7 +70,7 @@ def report_damaged(observer: Observer, checkpoint: Path, problems: list[Problem]
     """Record that a checkpoint is damaged and not used."""
     texts = [f"{problem.what} {problem.why}" for problem in problems]
     observer.event("damaged", path=str(checkpoint), problems=texts)
-    observer.console.say(f"{checkpoint} is damaged and left aside: {texts[0]}")
+    observer.say(f"{checkpoint} is damaged and left aside: {texts[0]}")
 
 
 def named_checkpoint(path: str) -> Path:
@@ -88,9 +88,7 @@ def require_whole(checkpoint: Path) -> None:
         raise UserError(f"the checkpoint {checkpoint} is damaged", problems)
 
 
-def check_unchanged(
-    cfg: TrainConfig, order: Mixture | StreamedData, checkpoint: Path
-) -> dict[str, list[Any]]:
+def check_unchanged(cfg: TrainConfig, order: Order, checkpoint: Path) -> dict[str, list[Any]]:
     """Return every key that has changed since the checkpoint, with its value then and now.
 
     Raises UserError naming those that change what is trained and are not in allow_changes.
@@ -134,9 +132,7 @@ def check_unchanged(
     raise UserError(f"this is not the run that {checkpoint} belongs to", problems)
 
 
-def describe_data_change(
-    order: Mixture | StreamedData, segments: list[dict[str, Any]] | None
-) -> list[str]:
+def describe_data_change(order: Order, segments: list[dict[str, Any]] | None) -> list[str]:
     """Return lines about how the data differs from that of a checkpoint with these segments."""
     if not order.components:
         return [NEW_STREAM]

@@ -34,7 +34,7 @@ def rewind(trainer: Trainer, spike: StepPlan) -> None:
     checkpoint = checkpoint_before(trainer, spike)
     if checkpoint is None:
         trainer.capture_state()
-        observer.console.say(
+        observer.say(
             f"there is no checkpoint before step {spike.step:,} to rewind to: "
             "its update was left out instead"
         )
@@ -58,9 +58,7 @@ def rewind(trainer: Trainer, spike: StepPlan) -> None:
     first, stop = progress.skipped_row_ranges[-1]
     seconds = round(time.monotonic() - began, 3)
     observer.event("rewind", step=spike.step, to=step, left_out=[first, stop], seconds=seconds)
-    observer.console.say(
-        f"rewind: back to step {step:,}, and on without rows {first:,} to {stop - 1:,}"
-    )
+    observer.say(f"rewind: back to step {step:,}, and on without rows {first:,} to {stop - 1:,}")
 
 
 def checkpoint_before(trainer: Trainer, spike: StepPlan) -> Path | None:

@@ -312,7 +312,7 @@ def beating(console: Console, world: World) -> Callable[[str], None]:
 
 def train(trainer: Trainer, start: Start, world: World, attempt: int) -> Outcome:
     """Open the records where the run stands, fit, and export at the end. Collective."""
-    run, say = trainer.checkpoints.store.run, trainer.observer.console.say
+    run, say = trainer.checkpoints.store.run, trainer.observer.say
     if trainer.finished and trainer.checkpoints.has(trainer.progress.step, complete=True):
         say(already_finished(trainer))
         export_hf(trainer, world)
@@ -361,9 +361,9 @@ def record_start(trainer: Trainer, start: Start, world: World, attempt: int) -> 
         observer.event("start", **event)
         return
     observer.event("resume", **event, changes=start.changes, reached=before)
-    observer.console.say(f"goes on after step {progress.step:,}")
+    observer.say(f"goes on after step {progress.step:,}")
     for key, (then, now) in sorted(start.changes.items()):
-        observer.console.say(f"       {key} was {show(then)}, is {show(now)}")
+        observer.say(f"       {key} was {show(then)}, is {show(now)}")
 
 
 def open_records(trainer: Trainer) -> dict[str, Any]:
@@ -381,7 +381,7 @@ def open_records(trainer: Trainer) -> dict[str, Any]:
     try:
         file.write_text(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
     except OSError as error:  # each checkpoint has its own
-        observer.console.say(f"{file} cannot be written: {error}; training goes on")
+        observer.say(f"{file} cannot be written: {error}; training goes on")
     observer.open_trackers(cfg.logging, store.run, resolved, step)
     return {name: last.get(name) for name in ("step", "time")}
 
@@ -403,7 +403,7 @@ def comparing_ranks(trainer: Trainer, world: World):
 def report_straggler(observer: Observer, straggler: Straggler, step: int) -> None:
     """Record and tell of a rank that the others wait for."""
     observer.event("straggler", step=step, **asdict(straggler))
-    observer.console.say(
+    observer.say(
         f"rank {straggler.rank} on {straggler.host} is slow in {straggler.phase}: "
         f"{straggler.seconds:.3f} s a step, the others {straggler.others:.3f} s; "
         f"all wait for it in {straggler.lost:.0%} of the time"
@@ -425,7 +425,7 @@ def already_finished(trainer: Trainer) -> str:
 
 def report_end(trainer: Trainer, reason: str) -> None:
     """Tell what the run saw of each source, and its best validation."""
-    progress, say = trainer.progress, trainer.observer.console.say
+    progress, say = trainer.progress, trainer.observer.say
     since = " since the data was changed" if len(progress.segments) > 1 else ""
     for source in trainer.data.shares(progress):
         say(

@@ -76,7 +76,7 @@ class CheckpointManager:
             return failed
         if waited and report_wait:
             self.observer.event("checkpoint_waited", step=step, seconds=round(waited, 3))
-            self.observer.console.say(
+            self.observer.say(
                 f"checkpoint: training waited {waited:.1f} s for the one before; "
                 "a larger checkpoint.every would not"
             )
@@ -106,4 +106,4 @@ class CheckpointManager:
         if next_due is not None:
             goes_on = f"\n       Training goes on; the next is written after step {next_due:,}"
         self.observer.event("checkpoint_failed", step=step, error=self._failure)
-        self.observer.console.say(f"no checkpoint of step {step:,}: {self._failure}{goes_on}")
+        self.observer.say(f"no checkpoint of step {step:,}: {self._failure}{goes_on}")

@@ -18,7 +18,6 @@ from fsdp_trainer.training.gradients import GradientSync
 from fsdp_trainer.training.guard import (
     EmbeddingGradProbe,
     StepVerdict,
-    micro_batch_loss_or_inf,
 )
 from fsdp_trainer.training.metrics import Metrics, MicroBatchResult
 from fsdp_trainer.training.objective import negative_log_likelihood
@@ -107,9 +106,12 @@ class ForwardBackward:
         return result.objective, self.probe.pop(), gradients
 
     def _own_loss(self, plan: StepPlan, result: MicroBatchResult) -> Tensor:
-        """Return the micro-batch's mean loss; inf if it or the gradient of its activations is not
-        finite."""
+        """Return the micro-batch's mean loss, float64; inf if it or the gradient of its activations
+        is not finite."""
         tiny = torch.finfo(torch.float32).tiny
         weight = result.batch.weights.sum().clamp_min(tiny)
-        mean = result.loss * (plan.weight or 1.0) / weight
-        return micro_batch_loss_or_inf(mean, self.probe.pop())
+        mean = (result.loss * (plan.weight or 1.0) / weight).double()
+        gradient = self.probe.pop()
+        if gradient is not None:
+            mean = mean + 0 * gradient.sum(dtype=torch.float32)
+        return mean.nan_to_num(torch.inf, torch.inf, torch.inf)

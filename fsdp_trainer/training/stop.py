@@ -21,10 +21,10 @@ T = TypeVar("T")
 class Agreement(NamedTuple):
     """Facts that are true on at least one rank, known to all of them."""
 
-    reason: str
+    reason: str = ""
     """Why the run stops: a signal's name, `time_limit` or `slurm_time_limit`; empty: it goes on."""
-    save_failed: bool
-    data_missing: bool
+    save_failed: bool = False
+    data_missing: bool = False
 
 
 class Stop(Stopped):
@@ -52,7 +52,7 @@ class StopSignals(SignalListener):
         on_forced_exit: Callable[[str, int], Any],
     ):
         self.limits = TimeLimits(time_limit)
-        self.agreement = Agreement("", False, False)
+        self.agreement = Agreement()
         self.leaving = False
         """Whether this rank is done with the others, so that their end means nothing to it."""
         self.data_error: Exception | None = None

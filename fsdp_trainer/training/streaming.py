@@ -6,7 +6,7 @@ What a step weighs is known when its rows are there: the ranks add it up before 
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from queue import Empty
 from typing import Any
@@ -65,37 +65,34 @@ class LocalStep:
     skipped: list[str]
 
 
+@dataclass
 class StreamedRows:
     """Rows of streamed files.
 
     Slot s of every step has the next row of stream s: a rank keeps its streams.
     """
 
-    def __init__(
-        self,
-        cfg: TrainConfig,
-        data: StreamedData,
-        assembler: Assembler,
-        dims: Dims,
-        attention_cost: Callable[[np.ndarray], np.ndarray],
-        processes: int,
-        signals: StopSignals,
-        observer: Observer,
-    ):
-        """attention_cost: of documents' lengths; processes: that make rows, 1: this one alone."""
-        self.data, self.assembler, self.dims = data, assembler, dims
-        self.steps, self.prefetch = cfg.train.steps or 0, cfg.data.prefetch or 0
-        self.patience = parse_duration(cfg.launch.data_timeout)
+    cfg: TrainConfig
+    data: StreamedData
+    assembler: Assembler
+    dims: Dims
+    attention_cost: Callable[[np.ndarray], np.ndarray]
+    """Of documents' lengths."""
+    processes: int
+    """Number of those that make rows; 1: this one alone."""
+    signals: StopSignals
+    observer: Observer
+    cursors: dict[int, dict[int, Cursor]] = field(default_factory=dict)
+    """Of this rank's streams, by the row that they stand before."""
+    samples: dict[int, list[list[tuple[str, int, int]]]] = field(default_factory=dict)
+    """Places of this rank's documents in each micro-batch, by the first row of the last steps."""
+
+    def __post_init__(self) -> None:
+        self.steps = self.cfg.train.steps or 0
+        self.patience = parse_duration(self.cfg.launch.data_timeout)
         """Seconds after which a rank that waits for its files gives up."""
-        self.attention_cost, self.processes = attention_cost, processes
-        self.signals, self.observer = signals, observer
-        self.source_names = data.source_names
-        self.fingerprint, self.first_row = data.fingerprint, data.start
-        self.cursors: dict[int, dict[int, Cursor]] = {}
-        """Of this rank's streams, by the row that they stand before."""
-        self.samples: dict[int, list[list[tuple[str, int, int]]]] = {}
-        """Places of this rank's documents in each micro-batch, by the first row of the last
-        steps."""
+        self.source_names = self.data.source_names
+        self.fingerprint, self.first_row = self.data.fingerprint, self.data.start
 
     def total_steps(self, progress: Progress) -> int:
         """Return train.steps: streams have no end."""
@@ -191,7 +188,7 @@ class StreamFeed(Feed):
             else Readers(source.data, cursors)
         )
         self._shown_skipped = 0
-        ahead = max(source.prefetch, len(self._slots) + 1)
+        ahead = max(source.cfg.data.prefetch or 0, len(self._slots) + 1)
         super().__init__(source.assembler, "", self._read_steps(progress), ahead, source.signals)
 
     def close(self) -> None:
@@ -226,17 +223,19 @@ class StreamFeed(Feed):
 
         Collective. Where a rank cannot read its rows, all leave.
         """
-        local, (weight, *counts, skipped) = self._wait_for_all(step)
+        self.plan = StepPlan(step, 0, 0)  # what it holds is not known yet
+        local, (weight, *counts, skipped) = self._wait_for_all()
         if skipped:
-            self._report_skipped(step, local.skipped)
+            self._report_skipped(local.skipped)
         cursors = self.source.cursors
         cursors[local.plan.stop] = local.cursors
         for past in sorted(cursors)[:-2]:  # the step before may be where the run is to go on
             del cursors[past]
-        plan = StepPlan(step, local.plan.start, local.plan.stop, weight, *map(int, counts))
-        return StepBatches(plan, self)
+        start, stop = local.plan.start, local.plan.stop
+        self.plan = StepPlan(step, start, stop, weight, *map(int, counts))
+        return StepBatches(self)
 
-    def _wait_for_all(self, step: int) -> tuple[LocalStep, list[float]]:
+    def _wait_for_all(self) -> tuple[LocalStep, list[float]]:
         """Return this rank's part of the step, and all ranks' sums.
 
         Nobody waits long in a collective: where a rank's files are slow, all meet again every few
@@ -244,7 +243,7 @@ class StreamFeed(Feed):
         """
         began, local = time.monotonic(), None
         for rounds in count():
-            local = local or self._wait(step, time.monotonic() - began)
+            local = local or self._wait(time.monotonic() - began)
             missing = self.signals.data_missing
             waits = local is None and not missing
             sums = local.sums if local else NO_ROW
@@ -258,12 +257,12 @@ class StreamFeed(Feed):
             if not waiting:
                 break
             if rounds % ROUNDS_PER_MESSAGE == 0:  # rounds are the same on all ranks, clocks are not
-                self._report_waiting(step, waits, time.monotonic() - began)
+                self._report_waiting(waits, time.monotonic() - began)
             phases.enter("data")
         assert local
         return local, totals
 
-    def _wait(self, step: int, waited: float) -> LocalStep | None:
+    def _wait(self, waited: float) -> LocalStep | None:
         """Return this rank's part of the step; None if it is not there soon, or never will be."""
         if self.signals.data_missing:
             return None
@@ -274,38 +273,35 @@ class StreamFeed(Feed):
             if waited > self.source.patience:
                 reads = self._readers.waits_for
                 reason = f"{reads} gave nothing for {waited:.0f} s (launch.data_timeout)"
-                self.lose(TimeoutError(reason), self._describe_step(step))
+                self.lose(TimeoutError(reason))
         except Stopped:
             self.signals.data_wait_interrupted = True
         except Exception as error:
-            self.lose(error, self._describe_step(step))
+            self.lose(error)
         return None
 
-    def _report_waiting(self, step: int, waits: bool, seconds: float) -> None:
-        observer = self.source.observer
+    def _report_waiting(self, waits: bool, seconds: float) -> None:
+        observer, step = self.source.observer, self.plan.step
         files = gather(self._readers.waits_for if waits else None)
         for rank, file in enumerate(files):
             if file is not None:
                 rounded = round(seconds, 1)
                 observer.event("data_wait", step=step, rank=rank, file=file, seconds=rounded)
-                observer.console.say(
+                observer.say(
                     f"rank {rank} waits for {file or 'its data'}, {seconds:.0f} s so far; "
                     "the others wait for it"
                 )
 
-    def _report_skipped(self, step: int, skipped: list[str]) -> None:
+    def _report_skipped(self, skipped: list[str]) -> None:
         """Record the rows that data.on_error=skip left out; a few are shown, events.jsonl has
         all."""
         places = [*chain(*gather(skipped))]
-        self.source.observer.event("rows_skipped", step=step, rows=places)
+        self.source.observer.event("rows_skipped", step=self.plan.step, rows=places)
         for where in islice(places, max(0, MAX_SHOWN_SKIPPED - self._shown_skipped)):
-            self.source.observer.console.say(f"skipped {where}")
+            self.source.observer.say(f"skipped {where}")
         self._shown_skipped += len(places)
 
-    def describe(self, plan: StepPlan) -> str:
+    def describe(self) -> str:
         """Return what this rank reads for the step."""
-        return self._describe_step(plan.step)
-
-    def _describe_step(self, step: int) -> str:
         reads = self._readers.waits_for
-        return f"the data of step {step:,}" + (f" from {reads}" if reads else "")
+        return f"the data of step {self.plan.step:,}" + (f" from {reads}" if reads else "")

@@ -140,7 +140,8 @@ def _split_verb(words: list[str]) -> tuple[str | None, list[str]]:
 
     Raises UserError for a verb that is misspelt or not first.
     """
-    first, rest = None, words
+    first = None
+    rest = words
     if words and NO_OVERRIDE.fullmatch(words[0]):
         first, *rest = words
         if first not in VERBS:

@@ -1,6 +1,6 @@
 """Small collectives between hosts, and tensors between devices: helpers that any room may use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,8 @@ def run_on_all_ranks(
 
     what: completes "cannot …" in the message. Raises RunFailed on all ranks if one raises OSError.
     """
-    result, failure = None, None
+    result = None
+    failure = None
     try:
         result = work()
     except OSError as error:
@@ -85,6 +86,11 @@ def local_slice(tensor: Tensor) -> tuple[slice, ...]:
     two mesh dimensions over one of the tensor included. A plain tensor is whole.
     """
     if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
+        return whole_slice(tensor.shape)
     sizes, starts = local_shape_and_offset(tensor)
     return tuple(slice(start, start + n) for start, n in zip(starts, sizes, strict=True))
+
+
+def whole_slice(shape: Sequence[int]) -> tuple[slice, ...]:
+    """Return the slices, one for each dimension, that are all of a tensor of this shape."""
+    return tuple(slice(0, size) for size in shape)

@@ -11,7 +11,7 @@ from pathlib import Path
 WIDEST = 34  # a longer `what` gets a line of its own
 
 
-@dataclass
+@dataclass(unsafe_hash=True)
 class Problem:
     """One mistake.
 
@@ -38,11 +38,9 @@ class UserError(Exception):
         width = max(short, default=0)
         text = f"fsdp-trainer: {self.title}"
         for p in self.problems:
-            head = f"  {p.what:{width}}  "
-            indent = width + 4
-            if len(p.what) > WIDEST:
-                head = f"  {p.what}\n      "
-                indent = 6
+            is_short = len(p.what) <= WIDEST
+            head = f"  {p.what:{width}}  " if is_short else f"  {p.what}\n      "
+            indent = width + 4 if is_short else 6
             text += f"\n\n{head}" + f"\n{'':{indent}}".join(p.why.splitlines())
         return text
 

@@ -45,7 +45,8 @@ class Speaker:
 
     def say(self, text: str, cfg: GenerateConfig) -> Iterator[str]:
         """Yield the continuation of `text`, in pieces; a piece never ends within a character."""
-        tokens, length = [], 0
+        tokens = []
+        length = 0
         prompt = self.tokenizer.encode(text)
         stop_ids = self.tokenizer.stop_ids
         for token in continue_tokens(self.model, prompt, stop_ids, cfg):

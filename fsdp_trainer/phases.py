@@ -43,7 +43,8 @@ class ThreadPhase:
         ended = self.phase
         times, seconds = self.spent.get(ended, (0, 0.0))
         self.spent[ended] = times + 1, seconds + now - self.since
-        self.phase, self.since = phase, now
+        self.phase = phase
+        self.since = now
         self.step = self.step if step is None else step
         self.entered += 1
         for listener in _listeners:

@@ -93,7 +93,8 @@ class SlotWriter:
         self._slot[CLOSED_AT] = 1
 
     def _write(self, thread: ThreadPhase, _ended: str = "") -> None:
-        at, collectives = BACKGROUND_AT, 0
+        at = BACKGROUND_AT
+        collectives = 0
         if thread is phases.training:
             at = TRACE_AT + VISIT.size * (thread.entered % TRACE_LENGTH)
             collectives = self.count_collectives()
@@ -119,7 +120,8 @@ def count_collectives(count: Callable[[], int]) -> None:
 def leave() -> None:
     """Show that this rank leaves in order, if it shows anything."""
     global _writer
-    writer, _writer = _writer, None
+    writer = _writer
+    _writer = None
     if writer:
         writer.close()
 

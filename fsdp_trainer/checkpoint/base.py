@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from fsdp_trainer.checkpoint.stream import (
 )
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.distributed import local_part, local_slice, run_on_all_ranks
+from fsdp_trainer.distributed import local_part, local_slice, run_on_all_ranks, whole_slice
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.hub import fetch
 from fsdp_trainer.models.config import ModelConfig
@@ -37,7 +36,6 @@ GAMMA = -7046029254386353131
 MIX_1 = -4658895280553007687
 MIX_2 = -7723592293110705685
 MAX_SHOWN_WEIGHTS = 3
-DIGEST_ROWS_BYTES = 2**24  # of a parameter on a device that are digested at a time
 
 
 @dataclass
@@ -67,16 +65,18 @@ class RandomWeight(TensorOnDisk):
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
         """Draw rows `first` to `last` into `buffer`, uint8; return them."""
         rows = as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
-        part = (slice(first, last), *(slice(0, size) for size in self.shape[1:]))
-        shape = torch.Size(self.shape)
-        initialize_part(self.config, self.name, rows, part, shape, self.seed)
+        part = (slice(first, last), *whole_slice(self.shape[1:]))
+        initialize_part(self.config, self.name, rows, part, self.shape, self.seed)
         return rows
 
 
-def read_base(checkpoint: Path) -> Base | None:
-    """Return where the weights are that a checkpoint does not hold; None if it holds all."""
-    stored: dict[str, Any] | None = read_progress(checkpoint).get("frozen")
-    return Base(**stored) if stored else None
+NOTHING_FROZEN = Base("", "", 0, "float32", {})
+
+
+def read_base(checkpoint: Path) -> Base:
+    """Return where the weights are that a checkpoint does not hold."""
+    stored = read_progress(checkpoint).get("frozen")
+    return Base(**stored) if stored else NOTHING_FROZEN
 
 
 def base_of_new_run(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> Base | None:
@@ -103,12 +103,10 @@ def base_of_resumed_run(model: Decoder, cfg: TrainConfig, checkpoint: Path) -> B
     """
     base = read_base(checkpoint)
     frozen = list(frozen_parameters(model))
-    if base is None or not frozen:
+    if not base.digests or not frozen:
         return None
     dtype = cfg.precision.param_dtype
-    known = base.digests
-    if dtype != base.dtype:
-        known = digests(model, frozen, dtype)
+    known = base.digests if dtype == base.dtype else digests(model, frozen, dtype)
     return replace(base, dtype=dtype, digests={name: known[name] for name in frozen})
 
 
@@ -124,8 +122,7 @@ def names_in_base(model: Decoder, checkpoint: Path, stored: set[str]) -> set[str
             f"\nA new run can do that:  run.name=NEW model.init_from={checkpoint}"
         )
         raise UserError("a run cannot freeze what it has trained", [Problem("train.freeze", text)])
-    base = read_base(checkpoint)
-    return set(base.digests) if base else set()
+    return set(read_base(checkpoint).digests)
 
 
 def require_trained_rows(model: Decoder, known: int) -> None:
@@ -155,10 +152,10 @@ def load_weights(
     state = {
         WEIGHTS + name: plain(p.detach())
         for name, p in model.named_parameters()
-        if base is None or name not in base.digests
+        if name not in base.digests
     }
     load(checkpoint, state | dict(optimizer), alone)
-    if base is None:
+    if not base.digests:
         return
     sources = base_weights(model, base)
     if alone:
@@ -180,8 +177,7 @@ def weights_on_disk(model: Decoder, source: Path) -> dict[str, TensorOnDisk]:
     if checkpoint is None:
         return parameters_on_disk(model, source)
     stored = StoredTensors(checkpoint)
-    base = read_base(checkpoint)
-    from_base = base_weights(model, base) if base else {}
+    from_base = base_weights(model, read_base(checkpoint))
     return from_base | {
         name: stored.tensor(WEIGHTS + name, _known_rows(model, name))
         for name, _ in model.named_parameters()
@@ -206,21 +202,17 @@ def base_weights(model: Decoder, base: Base) -> dict[str, TensorOnDisk]:
 def require_unchanged(model: Decoder, checkpoint: Path) -> None:
     """Read a checkpoint's frozen weights. Raises UserError if they are gone or have changed."""
     base = read_base(checkpoint)
-    if base is None:
-        return
     dtype = getattr(torch, base.dtype)
     actual = {}
     for name, tensor in base_weights(model, base).items():
-        rows = list(row_ranges(0, _known_rows(model, name), tensor.row_bytes))
-        parts: list[Tensor] = []
 
-        def add(piece: tuple[int, int], buffer: Tensor, tensor=tensor, parts=parts) -> None:
-            whole = tuple(slice(0, size) for size in tensor.shape[1:])
-            numbers = tensor.read_rows(*piece, buffer)
-            parts.append(_digest(numbers, (slice(*piece), *whole), tensor.shape, dtype))
+        def digest(rows: tuple[int, int], buffer: Tensor, tensor: TensorOnDisk = tensor) -> Tensor:
+            part = (slice(*rows), *whole_slice(tensor.shape[1:]))
+            return _digest(tensor.read_rows(*rows, buffer), part, tensor.shape, dtype)
 
-        in_threads(add, rows, piece_bytes([tensor.row_bytes]))
-        actual[name] = _hex(torch.stack(parts).sum())
+        pieces = row_ranges(0, _known_rows(model, name), tensor.row_bytes)
+        digests_of_pieces = in_threads(digest, pieces, piece_bytes([tensor.row_bytes]))
+        actual[name] = _hex(torch.stack(digests_of_pieces).sum())
     _require_same(base, actual)
 
 
@@ -272,9 +264,11 @@ def digests(model: Decoder, names: list[str], dtype: str, alone: bool = False) -
     Collective, unless this process is `alone` in it. A sum, modulo 2^64, over all numbers of a
     hash of their bits and their place.
     """
+    if not names:
+        return {}
     sums = [_parameter_digest(model, name, getattr(torch, dtype)) for name in names]
-    totals = torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
-    if sums and not alone and dist.get_world_size() > 1:
+    totals = torch.stack(sums)
+    if not alone and dist.get_world_size() > 1:
         dist.all_reduce(totals)
     return {name: _hex(total) for name, total in zip(names, totals, strict=True)}
 
@@ -292,11 +286,9 @@ def _parameter_digest(model: Decoder, name: str, dtype: torch.dtype) -> Tensor:
         if any(i and placement.is_replicate() for i, placement in replicas):
             return total
     rows = max(0, min(part[0].stop, _known_rows(model, name)) - part[0].start)
-    at_once = max(1, DIGEST_ROWS_BYTES // max(1, local[:1].nbytes))
-    for first in range(0, rows, at_once):
-        last = min(first + at_once, rows)
-        piece = (slice(part[0].start + first, part[0].start + last), *part[1:])
-        total += _digest(local[first:last], piece, parameter.shape, dtype)
+    for first, last in row_ranges(part[0].start, part[0].start + rows, max(1, local[:1].nbytes)):
+        numbers = local[first - part[0].start : last - part[0].start]
+        total += _digest(numbers, (slice(first, last), *part[1:]), parameter.shape, dtype)
     return total
 
 

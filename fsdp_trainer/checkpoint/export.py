@@ -32,6 +32,7 @@ from fsdp_trainer.checkpoint.store import read_progress
 from fsdp_trainer.checkpoint.stream import (
     TensorOnDisk,
     as_tensor,
+    grouped,
     in_threads,
     piece_bytes,
     row_ranges,
@@ -41,7 +42,7 @@ from fsdp_trainer.config.paths import MANIFEST
 from fsdp_trainer.config.verbs import ExportConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.decoder import meta_decoder
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ORIGIN = "fsdp_trainer.json"  # in an export: the checkpoint that it was made of
@@ -93,8 +94,7 @@ def export_checkpoint(
     dtype: of all weights; None: as they were imported. Raises RunFailed for a checkpoint that
     lacks weights, UserError for one whose frozen weights are gone or have changed, and OSError.
     """
-    with torch.device("meta"):
-        model = Decoder(ModelConfig.from_hf(checkpoint / "hf"))
+    model = meta_decoder(ModelConfig.from_hf(checkpoint / "hf"))
     parts = tensor_parts(model, model.config.vocab_size)
     imported = read_progress(checkpoint)["dtypes"]
     default = dtype or imported["default"]
@@ -145,14 +145,7 @@ def split_into_files(tensors: dict[str, TensorOnDisk], limit: int) -> dict[str, 
 
     A file has up to `limit` bytes, or a single larger tensor.
     """
-    parts: list[list[str]] = [[]]
-    room = limit
-    for name, tensor in tensors.items():
-        if parts[-1] and tensor.nbytes > room:
-            parts.append([])
-            room = limit
-        parts[-1].append(name)
-        room -= tensor.nbytes
+    parts = list(grouped(tensors, lambda name: tensors[name].nbytes, limit))
     count = len(parts)
     if count == 1:
         return {SINGLE: parts[0]}
@@ -173,7 +166,8 @@ def write_header(file: BinaryIO, tensors: dict[str, TensorOnDisk]) -> dict[str, 
     Returns for each tensor the open file, and the byte in it with which the tensor begins.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts, end = {}, 0
+    starts = {}
+    end = 0
     for name, tensor in tensors.items():
         starts[name] = end
         end = end + tensor.nbytes

@@ -41,13 +41,11 @@ def files_below(folder: Path) -> list[str]:
 
 
 def manifest_text(manifest: dict[str, Any]) -> str:
-    """Return a manifest as it is written: a checksum of all else is its last entry."""
+    """Return a manifest as it is written: a checksum of all else is its last entry.
+
+    manifest: JSON, with `files` as `describe` gives them.
+    """
     return json.dumps(manifest | {"crc32": zlib.crc32(json.dumps(manifest).encode())}, indent=1)
-
-
-def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    """Write a manifest durably. manifest: JSON, with `files` as `describe` gives them."""
-    write_durably(path, manifest_text(manifest))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -90,10 +88,13 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1) -> list[Problem]:
         return [Problem(str(folder / MANIFEST), "is missing")]
     except (OSError, ValueError, KeyError, AttributeError) as error:
         return [Problem(str(folder / MANIFEST), f"cannot be read: {error}")]
-    shards = {name: SHARD.fullmatch(name) for name in sorted(files)}
-    mine = [name for name, shard in shards.items() if not shard or int(shard[1]) % ranks == rank]
-    faults = {name: fault_of(folder / name, files[name]) for name in mine}
-    return [Problem(str(folder / name), fault) for name, fault in faults.items() if fault]
+    problems = []
+    for name, entry in sorted(files.items()):
+        shard = SHARD.fullmatch(name)
+        if not shard or int(shard[1]) % ranks == rank:
+            fault = fault_of(folder / name, entry)
+            problems += [Problem(str(folder / name), fault)] if fault else []
+    return problems
 
 
 def fault_of(path: Path, entry: dict[str, int]) -> str:

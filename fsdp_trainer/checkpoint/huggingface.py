@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,7 +20,7 @@ from fsdp_trainer.checkpoint.stream import (
     piece_bytes,
     row_ranges,
 )
-from fsdp_trainer.distributed import local_part, local_slice
+from fsdp_trainer.distributed import local_part, local_slice, whole_slice
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
@@ -114,11 +115,10 @@ def read_headers(folder: Path) -> tuple[dict[str, HuggingFaceTensor], list[Probl
 def _why_unreadable(path: Path, error: Exception) -> str:
     size = path.stat().st_size
     nonsense = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-    with suppress(*nonsense), path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(min(length, size)))
+    with suppress(*nonsense):
+        begin, header = _read_json(path)
         header.pop("__metadata__", None)
-        end = 8 + length + max(entry["data_offsets"][1] for entry in header.values())
+        end = begin + max(entry["data_offsets"][1] for entry in header.values())
         if end != size:
             return (
                 f"has {size:,} bytes; its header says {end:,}: copied or downloaded in part, "
@@ -147,23 +147,24 @@ def _weight_files(folder: Path) -> list[Path]:
 def _read_header(path: Path) -> dict[str, HuggingFaceTensor]:
     with safe_open(path, "np"):
         pass  # it has checked the header against itself and against the size of the file
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
+    begin, header = _read_json(path)
     tensors = {}
     for name, entry in header.items():
         if not NOT_LANGUAGE.match(name):
             number_format = entry["dtype"]
             shape = tuple(entry["shape"])
-            chunk = Chunk(
-                path,
-                8 + length + entry["data_offsets"][0],
-                tuple(map(slice, [0] * len(shape), shape)),
-            )
+            chunk = Chunk(path, begin + entry["data_offsets"][0], whole_slice(shape))
             dtype = DTYPES.get(number_format, torch.uint8)
             name = LANGUAGE_MODEL.sub(r"\1", name)
             tensors[name] = HuggingFaceTensor(dtype, shape, [chunk], number_format)
     return tensors
+
+
+def _read_json(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return the byte of a safetensors file with which its numbers begin, and its header."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return 8 + length, json.loads(file.read(min(length, path.stat().st_size)))
 
 
 def check_tensors(
@@ -206,19 +207,16 @@ def check_tied_head(model: Decoder, stored: dict[str, HuggingFaceTensor]) -> lis
     """
     if HEAD not in stored or HEAD in dict(model.named_parameters()):
         return []
-    pair = head, embedding = stored[HEAD], stored[EMBEDDING]
-    buffers = [torch.empty(piece_bytes([t.row_bytes]), dtype=torch.uint8) for t in pair]
-    if (head.shape, head.dtype) == (embedding.shape, embedding.dtype) and all(
-        torch.equal(*(x.read_rows(*rows, y) for x, y in zip(pair, buffers, strict=True)))
-        for rows in row_ranges(0, head.shape[0], head.row_bytes)
-    ):
+    head = stored[HEAD]
+    embedding = stored[EMBEDDING]
+    fits = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
+    if fits and all(map(torch.equal, head.pieces(), embedding.pieces())):
         return []
-    differs = f"in {head.chunks[0].file.name} differs from {EMBEDDING}"
-    return [
-        Problem(
-            HEAD, f"{differs}, though config.json says tie_word_embeddings=true: set it to false"
-        )
-    ]
+    reason = (
+        f"in {head.chunks[0].file.name} differs from {EMBEDDING}, "
+        "though config.json says tie_word_embeddings=true: set it to false"
+    )
+    return [Problem(HEAD, reason)]
 
 
 def import_weights(model: Decoder, folder: Path) -> dict[str, str]:

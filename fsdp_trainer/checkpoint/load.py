@@ -9,7 +9,7 @@ from fsdp_trainer.checkpoint.huggingface import import_weights
 from fsdp_trainer.config.paths import find_checkpoint, model_folder
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.decoder import Decoder, meta_decoder
 
 
 def load_model(
@@ -19,8 +19,7 @@ def load_model(
 
     Raises UserError and RunFailed.
     """
-    with torch.device("meta"):
-        model = Decoder(ModelConfig.from_hf(model_folder(path))).to(dtype)
+    model = meta_decoder(ModelConfig.from_hf(model_folder(path))).to(dtype)
     model.to_empty(device=device)
     model.tie_weights()
     if checkpoint := find_checkpoint(path):

@@ -6,7 +6,6 @@ so the plan is made at the first save, the copy in host memory is already the fi
 thread has to do meanwhile is to sum and to write. `dcp.load` reads the result as its own.
 """
 
-import errno
 import fcntl
 import io
 import mmap
@@ -15,10 +14,11 @@ import pickle
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, count
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.tensor import DTensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from fsdp_trainer.checkpoint.stream import as_bytes, as_tensor, write
+from fsdp_trainer.checkpoint.stream import as_bytes, as_tensor, grouped, write
 from fsdp_trainer.distributed import local_part
 from fsdp_trainer.torch_private import storage_info
 
@@ -131,7 +131,7 @@ class ShardWriter:
             self.metadata = pickle.dumps(metadata)
         archives: list[Any] = [None]
         dist.scatter_object_list(archives, files, src=0, group=self.group)
-        self._windows = list(grouped(archives[0], self._limit))
+        self._windows = list(grouped(archives[0], attrgetter("room"), self._limit))
         size = max(sum(archive.room for archive in window) for window in self._windows)
         self._memory = host_memory(max(size, 1), pinned=any(t.is_cuda for t in state.values()))
 
@@ -154,19 +154,6 @@ def archive_of(item: Any) -> Archive:
     dtype = item.tensor_data.properties.dtype
     shape = item.tensor_data.chunk.sizes
     return Archive(item.index, dtype, shape, *frame(dtype, shape))
-
-
-def grouped(archives: list[Archive], limit: float) -> Iterator[list[Archive]]:
-    """Yield archives that follow each other, up to `limit` bytes together, or a larger one."""
-    group: list[Archive] = []
-    room = limit
-    for archive in archives:
-        if group and archive.room > room:
-            yield group
-            group, room = [], limit
-        group.append(archive)
-        room -= archive.room
-    yield group
 
 
 @cache
@@ -240,28 +227,22 @@ def write_file(path: Path, windows: Iterable[Tensor]) -> dict[str, int]:
 def write_directly(file: int, offset: int, piece: Tensor) -> None:
     """Write a piece; without O_DIRECT from where a file system refuses it. Raises OSError.
 
-    A disk that is nearly full takes a part of a piece, and what follows is no longer aligned.
+    Some refuse all such writes. A disk that is nearly full takes a part of a piece, and what
+    follows is no longer aligned.
     """
     try:
         write(file, offset, piece)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
+    except OSError:  # one of another cause comes again
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~DIRECT)
         write(file, offset, piece)
 
 
 def open_directly(path: Path) -> BinaryIO:
-    """Open an empty file, past the page cache if the file system can write a page so."""
+    """Open an empty file, past the page cache if the file system can."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | DIRECT, 0o666)
 
-    # some refuse to open it so, others to write; any other error comes again with the first piece
-    with suppress(OSError), ExitStack() as stack:
-        file = stack.enter_context(open(path, "wb", 0, opener=opener))
-        file.write(mmap.mmap(-1, ALIGNED))
-        file.truncate(0)
-        stack.pop_all()
-        return file
+    with suppress(OSError):  # one of another cause comes again
+        return open(path, "wb", 0, opener=opener)
     return path.open("wb", 0)

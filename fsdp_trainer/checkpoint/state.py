@@ -11,7 +11,8 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.optim.base import TrainerOptimizer
 from fsdp_trainer.torch_private import dtensor_like
 
-WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
+WEIGHTS = "weights/"
+OPTIMIZER = "optimizer/"
 
 
 def stored_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

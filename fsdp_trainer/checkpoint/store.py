@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import astuple, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -31,10 +31,10 @@ from fsdp_trainer.checkpoint.files import (
     describe,
     files_below,
     make_empty,
+    manifest_text,
     sync,
     unfinished,
     write_durably,
-    write_manifest,
 )
 from fsdp_trainer.checkpoint.shards import METADATA, ShardWriter, write_file
 from fsdp_trainer.checkpoint.state import WEIGHTS
@@ -53,7 +53,10 @@ from fsdp_trainer.errors import Problem, RunFailed
 from fsdp_trainer.models.initialize import VOCABULARY
 from fsdp_trainer.version import __version__
 
+Json = dict[str, Any]
 PROGRESS = "trainer.json"
+NOTHING_PENDING: Future[None] = Future()
+NOTHING_PENDING.set_result(None)
 
 
 class CheckpointStore:
@@ -64,8 +67,8 @@ class CheckpointStore:
         run: Path,
         cfg: Checkpoint,
         timeout: float,
-        write_assets: Callable[[Path, dict[str, Any]], None],
-        on_commit: Callable[[dict[str, Any]], None],
+        write_assets: Callable[[Path, Json], None],
+        on_commit: Callable[[Json], None],
     ):
         """Rank 0 calls write_assets and on_commit, with cfg.mode=async in the thread that writes.
 
@@ -81,7 +84,7 @@ class CheckpointStore:
         self.longest_save = 0.0
         """Seconds that a checkpoint took, from the decision to the commit."""
         self._commits = 0
-        self._pending: Future | None = None
+        self._pending = NOTHING_PENDING
         self._background = cfg.mode == "async"
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self.group: dist.ProcessGroup | None = None
@@ -90,9 +93,7 @@ class CheckpointStore:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._shard = ShardWriter(self.group, whole=self._background)
 
-    def save(
-        self, step: int, state: dict[str, Tensor], progress: dict[str, Any], started: float
-    ) -> None:
+    def save(self, step: int, state: dict[str, Tensor], progress: Json, started: float) -> None:
         """Commit a checkpoint of `state` (tensors and DTensors) and `progress`.
 
         With mode=async in the background, once `state` is copied; the checkpoint before must have
@@ -112,7 +113,7 @@ class CheckpointStore:
     @property
     def failed(self) -> bool:
         """True if the save in the background failed on this rank; others may not know yet."""
-        return bool(self._pending and self._pending.done() and self._pending.exception())
+        return self._pending.done() and self._pending.exception() is not None
 
     def wait(self) -> float:
         """Wait for the save in the background; return for how many seconds.
@@ -120,9 +121,7 @@ class CheckpointStore:
         Raises what the save failed with.
         """
         pending = self._pending
-        self._pending = None
-        if pending is None:
-            return 0.0
+        self._pending = NOTHING_PENDING
         started = time.perf_counter()
         busy = not pending.done()
         pending.result()
@@ -131,7 +130,7 @@ class CheckpointStore:
     def _save(
         self,
         step: int,
-        progress: dict[str, Any],
+        progress: Json,
         started: float,
         windows: Iterable[Tensor],
         stall: float | None = None,
@@ -151,15 +150,9 @@ class CheckpointStore:
             self._commits += 1
             seconds = round(time.perf_counter() - started, 3)
             waited = seconds if stall is None else round(stall, 3)
-            event: dict[str, Any] = {
-                "step": step,
-                "path": str(target),
-                "seconds": seconds,
-                "stall_seconds": waited,
-            }
-            if self.cfg.best:
-                event["best"] = progress["best_step"] == step
-            self.on_commit(event)
+            event = {"step": step, "path": str(target), "seconds": seconds, "stall_seconds": waited}
+            best = {"best": progress["best_step"] == step} if self.cfg.best else {}
+            self.on_commit(event | best)
 
         try:
             run_on_rank_0(what, lambda: make_empty(half), self.group)
@@ -180,9 +173,7 @@ class CheckpointStore:
                 self._retain(progress["best_step"] if self.cfg.best else None)
         self.longest_save = max(self.longest_save, time.perf_counter() - started)
 
-    def _complete(
-        self, half: Path, step: int, progress: dict[str, Any], shards: list[dict]
-    ) -> None:
+    def _complete(self, half: Path, step: int, progress: Json, shards: list[dict]) -> None:
         """Write all that is not a shard; the manifest comes last."""
         self.write_assets(half, progress)
         write_durably(half / PROGRESS, json.dumps(progress, indent=1))
@@ -202,7 +193,7 @@ class CheckpointStore:
             "configuration": "config.yaml",
             "files": files,
         }
-        write_manifest(half / MANIFEST, manifest)
+        write_durably(half / MANIFEST, manifest_text(manifest))
 
     def _require_readable(self, half: Path) -> None:
         """Read the new checkpoint back from the disk before the only other one is deleted.
@@ -277,9 +268,8 @@ def damage_anywhere(checkpoint: Path, group: dist.ProcessGroup | None = None) ->
     there = gather(manifest.exists(), group)[0]
     while there and not manifest.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    problems = map(astuple, damage(checkpoint, dist.get_rank(), dist.get_world_size()))
-    of_all_ranks = chain.from_iterable(gather(list(problems), group))
-    return [Problem(*problem) for problem in dict.fromkeys(of_all_ranks)]
+    problems = damage(checkpoint, dist.get_rank(), dist.get_world_size())
+    return list(dict.fromkeys(chain.from_iterable(gather(problems, group))))
 
 
 def load(checkpoint: Path, state: dict[str, Any], alone: bool = False) -> None:
@@ -316,7 +306,7 @@ class VocabularyPlanner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, resized, is_coordinator)
 
 
-def read_progress(checkpoint: Path) -> dict[str, Any]:
+def read_progress(checkpoint: Path) -> Json:
     """Return what the trainer had done when the checkpoint was written."""
     return json.loads((checkpoint / PROGRESS).read_text())
 

@@ -18,6 +18,7 @@ PIECE_BYTES = 2**22
 THREADS = 4
 READ_AHEAD_BYTES = 2**25
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(order=True)
@@ -77,6 +78,15 @@ class TensorOnDisk:
                 part.copy_(numbers)
         return rows
 
+    def pieces(self) -> Iterator[Tensor]:
+        """Yield all rows in order, a piece at a time, in memory that the next piece uses again.
+
+        Raises OSError.
+        """
+        buffer = torch.empty(piece_bytes([self.row_bytes]), dtype=torch.uint8)
+        for first, last in row_ranges(0, self.shape[0], self.row_bytes):
+            yield self.read_rows(first, last, buffer)
+
 
 def as_tensor(buffer: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Return a tensor whose memory is the beginning of `buffer`, uint8."""
@@ -95,15 +105,29 @@ def row_ranges(first: int, last: int, row_bytes: int) -> Iterator[tuple[int, int
         yield start, min(start + at_once, last)
 
 
+def grouped(items: Iterable[T], size: Callable[[T], int], limit: float) -> Iterator[list[T]]:
+    """Yield items that follow each other, up to `limit` bytes together, or a larger one alone."""
+    group: list[T] = []
+    room = limit
+    for item in items:
+        if group and size(item) > room:
+            yield group
+            group = []
+            room = limit
+        group.append(item)
+        room -= size(item)
+    yield group
+
+
 def piece_bytes(row_bytes: Iterable[int]) -> int:
     """Return the bytes of the largest piece of tensors with rows of that many bytes."""
     return max(PIECE_BYTES, max(row_bytes, default=0))
 
 
 def in_threads(
-    work: Callable[[T, Tensor], None], jobs: Iterable[T], buffer_bytes: int, pinned: bool = False
-) -> None:
-    """Run `work(job, buffer)` for every job, begun in order, in THREADS threads.
+    work: Callable[[T, Tensor], R], jobs: Iterable[T], buffer_bytes: int, pinned: bool = False
+) -> list[R]:
+    """Return `work(job, buffer)` of every job, begun in order, in THREADS threads.
 
     While one converts what it has read, the others wait for the disk. The buffer, uint8, is the
     job's own until it returns. Raises what the first failure raised.
@@ -112,10 +136,10 @@ def in_threads(
     for _ in range(THREADS):
         buffers.put(torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=pinned))
 
-    def run(job: T) -> None:
+    def run(job: T) -> R:
         buffer = buffers.get()
         try:
-            work(job, buffer)
+            return work(job, buffer)
         finally:
             buffers.put(buffer)
 
@@ -123,8 +147,7 @@ def in_threads(
     torch.set_num_threads(1)  # of each operation: these threads are enough for the processor
     try:
         with ThreadPoolExecutor(THREADS, "stream") as pool:
-            for _ in pool.map(run, jobs):
-                pass
+            return list(pool.map(run, jobs))
     finally:
         torch.set_num_threads(threads_before)
 

@@ -32,21 +32,19 @@ class Cache:
     """
 
     def __init__(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        self.stored: tuple[Tensor, ...] = ()
 
     @property
     def length(self) -> int:
         """Tokens in the cache."""
-        return 0 if self.keys is None else self.keys.shape[1]
+        return self.stored[0].shape[1] if self.stored else 0
 
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, *new: Tensor) -> tuple[Tensor, ...]:
         """Add new keys and values, and return all of them."""
-        if self.keys is not None and self.values is not None:
-            keys = torch.cat((self.keys, keys), 1)
-            values = torch.cat((self.values, values), 1)
-        self.keys, self.values = keys, values
-        return keys, values
+        if self.stored:
+            new = tuple(torch.cat(pair, 1) for pair in zip(self.stored, new, strict=True))
+        self.stored = new
+        return new
 
 
 class PackedAttention:
@@ -62,6 +60,10 @@ class PackedAttention:
         self.row = row
         self.device = device
         self.window: int | None = None
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Make what `attend` needs, but for a window."""
 
     def with_window(self, window: int | None) -> Self:
         """Return the same documents seen through a window, ready for `attend`."""
@@ -79,9 +81,28 @@ class PackedAttention:
 
     def document_lengths(self, positions: Tensor) -> Tensor:
         """[rows, row] int64: the length of each token's document; padding has length 1."""
-        sizes = [_with_padding(row, self.row, 1) for row in self.lengths]
-        lengths = np.stack([np.repeat(row, row) for row in sizes])
+        lengths = np.stack([np.repeat(row, row) for row in self.sizes(1)])
         return to_device(lengths, positions.device)
+
+    def document_numbers(self, padding: int) -> Tensor:
+        """[rows, row] int64: the number of each position's document in its row.
+
+        padding: tokens that a document of padding has at most.
+        """
+        numbers = [np.repeat(np.arange(len(row)), row) for row in self.sizes(padding)]
+        return to_device(np.stack(numbers), self.device)
+
+    def sizes(self, padding: int) -> list[np.ndarray]:
+        """Return for each row the lengths of its documents, and of those that padding is cut into.
+
+        padding: tokens that a document of padding has at most.
+        """
+        sizes = []
+        for documents in self.lengths:
+            whole, rest = divmod(self.row - sum(documents), padding)
+            padded = [*documents, *[padding] * whole, *filter(None, [rest])]
+            sizes.append(np.array(padded, np.int64))
+        return sizes
 
 
 class OneDocument(PackedAttention):
@@ -91,7 +112,8 @@ class OneDocument(PackedAttention):
     """
 
     def __init__(self, length: int):
-        self.length, self.window = length, None
+        self.length = length
+        self.window = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
         """See PackedAttention. Builds no mask where the kernel needs none."""
@@ -116,16 +138,16 @@ class DocumentAttention(PackedAttention):
     Cost grows with Σ length², or with Σ length · window.
     """
 
-    def __init__(self, lengths: Lengths, row: int, device: torch.device):
-        super().__init__(lengths, row, device)
-        self.plan = plan_calls(lengths, row, None, device)
+    def prepare(self) -> None:
+        """See PackedAttention."""
+        self.plan = plan_calls(self.lengths, self.row, self.window, self.device)
 
     def with_window(self, window: int | None) -> Self:
         """Return the same documents seen through a window, with its own calls."""
         if window == self.window:
             return self
         windowed = super().with_window(window)
-        windowed.plan = plan_calls(self.lengths, self.row, window, self.device)
+        windowed.prepare()
         return windowed
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
@@ -135,9 +157,11 @@ class DocumentAttention(PackedAttention):
         if plan.width is not None:
             padding = q.shape[1] - plan.width
             q, k, v = (x[:, : plan.width] for x in (q, k, v))
-            return F.pad(sdpa(q, k, v, None, scoring), (0, 0, 0, 0, 0, padding))
+            out = sdpa(q, k, v, None, scoring)
+            return F.pad(out, (0, 0, 0, 0, 0, padding))
         queries = _gather(q, plan.queries, [call.queries for call in calls])
-        keys, values = (_gather(x, plan.keys, [call.keys for call in calls]) for x in (k, v))
+        keys = _gather(k, plan.keys, [call.keys for call in calls])
+        values = _gather(v, plan.keys, [call.keys for call in calls])
         results = [
             sdpa(*parts, call.mask, scoring).flatten(0, 1)
             for call, parts in zip(calls, zip(queries, keys, values, strict=True), strict=True)
@@ -152,9 +176,9 @@ class MaskedAttention(PackedAttention):
     alone, since the softmax of an empty row is NaN.
     """
 
-    def __init__(self, lengths: Lengths, row: int, device: torch.device):
-        super().__init__(lengths, row, device)
-        document = _document_ids(lengths, row, 1, device)
+    def prepare(self) -> None:
+        """See PackedAttention."""
+        document = self.document_numbers(1)
         self.mask = (document[:, None, :, None] == document[:, None, None, :]).tril()
 
     def with_window(self, window: int | None) -> Self:
@@ -176,12 +200,12 @@ class VarlenAttention(PackedAttention):
     is specialised to it, so it must take few values.
     """
 
-    def __init__(self, lengths: Lengths, row: int, device: torch.device):
-        super().__init__(lengths, row, device)
-        sizes = np.concatenate([_with_padding(part, row, PADDING_DOCUMENT) for part in lengths])
+    def prepare(self) -> None:
+        """See PackedAttention."""
+        sizes = np.concatenate(self.sizes(PADDING_DOCUMENT))
         ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-        self.ends = to_device(ends, device)
-        self.longest = min(row, 1 << int(sizes.max() - 1).bit_length())
+        self.ends = to_device(ends, self.device)
+        self.longest = min(self.row, 1 << int(sizes.max() - 1).bit_length())
         self.kernel = _varlen()
         # compiled blocks: one graph for any number of documents
         torch._dynamo.maybe_mark_dynamic(self.ends, 0)
@@ -192,7 +216,8 @@ class VarlenAttention(PackedAttention):
         past = -1 if self.window is None else self.window - 1
         bounds = (self.ends, self.ends, self.longest, self.longest)
         flat = (x.flatten(0, 1) for x in (q, k, v))
-        return self.kernel(*flat, *bounds, scale=scoring.scale, window_size=(past, 0)).view(q.shape)
+        out = self.kernel(*flat, *bounds, scale=scoring.scale, window_size=(past, 0))
+        return out.view(q.shape)
 
 
 class FlexAttention(PackedAttention):
@@ -201,11 +226,11 @@ class FlexAttention(PackedAttention):
     It skips blocks of 128 × 128 scores that are masked altogether.
     """
 
-    def __init__(self, lengths: Lengths, row: int, device: torch.device):
-        super().__init__(lengths, row, device)
-        self.documents = _document_ids(lengths, row, PADDING_DOCUMENT, device)
+    def prepare(self) -> None:
+        """See PackedAttention."""
+        self.documents = self.document_numbers(PADDING_DOCUMENT)
         self.blocks: Any = None
-        self.flex, self.compiled_flex, self.make_blocks = _flex(device.type)
+        self.flex, self.compiled_flex, self.make_blocks = _flex(self.device.type)
 
     def with_window(self, window: int | None) -> Self:
         """Return the same documents seen through a window, with its block mask."""
@@ -228,7 +253,7 @@ class FlexAttention(PackedAttention):
         return out.transpose(1, 2)
 
 
-LAYOUTS: dict[str, Callable[[Lengths, int, torch.device], PackedAttention]] = {
+LAYOUTS: dict[str, type[PackedAttention]] = {
     "documents": DocumentAttention,
     "mask": MaskedAttention,
     "varlen": VarlenAttention,
@@ -242,21 +267,9 @@ def _gather(x: Tensor, index: Tensor, positions: list[np.ndarray]) -> list[Tenso
     index: all positions. One index_select for all calls: the backward of each allocates a gradient
     of all rows.
     """
-    parts = x.flatten(0, 1).index_select(0, index).split([call.size for call in positions])
+    rows = x.flatten(0, 1).index_select(0, index)
+    parts = rows.split([call.size for call in positions])
     return [part.unflatten(0, call.shape) for part, call in zip(parts, positions, strict=True)]
-
-
-def _with_padding(lengths: list[int], row: int, longest: int) -> np.ndarray:
-    """Return the documents' lengths and those that the row's padding is cut into."""
-    whole, rest = divmod(row - sum(lengths), longest)
-    return np.array([*lengths, *[longest] * whole, *([rest] if rest else [])], np.int64)
-
-
-def _document_ids(lengths: Lengths, row: int, padding: int, device: torch.device) -> Tensor:
-    """[rows, row] int64: the number of each position's document in its row."""
-    sizes = [_with_padding(part, row, padding) for part in lengths]
-    documents = np.stack([np.repeat(np.arange(len(n)), n) for n in sizes])
-    return to_device(documents, device)
 
 
 @lru_cache

@@ -236,6 +236,7 @@ class ModelConfig:
         return option in self.source or getattr(self, option) != getattr(ModelConfig, option)
 
     def _export_windows(self) -> Json:
+        """Return the keys of config.json that say which blocks have a window."""
         kind = self.family_spec.windows
         window = self.sliding_window
         # transformers writes null for a window that is not used; a source that has both a window
@@ -250,6 +251,7 @@ class ModelConfig:
         return exported
 
     def _export_rope(self) -> Json:
+        """Return RoPE in the spellings of transformers 4 and 5."""
         scaling = self.rope_scaling or {}
         theta = self.rope_theta
         partial = "partial_rotary_factor"
@@ -306,14 +308,15 @@ def _read_windows(raw: Json, spec: Family) -> Json:
 
 def _layer_types(raw: Json, windows: str) -> list[str]:
     """Return the type of each block; empty: by the family's pattern."""
-    types = raw.get("layer_types") or []
-    period = raw.get("sliding_window_pattern")
+    if windows == "all":
+        return []
+    if raw.get("layer_types"):
+        return raw["layer_types"]
     layers = raw["num_hidden_layers"]
-    first = raw.get("max_window_layers", 28)
-    if windows == "all" or types:
-        return [] if windows == "all" else types
     if windows == "last":
+        first = raw.get("max_window_layers", 28)
         return [SLIDING if i >= first else FULL for i in range(layers)]
+    period = raw.get("sliding_window_pattern")
     return layer_pattern(layers, period) if period else []
 
 
@@ -346,6 +349,7 @@ def _rope_section(raw: Json, spec: Family) -> Json:
 
 
 def _without_nulls(values: Json) -> Json:
+    """Return the values that are not null."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -358,6 +362,7 @@ def _local_rope(raw: Json) -> Json:
 
 
 def _unsupported(raw: Json) -> list[Problem]:
+    """Return what the decoder does not support."""
     family = raw.get("model_type")
     if family not in FAMILIES:
         return [Problem(f"model_type={family}", f"this decoder computes {', '.join(FAMILIES)}")]

@@ -135,7 +135,8 @@ class Attention(nn.Module):
         if self.qk_norm == "whole":
             q = self.q_norm(q)
             k = self.k_norm(k)
-        q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in (q, k, v))
+        heads = (-1, self.head_dim)
+        q, k, v = (projected.unflatten(-1, heads) for projected in (q, k, v))
         if self.qk_norm == "head":
             q = self.q_norm(q)
             k = self.k_norm(k)
@@ -143,7 +144,8 @@ class Attention(nn.Module):
         k = rotate(k, *cos_sin)
         if cache is not None:
             k, v = cache.append(k, v)
-        return self.o_proj(layout.attend(q, k, v, self.scoring).flatten(-2))
+        mixed = layout.attend(q, k, v, self.scoring)
+        return self.o_proj(mixed.flatten(-2))
 
 
 class MLP(nn.Module):
@@ -282,7 +284,7 @@ class Decoder(nn.Module):
             cos_sin = cos_sins[has_local and window is not None]
             x, auxiliary = block(x, cos_sin, layouts[window], caches.get(name))
             for key, scalar in auxiliary.items():
-                sums[key] = sums[key] + scalar if key in sums else scalar
+                sums[key] = sums.get(key, 0.0) + scalar
         return x, sums
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -302,7 +304,8 @@ class Decoder(nn.Module):
 
         Calls norm and head by their forward: where they are sharded together, both must run.
         """
-        return self.lm_head(self.model.norm(self._continue(tokens, caches)[:, -1]))
+        last = self._continue(tokens, caches)[:, -1]
+        return self.lm_head(self.model.norm(last))
 
     def _continue(self, tokens: Tensor, caches: dict[str, Cache]) -> Tensor:
         """Return the residual stream of tokens that follow the cached ones."""
@@ -310,3 +313,9 @@ class Decoder(nn.Module):
         length = cached + tokens.shape[1]
         positions = torch.arange(cached, length, device=tokens.device).expand_as(tokens)
         return self.hidden(tokens, positions, OneDocument(length), caches)[0]
+
+
+def meta_decoder(config: ModelConfig) -> Decoder:
+    """Return a decoder whose parameters have shapes and no storage."""
+    with torch.device("meta"):
+        return Decoder(config)

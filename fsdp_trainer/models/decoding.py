@@ -40,6 +40,7 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
     """Draw a token id by logits [vocabulary]. top_p: nucleus sampling (Holtzman et al. 2020)."""
     if temperature == 0:
         return int(logits.argmax())
-    likely, tokens = torch.softmax(logits.float().cpu() / temperature, -1).sort(descending=True)
+    probabilities = torch.softmax(logits.float().cpu() / temperature, -1)
+    likely, tokens = probabilities.sort(descending=True)
     likely[likely.cumsum(0) - likely >= top_p] = 0  # the token that crosses top_p stays
     return int(tokens[torch.multinomial(likely, 1, generator=generator)])

@@ -6,7 +6,8 @@ docs/add-a-model.md says what each column means for the computation.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 
 
 def layer_pattern(layers: int, period: int) -> list[str]:

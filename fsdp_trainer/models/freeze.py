@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-import torch
 from torch import nn
 
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.decoder import meta_decoder
 
 MAX_NAMED = 3  # parameter names that a message lists
 
@@ -59,8 +58,7 @@ def trained_shares(config: ModelConfig, patterns: Sequence[str]) -> TrainedShare
         return TrainedShares(1.0, 1.0, (1.0,) * config.num_hidden_layers, 1.0)
     key = f"{config} {patterns}"
     if key not in _shares:
-        with torch.device("meta"):
-            model = Decoder(config)
+        model = meta_decoder(config)
         freeze(model, patterns)
         blocks = tuple(_share(block) for block in model.model.layers.values())
         ends = _share(model.model.embed_tokens), _share(model.lm_head)

@@ -5,7 +5,6 @@ Logits exist for one chunk of tokens at a time, never for a whole micro-batch.
 
 import math
 from collections.abc import Callable, Iterator
-from functools import wraps
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -90,7 +89,9 @@ class Head(nn.Module):
         """
         if targets is None:
             logits = F.linear(hidden, self.weight[: self.vocab_size])
-            return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
+            if self.softcap is not None:
+                logits = torch.tanh(logits / self.softcap) * self.softcap
+            return logits
         if objective is None:
             return None, self.scores(hidden, targets)
         if objective.needs_all_tokens:
@@ -113,12 +114,12 @@ class Head(nn.Module):
     @torch.no_grad()
     def scores(self, hidden: Tensor, targets: Tensor, with_mean: bool = False) -> Scores:
         """Return the scores without a gradient."""
-        return _concatenate(
-            [
-                self.score(product, logits, targets[tokens], self.softcap, with_mean)[0]
-                for tokens, product, logits in self.chunks(hidden, self.weight[: self.vocab_size])
-            ]
-        )
+        vocabulary = self.weight[: self.vocab_size]
+        parts = [
+            self.score(product, logits, targets[tokens], self.softcap, with_mean)[0]
+            for tokens, product, logits in self.chunks(hidden, vocabulary)
+        ]
+        return _concatenate(parts)
 
     def chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield for each chunk its tokens, the product hidden · weight, and a float32 buffer.
@@ -156,11 +157,9 @@ class Head(nn.Module):
         def compiled(function: Callable) -> Callable:
             graph = torch.compile(function, fullgraph=True, **options)
 
-            @wraps(function)
             def call(*args: Any) -> Any:
-                for tensor in args:
-                    if isinstance(tensor, Tensor):
-                        torch._dynamo.mark_dynamic(tensor, 0)
+                for tensor in filter(torch.is_tensor, args):
+                    torch._dynamo.mark_dynamic(tensor, 0)
                 return graph(*args)
 
             return call
@@ -303,7 +302,8 @@ class _Accumulator:
     """
 
     def __init__(self, total: Tensor, weight: Tensor):
-        self.total, self.buffer = total, None
+        self.total = total
+        self.buffer = None
         self.options: dict[str, Any] = {}
         if weight.dtype != total.dtype:
             if total.is_cuda:

@@ -29,7 +29,7 @@ def initialize_part(
     name: str,
     local: Tensor,
     part: tuple[slice, ...],
-    shape: torch.Size,
+    shape: tuple[int, ...],
     seed: int,
 ) -> None:
     """Fill `local`, which is `part` of a parameter of `shape`.
@@ -48,11 +48,13 @@ def initialize_part(
 
 
 def draw_part(
-    seed: int, name: str, part: tuple[slice, ...], shape: torch.Size, std: float
+    seed: int, name: str, part: tuple[slice, ...], shape: tuple[int, ...], std: float
 ) -> Tensor:
     """Return `part` of a float32 parameter from N(0, std²): its rows are drawn whole, then cut."""
-    row = shape[1:].numel()
-    rows = draw_normal(seed, name, part[0].start * row, (part[0].stop - part[0].start) * row, std)
+    row = math.prod(shape[1:])
+    first = part[0].start
+    count = part[0].stop - first
+    rows = draw_normal(seed, name, first * row, count * row, std)
     return rows.view(-1, *shape[1:])[:, *part[1:]]
 
 

@@ -29,9 +29,9 @@ def resolve_model(model: Model, vocab_size: int | None = None) -> ModelConfig:
         free = (*CONTEXT_KEYS, *OURS, "vocab_size")
         return dataclasses.replace(stored, **{name: keys[name] for name in free if name in keys})
     keys = {"vocab_size": vocab_size or 0} | FAMILIES[model.family or "llama"].defaults | keys
-    if "hidden_size" in keys or "num_attention_heads" in keys:
-        sizes = dataclasses.asdict(ModelConfig()) | keys
-        keys.setdefault("head_dim", sizes["hidden_size"] // sizes["num_attention_heads"])
+    width = keys.get("hidden_size", ModelConfig.hidden_size)
+    heads = keys.get("num_attention_heads", ModelConfig.num_attention_heads)
+    keys.setdefault("head_dim", width // heads)
     return ModelConfig(**keys)
 
 
@@ -99,10 +99,11 @@ def model_problems(cfg: TrainConfig) -> list[Problem]:
         config = resolve_model(model)
     except UserError as error:
         return error.problems
-    return list(_key_problems(cfg, config))
+    return [*_size_problems(cfg, config), *_family_problems(cfg.model, config)]
 
 
-def _key_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+def _size_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+    """Yield sizes that do not fit each other."""
     kv_heads = config.num_key_value_heads
     if config.num_attention_heads % kv_heads:
         reason = f"must divide num_attention_heads={config.num_attention_heads}"
@@ -110,17 +111,6 @@ def _key_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
     if config.rotary_dim % 2 or not config.rotary_dim:
         reason = "must be even for rotary position embedding"
         yield Problem(f"model.head_dim={config.head_dim}", reason)
-    window = cfg.model.sliding_window
-    if config.family_spec.windows == "none" and window is not None:
-        windowed = [name for name, spec in FAMILIES.items() if spec.windows != "none"]
-        reason = f"{config.family} has no windows; {', '.join(windowed)} have"
-        yield Problem(f"model.sliding_window={window}", reason)
-    for name in EXTRAS:
-        value = getattr(cfg.model, name)
-        if value and name not in config.family_spec.options:
-            having = ", ".join(family for family, spec in FAMILIES.items() if name in spec.options)
-            reason = f"transformers would not compute it for {config.family}, {having} have it"
-            yield Problem(f"model.{name}={value}", f"{reason}: drop it")
     length = cfg.batch.seq_len
     positions = config.max_position_embeddings
     if length > positions:
@@ -130,3 +120,18 @@ def _key_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
             "  with a  model.rope_scaling={…}"
         )
         yield Problem(f"batch.seq_len={length}", reason)
+
+
+def _family_problems(model: Model, config: ModelConfig) -> Iterator[Problem]:
+    """Yield keys that the family does not have."""
+    window = model.sliding_window
+    if config.family_spec.windows == "none" and window is not None:
+        windowed = [name for name, spec in FAMILIES.items() if spec.windows != "none"]
+        reason = f"{config.family} has no windows; {', '.join(windowed)} have"
+        yield Problem(f"model.sliding_window={window}", reason)
+    for name in EXTRAS:
+        value = getattr(model, name)
+        if value and name not in config.family_spec.options:
+            having = ", ".join(family for family, spec in FAMILIES.items() if name in spec.options)
+            reason = f"transformers would not compute it for {config.family}, {having} have it"
+            yield Problem(f"model.{name}={value}", f"{reason}: drop it")

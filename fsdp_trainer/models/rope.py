@@ -101,7 +101,8 @@ def _yarn(frequencies: Tensor, theta: float, scaling: Scaling) -> Tensor:
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, dim - 1)
-    ramp = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    channels = torch.arange(dim // 2).float()
+    ramp = ((channels - low) / max(high - low, 0.001)).clamp(0, 1)
     return frequencies / scaling["factor"] * ramp + frequencies * (1 - ramp)
 
 

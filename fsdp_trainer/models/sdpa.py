@@ -46,10 +46,19 @@ def sdpa(
     if groups > 1 and q.is_cuda and (mask is not None or q.dtype == torch.float32):
         # the only fused kernel for these (memory-efficient) takes as many kv heads as heads; the
         # unfused one would hold all scores
-        k, v, groups = *(x.repeat_interleave(groups, dim=1) for x in (k, v)), 1
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=causal, scale=scoring.scale, enable_gqa=groups > 1
-    ).transpose(1, 2)
+        k = k.repeat_interleave(groups, dim=1)
+        v = v.repeat_interleave(groups, dim=1)
+        groups = 1
+    result = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        mask,
+        is_causal=causal,
+        scale=scoring.scale,
+        enable_gqa=groups > 1,
+    )
+    return result.transpose(1, 2)
 
 
 class SoftcappedAttention(torch.autograd.Function):
@@ -77,8 +86,8 @@ class SoftcappedAttention(torch.autograd.Function):
         ctx.options = causal, scale or q.shape[-1] ** -0.5, cap
         results = []
         for rows, keys, _, _, probability in _softcapped_chunks(q, k, mask, *ctx.options):
-            out = probability.to(q.dtype) @ v[:, :, keys]
-            results.append(_ungroup(out, rows))
+            result = probability.to(q.dtype) @ v[:, :, keys]
+            results.append(_ungroup(result, rows))
         return torch.cat(results, 2)
 
     @staticmethod
@@ -88,7 +97,8 @@ class SoftcappedAttention(torch.autograd.Function):
         q, k, v, mask = ctx.saved_tensors
         _, scale, _ = ctx.options
         grad_q = []
-        grad_k, grad_v = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
+        grad_k = torch.zeros_like(k, dtype=torch.float32)
+        grad_v = torch.zeros_like(v, dtype=torch.float32)
         for rows, keys, q_rows, tanh, probability in _softcapped_chunks(q, k, mask, *ctx.options):
             grad_out = _by_kv_head(grad[:, :, rows], k)
             grad_probability = (grad_out @ v[:, :, keys].mT).float()
@@ -110,13 +120,14 @@ def _softcapped_chunks(
     for start in range(0, q.shape[2], SOFTCAP_QUERIES):
         rows = slice(start, min(start + SOFTCAP_QUERIES, q.shape[2]))
         keys = slice(0, rows.stop if causal else k.shape[2])
-        hidden = torch.ones(rows.stop - start, keys.stop, dtype=torch.bool, device=q.device)
-        if mask is not None:
-            hidden = ~mask[..., rows, :]
+        if mask is None:
+            everything = torch.ones(rows.stop - start, keys.stop, dtype=torch.bool, device=q.device)
+            hidden = everything.triu(start + 1 if causal else keys.stop)
         else:
-            hidden = hidden.triu(start + 1 if causal else keys.stop)
+            hidden = ~mask[..., rows, :]
         q_rows = _by_kv_head(q[:, :, rows], k)
-        tanh = torch.tanh((q_rows @ k[:, :, keys].mT).float() * (scale / cap))
+        products = (q_rows @ k[:, :, keys].mT).float()
+        tanh = torch.tanh(products * (scale / cap))
         # the dimension before [queries, keys] is that of a kv head's heads
         scores = (tanh * cap).unflatten(2, (-1, rows.stop - start))
         scores = scores.masked_fill(hidden.unsqueeze(-3), float("-inf")).flatten(2, 3)
@@ -130,4 +141,5 @@ def _by_kv_head(q: Tensor, k: Tensor) -> Tensor:
 
 def _ungroup(x: Tensor, rows: slice) -> Tensor:
     """Undo `_by_kv_head`: [batch, heads, queries, head_dim]."""
-    return x.unflatten(2, (-1, rows.stop - rows.start)).flatten(1, 2)
+    queries = rows.stop - rows.start
+    return x.unflatten(2, (-1, queries)).flatten(1, 2)

@@ -158,7 +158,8 @@ def _sweep(
             changes += [(event.begin, 1, i), (event.end, -1, i)]
     computing: dict[int, tuple[Event, str]] = {}  # in the order in which they began
     under_way: dict[int, tuple[Event, str]] = {}
-    at_host, last = "other", begin
+    at_host = "other"
+    last = begin
     for moment, change, i in sorted(changes, key=lambda change: change[:2]):
         now = min(max(moment, begin), end)
         if now > last:

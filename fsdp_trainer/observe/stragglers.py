@@ -26,7 +26,9 @@ TIMED_EVERY = 20  # optimizer steps, on a device
 STEP_PHASES = ("data", "forward", "backward", "clip", "update", "log", "agree")
 # A rank below any of these is noise: slower than the median of the others by this factor, by this
 # share of a step, and by these seconds a step.
-MIN_FACTOR, MIN_SHARE, MIN_SECONDS = 1.3, 0.2, 0.005
+MIN_FACTOR = 1.3
+MIN_SHARE = 0.2
+MIN_SECONDS = 0.005
 
 
 @dataclass
@@ -67,7 +69,7 @@ def slowest(paces: dict[int, RankPace]) -> Straggler | None:
 def slowest_host(paces: dict[int, RankPace]) -> Straggler | None:
     """Return the rank whose host is slower than the others', and the phase in which it is most."""
     busy = {rank: sum(pace.seconds.values()) / pace.steps for rank, pace in paces.items()}
-    rank = max(busy, key=lambda rank: busy[rank])
+    rank = max(busy, key=busy.__getitem__)
     others = median_of_others(busy, rank)
     wall = paces[rank].wall / paces[rank].steps
     excess = busy[rank] - others
@@ -77,15 +79,11 @@ def slowest_host(paces: dict[int, RankPace]) -> Straggler | None:
         phase: {r: pace.seconds.get(phase, 0.0) / pace.steps for r, pace in paces.items()}
         for phase in STEP_PHASES
     }
-    excess_by_phase = {
-        phase: seconds[rank] - median_of_others(seconds, rank)
-        for phase, seconds in by_phase.items()
-    }
-    phase = max(excess_by_phase, key=lambda phase: excess_by_phase[phase])
-    seconds = by_phase[phase]
+    others_by_phase = {p: median_of_others(seconds, rank) for p, seconds in by_phase.items()}
+    phase = max(STEP_PHASES, key=lambda p: by_phase[p][rank] - others_by_phase[p])
+    seconds = by_phase[phase][rank]
     lost = min(1.0, excess / wall)
-    others = median_of_others(seconds, rank)
-    return Straggler(rank, paces[rank].host, phase, seconds[rank], others, lost)
+    return Straggler(rank, paces[rank].host, phase, seconds, others_by_phase[phase], lost)
 
 
 def slowest_device(paces: dict[int, RankPace]) -> Straggler | None:
@@ -93,9 +91,9 @@ def slowest_device(paces: dict[int, RankPace]) -> Straggler | None:
     device = {rank: pace.device for rank, pace in paces.items() if pace.device}
     if len(device) < len(paces):
         return None
-    rank = max(device, key=lambda rank: device[rank])
-    others = median_of_others(device, rank)
+    rank = max(device, key=device.__getitem__)
     own = device[rank]
+    others = median_of_others(device, rank)
     if own <= MIN_FACTOR * others:
         return None
     return Straggler(rank, paces[rank].host, "update on its device", own, others, 1 - others / own)
@@ -126,7 +124,7 @@ def comparing(
     sampler = Sampler(every, store, rank, size, host, report)
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     hooks = sampler.time_on_device(optimizer) if any(p.is_cuda for p in parameters) else []
-    sampler.start()
+    threading.Thread(target=sampler.run, name="stragglers", daemon=True).start()
     try:
         yield
     finally:
@@ -135,27 +133,20 @@ def comparing(
             hook.remove()
 
 
-class Sampler(threading.Thread):
+@dataclass
+class Sampler:
     """Looks 20 times a second at what the thread that constructed it is doing."""
 
-    def __init__(
-        self,
-        every: float,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        host: str,
-        report: Callable[[Straggler, int], None],
-    ):
-        super().__init__(name="stragglers", daemon=True)
-        self.every = every
-        self.store = store
-        self.report = report
-        self.rank, self.size, self.host = rank, size, host
-        self.watched = threading.get_ident()
-        self.ended = threading.Event()
-        self.device_seconds: list[float] = []
-        self._reported: tuple[int, str] | None = None
+    every: float
+    store: dist.Store
+    rank: int
+    size: int
+    host: str
+    report: Callable[[Straggler, int], None]
+    watched: int = field(default_factory=threading.get_ident)
+    ended: threading.Event = field(default_factory=threading.Event)
+    device_seconds: list[float] = field(default_factory=list)
+    reported: tuple[int, str] | None = None
 
     def run(self) -> None:
         """Measure and compare until the training ends, or the store, which rank 0 may serve."""
@@ -178,7 +169,8 @@ class Sampler(threading.Thread):
             pass
         first = phases.training.step
         began = time.monotonic()
-        before, wall = began, 0.0
+        before = began
+        wall = 0.0
         seconds: dict[str, float] = defaultdict(float)
         while not self.ended.wait(SAMPLE_SECONDS):
             now = time.monotonic()
@@ -207,9 +199,9 @@ class Sampler(threading.Thread):
         paces = [RankPace(**json.loads(pace)) for pace in self.store.multi_get(keys)]
         straggler = slowest(dict(enumerate(paces)))
         name = (straggler.rank, straggler.phase) if straggler else None
-        if straggler and name != self._reported:
+        if straggler and name != self.reported:
             self.report(straggler, step)
-        self._reported = name
+        self.reported = name
 
     def time_on_device(self, optimizer: Optimizer) -> list[Any]:
         """Time one optimizer step in TIMED_EVERY on the GPU, and return the hooks that do.

@@ -40,7 +40,8 @@ class CompactAdamW(TrainerOptimizer):
     ):
         """groups: with names; moments: float32, bfloat16 or 8bit; defaults: lr, betas, eps."""
         super().__init__(groups, {"weight_decay": 0.0, **defaults})
-        self.moments, self.stochastic = moments, stochastic
+        self.moments = moments
+        self.stochastic = stochastic
         self.keys = {
             parameter: key_of(seed, name)
             for group in self.param_groups
@@ -105,13 +106,19 @@ class CompactAdamW(TrainerOptimizer):
             bits = None
             if self.stochastic:
                 first = start * block
-                device = weight.device
-                numbers = element_numbers(part, parameter.shape, first, weight.numel(), device)
+                numbers = element_numbers(
+                    part, parameter.shape, first, weight.numel(), weight.device
+                )
                 bits = random_bits(self.keys[parameter], count, numbers.view_as(weight))
             mean = load(moments, "exp_avg")
             square = load(moments, "exp_avg_sq")
             new, mean, square = adamw(
-                weight.float(), gradients[chunk].float(), mean, square, group, count
+                weight.float(),
+                gradients[chunk].float(),
+                mean,
+                square,
+                group,
+                count,
             )
             store(moments, "exp_avg", mean, None, skip)
             store(moments, "exp_avg_sq", square, None if bits is None else bits >> 16, skip)
@@ -130,7 +137,7 @@ def adamw(
 
     count: of this step, 1 is the first; a scalar on the device.
     """
-    (beta1, beta2) = group["betas"]
+    beta1, beta2 = group["betas"]
     lr = group["lr"]
     # in float32 only four digits of the corrections would be left at first
     bias1, bias2 = (1 - beta ** count.double() for beta in (beta1, beta2))

@@ -24,8 +24,11 @@ class TorchAdamW(TrainerOptimizer, AdamW):
     def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return zero moments and a step count: on the device where the fused kernel reads it."""
         device = parameter.device if self.skips_on_device else None
-        moments = {name: torch.zeros_like(parameter).detach() for name in ("exp_avg", "exp_avg_sq")}
-        return {"step": torch.zeros((), device=device), **moments}
+        return {
+            "step": torch.zeros((), device=device),
+            "exp_avg": torch.zeros_like(parameter).detach(),
+            "exp_avg_sq": torch.zeros_like(parameter).detach(),
+        }
 
 
 def build_optimizer(model: nn.Module, cfg: Optim, seed: int = 0) -> TrainerOptimizer:
@@ -35,19 +38,18 @@ def build_optimizer(model: nn.Module, cfg: Optim, seed: int = 0) -> TrainerOptim
 
 def parameter_groups(model: nn.Module, cfg: Optim) -> list[dict[str, Any]]:
     """Return the trained parameters with their names: matrices decay, norms and biases do not."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = [(name, p) for name, p in trained if p.ndim >= 2]
-    vectors = [(name, p) for name, p in trained if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": cfg.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    matrices: dict[str, Any] = {"params": [], "weight_decay": cfg.weight_decay}
+    vectors: dict[str, Any] = {"params": [], "weight_decay": 0.0}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            group = matrices if parameter.ndim >= 2 else vectors
+            group["params"].append((name, parameter))
+    return [group for group in (matrices, vectors) if group["params"]]
 
 
 def build_adamw(groups: list[dict[str, Any]], cfg: Optim, seed: int) -> TrainerOptimizer:
     """Return AdamW (Loshchilov & Hutter 2019), torch's own where it has the number formats."""
-    options: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.betas[0], cfg.betas[1]), "eps": cfg.eps}
+    options: dict[str, Any] = {"lr": cfg.lr, "betas": tuple(cfg.betas), "eps": cfg.eps}
     _, parameter = groups[0]["params"][0]
     dtype = str(parameter.dtype).removeprefix("torch.")
     if is_compact(cfg, dtype):

@@ -5,6 +5,7 @@ nor layouts, nor restarts change them.
 """
 
 import hashlib
+import struct
 
 import torch
 from torch import Tensor
@@ -19,11 +20,7 @@ GOLDEN = 0x9E3779B1 - 2**32
 def key_of(seed: int, name: str) -> tuple[int, int]:
     """Return two int32 that stand for a seed and the name of a parameter."""
     digest = hashlib.blake2b(f"{seed}/rounding/{name}".encode(), digest_size=8).digest()
-    first = digest[:4]
-    second = digest[4:]
-    return int.from_bytes(first, "little", signed=True), int.from_bytes(
-        second, "little", signed=True
-    )
+    return struct.unpack("<ii", digest)
 
 
 def element_numbers(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -37,14 +38,12 @@ class Dims:
             rule = f"must divide the number of ranks, which is {self.ranks}"
             problem = Problem(f"sharding.replicas={sharding.replicas}", rule)
             raise UserError("the mesh does not divide", [problem])
-        remainder = dist.get_rank()
-        self.coordinates = dict[str, int]()
-        for name, size in reversed(self.sizes.items()):
-            remainder, self.coordinates[name] = divmod(remainder, size)
-        self.batch_rank, self.batch_ranks = 0, 1
-        for name in BATCH:
-            self.batch_rank = self.batch_rank * self.sizes[name] + self.coordinates[name]
-            self.batch_ranks *= self.sizes[name]
+        places = np.unravel_index(dist.get_rank(), tuple(self.sizes.values()))
+        self.coordinates = dict(zip(self.sizes, map(int, places), strict=True))
+        batch_sizes = tuple(self.sizes[name] for name in BATCH)
+        batch_place = tuple(self.coordinates[name] for name in BATCH)
+        self.batch_ranks = math.prod(batch_sizes)
+        self.batch_rank = int(np.ravel_multi_index(batch_place, batch_sizes))
         names = tuple(name for name, size in self.sizes.items() if name == "shard" or size > 1)
         shape = tuple(self.sizes[name] for name in names)
         self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)

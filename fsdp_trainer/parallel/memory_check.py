@@ -3,6 +3,7 @@
 import math
 import os
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.optim.footprint import state_bytes
 
 CGROUP = Path("/sys/fs/cgroup")
-MAX_DOUBLINGS = 20  # of the ranks, while looking for how many would do
+MAX_TIMES_RANKS = 2**19  # while looking for how many ranks would do
 
 
 class Setup(NamedTuple):
@@ -66,14 +67,19 @@ def least_memory(model: Decoder, setup: Setup) -> list[MemoryItem]:
     gradients = sharded("gradients", trained, stored)
     if shards == 1 and stored == computed:
         return [*states, gradients]  # nothing need be gathered
-    blocks = list(model.model.layers.values())
-    size = sharding.blocks_per_unit
-    units = [count_numbers(blocks[i : i + size]) for i in range(0, len(blocks), size)]
-    in_backward = [gradients, gathered(max(units), "the largest unit of blocks")]
+    largest = max(count_numbers(unit) for unit in block_units(model, sharding))
+    in_backward = [gradients, gathered(largest, "the largest unit of blocks")]
     after_forward = [gathered(count, "all units after forward")]  # there are no gradients yet
     if keeps_gathered(sharding) and total(after_forward) > total(in_backward):
         return [*states, *after_forward]
     return [*states, *in_backward]
+
+
+def block_units(model: Decoder, sharding: Sharding) -> list[list[nn.Module]]:
+    """Return the blocks that `fully_shard` takes together, in order."""
+    blocks = list(model.blocks().values())
+    size = sharding.blocks_per_unit
+    return [blocks[i : i + size] for i in range(0, len(blocks), size)]
 
 
 def count_numbers(modules: Iterable[nn.Module]) -> int:
@@ -146,12 +152,11 @@ def suggestions(fits: Callable[[Setup], bool], setup: Setup, cuda: bool) -> list
         offloaded = replace(shards, cpu_offload=True)
         others["sharding.cpu_offload=true"] = setup._replace(sharding=offloaded)
     overrides = [override for override, other in others.items() if fits(other)]
-    for doubled in (ranks * 2**i for i in range(1, MAX_DOUBLINGS)):
-        if fits(sharded._replace(ranks=doubled)):
-            halved = range(doubled // 2, doubled + 1)
-            fewest = next(n for n in halved if fits(sharded._replace(ranks=n)))
-            also = "" if sharding.strategy == "fsdp" else " and sharding=fsdp"
-            return [*overrides, f"{fewest} ranks with as much memory each{also}"]
+    worlds = range(ranks, ranks * MAX_TIMES_RANKS + 1)
+    enough = bisect_left(worlds, True, key=lambda ranks: fits(sharded._replace(ranks=ranks)))
+    if enough < len(worlds):
+        also = "" if sharding.strategy == "fsdp" else " and sharding=fsdp"
+        overrides.append(f"{worlds[enough]} ranks with as much memory each{also}")
     return overrides
 
 

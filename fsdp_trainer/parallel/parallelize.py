@@ -20,7 +20,7 @@ from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.parallel.compile import compile_blocks
 from fsdp_trainer.parallel.convert import convert_linears
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.parallel.memory_check import keeps_gathered
+from fsdp_trainer.parallel.memory_check import block_units, keeps_gathered
 from fsdp_trainer.torch_private import reduce_scatter_groups, set_timeout
 
 COMM_BUFFERS = {
@@ -75,9 +75,7 @@ def shard(model: Decoder, dims: Dims, cfg: Sharding, precision: Precision) -> No
         # its gradient needs tokens and the stream's gradient alone: no second all-gather
         embedding.set_unshard_in_backward(False)
     fully_shard(ends, reshard_after_forward=False, **options)
-    blocks = list(model.model.layers.values())
-    size = cfg.blocks_per_unit
-    units = [blocks[i : i + size] for i in range(0, len(blocks), size)]
+    units = block_units(model, cfg)
     for unit in units:
         fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=False, **options)

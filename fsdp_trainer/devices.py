@@ -4,7 +4,7 @@ Imports nothing that is heavy, and nothing of ours that does more.
 """
 
 from glob import glob
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.schema import Launch
@@ -47,22 +47,21 @@ def _sheet(
     memory: float,
     link: float,
     gbps: float,
-    per_node: int = 8,
-    **more: float,
+    **more: Any,
 ) -> Device:
     """Return a device from its data sheet. tera: TFLOP/s in bfloat16 and float32; memory, link:
     GB/s; gbps: Gbit/s of the network, as reference designs have it."""
-    host = 64e9 if name.startswith(("H", "GH", "B", "RTX 50", "MI300")) else 32e9  # PCIe 5, PCIe 4
+    flops, flops_float32 = tera
+    is_pcie_5 = name.startswith(("H", "GH", "B", "RTX 50", "MI300"))
     return Device(
         name,
         gib,
-        tera[0] * 1e12,
-        tera[1] * 1e12,
+        flops * 1e12,
+        flops_float32 * 1e12,
         memory * 1e9,
         link * 1e9,
-        host,
-        per_node,
-        gbps / 8 * 1e9,
+        host_link=64e9 if is_pcie_5 else 32e9,
+        network=gbps / 8 * 1e9,
         **more,
     )
 

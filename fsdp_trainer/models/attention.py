@@ -205,7 +205,8 @@ class VarlenAttention(PackedAttention):
         sizes = np.concatenate(self.sizes(PADDING_DOCUMENT))
         ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
         self.ends = to_device(ends, self.device)
-        self.longest = min(self.row, 1 << int(sizes.max() - 1).bit_length())
+        power_of_two = 1 << int(sizes.max() - 1).bit_length()
+        self.longest = min(self.row, power_of_two)
         self.kernel = _varlen()
         # compiled blocks: one graph for any number of documents
         torch._dynamo.maybe_mark_dynamic(self.ends, 0)

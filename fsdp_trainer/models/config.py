@@ -413,7 +413,9 @@ def rope_problems(rope: Json, where: str) -> list[Problem]:
     where = f"{where}: rope_type={kind}"
     if kind not in ROPE_TYPES:
         return [Problem(where, f"computed are {', '.join(ROPE_TYPES)}")]
-    types = {"short_factor": list, "long_factor": list}
-    needed: dict[str, Any] = {name: types.get(name, int | float) for name in ROPE_TYPES[kind]}
-    missing = [name for name, kind in needed.items() if not isinstance(rope.get(name), kind)]
+    missing = []
+    for name in ROPE_TYPES[kind]:
+        needed = list if name in ("short_factor", "long_factor") else int | float
+        if not isinstance(rope.get(name), needed):
+            missing.append(name)
     return [Problem(where, f"needs {', '.join(missing)}")] if missing else []

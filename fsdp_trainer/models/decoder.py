@@ -200,6 +200,7 @@ class Block(nn.Module):
         return x + self._norm(after_mlp, fed), auxiliary | more
 
     def _norm(self, name: str | None, x: Tensor) -> Tensor:
+        """Apply the norm of this name; None: there is none."""
         return x if name is None else getattr(self, name)(x)
 
 

@@ -42,5 +42,7 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
         return int(logits.argmax())
     probabilities = torch.softmax(logits.float().cpu() / temperature, -1)
     likely, tokens = probabilities.sort(descending=True)
-    likely[likely.cumsum(0) - likely >= top_p] = 0  # the token that crosses top_p stays
+    # the token that crosses top_p stays
+    before = likely.cumsum(0) - likely
+    likely[before >= top_p] = 0
     return int(tokens[torch.multinomial(likely, 1, generator=generator)])

@@ -69,7 +69,8 @@ def plan_calls(lengths: Lengths, row: int, window: int | None, device: torch.dev
         for group in _group_by_length(sizes):
             call = _kernel_call(starts[group], sizes[group], longest, before, device)
             calls.append(call)
-            real = np.arange(call.queries.shape[1]) < sizes[group][:, None]
+            width = call.queries.shape[1]
+            real = np.arange(width) < sizes[group][:, None]
             order[call.queries[real]] = computed + np.flatnonzero(real)
             computed += real.size
     one_per_row = len(calls) == 1 and all(len(row) == 1 for row in lengths)
@@ -126,4 +127,5 @@ def _group_by_length(sizes: np.ndarray) -> list[np.ndarray]:
 
 def _positions(starts: np.ndarray, sizes: np.ndarray, width: int) -> np.ndarray:
     """[pieces, width] int64: each piece's positions; a shorter piece repeats its last one."""
-    return starts[:, None] + np.minimum(np.arange(width), sizes[:, None] - 1)
+    within = np.minimum(np.arange(width), sizes[:, None] - 1)
+    return starts[:, None] + within

@@ -32,9 +32,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         raise UserError("train.freeze names parameters that the model does not have", unmatched)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         text = "fits every parameter: nothing would be trained. Leave some out"
-        raise UserError(
-            "nothing would be trained", [Problem(f"train.freeze={list(patterns)}", text)]
-        )
+        problem = Problem(f"train.freeze={list(patterns)}", text)
+        raise UserError("nothing would be trained", [problem])
 
 
 def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -75,6 +74,7 @@ _shares: dict[str, TrainedShares] = {}  # a plan tries hundreds of configuration
 
 
 def _share(module: nn.Module) -> float:
+    """Return the share of a module's numbers that is trained."""
     parameters = list(module.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     return trained / sum(p.numel() for p in parameters)

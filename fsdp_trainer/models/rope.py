@@ -122,7 +122,9 @@ def _longrope_factor(context: int, scaling: Scaling) -> float:
     Phi-3 uses it)."""
     original = scaling["original_max_position_embeddings"]
     factor = scaling.get("factor") or context / original
-    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    if factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 FREQUENCIES: dict[str, Callable[[Tensor, float, Scaling], Tensor]] = {

@@ -68,11 +68,10 @@ def least_memory(model: Decoder, setup: Setup) -> list[MemoryItem]:
     if shards == 1 and stored == computed:
         return [*states, gradients]  # nothing need be gathered
     largest = max(count_numbers(unit) for unit in block_units(model, sharding))
-    in_backward = [gradients, gathered(largest, "the largest unit of blocks")]
-    after_forward = [gathered(count, "all units after forward")]  # there are no gradients yet
-    if keeps_gathered(sharding) and total(after_forward) > total(in_backward):
-        return [*states, *after_forward]
-    return [*states, *in_backward]
+    moments = [[gradients, gathered(largest, "the largest unit of blocks")]]
+    if keeps_gathered(sharding):  # there are no gradients yet
+        moments.append([gathered(count, "all units after forward")])
+    return [*states, *max(moments, key=total)]
 
 
 def block_units(model: Decoder, sharding: Sharding) -> list[list[nn.Module]]:

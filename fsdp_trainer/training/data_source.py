@@ -3,7 +3,7 @@ implementation."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.prepare import Prepared
@@ -21,7 +21,7 @@ from fsdp_trainer.training.feed import Feed
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.stop import StopSignals
 
-LeaveTogether = Callable[[], NoReturn]
+LeaveTogether = Callable[[], None]
 """Called on all ranks where one of them has no data for a step: raises what they leave with."""
 
 

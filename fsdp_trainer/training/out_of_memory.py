@@ -213,9 +213,8 @@ def advice(
     held: dict[str, Any], suggestions: list[tuple[str, str]], device: torch.device, newest: int
 ) -> list[str]:
     """Return lines about what to type. newest: step of the newest checkpoint; -1: there is none."""
-    lines = [f"  {override:46} {reason}" for override, reason in suggestions]
-    if suggestions:
-        lines.insert(0, "Worth trying, by the same plan:")
+    lines = ["Worth trying, by the same plan:"] if suggestions else []
+    lines += [f"  {override:46} {reason}" for override, reason in suggestions]
     if held["reserved"] - held["allocated"] > 0.1 * held["total"]:  # never on a CPU
         lines += FRAGMENTED
     if device.type == "cuda":

@@ -92,8 +92,7 @@ class Rank:
         self.env = environment_of_ranks(os.environ) or os.environ
         self.console = Console(quiet=self.env.get("RANK", "0") != "0")
         self.records = Records(self.run_folder, self.console.say)
-        time_limit = parse_duration(cfg.train.time_limit) if cfg.train.time_limit else None
-        self.signals = StopSignals(time_limit, self.console.say, self._record_forced_exit)
+        self.signals = StopSignals(cfg.train.time_limit, self.console.say, self._record_forced_exit)
         self.patience = parse_duration(cfg.launch.data_timeout)
         self.timeout = parse_duration(cfg.launch.timeout)
         self.open = ExitStack()

@@ -47,7 +47,7 @@ class StopSignals(SignalListener):
 
     def __init__(
         self,
-        time_limit: float | None,
+        time_limit: str | None,
         say: Callable[[str], None],
         on_forced_exit: Callable[[str, int], Any],
     ):

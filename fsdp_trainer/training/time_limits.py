@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from operator import mul
 
+from fsdp_trainer.config.units import parse_duration
+
 LIMITS = ("", "time_limit", "slurm_time_limit")
 """Names of the limits; the ranks agree on the index of the one that has passed. Empty: none."""
 
@@ -15,10 +17,11 @@ LIMITS = ("", "time_limit", "slurm_time_limit")
 class TimeLimits:
     """The moments by which the last checkpoint of a run must be committed."""
 
-    def __init__(self, time_limit: float | None):
-        """time_limit: seconds from now; None: no limit."""
-        now = time.monotonic()
-        self.deadlines = {} if time_limit is None else {"time_limit": now + time_limit}
+    def __init__(self, time_limit: str | None):
+        """time_limit: a duration from now on, as train.time_limit; None: no limit."""
+        self.deadlines: dict[str, float] = {}
+        if time_limit:
+            self.deadlines["time_limit"] = time.monotonic() + parse_duration(time_limit)
         self.seconds_to_checkpoint = 0.0
         """How long the next step and a checkpoint after it take at most, as it is known now."""
         self._passed, self._count = "", False

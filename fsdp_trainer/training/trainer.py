@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.saving import CheckpointManager
 from fsdp_trainer.training.step import ForwardBackward, StepResult
-from fsdp_trainer.training.stop import Agreement, DataLost, Stop, StopSignals
+from fsdp_trainer.training.stop import DataLost, Stop, StopSignals
 
 Outcome = tuple[str, int]
 """Why training ended, and the exit code."""
@@ -92,7 +92,7 @@ class Trainer:
         Stop, Rewind and DataLost are decided by an all-reduce, so every rank raises them at the
         same line.
         """
-        step_data = closing(self.data.open(self.progress, self.leave_without_data))
+        step_data = closing(self.data.open(self.progress, self.sync))
         with step_data as feed, collecting_garbage(self.cfg.train.gc_every) as collect:
             try:
                 self.stop_if_agreed()
@@ -116,8 +116,7 @@ class Trainer:
             phases.enter("data", self.progress.step + 1)
             step = feed.next_step(self.progress.step + 1)
             result = self.train_step(step)
-            if self.sync().data_missing:  # the step has changed nothing
-                self.leave_without_data()
+            self.sync()
             self.progress.advance(step.plan)
             self.compilations.report(self.progress.step, "training")
             self.record(step.plan, result)
@@ -166,10 +165,11 @@ class Trainer:
 
     # --- what the ranks agree on
 
-    def sync(self) -> Agreement:
-        """Agree with the other ranks.
+    def sync(self) -> None:
+        """Agree with the other ranks. Collective.
 
-        Collective. Raises DataLost where a rank could not read its rows.
+        Where a rank has no data for the step, which has then changed nothing, raises DataLost, or
+        the Stop that cut its wait.
         """
         phases.enter("agree")
         store = self.checkpoints.store
@@ -179,18 +179,13 @@ class Trainer:
             self.settle_save()
         if agreement.data_missing:
             self.signals.raise_data_error()
-        return agreement
+            self.signals.raise_if_agreed()
+            raise AssertionError("a rank has no data, and none knows why")
 
     def stop_if_agreed(self) -> None:
         """Agree with the other ranks, and raise Stop if any is to stop. Collective."""
         self.sync()
         self.signals.raise_if_agreed()
-
-    def leave_without_data(self) -> NoReturn:
-        """Raise what all ranks leave with where one has no data for a step: DataLost, or the Stop
-        that cut its wait."""
-        self.stop_if_agreed()
-        raise AssertionError("a rank has no data, and none knows why")
 
     def sync_during(self, phase: str) -> None:
         """Raise Stop or DataLost in a phase that can be interrupted, which goes on otherwise."""
@@ -329,8 +324,9 @@ class Trainer:
         with self.step_log.clock.excluded():
             spike = self.guard.review(reports, losses, self.data.suspects, self.observer)
             incomplete = "validate" in self.progress.pending
-            how = (self.total_steps, last, incomplete)
-            self.observer.write(reports, metrics.written, seconds, *how)
+            self.observer.write(
+                reports, metrics.written, seconds, self.total_steps, last, incomplete
+            )
         if spike and self.cfg.train.on_spike == "rewind":
             raise Rewind(spike)
 

@@ -3,6 +3,7 @@
 Imports nothing that is heavy, and nothing of ours that does more.
 """
 
+import re
 from glob import glob
 from typing import Any, NamedTuple
 
@@ -33,11 +34,15 @@ class Device(NamedTuple):
     network: float = 50e9
     """Bytes per second and GPU between nodes."""
     reach: float = 1.0
-    """Share of its peak that this kind reaches in training, relative to Hopper."""
+    """Share of its peak that matrix products reach in training, relative to Hopper."""
+    attention: float = 2.1
+    """Rate of matrix products over that of FlashAttention 2, counted as causal."""
     efficiency: float | None = None
     """Share of the peak that is reached, if it was said."""
     disk: float = 2e9
     """Bytes per second that a node writes to run.root."""
+    remark: str = ""
+    """Why times of this device are less certain than others'."""
 
 
 def _sheet(
@@ -52,7 +57,7 @@ def _sheet(
     """Return a device from its data sheet. tera: TFLOP/s in bfloat16 and float32; memory, link:
     GB/s; gbps: Gbit/s of the network, as reference designs have it."""
     flops, flops_float32 = tera
-    is_pcie_5 = name.startswith(("H", "GH", "B", "RTX 50", "MI300"))
+    is_pcie_5 = name.startswith(("H", "GH", "B", "GB", "RTX 50", "RTX PRO", "MI3"))
     return Device(
         name,
         gib,
@@ -66,47 +71,110 @@ def _sheet(
     )
 
 
+AMPERE: dict[str, Any] = {"reach": 1.4, "attention": 1.8}
+"""Published A100 trainings reach 1.25 to 1.56 times an H100's share of the peak (IBM's and
+llm-foundry's pairs). FlashAttention 2 is written for Ampere's instructions: about 150 of 312
+TFLOP/s forward and backward, 290 of 989 on Hopper (its paper and FlashAttention 3's)."""
+ADA: dict[str, Any] = {"attention": 1.8}
+BLACKWELL: dict[str, Any] = {
+    "reach": 0.9,
+    "attention": 4.5,
+    "remark": "published speeds of B200 differ by 2.3 times among themselves, "
+    "so this range is less certain than others",
+}
+"""FlashAttention 2 is no faster than on Hopper there, for 2.3 times the peak. Of six published
+speeds four are 0.6, two 1.2 times an H100's share of the peak."""
+MI300: dict[str, Any] = {
+    "reach": 0.55,
+    "remark": "one source has speeds of MI300X, all of 8,192 tokens a micro-batch",
+}
+VOLTA: dict[str, Any] = {"remark": "V100 has no bfloat16 products: its float32 rate is taken"}
+
 # NVIDIA's and AMD's data sheets of each; memory as torch's out-of-memory messages have it.
-# MegaScale reports 55% of the peak on Ampere (arXiv 2402.15627), Megatron-Core 47-48% on Hopper:
-# hence A100's and A800's reach.
 DEVICES = {
     "h100": _sheet("H100", 79.1, (989, 67), 3350, 450, 400),
     "h100_pcie": _sheet("H100 PCIe", 79.1, (756, 51), 2000, 64, 100),
     "h100_nvl": _sheet("H100 NVL", 93.1, (835, 60), 3900, 64, 100),
+    "h800": _sheet("H800", 79.1, (989, 67), 3350, 200, 400),
+    "h20": _sheet("H20", 95.0, (148, 44), 4000, 450, 400, **AMPERE),
     "gh200": _sheet("GH200", 94.5, (989, 67), 4000, 450, 400, per_node=1),
     "h200": _sheet("H200", 139.8, (989, 67), 4800, 450, 400),
-    "b200": _sheet("B200", 178.3, (2250, 80), 7700, 900, 400),
-    "b100": _sheet("B100", 178.3, (1750, 60), 8000, 900, 400),
-    "a100": _sheet("A100", 79.1, (312, 19.5), 2039, 300, 200, reach=1.15),
-    "a100_40gb": _sheet("A100-SXM4-40GB", 39.4, (312, 19.5), 1555, 300, 200, reach=1.15),
-    "a800": _sheet("A800", 79.1, (312, 19.5), 2039, 200, 200, reach=1.15),
-    "l40s": _sheet("L40S", 44.4, (362, 91.6), 864, 32, 100),
-    "l4": _sheet("L4", 22.0, (121, 30.3), 300, 32, 100),
-    "rtx4090": _sheet("RTX 4090", 23.5, (165, 82.6), 1008, 32, 100),
-    "rtx5090": _sheet("RTX 5090", 31.4, (209, 104.8), 1792, 64, 100),
-    "mi300x": _sheet("MI300X", 191.9, (1307, 163.4), 5300, 448, 400),
+    "b200": _sheet("B200", 178.3, (2250, 80), 7700, 900, 400, **BLACKWELL),
+    "b100": _sheet("B100", 178.3, (1750, 60), 8000, 900, 400, **BLACKWELL),
+    "gb200": _sheet("GB200", 184.3, (2500, 80), 8000, 900, 400, per_node=4, **BLACKWELL),
+    "b300": _sheet("B300", 267.6, (2250, 76), 8000, 900, 800, **BLACKWELL),
+    "a100": _sheet("A100", 79.1, (312, 19.5), 2039, 300, 200, **AMPERE),
+    "a100_40gb": _sheet("A100-SXM4-40GB", 39.4, (312, 19.5), 1555, 300, 200, **AMPERE),
+    "a800": _sheet("A800", 79.1, (312, 19.5), 2039, 200, 200, **AMPERE),
+    "a40": _sheet("A40", 44.4, (150, 37.4), 696, 32, 100, **AMPERE),
+    "a10g": _sheet("A10G", 22.0, (70, 31.2), 600, 32, 25, **AMPERE),
+    "a6000": _sheet("RTX A6000", 47.5, (155, 38.7), 768, 32, 100, **AMPERE),
+    "l40s": _sheet("L40S", 44.4, (362, 91.6), 864, 32, 100, **ADA),
+    "l4": _sheet("L4", 22.0, (121, 30.3), 300, 32, 100, **ADA),
+    "rtx_6000_ada": _sheet("RTX 6000 Ada", 47.4, (364, 91.1), 960, 32, 100, **ADA),
+    "rtx_pro_6000": _sheet("RTX PRO 6000", 95.0, (504, 125), 1792, 64, 100, **ADA),
+    "rtx3090": _sheet("RTX 3090", 23.6, (71, 35.6), 936, 32, 100, **AMPERE),
+    "rtx4090": _sheet("RTX 4090", 23.5, (165, 82.6), 1008, 32, 100, **ADA),
+    "rtx5090": _sheet("RTX 5090", 31.4, (209, 104.8), 1792, 64, 100, **ADA),
+    "v100": _sheet("V100", 31.7, (15.7, 15.7), 900, 150, 100, **VOLTA),
+    "v100_16gb": _sheet("V100-SXM2-16GB", 15.8, (15.7, 15.7), 900, 150, 100, **VOLTA),
+    "mi300x": _sheet("MI300X", 191.9, (1307, 163.4), 5300, 448, 400, **MI300),
+    "mi325x": _sheet("MI325X", 255.9, (1307, 163.4), 6000, 448, 400, **MI300),
 }  # fmt: skip
 
 
 def device(name: str) -> Device:
-    """Return the device that `plan.gpu` names. Raises UserError with the names there are."""
-    spelled = name.lower().replace("-", "_").replace(" ", "_")
-    if spelled not in DEVICES:
-        close = nearest(spelled, DEVICES)
-        meant = f" Did you mean  plan.gpu={close} ?" if close else ""
-        reason = (
-            f"is not in the table.{meant}\nThere are: {' '.join(DEVICES)}\n"
-            "Any other, as far as it fits:  plan.memory_gib=48"
-        )
-        raise UserError("there is no such GPU", [Problem(f"plan.gpu={name}", reason)])
-    return DEVICES[spelled]
+    """Return the device that `plan.gpu` names, or whose key is part of what it names.
+
+    Raises UserError with the names there are.
+    """
+    typed = _parts(name)
+    contained = [key for key in DEVICES if _parts(key) <= typed]
+    completed = [key for key in DEVICES if typed < _parts(key)]
+    unbranded = [key for key in completed if _parts(key) - typed <= {"rtx", "x"}]
+    found = contained or (unbranded if len(unbranded) == 1 else [])
+    if found:  # the longest: a100_40gb rather than a100 for A100-SXM4-40GB
+        return DEVICES[max(found, key=lambda key: len(_parts(key)))]
+    close = completed or [key for key in [nearest(name.lower(), DEVICES)] if key]
+    meant = f" Did you mean  plan.gpu={' or '.join(close)} ?" if close else ""
+    reason = (
+        f"is not in the table.{meant}\nThere are: {' '.join(DEVICES)}\n"
+        "Any other, with its memory and dense bfloat16 TFLOP/s:  "
+        "plan.memory_gib=48 plan.tflops=150"
+    )
+    raise UserError("there is no such GPU", [Problem(f"plan.gpu={name}", reason)])
+
+
+def _parts(name: str) -> set[str]:
+    """Return the letters and numbers of a name: {h, 100, sxm, 5, 80, gb} for H100-SXM5-80GB."""
+    return set(re.findall(r"[a-z]+|[0-9]+", name.lower()))
+
+
+def with_flops(device: Device, flops: float) -> Device:
+    """Return `device` with this dense bfloat16 FLOP/s.
+
+    Other rates that are not known are those of a PCIe server: a byte of memory for 300 FLOPs, as
+    Hopper has, 32 GB/s between GPUs and 100 Gbit/s between nodes for each.
+    """
+    if device.memory_rate:
+        return device._replace(flops=flops)
+    return device._replace(
+        flops=flops,
+        flops_float32=flops / 8,
+        memory_rate=flops / 300,
+        link=32e9,
+        network=12.5e9,
+        remark="of this GPU only TFLOP/s are known: its memory's rate is taken to be "
+        f"{flops / 300 / 1e9:,.0f} GB/s, its links 32 GB/s, its network 100 Gbit/s",
+    )
 
 
 def nothing_to_plan_for() -> UserError:
     """Return the error for a plan that names no device, on a machine without one."""
     reason = (
         f"this machine has no GPU: name one. There are: {' '.join(DEVICES)}.\n"
-        "Any other:  plan.memory_gib=48 ; this machine's memory:  launch.device=cpu"
+        "Any other:  plan.memory_gib=48 plan.tflops=150 ; "
+        "this machine's memory:  launch.device=cpu"
     )
     return UserError("there is no device to plan for", [Problem("plan.gpu=null", reason)])
 
@@ -116,7 +184,11 @@ def named_by_driver(name: str) -> Device | None:
 
     The longest name that fits counts. None where it is not known.
     """
-    fitting = [device for device in DEVICES.values() if device.name in name]
+    fitting = [
+        device
+        for device in DEVICES.values()
+        if re.search(rf"(?<![A-Za-z0-9]){device.name}(?![A-Za-z0-9])", name)
+    ]
     return max(fitting, key=lambda device: len(device.name), default=None)
 
 

@@ -14,13 +14,15 @@ import pytest
 from recipe import RECIPES, planned
 from world import SMALL
 
+from benchmarks.plan_published import WIDEST, compare, goals_missed, published_runs, summary
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.compose import CONF, compose
-from fsdp_trainer.devices import device, named_by_driver, peak_flops
+from fsdp_trainer.devices import DEVICES, device, named_by_driver, peak_flops
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.plan.inputs import architecture, target, world_sizes
 from fsdp_trainer.plan.plan import GIB, make_plan
 from fsdp_trainer.plan.suggest import suggest
-from fsdp_trainer.plan.time import Group, groups, times
+from fsdp_trainer.plan.time import Group, groups
 
 DOES_NOT_FIT = (
     "model=llama3_8b",
@@ -127,12 +129,8 @@ def test_what_is_suggested_fits_when_it_is_typed():
         assert again.fits, one.override
         assert again.memory.peak.total == one.peak_bytes, one.override
         assert one.peak_bytes <= 60 * GIB, one.override
-    kinds = [
-        "more" if "world_size" in s.override else "other" if "seq_len" in s.override else "same"
-        for s in found
-    ]
-    assert "more" in kinds
-    assert kinds == sorted(kinds, key=["same", "more", "other"].index)
+    costs = [s.cost for s in found]
+    assert costs == sorted(costs)
     (bigger,) = (s for s in found if "world_size" in s.override)
     world = int(re.search(r"world_size=(\d+)", bigger.override)[1])
     assert not planned(
@@ -319,45 +317,105 @@ def test_the_architecture_is_read_where_it_is_and_otherwise_what_the_hub_calls_s
     assert (read.num_hidden_layers, read.vocab_size, assumed) == (3, 151_936, [])
 
 
-# tokens/s a GPU: torchtitan's benchmarks/llama3_h100_202412 (their H100s have 500 W), IBM and
-# Meta's FSDP2 blog of 2024-11, NeMo Automodel,
-# fms-fsdp, prime-rl's baselines
-PUBLISHED = {
-    "torchtitan, 8B, eager": (5762, 8, "llama3_8b",
-    ["batch.micro_rows=2", "activation_checkpoint=selective"]),
-    "torchtitan, 8B, compiled": (6667, 8, "llama3_8b",
-    ["batch.micro_rows=2", "activation_checkpoint=selective", "compile=enabled"]),
-    "torchtitan, 8B, float8": (8532, 8, "llama3_8b",
-    ["batch.micro_rows=2", "activation_checkpoint=selective", "compile=enabled", "precision=fp8"]),
-    "torchtitan, 8B, 128 GPUs": (6514, 128, "llama3_8b",
-    ["batch.micro_rows=2", "activation_checkpoint=selective", "compile=enabled"]),
-    "IBM, 8B": (8000, 8, "llama3_8b",
-    ["batch.micro_rows=2", "activation_checkpoint=selective", "compile=enabled"]),
-    "IBM, 70B, 512 GPUs": (960, 512, "llama3_70b",
-    ["activation_checkpoint=full", "compile=enabled"]),
-    "Automodel, 70B": (867, 64, "llama3_70b", ["activation_checkpoint=full"]),
-    "fms-fsdp, 7B": (9600, 96, "llama2_7b", ["batch.micro_rows=2", "batch.seq_len=4096"]),
-    "fms-fsdp, 70B": (890, 96, "llama2_70b",
-    ["batch.micro_rows=2", "batch.seq_len=4096", "activation_checkpoint=full"]),
-    "prime-rl, 0.6B": (26005, 1, "qwen3_0_6b", ["activation_checkpoint=full"]),
-}  # fmt: skip
+SOME_PUBLISHED = (
+    "titan-8b-8-eager", "ao-h100-bf16", "ao-mi300x-bf16", "trainy-64", "ibm-70b-a100-compile",
+    "olmo-1b-bf16", "prime-4b-16k-b200", "foundry-7b-4096-8xa100",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("of", PUBLISHED)
-def test_published_speeds_lie_within_the_range(of):
-    rate, world, model, words = PUBLISHED[of]
-    words = [f"model={model}", "batch.seq_len=8192", *words]
-    cfg = compose("plan", list({word.split("=")[0]: word for word in words}.values()), inputs=False)
-    cfg.batch.rows = cfg.batch.micro_rows * world
-    config = architecture(cfg)[0]
-    slow, fast = (
-        cfg.batch.rows
-        * cfg.batch.seq_len
-        / times(cfg, config, world, device("h100"), best).step
-        / world
-        for best in (False, True)
-    )
-    assert slow < rate < fast < 1.6 * slow
+@pytest.mark.parametrize("name", SOME_PUBLISHED)
+def test_published_runs_are_as_fast_as_planned_and_fit(name):
+    [run] = [run for run in published_runs() if run["name"] == name]
+    row = compare(run)
+    assert row.inside
+    assert row.fast < WIDEST * row.slow
+    assert row.fits_as_published
+
+
+@pytest.mark.slow
+def test_the_plan_reaches_its_goals_over_all_published_runs():
+    assert goals_missed(summary([compare(run) for run in published_runs()])) == []
+
+
+def seconds(*words):
+    """The arithmetic of a step, the slow end."""
+    base = ("model=llama3_8b", "plan.gpu=h100", "plan.world_size=8", "batch.rows=64")
+    last = {word.split("=")[0]: word for word in (*base, *words)}
+    return planned(*last.values()).slow.compute
+
+
+def test_speed_depends_on_what_bounds_it():
+    assert seconds("precision=fp8") == seconds(), "casts are not compiled"
+    compiled = seconds("compile=enabled")
+    assert seconds("compile=enabled", "precision=fp8") < 0.9 * compiled < compiled < seconds()
+    assert seconds("batch.micro_rows=8") < 0.97 * seconds(), "products of more tokens are faster"
+    assert seconds("plan.gpu=h200") < seconds(), "its memory is faster"
+    assert seconds("plan.efficiency=0.4") == seconds("plan.efficiency=0.4", "plan.gpu=h200")
+    long = ("model=llama3_8b", "batch.seq_len=8192", "plan.gpu=h100", "compile=enabled")
+    flash, fa3 = seconds(*long), seconds(*long, "model.attention_kernel=fa3")
+    assert fa3 < 0.95 * flash
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("H100-SXM5-80GB", "H100"),
+        ("A100-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
+        ("3090", "RTX 3090"),
+        ("RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("rtx6000ada", "RTX 6000 Ada"),
+        ("gb200", "GB200"),
+        ("mi325", "MI325X"),
+    ],
+)
+def test_a_gpu_is_found_by_the_name_that_is_typed(typed, name):
+    assert device(typed).name == name
+
+
+@pytest.mark.parametrize("typed", ["a1000", "l40", "6000", "h101"])
+def test_a_gpu_that_is_only_spelled_alike_is_not_taken(typed):
+    with pytest.raises(UserError):
+        device(typed)
+
+
+def test_every_device_of_the_table_has_times():
+    for known in DEVICES.values():
+        assert min(known.flops, known.memory_rate, known.link, known.network) > 0, known.name
+        assert named_by_driver(f"NVIDIA {known.name} 80GB").name == known.name
+
+
+def test_a_device_that_the_table_does_not_have_is_timed_by_its_tflops(capsys):
+    words = ["model=smollm2_135m", "plan.memory_gib=48", "plan.world_size=1"]
+    assert planned(*words).step_seconds is None
+    assert main(["plan", *words, "plan.tflops=150", "plan.format=json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["step_seconds"][0] > 0
+    assert any("its memory's rate is taken to be 500 GB/s" in line for line in plan["assumed"])
+    slower = planned("plan.tflops=75", *words, "plan.gpu=h100").slow.compute
+    assert slower > planned(*words, "plan.gpu=h100").slow.compute
+
+
+def test_empty_rows_and_memory_of_the_host_are_told(capsys):
+    words = [
+        "plan", "model=llama3_70b", "plan.gpu=a100_40gb", "sharding.cpu_offload=true",
+        "activation_checkpoint=full", "batch.rows=32",
+    ]  # fmt: skip
+    assert main([*words, "plan.world_size=[8,1024]", "plan.format=json"]) == 0
+    one, many = json.loads(capsys.readouterr().out)["worlds"]
+    assert (one["empty_rows_share"], many["empty_rows_share"]) == (0, pytest.approx(0.9688))
+    assert one["host_gib_per_node"] == pytest.approx(8 * one["host_gib"], abs=0.01)
+    assert one["host_gib_per_node"] > 1024
+    assert not one["host_fits"]
+    assert many["host_fits"]
+    assert one["tokens_per_second_per_gpu"] == pytest.approx(one["tokens_per_second"] / 8)
+    assert [*one["moments"]] == ["forward", "head and loss", "backward", "update"]
+    assert one["moment"] in one["moments"]
+    assert main([*words, "plan.world_size=[8,1024]"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "empty" in out
+    assert "97%" in out
+    assert "1,051 GiB a node, pinned: more than 1,024 GiB" in out
 
 
 def test_blocks_gathered_inside_nodes_do_not_cross_them():

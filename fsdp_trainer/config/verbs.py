@@ -36,7 +36,7 @@ class Plan:
     )
     memory_gib: float | None = key(
         None,
-        "memory of a device in GiB, in place of the table's; enough without plan.gpu, but then no times are told",
+        "memory of a device in GiB, in place of the table's; enough without plan.gpu, but then times need plan.tflops",
         above=0,
     )
     world_size: int | list[int] | None = key(
@@ -50,6 +50,11 @@ class Plan:
         "share of the GPU's peak that arithmetic reaches; null: a range, from published trainings",
         above=0,
         maximum=1,
+    )
+    tflops: float | None = key(
+        None,
+        "dense bfloat16 TFLOP/s of a device, in place of the table's; with plan.memory_gib enough for a GPU that the table does not have",
+        above=0,
     )
     network_gbps: float | None = key(
         None, "Gbit/s between nodes for each GPU; null: the table's, e.g. 400 for h100", above=0

@@ -11,7 +11,14 @@ from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.config.schema import Model, TrainConfig
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.data import demo
-from fsdp_trainer.devices import Device, device, gpus, named_by_driver, nothing_to_plan_for
+from fsdp_trainer.devices import (
+    Device,
+    device,
+    gpus,
+    named_by_driver,
+    nothing_to_plan_for,
+    with_flops,
+)
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.resolve import resolve_model
@@ -114,6 +121,8 @@ def target(cfg: PlanConfig, world: int) -> Device:
         )
     if asked.memory_gib:
         found = found._replace(memory_gib=asked.memory_gib)
+    if asked.tflops:
+        found = with_flops(found, asked.tflops * 1e12)
     if asked.network_gbps:
         found = found._replace(network=asked.network_gbps / 8 * 1e9)
     if cfg.launch.nproc_per_node != "auto" and found.name != "cpu":

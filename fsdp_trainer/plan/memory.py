@@ -18,7 +18,15 @@ from fsdp_trainer.models.freeze import trained_shares
 from fsdp_trainer.models.head import Head
 from fsdp_trainer.optim.footprint import state_bytes, update_bytes
 from fsdp_trainer.parallel.memory_check import keeps_gathered
-from fsdp_trainer.plan.blocks import Input, Traced, remembered, shapes, trace_block, trace_norm
+from fsdp_trainer.plan.blocks import (
+    Input,
+    Traced,
+    compiled_saving,
+    remembered,
+    shapes,
+    trace_block,
+    trace_norm,
+)
 
 CATEGORIES = (
     "parameters",
@@ -30,6 +38,7 @@ CATEGORIES = (
     "logits",
     "allowance",
 )
+PHASES = ("forward", "head and loss", "backward", "update")
 GIB = 2**30
 BESIDE = {"cuda": 1.0 * GIB, "cpu": 0.45 * GIB}
 """What a process takes before it holds a tensor. cuda: context, NCCL's channels, cuBLAS's workspaces: an assumption; cpu: measured, Python with torch."""
@@ -38,14 +47,17 @@ ROUNDING = {"cuda": 0.03, "cpu": 0.02}
 
 
 class Moment(NamedTuple):
-    """when: in a step, for people. bytes: what a rank holds then, by category, all of `CATEGORIES`.
+    """Bytes that a rank holds at one moment of a step, by category, all of `CATEGORIES`.
 
-    gathered: whole parameters of units, and whole gradients that are not yet reduced; communication: messages, of both; activations: with
-    what operators need for a moment; logits: what the head makes; allowance: what no tensor accounts for.
+    when: for people, such as `backward of block 32`; phase: one of `PHASES`, for scripts.
+    gathered: whole parameters of units, and whole gradients that are not yet reduced;
+    communication: messages of both; activations: with what operators need for a moment;
+    logits: what the head makes; allowance: what no tensor accounts for.
     """
 
     when: str
     bytes: dict[str, float]
+    phase: str
 
     @property
     def total(self) -> float:
@@ -66,9 +78,11 @@ class Memory(NamedTuple):
 
 
 def memory(cfg: TrainConfig, config: ModelConfig, world: int, device: str = "cuda") -> Memory:
-    """Of the rank of `world` that holds most, in a step whose tokens are all supervised. device: cuda or cpu.
+    """Return what the rank of `world` that holds most holds, in a step whose tokens are all
+    supervised. device: cuda or cpu.
 
-    Blocks that are compiled are counted as if they were not; of activation_checkpoint=budget, the share between none and full.
+    Compiled blocks keep what torch's partitioner would; activation_checkpoint=budget counts as a
+    share between none and full.
     """
     step = Step(cfg, config, world, device)
     step.forward()
@@ -149,11 +163,15 @@ class Step:
             else shard * (self.reduce if self.replicated else self.stored)
         )
         self.gradients = float(before) if self.later else 0.0
+        self.most_sharded = shard * self.stored
+        self.sharded = 0.0 if self.whole else self.gradients  # of the gradients
         self.gathered, self.waiting, self.kept = 0.0, 0.0, float(shared)
         self.flying: deque[float] = deque()
         self.reduced = 0.0  # messages of replicas, which stay until the end of backward where a copy becomes the gradient
         self.most_fetched = 0.0
         self.phases: dict[str, tuple[float, str, dict[str, float], float]] = {}
+        """By name: total, when, bytes by category, and bytes that lie idle in streams' pools, less
+        what is added to all moments: the largest message of parameters."""
 
     def _make_units(self, blocks_per_unit: int) -> None:
         weights, count = remembered(shapes, self.config), self.config.num_hidden_layers
@@ -198,20 +216,26 @@ class Step:
             "logits": logits,
         }
         self.most_fetched = max(self.most_fetched, fetched)
-        total = sum(held.values())
+        # CUDA's allocator gives blocks that were freed on one stream to no other: messages of
+        # parameters have a stream of their own, and so have reduced gradients (`foreach_reduce`
+        # of torch's FSDP2), which zero_grad frees before the next forward
+        on_gpu = self.device == "cuda"
+        idle = max(0.0, self.most_sharded - self.sharded) - fetched if on_gpu else 0.0
+        total = sum(held.values()) + idle
         if phase not in self.phases or total > self.phases[phase][0]:
-            self.phases[phase] = total, when, held, fetched
+            self.phases[phase] = total, when, held, idle
 
     def moments(self) -> tuple[Moment, ...]:
         """Of each phase the largest."""
-        found = []
-        for total, when, held, fetched in self.phases.values():
-            # blocks that the allocator freed for one stream serve no other: messages are fetched in one of their own
-            pools = self.most_fetched - fetched if self.device == "cuda" else 0.0
-            lost = BESIDE[self.device] + ROUNDING[self.device] * (total + sum(self.always.values()))
+        moments = []
+        most_fetched = self.most_fetched if self.device == "cuda" else 0.0
+        for phase, (_, when, held, idle) in self.phases.items():
+            pools = most_fetched + idle
+            tensors = sum(held.values()) + sum(self.always.values())
+            lost = BESIDE[self.device] + ROUNDING[self.device] * tensors
             parts = {**self.always, **held, "allowance": lost + pools}
-            found.append(Moment(when, {name: parts.get(name, 0.0) for name in CATEGORIES}))
-        return tuple(found)
+            moments.append(Moment(when, {name: parts.get(name, 0.0) for name in CATEGORIES}, phase))
+        return tuple(moments)
 
     def message(self, *units: FsdpUnit) -> float:
         """All-gathered, before it is copied out. One rank needs none."""
@@ -345,11 +369,13 @@ class Step:
             self.reduced += out
         if self.whole or not self.later:
             self.gradients += unit.padded / self.group * self.stored
+            self.sharded += unit.padded / self.group * self.stored
 
     def update(self) -> None:
         """The optimizer's step."""
         self.flying.clear()
         self.reduced, self.gradients = 0.0, self.trained.padded / self.group * self.stored
+        self.sharded = self.gradients
         largest = max(self.table.padded, self.block.padded) / self.group
         gradients = self.trained.padded / self.group * self.stored
         master = self.cfg.precision.master_dtype
@@ -400,9 +426,11 @@ def trace_blocks(cfg: TrainConfig, config: ModelConfig, device: str) -> tuple[li
     def trace(window: int | None, mode: str) -> Traced:
         if (window, mode) not in known:
             of = Input(rows, length, precision.param_dtype, layout, device == "cuda", window)
-            known[window, mode] = remembered(
-                trace_block, config, of, ActivationCheckpoint(mode=mode, save=recompute.save)
-            )
+            mode_of_block = ActivationCheckpoint(mode=mode, save=recompute.save)
+            traced: Traced = remembered(trace_block, config, of, mode_of_block)
+            if cfg.compile.enabled:
+                traced = traced.less(compiled_saving(config, of, mode_of_block, traced))
+            known[window, mode] = traced
         return known[window, mode]
 
     def block(i: int, window: int | None) -> Traced:

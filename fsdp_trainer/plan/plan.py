@@ -14,7 +14,11 @@ from fsdp_trainer.plan.time import Times, Wire, micro_batches, times, wire
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run on one world would need and do. tokens: of a step; flops: of a step, by PaLM's count; checkpoint: bytes on disk."""
+    """What a run on one world would need and do.
+
+    tokens, flops (PaLM's count), rows: of a step; micro_rows: of a rank and forward;
+    checkpoint: bytes on disk.
+    """
 
     world_size: int
     device: Device
@@ -26,6 +30,8 @@ class RunPlan:
     micro_batches: int
     flops: float
     checkpoint: float
+    rows: int
+    micro_rows: int
 
     @property
     def memory_bytes(self) -> float:
@@ -36,6 +42,21 @@ class RunPlan:
     def fits(self) -> bool:
         """Whether the peak is no more than that."""
         return self.memory.peak.total <= self.memory_bytes
+
+    @property
+    def host_bytes_per_node(self) -> float:
+        """What all ranks of a node hold of its memory together."""
+        return self.memory.host * min(self.world_size, self.device.per_node)
+
+    @property
+    def empty_share(self) -> float:
+        """Share of the rows that ranks compute which are empty, since rows do not divide."""
+        return 1 - self.rows / self.computed_rows
+
+    @property
+    def computed_rows(self) -> int:
+        """Rows of a step that ranks compute, empty ones included."""
+        return self.micro_batches * self.micro_rows * self.world_size
 
     @property
     def seconds(self) -> float:
@@ -75,4 +96,6 @@ def make_plan(cfg: TrainConfig, config: ModelConfig, world: int, device: Device)
         micro_batches=micro_batches(cfg, world),
         flops=palm_flops(config, tokens, cfg.batch.seq_len),
         checkpoint=checkpoint_bytes(trained, cfg.precision, cfg.optim),
+        rows=cfg.batch.rows,
+        micro_rows=cfg.batch.micro_rows,
     )

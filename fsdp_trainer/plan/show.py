@@ -14,6 +14,8 @@ from fsdp_trainer.parallel.memory_check import gib
 from fsdp_trainer.plan.plan import GIB, RunPlan
 from fsdp_trainer.plan.suggest import Suggestion
 
+HOST_GIB = 1024
+"""Memory of a node beyond which many do not have it."""
 BAR = 32  # characters for the whole of the device's memory
 NARROW = 110  # characters
 UNTIMED = "its speed is not in the table: time is compared as on an H100"
@@ -33,17 +35,25 @@ def as_json(
 def one_world(cfg: PlanConfig, plan: RunPlan, suggestions: list[Suggestion]) -> dict[str, Any]:
     """GiB, seconds and bytes of one rank; tokens of all. Times are null where the device's speed is not known."""
     peak, timed = plan.memory.peak, plan.step_seconds
-    steps = steps_of(cfg, plan)
+    steps, per_gpu = steps_of(cfg, plan), plan.tokens / plan.world_size
     return {
         "fits": plan.fits,
         "gpu": plan.device.name,
         "memory_gib": round(plan.device.memory_gib, 2),
         "world_size": plan.world_size,
         "peak_gib": round(peak.total / GIB, 3),
-        "moment": peak.when,
+        "moment": peak.phase,
+        "moment_detail": peak.when,
         "by_category": {name: round(size / GIB, 3) for name, size in peak.bytes.items()},
-        "moments": {moment.when: round(moment.total / GIB, 3) for moment in plan.memory.moments},
+        "moments": {moment.phase: round(moment.total / GIB, 3) for moment in plan.memory.moments},
+        "moments_by_category": {
+            moment.phase: {name: round(size / GIB, 3) for name, size in moment.bytes.items()}
+            for moment in plan.memory.moments
+        },
         "host_gib": round(plan.memory.host / GIB, 3),
+        "host_gib_per_node": round(plan.host_bytes_per_node / GIB, 3),
+        "host_fits": plan.host_bytes_per_node <= HOST_GIB * GIB,
+        "empty_rows_share": round(plan.empty_share, 4),
         "micro_batches": plan.micro_batches,
         "bytes_per_step": round(sum(wire.gathered + wire.reduced for wire in plan.wire.values())),
         "bytes_by_link": {
@@ -55,6 +65,8 @@ def one_world(cfg: PlanConfig, plan: RunPlan, suggestions: list[Suggestion]) -> 
         "fastest_step": plan.fast._asdict() if timed else None,
         "tokens_per_second": plan.tokens / plan.seconds if timed else None,
         "tokens_per_second_range": [plan.tokens / s for s in timed[::-1]] if timed else None,
+        "tokens_per_second_per_gpu": per_gpu / plan.seconds if timed else None,
+        "tokens_per_second_per_gpu_range": [per_gpu / s for s in timed[::-1]] if timed else None,
         "mfu_palm": [plan.mfu(s) for s in timed[::-1]] if timed else None,
         "steps": steps,
         "days": [steps * s / 86400 for s in timed] if timed and steps else None,
@@ -64,7 +76,7 @@ def one_world(cfg: PlanConfig, plan: RunPlan, suggestions: list[Suggestion]) -> 
             {
                 "override": s.override,
                 "peak_gib": round(s.peak_bytes / GIB, 3),
-                "cost": round(s.cost, 4),
+                "cost": s.cost,
                 "why": s.why,
             }
             for s in suggestions
@@ -113,7 +125,7 @@ def show(
 
 
 def worlds(plans: list[RunPlan]) -> Table:
-    """A row for each world."""
+    """Return a row for each world. empty: share of the rows that ranks compute for nothing."""
     table = Table(
         "ranks",
         "peak",
@@ -122,6 +134,7 @@ def worlds(plans: list[RunPlan]) -> Table:
         "tokens/s",
         "a GPU",
         "wire a step",
+        "empty",
         box=box.SIMPLE_HEAD,
         padding=(0, 1),
     )
@@ -142,6 +155,7 @@ def worlds(plans: list[RunPlan]) -> Table:
             fits,
             *timed,
             f"{sent / GIB:,.1f} GiB",
+            Text(f"{plan.empty_share:.0%}", "red" if plan.empty_share >= 0.1 else ""),
         )
     return table
 
@@ -179,10 +193,16 @@ def categories(plan: RunPlan) -> Table:
         table.add_row(f"  {name}", told(size), Text("━" * bar, "cyan"))
     table.add_row("  peak", told(peak.total, "bold"), Text(peak.when, "dim"))
     if plan.memory.host:
-        table.add_row(
-            "  host", told(plan.memory.host), Text("of the host's memory, each rank", "dim")
-        )
+        table.add_row("  host", told(plan.memory.host), Text(host_line(plan), "dim"))
     return table
+
+
+def host_line(plan: RunPlan) -> str:
+    """Return what the ranks of a node hold of its memory, and a warning where that is much."""
+    held = f"of the host's memory, each rank: {plan.host_bytes_per_node / GIB:,.0f} GiB a node"
+    if plan.host_bytes_per_node <= HOST_GIB * GIB:
+        return held
+    return f"{held}, pinned: more than {HOST_GIB:,} GiB, which many nodes do not have"
 
 
 def figures(cfg: PlanConfig, plan: RunPlan) -> Table:
@@ -190,15 +210,9 @@ def figures(cfg: PlanConfig, plan: RunPlan) -> Table:
     table = Table.grid(padding=(0, 2))
     count = "one micro-batch" if plan.micro_batches == 1 else f"{plan.micro_batches} micro-batches"
     rows = [("wire", f"{wires(plan)}, each rank and step of {count}")]
-    computed = plan.micro_batches * cfg.batch.micro_rows * plan.world_size
-    if computed > cfg.batch.rows:
-        share = 1 - cfg.batch.rows / computed
-        rows.append(
-            (
-                "empty",
-                f"{share:.0%} of the rows that ranks compute: batch.rows={computed} fills them, in the same time",
-            )
-        )
+    if plan.empty_share:
+        fills = f"batch.rows={plan.computed_rows} fills them, in the same time"
+        rows.append(("empty", f"{plan.empty_share:.0%} of the rows that ranks compute: {fills}"))
     if timed := plan.step_seconds:
         size, unit = (1, "s") if timed[1] >= 1 else (1000, "ms")
         whole, *parts = (

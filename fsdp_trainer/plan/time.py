@@ -1,34 +1,26 @@
-"""How long a step takes: arithmetic, bytes on the wire, and which of them wait for each other. Closed forms: docs/plan.md has them in words."""
+"""The seconds of a step: arithmetic, bytes on the wire, and which of them wait for each other.
+
+Closed forms; docs/plan.md has them in words.
+"""
 
 from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
 
-import numpy as np
-
 from fsdp_trainer.config.dimensions import dimension_sizes
-from fsdp_trainer.config.schema import ActivationCheckpoint, Sharding, TrainConfig
+from fsdp_trainer.config.schema import Sharding, TrainConfig
 from fsdp_trainer.devices import Device
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.optim.footprint import state_bytes
 from fsdp_trainer.parallel.memory_check import keeps_gathered
+from fsdp_trainer.plan.compute import MEMORY, compute_seconds
 
 BYTES = {"float32": 4, "bfloat16": 2}
-
-# What published trainings reach of an H100's dense peak, attention counted as causal and recomputation as work
-EFFICIENCY = {"eager": (0.32, 0.45), "compiled": (0.37, 0.52)}
-WIDTH, WIDEST = (
-    4096,
-    1.2,
-)  # small matrices reach less, large ones more: by the third root of the model's width, up to so much
 LINKS = (0.5, 0.85)
-"""Share of a link's rate that collectives reach: NCCL's own tests on 256 H100 gave 200 (all-gather) to 340 GB/s of 400 (NVIDIA/nccl#1218)."""
-FLOAT8 = {"tensorwise": 1.4, "rowwise": 1.15, "rowwise_with_gw_hp": 1.1}
-"""How much faster a block's matrix products are, casts included."""
-MEMORY = 0.8  # share of the device's memory rate that elementwise kernels reach
-HOST_ADAMW = (
-    20e9  # bytes per second and rank of the host's memory with sharding.cpu_offload: assumed
-)
+"""Share of a link's rate that collectives reach: NCCL's own tests on 256 H100 gave 200 (all-gather)
+to 340 GB/s of 400 (NVIDIA/nccl#1218)."""
+HOST_ADAMW = 20e9
+"""Bytes per second and rank of the host's memory with sharding.cpu_offload: assumed."""
 
 
 class Group(NamedTuple):
@@ -145,45 +137,6 @@ def _block_bytes(cfg: TrainConfig) -> float:
     return 1 if cfg.precision.float8 == "tensorwise" else BYTES[cfg.precision.param_dtype]
 
 
-def recomputed(asked: ActivationCheckpoint) -> tuple[float, float]:
-    """Which shares of a block's forward are computed again in backward: of its matrix products, and of attention."""
-    if asked.mode == "budget":
-        return (
-            1 - asked.budget,
-            1 - asked.budget,
-        )  # at most: the compiler begins with what costs least
-    if asked.mode == "none":
-        return 0.0, 0.0
-    kept = asked.save if asked.mode == "selective" else []
-    products = 0.0 if "matmul" in kept else 0.5 if "second_matmul" in kept else 1.0
-    return products / asked.every, ("attention" not in kept) / asked.every
-
-
-def forward_flops(config: ModelConfig, seq_len: int) -> tuple[float, float, float]:
-    """Of one row: all blocks' matrix products, their attention as if the row were one document, and the head. Backward is twice that."""
-    attention_cost = float(config.attention_cost(np.array([seq_len]))[0])
-    attention = (
-        2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * attention_cost
-    )
-    return (
-        2.0 * Units.of(config).blocks * seq_len,
-        attention,
-        2.0 * config.embedding_rows * config.hidden_size * seq_len,
-    )
-
-
-def speed(cfg: TrainConfig, config: ModelConfig, device: Device, best: bool) -> float:
-    """FLOP/s that the arithmetic of this model reaches on `device`."""
-    peak = (
-        (device.flops or 0.0) if cfg.precision.param_dtype == "bfloat16" else device.flops_float32
-    )
-    width = min(WIDEST, (config.hidden_size / WIDTH) ** (1 / 3))
-    reached = (
-        EFFICIENCY["compiled" if cfg.compile.enabled else "eager"][best] * device.reach * width
-    )
-    return peak * (device.efficiency or reached)
-
-
 def times(cfg: TrainConfig, config: ModelConfig, world: int, device: Device, best: bool) -> Times:
     """One step, at the upper or the lower end of what is reached of arithmetic and links."""
     shard, replicate = groups(cfg.sharding, world, device.per_node)
@@ -208,7 +161,7 @@ def times(cfg: TrainConfig, config: ModelConfig, world: int, device: Device, bes
     unit = 1 / ceil(
         config.num_hidden_layers / cfg.sharding.blocks_per_unit
     )  # whose share of the blocks nothing hides: the one at an end
-    forward, backward, head = _compute_seconds(cfg, config, device, best)
+    forward, backward, head = compute_seconds(cfg, config, device, best)
 
     exposed = count * (first + blocks * unit + max(0.0, blocks * (1 - unit) + last - forward))
     again = 0.0 if keeps_gathered(cfg.sharding) else blocks
@@ -230,20 +183,6 @@ def times(cfg: TrainConfig, config: ModelConfig, world: int, device: Device, bes
         exposed,
         _optimizer_seconds(cfg, sum(units) / shard.ranks, device),
     )
-
-
-def _compute_seconds(
-    cfg: TrainConfig, config: ModelConfig, device: Device, best: bool
-) -> tuple[float, float, float]:
-    """Of one micro-batch: the blocks forward, the blocks backward, and the head, which does all of its work forward."""
-    products, attention, head = (
-        flops * cfg.batch.micro_rows for flops in forward_flops(config, cfg.batch.seq_len)
-    )
-    products /= FLOAT8.get(cfg.precision.float8 or "", 1.0)
-    products_again, attention_again = recomputed(cfg.activation_checkpoint)
-    backward = products * (2 + products_again) + attention * (2 + attention_again)
-    rate = speed(cfg, config, device, best)
-    return (products + attention) / rate, backward / rate, 3 * head / rate
 
 
 def _optimizer_seconds(cfg: TrainConfig, numbers: float, device: Device) -> float:

@@ -25,6 +25,7 @@ def plan(cfg: PlanConfig) -> int:
     plans = [
         make_plan(cfg, config, world, device) for world, device in zip(worlds, devices, strict=True)
     ]
+    assumed += sorted({device.remark for device in devices if device.remark})
     suggestions = [
         suggest(cfg, config, world, device) for world, device in zip(worlds, devices, strict=True)
     ]

@@ -1,0 +1,187 @@
+"""The seconds that the arithmetic of a micro-batch takes.
+
+Three rates bound it: that of matrix products, that of attention's kernel, and that of the
+device's memory, for elementwise operators and for whole parameters that FSDP2 copies. docs/plan.md
+has the reasons, and compares with published trainings.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fsdp_trainer.config.schema import ActivationCheckpoint, TrainConfig
+from fsdp_trainer.devices import Device
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import NORMS
+
+PRODUCTS = 0.565
+"""Share of an H100's dense peak that matrix products reach at WIDTH and TOKENS."""
+WIDTH, BY_WIDTH, WIDEST = 4096, 0.1, 1.1
+"""Narrow models have small products: by this power of the hidden size, up to WIDEST."""
+TOKENS, BY_TOKENS, TOKENS_RANGE = 16384, 0.1, (0.8, 1.15)
+"""So do micro-batches of few tokens: by this power of their number, within the range."""
+SPREAD = 1.18
+"""Slow end over the middle, and the middle over the fast end."""
+MEMORY = 0.8
+"""Share of the device's memory rate that elementwise kernels reach."""
+FLOAT8 = {"tensorwise": 1.4, "rowwise": 1.15, "rowwise_with_gw_hp": 1.1}
+"""How much faster a compiled block's matrix products are, casts included. Uncompiled casts take
+what the products save (torchtitan's pull request 778)."""
+FASTER_ATTENTION = {"cudnn": 1.8, "fa3": 1.8, "fa4": 1.8}
+"""Rate over FlashAttention 2's. Published: 1.7 to 2.3 for cuDNN and FlashAttention 3 on Hopper."""
+HEAD_BYTES = 30
+"""Read and written for each logit: the product, its float32 copy, softmax and gradient."""
+COPIED_BYTES = 20
+"""Read and written for each parameter and micro-batch: FSDP2 copies gathered weights out of a
+message, forward and backward, and whole gradients into one, beside NCCL's own traffic."""
+
+
+class Traffic(NamedTuple):
+    """Bytes read and written for each bfloat16 number in one forward.
+
+    norm: for each number normalised; residual: of each addition to the stream, gate: for each
+    number of the MLP's inside; rotation: of queries and keys.
+    """
+
+    norm: float
+    residual: float
+    gate: float
+    rotation: float
+
+
+EAGER = Traffic(norm=36, residual=6, gate=10, rotation=20)
+COMPILED = Traffic(norm=4, residual=3, gate=6, rotation=4)
+
+
+class Flops(NamedTuple):
+    """Operations of one row forward, of which backward takes twice as many."""
+
+    products: float
+    attention: float
+    head: float
+
+
+class Seconds(NamedTuple):
+    """Of one micro-batch. The head does all of its work forward."""
+
+    forward: float
+    backward: float
+    head: float
+
+
+def compute_seconds(
+    cfg: TrainConfig, config: ModelConfig, device: Device, best: bool | None = None
+) -> Seconds:
+    """Return the seconds of a micro-batch at the fast or slow end; None: in the middle."""
+    if device.efficiency:
+        return _at_efficiency(cfg, config, device, device.efficiency)
+    rows, flops = cfg.batch.micro_rows, forward_flops(config, cfg.batch.seq_len)
+    again = recomputed(cfg.activation_checkpoint)
+    rate = product_rate(cfg, config, device)
+    products = rows * flops.products / rate / float8_speedup(cfg)
+    attention = rows * flops.attention / attention_rate(cfg, device, rate)
+    elementwise = elementwise_seconds(cfg, config, device)
+    copied = config.parameters() * COPIED_BYTES / (device.memory_rate * MEMORY)
+    logits = rows * cfg.batch.seq_len * config.vocab_size * HEAD_BYTES
+    spread = {True: 1 / SPREAD, False: SPREAD, None: 1.0}[best]
+    return Seconds(
+        forward=spread * (products + attention + elementwise + copied / 3),
+        backward=spread
+        * (
+            products * (2 + again.products)
+            + attention * (2 + again.attention)
+            + elementwise * (2 + again.elementwise)
+            + copied * 2 / 3
+        ),
+        head=spread * (3 * rows * flops.head / rate + logits / (device.memory_rate * MEMORY)),
+    )
+
+
+def _at_efficiency(
+    cfg: TrainConfig, config: ModelConfig, device: Device, efficiency: float
+) -> Seconds:
+    """Return the seconds if all counted operations reach this share of the peak together."""
+    rows, flops = cfg.batch.micro_rows, forward_flops(config, cfg.batch.seq_len)
+    again = recomputed(cfg.activation_checkpoint)
+    rate = peak_rate(cfg, device) * efficiency / rows
+    products = flops.products / float8_speedup(cfg)
+    backward = products * (2 + again.products) + flops.attention * (2 + again.attention)
+    return Seconds((products + flops.attention) / rate, backward / rate, 3 * flops.head / rate)
+
+
+class Recomputed(NamedTuple):
+    """Shares of a block's forward that backward computes again."""
+
+    products: float
+    attention: float
+    elementwise: float
+
+
+def recomputed(asked: ActivationCheckpoint) -> Recomputed:
+    """Return what activation checkpointing computes again."""
+    if asked.mode == "none":
+        return Recomputed(0.0, 0.0, 0.0)
+    if asked.mode == "budget":  # at most: the compiler begins with what costs least
+        return Recomputed(*[1 - asked.budget] * 3)
+    saved = asked.save if asked.mode == "selective" else []
+    products = 0.0 if "matmul" in saved else 0.5 if "second_matmul" in saved else 1.0
+    every = asked.every
+    return Recomputed(products / every, ("attention" not in saved) / every, 1 / every)
+
+
+def forward_flops(config: ModelConfig, seq_len: int) -> Flops:
+    """Return the operations of one row, its attention as if the row were one document."""
+    attention_cost = float(config.attention_cost(np.array([seq_len]))[0])
+    heads_width = config.num_attention_heads * config.head_dim
+    blocks = config.parameters() - replace(config, num_hidden_layers=0).parameters()
+    return Flops(
+        products=2.0 * blocks * seq_len,
+        attention=2.0 * config.num_hidden_layers * heads_width * attention_cost,
+        head=2.0 * config.embedding_rows * config.hidden_size * seq_len,
+    )
+
+
+def peak_rate(cfg: TrainConfig, device: Device) -> float:
+    """Return the device's peak in the format that is computed in, FLOP/s."""
+    in_bfloat16 = cfg.precision.param_dtype == "bfloat16"
+    return (device.flops or 0.0) if in_bfloat16 else device.flops_float32
+
+
+def product_rate(cfg: TrainConfig, config: ModelConfig, device: Device) -> float:
+    """Return the FLOP/s that matrix products reach, the middle of the range."""
+    tokens = cfg.batch.micro_rows * cfg.batch.seq_len
+    least, most = TOKENS_RANGE
+    by_tokens = min(most, max(least, (tokens / TOKENS) ** BY_TOKENS))
+    by_width = min(WIDEST, (config.hidden_size / WIDTH) ** BY_WIDTH)
+    return peak_rate(cfg, device) * PRODUCTS * device.reach * by_tokens * by_width
+
+
+def attention_rate(cfg: TrainConfig, device: Device, products: float) -> float:
+    """Return the FLOP/s of attention, counted as causal. products: the rate of matrix products."""
+    kernel = FASTER_ATTENTION.get(cfg.model.attention_kernel, 1.0)
+    return products / device.attention * kernel
+
+
+def float8_speedup(cfg: TrainConfig) -> float:
+    """Return how much less time matrix products take in the chosen float8 format."""
+    return FLOAT8.get(cfg.precision.float8 or "", 1.0) if cfg.compile.enabled else 1.0
+
+
+def elementwise_seconds(cfg: TrainConfig, config: ModelConfig, device: Device) -> float:
+    """Return the seconds of all blocks' norms, rotations, gates and additions in one forward."""
+    traffic = COMPILED if cfg.compile.enabled else EAGER
+    family, hidden = config.family_spec, config.hidden_size
+    norms = sum(name is not None for name in NORMS[family.norms])
+    sizes = config.projection_sizes
+    heads = sizes["q_proj"] + sizes["k_proj"]
+    numbers = (
+        hidden * (norms * traffic.norm + 2 * traffic.residual)
+        + heads * (traffic.rotation + (traffic.norm if family.qk_norm else 0))
+        + config.intermediate_size * traffic.gate
+    )
+    tokens = cfg.batch.micro_rows * cfg.batch.seq_len
+    wider = getattr(torch, cfg.precision.param_dtype).itemsize / torch.bfloat16.itemsize
+    moved = numbers * wider * tokens * config.num_hidden_layers
+    return moved / (device.memory_rate * MEMORY)

@@ -1,5 +1,6 @@
 """Our tokens are those of SentencePiece and of `transformers`, and what we save loads there."""
 
+import base64
 import io
 import json
 
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 from texts import SHARED
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from fsdp_trainer.data.byte_level_files import BYTE_TEXTS
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template, load_template
 from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
-from fsdp_trainer.data.words import PATTERNS
+from fsdp_trainer.data.words import LLAMA_3, PATTERNS
 from fsdp_trainer.errors import UserError
 
 TEXTS = [
@@ -328,7 +330,6 @@ def byte_level(pattern=None, normalizer=None, added=("<|end|>",), **how):
     return TextTokenizer(backend, {}, set(), None)
 
 
-LLAMA_3 = next(pattern for pattern in PATTERNS if r"\p{N}{1,3}" in pattern and "Lu" not in pattern)
 BY_WORDS = [
     byte_level(),
     byte_level(normalizer=normalizers.NFC()),
@@ -380,3 +381,137 @@ def test_words_are_forgotten_before_they_fill_the_memory(enter):
         text = " ".join(f"word{i}{k}" for k in range(20))
         assert tokenizer.encode_plain([text])[0].tolist() == tokenizer.encode(text)
         assert len(tokenizer._words._ids) <= 40
+
+
+# --- other files --------------------------------------------------------------------------------
+
+SPACED = [
+    *TEXTS,
+    *(" one", "  two", "   three\n  x", " ", "\n a"),
+    *("it's WE'LL 12345 e\u0301", "a <|im_end|> b"),
+]
+
+
+def test_spaces_at_the_beginning_are_those_of_sentencepiece(sentencepiece_file):
+    spm = pytest.importorskip("sentencepiece")
+    theirs = spm.SentencePieceProcessor(model_file=str(sentencepiece_file))
+    ours = load_tokenizer(str(sentencepiece_file))
+    for text in (" one", "  two", "   the small\n  cell", " ", "   "):
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
+
+
+def test_a_legacy_tokenizer_puts_a_space_behind_special_tokens_too(sentencepiece_file, tmp_path):
+    spm = pytest.importorskip("sentencepiece")
+    theirs = spm.SentencePieceProcessor(model_file=str(sentencepiece_file))
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_file.read_bytes())
+    prints = set()
+    for legacy in (True, False):
+        config = {"legacy": legacy, "bos_token": "<s>"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        ours = load_tokenizer(str(tmp_path))
+        prints.add(ours.fingerprint)
+        for text in SPACED:
+            assert ours.encode(text) == theirs.encode(text)
+        bos = [theirs.bos_id()]
+        behind = theirs.encode("small  world")
+        assert (ours.encode("<s>small  world") == bos + behind) == legacy
+        saved_and_compared(ours, tmp_path / str(legacy), [*TEXTS, "<s>Hello</s>world"])
+    assert len(prints) == 2  # a cache of one is none of the other
+
+
+def write_tiktoken(path, backend):
+    """The vocabulary of a byte-level BPE as tiktoken keeps it, without what was added."""
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    ids = backend.get_vocab(with_added_tokens=False)
+    byte_of = {text: byte for byte, text in enumerate(BYTE_TEXTS)}
+    lines = [
+        base64.b64encode(bytes(byte_of[c] for c in text)).decode() + f" {id}\n"
+        for text, id in sorted(ids.items(), key=lambda item: item[1])
+        if text not in added
+    ]
+    path.write_text("".join(lines))
+    return len(lines)
+
+
+def test_a_model_of_tiktoken_gives_the_tokens_of_its_vocabulary(tmp_path):
+    original = byte_level(LLAMA_3, added=("<|im_end|>",))
+    size = write_tiktoken(tmp_path / "tokenizer.model", original.backend)
+    added = {str(size): {"content": "<|im_end|>", "special": True}}
+    config = {"eos_token": "<|im_end|>", "added_tokens_decoder": added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = load_tokenizer(str(tmp_path))
+    assert (ours.eos_id, ours.vocab_size) == (size, size + 1)
+    for text in SPACED:
+        assert ours.encode(text) == original.encode(text)
+        assert ours.decode(ours.encode(text), skip_special=False) == text
+    assert ours._words  # as fast as its tokenizer.json
+    saved_and_compared(ours, tmp_path / "saved", SPACED)
+
+
+def test_the_special_tokens_of_llama_3_are_known_by_its_number_of_ranks(tmp_path):
+    tokens = [bytes([i]) for i in range(256)]
+    tokens += [b"%c%c" % divmod(i, 256) for i in range(1 << 16)]
+    tokens += [b"\x00%c%c" % divmod(i, 256) for i in range(128_000 - len(tokens))]
+    lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
+    (tmp_path / "tokenizer.model").write_bytes(b"".join(lines))
+    ours = load_tokenizer(str(tmp_path / "tokenizer.model"))
+    assert ours.vocab_size == 128_256
+    assert ours.encode("<|begin_of_text|>")[0] == ours.bos_id == 128_000
+    names = ("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>")
+    assert [ours.special_tokens[name] for name in names] == [128_006, 128_007, 128_008, 128_009]
+
+
+@pytest.mark.parametrize("cut", [b"!!!! 3\n", b"YWI= 9\n"])
+def test_a_broken_model_of_tiktoken_is_called_that(tmp_path, cut):
+    (tmp_path / "a.model").write_bytes(b"YQ== 0\nYg== 1\n" + cut)
+    with pytest.raises(UserError, match=r"tiktoken|cut short"):
+        load_tokenizer(str(tmp_path / "a.model"))
+
+
+def write_vocabulary(folder, backend, **config):
+    """vocab.json, merges.txt and tokenizer_config.json of a byte-level BPE."""
+    model = json.loads(backend.to_str())["model"]
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    size = len(model["vocab"])
+    vocabulary = model["vocab"] | {"<|endoftext|>": size}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    token = {"content": "<|im_end|>", "special": True, "rstrip": True, "lstrip": False}
+    token |= {"normalized": False, "single_word": False}
+    added = {str(size + 1): token}
+    config = config | {"added_tokens_decoder": added}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2TokenizerFast", None])
+def test_a_vocabulary_with_merges_gives_the_tokens_of_transformers(tmp_path, kind, prefix):
+    transformers = pytest.importorskip("transformers")
+    named = {"tokenizer_class": kind} if kind else {}
+    if not kind:
+        (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    original = byte_level(added=()).backend
+    write_vocabulary(tmp_path, original, add_prefix_space=prefix, **named)
+    ours = load_tokenizer(str(tmp_path))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in [*SPACED, "<|endoftext|>a <|im_end|>  b"]:
+        assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
+    assert (ours.eos_id, ours.bos_id) == (theirs.eos_token_id, theirs.bos_token_id)
+    assert ours.vocab_size == len(theirs)
+    saved_and_compared(ours, tmp_path / "saved", SPACED)
+    assert load_tokenizer(str(tmp_path / "vocab.json")).fingerprint == ours.fingerprint
+
+
+def test_a_vocabulary_that_is_no_byte_level_bpe_is_refused(tmp_path):
+    write_vocabulary(tmp_path, byte_level().backend, tokenizer_class="CLIPTokenizer")
+    with pytest.raises(UserError, match="class CLIPTokenizer"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    (tmp_path / "merges.txt").write_text("")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UserError, match="no byte-level BPE"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(UserError, match=r"merges\.txt"):
+        load_tokenizer(str(tmp_path / "vocab.json"))

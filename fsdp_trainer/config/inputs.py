@@ -138,6 +138,7 @@ def _lacks_tokenizer(path: str) -> bool:
         (folder / "config.json").is_file()
         and not (folder / "tokenizer.json").is_file()
         and not any(folder.glob("*.model"))
+        and not ((folder / "vocab.json").is_file() and (folder / "merges.txt").is_file())
     )
 
 

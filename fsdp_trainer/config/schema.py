@@ -344,7 +344,7 @@ class Tokenizer:
 
     path: str | None = key(
         None,
-        "a SentencePiece .model, a tokenizer.json, or a folder with either; `demo:bytes` is made on the spot; null: model.init_from's",
+        "a tokenizer.json, a .model of SentencePiece or tiktoken, or a folder with either or with vocab.json and merges.txt; `demo:bytes` is made on the spot; null: model.init_from's",
     )
     add_tokens: list[str] = key(
         [],

@@ -1,6 +1,7 @@
 """SentencePiece `.model` files, read into a `tokenizers.Tokenizer`: one backend, token offsets, and a tokenizer.json that loads anywhere.
 
-The text gets its leading space only at the start, not after special tokens (transformers: `legacy=False`).
+The text gets its leading space only at the start, not after special tokens; with `legacy` also
+there, as transformers has it under that name.
 Format: https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto
 """
 
@@ -24,14 +25,22 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # ModelProto
 UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
 PROBES = (
     "The quick brown fox, 1984.",
+    " one",
+    "   three",
     "a  b\tc\nd",
     "naïve Ωμέγα 東京 🙂",
     "def f(x):\n    return x**2  # ½",
 )
 
 
-def read_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer, and its special tokens by name (bos_token, eos_token, pad_token, unk_token). ValueError if it is not one."""
+def read_sentencepiece(
+    path: Path, legacy: bool = False, prefix: bool = True
+) -> tuple[Tokenizer, dict[str, str]]:
+    """Return the tokenizer, and its special tokens by name (bos_token, eos_token …).
+
+    legacy: a text behind a special token begins with a space too; prefix: False leaves out the
+    space that the model puts before a text. ValueError if the file is no SentencePiece model.
+    """
     proto = list(_fields(path.read_bytes()))
     pieces = [_piece(dict(_fields(value))) for number, value in proto if number == 1]
     trainer, normalizer = (dict(_fields(dict(proto).get(number, b""))) for number in (2, 3))
@@ -53,12 +62,8 @@ def read_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     }
 
     tokenizer = Tokenizer(_model(pieces, trainer, ids["unk_token"]))
-    if steps := _normalizers(normalizer):
-        tokenizer.normalizer = normalizers.Sequence(steps)
-    prefix_space = bool(normalizer.get(3, 1))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
-        "▁", prepend_scheme="first" if prefix_space else "never", split=False
-    )
+    prefix_space = bool(normalizer.get(3, 1)) and prefix
+    _put_spaces(tokenizer, normalizer, prefix_space, legacy)
     strip = [decoders.Strip(" ", left=1)] if prefix_space else []
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
@@ -73,7 +78,8 @@ def read_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
         tokenizer.post_processor = processors.TemplateProcessing(
             f"{bos} $A", f"{bos} $A {bos} $B", [(bos, tokenizer.token_to_id(bos))]
         )
-    _check(tokenizer, path)
+    if prefix_space == bool(normalizer.get(3, 1)):
+        _check(tokenizer, path)
     return tokenizer, special
 
 
@@ -121,13 +127,32 @@ def _merges(pieces: list[tuple[str, float, int]]) -> list[tuple[str, str]]:
     return [(left, right) for *_, left, right in sorted(merges)]
 
 
-def _normalizers(spec: dict) -> list[normalizers.Normalizer]:
+def _put_spaces(tokenizer: Tokenizer, spec: dict, prefix_space: bool, legacy: bool) -> None:
+    """Let the tokenizer normalise texts as the model says, and write ▁ for a space.
+
+    prefix_space: a text gets a space before it; legacy: behind special tokens too.
+    """
     steps: list[normalizers.Normalizer] = []
+    first = "first" if prefix_space and not legacy else "never"
+    metaspaces = [pre_tokenizers.Metaspace("▁", prepend_scheme=first, split=False)]
     if charsmap := spec.get(2):
         steps.append(normalizers.Precompiled(charsmap))
     if spec.get(4, 1):  # remove_extra_whitespaces
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    return steps
+        # a space at the beginning is the one that would be put there; without it a text would
+        # not begin where it did, and Metaspace would put none
+        steps.append(normalizers.Strip(left=first == "never", right=True))
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+    elif first == "first":
+        # Metaspace puts no space before a text that begins with its replacement: so all spaces
+        # are replaced before, and a space stands for the replacement until the last step
+        steps.append(normalizers.Replace(" ", "▁"))
+        last = pre_tokenizers.Metaspace("▁", prepend_scheme="never", split=False)
+        metaspaces = [pre_tokenizers.Metaspace(" ", prepend_scheme=first, split=False), last]
+    if legacy and prefix_space:
+        steps.append(normalizers.Prepend("▁"))
+    if steps:
+        tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(metaspaces)
 
 
 def _piece(fields: dict) -> tuple[str, float, int]:

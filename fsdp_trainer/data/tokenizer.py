@@ -12,6 +12,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from fsdp_trainer.data import demo
+from fsdp_trainer.data.byte_level_files import is_tiktoken, read_tiktoken, read_vocab_and_merges
 from fsdp_trainer.data.sentencepiece_model import read_sentencepiece
 from fsdp_trainer.data.words import (
     Encoding,
@@ -26,6 +27,9 @@ FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
+VOCABULARY, MERGES = "vocab.json", "merges.txt"
+BESIDE_A_CONFIG = ("tokenizer.json", "tokenizer.model", VOCABULARY)
+"""Files whose folder describes them, also where they are named themselves."""
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 END_TOKENS = (
     "<|eot_id|>",
@@ -199,27 +203,36 @@ class TextTokenizer:
         if not (folder / "tokenizer.json").exists():
             (folder / "tokenizer.json").write_text(self._saved, encoding="utf-8")
         config = folder / "tokenizer_config.json"
-        if not config.exists():
-            values = {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                **self.special,
-                "clean_up_tokenization_spaces": False,
-                "model_max_length": 10**30,
-            }
-            config.write_text(
-                json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
+        if not config.exists() or "tokenizer.json" not in self._files:
+            _write_config(config, self._described(config))
         if chat_template not in (None, self.chat_template):
             values = {
                 k: v
                 for k, v in json.loads(config.read_text(encoding="utf-8")).items()
                 if k != "chat_template"
             }
-            config.write_text(
-                json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
+            _write_config(config, values)
         if template := chat_template or self.chat_template:
             (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+    def _described(self, config: Path) -> dict[str, Any]:
+        """Return the description of a tokenizer.json: the one that is there, with special tokens.
+
+        Other files, or their class in transformers, have named those; a tokenizer.json does not.
+        """
+        values: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 10**30,
+        }
+        if config.exists():
+            written = json.loads(config.read_text(encoding="utf-8"))
+            values = written if isinstance(written, dict) else values
+        return values | {name: text for name, text in self.special.items() if not values.get(name)}
+
+
+def _write_config(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _encoding(encoding: Any) -> Encoding:
@@ -231,7 +244,9 @@ def _encoding(encoding: Any) -> Encoding:
 
 
 def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
-    """A tokenizer from a SentencePiece `.model`, a `tokenizer.json`, a folder with either, or `demo:bytes`.
+    """Return a tokenizer from a file, a folder that has one, or `demo:bytes`.
+
+    Files: tokenizer.json, a `.model` of SentencePiece or tiktoken, vocab.json beside merges.txt.
 
     add_tokens: special tokens that it may lack; new ones take the ids behind the last.
     """
@@ -241,28 +256,22 @@ def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
         return TextTokenizer(backend, special, ends, template)
     given = Path(path).expanduser()
     file = _tokenizer_file(given)
-    try:
-        if file.suffix == ".model":
-            backend, special = read_sentencepiece(file)
-        else:
-            backend, special = Tokenizer.from_file(str(file)), {}
-    except Exception as e:  # tokenizers raises bare Exception
-        raise _bad(path, f"{file.name} cannot be read: {e}") from None
-    folder = (
-        file.parent
-        if given.is_dir() or file.name in ("tokenizer.json", "tokenizer.model")
-        else None
-    )
+    folder = file.parent if given.is_dir() or file.name in BESIDE_A_CONFIG else None
     special_map, config, generation = (
         _json(folder, f"{name}.json")
         for name in ("special_tokens_map", "tokenizer_config", "generation_config")
     )
-    if file.suffix == ".model":
-        _add_tokens(backend, config.get("added_tokens_decoder", {}), path)
+    try:
+        backend, special = _read_backend(file, config)
+    except Exception as e:  # tokenizers raises bare Exception
+        raise _bad(path, f"{file.name} cannot be read: {e}") from None
+    if file.suffix == ".model" or file.name == VOCABULARY:
+        later = _json(folder, "added_tokens.json").items()
+        added = {str(id): {"content": text} for text, id in later}
+        _add_tokens(backend, added | config.get("added_tokens_decoder", {}), path)
     stop_ids = generation.get("eos_token_id") or []
-    files = {"tokenizer" + file.suffix: file} | {
-        name: folder / name for name in FILES if folder and (folder / name).is_file()
-    }
+    own = {} if file.name == VOCABULARY else {"tokenizer" + file.suffix: file}
+    files = own | {name: folder / name for name in FILES if folder and (folder / name).is_file()}
     if _add_special(backend, add_tokens):
         files = {
             name: kept
@@ -278,24 +287,42 @@ def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
     )
 
 
+def _read_backend(file: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
+    """Return the tokenizer of a file, and the special tokens that the file itself names."""
+    if file.name == VOCABULARY:
+        return read_vocab_and_merges(file.parent, config)
+    if file.suffix != ".model":
+        return Tokenizer.from_file(str(file)), {}
+    if is_tiktoken(file):
+        return read_tiktoken(file, described="added_tokens_decoder" in config)
+    prefix = config.get("add_prefix_space") is not False
+    return read_sentencepiece(file, config.get("legacy") is True, prefix)
+
+
 def _tokenizer_file(path: Path) -> Path:
     if path.is_dir():
-        found = [
-            path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()
-        ] or sorted(path.glob("*.model"))
-        if not found:
+        names = ["tokenizer.json", "tokenizer.model"]
+        if (path / MERGES).is_file():
+            names.append(VOCABULARY)
+        files = [path / name for name in names if (path / name).is_file()]
+        files += sorted(path.glob("*.model"))
+        if not files:
             raise _bad(
                 path,
-                "this folder has neither a tokenizer.json nor a SentencePiece .model. Name one that has:  tokenizer.path=…",
+                "this folder has no tokenizer.json, no .model of SentencePiece or tiktoken, and no vocab.json with merges.txt. Name one that has:  tokenizer.path=…",
             )
-        return found[0]
+        return files[0]
     if not path.is_file():
         raise _bad(
             path,
-            "there is no such file or folder.\nUse a SentencePiece .model, a tokenizer.json, a folder with either, or  demo:bytes",
+            "there is no such file or folder.\nUse a tokenizer.json, a .model of SentencePiece or tiktoken, a folder with either or with vocab.json and merges.txt, or  demo:bytes",
         )
     if path.suffix not in (".model", ".json"):
-        raise _bad(path, "this is neither a SentencePiece .model nor a tokenizer.json")
+        raise _bad(
+            path, "this is neither a .model of SentencePiece or tiktoken nor a tokenizer.json"
+        )
+    if path.name == VOCABULARY and not (path.parent / MERGES).is_file():
+        raise _bad(path, "there is no merges.txt beside it, which belongs to it")
     return path
 
 
@@ -327,20 +354,20 @@ def _special_tokens(backend: Tokenizer, *sources: dict) -> dict[str, str]:
 
 
 def _add_tokens(backend: Tokenizer, added: dict[str, dict], path: str) -> None:
-    """Tokens that were added to a SentencePiece model later, e.g. those of a chat template; their ids follow the pieces."""
+    """Add tokens that a file without a tokenizer.json lacks, e.g. those of a chat template.
+
+    Their ids follow those of the file. UserError if they should have others.
+    """
+    flags = ("special", "lstrip", "rstrip", "single_word")
+    known = backend.get_added_tokens_decoder()
     for id, token in sorted(added.items(), key=lambda item: int(item[0])):
-        if backend.token_to_id(token["content"]) is None:
-            backend.add_tokens(
-                [
-                    AddedToken(
-                        token["content"], special=token.get("special", False), normalized=False
-                    )
-                ]
-            )
+        if int(id) not in known:
+            given = {flag: bool(token.get(flag, False)) for flag in flags}
+            backend.add_tokens([AddedToken(token["content"], normalized=False, **given)])
         if backend.token_to_id(token["content"]) != int(id):
             raise _bad(
                 path,
-                f"tokenizer_config.json gives {token['content']} the id {id}, the model has {backend.token_to_id(token['content'])}",
+                f"its description gives {token['content']} the id {id}, the file has {backend.token_to_id(token['content'])}",
             )
 
 

@@ -22,15 +22,17 @@ CHARACTERS = 1 << 22  # of the words that are kept: some 200 MB
 SPACES = 16  # characters for each space: where there are more, as in Chinese, most words are new
 AT_ONCE = 1 << 15  # new words that are asked for together
 SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-PATTERNS = {
+LLAMA_3 = (
     SUFFIXES
-    + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",  # Llama 3, GPT-4
-    SUFFIXES
-    + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",  # Qwen 2, 2.5 and 3
+    + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)  # also GPT-4's
+QWEN = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")  # 2, 2.5 and 3
+GPT_4O = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",  # GPT-4o
-}
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PATTERNS = {LLAMA_3, QWEN, GPT_4O}
 
 
 @dataclass
@@ -70,12 +72,16 @@ def joins_anywhere(backend: Tokenizer) -> bool:
     """
     told = json.loads(backend.to_str())
     pre, model = told["pre_tokenizer"] or {"type": "Metaspace"}, told["model"]
+    only_metaspace = all(
+        step["type"] == "Metaspace" and not step["split"]
+        for step in pre.get("pretokenizers", [{"type": ""}])
+    )
     cuts_nothing = pre["type"] == "ByteLevel" and not pre["use_regex"]
     at_a_space = pre["type"] == "Split" and pre["pattern"] == {"String": " "}
     return (
         model["type"] == "BPE"
         and not model.get("dropout")
-        and (pre["type"] == "Metaspace" or cuts_nothing or at_a_space)
+        and (pre["type"] == "Metaspace" or only_metaspace or cuts_nothing or at_a_space)
     )
 
 

@@ -235,7 +235,7 @@ BROKEN_FILES = {
     "history.jsonl": (
         '{"instruction": "q", "output": "a"}\n{"instruction": "q", "output": "a", "history": [5]}',
         2,
-        "history should be a list",
+        "'history' should be a list of turns, it holds int 5",
     ),
     "types.jsonl": (GOOD + '{"text": [5]}\n', 2, "'text' should be text, it is list"),
     "nan.jsonl": (GOOD + '{"text": NaN}\n', 2, "'text' is null"),

@@ -282,7 +282,7 @@ def test_unknown_columns_are_listed_with_an_example():
     with pytest.raises(UserError) as raised:
         read({"body": "x", "title": "y"})
     assert "body title" in str(raised.value)
-    assert "data.fields={prompt: question" in str(raised.value)
+    assert "data.fields={prompt: body, completion: title}" in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,10 @@ def key(
     return field(default=default, metadata=metadata)
 
 
-FORMATS = ("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference")
+FORMATS = (
+    "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference", "tokens",
+    "segments",
+)  # fmt: skip
 NEEDS_NCCL = "is memory of NCCL's, which GPUs communicate by; gloo on a CPU has none"
 
 

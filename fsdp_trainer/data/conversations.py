@@ -2,55 +2,51 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import cycle
 from typing import Any
 
+from fsdp_trainer.data.row_formats import (
+    FIELDS,
+    FORMATS,
+    REQUIRED,
+    ROLE_KEYS,
+    ROLES,
+    TEXT_KEYS,
+    column_value,
+    field_hints,
+    find_format,
+    is_calls,
+    is_turn,
+    later_columns,
+    match,
+    media_of,
+    pair_keys,
+    parsed,
+    role_key,
+    said_by,
+    unused_columns,
+)
 from fsdp_trainer.data.sources import Row, RowError
 from fsdp_trainer.errors import Problem, UserError
 
 Message = dict[str, Any]
 
-ROLES = {
-    "system": "system", "developer": "system",
-    "user": "user", "human": "user", "prompter": "user",
-    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "chatgpt": "assistant", "bot": "assistant", "ai": "assistant",
-    "function_call": "assistant", "tool_call": "assistant",
-    "tool": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool", "tool_result": "tool",
-    "function": "tool", "ipython": "tool",
-}  # fmt: skip
 TOOL_CALL_ROLES = ("function_call", "tool_call")
 REASONING = ("reasoning_content", "reasoning", "thinking")
-FLAGS = {"train": False, "training": False, "loss": False, "masked": True}
-"""How other trainers' data says that a turn is not learnt: Axolotl, ms-swift, torchtune. Only as true or false."""
+FLAGS = {"train": False, "training": False, "loss": False, "loss_scale": False, "masked": True}
+"""Keys of a turn that is not learnt, in data of Axolotl, ms-swift and torchtune: true or false."""
+WEIGHTS = ("weight", "loss_weight", "loss_scale")
+"""Keys of the number with which a turn is learnt; the last one is ms-swift's."""
 PARTS = {
     "text": "text", "output_text": "text", "input_text": "text",
     "thinking": "reasoning", "reasoning": "reasoning", "reasoning_content": "reasoning",
     "tool_call": "tool_call", "tool_calls": "tool_call", "function_call": "tool_call", "tool_use": "tool_call",
 }  # fmt: skip
 """Types of content parts, and what they are; any other (an image, say) is refused."""
-COMPLETIONS = ("completion", "answer", "response", "output", "solution", "target")
-PAIRS = [
-    (prompt, completion)
-    for prompt in ("prompt", "question", "instruction", "input", "query", "problem")
-    for completion in COMPLETIONS
-]
-CHATS = ("messages", "conversations", "conversation", "dialogue", "dialog")
-FIELDS = {
-    "messages": ("messages", "tools"),
-    "sharegpt": ("conversations", "system", "tools"),
-    "alpaca": ("instruction", "input", "output", "system", "history"),
-    "prompt_completion": ("prompt", "completion", "system"),
-    "text": ("text",),
-    "preference": ("chosen", "rejected", "prompt", "input", "system", "tools"),
-}
-REQUIRED = {
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-    "alpaca": ("instruction", "output"),
-    "prompt_completion": ("prompt", "completion"),
-    "text": ("text",),
-    "preference": ("chosen", "rejected"),
-}
+NOT_LEARNT = -100  # in labels, as torch's losses have it
+FORMS_REMEMBERED = 1000  # different sets of columns in one file
 
 
 @dataclass
@@ -74,25 +70,80 @@ class Document:
 
 
 @dataclass
+class Pretokenised:
+    """Tokens as they are to be trained on."""
+
+    tokens: list[int]
+    learnt: list[bool]
+    where: tuple[str, int]
+
+
+@dataclass
+class Segments:
+    """Texts that are tokenised one by one and joined; some are learnt."""
+
+    texts: list[str]
+    learnt: list[bool]
+    where: tuple[str, int]
+
+
+Readable = Conversation | Document | Pretokenised | Segments
+
+
+@dataclass
 class Reader:
     """Reads the rows of one file, whose format and columns are known."""
 
     format: str
     columns: dict[str, str]
     """Which column has which meaning, e.g. {"prompt": "question", "completion": "answer"}."""
+    first: frozenset[str] = frozenset()
+    """The columns of the first row."""
+    text_only: bool = True
+    """True: pictures and sound in columns that are not used are passed over."""
+    form: str = ""
+    """What else people should know about how its rows are read."""
+    unused: dict[str, None] = field(default_factory=dict)
+    """Columns of the rows read so far that no meaning was found for, in order."""
+    _by_columns: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         renamed = [
             f"{column} → {meaning}" for meaning, column in self.columns.items() if column != meaning
         ]
-        return self.format + (f" ({', '.join(renamed)})" if renamed else "")
+        about = [*renamed, *([self.form] if self.form else [])]
+        return self.format + (f" ({', '.join(about)})" if about else "")
+
+    def again(self) -> "Reader":
+        """Return one for other rows of the file, which has read none."""
+        return replace(self, unused={}, _by_columns={})
+
+    def columns_of(self, row: Row) -> dict[str, str]:
+        """Return the column of each meaning in this row: the same for all with these columns."""
+        key = tuple(row.columns)
+        if key not in self._by_columns:
+            if len(self._by_columns) >= FORMS_REMEMBERED:
+                self._by_columns.clear()
+            used = later_columns(self.format, row.columns, self.columns, self.first)
+            self._by_columns[key] = used
+            self.unused |= dict.fromkeys(unused_columns(row.columns, used.values()))
+        return self._by_columns[key]
 
     def values(self, row: Row) -> dict[str, Any]:
-        """By meaning. RowError if a column is missing."""
-        values = {meaning: _column(row.columns, column) for meaning, column in self.columns.items()}
+        """Return the values by meaning. RowError if a column is missing or holds no text."""
+        used = self.columns_of(row)
+        if not self.text_only:
+            others = {name: row.columns[name] for name in row.columns if name in self.unused}
+            media = media_of(others)
+            if media:
+                raise RowError(f"holds {media}, and only text is read.\n{self._text_alone()}")
+        values = {
+            meaning: column_value(row.columns, used[meaning]) if meaning in used else None
+            for meaning in FORMATS[self.format]
+        }
         for meaning in REQUIRED[self.format]:
             if values[meaning] is None:
-                column = self.columns[meaning]
+                column = used.get(meaning, meaning)
                 raise RowError(
                     f"{column!r} is null"
                     if column in row.columns
@@ -100,36 +151,67 @@ class Reader:
                 )
         return values
 
-    def read(self, row: Row) -> Conversation | Document:
-        """RowError if a column is missing or has the wrong type."""
+    def read(self, row: Row) -> Readable:
+        """Return what the row holds. RowError if a column is missing or has the wrong type."""
         values = self.values(row)
-        if self.format == "text":
-            return Document(_string(values["text"], self.columns["text"]), row.where)
-        return Conversation(
-            with_system(READERS[self.format](values), values),
-            tools_of(values.get("tools")),
-            row.where,
+        return READERS[self.format](Values(values, self.columns_of(row), row.where))
+
+    def _text_alone(self) -> str:
+        fields = ", ".join(f"{key}: {self.columns.get(key, key)}" for key in REQUIRED[self.format])
+        return (
+            "Leave such rows out with  data.on_error=skip  , or have their text read alone with"
+            f"  'data.fields={{{fields}}}'"
         )
 
 
-def _column(columns: dict[str, Any], name: str) -> Any:
-    """A column's value, or what it holds under a dotted name: conversation.messages."""
-    if name in columns or "." not in name:
-        return columns.get(name)
-    outer, _, inner = name.partition(".")
-    return _column(value, inner) if isinstance(value := _parsed(columns.get(outer)), dict) else None
+@dataclass
+class Values:
+    """A row's values by meaning, with the names of their columns for messages."""
+
+    by_meaning: dict[str, Any]
+    columns: dict[str, str]
+    where: tuple[str, int]
+
+    def __getitem__(self, meaning: str) -> Any:
+        return self.by_meaning[meaning]
+
+    def name(self, meaning: str) -> str:
+        """Return the column of a meaning, or its usual name where the row has none."""
+        return self.columns.get(meaning, meaning)
+
+    def text(self, meaning: str) -> str:
+        """Return a value that has to be a text."""
+        return _string(self[meaning], self.name(meaning))
+
+    def conversation(self, messages: list[Message]) -> Conversation:
+        """Return the turns with the row's system text and tools."""
+        values = self.by_meaning
+        return Conversation(
+            with_system(messages, values, self.name("system")),
+            tools_of(values.get("tools"), self.name("tools")),
+            self.where,
+        )
 
 
-def with_system(messages: list[Message], values: dict[str, Any]) -> list[Message]:
-    """The turns after the row's system text, if it has one."""
-    return (
-        [{"role": "system", "content": _string(values["system"], "system")}, *messages]
-        if values.get("system")
-        else messages
-    )
+def with_system(
+    messages: list[Message], values: dict[str, Any], column: str = "system"
+) -> list[Message]:
+    """Return the turns after the row's system text, if it has one that they do not begin with."""
+    if not values.get("system"):
+        return messages
+    text, _, _ = _content(_system_text(values["system"]), {}, f"{column!r}")
+    system = {"role": "system", "content": text}
+    return messages if messages[:1] == [system] else [system, *messages]
 
 
-PREFERENCE = """holds preference pairs (chosen, rejected): `preview` shows and checks them, no objective learns from them yet.
+def _system_text(value: Any) -> Any:
+    """Return the content of a system text: of a turn, or of parts as Bedrock and Gemini have."""
+    if isinstance(value, dict):
+        return next((value[key] for key in TEXT_KEYS if key in value), value)
+    return value
+
+
+PREFERENCE = """holds preference pairs (%s, %s): `preview` shows and checks them, no objective learns from them yet.
 To train on the better answers alone:  'data.fields={%s}'"""
 
 
@@ -140,44 +222,55 @@ def make_reader(
     file: str,
     pairs: bool = False,
 ) -> Reader:
-    """The reader for a file, from the columns of its first row; UserError if it cannot be found out. pairs: whether preferences are wanted."""
+    """Return the reader for a file, from the columns of its first row.
+
+    UserError if its format cannot be found out. pairs: True where preference pairs are wanted.
+    """
     fields = {meaning: str(column) for meaning, column in (fields or {}).items()}
-    if format == "auto" and not fields:
-        _refuse_judged(columns, file)
+    automatic = format == "auto" and not fields
     if format == "auto":
-        format = _format_of_fields(fields) if fields else _format_of_columns(columns)
-    if not format:
-        example = (
-            "'data.fields={prompt: question, completion: answer}'  or  'data.fields={text: body}'"
-        )
-        raise _unusable(
-            file,
-            f"no known format has its columns: {' '.join(columns) or 'none'}\nSay what they mean:  {example}",
-        )
+        if automatic:
+            _refuse_judged(columns, file)
+            _refuse_single_turns(columns, file)
+        format, matched = find_format(columns, fields) or (None, {})
+        if not format:
+            raise _unknown_fields(fields) if fields else _unknown_format(columns, file)
+    else:
+        unknown = sorted(set(fields) - set(FORMATS[str(format)]))
+        if unknown:
+            raise _unusable(
+                f"data.fields={{{unknown[0]}: {fields[unknown[0]]}}}",
+                f"format {format} has only: {' '.join(FORMATS[str(format)])}",
+            )
+        matched = match(str(format), columns, fields, by_value=False)
     if format == "preference" and not pairs:
-        prompt = _found(columns, "preference")["prompt"]
-        raise _unusable(
-            file,
-            PREFERENCE
-            % (
-                f"prompt: {prompt}, completion: chosen" if prompt in columns else "messages: chosen"
-            ),
-        )
-    if unknown := sorted(set(fields) - set(FIELDS[format])):
-        raise _unusable(
-            f"data.fields={{{unknown[0]}: {fields[unknown[0]]}}}",
-            f"format {format} has only: {' '.join(FIELDS[format])}",
-        )
-    return Reader(
-        format, {name: name for name in FIELDS[format]} | _found(columns, format) | fields
-    )
+        raise _unusable(file, _pairs_refused(matched))
+    text_only = not automatic or format == "text"
+    form = _form(columns, matched) if format in ("messages", "sharegpt") else ""
+    return Reader(str(format), matched, frozenset(columns), text_only, form)
+
+
+def _pairs_refused(matched: dict[str, str]) -> str:
+    chosen, rejected = (matched.get(name, name) for name in ("chosen", "rejected"))
+    prompt = matched.get("prompt")
+    fields = f"prompt: {prompt}, completion: {chosen}" if prompt else f"messages: {chosen}"
+    return PREFERENCE % (chosen, rejected, fields)
+
+
+def _form(columns: dict[str, Any], matched: dict[str, str]) -> str:
+    turns = parsed(column_value(columns, next(iter(matched.values()), "")))
+    if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
+        return "its texts are the user's and the assistant's by turns"
+    return ""
 
 
 def _refuse_judged(columns: dict[str, Any], file: str) -> None:
-    """Answers with a verdict are not all to be learnt."""
-    if isinstance(
-        label := columns.get("label", columns.get("kto_tag")), bool
-    ) and _format_of_columns(columns) not in (None, "text"):
+    """Raise UserError for answers with a verdict: not all of them are to be learnt."""
+    label = columns.get("label", columns.get("kto_tag"))
+    if not isinstance(label, bool):
+        return
+    format, _ = find_format(columns, {}) or ("text", {})
+    if format not in ("text", "tokens"):
         why = f"has a label of true or false ({str(label).lower()} in its first row): unpaired preferences, and false ones would be learnt as well.\n"
         raise _unusable(
             file,
@@ -186,189 +279,259 @@ def _refuse_judged(columns: dict[str, Any], file: str) -> None:
         )
 
 
-def _format_of_fields(fields: dict[str, str]) -> str:
-    for name, required in REQUIRED.items():
-        if set(required) <= set(fields) <= set(FIELDS[name]):
-            return name
+def _refuse_single_turns(columns: dict[str, Any], file: str) -> None:
+    """Raise UserError for rows that are one turn each: documents of one turn teach no answers."""
+    if not is_turn(columns):
+        return
+    role = str(role_key(columns))
+    format, _ = find_format(columns, {}) or ("text", {})
+    if format == "text":
+        raise _unusable(
+            file,
+            f"each row is one turn of a conversation ({role!r} is {columns[role]!r}).\n"
+            "Put all turns of a conversation into one row, in a column `messages`, or learn each "
+            "as a document with  data.format=text",
+        )
+
+
+def _unknown_fields(fields: dict[str, str]) -> UserError:
     known = [
         f"{name}: {' '.join(m if m in REQUIRED[name] else f'({m})' for m in meanings)}"
         for name, meanings in FIELDS.items()
     ]
     shown = ", ".join(f"{meaning}: {column}" for meaning, column in fields.items())
-    raise _unusable(
-        f"data.fields={{{shown}}}",
-        "\n".join(
-            [
-                "no format has these meanings. Each format's own (those in brackets may be left out):",
-                *known,
-            ]
-        ),
-    )
+    why = "no format has these meanings. Each format's own (those in brackets may be left out):"
+    return _unusable(f"data.fields={{{shown}}}", "\n".join([why, *known]))
 
 
-def _format_of_columns(columns: dict[str, Any]) -> str | None:
-    if is_preference(columns):
-        return "preference"
-    if name := _chat_column(columns):
-        first: Any = next(
-            iter(_parsed(_column(columns, name))),
-            {"role": ""} if name == "messages" else {"from": ""},
+def _unknown_format(columns: dict[str, Any], file: str) -> UserError:
+    why = f"no known format has its columns: {' '.join(columns) or 'none'}\n"
+    hints = "  or  ".join(f"'data.fields={{{hint}}}'" for hint in field_hints(columns))
+    advice = f"Say what they mean:  {hints}" if hints else "None of them holds text or turns"
+    return _unusable(file, why + advice)
+
+
+def read_turns(value: Any, column: str = "messages") -> list[Message]:
+    """Return the turns of a list: objects with a role, question-answer pairs, or plain texts."""
+    value = parsed(value)
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise RowError(f"{column!r} should be a list of turns, it is {_shown(value)}")
+    if len(value) > 1 and all(isinstance(turn, str) and turn[:1] != "{" for turn in value):
+        roles = cycle(("user", "assistant"))
+        return [{"role": role, "content": text} for role, text in zip(roles, value, strict=False)]
+    return [message for turn in value for message in _turn(parsed(turn), column)]
+
+
+def _turn(turn: Any, column: str) -> list[Message]:
+    """Return the message that an element of a list of turns is; two if it is a pair."""
+    if isinstance(turn, list) and len(turn) == 2:
+        turn = {"user": turn[0], "assistant": turn[1]}
+    if not isinstance(turn, dict):
+        raise RowError(f"{column!r} should be a list of turns, it holds {_shown(turn)}")
+    pair = pair_keys(turn)
+    if role_key(turn) is None and pair:
+        ask, reply = pair
+        others = {key: value for key, value in turn.items() if key not in pair}
+        return [
+            {"role": "user", "content": _string(turn[ask], ask)},
+            _message(others, "assistant", turn[reply]),
+        ]
+    speaker = said_by(turn)
+    if speaker:
+        return [_message({}, speaker, turn[speaker])]
+    role = next((turn[key] for key in ROLE_KEYS if turn.get(key) is not None), None)
+    if role is None:
+        keys = " ".join(map(str, turn)) or "none"
+        raise RowError(
+            f"a turn has no role (role and content, or from and value); its keys: {keys}"
         )
-        return "sharegpt" if isinstance(first, dict) and "from" in first else "messages"
-    if "instruction" in columns and any(c in columns for c in COMPLETIONS):
-        return "alpaca"
-    if any(p in columns and c in columns for p, c in PAIRS):
-        return "prompt_completion"
-    return "text" if "text" in columns or "content" in columns else None
+    content = next((turn[key] for key in TEXT_KEYS if turn.get(key) is not None), None)
+    return [_message(turn, role, content)]
 
 
-def is_preference(columns: dict[str, Any]) -> bool:
-    """Whether a row holds a better and a worse answer."""
-    return "chosen" in columns and "rejected" in columns
+def _read_chat(values: Values, meaning: str) -> Conversation:
+    return values.conversation(read_turns(values[meaning], values.name(meaning)))
 
 
-def _chat_column(columns: dict[str, Any]) -> str | None:
-    """The column with a list of turns, or the dotted name of one within another."""
-    names = [
-        *CHATS,
-        *(
-            f"{outer}.{inner}"
-            for outer, value in columns.items()
-            if isinstance(value, dict)
-            for inner in CHATS
-        ),
+def _read_answer(values: Values, prompt: str, completion: str) -> Conversation:
+    """Return history, prompt and answer; answers within a list of turns as prompt are context."""
+    question = turns_or_text(values[prompt], "user", values.name(prompt))
+    question = [
+        turn | {"weight": 0.0} if turn["role"] == "assistant" else turn for turn in question
     ]
-    return next((name for name in names if isinstance(_parsed(_column(columns, name)), list)), None)
+    context = values["input"]
+    if context:
+        texts = context if isinstance(context, list) else [context]
+        lines = [_string(text, values.name("input")) for text in texts]
+        question[-1]["content"] = "\n".join([question[-1]["content"], *lines])
+    history = read_turns(values["history"], values.name("history")) if values["history"] else []
+    answer = _answer(values, completion)
+    if values["reasoning"]:
+        answer[0]["reasoning_content"] = values.text("reasoning")
+    return values.conversation([*history, *question, *answer])
 
 
-def _found(columns: dict[str, Any], format: str) -> dict[str, str]:
-    """Columns that mean something under another name."""
-    if format in ("messages", "sharegpt"):
-        name = "messages" if format == "messages" else "conversations"
-        found = name if name in columns else _chat_column(columns)
-        return {name: found} if found else {}
-    if format == "alpaca":
-        output = next((c for c in ("output", *COMPLETIONS) if c in columns), "output")
-        return {
-            "output": output,
-            "input": "context" if "context" in columns and "input" not in columns else "input",
-        }
-    if format == "preference":
-        return {
-            "prompt": next((c for c in (*CHATS, *(p for p, _ in PAIRS)) if c in columns), "prompt")
-        }
-    if format == "prompt_completion":
-        return next(
-            ({"prompt": p, "completion": c} for p, c in PAIRS if p in columns and c in columns), {}
-        )
-    return (
-        {"text": "content"}
-        if format == "text" and "text" not in columns and "content" in columns
-        else {}
-    )
-
-
-def read_turns(value: Any) -> list[Message]:
-    """Turns of `role` and `content`, or of `from` and `value`."""
-    value = _parsed(value)
-    if (
-        not isinstance(value, list)
-        or not value
-        or not all(isinstance(turn, dict) for turn in value)
-    ):
-        raise RowError(f"its turns should be a list of objects, they are {_shown(value)}")
-    return [
-        _message(turn, turn.get("role", turn.get("from")), turn.get("content", turn.get("value")))
-        for turn in value
-    ]
-
-
-def _read_alpaca(values: dict[str, Any]) -> list[Message]:
-    question = _string(values["instruction"], "instruction")
-    if values["input"]:
-        question += "\n" + _string(values["input"], "input")
-    history = values["history"] or []  # LLaMA-Factory keeps earlier turns there
-    if not isinstance(history, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 for pair in history
-    ):
-        raise RowError(f"history should be a list of [question, answer], it is {_shown(history)}")
-    pairs = [*history, [question, values["output"]]]
-    turns = [
-        (role, text)
-        for pair in pairs
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    ]
-    return [
-        {"role": role, "content": _string(text, "output" if role == "assistant" else "instruction")}
-        for role, text in turns
-    ]
-
-
-def _read_prompt_completion(values: dict[str, Any]) -> list[Message]:
-    prompt = turns_or_text(values["prompt"], "user", "prompt")
-    earlier = [
-        turn | {"weight": 0.0} if turn["role"] == "assistant" else turn for turn in prompt
-    ]  # answers, but not the one to learn
-    return earlier + turns_or_text(values["completion"], "assistant", "completion")
+def _answer(values: Values, completion: str) -> list[Message]:
+    """Return the answer's turns: tool calls if it is nothing but calls of the row's tools."""
+    value, tools = values[completion], values["tools"]
+    calls = parsed(value)
+    if tools and isinstance(calls, list) and calls and is_calls(calls):
+        described = tools_of(tools, values.name("tools")) or []
+        names = {str(tool["function"].get("name")) for tool in described}
+        if all(str(call["name"]) in names for call in calls):
+            message = {"role": "assistant", "content": "", "tool_calls": [*map(_tool_call, calls)]}
+            return [message | ({"text": value} if isinstance(value, str) else {})]
+    return turns_or_text(value, "assistant", values.name(completion))
 
 
 def turns_or_text(value: Any, role: str, name: str) -> list[Message]:
-    """Turns, of which one alone may stand without a list, or a text that is a turn of `role`."""
-    if isinstance(value, dict):
-        value = [value]
-    return (
-        read_turns(value)
-        if isinstance(value, list)
-        else [{"role": role, "content": _string(value, name)}]
+    """Return turns, of which one alone may stand without a list, or a text as a turn of `role`."""
+    if isinstance(value, dict | list):
+        return read_turns(value, name)
+    return [{"role": role, "content": _string(value, name)}]
+
+
+def _read_document(values: Values) -> Document:
+    return Document(values.text("text"), values.where)
+
+
+def _read_tokens(values: Values) -> Pretokenised:
+    """Return tokens; `labels` of -100 and a `loss_mask` of 0 are not learnt, padding is left out."""
+    lists = {key: _numbers(values, key) for key in FORMATS["tokens"]}
+    tokens = lists["input_ids"] or []
+    size = len(tokens)
+    for key, numbers in lists.items():
+        if numbers is not None and len(numbers) != size:
+            name, ids = values.name(key), values.name("input_ids")
+            raise RowError(f"{name!r} has {len(numbers)} numbers, {ids!r} has {size}")
+    labels = lists["labels"] or tokens
+    for place, (token, label) in enumerate(zip(tokens, labels, strict=True)):
+        if label not in (token, NOT_LEARNT):
+            raise RowError(
+                f"{values.name('labels')!r} has {label} at place {place}, where the token is "
+                f"{token}: a label is the token of its own place, or {NOT_LEARNT}"
+            )
+    learnt = [label != NOT_LEARNT for label in labels]
+    mask = lists["loss_mask"] or [1] * size
+    learnt = [one and bool(counts) for one, counts in zip(learnt, mask, strict=True)]
+    attended = lists["attention_mask"] or [1] * size
+    return Pretokenised(
+        [token for token, real in zip(tokens, attended, strict=True) if real],
+        [one for one, real in zip(learnt, attended, strict=True) if real],
+        values.where,
     )
 
 
-READERS: dict[str, Callable[[dict[str, Any]], list[Message]]] = {
-    "messages": lambda values: read_turns(values["messages"]), "sharegpt": lambda values: read_turns(values["conversations"]),
-    "alpaca": _read_alpaca, "prompt_completion": _read_prompt_completion,
-}  # fmt: skip
+def _numbers(values: Values, meaning: str) -> list[int] | None:
+    numbers = parsed(values[meaning])
+    if numbers is None:
+        return None
+    if not isinstance(numbers, list) or not all(isinstance(number, int) for number in numbers):
+        name = values.name(meaning)
+        raise RowError(f"{name!r} should be a list of whole numbers, it is {_shown(numbers)}")
+    return numbers
+
+
+def _read_segments(values: Values) -> Segments:
+    """Return axolotl's segments: a list of `text` and a `label` of true where it is learnt."""
+    segments, name = parsed(values["segments"]), values.name("segments")
+    if not isinstance(segments, list) or not segments:
+        raise RowError(f"{name!r} should be a list of text and label, it is {_shown(segments)}")
+    for segment in segments:
+        if not isinstance(segment, dict) or not isinstance(segment.get("label"), bool | int):
+            raise RowError(
+                f"{name!r} needs a text and a label of true or false, it holds {_shown(segment)}"
+            )
+    texts = [_string(segment.get("text"), f"{name}.text") for segment in segments]
+    return Segments(texts, [bool(segment["label"]) for segment in segments], values.where)
+
+
+READERS: dict[str, Callable[[Values], Readable]] = {
+    "tokens": _read_tokens,
+    "segments": _read_segments,
+    "messages": partial(_read_chat, meaning="messages"),
+    "sharegpt": partial(_read_chat, meaning="conversations"),
+    "alpaca": partial(_read_answer, prompt="instruction", completion="output"),
+    "prompt_completion": partial(_read_answer, prompt="prompt", completion="completion"),
+    "text": _read_document,
+}
 
 
 def _message(turn: dict, role: Any, content: Any) -> Message:
-    if not isinstance(role, str) or (role := role.strip().lower()) not in ROLES:
+    if not isinstance(role, str) or role.strip().lower() not in ROLES:
         raise RowError(f"role {role!r} is not known; known are {' '.join(ROLES)}")
-    flags = [name for name in FLAGS if isinstance(turn.get(name), bool)]
-    read = (
-        "role",
-        "content",
-        "from",
-        "value",
-        "weight",
-        "loss_weight",
-        "tool_calls",
-        "function_call",
-        "text",
-        *REASONING,
-        *flags,
-    )
-    others = {name: value for name, value in turn.items() if name not in read and value is not None}
+    role = role.strip().lower()
+    others = _others(turn)
+    media = media_of(others)
+    if media:
+        raise RowError(f"a turn holds {media}: only text, reasoning and tool calls are read")
     text, reasoning, calls = _content(content, turn)
     message: Message = {"role": ROLES[role], "content": text, **others}
+    if turn.get("train_detail"):
+        message["context_parts"] = text, _context_parts(turn["train_detail"], len(text))
     if reasoning:
         message["reasoning_content"] = reasoning
-    named = _parsed(turn.get("tool_calls")) or [
-        turn[name] for name in ("function_call",) if turn.get(name)
-    ]
-    if not isinstance(named, list):
-        raise RowError(f"tool_calls should be a list, they are {_shown(named)}")
-    if calls := [_tool_call(call) for call in [*calls, *named]]:
+    calls = [_tool_call(call) for call in [*calls, *_named_calls(turn)]]
+    if calls:
         message["tool_calls"] = calls
-    elif role in TOOL_CALL_ROLES and (written := _calls_in(text)):
-        message |= {"content": "", "tool_calls": written, "text": text}
-    weight = turn.get("weight") if turn.get("weight") is not None else turn.get("loss_weight")
-    if weight is not None:
-        message["weight"] = _weight(weight)
-    elif any(turn[name] == FLAGS[name] for name in flags):
-        message["weight"] = 0.0
-    return message
+    elif role in TOOL_CALL_ROLES:
+        written = _calls_in(text)
+        message |= {"content": "", "tool_calls": written, "text": text} if written else {}
+    weight = _turn_weight(turn)
+    return message if weight is None else message | {"weight": weight}
 
 
-def _content(content: Any, turn: dict) -> tuple[str, str, list]:
+def _others(turn: dict) -> Message:
+    """Return what a turn holds that is not read here: a template may read it."""
+    flags = [name for name in FLAGS if isinstance(turn.get(name), bool)]
+    read = {*ROLE_KEYS, *TEXT_KEYS, *WEIGHTS, *REASONING, *flags}
+    read |= {"tool_calls", "function_call", "train_detail"}
+    return {name: value for name, value in turn.items() if name not in read and value is not None}
+
+
+def _context_parts(details: Any, length: int) -> list[tuple[int, int]]:
+    """Return the [start, stop) of axolotl's `train_detail`, whose ends count, with train: false."""
+    details = parsed(details)
+    parts = []
+    for detail in details if isinstance(details, list) else [details]:
+        values = detail if isinstance(detail, dict) else {}
+        start, end = values.get("begin_offset"), values.get("end_offset")
+        train = values.get("train")
+        if type(start) is not int or type(end) is not int or not isinstance(train, bool):
+            raise RowError(
+                "train_detail should be a list of begin_offset, end_offset and train, "
+                f"it holds {_shown(detail)}"
+            )
+        if not 0 <= start <= end < length:
+            raise RowError(f"train_detail names characters {start} to {end} of {length}")
+        if not train:
+            parts.append((start, end + 1))
+    return parts
+
+
+def _named_calls(turn: dict) -> list:
+    calls = parsed(turn.get("tool_calls"))
+    if not calls:
+        calls = [turn["function_call"]] if turn.get("function_call") else []
+    if not isinstance(calls, list):
+        raise RowError(f"tool_calls should be a list, they are {_shown(calls)}")
+    return calls
+
+
+def _turn_weight(turn: dict) -> float | None:
+    """Return the weight with which a turn is learnt, None where it says nothing."""
+    flags = [name for name in FLAGS if isinstance(turn.get(name), bool)]
+    for name in WEIGHTS:
+        if turn.get(name) is not None and name not in flags:
+            return _weight(turn[name])
+    return 0.0 if any(turn[name] == FLAGS[name] for name in flags) else None
+
+
+def _content(
+    content: Any, turn: dict, what: str = "the content of a turn"
+) -> tuple[str, str, list]:
     """(text, reasoning, tool calls) of a turn, whose content is text or a list of parts."""
     found: dict[str, list] = {"text": [], "reasoning": [], "tool_call": []}
     found["reasoning"] = [turn[name] for name in REASONING if turn.get(name)][:1]
@@ -377,24 +540,25 @@ def _content(content: Any, turn: dict) -> tuple[str, str, list]:
     ):
         content = ""
     for part in content if isinstance(content, list) else [content]:
-        kind, value = ("text", part) if isinstance(part, str) else _part(part)
+        kind, value = ("text", part) if isinstance(part, str) else _part(part, what)
         found[kind].append(value)
-    for name in ("text", "reasoning"):
-        if wrong := [value for value in found[name] if not isinstance(value, str)]:
+    for kind in ("text", "reasoning"):
+        wrong = [value for value in found[kind] if not isinstance(value, str)]
+        if wrong:
             raise RowError(
-                f"the {'content' if name == 'text' else name} of a turn should be text, it is {_shown(wrong[0])}"
+                f"{what if kind == 'text' else 'the reasoning of a turn'} should be text, it is {_shown(wrong[0])}"
             )
     return "".join(found["text"]), "".join(found["reasoning"]), found["tool_call"]
 
 
-def _part(part: Any) -> tuple[str, Any]:
+def _part(part: Any, what: str) -> tuple[str, Any]:
     """What a part of a turn's content is, and its value."""
     if not isinstance(part, dict):
-        raise RowError(f"the content of a turn should be text, it is {_shown(part)}")
+        raise RowError(f"{what} should be text, it is {_shown(part)}")
     type = part.get("type", "text")
     if not isinstance(type, str) or type not in PARTS:
         raise RowError(
-            f"the content of a turn has a part of type {type!r}: only text, reasoning and tool calls are read"
+            f"{what} has a part of type {type!r}: only text, reasoning and tool calls are read"
         )
     value = next(
         (part[name] for name in (type, "text", "value", "content") if part.get(name) is not None),
@@ -402,7 +566,7 @@ def _part(part: Any) -> tuple[str, Any]:
     )
     if PARTS[type] != "tool_call":
         return PARTS[type], value
-    return "tool_call", part if value is None else _parsed(value)
+    return "tool_call", part if value is None else parsed(value)
 
 
 def _weight(weight: Any) -> float:
@@ -417,11 +581,11 @@ def _weight(weight: Any) -> float:
 
 def _tool_call(call: Any) -> dict:
     """In the form that templates read: {"type": "function", "function": {"name": …, "arguments": {…}}}."""
-    call = _parsed(call)
+    call = parsed(call)
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError(f"a tool call needs a name and arguments, it is {_shown(call)}")
-    arguments = _parsed(
+    arguments = parsed(
         next(
             (function[name] for name in ("arguments", "input", "parameters") if name in function),
             {},
@@ -439,7 +603,7 @@ def _tool_call(call: Any) -> dict:
 
 def _calls_in(text: str) -> list[dict] | None:
     """Tool calls written as JSON text: one or a list of them."""
-    calls = _parsed(text)
+    calls = parsed(text)
     calls = calls if isinstance(calls, list) else [calls]
     return (
         [_tool_call(call) for call in calls]
@@ -448,13 +612,14 @@ def _calls_in(text: str) -> list[dict] | None:
     )
 
 
-def tools_of(tools: Any) -> list[dict] | None:
-    """Descriptions of the tools that the model may call, in OpenAI's form."""
-    tools = _parsed(tools.strip() if isinstance(tools, str) else tools)
+def tools_of(tools: Any, column: str = "tools") -> list[dict] | None:
+    """Return descriptions of the tools that the model may call, in OpenAI's form."""
+    tools = parsed(tools.strip() if isinstance(tools, str) else tools)
     if not tools:
         return None
+    tools = [parsed(tool) for tool in tools] if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError(f"tools should be a list of objects, they are {_shown(tools)}")
+        raise RowError(f"{column!r} should be a list of objects, it is {_shown(tools)}")
     return [
         _plain(tool if "function" in tool else {"type": "function", "function": tool})
         for tool in tools
@@ -464,16 +629,6 @@ def tools_of(tools: Any) -> list[dict] | None:
 def _plain(value: dict) -> dict:
     """With text for what JSON cannot hold and a table can (dates, decimals, bytes): templates write it as JSON."""
     return json.loads(json.dumps(value, default=str))
-
-
-def _parsed(value: Any) -> Any:
-    """What JSON text stands for, in columns and fields that are no text; anything else as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
 
 
 def _string(value: Any, column: str) -> str:

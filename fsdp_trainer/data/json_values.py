@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from fsdp_trainer.data.row_formats import is_turn
 from fsdp_trainer.data.sources import Row, RowError
 
 CHUNK = 1 << 20  # bytes of a list that are read at a time
@@ -61,9 +62,10 @@ def read_list(file: BinaryIO, name: str) -> Iterator[Row]:
     try:
         opening = values.peek()
         if opening == "{" and [is_list for _, is_list in values.members()].count(True) == 1:
-            file.seek(0)
-            values = _Values(file)
-            next(key for key, is_list in values.members() if is_list)
+            if _is_one_conversation(file):
+                yield _row(_Values(file).value(), (name, 1))
+                return
+            values = _list_of_object(file)
         elif opening != "[":
             yield Row(
                 {},
@@ -86,6 +88,21 @@ def read_list(file: BinaryIO, name: str) -> Iterator[Row]:
         )
     except (ValueError, RecursionError) as e:
         yield Row({}, (name, values.line_of(values.position)), _beyond(e))
+
+
+def _list_of_object(file: BinaryIO) -> "_Values":
+    """Return the place where the only list of the file's object begins."""
+    file.seek(0)
+    values = _Values(file)
+    next(key for key, is_list in values.members() if is_list)
+    return values
+
+
+def _is_one_conversation(file: BinaryIO) -> bool:
+    """Return True if the list of the file's object has turns, not rows; go back to its start."""
+    first = next(_list_of_object(file).elements(), None)
+    file.seek(0)
+    return isinstance(first, dict) and is_turn(first)
 
 
 class _Values:

@@ -9,12 +9,12 @@ from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.conversations import (
     Message,
     Reader,
-    is_preference,
     make_reader,
     tools_of,
     turns_or_text,
     with_system,
 )
+from fsdp_trainer.data.row_formats import find_format
 from fsdp_trainer.data.sources import Problems, Row, RowError, Source, find_sources
 from fsdp_trainer.data.units import read_rows
 
@@ -37,14 +37,15 @@ class Preference:
 def read_preference(row: Row, reader: Reader) -> Preference:
     """RowError if a side is missing, both are equal, they answer different prompts, or one does not end with the assistant's turn."""
     values = reader.values(row)
-    chosen, rejected = (_side(values[name], name) for name in ("chosen", "rejected"))
+    names = {meaning: meaning for meaning in values} | reader.columns_of(row)
+    chosen, rejected = (_side(values[name], names[name]) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise RowError("chosen and rejected are the same")
     shared = len(
         list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
     )
-    prompt = turns_or_text(values["prompt"], "user", "prompt") if values["prompt"] else []
-    if prompt and values["input"] and reader.columns["prompt"] != "input":
+    prompt = turns_or_text(values["prompt"], "user", names["prompt"]) if values["prompt"] else []
+    if prompt and values["input"]:
         prompt[-1]["content"] += f"\n{values['input']}"
     if prompt and chosen[0]["role"] != "assistant" and prompt[-1] not in chosen[:shared]:
         raise RowError("chosen and rejected do not both begin with the row's own prompt")
@@ -53,7 +54,9 @@ def read_preference(row: Row, reader: Reader) -> Preference:
             "chosen and rejected share no prompt. Name its column:  'data.fields={prompt: …, chosen: …, rejected: …}'"
         )
     prompt = with_system(
-        (prompt if chosen[0]["role"] == "assistant" else []) + chosen[:shared], values
+        (prompt if chosen[0]["role"] == "assistant" else []) + chosen[:shared],
+        values,
+        names["system"],
     )
     for name, side in (("chosen", chosen[shared:]), ("rejected", rejected[shared:])):
         if not side or side[-1]["role"] != "assistant":
@@ -67,7 +70,11 @@ def read_preference(row: Row, reader: Reader) -> Preference:
                 f"{name} begins with a user's turn that is not in the other: both are to answer one prompt"
             )
     return Preference(
-        prompt, chosen[shared:], rejected[shared:], tools_of(values["tools"]), row.where
+        prompt,
+        chosen[shared:],
+        rejected[shared:],
+        tools_of(values["tools"], names["tools"]),
+        row.where,
     )
 
 
@@ -101,9 +108,8 @@ def preference_summary(data: Data, cache: Path, rows: int) -> list[str]:
             try:
                 if row.error:
                     raise RowError(row.error)
-                reader = reader or make_reader(
-                    row.columns, "preference", source.fields or data.fields, file, pairs=True
-                )
+                fields = source.fields or data.fields
+                reader = reader or make_reader(row.columns, "preference", fields, file, pairs=True)
                 pair = read_preference(row, reader)
             except RowError as error:
                 problems.add(row.where, str(error))
@@ -118,6 +124,8 @@ def preference_summary(data: Data, cache: Path, rows: int) -> list[str]:
             shown += _shown(pair) if pairs <= rows else []
         problems.raise_if_failing()
         lines.append(f"{file}: {of_file:,} pairs, {reader or 'of no known format'}")
+        if reader and reader.unused:
+            lines.append(f"{file}: columns not used: {', '.join(reader.unused)}")
     if problems.count:
         lines += [
             f"skipped {problems.count:,} rows that cannot be read:",
@@ -132,9 +140,12 @@ def preference_summary(data: Data, cache: Path, rows: int) -> list[str]:
 
 
 def _holds_pairs(data: Data, source: Source, file: str) -> bool:
-    if (source.format or data.format) != "auto" or source.fields or data.fields:
+    if (source.format or data.format) != "auto":
         return (source.format or data.format) == "preference"
-    return is_preference(next((row.columns for row in read_rows(file) if not row.error), {}))
+    columns = next((row.columns for row in read_rows(file) if not row.error), {})
+    fields = {meaning: str(name) for meaning, name in (source.fields or data.fields or {}).items()}
+    format, _ = find_format(columns, fields) or ("text", {})
+    return format == "preference"
 
 
 def _shown(pair: Preference) -> list[str]:

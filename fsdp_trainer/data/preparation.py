@@ -74,6 +74,8 @@ class Preparation:
         self.meta: dict[str, Any] = {}
         self.report: list[str] = []
         """Short lines for people."""
+        self.unused: list[str] = []
+        """Lines that name the columns of each file that are not used."""
         data = how.data
         read = [
             [source.format, source.fields, [content[file].digest for file in source.files]]
@@ -105,6 +107,7 @@ class Preparation:
             TRAIN: (meta["counts"], examples)
         }  # what is held out is so few that it is told with the rest
         self.report = self._lines(meta, renamed)
+        self.unused = self._unused_lines(meta)
         names = [source.name for source in self.component.sources]
         return {
             name: TokenStore(
@@ -258,7 +261,10 @@ class Preparation:
         counts: Counter[str] = Counter()
         examples: dict[str, list[str]] = {}
         totals: dict[str, dict[str, dict[str, int]]] = {name: {} for name in stores}
+        unused: dict[int, dict[str, None]] = {}
         for one in done:
+            for number, names in one.unused:
+                unused.setdefault(number, {}).update(dict.fromkeys(names))
             counts.update(one.counts)
             for what, places in one.examples.items():
                 examples[what] = [*examples.get(what, []), *places][:EXAMPLES]
@@ -281,6 +287,7 @@ class Preparation:
         meta = {
             "files": self.component.files,
             "rows": [[number, format, n] for (number, format), n in sorted(rows.items())],
+            "unused": [[number, list(names)] for number, names in sorted(unused.items())],
             "problems": [asdict(problem) for problem in problems],
             "counts": dict(counts),
             "examples": examples,
@@ -311,6 +318,19 @@ class Preparation:
         )
         raise UserError("the data cannot be used", [Problem(f"{key}={path}", why)])
 
+    def _unused_lines(self, meta: dict[str, Any]) -> list[str]:
+        """Return a line for all files with the same columns that are not used."""
+        by_names: dict[str, list[int]] = {}
+        for number, names in meta["unused"]:
+            by_names.setdefault(", ".join(names), []).append(number)
+        return [
+            f"{self._files_called(numbers)}: columns not used: {names}"
+            for names, numbers in by_names.items()
+        ]
+
+    def _files_called(self, numbers: list[int]) -> str:
+        return self.component.files[numbers[0]] if len(numbers) == 1 else f"{len(numbers):,} files"
+
     def _lines(self, meta: dict[str, Any], renamed: dict[str, str]) -> list[str]:
         """What people are told of it, with the files called as they are now."""
         by_format: dict[str, list[tuple[int, int]]] = {}
@@ -318,9 +338,7 @@ class Preparation:
             by_format.setdefault(format, []).append((number, rows))
         lines = []
         for format, found in by_format.items():
-            named = (
-                self.component.files[found[0][0]] if len(found) == 1 else f"{len(found):,} files"
-            )
+            named = self._files_called([number for number, _ in found])
             lines.append(f"{named}: {sum(rows for _, rows in found):,} rows, {format}")
         if bad := meta["counts"].get("unreadable"):
             listed = (

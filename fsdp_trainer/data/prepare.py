@@ -1,7 +1,7 @@
 """The cache: what `data` names is tokenised once, into a folder that is named by all that decides it, and found there by every run."""
 
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,8 @@ class Prepared:
     """Short lines for people."""
     streamed: StreamedData | None = None
     """In place of `train`, with data.streaming."""
+    unused: list[str] = field(default_factory=list)
+    """Lines that name the columns of each file that are not used."""
 
     @property
     def fingerprint(self) -> str:
@@ -95,6 +97,7 @@ def prepare(
     made = preparations(data, batch, tokenizer, template, Path(root), told or Told())
     opened = [one.stores() for one in made]
     report, validation = [line for one in made for line in one.report], None
+    unused = [line for one in made for line in one.unused]
     if made[-1].component.key == "data.validation":
         validation = opened.pop()[TRAIN]
         made.pop()
@@ -110,6 +113,7 @@ def prepare(
         [one.component.name for one in made],
         validation,
         report,
+        unused=unused,
     )
 
 

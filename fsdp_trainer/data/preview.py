@@ -115,7 +115,7 @@ def look(
     rows = range(min(cfg.preview.rows, order.rows_per_epoch))
     return Page(
         str(cfg.run.name),
-        prepared.report,
+        [*prepared.report, *prepared.unused],
         template,
         [
             shown_row(

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp_trainer.config.schema import Data
-from fsdp_trainer.data.conversations import Conversation, Document, Message
+from fsdp_trainer.data.conversations import (
+    Conversation,
+    Document,
+    Message,
+    Pretokenised,
+    Readable,
+    Segments,
+)
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
@@ -30,6 +37,16 @@ EMPTY_THINK = re.compile(r"<think>\s*</think>")
 
 
 @dataclass
+class Sample:
+    """What is stored: `weights[i]` is the weight with which `tokens[i]` is learnt, as a target."""
+
+    tokens: np.ndarray  # [length] int32
+    weights: np.ndarray  # [length] float32
+    starts_group: bool = True
+    """False: packing keeps it in one row with the sample before it."""
+
+
+@dataclass
 class Rendered:
     """A text before tokenisation. A document is framed by bos and eos, a conversation has what its template wrote."""
 
@@ -40,16 +57,13 @@ class Rendered:
     is_document: bool = False
     ends: tuple[int, ...] = ()
     """Characters behind the special tokens that end the assistant's turns."""
+    sample: Sample | None = None
+    """Of data that is tokenised already; the text is empty then."""
 
-
-@dataclass
-class Sample:
-    """What is stored: `weights[i]` is the weight with which `tokens[i]` is learnt, as a target."""
-
-    tokens: np.ndarray  # [length] int32
-    weights: np.ndarray  # [length] float32
-    starts_group: bool = True
-    """False: packing keeps it in one row with the sample before it."""
+    @property
+    def size(self) -> int:
+        """Characters, or as many as so many tokens usually have."""
+        return len(self.text) if self.sample is None else 4 * len(self.sample.tokens)
 
 
 class SampleBuilder:
@@ -79,9 +93,16 @@ class SampleBuilder:
         if len(places) < EXAMPLES and place not in places:
             places.append(place)
 
-    def render(self, row: Conversation | Document) -> list[Rendered]:
+    def render(self, row: Readable) -> list[Rendered]:
         """One text, or one for each assistant turn if the template rewrites earlier turns. RowError if it refuses the conversation."""
-        texts = self._document(row) if isinstance(row, Document) else self._conversation(row)
+        if isinstance(row, Conversation):
+            texts = self._conversation(row)
+        elif isinstance(row, Document):
+            texts = self._document(row)
+        elif isinstance(row, Segments):
+            texts = [self._segments(row)]
+        else:
+            texts = [self._pretokenised(row)]
         try:
             for text in texts:
                 text.text.encode()
@@ -98,6 +119,38 @@ class SampleBuilder:
         if self._special.search(row.text.removeprefix(bos).removesuffix(eos)):
             self.count("special_in_text", row.where)
         return [Rendered(row.text, [(0, len(row.text), 1.0)], row.where, is_document=True)]
+
+    def _pretokenised(self, row: Pretokenised) -> Rendered:
+        """Return tokens as they are. RowError if the tokenizer lacks one of them."""
+        size = self.tokenizer.vocab_size
+        beyond = next((token for token in row.tokens if not 0 <= token < size), None)
+        if beyond is not None:
+            raise RowError(
+                f"holds the token {beyond}, and the tokenizer has 0 to {size - 1}: "
+                "tokenizer.path has to be what the data was tokenised with"
+            )
+        return self._with_tokens(row.tokens, row.learnt, row.where)
+
+    def _segments(self, row: Segments) -> Rendered:
+        """Return the tokens of texts that are tokenised one by one, as at inference."""
+        try:
+            encoded = self.tokenizer.encode_plain(row.texts)
+        except UnicodeEncodeError:
+            raise RowError("holds half a character, which is no text") from None
+        tokens = [token for ids in encoded for token in ids.tolist()]
+        segments = zip(encoded, row.learnt, strict=True)
+        learnt = [one for ids, one in segments for _ in range(len(ids))]
+        return self._with_tokens(tokens, learnt, row.where)
+
+    def _with_tokens(
+        self, tokens: list[int], learnt: list[bool], where: tuple[str, int]
+    ) -> Rendered:
+        """Return a sample as it is; noted where an answer does not end in a special token."""
+        ends = [i for i, one in enumerate(learnt) if one and not any(learnt[i + 1 : i + 2])]
+        if not all(learnt) and any(tokens[i] not in self._special_ids for i in ends):
+            self.count("no_end", where)
+        sample = Sample(np.array(tokens, np.int32), np.array(learnt, np.float32))
+        return Rendered("", [], where, sample=sample)
 
     def _conversation(self, row: Conversation) -> list[Rendered]:
         noted: set[str] = set()
@@ -142,19 +195,19 @@ class SampleBuilder:
         is_last = k == len(messages) - 1
         full = whole if is_last else self.template.render(messages[: k + 1], row.tools)
         start = self._answer_start(messages, k, row, full)
-        weight = messages[k].get("weight", 1.0)
+        weight, context = messages[k].get("weight", 1.0), _context_spans(messages[k], full, start)
         # what closes a conversation is no part of the turn, unless nothing else ends it
         for text in (full.removesuffix(self.template.closing), full):
             stripped = text.rstrip()
             if stripped.endswith(self._ends) and len(stripped) >= start:
                 return Rendered(
                     full if is_last else text,
-                    [(start, len(stripped), weight)],
+                    [(start, len(stripped), weight), *context],
                     row.where,
                     ends=(len(stripped),),
                 )
         self.count("no_end", row.where)
-        return Rendered(full, [(start, len(full), weight)], row.where)
+        return Rendered(full, [(start, len(full), weight), *context], row.where)
 
     def _answer_start(self, messages: list[Message], k: int, row: Conversation, full: str) -> int:
         """Where the text begins that the model writes: after the generation prompt.
@@ -203,16 +256,17 @@ class SampleBuilder:
 
     def tokenize(self, texts: list[Rendered]) -> Iterator[list[Sample]]:
         """For every text its sample, or none where it is left out."""
-        documents = iter(
-            self.tokenizer.encode_plain([text.text for text in texts if text.is_document])
-        )
-        chats = iter(
-            self.tokenizer.encode_batch([text.text for text in texts if not text.is_document])
-        )
+        plain = [text.text for text in texts if text.is_document]
+        weighed = [text.text for text in texts if not text.is_document and text.sample is None]
+        documents = iter(self.tokenizer.encode_plain(plain))
+        chats = iter(self.tokenizer.encode_batch(weighed))
         for text in texts:
-            sample = (
-                self._frame(next(documents)) if text.is_document else self._weigh(next(chats), text)
-            )
+            if text.sample is not None:
+                sample = text.sample
+            elif text.is_document:
+                sample = self._frame(next(documents))
+            else:
+                sample = self._weigh(next(chats), text)
             yield [kept for piece in self._fit(sample, text) for kept in self._keep(piece, text)]
 
     def _frame(self, ids: np.ndarray) -> Sample:
@@ -253,7 +307,7 @@ class SampleBuilder:
         length, seq_len = len(sample.tokens), self.seq_len
         if length <= seq_len:
             return [sample]
-        if self.data.too_long == "split" and text.is_document:
+        if self.data.too_long == "split":  # refused where there are turns
             self.count("split", text.where)
             return [sample]  # the order of rows cuts it
         self.counts[f"{FITS}{rounded_length(length)}"] += 1
@@ -276,6 +330,15 @@ class SampleBuilder:
     def _left_out(self, key: str, where: tuple[str, int]) -> list:
         self.count(key, where)
         return []
+
+
+def _context_spans(message: Message, text: str, start: int) -> list[Span]:
+    """Return the parts of a turn that are not learnt, as places in the text behind `start`."""
+    content, parts = message.get("context_parts", ("", []))
+    begin = text.find(content, start)
+    if parts and begin < 0:
+        raise RowError("train_detail: the chat template does not write the turn's text as it is")
+    return [(begin + first, begin + stop, 0.0) for first, stop in parts]
 
 
 def token_weights(encoding: Encoding, text: Rendered) -> np.ndarray:

@@ -162,12 +162,16 @@ class StreamedData:
         """The rows of a stream from a cursor on. opens: hears of each file before it is read, and waits while the network fails."""
         return Stream(self, number, cursor, opens)
 
-    def reader(self, row: Row, source: int) -> Reader:
-        """For a unit that begins with this row. UserError if its columns are of no format that is read."""
+    def reader(self, row: Row, source: int, unused: dict[str, None]) -> Reader:
+        """Return the reader of a unit that begins with this row; it adds columns to `unused`.
+
+        UserError if its columns are of no format that is read.
+        """
         of, data = self.sources[source], self.how.data
-        return reader_for(
-            data, row.columns, row.where[0], of.format or data.format, of.fields or data.fields
-        )
+        format, fields = of.format or data.format, of.fields or data.fields
+        reader = reader_for(data, row.columns, row.where[0], format, fields)
+        reader.unused = unused
+        return reader
 
 
 class Stream:
@@ -182,6 +186,8 @@ class Stream:
     ):
         self.of, self.number, self.opens = data, number, opens
         self._skipped: list[str] = []
+        self.unused: dict[str, None] = {}
+        """Columns of the rows read so far that are not used."""
         self._builder = SampleBuilder(
             data.how.data, data.how.seq_len, data.how.tokenizer, data.how.template
         )
@@ -363,9 +369,8 @@ class Stream:
             try:
                 if row.error:
                     raise RowError(row.error)
-                reader = reader or self.of.reader(
-                    row, source
-                )  # of the unit's first row, also if it goes on in the midst
+                # of the unit's first row, also if it goes on in the midst
+                reader = reader or self.of.reader(row, source, self.unused)
                 if number < first[0]:
                     continue
                 texts = self._builder.render(reader.read(row))
@@ -474,6 +479,8 @@ def _look(streamed: StreamedData, size: int) -> tuple[list[str], str]:
             for one in streamed.findings
         ),
     ]
+    if stream.unused:
+        report.append(f"columns not used: {', '.join(stream.unused)}")
     if streamed.parts > 1:
         report.append(
             f"warning: each file is read {streamed.parts:,} times, for there are fewer that can be read apart than rows in a step"

@@ -73,7 +73,10 @@ def all_findings(prepared: Prepared, seq_len: int) -> list[Finding]:
 
 
 def two_lines(prepared: Prepared, seq_len: int, order: Mixture | None = None) -> list[str]:
-    """What there is to train on, and what of the data is not trained on. order: the rows that it is packed into."""
+    """Return what there is to train on, and what is not: two lines, and one for columns not used.
+
+    order: the rows that it is packed into.
+    """
     samples, tokens, supervised = amounts(prepared.train)
     longest = max(int(store.lengths.max()) for store in prepared.train)
     packed = f"; {order.rows_per_epoch:,} rows an epoch, {order.fill:.1%} full" if order else ""
@@ -87,6 +90,7 @@ def two_lines(prepared: Prepared, seq_len: int, order: Mixture | None = None) ->
     return [
         f"{samples:,} samples, {tokens:,} tokens, {supervised / tokens:.1%} supervised, longest {longest:,}{packed}{held_out}",
         left_out(prepared.train) + see,
+        *prepared.unused,
     ]
 
 

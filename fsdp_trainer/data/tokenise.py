@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.schema import Data
-from fsdp_trainer.data.conversations import Conversation, Document, Reader, make_reader
+from fsdp_trainer.data.conversations import Conversation, Document, Readable, Reader, make_reader
 from fsdp_trainer.data.samples import Rendered, Sample, SampleBuilder
 from fsdp_trainer.data.sources import Problems, RowError
 from fsdp_trainer.data.store import Damaged, StoreWriter, check_columns
@@ -27,6 +27,7 @@ CHUNK, CHARACTERS = (
     1 << 22,
 )  # texts and characters of one call of the tokenizer, whichever is reached first
 TRAIN, VALIDATION = "train", "validation"
+CAN_BE_CUT = ("text", "tokens")  # formats whose samples may go on in another row
 SKIPPED = (
     "skipped.jsonl"  # in the folder of the cache: each row that data.on_error=skip has left out
 )
@@ -72,6 +73,8 @@ class Done:
     """Number of the file, start and stop of each piece."""
     rows: list[tuple[int, str, int]] = field(default_factory=list)
     """(number of the file, format, rows) of each piece."""
+    unused: list[tuple[int, list[str]]] = field(default_factory=list)
+    """(number of the file, columns that are not read) of each piece that has any."""
     bad_rows: int = 0
     problems: list[Problem] = field(default_factory=list)
     """The first few of them."""
@@ -177,11 +180,10 @@ class Tokenising:
     def _texts(self, piece: Piece) -> Iterator[tuple[str, int, Rendered]]:
         """(store, line, text) for every text of a piece; after a problem that will be raised, only further problems are looked for."""
         file = piece.unit.file
-        reader = (
-            first_reader(file, piece.unit.stamp, piece.format, piece.fields)
-            if piece.unit.start
-            else None
-        )
+        reader: Reader | None = None
+        if piece.unit.start:
+            first = first_reader(file, piece.unit.stamp, piece.format, piece.fields)
+            reader = first.again() if first else None
         for row in read_unit(piece.unit):
             self.rows += 1
             row.where = file, row.where[1] + piece.lines_before
@@ -207,8 +209,10 @@ class Tokenising:
             self.problems.add((file, 1), "the file holds no rows")
         if self.rows or not piece.unit.start:
             self.done.rows.append((piece.number, str(reader or "of no known format"), self.rows))
+        if reader and reader.unused:
+            self.done.unused.append((piece.number, list(reader.unused)))
 
-    def _store_of(self, row: Conversation | Document) -> str:
+    def _store_of(self, row: Readable) -> str:
         return VALIDATION if self.how.share and place(row) < self.how.share else TRAIN
 
 
@@ -222,7 +226,7 @@ def reader_for(
         if data.on_error == "fail":
             raise
         raise RowError(error.problems[0].why.splitlines()[0]) from None
-    if data.too_long == "split" and reader.format != "text":
+    if data.too_long == "split" and reader.format not in CAN_BE_CUT:
         beside = (
             "data.packing=best_fit " if data.packing == "stream" else ""
         )  # a stream of anything must be split
@@ -253,22 +257,19 @@ def next_texts(
     chunk, characters = [], 0
     for text in islice(texts, most):
         chunk.append(text)
-        characters += len(text[-1].text)
+        characters += text[-1].size
         if characters >= most_characters:
             break
     return chunk
 
 
-def place(row: Conversation | Document) -> float:
+def place(row: Readable) -> float:
     """Of a row's content, evenly spread over [0, 1): which rows are held out depends on nothing else, least of all on their order."""
-    content = (
-        row.text
-        if isinstance(row, Document)
-        else json.dumps([row.messages, row.tools], sort_keys=True, default=str)
-    )
-    return (
-        int.from_bytes(
-            hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
-        )
-        / 2**64
-    )
+    if isinstance(row, Document):
+        content = row.text
+    elif isinstance(row, Conversation):
+        content = json.dumps([row.messages, row.tools], sort_keys=True, default=str)
+    else:
+        content = json.dumps(asdict(row) | {"where": None}, sort_keys=True)
+    digest = hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64

@@ -1,0 +1,462 @@
+"""Formats of rows: which column of a file has which meaning.
+
+A meaning is a line in `FORMATS`: the usual names of its columns, and a check of the first row's
+value, so that a column that only shares the name is not read. `conversations.py` reads the values.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ROLES = {
+    "system": "system", "developer": "system",
+    "user": "user", "human": "user", "prompter": "user",
+    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "chatgpt": "assistant",
+    "bot": "assistant", "chatbot": "assistant", "ai": "assistant", "bing": "assistant",
+    "bard": "assistant", "claude": "assistant",
+    "function_call": "assistant", "tool_call": "assistant",
+    "tool": "tool", "observation": "tool", "function": "tool", "function_response": "tool",
+    "tool_response": "tool", "tool_result": "tool", "ipython": "tool",
+}  # fmt: skip
+ROLE_KEYS = ("role", "from", "speaker", "author")
+TEXT_KEYS = ("content", "value", "text", "parts", "message")
+"""Keys of a turn: who says it, and what."""
+ASK_ROLES = ("user", "human")
+REPLY_ROLES = ("assistant", "gpt", "bot", "ai")
+"""Columns, or keys of a pair of turns, that are named after the roles."""
+PROMPTS = ("prompt", "question", "instruction", "query", "problem", "inputs", "input")
+COMPLETIONS = (
+    "completion", "output", "response", "solution", "generated_solution", "answer",
+    "outputs", "targets", "target", "generation",
+)  # fmt: skip
+CHATS = (
+    "messages", "conversations", "conversation", "dialogue", "dialog", "chat", "turns", "contents",
+    "data",
+)  # fmt: skip
+MEDIA = {
+    "image": "pictures", "img": "pictures", "picture": "pictures", "pixel_value": "pictures",
+    "video": "videos", "audio": "sound",
+}  # fmt: skip
+"""Names of columns without a plural's s, and what they hold."""
+VARIANT = re.compile(r"(_?[0-9]+|_[A-Za-z])$")
+"""The end of a column's name that tells one of several answers from the others."""
+MEDIA_ENDS = ("_path", "_url", "_file", "_byte")
+
+
+def parsed(value: Any) -> Any:
+    """Return what JSON text stands for, anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def column_value(columns: Mapping[str, Any], name: str) -> Any:
+    """Return a column's value, or what it holds under a dotted name: conversation.messages."""
+    if name in columns or "." not in name:
+        return columns.get(name)
+    outer, _, inner = name.partition(".")
+    value = parsed(columns.get(outer))
+    return column_value(value, inner) if isinstance(value, dict) else None
+
+
+def role_key(turn: Mapping[str, Any]) -> str | None:
+    """Return the key under which a turn says whose it is."""
+    return next((key for key in ROLE_KEYS if isinstance(turn.get(key), str)), None)
+
+
+def is_turn(columns: Mapping[str, Any]) -> bool:
+    """Return True for a role that is known beside a text: a turn, not a row of turns."""
+    role = str(columns.get(role_key(columns) or "")).strip().lower()
+    return role in ROLES and any(isinstance(columns.get(key), str) for key in TEXT_KEYS)
+
+
+def pair_keys(turn: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the keys of a question and its answer in one object; None where it lacks one."""
+    for asks, replies in ((PROMPTS, COMPLETIONS), (ASK_ROLES, REPLY_ROLES)):
+        ask = next((key for key in asks if key in turn), None)
+        reply = next((key for key in replies if key in turn), None)
+        if ask and reply:
+            return ask, reply
+    return None
+
+
+def said_by(turn: Mapping[str, Any]) -> str | None:
+    """Return the only key of a turn like {"user": "…"}, which is a role."""
+    key = str(next(iter(turn), ""))
+    return key if len(turn) == 1 and key.strip().lower() in ROLES else None
+
+
+# --- checks of values ---------------------------------------------------------------------------
+
+
+def is_anything(value: Any) -> bool:
+    """Return True: the name alone decides."""
+    return True
+
+
+def is_text(value: Any) -> bool:
+    """Return True for a text."""
+    return isinstance(value, str)
+
+
+def is_text_or_parts(value: Any) -> bool:
+    """Return True for a text or a list or object of content parts."""
+    return isinstance(value, str | dict) or _every(value, (str, dict))
+
+
+def is_text_or_texts(value: Any) -> bool:
+    """Return True for a text or a list of texts."""
+    return isinstance(value, str) or _every(value, (str,))
+
+
+def is_turns(value: Any) -> bool:
+    """Return True for a list of turns in any of the forms that are read."""
+    value = parsed(value)
+    if isinstance(value, dict):
+        return _is_turn(value) and not pair_keys(value)
+    if not isinstance(value, list) or not value:
+        return False
+    return all(map(_is_turn, value)) or (len(value) > 1 and _every(value, (str,)))
+
+
+def is_chat(value: Any) -> bool:
+    """Return True for a list of turns that all have a role which is known."""
+    value = parsed(value)
+    return bool(_every(value, (dict,))) and all(
+        str(turn.get(role_key(turn) or "")).strip().lower() in ROLES for turn in value
+    )
+
+
+def is_text_or_turns(value: Any) -> bool:
+    """Return True for what a prompt or a completion may be."""
+    return isinstance(value, str) or is_turns(value)
+
+
+def is_calls(value: Any) -> bool:
+    """Return True for a list of tool calls, or such a list as JSON text."""
+    value = parsed(value)
+    return bool(_every(value, (dict,))) and all("name" in call for call in value)
+
+
+def is_answer(value: Any) -> bool:
+    """Return True for a completion, or tool calls in its place."""
+    return is_text_or_turns(value) or is_calls(value)
+
+
+def is_list(value: Any) -> bool:
+    """Return True for a list, or a list as JSON text."""
+    return isinstance(parsed(value), list)
+
+
+def is_tools(value: Any) -> bool:
+    """Return True for what may describe tools: a list or object, perhaps as JSON text."""
+    return isinstance(parsed(value), list | dict)
+
+
+def is_numbers(value: Any) -> bool:
+    """Return True for a list of whole numbers."""
+    value = parsed(value)
+    return isinstance(value, list) and all(isinstance(number, int) for number in value)
+
+
+def is_segments(value: Any) -> bool:
+    """Return True for axolotl's list of texts that say if they are learnt."""
+    value = parsed(value)
+    return bool(_every(value, (dict,))) and all("text" in s and "label" in s for s in value)
+
+
+def _every(value: Any, types: tuple[type, ...]) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, types) for v in value)
+
+
+def _is_turn(turn: Any) -> bool:
+    if isinstance(turn, list):
+        return len(turn) == 2 and _every(turn, (str,))
+    turn = parsed(turn)
+    return isinstance(turn, dict) and bool(role_key(turn) or pair_keys(turn) or said_by(turn))
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """One thing that a row may hold."""
+
+    names: tuple[str, ...]
+    """Columns that have it, best first, in small letters. A dot leads into a column."""
+    fits: Callable[[Any], bool] = is_text
+    """True for a value that can have this meaning; null always can."""
+    required: bool = False
+    certain: tuple[str, ...] | None = None
+    """Names that are enough, whatever the value. Of a required meaning: where no format fits the
+    values, and None stands for all names."""
+
+
+SYSTEM = Meaning(
+    ("system", "system_prompt", "system_message", "system_instruction", "systeminstruction"),
+    is_text_or_parts,
+    certain=("system",),
+)
+TOOLS = Meaning(("tools", "functions"), is_tools, certain=("tools",))
+HISTORY = Meaning(("history",), is_list)
+CONTEXT = Meaning(("input", "context", "article", "passage"), is_text_or_texts)
+TURNS = Meaning(CHATS, is_turns, required=True, certain=("messages", "conversations"))
+ANSWER = Meaning((*COMPLETIONS, "answers", *REPLY_ROLES), is_answer, required=True)
+REASONING = Meaning(())
+"""Only through data.fields: columns of such names often hold something else (`on`, a score)."""
+ALTERNATIVES = {
+    "chosen": ("chosen", "chosen_messages", "chosen_response", "preferred_output"),
+    "rejected": ("rejected", "rejected_messages", "rejected_response", "non_preferred_output"),
+}
+
+FORMATS: dict[str, dict[str, Meaning]] = {
+    "tokens": {
+        "input_ids": Meaning(("input_ids",), is_numbers, required=True),
+        "labels": Meaning(("labels",), certain=("labels",)),
+        "loss_mask": Meaning(
+            ("loss_mask", "assistant_masks", "assistant_mask", "completion_mask"), is_numbers
+        ),
+        "attention_mask": Meaning(("attention_mask",), certain=("attention_mask",)),
+    },
+    "preference": {
+        "chosen": Meaning(ALTERNATIVES["chosen"], is_anything, required=True),
+        "rejected": Meaning(ALTERNATIVES["rejected"], is_anything, required=True),
+        "prompt": Meaning((*CHATS, "input.messages", *PROMPTS), is_text_or_turns),
+        "input": CONTEXT,
+        "system": SYSTEM,
+        "tools": TOOLS,
+    },
+    "segments": {"segments": Meaning(("segments",), is_segments, required=True)},
+    "messages": {"messages": TURNS, "system": SYSTEM, "tools": TOOLS},
+    "sharegpt": {"conversations": TURNS, "system": SYSTEM, "tools": TOOLS},
+    "alpaca": {
+        "instruction": Meaning(("instruction",), is_text_or_turns, required=True),
+        "output": ANSWER,
+        "input": CONTEXT,
+        "system": SYSTEM,
+        "history": HISTORY,
+        "tools": TOOLS,
+        "reasoning": REASONING,
+    },
+    "prompt_completion": {
+        "prompt": Meaning((*PROMPTS, *ASK_ROLES), is_text_or_turns, required=True),
+        "completion": ANSWER,
+        "input": CONTEXT,
+        "system": SYSTEM,
+        "history": HISTORY,
+        "tools": TOOLS,
+        "reasoning": REASONING,
+    },
+    "text": {"text": Meaning(("text", "content"), is_text, required=True)},
+}
+"""Of each format its meanings; in the order in which a file's columns are compared with them."""
+FIELDS = {name: tuple(meanings) for name, meanings in FORMATS.items()}
+REQUIRED = {
+    name: tuple(key for key, meaning in meanings.items() if meaning.required)
+    for name, meanings in FORMATS.items()
+}
+
+
+# --- columns of a row ---------------------------------------------------------------------------
+
+
+def usual_name(name: str) -> str:
+    """Return a column's name as the table writes it: small letters, an underscore for a space."""
+    return name.strip().lower().replace(" ", "_").replace("-", "_")
+
+
+def columns_by_name(columns: Mapping[str, Any]) -> dict[str, str]:
+    """Return the columns by their usual names, those of objects within them by dotted ones."""
+    names: dict[str, str] = {}
+    for column, value in columns.items():
+        names.setdefault(usual_name(column), column)
+        value = parsed(value) if isinstance(value, str) and value[:1] == "{" else value
+        for inner in value if isinstance(value, dict) else ():
+            names.setdefault(f"{usual_name(column)}.{usual_name(str(inner))}", f"{column}.{inner}")
+    return names | {column: column for column in columns}
+
+
+def match(
+    format: str, columns: Mapping[str, Any], fields: Mapping[str, str], by_value: bool = True
+) -> dict[str, str]:
+    """Return the column of each meaning of the format that the row has.
+
+    fields: columns that are given, whatever they hold. by_value: others must fit their meaning;
+    else the name of a required one is enough.
+    """
+    names = columns_by_name(columns)
+    matched = {key: column for key, column in fields.items() if key in FORMATS[format]}
+    for key, meaning in FORMATS[format].items():
+        loose = meaning.required and not by_value
+        candidates = meaning.certain or meaning.names if loose else meaning.names
+        for name in _with_inner(candidates, names) if key not in matched else ():
+            column = names[name]
+            certain = loose or (name in (meaning.certain or ()) and not meaning.required)
+            value = column_value(columns, column)
+            fits = certain or value is None or meaning.fits(value)
+            if fits and not any(_overlap(column, other) for other in matched.values()):
+                matched[key] = column
+                break
+    return matched
+
+
+def is_complete(format: str, matched: Mapping[str, str]) -> bool:
+    """Return True if every meaning that the format needs has a column."""
+    return all(key in matched for key in REQUIRED[format])
+
+
+def _with_inner(candidates: tuple[str, ...], names: Mapping[str, str]) -> Iterator[str]:
+    """Yield the candidates that are there, then the chats that are within another column."""
+    yield from (name for name in candidates if name in names)
+    if candidates and candidates[0] in CHATS:
+        yield from (name for name in names if "." in name and name.partition(".")[2] in candidates)
+
+
+def _overlap(column: str, other: str) -> bool:
+    """Return True if one of the columns is, or holds, the other."""
+    return column == other or column.startswith(f"{other}.") or other.startswith(f"{column}.")
+
+
+def find_format(
+    columns: Mapping[str, Any], fields: Mapping[str, str]
+) -> tuple[str, dict[str, str]] | None:
+    """Return the format of a row and the columns of its meanings; None if it has none.
+
+    fields: columns that are given. First the values decide, then the names of the columns alone.
+    """
+    for by_value in (True, False):
+        for format in FORMATS:
+            chat = only_chat(columns) if format == "text" and not fields else None
+            if chat:
+                return find_format(columns, {"messages": chat})
+            if _can_be(format, columns, fields, by_value):
+                format = _by_turns(format, columns, fields)
+                return format, match(format, columns, fields, by_value)
+    return None
+
+
+def _can_be(
+    format: str, columns: Mapping[str, Any], fields: Mapping[str, str], by_value: bool
+) -> bool:
+    if not set(fields) <= set(FORMATS[format]):
+        return False
+    matched = match(format, columns, fields, by_value)
+    if not is_complete(format, matched):
+        return False
+    # null is a value of any format: a row of nulls alone says nothing
+    required = [matched[key] for key in REQUIRED[format] if key not in fields]
+    has_value = any(column_value(columns, column) is not None for column in required)
+    return has_value or not by_value or not required
+
+
+def _by_turns(format: str, columns: Mapping[str, Any], fields: Mapping[str, str]) -> str:
+    """Return which of the two formats that are a list of turns: ShareGPT's turns have `from`."""
+    if format not in ("messages", "sharegpt") or set(fields) & {"messages", "conversations"}:
+        return format
+    matched = match(format, columns, fields) or match(format, columns, fields, by_value=False)
+    column = next(iter(matched.values()), "")
+    turns = parsed(column_value(columns, column))
+    if isinstance(turns, list) and turns and isinstance(turns[0], dict):
+        return "sharegpt" if "from" in turns[0] else "messages"
+    return "sharegpt" if usual_name(column) == "conversations" else "messages"
+
+
+def only_chat(columns: Mapping[str, Any]) -> str | None:
+    """Return the only column, whatever its name, that is a list of turns with known roles."""
+    chats = [column for column, value in columns.items() if is_chat(value)]
+    return chats[0] if len(chats) == 1 else None
+
+
+def later_columns(
+    format: str, columns: Mapping[str, Any], matched: Mapping[str, str], first: frozenset[str]
+) -> dict[str, str]:
+    """Return columns of meanings that the file's first row lacked, by name alone.
+
+    first: the columns of that row, which mean what they meant there, or nothing.
+    """
+    names = columns_by_name({c: value for c, value in columns.items() if c not in first})
+    later = dict(matched)
+    for key, meaning in FORMATS[format].items():
+        named = [names[name] for name in meaning.names if name in names]
+        if key not in later and named:
+            later[key] = named[0]
+    return later
+
+
+def unused_columns(columns: Mapping[str, Any], used: Iterable[str]) -> Iterator[str]:
+    """Yield the columns that no format reads, within objects by dotted names."""
+    used = list(used)
+    for column, value in columns.items():
+        if column in used:
+            continue
+        inner = [name.partition(".")[2] for name in used if name.startswith(f"{column}.")]
+        value = parsed(value) if inner else value
+        if inner and isinstance(value, dict):
+            yield from (f"{column}.{name}" for name in unused_columns(value, inner))
+        else:
+            yield column
+
+
+def media_of(columns: Mapping[str, Any]) -> str | None:
+    """Return what a row or turn holds that is no text, with its column: pictures ('images')."""
+    for column, value in columns.items():
+        kind = media_kind(column, value)
+        if kind:
+            return f"{kind} ({column!r})"
+    return None
+
+
+def media_kind(column: str, value: Any) -> str | None:
+    """Return what a column holds if that is pictures, videos or sound; None if not, or nothing."""
+    name = usual_name(column).removesuffix("s")
+    for end in MEDIA_ENDS:
+        name = name.removesuffix(end).removesuffix("s")
+    if name in MEDIA:
+        return MEDIA[name] if _has_content(value) else None
+    first = value[0] if isinstance(value, list) and value else value
+    if isinstance(first, dict) and isinstance(first.get("bytes"), bytes):
+        return "pictures or sound"
+    return "sound" if isinstance(first, dict) and "sampling_rate" in first else None
+
+
+def _has_content(value: Any) -> bool:
+    value = parsed(value)
+    if isinstance(value, dict):
+        return any(map(_has_content, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_content, value))
+    return value is not None and value not in ("", False, 0)
+
+
+def field_hints(columns: Mapping[str, Any]) -> list[str]:
+    """Return what data.fields could be for a row that has no known format, likeliest first."""
+    chats = [column for column, value in columns.items() if is_turns(value)]
+    texts = [column for column, value in columns.items() if isinstance(value, str)]
+    hints = [f"messages: {column}" for column in chats]
+    pair = _alike(texts)
+    if pair:
+        prompt = next((column for column in texts if column not in pair), None)
+        before = f"prompt: {prompt}, " if prompt else ""
+        hints.append(f"{before}chosen: {pair[0]}, rejected: {pair[1]}")
+    elif len(texts) > 1:
+        hints.append(f"prompt: {texts[0]}, completion: {texts[1]}")
+    if texts:
+        hints.append(f"text: {max(texts, key=lambda column: len(columns[column]))}")
+    return hints
+
+
+def _alike(names: list[str]) -> tuple[str, str] | None:
+    """Return two columns that differ in a number or a letter at the end: answer_a, answer_b."""
+    by_stem: dict[str, str] = {}
+    for name in names:
+        stem = VARIANT.sub("", name)
+        if stem != name and stem in by_stem:
+            return by_stem[stem], name
+        by_stem.setdefault(stem, name)
+    return None

@@ -100,6 +100,12 @@ FINDINGS = {  # rows, keys, warning or note, where the first is
     "reasoning_left_out": ([ask("a", reasoning_content="why")],
     [("data.template", OPENS.replace("m.content", "m.content.split('</think>')[-1]"))], "warning",
     1),
+    "calls_left_out": ([ask("a", tool_calls=[{"name": n, "arguments": {}} for n in "xy"])],
+    [("data.template", ("{% for m in messages %}{{ m.content or m.tool_calls[0] | tojson }}"
+"<|im_end|>{% endfor %}"))], "warning", 1),
+    "text_left_out": ([ask("a"), ask("b", "cut")],
+    [("data.template", "{% for m in messages %}{{ m.content | replace('cut', '') }}<|im_end|>"
+"{% endfor %}")], "warning", 2),
     "split": ([{"text": "a"}, {"text": "b" * 200}], ["data.too_long=split"], "note", 2),
     "rewritten": ([{"messages": [*ask("a")["messages"], *ask("b")["messages"]]}],
     ["data.template=qwen3"], "note", 1),
@@ -146,7 +152,8 @@ def test_what_is_wrong_is_told_with_its_place_and_its_fix(key, preview, tmp_path
         *written(keys, tmp_path),
         tokenizer=tmp_path / "tokenizer" if key == "two_bos" else "demo:bytes",
     )
-    text, fix = KINDS[key].text.format(n=1, s="", seq_len=128), KINDS[key].fix
+    values = {"n": 1, "s": "", "seq_len": 128, "samples": 2, "times": "1.6"}
+    text, fix = KINDS[key].text.format(**values), KINDS[key].fix
     assert fix or severity == "note" or key in ("too_long", "truncated", "empty")
     mark = f"{severity:<8}{text}\n        " + (f"→ {fix}\n        " if fix else "")
     assert mark in out

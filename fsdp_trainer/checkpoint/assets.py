@@ -13,12 +13,13 @@ def write_hf_assets(
     folder: Path,
     config: ModelConfig,
     tokenizer: TextTokenizer,
-    chat_template: str | None,
+    chat_template: dict[str, str] | None,
     dtype: str,
     source: Path | None,
 ) -> None:
     """Write config.json, generation_config.json, the tokenizer's files and the chat template.
 
+    chat_template: texts by name, in place of the tokenizer's own.
     source: the folder that the model came from, whose generation_config.json is kept.
     """
     folder.mkdir(parents=True, exist_ok=True)

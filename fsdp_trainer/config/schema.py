@@ -292,6 +292,14 @@ class Data:
         None,
         "chat template: chatml, gemma, llama2, llama3, mistral, olmo2, phi3, phi4, qwen3, plain, or a .jinja file; null: the tokenizer's own, else plain",
     )
+    template_args: dict[str, Any] | None = key(
+        None,
+        "what the template is told besides, e.g. {enable_thinking: true}; the exported template takes it as its default; null: nothing",
+    )
+    template_date: str | None = key(
+        None,
+        "the day that a template is told which asks for today's, as 2025-01-31; null: 2024-07-26, on whatever day",
+    )
     loss_on: str = key(
         "assistant",
         "which turns are learnt: every assistant turn, everything, or the last assistant turn",

@@ -50,7 +50,8 @@ def renumbered(cfg: TrainConfig, tokenizer: TextTokenizer, init_from: Path | Non
 
 def build_template(cfg: TrainConfig, tokenizer: TextTokenizer) -> Template:
     """The chat template of a run."""
-    return load_template(cfg.data.template, tokenizer)
+    data = cfg.data
+    return load_template(data.template, tokenizer, data.template_args, data.template_date)
 
 
 def cache_root(cfg: TrainConfig) -> Path:

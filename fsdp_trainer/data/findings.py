@@ -3,7 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fsdp_trainer.data.samples import FITS, LOST
+from fsdp_trainer.data.samples import (
+    FITS,
+    LAST_TOKENS,
+    LOST,
+    REWRITTEN_SAMPLES,
+    REWRITTEN_TOKENS,
+)
 
 DROPPED = ("unsupervised", "too_long", "empty")
 """Keys of what is no sample of the store."""
@@ -47,8 +53,16 @@ KINDS = {
     "unreadable": Kind("{n} row{s} skipped that cannot be read", "data.on_error=fail  stops at them and says why", warns_from=0.01),
     "empty": Kind("{n} empty document{s} dropped", warns_from=0.01),
     "reasoning_left_out": Kind("{n} conversation{s} with reasoning, which the template leaves out", "a template that shows it, as  data.template=qwen3"),
+    "calls_left_out": Kind(
+        "{n} conversation{s} with a tool call that the template leaves out of its text",
+        "a template that shows every call, also beside text or another call, as  data.template=qwen3",
+    ),
+    "text_left_out": Kind(
+        "{n} conversation{s} with the text of a turn that the template leaves out",
+        "a template that shows it, also beside a tool call, as  data.template=chatml",
+    ),
     "split": Kind("{n} document{s} longer than batch.seq_len={seq_len}, cut into pieces: no token is lost", warns_from=None),
-    "rewritten": Kind("{n} conversation{s} made into one sample per assistant turn: the template rewrites earlier turns", warns_from=None),
+    "rewritten": Kind("{n} conversation{s} made into {samples} samples with {times} times the tokens: the template rewrites earlier turns", warns_from=None),
     "tools_not_shown": Kind("{n} conversation{s} with tools, which the template does not show: the model does not see their descriptions", warns_from=None),
     "calls_as_text": Kind("{n} conversation{s} with tool calls, which the template does not know: they are written as JSON text", warns_from=None),
     "results_as_user": Kind("{n} conversation{s} with tool results, which the template does not know: they are user turns", warns_from=None),
@@ -89,7 +103,9 @@ def told(
     fixes = dict.fromkeys(("too_long", "truncated"), _longer_rows(counts, samples, tokens, seq_len))
     return [
         Finding(
-            kind.text.format(n=f"{n:,}", s="s" * (n != 1), seq_len=seq_len),
+            kind.text.format(
+                n=f"{n:,}", s="s" * (n != 1), seq_len=seq_len, **_of_rewritten(counts)
+            ),
             fixes.get(key, kind.fix),
             kind.warns_from is not None and n > kind.warns_from * samples,
             list(examples.get(key, ())),
@@ -97,6 +113,12 @@ def told(
         for key, kind in KINDS.items()
         if (n := counts.get(key, 0))
     ]
+
+
+def _of_rewritten(counts: Mapping[str, int]) -> dict[str, str]:
+    """Return what a template that rewrites earlier turns makes of conversations."""
+    times = counts.get(REWRITTEN_TOKENS, 0) / max(1, counts.get(LAST_TOKENS, 0))
+    return {"samples": f"{counts.get(REWRITTEN_SAMPLES, 0):,}", "times": f"{times:.1f}"}
 
 
 def percent(share: float) -> str:

@@ -90,7 +90,7 @@ class Preparation:
             how.seq_len,
             how.share,
         ]
-        name = fingerprint([read, options, how.tokenizer.fingerprint, how.template.source])
+        name = fingerprint([read, options, how.tokenizer.fingerprint, how.template.decides])
         self.folder, self.parts = root / name, root / f".{name}"
 
     def stores(self) -> dict[str, TokenStore]:

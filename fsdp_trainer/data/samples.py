@@ -1,7 +1,4 @@
-"""Conversations and documents to tokens, each with the weight with which it is learnt.
-
-What is learnt is found by construction: a turn is what the template renders with it and does not render without it.
-"""
+"""Conversations and documents to tokens, each with the weight with which it is learnt."""
 
 import re
 from collections import Counter
@@ -11,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp_trainer.config.schema import Data
+from fsdp_trainer.data.completeness import TEXT as TEXT_LEFT_OUT
+from fsdp_trainer.data.completeness import left_out_of_answer, left_out_of_context
 from fsdp_trainer.data.conversations import (
     Conversation,
     Document,
@@ -22,6 +21,7 @@ from fsdp_trainer.data.conversations import (
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.data.turns import TurnFinder, merged
 from fsdp_trainer.data.words import Encoding
 
 Span = tuple[int, int, float]
@@ -31,6 +31,11 @@ FITS = "fits_"
 """Begins the keys that count samples too long for a row, by the length that would hold them: fits_1536."""
 LOST = "lost_tokens"
 """Key of the tokens that were dropped or cut off with them."""
+REWRITTEN_SAMPLES, REWRITTEN_TOKENS, LAST_TOKENS = "of_rewritten", "of_rewritten_tokens", "of_last"
+"""Keys of the samples made of conversations whose template rewrites earlier turns, of their tokens,
+and of the tokens of the last sample of each, which holds the conversation once."""
+HEADER = 80
+"""Characters before an answer that may hold its beginning, where prompt and answer look alike."""
 TEXTS = ("content", "reasoning_content")
 """What a turn of the data may hold."""
 EMPTY_THINK = re.compile(r"<think>\s*</think>")
@@ -59,6 +64,8 @@ class Rendered:
     """Characters behind the special tokens that end the assistant's turns."""
     sample: Sample | None = None
     """Of data that is tokenised already; the text is empty then."""
+    place: tuple[int, int] = (1, 1)
+    """Number of the text among those of its conversation, from 1, and how many there are."""
 
     @property
     def size(self) -> int:
@@ -94,7 +101,10 @@ class SampleBuilder:
             places.append(place)
 
     def render(self, row: Readable) -> list[Rendered]:
-        """One text, or one for each assistant turn if the template rewrites earlier turns. RowError if it refuses the conversation."""
+        """Return one text, or several if the template rewrites earlier turns.
+
+        RowError if it refuses the conversation.
+        """
         if isinstance(row, Conversation):
             texts = self._conversation(row)
         elif isinstance(row, Document):
@@ -153,103 +163,96 @@ class SampleBuilder:
         return Rendered("", [], where, sample=sample)
 
     def _conversation(self, row: Conversation) -> list[Rendered]:
-        noted: set[str] = set()
-        messages = self.template.adapt(row.messages, row.tools, noted.add)
+        notes: set[str] = set()
+        messages = self.template.adapt(row.messages, row.tools, notes.add)
         if any(
             self._special.search(message[name])
             for message in row.messages
             for name in TEXTS
             if message.get(name)
         ):
-            noted.add("special_in_text")
-        for key in noted:
-            self.count(key, row.where)
-        whole = self.template.render(messages, row.tools)
+            notes.add("special_in_text")
+        finder = TurnFinder(self.template.for_row(row.tools), messages, row.tools, self._ends)
         if self.data.loss_on == "all":
-            return [
-                Rendered(
-                    whole,
-                    [(0, len(whole), 1.0), *self._weighted_turns(messages, row.tools, whole)],
-                    row.where,
-                )
-            ]
-        turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
-        learnt = [
-            k
-            for k in (turns[-1:] if self.data.loss_on == "last" else turns)
-            if messages[k].get("weight", 1.0) > 0
+            texts = self._learn_all(finder, row, notes)
+        else:
+            texts = self._learn_turns(finder, row, notes)
+        for key in sorted(notes):
+            self.count(key, row.where)
+        return texts
+
+    def _learn_all(self, finder: TurnFinder, row: Conversation, notes: set[str]) -> list[Rendered]:
+        whole = finder.whole
+        spans = [(0, len(whole), 1.0), *self._weighted_turns(finder)]
+        for message in row.messages:
+            if message["role"] == "assistant":
+                notes.update(left_out_of_answer(message, whole))
+        if left_out_of_context(row.messages, whole):
+            notes.add(TEXT_LEFT_OUT)
+        return [Rendered(whole, spans, row.where)]
+
+    def _learn_turns(
+        self, finder: TurnFinder, row: Conversation, notes: set[str]
+    ) -> list[Rendered]:
+        """Return one text, or several if the template rewrites earlier turns."""
+        turns, spans, behind = [], {}, 0
+        for k, place in self._chosen(finder, row):
+            answer = row.messages[place]
+            weight = answer.get("weight", 1.0)
+            if weight <= 0:
+                continue
+            turn = finder.turn(k)
+            notes.update(left_out_of_answer(answer, turn.text[max(0, turn.start - HEADER) :]))
+            if not turn.begins_as_prompted:
+                self.count("prompt_differs", row.where)
+            if not turn.is_closed:
+                self.count("no_end", row.where)
+            turns.append(turn)
+            context = _context_spans(finder.messages[k], turn.text, turn.start)
+            spans[id(turn)] = [(turn.start, turn.end, weight), *context]
+            behind = place + 1
+        groups = merged(turns, finder.whole)
+        if len(groups) == 1:
+            behind = len(row.messages)
+        # turns after the last answer may be in none of the texts
+        if left_out_of_context(row.messages[:behind], groups[-1][0]):
+            notes.add(TEXT_LEFT_OUT)
+        if len(groups) > 1:
+            notes.add("rewritten")
+            self.counts[REWRITTEN_SAMPLES] += len(groups)
+        return [
+            Rendered(
+                text,
+                [span for turn in held for span in spans[id(turn)]],
+                row.where,
+                ends=tuple(turn.end for turn in held if turn.is_closed),
+                place=(number, len(groups)),
+            )
+            for number, (text, held) in enumerate(groups, 1)
         ]
-        rendered = [self._turn(messages, k, row, whole) for k in learnt]
-        if all(whole.startswith(turn.text) for turn in rendered):
-            ends = tuple(end for turn in rendered for end in turn.ends)
-            return [
-                Rendered(
-                    whole, [span for turn in rendered for span in turn.spans], row.where, ends=ends
-                )
-            ]
-        self.count("rewritten", row.where)
-        return rendered
 
-    def _turn(self, messages: list[Message], k: int, row: Conversation, whole: str) -> Rendered:
-        """The conversation up to assistant turn k, as it stands when the model has just written it; `whole`: up to its last turn."""
-        is_last = k == len(messages) - 1
-        full = whole if is_last else self.template.render(messages[: k + 1], row.tools)
-        start = self._answer_start(messages, k, row, full)
-        weight, context = messages[k].get("weight", 1.0), _context_spans(messages[k], full, start)
-        # what closes a conversation is no part of the turn, unless nothing else ends it
-        for text in (full.removesuffix(self.template.closing), full):
-            stripped = text.rstrip()
-            if stripped.endswith(self._ends) and len(stripped) >= start:
-                return Rendered(
-                    full if is_last else text,
-                    [(start, len(stripped), weight), *context],
-                    row.where,
-                    ends=(len(stripped),),
-                )
-        self.count("no_end", row.where)
-        return Rendered(full, [(start, len(full), weight), *context], row.where)
+    def _chosen(self, finder: TurnFinder, row: Conversation) -> list[tuple[int, int]]:
+        """Return the places of answers to learn, among the finder's turns and the row's."""
+        places = [
+            [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+            for messages in (finder.messages, row.messages)
+        ]
+        chosen = list(zip(*places, strict=True))
+        return chosen[-1:] if self.data.loss_on == "last" else chosen
 
-    def _answer_start(self, messages: list[Message], k: int, row: Conversation, full: str) -> int:
-        """Where the text begins that the model writes: after the generation prompt.
-
-        Some prompts hold what the finished turn does not (an opened <think>, say). Then it begins where two different answers part.
-        """
-        try:
-            prompt = self.template.render(messages[:k], row.tools, add_generation_prompt=True)
-            if full.startswith(prompt):
-                return len(prompt)
-        except RowError:  # e.g. no turn before it
-            pass
-        one, other = (
-            self.template.render(
-                [*messages[:k], {"role": "assistant", "content": answer}], row.tools
-            )
-            for answer in ("1", "A")
-        )
-        start = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-        if start is None or not full.startswith(one[:start]):
-            name = self.template.name
-            raise RowError(
-                f"the chat template ({name}) rewrites what comes before turn {k + 1}: what is learnt cannot be told"
-            )
-        self.count("prompt_differs", row.where)
-        return start
-
-    def _weighted_turns(
-        self, messages: list[Message], tools: list[dict] | None, whole: str
-    ) -> list[Span]:
+    def _weighted_turns(self, finder: TurnFinder) -> list[Span]:
         """Turns with a weight of their own, when everything is learnt."""
         spans = []
+        template, messages, tools = finder.template, finder.messages, finder.tools
         for k in (k for k, message in enumerate(messages) if "weight" in message):
             before, after = (
-                self.template.render(messages[:n], tools).removesuffix(self.template.closing)
-                if n
-                else ""
+                template.finished(messages[:n], tools).removesuffix(template.closing) if n else ""
                 for n in (k, k + 1)
             )
-            if not (whole.startswith(after) and after.startswith(before)):
+            if not (finder.whole.startswith(after) and after.startswith(before)):
                 raise RowError(
-                    "weights of turns with data.loss_on=all need a template that does not rewrite earlier turns"
+                    "weights of turns with data.loss_on=all need a template "
+                    "that does not rewrite earlier turns"
                 )
             spans.append((len(before), len(after), messages[k]["weight"]))
         return spans
@@ -278,6 +281,10 @@ class SampleBuilder:
         return Sample(tokens, np.ones(len(tokens), np.float32))
 
     def _weigh(self, encoding: Encoding, text: Rendered) -> Sample:
+        number, of = text.place
+        if of > 1:
+            self.counts[REWRITTEN_TOKENS] += len(encoding.ids)
+            self.counts[LAST_TOKENS] += len(encoding.ids) * (number == of)
         sample = Sample(
             encoding.ids, token_weights(self._without_stripped(encoding, text.text), text)
         )

@@ -440,7 +440,7 @@ def stream_data(
         [source.name if len(sources) > 1 else "", [known[file] for file in source.files]]
         for source in sources
     ]
-    decides = [numbers, options, content, tokenizer.fingerprint, template.source, seen]
+    decides = [numbers, options, content, tokenizer.fingerprint, template.decides, seen]
     streamed.fingerprint = hashlib.blake2b(
         json.dumps(decides, sort_keys=True).encode(), digest_size=10
     ).hexdigest()

@@ -1,25 +1,29 @@
-"""Chat templates: Jinja, set up as `transformers` sets it up, so that a text looks the same in training as at inference."""
+"""Chat templates: named or from a file, compiled, and what each can render."""
 
-import json
-from collections.abc import Callable
-from datetime import datetime
+from collections.abc import Callable, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fsdp_trainer.data.conversations import Message
 from fsdp_trainer.data.sources import RowError
-from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.data.template_forms import Forms, hand_over
+from fsdp_trainer.data.template_language import (
+    DEFAULT_DATE,
+    RESERVED,
+    compile_template,
+    mentions,
+    variables,
+    with_defaults,
+)
+from fsdp_trainer.data.template_probes import ANSWER, ASK, find_forms
+from fsdp_trainer.data.tokenizer import DEFAULT, TOOL_USE, TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 
-TODAY = datetime(
-    2024, 7, 26
-)  # the date that Llama 3's own template falls back to; data must not depend on the day
-
-# The format of `plain` ends its prompt in a newline: after a space, the first word of the answer would be one token with it, and not learnt.
+# The format of `plain` ends its prompt in a newline: after a space, the first word of the answer
+# would be one token with it, and not learnt.
 BUILT_IN = {
     file.stem: file.read_text(encoding="utf-8")
     for file in sorted((Path(__file__).parent / "chat_templates").glob("*.jinja"))
@@ -34,65 +38,27 @@ MARKERS = {
 """Texts that must each be one token."""
 NAMED = {
     "plain": ("eos_token",), "olmo2": ("eos_token",), "phi3": ("eos_token",),
-    "llama2": ("bos_token", "eos_token"), "mistral": ("bos_token", "eos_token"), "gemma": ("bos_token",), "llama3": ("bos_token",),
+    "llama2": ("bos_token", "eos_token"), "mistral": ("bos_token", "eos_token"),
+    "gemma": ("bos_token",), "llama3": ("bos_token",),
 }  # fmt: skip
 """What the tokenizer must have a token for."""
 
 
-class Template:
-    """A compiled chat template with a tokenizer's special tokens.
+class RowTemplate:
+    """One compiled template as it serves rows of one sort, with tools or without.
 
-    What it cannot render becomes text: a system turn goes before the first user turn, a tool's result into a user turn, reasoning and
-    tool calls into the assistant's content.
+    forms: those in which it reads what a turn holds.
     """
 
-    def __init__(self, name: str, source: str, special: dict[str, str]):
-        self.name, self.source = name, source
-        self._special = special
-        self._compiled = _environment().from_string(source)
-        self._compiled.globals = dict(
-            self._compiled.globals
-        )  # a chain of dictionaries takes half of a rendering's time to go through
-        ask, answer = (
-            {"role": "user", "content": "question"},
-            {"role": "assistant", "content": "answer"},
-        )
-        call = {"type": "function", "function": {"name": "probed_call", "arguments": {"x": 1}}}
-        tool = {
-            "type": "function",
-            "function": {"name": "probed_tool", "description": "", "parameters": {}},
-        }
-        self._renders_system = self._shows(
-            "probed_system", [{"role": "system", "content": "probed_system"}, ask, answer]
-        )
-        self._renders_calls = self._shows(
-            "probed_call", [ask, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        )
-        calling = {
-            "role": "assistant",
-            "content": "call",
-            **({"tool_calls": [call]} if self._renders_calls else {}),
-        }
-        self._renders_results = self._shows(
-            "probed_result", [ask, calling, {"role": "tool", "content": "probed_result"}, answer]
-        )
-        self._renders_tools = self._shows("probed_tool", [ask, answer], [tool])
-        self._renders_reasoning = self._shows(
-            "probed_thought", [ask, {**answer, "reasoning_content": "probed_thought"}]
-        )
-        self._keeps_thinking = self._shows(
-            "probed_thought",
-            [ask, {"role": "assistant", "content": "<think>probed_thought</think>answer"}],
-        )
-        self.closing: str = self._closing([ask, answer], ask)
-        """What the template writes behind the last turn, but not between turns: Phi-3's ends in an eos_token."""
-
-    def __reduce__(self) -> tuple:
-        return Template, (
-            self.name,
-            self.source,
-            self._special,
-        )  # what is compiled goes to no other process
+    def __init__(
+        self, name: str, compiled: jinja2.Template, values: Mapping[str, Any], with_tools: bool
+    ):
+        self.name, self._compiled, self._values = name, compiled, values
+        self.forms: Forms = find_forms(self.render, with_tools)
+        self.closing: str = self._closing()
+        """What it writes behind the last turn, but not between turns: Phi-3's an eos_token."""
+        self.generation_prompt: str = self._generation_prompt()
+        """What it writes behind a question for the model to answer; empty: that is not known."""
 
     def render(
         self,
@@ -100,23 +66,130 @@ class Template:
         tools: list[dict] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The text of a conversation; RowError with the template's own words if it refuses."""
+        """Return the text of turns in this template's forms; RowError with its words if it refuses.
+
+        A template is a program: it may raise anything.
+        """
         try:
             return self._compiled.render(
                 messages=messages,
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self._special,
+                **self._values,
             )
-        except Exception as e:  # a template is a program: it may raise anything
+        except Exception as e:
             raise RowError(
                 f"the chat template ({self.name}) cannot render this conversation: {e}"
             ) from None
 
-    def ask(self, messages: list[Message]) -> str:
-        """The conversation up to where the model is to answer; RowError as `render`."""
-        return self.render(self.adapt(messages, None), add_generation_prompt=True)
+    def prompt(self, messages: list[Message], tools: list[dict] | None = None) -> str:
+        """Return the text up to where the model is to answer; RowError as `render`."""
+        return self.render(messages, tools, add_generation_prompt=True)
+
+    def finished(self, messages: list[Message], tools: list[dict] | None = None) -> str:
+        """Return the text of a conversation, as it stands when the model has just written its end.
+
+        Templates that show the system text to the user's last turn alone (Mistral's) leave it out
+        once the answer is there. The model has seen it: the prompt with the system text, and what
+        the answer adds to a prompt without. RowError as `render`.
+        """
+        if self.forms.system != "prompt" or messages[-1]["role"] != "assistant":
+            return self.render(messages, tools)
+        others = [message for message in messages if message["role"] != "system"]
+        if len(others) in (1, len(messages)):
+            return self.render(messages, tools)
+        before, after = self.prompt(others[:-1], tools), self.render(others, tools)
+        if not after.startswith(before):
+            return self.render(messages, tools)
+        return self.prompt(messages[:-1], tools) + after[len(before) :]
+
+    def _generation_prompt(self) -> str:
+        messages = hand_over([ASK], self.forms)
+        try:
+            before, prompt = self.render(messages), self.prompt(messages)
+        except RowError:
+            return ""
+        before = before.removesuffix(self.closing)
+        return prompt[len(before) :] if prompt.startswith(before) else ""
+
+    def _closing(self) -> str:
+        messages = hand_over([ASK, ANSWER, ASK], self.forms)
+        try:
+            whole, longer = self.render(messages[:2]), self.render(messages)
+        except RowError:
+            return ""
+        if longer.startswith(whole):
+            return ""
+        ends = (value for value in self._values.values() if isinstance(value, str) and value)
+        return next(
+            (
+                end
+                for end in ends
+                if whole.endswith(end) and longer.startswith(whole.removesuffix(end))
+            ),
+            "",
+        )
+
+
+class Template:
+    """The chat template of a run, or several by name, with a tokenizer's special tokens.
+
+    source: its text, or {name: text} of which `tool_use` is for rows with tools.
+    args: variables that it is given besides; today: the date that it is told.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: str | dict[str, str],
+        special: dict[str, str],
+        args: Mapping[str, Any] | None = None,
+        today: date = DEFAULT_DATE,
+    ):
+        self.name, self.sources = name, {DEFAULT: source} if isinstance(source, str) else source
+        self._special, self._args, self._today = special, dict(args or {}), today
+        self.source = self.sources.get(DEFAULT) or next(iter(self.sources.values()))
+        """The text for rows without tools."""
+        self._compiled = {
+            name: compile_template(text, today) for name, text in self.sources.items()
+        }
+        self._for_rows: dict[bool, RowTemplate] = {}
+
+    def __reduce__(self) -> tuple:
+        # what is compiled goes to no other process
+        return Template, (self.name, self.sources, self._special, self._args, self._today)
+
+    @property
+    def decides(self) -> Any:
+        """Return all that decides its texts, for fingerprints."""
+        if len(self.sources) == 1 and not self._args and self._today == DEFAULT_DATE:
+            return self.source
+        return [self.sources, self._args, str(self._today)]
+
+    @property
+    def exported(self) -> dict[str, str]:
+        """Return the texts, by name, that render alike where no arguments are given."""
+        return {name: with_defaults(text, self._args) for name, text in self.sources.items()}
+
+    def for_row(self, tools: list[dict] | None) -> RowTemplate:
+        """Return what renders a row with these tools, as `transformers` chooses it."""
+        with_tools = bool(tools)
+        if with_tools not in self._for_rows:
+            named = TOOL_USE if with_tools and TOOL_USE in self.sources else DEFAULT
+            compiled = self._compiled.get(named) or next(iter(self._compiled.values()))
+            values = {**self._special, **self._args}
+            self._for_rows[with_tools] = RowTemplate(self.name, compiled, values, with_tools)
+        return self._for_rows[with_tools]
+
+    def render(
+        self,
+        messages: list[Message],
+        tools: list[dict] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """Return the text of turns that are in the template's forms; RowError if it refuses."""
+        return self.for_row(tools).render(messages, tools, add_generation_prompt)
 
     def adapt(
         self,
@@ -124,86 +197,96 @@ class Template:
         tools: list[dict] | None,
         note: Callable[[str], Any] = lambda key: None,
     ) -> list[Message]:
-        """The same conversation in turns that this template can render. note: is told what it could not, as a key of `findings.KINDS`."""
-        if tools and not self._renders_tools:
+        """Return the same conversation in the forms that the template reads.
+
+        note: told what it has no form for, as a key of `findings.KINDS`.
+        """
+        forms = self.for_row(tools).forms
+        if tools and not forms.tools:
             note("tools_not_shown")
-        adapted: list[Message] = []
-        for message in messages:
-            if message.get("tool_calls") and not self._renders_calls:
-                note("calls_as_text")
-                message = {**message, "content": _call_text(message)}
-                del message["tool_calls"]
-            if (reasoning := message.get("reasoning_content")) and not self._renders_reasoning:
-                note("reasoning_as_text" if self._keeps_thinking else "reasoning_left_out")
-                message = {
-                    **message,
-                    "content": f"<think>\n{reasoning}\n</think>\n\n{message['content']}",
-                }
-                del message["reasoning_content"]
-            if message["role"] == "tool" and not self._renders_results:
-                note("results_as_user")
-                message = {**message, "role": "user"}
-            if (
-                adapted
-                and adapted[-1]["role"] == "system"
-                and message["role"] == "user"
-                and not self._renders_system
-            ):
-                note("system_in_user")
-                message = {
-                    **message,
-                    "content": adapted.pop()["content"] + "\n\n" + message["content"],
-                }
-            adapted.append(message)
-        return adapted
+        return hand_over(messages, forms, note)
 
-    def _closing(self, messages: list[Message], next_message: Message) -> str:
-        try:
-            whole, longer = self.render(messages), self.render([*messages, next_message])
-        except RowError:
-            return ""
-        goes_on = [
-            end
-            for end in self._special.values()
-            if whole.endswith(end) and longer.startswith(whole.removesuffix(end))
-        ]
-        return "" if longer.startswith(whole) or not goes_on else goes_on[0]
-
-    def _shows(self, text: str, messages: list[Message], tools: list[dict] | None = None) -> bool:
-        try:
-            return text in self.render(messages, tools)
-        except RowError:
-            return False
+    def ask(self, messages: list[Message]) -> str:
+        """Return the conversation up to where the model is to answer; RowError as `render`."""
+        return self.render(self.adapt(messages, None), add_generation_prompt=True)
 
 
-def load_template(name_or_path: str | None, tokenizer: TextTokenizer) -> Template:
-    """A built-in template, a .jinja file, or (null) the tokenizer's own, else `plain`. UserError if it does not fit the tokenizer."""
-    name = name_or_path or ("tokenizer's own" if tokenizer.chat_template else "plain")
-    source = BUILT_IN.get(name) or (_read(name) if name_or_path else tokenizer.chat_template or "")
-    if missing := [
-        marker for marker in MARKERS.get(name, ()) if tokenizer.backend.token_to_id(marker) is None
-    ]:
-        pieces = len(tokenizer.encode(missing[0]))
-        use = (
-            "null  (the tokenizer's own)"
-            if tokenizer.chat_template
-            else "plain  (needs no special tokens)"
-        )
-        add = ",".join(f"'{marker}'" for marker in missing)
-        why = (
-            f"the tokenizer has no special token {' '.join(missing)}: it would be {pieces} pieces of text.\n"
-            f'Use  data.template={use}  or add what is missing:  "tokenizer.add_tokens=[{add}]"'
-        )
-        raise _bad(name, why)
-    if missing := [role for role in NAMED.get(name, ()) if role not in tokenizer.special]:
-        raise _bad(
-            name,
-            f"the tokenizer has no {' and no '.join(missing)}, which frames its turns. Use a tokenizer that has one",
-        )
+def load_template(
+    name_or_path: str | None,
+    tokenizer: TextTokenizer,
+    args: Mapping[str, Any] | None = None,
+    today: str | None = None,
+) -> Template:
+    """Return a built-in template, one from a file, or (null) the tokenizer's own, else `plain`.
+
+    args, today: as data.template_args and data.template_date. UserError for a template that does
+    not fit the tokenizer, for an argument it does not have, and for a wrong date.
+    """
+    name = name_or_path or ("tokenizer's own" if tokenizer.chat_templates else "plain")
+    source: str | dict[str, str] = tokenizer.chat_templates
+    if name in BUILT_IN:
+        source = BUILT_IN[name]
+    elif name_or_path:
+        source = _read(name_or_path)
+    _check_markers(name, tokenizer)
     try:
-        return Template(name, source, tokenizer.special)
+        template = Template(name, source, tokenizer.special, args, _date(today))
+        _check_args(template, args or {})
     except jinja2.TemplateSyntaxError as e:
         raise _bad(name, f"line {e.lineno}: {e.message}") from None
+    return template
+
+
+def _check_markers(name: str, tokenizer: TextTokenizer) -> None:
+    """Raise UserError if a built-in template would be read letter by letter."""
+    missing = [
+        marker for marker in MARKERS.get(name, ()) if tokenizer.backend.token_to_id(marker) is None
+    ]
+    if missing:
+        pieces = len(tokenizer.encode(missing[0]))
+        use = "plain  (needs no special tokens)"
+        if tokenizer.chat_templates:
+            use = "null  (the tokenizer's own)"
+        add = ",".join(f"'{marker}'" for marker in missing)
+        raise _bad(
+            name,
+            f"the tokenizer has no special token {' '.join(missing)}: "
+            f"it would be {pieces} pieces of text.\n"
+            f'Use  data.template={use}  or add what is missing:  "tokenizer.add_tokens=[{add}]"',
+        )
+    missing = [role for role in NAMED.get(name, ()) if role not in tokenizer.special]
+    if missing:
+        raise _bad(
+            name,
+            f"the tokenizer has no {' and no '.join(missing)}, which frames its turns. "
+            "Use a tokenizer that has one",
+        )
+
+
+def _check_args(template: Template, args: Mapping[str, Any]) -> None:
+    """Raise UserError for an argument that no text of the template reads."""
+    texts = template.sources.values()
+    for name, value in args.items():
+        shown = f"data.template_args={{{name}: {value}}}"
+        if name in RESERVED:
+            why = "the program itself gives this to the template. Leave it out"
+        elif any(mentions(text, name) for text in texts):
+            continue
+        else:
+            known = sorted({known for text in texts for known in variables(text)})
+            has = f"it has:  {'  '.join(known)}" if known else "it has none"
+            why = f"the chat template ({template.name}) has no such variable; {has}"
+        raise UserError("the chat template cannot be used", [Problem(shown, why)])
+
+
+def _date(today: str | None) -> date:
+    try:
+        return date.fromisoformat(today) if today else DEFAULT_DATE
+    except ValueError:
+        problem = Problem(
+            f"data.template_date={today}", "is no date. Use  data.template_date=2024-07-26"
+        )
+        raise UserError("the chat template cannot be used", [problem]) from None
 
 
 def _read(path: str) -> str:
@@ -216,54 +299,6 @@ def _read(path: str) -> str:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise _bad(path, f"cannot be read: {error}") from None
-
-
-def _call_text(message: Message) -> str:
-    if "text" in message:
-        return message["text"]
-    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
-    return "\n".join([message["content"]] * bool(message["content"]) + calls)
-
-
-class GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}` as plain text: the mask is found by rendering, with and without."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Any) -> Any:
-        """The block's statements, as if the tag were not there."""
-        line = next(parser.stream).lineno
-        return jinja2.nodes.Scope(
-            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
-        )
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: Any = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
-    strftime_now: Callable[[str], str] = TODAY.strftime
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
-    return environment
 
 
 def _bad(name: str, why: str) -> UserError:

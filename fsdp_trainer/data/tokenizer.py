@@ -30,6 +30,10 @@ FILES = (
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
 BESIDE_A_CONFIG = ("tokenizer.json", "tokenizer.model", VOCABULARY)
 """Files whose folder describes them, also where they are named themselves."""
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of chat templates: for rows in general, and for rows with tools where there is one."""
+TEMPLATES = "additional_chat_templates"
+"""Folder of the templates beside the default one, as `transformers` saves them."""
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 END_TOKENS = (
     "<|eot_id|>",
@@ -75,7 +79,7 @@ class TextTokenizer:
         backend: Tokenizer,
         special: dict[str, str],
         stop_ids: set[int],
-        chat_template: str | None,
+        chat_template: str | dict[str, str] | None,
         files: dict[str, Path] | None = None,
     ):
         self._saved = backend.to_str()  # as it came, post-processor included
@@ -113,7 +117,10 @@ class TextTokenizer:
             if text in END_TOKENS or id == self.eos_id
         }
         """Any of these ends a turn when generating."""
-        self.chat_template = chat_template
+        if isinstance(chat_template, str):
+            chat_template = {DEFAULT: chat_template}
+        self.chat_templates: dict[str, str] = chat_template or {}
+        """Its chat templates by name; most tokenizers have one, DEFAULT."""
         self.fingerprint: str = hashlib.blake2b(
             f"{self._saved}{sorted(self.special.items())}".encode(), digest_size=16
         ).hexdigest()
@@ -121,6 +128,11 @@ class TextTokenizer:
 
     def _id(self, name: str) -> int | None:
         return self.backend.token_to_id(self.special[name]) if name in self.special else None
+
+    @property
+    def chat_template(self) -> str | None:
+        """Return the default chat template, if it has any."""
+        return self.chat_templates.get(DEFAULT) or next(iter(self.chat_templates.values()), None)
 
     def encode_batch(self, texts: list[str]) -> list[Encoding]:
         """Tokens with their place in the text."""
@@ -194,8 +206,11 @@ class TextTokenizer:
         """Text of token ids."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
-    def save(self, folder: str | Path, chat_template: str | None = None) -> None:
-        """Write what `transformers.AutoTokenizer.from_pretrained(folder)` needs; `chat_template` replaces the tokenizer's own."""
+    def save(self, folder: str | Path, chat_template: str | dict[str, str] | None = None) -> None:
+        """Write what `transformers.AutoTokenizer.from_pretrained(folder)` needs.
+
+        chat_template: one, or several by name, in place of the tokenizer's own.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name, file in self._files.items():
@@ -205,15 +220,14 @@ class TextTokenizer:
         config = folder / "tokenizer_config.json"
         if not config.exists() or "tokenizer.json" not in self._files:
             _write_config(config, self._described(config))
-        if chat_template not in (None, self.chat_template):
-            values = {
-                k: v
-                for k, v in json.loads(config.read_text(encoding="utf-8")).items()
-                if k != "chat_template"
-            }
+        if isinstance(chat_template, str):
+            chat_template = {DEFAULT: chat_template}
+        templates = chat_template or self.chat_templates
+        if templates != self.chat_templates:
+            values = json.loads(config.read_text(encoding="utf-8"))
+            values.pop("chat_template", None)
             _write_config(config, values)
-        if template := chat_template or self.chat_template:
-            (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        _write_templates(folder, templates)
 
     def _described(self, config: Path) -> dict[str, Any]:
         """Return the description of a tokenizer.json: the one that is there, with special tokens.
@@ -233,6 +247,16 @@ class TextTokenizer:
 
 def _write_config(file: Path, values: dict[str, Any]) -> None:
     file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_templates(folder: Path, templates: dict[str, str]) -> None:
+    """Write the default one into chat_template.jinja, the others into a folder beside it."""
+    for name, text in templates.items():
+        file = folder / "chat_template.jinja"
+        if name != DEFAULT and len(templates) > 1:
+            (folder / TEMPLATES).mkdir(exist_ok=True)
+            file = folder / TEMPLATES / f"{Path(name).name}.jinja"
+        file.write_text(text, encoding="utf-8")
 
 
 def _encoding(encoding: Any) -> Encoding:
@@ -282,7 +306,7 @@ def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
         backend,
         special=_special_tokens(backend, special, special_map, config),
         stop_ids=set(stop_ids if isinstance(stop_ids, list) else [stop_ids]),
-        chat_template=_chat_template(folder, config),
+        chat_template=_chat_templates(folder, config),
         files=files,
     )
 
@@ -382,16 +406,20 @@ def _add_special(backend: Tokenizer, tokens: Sequence[str]) -> int:
     )
 
 
-def _chat_template(folder: Path | None, config: dict) -> str | None:
+def _chat_templates(folder: Path | None, config: dict) -> dict[str, str]:
+    """Return the chat templates by name, from wherever a folder keeps them."""
+    named = config.get("chat_template") or _json(folder, "chat_template.json").get("chat_template")
+    if isinstance(named, str):
+        named = {DEFAULT: named}
+    elif isinstance(named, list):
+        named = {entry.get("name"): entry.get("template") for entry in named}
+    templates = dict(named or {})
     if folder and (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    template = config.get("chat_template") or _json(folder, "chat_template.json").get(
-        "chat_template"
-    )
-    if isinstance(template, list):  # several by name
-        by_name = {entry.get("name"): entry.get("template") for entry in template}
-        return by_name.get("default") or next(iter(by_name.values()), None)
-    return template
+        # newer than what the configuration holds
+        templates = {DEFAULT: (folder / "chat_template.jinja").read_text(encoding="utf-8")}
+    for file in sorted((folder / TEMPLATES).glob("*.jinja")) if folder else ():
+        templates[file.stem] = file.read_text(encoding="utf-8")
+    return {str(name): text for name, text in templates.items() if isinstance(text, str) and text}
 
 
 def _bad(path: Any, why: str) -> UserError:

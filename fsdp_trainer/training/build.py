@@ -327,7 +327,8 @@ def write_assets(
     """Write the configuration, and a Hugging Face folder without weights, into a checkpoint."""
     (folder / "config.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False))
     source = model_folder(inputs.init_from) if inputs.init_from else None
-    own_template = inputs.tokenizer.chat_template and not cfg.data.template
-    template = None if own_template else inputs.template.source
+    chosen = cfg.data.template or cfg.data.template_args
+    as_it_came = inputs.tokenizer.chat_templates and not chosen
+    template = None if as_it_came else inputs.template.exported
     dtype = state["dtypes"]["default"]
     write_hf_assets(folder / "hf", config, inputs.tokenizer, template, dtype, source)

@@ -1,0 +1,67 @@
+"""What of a conversation's turns a template has left out of its text."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from fsdp_trainer.data.conversations import Message
+from fsdp_trainer.data.template_forms import split_thinking
+
+TEXT, REASONING, CALLS = "text_left_out", "reasoning_left_out", "calls_left_out"
+
+
+def left_out_of_answer(message: Message, text: str) -> Iterator[str]:
+    """Yield the keys of `findings.KINDS` for what an assistant's turn holds and its text does not.
+
+    text: what the turn adds to the conversation.
+    """
+    thought, answer = split_thinking(message["content"])
+    reasoning = message.get("reasoning_content") or thought
+    if reasoning and not shows(text, reasoning):
+        yield REASONING
+    if answer and not shows(text, answer):
+        yield TEXT
+    names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+    arguments = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
+    if any(text.count(name) < names.count(name) for name in set(names)) or not all(
+        shows(text, value) for value in strings_in(arguments)
+    ):
+        yield CALLS
+
+
+def left_out_of_context(messages: list[Message], text: str) -> bool:
+    """Return whether a text lacks what turns other than the assistant's hold.
+
+    They are looked for in their order, so that a long text is gone through once.
+    """
+    place = 0
+    for message in messages:
+        content = message["content"].strip()
+        if message["role"] == "assistant" or not content:
+            continue
+        found = text.find(content, place)
+        if found >= 0:
+            place = found + len(content)
+        elif not shows(text, content):
+            return True
+    return False
+
+
+def shows(text: str, part: str) -> bool:
+    """Return whether a text holds a part, perhaps as JSON writes it, or with other white space."""
+    part = part.strip()
+    if part in text:
+        return True
+    written = (json.dumps(part, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
+    if any(form in text for form in written):
+        return True
+    return "".join(part.split()) in "".join(text.split())
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Yield all texts within a value of lists and objects."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from strings_in(inner)

@@ -1,0 +1,220 @@
+"""The forms in which a chat template reads what a turn holds, and turns handed over in them."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_trainer.data.conversations import Message
+
+INLINE, PART = "inline", "part"
+"""Reasoning as `<think>` in the content, or as a part of the content."""
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning", "tool_plan")
+THINK_END = "</think>"
+ID_FORMS: dict[str, tuple[str, re.Pattern[str]]] = {
+    "any": ("call_{number}", re.compile(".+", re.DOTALL)),
+    "nine letters": ("call{number:05}", re.compile("[a-zA-Z0-9]{9}")),
+    "name and number": ("functions.{name}:{number}", re.compile(r"functions\.[^:]+:\d+")),
+}
+"""Ids of tool calls that templates ask for: how a missing one is made, and which ones fit."""
+
+
+@dataclass(frozen=True)
+class Forms:
+    """The forms in which one chat template reads what a turn holds."""
+
+    parts: bool = False
+    """Content is a list of parts, not a text."""
+    system: str = "turn"
+    """`turn`: shown; `prompt`: shown while the last turn is the user's; `user`: not shown."""
+    tools: bool = True
+    """Descriptions of tools are shown."""
+    arguments: str | None = "object"
+    """Arguments of tool calls: `object`, or `text` that holds JSON; None: no calls are shown."""
+    call_ids: str | None = None
+    """A name in ID_FORMS; None: calls need no id."""
+    empty_content: str | None = ""
+    """Content of a turn that holds calls and no text."""
+    results: str | None = "plain"
+    """Results of tools: `plain`; `ids`: with tool_call_id; `names`: with name also; None: none."""
+    reasoning: str | None = "reasoning_content"
+    """Key of the reasoning of an answer, or INLINE, or PART; None: it is not shown."""
+    call_reasoning: str | None = "reasoning_content"
+    """The same of a turn with tool calls."""
+    inline_thinking: bool = True
+    """`<think>` within the content is shown."""
+
+
+def hand_over(
+    messages: list[Message], forms: Forms, note: Callable[[str], Any] = lambda key: None
+) -> list[Message]:
+    """Return the conversation in the forms that a template reads.
+
+    What the template has no form for becomes text. note: called with a key of `findings.KINDS`
+    for each thing of that sort.
+    """
+    if forms.call_ids or forms.results in ("ids", "names"):
+        messages = list(_with_ids(messages, forms))
+    handed: list[Message] = []
+    for message in messages:
+        role = message["role"]
+        if role == "assistant":
+            message = _answer(message, forms, note)
+        elif role == "tool" and not forms.results:
+            note("results_as_user")
+            message = {**message, "role": "user"}
+        if role == "user" and forms.system == "user" and handed and handed[-1]["role"] == "system":
+            message = _after_system(handed.pop(), message, note)
+        handed.append(message)
+    return [_in_parts(message) for message in handed] if forms.parts else handed
+
+
+def _after_system(system: Message, message: Message, note: Callable[[str], Any]) -> Message:
+    """Return the user's turn with the system text before its own."""
+    if not system["content"]:
+        return message
+    note("system_in_user")
+    return {**message, "content": system["content"] + "\n\n" + message["content"]}
+
+
+def _answer(message: Message, forms: Forms, note: Callable[[str], Any]) -> Message:
+    calls = message.get("tool_calls")
+    if calls:
+        message = _calling(message, calls, forms, note)
+    if not forms.inline_thinking and THINK_END in message["content"]:
+        message = _without_inline_thinking(message)
+    reasoning = message.get("reasoning_content")
+    if not reasoning:
+        content = message["content"]
+        if calls and forms.arguments and not content and forms.empty_content is None:
+            return {**message, "content": None}
+        return message
+    key = forms.call_reasoning if "tool_calls" in message else forms.reasoning
+    if key == "reasoning_content" and (message["content"] or forms.empty_content == ""):
+        return message
+    return _reasoning(message, reasoning, key, forms, note)
+
+
+def _reasoning(
+    message: Message, reasoning: str, key: str | None, forms: Forms, note: Callable[[str], Any]
+) -> Message:
+    """Return the turn with its reasoning under the template's own key, or in its content."""
+    content = message["content"]
+    message = {name: value for name, value in message.items() if name != "reasoning_content"}
+    if key is None:
+        note("reasoning_left_out")
+    elif key == INLINE:
+        note("reasoning_as_text")
+        answer = f"\n\n{content}" if content else ""
+        return {**message, "content": f"<think>\n{reasoning}\n</think>{answer}"}
+    elif key == PART:
+        text = [{"type": "text", "text": content}] if content else []
+        return {**message, "content": [{"type": "thinking", "thinking": reasoning}, *text]}
+    else:
+        message[key] = reasoning
+    if not content and "tool_calls" in message:
+        message["content"] = forms.empty_content
+    return message
+
+
+def split_thinking(content: str) -> tuple[str, str]:
+    """Return the reasoning that a content begins with, in `<think>` tags, and what follows it."""
+    if THINK_END not in content:
+        return "", content
+    before, _, answer = content.partition(THINK_END)
+    return before.strip().removeprefix("<think>").strip(), answer.lstrip("\n")
+
+
+def _without_inline_thinking(message: Message) -> Message:
+    """Return the turn with the reasoning of its content as `reasoning_content`.
+
+    A template that cuts `<think>` out of the content leaves the line ends that followed it.
+    """
+    reasoning, answer = split_thinking(message["content"])
+    message = {**message, "content": answer}
+    if reasoning and not message.get("reasoning_content"):
+        message["reasoning_content"] = reasoning
+    return message
+
+
+def _calling(
+    message: Message, calls: list[dict], forms: Forms, note: Callable[[str], Any]
+) -> Message:
+    """Return the turn with arguments as the template reads them, or with its calls as text."""
+    if forms.arguments is None:
+        note("calls_as_text")
+        message = {**message, "content": call_text(message)}
+        del message["tool_calls"]
+    elif forms.arguments == "text":
+        message = {**message, "tool_calls": [_with_text_arguments(call) for call in calls]}
+    return message
+
+
+def _with_text_arguments(call: dict) -> dict:
+    function = call["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def call_text(message: Message) -> str:
+    """Return the text of a turn whose template knows no tool calls: they are JSON, one a line."""
+    if "text" in message:
+        return message["text"]
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
+    return "\n".join([message["content"]] * bool(message["content"]) + calls)
+
+
+def _with_ids(messages: list[Message], forms: Forms) -> Iterator[Message]:
+    """Yield the turns with ids of calls and results that fit, and results with their names."""
+    id_form, fits = ID_FORMS[forms.call_ids or "any"]
+    number = 0
+    given: dict[str, tuple[str, str]] = {}  # id in the data → id, name
+    waiting: list[tuple[str, str]] = []  # id, name of calls without a result yet
+    for message in messages:
+        if message["role"] == "assistant" and message.get("tool_calls"):
+            waiting, calls = [], []
+            for call in message["tool_calls"]:
+                name, own = call["function"]["name"], call.get("id")
+                new = str(own) if own else ""
+                if not fits.fullmatch(new):
+                    new = id_form.format(number=number, name=name)
+                number += 1
+                if own:
+                    given[str(own)] = new, name
+                waiting.append((new, name))
+                calls.append({**call, "id": new})
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool":
+            message = _answering(message, given, waiting, forms)
+        yield message
+
+
+def _answering(
+    message: Message,
+    given: dict[str, tuple[str, str]],
+    waiting: list[tuple[str, str]],
+    forms: Forms,
+) -> Message:
+    """Return the result with the id and the name of the call that it answers."""
+    answered = given.get(str(message.get("tool_call_id")))
+    if answered is None and waiting:
+        answered = waiting[0]
+    if answered is None:
+        return message
+    if answered in waiting:
+        waiting.remove(answered)
+    message = {**message, "tool_call_id": answered[0]}
+    if forms.results == "names" and not message.get("name"):
+        message["name"] = answered[1]
+    return message
+
+
+def _in_parts(message: Message) -> Message:
+    content = message["content"]
+    if not isinstance(content, str):
+        return message
+    empty = not content and "tool_calls" in message
+    return {**message, "content": [] if empty else [{"type": "text", "text": content}]}

@@ -1,0 +1,180 @@
+"""Where in a rendered conversation the assistant's turns stand: what the model writes.
+
+What it writes in a turn is what the finished text has beyond the prompt of inference. Nothing is
+searched for in the text, so that it holds for any template.
+"""
+
+import re
+from dataclasses import dataclass
+
+from fsdp_trainer.data.conversations import Message
+from fsdp_trainer.data.sources import RowError
+from fsdp_trainer.data.templates import RowTemplate
+
+HALF_A_TAG = re.compile(r"[<\[][^<>\[\]\s]*$")
+"""What two texts share that go on with different tags: the `<t` of `<think>` and `<tool_call>`."""
+
+
+@dataclass
+class TurnText:
+    """A conversation's text up to one turn, and the characters [start, end) that are learnt.
+
+    The end is behind the special token that ends the turn, if it `is_closed`.
+    """
+
+    text: str
+    start: int
+    end: int
+    is_closed: bool
+    begins_as_prompted: bool = True
+    """The text up to start is the prompt of inference."""
+
+
+class TurnFinder:
+    """Finds the turns of one conversation, in the forms of its template.
+
+    ends: special tokens.
+    """
+
+    def __init__(
+        self,
+        template: RowTemplate,
+        messages: list[Message],
+        tools: list[dict] | None,
+        ends: tuple[str, ...],
+    ):
+        self.template, self.messages, self.tools, self.ends = template, messages, tools, ends
+        self.whole = template.finished(messages, tools)
+
+    def turn(self, k: int) -> TurnText:
+        """Return the conversation up to turn k, as it stands when the model has just written it.
+
+        RowError if the template refuses it.
+        """
+        is_last = k == len(self.messages) - 1
+        try:
+            full = self.whole
+            if not is_last:
+                full = self.template.finished(self.messages[: k + 1], self.tools)
+        except RowError:  # some want a question in every conversation, which may come later
+            return self._inside(k)
+        full, start, as_prompted = self._start(k, full)
+        # what closes a conversation is no part of the turn, unless nothing else ends it
+        for text in (full.removesuffix(self.template.closing), full):
+            stripped = text.rstrip()
+            if stripped.endswith(self.ends) and len(stripped) >= start:
+                shown = full if is_last else text
+                return TurnText(shown, start, len(stripped), True, as_prompted)
+        return TurnText(full, start, len(full), False, as_prompted)
+
+    def _start(self, k: int, full: str) -> tuple[str, int, bool]:
+        """Return the text, where the answer begins in it, and whether it begins as prompted.
+
+        Some prompts hold what the finished turn does not (an opened `<think>`, say): then it begins
+        where prompt and finished text part, behind everything that came before the turn.
+        """
+        try:
+            prompt = self.template.prompt(self.messages[:k], self.tools)
+        except RowError:  # no turn before it, say
+            return full, self._start_of_plain_answers(k, full), False
+        if full.startswith(prompt):
+            return full, len(prompt), True
+        last, behind = self._last_said(k, prompt)
+        start = common_start(prompt, full)
+        if start >= behind > 0:
+            half = HALF_A_TAG.search(full, behind, start)
+            return full, half.start() if half else start, False
+        # turns before are written otherwise now that this one is there (their reasoning is dropped,
+        # say): the model saw the prompt
+        if behind and full.count(prompt[last:]) == 1:
+            return prompt + full.partition(prompt[last:])[2], len(prompt), True
+        return full, self._start_of_plain_answers(k, full), False
+
+    def _last_said(self, k: int, prompt: str) -> tuple[int, int]:
+        """Return where in the prompt of turn k the text of the turn before begins and ends.
+
+        Where it cannot be found: where all text of the turns before ends, and (0, 0) if that
+        cannot be found either.
+        """
+        content = self.messages[k - 1]["content"] if k else None
+        if isinstance(content, list) and content:
+            content = content[-1].get("text")
+        content = content.strip() if isinstance(content, str) else ""
+        # the generation prompt may hold the same letters
+        place = prompt.removesuffix(self.template.generation_prompt).rfind(content)
+        if content and place >= 0:
+            return place, place + len(content)
+        try:
+            before = self.template.render(self.messages[:k], self.tools)
+        except RowError:
+            return 0, 0
+        before = before.removesuffix(self.template.closing)
+        return (len(before), len(before)) if prompt.startswith(before) else (0, 0)
+
+    def _start_of_plain_answers(self, k: int, full: str) -> int:
+        """Return where two plain answers in place of turn k part, if the turn begins as they do."""
+        one, other = (self._with_answer(k, answer, self.messages[:k]) for answer in "1A")
+        start = common_start(one, other)
+        if one == other or not full.startswith(one[:start]):
+            raise RowError(
+                f"the chat template ({self.template.name}) rewrites what comes before turn {k + 1} "
+                "when it is written: it is not known where it begins.\n"
+                "Use another template, as  data.template=chatml"
+            )
+        return start
+
+    def _with_answer(
+        self, k: int, answer: str, before: list[Message], after: tuple[Message, ...] = ()
+    ) -> str:
+        """Return the text with a plain answer in place of turn k."""
+        content = self.messages[k]["content"]
+        plain = answer if not isinstance(content, list) else [{"type": "text", "text": answer}]
+        turn = {"role": "assistant", "content": plain}
+        return self.template.finished([*before, turn, *after], self.tools)
+
+    def _inside(self, k: int) -> TurnText:
+        """Return turn k where it stands in the whole conversation, found by other answers."""
+        before, after = self.messages[:k], tuple(self.messages[k + 1 :])
+        one, other = (self._with_answer(k, answer, before, after) for answer in "1A")
+        start = common_start(one, other)
+        following = common_start(one[::-1], other[::-1])
+        end = len(self.whole) - following
+        as_these = self.whole.startswith(one[:start]) and self.whole.endswith(other[-following:])
+        if one == other or not as_these or end < start:
+            raise RowError(
+                f"the chat template ({self.template.name}) cannot render turn {k + 1} "
+                "as the end of a conversation, and it is not found within the whole"
+            )
+        rest = self.whole[end:]
+        behind = next((token for token in self.ends if rest.lstrip().startswith(token)), None)
+        if behind is None:
+            return TurnText(self.whole, start, end, False, False)
+        end += rest.index(behind) + len(behind)
+        return TurnText(self.whole, start, end, True, False)
+
+
+def common_start(one: str, other: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def merged(turns: list[TurnText], whole: str) -> list[tuple[str, list[TurnText]]]:
+    """Return as few texts as can hold all turns, each with its turns: (text, turns) in order.
+
+    A text that is the beginning of another teaches nothing that the other does not.
+    """
+    if all(whole.startswith(turn.text) for turn in turns):
+        return [(whole, turns)]
+    groups: list[tuple[str, list[TurnText]]] = []
+    for turn in turns:
+        inner = [group for group in groups if turn.text.startswith(group[0])]
+        groups = [group for group in groups if not turn.text.startswith(group[0])]
+        groups.append((turn.text, [one for _, held in inner for one in held] + [turn]))
+    return groups

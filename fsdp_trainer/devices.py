@@ -131,8 +131,9 @@ def device(name: str) -> Device:
     typed = _parts(name)
     contained = [key for key in DEVICES if _parts(key) <= typed]
     completed = [key for key in DEVICES if typed < _parts(key)]
-    unbranded = [key for key in completed if _parts(key) - typed <= {"rtx", "x"}]
-    found = contained or (unbranded if len(unbranded) == 1 else [])
+    # 3090 for rtx3090, a100-40 for a100_40gb
+    abbreviated = [key for key in completed if _parts(key) - typed <= {"rtx", "x", "gb"}]
+    found = abbreviated if len(abbreviated) == 1 else contained
     if found:  # the longest: a100_40gb rather than a100 for A100-SXM4-40GB
         return DEVICES[max(found, key=lambda key: len(_parts(key)))]
     close = completed or [key for key in [nearest(name.lower(), DEVICES)] if key]

@@ -362,6 +362,7 @@ def test_speed_depends_on_what_bounds_it():
         ("H100-SXM5-80GB", "H100"),
         ("A100-80GB", "A100"),
         ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
+        ("a100-40", "A100-SXM4-40GB"),
         ("3090", "RTX 3090"),
         ("RTX 6000 Ada Generation", "RTX 6000 Ada"),
         ("rtx6000ada", "RTX 6000 Ada"),

@@ -251,6 +251,31 @@ def test_more_ranks_than_gpus_are_told(monkeypatch):
         join({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "2"}, "auto", 5)
 
 
+def test_under_srun_ranks_that_see_one_gpu_each_are_told_which_flag_to_use(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    with pytest.raises(UserError) as error:
+        join({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1"}, "auto", 5)
+    assert "--gpus-per-node, not --gpus-per-task" in str(error.value)
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_gpus_that_torch_cannot_use_are_told_and_nothing_trains_on_the_cpu(monkeypatch, device):
+    def too_old():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("torch.cuda.init", too_old)
+    rank = {"RANK": "0", "WORLD_SIZE": "1"}
+    with pytest.raises(UserError) as error:
+        join(rank, device, 5)
+    assert "driver on your system is too old (found version 12020)" in str(error.value)
+    assert "launch.device=cpu" in str(error.value)
+    assert join(rank, "cpu", 5).device.type == "cpu"
+
+
 def test_auto_is_one_rank_for_each_visible_gpu(enter, monkeypatch):
     enter(inject.around("device_files", lambda *_: ["/dev/nvidia0", "/dev/nvidia1"]))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)

@@ -243,22 +243,49 @@ def open_store(env: Mapping[str, str], rank: int, size: int, timeout: float) -> 
 def device_of_rank(device: str, rank: int, local_rank: int) -> torch.device:
     """Return the device that launch.device gives a rank, and make it current.
 
-    Raises UserError if there are too few GPUs.
+    Raises UserError if there are too few GPUs, or some that torch cannot use.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        reason = "torch sees none here. Use  launch.device=cpu  or a CUDA build of torch"
-        raise UserError("there is no GPU", [Problem("launch.device=cuda", reason)])
-    if device == "cpu" or not torch.cuda.is_available():
+    if device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        if torch.cuda.device_count():
+            raise unusable_gpus(device)
+        if device == "cuda":
+            reason = "torch sees none here. Use  launch.device=cpu  or a CUDA build of torch"
+            raise UserError("there is no GPU", [Problem("launch.device=cuda", reason)])
         return torch.device("cpu")
     if local_rank >= (gpus := torch.cuda.device_count()):
         reason = (
             f"this node has {gpus} that are visible (CUDA_VISIBLE_DEVICES), and rank {rank} would "
             f"take number {local_rank + 1}. Use  auto"
         )
+        if "SLURM_LOCALID" in os.environ:
+            reason += "\nUnder srun every task must see all GPUs of its node: --gpus-per-node, not "
+            reason += "--gpus-per-task or --gpu-bind"
         problem = Problem("launch.nproc_per_node", reason)
         raise UserError("there are fewer GPUs than ranks", [problem])
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def unusable_gpus(device: str) -> UserError:
+    """Return the error for GPUs that the driver counts and torch cannot use.
+
+    The driver counts them whatever its version; torch's libraries may need a newer one. Without
+    this one rank for each GPU would train on the CPU.
+    """
+    try:
+        torch.cuda.init()
+        reason = "torch does not say why"
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+    count = torch.cuda.device_count()
+    why = (
+        f"the driver has {count}, and this torch, built for CUDA {torch.version.cuda}, cannot use "
+        f"them: {reason}\nInstall a newer driver, or a torch for an older CUDA; to train on the "
+        "CPU:  launch.device=cpu"
+    )
+    return UserError("the GPUs cannot be used", [Problem(f"launch.device={device}", why)])
 
 
 def rendezvous(store: dist.Store, rank: int, size: int, timeout: float) -> str:

@@ -283,7 +283,9 @@ CUDA = AttentionContext("cuda", (9, 0), "bfloat16", 128, share=0.2)
         (replace(CUDA, capability=(10, 0), installed=frozenset({"fa4"})), "varlen", "fa4"),
         (replace(CUDA, capability=(7, 5)), "documents", "flash"),
         (replace(CUDA, head_dim=512), "documents", "cudnn"),
-        (replace(CUDA, head_dim=100, compiled=True), "mask", "cudnn"),
+        (replace(CUDA, head_dim=512, windowed=True), "documents", "flash"),
+        (replace(CUDA, head_dim=100, compiled=True), "mask", "efficient"),
+        (replace(CUDA, capability=(8, 0), head_dim=100, compiled=True), "mask", "efficient"),
         (replace(CUDA, dtype="float32"), "documents", "cudnn"),
         (replace(CUDA, softcap=True), "flex", None),
         (replace(CUDA, softcap=True, selective=True), "documents", None),
@@ -351,7 +353,9 @@ def test_a_kernel_stays_preferred_until_the_next_run():
     set_kernel_priority(
         AttentionChoice("documents", "math", ""), config, torch.float32, CPU, asked=True
     )
-    assert _cur_sdpa_kernel_backends(with_priority=True)[0] == SDPBackend.MATH
+    order = _cur_sdpa_kernel_backends(with_priority=True)
+    assert order[0] == SDPBackend.MATH
+    assert SDPBackend.CUDNN_ATTENTION not in order, "it may be wrong under a mask"
     with pytest.raises(UserError, match=r"(?s)cudnn.*does not compute.*attention_kernel=auto"):
         set_kernel_priority(
             AttentionChoice("documents", "cudnn", ""), config, torch.float32, CPU, asked=True

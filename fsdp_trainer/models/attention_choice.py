@@ -214,4 +214,6 @@ def _first_kernel(layout: str, context: AttentionContext) -> str | None:
     if layout == "varlen":
         best = BEST.get(context.capability or (0, 0))
         return best if best in context.installed else "flash"
-    return "cudnn" if context.capability == HOPPER else "flash"
+    if layout == "mask":
+        return "efficient"  # FlashAttention takes no mask; cuDNN: see attention_kernels
+    return "cudnn" if context.capability == HOPPER and not context.windowed else "flash"

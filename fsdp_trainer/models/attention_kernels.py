@@ -52,6 +52,8 @@ def set_kernel_priority(
 ) -> None:
     """Have torch try the choice's kernel first, and the others where it cannot compute.
 
+    cuDNN is tried only where it is the choice: with a mask its backward can give NaN
+    (pytorch#196678), and it computes nothing that the others do not.
     asked: the user named the kernel: raise UserError if it cannot compute this model at all.
     """
     _priority.close()  # the priority of an earlier run in this process
@@ -62,7 +64,8 @@ def set_kernel_priority(
         if hasattr(torch.nn.attention, "restore_flash_attention_impl"):  # torch 2.12
             _priority.callback(torch.nn.attention.restore_flash_attention_impl)
     first = BACKENDS.get(choice.kernel, SDPBackend.FLASH_ATTENTION)
-    order = sorted(BACKENDS.values(), key=lambda backend: backend != first)
+    others = (backend for name, backend in BACKENDS.items() if name != "cudnn")
+    order = list(dict.fromkeys([first, *others]))
     _priority.enter_context(sdpa_kernel(order, set_priority=True))
     if asked and choice.layout != "varlen":
         _try(choice, first, config, dtype, device)

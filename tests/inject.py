@@ -80,6 +80,7 @@ POINTS = {
     "node": "fsdp_trainer.launch.start:Node",
     "start_rank": "fsdp_trainer.launch.start:start_process",
     "run_claim": "fsdp_trainer.training.run_lock:RunLock.read",
+    "cuda_runtime": "torch.cuda:cudart",
     "device_memory": "fsdp_trainer.parallel.memory_check:device_bytes",
     "host_memory": "fsdp_trainer.parallel.memory_check:host_bytes",
     "device_files": "fsdp_trainer.devices:glob",

@@ -5,6 +5,7 @@ import os
 import shutil
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import inject
@@ -13,6 +14,7 @@ import torch
 from stored import stored
 
 from fsdp_trainer.checkpoint.files import commit, read_manifest, replaced
+from fsdp_trainer.checkpoint.shards import host_memory
 
 
 @pytest.fixture(scope="module")
@@ -346,3 +348,12 @@ def write_both_ways(folder):
             if dist.get_rank() == 0:
                 (folder / way / ".metadata").write_bytes(shard.metadata)
     dist.barrier()
+
+
+def test_memory_that_the_system_does_not_pin_is_used_as_it_is(enter):
+    refuses = SimpleNamespace(cudaHostRegister=lambda address, size, flags: 801)
+    enter(inject.around("cuda_runtime", lambda _: refuses))
+    with pytest.warns(UserWarning, match="cannot be pinned .CUDA error 801.*slower"):
+        memory = host_memory(4096, pinned=True)
+    memory.fill_(7)
+    assert memory.sum() == 7 * 4096

@@ -25,7 +25,9 @@ from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.launch.nodes import first_host, free_port
 from fsdp_trainer.launch.start import RankProcesses, ranks_to_start
 from fsdp_trainer.launch.world import environment_of_ranks, rendezvous
+from fsdp_trainer.process import cores
 from fsdp_trainer.training.run_lock import RunLock
+from fsdp_trainer.training.verb import share_compile_threads
 
 SELF = [sys.executable, "-m", "fsdp_trainer"]
 TORCHRUN = [
@@ -581,6 +583,20 @@ def test_how_many_ranks_a_node_gets():
 
     assert ranks_to_start(Launch(nproc_per_node=3)) == 3
     assert ranks_to_start(Launch(device="cpu")) == 1
+
+
+def test_the_ranks_of_a_node_share_its_cores_for_compiling(monkeypatch):
+    name = "TORCHINDUCTOR_COMPILE_THREADS"
+    monkeypatch.setenv(name, "")
+    monkeypatch.delenv(name)
+    share_compile_threads()
+    assert name not in os.environ, "one rank alone has torch's default"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(2 * cores()))
+    share_compile_threads()
+    assert os.environ[name] == "1"
+    monkeypatch.setenv(name, "5")
+    share_compile_threads()
+    assert os.environ[name] == "5"
 
 
 def test_training_from_python_gives_the_exit_code_or_raises(world, inputs, tmp_path):

@@ -31,7 +31,7 @@ from fsdp_trainer.launch.hangs import (
     stopped,
     suspended,
 )
-from fsdp_trainer.launch.watchdog import Watch, Watchdog
+from fsdp_trainer.launch.watchdog import Watch, Watchdog, record_flights, start_watchdog
 from fsdp_trainer.observe.stragglers import RankPace, slowest
 from fsdp_trainer.process import pid_namespace, start_ticks
 from fsdp_trainer.slots import PhaseVisit, RankSlot
@@ -659,3 +659,31 @@ SLOW_RANK_UNTIL_IT_IS_NAMED = inject.together(
     inject.at("forward", partial(time.sleep, 0.07), rank=1),
     inject.around("event", stop_when_it_is_named),
 )
+
+
+# --- what NCCL writes ---------------------------------------------------------------------------
+
+
+def test_what_nccl_wrote_before_it_gave_up_is_kept(tmp_path):
+    board = tmp_path / "board"
+    board.touch()
+    Path(f"{board}.flight-3").write_bytes(b"collectives")
+    os.mkfifo(f"{board}.flight-3.pipe")
+    start_watchdog(Watch(str(board), str(tmp_path / "run"), 1, 10, 1800, on_device=True))
+    wait_until(lambda: not list(tmp_path.glob("board*")))
+    (flight,) = (tmp_path / "run").glob("hangs/*/*")
+    assert flight.name == "flight-3"
+    assert flight.read_bytes() == b"collectives"
+
+
+def test_a_second_run_in_a_process_has_its_own_files_of_nccl(monkeypatch):
+    name = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+    monkeypatch.setenv(name, "")
+    monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "50")
+    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "/a/user/has/one")
+    for board in ("first", "second"):
+        record_flights(board)
+        assert os.environ[name] == f"{board}.flight-"
+    assert os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "50"
+    assert os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] == "/a/user/has/one"

@@ -11,6 +11,7 @@ import io
 import mmap
 import os
 import pickle
+import warnings
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator
@@ -201,10 +202,28 @@ def host_memory(size: int, pinned: bool) -> Tensor:
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if pinned:
-        cuda = torch.cuda.cudart()
-        torch.cuda.check_error(int(cuda.cudaHostRegister(memory.data_ptr(), size, 0)))
-        weakref.finalize(memory, cuda.cudaHostUnregister, memory.data_ptr())
+        pin(memory)
     return memory
+
+
+def pin(memory: Tensor) -> None:
+    """Pin host memory, which lets a GPU copy into it while it computes.
+
+    Where the system refuses, as sandboxed containers do, it stays as it is and copies are slower.
+    """
+    cuda = torch.cuda.cudart()
+    code = int(cuda.cudaHostRegister(memory.data_ptr(), len(memory), 0))
+    if code == 0:
+        weakref.finalize(memory, cuda.cudaHostUnregister, memory.data_ptr())
+        return
+    warnings.warn(
+        f"{len(memory) / 2**30:.1f} GiB for checkpoints cannot be pinned (CUDA error {code}): "
+        "copies from the GPU are slower",
+        stacklevel=2,
+    )
+    # CUDA reports the error once more, to whatever it does next
+    with suppress(RuntimeError, AssertionError):
+        torch.ones(1, device="cuda").add_(1)
 
 
 def write_file(path: Path, windows: Iterable[Tensor]) -> dict[str, int]:

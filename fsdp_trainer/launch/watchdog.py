@@ -49,6 +49,8 @@ PAUSE_SECONDS = 5.0  # between two looks: the watchdog itself was stopped, or st
 SHOW_STACKS = signal.SIGUSR2
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _started: list[subprocess.Popen] = []
+_flight_settings: dict[str, str] = {}
+"""Variables that a run in this process has set, which the next one replaces."""
 
 
 @dataclass
@@ -150,7 +152,8 @@ def record_flights(board: str) -> None:
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{board}.flight-",
     }.items():
-        os.environ.setdefault(name, value)
+        if os.environ.get(name) in (None, _flight_settings.get(name)):
+            os.environ[name] = _flight_settings[name] = value
 
 
 def start_watchdog(watch: Watch) -> None:
@@ -184,8 +187,10 @@ def main(told: str) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     watch = Watch(**json.loads(told))
+    watchdog = Watchdog(watch)
     try:
-        Watchdog(watch).run()
+        watchdog.run()
+        watchdog.keep_flights()
     finally:
         for file in (
             Path(watch.board),
@@ -206,6 +211,8 @@ class Watchdog:
         ] = {}  # by rank: the phase's number, seconds without a processor when it began
         self.pid_namespace = pid_namespace()
         self.killed: set[int] = set()
+        self.copied: set[Path] = set()
+        """Files with the last collectives of a rank that are in the run's hangs/ already."""
         self.told: set[int] = set()
         self.ends_at = float("inf")  # when ranks that have not left by themselves are ended
         self.quiet_until = 0.0
@@ -372,13 +379,38 @@ class Watchdog:
             time.sleep(0.1)
         return [file for file in asked if file.exists()]
 
+    def copy_flights(self, flights: list[Path], folder: Path) -> None:
+        """Raises OSError."""
+        for flight in flights:
+            shutil.copy(flight, folder / flight.name.rpartition(".")[2])
+            self.copied.add(flight)
+
+    def keep_flights(self) -> None:
+        """Copy what NCCL itself wrote, as it does before it ends a rank after launch.timeout."""
+        board = Path(self.watch.board)
+        written = [
+            file
+            for file in board.parent.glob(f"{board.name}.flight-*")
+            if file.is_file() and file not in self.copied
+        ]
+        if not written:
+            return
+        folder = self.folder_of_hang()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.copy_flights(written, folder)
+        except OSError as error:
+            say(f"fsdp-trainer: cannot keep what NCCL wrote: {error}")
+        else:
+            say(f"fsdp-trainer: the last collectives before NCCL gave up are in {folder}")
+
+    def folder_of_hang(self) -> Path:
+        """Return where what is known of a hang is kept."""
+        return Path(self.watch.run) / "hangs" / f"{time.strftime('%Y%m%dT%H%M%S')}-{self.host}"
+
     def record(self, verdict: Verdict, files: dict[str, str], flights: list[Path]) -> None:
         """On stderr, in the run's hangs/, and in events.jsonl unless the run has said its last word. A disk that hangs too is not waited for."""
-        folder = (
-            Path(self.watch.run) / "hangs" / f"{time.strftime('%Y%m%dT%H%M%S')}-{self.host}"
-            if files
-            else None
-        )
+        folder = self.folder_of_hang() if files else None
         told = []
         for seen in verdict.ranks:
             place, seconds = seen.place, round(seen.stopped or seen.standing, 1)
@@ -407,8 +439,7 @@ class Watchdog:
                     folder.mkdir(parents=True, exist_ok=True)
                     for name, text in files.items():
                         (folder / name).write_text(text)
-                    for flight in flights:
-                        shutil.copy(flight, folder / flight.name.rpartition(".")[2])
+                    self.copy_flights(flights, folder)
                 records = Records(Path(self.watch.run), say)
                 if records.last_event().get("event") != "end":
                     for details in told:

@@ -35,7 +35,7 @@ MAX_SUGGESTIONS = 5
 MEMORY_VIEWER = "Every allocation, for https://pytorch.org/memory_viz: "
 FRAGMENTED = [
     "Much is reserved but not allocated, which is fragmentation:",
-    "  'launch.env={PYTORCH_CUDA_ALLOC_CONF: \"expandable_segments:True\"}'",
+    "  'launch.env={PYTORCH_ALLOC_CONF: \"expandable_segments:True\"}'",
 ]
 SNAPSHOT = (
     "Which lines of code hold what:  profile.memory=true  writes a snapshot when it happens again"

@@ -14,10 +14,11 @@ from pathlib import Path
 from fsdp_trainer.config.paths import COMPILE_CACHE, compile_cache
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.launch.start import start_ranks, starts_ranks
-from fsdp_trainer.process import SIGNALS
+from fsdp_trainer.process import SIGNALS, cores
 
 SYMPY_NEEDS = ("cmath", "decimal", "unicodedata")
 """Modules of sympy's that are shared libraries, and would wait for the linker amid libtorch."""
+MOST_COMPILE_THREADS = 32  # torch's own limit
 
 
 def train(cfg: TrainConfig, overrides: list[str]) -> int:
@@ -34,9 +35,21 @@ def train(cfg: TrainConfig, overrides: list[str]) -> int:
             os.environ.setdefault(name, value)
         if cfg.compile.enabled:
             os.environ[COMPILE_CACHE] = str(compile_cache(cfg))  # read when torch is imported
+        share_compile_threads()
         return import_run_rank()(cfg)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def share_compile_threads() -> None:
+    """Divide the cores among the ranks of this node for torch's compiler.
+
+    Each rank would start a process for every core: 256 of them with 8 ranks of 32 cores.
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if ranks > 1:
+        threads = min(MOST_COMPILE_THREADS, max(1, cores() // ranks))
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
 
 
 def import_run_rank() -> Callable[[TrainConfig], int]:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import inject
 import pytest
+import torch
 from inject import ONE_SIGNAL, seamed
 from stored import assert_bitwise_equal, end_of, newest, stored
 from world import SMALL, RankFailed, Run, alive, wait_until, write_chats
@@ -490,3 +491,22 @@ def test_a_step_without_a_target_is_a_step(train, tmp_path):
     assert len(run.metrics) == 6
     assert not run.event("skipped")
     assert 0 in run.column("loss")
+
+
+# --- deterministic kernels ----------------------------------------------------------------------
+
+
+def refuse_other_kernels():
+    assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def refuse_deterministic_kernels():
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_deterministic_run_takes_deterministic_kernels_until_it_ends(train):
+    how = ["train.steps=5", "schedule=constant", "train.spike_window=4"]
+    run = train("run", *how, "train.deterministic=true", seam=inject.at(None, refuse_other_kernels))
+    plain = train("plain", *how, seam=inject.at(None, refuse_deterministic_kernels))
+    assert run.column("loss") == plain.column("loss")

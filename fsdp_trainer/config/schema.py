@@ -146,6 +146,11 @@ class Train:
         "look for silent data corruption every so many steps: compute a micro-batch twice, compare replicas bit by bit, also before a checkpoint; null: never",
         minimum=1,
     )
+    deterministic: bool = key(
+        False,
+        "on a GPU, take kernels that give the same bits every time, so that a resumed run ends with "
+        "bitwise the same weights; slower, above all attention's backward",
+    )
 
 
 @dataclass

@@ -83,8 +83,8 @@ class Guard:
             )
         now = torch.stack([loss.double(), grad_norm.double().log()])
         usable = torch.isfinite(now).all()  # a step without a target has a norm of 0
-        median = self.recent.nanmedian(1).values
-        spread = (self.recent - median[:, None]).abs().nanmedian(1).values * MAD_TO_SIGMA
+        median = nanmedian(self.recent)
+        spread = nanmedian((self.recent - median[:, None]).abs()) * MAD_TO_SIGMA
         floor = (median.abs() * self.min_share).maximum(self.min_spread)
         scores = (now - median) / spread.maximum(floor)
         half_full = self.recent[0, self.cfg.spike_window // 2].isfinite()  # it fills from its end
@@ -152,3 +152,14 @@ class EmbeddingGradProbe:
         """
         gradient, self._gradient = self._gradient, None
         return gradient
+
+
+def nanmedian(rows: Tensor) -> Tensor:
+    """Return the lower median of each row's numbers, [rows]; NaN where there are none.
+
+    torch's own also finds where it is, which is not deterministic on a GPU: refused with
+    train.deterministic.
+    """
+    ordered = rows.sort(1).values  # NaN last
+    numbers = rows.isnan().logical_not().sum(1, keepdim=True)
+    return ordered.gather(1, (numbers - 1).clamp(min=0) // 2).squeeze(1)

@@ -43,6 +43,7 @@ from fsdp_trainer.parallel.compile import summarize_compiler_errors
 from fsdp_trainer.parallel.memory_check import checkpoint_bytes
 from fsdp_trainer.process import STOPPED, pid_namespace
 from fsdp_trainer.training.build import Start, build, check_room, resolve_architecture
+from fsdp_trainer.training.deterministic import deterministic_kernels
 from fsdp_trainer.training.inputs import RunInputs
 from fsdp_trainer.training.out_of_memory import is_out_of_memory, report_out_of_memory
 from fsdp_trainer.training.rewind import rewind
@@ -130,6 +131,7 @@ class Rank:
         records = self.records if world.main else None
         seq_len = self.cfg.batch.seq_len
         observer = Observer(self.console, records, world.device, config, seq_len)
+        self.open.enter_context(deterministic_kernels(self.cfg.train.deterministic))
         self.trainer, start = build(
             self.cfg, inputs, world, self.run_folder, self.signals, observer
         )

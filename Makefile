@@ -5,7 +5,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 BENCHMARKS := train_step loss_memory attention optimizers hf_io startup checkpoint_stall scaling
 
-.PHONY: help setup quickstart pull-the-plug test test-fast test-faults lint bench bench-gpu clean
+.PHONY: help setup quickstart pull-the-plug test test-fast test-faults lint bench bench-gpu first-gpu clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -37,6 +37,9 @@ bench: $(VENV)/.for-benchmarks  ## CPU benchmarks, each beside what one would us
 
 bench-gpu: $(VENV)/.for-benchmarks  ## the benchmark for one GPU
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+first-gpu: $(VENV)/.for-developers $(VENV)/.for-benchmarks  ## on one GPU, 25 minutes: all that only a GPU can show, in one file; ARGS=--device=cpu tries the steps without one
+	$(BIN)/python -m benchmarks.first_gpu $(ARGS)
 
 clean:           ## the environment and caches; runs stay
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache dist

@@ -55,6 +55,7 @@ def test_every_format_can_be_chosen():
         ({"conversation": [{"input": "q", "output": "a"}]}, CHAT, ""),
         ({"conversations": ["q", "a"], "source": "x"}, CHAT, "source"),
         ({"data": ["q", "a"], "id": 1}, CHAT, "id"),
+        ({"conversations": {"from": ["human", "gpt"], "value": ["q", "a"]}}, CHAT, ""),
         ({"messages": [{"user": "q"}, {"assistant": "a"}]}, CHAT, ""),
         ({"messages": [{"speaker": "human", "text": "q"}, REPLY]}, CHAT, ""),
         ({"conversations": [ASK, {"from": "bing", "value": "a"}]}, CHAT, ""),
@@ -164,6 +165,11 @@ def test_preview_shows_pairs_under_any_names(world, tmp_path):
         ({"chat_log": CHAT, "talk": CHAT}, "{messages: chat_log}"),
         ({"title": "x", "n": 1}, "{text: title}"),
         ({"title": "x", "body": "xyz"}, "{prompt: title, completion: body}.*{text: body}"),
+        ({"question": "q", "answers": {"text": ["a"]}}, "'answers' has a turn without a role"),
+        (
+            {"before": CHAT, "response1": "x", "response2": "y"},
+            "{prompt: before, chosen: response1, rejected: response2}",
+        ),
         ({"q": "x", "text_a": "y", "text_b": "z"}, "{prompt: q, chosen: text_a, rejected: text_b}"),
     ],
 )
@@ -246,3 +252,24 @@ def test_columns_that_are_not_used_are_named_before_a_run_and_in_preview(train, 
     line = f"{file}: columns not used: topic, n"
     assert line in world.command("preview", *given, f"data.cache={tmp_path}/c")[0].out
     assert line in train("run", *given, "train.steps=1").out
+
+
+def test_columns_that_a_stream_does_not_use_are_named(world, tmp_path):
+    rows = [{"question": f"q{i}", "answer": "a", "topic": "t"} for i in range(4)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = [f"data.path={tmp_path}/a.jsonl", "tokenizer.path=demo:bytes", "batch.rows=4"]
+    stream = ["data.streaming=true", "train.steps=1"]
+    assert "columns not used: topic" in world.command("preview", *keys, *stream)[0].out
+
+
+def test_tokens_may_be_cut_and_segments_are_not(world, tmp_path):
+    (tmp_path / "t.jsonl").write_text(json.dumps({"input_ids": [*range(40, 100)]}))
+    segments = [{"text": "x" * 60, "label": True}]
+    (tmp_path / "s.jsonl").write_text(json.dumps({"segments": segments}))
+    keys = ["tokenizer.path=demo:bytes", "batch.seq_len=32", "data.too_long=split"]
+    keys += [f"data.cache={tmp_path}/cache", "preview.format=json", "preview.rows=2"]
+    (shown,) = world.command("preview", f"data.path={tmp_path}/t.jsonl", *keys)
+    rows = [json.loads(line) for line in shown.out.splitlines()]
+    assert sorted(token for row in rows for token in row["tokens"]) == [*range(40, 100)]
+    (refused,) = world.command("preview", f"data.path={tmp_path}/s.jsonl", *keys, code=2)
+    assert "only text can be cut into pieces" in refused.err

@@ -26,6 +26,7 @@ from fsdp_trainer.data.row_formats import (
     parsed,
     role_key,
     said_by,
+    turn_list,
     unused_columns,
 )
 from fsdp_trainer.data.sources import Row, RowError
@@ -313,7 +314,7 @@ def _unknown_format(columns: dict[str, Any], file: str) -> UserError:
 
 def read_turns(value: Any, column: str = "messages") -> list[Message]:
     """Return the turns of a list: objects with a role, question-answer pairs, or plain texts."""
-    value = parsed(value)
+    value = turn_list(value)
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list) or not value:
@@ -345,7 +346,8 @@ def _turn(turn: Any, column: str) -> list[Message]:
     if role is None:
         keys = " ".join(map(str, turn)) or "none"
         raise RowError(
-            f"a turn has no role (role and content, or from and value); its keys: {keys}"
+            f"{column!r} has a turn without a role (role and content, or from and value); "
+            f"its keys: {keys}"
         )
     content = next((turn[key] for key in TEXT_KEYS if turn.get(key) is not None), None)
     return [_message(turn, role, content)]

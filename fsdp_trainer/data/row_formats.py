@@ -114,9 +114,20 @@ def is_text_or_texts(value: Any) -> bool:
     return isinstance(value, str) or _every(value, (str,))
 
 
+def turn_list(value: Any) -> Any:
+    """Return a list of turns, also where they are kept by key: {"from": […], "value": […]}."""
+    value = parsed(value)
+    if not isinstance(value, dict) or not _every([*value.values()], (list,)):
+        return value
+    keys, lists = [*value], [*value.values()]
+    if not set(keys) & {*ROLE_KEYS} or len({*map(len, lists)}) > 1:
+        return value
+    return [dict(zip(keys, turn, strict=True)) for turn in zip(*lists, strict=True)]
+
+
 def is_turns(value: Any) -> bool:
     """Return True for a list of turns in any of the forms that are read."""
-    value = parsed(value)
+    value = turn_list(value)
     if isinstance(value, dict):
         return _is_turn(value) and not pair_keys(value)
     if not isinstance(value, list) or not value:
@@ -125,11 +136,12 @@ def is_turns(value: Any) -> bool:
 
 
 def is_chat(value: Any) -> bool:
-    """Return True for a list of turns that all have a role which is known."""
-    value = parsed(value)
-    return bool(_every(value, (dict,))) and all(
-        str(turn.get(role_key(turn) or "")).strip().lower() in ROLES for turn in value
-    )
+    """Return True for a list of turns with roles that are known, the assistant's among them."""
+    value = turn_list(value)
+    if not _every(value, (dict,)):
+        return False
+    roles = {ROLES.get(str(turn.get(role_key(turn) or "")).strip().lower()) for turn in value}
+    return None not in roles and "assistant" in roles
 
 
 def is_text_or_turns(value: Any) -> bool:
@@ -361,14 +373,19 @@ def _by_turns(format: str, columns: Mapping[str, Any], fields: Mapping[str, str]
         return format
     matched = match(format, columns, fields) or match(format, columns, fields, by_value=False)
     column = next(iter(matched.values()), "")
-    turns = parsed(column_value(columns, column))
+    turns = turn_list(column_value(columns, column))
     if isinstance(turns, list) and turns and isinstance(turns[0], dict):
         return "sharegpt" if "from" in turns[0] else "messages"
     return "sharegpt" if usual_name(column) == "conversations" else "messages"
 
 
 def only_chat(columns: Mapping[str, Any]) -> str | None:
-    """Return the only column, whatever its name, that is a list of turns with known roles."""
+    """Return the only column, whatever its name, that is a list of turns with known roles.
+
+    None where it may be what several other columns answer.
+    """
+    if _alike([column for column, value in columns.items() if isinstance(value, str)]):
+        return None
     chats = [column for column, value in columns.items() if is_chat(value)]
     return chats[0] if len(chats) == 1 else None
 
@@ -441,7 +458,7 @@ def field_hints(columns: Mapping[str, Any]) -> list[str]:
     hints = [f"messages: {column}" for column in chats]
     pair = _alike(texts)
     if pair:
-        prompt = next((column for column in texts if column not in pair), None)
+        prompt = next((column for column in [*chats, *texts] if column not in pair), None)
         before = f"prompt: {prompt}, " if prompt else ""
         hints.append(f"{before}chosen: {pair[0]}, rejected: {pair[1]}")
     elif len(texts) > 1:

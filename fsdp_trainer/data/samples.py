@@ -139,7 +139,7 @@ class SampleBuilder:
                 f"holds the token {beyond}, and the tokenizer has 0 to {size - 1}: "
                 "tokenizer.path has to be what the data was tokenised with"
             )
-        return self._with_tokens(row.tokens, row.learnt, row.where)
+        return _with_tokens(row.tokens, row.learnt, row.where)
 
     def _segments(self, row: Segments) -> Rendered:
         """Return the tokens of texts that are tokenised one by one, as at inference."""
@@ -150,17 +150,10 @@ class SampleBuilder:
         tokens = [token for ids in encoded for token in ids.tolist()]
         segments = zip(encoded, row.learnt, strict=True)
         learnt = [one for ids, one in segments for _ in range(len(ids))]
-        return self._with_tokens(tokens, learnt, row.where)
-
-    def _with_tokens(
-        self, tokens: list[int], learnt: list[bool], where: tuple[str, int]
-    ) -> Rendered:
-        """Return a sample as it is; noted where an answer does not end in a special token."""
         ends = [i for i, one in enumerate(learnt) if one and not any(learnt[i + 1 : i + 2])]
-        if not all(learnt) and any(tokens[i] not in self._special_ids for i in ends):
-            self.count("no_end", where)
-        sample = Sample(np.array(tokens, np.int32), np.array(learnt, np.float32))
-        return Rendered("", [], where, sample=sample)
+        if any(tokens[i] not in self._special_ids for i in ends):
+            self.count("no_end", row.where)
+        return _with_tokens(tokens, learnt, row.where)
 
     def _conversation(self, row: Conversation) -> list[Rendered]:
         notes: set[str] = set()
@@ -337,6 +330,12 @@ class SampleBuilder:
     def _left_out(self, key: str, where: tuple[str, int]) -> list:
         self.count(key, where)
         return []
+
+
+def _with_tokens(tokens: list[int], learnt: list[bool], where: tuple[str, int]) -> Rendered:
+    """Return what is tokenised already, in place of a text."""
+    sample = Sample(np.array(tokens, np.int32), np.array(learnt, np.float32))
+    return Rendered("", [], where, sample=sample)
 
 
 def _context_spans(message: Message, text: str, start: int) -> list[Span]:

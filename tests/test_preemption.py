@@ -87,7 +87,7 @@ def test_a_signal_in_any_phase_on_any_rank_stops_all_and_the_weights_at_the_end_
     background = phase in ("shards", "manifest", "rename", "prune")
     seam = inject.signalled(phase, rank, nth, signal.SIGUSR1)
     if background:
-        seam = inject.signalled_before(4, phase, rank, nth, signal.SIGUSR1)
+        seam = inject.signalled_before(3, phase, rank, nth, signal.SIGUSR1)
     stopped = train("run", *how, ranks=2, seam=seam, code=75)
     assert end_of(stopped) == ("end", 75)
     assert stopped.events[-1]["reason"] == "SIGUSR1"

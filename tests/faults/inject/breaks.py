@@ -20,7 +20,7 @@ _of_thread = threading.local()
 
 
 def when_imported() -> None:
-    """Listen to phases as soon as the trainer imports them, in ranks."""
+    """Wrap the entry into a phase as soon as the trainer imports it, in ranks."""
     if "FAULTS" in os.environ and "RANK" in os.environ:
         sys.meta_path.insert(0, _Finder())
 
@@ -50,7 +50,10 @@ def wrap(phases) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"pid.{rank}").write_text(str(os.getpid()))
 
-    def listen(thread, _ended):
+    enter = phases.ThreadPhase.enter
+
+    def enter_and_break(thread, phase, step=None):
+        enter(thread, phase, step)  # all listeners know of the phase when it breaks
         if hasattr(_of_thread, "limits"):
             resource.setrlimit(resource.RLIMIT_FSIZE, _of_thread.__dict__.pop("limits"))
         for number, fault in enumerate(faults):
@@ -58,12 +61,12 @@ def wrap(phases) -> None:
             now = always or int(fault["step"]) == thread.step
             if (
                 now
-                and (fault["rank"], fault["phase"]) == (rank, thread.phase)
+                and (fault["rank"], fault["phase"]) == (rank, phase)
                 and (always or first(folder, number))
             ):
                 DEEDS[fault["do"]](folder)
 
-    phases.add_listener(listen)
+    phases.ThreadPhase.enter = enter_and_break
 
 
 def first(folder: Path, number: int) -> bool:

@@ -6,6 +6,7 @@
   same tokenizer, then `group_texts`; reading the JSONL into Arrow, which it does first, is not counted. Both must give the same tokens.
 - chats: tokens and the mask of what is learnt. The other side is `datasets.map` over `apply_chat_template(return_assistant_tokens_mask=True)`,
   as TRL does it. Both must give the same tokens and the same mask.
+- chats, long template: the same with a template that has the habits of long ones (benchmarks/long_template.jinja).
 - pack: best fit for ten million samples, and the whole plan of an epoch.
 - deliver: how many micro-batches are made while the tiny model needs one, forward and backward.
 - balance: what attention costs the slowest of 2 and of 8 ranks, over the mean, as rows are dealt to them.
@@ -53,6 +54,13 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}"
     "{% endgeneration %}{{ '\n' }}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
 )
+LONG_TEMPLATE = Path(__file__).with_name("long_template.jinja")
+TEMPLATES = {
+    "texts": (None, None),
+    "chats": ("chatml", CHATML),
+    "chats, long template": (str(LONG_TEMPLATE), LONG_TEMPLATE.read_text()),
+}
+"""By what is tokenised: our data.template, and its text for transformers."""
 SIZES = {
     "texts": 30e6,
     "chats": 2e6,
@@ -117,18 +125,18 @@ def make_inputs(folder: Path) -> None:
 
 def ours(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str, Any]:
     """The columns of a store."""
-    tokenizer = load_tokenizer(tokenizer_path, list(MARKS) if what == "chats" else [])
+    tokenizer = load_tokenizer(tokenizer_path, [] if what == "texts" else list(MARKS))
     texts = {"format": "text", "loss_on": "all", "too_long": "split", "packing": "stream"}
     data = Data(
         path=file,
         workers=1,
         **(texts if what == "texts" else {"format": "messages", "too_long": "truncate"}),
     )
-    template = load_template("chatml" if what == "chats" else None, tokenizer)
+    template = load_template(TEMPLATES[what][0], tokenizer)
     started = clocks()
     store = prepare(data, Batch(seq_len=SEQ_LEN), tokenizer, template, scratch / "cache").train[0]
     seconds = clocks() - started
-    masks = np.asarray(store.weights) > 0 if what == "chats" else np.zeros(0, bool)
+    masks = np.zeros(0, bool) if what == "texts" else np.asarray(store.weights) > 0
     return told(np.asarray(store.tokens), masks, seconds, len(store))
 
 
@@ -143,7 +151,7 @@ def theirs(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str
     disable_progress_bars()
     rows = load_dataset("json", data_files=file, split="train", cache_dir=str(scratch / "datasets"))
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=f"{tokenizer_path}/tokenizer.json", chat_template=CHATML
+        tokenizer_file=f"{tokenizer_path}/tokenizer.json", chat_template=TEMPLATES[what][1]
     )
     if what == "texts":
         backend, mine = tokenizer.backend_tokenizer, load_tokenizer(tokenizer_path)
@@ -389,8 +397,9 @@ def main() -> None:
         folder = Path(name)
         make_inputs(folder)
         tokenizer = options.tokenizer or str(folder / "tokenizer")
-        for what, file in (("texts", options.text), ("chats", options.chats)):
-            args = (what, file or str(folder / f"{what}.jsonl"), tokenizer)
+        for what in TEMPLATES:
+            kind, given = ("texts", options.text) if what == "texts" else ("chats", options.chats)
+            args = (what, given or str(folder / f"{kind}.jsonl"), tokenizer)
             runs = in_turn(
                 {way: partial(in_a_process, way, *args) for way in ("ours", "theirs")},
                 options.repeat,

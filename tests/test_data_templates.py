@@ -609,3 +609,39 @@ def test_samples_that_begin_others_of_their_conversation_are_merged_with_them(to
     for sample, end in zip(samples, (4, 8), strict=True):
         assert sample.tokens.tolist() == rendered(tokenizer, ONLY_LAST_THINKS, chat[:end])[1]
     assert builder.counts["rewritten"] == 1
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("messages[0].content", "hello"),
+        ("messages[0].content.upper()", "HELLO"),
+        ("messages[0].content.split('l') | length", "3"),
+        ("'{} there'.format(messages[0].content)", "hello there"),
+        ("messages[0].absent is defined", "False"),
+        ("messages[0].absent", ""),
+        ("messages[0]['role']", "user"),
+        ("messages[0].items() | length", "2"),
+        ("namespace(a=1).a", "1"),
+        ("namespace(a=1).b is defined", "False"),
+    ],
+)
+def test_a_template_reads_turns_and_texts_as_in_jinja(expression, text):
+    template = Template("t", "{{ " + expression + " }}", SPECIAL)
+    assert template.render([{"role": "user", "content": "hello"}]) == text
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "messages.__class__.__mro__",
+        "messages[0].content.__class__.__mro__",
+        "messages[0].update(role='system')",
+        "'{0.__class__.__mro__}'.format(messages)",
+        "namespace.__init__.__globals__",
+    ],
+)
+def test_a_template_cannot_leave_the_sandbox(expression):
+    template = Template("t", "{{ " + expression + " }}", SPECIAL)
+    with pytest.raises(RowError):
+        template.render([{"role": "user", "content": "hello"}])

@@ -9,12 +9,39 @@ from typing import Any
 import jinja2
 from jinja2 import meta
 from jinja2.ext import Extension, loopcontrols
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables that the program gives to every template."""
+DICT_ATTRIBUTES = frozenset(dir(dict))
+TEXT_METHODS = frozenset(name for name in dir(str) if not name.startswith(("_", "format")))
+"""Methods of str that the sandbox gives as they are; it looks into what `format` is given."""
 DEFAULT_DATE = date(2024, 7, 26)
 """The date that Llama 3's own template falls back to. Tokens must not depend on today."""
+
+
+class ChatEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox, with a short way to what templates read most: turns, loops, methods of text.
+
+    The sandbox's own way raises an exception for each key of a turn and goes through all rules
+    for each method of a text: two thirds of a rendering's time.
+    """
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return `obj.attribute` as the sandbox does: an attribute, else an item, else undefined."""
+        if type(obj) is dict and attribute not in DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if type(obj) is str and attribute in TEXT_METHODS:
+            return getattr(obj, attribute)
+        if (
+            type(obj) in (LoopContext, Namespace)
+            and attribute[0] != "_"
+            and hasattr(obj, attribute)
+        ):
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
 
 
 class GenerationTag(Extension):
@@ -52,7 +79,7 @@ def environment(today: date = DEFAULT_DATE) -> ImmutableSandboxedEnvironment:
         )
 
     strftime_now: Callable[[str], str] = datetime(today.year, today.month, today.day).strftime
-    jinja_environment = ImmutableSandboxedEnvironment(
+    jinja_environment = ChatEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     jinja_environment.filters["tojson"] = tojson

@@ -16,7 +16,7 @@ ASYNC = [*SYNC, "checkpoint=async"]
 
 
 def wait_until(condition, what):
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 300
     while not condition():
         if time.monotonic() > deadline:
             raise OSError(what)

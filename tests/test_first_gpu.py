@@ -80,7 +80,7 @@ def test_every_test_for_a_gpu_is_in_one_of_the_steps(tmp_path):
     files = [*GPU_TESTS, "tests/test_attention.py"]
     collect = [sys.executable, *TESTS, "--collect-only", "-q", "-o", "addopts=", *files]
     collect.remove("-v")
-    listed = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    listed = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert listed.returncode == 0, listed.stdout + listed.stderr
     names = [line for line in listed.stdout.splitlines() if "::" in line]
     assert names

@@ -76,7 +76,7 @@ def done(start, tmp_path):
 
     def run(launcher, *overrides, env=None):
         process = start(launcher, *overrides, env=env)
-        out, err = process.communicate(timeout=150)
+        out, err = process.communicate(timeout=600)
         return process.returncode, out, err, Run(tmp_path / "cwd" / "runs" / "run")
 
     return run
@@ -139,7 +139,7 @@ def test_launch_env_reaches_the_ranks_and_a_signal_to_the_launcher_stops_them_in
     process.send_signal(signal.SIGUSR1)
     time.sleep(0.01)
     process.send_signal(signal.SIGUSR1)  # as `timeout` does, to the process and to its group
-    process.communicate(timeout=150)
+    process.communicate(timeout=600)
     assert process.returncode == 75
     assert run.event("start")[0]["world_size"] == 2
     assert run.events[-1]["reason"] == "SIGUSR1"
@@ -185,7 +185,7 @@ def test_a_second_signal_to_the_launcher_ends_at_once_and_is_no_hang(start, tmp_
         assert process.poll() is None
     time.sleep(0.5)  # two at once would count as one
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=100)
+    _, said = process.communicate(timeout=600)
     assert process.returncode == 128 + signal.SIGTERM, said
     assert not run.event("hang"), said
     assert run.events[-1]["event"] == "end"
@@ -235,7 +235,7 @@ def test_a_rank_that_hangs_ends_the_run_after_launch_timeout(start, tmp_path):
     wait_until(lambda: len(run.metrics) > 2, process)
     os.kill(ranks_below(process.pid)["1"], signal.SIGSTOP)
     stopped = time.monotonic()
-    _, err = process.communicate(timeout=150)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 1, err
     assert time.monotonic() - stopped > 9, err
     assert run.events[-1]["event"] == "end"

@@ -114,7 +114,7 @@ def started(tmp_path: Path, script: str, **env: str) -> dict:
     }
     path = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     subprocess.run(
-        ["bash", "-c", script], env={**os.environ, **env, **path}, check=True, timeout=60
+        ["bash", "-c", script], env={**os.environ, **env, **path}, check=True, timeout=600
     )
     verb, *words = json.loads((tmp_path / "words").read_text())
     return asdict(compose(verb, words, inputs=False))
@@ -299,7 +299,7 @@ def test_a_batch_script_starts_again_what_failed_and_requeues_what_stopped_in_or
     if steps == ["signal"]:
         wait_until((tmp_path / "waits").exists, process)
         process.send_signal(signal.SIGUSR1)
-    assert process.wait(60) == code
+    assert process.wait(600) == code
     assert (tmp_path / "starts").read_text().count("\n") == starts
     assert (
         ((tmp_path / "told").read_text() == "requeue 7\n")

@@ -451,7 +451,7 @@ def test_a_sweep_is_a_table_of_its_jobs(sweep, tmp_path, capsys):
 
 def test_the_report_needs_no_torch():
     code = "import sys, fsdp_trainer.report.verb; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ def test_sigterm_commits_a_checkpoint_exits_75_and_the_same_command_goes_on(
         pid
     ) in children:  # as a scheduler that signals every process; the launcher passes its own on too
         os.kill(int(pid), signal.SIGTERM)
-    out = process.communicate(timeout=150)[0]
+    out = process.communicate(timeout=600)[0]
     assert process.returncode == 75, out
     stopped = run.metrics[-1]["step"]
     assert end_of(run) == ("end", 75)

@@ -695,7 +695,7 @@ def test_one_bad_value_and_one_killed_job_and_the_same_command_finishes(start, t
     ]
     env = killed_once(tmp_path / "seam", 0, 7)
     process = start(*command, env=env)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=600)
     lines = {line["job"]: line for line in read_lines(tmp_path / "runs/s/sweep.jsonl")}
     assert process.returncode == 1, out + err
     assert sorted(states(lines.values())) == [
@@ -710,7 +710,7 @@ def test_one_bad_value_and_one_killed_job_and_the_same_command_finishes(start, t
     whole = next(line for line in lines.values() if line["state"] == "finished")
     assert "8/8 100%" in (tmp_path / whole["folder"] / "output.log").read_text()
     process = start(*command, env=env)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=600)
     lines = {line["job"]: line for line in read_lines(tmp_path / "runs/s/sweep.jsonl")}
     assert process.returncode == 1, out + err
     assert sorted(states(lines.values())) == [
@@ -733,7 +733,7 @@ def test_sigterm_stops_the_running_jobs_in_order_and_starts_no_other(start, tmp_
     process = start("optim.lr=1e-3,2e-3,3e-3", "train.steps=100000", "hydra.launcher.jobs=2")
     wait_until(lambda: len(list((tmp_path / "runs/s/jobs").glob("*/metrics.jsonl"))) == 2, process)
     process.terminate()
-    out, err = process.communicate(timeout=150)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 75, out + err
     assert "the same command goes on" in out, out + err
     lines = read_lines(tmp_path / "runs/s/sweep.jsonl")

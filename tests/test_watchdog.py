@@ -465,7 +465,7 @@ def ranks_that(fault, folder):
         for rank in range(2)
     ]
     said = "".join(
-        rank.communicate(timeout=100)[1] for rank in ranks
+        rank.communicate(timeout=600)[1] for rank in ranks
     )  # the watchdog's too: it ends with them
     events = (
         [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]

@@ -118,7 +118,7 @@ def ranks_below(pid: int) -> dict[str, int]:
 
 def wait_until(there: Callable[[], Any], process: Any = None) -> Any:
     """What `there` gives, once it gives something, while a process runs."""
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 300
     while not (found := there()):
         assert not process or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "took too long"
@@ -158,7 +158,7 @@ class World:
         function: Callable,
         *args: Any,
         env: dict[str, str] | None = None,
-        timeout: float = 300,
+        timeout: float = 600,
         patience: float = 20,
     ) -> list:
         """`function(*args)` on each rank with torchrun's variables set; what it returned. Raises

@@ -98,7 +98,7 @@ def test_hosts_are_killed_cut_off_and_come_back_and_the_run_goes_on(
         for process in hosts.running.values():
             process.send_signal(signal.SIGTERM)
         for process in hosts.running.values():
-            process.wait(60)
+            process.wait(600)
     finally:
         hosts.close()
     with capsys.disabled():

@@ -21,7 +21,7 @@ from fsdp_trainer.models.attention import LAYOUTS, DocumentAttention, MaskedAtte
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import FEED_FORWARDS, MLP, Decoder, MicroBatch
 from fsdp_trainer.models.families import FAMILIES
-from fsdp_trainer.models.initialize import BLOCK, draw_normal, initialize_weights
+from fsdp_trainer.models.initialize import BLOCK, draw_numbers, initialize_weights
 from fsdp_trainer.models.rope import Rope
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.training.objective import CrossEntropy
@@ -289,11 +289,11 @@ def test_what_blocks_return_besides_is_the_same_recomputed_and_compiled(balanced
     ("start", "count"), [(0, 10), (BLOCK - 3, 6), (BLOCK, BLOCK), (5, 2 * BLOCK + 7)]
 )
 def test_any_part_of_a_random_matrix_can_be_drawn_alone(start, count):
-    whole = draw_normal(0, "a", 0, 3 * BLOCK, 0.5)
-    assert torch.equal(draw_normal(0, "a", start, count, 0.5), whole[start : start + count])
+    whole = draw_numbers(0, "a", 0, 3 * BLOCK, 0.5)
+    assert torch.equal(draw_numbers(0, "a", start, count, 0.5), whole[start : start + count])
     assert abs(whole.std() - 0.5) < 0.01
     assert abs(whole.mean()) < 0.01
-    assert not torch.equal(draw_normal(0, "b", start, count, 0.5), whole[start : start + count])
+    assert not torch.equal(draw_numbers(0, "b", start, count, 0.5), whole[start : start + count])
 
 
 def test_norms_start_at_one_and_matrices_with_the_models_deviation():

@@ -25,10 +25,11 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.distributed import local_part, local_slice, run_on_all_ranks, whole_slice
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.hub import fetch
+from fsdp_trainer.models.adapters import AdapterSpec, add_adapters, frozen_dtype
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
 from fsdp_trainer.models.freeze import frozen_parameters
-from fsdp_trainer.models.initialize import VOCABULARY, initialize_part
+from fsdp_trainer.models.initialize import initialize_part
 
 BITS = {2: torch.int16, 4: torch.int32}
 # odd constants of splitmix64 (Steele et al. 2014), as signed numbers
@@ -44,7 +45,8 @@ class Base:
 
     source: a Hugging Face folder or a checkpoint; "": they are random, from `seed`. hub_id: the
     name under which that folder was fetched, or "". dtype: the number format in which they are
-    kept in training; digests: of each frozen weight in that format, by name.
+    kept in training; digests: of each frozen weight in that format, by name. adapters: those that
+    are trained beside them.
     """
 
     source: str
@@ -52,6 +54,7 @@ class Base:
     seed: int
     dtype: str
     digests: dict[str, str]
+    adapters: AdapterSpec | None = None
 
 
 @dataclass
@@ -76,16 +79,21 @@ NOTHING_FROZEN = Base("", "", 0, "float32", {})
 def read_base(checkpoint: Path) -> Base:
     """Return where the weights are that a checkpoint does not hold."""
     stored = read_progress(checkpoint).get("frozen")
-    return Base(**stored) if stored else NOTHING_FROZEN
+    if not stored:
+        return NOTHING_FROZEN
+    adapters = stored.get("adapters")
+    return Base(**stored | {"adapters": AdapterSpec.from_json(adapters) if adapters else None})
 
 
-def base_of_new_run(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> Base | None:
+def base_of_new_run(
+    model: Decoder, cfg: TrainConfig, init_from: Path | None, adapters: AdapterSpec | None
+) -> Base | None:
     """Return where the frozen weights, just read or drawn, are from; None: none is. Collective.
 
     init_from: model.init_from, fetched.
     """
     frozen = list(frozen_parameters(model))
-    dtype = cfg.precision.param_dtype
+    dtype = frozen_dtype(cfg.precision, adapters)
     if not frozen:
         return None
     source = ""
@@ -93,7 +101,7 @@ def base_of_new_run(model: Decoder, cfg: TrainConfig, init_from: Path | None) ->
         source = str((find_checkpoint(init_from) or init_from).resolve())
     named = cfg.model.init_from or ""
     hub_id = named if is_hub_id(named) else ""
-    return Base(source, hub_id, cfg.run.seed, dtype, digests(model, frozen, dtype))
+    return Base(source, hub_id, cfg.run.seed, dtype, digests(model, frozen, dtype), adapters)
 
 
 def base_of_resumed_run(model: Decoder, cfg: TrainConfig, checkpoint: Path) -> Base | None:
@@ -105,7 +113,7 @@ def base_of_resumed_run(model: Decoder, cfg: TrainConfig, checkpoint: Path) -> B
     frozen = list(frozen_parameters(model))
     if not base.digests or not frozen:
         return None
-    dtype = cfg.precision.param_dtype
+    dtype = frozen_dtype(cfg.precision, base.adapters)
     known = base.digests if dtype == base.dtype else digests(model, frozen, dtype)
     return replace(base, dtype=dtype, digests={name: known[name] for name in frozen})
 
@@ -168,16 +176,18 @@ def load_weights(
     _require_same(base, digests(model, names, base.dtype, alone))
 
 
-def weights_on_disk(model: Decoder, source: Path) -> dict[str, TensorOnDisk]:
+def weights_on_disk(config: ModelConfig, source: Path) -> dict[str, TensorOnDisk]:
     """Return every weight of a Hugging Face folder, or of a checkpoint and its base, by name.
 
     Raises UserError if a base is gone, and RunFailed for a checkpoint that lacks rows.
     """
     checkpoint = find_checkpoint(source)
     if checkpoint is None:
-        return parameters_on_disk(model, source)
+        return parameters_on_disk(config, source)
+    base = read_base(checkpoint)
+    model = trained_model(config, base)
     stored = StoredTensors(checkpoint)
-    from_base = base_weights(model, read_base(checkpoint))
+    from_base = base_weights(model, base)
     return from_base | {
         name: stored.tensor(WEIGHTS + name, _known_rows(model, name))
         for name, _ in model.named_parameters()
@@ -185,23 +195,35 @@ def weights_on_disk(model: Decoder, source: Path) -> dict[str, TensorOnDisk]:
     }
 
 
+def trained_model(config: ModelConfig, base: Base) -> Decoder:
+    """Return a model on the meta device with the adapters that its checkpoint was trained with."""
+    model = meta_decoder(config)
+    if base.adapters:
+        add_adapters(model, base.adapters, torch.float32)
+    return model
+
+
 def base_weights(model: Decoder, base: Base) -> dict[str, TensorOnDisk]:
-    """Return the frozen weights, by name. Raises UserError if their folder is gone."""
+    """Return the frozen weights, by name, as the model keeps them.
+
+    Raises UserError if their folder is gone.
+    """
     if base.source:
-        everything = weights_on_disk(model, _locate(base))
+        everything = weights_on_disk(model.config, _locate(base))
         return {name: everything[name] for name in base.digests}
+    return {name: random_weight(model, name, base) for name in base.digests}
+
+
+def random_weight(model: Decoder, name: str, base: Base) -> RandomWeight:
+    """Return a frozen weight that was drawn."""
     dtype = getattr(torch, base.dtype)
-    return {
-        name: RandomWeight(
-            dtype, model.get_parameter(name).shape, [], model.config, name, base.seed
-        )
-        for name in base.digests
-    }
+    return RandomWeight(dtype, model.get_parameter(name).shape, [], model.config, name, base.seed)
 
 
-def require_unchanged(model: Decoder, checkpoint: Path) -> None:
+def require_unchanged(config: ModelConfig, checkpoint: Path) -> None:
     """Read a checkpoint's frozen weights. Raises UserError if they are gone or have changed."""
     base = read_base(checkpoint)
+    model = trained_model(config, base)
     dtype = getattr(torch, base.dtype)
     actual = {}
     for name, tensor in base_weights(model, base).items():

@@ -6,7 +6,6 @@ from pathlib import Path
 from fsdp_trainer.checkpoint.base import require_unchanged, weights_on_disk
 from fsdp_trainer.checkpoint.stream import as_bytes
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import meta_decoder
 
 
 def weights_digest(checkpoint: Path) -> str:
@@ -15,10 +14,10 @@ def weights_digest(checkpoint: Path) -> str:
     Name, number format, shape and bytes of each count; what ranks wrote which part does not.
     Memory: one piece of a tensor. Raises RunFailed for a checkpoint that lacks rows, and OSError.
     """
-    model = meta_decoder(ModelConfig.from_hf(checkpoint / "hf"))
-    require_unchanged(model, checkpoint)
+    config = ModelConfig.from_hf(checkpoint / "hf")
+    require_unchanged(config, checkpoint)
     digest = hashlib.sha256()
-    for name, tensor in sorted(weights_on_disk(model, checkpoint).items()):
+    for name, tensor in sorted(weights_on_disk(config, checkpoint).items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         for piece in tensor.pieces():
             digest.update(as_bytes(piece))

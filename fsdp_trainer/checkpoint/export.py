@@ -103,8 +103,8 @@ def export_checkpoint(
         name: TensorOnDisk(getattr(torch, dtypes[name]), shape, [])
         for name, shape in tensor_shapes(model, parts).items()
     }
-    require_unchanged(model, checkpoint)
-    sources = weights_on_disk(model, checkpoint)
+    require_unchanged(model.config, checkpoint)
+    sources = weights_on_disk(model.config, checkpoint)
     files = split_into_files(tensors, int(shard_gib * 2**30))
     with whole_folder(out) as partial, ExitStack() as opened:
         shutil.copytree(checkpoint / "hf", partial, dirs_exist_ok=True)

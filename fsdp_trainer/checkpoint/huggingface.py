@@ -23,8 +23,7 @@ from fsdp_trainer.checkpoint.stream import (
 from fsdp_trainer.distributed import local_part, local_slice, whole_slice
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.initialize import VOCABULARY
+from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
 
 MAX_SHOWN_PROBLEMS = 40
 INDEX = "model.safetensors.index.json"
@@ -227,16 +226,17 @@ def import_weights(model: Decoder, folder: Path) -> dict[str, str]:
     Raises UserError before anything is read if the folder does not fit the model, and OSError when
     a file cannot be read.
     """
-    sources = parameters_on_disk(model, folder)
+    sources = parameters_on_disk(model.config, folder)
     read_parameters(model, sources)
     return {name: str(source.dtype).removeprefix("torch.") for name, source in sources.items()}
 
 
-def parameters_on_disk(model: Decoder, folder: Path) -> dict[str, TensorOnDisk]:
-    """Return every parameter in a Hugging Face folder, by name.
+def parameters_on_disk(config: ModelConfig, folder: Path) -> dict[str, TensorOnDisk]:
+    """Return every parameter of a model without adapters in a Hugging Face folder, by name.
 
     Of a vocabulary that is the rows that the folder has. Raises UserError if it does not fit.
     """
+    model = meta_decoder(config)
     vocab_size = ModelConfig.from_hf(folder).vocab_size
     stored = _require_fitting(model, folder, vocab_size)
     return {

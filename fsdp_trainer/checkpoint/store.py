@@ -50,7 +50,7 @@ from fsdp_trainer.config.paths import (
 from fsdp_trainer.config.schema import Checkpoint
 from fsdp_trainer.distributed import gather, run_on_all_ranks, run_on_rank_0
 from fsdp_trainer.errors import Problem, RunFailed
-from fsdp_trainer.models.initialize import VOCABULARY
+from fsdp_trainer.models.decoder import VOCABULARY
 from fsdp_trainer.version import __version__
 
 Json = dict[str, Any]

@@ -8,7 +8,6 @@ _ACCUMULATION = "gradient accumulation follows from batch.rows: a step has rows 
 _PRECISION = "use  precision=bf16 , precision=fp32 , precision=pure_bf16  or  precision=fp8"
 _CHUNKED = "the head never holds all logits of a micro-batch; how many at once, in MiB, is  loss.chunk_mib=64"
 _MIXTURE = "a mixture is written in data.path:  'data.path=[{path: a.jsonl, weight: 0.7},{path: b.jsonl, weight: 0.3}]'"
-_LORA = "this version trains all weights; it has no adapters yet"
 _WORLD = "how many ranks there are is torchrun's --nproc_per_node and --nnodes, or  launch.nproc_per_node=2 launch.nodes=2  without torchrun; in a plan  plan.world_size=4"
 
 # Names from Hugging Face's Trainer and TRL, axolotl, LLaMA-Factory, torchtitan, torchtune, NeMo and Lightning. The right side is a key
@@ -111,7 +110,15 @@ SYNONYMS = {
     "accelerator": "launch.device", "ddp_timeout": "launch.timeout", "nccl_timeout": "launch.timeout",
     "hang_timeout": "launch.stall", "heartbeat_timeout": "launch.stall", "straggler_detection": "logging.stragglers",
     "n_jobs": "how many jobs of a sweep run side by side is  hydra.launcher.jobs=2",
-    "use_lora": _LORA, "lora_r": _LORA, "lora_rank": _LORA, "peft": _LORA, "finetuning_type": _LORA, "adapter": _LORA, "load_in_4bit": _LORA,
+    "use_lora": "adapter=lora", "lora": "adapter=lora", "peft": "adapter=lora", "peft_method": "adapter", "finetuning_type": "adapter",
+    "qlora": "adapter=qlora", "load_in_4bit": "adapter=qlora", "quantization_bit": "adapter=qlora", "quantize_base": "adapter=qlora",
+    "load_in_8bit": "frozen weights are kept in 16 or 4 bits:  adapter=lora  or  adapter=qlora", "use_dora": "adapter=dora", "peft_use_dora": "adapter=dora",
+    "lora_r": "adapter.rank", "lora_rank": "adapter.rank", "lora_dim": "adapter.rank", "lora_alpha": "adapter.alpha", "lora_scale": "adapter.alpha",
+    "use_rslora": "adapter.scaling=rslora", "peft_use_rslora": "adapter.scaling=rslora", "target_modules": "adapter.targets",
+    "lora_target_modules": "adapter.targets", "lora_target": "adapter.targets", "lora_target_linear": "adapter.targets=all",
+    "lora_attn_modules": "adapter.targets", "modules_to_save": "adapter.also", "lora_modules_to_save": "adapter.also", "additional_target": "adapter.also",
+    "lora_dropout": "adapters have no dropout: PEFT's default is 0 too, and a resume needs no random state", "lora_model_dir": "adapter.init_from",
+    "adapter_name_or_path": "adapter.init_from", "merge_lora": "checkpoint.merge", "merge_adapter": "checkpoint.merge",
 }  # fmt: skip
 
 ENTRY_SYNONYMS = {
@@ -144,6 +151,7 @@ OPTION_SYNONYMS = {
         "adamw_bnb_8bit": "adamw_8bit",
         "paged_adamw_8bit": "adamw_8bit",
     },
+    "adapter": {"peft": "lora", "false": "none", "off": "none", "true": "lora", "rslora": "lora"},
     "sharding": {
         "fsdp2": "fsdp",
         "zero3": "fsdp",

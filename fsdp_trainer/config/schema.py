@@ -369,6 +369,45 @@ class Tokenizer:
 
 
 @dataclass
+class Adapter:
+    """Small matrices that are trained beside the model's frozen weights (LoRA, DoRA; QLoRA: on weights of 4 bits)."""
+
+    name: str = key(
+        "none",
+        "`lora`: W + scale · B·A for each adapted matrix W; `dora`: with a trained length for each row of that sum; `none`: all weights are trained",
+        choices=("none", "lora", "dora"),
+    )
+    rank: int = key(16, "rows of A and columns of B", minimum=1)
+    alpha: float = key(32.0, "the scale of B·A times the rank", above=0)
+    scaling: str = key(
+        "standard",
+        "scale of B·A: `standard`: alpha ÷ rank; `rslora`: alpha ÷ √rank, for high ranks",
+        choices=("standard", "rslora"),
+    )
+    targets: str | list[str] = key(
+        "all",
+        "adapted linear layers: `all` of the blocks, or names as [q_proj,v_proj], or patterns as ['model.layers.[0-3].*']",
+    )
+    also: list[str] = key(
+        [],
+        "modules that are trained in full besides: head, embedding, norms, or names and patterns",
+    )
+    base: str = key(
+        "auto",
+        "number format in which frozen weights are kept: `auto`: precision.param_dtype; `nf4`: the blocks' matrices in 4 bits, all else as with auto",
+        choices=("auto", "bf16", "fp32", "nf4"),
+    )
+    rank_pattern: dict[str, int] = key(
+        {}, "other ranks for some of the targets, by name or pattern, as {down_proj: 8}"
+    )
+    alpha_pattern: dict[str, float] = key({}, "other alphas for some of the targets")
+    init_from: str | None = key(
+        None,
+        "a PEFT folder, or a run with an adapter, to go on from; it decides kind, rank, alpha, scaling and targets",
+    )
+
+
+@dataclass
 class Sharding:
     """Who holds which part of parameters, gradients and optimizer state."""
 
@@ -551,12 +590,16 @@ class Checkpoint:
     )
     export_hf: bool = key(
         False,
-        "also write the run's hf/ folder at the end: the newest checkpoint, or with checkpoint.best the best one",
+        "also write the run's hf/ folder at the end, of a run with an adapter adapter/: of the newest checkpoint, or with checkpoint.best the best one",
     )
     export_dtype: str | None = key(
         None,
         "number format of that export; null: as the weights were imported, else precision.param_dtype",
         choices=("float32", "bfloat16", "float16"),
+    )
+    merge: bool = key(
+        False,
+        "of a run with an adapter: also write hf/, the model with the adapter merged into it",
     )
     resume: str = key(
         "auto",
@@ -645,6 +688,7 @@ class TrainConfig:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
+    adapter: Adapter = field(default_factory=Adapter)
     sharding: Sharding = field(default_factory=Sharding)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     precision: Precision = field(default_factory=Precision)
@@ -660,6 +704,7 @@ GROUPS = (
     "model",
     "data",
     "tokenizer",
+    "adapter",
     "sharding",
     "activation_checkpoint",
     "precision",
@@ -672,6 +717,7 @@ GROUPS = (
 )
 SELECTORS = {
     "model": "name",
+    "adapter": "name",
     "sharding": "strategy",
     "activation_checkpoint": "mode",
     "precision": "param_dtype",

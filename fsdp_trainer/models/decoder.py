@@ -26,6 +26,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
 }
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+"""Parameters with a row for each token."""
 NORMS: dict[str, tuple[str | None, ...]] = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),

@@ -4,14 +4,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from fsdp_trainer.config.names import nearest
+from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.adapters import AdapterSpec, add_adapters, resolve_adapters
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import meta_decoder
+from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
 
 MAX_NAMED = 3  # parameter names that a message lists
+
+
+def choose_trained(
+    model: Decoder,
+    adapters: AdapterSpec | None,
+    patterns: Sequence[str],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Give the model its adapters, and leave switched on the gradients of what is trained.
+
+    adapters: None: all weights are trained but those that the patterns fit. dtype: of what is
+    added. Raises UserError as `freeze` does.
+    """
+    if adapters is not None:
+        add_adapters(model, adapters, dtype)
+    freeze(model, patterns)
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -43,31 +62,33 @@ def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @dataclass(frozen=True)
 class TrainedShares:
-    """The share of the numbers that is trained: of embedding, head, each block, and all."""
+    """The share of the numbers that is trained: of embedding, head, and each block.
+
+    whole: how many numbers are trained in all, padding of the vocabulary left out.
+    """
 
     embedding: float
     head: float
     blocks: tuple[float, ...]
-    whole: float
+    whole: int
 
 
-def trained_shares(config: ModelConfig, patterns: Sequence[str]) -> TrainedShares:
-    """Return what `train.freeze` leaves to train. Raises UserError as `freeze` does."""
-    if not patterns:
-        return TrainedShares(1.0, 1.0, (1.0,) * config.num_hidden_layers, 1.0)
-    key = f"{config} {patterns}"
+def trained_shares(config: ModelConfig, cfg: TrainConfig) -> TrainedShares:
+    """Return what `adapter` and `train.freeze` leave to train.
+
+    Raises UserError as `resolve_adapters` and `freeze` do.
+    """
+    if not cfg.train.freeze and cfg.adapter.name == "none":
+        blocks = (1.0,) * config.num_hidden_layers
+        return TrainedShares(1.0, 1.0, blocks, config.parameters())
+    key = f"{config} {cfg.adapter} {cfg.train.freeze}"
     if key not in _shares:
         model = meta_decoder(config)
-        freeze(model, patterns)
+        choose_trained(model, resolve_adapters(cfg.adapter, config), cfg.train.freeze)
         blocks = tuple(_share(block) for block in model.model.layers.values())
         ends = _share(model.model.embed_tokens), _share(model.lm_head)
-        _shares[key] = TrainedShares(*ends, blocks, _share(model))
+        _shares[key] = TrainedShares(*ends, blocks, _trained(model))
     return _shares[key]
-
-
-def trained_parameters(config: ModelConfig, patterns: Sequence[str]) -> int:
-    """Return how many numbers `train.freeze` leaves to train. Raises UserError as `freeze` does."""
-    return round(config.parameters() * trained_shares(config, patterns).whole)
 
 
 _shares: dict[str, TrainedShares] = {}  # a plan tries hundreds of configurations of one model
@@ -78,6 +99,13 @@ def _share(module: nn.Module) -> float:
     parameters = list(module.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     return trained / sum(p.numel() for p in parameters)
+
+
+def _trained(model: Decoder) -> int:
+    """Return how many numbers are trained, without the padding of the vocabulary."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rows = dict.fromkeys(VOCABULARY, model.config.vocab_size)
+    return sum(rows.get(name, len(p)) * p[0].numel() for name, p in parameters.items())
 
 
 def _suggest(pattern: str, names: Sequence[str] | dict[str, nn.Parameter]) -> str:

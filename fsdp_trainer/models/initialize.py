@@ -3,22 +3,31 @@
 import hashlib
 import math
 import re
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from fsdp_trainer.distributed import local_part, local_slice
+from fsdp_trainer.models.adapters import MAGNITUDE, A, B
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.decoder import VOCABULARY, Decoder
 
-VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 BLOCK = 1 << 16  # elements drawn from one generator
+Draw = Callable[..., Tensor]
+"""`torch.randn`, or what else draws so many numbers by a generator."""
 
 
 @torch.no_grad()
-def initialize_weights(model: Decoder, seed: int) -> None:
-    """Fill this rank's part of every parameter, and draw only the rows that it has a part of."""
-    for name, parameter in model.named_parameters():
+def initialize_weights(
+    model: Decoder, seed: int, parameters: Mapping[str, Tensor] | None = None
+) -> None:
+    """Fill this rank's part of every parameter, or of those given by name.
+
+    Draws only the rows that it has a part of.
+    """
+    parameters = dict(model.named_parameters()) if parameters is None else parameters
+    for name, parameter in parameters.items():
         local = local_part(parameter)
         part = local_slice(parameter)
         initialize_part(model.config, name, local, part, parameter.shape, seed)
@@ -34,10 +43,18 @@ def initialize_part(
 ) -> None:
     """Fill `local`, which is `part` of a parameter of `shape`.
 
-    Norms scale by 1, biases and the padding of the vocabulary are 0, all else is from N(0,
+    Norms scale by 1, biases and the padding of the vocabulary are 0; adapters begin as PEFT's:
+    B is 0, A from U(-1/√in, 1/√in), which is He's uniform with a = √5. All else is from N(0,
     init_std²).
     """
-    if name.endswith("norm.weight"):
+    if name.endswith(f".{A}.weight"):
+        bound = shape[1] ** -0.5
+        local.copy_(draw_part(seed, name, part, shape, bound, draw_symmetric))
+    elif name.endswith(f".{B}.weight"):
+        local.zero_()
+    elif name.endswith(MAGNITUDE):
+        pass  # `adapters.initialize_magnitudes` takes them from the weights
+    elif name.endswith("norm.weight"):
         local.fill_(1.0 - config.family_spec.norm_offset)
     elif name.endswith(".bias"):
         local.zero_()
@@ -48,17 +65,27 @@ def initialize_part(
 
 
 def draw_part(
-    seed: int, name: str, part: tuple[slice, ...], shape: tuple[int, ...], std: float
+    seed: int,
+    name: str,
+    part: tuple[slice, ...],
+    shape: tuple[int, ...],
+    scale: float,
+    draw: Draw = torch.randn,
 ) -> Tensor:
-    """Return `part` of a float32 parameter from N(0, std²): its rows are drawn whole, then cut."""
+    """Return `part` of a float32 parameter, `scale` times what `draw` draws.
+
+    Its rows are drawn whole, then cut.
+    """
     row = math.prod(shape[1:])
     first = part[0].start
     count = part[0].stop - first
-    rows = draw_normal(seed, name, first * row, count * row, std)
+    rows = draw_numbers(seed, name, first * row, count * row, scale, draw)
     return rows.view(-1, *shape[1:])[:, *part[1:]]
 
 
-def draw_normal(seed: int, name: str, start: int, count: int, std: float) -> Tensor:
+def draw_numbers(
+    seed: int, name: str, start: int, count: int, scale: float, draw: Draw = torch.randn
+) -> Tensor:
     """Return elements start … start + count of (seed, name)'s endless sequence: [count] float32."""
     pieces = []
     for block in range(start // BLOCK, -(-(start + count) // BLOCK)):
@@ -67,8 +94,13 @@ def draw_normal(seed: int, name: str, start: int, count: int, std: float) -> Ten
         first = max(start - block * BLOCK, 0)
         last = min(start + count - block * BLOCK, BLOCK)
         # always the whole block: a shorter draw has other numbers
-        pieces.append(torch.randn(BLOCK, generator=generator)[first:last])
-    return torch.cat(pieces).mul_(std) if pieces else torch.empty(0)
+        pieces.append(draw(BLOCK, generator=generator)[first:last])
+    return torch.cat(pieces).mul_(scale) if pieces else torch.empty(0)
+
+
+def draw_symmetric(count: int, generator: torch.Generator) -> Tensor:
+    """Return numbers from U(-1, 1): [count] float32."""
+    return torch.rand(count, generator=generator).mul_(2).sub_(1)
 
 
 def init_std(config: ModelConfig, name: str) -> float:

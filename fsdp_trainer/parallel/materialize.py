@@ -5,8 +5,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.distributed import local_part, local_slice
-from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.initialize import VOCABULARY
+from fsdp_trainer.models.decoder import VOCABULARY, Decoder
 
 
 def allocate(model: Decoder, device: torch.device) -> None:

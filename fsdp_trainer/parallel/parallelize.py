@@ -14,8 +14,9 @@ from torch.distributed.fsdp import (
 
 from fsdp_trainer.config.schema import NEEDS_NCCL, Precision, Sharding, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.adapters import AdapterSpec, frozen_dtype
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.freeze import freeze, frozen_parameters
+from fsdp_trainer.models.freeze import choose_trained, frozen_parameters
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.parallel.compile import compile_blocks
 from fsdp_trainer.parallel.convert import convert_linears
@@ -31,17 +32,25 @@ COMM_BUFFERS = {
 """By sharding.messages: where FSDP2 allocates what it sends and receives."""
 
 
-def parallelize(model: Decoder, dims: Dims, cfg: TrainConfig, compiled: bool = False) -> Decoder:
+def parallelize(
+    model: Decoder,
+    dims: Dims,
+    cfg: TrainConfig,
+    adapters: AdapterSpec | None = None,
+    compiled: bool = False,
+) -> Decoder:
     """Turn a meta-device model into this rank's share of it; its parameters become DTensors.
 
     The order matters. A kind of parallelism is a file beside this one and a line here: a pipeline
     cuts the model before all else, tensor and context parallelism come after the conversion.
     """
-    model.to(getattr(torch, cfg.precision.master_dtype))
-    freeze(model, cfg.train.freeze)
-    for parameter in frozen_parameters(model).values():  # never updated: they need no master copy
-        parameter.data = parameter.data.to(getattr(torch, cfg.precision.param_dtype))
+    master_dtype = getattr(torch, cfg.precision.master_dtype)
+    model.to(master_dtype)
     convert_linears(model, cfg.precision)
+    choose_trained(model, adapters, cfg.train.freeze, master_dtype)
+    dtype = getattr(torch, frozen_dtype(cfg.precision, adapters))
+    for parameter in frozen_parameters(model).values():  # never updated: they need no master copy
+        parameter.data = parameter.data.to(dtype)
     checkpoint_activations(model, cfg.activation_checkpoint)
     if compiled:
         compile_blocks(model, cfg.compile)  # before fully_shard: its hooks stay out of the graph

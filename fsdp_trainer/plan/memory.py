@@ -135,7 +135,7 @@ class Step:
         sizes = dimension_sizes(sharding, world)
         self.group = sizes["shard"]
         self.reshard, self.tied = not keeps_gathered(sharding), config.tie_word_embeddings
-        self.shares = trained_shares(config, cfg.train.freeze)
+        self.shares = trained_shares(config, cfg)
         self._make_units(sharding.blocks_per_unit)
         self.traced, shared = trace_blocks(cfg, config, device)
         self.tokens = cfg.batch.micro_rows * cfg.batch.seq_len
@@ -394,7 +394,7 @@ def moment_bytes(cfg: TrainConfig, config: ModelConfig, group: int) -> float:
             for shape in weights
         )
 
-    shares = trained_shares(config, cfg.train.freeze)
+    shares = trained_shares(config, cfg)
     table = of([torch.Size((config.embedding_rows, config.hidden_size))])
     norm = of([torch.Size((config.hidden_size,))])
     embedding = 0.0 if config.tie_word_embeddings else table * shares.embedding

@@ -25,11 +25,12 @@ from fsdp_trainer.data.mixture import Mixture, build_order, validation_order
 from fsdp_trainer.data.stream import StreamedData
 from fsdp_trainer.data.workers import cores
 from fsdp_trainer.launch.world import World
+from fsdp_trainer.models.adapters import resolve_adapters
 from fsdp_trainer.models.attention_choice import AttentionChoice, choose
 from fsdp_trainer.models.attention_kernels import describe_device, set_kernel_priority
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.freeze import freeze
+from fsdp_trainer.models.freeze import choose_trained
 from fsdp_trainer.models.resolve import resolve_model, resolve_with_tokenizer
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.profiler import Profiler
@@ -99,7 +100,8 @@ def build(
     with torch.device("meta"):
         model = Decoder(config)
     model.lm_head.chunk_mib = cfg.loss.chunk_mib
-    model = parallelize(model, dims, cfg, compiled)
+    adapters = resolve_adapters(cfg.adapter, config)
+    model = parallelize(model, dims, cfg, adapters, compiled)
 
     store = CheckpointStore(
         run,
@@ -132,7 +134,7 @@ def build(
         base = base_of_resumed_run(model, cfg, start.checkpoint)
     else:
         dtypes = fill(model, cfg, inputs.init_from)
-        base = base_of_new_run(model, cfg, inputs.init_from)
+        base = base_of_new_run(model, cfg, inputs.init_from, adapters)
 
     differs, clock, progress = differs_from_loss(cfg.loss), StepClock(), start.progress
     metrics = step_metrics(data.source_names, differs, model.auxiliary_names, device)
@@ -184,7 +186,8 @@ def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
     require_float8(cfg.precision, world.device)
     with torch.device("meta"):
         decoder = Decoder(resolve_model(fetched_model(cfg, init_from)))
-    freeze(decoder, cfg.train.freeze)
+    adapters = resolve_adapters(cfg.adapter, decoder.config)
+    choose_trained(decoder, adapters, cfg.train.freeze)
     setup = Setup(cfg.sharding, cfg.precision, cfg.optim, world.size)
     check_memory(decoder, setup, world.device)
 

@@ -22,7 +22,7 @@ from fsdp_trainer.training.progress import Progress
 
 Order = Mixture | StreamedData
 """The rows of training, in their order."""
-COMPARED_GROUPS = ("model", "data", "tokenizer", "batch", "loss", "optim", "schedule")
+COMPARED_GROUPS = ("model", "adapter", "data", "tokenizer", "batch", "loss", "optim", "schedule")
 """Groups of keys that say what is trained: they may change only where allow_changes names them."""
 FREE = {
     "data.cache",

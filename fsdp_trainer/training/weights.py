@@ -3,8 +3,14 @@
 from collections import Counter
 from pathlib import Path
 
-from fsdp_trainer.checkpoint.base import load_weights, names_in_base, require_trained_rows
-from fsdp_trainer.checkpoint.huggingface import import_weights
+from fsdp_trainer.checkpoint.base import (
+    load_weights,
+    names_in_base,
+    require_trained_rows,
+    require_unchanged,
+    weights_on_disk,
+)
+from fsdp_trainer.checkpoint.huggingface import import_weights, read_parameters
 from fsdp_trainer.checkpoint.state import (
     WEIGHTS,
     optimizer_state,
@@ -17,6 +23,11 @@ from fsdp_trainer.config.paths import find_checkpoint, model_folder
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.distributed import run_on_all_ranks
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.adapters import (
+    adapted_layers,
+    adapter_parameters,
+    initialize_magnitudes,
+)
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.initialize import initialize_weights
@@ -34,14 +45,28 @@ def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, 
     """
     if init_from is None:
         initialize_weights(model, cfg.run.seed)
-        return {"default": cfg.precision.param_dtype}
-    checkpoint = find_checkpoint(init_from)
-    if checkpoint:
-        require_whole(checkpoint)
-        load_weights(model, checkpoint, {})
-        formats = read_progress(checkpoint)["dtypes"]
+        formats = {"default": cfg.precision.param_dtype}
     else:
+        initialize_weights(model, cfg.run.seed, adapter_parameters(model))
+        formats = read_weights(model, init_from)
+    initialize_magnitudes(model)
+    return formats
+
+
+def read_weights(model: Decoder, init_from: Path) -> dict[str, str]:
+    """Read all weights but those of adapters. Collective. Returns what `fill` does."""
+    checkpoint = find_checkpoint(init_from)
+    if checkpoint is None:
         formats = import_formats(model, init_from)
+    else:
+        require_whole(checkpoint)
+        formats = read_progress(checkpoint)["dtypes"]
+        if adapted_layers(model):
+            require_unchanged(model.config, checkpoint)
+            sources = weights_on_disk(model.config, checkpoint)
+            run_on_all_ranks("read the weights", lambda: read_parameters(model, sources))
+        else:
+            load_weights(model, checkpoint, {})
     known = ModelConfig.from_hf(model_folder(init_from)).vocab_size
     require_trained_rows(model, known)
     if model.config.embedding_rows > known:

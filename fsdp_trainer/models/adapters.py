@@ -1,0 +1,293 @@
+"""Low-rank adapters: LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024).
+
+An adapter of a linear layer W is a child of it: W's output gains scale · B(A x). A's rows are the
+rank; A is drawn, B begins at zero, so that an adapted model begins as its base. Names are PEFT's
+behind `base_model.model.`.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp_trainer.config.names import nearest
+from fsdp_trainer.config.schema import Adapter, Precision
+from fsdp_trainer.distributed import local_part
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder, meta_decoder
+
+A = "lora_A"
+B = "lora_B"
+MAGNITUDE = "lora_magnitude_vector"
+"""PEFT's names: matrices A [rank, in] and B [out, rank], DoRA's length of each row [out]."""
+ALL_TARGETS = ("all", "all-linear")
+NF4 = "nf4"
+BASE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+"""By adapter.base. With all others frozen weights are in precision.param_dtype."""
+MODULE_NAMES = {"head": "lm_head", "embedding": "embed_tokens", "norms": "*norm"}
+"""Words that adapter.also takes besides names and patterns of modules."""
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """The adapters of a model, as checkpoints store them.
+
+    kind: lora or dora. scaling: standard or rslora. base: the format of the frozen weights, as
+    adapter.base names it. layers: rank and alpha of each adapted layer, by its module's name.
+    also: names of the parameters that are trained in full.
+    """
+
+    kind: str
+    scaling: str
+    base: str
+    layers: dict[str, tuple[int, float]]
+    also: tuple[str, ...] = ()
+
+    def scale(self, layer: str) -> float:
+        """Return the factor of B·A."""
+        rank, alpha = self.layers[layer]
+        return alpha / (math.sqrt(rank) if self.scaling == "rslora" else rank)
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> "AdapterSpec":
+        """Return what `asdict` made, after a way through JSON."""
+        layers = {
+            name: (int(rank), float(alpha)) for name, (rank, alpha) in stored["layers"].items()
+        }
+        return cls(**(stored | {"layers": layers, "also": tuple(stored["also"])}))
+
+
+def frozen_dtype(precision: Precision, adapters: AdapterSpec | None) -> str:
+    """Return the number format in which frozen weights are kept, by torch's name."""
+    base = adapters.base if adapters else "auto"
+    return BASE_DTYPES.get(base, precision.param_dtype)
+
+
+# --- which layers ---------------------------------------------------------------------------------
+
+
+def resolve_adapters(cfg: Adapter, config: ModelConfig) -> AdapterSpec | None:
+    """Return the adapters that the configuration asks for; None: all weights are trained.
+
+    Raises UserError for targets that the model does not have, and ranks that its matrices are too
+    small for.
+    """
+    if cfg.name == "none":
+        return None
+    model = meta_decoder(config)
+    layers = block_linears(model)
+    problems: list[Problem] = []
+    targets = chosen_layers(cfg.targets, layers, config, problems)
+    ranks = by_pattern("adapter.rank_pattern", cfg.rank_pattern, targets, config, problems)
+    alphas = by_pattern("adapter.alpha_pattern", cfg.alpha_pattern, targets, config, problems)
+    also = fully_trained(cfg.also, model, targets, problems)
+    chosen = {name: (ranks.get(name, cfg.rank), alphas.get(name, cfg.alpha)) for name in targets}
+    spec = AdapterSpec(cfg.name, cfg.scaling, cfg.base, chosen, also)
+    problems += too_high_ranks(spec, layers)
+    if problems:
+        raise UserError("the adapters do not fit the model", problems)
+    return spec
+
+
+def block_linears(model: Decoder) -> dict[str, nn.Linear]:
+    """Return the linear layers of the blocks, by name."""
+    prefix = "model.layers."
+    modules = model.named_modules()
+    return {n: m for n, m in modules if n.startswith(prefix) and isinstance(m, nn.Linear)}
+
+
+def chosen_layers(
+    targets: str | Sequence[str],
+    layers: Iterable[str],
+    config: ModelConfig,
+    problems: list[Problem],
+) -> list[str]:
+    """Return the layers that adapter.targets names, in the model's order."""
+    names = list(layers)
+    patterns = [targets] if isinstance(targets, str) else list(targets)
+    if not patterns:
+        problems.append(Problem("adapter.targets=[]", "names no layer.\nUse  adapter.targets=all"))
+    chosen: set[str] = set()
+    for pattern in patterns:
+        matched = names if pattern in ALL_TARGETS else matching(pattern, names, config)
+        if not matched:
+            problems.append(Problem(f"adapter.targets has {pattern}", _suggest(pattern, names)))
+        chosen.update(matched)
+    return [name for name in names if name in chosen]
+
+
+def matching(pattern: str, names: Iterable[str], config: ModelConfig) -> list[str]:
+    """Return the names that a pattern fits (fnmatch), or that end in it, as PEFT reads names.
+
+    The name of a matrix that Hugging Face stores fused, `qkv_proj`, means its parts.
+    """
+    fused = {whole.rpartition(".")[2]: parts for whole, parts in config.family_spec.fused}
+    prefix, _, leaf = pattern.rpartition(".")
+    ends = [f"{prefix}.{part}" if prefix else part for part in fused.get(leaf, (leaf,))]
+    forms = [form for end in ends for form in (end, f"*.{end}")]
+    return [name for name in names if any(fnmatchcase(name, form) for form in forms)]
+
+
+def by_pattern(
+    key: str,
+    patterns: dict[str, Any],
+    targets: list[str],
+    config: ModelConfig,
+    problems: list[Problem],
+) -> dict[str, Any]:
+    """Return the value of each target that one of the patterns fits; a later pattern wins."""
+    values: dict[str, Any] = {}
+    for pattern, value in patterns.items():
+        matched = matching(pattern, targets, config)
+        values |= dict.fromkeys(matched, value)
+        if not matched:
+            problems.append(Problem(f"{key} has {pattern}", _suggest(pattern, targets)))
+        if value <= 0:
+            problems.append(Problem(f"{key}: {pattern}={value}", "must be above 0"))
+    return values
+
+
+def fully_trained(
+    names: Sequence[str], model: Decoder, targets: list[str], problems: list[Problem]
+) -> tuple[str, ...]:
+    """Return the parameters of the modules that adapter.also names."""
+    modules = {
+        name: [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
+        for name, module in model.named_modules(remove_duplicate=False)
+    }
+    modules = {name: keys for name, keys in modules.items() if keys}
+    parameters: dict[str, None] = {}
+    for given in names:
+        pattern = MODULE_NAMES.get(given, given)
+        matched = matching(pattern, modules, model.config)
+        if not matched:
+            problems.append(Problem(f"adapter.also has {given}", _suggest(given, modules)))
+        for name in matched:
+            if name in targets:
+                text = f"{name} has an adapter already: drop it here, or leave it out of targets"
+                problems.append(Problem(f"adapter.also has {given}", text))
+            parameters |= dict.fromkeys(modules[name])
+    tied = {id(p): name for name, p in model.named_parameters()}
+    return tuple(dict.fromkeys(tied[id(model.get_parameter(name))] for name in parameters))
+
+
+def too_high_ranks(spec: AdapterSpec, layers: dict[str, nn.Linear]) -> list[Problem]:
+    """Return a Problem for the first rank that is larger than a side of its matrix."""
+    for name, (rank, _) in spec.layers.items():
+        side = min(layers[name].weight.shape)
+        if rank > side:
+            shape = list(layers[name].weight.shape)
+            text = (
+                f"is more than the rank of {name}, whose matrix is {shape}: it would be trained"
+                f"\nin more numbers than it has.\nUse  adapter.rank={side}  or less"
+            )
+            return [Problem(f"adapter.rank={rank}", text)]
+    return []
+
+
+def _suggest(name: str, names: Iterable[str]) -> str:
+    """Return what a name may have meant, for a message."""
+    leaves = list(dict.fromkeys(full.rpartition(".")[2] for full in names))
+    closest = nearest(name.rpartition(".")[2], leaves)
+    meant = f"did you mean {closest}? There are" if closest else "there are"
+    return f"fits no layer; {meant} {', '.join(leaves)}"
+
+
+# --- in the model ---------------------------------------------------------------------------------
+
+
+def add_adapters(model: Decoder, spec: AdapterSpec, dtype: torch.dtype) -> None:
+    """Freeze the model but for `spec.also`, and give the layers adapters of `dtype`.
+
+    Before activation checkpointing, compile and fully_shard.
+    """
+    model.requires_grad_(False)
+    for name in spec.also:
+        model.get_parameter(name).requires_grad_(True)
+    for name, (rank, _) in spec.layers.items():
+        _adapt(model.get_submodule(name), rank, spec.scale(name), spec.kind, dtype)
+
+
+def _adapt(linear: Any, rank: int, scale: float, kind: str, dtype: torch.dtype) -> None:
+    """Give one linear layer, of whatever class, an adapter."""
+    device = next(linear.parameters()).device
+    options: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
+    linear.lora_A = nn.Linear(linear.in_features, rank, **options)
+    linear.lora_B = nn.Linear(rank, linear.out_features, **options)
+    linear.lora_scale = scale
+    if kind == "dora":
+        magnitude = torch.empty(linear.out_features, device=device, dtype=dtype)
+        linear.lora_magnitude_vector = nn.Parameter(magnitude)
+    # a method of the instance: the class may be torch's, float8's or that of 4-bit weights
+    linear.forward = MethodType(_lora_forward if kind == "lora" else _dora_forward, linear)
+
+
+def _lora_forward(self: Any, x: Tensor) -> Tensor:
+    """Return W x + scale · B(A x), and the bias."""
+    return type(self).forward(self, x) + self.lora_B(self.lora_A(x)) * self.lora_scale
+
+
+def _dora_forward(self: Any, x: Tensor) -> Tensor:
+    """Return magnitude ÷ |W + scale · B·A| · (W x + scale · B(A x)), row by row, and the bias.
+
+    The lengths of the rows are constants to backward (Liu et al. 2024, §4.3).
+    """
+    with torch.no_grad():
+        lengths = row_lengths(self)
+    factor = (self.lora_magnitude_vector.float() / lengths).to(x.dtype)
+    out = type(self).forward(self, x)
+    if self.bias is not None:
+        out = out - self.bias
+    out = factor * (out + self.lora_B(self.lora_A(x)) * self.lora_scale)
+    return out if self.bias is None else out + self.bias
+
+
+def row_lengths(linear: Any) -> Tensor:
+    """Return the length of each row of W + scale · B·A: [out] float32.
+
+    |W|² + 2 s Σ (W Aᵀ) ∘ B + s² Σ (B A Aᵀ) ∘ B: no second matrix of W's size is made.
+    """
+    weight = dense_weight(linear)
+    a = linear.lora_A.weight.float()
+    b = linear.lora_B.weight.float()
+    squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32) ** 2
+    mixed = (F.linear(weight.to(linear.lora_A.weight.dtype), linear.lora_A.weight).float() * b).sum(
+        1
+    )
+    own = ((b @ (a @ a.T)) * b).sum(1)
+    scale = linear.lora_scale
+    return (squares + 2 * scale * mixed + scale**2 * own).clamp_min(0).sqrt()
+
+
+def dense_weight(linear: Any) -> Tensor:
+    """Return a linear layer's matrix [out, in], as it computes with it."""
+    return linear.weight
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the linear layers that have adapters, by name."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, A)}
+
+
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the adapters' parameters by name."""
+    return {n: p for n, p in model.named_parameters() if ".lora_" in n}
+
+
+@torch.no_grad()
+def initialize_magnitudes(model: nn.Module) -> None:
+    """Set DoRA's magnitudes to the lengths of the rows of W: the adapted model is W at first.
+
+    Each rank for the rows that it holds; the weights must be there.
+    """
+    for linear in adapted_layers(model).values():
+        if hasattr(linear, MAGNITUDE):
+            rows = local_part(dense_weight(linear)).float()
+            local_part(linear.lora_magnitude_vector).copy_(torch.linalg.vector_norm(rows, dim=1))

@@ -52,6 +52,7 @@ POINTS = {
     "plan_epoch": "fsdp_trainer.data.order:RowOrder._plan",
     # a step
     "build": "fsdp_trainer.training.run:build",
+    "fill": "fsdp_trainer.training.build:fill",
     "fit": "fsdp_trainer.training.trainer:Trainer.fit",
     "learning_rate": "fsdp_trainer.training.trainer:learning_rate",
     "objective": "fsdp_trainer.training.objective:CrossEntropy.__call__",

@@ -142,11 +142,11 @@ def by_pattern(
     config: ModelConfig,
     problems: list[Problem],
 ) -> dict[str, Any]:
-    """Return the value of each target that one of the patterns fits; a later pattern wins."""
+    """Return the value of each target that a pattern fits; the first to fit counts, as in PEFT."""
     values: dict[str, Any] = {}
     for pattern, value in patterns.items():
         matched = matching(pattern, targets, config)
-        values |= dict.fromkeys(matched, value)
+        values = dict.fromkeys(matched, value) | values
         if not matched:
             problems.append(Problem(f"{key} has {pattern}", _suggest(pattern, targets)))
         if value <= 0:

@@ -103,6 +103,17 @@ def block_linears(model: Decoder) -> dict[str, nn.Linear]:
     return {n: m for n, m in modules if n.startswith(prefix) and isinstance(m, nn.Linear)}
 
 
+def four_bit_weights(model: Decoder, adapters: AdapterSpec | None) -> list[str]:
+    """Return the names of the matrices that are kept in 4 bits: the blocks' frozen ones.
+
+    model: with the blocks' linear layers as torch's, as `meta_decoder` makes them.
+    """
+    if adapters is None or adapters.base != NF4:
+        return []
+    names = [f"{layer}.weight" for layer in block_linears(model)]
+    return [name for name in names if name not in adapters.also]
+
+
 def chosen_layers(
     targets: str | Sequence[str],
     layers: Iterable[str],

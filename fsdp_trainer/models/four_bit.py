@@ -1,0 +1,152 @@
+"""Frozen matrices in 4 bits a number: NF4 (Dettmers et al. 2023, QLoRA).
+
+Blocks of 64 numbers of a row share a scale in bfloat16, so that a number takes 4.25 bits. Blocks
+lie within rows: every sharding by rows has the same codes.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BLOCK = 64  # numbers that share a scale
+LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+"""What the 16 codes stand for, times a block's scale: quantiles of a normal distribution
+(Dettmers et al. 2023, appendix E)."""
+MIDDLES = tuple(((torch.tensor(LEVELS)[1:] + torch.tensor(LEVELS)[:-1]) / 2).tolist())
+"""Between which levels a number lies decides its code."""
+_tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def encoded_columns(columns: int) -> int:
+    """Return the bytes of a row of so many numbers: two codes a byte, then two bytes a scale."""
+    return -(-columns // 2) + 2 * -(-columns // BLOCK)
+
+
+def encode(numbers: Tensor) -> Tensor:
+    """Return the nearest codes and the scales of a matrix: [rows, encoded_columns] uint8.
+
+    A scale is the block's largest absolute value. The last block of a row may be shorter.
+    """
+    columns = numbers.shape[1]
+    padded = F.pad(numbers.float(), (0, -columns % BLOCK))
+    blocks = padded.view(len(numbers), -1, BLOCK)
+    scales = blocks.abs().amax(2).bfloat16()
+    divisors = scales.float().clamp_min(torch.finfo(torch.float32).tiny)
+    shares = blocks.div(divisors.unsqueeze(2)).flatten(1)
+    codes = torch.zeros(shares.shape, dtype=torch.uint8, device=numbers.device)
+    for middle in MIDDLES:  # three times as fast as a search for each number
+        codes += shares > middle
+    pairs = (codes[:, ::2] << 4) | codes[:, 1::2]
+    return torch.cat([pairs[:, : -(-columns // 2)], scales.view(torch.uint8)], 1)
+
+
+def decode(encoded: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return the matrix [rows, columns] that `encode` has encoded, in `dtype`.
+
+    Levels and scales are rounded to `dtype` and multiplied in it.
+    """
+    codes, scales = encoded.tensor_split([-(-columns // 2)], 1)
+    aligned = scales.clone(memory_format=torch.contiguous_format)
+    scales = aligned.view(torch.bfloat16).to(dtype)
+    numbers = F.embedding(codes.int(), _pairs_of_levels(dtype, encoded.device))
+    if columns % BLOCK == 0:
+        blocks = numbers.view(len(encoded), -1, BLOCK)
+        return blocks.mul_(scales.unsqueeze(2)).view(len(encoded), columns)
+    of_each = scales.repeat_interleave(BLOCK, 1)[:, :columns]
+    return numbers.flatten(1)[:, :columns] * of_each
+
+
+def _pairs_of_levels(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what the two codes of each byte stand for: [256, 2], made once for a device."""
+    key = dtype, device
+    if key not in _tables:
+        levels = torch.tensor(LEVELS, dtype=dtype, device=device)
+        _tables[key] = torch.cartesian_prod(levels, levels)
+    return _tables[key]
+
+
+class DecodedProduct(torch.autograd.Function):
+    """The product x Wᵀ with a 4-bit matrix: W is there only while forward or backward needs it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, encoded: Tensor, bias: Tensor | None) -> Tensor:
+        """x: [..., in]; encoded: [out, encoded_columns(in)] uint8; bias: [out]."""
+        ctx.save_for_backward(encoded)
+        ctx.columns = x.shape[-1]
+        return F.linear(x, decode(encoded, x.shape[-1], x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and bias. The matrix is frozen."""
+        (gradient,) = gradients
+        (encoded,) = ctx.saved_tensors
+        by_x = by_bias = None
+        if ctx.needs_input_grad[0]:
+            by_x = gradient @ decode(encoded, ctx.columns, gradient.dtype)
+        if ctx.needs_input_grad[2]:
+            by_bias = gradient.flatten(0, -2).sum(0)
+        return by_x, None, by_bias
+
+
+class Linear4(nn.Module):
+    """A linear layer with a frozen 4-bit matrix.
+
+    weight: [out_features, encoded_columns(in_features)] uint8. dtype: in which it computes.
+    """
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype):
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.dtype = dtype
+        shape = self.out_features, encoded_columns(self.in_features)
+        encoded = torch.empty(shape, dtype=torch.uint8, device=linear.weight.device)
+        self.weight = nn.Parameter(encoded, requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in_features]."""
+        return DecodedProduct.apply(x, self.weight, self.bias)
+
+    def decoded(self, rows: Tensor) -> Tensor:
+        """Return rows of the matrix, which are given as `weight` has them: [rows, in_features]."""
+        return decode(rows, self.in_features, self.dtype)
+
+
+def quantize_linears(model: nn.Module, weights: Iterable[str], dtype: torch.dtype) -> None:
+    """Replace the linear layers whose weights are named, before they have adapters.
+
+    dtype: in which they compute.
+    """
+    for weight in weights:
+        name = weight.removesuffix(".weight")
+        parent, _, child = name.rpartition(".")
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        setattr(model.get_submodule(parent), child, Linear4(linear, dtype))
+
+
+def encoded_bytes(shape: tuple[int, ...]) -> int:
+    """Return the bytes of a matrix of this shape in 4 bits."""
+    return math.prod(shape[:-1]) * encoded_columns(shape[-1])

@@ -90,7 +90,7 @@ POINTS = {
     "disk_speed": "fsdp_trainer.launch.speed:disk",
     "float8_gains": "fsdp_trainer.parallel.convert:worth_float8",
     "versions": "fsdp_trainer.launch.facts:versions",
-    "torch_version": "fsdp_trainer.config.rules:version",
+    "torch_version": "fsdp_trainer.config.rules_computing:version",
     "job_fits": "fsdp_trainer.launch.sweep:does_not_fit",
     "check_job": "fsdp_trainer.launch.sweep:Jobs._check",
     "allocator_copy": "fsdp_trainer.plan.memory:Step.copy",

@@ -18,7 +18,16 @@ LAYERS = [
     ("devices", "hub", "distributed", "torch_private"),
     ("models",),
     # what composes a configuration asks the models' rules, which need no torch either
-    ("config.rules", "config.compose", "config.document", "config.complete", "config.sweep"),
+    (
+        "config.rules",
+        "config.rules_computing",
+        "config.rules_data",
+        "config.rules_training",
+        "config.compose",
+        "config.document",
+        "config.complete",
+        "config.sweep",
+    ),
     ("observe",),
     ("data", "optim"),
     ("checkpoint", "parallel"),

@@ -48,6 +48,13 @@ class Report:
             raise UserError(f"{count} in the configuration", self.problems)
 
 
+def value_of(cfg: Any, key: str) -> Any:
+    """Return the value of a dotted key; None where the configuration has no such key."""
+    for name in key.split("."):
+        cfg = getattr(cfg, name, None)
+    return cfg
+
+
 def show(value: Any) -> str:
     """A value as it is written in an override."""
     if isinstance(value, list):

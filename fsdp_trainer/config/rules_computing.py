@@ -1,0 +1,174 @@
+"""Rules about how a step is computed: sharding, recomputation, kernels, number formats.
+
+See config/rules.py.
+"""
+
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+from fsdp_trainer.config.check import Report, show
+from fsdp_trainer.config.formats import is_compact, moments_format, rounds
+from fsdp_trainer.config.rules_training import Broken
+from fsdp_trainer.config.schema import NEEDS_NCCL, Sharding, TrainConfig
+from fsdp_trainer.models.attention_choice import AttentionContext, attention_problems
+
+COLLECTIVES = {
+    "messages": (2, 11),
+    "separate_reduce_scatter": (2, 13),
+    "reduce_scatter_buffers": (2, 13),
+}
+"""Options of FSDP2's collectives, and the first torch that has them."""
+CHECKPOINTING_MODES = {
+    "every": ("full", "selective"),
+    "save": ("selective",),
+    "budget": ("budget",),
+}
+"""Keys of activation_checkpoint, and the modes that read them."""
+WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+"""Modes of the compiler that record CUDA graphs, and the mode nearest to each that does not."""
+
+
+def replicas(cfg: TrainConfig, report: Report) -> Broken:
+    """hsdp has replicas, and only hsdp; ddp offloads nothing."""
+    sharding = cfg.sharding
+    if sharding.strategy == "hsdp" and sharding.replicas == 1:
+        yield (
+            "sharding.replicas",
+            "hsdp replicates across groups: say how many, e.g.  sharding.replicas=2",
+        )
+    if sharding.strategy != "hsdp" and sharding.replicas > 1:
+        yield (
+            "sharding.replicas",
+            f"{sharding.strategy} has no replica groups.\n"
+            "Use  sharding=hsdp  or  sharding.replicas=1",
+        )
+    if sharding.strategy == "ddp" and sharding.cpu_offload:
+        yield (
+            "sharding.cpu_offload",
+            "ddp keeps everything on the device.\n"
+            "Use  sharding=fsdp  or  sharding.cpu_offload=false",
+        )
+
+
+def collectives(cfg: TrainConfig, report: Report) -> Broken:
+    """Options of FSDP2's collectives need a torch that has them, and something to communicate.
+
+    The device is looked at later.
+    """
+    for name in COLLECTIVES:
+        value = getattr(cfg.sharding, name)
+        if value != getattr(Sharding(), name):
+            yield from _wrong_collective(cfg, name, value)
+    if cfg.sharding.messages == "symmetric" and cfg.sharding.reduce_scatter_buffers > 1:
+        yield (
+            "sharding.reduce_scatter_buffers",
+            "symmetric messages share one buffer.\n"
+            "Use  sharding.reduce_scatter_buffers=1  or  sharding.messages=registered",
+        )
+
+
+def _wrong_collective(cfg: TrainConfig, name: str, value: Any) -> Broken:
+    """Yield why an option of the collectives cannot be set."""
+    key = f"sharding.{name}"
+    torch = version("torch")
+    needed = (2, 12) if value == "symmetric" else COLLECTIVES[name]
+    if cfg.sharding.strategy == "ddp":
+        default = show(getattr(Sharding(), name))
+        yield key, f"ddp gathers and scatters nothing.\nUse  sharding=fsdp  or  {key}={default}"
+    elif tuple(map(int, torch.split(".")[:2])) < needed:
+        yield key, f"needs torch {needed[0]}.{needed[1]}; installed is {torch}"
+    elif name == "messages" and cfg.launch.device == "cpu":
+        yield key, f"{NEEDS_NCCL}.\nUse  sharding.messages=ordinary"
+
+
+def activation_checkpointing(cfg: TrainConfig, report: Report) -> Broken:
+    """budget needs the compiler; keys that the mode does not read are not set."""
+    chosen = cfg.activation_checkpoint
+    if chosen.mode == "budget" and not cfg.compile.enabled:
+        yield (
+            "activation_checkpoint.mode",
+            "the compiler decides what is computed again.\n"
+            "Use  compile=enabled  or  activation_checkpoint=selective",
+        )
+    for name, modes in CHECKPOINTING_MODES.items():
+        key = f"activation_checkpoint.{name}"
+        if key in report.typed and chosen.mode not in modes:
+            ways = "  or  ".join(f"activation_checkpoint={mode}" for mode in modes)
+            yield key, f"only counts with  {ways}"
+    if chosen.mode == "selective" and not chosen.save:
+        yield "activation_checkpoint.save", "nothing kept is  activation_checkpoint=full"
+
+
+def attention(cfg: TrainConfig, report: Report) -> Broken:
+    """The kernel suits what is known before there is a device and a model.
+
+    The rest is checked where attention is chosen.
+    """
+    context = AttentionContext(
+        device=None if cfg.launch.device == "auto" else cfg.launch.device,
+        dtype=cfg.precision.param_dtype,
+        softcap=cfg.model.attn_logit_softcapping is not None,
+        compiled=cfg.compile.enabled,
+        selective=cfg.activation_checkpoint.mode == "selective",
+    )
+    for problem in attention_problems(cfg.model.attention, cfg.model.attention_kernel, context):
+        yield problem.what.partition("=")[0], problem.why
+
+
+def compilation(cfg: TrainConfig, report: Report) -> Broken:
+    """The compiler records no CUDA graphs; its keys are set with it."""
+    if cfg.compile.mode in WITHOUT_GRAPHS:
+        yield (
+            "compile.mode",
+            "records CUDA graphs, which replay with weights where they lay; fully_shard gathers "
+            "them anew, and all blocks share one graph.\n"
+            f"Use  compile.mode={WITHOUT_GRAPHS[cfg.compile.mode]}",
+        )
+    for name in ("mode", "cache"):
+        if f"compile.{name}" in report.typed and not cfg.compile.enabled:
+            yield f"compile.{name}", "only counts with  compile=enabled"
+
+
+def moments(cfg: TrainConfig, report: Report) -> Broken:
+    """torch's optimizers take only formats that they have; rounding counts where something is
+    rounded."""
+    optim, master = cfg.optim, cfg.precision.master_dtype
+    if optim.implementation != "auto" and is_compact(optim, master):
+        rounded = not is_compact(replace(optim, rounding="nearest"), master)
+        yield (
+            "optim.implementation",
+            f"torch has no AdamW with {moments_format(optim, master)} moments over {master} "
+            "weights, nor stochastic rounding.\nUse  optim.implementation=auto"
+            + ("  or  optim.rounding=nearest" if rounded else ""),
+        )
+    if "optim.rounding" in report.typed and not rounds(optim, master):
+        yield (
+            "optim.rounding",
+            "only counts where something is kept in bfloat16, as with  precision=pure_bf16  "
+            "or  optim=adamw_bf16",
+        )
+
+
+def float8(cfg: TrainConfig, report: Report) -> Broken:
+    """Products in float8 need a GPU, bfloat16 around them, and tokens that 16 divides."""
+    if cfg.precision.float8 is None:
+        return
+    tokens = cfg.batch.seq_len * cfg.batch.micro_rows
+    if cfg.launch.device == "cpu":
+        yield (
+            "precision.float8",
+            "needs a GPU of compute capability 8.9 or higher, not launch.device=cpu.\n"
+            "Use  precision=bf16",
+        )
+    if cfg.precision.param_dtype != "bfloat16":
+        yield (
+            "precision.float8",
+            "is faster than bfloat16 only: use  precision.param_dtype=bfloat16",
+        )
+    if tokens % 16:
+        yield (
+            "batch.seq_len",
+            f"float8 products need a multiple of 16 tokens, not {tokens:,} (seq_len × "
+            f"micro_rows).\nUse  batch.seq_len={-(-cfg.batch.seq_len // 16) * 16}",
+        )

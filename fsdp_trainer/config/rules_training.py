@@ -1,0 +1,154 @@
+"""Rules between keys of run, train, optim, checkpoint, profile and launch. See config/rules.py."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from fsdp_trainer.config.check import Report, flatten, value_of
+from fsdp_trainer.config.names import nearest
+from fsdp_trainer.config.schema import GROUPS, TrainConfig
+from fsdp_trainer.config.units import parse_duration, parse_steps
+
+Broken = Iterator[tuple[str, str]]
+"""Keys that are wrong, each with the reason and what to type instead."""
+# these decide which code a rank runs: the loader's, Python's, the compiler, plugins
+RUNS_CODE = (
+    "LD_",
+    "DYLD_",
+    "PYTHON",
+    "BASH_ENV",
+    "CC",
+    "CXX",
+    "CUDA_INJECTION",
+    "NCCL_NET_PLUGIN",
+    "NCCL_TUNER_PLUGIN",
+    "NCCL_PROFILER_PLUGIN",
+)
+SET_BY_LAUNCHER = (
+    "PATH",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+DURATIONS = (
+    "train.time_limit",
+    "launch.timeout",
+    "launch.data_timeout",
+    "launch.stall",
+    "logging.stragglers",
+)
+
+
+def learning_rate_scaling(cfg: TrainConfig, report: Report) -> Broken:
+    """Keys of the learning rate's scaling are set together."""
+    missing = [name for name in ("lr_scaling", "lr_batch_tokens") if not getattr(cfg.optim, name)]
+    if len(missing) == 1:
+        yield (
+            f"optim.{missing[0]}",
+            "lr_scaling and lr_batch_tokens belong together, e.g.  optim.lr_scaling=sqrt "
+            "optim.lr_batch_tokens=524288 ; null: lr as it is",
+        )
+
+
+def overwriting(cfg: TrainConfig, report: Report) -> Broken:
+    """A run that goes on overwrites nothing."""
+    if cfg.run.overwrite and cfg.checkpoint.resume != "never":
+        yield "run.overwrite", "only counts together with  checkpoint.resume=never"
+
+
+def width_of_heads(cfg: TrainConfig, report: Report) -> Broken:
+    """The width divides by the heads where no head_dim is set."""
+    width, heads = cfg.model.hidden_size, cfg.model.num_attention_heads
+    if width and heads and cfg.model.head_dim is None and width % heads:
+        yield (
+            "model.hidden_size",
+            f"not a multiple of num_attention_heads={heads}; else set model.head_dim",
+        )
+
+
+def momentum(cfg: TrainConfig, report: Report) -> Broken:
+    """Adam has two decays below 1."""
+    if len(cfg.optim.betas) != 2 or max(cfg.optim.betas) >= 1:
+        yield "optim.betas", "two numbers below 1, e.g.  optim.betas=[0.9,0.95]"
+
+
+def rewinding(cfg: TrainConfig, report: Report) -> Broken:
+    """A rewind needs checkpoints."""
+    if cfg.train.on_spike == "rewind" and cfg.checkpoint.every is None:
+        yield (
+            "train.on_spike",
+            "goes back to a checkpoint, and there is none before the end.\n"
+            "Use  checkpoint.every=100  or  train.on_spike=skip",
+        )
+
+
+def export_dtype(cfg: TrainConfig, report: Report) -> Broken:
+    """The number format of an export needs an export."""
+    if cfg.checkpoint.export_dtype and not cfg.checkpoint.export_hf:
+        yield "checkpoint.export_dtype", "only counts together with  checkpoint.export_hf=true"
+
+
+def environment(cfg: TrainConfig, report: Report) -> Broken:
+    """launch.env sets no variable that decides which code runs, or which rank it is."""
+    closed = [
+        name for name in cfg.launch.env if name.startswith(RUNS_CODE) or name in SET_BY_LAUNCHER
+    ]
+    for name in closed:
+        key = f"launch.env.{name}"
+        yield (
+            key if key in report.typed else "launch.env",
+            f"{', '.join(closed)}: decides what code a rank runs, or which rank it is. "
+            "Set it in the shell instead",
+        )
+
+
+def rendezvous(cfg: TrainConfig, report: Report) -> Broken:
+    """A rendezvous is a host and a port, and for several nodes."""
+    address = cfg.launch.rendezvous
+    if not address:
+        return
+    if not re.fullmatch(r".+:\d{1,5}", address):
+        yield "launch.rendezvous", "is a host and a port, e.g.  launch.rendezvous=node0:29500"
+    elif cfg.launch.nodes == 1:
+        yield "launch.rendezvous", "is for several nodes: how many?  launch.nodes=2"
+
+
+def allowed_changes(cfg: TrainConfig, report: Report) -> Broken:
+    """checkpoint.allow_changes names keys that exist."""
+    known = {"data.fingerprint", *GROUPS, "batch", "loss", *flatten(TrainConfig)}
+    for name in cfg.checkpoint.allow_changes:
+        if name not in known:
+            close = nearest(name, known)
+            meant = f" Did you mean  {close} ?" if close else ""
+            yield "checkpoint.allow_changes", f"{name} is no key.{meant}"
+
+
+def profiled_steps(cfg: TrainConfig, report: Report) -> Broken:
+    """profile.steps is a range."""
+    if cfg.profile.steps:
+        try:
+            parse_steps(cfg.profile.steps)
+        except ValueError as error:
+            yield "profile.steps", str(error)
+
+
+def durations(cfg: TrainConfig, report: Report) -> Broken:
+    """Durations are longer than nothing."""
+    for key in DURATIONS:
+        why = _wrong_duration(value_of(cfg, key))
+        if why:
+            off = "; null: no limit" if key == "train.time_limit" and why.startswith("must") else ""
+            yield key, why + off
+
+
+def _wrong_duration(text: Any) -> str:
+    """Return what is wrong with a duration, or nothing; null is none."""
+    if text is None:
+        return ""
+    try:
+        return "" if parse_duration(text) > 0 else "must be longer than nothing"
+    except ValueError as error:
+        return str(error)

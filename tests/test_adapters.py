@@ -3,16 +3,18 @@
 import contextlib
 import json
 from functools import partial
+from typing import NamedTuple
 
 import inject
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
+from world import Run
 from zoo import HF, make_folder
 
 from fsdp_trainer.distributed import local_part, local_slice
 from fsdp_trainer.models.adapters import adapter_parameters
+from fsdp_trainer.models.families import FAMILIES
 from fsdp_trainer.models.initialize import draw_part
 
 peft = pytest.importorskip("peft")
@@ -44,7 +46,8 @@ def recorded(folder):
             if name.endswith("lora_B.weight"):
                 part = local_slice(parameter)
                 local_part(parameter).copy_(draw_part(7, name, part, parameter.shape, 0.05))
-        keep("start", {n: p.detach() for n, p in model.named_parameters() if p.requires_grad})
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        keep("start", adapter_parameters(model) | trained)
         return formats
 
     def keep_gradients():
@@ -52,7 +55,7 @@ def recorded(folder):
         keep("gradients", {n: p.grad for n, p in parameters if p.grad is not None})
 
     def keep(name, tensors):
-        whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()}
+        whole = {n: t.detach().full_tensor() for n, t in tensors.items()}
         if inject.this_rank(0):
             torch.save({n: t.clone() for n, t in whole.items()}, folder / f"{name}.pt")
 
@@ -64,17 +67,24 @@ def recorded(folder):
         yield
 
 
+class Adapted(NamedTuple):
+    """A run, the adapters that it began with, and the gradients of its first step."""
+
+    run: Run
+    start: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+
+
 @pytest.fixture
 def train_adapters(train, tmp_path):
-    """A training that begins with a random B; gives the run, what it began with, and the gradients
-    of its first step."""
+    """A training that begins with a random B."""
 
-    def start(name, *how, ranks=1):
+    def start(name, *how, ranks=1, seam=contextlib.nullcontext):
         (tmp_path / f"{name}.kept").mkdir()
-        seam = partial(recorded, tmp_path / f"{name}.kept")
+        seam = inject.together(partial(recorded, tmp_path / f"{name}.kept"), seam)
         run = train(name, *COMMON, *how, ranks=ranks, base=HF, seam=seam)
         kept = [torch.load(tmp_path / f"{name}.kept" / f"{n}.pt") for n in ("start", "gradients")]
-        return run, *kept
+        return Adapted(run, *kept)
 
     return start
 
@@ -97,6 +107,21 @@ KINDS = {
     "lora": (["adapter=lora"], {}),
     "rslora": (["adapter=lora", "adapter.scaling=rslora"], {"use_rslora": True}),
     "dora": (["adapter=dora"], {"use_dora": True}),
+    "patterns": (
+        [
+            "adapter=lora",
+            "adapter.targets=[q_proj,v_proj,down_proj]",
+            "adapter.rank_pattern={layers.1.self_attn.q_proj: 2, q_proj: 8}",
+            "adapter.alpha_pattern={down_proj: 3}",
+            "adapter.also=[head]",
+        ],
+        {
+            "target_modules": ["q_proj", "v_proj", "down_proj"],
+            "rank_pattern": {"layers.1.self_attn.q_proj": 2, "q_proj": 8},
+            "alpha_pattern": {"down_proj": 3},
+            "modules_to_save": ["lm_head"],
+        },
+    ),
 }
 
 
@@ -110,17 +135,17 @@ KINDS = {
             for case in [("lora", 2), ("lora", 4), ("rslora", 1), ("rslora", 2), ("rslora", 4)]
         ),
         *(pytest.param("dora", ranks, marks=pytest.mark.slow) for ranks in (1, 4)),
+        pytest.param("patterns", 2, marks=pytest.mark.slow),
     ],
 )
 def test_losses_and_gradients_are_those_of_peft(train_adapters, shown, tmp_path, kind, ranks):
     folder = make_folder(tmp_path / "hf")
     how, options = KINDS[kind]
-    run, start, gradients = train_adapters("ours", *how, f"model.init_from={folder}", ranks=ranks)
-    peft_options = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", **options}
-    losses, expected = train_with_peft(folder, shown(folder), start, **peft_options)
-    assert run.column("loss") == pytest.approx(losses, abs=1e-6, rel=0)
+    ours = train_adapters("ours", *how, f"model.init_from={folder}", ranks=ranks)
+    losses, gradients = train_with_peft(folder, shown(folder), ours.start, **options)
+    assert ours.run.column("loss") == pytest.approx(losses, abs=1e-6, rel=0)
     assert losses[-1] < losses[0] - 0.05, "it must learn, else this shows little"
-    assert_close(gradients, expected)
+    assert_close(ours.gradients, gradients)
 
 
 def assert_close(gradients, expected):
@@ -137,6 +162,7 @@ def train_with_peft(folder, rows, start, **options):
     base = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
+    options = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", **options}
     model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options)).train()
     trained = {our_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     assert trained.keys() == start.keys()
@@ -190,3 +216,174 @@ def documents(rows):
             part = slice(begin, begin + length)
             yield torch.tensor(row["tokens"][part]), torch.tensor(row["labels"][part])
             begin += length
+
+
+def train_merged(folder, rows, start, names, scale=6 / 4):
+    """Losses, and the gradients of the first step, by autograd through W + scale · B·A.
+
+    names: what is trained.
+    """
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    given = {name: tensor.clone().requires_grad_(name in names) for name, tensor in start.items()}
+    base = {name: p.detach() for name, p in model.named_parameters()}
+    fused = dict(FAMILIES[model.config.model_type].fused)
+
+    def logits(tokens):
+        weights = {name: merged(name, given, base, scale, fused) for name in base}
+        return torch.func.functional_call(model, weights, (tokens,)).logits
+
+    return plain_training(logits, {name: given[name] for name in names}, rows)
+
+
+def merged(name, given, base, scale, fused):
+    """Return a parameter of transformers' with the given ones in it."""
+    if name in given:
+        return given[name]
+    layer = name.removesuffix(".weight")
+    parts = next((fused[whole] for whole in fused if layer.endswith(whole)), None)
+    layers = [f"{layer.rpartition('.')[0]}.{part}" for part in parts] if parts else [layer]
+    if f"{layers[0]}.lora_A.weight" not in given:
+        return base[name]
+    pairs = [(given[f"{n}.lora_B.weight"], given[f"{n}.lora_A.weight"]) for n in layers]
+    total = base[name] + scale * torch.cat([b @ a for b, a in pairs])
+    if f"{layers[0]}.lora_magnitude_vector" not in given:
+        return total
+    magnitude = torch.cat([given[f"{n}.lora_magnitude_vector"] for n in layers])
+    return magnitude[:, None] * total / total.detach().norm(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("phi3", "lora"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("phi3", "dora"),
+                ("llama biases", "dora"),
+                ("mistral window", "lora"),
+                ("qwen2", "dora"),
+                ("qwen3", "lora"),
+                ("gemma2", "dora"),
+                ("gemma3 long", "lora"),
+                ("olmo2", "lora"),
+            ]
+        ),
+    ],
+)
+def test_every_family_learns_as_through_merged_weights(
+    train_adapters, shown, tmp_path, family, kind
+):
+    folder = make_folder(tmp_path / "hf", family)
+    ours = train_adapters("ours", f"adapter={kind}", f"model.init_from={folder}", ranks=2)
+    losses, gradients = train_merged(folder, shown(folder), ours.start, list(ours.gradients))
+    assert ours.run.column("loss") == pytest.approx(losses, abs=2e-6, rel=0)
+    assert_close(ours.gradients, gradients)
+
+
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        (["adapter.also=[head]"], {"tie_word_embeddings": True}),
+        pytest.param(["adapter.also=[head,embedding,norms]"], {}, marks=pytest.mark.slow),
+        pytest.param(
+            [
+                "adapter.also=['model.layers.1.*norm',lm_head]",
+                "adapter.targets=[q_proj,'model.layers.0.mlp.*']",
+            ],
+            {},
+            marks=pytest.mark.slow,
+        ),
+        (["train.freeze=['model.layers.1.*','*.0.*.lora_B.*']"], {}),
+    ],
+    ids=str,
+)
+def test_what_is_trained_in_full_besides_and_what_is_frozen(
+    train_adapters, shown, tmp_path, how, options
+):
+    folder = make_folder(tmp_path / "hf", **options)
+    how = ["adapter=lora", *how, f"model.init_from={folder}"]
+    ours = train_adapters("ours", *how, ranks=2)
+    losses, gradients = train_merged(folder, shown(folder), ours.start, list(ours.gradients))
+    assert ours.run.column("loss") == pytest.approx(losses, abs=1e-6, rel=0)
+    assert_close(ours.gradients, gradients)
+
+
+HSDP = ["sharding=hsdp", "sharding.replicas=2"]
+EACH_ROW = ["batch.micro_rows=1"]
+ATTENTION = ["activation_checkpoint=selective", "activation_checkpoint.save=[attention]"]
+DORA = ["adapter=dora"]
+MORE_WAYS = [
+    # ranks, how it is computed, what a training on one rank has too
+    (4, [], ["adapter.rank=2"]),  # two ranks have no row of A
+    (2, ["activation_checkpoint=full", *EACH_ROW], []),
+    (2, ["activation_checkpoint=selective"], []),
+    (2, ATTENTION, DORA),
+    (2, ["sharding=ddp"], []),
+    (2, ["sharding=ddp", "activation_checkpoint=full"], DORA),
+    (4, HSDP, []),
+    (4, [*HSDP, *EACH_ROW, "sharding.accumulate=unsharded"], DORA),
+    (2, EACH_ROW, DORA),
+    (2, [*EACH_ROW, "sharding.accumulate=unsharded"], []),
+    (2, ["sharding.cpu_offload=true"], DORA),
+    (2, ["sharding.blocks_per_unit=2", "sharding.reshard_after_forward=false"], []),
+    (2, ["optim.state_dtype=8bit"], ["optim.state_dtype=8bit"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how", "common"),
+    [
+        (3, EACH_ROW, ["adapter.rank=5"]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_WAYS),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_however_it_is_sharded_and_computed(train_adapters, tmp_path, ranks, how, common):
+    common = ["adapter=lora"] * (common != DORA) + common
+    common += [f"model.init_from={make_folder(tmp_path / 'hf')}"]
+    alone = train_adapters("alone", *common)
+    run = train_adapters("run", *common, *how, ranks=ranks)
+    assert run.run.column("loss") == pytest.approx(alone.run.column("loss"), abs=1e-6, rel=0)
+    assert_close(run.gradients, alone.gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("lora", ["activation_checkpoint=budget"]), ("dora", ["activation_checkpoint=full"])],
+)
+def test_compiled_blocks_have_the_same_gradients(train_adapters, tmp_path, compiled, kind, how):
+    common = [f"adapter={kind}", f"model.init_from={make_folder(tmp_path / 'hf')}"]
+    eager = train_adapters("eager", *common)
+    run = train_adapters("run", *common, *how, *compiled, ranks=2)
+    assert run.run.column("loss") == pytest.approx(eager.run.column("loss"), abs=2e-6, rel=0)
+    assert_close(run.gradients, eager.gradients)
+    assert "compiled again" not in run.run.out
+
+
+def every_linear(_real, module, _recipe):
+    return isinstance(module, torch.nn.Linear)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_beside_float8_products(train_adapters, tmp_path, kind, recipe):
+    pytest.importorskip("torchao")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
+    folder = make_folder(tmp_path / "hf", **sizes)
+    common = [f"adapter={kind}", f"model.init_from={folder}", "precision.param_dtype=bfloat16"]
+    emulated = inject.together(
+        inject.setting("float8_emulated", True), inject.around("float8_gains", every_linear)
+    )
+    exact = train_adapters("exact", *common)
+    how = f"precision.float8={recipe}"
+    alone = train_adapters("alone", *common, how, seam=emulated)
+    run = train_adapters("run", *common, how, ranks=2, seam=emulated)
+    assert run.run.column("loss") == pytest.approx(alone.run.column("loss"), rel=1e-3)
+    assert run.run.column("loss") == pytest.approx(exact.run.column("loss"), rel=0.03)
+    assert run.run.column("loss") != exact.run.column("loss")
+    assert run.gradients.keys() == exact.gradients.keys()

@@ -577,6 +577,30 @@ def test_a_choice_by_another_name_is_understood(refused, key, typed, meant):
     assert f"Did you mean  {key}={meant} ?" in refused(*DEMO, f"{key}={typed}")
 
 
+def test_other_programs_names_of_adapters_are_answered_with_ours(refused):
+    typed = {
+        "lora_r=8": "adapter.rank=8",
+        "load_in_4bit=true": "adapter=qlora",
+        "target_modules=[q_proj]": "adapter.targets=[q_proj]",
+        "lora_dropout=0.05": "there is no dropout",
+        "adapter.r=4": "adapter.rank=4",
+        "adapter.lora_alpha=4": "adapter.alpha=4",
+        "adapter=qlora2": "adapter=qlora ?",
+        "adapter.name=qlora": "adapter=qlora",
+        "optim.name=adamw_8bit": "optim=adamw_8bit",
+        "adapter.rank_pattern={'layers.[0-1].*':4}": r"{layers.\[0-1\].*:4}",
+    }
+    said = answers(refused(*DEMO, *typed))
+    for argument, meant in typed.items():
+        assert meant in said[argument]
+
+
+def test_keys_of_adapters_count_with_one_only(refused):
+    said = answers(refused(*DEMO, "adapter.rank=8", "checkpoint.merge=true"))
+    assert "only counts with  adapter=lora" in said["adapter.rank=8"]
+    assert "there is none" in said["checkpoint.merge=true"]
+
+
 def test_an_adapters_folder_is_known_for_one(refused, tmp_path):
     (tmp_path / "adapter_config.json").touch()
     assert "merge it into its model" in refused(

@@ -9,6 +9,7 @@ _PRECISION = "use  precision=bf16 , precision=fp32 , precision=pure_bf16  or  pr
 _CHUNKED = "the head never holds all logits of a micro-batch; how many at once, in MiB, is  loss.chunk_mib=64"
 _MIXTURE = "a mixture is written in data.path:  'data.path=[{path: a.jsonl, weight: 0.7},{path: b.jsonl, weight: 0.3}]'"
 _WORLD = "how many ranks there are is torchrun's --nproc_per_node and --nnodes, or  launch.nproc_per_node=2 launch.nodes=2  without torchrun; in a plan  plan.world_size=4"
+_DROPOUT = "there is no dropout: PEFT's default is 0 too, and a resume needs no random state"
 
 # Names from Hugging Face's Trainer and TRL, axolotl, LLaMA-Factory, torchtitan, torchtune, NeMo and Lightning. The right side is a key
 # or group, which keeps the value; with a "=", the whole override; with a space, what to say.
@@ -117,7 +118,8 @@ SYNONYMS = {
     "use_rslora": "adapter.scaling=rslora", "peft_use_rslora": "adapter.scaling=rslora", "target_modules": "adapter.targets",
     "lora_target_modules": "adapter.targets", "lora_target": "adapter.targets", "lora_target_linear": "adapter.targets=all",
     "lora_attn_modules": "adapter.targets", "modules_to_save": "adapter.also", "lora_modules_to_save": "adapter.also", "additional_target": "adapter.also",
-    "lora_dropout": "adapters have no dropout: PEFT's default is 0 too, and a resume needs no random state", "lora_model_dir": "adapter.init_from",
+    "lora_dropout": _DROPOUT, "dropout": _DROPOUT, "lora_model_dir": "adapter.init_from", "use_peft": "adapter=lora", "use_qlora": "adapter=qlora",
+    "r": "adapter.rank", "lora_attn": "adapter.targets", "apply_lora_to_mlp": "adapter.targets=all", "bnb_4bit_quant_type": "adapter=qlora",
     "adapter_name_or_path": "adapter.init_from", "merge_lora": "checkpoint.merge", "merge_adapter": "checkpoint.merge",
 }  # fmt: skip
 

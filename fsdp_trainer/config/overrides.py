@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 
 from fsdp_trainer.config.check import flatten, show, takes_text
 from fsdp_trainer.config.names import OPTION_SYNONYMS, meant_by, nearest
-from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.schema import SELECTORS, TrainConfig
 from fsdp_trainer.errors import Problem
 
 LAID_OVER = ("recipe", "sweep")  # chosen with a plus, several at once if need be
@@ -186,6 +186,8 @@ def _set(
             why_unknown(key, text, keys, groups),
             (meant_by(key, keys, groups) or "").split("=")[0],
         )
+    elif option := option_meant(key, value, keys, groups):
+        line.refuse(argument, f"{show(value)} is an option of a group. Write  {option}")
     else:
         if (
             isinstance(value, int | float)
@@ -195,6 +197,16 @@ def _set(
             text = f'"{text}"'  # run.name=1e3 is a name
         line.typed[key] = argument
         line.hydra.append(f"++{key}={text}")
+
+
+def option_meant(
+    key: str, value: Any, keys: Mapping[str, Any], groups: Mapping[str, Any]
+) -> str | None:
+    """Return GROUP=OPTION where a group's own selector is given an option's name that is no value of it: adapter.name=qlora."""
+    group, _, name = key.partition(".")
+    if SELECTORS.get(group) != name or value not in groups.get(group, ()):
+        return None
+    return None if value in keys[key].metadata["choices"] else f"{group}={value}"
 
 
 def _choose(
@@ -262,6 +274,8 @@ def why_unparsable(
         quoted = re.sub(
             r"(?<=: )([^\s,{}\[\]\"'][^,{}\"']*)", lambda found: _quote_text(found[0]), value
         )
+    elif re.fullmatch(r"\{.*\}", value):  # names in it take no quotes, and brackets a backslash
+        quoted = re.sub(r"['\"]?([^\s'\"{},:]+)['\"]?(?=:)", unquoted, value)
     elif value[:1] == "(" and key in keys and not takes_text(keys[key].type):
         quoted = f"[{value.strip('()')}]"
     else:
@@ -277,6 +291,11 @@ def why_unparsable(
             "cannot be read. A setting is  key=value , a list  key=[1,2] , a mapping  'key={a: b}'"
         )
     return f"has characters that must be quoted, for Hydra and for the shell. Write  {shlex.quote(f'{key}={quoted}')}"
+
+
+def unquoted(name: re.Match[str]) -> str:
+    """Return a mapping's name as Hydra's grammar takes it."""
+    return re.sub(r"([\[\]()])", r"\\\1", name[1])
 
 
 def without_key(word: str, keys: Mapping[str, Any], groups: Mapping[str, Any]) -> str:

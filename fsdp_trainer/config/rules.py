@@ -27,6 +27,7 @@ from fsdp_trainer.config.rules_data import (
     users_of_validation,
 )
 from fsdp_trainer.config.rules_training import (
+    adapters,
     allowed_changes,
     durations,
     environment,
@@ -53,6 +54,7 @@ RULES: tuple[Rule, ...] = (
     attention,
     compilation,
     learning_rate_scaling,
+    adapters,
     moments,
     float8,
     overwriting,

@@ -53,6 +53,17 @@ def learning_rate_scaling(cfg: TrainConfig, report: Report) -> Broken:
         )
 
 
+def adapters(cfg: TrainConfig, report: Report) -> Broken:
+    """Keys of adapters are set with one."""
+    if cfg.adapter.name != "none":
+        return
+    for key in report.typed:
+        if key.startswith("adapter.") and key != "adapter.name":
+            yield key, "only counts with  adapter=lora , adapter=dora  or  adapter=qlora"
+    if cfg.checkpoint.merge:
+        yield "checkpoint.merge", "merges an adapter, and there is none.\nUse  adapter=lora"
+
+
 def overwriting(cfg: TrainConfig, report: Report) -> Broken:
     """A run that goes on overwrites nothing."""
     if cfg.run.overwrite and cfg.checkpoint.resume != "never":

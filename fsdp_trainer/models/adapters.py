@@ -6,6 +6,8 @@ behind `base_model.model.`.
 """
 
 import math
+import shlex
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp_trainer.config.check import show
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.schema import Adapter, Precision
 from fsdp_trainer.distributed import local_part
@@ -33,6 +36,7 @@ BASE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 """By adapter.base. With all others frozen weights are in precision.param_dtype."""
 MODULE_NAMES = {"head": "lm_head", "embedding": "embed_tokens", "norms": "*norm"}
 """Words that adapter.also takes besides names and patterns of modules."""
+WIDTH = 90  # of a line of names in a message
 
 
 @dataclass(frozen=True)
@@ -82,18 +86,16 @@ def resolve_adapters(cfg: Adapter, config: ModelConfig) -> AdapterSpec | None:
     if cfg.name == "none":
         return None
     model = meta_decoder(config)
-    layers = block_linears(model)
     problems: list[Problem] = []
-    targets = chosen_layers(cfg.targets, layers, config, problems)
-    ranks = by_pattern("adapter.rank_pattern", cfg.rank_pattern, targets, config, problems)
-    alphas = by_pattern("adapter.alpha_pattern", cfg.alpha_pattern, targets, config, problems)
+    targets = chosen_layers(cfg.targets, model, problems)
+    ranks = by_pattern("rank_pattern", cfg.rank_pattern, targets, config, problems)
+    alphas = by_pattern("alpha_pattern", cfg.alpha_pattern, targets, config, problems)
     also = fully_trained(cfg.also, model, targets, problems)
-    chosen = {name: (ranks.get(name, cfg.rank), alphas.get(name, cfg.alpha)) for name in targets}
-    spec = AdapterSpec(cfg.name, cfg.scaling, cfg.base, chosen, also)
-    problems += too_high_ranks(spec, layers)
+    problems += too_high_ranks(cfg, ranks, {name: model.get_submodule(name) for name in targets})
     if problems:
         raise UserError("the adapters do not fit the model", problems)
-    return spec
+    layers = {name: (ranks.get(name, cfg.rank), alphas.get(name, cfg.alpha)) for name in targets}
+    return AdapterSpec(cfg.name, cfg.scaling, cfg.base, layers, also)
 
 
 def block_linears(model: Decoder) -> dict[str, nn.Linear]:
@@ -115,22 +117,26 @@ def four_bit_weights(model: Decoder, adapters: AdapterSpec | None) -> list[str]:
 
 
 def chosen_layers(
-    targets: str | Sequence[str],
-    layers: Iterable[str],
-    config: ModelConfig,
-    problems: list[Problem],
+    targets: str | Sequence[str], model: Decoder, problems: list[Problem]
 ) -> list[str]:
     """Return the layers that adapter.targets names, in the model's order."""
-    names = list(layers)
+    names = list(block_linears(model))
     patterns = [targets] if isinstance(targets, str) else list(targets)
     if not patterns:
         problems.append(Problem("adapter.targets=[]", "names no layer.\nUse  adapter.targets=all"))
     chosen: set[str] = set()
     for pattern in patterns:
-        matched = names if pattern in ALL_TARGETS else matching(pattern, names, config)
-        if not matched:
-            problems.append(Problem(f"adapter.targets has {pattern}", _suggest(pattern, names)))
+        matched = names if pattern in ALL_TARGETS else matching(pattern, names, model.config)
         chosen.update(matched)
+        if matched:
+            continue
+        problem = without_match("targets", targets, pattern, names, "linear layer of the blocks")
+        if matching(pattern, modules_with_parameters(model), model.config):
+            problem.why = (
+                f"{pattern} is no linear layer of the blocks, which adapters are for."
+                f"\nIt can be trained in full:  adapter.also=[{pattern}]"
+            )
+        problems.append(problem)
     return [name for name in names if name in chosen]
 
 
@@ -158,57 +164,88 @@ def by_pattern(
     for pattern, value in patterns.items():
         matched = matching(pattern, targets, config)
         values = dict.fromkeys(matched, value) | values
-        if not matched:
-            problems.append(Problem(f"{key} has {pattern}", _suggest(pattern, targets)))
+        if not matched and targets:
+            problems.append(without_match(key, patterns, pattern, targets, "adapted layer"))
         if value <= 0:
-            problems.append(Problem(f"{key}: {pattern}={value}", "must be above 0"))
+            text = f"{pattern}: {show(value)} must be above 0"
+            problems.append(Problem(f"adapter.{key}={show(patterns)}", text))
     return values
 
 
 def fully_trained(
-    names: Sequence[str], model: Decoder, targets: list[str], problems: list[Problem]
+    patterns: Sequence[str], model: Decoder, targets: list[str], problems: list[Problem]
 ) -> tuple[str, ...]:
-    """Return the parameters of the modules that adapter.also names."""
-    modules = {
-        name: [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
-        for name, module in model.named_modules(remove_duplicate=False)
-    }
-    modules = {name: keys for name, keys in modules.items() if keys}
-    parameters: dict[str, None] = {}
-    for given in names:
-        pattern = MODULE_NAMES.get(given, given)
-        matched = matching(pattern, modules, model.config)
+    """Return the parameters of the modules that adapter.also names, each by its first name."""
+    modules = modules_with_parameters(model)
+    chosen: list[str] = []
+    for pattern in patterns:
+        matched = matching(MODULE_NAMES.get(pattern, pattern), modules, model.config)
+        chosen += matched
+        adapted = [name for name in matched if name in targets]
         if not matched:
-            problems.append(Problem(f"adapter.also has {given}", _suggest(given, modules)))
-        for name in matched:
-            if name in targets:
-                text = f"{name} has an adapter already: drop it here, or leave it out of targets"
-                problems.append(Problem(f"adapter.also has {given}", text))
-            parameters |= dict.fromkeys(modules[name])
-    tied = {id(p): name for name, p in model.named_parameters()}
-    return tuple(dict.fromkeys(tied[id(model.get_parameter(name))] for name in parameters))
-
-
-def too_high_ranks(spec: AdapterSpec, layers: dict[str, nn.Linear]) -> list[Problem]:
-    """Return a Problem for the first rank that is larger than a side of its matrix."""
-    for name, (rank, _) in spec.layers.items():
-        side = min(layers[name].weight.shape)
-        if rank > side:
-            shape = list(layers[name].weight.shape)
+            names = [*MODULE_NAMES, *modules]
+            problems.append(without_match("also", patterns, pattern, names, "module"))
+        elif adapted:
+            others = [name for name in patterns if name != pattern]
             text = (
-                f"is more than the rank of {name}, whose matrix is {shape}: it would be trained"
-                f"\nin more numbers than it has.\nUse  adapter.rank={side}  or less"
+                f"{pattern} fits {adapted[0]}, which has an adapter: train it in one way."
+                f"\nUse  adapter.also={show(others)}  or leave it out of adapter.targets"
             )
-            return [Problem(f"adapter.rank={rank}", text)]
-    return []
+            problems.append(Problem(f"adapter.also={show(list(patterns))}", text))
+    first_names = {id(p): name for name, p in model.named_parameters()}  # a tied head has two
+    parameters = [parameter for name in chosen for parameter in modules[name].parameters(False)]
+    return tuple(dict.fromkeys(first_names[id(parameter)] for parameter in parameters))
 
 
-def _suggest(name: str, names: Iterable[str]) -> str:
-    """Return what a name may have meant, for a message."""
-    leaves = list(dict.fromkeys(full.rpartition(".")[2] for full in names))
-    closest = nearest(name.rpartition(".")[2], leaves)
-    meant = f"did you mean {closest}? There are" if closest else "there are"
-    return f"fits no layer; {meant} {', '.join(leaves)}"
+def modules_with_parameters(model: Decoder) -> dict[str, nn.Module]:
+    """Return the modules that have parameters of their own, by name."""
+    modules = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in modules if any(True for _ in module.parameters(False))}
+
+
+def too_high_ranks(
+    cfg: Adapter, ranks: dict[str, int], layers: dict[str, nn.Module]
+) -> list[Problem]:
+    """Return the problem of ranks that are larger than a side of their matrix, if there are any.
+
+    ranks: of the layers that adapter.rank_pattern has. layers: the adapted ones.
+    """
+    shapes = {name: list(layer.get_parameter("weight").shape) for name, layer in layers.items()}
+    high = [n for n, shape in shapes.items() if ranks.get(n, cfg.rank) > min(shape)]
+    if not high:
+        return []
+    name = min(high, key=lambda name: min(shapes[name]))
+    side = min(shapes[name])
+    patterns = {n.rpartition(".")[2]: min(shapes[n]) for n in high}
+    by_leaf = shlex.quote(f"adapter.rank_pattern={show(patterns | cfg.rank_pattern)}")
+    what, instead = f"adapter.rank={cfg.rank}", f"Use  adapter.rank={side}  or  {by_leaf}"
+    if name in ranks:
+        what = f"adapter.rank_pattern={show(cfg.rank_pattern)}"
+        instead = f"{side} is the highest there"
+    rank = ranks.get(name, cfg.rank)
+    text = f"no matrix of {name}'s shape, {shapes[name]}, has rank {rank}.\n{instead}"
+    return [Problem(what, text)]
+
+
+def without_match(key: str, value: Any, pattern: str, names: Iterable[str], kind: str) -> Problem:
+    """Return the problem of a pattern in adapter.`key` that fits none of the names."""
+    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    prefix, dot, end = pattern.rpartition(".")
+    closest = nearest(end, ends)
+    text = f"{pattern} fits no {kind}."
+    if closest and closest != end:
+        meant = f"adapter.{key}={show(renamed(value, pattern, prefix + dot + closest))}"
+        text += f" Did you mean  {shlex.quote(meant) if ' ' in meant else meant} ?"
+    listed = textwrap.fill(" ".join(["there are:", *ends]), WIDTH, break_on_hyphens=False)
+    shown = value if isinstance(value, str | dict) else list(value)
+    return Problem(f"adapter.{key}={show(shown)}", f"{text}\n{listed}")
+
+
+def renamed(value: Any, old: str, new: str) -> Any:
+    """Return a key's value, a name, a list or a mapping, with one name in place of another."""
+    if isinstance(value, dict):
+        return {new if name == old else name: item for name, item in value.items()}
+    return new if isinstance(value, str) else [new if name == old else name for name in value]
 
 
 # --- in the model ---------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from fsdp_trainer.models.adapters import resolve_adapters
 from fsdp_trainer.models.attention import DocumentAttention
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.optim.optimizers import build_optimizer
@@ -54,6 +55,8 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self.live.pop(storage)
 
     def add(self, tensor):
+        if tensor.is_meta:
+            return
         storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
         if storage._cdata not in self.live:
             self.change(storage._cdata, storage.nbytes())
@@ -81,18 +84,19 @@ def peak(cfg, config, ranks, by):
         dims = Dims(cfg.sharding, "cpu", timeout=60)
         with torch.device("meta"):
             model = Decoder(config)
-        parallelize(model, dims, cfg)
+        parallelize(model, dims, cfg, resolve_adapters(cfg.adapter, config))
         with FakeTensorMode(allow_non_fake_inputs=True), cpu:
             model.to_empty(device="cpu")
             optimizer, probe = build_optimizer(model, cfg.optim), EmbeddingGradProbe(model)
             sync = GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
-            for parameter in model.parameters():
+            for parameter in filter(lambda p: p.requires_grad, model.parameters()):
                 optimizer.state[parameter] = optimizer.empty_state(parameter)
             measure = LiveBytes() if by == "live" else FSDPMemTracker(model, optimizer)
             with measure:
                 if by == "live":
                     for parameter in model.parameters():
-                        for tensor in (parameter.detach(), *optimizer.state[parameter].values()):
+                        states = optimizer.state[parameter].values()
+                        for tensor in (parameter.detach(), *states):
                             measure.add(tensor)
                 count = cfg.batch.rows // (cfg.batch.micro_rows * ranks)
                 for i in range(count):

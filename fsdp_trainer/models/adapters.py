@@ -68,8 +68,11 @@ class AdapterSpec:
         return cls(**(stored | {"layers": layers, "also": tuple(stored["also"])}))
 
 
-def frozen_dtype(precision: Precision, adapters: AdapterSpec | None) -> str:
-    """Return the number format in which frozen weights are kept, by torch's name."""
+def frozen_dtype(precision: Precision, adapters: AdapterSpec | Adapter | None) -> str:
+    """Return the number format in which frozen weights are kept, by torch's name.
+
+    Those in 4 bits aside.
+    """
     base = adapters.base if adapters else "auto"
     return BASE_DTYPES.get(base, precision.param_dtype)
 

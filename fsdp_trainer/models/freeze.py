@@ -1,7 +1,6 @@
 """Parameters that are not trained: `train.freeze` names them, by patterns."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
@@ -10,9 +9,15 @@ from torch import nn
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.adapters import AdapterSpec, add_adapters, resolve_adapters
+from fsdp_trainer.models.adapters import (
+    AdapterSpec,
+    add_adapters,
+    four_bit_weights,
+    resolve_adapters,
+)
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
+from fsdp_trainer.models.four_bit import quantize_linears
 
 MAX_NAMED = 3  # parameter names that a message lists
 
@@ -60,49 +65,32 @@ def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if not p.requires_grad}
 
 
-@dataclass(frozen=True)
-class TrainedShares:
-    """The share of the numbers that is trained: of embedding, head, and each block.
+def model_to_train(config: ModelConfig, cfg: TrainConfig) -> Decoder:
+    """Return the model on the meta device with its adapters, and gradients for what is trained.
 
-    whole: how many numbers are trained in all, padding of the vocabulary left out.
-    """
-
-    embedding: float
-    head: float
-    blocks: tuple[float, ...]
-    whole: int
-
-
-def trained_shares(config: ModelConfig, cfg: TrainConfig) -> TrainedShares:
-    """Return what `adapter` and `train.freeze` leave to train.
-
+    Frozen matrices are in 4 bits where the configuration says so; other numbers in float32. The
+    same object for the same configuration: a plan asks for it hundreds of times.
     Raises UserError as `resolve_adapters` and `freeze` do.
     """
-    if not cfg.train.freeze and cfg.adapter.name == "none":
-        blocks = (1.0,) * config.num_hidden_layers
-        return TrainedShares(1.0, 1.0, blocks, config.parameters())
     key = f"{config} {cfg.adapter} {cfg.train.freeze}"
-    if key not in _shares:
+    if key not in _models:
         model = meta_decoder(config)
-        choose_trained(model, resolve_adapters(cfg.adapter, config), cfg.train.freeze)
-        blocks = tuple(_share(block) for block in model.model.layers.values())
-        ends = _share(model.model.embed_tokens), _share(model.lm_head)
-        _shares[key] = TrainedShares(*ends, blocks, _trained(model))
-    return _shares[key]
+        adapters = resolve_adapters(cfg.adapter, config)
+        quantize_linears(model, four_bit_weights(model, adapters), torch.bfloat16)
+        choose_trained(model, adapters, cfg.train.freeze)
+        _models[key] = model
+    return _models[key]
 
 
-_shares: dict[str, TrainedShares] = {}  # a plan tries hundreds of configurations of one model
+_models: dict[str, Decoder] = {}
 
 
-def _share(module: nn.Module) -> float:
-    """Return the share of a module's numbers that is trained."""
-    parameters = list(module.parameters())
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    return trained / sum(p.numel() for p in parameters)
+def trained_numbers(config: ModelConfig, cfg: TrainConfig) -> int:
+    """Return how many numbers are trained, without the padding of the vocabulary.
 
-
-def _trained(model: Decoder) -> int:
-    """Return how many numbers are trained, without the padding of the vocabulary."""
+    Raises UserError as `model_to_train` does.
+    """
+    model = model_to_train(config, cfg)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rows = dict.fromkeys(VOCABULARY, model.config.vocab_size)
     return sum(rows.get(name, len(p)) * p[0].numel() for name, p in parameters.items())

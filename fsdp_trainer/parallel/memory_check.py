@@ -15,6 +15,7 @@ from torch import nn
 from fsdp_trainer.config.dimensions import dimension_sizes
 from fsdp_trainer.config.schema import Optim, Precision, Sharding
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.adapters import AdapterSpec, frozen_dtype
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.optim.footprint import state_bytes
 
@@ -29,6 +30,7 @@ class Setup(NamedTuple):
     precision: Precision
     optim: Optim
     ranks: int
+    adapters: AdapterSpec | None = None
 
 
 class MemoryItem(NamedTuple):
@@ -42,35 +44,41 @@ class MemoryItem(NamedTuple):
 
 def least_memory(model: Decoder, setup: Setup) -> list[MemoryItem]:
     """Return what a rank holds at one moment, at least, without activations and temporaries."""
-    sharding, precision, optim, ranks = setup
+    sharding, precision, optim, ranks, adapters = setup
     shards = dimension_sizes(sharding, ranks)["shard"]
     stored = getattr(torch, precision.master_dtype).itemsize
     computed = getattr(torch, precision.param_dtype).itemsize
-    count = count_numbers([model])
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    kept_frozen = getattr(torch, frozen_dtype(precision, adapters)).itemsize
+    parameters = list(model.parameters())
+    encoded = sum(p.numel() for p in parameters if p.dtype == torch.uint8)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    frozen = sum(p.numel() for p in parameters) - trained - encoded
 
     def sharded(name: str, numbers: int, size: float) -> MemoryItem:
         among = f"÷ {shards} ranks" if shards > 1 else "on every rank"
         formula = f"{numbers / 1e9:.3g} G × {size:.3g} B {among}"
         return MemoryItem(name, numbers * size / shards, formula)
 
-    def gathered(numbers: int, which: str) -> MemoryItem:
-        formula = f"{numbers / 1e9:.3g} G × {computed} B, {which}"
-        return MemoryItem("gathered", numbers * computed, formula, offloads=False)
+    def gathered(modules: Iterable[nn.Module], which: str) -> MemoryItem:
+        size = gathered_bytes(modules, computed)
+        formula = f"{size / computed / 1e9:.3g} G × {computed} B, {which}"
+        return MemoryItem("gathered", size, formula, offloads=False)
 
     states = [
         sharded("weights", trained, stored),
-        sharded("frozen", count - trained, computed),
+        sharded("frozen", frozen, kept_frozen),
+        sharded("in 4 bits", encoded, 1),
         sharded("moments", trained, state_bytes(optim, precision.master_dtype)),
     ]
     states = [state for state in states if state.size]  # in most runs nothing is frozen
     gradients = sharded("gradients", trained, stored)
     if shards == 1 and stored == computed:
         return [*states, gradients]  # nothing need be gathered
-    largest = max(count_numbers(unit) for unit in block_units(model, sharding))
+    units = block_units(model, sharding)
+    largest = max(units, key=lambda unit: gathered_bytes(unit, computed))
     moments = [[gradients, gathered(largest, "the largest unit of blocks")]]
     if keeps_gathered(sharding):  # there are no gradients yet
-        moments.append([gathered(count, "all units after forward")])
+        moments.append([gathered([model], "all units after forward")])
     return [*states, *max(moments, key=total)]
 
 
@@ -81,9 +89,10 @@ def block_units(model: Decoder, sharding: Sharding) -> list[list[nn.Module]]:
     return [blocks[i : i + size] for i in range(0, len(blocks), size)]
 
 
-def count_numbers(modules: Iterable[nn.Module]) -> int:
-    """Return how many numbers the parameters of modules have."""
-    return sum(p.numel() for module in modules for p in module.parameters())
+def gathered_bytes(modules: Iterable[nn.Module], computed: int) -> int:
+    """Return the bytes of gathered modules; computed: of a number but those in 4 bits."""
+    parameters = [p for module in modules for p in module.parameters()]
+    return sum(p.numel() * (1 if p.dtype == torch.uint8 else computed) for p in parameters)
 
 
 def total(items: list[MemoryItem]) -> float:
@@ -138,7 +147,7 @@ def check_memory(model: Decoder, setup: Setup, device: torch.device) -> None:
 
 def suggestions(fits: Callable[[Setup], bool], setup: Setup, cuda: bool) -> list[str]:
     """Return what to type instead, as far as it would fit."""
-    sharding, precision, optim, ranks = setup
+    sharding, precision, optim, ranks, _ = setup
     shards = replace(sharding, strategy="fsdp", replicas=1)
     sharded = setup._replace(sharding=shards)
     bfloat16 = replace(precision, param_dtype="bfloat16", master_dtype="bfloat16")

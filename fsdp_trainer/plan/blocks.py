@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_iter
 from fsdp_trainer.config.schema import ActivationCheckpoint
 from fsdp_trainer.models.attention import LAYOUTS
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import NORMS, Block, RMSNorm
+from fsdp_trainer.models.decoder import NORMS
 from fsdp_trainer.models.rope import Rope
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 
@@ -47,7 +48,9 @@ class Traced(NamedTuple):
 
 @dataclass(frozen=True)
 class Input:
-    """Of a block. dtype: of its numbers, torch's name; attention: a name of `models.attention.LAYOUTS`; window: None if it sees whole rows."""
+    """Of a block. dtype: of its numbers, torch's name; attention: a name of
+    `models.attention.LAYOUTS`; window: None if it sees whole rows; has_gradient: False if nothing
+    in front of it is trained."""
 
     rows: int
     length: int
@@ -55,6 +58,7 @@ class Input:
     attention: str
     gpu: bool = False
     window: int | None = None
+    has_gradient: bool = True
 
 
 class Storages(TorchDispatchMode):
@@ -81,48 +85,69 @@ class Storages(TorchDispatchMode):
         del self.numbers[address]
         self.events.append((number, -size))
 
+    def live(self, count: int) -> list[int]:
+        """Return the bytes that live after each of the first `count` events."""
+        return list(accumulate(size for _, size in self.events[:count]))
+
+    def most(self, count: int) -> int:
+        """Return the most bytes that live at once within the first `count` events."""
+        return max(self.live(count))
+
     def number(self, tensor: Tensor) -> int | None:
         """Of the storage of `tensor`."""
         return self.numbers.get(tensor.untyped_storage()._cdata)
 
 
 def trace(
-    make: Callable[[], tuple[nn.Module, tuple]], shape: tuple[int, ...], dtype: torch.dtype
+    make: Callable[[], tuple[nn.Module, tuple]],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    input_gradient: bool = True,
 ) -> Traced:
-    """Of a module whose first input, and output, has this shape and dtype. make: it, on the meta device, and its other inputs."""
+    """Trace a module whose first input, and output, has this shape and dtype.
+
+    make: the module, on the meta device, and its other inputs. input_gradient: False if nothing in
+    front of the module is trained.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True):
         module, others = make()
         module.to_empty(device=CPU)
-        leaf = torch.empty(shape, dtype=dtype, requires_grad=True)
+        leaf = torch.empty(shape, dtype=dtype, requires_grad=input_gradient)
         with Storages() as storages:
-            x = (
-                leaf * 2.0
-            )  # as in the model, nobody besides the module holds its input, or the gradient of its output
+            # as in the model, nobody besides the module holds its input, or the gradient of its
+            # output
+            x = leaf * 2.0
             out = module(x, *others)
-            out = (
-                out[0] if isinstance(out, tuple) else out
-            )  # a block's auxiliary values are scalars
+            out = out[0] if isinstance(out, tuple) else out  # auxiliary values are scalars
             del x
             end = len(storages.events)
+            if not out.requires_grad:
+                return Traced(storages.most(end), 0, 0, 0)
             edge = torch.autograd.graph.get_gradient_edge(out * 2.0)
             del out
             middle = len(storages.events)
             torch.autograd.backward((edge,), (torch.empty((), dtype=dtype).expand(shape),))
             stop = len(storages.events)
         own = {storages.number(p.grad) for p in module.parameters() if p.grad is not None}
-        live = list(accumulate(size for _, size in storages.events[:stop]))
+        live = storages.live(stop)
         peak = max(range(middle, stop), key=live.__getitem__)
         gradients = sum(size for number, size in storages.events[: peak + 1] if number in own)
-    return Traced(max(live[:end]), live[middle - 1], live[peak], gradients)
+    return Traced(storages.most(end), live[middle - 1], live[peak], gradients)
 
 
-def trace_block(config: ModelConfig, of: Input, recomputed: ActivationCheckpoint) -> Traced:
-    """A decoder block, as training computes it. Rows are traced as two documents each: how many there are hardly counts."""
+def trace_block(
+    block: nn.Module, config: ModelConfig, of: Input, recomputed: ActivationCheckpoint
+) -> Traced:
+    """Trace a decoder block as training computes it, with its adapters.
+
+    Rows are traced as two documents each: how many there are hardly counts.
+    """
     dtype, attention = getattr(torch, of.dtype), of.attention
+    block = deepcopy(block).to(dtype)
     if attention == "flex":  # keeps what varlen keeps; only a compiler knows it
-        config, attention = replace(config, attn_logit_softcapping=None), "varlen"
-    with torch.device("meta"):
-        block = Block(config).to(dtype)
+        attention = "varlen"
+        mixer: Any = block.self_attn
+        mixer.scoring = mixer.scoring._replace(softcap=None)
     checkpoint_activations(SimpleNamespace(model=SimpleNamespace(layers={"0": block})), recomputed)  # type: ignore[arg-type]
 
     def make() -> tuple[nn.Module, tuple]:
@@ -133,7 +158,8 @@ def trace_block(config: ModelConfig, of: Input, recomputed: ActivationCheckpoint
             layout,
         )
 
-    traced = trace(make, (of.rows, of.length, config.hidden_size), dtype)
+    shape = (of.rows, of.length, config.hidden_size)
+    traced = trace(make, shape, dtype, of.has_gradient)
     if (
         not of.gpu
         or config.num_attention_heads == config.num_key_value_heads
@@ -157,10 +183,10 @@ def trace_block(config: ModelConfig, of: Input, recomputed: ActivationCheckpoint
 
 
 def compiled_saving(
-    config: ModelConfig, of: Input, recomputed: ActivationCheckpoint, eager: Traced
+    config: ModelConfig, of: Input, recomputed: ActivationCheckpoint, eager: Traced, ranks: int
 ) -> int:
     """Return the bytes that a compiled block keeps less than the traced one, from forward to
-    backward.
+    backward. ranks: of all its adapters together.
 
     torch's partitioner (`min_cut_rematerialization_partition`) keeps inputs and outputs of matrix
     products and of attention, and computes the elementwise operators between them again. Where
@@ -183,30 +209,26 @@ def compiled_saving(
     if config.family_spec.qk_norm:
         attention += queries + keys
     stream = hidden * (3 + (norms[0] is not None) + (norms[3] is not None))
-    kept = numbers * itemsize * (stream + attention + 3 * config.intermediate_size)
+    kept = numbers * itemsize * (stream + attention + 3 * config.intermediate_size + ranks)
     return max(0, eager.kept - kept)
 
 
-def trace_norm(config: ModelConfig, tokens: int, dtype: str) -> Traced:
-    """The norm before the head, over the supervised tokens."""
-    with torch.device("meta"):
-        norm = RMSNorm(config).to(getattr(torch, dtype))
+def trace_norm(norm: nn.Module, config: ModelConfig, tokens: int, dtype: str) -> Traced:
+    """Trace the norm before the head, over the supervised tokens."""
+    norm = deepcopy(norm).to(getattr(torch, dtype))
     return trace(lambda: (norm, ()), (tokens, config.hidden_size), getattr(torch, dtype))
-
-
-def shapes(config: ModelConfig) -> list[torch.Size]:
-    """Of a block's weights."""
-    with torch.device("meta"):
-        return [p.shape for p in Block(config).parameters()]
 
 
 _known: dict[str, Any] = {}
 
 
-def remembered(function: Callable[..., Any], config: ModelConfig, *args: Any) -> Any:
-    """`function(config, *args)`, once: what of a configuration does not change a block is left out."""
+def remembered(name: str, config: ModelConfig, arguments: Any, compute: Callable[[], Any]) -> Any:
+    """Return compute(), once for equal arguments of this name.
+
+    What of a configuration does not change a block is left out.
+    """
     config = replace(config, num_hidden_layers=1, layer_types=(), vocab_size=1, source={})
-    name = f"{function.__name__} {config} {args}"
-    if name not in _known:
-        _known[name] = function(config, *args)
-    return _known[name]
+    key = f"{name} {config} {arguments}"
+    if key not in _known:
+        _known[key] = compute()
+    return _known[key]

@@ -15,6 +15,7 @@ from fsdp_trainer.config.schema import ActivationCheckpoint, TrainConfig
 from fsdp_trainer.devices import Device
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import NORMS
+from fsdp_trainer.plan.units import model_parts
 
 PRODUCTS = 0.565
 """Share of an H100's dense peak that matrix products reach at WIDTH and TOKENS."""
@@ -34,33 +35,49 @@ FASTER_ATTENTION = {"cudnn": 1.8, "fa3": 1.8, "fa4": 1.8}
 HEAD_BYTES = 30
 """Read and written for each logit: the product, its float32 copy, softmax and gradient."""
 COPIED_BYTES = 20
-"""Read and written for each parameter and micro-batch: FSDP2 copies gathered weights out of a
-message, forward and backward, and whole gradients into one, beside NCCL's own traffic."""
+"""Read and written for each trained parameter and micro-batch: FSDP2 copies gathered weights out of
+a message, forward and backward, and whole gradients into one, beside NCCL's own traffic."""
+COPIES_OF_FROZEN = 4
+"""Times that a gathered frozen byte is read or written: no gradient is copied."""
+READ_BY_A, SCALED_BY_DORA = 2, 4
+"""Bytes of each number that enters an adapted layer, and that DoRA scales by the row's length."""
+DORA_BYTES = 10
+"""Read and written for each number of a matrix that DoRA adapts, for the lengths of its rows."""
 
 
 class Traffic(NamedTuple):
     """Bytes read and written for each bfloat16 number in one forward.
 
     norm: for each number normalised; residual: of each addition to the stream, gate: for each
-    number of the MLP's inside; rotation: of queries and keys.
+    number of the MLP's inside; rotation: of queries and keys. adapter: of each number that an
+    adapted layer gives: B's product, its scale, the sum; decoding: of each number of a 4-bit
+    matrix, each time that it is decoded.
     """
 
     norm: float
     residual: float
     gate: float
     rotation: float
+    adapter: float
+    decoding: float
 
 
-EAGER = Traffic(norm=36, residual=6, gate=10, rotation=20)
-COMPILED = Traffic(norm=4, residual=3, gate=6, rotation=4)
+EAGER = Traffic(norm=36, residual=6, gate=10, rotation=20, adapter=12, decoding=10.5)
+COMPILED = Traffic(norm=4, residual=3, gate=6, rotation=4, adapter=8, decoding=2.5)
 
 
 class Flops(NamedTuple):
-    """Operations of one row forward, of which backward takes twice as many."""
+    """Operations of one row forward. Backward takes as many for gradients of inputs.
+
+    Attention takes twice as many. trained, trained_head: of the products, those with trained
+    weights, whose gradients take as many again.
+    """
 
     products: float
     attention: float
     head: float
+    trained: float
+    trained_head: float
 
 
 class Seconds(NamedTuple):
@@ -77,25 +94,27 @@ def compute_seconds(
     """Return the seconds of a micro-batch at the fast or slow end; None: in the middle."""
     if device.efficiency:
         return _at_efficiency(cfg, config, device, device.efficiency)
-    rows, flops = cfg.batch.micro_rows, forward_flops(config, cfg.batch.seq_len)
+    rows, flops = cfg.batch.micro_rows, forward_flops(cfg, config)
     again = recomputed(cfg.activation_checkpoint)
     rate = product_rate(cfg, config, device)
-    products = rows * flops.products / rate / float8_speedup(cfg)
+    products = rows / rate / float8_speedup(cfg)
     attention = rows * flops.attention / attention_rate(cfg, device, rate)
     elementwise = elementwise_seconds(cfg, config, device)
-    copied = config.parameters() * COPIED_BYTES / (device.memory_rate * MEMORY)
+    weights = weight_seconds(cfg, config, device)
     logits = rows * cfg.batch.seq_len * config.vocab_size * HEAD_BYTES
+    head = rows * (2 * flops.head + flops.trained_head) / rate
     spread = {True: 1 / SPREAD, False: SPREAD, None: 1.0}[best]
+    reached = model_parts(config, cfg).backward_share
     return Seconds(
-        forward=spread * (products + attention + elementwise + copied / 3),
+        forward=spread * (products * flops.products + attention + elementwise + weights.forward),
         backward=spread
         * (
-            products * (2 + again.products)
-            + attention * (2 + again.attention)
-            + elementwise * (2 + again.elementwise)
-            + copied * 2 / 3
+            products * (reached * flops.products * (1 + again.products) + flops.trained)
+            + attention * reached * (2 + again.attention)
+            + elementwise * reached * (2 + again.elementwise)
+            + weights.backward
         ),
-        head=spread * (3 * rows * flops.head / rate + logits / (device.memory_rate * MEMORY)),
+        head=spread * (head + logits / (device.memory_rate * MEMORY)),
     )
 
 
@@ -103,12 +122,43 @@ def _at_efficiency(
     cfg: TrainConfig, config: ModelConfig, device: Device, efficiency: float
 ) -> Seconds:
     """Return the seconds if all counted operations reach this share of the peak together."""
-    rows, flops = cfg.batch.micro_rows, forward_flops(config, cfg.batch.seq_len)
+    rows, flops = cfg.batch.micro_rows, forward_flops(cfg, config)
     again = recomputed(cfg.activation_checkpoint)
     rate = peak_rate(cfg, device) * efficiency / rows
-    products = flops.products / float8_speedup(cfg)
-    backward = products * (2 + again.products) + flops.attention * (2 + again.attention)
-    return Seconds((products + flops.attention) / rate, backward / rate, 3 * flops.head / rate)
+    speedup = float8_speedup(cfg)
+    reached = model_parts(config, cfg).backward_share
+    products = (reached * flops.products * (1 + again.products) + flops.trained) / speedup
+    return Seconds(
+        forward=(flops.products / speedup + flops.attention) / rate,
+        backward=(products + reached * flops.attention * (2 + again.attention)) / rate,
+        head=(2 * flops.head + flops.trained_head) / rate,
+    )
+
+
+class WeightSeconds(NamedTuple):
+    """What each micro-batch takes for weights, however many tokens it has."""
+
+    forward: float
+    backward: float
+
+
+def weight_seconds(cfg: TrainConfig, config: ModelConfig, device: Device) -> WeightSeconds:
+    """Return the seconds to copy gathered weights and gradients, and to decode 4-bit matrices."""
+    parts = model_parts(config, cfg)
+    whole = parts.units(cfg, 1).all
+    compute = getattr(torch, cfg.precision.param_dtype).itemsize
+    trained = whole.trained * COPIED_BYTES
+    frozen = (whole.gathered - whole.trained * compute) * COPIES_OF_FROZEN
+    decoded = parts.adapters.encoded * traffic(cfg).decoding
+    again = recomputed(cfg.activation_checkpoint).products
+    lengths = 0.0
+    if cfg.adapter.name == "dora":
+        lengths = parts.adapters.adapted * DORA_BYTES + decoded
+    rate = device.memory_rate * MEMORY
+    return WeightSeconds(
+        forward=(trained / 3 + frozen / 2 + decoded + lengths) / rate,
+        backward=(trained * 2 / 3 + frozen / 2 + decoded + (decoded + lengths) * again) / rate,
+    )
 
 
 class Recomputed(NamedTuple):
@@ -131,15 +181,19 @@ def recomputed(asked: ActivationCheckpoint) -> Recomputed:
     return Recomputed(products / every, ("attention" not in saved) / every, 1 / every)
 
 
-def forward_flops(config: ModelConfig, seq_len: int) -> Flops:
+def forward_flops(cfg: TrainConfig, config: ModelConfig) -> Flops:
     """Return the operations of one row, its attention as if the row were one document."""
+    seq_len, parts = cfg.batch.seq_len, model_parts(config, cfg)
     attention_cost = float(config.attention_cost(np.array([seq_len]))[0])
     heads_width = config.num_attention_heads * config.head_dim
     blocks = config.parameters() - replace(config, num_hidden_layers=0).parameters()
+    head = 2.0 * config.embedding_rows * config.hidden_size * seq_len
     return Flops(
-        products=2.0 * blocks * seq_len,
+        products=2.0 * (blocks + parts.adapters.numbers) * seq_len,
         attention=2.0 * config.num_hidden_layers * heads_width * attention_cost,
-        head=2.0 * config.embedding_rows * config.hidden_size * seq_len,
+        head=head,
+        trained=2.0 * parts.units(cfg, 1).all_blocks.trained * seq_len,
+        trained_head=head * parts.head.requires_grad,
     )
 
 
@@ -171,17 +225,26 @@ def float8_speedup(cfg: TrainConfig) -> float:
 
 def elementwise_seconds(cfg: TrainConfig, config: ModelConfig, device: Device) -> float:
     """Return the seconds of all blocks' norms, rotations, gates and additions in one forward."""
-    traffic = COMPILED if cfg.compile.enabled else EAGER
+    each = traffic(cfg)
     family, hidden = config.family_spec, config.hidden_size
     norms = sum(name is not None for name in NORMS[family.norms])
     sizes = config.projection_sizes
     heads = sizes["q_proj"] + sizes["k_proj"]
     numbers = (
-        hidden * (norms * traffic.norm + 2 * traffic.residual)
-        + heads * (traffic.rotation + (traffic.norm if family.qk_norm else 0))
-        + config.intermediate_size * traffic.gate
+        hidden * (norms * each.norm + 2 * each.residual)
+        + heads * (each.rotation + (each.norm if family.qk_norm else 0))
+        + config.intermediate_size * each.gate
     )
+    adapters = model_parts(config, cfg).adapters
+    of_adapters = adapters.inputs * READ_BY_A + adapters.outputs * each.adapter
+    if cfg.adapter.name == "dora":
+        of_adapters += adapters.outputs * SCALED_BY_DORA
     tokens = cfg.batch.micro_rows * cfg.batch.seq_len
     wider = getattr(torch, cfg.precision.param_dtype).itemsize / torch.bfloat16.itemsize
-    moved = numbers * wider * tokens * config.num_hidden_layers
+    moved = (numbers * config.num_hidden_layers + of_adapters) * wider * tokens
     return moved / (device.memory_rate * MEMORY)
+
+
+def traffic(cfg: TrainConfig) -> Traffic:
+    """Return what elementwise operators move, compiled or not."""
+    return COMPILED if cfg.compile.enabled else EAGER

@@ -9,23 +9,30 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fsdp_trainer.config.dimensions import dimension_sizes
 from fsdp_trainer.config.schema import ActivationCheckpoint, TrainConfig
 from fsdp_trainer.models.attention_choice import AttentionContext, choose
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.freeze import trained_shares
 from fsdp_trainer.models.head import Head
-from fsdp_trainer.optim.footprint import state_bytes, update_bytes
+from fsdp_trainer.optim.footprint import update_bytes
 from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.plan.blocks import (
     Input,
     Traced,
     compiled_saving,
     remembered,
-    shapes,
     trace_block,
     trace_norm,
+)
+from fsdp_trainer.plan.units import (
+    BlockKind,
+    FsdpUnit,
+    ModelParts,
+    model_parts,
+    signature_of,
+    sum_of,
 )
 
 CATEGORIES = (
@@ -92,27 +99,6 @@ def memory(cfg: TrainConfig, config: ModelConfig, world: int, device: str = "cud
     return Memory(step.moments(), step.host)
 
 
-class FsdpUnit(NamedTuple):
-    """What `fully_shard` gathers and reduces together. padded: numbers, shards made equal; whole: as they are."""
-
-    padded: float
-    whole: float
-
-    @classmethod
-    def of(cls, weights: list[torch.Size], group: int) -> "FsdpUnit":
-        """group: ranks that share each parameter out by its rows."""
-        padded = sum(-(-shape[0] // group) * group * shape[1:].numel() for shape in weights)
-        return cls(padded, sum(shape.numel() for shape in weights))
-
-    def plus(self, other: "FsdpUnit") -> "FsdpUnit":
-        """Of both."""
-        return FsdpUnit(self.padded + other.padded, self.whole + other.whole)
-
-    def times(self, count: float) -> "FsdpUnit":
-        """Of so many alike, or of a share of one."""
-        return FsdpUnit(self.padded * count, self.whole * count)
-
-
 class Step:
     """The last micro-batch of a step, and the update. What the attributes say is in bytes, and changes on the way.
 
@@ -135,21 +121,26 @@ class Step:
         sizes = dimension_sizes(sharding, world)
         self.group = sizes["shard"]
         self.reshard, self.tied = not keeps_gathered(sharding), config.tie_word_embeddings
-        self.shares = trained_shares(config, cfg)
-        self._make_units(sharding.blocks_per_unit)
+        self.parts = model_parts(config, cfg)
+        model = self.parts.units(cfg, self.group)
+        self.first, self.last, self.blocks = model.first, model.last, model.blocks
+        count, size = len(self.blocks), sharding.blocks_per_unit
+        self.sizes = [min(size, count - i) for i in range(0, count, size)]  # of units, in blocks
+        self.units = [sum_of(self.blocks[i : i + size]) for i in range(0, count, size)]
         self.traced, shared = trace_blocks(cfg, config, device)
         self.tokens = cfg.batch.micro_rows * cfg.batch.seq_len
         self.stream = self.tokens * config.hidden_size * self.compute
-        self.norm: Traced = remembered(trace_norm, config, self.tokens, precision.param_dtype)
+        self.norm = norm_traced(self.parts, self.tokens, precision.param_dtype)
 
-        shard = self.trained.padded / self.group
-        frozen = (self.all.padded - self.trained.padded) / self.group
+        whole = model.all
+        self.trained = whole.trained_padded / self.group
+        """Numbers of this rank's trained shards."""
         offload = sharding.cpu_offload and device == "cuda"
         states = {
-            "parameters": shard * self.master + frozen * self.compute,
-            "optimizer": moment_bytes(cfg, config, self.group),
+            "parameters": self.trained * self.master + whole.frozen / self.group,
+            "optimizer": whole.state,
         }
-        self.host = sum(states.values()) + shard * self.master if offload else 0.0
+        self.host = sum(states.values()) + self.trained * self.master if offload else 0.0
         self.always = {} if offload else states
         self.stored = 0 if offload else self.master  # a sharded gradient's number
         self.later = (
@@ -158,12 +149,12 @@ class Step:
         self.whole = self.later and sharding.accumulate == "unsharded"
         self.replicated = sizes["replicate"] > 1
         before = (
-            self.trained.whole * self.reduce
+            whole.trained * self.reduce
             if self.whole
-            else shard * (self.reduce if self.replicated else self.stored)
+            else self.trained * (self.reduce if self.replicated else self.stored)
         )
         self.gradients = float(before) if self.later else 0.0
-        self.most_sharded = shard * self.stored
+        self.most_sharded = self.trained * self.stored
         self.sharded = 0.0 if self.whole else self.gradients  # of the gradients
         self.gathered, self.waiting, self.kept = 0.0, 0.0, float(shared)
         self.flying: deque[float] = deque()
@@ -172,30 +163,6 @@ class Step:
         self.phases: dict[str, tuple[float, str, dict[str, float], float]] = {}
         """By name: total, when, bytes by category, and bytes that lie idle in streams' pools, less
         what is added to all moments: the largest message of parameters."""
-
-    def _make_units(self, blocks_per_unit: int) -> None:
-        weights, count = remembered(shapes, self.config), self.config.num_hidden_layers
-        table = FsdpUnit.of(
-            [torch.Size((self.config.embedding_rows, self.config.hidden_size))], self.group
-        )
-        norm = FsdpUnit.of([torch.Size((self.config.hidden_size,))], self.group)
-        self.block, self.table = FsdpUnit.of(weights, self.group), table
-        self.first, self.last = (
-            (table.plus(norm), table.plus(norm)) if self.tied else (table, norm.plus(table))
-        )
-        self.sizes = [
-            min(blocks_per_unit, count - i) for i in range(0, count, blocks_per_unit)
-        ]  # of units, in blocks
-        self.units = [self.block.times(size) for size in self.sizes]
-        self.all = (
-            self.block.times(count)
-            .plus(self.last)
-            .plus(FsdpUnit(0, 0) if self.tied else self.first)
-        )
-        shares = self.shares
-        embedding = FsdpUnit(0, 0) if self.tied else self.first.times(shares.embedding)
-        self.trained = self.last.times(shares.head).plus(embedding)
-        self.trained = self.trained.plus(self.block.times(sum(shares.blocks)))
 
     def at(
         self,
@@ -239,29 +206,34 @@ class Step:
 
     def message(self, *units: FsdpUnit) -> float:
         """All-gathered, before it is copied out. One rank needs none."""
-        return sum(unit.padded for unit in units) * self.compute if self.group > 1 else 0.0
+        return sum(unit.gathered for unit in units) if self.group > 1 else 0.0
 
     def copy(self, message: float) -> float:
         """gloo makes another one of each message, for a moment."""
         return message if self.device == "cpu" and self.group > 1 else 0.0
 
     def forward(self) -> None:
-        """The embedding and the blocks. A unit's message stays until the next unit's is copied out."""
-        mine = self.first.padded * self.compute
+        """The embedding and the blocks. A unit's message stays until the next unit's is copied out.
+
+        FSDP2's `wait_for_unshard` keeps the one before by a local variable until it returns.
+        """
+        mine = self.first.gathered
         self.at("forward", "embedding", self.kept + self.stream, mine, self.message(self.first))
         if self.tied or not self.reshard:
             self.gathered += mine
-        done = 0
+        done, before = 0, self.message(self.first)
         for i, unit in enumerate(self.units):
-            mine, own = unit.padded * self.compute, self.message(unit)
+            mine, own = unit.gathered, self.message(unit)
             fetched = own + self.message(*self.units[i + 1 : i + 1 + self.cfg.sharding.prefetch])
             self.at(
                 "forward",
                 f"gathering before block {done + 1}",
                 self.kept + self.stream,
                 mine,
-                fetched + self.copy(own),
+                fetched,
+                max(before, self.copy(own)),
             )
+            before = own
             for _ in range(self.sizes[i]):
                 self.at(
                     "forward",
@@ -277,14 +249,20 @@ class Step:
     def head(self) -> None:
         """Final norm, head and loss: gradients are made with the logits, that of the weight in float32. Backward returns scaled copies."""
         config, half = self.config, self.compute < 4
-        mine = 0 if self.tied else self.last.padded * self.compute
+        mine = 0 if self.tied else self.last.gathered
+        if not self.tied:
+            activations = self.kept + self.stream
+            own, before = self.message(self.last), self.message(self.units[-1])
+            when = "gathering before the head"
+            self.at("head and loss", when, activations, mine, own, before)
         fetched = self.message(self.units[-1] if self.tied else self.last)
         rows = rows_at_once(self.cfg, config, self.tokens, self.device)
         each = self.compute + (4 if half else 0) + (8 if config.final_logit_softcapping else 0)
+        trained = self.trained_table(self.parts.head)
         logits = rows * config.vocab_size * each + (
-            self.table.whole * self.compute if half and self.device == "cpu" else 0
+            trained * self.compute if half and self.device == "cpu" else 0
         )
-        slopes = self.table.whole * 4 * self.shares.head + self.stream
+        slopes = trained * 4 + self.stream
         inputs = self.stream * (2 if half else 1)  # in float32 the norm keeps its input
         self.at(
             "head and loss",
@@ -295,7 +273,7 @@ class Step:
             logits=slopes + logits,
         )
         fetched = self.message(self.units[-1]) if self.reshard else 0.0
-        whole = self.table.whole * self.compute * self.shares.head
+        whole = trained * self.compute
         self.at(
             "head and loss",
             "backward of the head",
@@ -307,13 +285,15 @@ class Step:
         if self.tied:
             self.waiting = whole
         else:
-            self._send(self.last.times(self.shares.head), whole, fetched, "head")
+            self._send(self.last, whole, fetched, "head")
 
     def backward(self) -> None:
         """Of the blocks, last ones first, and of the embedding."""
         done = len(self.traced)
         for i, unit in reversed([*enumerate(self.units)]):
-            mine, whole = unit.padded * self.compute, 0.0
+            if done <= self.parts.backward_from:
+                break  # nothing in front of here is trained
+            mine, whole = unit.gathered, 0.0
             fetched = (
                 self.message(*self.units[max(0, i - max(1, self.cfg.sharding.prefetch)) : i])
                 if self.reshard
@@ -332,22 +312,24 @@ class Step:
                 traced = self.traced[done - 1]
                 self.kept -= traced.kept
                 activations = self.kept + traced.backward - traced.gradients
-                share = self.shares.blocks[done - 1]
                 self.at(
                     "backward",
                     f"backward of block {done}",
                     activations,
-                    mine + whole + traced.gradients * share,
+                    mine + whole + traced.gradients,
                     fetched,
                 )
-                whole += self.block.whole * self.compute * share
+                whole += self.blocks[done - 1].trained * self.compute
                 done -= 1
-            trained = self.block.times(sum(self.shares.blocks[done : done + self.sizes[i]]))
-            self._send(trained, whole, fetched, f"block {done + 1}")
-        whole = self.table.whole * self.compute * self.shares.embedding
+            self._send(unit, whole, fetched, f"block {done + 1}")
+        whole = self.trained_table(self.parts.embedding) * self.compute
         self.at("backward", "backward of the embedding", self.kept + self.stream, whole)
         self.gathered = self.waiting = 0.0
-        self._send(self.first.times(self.shares.embedding), whole, 0.0, "embedding")
+        self._send(self.first, whole, 0.0, "embedding")
+
+    def trained_table(self, table: Tensor) -> int:
+        """Return the numbers of the embedding's or the head's matrix, 0 where it is frozen."""
+        return table.numel() if table.requires_grad else 0
 
     def _send(self, unit: FsdpUnit, whole: float, fetched: float, name: str) -> None:
         """Whole gradients become a message, which stays until the next unit's; what is reduced of it is this rank's gradient."""
@@ -355,12 +337,15 @@ class Step:
             "head and loss" if name == "head" else "backward",
             f"reduction of the gradient of {name}",
         )
+        if not unit.trained:
+            return  # and the message before stays until the next one
         while len(self.flying) >= self.cfg.sharding.reduce_scatter_buffers:
             self.flying.popleft()
-        message, out = unit.padded * self.reduce, unit.padded / self.group * self.reduce
+        numbers = unit.trained_padded
+        message, out = numbers * self.reduce, numbers / self.group * self.reduce
         self.flying.append(message)
         self.at(phase, when, self.kept + self.stream, 0 if self.whole else whole, fetched)
-        self.gradients -= unit.whole * self.reduce if self.whole else 0
+        self.gradients -= unit.trained * self.reduce if self.whole else 0
         again = (
             message if self.group == 1 else self.copy(message)
         )  # FSDP2 divides by 1.0 what it does not send
@@ -368,38 +353,19 @@ class Step:
         if self.replicated and self.reduce != self.master:
             self.reduced += out
         if self.whole or not self.later:
-            self.gradients += unit.padded / self.group * self.stored
-            self.sharded += unit.padded / self.group * self.stored
+            self.gradients += numbers / self.group * self.stored
+            self.sharded += numbers / self.group * self.stored
 
     def update(self) -> None:
         """The optimizer's step."""
         self.flying.clear()
-        self.reduced, self.gradients = 0.0, self.trained.padded / self.group * self.stored
+        self.reduced, self.gradients = 0.0, self.trained * self.stored
         self.sharded = self.gradients
-        largest = max(self.table.padded, self.block.padded) / self.group
-        gradients = self.trained.padded / self.group * self.stored
+        units = (self.first, self.last, *self.blocks)
+        largest = max(unit.trained_padded for unit in units) / self.group
         master = self.cfg.precision.master_dtype
-        needs = update_bytes(self.cfg.optim, master, self.device, largest, gradients)
+        needs = update_bytes(self.cfg.optim, master, self.device, largest, self.gradients)
         self.at("update", "optimizer step", needs)
-
-
-def moment_bytes(cfg: TrainConfig, config: ModelConfig, group: int) -> float:
-    """Of both of the optimizer's moments, on the rank that has most rows. Rows whose 8-bit blocks would be too short stay in float32."""
-
-    def of(weights: list[torch.Size]) -> float:
-        return sum(
-            state_bytes(cfg.optim, cfg.precision.master_dtype, shape)
-            * -(-shape[0] // group)
-            * shape[1:].numel()
-            for shape in weights
-        )
-
-    shares = trained_shares(config, cfg)
-    table = of([torch.Size((config.embedding_rows, config.hidden_size))])
-    norm = of([torch.Size((config.hidden_size,))])
-    embedding = 0.0 if config.tie_word_embeddings else table * shares.embedding
-    blocks = of(remembered(shapes, config)) * sum(shares.blocks)
-    return blocks + norm + table * shares.head + embedding
 
 
 def trace_blocks(cfg: TrainConfig, config: ModelConfig, device: str) -> tuple[list[Traced], float]:
@@ -421,25 +387,38 @@ def trace_blocks(cfg: TrainConfig, config: ModelConfig, device: str) -> tuple[li
         selective=recompute.mode == "selective",
     )
     layout = choose(cfg.model.attention, cfg.model.attention_kernel, context).layout
+    parts = model_parts(config, cfg)
     known: dict[tuple, Traced] = {}
 
-    def trace(window: int | None, mode: str) -> Traced:
-        if (window, mode) not in known:
-            of = Input(rows, length, precision.param_dtype, layout, device == "cuda", window)
-            mode_of_block = ActivationCheckpoint(mode=mode, save=recompute.save)
-            traced: Traced = remembered(trace_block, config, of, mode_of_block)
-            if cfg.compile.enabled:
-                traced = traced.less(compiled_saving(config, of, mode_of_block, traced))
-            known[window, mode] = traced
-        return known[window, mode]
+    def trace(i: int, mode: str) -> Traced:
+        has_gradient = parts.input_has_gradient(i)
+        key = (parts.kind_of[i], windows[i], has_gradient, mode)
+        if key not in known:
+            is_gpu = device == "cuda"
+            of = Input(
+                rows, length, precision.param_dtype, layout, is_gpu, windows[i], has_gradient
+            )
+            known[key] = _traced(parts.kinds[parts.kind_of[i]], of, mode)
+        return known[key]
 
-    def block(i: int, window: int | None) -> Traced:
+    def _traced(kind: BlockKind, of: Input, mode: str) -> Traced:
+        saved = ActivationCheckpoint(mode=mode, save=recompute.save)
+        arguments = (kind.signature, cfg.adapter.name, of, saved)
+        traced: Traced = remembered(
+            "block", config, arguments, lambda: trace_block(kind.block, config, of, saved)
+        )
+        if cfg.compile.enabled:
+            ranks = kind.counts.ranks
+            traced = traced.less(compiled_saving(config, of, saved, traced, ranks))
+        return traced
+
+    def block(i: int) -> Traced:
         if recompute.mode == "budget":
-            none, full = trace(window, "none"), trace(window, "full")
+            none, full = trace(i, "none"), trace(i, "full")
             return Traced(
                 *(round(f + recompute.budget * (n - f)) for n, f in zip(none, full, strict=True))
             )
-        return trace(window, recompute.mode if i % recompute.every == 0 else "none")
+        return trace(i, recompute.mode if i % recompute.every == 0 else "none")
 
     rotation = (
         2
@@ -453,9 +432,19 @@ def trace_blocks(cfg: TrainConfig, config: ModelConfig, device: str) -> tuple[li
         )
     )
     masks = len({None, *windows}) * rows * length**2 if layout == "mask" else 0
-    return [block(i, window) for i, window in enumerate(windows)], rotation * (
+    return [block(i) for i in range(len(windows))], rotation * (
         2 if config.rope_local_theta else 1
     ) + masks
+
+
+def norm_traced(parts: ModelParts, tokens: int, dtype: str) -> Traced:
+    """Return what the norm before the head takes."""
+    norm, config = parts.norm, parts.model.config
+    arguments = (signature_of(norm), tokens, dtype)
+    traced: Traced = remembered(
+        "norm", config, arguments, lambda: trace_norm(norm, config, tokens, dtype)
+    )
+    return traced
 
 
 def rows_at_once(cfg: TrainConfig, config: ModelConfig, tokens: int, device: str) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.devices import DEVICES, Device
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.freeze import trained_shares
+from fsdp_trainer.models.freeze import trained_numbers
 from fsdp_trainer.observe.flops import palm_flops
 from fsdp_trainer.parallel.memory_check import checkpoint_bytes
 from fsdp_trainer.plan.memory import GIB, Memory, memory
@@ -84,7 +84,7 @@ def make_plan(cfg: TrainConfig, config: ModelConfig, world: int, device: Device)
     """The plan of `cfg` for a model of shape `config` on `world` ranks."""
     rated = device if device.flops else DEVICES["h100"]._replace(per_node=device.per_node)
     tokens = cfg.batch.rows * cfg.batch.seq_len
-    trained = trained_shares(config, cfg).whole
+    trained = trained_numbers(config, cfg)
     return RunPlan(
         world_size=world,
         device=device,

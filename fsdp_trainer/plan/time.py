@@ -3,7 +3,6 @@
 Closed forms; docs/plan.md has them in words.
 """
 
-from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.optim.footprint import state_bytes
 from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.plan.compute import MEMORY, compute_seconds
+from fsdp_trainer.plan.units import FsdpUnit, model_parts, sum_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
 LINKS = (0.5, 0.85)
@@ -71,26 +71,6 @@ class Times(NamedTuple):
         return self.compute + self.exposed + self.optimizer
 
 
-class Units(NamedTuple):
-    """Parameters of fully_shard's units: first what is gathered first and reduced last, then all blocks, then [norm, head] (0 where tied)."""
-
-    first: int
-    blocks: int
-    last: int
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> "Units":
-        """Padded rows of the embedding included."""
-        embedding = config.embedding_rows * config.hidden_size
-        blocks = config.parameters() - replace(config, num_hidden_layers=0).parameters()
-        tied = config.tie_word_embeddings
-        return cls(
-            embedding + (config.hidden_size if tied else 0),
-            blocks,
-            0 if tied else embedding + config.hidden_size,
-        )
-
-
 def micro_batches(cfg: TrainConfig, world: int) -> int:
     """Of one step on each rank; where rows do not divide, some of their rows are empty."""
     return ceil(cfg.batch.rows / (cfg.batch.micro_rows * world))
@@ -107,18 +87,20 @@ def groups(sharding: Sharding, world: int, per_node: int) -> tuple[Group, Group]
 def wire(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> dict[str, Wire]:
     """Bytes of one step by dimension of the mesh. All-gathers forward and, of blocks that were freed, backward; reductions of each gradient."""
     shard, replicate = groups(cfg.sharding, world, device.per_node)
-    units, count = Units.of(config), micro_batches(cfg, world)
-    compute, reduce = BYTES[cfg.precision.param_dtype], BYTES[cfg.precision.reduce_dtype]
-    passes = 1 if keeps_gathered(cfg.sharding) else 2
-    gathered = count * (
-        passes * units.blocks * _block_bytes(cfg) + (units.first + units.last) * compute
-    )
-    if cfg.sharding.accumulate == "unsharded" and count > 1:
-        gathered += (
-            units.last * compute
-        )  # FSDP2 prefetches it once too often: it forgets which unit comes next only when gradients are reduced
-    reduced = sum(units) * reduce * (count if cfg.sharding.accumulate == "sharded" else 1)
-    all_reduced = 2 * sum(units) / shard.ranks * reduce
+    parts, count = model_parts(config, cfg), micro_batches(cfg, world)
+    units = parts.units(cfg, shard.ranks)
+    reduce = BYTES[cfg.precision.reduce_dtype]
+    freed = [] if keeps_gathered(cfg.sharding) else units.blocks[parts.backward_from :]
+    again = sum_of(freed).gathered
+    ends = units.all.gathered - units.all_blocks.gathered
+    gathered = count * ((units.all_blocks.gathered + again) * float8_share(cfg) + ends)
+    if cfg.sharding.accumulate == "unsharded" and count > 1 and not units.tied:
+        # FSDP2 prefetches it once too often: it forgets which unit comes next only when gradients
+        # are reduced
+        gathered += units.last.gathered
+    trained = units.all.trained_padded
+    reduced = trained * reduce * (count if cfg.sharding.accumulate == "sharded" else 1)
+    all_reduced = 2 * trained / shard.ranks * reduce
     return {
         "shard": Wire(
             shard.ranks,
@@ -132,44 +114,51 @@ def wire(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> d
     }
 
 
-def _block_bytes(cfg: TrainConfig) -> float:
-    """Bytes of a gathered parameter of a block."""
-    return 1 if cfg.precision.float8 == "tensorwise" else BYTES[cfg.precision.param_dtype]
+def float8_share(cfg: TrainConfig) -> float:
+    """Return the bytes of a block gathered in float8, where that is so, over those of it else."""
+    tensorwise = cfg.precision.float8 == "tensorwise"
+    return 1 / BYTES[cfg.precision.param_dtype] if tensorwise else 1.0
 
 
 def times(cfg: TrainConfig, config: ModelConfig, world: int, device: Device, best: bool) -> Times:
     """One step, at the upper or the lower end of what is reached of arithmetic and links."""
     shard, replicate = groups(cfg.sharding, world, device.per_node)
-    units, count, links = Units.of(config), micro_batches(cfg, world), LINKS[best]
+    parts = model_parts(config, cfg)
+    units = parts.units(cfg, shard.ranks)
+    count, links = micro_batches(cfg, world), LINKS[best]
     stored = BYTES[cfg.precision.master_dtype]
-    to_host = stored / shard.ranks / device.host_link if cfg.sharding.cpu_offload else 0.0
+    from_host = 1 / shard.ranks / device.host_link if cfg.sharding.cpu_offload else 0.0
 
-    def gather(numbers: float, size: float) -> float:
-        return shard.seconds(numbers * size, device, links) + numbers * to_host
+    def gather(unit: FsdpUnit, share: float = 1.0) -> float:
+        of_host = (unit.trained_padded * stored + unit.frozen) * from_host
+        return shard.seconds(unit.gathered * share, device, links) + of_host
 
-    def reduce(numbers: float, last: bool) -> float:
-        size = numbers * BYTES[cfg.precision.reduce_dtype]
+    def reduce(unit: FsdpUnit, last: bool) -> float:
+        size = unit.trained_padded * BYTES[cfg.precision.reduce_dtype]
         over_replicas = 2 * replicate.seconds(size / shard.ranks, device, links) if last else 0.0
-        return shard.seconds(size, device, links) + over_replicas + numbers * to_host
+        to_host = unit.trained_padded * stored * from_host
+        return shard.seconds(size, device, links) + over_replicas + to_host
 
-    compute_size = BYTES[cfg.precision.param_dtype]
-    first, last, blocks = (
-        gather(units.first, compute_size),
-        gather(units.last, compute_size),
-        gather(units.blocks, _block_bytes(cfg)),
-    )
+    separate_last = FsdpUnit() if units.tied else units.last
+    all_blocks = units.all_blocks
+    first, last = gather(units.first), gather(separate_last)
+    blocks = gather(all_blocks, float8_share(cfg))
     unit = 1 / ceil(
         config.num_hidden_layers / cfg.sharding.blocks_per_unit
     )  # whose share of the blocks nothing hides: the one at an end
     forward, backward, head = compute_seconds(cfg, config, device, best)
 
     exposed = count * (first + blocks * unit + max(0.0, blocks * (1 - unit) + last - forward))
-    again = 0.0 if keeps_gathered(cfg.sharding) else blocks
+    freed = [] if keeps_gathered(cfg.sharding) else units.blocks[parts.backward_from :]
+    again = gather(sum_of(freed), float8_share(cfg))
     total = count * (first + blocks + last + again)
     for i in range(count):
         is_last = i == count - 1
         reduces = is_last or cfg.sharding.accumulate == "sharded"
-        ends, middle, lasts = (reduce(n, is_last) if reduces else 0.0 for n in units)
+        ends, middle, lasts = (
+            reduce(unit, is_last) if reduces else 0.0
+            for unit in (units.first, all_blocks, separate_last)
+        )
         exposed += (
             again * unit
             + max(0.0, (again + middle) * (1 - unit) + lasts - backward)
@@ -181,12 +170,12 @@ def times(cfg: TrainConfig, config: ModelConfig, world: int, device: Device, bes
         count * (forward + backward + head),
         total,
         exposed,
-        _optimizer_seconds(cfg, sum(units) / shard.ranks, device),
+        _optimizer_seconds(cfg, units.all.trained_padded / shard.ranks, device),
     )
 
 
 def _optimizer_seconds(cfg: TrainConfig, numbers: float, device: Device) -> float:
-    """Norm, clipping and AdamW of `numbers` parameters, each of which is read from and written to memory."""
+    """Norm, clipping and AdamW of `numbers` trained parameters, each of which is read from and written to memory."""
     stored = BYTES[cfg.precision.master_dtype]
     state = state_bytes(cfg.optim, cfg.precision.master_dtype)
     moved = numbers * (

@@ -30,7 +30,7 @@ from fsdp_trainer.models.attention_choice import AttentionChoice, choose
 from fsdp_trainer.models.attention_kernels import describe_device, set_kernel_priority
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.freeze import choose_trained
+from fsdp_trainer.models.freeze import model_to_train
 from fsdp_trainer.models.resolve import resolve_model, resolve_with_tokenizer
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.profiler import Profiler
@@ -184,12 +184,10 @@ def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
     Before data or weights are read. Raises UserError.
     """
     require_float8(cfg.precision, world.device)
-    with torch.device("meta"):
-        decoder = Decoder(resolve_model(fetched_model(cfg, init_from)))
-    adapters = resolve_adapters(cfg.adapter, decoder.config)
-    choose_trained(decoder, adapters, cfg.train.freeze)
-    setup = Setup(cfg.sharding, cfg.precision, cfg.optim, world.size)
-    check_memory(decoder, setup, world.device)
+    config = resolve_model(fetched_model(cfg, init_from))
+    adapters = resolve_adapters(cfg.adapter, config)
+    setup = Setup(cfg.sharding, cfg.precision, cfg.optim, world.size, adapters)
+    check_memory(model_to_train(config, cfg), setup, world.device)
 
 
 def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:

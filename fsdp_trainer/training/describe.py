@@ -8,7 +8,7 @@ from fsdp_trainer.data.build import renumbered
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.models.attention_choice import AttentionChoice
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.freeze import trained_shares
+from fsdp_trainer.models.freeze import trained_numbers
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.optim.schedules import peak_learning_rate
 from fsdp_trainer.parallel.convert import float8_layers
@@ -36,7 +36,7 @@ def describe(
     tokens = cfg.batch.micro_rows * cfg.batch.seq_len
     at_once = model.lm_head.rows_at_once(tokens, world.device.type)
     epochs = data.epochs(progress)
-    trained = trained_shares(config, cfg).whole
+    trained = trained_numbers(config, cfg)
     frozen = f" ({short(trained)} trained)" if trained != config.parameters() else ""
     return [
         f"run    {run}",

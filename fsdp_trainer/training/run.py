@@ -34,7 +34,7 @@ from fsdp_trainer.launch.facts import preflight
 from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.freeze import trained_shares
+from fsdp_trainer.models.freeze import trained_numbers
 from fsdp_trainer.observe.console import Console, throttled, time_line
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.records import Records
@@ -190,7 +190,7 @@ class Rank:
     ) -> None:
         """Compare the ranks and check the disk, before anything is built. Raises UserError."""
         cfg = self.cfg
-        trained = trained_shares(config, cfg).whole
+        trained = trained_numbers(config, cfg)
         checkpoint = checkpoint_bytes(trained, cfg.precision, cfg.optim)
         claim_of_main = world.from_main("claim", lambda: claim, self.patience)
         shared = claim_of_main.is_visible_in(self.run_folder, self.timeout / 2)

@@ -1,0 +1,226 @@
+"""What `fully_shard` gathers and reduces together, in bytes, and what of it is trained.
+
+Read from the model that would be trained, with its adapters and 4-bit matrices, on the meta device.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.models.adapters import adapted_layers, frozen_dtype
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.freeze import model_to_train
+from fsdp_trainer.optim.footprint import state_bytes
+
+
+class Sizes(NamedTuple):
+    """Bytes of a number: master, of a trained weight; frozen; compute, of a gathered one."""
+
+    master: int
+    frozen: int
+    compute: int
+
+
+class FsdpUnit(NamedTuple):
+    """Parameters that are gathered and reduced together.
+
+    trained: numbers, whole; trained_padded: with all ranks' shards made equal. gathered, frozen:
+    bytes of the gathered weights and of the stored frozen ones, shards made equal. state: bytes of
+    the optimizer's state on the rank that has most rows.
+    """
+
+    trained: int = 0
+    trained_padded: float = 0
+    gathered: float = 0
+    frozen: float = 0
+    state: float = 0
+
+    @classmethod
+    def of(cls, parameters: Iterable[Tensor], cfg: TrainConfig, group: int) -> "FsdpUnit":
+        """group: ranks that share each parameter out by its rows."""
+        sizes = number_sizes(cfg)
+        units = [_of_one(parameter, cfg, sizes, group) for parameter in parameters]
+        return sum_of(units)
+
+
+def _of_one(parameter: Tensor, cfg: TrainConfig, sizes: Sizes, group: int) -> FsdpUnit:
+    rows = -(-len(parameter) // group)
+    padded = rows * group * parameter[0].numel()
+    encoded = is_encoded(parameter)
+    gathered = padded * (1 if encoded else sizes.compute)
+    if not parameter.requires_grad:
+        return FsdpUnit(gathered=gathered, frozen=padded * (1 if encoded else sizes.frozen))
+    state = state_bytes(cfg.optim, cfg.precision.master_dtype, parameter.shape) * padded / group
+    return FsdpUnit(parameter.numel(), padded, gathered, state=state)
+
+
+def sum_of(units: Sequence[FsdpUnit]) -> FsdpUnit:
+    """Return several units as one."""
+    return FsdpUnit(*map(sum, zip(*units, strict=True))) if units else FsdpUnit()
+
+
+def number_sizes(cfg: TrainConfig) -> Sizes:
+    """Return the bytes of a number of each kind."""
+    precision = cfg.precision
+    adapters = cfg.adapter if cfg.adapter.name != "none" else None
+    names = precision.master_dtype, frozen_dtype(precision, adapters), precision.param_dtype
+    return Sizes(*(getattr(torch, name).itemsize for name in names))
+
+
+class AdapterCounts(NamedTuple):
+    """What adapters and 4-bit matrices add to the arithmetic of blocks.
+
+    numbers: of A and B; ranks: of all together; adapted, encoded: numbers of the matrices that have
+    adapters, and of those in 4 bits; inputs, outputs: widths of the adapted layers together.
+    """
+
+    numbers: int = 0
+    ranks: int = 0
+    adapted: int = 0
+    inputs: int = 0
+    outputs: int = 0
+    encoded: int = 0
+
+    @classmethod
+    def of(cls, block: nn.Module) -> "AdapterCounts":
+        """Count them in one block."""
+        layers = adapted_layers(block).values()
+        modules: list[Any] = list(block.modules())
+        encoded = [m for m in modules if is_encoded(getattr(m, "weight", None))]
+        return cls(
+            numbers=sum(m.lora_A.weight.numel() + m.lora_B.weight.numel() for m in layers),
+            ranks=sum(m.lora_A.out_features for m in layers),
+            adapted=sum(m.in_features * m.out_features for m in layers),
+            inputs=sum(m.in_features for m in layers),
+            outputs=sum(m.out_features for m in layers),
+            encoded=sum(m.in_features * m.out_features for m in encoded),
+        )
+
+
+def is_encoded(weight: Any) -> bool:
+    """Return whether a weight is codes and scales of 4 bits, by the byte."""
+    return isinstance(weight, Tensor) and weight.dtype == torch.uint8
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """Blocks with the same parameters. signature: equal for equal kinds, also of other models."""
+
+    block: nn.Module
+    signature: str
+
+    @cached_property
+    def counts(self) -> AdapterCounts:
+        """What adapters and 4-bit matrices add."""
+        return AdapterCounts.of(self.block)
+
+    @cached_property
+    def is_trained(self) -> bool:
+        """Whether any parameter is trained."""
+        return any(parameter.requires_grad for parameter in self.block.parameters())
+
+
+class ModelParts:
+    """The model's parameters in the parts that `fully_shard` makes of it, on the meta device.
+
+    kinds: of blocks; kind_of: for each block which one it is. trained: numbers that are trained in
+    all, padding of the vocabulary left out.
+    """
+
+    def __init__(self, model: Decoder):
+        self.model = model
+        self.tied = model.config.tie_word_embeddings
+        self.embedding: Tensor = model.model.embed_tokens.weight
+        self.head: Tensor = self.embedding if self.tied else model.lm_head.weight
+        self.norm: nn.Module = model.model.norm
+        self.last = [self.head, *self.norm.parameters()]
+        self.first = self.last if self.tied else [self.embedding]
+        self.kinds: list[BlockKind] = []
+        self.kind_of: list[int] = []
+        known: dict[str, int] = {}
+        for block in model.blocks().values():
+            signature = signature_of(block)
+            if signature not in known:
+                known[signature] = len(self.kinds)
+                self.kinds.append(BlockKind(block, signature))
+            self.kind_of.append(known[signature])
+        counts = [self.kinds[kind].counts for kind in self.kind_of]
+        self.adapters = AdapterCounts(*map(sum, zip(*counts, strict=True)))
+        self.backward_from = self._first_with_gradient()
+        self._units: dict[str, ModelUnits] = {}
+
+    def _first_with_gradient(self) -> int:
+        """Return the first block whose output has a gradient; backward goes no further."""
+        if self.embedding.requires_grad:
+            return 0
+        trained = (i for i, kind in enumerate(self.kind_of) if self.kinds[kind].is_trained)
+        return next(trained, len(self.kind_of))
+
+    @property
+    def backward_share(self) -> float:
+        """The share of the blocks that backward goes through."""
+        return 1 - self.backward_from / len(self.kind_of)
+
+    def input_has_gradient(self, block: int) -> bool:
+        """Return true where backward goes on in front of this block."""
+        return self.embedding.requires_grad or block > self.backward_from
+
+    def units(self, cfg: TrainConfig, group: int) -> "ModelUnits":
+        """Return the units on `group` ranks that share each parameter out."""
+        key = f"{group} {number_sizes(cfg)} {cfg.precision.master_dtype} {cfg.optim}"
+        if key not in self._units:
+            kinds = [FsdpUnit.of(kind.block.parameters(), cfg, group) for kind in self.kinds]
+            blocks = tuple(kinds[kind] for kind in self.kind_of)
+            last = FsdpUnit.of(self.last, cfg, group)
+            first = last if self.tied else FsdpUnit.of(self.first, cfg, group)
+            self._units[key] = ModelUnits(first, blocks, last, self.tied)
+        return self._units[key]
+
+
+@dataclass(frozen=True)
+class ModelUnits:
+    """first: the embedding's; last: that of [norm, head]. With tied weights they are the same."""
+
+    first: FsdpUnit
+    blocks: tuple[FsdpUnit, ...]
+    last: FsdpUnit
+    tied: bool
+
+    @cached_property
+    def all_blocks(self) -> FsdpUnit:
+        """All blocks together."""
+        return sum_of(self.blocks)
+
+    @cached_property
+    def all(self) -> FsdpUnit:
+        """The whole model."""
+        ends = [self.last] if self.tied else [self.first, self.last]
+        return sum_of([*self.blocks, *ends])
+
+
+def signature_of(block: nn.Module) -> str:
+    """Return the names, shapes and formats of the parameters, and which are trained."""
+    return " ".join(
+        f"{name}{[*p.shape]}{p.dtype}{'+' if p.requires_grad else ''}"
+        for name, p in block.named_parameters()
+    )
+
+
+_parts: dict[int, ModelParts] = {}  # a plan tries hundreds of configurations of one model
+
+
+def model_parts(config: ModelConfig, cfg: TrainConfig) -> ModelParts:
+    """Return the parts of the model with what `adapter` and `train.freeze` leave to train.
+
+    Raises UserError as `model_to_train` does.
+    """
+    model = model_to_train(config, cfg)
+    if id(model) not in _parts:
+        _parts[id(model)] = ModelParts(model)
+    return _parts[id(model)]

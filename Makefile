@@ -5,7 +5,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 BENCHMARKS := train_step loss_memory attention optimizers hf_io startup checkpoint_stall scaling
 
-.PHONY: help setup quickstart pull-the-plug test test-fast test-faults lint bench bench-gpu first-gpu clean
+.PHONY: help setup quickstart pull-the-plug test test-fast test-faults lint docs bench bench-gpu first-gpu clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -32,6 +32,10 @@ lint: $(VENV)/.for-developers  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.for-docs  ## the documentation as a site in build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "build/site/index.html opens in a browser. With search:  $(BIN)/python -m http.server -d build/site"
+
 bench: $(VENV)/.for-benchmarks  ## CPU benchmarks, each beside what one would use instead; ARGS=--check compares with the stored results
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
 
@@ -51,6 +55,10 @@ $(VENV)/.for-users: pyproject.toml constraints.txt
 
 $(VENV)/.for-developers: $(VENV)/.for-users
 	$(BIN)/pip install -q -c constraints.txt -e ".[test,lint]"
+	@touch $@
+
+$(VENV)/.for-docs: $(VENV)/.for-users
+	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
 	@touch $@
 
 $(VENV)/.for-benchmarks: $(VENV)/.for-users

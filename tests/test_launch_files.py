@@ -1,4 +1,4 @@
-"""`launch-files`, and the commands in docs/launching.md and docs/sweeps.md: what can be held of
+"""`launch-files`, and the commands in the README and in some pages: what can be held of
 them without a cluster."""
 
 import json
@@ -57,7 +57,15 @@ def trainer_words(command: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["examples/launch/Dockerfile", "docs/launching.md", "docs/sweeps.md"]
+    "name",
+    [
+        "README.md",
+        "docs/index.md",
+        "docs/tour.md",
+        "docs/launching.md",
+        "docs/sweeps.md",
+        "examples/launch/Dockerfile",
+    ],
 )
 def test_every_command_line_composes(name):
     found = [trainer_words(command) for command in commands(REPO / name) if "-c" not in command]

@@ -1,0 +1,92 @@
+"""README, the pages in docs/ and their Chinese twins: sizes, links, commands, and the site."""
+
+import re
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+PAGES = sorted(
+    chain(
+        REPO.glob("*.md"),
+        (REPO / "docs").glob("*.md"),
+    )
+)
+TWINS = [("README.md", "README.zh-CN.md"), ("docs/index.md", "docs/index.zh-CN.md")]
+BLOCK = re.compile(r"(?ms)^ *```[^\n]*\n(.*?)^ *```$")
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"")
+SLUG_DROPS = re.compile(r"[^\w\- ]")
+
+
+def without_blocks(page: Path) -> str:
+    return BLOCK.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"(?m)^#+ (.*)$", without_blocks(page))
+    return {SLUG_DROPS.sub("", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(page: Path) -> list[str]:
+    """Return the targets of a page's links and pictures."""
+    text = re.sub(r"`[^`\n]*`", "", without_blocks(page))
+    return ["".join(groups) for groups in LINK.findall(text)]
+
+
+def is_broken(page: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    if not target.exists():
+        return True
+    return bool(anchor) and anchor not in anchors(target)
+
+
+def commands(page: Path) -> list[str]:
+    """Return the lines of a page's blocks without comments, and the commands in its text."""
+    lines = "".join(BLOCK.findall(page.read_text())).splitlines()
+    in_text = re.findall(r"`([^`\n]+)`", without_blocks(page))
+    typed = [code for code in in_text if re.search(r"=|^(fsdp-trainer|make|torchrun) ", code)]
+    return [re.sub(r" +#.*", "", line) for line in lines] + sorted(typed)
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_the_readme_fits_a_few_screens(name):
+    lines = (REPO / name).read_text().splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 120] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file_and_a_heading(page):
+    local = [link for link in links(page) if not re.match(r"https?:", link)]
+    assert [link for link in local if is_broken(page, link)] == []
+
+
+@pytest.mark.parametrize(("english", "chinese"), TWINS)
+def test_both_languages_give_the_same_commands(english, chinese):
+    assert commands(REPO / chinese) == commands(REPO / english)
+
+
+def test_the_picture_of_the_benchmark_is_the_measured_one():
+    measured = REPO / "benchmarks/results/2-cpu-cores-x86-64/scaling.svg"
+    assert (REPO / "docs/pictures/scaling.svg").read_text() == measured.read_text()
+
+
+def test_the_site_is_built_and_fetches_nothing(tmp_path):
+    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    subprocess.run(command, cwd=REPO, check=True, timeout=300)
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) >= len(list((REPO / "docs").glob("*.md")))
+    fetched = re.compile(r"<(?:script|img|iframe)[^>]*src=\"?https?:|<link[^>]*href=\"?https?:")
+    assert [page.name for page in pages if fetched.search(page.read_text())] == []
+    assert '<html lang="zh-CN"' in (tmp_path / "index.zh-CN.html").read_text()
+
+
+@pytest.mark.parametrize("picture", sorted((REPO / "docs/pictures").glob("*.svg")), ids=str)
+def test_pictures_fetch_nothing(picture):
+    assert "url(http" not in picture.read_text()

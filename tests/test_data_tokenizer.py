@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from itertools import pairwise
 
 import inject
 import numpy as np
@@ -16,7 +17,7 @@ from fsdp_trainer.data.byte_level_files import BYTE_TEXTS
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template, load_template
 from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
-from fsdp_trainer.data.words import LLAMA_3, PATTERNS
+from fsdp_trainer.data.words import LLAMA_3, PATTERNS, encoding_of, separator_of
 from fsdp_trainer.errors import UserError
 
 TEXTS = [
@@ -332,6 +333,7 @@ def byte_level(pattern=None, normalizer=None, added=("<|end|>",), **how):
 
 BY_WORDS = [
     byte_level(),
+    byte_level(added=("<|end", "end|>", "<|end|>", "|")),
     byte_level(normalizer=normalizers.NFC()),
     *map(byte_level, sorted(PATTERNS)),
 ]
@@ -354,6 +356,28 @@ def test_word_by_word_gives_the_tokens_and_places_of_the_whole_text(texts, token
         assert np.stack([got.starts, got.ends], axis=1).tolist() == [
             list(place) for place in whole.offsets
         ]
+
+
+@given(
+    st.lists(st.sampled_from(PIECES), max_size=16).map("".join),
+    st.data(),
+    st.sampled_from(BY_WORDS),
+)
+def test_word_by_word_gives_the_weights_of_the_whole_text(text, data, tokenizer):
+    edges = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
+    values = np.zeros(len(text) + 1, np.float32)
+    for start, stop in pairwise(edges):
+        values[start:stop] = data.draw(st.sampled_from([0, 0.5, 1]))
+    words, whole = tokenizer._words.encode([text])[0], tokenizer.backend.encode(text)
+    by_word, at_once = words.lower_of_ends(values), encoding_of(whole).lower_of_ends(values)
+    assert by_word.tolist() == at_once.tolist()
+    for edge in edges:
+        assert words.first_reaching(edge) == encoding_of(whole).first_reaching(edge)
+
+
+def test_a_token_that_others_may_overlap_does_not_separate_words():
+    assert not byte_level(added=("<|><", "><|"))._words
+    assert separator_of(byte_level(added=("x<|", "<|end|>")).backend) == "x<|"
 
 
 def test_a_tokenizer_that_may_look_across_a_space_gets_whole_texts():

@@ -22,7 +22,7 @@ from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.data.turns import TurnFinder, merged
-from fsdp_trainer.data.words import Encoding
+from fsdp_trainer.data.words import EncodedWords, Encoding
 
 Span = tuple[int, int, float]
 """Characters [start, end) of a text and the weight with which their tokens are learnt."""
@@ -273,17 +273,15 @@ class SampleBuilder:
         ).astype(np.int32)
         return Sample(tokens, np.ones(len(tokens), np.float32))
 
-    def _weigh(self, encoding: Encoding, text: Rendered) -> Sample:
+    def _weigh(self, encoding: Encoding | EncodedWords, text: Rendered) -> Sample:
         number, of = text.place
         if of > 1:
             self.counts[REWRITTEN_TOKENS] += len(encoding.ids)
             self.counts[LAST_TOKENS] += len(encoding.ids) * (number == of)
-        sample = Sample(
-            encoding.ids, token_weights(self._without_stripped(encoding, text.text), text)
-        )
-        for at in np.searchsorted(
-            encoding.ends, text.ends
-        ).tolist():  # the tokens that reach the ends
+        self._leave_out_stripped(encoding, text.text)
+        sample = Sample(encoding.ids, token_weights(encoding, text))
+        for end in text.ends:
+            at = encoding.first_reaching(end)
             if (
                 at == len(encoding.ids)
                 or not sample.weights[at]
@@ -295,13 +293,12 @@ class SampleBuilder:
                 self.count("empty_think", text.where)
         return sample
 
-    def _without_stripped(self, encoding: Encoding, text: str) -> Encoding:
-        """Special tokens that swallow white space beside them (Phi-3's) stand for their own characters only."""
+    def _leave_out_stripped(self, encoding: Encoding | EncodedWords, text: str) -> None:
+        """Let special tokens that swallow white space (Phi-3's) cover their own characters only."""
         for i in np.flatnonzero(np.isin(encoding.ids, self._stripping)) if self._stripping else ():
             covered = text[encoding.starts[i] : encoding.ends[i]]
             encoding.starts[i] += len(covered) - len(covered.lstrip())
             encoding.ends[i] -= len(covered) - len(covered.rstrip())
-        return encoding
 
     def _fit(self, sample: Sample, text: Rendered) -> list[Sample]:
         length, seq_len = len(sample.tokens), self.seq_len
@@ -347,13 +344,15 @@ def _context_spans(message: Message, text: str, start: int) -> list[Span]:
     return [(begin + first, begin + stop, 0.0) for first, stop in parts]
 
 
-def token_weights(encoding: Encoding, text: Rendered) -> np.ndarray:
-    """[tokens] float32: the weight of the span that holds the token; across an edge, the smaller one of both sides."""
+def token_weights(encoding: Encoding | EncodedWords, text: Rendered) -> np.ndarray:
+    """Return the weight of the span that holds each token: [tokens] float32.
+
+    A token across an edge has the smaller weight of both sides.
+    """
     characters = np.zeros(len(text.text) + 1, np.float32)
     for start, end, weight in text.spans:
         characters[start:end] = weight
-    last = np.maximum(encoding.ends - 1, encoding.starts)
-    return np.minimum(characters[encoding.starts], characters[last])
+    return encoding.lower_of_ends(characters)
 
 
 def rounded_length(length: int) -> int:

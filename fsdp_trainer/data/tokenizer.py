@@ -4,7 +4,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,14 @@ from fsdp_trainer.data import demo
 from fsdp_trainer.data.byte_level_files import is_tiktoken, read_tiktoken, read_vocab_and_merges
 from fsdp_trainer.data.sentencepiece_model import read_sentencepiece
 from fsdp_trainer.data.words import (
+    EncodedWords,
     Encoding,
     Words,
+    encoding_of,
     has_spaces,
     joins_anywhere,
     looks_across_no_space,
+    separator_of,
 )
 from fsdp_trainer.errors import Problem, UserError
 
@@ -88,7 +90,8 @@ class TextTokenizer:
         backend.no_truncation()
         backend.no_padding()
         backend.post_processor = None  # ByteLevel's trims the offsets, templates add bos
-        self._words = Words(backend) if looks_across_no_space(backend) else None
+        separator = separator_of(backend) if looks_across_no_space(backend) else None
+        self._words = Words(backend, separator) if separator else None
         self._joins = joins_anywhere(backend)
         added = backend.get_added_tokens_decoder()
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
@@ -134,14 +137,14 @@ class TextTokenizer:
         """Return the default chat template, if it has any."""
         return self.chat_templates.get(DEFAULT) or next(iter(self.chat_templates.values()), None)
 
-    def encode_batch(self, texts: list[str]) -> list[Encoding]:
-        """Tokens with their place in the text."""
+    def encode_batch(self, texts: list[str]) -> list[Encoding | EncodedWords]:
+        """Return the tokens of each text with their places in it."""
         by_word = self._words.encode if self._words else list
         whole = self.backend.encode_batch
         return self._encode(
             texts,
             by_word,
-            lambda some: map(_encoding, whole(some, add_special_tokens=False)),
+            lambda some: map(encoding_of, whole(some, add_special_tokens=False)),
             self._encode_long,
         )
 
@@ -181,14 +184,14 @@ class TextTokenizer:
         """Piece by piece: what the backend says of each token takes some hundred times the memory of its character."""
         found: list[Encoding] = []
         for start in range(0, len(text), LONG):
-            piece = _encoding(
+            piece = encoding_of(
                 self.backend.encode(text[start : start + LONG + OVERLAP], add_special_tokens=False)
             )
             piece = Encoding(piece.ids, piece.starts + start, piece.ends + start)
             if found:
                 seam = _seam(found[-1], piece, start)
                 if seam is None:
-                    return _encoding(self.backend.encode(text, add_special_tokens=False))
+                    return encoding_of(self.backend.encode(text, add_special_tokens=False))
                 found[-1], piece = found[-1].cut(stop=seam[0]), piece.cut(start=seam[1])
             found.append(piece)
         return Encoding(
@@ -257,14 +260,6 @@ def _write_templates(folder: Path, templates: dict[str, str]) -> None:
             (folder / TEMPLATES).mkdir(exist_ok=True)
             file = folder / TEMPLATES / f"{Path(name).name}.jinja"
         file.write_text(text, encoding="utf-8")
-
-
-def _encoding(encoding: Any) -> Encoding:
-    ids = np.array(encoding.ids, dtype=np.int32)
-    offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids)).reshape(
-        -1, 2
-    )
-    return Encoding(ids, offsets[:, 0], offsets[:, 1])
 
 
 def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:

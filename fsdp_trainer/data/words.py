@@ -1,26 +1,30 @@
-"""Tokens of words that were met before: where a tokenizer never looks across a space, a text's tokens are those of its words.
+"""Tokens of words that occurred before.
 
-GPT-2's way of cutting a text, and those of Llama 3, Qwen and GPT-4o, end every match of their pattern before a space that follows what is no
-white space, and look at nothing to its left. So cut there, each piece gives the tokens that it gives within the text. Most words of a text
-are met again and again: to look them up takes a quarter of the time.
+Where a tokenizer never looks across a space, a text's tokens are those of its words. GPT-2's way of
+cutting a text, and those of Llama 3, Qwen and GPT-4o, end every match of their pattern before a
+space that follows what is no white space, and look at nothing to its left. Special tokens are cut
+out before. So cut there, each piece gives the tokens that it gives within the text. Most words of a
+text occur again and again: to look them up takes a quarter of the time.
 """
 
 import json
 import re
-from array import array
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-WORD = re.compile(
-    r"\s*\S+(?:[^\S ]\s*\S+)*(?:[^\S ]\s*\Z)?|\s+"
-)  # up to a space behind what is no white space
-CHARACTERS = 1 << 22  # of the words that are kept: some 200 MB
-SPACES = 16  # characters for each space: where there are more, as in Chinese, most words are new
-AT_ONCE = 1 << 15  # new words that are asked for together
+WORD = re.compile(r"\s*\S+(?:[^\S ]\s*\S+)*(?:[^\S ]\s*\Z)?|\s+")
+"""A piece of text up to a space behind what is no white space."""
+CHARACTERS = 1 << 22
+"""Characters of the words that are remembered: some 200 MB."""
+SPACES = 16
+"""Characters for each space: where there are more, as in Chinese, most words are new."""
+AT_ONCE = 1 << 15
+"""New words that are encoded together."""
 SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 LLAMA_3 = (
     SUFFIXES
@@ -37,26 +41,51 @@ PATTERNS = {LLAMA_3, QWEN, GPT_4O}
 
 @dataclass
 class Encoding:
-    """Tokens of one text. A token covers the characters `starts[i]:ends[i]`; bytes of one character share its place."""
+    """Tokens of one text, [tokens] int32, and the characters `starts[i]:ends[i]` that they cover.
 
-    ids: np.ndarray  # [tokens] int32
-    starts: np.ndarray  # [tokens] int64
-    ends: np.ndarray  # [tokens] int64
+    Bytes of one character share its place.
+    """
+
+    ids: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
 
     def cut(self, start: int | None = None, stop: int | None = None) -> "Encoding":
-        """Tokens `start` to `stop`."""
+        """Return tokens `start` to `stop`."""
         return Encoding(self.ids[start:stop], self.starts[start:stop], self.ends[start:stop])
+
+    def lower_of_ends(self, values: np.ndarray) -> np.ndarray:
+        """Return for each token the lower of the values of its first and its last character.
+
+        values: [characters + 1].
+        """
+        last = np.maximum(self.ends - 1, self.starts)
+        return np.minimum(values[self.starts], values[last])
+
+    def first_reaching(self, end: int) -> int:
+        """Return the place of the first token that ends at this character or behind it."""
+        return int(np.searchsorted(self.ends, end))
+
+
+def encoding_of(encoded: Any) -> Encoding:
+    """Return what a backend's `encode` gives as arrays."""
+    ids = np.array(encoded.ids, dtype=np.int32)
+    places = np.fromiter(chain.from_iterable(encoded.offsets), np.int64, 2 * len(ids))
+    return Encoding(ids, places[0::2], places[1::2])
 
 
 def looks_across_no_space(backend: Tokenizer) -> bool:
-    """Whether it is one of those that this is known of, and none of its added tokens holds or swallows white space."""
-    told = json.loads(backend.to_str())
-    added, model = told["added_tokens"], told["model"]
+    """Return whether a tokenizer is known never to look across a space.
+
+    None of its added tokens holds or swallows white space then.
+    """
+    saved = json.loads(backend.to_str())
+    added, model = saved["added_tokens"], saved["model"]
     return (
-        (told["normalizer"] or {"type": "NFC"})["type"] == "NFC"
+        (saved["normalizer"] or {"type": "NFC"})["type"] == "NFC"
         and model["type"] == "BPE"
         and not model.get("dropout")
-        and _cuts_at_spaces(told["pre_tokenizer"])
+        and _cuts_at_spaces(saved["pre_tokenizer"])
         and not any(
             re.search(r"\s", t["content"]) or t["lstrip"] or t["rstrip"] or t["single_word"]
             for t in added
@@ -65,13 +94,15 @@ def looks_across_no_space(backend: Tokenizer) -> bool:
 
 
 def joins_anywhere(backend: Tokenizer) -> bool:
-    """Whether two overlapping stretches of a text, joined at any token that both have, give the tokens of the whole.
+    """Return whether two overlapping stretches of a text can be joined at any token of both.
 
-    So it is for BPE that cuts at single characters or not at all. A merge across the edge of two neighbours would be made where these two
-    are the whole text as well, and the other way round; so tokens are those of the whole if each two neighbours are tokens of their own text.
+    They give the tokens of the whole with BPE that cuts at single characters or not at all. A merge
+    across the edge of two neighbours would be made where these two are the whole text as well, and
+    the other way round; so tokens are those of the whole if each two neighbours are tokens of their
+    own text.
     """
-    told = json.loads(backend.to_str())
-    pre, model = told["pre_tokenizer"] or {"type": "Metaspace"}, told["model"]
+    saved = json.loads(backend.to_str())
+    pre, model = saved["pre_tokenizer"] or {"type": "Metaspace"}, saved["model"]
     only_metaspace = all(
         step["type"] == "Metaspace" and not step["split"]
         for step in pre.get("pretokenizers", [{"type": ""}])
@@ -86,7 +117,7 @@ def joins_anywhere(backend: Tokenizer) -> bool:
 
 
 def has_spaces(text: str) -> bool:
-    """Whether words are short enough to be met again."""
+    """Return whether words are short enough to occur again."""
     return SPACES * text.count(" ") >= len(text)
 
 
@@ -106,76 +137,156 @@ def _cuts_at_spaces(pre: dict[str, Any] | None) -> bool:
     return len(steps) == 2 and known and not steps[1]["use_regex"]
 
 
-class Words:
-    """Encodes by words; the backend is asked for those that are new."""
+class EncodedWords:
+    """Tokens of one text, word by word; as `Encoding`, with places in a word only where needed.
 
-    def __init__(self, backend: Tokenizer):
-        self._backend, self._characters = backend, 0
-        self._ids: dict[str, bytes] = {}  # int32
-        self._places: dict[str, bytes] = {}  # int64, each token's start and end in the word
+    sizes: number of tokens of each word.
+    """
+
+    def __init__(self, ids: np.ndarray, texts: list[str], sizes: np.ndarray, words: "Words"):
+        self.ids, self._texts, self._sizes, self._words = ids, texts, sizes, words
+        self._edges = _edges(np.fromiter(map(len, texts), np.int64, len(texts)))
+
+    @cached_property
+    def _first_tokens(self) -> np.ndarray:
+        return _edges(self._sizes)
+
+    @cached_property
+    def _whole(self) -> Encoding:
+        encoded = [self._words.encoding(text) for text in self._texts]
+        shifted = np.repeat(self._edges[:-1], self._sizes)
+        starts, ends = (
+            np.concatenate([[], *(getattr(word, name) for word in encoded)]).astype(np.int64)
+            for name in ("starts", "ends")
+        )
+        return Encoding(self.ids, starts + shifted, ends + shifted)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Return the character at which each token starts."""
+        return self._whole.starts
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Return the character behind each token."""
+        return self._whole.ends
+
+    def lower_of_ends(self, values: np.ndarray) -> np.ndarray:
+        """Return for each token the lower of the values of its first and its last character.
+
+        values: [characters + 1].
+        """
+        of_tokens = np.repeat(values[self._edges[:-1]], self._sizes)
+        changes = np.flatnonzero(values[1:-1] != values[:-2]) + 1
+        words = np.searchsorted(self._edges, changes, "right") - 1
+        for word in words[self._edges[words] < changes].tolist():
+            first, stop = self._first_tokens[word : word + 2]
+            start, end = self._edges[word : word + 2]
+            encoded = self._words.encoding(self._texts[word])
+            of_tokens[first:stop] = encoded.lower_of_ends(values[start : end + 1])
+        return of_tokens
+
+    def first_reaching(self, end: int) -> int:
+        """Return the place of the first token that ends at this character or behind it."""
+        word = int(np.searchsorted(self._edges[1:], end))
+        if word == len(self._texts):
+            return len(self.ids)
+        encoded = self._words.encoding(self._texts[word])
+        return int(self._first_tokens[word]) + encoded.first_reaching(end - int(self._edges[word]))
+
+
+def _edges(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
+class Words:
+    """Encodes by words; the backend encodes those that are new, joined by a special token.
+
+    separator: as `separator_of` returns it.
+    """
+
+    def __init__(self, backend: Tokenizer, separator: str):
+        self._backend, self._separator = backend, separator
+        self._cut_out = {
+            token.content: id
+            for id, token in backend.get_added_tokens_decoder().items()
+            if not token.normalized
+        }
+        longest_first = sorted(self._cut_out, key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+        self._forget()
+
+    def _forget(self) -> None:
+        self._characters = 0
+        self._ids = {text: np.array([id], np.int32).tobytes() for text, id in self._cut_out.items()}
+        self._encodings: dict[str, Encoding] = {}
 
     def plain(self, texts: list[str]) -> list[np.ndarray]:
-        """[tokens] int32 of each text."""
+        """Return the tokens of each text, [tokens] int32."""
         return [
             np.frombuffer(b"".join(map(self._ids.__getitem__, words)), np.int32)
-            for words in self._met(texts, self._ids)
+            for words in self._words(texts)
         ]
 
-    def encode(self, texts: list[str]) -> list[Encoding]:
-        """Tokens with their places in the text."""
-        encoded = []
-        for words in self._met(texts, self._places):
-            ids = [self._ids[word] for word in words]
-            places = np.frombuffer(
-                b"".join(map(self._places.__getitem__, words)), np.int64
-            ).reshape(-1, 2)
-            lengths = np.array([len(word) for word in words], np.int64)
-            starts = np.repeat(
-                np.cumsum(lengths) - lengths,
-                np.array([len(of_word) // 4 for of_word in ids], np.int64),
-            )
-            encoded.append(
-                Encoding(
-                    np.frombuffer(b"".join(ids), np.int32),
-                    places[:, 0] + starts,
-                    places[:, 1] + starts,
-                )
-            )
-        return encoded
+    def encode(self, texts: list[str]) -> list[EncodedWords]:
+        """Return the tokens of each text with their places in it."""
+        return [self._encoded(words) for words in self._words(texts)]
 
-    def _met(self, texts: list[str], known: dict[str, bytes]) -> list[list[str]]:
-        """The words of each text, all of which are in `known` then: the ids, or the places."""
+    def encoding(self, word: str) -> Encoding:
+        """Return the tokens of one word with their places in it."""
+        encoding = self._encodings.get(word)
+        if encoding is None:
+            encoding = encoding_of(self._backend.encode(word, add_special_tokens=False))
+            self._encodings[word] = encoding
+            self._characters += len(word)
+        return encoding
+
+    def _encoded(self, words: list[str]) -> EncodedWords:
+        ids = list(map(self._ids.__getitem__, words))
+        sizes = np.fromiter(map(len, ids), np.int64, len(ids)) // np.dtype(np.int32).itemsize
+        return EncodedWords(np.frombuffer(b"".join(ids), np.int32), words, sizes, self)
+
+    def _words(self, texts: list[str]) -> list[list[str]]:
+        """Return the words of each text, whose ids are known then."""
         if self._characters > CHARACTERS:
-            self._ids.clear()
-            self._places.clear()
-            self._characters = 0
-        cut = [WORD.findall(text) for text in texts]
-        new = set(chain.from_iterable(cut)).difference(known)
-        alone = [
-            word for word in new if word[0] != " " or word[-1].isspace()
-        ]  # the others may follow one another
-        joined = list(new.difference(alone))
-        for words in [
-            *(joined[i : i + AT_ONCE] for i in range(0, len(joined), AT_ONCE)),
-            *([word] for word in alone),
-        ]:
-            self._meet(words, with_places=known is self._places)
+            self._forget()
+        cut = [self._cut(text) for text in texts]
+        new = list(set(chain.from_iterable(cut)).difference(self._ids))
+        for i in range(0, len(new), AT_ONCE):
+            self._add(new[i : i + AT_ONCE])
         return cut
 
-    def _meet(self, words: list[str], with_places: bool) -> None:
-        """Ask the backend for words, as one text that they make up."""
-        encoding = self._backend.encode("".join(words), add_special_tokens=False)
-        places = np.fromiter(
-            chain.from_iterable(encoding.offsets), np.int64, 2 * len(encoding.ids)
-        ).reshape(-1, 2)
-        edges = np.cumsum([0, *map(len, words)])
-        tokens = np.searchsorted(places[:, 0], edges)
-        spans = list(zip(words, tokens.tolist(), tokens[1:].tolist(), strict=False))
-        ids = array("i", encoding.ids).tobytes()
-        self._ids.update((word, ids[4 * first : 4 * stop]) for word, first, stop in spans)
-        if with_places:
-            within = (places - np.repeat(edges[:-1], np.diff(tokens))[:, None]).tobytes()
-            self._places.update(
-                (word, within[16 * first : 16 * stop]) for word, first, stop in spans
-            )
-        self._characters += int(edges[-1])
+    def _cut(self, text: str) -> list[str]:
+        before, *parts = self._special.split(text)
+        words = WORD.findall(before)
+        for special, part in zip(parts[0::2], parts[1::2], strict=True):
+            words.append(special)
+            words += WORD.findall(part)
+        return words
+
+    def _add(self, words: list[str]) -> None:
+        """Remember the ids of new words, which are encoded as one text."""
+        joined = self._separator.join(words)
+        (encoded,) = self._backend.encode_batch_fast([joined], add_special_tokens=False)
+        ids = np.array(encoded.ids, np.int32)
+        between = np.flatnonzero(ids == self._cut_out[self._separator]).tolist()
+        spans = zip(words, [0, *(at + 1 for at in between)], [*between, len(ids)], strict=True)
+        self._ids.update((word, ids[first:stop].tobytes()) for word, first, stop in spans)
+        self._characters += len(joined)
+
+
+def separator_of(backend: Tokenizer) -> str | None:
+    """Return a token that is cut out of a text whatever stands beside it; None: there is none."""
+    tokens = backend.get_added_tokens_decoder().values()
+    texts = [token.content for token in tokens if not token.normalized]
+    return next(
+        (text for text in texts if not any(_may_take(text, other) for other in texts)), None
+    )
+
+
+def _may_take(token: str, other: str) -> bool:
+    """Return whether another token could begin before this one, or with it, and end within it."""
+    longer = other.startswith(token) and other != token
+    return longer or any(
+        token.startswith(other[i:]) or other[i:].startswith(token) for i in range(1, len(other))
+    )

@@ -7,7 +7,7 @@ import traceback
 from typing import NoReturn
 
 from fsdp_trainer.cli import main
-from fsdp_trainer.process import SIGNALS
+from fsdp_trainer.process import SIGNALS, STOPPED
 
 
 def run() -> NoReturn:
@@ -21,6 +21,9 @@ def run() -> NoReturn:
     except Exception:
         traceback.print_exc()
         code = 1
+    if code == STOPPED:
+        # a second Ctrl-C that comes now would end the process by the signal, not with its code
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

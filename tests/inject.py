@@ -106,7 +106,7 @@ POINTS = {
 """Functions and methods by what they do."""
 
 SETTINGS = {
-    "save_pauses": ["fsdp_trainer.training.saving:PAUSES"],
+    "save_pauses": ["fsdp_trainer.training.saving:pauses"],
     "signal_echo_seconds": ["fsdp_trainer.training.signals:ECHO_SECONDS"],
     "shared_folder_lag_seconds": ["fsdp_trainer.training.run_lock:LAG_SECONDS"],
     "beat_seconds": ["fsdp_trainer.training.run:BEAT_SECONDS"],
@@ -385,7 +385,12 @@ def at_phases(acts: dict[tuple[int, str], Callable]) -> Fault:
 
 def quick_retries() -> Fault:
     """Try a checkpoint that failed at the end of a run again without long pauses."""
-    return setting("save_pauses", (0.1, 0.1))
+    return setting("save_pauses", two_short_pauses)
+
+
+def two_short_pauses(patience: float) -> list[float]:
+    """Stand in for `saving.pauses`."""
+    return [0.1, 0.1]
 
 
 # --- bad numbers --------------------------------------------------------------------------------

@@ -124,7 +124,9 @@ def test_a_checkpoint_does_not_name_a_best_one_that_was_lost_while_it_was_waited
 
 @pytest.mark.slow
 def test_a_run_whose_last_checkpoint_cannot_be_written_fails_and_goes_on_from_the_one_before(train):
-    run = train("run", *ASYNC, "train.steps=6", ranks=2, seam=FULL_DISK, code=1)
+    how = [*ASYNC, "train.steps=6", "checkpoint.patience=7s"]
+    run = train("run", *how, ranks=2, seam=FULL_DISK, code=1)
+    assert run.out.count("tried again for 7s. Make room: ") == 1
     assert "step 6, could not be written, again and again" in run.err
     assert "Traceback" not in run.err
     assert len(run.event("checkpoint_failed")) == 3

@@ -72,10 +72,12 @@ def test_validation_tells_its_files_apart(train, sources):
         ranks=2,
     )
     alone = [
-        train(path.stem, f"data.validation={path}", "train.steps=1").event("evaluation")[0]
+        train(path.stem, f"data.validation={path}", "train.steps=1").event("evaluation")[-1]
         for path in sources[:2]
     ]
-    first = run.event("evaluation")[0]
+    before, first, _ = run.event("evaluation")
+    assert before["step"] == 0
+    assert set(before["losses"]) == {"a", "b"}
     assert first["losses"] == pytest.approx(
         {"a": alone[0]["loss"], "b": alone[1]["loss"]}, rel=1e-5
     )

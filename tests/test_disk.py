@@ -155,6 +155,7 @@ def test_a_folder_that_turns_read_only_costs_one_checkpoint(
 def test_a_stop_whose_checkpoint_finds_no_room_does_not_say_75(train, small_disk, tmp_path):
     disk = small_disk(tmp_path / "disk", 8)
     how = [*HOW, f"run.root={disk}", "run.name=run", "train.time_limit=1s", "checkpoint.every=null"]
+    how += ["checkpoint.patience=2s"]
     run = train(
         "run",
         *how,

@@ -23,7 +23,7 @@ from fsdp_trainer.cli import main
 from fsdp_trainer.config.compose import compose
 from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.launch.nodes import first_host, free_port
-from fsdp_trainer.launch.start import RankProcesses, ranks_to_start
+from fsdp_trainer.launch.start import RankProcesses, how_to_go_on, ranks_to_start
 from fsdp_trainer.launch.world import environment_of_ranks, rendezvous
 from fsdp_trainer.process import cores
 from fsdp_trainer.training.run_lock import RunLock
@@ -136,9 +136,10 @@ def test_launch_env_reaches_the_ranks_and_a_signal_to_the_launcher_stops_them_in
         env = Path(f"/proc/{pid}/environ").read_text().split("\0")
         assert "NCCL_DEBUG=WARN" in env, "what the environment says stays"
         assert "OMP_NUM_THREADS=1" in env, "what the environment says stays"
-    process.send_signal(signal.SIGUSR1)
-    time.sleep(0.01)
-    process.send_signal(signal.SIGUSR1)  # as `timeout` does, to the process and to its group
+    # as `timeout` does, to the process and to its group, or an impatient user: to the very end
+    while process.poll() is None:
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.001)
     process.communicate(timeout=600)
     assert process.returncode == 75
     assert run.event("start")[0]["world_size"] == 2
@@ -152,6 +153,18 @@ def test_a_rank_that_ends_before_the_first_one_is_seen_and_named(capsys):
         assert RankProcesses([waits, killed]).wait() == 1
     assert waits.returncode == -signal.SIGKILL
     assert capsys.readouterr().err == "fsdp-trainer: rank 1 was killed by SIGKILL\n"
+
+
+def test_after_a_killed_rank_the_launcher_says_how_to_go_on(inputs, tmp_path):
+    words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), "run.name=run"]
+    cfg = compose("train", [*words, f"run.root={tmp_path}"])
+    assert how_to_go_on(cfg, "doctor") == ""
+    assert "begins anew" in how_to_go_on(cfg, "train")
+    for step in (4, 10):
+        folder = tmp_path / "run" / "checkpoints" / f"step-{step:08}"
+        folder.mkdir(parents=True)
+        (folder / "MANIFEST.json").touch()
+    assert how_to_go_on(cfg, "train") == "The same command goes on after step 10"
 
 
 ENDLESS_STEP = """

@@ -1,11 +1,19 @@
 """What a run writes down: the contract's fields, figures that are right, a line for people,
 trackers that go on after a restart."""
 
+import contextlib
+import fcntl
 import gzip
 import importlib.util
 import io
 import json
+import os
+import pty
 import re
+import struct
+import subprocess
+import sys
+import termios
 import time
 from collections import Counter
 from functools import partial
@@ -17,6 +25,7 @@ import torch
 import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from world import read_lines, write_chats
 
 from fsdp_trainer.devices import peak_flops
 from fsdp_trainer.models.attention import DocumentAttention
@@ -149,19 +158,76 @@ def test_a_terminal_sees_one_line_redrawn():
     assert quiet.getvalue() == ""
 
 
+LINE = {
+    "step": 1240,
+    "loss": 1.83421,
+    "grad_norm": None,
+    "lr": 2.7e-5,
+    "tokens_per_second": 41_234.0,
+    "memory_gib": 61.3,
+    "step_seconds": 2.414,
+    "mfu_palm": 0.412,
+    "mfu_causal": 0.391,
+}
+
+
+def test_a_progress_line_fits_the_terminal():
+    line = LINE | {"loss_by_source": {"maths": 1.5, "code": None}}
+    whole = progress_line(line, 5000, 9061)
+    assert whole.endswith("eta 2h31m  (maths 1.5000, code not finite)")
+    for width in range(20, len(whole) + 1):
+        narrow = progress_line(line, 5000, 9061, width)
+        assert len(narrow) <= max(width, len("1,240/5,000  24%  loss 1.8342"))
+        assert narrow.startswith("1,240/5,000  24%  loss 1.8342")
+    assert progress_line(line, 5000, 9061, 79) == (
+        "1,240/5,000  24%  loss 1.8342  lr 2.7e-05  41.2k tok/s  eta 2h31m"
+    )
+
+
+def test_a_terminal_shows_validations_checkpoints_and_the_end_on_lines_of_their_own(
+    tmp_path,
+):
+    """The run is at a terminal of 60 columns."""
+    rows = write_chats(tmp_path / "rows.jsonl", 40)
+    words = [
+        "run.name=run", f"data.path={rows}", "data.validation=0.1", "tokenizer.path=demo:bytes",
+        "model=tiny", "precision=fp32", "batch.rows=2", "batch.seq_len=256", "train.steps=4",
+        "train.validate_every=2", "checkpoint.every=2", "launch.nproc_per_node=1",
+    ]  # fmt: skip
+    shown = at_a_terminal([sys.executable, "-m", "fsdp_trainer", *words], tmp_path, columns=60)
+    lines = [line.rpartition("\r")[2] for line in shown.split("\r\n")]
+    said = [line.split(" ")[0] for line in lines]
+    assert said.count("valid") == 4  # before the first step, after steps 2 and 4, and at the end
+    assert said.count("saved") == 2
+    redrawn = [part for line in shown.split("\r\n") for part in line.split("\r") if "eta " in part]
+    assert len(redrawn) == 4
+    assert max(map(len, redrawn)) < 60
+    events = read_lines(tmp_path / "runs" / "run" / "events.jsonl")
+    evaluated = [event["step"] for event in events if event["event"] == "evaluation"]
+    assert evaluated == [0, 2, 4]
+    best = next(line for line in lines if line.startswith("best "))
+    folder = best.rpartition(": ")[2]
+    assert (tmp_path / folder / "MANIFEST.json").is_file()
+    assert any(line.startswith("loss ") and "in the last step" in line for line in lines)
+
+
+def at_a_terminal(command, folder, columns):
+    """Run a command at a terminal of its own, and return what it shows."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    process = subprocess.Popen(command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: the other end is closed
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    assert process.wait(timeout=600) == 0, shown.decode()
+    return shown.decode()
+
+
 def test_figures_are_short():
-    line = {
-        "step": 1240,
-        "loss": 1.83421,
-        "grad_norm": None,
-        "lr": 2.7e-5,
-        "tokens_per_second": 41_234.0,
-        "memory_gib": 61.3,
-        "step_seconds": 2.414,
-        "mfu_palm": 0.412,
-        "mfu_causal": 0.391,
-    }
-    assert progress_line(line, 5000, 9061) == (
+    assert progress_line(LINE, 5000, 9061) == (
         "1,240/5,000  24%  loss 1.8342  lr 2.7e-05  |g| not finite  41.2k tok/s  MFU "
         "41.2% (causal 39.1%)  61.30 GiB  2.41 s  eta 2h31m"
     )

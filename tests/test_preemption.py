@@ -27,6 +27,7 @@ HOW = [
     "schedule=constant", "train.steps=4", "checkpoint.every=2", "batch.micro_rows=1",
     "data.validation=0.2", "train.validate_every=2",
     "train.sample_prompts=[a,bb]", "train.sample_tokens=3", "checkpoint.best=true",
+    "train.validate_first=false",
 ]  # fmt: skip
 
 

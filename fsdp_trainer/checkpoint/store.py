@@ -222,6 +222,21 @@ class CheckpointStore:
         unlink_if_dangling(self.folder / BEST)
         sync(self.folder)
 
+    def droppable(self) -> Path | None:
+        """Return the oldest checkpoint, if it is neither the newest nor the best. Collective."""
+
+        def oldest() -> Path | None:
+            best = (self.folder / BEST).resolve()
+            older = [path for path in committed_checkpoints(self.run)[:-1] if path != best]
+            return older[0] if older else None
+
+        return run_on_rank_0("list the checkpoints", oldest)
+
+    def drop(self, checkpoint: Path) -> None:
+        """Delete a checkpoint. Collective."""
+        delete = partial(shutil.rmtree, checkpoint, ignore_errors=True)
+        run_on_rank_0("delete a checkpoint", delete)
+
     def newest_good(
         self, on_damage: Callable[[Path, list[Problem]], None], before: float = math.inf
     ) -> Path | None:

@@ -39,6 +39,7 @@ DURATIONS = (
     "launch.data_timeout",
     "launch.stall",
     "logging.stragglers",
+    "checkpoint.patience",
 )
 
 

@@ -87,6 +87,10 @@ class Train:
         "optimizer steps between validations, and between samples; null: only at the end",
         minimum=1,
     )
+    validate_first: bool | None = key(
+        None,
+        "validate before the first step too: how good the model was; null: where there is data.validation",
+    )
     sample_prompts: list[str] = key(
         [], "what to ask the model at each validation; its answers go to samples.jsonl"
     )
@@ -587,6 +591,13 @@ class Checkpoint:
         "sync",
         "`sync`: training waits for the write; `async`: only for a copy in host memory, which a thread writes",
         choices=("sync", "async"),
+    )
+    patience: str = key(
+        "10m",
+        "how long the last checkpoint of a run is tried again where it cannot be written, as on a full disk",
+    )
+    make_room: bool = key(
+        False, "delete the oldest checkpoint where there is no room for the last one"
     )
     export_hf: bool = key(
         False,

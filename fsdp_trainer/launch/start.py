@@ -7,11 +7,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.handover import DESCRIPTOR, hand_over
+from fsdp_trainer.config.paths import committed_checkpoints, step_of
 from fsdp_trainer.config.schema import Launch, TrainConfig
 from fsdp_trainer.devices import gpus, has_gpus
 from fsdp_trainer.errors import Stopped
@@ -61,7 +64,8 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], verb: str = "train") -> 
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the ranks inherit it
     try:
         node = meet_nodes(cfg, count)
-        ranks = RankProcesses(start_processes(cfg, [verb, *overrides], count, node), node)
+        processes = start_processes(cfg, [verb, *overrides], count, node)
+        ranks = RankProcesses(processes, node, partial(how_to_go_on, cfg, verb))
         with passing_on_signals(ranks) as received:
             code = ranks.wait()
             if node:
@@ -78,6 +82,18 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], verb: str = "train") -> 
         name = signal.Signals(received[0]).name
         print(f"fsdp-trainer: ended by {name}; what was committed stays", file=sys.stderr)
     return code
+
+
+def how_to_go_on(cfg: TrainConfig, verb: str) -> str:
+    """Return what to type after ranks of this verb were killed; nothing where that is plain."""
+    if verb != "train":
+        return ""
+    committed = committed_checkpoints(Path(cfg.run.root) / str(cfg.run.name))
+    if not committed:
+        return "No checkpoint was committed: the same command begins anew"
+    if cfg.checkpoint.resume != "auto":
+        return f"Go on after step {step_of(committed[-1]):,} with  checkpoint.resume=auto"
+    return f"The same command goes on after step {step_of(committed[-1]):,}"
 
 
 def meet_nodes(cfg: TrainConfig, ranks: int) -> Node | None:
@@ -123,8 +139,14 @@ def start_process(
 class RankProcesses:
     """The ranks of this node, and the time until which they may run."""
 
-    def __init__(self, processes: list[subprocess.Popen], node: Node | None = None):
-        self.processes, self.node = processes, node
+    def __init__(
+        self,
+        processes: list[subprocess.Popen],
+        node: Node | None = None,
+        advice: Callable[[], str] = str,
+    ):
+        """advice: returns what to type after a rank was killed, or nothing."""
+        self.processes, self.node, self.advice = processes, node, advice
         self.first = node.first if node else 0
         self.deadline = float("inf")
         self._explained = False
@@ -177,7 +199,8 @@ class RankProcesses:
         for rank, code in failed.items():
             if code < 0:
                 name = signal.Signals(-code).name
-                print(f"fsdp-trainer: rank {rank} was killed by {name}", file=sys.stderr)
+                text = f"fsdp-trainer: rank {rank} was killed by {name}"
+                print("\n".join(filter(None, (text, self.advice()))), file=sys.stderr)
                 self._explained = True
 
 
@@ -185,10 +208,12 @@ class RankProcesses:
 def passing_on_signals(ranks: RankProcesses) -> Iterator[list[int]]:
     """Pass signals on to the ranks, and yield the list of those received.
 
-    A second one, after ECHO_SECONDS, leaves the ranks SECOND_SECONDS.
+    A second one, after ECHO_SECONDS, leaves the ranks SECOND_SECONDS. Where a signal has ended
+    them, more of them within ECHO_SECONDS of that are ignored: the run has stopped already.
     """
     received: list[int] = []
     heard_at = -ECHO_SECONDS
+    ended_at = 0.0
 
     def pass_on(signum: int, _frame: object) -> None:
         nonlocal heard_at
@@ -200,6 +225,11 @@ def passing_on_signals(ranks: RankProcesses) -> Iterator[list[int]]:
         if len(received) > 1:
             ranks.end_within(SECOND_SECONDS)
 
+    def ignore_echo(signum: int, _frame: object) -> None:
+        if time.monotonic() - ended_at >= ECHO_SECONDS:
+            signal.signal(signum, before[signal.Signals(signum)])
+            signal.raise_signal(signum)
+
     in_main_thread = threading.current_thread() is threading.main_thread()
     signals = SIGNALS if in_main_thread else ()
     before = {signum: signal.signal(signum, pass_on) for signum in signals}
@@ -209,5 +239,6 @@ def passing_on_signals(ranks: RankProcesses) -> Iterator[list[int]]:
     finally:
         # the caller restores the mask: until then no signal meets another handler than before
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        ended_at = time.monotonic()
         for signum, handler in before.items():
-            signal.signal(signum, handler)
+            signal.signal(signum, ignore_echo if received else handler)

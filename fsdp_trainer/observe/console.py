@@ -1,6 +1,8 @@
 """The progress line: redrawn in a terminal, one plain line per logging step in a file."""
 
+import os
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -20,6 +22,10 @@ PLAIN_NAMES |= dict.fromkeys(CHECKPOINT, "checkpoint")
 TERMINAL_SECONDS, FILE_SECONDS = 0.2, 5.0  # between two lines of `paced`
 
 
+LEFT_OUT_FIRST = ("sources", "mfu", "memory", "seconds", "grad_norm", "lr", "speed", "eta")
+"""Parts of a progress line that a narrow terminal goes without, in this order."""
+
+
 class Console:
     """Prints for the run. Only rank 0 has one that is not quiet."""
 
@@ -27,19 +33,37 @@ class Console:
         self.quiet, self.stream = quiet, stream or sys.stdout
         self.live = not quiet and self.stream.isatty()
         self._drawn = 0
+        self._lock = threading.Lock()  # checkpoints are reported by the thread that writes them
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
         if not self.quiet:
-            self._print(self._cleared() + text + "\n")
+            with self._lock:
+                self._print(self._cleared() + text + "\n")
 
     def progress(self, text: str, last: bool = False) -> None:
         """Print the line of a logging step; in a terminal the next one replaces it."""
-        if self.live and not last:
+        if not self.live or last:
+            self.say(text)
+            return
+        with self._lock:
+            text = shortened(text, self.width or len(text))
             self._print("\r" + text + " " * (self._drawn - len(text)))
             self._drawn = len(text)
-        else:
-            self.say(text)
+
+    @property
+    def width(self) -> int | None:
+        """Return how many characters a line may have that is redrawn; None: any number.
+
+        One less than the terminal is wide: some of them wrap at the last column.
+        """
+        if not self.live:
+            return None
+        try:
+            columns = os.get_terminal_size(self.stream.fileno()).columns
+        except (OSError, ValueError):  # no descriptor
+            return None
+        return (columns or 80) - 1
 
     def paced(self) -> Callable[[str], None]:
         """Return a `progress` for lines that come too fast: it prints one now and then."""
@@ -67,27 +91,66 @@ def throttled(act: Callable[[str], None], pause: float) -> Callable[[str], None]
     return act_if_due
 
 
-def progress_line(line: dict[str, Any], total_steps: int, seconds_left: float) -> str:
-    """Return the console line for a line of metrics.jsonl.
+def progress_line(
+    line: dict[str, Any], total_steps: int, seconds_left: float, width: int | None = None
+) -> str:
+    """Return the console line for a line of metrics.jsonl, of at most `width` characters.
 
     1,240/5,000 25%  loss 1.8342  lr 2.7e-05  |g| 0.91  41.2k tok/s  61.30 GiB  2.41 s  eta 2h31m
     """
     total, percent = f"{total_steps:,}", 100 * line["step"] // max(1, total_steps)
-    parts = [
-        f"{line['step']:>{len(total)},}/{total} {percent:3}%",
-        f"loss {_finite(line['loss'], '.4f')}",
-        f"lr {line['lr']:.1e}",
-        f"|g| {_finite(line['grad_norm'], '.2f')}",
-        f"{short(line['tokens_per_second'])} tok/s",
-    ]
-    if "mfu_palm" in line:
-        parts.append(f"MFU {line['mfu_palm']:.1%} (causal {line['mfu_causal']:.1%})")
-    parts.append(f"{line['memory_gib']:.2f} GiB")
-    parts.append(f"{line['step_seconds']:.2f} s")
-    parts.append(f"eta {duration(seconds_left)}")
-    if line.get("validation_loss") is not None:
-        parts.append(f"validation {line['validation_loss']:.4f}")
-    return "  ".join(parts)
+    parts = {
+        "step": f"{line['step']:>{len(total)},}/{total} {percent:3}%",
+        "loss": f"loss {_finite(line['loss'], '.4f')}",
+        "lr": f"lr {line['lr']:.1e}",
+        "grad_norm": f"|g| {_finite(line['grad_norm'], '.2f')}",
+        "speed": f"{short(line['tokens_per_second'])} tok/s",
+        "mfu": mfu(line),
+        "memory": f"{line['memory_gib']:.2f} GiB",
+        "seconds": f"{line['step_seconds']:.2f} s",
+        "eta": f"eta {duration(seconds_left)}",
+        "sources": by_source(line.get("loss_by_source") or {}),
+    }
+    parts = {name: text for name, text in parts.items() if text}
+    for name in LEFT_OUT_FIRST:
+        if width is not None and len("  ".join(parts.values())) > width:
+            parts.pop(name, None)
+    return "  ".join(parts.values())
+
+
+def mfu(line: dict[str, Any]) -> str:
+    """Return the model FLOPs utilisation of a line of metrics.jsonl; empty: there is none."""
+    if "mfu_palm" not in line:
+        return ""
+    return f"MFU {line['mfu_palm']:.1%} (causal {line['mfu_causal']:.1%})"
+
+
+def by_source(losses: dict[str, float | None]) -> str:
+    """Return the losses of several sources, e.g. `(maths 1.8312, code 0.9021)`; else nothing."""
+    if len(losses) < 2:
+        return ""
+    shown = [f"{name} {_finite(loss, '.4f')}" for name, loss in losses.items()]
+    return f"({', '.join(shown)})"
+
+
+def validation_line(
+    step: int,
+    loss: float | None,
+    lowest: tuple[int | None, float | None],
+    losses: dict[str, float | None],
+) -> str:
+    """Return the line of a validation. lowest: step and loss of the lowest so far.
+
+    valid  after step 40: loss 1.8342, the lowest so far  (maths 1.8312, code 0.9021)
+    """
+    when = f"after step {step:,}" if step else "before the first step"
+    best_step, best = lowest
+    compared = ""
+    if step and best is not None:
+        is_best = best_step == step
+        compared = ", the lowest so far" if is_best else f", lowest {best:.4f} after {best_step:,}"
+    text = f"valid  {when}: loss {_finite(loss, '.4f')}{compared}"
+    return "  ".join(filter(None, (text, by_source(losses))))
 
 
 def _finite(value: float | None, form: str) -> str:

@@ -12,7 +12,7 @@ from fsdp_trainer import phases
 from fsdp_trainer.config.schema import Logging
 from fsdp_trainer.devices import peak_flops
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.observe.console import Console, progress_line, shortened
+from fsdp_trainer.observe.console import Console, progress_line, shortened, validation_line
 from fsdp_trainer.observe.flops import causal_flops, palm_flops
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.step_log import StepReport, finite_or_none
@@ -41,6 +41,8 @@ class Observer:
         self.peak = peak_flops(torch.cuda.get_device_name(device)) if cuda else None
         self.about: list[str] = []
         """Lines on model, world and data that were shown at the start."""
+        self.last_loss: float | None = None
+        """Loss of the last step that was written."""
         self._step_seconds: list[float] = []
 
     def say(self, text: str) -> None:
@@ -91,7 +93,9 @@ class Observer:
         self._step_seconds = [*self._step_seconds, *[seconds] * len(lines)][-STEPS_OF_ETA:]
         steps_left = total_steps - lines[-1]["step"]
         seconds_left = steps_left * sum(self._step_seconds) / len(self._step_seconds)
-        self.console.progress(progress_line(lines[-1], total_steps, seconds_left), last)
+        self.last_loss = lines[-1]["loss"]
+        text = progress_line(lines[-1], total_steps, seconds_left, self.console.width)
+        self.console.progress(text, last)
 
     def _line(
         self,
@@ -161,6 +165,24 @@ class Observer:
             f"|g| {report.grad_norm:.2f} (score {scores[1]:.1f}), highest loss on "
             f"rank {', '.join(map(str, ranks))}: {where}{update}"
         )
+
+    def validated(
+        self,
+        step: int,
+        loss: float | None,
+        lowest: tuple[int | None, float | None],
+        by_source: dict[str, float | None],
+        seconds: float,
+    ) -> None:
+        """Record and show a validation. lowest: step and loss of the lowest so far."""
+        losses = {"losses": by_source} if by_source else {}
+        self.event("evaluation", step=step, loss=loss, **losses, seconds=round(seconds, 3))
+        self.say(validation_line(step, loss, lowest, by_source))
+
+    def checkpoint_committed(self, step: int, path: str, seconds: float, **details: Any) -> None:
+        """Record and show a committed checkpoint."""
+        self.event("checkpoint", step=step, path=path, seconds=seconds, **details)
+        self.say(f"saved  {path} in {seconds:.1f} s")
 
     def amend(self, step: int, extra: dict[str, Any]) -> None:
         """Add to the line of a step that is written already: the last one before a resume."""

@@ -108,7 +108,7 @@ def build(
         cfg.checkpoint,
         timeout,
         partial(write_assets, cfg, inputs, config),
-        on_commit=lambda event: observer.event("checkpoint", **event),
+        on_commit=lambda event: observer.checkpoint_committed(**event),
     )
     order = inputs.data.streamed or build_order(cfg, inputs.data, config.attention_cost)
     held_out = None

@@ -24,6 +24,8 @@ class Progress:
 
     step, rows, tokens, supervised_tokens: done so far.
     pending: work due after this step that a stop interrupted: `validate`, `sample`.
+    first_validation, last_validation: losses before the first step, and the last one; None: there
+    was none, or it was not finite.
     best_loss: the lowest validation loss, after best_step; best_before: the same before that one.
     lower_loss: the last validation loss that counted as lower for train.early_stop; stale: how many
     validations have not been lower since.
@@ -37,6 +39,8 @@ class Progress:
     rows: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
+    first_validation: float | None = None
+    last_validation: float | None = None
     best_step: int | None = None
     best_loss: float | None = None
     best_before: tuple[int | None, float | None] = (None, None)
@@ -76,10 +80,14 @@ class Progress:
     def validated(self, loss: float, delta: float) -> None:
         """Take note of a validation loss.
 
-        It counts for train.early_stop if lower by more than `delta`.
-
-        NaN is never lower.
+        It counts for train.early_stop if lower by more than `delta`; NaN is never lower. The one
+        before the first step is only compared with: it has no checkpoint.
         """
+        finite = loss if math.isfinite(loss) else None
+        if self.step == 0:
+            self.first_validation = finite
+            return
+        self.last_validation = finite
         self.stale += 1
         if not math.isfinite(loss):
             return
@@ -103,4 +111,5 @@ class Progress:
     def forget_validation(self) -> None:
         """Drop what another validation set gave, or what belongs to a checkpoint of another run."""
         self.best_step = self.best_loss = self.lower_loss = None
+        self.first_validation = self.last_validation = None
         self.stale, self.pending = 0, []

@@ -18,6 +18,7 @@ from fsdp_trainer.checkpoint.export import export_checkpoint, is_export_of
 from fsdp_trainer.config.check import show
 from fsdp_trainer.config.paths import (
     BEST,
+    checkpoint_name,
     committed_checkpoints,
     find_checkpoint,
     is_hub_id,
@@ -46,8 +47,10 @@ from fsdp_trainer.training.build import Start, build, check_room, resolve_archit
 from fsdp_trainer.training.deterministic import deterministic_kernels
 from fsdp_trainer.training.inputs import RunInputs
 from fsdp_trainer.training.out_of_memory import is_out_of_memory, report_out_of_memory
+from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.rewind import rewind
 from fsdp_trainer.training.run_lock import RunLock
+from fsdp_trainer.training.saving import CheckpointManager
 from fsdp_trainer.training.stop import StopSignals
 from fsdp_trainer.training.trainer import Outcome, Rewind, Trainer
 
@@ -436,11 +439,29 @@ def report_end(trainer: Trainer, reason: str) -> None:
         )
     if reason == "early_stop":
         say(f"stopped early: {progress.stale} validations in a row without a lower loss")
-    if trainer.cfg.checkpoint.best and progress.best_step is not None:
-        say(
-            f"best   validation loss {progress.best_loss:.4f} after step {progress.best_step:,}: "
-            f"{trainer.checkpoints.store.folder / BEST}"
-        )
+    if trainer.observer.last_loss is not None:
+        say(f"loss   {trainer.observer.last_loss:.4f} in the last step")
+    for line in describe_validation(progress, trainer.cfg.checkpoint.best, trainer.checkpoints):
+        say(line)
+
+
+def describe_validation(
+    progress: Progress, keeps_best: bool, checkpoints: CheckpointManager
+) -> list[str]:
+    """Return lines on the first, last and lowest validation loss, and where the best model is."""
+    if progress.last_validation is None or progress.best_step is None:
+        return []
+    first = progress.first_validation
+    before = "" if first is None else f", before the first step {first:.4f}"
+    lines = [f"valid  loss {progress.last_validation:.4f} at the last validation{before}"]
+    folder = checkpoints.store.folder
+    best = folder / checkpoint_name(progress.best_step)
+    if keeps_best:
+        where = str(folder / BEST)
+    else:
+        where = str(best) if best.is_dir() else "not kept: checkpoint.best=true would keep it"
+    lowest = f"{progress.best_loss:.4f} after step {progress.best_step:,}"
+    return [*lines, f"best   validation loss {lowest}: {where}"]
 
 
 def export_hf(trainer: Trainer, world: World) -> None:

@@ -10,13 +10,26 @@ from typing import Any
 
 from torch import Tensor
 
+from fsdp_trainer import phases
 from fsdp_trainer.checkpoint.store import CheckpointStore
+from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepClock
 
-PAUSES = (1.0, 2.0, 4.0)
-"""Seconds before the last checkpoint is tried again."""
+LONGEST_PAUSE = 30.0
+"""Seconds between two attempts to write the last checkpoint, at most."""
+
+
+def pauses(patience: float) -> list[float]:
+    """Return the seconds before each attempt to write the last checkpoint again.
+
+    1, 2, 4 and so on, `patience` in all: the same on every rank, whose attempts are collective.
+    """
+    listed: list[float] = []
+    while sum(listed) < patience:
+        listed.append(min(2.0 ** len(listed), LONGEST_PAUSE, patience - sum(listed)))
+    return listed
 
 
 @dataclass
@@ -31,6 +44,7 @@ class CheckpointManager:
     complete: bool
     """Whether that one has nothing pending."""
     _before: int = -1
+    _tries_again: bool = False
     _failure: str = ""
 
     def save(
@@ -85,13 +99,21 @@ class CheckpointManager:
     def save_until_committed(self, step: int, save_and_settle: Callable[[], None]) -> None:
         """Save the last checkpoint, also after failures.
 
-        Raises RunFailed when it fails again and again.
+        Tries again for as long as checkpoint.patience says, and with checkpoint.make_room deletes
+        the oldest one first. Raises RunFailed when it fails again and again.
         """
-        for pause in (0.0, *PAUSES):
-            time.sleep(pause)
-            save_and_settle()
+        save_and_settle()
+        for pause in pauses(parse_duration(self.store.cfg.patience)):
             if self.newest == step:
                 return
+            if not self._tries_again:
+                self._tries_again = True
+                self._explain_patience()
+            phases.enter("staging")  # the watchdog counts each attempt by itself
+            time.sleep(pause)
+            save_and_settle()
+        if self.newest == step:
+            return
         stands = "There is no checkpoint"
         if self.newest >= 0:
             stands = f"The newest checkpoint is that of step {self.newest:,}"
@@ -100,10 +122,23 @@ class CheckpointManager:
             f"{stands}\n{self._failure}"
         )
 
+    def _explain_patience(self) -> None:
+        """Make room where the configuration allows it, and show what the run waits for."""
+        patience = self.store.cfg.patience
+        oldest = self.store.droppable()
+        if oldest and self.store.cfg.make_room:
+            self.store.drop(oldest)
+            self.observer.event("made_room", path=str(oldest))
+            self.observer.say(f"deleted {oldest} to make room (checkpoint.make_room=true)")
+            return
+        room = f"e.g.  rm -r {oldest}" if oldest else "there is no older checkpoint to delete"
+        self.observer.say(f"the last checkpoint is tried again for {patience}. Make room: {room}")
+
     def _record_failure(self, step: int, error: RunFailed, next_due: int | None) -> None:
         self._failure = error.args[0]
         goes_on = ""
         if next_due is not None:
             goes_on = f"\n       Training goes on; the next is written after step {next_due:,}"
         self.observer.event("checkpoint_failed", step=step, error=self._failure)
-        self.observer.say(f"no checkpoint of step {step:,}: {self._failure}{goes_on}")
+        if not self._tries_again:
+            self.observer.say(f"no checkpoint of step {step:,}: {self._failure}{goes_on}")

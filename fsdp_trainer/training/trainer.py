@@ -109,6 +109,8 @@ class Trainer:
         """Do step after step, until there are no more. Every line here happens in this order."""
         # what a stop interrupted before this start, if this configuration still asks for it
         self.progress.pending = [w for w in self.progress.pending if w in self.work_due()]
+        if self.validates_first:
+            self.validate()
         if self.progress.pending:
             self.after_step(collect_garbage)
         while not self.finished:
@@ -213,6 +215,12 @@ class Trainer:
         work = {"validate": self.validation, "sample": self.samples.prompts}
         return [name for name, wanted in work.items() if wanted]
 
+    @property
+    def validates_first(self) -> bool:
+        """Return whether the model is to be validated before its first step: a baseline."""
+        wanted = self.cfg.train.validate_first is not False
+        return wanted and self.validation is not None and self.progress.step == 0
+
     def after_step(self, collect_garbage: Callable[[int], None]) -> None:
         """Do what is due after a step.
 
@@ -282,20 +290,22 @@ class Trainer:
             self.dims.sum_over_batch(sums)
             dist.broadcast(sums, 0)  # the ranks decide by it: it must be the same to the last bit
             loss = sums[metrics.position("loss")].item() / (step.plan.weight or math.nan)
+            self.progress.validated(loss, self.cfg.train.early_stop_delta)
             self.record_validation(loss, metrics.written(sums.tolist()), seconds())
-        self.progress.validated(loss, self.cfg.train.early_stop_delta)
         self.compilations.report(self.progress.step, "validation")
 
     def record_validation(self, loss: float, written: dict[str, Any], seconds: float) -> None:
         """Write the validation loss to the line of the step it followed, and as an event."""
-        step, value = self.progress.step, finite_or_none(loss)
-        line, event = {"validation_loss": value}, {"loss": value}
-        by_source = written.get("loss_by_source")
+        progress, value = self.progress, finite_or_none(loss)
+        lowest = progress.best_step, progress.best_loss
+        by_source = written.get("loss_by_source") or {}
+        self.observer.validated(progress.step, value, lowest, by_source, seconds)
+        line: dict[str, Any] = {"validation_loss": value}
         if by_source:
-            line["validation_loss_by_source"] = event["losses"] = by_source
-        self.observer.event("evaluation", step=step, **event, seconds=round(seconds, 3))
-        if not self.step_log.annotate(line):  # a stop had it written before the validation
-            self.observer.amend(step, line)
+            line["validation_loss_by_source"] = by_source
+        # a stop had the step's line written before the validation; step 0 has none
+        if progress.step and not self.step_log.annotate(line):
+            self.observer.amend(progress.step, line)
 
     def sample(self) -> None:
         """Record what the model says to train.sample_prompts now."""

@@ -34,6 +34,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from fsdp_trainer.checkpoint.stream import as_bytes, as_tensor, grouped, write
 from fsdp_trainer.distributed import local_part
+from fsdp_trainer.rounding import round_up
 from fsdp_trainer.torch_private import storage_info
 
 # what a disk that is written to without the page cache asks of addresses, lengths and offsets
@@ -63,7 +64,7 @@ class Archive:
     @property
     def room(self) -> int:
         """Bytes in the file; the next archive begins where a direct write may."""
-        return -(-self.length // ALIGNED) * ALIGNED
+        return round_up(self.length, ALIGNED)
 
     def fill(self, memory: Tensor, tensor: Tensor) -> None:
         """Copy to `memory`, uint8; from a GPU it is complete when the stream has done it."""

@@ -12,6 +12,7 @@ from fsdp_trainer.config.formats import is_compact, moments_format, rounds
 from fsdp_trainer.config.rules_training import Broken
 from fsdp_trainer.config.schema import NEEDS_NCCL, Sharding, TrainConfig
 from fsdp_trainer.models.attention_choice import AttentionContext, attention_problems
+from fsdp_trainer.rounding import round_up
 
 COLLECTIVES = {
     "messages": (2, 11),
@@ -170,5 +171,5 @@ def float8(cfg: TrainConfig, report: Report) -> Broken:
         yield (
             "batch.seq_len",
             f"float8 products need a multiple of 16 tokens, not {tokens:,} (seq_len × "
-            f"micro_rows).\nUse  batch.seq_len={-(-cfg.batch.seq_len // 16) * 16}",
+            f"micro_rows).\nUse  batch.seq_len={round_up(cfg.batch.seq_len, 16)}",
         )

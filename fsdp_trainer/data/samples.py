@@ -23,6 +23,7 @@ from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.data.turns import TurnFinder, merged
 from fsdp_trainer.data.words import EncodedWords, Encoding
+from fsdp_trainer.rounding import round_up
 
 Span = tuple[int, int, float]
 """Characters [start, end) of a text and the weight with which their tokens are learnt."""
@@ -356,6 +357,6 @@ def token_weights(encoding: Encoding | EncodedWords, text: Rendered) -> np.ndarr
 
 
 def rounded_length(length: int) -> int:
-    """The next length that one would choose: 1024, 1280, 1536, 1792, 2048, 2560 …"""
+    """Return the next length that one would choose: 1024, 1280, 1536, 1792, 2048, 2560 …"""
     step = max(1, 1 << max(0, (length - 1).bit_length() - 3))
-    return -(-length // step) * step
+    return round_up(length, step)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.families import FAMILIES, FULL, SLIDING, Family, layer_pattern
+from fsdp_trainer.rounding import round_up
 
 if TYPE_CHECKING:
     import numpy as np  # not loaded by a process that only starts ranks or finds a mistake
@@ -129,7 +130,7 @@ class ModelConfig:
     @property
     def embedding_rows(self) -> int:
         """Rows of the embedding and the head, padding included."""
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+        return round_up(self.vocab_size, self.vocab_multiple)
 
     @property
     def rotary_dim(self) -> int:

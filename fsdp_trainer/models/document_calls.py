@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.distributed import to_device
+from fsdp_trainer.rounding import round_up
 
 Lengths = list[list[int]]
 PADDING_WASTE_LIMIT = 1.25
@@ -99,7 +100,7 @@ def _kernel_call(
 ) -> KernelCall:
     """Return one call for all these pieces, which also see `before` tokens before them."""
     multiple = LENGTH_MULTIPLE[device.type]
-    width = min(-(-int(sizes.max()) // multiple) * multiple, longest)
+    width = min(round_up(int(sizes.max()), multiple), longest)
     queries = _positions(starts, sizes, width)
     if not before:
         return KernelCall(queries, queries, None)

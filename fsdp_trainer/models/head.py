@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.rounding import round_up
 from fsdp_trainer.torch_private import graph_is_kept
 
 CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
@@ -146,7 +147,7 @@ class Head(nn.Module):
         if self.chunk_mib:
             budget = max(1, self.chunk_mib * 2**20 // (4 * self.vocab_size))
         chunks = max(1, math.ceil(tokens / budget))
-        return max(8, math.ceil(tokens / chunks / 8) * 8)
+        return max(8, round_up(math.ceil(tokens / chunks), 8))
 
     def compile_chunks(self, **options: Any) -> None:
         """Fuse what is done to a chunk between its matrix products; options: torch.compile's.

@@ -17,6 +17,7 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.freeze import model_to_train
 from fsdp_trainer.optim.footprint import state_bytes
+from fsdp_trainer.rounding import round_up
 
 
 class Sizes(NamedTuple):
@@ -50,8 +51,7 @@ class FsdpUnit(NamedTuple):
 
 
 def _of_one(parameter: Tensor, cfg: TrainConfig, sizes: Sizes, group: int) -> FsdpUnit:
-    rows = -(-len(parameter) // group)
-    padded = rows * group * parameter[0].numel()
+    padded = round_up(len(parameter), group) * parameter[0].numel()
     encoded = is_encoded(parameter)
     gathered = padded * (1 if encoded else sizes.compute)
     if not parameter.requires_grad:

@@ -14,6 +14,7 @@ from fsdp_trainer.data.order import Rows
 from fsdp_trainer.distributed import to_device
 from fsdp_trainer.models.attention import LAYOUTS
 from fsdp_trainer.models.decoder import MicroBatch
+from fsdp_trainer.rounding import round_up
 
 INDEX_STEP = 128
 """Supervised positions are padded to a multiple of this, so that the device sees few shapes."""
@@ -177,11 +178,6 @@ def number_documents(rows: Rows, index: np.ndarray, length: int) -> tuple[np.nda
     starts = [start for row in rows.group_starts for start in row]
     groups = np.cumsum(starts, dtype=np.int64) - 1
     return np.searchsorted(np.concatenate(ends), index, side="right"), groups
-
-
-def round_up(number: int, multiple: int) -> int:
-    """Return the smallest multiple that is not below `number`."""
-    return math.ceil(number / multiple) * multiple
 
 
 def ranks_with_highest(values: Sequence[float]) -> list[int]:

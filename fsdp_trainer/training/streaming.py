@@ -27,12 +27,12 @@ from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepReport
 from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.rounding import round_up
 from fsdp_trainer.training.batches import (
     MAX_SUSPECTS,
     Assembler,
     StepPlan,
     ranks_with_highest,
-    round_up,
     row_ranges,
     suspects_event,
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from fsdp_trainer.checkpoint.load import load_model
-from fsdp_trainer.config.paths import model_folder
+from fsdp_trainer.config.paths import tokenizer_folder
 from fsdp_trainer.config.verbs import GenerateConfig
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template, load_template
@@ -31,7 +31,7 @@ class Speaker:
         cls, source: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32
     ) -> "Speaker":
         """Load from a run, a checkpoint or a Hugging Face folder. Raises UserError."""
-        tokenizer = load_tokenizer(str(model_folder(source)))
+        tokenizer = load_tokenizer(str(tokenizer_folder(source)))
         return cls(load_model(source, device, dtype), tokenizer, load_template(None, tokenizer))
 
     def answer(self, messages: list[dict], cfg: GenerateConfig) -> Iterator[str]:

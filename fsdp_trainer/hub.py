@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fsdp_trainer.config.paths import is_hub_id
+from fsdp_trainer.config.paths import base_of_adapter, is_adapter, is_hub_id
 from fsdp_trainer.errors import Problem, UserError
 
 TEXTS = ["*.json", "*.jinja", "tokenizer.model"]
@@ -12,10 +12,17 @@ WEIGHTS = ["*.safetensors"]
 def fetch(name: str, weights: bool = True) -> Path:
     """Return the local folder of a model; a hub id is downloaded into the hub's own cache.
 
+    So is the base model of an adapter, whose folder is returned.
     weights=False: configuration and tokenizer only. Raises UserError.
     """
-    if not is_hub_id(name):
-        return Path(name).expanduser()
+    folder = download(name, weights) if is_hub_id(name) else Path(name).expanduser()
+    if is_adapter(folder) and is_hub_id(base_of_adapter(folder)):
+        download(base_of_adapter(folder), weights)
+    return folder
+
+
+def download(name: str, weights: bool) -> Path:
+    """Return the folder of a model of the hub. Raises UserError."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:

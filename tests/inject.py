@@ -67,7 +67,7 @@ POINTS = {
     "checkpoint_wait": "fsdp_trainer.checkpoint.store:CheckpointStore.wait",
     "checksum": "fsdp_trainer.checkpoint.files:checksum",
     "commit": "fsdp_trainer.checkpoint.files:commit",
-    "export_write": "fsdp_trainer.checkpoint.export:write",
+    "export_write": "fsdp_trainer.checkpoint.safetensors_file:write",
     # records and trackers
     "records_write": "fsdp_trainer.observe.records:Records.write",
     "event": "fsdp_trainer.observe.records:Records.event",

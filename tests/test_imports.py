@@ -20,6 +20,7 @@ LAYERS = [
     # what composes a configuration asks the models' rules, which need no torch either
     (
         "config.rules",
+        "config.rules_adapter",
         "config.rules_computing",
         "config.rules_data",
         "config.rules_training",

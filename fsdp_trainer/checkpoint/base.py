@@ -1,5 +1,6 @@
 """Frozen weights, which checkpoints do not hold: where they are, and whether they have changed."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fsdp_trainer.checkpoint.adapter import adapted_model, peft_adapter
 from fsdp_trainer.checkpoint.huggingface import parameters_on_disk, read_parameters
+from fsdp_trainer.checkpoint.merge import merged
+from fsdp_trainer.checkpoint.origin import read_origin, refuse_merging_twice
 from fsdp_trainer.checkpoint.state import WEIGHTS, plain
 from fsdp_trainer.checkpoint.store import load, read_progress
 from fsdp_trainer.checkpoint.stored import StoredTensors
@@ -20,14 +24,21 @@ from fsdp_trainer.checkpoint.stream import (
     piece_bytes,
     row_ranges,
 )
-from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
+from fsdp_trainer.config.paths import (
+    ADAPTER_CONFIG,
+    base_of_adapter,
+    find_checkpoint,
+    is_adapter,
+    is_hub_id,
+)
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.distributed import local_part, local_slice, run_on_all_ranks, whole_slice
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.hub import fetch
-from fsdp_trainer.models.adapters import AdapterSpec, add_adapters, frozen_dtype
+from fsdp_trainer.models.adapter_spec import AdapterSpec
+from fsdp_trainer.models.adapters import frozen_dtype
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
+from fsdp_trainer.models.decoder import VOCABULARY, Decoder
 from fsdp_trainer.models.freeze import frozen_parameters
 from fsdp_trainer.models.initialize import initialize_part
 
@@ -101,7 +112,33 @@ def base_of_new_run(
         source = str((find_checkpoint(init_from) or init_from).resolve())
     named = cfg.model.init_from or ""
     hub_id = named if is_hub_id(named) else ""
-    return Base(source, hub_id, cfg.run.seed, dtype, digests(model, frozen, dtype), adapters)
+    base = Base(source, hub_id, cfg.run.seed, dtype, digests(model, frozen, dtype), adapters)
+    if cfg.adapter.init_from:
+        require_base_of_adapter(base, Path(cfg.adapter.init_from))
+    return base
+
+
+def require_base_of_adapter(base: Base, adapter: Path) -> None:
+    """Raise UserError unless an adapter to go on from was trained beside this base.
+
+    As far as it is known: what other programs write has no digests, and digests in other formats
+    cannot be compared.
+    """
+    if base.source:
+        refuse_merging_twice(adapter, Path(base.source))
+    checkpoint = find_checkpoint(adapter)
+    recorded = read_base(checkpoint) if checkpoint else recorded_digests(adapter)
+    if recorded.dtype != base.dtype:
+        return
+    both = recorded.digests.keys() & base.digests.keys()
+    different = [name for name in both if recorded.digests[name] != base.digests[name]]
+    if different:
+        trained_beside = recorded.hub_id or recorded.source or "random weights"
+        text = (
+            f"was trained beside other numbers, in {len(different):,} of {len(both):,} weights,"
+            f" such as {min(different)}.\nIts base model was {trained_beside}"
+        )
+        raise UserError("this is not the adapter's base model", [Problem(str(adapter), text)])
 
 
 def base_of_resumed_run(model: Decoder, cfg: TrainConfig, checkpoint: Path) -> Base | None:
@@ -177,15 +214,27 @@ def load_weights(
 
 
 def weights_on_disk(config: ModelConfig, source: Path) -> dict[str, TensorOnDisk]:
-    """Return every weight of a Hugging Face folder, or of a checkpoint and its base, by name.
+    """Return every weight of a model without adapters, by name; those of `source` are merged.
 
-    Raises UserError if a base is gone, and RunFailed for a checkpoint that lacks rows.
+    source: a Hugging Face folder, a run, a checkpoint or a PEFT folder.
+    Raises UserError if a base is gone or an adapter does not fit it, and RunFailed for a checkpoint
+    that lacks rows.
     """
+    if is_adapter(source):
+        spec, tensors = peft_adapter(config, source, "auto")
+        return merged(weights_on_disk(config, base_folder(source)) | tensors, spec)
     checkpoint = find_checkpoint(source)
     if checkpoint is None:
         return parameters_on_disk(config, source)
+    adapters = read_base(checkpoint).adapters
+    weights = unmerged_weights(config, checkpoint)
+    return merged(weights, adapters) if adapters else weights
+
+
+def unmerged_weights(config: ModelConfig, checkpoint: Path) -> dict[str, TensorOnDisk]:
+    """Return every weight of a checkpoint and its base by name, adapters by themselves."""
     base = read_base(checkpoint)
-    model = trained_model(config, base)
+    model = adapted_model(config, base.adapters)
     stored = StoredTensors(checkpoint)
     from_base = base_weights(model, base)
     return from_base | {
@@ -195,12 +244,58 @@ def weights_on_disk(config: ModelConfig, source: Path) -> dict[str, TensorOnDisk
     }
 
 
-def trained_model(config: ModelConfig, base: Base) -> Decoder:
-    """Return a model on the meta device with the adapters that its checkpoint was trained with."""
-    model = meta_decoder(config)
-    if base.adapters:
-        add_adapters(model, base.adapters, torch.float32)
-    return model
+def adapter_on_disk(
+    config: ModelConfig, source: Path, base: str
+) -> tuple[AdapterSpec, dict[str, TensorOnDisk]]:
+    """Return adapters, and what they train by parameter name: matrices and `adapter.also`.
+
+    source: a PEFT folder, a run with an adapter, or a checkpoint of one. base: as in AdapterSpec.
+    """
+    checkpoint = find_checkpoint(source)
+    if checkpoint is None:
+        return peft_adapter(config, source, base)
+    spec = read_base(checkpoint).adapters
+    assert spec
+    weights = unmerged_weights(config, checkpoint)
+    trained = {n: t for n, t in weights.items() if ".lora_" in n or n in spec.also}
+    return replace(spec, base=base), trained
+
+
+def number_formats(config: ModelConfig, source: Path) -> dict[str, str]:
+    """Return the formats in which a model's weights came: by parameter, all others `default`.
+
+    source: as for weights_on_disk; an adapter's are its base model's.
+    """
+    if is_adapter(source):
+        return number_formats(config, base_folder(source))
+    checkpoint = find_checkpoint(source)
+    if checkpoint:
+        return read_progress(checkpoint)["dtypes"]
+    tensors = parameters_on_disk(config, source)
+    names = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+    return with_default(names)
+
+
+def with_default(formats: dict[str, str]) -> dict[str, str]:
+    """Return the most common of the formats as `default`, and those that differ by parameter."""
+    default, _ = Counter(formats.values()).most_common(1)[0]
+    others = {name: dtype for name, dtype in formats.items() if dtype != default}
+    return {"default": default} | others
+
+
+def base_folder(adapter: Path) -> Path:
+    """Return the folder, run or checkpoint of a PEFT folder's base model.
+
+    Raises UserError if it is nowhere.
+    """
+    name = base_of_adapter(adapter)
+    if is_hub_id(name):
+        return fetch(name)
+    if name and Path(name).is_dir():
+        return Path(name)
+    text = "names no base model" if not name else f"names a base model that is not there: {name}"
+    text += f"\nWrite its folder into  {adapter / ADAPTER_CONFIG}  as  base_model_name_or_path"
+    raise UserError("the adapter's base model is not there", [Problem(str(adapter), text)])
 
 
 def base_weights(model: Decoder, base: Base) -> dict[str, TensorOnDisk]:
@@ -208,10 +303,12 @@ def base_weights(model: Decoder, base: Base) -> dict[str, TensorOnDisk]:
 
     Raises UserError if their folder is gone.
     """
+    drawn = [name for name in base.digests if not base.source or ".lora_" in name]
+    weights: dict[str, TensorOnDisk] = {n: random_weight(model, n, base) for n in drawn}
     if base.source:
         everything = weights_on_disk(model.config, _locate(base))
-        return {name: everything[name] for name in base.digests}
-    return {name: random_weight(model, name, base) for name in base.digests}
+        weights |= {name: everything[name] for name in base.digests if name not in weights}
+    return weights
 
 
 def random_weight(model: Decoder, name: str, base: Base) -> RandomWeight:
@@ -220,22 +317,50 @@ def random_weight(model: Decoder, name: str, base: Base) -> RandomWeight:
     return RandomWeight(dtype, model.get_parameter(name).shape, [], model.config, name, base.seed)
 
 
-def require_unchanged(config: ModelConfig, checkpoint: Path) -> None:
-    """Read a checkpoint's frozen weights. Raises UserError if they are gone or have changed."""
-    base = read_base(checkpoint)
-    model = trained_model(config, base)
+def require_unchanged(config: ModelConfig, source: Path) -> None:
+    """Read the frozen weights of a checkpoint or a PEFT folder.
+
+    Raises UserError if they are gone or have changed, as far as it is known what they were, or if
+    they have the adapter merged into them already.
+    """
+    if is_adapter(source):
+        base = recorded_base(source)
+        refuse_merging_twice(source, Path(base.source))
+        expected = base.digests
+        tensors = weights_on_disk(config, Path(base.source)) if expected else {}
+    else:
+        base = read_base(source)
+        if base.adapters and base.source:
+            refuse_merging_twice(source, Path(base.source))
+        expected = base.digests
+        tensors = base_weights(adapted_model(config, base.adapters), base)
     dtype = getattr(torch, base.dtype)
     actual = {}
-    for name, tensor in base_weights(model, base).items():
+    for name in expected:
+        tensor = tensors[name]
 
         def digest(rows: tuple[int, int], buffer: Tensor, tensor: TensorOnDisk = tensor) -> Tensor:
             part = (slice(*rows), *whole_slice(tensor.shape[1:]))
             return _digest(tensor.read_rows(*rows, buffer), part, tensor.shape, dtype)
 
-        pieces = row_ranges(0, _known_rows(model, name), tensor.row_bytes)
+        known = min(config.vocab_size, tensor.shape[0]) if name in VOCABULARY else tensor.shape[0]
+        pieces = row_ranges(0, known, tensor.row_bytes)
         digests_of_pieces = in_threads(digest, pieces, piece_bytes([tensor.row_bytes]))
         actual[name] = _hex(torch.stack(digests_of_pieces).sum())
     _require_same(base, actual)
+
+
+def recorded_base(folder: Path) -> Base:
+    """Return the base model of a PEFT folder; digests: empty where the folder is not ours."""
+    return replace(recorded_digests(folder), source=str(base_folder(folder).resolve()))
+
+
+def recorded_digests(folder: Path) -> Base:
+    """Return what a PEFT folder of ours records of its base model; else nothing frozen."""
+    base = read_origin(folder).get("base")
+    if not base:
+        return NOTHING_FROZEN
+    return Base(base_of_adapter(folder), "", 0, base["dtype"], base["digests"])
 
 
 def _locate(base: Base) -> Path:

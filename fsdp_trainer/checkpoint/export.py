@@ -4,75 +4,96 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from fsdp_trainer.checkpoint.base import require_unchanged, weights_on_disk
-from fsdp_trainer.checkpoint.files import (
-    checksum,
-    damage,
-    named_checkpoint,
-    read_manifest,
-    whole_folder,
-    write_json,
+from fsdp_trainer.checkpoint.adapter_export import export_adapter
+from fsdp_trainer.checkpoint.base import (
+    base_folder,
+    number_formats,
+    read_base,
+    require_unchanged,
+    weights_on_disk,
 )
+from fsdp_trainer.checkpoint.files import damage, named_checkpoint, whole_folder, write_json
 from fsdp_trainer.checkpoint.huggingface import (
-    DTYPES,
     INDEX,
     SINGLE,
     TensorPart,
     tensor_parts,
     tensor_shapes,
 )
-from fsdp_trainer.checkpoint.store import read_progress
+from fsdp_trainer.checkpoint.origin import (
+    ORIGIN,
+    identity,
+    merged_into,
+    origin,
+    read_origin,
+)
+from fsdp_trainer.checkpoint.safetensors_file import ExportPiece, export_piece, write_header
 from fsdp_trainer.checkpoint.stream import (
     TensorOnDisk,
-    as_tensor,
     grouped,
     in_threads,
     piece_bytes,
     row_ranges,
-    write,
 )
-from fsdp_trainer.config.paths import MANIFEST
+from fsdp_trainer.config.paths import (
+    ADAPTER_CONFIG,
+    is_adapter,
+    is_whole_model,
+    model_folder,
+    tokenizer_folder,
+)
 from fsdp_trainer.config.verbs import ExportConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import meta_decoder
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-ORIGIN = "fsdp_trainer.json"  # in an export: the checkpoint that it was made of
-
-
-@dataclass
-class ExportPiece:
-    """Rows of a checkpoint's tensor, to be written as `dtype` from byte `offset` of a file on."""
-
-    source: TensorOnDisk
-    first: int
-    last: int
-    dtype: torch.dtype
-    file: int
-    offset: int
+NOT_COPIED = (INDEX, ORIGIN, ADAPTER_CONFIG)
 
 
 def export(cfg: ExportConfig) -> int:
-    """Run the verb: `source=` a run or a checkpoint, `out=` the folder to write."""
-    checkpoint = require_checkpoint(str(cfg.source))
+    """Run the verb: `source=` a run, a checkpoint or a PEFT folder, `out=` the folder to write."""
+    source = exportable(str(cfg.source), cfg.form)
     out = Path(str(cfg.out)).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         problem = Problem(f"out={cfg.out}", "exists; choose another folder or delete it")
         raise UserError("the export would overwrite something", [problem])
     try:
-        export_checkpoint(checkpoint, out, cfg.dtype, cfg.shard_gib)
+        if cfg.form == "adapter":
+            export_adapter(source, out, cfg.dtype)
+        else:
+            export_checkpoint(source, out, cfg.dtype, cfg.shard_gib)
     except OSError as error:
         raise RunFailed(f"cannot write the export {out}: {error}") from None
-    print(f"exported {checkpoint} to {out}")
+    print(f"exported {source} to {out}")
     return 0
+
+
+def exportable(source: str, form: str) -> Path:
+    """Return the checkpoint or PEFT folder that `source` names.
+
+    Raises UserError if it is neither, or is damaged, or has no adapter to be exported as one.
+    """
+    folder = Path(source).expanduser()
+    if is_adapter(folder):
+        if form == "adapter":
+            problem = Problem(f"source={source}", "has PEFT's format already: copy it")
+            raise UserError("the source is an adapter already", [problem])
+        return folder
+    if is_whole_model(folder):
+        text = "is a whole model in Hugging Face's format already: there is nothing to merge"
+        if merged_into(folder):
+            text = "is an export with its adapter merged into it already: use it as it is"
+        raise UserError("there is nothing to export", [Problem(f"source={source}", text)])
+    checkpoint = require_checkpoint(source)
+    if form == "adapter" and not read_base(checkpoint).adapters:
+        text = f"of {checkpoint} there is none: all of its weights were trained.\nUse  form=merged"
+        raise UserError("there is no adapter", [Problem("form=adapter", text)])
+    return checkpoint
 
 
 def require_checkpoint(source: str) -> Path:
@@ -87,30 +108,32 @@ def require_checkpoint(source: str) -> Path:
 
 
 def export_checkpoint(
-    checkpoint: Path, out: Path, dtype: str | None = None, shard_gib: float = 4.0
+    source: Path, out: Path, dtype: str | None = None, shard_gib: float = 4.0
 ) -> None:
     """Write `out` under a temporary name and rename it when whole.
 
-    dtype: of all weights; None: as they were imported. Raises RunFailed for a checkpoint that
-    lacks weights, UserError for one whose frozen weights are gone or have changed, and OSError.
+    source: a checkpoint or a PEFT folder; adapters are merged. dtype: of all weights; None: as they
+    were imported. Raises RunFailed for a checkpoint that lacks weights, UserError for one whose
+    frozen weights are gone or have changed, and OSError.
     """
-    model = meta_decoder(ModelConfig.from_hf(checkpoint / "hf"))
-    parts = tensor_parts(model, model.config.vocab_size)
-    imported = read_progress(checkpoint)["dtypes"]
+    config = ModelConfig.from_hf(model_folder(source))
+    model = meta_decoder(config)
+    parts = tensor_parts(model, config.vocab_size)
+    imported = number_formats(config, source)
     default = dtype or imported["default"]
     dtypes = {part.tensor: dtype or imported.get(part.parameter, default) for part in parts}
     tensors = {
         name: TensorOnDisk(getattr(torch, dtypes[name]), shape, [])
         for name, shape in tensor_shapes(model, parts).items()
     }
-    require_unchanged(model.config, checkpoint)
-    sources = weights_on_disk(model.config, checkpoint)
+    require_unchanged(config, source)
+    sources = weights_on_disk(config, source)
     files = split_into_files(tensors, int(shard_gib * 2**30))
     with whole_folder(out) as partial, ExitStack() as opened:
-        shutil.copytree(checkpoint / "hf", partial, dirs_exist_ok=True)
-        config = json.loads((partial / "config.json").read_text())
-        write_json(partial / "config.json", config | {"dtype": default, "torch_dtype": default})
-        write_json(partial / ORIGIN, origin(checkpoint, dtype))
+        copy_assets(source, partial)
+        hf_config = json.loads((partial / "config.json").read_text())
+        write_json(partial / "config.json", hf_config | {"dtype": default, "torch_dtype": default})
+        write_json(partial / ORIGIN, record(source, dtype))
         if len(files) > 1:
             write_json(partial / INDEX, index_of(files, tensors))
         places: dict[str, tuple[int, int]] = {}
@@ -118,26 +141,37 @@ def export_checkpoint(
             handle = opened.enter_context((partial / file).open("wb", 0))
             places |= write_header(handle, {name: tensors[name] for name in names})
         pieces = export_pieces(sources, parts, tensors, places)
-        # in the checkpoint a number takes at most twice its bytes in the export
+        # what is read has at most float32: of a number, twice its bytes in the export
         largest = piece_bytes(2 * tensor.row_bytes for tensor in tensors.values())
         in_threads(export_piece, pieces, 2 * largest)
 
 
-def origin(checkpoint: Path, dtype: str | None) -> dict[str, Any]:
-    """Return what an export records of its checkpoint; the checksum is another in each branch."""
-    return {
-        "step": read_manifest(checkpoint)["step"],
-        "manifest_crc32": checksum(checkpoint / MANIFEST),
-        "dtype": dtype,
-    }
+def copy_assets(source: Path, out: Path) -> None:
+    """Copy what a Hugging Face folder has besides weights: configuration, tokenizer, template."""
+    for folder in dict.fromkeys([model_folder(source), tokenizer_folder(source)]):
+        for pattern in ("*.json", "*.jinja", "*.model", "*.txt"):
+            for file in folder.glob(pattern):
+                if file.name not in NOT_COPIED:
+                    shutil.copyfile(file, out / file.name)
+
+
+def record(source: Path, dtype: str | None) -> dict[str, Any]:
+    """Return the content of an export's ORIGIN."""
+    made_of = origin(source, dtype)
+    if is_adapter(source):
+        return made_of | {"merged": identity(source) + merged_into(base_folder(source))}
+    base = read_base(source)
+    if not base.adapters:
+        return made_of
+    before = merged_into(Path(base.source)) if base.source else []
+    return made_of | {"merged": identity(source) + before}
 
 
 def is_export_of(folder: Path, checkpoint: Path, dtype: str | None) -> bool:
     """Return whether `folder` is what export_checkpoint would write."""
-    try:
-        return json.loads((folder / ORIGIN).read_text()) == origin(checkpoint, dtype)
-    except (OSError, ValueError):
-        return False
+    recorded = read_origin(folder)
+    expected = origin(checkpoint, dtype)
+    return bool(recorded) and expected.items() <= recorded.items()
 
 
 def split_into_files(tensors: dict[str, TensorOnDisk], limit: int) -> dict[str, list[str]]:
@@ -160,29 +194,6 @@ def index_of(files: dict[str, list[str]], tensors: dict[str, TensorOnDisk]) -> d
     }
 
 
-def write_header(file: BinaryIO, tensors: dict[str, TensorOnDisk]) -> dict[str, tuple[int, int]]:
-    """Begin a safetensors file and give it its size.
-
-    Returns for each tensor the open file, and the byte in it with which the tensor begins.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts = {}
-    end = 0
-    for name, tensor in tensors.items():
-        starts[name] = end
-        end = end + tensor.nbytes
-        header[name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [starts[name], end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    file.truncate(8 + len(text) + end)
-    return {name: (file.fileno(), 8 + len(text) + start) for name, start in starts.items()}
-
-
 def export_pieces(
     sources: dict[str, TensorOnDisk],
     parts: list[TensorPart],
@@ -203,12 +214,3 @@ def export_pieces(
         for first, last in row_ranges(part.parameter_row, end, row_bytes):
             offset = start + first * target.row_bytes
             yield ExportPiece(source, first, last, target.dtype, file, offset)
-
-
-def export_piece(piece: ExportPiece, buffer: Tensor) -> None:
-    """Read, convert, write: one half of the buffer, uint8, is read into, one converted into."""
-    read_into, convert_into = buffer.chunk(2)
-    rows = piece.source.read_rows(piece.first, piece.last, read_into)
-    if rows.dtype != piece.dtype:
-        rows = as_tensor(convert_into, piece.dtype, tuple(rows.shape)).copy_(rows)
-    write(piece.file, piece.offset, rows)

@@ -102,7 +102,7 @@ def read_headers(folder: Path) -> tuple[dict[str, HuggingFaceTensor], list[Probl
     problems = []
     for path in _weight_files(folder):
         try:
-            tensors |= _read_header(path)
+            tensors |= read_header(path)
         except FileNotFoundError:
             missing = f"is not there, and {INDEX} names it: copy or download it again"
             problems.append(Problem(str(path), missing))
@@ -143,7 +143,11 @@ def _weight_files(folder: Path) -> list[Path]:
     raise UserError("there are no weights", [problem])
 
 
-def _read_header(path: Path) -> dict[str, HuggingFaceTensor]:
+def read_header(path: Path) -> dict[str, HuggingFaceTensor]:
+    """Return the tensors of a safetensors file, but for those that are no language model's.
+
+    Raises OSError and SafetensorError.
+    """
     with safe_open(path, "np"):
         pass  # it has checked the header against itself and against the size of the file
     begin, header = _read_json(path)

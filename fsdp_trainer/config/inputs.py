@@ -14,7 +14,15 @@ from fsdp_trainer.config.data_files import (
     why_url_unusable,
 )
 from fsdp_trainer.config.names import nearest
-from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
+from fsdp_trainer.config.paths import (
+    ADAPTER_CONFIG,
+    base_of_adapter,
+    find_checkpoint,
+    has_tokenizer,
+    is_adapter,
+    is_hub_id,
+    tokenizer_folder,
+)
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.verbs import ExportConfig, GenerateConfig, ReportConfig, VerifyConfig
 
@@ -116,12 +124,13 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
 def _check_weights(path: str, report: Report) -> None:
     if not Path(path).exists():
         report.add("model.init_from", path, f"there is no such folder{_near(path)}")
+    elif is_adapter(path):
+        if why := _baseless(path):
+            report.add("model.init_from", path, why)
     elif not (Path(path) / "config.json").is_file() and find_checkpoint(path) is None:
         way_out = "Copy the model's config.json into it, or name a folder that has one"
         if find_checkpoint(Path(path).parent):
             way_out = f"Use  model.init_from={Path(path).parent}"
-        elif (Path(path) / "adapter_config.json").is_file():
-            way_out = "It is an adapter: merge it into its model first"
         why = f"has neither config.json (a Hugging Face folder) nor a committed checkpoint (a run).\n{way_out}"
         started = (Path(path) / "events.jsonl").is_file()
         report.add(
@@ -131,15 +140,21 @@ def _check_weights(path: str, report: Report) -> None:
         )
 
 
+def _baseless(path: str) -> str:
+    """Return why the base model of a PEFT folder cannot be read; "": it can."""
+    base = base_of_adapter(path)
+    if is_hub_id(base) or (base and Path(base).is_dir()):
+        return ""
+    why = f"is an adapter, and its base model is not there: {base}"
+    if not base:
+        why = "is an adapter, and names no base model"
+    return f"{why}\nWrite its folder into {path}/{ADAPTER_CONFIG} as base_model_name_or_path"
+
+
 def _lacks_tokenizer(path: str) -> bool:
     """Of a Hugging Face folder; a run's checkpoints always have one."""
-    folder = Path(path)
-    return (
-        (folder / "config.json").is_file()
-        and not (folder / "tokenizer.json").is_file()
-        and not any(folder.glob("*.model"))
-        and not ((folder / "vocab.json").is_file() and (folder / "merges.txt").is_file())
-    )
+    folder = tokenizer_folder(path)
+    return (folder / "config.json").is_file() and not has_tokenizer(folder)
 
 
 def _unreadable(key: str, path: str) -> str | None:

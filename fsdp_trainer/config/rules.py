@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.check import Report, value_of
+from fsdp_trainer.config.rules_adapter import merging, settle_adapter
 from fsdp_trainer.config.rules_computing import (
     activation_checkpointing,
     attention,
@@ -68,6 +69,7 @@ RULES: tuple[Rule, ...] = (
     users_of_validation,
     rewinding,
     export_dtype,
+    merging,
     environment,
     rendezvous,
     allowed_changes,
@@ -105,6 +107,7 @@ def check_rules(cfg: Any, report: Report) -> None:
         except UserError as error:
             report.problems += error.problems
     settle_length(cfg.train, report)
+    settle_adapter(cfg, report)
     for rule in RULES:
         for key, why in rule(cfg, report):
             report.add(key, value_of(cfg, key), why)

@@ -155,14 +155,19 @@ class LaunchFilesConfig(TrainConfig, LaunchFiles):
 
 @dataclass
 class ExportConfig:
-    """Writes a complete Hugging Face folder from a run or a checkpoint."""
+    """Writes a complete Hugging Face folder from a run or a checkpoint, or an adapter as PEFT's."""
 
-    source: str | None = key(None, "a run or a checkpoint")
+    source: str | None = key(None, "a run or a checkpoint; a PEFT folder, to merge it")
     out: str | None = key(None, "the folder to write; must not exist or be empty")
     dtype: str | None = key(
         None,
         "number format of the weights; null: as they were imported, else precision.param_dtype",
         choices=("float32", "bfloat16", "float16"),
+    )
+    form: str = key(
+        "merged",
+        "`merged`: a whole model, with a run's adapter merged into it; `adapter`: the adapter alone, as PEFT stores it",
+        choices=("merged", "adapter"),
     )
     shard_gib: float = key(4.0, "largest safetensors file, in GiB", above=0)
 

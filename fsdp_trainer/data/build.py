@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from fsdp_trainer.config.paths import model_folder
+from fsdp_trainer.config.paths import tokenizer_folder
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.prepare import Prepared, Told, prepare
 from fsdp_trainer.data.stream import stream_data
@@ -23,7 +23,7 @@ def tokenizer_path(cfg: TrainConfig) -> str:
             "there is no tokenizer",
             [Problem("tokenizer.path=null", why + "tokenizer.path=demo:bytes")],
         )
-    return str(model_folder(fetch(cfg.model.init_from, weights=False)))
+    return str(tokenizer_folder(fetch(cfg.model.init_from, weights=False)))
 
 
 def build_tokenizer(cfg: TrainConfig) -> TextTokenizer:
@@ -36,7 +36,7 @@ def renumbered(cfg: TrainConfig, tokenizer: TextTokenizer, init_from: Path | Non
     if not cfg.tokenizer.path or init_from is None:
         return []
     try:
-        known = load_tokenizer(str(model_folder(init_from))).backend.get_vocab()
+        known = load_tokenizer(str(tokenizer_folder(init_from))).backend.get_vocab()
     except UserError:  # the weights come without one
         return []
     own, given = (

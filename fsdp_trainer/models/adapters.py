@@ -5,12 +5,12 @@ rank; A is drawn, B begins at zero, so that an adapted model begins as its base.
 behind `base_model.model.`.
 """
 
-import math
 import shlex
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -20,16 +20,15 @@ from torch import Tensor, nn
 
 from fsdp_trainer.config.check import show
 from fsdp_trainer.config.names import nearest
+from fsdp_trainer.config.paths import checkpoint_frozen, find_checkpoint
 from fsdp_trainer.config.schema import Adapter, Precision
 from fsdp_trainer.distributed import local_part
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.adapter_spec import MAGNITUDE, A, AdapterSpec
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Decoder, meta_decoder
+from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
+from fsdp_trainer.models.peft_config import Layout, Part, read_folder, resolve
 
-A = "lora_A"
-B = "lora_B"
-MAGNITUDE = "lora_magnitude_vector"
-"""PEFT's names: matrices A [rank, in] and B [out, rank], DoRA's length of each row [out]."""
 ALL_TARGETS = ("all", "all-linear")
 NF4 = "nf4"
 BASE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -37,35 +36,6 @@ BASE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 MODULE_NAMES = {"head": "lm_head", "embedding": "embed_tokens", "norms": "*norm"}
 """Words that adapter.also takes besides names and patterns of modules."""
 WIDTH = 90  # of a line of names in a message
-
-
-@dataclass(frozen=True)
-class AdapterSpec:
-    """The adapters of a model, as checkpoints store them.
-
-    kind: lora or dora. scaling: standard or rslora. base: the format of the frozen weights, as
-    adapter.base names it. layers: rank and alpha of each adapted layer, by its module's name.
-    also: names of the parameters that are trained in full.
-    """
-
-    kind: str
-    scaling: str
-    base: str
-    layers: dict[str, tuple[int, float]]
-    also: tuple[str, ...] = ()
-
-    def scale(self, layer: str) -> float:
-        """Return the factor of B·A."""
-        rank, alpha = self.layers[layer]
-        return alpha / (math.sqrt(rank) if self.scaling == "rslora" else rank)
-
-    @classmethod
-    def from_json(cls, stored: dict[str, Any]) -> "AdapterSpec":
-        """Return what `asdict` made, after a way through JSON."""
-        layers = {
-            name: (int(rank), float(alpha)) for name, (rank, alpha) in stored["layers"].items()
-        }
-        return cls(**(stored | {"layers": layers, "also": tuple(stored["also"])}))
 
 
 def frozen_dtype(precision: Precision, adapters: AdapterSpec | Adapter | None) -> str:
@@ -86,6 +56,8 @@ def resolve_adapters(cfg: Adapter, config: ModelConfig) -> AdapterSpec | None:
     Raises UserError for targets that the model does not have, and ranks that its matrices are too
     small for.
     """
+    if cfg.init_from:
+        return continued_adapters(Path(cfg.init_from), config, cfg.base)
     if cfg.name == "none":
         return None
     model = meta_decoder(config)
@@ -99,6 +71,47 @@ def resolve_adapters(cfg: Adapter, config: ModelConfig) -> AdapterSpec | None:
         raise UserError("the adapters do not fit the model", problems)
     layers = {name: (ranks.get(name, cfg.rank), alphas.get(name, cfg.alpha)) for name in targets}
     return AdapterSpec(cfg.name, cfg.scaling, cfg.base, layers, also)
+
+
+def continued_adapters(source: Path, config: ModelConfig, base: str) -> AdapterSpec:
+    """Return the adapters of a PEFT folder, or of a run. base: as in AdapterSpec.
+
+    Raises UserError with everything that does not fit the model.
+    """
+    layout = model_layout(config)
+    checkpoint = find_checkpoint(source)
+    if checkpoint is None:
+        return resolve(read_folder(source), layout, base).spec
+    spec = AdapterSpec.from_json(checkpoint_frozen(checkpoint)["adapters"])
+    before = model_layout(ModelConfig.from_hf(checkpoint / "hf"))
+    problems = []
+    for module, (shape, parts) in before.linears.items():
+        adapted = any(part.layer in spec.layers for part in parts)
+        now = layout.linears[module][0] if module in layout.linears else None
+        if adapted and now != shape:
+            has = f"the model's is {list(now)}" if now else "the model has none"
+            problems.append(Problem(module, f"is {list(shape)} beside the adapter; {has}"))
+    if problems:
+        raise UserError(f"the adapter of {checkpoint} does not fit the model", problems)
+    return replace(spec, base=base)
+
+
+def model_layout(config: ModelConfig) -> Layout:
+    """Return the matrices of a model as its Hugging Face folder has them."""
+    model = meta_decoder(config)
+    stored_name = config.family_spec.stored_name
+    parts: dict[str, list[Part]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters():
+        stored = stored_name(name)
+        rows = config.vocab_size if name in VOCABULARY else len(parameter)
+        first = shapes[stored][0] if stored in shapes else 0
+        shapes[stored] = (first + rows, *parameter.shape[1:])
+        parts.setdefault(stored, []).append(Part(name.rpartition(".")[0], first, rows))
+    parameters = {name: (shapes[name], parts[name]) for name in shapes}
+    adaptable = dict.fromkeys(stored_name(f"{name}.weight") for name in block_linears(model))
+    matrices = {name.removesuffix(".weight"): parameters[name] for name in adaptable}
+    return Layout(matrices, parameters, config.tie_word_embeddings)
 
 
 def block_linears(model: Decoder) -> dict[str, nn.Linear]:

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import (
 
 from fsdp_trainer.config.schema import NEEDS_NCCL, Precision, Sharding, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.adapters import AdapterSpec, frozen_dtype
+from fsdp_trainer.models.adapter_spec import AdapterSpec
+from fsdp_trainer.models.adapters import frozen_dtype
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.freeze import choose_trained, frozen_parameters
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations

@@ -25,6 +25,7 @@ Order = Mixture | StreamedData
 COMPARED_GROUPS = ("model", "adapter", "data", "tokenizer", "batch", "loss", "optim", "schedule")
 """Groups of keys that say what is trained: they may change only where allow_changes names them."""
 FREE = {
+    "adapter.init_from",
     "data.cache",
     "data.pad_to_multiple",
     "data.path",

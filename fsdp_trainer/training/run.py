@@ -14,6 +14,8 @@ import torch.distributed as dist
 import yaml
 
 from fsdp_trainer import phases
+from fsdp_trainer.checkpoint.adapter_export import export_adapter
+from fsdp_trainer.checkpoint.base import read_base
 from fsdp_trainer.checkpoint.export import export_checkpoint, is_export_of
 from fsdp_trainer.config.check import show
 from fsdp_trainer.config.paths import (
@@ -480,16 +482,33 @@ def export_hf(trainer: Trainer, world: World) -> None:
 
 
 def export_on_main(trainer: Trainer, world: World) -> None:
-    """Export the best checkpoint, else the last. Rank 0's task. Raises RunFailed."""
+    """Export the best checkpoint, else the last. Rank 0's task. Raises RunFailed.
+
+    Of a run with an adapter that is the adapter, and with checkpoint.merge the whole model too.
+    """
     cfg, store = trainer.cfg.checkpoint, trainer.checkpoints.store
-    out, best = store.run / "hf", store.folder / BEST
+    best = store.folder / BEST
     newest = committed_checkpoints(store.run)[-1]
     checkpoint = best.resolve() if cfg.best and best.exists() else newest
-    if not world.main or is_export_of(out, checkpoint, cfg.export_dtype):
+    if not world.main:
+        return
+    adapted = bool(read_base(checkpoint).adapters)
+    if adapted:
+        export_once(trainer, store.run / "adapter", checkpoint, export_adapter)
+    if cfg.merge or not adapted:
+        export_once(trainer, store.run / "hf", checkpoint, export_checkpoint)
+
+
+def export_once(
+    trainer: Trainer, out: Path, checkpoint: Path, write: Callable[[Path, Path, str | None], None]
+) -> None:
+    """Write an export and record it, unless it is there already. Raises RunFailed."""
+    dtype = trainer.cfg.checkpoint.export_dtype
+    if is_export_of(out, checkpoint, dtype):
         return
     began = time.monotonic()
     try:
-        export_checkpoint(checkpoint, out, cfg.export_dtype)
+        write(checkpoint, out, dtype)
     except OSError as error:
         raise RunFailed(f"cannot write the export {out}: {error}") from None
     seconds = round(time.monotonic() - began, 3)

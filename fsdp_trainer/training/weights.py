@@ -1,14 +1,17 @@
 """The weights and optimizer state that a run begins with, or goes on from."""
 
-from collections import Counter
 from pathlib import Path
 
 from fsdp_trainer.checkpoint.base import (
+    adapter_on_disk,
     load_weights,
     names_in_base,
+    number_formats,
+    read_base,
     require_trained_rows,
     require_unchanged,
     weights_on_disk,
+    with_default,
 )
 from fsdp_trainer.checkpoint.huggingface import import_weights, read_parameters
 from fsdp_trainer.checkpoint.state import (
@@ -19,7 +22,7 @@ from fsdp_trainer.checkpoint.state import (
 )
 from fsdp_trainer.checkpoint.store import read_progress
 from fsdp_trainer.checkpoint.stored import StoredTensors
-from fsdp_trainer.config.paths import find_checkpoint, model_folder
+from fsdp_trainer.config.paths import find_checkpoint, is_adapter, model_folder
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.distributed import run_on_all_ranks
 from fsdp_trainer.errors import Problem, UserError
@@ -49,24 +52,36 @@ def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, 
     else:
         initialize_weights(model, cfg.run.seed, adapter_parameters(model))
         formats = read_weights(model, init_from)
-    initialize_magnitudes(model)
+    if cfg.adapter.init_from:
+        read_adapter(model, Path(cfg.adapter.init_from), cfg.adapter.base)
+    else:
+        initialize_magnitudes(model)
     return formats
+
+
+def read_adapter(model: Decoder, source: Path, base: str) -> None:
+    """Read matrices of adapters and what is trained in full beside them. Collective."""
+    checkpoint = find_checkpoint(source)
+    if checkpoint:
+        require_whole(checkpoint)
+
+    def read() -> None:
+        _, tensors = adapter_on_disk(model.config, source, base)
+        read_parameters(model, tensors)
+
+    run_on_all_ranks("read the adapter", read)
 
 
 def read_weights(model: Decoder, init_from: Path) -> dict[str, str]:
     """Read all weights but those of adapters. Collective. Returns what `fill` does."""
     checkpoint = find_checkpoint(init_from)
-    if checkpoint is None:
-        formats = import_formats(model, init_from)
-    else:
+    if checkpoint:
         require_whole(checkpoint)
+    if checkpoint and not adapted_layers(model) and not read_base(checkpoint).adapters:
+        load_weights(model, checkpoint, {})
         formats = read_progress(checkpoint)["dtypes"]
-        if adapted_layers(model):
-            require_unchanged(model.config, checkpoint)
-            sources = weights_on_disk(model.config, checkpoint)
-            run_on_all_ranks("read the weights", lambda: read_parameters(model, sources))
-        else:
-            load_weights(model, checkpoint, {})
+    else:
+        formats = read_merged(model, checkpoint or init_from)
     known = ModelConfig.from_hf(model_folder(init_from)).vocab_size
     require_trained_rows(model, known)
     if model.config.embedding_rows > known:
@@ -74,13 +89,23 @@ def read_weights(model: Decoder, init_from: Path) -> dict[str, str]:
     return formats
 
 
-def import_formats(model: Decoder, folder: Path) -> dict[str, str]:
-    """Read the weights of a Hugging Face folder. Collective. Returns what `fill` does."""
+def read_merged(model: Decoder, source: Path) -> dict[str, str]:
+    """Read the weights of a Hugging Face folder, a checkpoint or a PEFT folder, adapters merged.
+
+    Collective. Returns what `fill` does.
+    """
     formats: dict[str, str] = {}
-    run_on_all_ranks("read the weights", lambda: formats.update(import_weights(model, folder)))
-    default, _ = Counter(formats.values()).most_common(1)[0]
-    others = {name: dtype for name, dtype in formats.items() if dtype != default}
-    return {"default": default} | others
+
+    def read() -> None:
+        if is_adapter(source) or find_checkpoint(source):
+            require_unchanged(model.config, source)
+            formats.update(number_formats(model.config, source))
+            read_parameters(model, weights_on_disk(model.config, source))
+        else:
+            formats.update(with_default(import_weights(model, source)))
+
+    run_on_all_ranks("read the weights", read)
+    return formats
 
 
 def restore(model: Decoder, optimizer: TrainerOptimizer, checkpoint: Path) -> None:

@@ -1,0 +1,82 @@
+"""PEFT's folders in: where the numbers of a model's adapters are."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fsdp_trainer.checkpoint.huggingface import DTYPES, HuggingFaceTensor, read_header
+from fsdp_trainer.checkpoint.merge import read_whole
+from fsdp_trainer.checkpoint.stream import TensorOnDisk, as_tensor
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.adapter_spec import AdapterSpec
+from fsdp_trainer.models.adapters import add_adapters, model_layout
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder, meta_decoder
+from fsdp_trainer.models.peft_config import WEIGHTS_FILE, Source, plain_name, read_folder, resolve
+
+
+@dataclass
+class Columns(TensorOnDisk):
+    """Some columns of a matrix, from `first_column` on."""
+
+    source: TensorOnDisk
+    first_column: int
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+        rows = as_tensor(buffer, self.dtype, (last - first, self.shape[1]))
+        end = self.first_column + self.shape[1]
+        return rows.copy_(read_whole(self.source, first, last)[:, self.first_column : end])
+
+
+def adapted_model(config: ModelConfig, spec: AdapterSpec | None) -> Decoder:
+    """Return a model on the meta device with adapters in float32."""
+    model = meta_decoder(config)
+    if spec:
+        add_adapters(model, spec, torch.float32)
+    return model
+
+
+def peft_adapter(
+    config: ModelConfig, folder: Path, base: str
+) -> tuple[AdapterSpec, dict[str, TensorOnDisk]]:
+    """Return a PEFT folder's adapters and where their numbers are, by parameter name.
+
+    Raises UserError with everything that does not fit the model.
+    """
+    peft = read_folder(folder)
+    resolved = resolve(peft, model_layout(config), base)
+    tensors = read_header(folder / WEIGHTS_FILE)
+    stored = {plain_name(name): tensor for name, tensor in tensors.items()}
+    problems = [
+        Problem(name, f"is stored as {tensor.number_format}; read are {', '.join(DTYPES)}")
+        for name, tensor in stored.items()
+        if tensor.number_format not in DTYPES
+    ]
+    for first, second in resolved.same:
+        if not equal(stored[first], stored[second]):
+            text = f"differs from {second}, though config.json says tie_word_embeddings=true"
+            problems.append(Problem(first, text))
+    if problems:
+        raise UserError(f"the adapter in {folder} cannot be read", problems)
+    sources = {name: part_of(stored, source) for name, source in resolved.sources.items()}
+    return resolved.spec, sources
+
+
+def part_of(stored: dict[str, HuggingFaceTensor], source: Source) -> TensorOnDisk:
+    """Return rows and columns of a tensor as one by itself."""
+    whole = stored.get(source.tensor) or stored[f"{source.tensor}.weight"]
+    rows = whole.whole_rows(source.first, source.rows)
+    if source.columns is None:
+        return rows
+    first, last = source.columns
+    return Columns(rows.dtype, (source.rows, last - first), [], rows, first)
+
+
+def equal(a: TensorOnDisk, b: TensorOnDisk) -> bool:
+    """Return True if two tensors hold the same numbers; both are read whole, by pieces."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return all(map(torch.equal, a.pieces(), b.pieces()))

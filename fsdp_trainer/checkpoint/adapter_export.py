@@ -1,0 +1,329 @@
+"""The adapter of a run as a folder of PEFT's, which peft and vLLM load."""
+
+import json
+import math
+import shutil
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_trainer.checkpoint.base import (
+    Base,
+    read_base,
+    unmerged_weights,
+    weights_on_disk,
+)
+from fsdp_trainer.checkpoint.files import whole_folder, write_json
+from fsdp_trainer.checkpoint.merge import read_whole
+from fsdp_trainer.checkpoint.origin import ORIGIN, origin, read_origin
+from fsdp_trainer.checkpoint.safetensors_file import ExportPiece, export_piece, write_header
+from fsdp_trainer.checkpoint.stream import (
+    TensorOnDisk,
+    as_tensor,
+    in_threads,
+    piece_bytes,
+    row_ranges,
+)
+from fsdp_trainer.config.paths import ADAPTER_CONFIG, MANIFEST
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.adapter_spec import MAGNITUDE, A, AdapterSpec, B
+from fsdp_trainer.models.adapters import model_layout
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.peft_config import (
+    EMBEDDING,
+    FUSED_RANKS,
+    HEAD,
+    PREFIX,
+    WEIGHTS_FILE,
+    Layout,
+    Part,
+)
+
+NOT_COPIED = ("config.json", "generation_config.json")
+
+
+@dataclass
+class Placed:
+    """A tensor's place in a larger one: its first row and column there, and a factor."""
+
+    tensor: TensorOnDisk
+    row: int
+    column: int = 0
+    factor: float = 1.0
+
+
+@dataclass
+class Assembled(TensorOnDisk):
+    """Tensors side by side; 0 where there is none."""
+
+    placed: list[Placed]
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+        rows = as_tensor(buffer, self.dtype, (last - first, *self.shape[1:])).zero_()
+        for part in self.placed:
+            begin = max(first, part.row)
+            end = min(last, part.row + part.tensor.shape[0])
+            if begin < end:
+                numbers = read_whole(part.tensor, begin - part.row, end - part.row)
+                columns = [slice(part.column, part.column + n) for n in numbers.shape[1:]]
+                rows[(slice(begin - first, end - first), *columns)] = numbers * part.factor
+        return rows
+
+
+@dataclass
+class RowLengths(TensorOnDisk):
+    """The length of each row of a matrix: [out] float32."""
+
+    matrix: TensorOnDisk
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Compute those of rows `first` to `last` into `buffer`, uint8; return them."""
+        lengths = as_tensor(buffer, self.dtype, (last - first,))
+        rows = read_whole(self.matrix, first, last).double()
+        return lengths.copy_(torch.linalg.vector_norm(rows, dim=1))
+
+
+@dataclass
+class PeftFiles:
+    """What is written: adapter_config.json, the tensors by name, and the file's metadata."""
+
+    config: dict[str, Any]
+    tensors: dict[str, TensorOnDisk]
+    metadata: dict[str, str]
+
+
+def export_adapter(checkpoint: Path, out: Path, dtype: str | None = None) -> None:
+    """Write the adapter of a run under a temporary name and rename it when whole.
+
+    dtype: of all numbers; None: as they were trained. Raises OSError, and UserError for an adapter
+    that PEFT's format cannot hold.
+    """
+    config = ModelConfig.from_hf(checkpoint / "hf")
+    base = read_base(checkpoint)
+    files = peft_files(config, checkpoint, base)
+    tensors = {
+        PREFIX + name: TensorOnDisk(getattr(torch, dtype) if dtype else t.dtype, t.shape, [])
+        for name, t in files.tensors.items()
+    }
+    with whole_folder(out) as partial:
+        for file in (checkpoint / "hf").iterdir():
+            if file.name not in NOT_COPIED:
+                shutil.copyfile(file, partial / file.name)
+        write_json(partial / ADAPTER_CONFIG, files.config)
+        recorded = {"base": {"dtype": base.dtype, "digests": base.digests}}
+        write_json(partial / ORIGIN, origin(checkpoint, dtype) | recorded)
+        with (partial / WEIGHTS_FILE).open("wb", 0) as handle:
+            places = write_header(handle, tensors, files.metadata)
+            pieces = []
+            for name, source in files.tensors.items():
+                target = tensors[PREFIX + name]
+                handle_number, start = places[PREFIX + name]
+                row_bytes = max(source.row_bytes, target.row_bytes)
+                for first, last in row_ranges(0, source.shape[0], row_bytes):
+                    offset = start + first * target.row_bytes
+                    piece = ExportPiece(source, first, last, target.dtype, handle_number, offset)
+                    pieces.append(piece)
+            largest = piece_bytes(2 * tensor.row_bytes for tensor in files.tensors.values())
+            in_threads(export_piece, pieces, 2 * largest)
+
+
+def peft_files(config: ModelConfig, checkpoint: Path, base: Base) -> PeftFiles:
+    """Return a run's adapter in PEFT's terms."""
+    spec = base.adapters
+    assert spec
+    layout = model_layout(config)
+    weights = unmerged_weights(config, checkpoint)
+    saved = saved_parameters(spec, layout)
+    whole = weights_on_disk(config, checkpoint) if saved else {}
+    modules = {}
+    for module, (_, parts) in layout.linears.items():
+        if any(part.layer in spec.layers for part in parts) and f"{module}.weight" not in saved:
+            modules[module] = parts
+    tensors: dict[str, TensorOnDisk] = {}
+    ranks: dict[str, tuple[int, float]] = {}
+    fused_ranks: dict[str, int] = {}
+    for module, parts in modules.items():
+        adapted = [part.layer for part in parts if part.layer in spec.layers]
+        own = {layer: spec.layers[layer][0] for layer in adapted}
+        fused_ranks |= own if len(parts) > 1 else {}
+        ranks[module] = module_rank(spec, list(own))
+        shape = layout.linears[module][0]
+        tensors |= module_tensors(module, parts, shape, spec, weights)
+    for name, (shape, parts) in saved.items():
+        kind = name.rpartition(".")[2]
+        placed = [Placed(whole[f"{part.layer}.{kind}"], part.first) for part in parts]
+        tensors[name] = Assembled(placed[0].tensor.dtype, shape, [], placed)
+    if layout.tied and EMBEDDING in tensors:
+        # PEFT makes a copy of each of both modules, and reads each
+        tensors[HEAD] = tensors[EMBEDDING]
+    if not ranks:
+        text = "trains parts of all adapted matrices in full.\nUse  form=merged"
+        raise UserError("the adapter cannot be written", [Problem("adapter.also", text)])
+    metadata = {FUSED_RANKS: json.dumps(fused_ranks)} if fused_ranks else {}
+    return PeftFiles(adapter_config(spec, ranks, tensors, layout, base), tensors, metadata)
+
+
+def saved_parameters(
+    spec: AdapterSpec, layout: Layout
+) -> dict[str, tuple[tuple[int, ...], list[Part]]]:
+    """Return the parameters of the base's folder that the adapter replaces: `adapter.also`.
+
+    Of a fused matrix all, where a part is trained in full: its other parts are as they were, or
+    with their adapters merged.
+    """
+    saved = {}
+    for name, (shape, parts) in layout.parameters.items():
+        kind = name.rpartition(".")[2]
+        if any(f"{part.layer}.{kind}" in spec.also for part in parts):
+            saved[name] = (shape, parts)
+    return saved
+
+
+def module_rank(spec: AdapterSpec, layers: list[str]) -> tuple[int, float]:
+    """Return rank and alpha of the adapter of a matrix that has those of `layers` side by side."""
+    if len(layers) == 1:
+        return spec.layers[layers[0]]
+    rank = sum(spec.layers[layer][0] for layer in layers)
+    return rank, alpha_for(spec, spec.scale(layers[0]), rank)
+
+
+def alpha_for(spec: AdapterSpec, scale: float, rank: int) -> float:
+    """Return the alpha that gives a scale at a rank."""
+    return scale * (math.sqrt(rank) if spec.scaling == "rslora" else rank)
+
+
+def module_tensors(
+    module: str,
+    parts: list[Part],
+    shape: tuple[int, ...],
+    spec: AdapterSpec,
+    weights: dict[str, TensorOnDisk],
+) -> dict[str, TensorOnDisk]:
+    """Return the tensors of one matrix's adapter.
+
+    Of a fused matrix A is those of its parts, one after the other, and B is block-diagonal; a part
+    without an adapter has zeros. weights: all, by parameter name.
+    """
+    adapted = [part for part in parts if part.layer in spec.layers]
+    scale = spec.scale(adapted[0].layer)
+    a: list[Placed] = []
+    b: list[Placed] = []
+    column = 0
+    for part in adapted:
+        factor = spec.scale(part.layer) / scale
+        a.append(Placed(weights[f"{part.layer}.{A}.weight"], column))
+        b.append(Placed(weights[f"{part.layer}.{B}.weight"], part.first, column, factor))
+        column += spec.layers[part.layer][0]
+    dtype = a[0].tensor.dtype
+    tensors: dict[str, TensorOnDisk] = {
+        f"{module}.{A}.weight": Assembled(dtype, (column, shape[1]), [], a),
+        f"{module}.{B}.weight": Assembled(dtype, (shape[0], column), [], b),
+    }
+    if spec.kind == "dora":
+        lengths = [Placed(magnitude(part, spec, weights), part.first) for part in parts]
+        tensors[f"{module}.{MAGNITUDE}"] = Assembled(dtype, (shape[0],), [], lengths)
+    return tensors
+
+
+def magnitude(
+    part: Part,
+    spec: AdapterSpec,
+    weights: dict[str, TensorOnDisk],
+) -> TensorOnDisk:
+    """Return DoRA's lengths of a part's rows; those of the base's, where it has no adapter."""
+    if part.layer in spec.layers:
+        return weights[f"{part.layer}.{MAGNITUDE}"]
+    return RowLengths(torch.float32, (part.rows,), [], weights[f"{part.layer}.weight"])
+
+
+# --- adapter_config.json --------------------------------------------------------------------------
+
+
+def adapter_config(
+    spec: AdapterSpec,
+    ranks: dict[str, tuple[int, float]],
+    tensors: dict[str, TensorOnDisk],
+    layout: Layout,
+    base: Base,
+) -> dict[str, Any]:
+    """Return adapter_config.json. ranks: rank and alpha of each adapted matrix.
+
+    `r` is the largest rank, by which vLLM sizes its buffers, and lora_alpha what most have.
+    """
+    rank = max(rank for rank, _ in ranks.values())
+    scales = Counter(
+        round(replace(spec, layers={name: pair}).scale(name), 12) for name, pair in ranks.items()
+    )
+    exact = [alpha for own, alpha in ranks.values() if own == rank]
+    alpha = alpha_for(spec, scales.most_common(1)[0][0], rank)
+    alpha = next((value for value in exact if math.isclose(value, alpha)), alpha)
+    other_ranks = {name: own for name, (own, _) in ranks.items() if own != rank}
+    other_alphas = {name: own for name, (_, own) in ranks.items() if own != alpha}
+    saved = sorted({n.rpartition(".")[0] for n in tensors if ".lora_" not in n})
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name(base),
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": number(alpha),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": spec.scaling == "rslora",
+        "use_dora": spec.kind == "dora",
+        "target_modules": module_names(list(ranks), list(layout.linears)),
+        "rank_pattern": by_name(other_ranks, list(ranks)),
+        "alpha_pattern": by_name({n: number(a) for n, a in other_alphas.items()}, list(ranks)),
+        "modules_to_save": saved or None,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+    }
+
+
+def number(value: float) -> float | int:
+    """Return a whole number as one."""
+    return int(value) if float(value).is_integer() else value
+
+
+def base_name(base: Base) -> str | None:
+    """Return the base model's name on the hub, else its folder; None: it was drawn.
+
+    Of a run that is its hf/, if that was made of the checkpoint.
+    """
+    if not base.source:
+        return None
+    source = Path(base.source)
+    exported = source.parent.parent / "hf"
+    if (source / MANIFEST).is_file():
+        expected = origin(source, None)["manifest_crc32"]
+        if read_origin(exported).get("manifest_crc32") == expected:
+            return str(exported)
+    return base.hub_id or base.source
+
+
+def module_names(adapted: list[str], linears: list[str]) -> list[str]:
+    """Return target_modules: last names where all layers of that name are adapted, else whole."""
+    names: dict[str, None] = {}
+    for module in adapted:
+        leaf = module.rpartition(".")[2]
+        same = {name for name in linears if name.endswith(f".{leaf}")}
+        names[leaf if same <= set(adapted) else module] = None
+    return list(names)
+
+
+def by_name(values: dict[str, Any], adapted: list[str]) -> dict[str, Any]:
+    """Return a rank_pattern or alpha_pattern: by last names where all of a name have one value."""
+    pattern: dict[str, Any] = {}
+    for module, value in values.items():
+        leaf = module.rpartition(".")[2]
+        same = [name for name in adapted if name.endswith(f".{leaf}")]
+        if all(values.get(name) == value for name in same):
+            pattern[leaf] = value
+        else:
+            pattern[module] = value
+    return pattern

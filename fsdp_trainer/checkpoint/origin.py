@@ -1,0 +1,60 @@
+"""fsdp_trainer.json in an export: what it was made of, and which adapters are merged into it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.checkpoint.files import checksum, read_manifest
+from fsdp_trainer.config.paths import MANIFEST, find_checkpoint, is_adapter
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.peft_config import WEIGHTS_FILE
+
+ORIGIN = "fsdp_trainer.json"
+
+
+def origin(source: Path, dtype: str | None) -> dict[str, Any]:
+    """Return what an export records of the checkpoint or PEFT folder that it is made of.
+
+    The checksum is another in each branch of a run.
+    """
+    if is_adapter(source):
+        return {"adapter_crc32": checksum(source / WEIGHTS_FILE), "dtype": dtype}
+    return {
+        "step": read_manifest(source)["step"],
+        "manifest_crc32": checksum(source / MANIFEST),
+        "dtype": dtype,
+    }
+
+
+def read_origin(folder: Path) -> dict[str, Any]:
+    """Return what a folder records, {} where it is no export."""
+    try:
+        record = json.loads((folder / ORIGIN).read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def identity(adapter: Path) -> list[str]:
+    """Return names that an adapter is known by: of its checkpoint and of its PEFT file."""
+    if not is_adapter(adapter):
+        return [f"checkpoint {checksum(adapter / MANIFEST)}"]
+    names = [f"file {checksum(adapter / WEIGHTS_FILE)}"]
+    crc = read_origin(adapter).get("manifest_crc32")
+    return names + ([f"checkpoint {crc}"] if crc is not None else [])
+
+
+def merged_into(folder: Path) -> list[str]:
+    """Return the identities of the adapters that are merged into a folder, as far as known."""
+    return read_origin(folder).get("merged", [])
+
+
+def refuse_merging_twice(adapter: Path, base: Path) -> None:
+    """Raise UserError if a base model is an export that has this adapter in it already."""
+    adapter = find_checkpoint(adapter) or adapter
+    if set(identity(adapter)) & set(merged_into(base)):
+        text = (
+            f"has the adapter in {adapter} merged into it already: twice would be another model."
+            "\nUse it as it is, without the adapter, or name the base model that was trained"
+        )
+        raise UserError("the adapter would be merged twice", [Problem(str(base), text)])

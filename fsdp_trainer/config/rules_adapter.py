@@ -1,0 +1,110 @@
+"""Adapters: what adapter.init_from decides, and rules between their keys. See config/rules.py."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fsdp_trainer.config.check import Report
+from fsdp_trainer.config.paths import (
+    base_of_adapter,
+    checkpoint_frozen,
+    find_checkpoint,
+    is_adapter,
+    is_hub_id,
+    is_whole_model,
+)
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.errors import UserError
+from fsdp_trainer.models.peft_config import read_config
+
+Broken = Iterator[tuple[str, str]]
+DECIDED = ("rank", "alpha", "scaling", "targets", "also", "rank_pattern", "alpha_pattern")
+
+
+def merging(cfg: TrainConfig, report: Report) -> Broken:
+    """A merged model is one kind of export, of a run with an adapter."""
+    if not cfg.checkpoint.merge:
+        return
+    if cfg.adapter.name == "none":
+        yield (
+            "checkpoint.merge",
+            "there is no adapter to merge: a run that trains all weights leaves hf/ with\n"
+            "checkpoint.export_hf=true. Drop it, or train one:  adapter=lora",
+        )
+    elif not cfg.checkpoint.export_hf:
+        yield "checkpoint.merge", "only counts together with  checkpoint.export_hf=true"
+
+
+def settle_adapter(cfg: TrainConfig, report: Report) -> None:
+    """Take kind and scaling, and model.init_from where it is not set, from adapter.init_from."""
+    if not cfg.adapter.init_from:
+        return
+    own = find_checkpoint(Path(cfg.run.root) / str(cfg.run.name))
+    gone = not Path(cfg.adapter.init_from).exists()
+    if gone and own and cfg.checkpoint.resume == "auto":
+        cfg.adapter.init_from = str(own)  # the run goes on with adapters of its own
+    why = unusable(cfg.adapter.init_from)
+    if why:
+        report.add("adapter.init_from", cfg.adapter.init_from, why)
+        return
+    try:
+        kind, scaling, base = described(Path(cfg.adapter.init_from))
+    except UserError as error:
+        report.problems += error.problems
+        report.settled.add("adapter.init_from")
+        return
+    for name in DECIDED:
+        if f"adapter.{name}" in report.typed:
+            text = f"{cfg.adapter.init_from} decides it: drop it"
+            report.add(f"adapter.{name}", getattr(cfg.adapter, name), text)
+    if cfg.adapter.name not in ("none", kind):
+        text = f"{cfg.adapter.init_from} is {kind}: drop it, or write  adapter={kind}"
+        report.add("adapter.name", cfg.adapter.name, text)
+    cfg.adapter.name, cfg.adapter.scaling = kind, scaling
+    if cfg.model.init_from is None:
+        cfg.model.init_from = base or None
+    if cfg.model.init_from is None:
+        text = f"{cfg.adapter.init_from} names no base model: say which it was trained beside"
+        report.add("model.init_from", None, text)
+
+
+def unusable(path: str) -> str:
+    """Return why a path is no adapter; "": it is one."""
+    folder = Path(path)
+    if is_hub_id(path):
+        return f"there is no such folder. From the hub:  hf download {path} --local-dir DIR"
+    if not folder.exists():
+        return "there is no such folder"
+    checkpoint = find_checkpoint(folder)
+    if checkpoint and not checkpoint_frozen(checkpoint).get("adapters"):
+        return "has no adapter: all of its weights were trained. Use  model.init_from"
+    if checkpoint or is_adapter(folder):
+        return ""
+    if is_whole_model(folder):
+        return "is a whole model, no adapter. Use  model.init_from"
+    if is_adapter(folder / "adapter"):
+        return f"is no adapter. Use  adapter.init_from={folder / 'adapter'}"
+    return "is neither a PEFT folder (adapter_config.json) nor a run with an adapter"
+
+
+def described(folder: Path) -> tuple[str, str, str]:
+    """Return kind, scaling and base model of an adapter. Raises UserError for others than ours."""
+    checkpoint = find_checkpoint(folder)
+    if checkpoint is None:
+        config = read_config(folder)
+        kind = "dora" if config.get("use_dora") else "lora"
+        scaling = "rslora" if config.get("use_rslora") else "standard"
+        return kind, scaling, base_of_adapter(folder)
+    frozen = checkpoint_frozen(checkpoint)
+    adapters = frozen["adapters"]
+    base = frozen["hub_id"] or frozen["source"]
+    return adapters["kind"], adapters["scaling"], typed_base(checkpoint) or base
+
+
+def typed_base(checkpoint: Path) -> str:
+    """Return model.init_from of a checkpoint's own run, if it is still there."""
+    stored: Any = yaml.safe_load((checkpoint / "config.yaml").read_text())
+    name = (stored.get("model") or {}).get("init_from") or ""
+    return name if name and (is_hub_id(name) or Path(name).exists()) else ""

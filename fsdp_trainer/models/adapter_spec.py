@@ -1,0 +1,39 @@
+"""The adapters of a model: which layers, of what rank and scale. No torch."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+A = "lora_A"
+B = "lora_B"
+MAGNITUDE = "lora_magnitude_vector"
+"""PEFT's names: matrices A [rank, in] and B [out, rank], DoRA's length of each row [out]."""
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """The adapters of a model, as checkpoints store them.
+
+    kind: lora or dora. scaling: standard or rslora. base: the format of the frozen weights, as
+    adapter.base names it. layers: rank and alpha of each adapted layer, by its module's name.
+    also: names of the parameters that are trained in full.
+    """
+
+    kind: str
+    scaling: str
+    base: str
+    layers: dict[str, tuple[int, float]]
+    also: tuple[str, ...] = ()
+
+    def scale(self, layer: str) -> float:
+        """Return the factor of B·A."""
+        rank, alpha = self.layers[layer]
+        return alpha / (math.sqrt(rank) if self.scaling == "rslora" else rank)
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> "AdapterSpec":
+        """Return what `asdict` made, after a way through JSON."""
+        layers = {
+            name: (int(rank), float(alpha)) for name, (rank, alpha) in stored["layers"].items()
+        }
+        return cls(**(stored | {"layers": layers, "also": tuple(stored["also"])}))

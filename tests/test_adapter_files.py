@@ -1,0 +1,253 @@
+"""Adapters as files: PEFT's folders out and in, and merged models. peft computes what is right."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from stored import assert_byte_equal, tensors
+from zoo import HF, make_folder
+
+from fsdp_trainer.checkpoint.load import load_model
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+RUN = [
+    "tokenizer.path=demo:bytes",
+    "train.steps=2",
+    "schedule=constant",
+    "optim.lr=1e-2",
+    "checkpoint.export_hf=true",
+    "adapter.rank=4",
+]
+LOGITS = 2e-5  # largest difference between two float32 implementations
+TIED = {"tie_word_embeddings": True}
+UNTIED = {"tie_word_embeddings": False}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Leave out what peft says of tied embeddings, and transformers of its own future."""
+    transformers.utils.logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def tokens():
+    return torch.randint(200, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def logits(model):
+    return (model.logits(tokens()) if hasattr(model, "logits") else model(tokens()).logits).float()
+
+
+def transformers_model(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager"
+    ).eval()
+
+
+def peft_model(base, folder):
+    return peft.PeftModel.from_pretrained(transformers_model(base), folder).eval()
+
+
+def make_adapter(base, folder, **options):
+    """Write an adapter as peft does, all of whose matrices are random; return peft's model."""
+    options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **options}
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(transformers_model(base), config)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            noise = torch.randn(parameter.shape, generator=generator)
+            scale = 0.1 * parameter.detach().abs().mean() if "magnitude" in name else 0.05
+            parameter.data.add_(noise * scale)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def adapter_config(folder):
+    return json.loads((folder / "adapter_config.json").read_text())
+
+
+# --- out ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "how"),
+    [
+        ("llama", {}, ["adapter=lora"]),
+        ("llama", {}, ["adapter=lora", "adapter.scaling=rslora"]),
+        ("llama biases", {}, ["adapter=dora"]),
+        (
+            "llama",
+            {},
+            [
+                "adapter=lora",
+                "adapter.rank_pattern={down_proj: 6, q_proj: 2}",
+                "adapter.alpha_pattern={down_proj: 3}",
+                "adapter.targets=[q_proj,'*.1.mlp.*']",
+            ],
+        ),
+        ("llama", TIED, ["adapter=lora", "adapter.also=[head,norms]"]),
+        (
+            "llama",
+            UNTIED,
+            ["adapter=dora", "adapter.also=[head,k_proj]", "adapter.targets=[q_proj]"],
+        ),
+        ("phi3", {}, ["adapter=lora", "adapter.scaling=rslora"]),
+        (
+            "phi3",
+            {},
+            [
+                "adapter=dora",
+                "adapter.targets=[q_proj,v_proj,up_proj,o_proj]",
+                "adapter.rank_pattern={v_proj: 2}",
+                "adapter.alpha_pattern={v_proj: 5}",
+            ],
+        ),
+        ("phi3", {}, ["adapter=lora", "adapter.targets=[q_proj,o_proj]", "adapter.also=[v_proj]"]),
+        ("qwen3", {}, ["adapter=lora"]),
+    ],
+    ids=lambda value: " ".join(value).replace("adapter", "") if isinstance(value, list) else None,
+)
+def test_peft_loads_our_adapter_and_gives_our_logits(train, tmp_path, family, options, how):
+    base = make_folder(tmp_path / "base", family, **options)
+    merge = ["checkpoint.merge=true", f"model.init_from={base}"]
+    run = train("run", *RUN, *how, *merge, base=HF)
+    adapter, hf = run.folder / "adapter", run.folder / "hf"
+    theirs = peft_model(base, adapter)
+    expected = logits(theirs)
+    assert (expected - logits(transformers_model(base))).abs().max() > 0.1
+    for source in (run.folder, adapter, hf):
+        torch.testing.assert_close(logits(load_model(source)), expected, atol=LOGITS, rtol=1e-4)
+    merged = theirs.merge_and_unload().state_dict()
+    for name, tensor in tensors(hf).items():
+        torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-5, msg=name)
+    transformers.AutoTokenizer.from_pretrained(adapter)
+    assert adapter_config(adapter)["base_model_name_or_path"] == str(base)
+
+
+def test_exports_do_not_depend_on_the_number_of_ranks(train, tmp_path):
+    base = make_folder(tmp_path / "base", "phi3")
+    options = [*RUN, "adapter=dora", "adapter.also=[head]", "checkpoint.merge=true"]
+    options += [f"model.init_from={base}", "train.steps=0"]
+    one = train("one", *options, base=HF).folder
+    two = train("two", *options, base=HF, ranks=2).folder
+    for part in ("adapter", "hf"):
+        assert_byte_equal(tensors(one / part), tensors(two / part))
+
+
+def test_only_a_merged_run_leaves_a_whole_model(train, world, tmp_path):
+    base = make_folder(tmp_path / "base")
+    run = train("run", *RUN, "adapter=lora", f"model.init_from={base}", base=HF)
+    assert (run.folder / "adapter").is_dir()
+    assert not (run.folder / "hf").exists()
+    source = f"source={run.folder}"
+    world.command("export", source, f"out={tmp_path / 'hf'}")
+    world.command("export", source, f"out={tmp_path / 'adapter'}", "form=adapter")
+    assert_byte_equal(tensors(tmp_path / "adapter"), tensors(run.folder / "adapter"))
+    world.command("export", f"source={run.folder / 'adapter'}", f"out={tmp_path / 'again'}")
+    assert_byte_equal(tensors(tmp_path / "again"), tensors(tmp_path / "hf"))
+    assert (tmp_path / "again" / "tokenizer.json").is_file()
+    transformers_model(tmp_path / "again")
+
+
+# --- in -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "base_options", "options"),
+    [
+        ("llama", {}, {}),
+        ("llama", {}, {"use_rslora": True}),
+        ("llama biases", {}, {"use_dora": True}),
+        (
+            "llama",
+            {},
+            {
+                "target_modules": ["q_proj", "down_proj"],
+                "rank_pattern": {"q_proj": 2, "^model.layers.1.mlp.down_proj": 6},
+                "alpha_pattern": {"down_proj": 3},
+            },
+        ),
+        ("llama", {}, {"target_modules": r".*\.layers\.1\..*\.(q|v)_proj"}),
+        ("llama", {}, {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1]}),
+        ("llama", {}, {"exclude_modules": ["down_proj"]}),
+        ("llama", UNTIED, {"modules_to_save": ["lm_head", "embed_tokens", "input_layernorm"]}),
+        (
+            "llama",
+            TIED,
+            {"modules_to_save": ["lm_head", "embed_tokens"], "ensure_weight_tying": True},
+        ),
+        ("phi3", {}, {"use_dora": True}),
+        ("qwen2", {}, {"target_modules": ["q_proj", "v_proj"]}),
+    ],
+    ids=str,
+)
+def test_a_peft_folder_gives_the_logits_that_peft_computes(tmp_path, family, base_options, options):
+    base = make_folder(tmp_path / "base", family, **base_options)
+    theirs = make_adapter(base, tmp_path / "adapter", **options)
+    expected = logits(theirs)
+    ours = load_model(tmp_path / "adapter")
+    assert (expected - logits(load_model(base))).abs().max() > 1e-2
+    torch.testing.assert_close(logits(ours), expected, atol=LOGITS, rtol=1e-4)
+    merged = theirs.merge_and_unload().state_dict()
+    for name, tensor in ours.state_dict().items():
+        if name in merged:
+            torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(("family", "ranks"), [("llama", 1), ("phi3", 2)])
+def test_a_run_goes_on_from_a_peft_folder(train, tmp_path, family, ranks):
+    base = make_folder(tmp_path / "base", family)
+    theirs = make_adapter(
+        base, tmp_path / "adapter", use_dora=True, use_rslora=True, modules_to_save=["lm_head"]
+    )
+    start = [*RUN[:-1], f"adapter.init_from={tmp_path / 'adapter'}", "train.steps=0"]
+    run = train("run", *start, base=HF, ranks=ranks)
+    expected = logits(theirs)
+    torch.testing.assert_close(logits(load_model(run.folder)), expected, atol=LOGITS, rtol=1e-4)
+    config = adapter_config(run.folder / "adapter")
+    assert (config["use_dora"], config["use_rslora"]) == (True, True)
+    assert config["base_model_name_or_path"] == str(base)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_our_adapter_comes_back_as_it_was(train, tmp_path, family):
+    base = make_folder(tmp_path / "base", family)
+    kind = ["adapter=lora", "adapter.rank_pattern={q_proj: 2}", "adapter.also=[norms]"]
+    first = train("first", *RUN, *kind, f"model.init_from={base}", base=HF)
+    for source in (first.folder, first.folder / "adapter"):
+        again = [*RUN[:-1], f"adapter.init_from={source}", "train.steps=0"]
+        second = train(f"from {source.name}", *again, base=HF, ranks=2)
+        assert_byte_equal(tensors(second.folder / "adapter"), tensors(first.folder / "adapter"))
+        configs = [adapter_config(run.folder / "adapter") for run in (first, second)]
+        assert configs[0] == configs[1]
+
+
+def test_a_run_that_began_from_an_adapter_goes_on_without_it(train, tmp_path):
+    base = make_folder(tmp_path / "base")
+    make_adapter(base, tmp_path / "adapter")
+    options = [*RUN[:-1], f"adapter.init_from={tmp_path / 'adapter'}"]
+    train("run", *options, base=HF)
+    (tmp_path / "adapter").rename(tmp_path / "elsewhere")
+    run = train("run", *options, "train.steps=4", base=HF, ranks=2)
+    assert run.column("step") == [1, 2, 3, 4]
+
+
+def test_a_model_begins_from_merged_weights(train, tmp_path):
+    base = make_folder(tmp_path / "base")
+    theirs = make_adapter(base, tmp_path / "adapter")
+    init_from = f"model.init_from={tmp_path / 'adapter'}"
+    whole = train("whole", *RUN[:-1], init_from, "train.steps=0", base=HF)
+    exported = logits(load_model(whole.folder / "hf"))
+    torch.testing.assert_close(exported, logits(theirs), atol=LOGITS, rtol=1e-4)
+    first = train("first", *RUN, f"model.init_from={base}", "adapter=lora", base=HF)
+    on_top = [f"model.init_from={first.folder}", "adapter=dora", "train.steps=0"]
+    second = train("second", *RUN, *on_top, base=HF)
+    before = logits(load_model(first.folder))
+    torch.testing.assert_close(logits(load_model(second.folder)), before, atol=LOGITS, rtol=1e-4)

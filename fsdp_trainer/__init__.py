@@ -1,24 +1,27 @@
 """Native PyTorch FSDP2 training of large language models, configured by Hydra."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from fsdp_trainer.extensions import Callback as Callback
+from fsdp_trainer.extensions import RunInfo as RunInfo
+from fsdp_trainer.extensions import register as register
 from fsdp_trainer.version import __version__ as __version__
 
+if TYPE_CHECKING:
+    from fsdp_trainer.api import train as train
+    from fsdp_trainer.checkpoint.load import load_model as load_model
 
-def train(overrides: list[str], config_dir: str | None = None) -> int:
-    """Train as `fsdp-trainer train OVERRIDES` does: `train(["+recipe=quickstart", "run.seed=1"])`.
-
-    Returns the exit code of the command line. Raises UserError for a mistake in the configuration
-    or the input.
-    """
-    return importlib.import_module("fsdp_trainer.cli").run_verb(
-        "train", list(overrides), config_dir
-    )
+LAZY = {"train": "fsdp_trainer.api", "load_model": "fsdp_trainer.checkpoint.load"}
+"""Functions that are imported at their first use: a wrong key is reported without torch."""
+__all__ = ["Callback", "RunInfo", "load_model", "register", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `load_model` at its first use: it needs torch, and a wrong key is reported without."""
-    if name == "load_model":
-        return importlib.import_module("fsdp_trainer.checkpoint.load").load_model
+    if name in LAZY:
+        return getattr(importlib.import_module(LAZY[name]), name)
     raise AttributeError(f"module 'fsdp_trainer' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

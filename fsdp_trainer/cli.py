@@ -12,6 +12,7 @@ from fsdp_trainer import phases
 from fsdp_trainer.config.handover import take_over
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.errors import Problem, RunFailed, UserError, report
+from fsdp_trainer.extensions import import_modules
 from fsdp_trainer.version import __version__
 
 
@@ -91,6 +92,7 @@ def _dispatch(argv: list[str] | None) -> int:
         return 0
     if flags.shell_completion:
         return _complete(words)
+    import_modules(flags.imported or [])
     typed, overrides = _split_verb(words)
     if flags.help:
         from fsdp_trainer.config.document import help_text
@@ -129,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("--shell-completion", "-sc", action="store_true")
     parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--import", dest="imported", action="append")
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("--info", "-i", nargs="?", const="all", choices=INFO)

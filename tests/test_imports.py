@@ -13,7 +13,7 @@ import fsdp_trainer
 
 PACKAGE = Path(fsdp_trainer.__file__).parent
 LAYERS = [
-    ("errors", "phases", "process", "rounding", "slots", "version"),
+    ("errors", "extensions", "phases", "process", "rounding", "slots", "version"),
     ("config",),
     ("devices", "hub", "distributed", "torch_private"),
     ("models",),
@@ -36,7 +36,7 @@ LAYERS = [
     ("launch",),
     ("training",),
     ("report", "generate", "quickstart"),
-    ("cli",),
+    ("cli", "api"),
     ("__main__", "__init__"),
 ]
 """From the bottom to the top. Of several names that fit a file the longest counts."""

@@ -104,6 +104,12 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
             True,
             "TensorBoard is not installed:  pip install 'fsdp_trainer[tensorboard]'",
         )
+    if cfg.logging.mlflow and importlib.util.find_spec("mlflow") is None:
+        report.add(
+            "logging.mlflow",
+            True,
+            "MLflow is not installed:  pip install 'fsdp_trainer[mlflow]'",
+        )
     if cfg.precision.float8 and importlib.util.find_spec("torchao") is None:
         report.add(
             "precision.float8",

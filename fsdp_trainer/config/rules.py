@@ -37,8 +37,10 @@ from fsdp_trainer.config.rules_training import (
     momentum,
     overwriting,
     profiled_steps,
+    registered_objective,
     rendezvous,
     rewinding,
+    tracking_command,
     width_of_heads,
 )
 from fsdp_trainer.config.schema import Train, TrainConfig
@@ -67,6 +69,8 @@ RULES: tuple[Rule, ...] = (
     share_held_out,
     entries_of_a_list,
     users_of_validation,
+    registered_objective,
+    tracking_command,
     rewinding,
     export_dtype,
     merging,

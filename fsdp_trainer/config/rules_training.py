@@ -1,6 +1,8 @@
 """Rules between keys of run, train, optim, checkpoint, profile and launch. See config/rules.py."""
 
 import re
+import shlex
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +10,7 @@ from fsdp_trainer.config.check import Report, flatten, value_of
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.schema import GROUPS, TrainConfig
 from fsdp_trainer.config.units import parse_duration, parse_steps
+from fsdp_trainer.extensions import IMPORTS, objective_names
 
 Broken = Iterator[tuple[str, str]]
 """Keys that are wrong, each with the reason and what to type instead."""
@@ -23,6 +26,7 @@ RUNS_CODE = (
     "NCCL_NET_PLUGIN",
     "NCCL_TUNER_PLUGIN",
     "NCCL_PROFILER_PLUGIN",
+    IMPORTS,
 )
 SET_BY_LAUNCHER = (
     "PATH",
@@ -85,6 +89,29 @@ def momentum(cfg: TrainConfig, report: Report) -> Broken:
     """Adam has two decays below 1."""
     if len(cfg.optim.betas) != 2 or max(cfg.optim.betas) >= 1:
         yield "optim.betas", "two numbers below 1, e.g.  optim.betas=[0.9,0.95]"
+
+
+def registered_objective(cfg: TrainConfig, report: Report) -> Broken:
+    """The objective is one of the program's, or was registered by code of the user's."""
+    names = objective_names()
+    if cfg.objective.name not in names:
+        yield (
+            "objective.name",
+            f"is not one of: {', '.join(names)}.\nOne of your own is registered by a module:  "
+            "--import my_module",
+        )
+
+
+def tracking_command(cfg: TrainConfig, report: Report) -> Broken:
+    """A program that a run starts is typed: a file that runs code is not a configuration."""
+    command = cfg.logging.command
+    if command is None:
+        return
+    key = "logging.command"
+    if key not in report.typed and key in report.origins:
+        yield key, "a file cannot start a program: type it on the command line"
+    elif not shutil.which(shlex.split(command)[0]):
+        yield key, f"there is no program {shlex.split(command)[0]}"
 
 
 def rewinding(cfg: TrainConfig, report: Report) -> Broken:

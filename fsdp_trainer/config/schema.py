@@ -412,6 +412,16 @@ class Adapter:
 
 
 @dataclass
+class Objective:
+    """What is minimised."""
+
+    name: str = key(
+        "sft",
+        "`sft`: the loss of supervised tokens (see the keys of loss); or one that your own code registers (--import)",
+    )
+
+
+@dataclass
 class Sharding:
     """Who holds which part of parameters, gradients and optimizer state."""
 
@@ -639,6 +649,14 @@ class Logging:
     tensorboard: bool = key(
         False, "write TensorBoard events to the run folder (extra: tensorboard)"
     )
+    mlflow: bool = key(
+        False,
+        "log to MLflow, where MLFLOW_TRACKING_URI says, else in the run's folder (extra: mlflow)",
+    )
+    command: str | None = key(
+        None,
+        "a program that gets the lines of metrics.jsonl and events.jsonl on its standard input; typed, never in a file",
+    )
     stragglers: str | None = key(
         "60s",
         "how often to compare what ranks do outside collectives, and name one that the others wait for; null: never",
@@ -700,6 +718,7 @@ class TrainConfig:
     data: Data = field(default_factory=Data)
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     adapter: Adapter = field(default_factory=Adapter)
+    objective: Objective = field(default_factory=Objective)
     sharding: Sharding = field(default_factory=Sharding)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     precision: Precision = field(default_factory=Precision)
@@ -716,6 +735,7 @@ GROUPS = (
     "data",
     "tokenizer",
     "adapter",
+    "objective",
     "sharding",
     "activation_checkpoint",
     "precision",
@@ -729,6 +749,7 @@ GROUPS = (
 SELECTORS = {
     "model": "name",
     "adapter": "name",
+    "objective": "name",
     "sharding": "strategy",
     "activation_checkpoint": "mode",
     "precision": "param_dtype",

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from fsdp_trainer import phases
 from fsdp_trainer.config.schema import Logging
 from fsdp_trainer.devices import peak_flops
+from fsdp_trainer.extensions import CALLBACKS, RunInfo
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import Console, progress_line, shortened, validation_line
 from fsdp_trainer.observe.flops import causal_flops, palm_flops
@@ -37,6 +38,8 @@ class Observer:
         self.console, self.records = console, records
         self.device, self.config, self.seq_len = device, config, seq_len
         self.trackers: Trackers | None = None
+        self.run: RunInfo | None = None
+        """What callbacks are told of the run; they are called from then on."""
         cuda = device.type == "cuda"
         self.peak = peak_flops(torch.cuda.get_device_name(device)) if cuda else None
         self.about: list[str] = []
@@ -44,6 +47,12 @@ class Observer:
         self.last_loss: float | None = None
         """Loss of the last step that was written."""
         self._step_seconds: list[float] = []
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """Call a method of all registered callbacks."""
+        if self.run:
+            for callback in CALLBACKS.values():
+                getattr(callback, method)(self.run, *arguments)
 
     def say(self, text: str) -> None:
         """Show a line on the console."""
@@ -62,7 +71,9 @@ class Observer:
     def event(self, name: str, **details: Any) -> None:
         """Append to events.jsonl."""
         if self.records:
-            self.records.event(name, **details)
+            line = self.records.event(name, **details)
+            if self.trackers:
+                self.trackers.event(line)
 
     def write(
         self,
@@ -90,6 +101,8 @@ class Observer:
         if self.trackers:
             for line in tracked:
                 self.trackers.log(line)
+        for line in lines:
+            self.call("metrics", line)
         self._step_seconds = [*self._step_seconds, *[seconds] * len(lines)][-STEPS_OF_ETA:]
         steps_left = total_steps - lines[-1]["step"]
         seconds_left = steps_left * sum(self._step_seconds) / len(self._step_seconds)
@@ -178,11 +191,13 @@ class Observer:
         losses = {"losses": by_source} if by_source else {}
         self.event("evaluation", step=step, loss=loss, **losses, seconds=round(seconds, 3))
         self.say(validation_line(step, loss, lowest, by_source))
+        self.call("validation", step, loss)
 
     def checkpoint_committed(self, step: int, path: str, seconds: float, **details: Any) -> None:
         """Record and show a committed checkpoint."""
         self.event("checkpoint", step=step, path=path, seconds=seconds, **details)
         self.say(f"saved  {path} in {seconds:.1f} s")
+        self.call("checkpoint", step, Path(path))
 
     def amend(self, step: int, extra: dict[str, Any]) -> None:
         """Add to the line of a step that is written already: the last one before a resume."""

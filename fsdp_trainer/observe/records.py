@@ -127,9 +127,11 @@ class Records:
         lines = ({"step": step, "prompt": prompt, "text": text} for prompt, text in answers)
         self._append(self.samples, *lines, ascii_only=False)
 
-    def event(self, name: str, **details: Any) -> None:
-        """Append an event with the time."""
-        self._append(self.events, {"event": name, "time": round(time.time(), 3), **details})
+    def event(self, name: str, **details: Any) -> dict[str, Any]:
+        """Append an event with the time, and return its line."""
+        line = {"event": name, "time": round(time.time(), 3), **details}
+        self._append(self.events, line)
+        return line
 
     def last_event(self) -> dict[str, Any]:
         """Return the last whole event; {} if there is none."""

@@ -1,9 +1,13 @@
-"""Weights & Biases and TensorBoard, which get the lines of metrics.jsonl.
+"""Weights & Biases, TensorBoard, MLflow, or a program: they get the lines of metrics.jsonl.
 
 Each tracker has a thread: one that fails or hangs is reported once and never stops a run.
 """
 
+import json
+import os
 import secrets
+import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from queue import Full, Queue
@@ -14,16 +18,21 @@ from fsdp_trainer.config.schema import Logging
 
 WAITING = 1000  # lines that a tracker may lag behind; it does not get later ones
 CLOSE_SECONDS = 60.0  # at the end, to send what is left
+MLFLOW_TEXT = 500  # characters of a parameter that every MLflow server takes
 STOP_SECONDS = 10.0  # the same for a run that was stopped, whose launcher does not wait long
 
 
 class Tracker(NamedTuple):
-    """An open tracker: log(values, step), close(exit_code), text(name, text, step) or nothing."""
+    """An open tracker: log(values, step), close(exit_code), text(name, text, step) or nothing.
+
+    line(line): gets each line of metrics.jsonl and events.jsonl as it is, or nothing.
+    """
 
     name: str
     log: Callable[[dict[str, Any], int], Any]
     close: Callable[[int], Any]
     text: Callable[[str, str, int], Any] = lambda name, text, step: None
+    line: Callable[[dict[str, Any]], Any] = lambda line: None
 
 
 class TrackerThread:
@@ -82,13 +91,17 @@ class Trackers:
         step: int = 0,
     ):
         """Open the trackers that `cfg` names. step: the last one that the run has done."""
-        openers = {
-            "wandb": lambda: _wandb(cfg, run, config),
-            "tensorboard": lambda: _tensorboard(run, step),
+        wanted: dict[str, tuple[bool, Callable[[], Tracker]]] = {
+            "wandb": (cfg.wandb != "disabled", lambda: _wandb(cfg, run, config)),
+            "tensorboard": (cfg.tensorboard, lambda: _tensorboard(run, step)),
+            "mlflow": (cfg.mlflow, lambda: _mlflow(cfg, run, config)),
+            "command": (bool(cfg.command), lambda: _command(str(cfg.command), run)),
         }
-        wanted = {"wandb": cfg.wandb != "disabled", "tensorboard": cfg.tensorboard}
-        names = [name for name in openers if wanted[name]]
-        self.threads = [TrackerThread(name, openers[name], say) for name in names]
+        self.threads = [
+            TrackerThread(name, open_tracker, say)
+            for name, (is_wanted, open_tracker) in wanted.items()
+            if is_wanted
+        ]
 
     def log(self, line: dict[str, Any]) -> None:
         """Log a line of metrics.jsonl; a value `b` in a group `a` is named `a/b`."""
@@ -101,6 +114,12 @@ class Trackers:
         values = {name: value for name, value in flat.items() if value is not None}
         for thread in self.threads:
             thread.put(lambda tracker: tracker.log(values, line["step"]))
+        self.event(line)
+
+    def event(self, line: dict[str, Any]) -> None:
+        """Pass on a line of events.jsonl, or of metrics.jsonl, as it is."""
+        for thread in self.threads:
+            thread.put(lambda tracker: tracker.line(line))
 
     def texts(self, texts: dict[str, str], step: int) -> None:
         """Log texts by name."""
@@ -141,6 +160,59 @@ def _wandb(cfg: Logging, run: Path, config: dict[str, Any]) -> Tracker:
             tracked.log(values, step=step)
 
     return Tracker("wandb", log, lambda code: tracked.finish(exit_code=code))
+
+
+def _mlflow(cfg: Logging, run: Path, config: dict[str, Any]) -> Tracker:
+    """Open MLflow, with the id in the run's folder, so that a restart goes on in the same run."""
+    import mlflow
+
+    if not os.environ.get("MLFLOW_TRACKING_URI"):
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else it insists on a database
+        mlflow.set_tracking_uri((run / "mlflow").resolve().as_uri())
+    mlflow.set_experiment(cfg.project)
+    file = run / "mlflow_id"
+    known = file.read_text() if file.exists() else ""
+    tracked = mlflow.start_run(run_id=known or None, run_name=run.name, log_system_metrics=False)
+    if not known:
+        file.write_text(tracked.info.run_id)
+        keys = [(group, name) for group, values in config.items() for name in values]
+        mlflow.log_params(
+            {f"{group}.{name}": str(config[group][name])[:MLFLOW_TEXT] for group, name in keys}
+        )
+    client = mlflow.MlflowClient()
+    run_id = tracked.info.run_id
+
+    def log(values: dict[str, Any], step: int) -> None:
+        numbers = {name: float(v) for name, v in values.items() if isinstance(v, int | float)}
+        mlflow.log_metrics(numbers, step=step, run_id=run_id)
+
+    def close(exit_code: int) -> None:
+        client.set_terminated(run_id, "FINISHED" if exit_code == 0 else "FAILED")
+
+    def text(name: str, text: str, step: int) -> None:
+        client.log_text(run_id, text, f"{name}-{step:08}.txt")
+
+    return Tracker("mlflow", log, close, text)
+
+
+def _command(command: str, run: Path) -> Tracker:
+    """Start a program that reads lines of JSON until its standard input is closed."""
+    process = subprocess.Popen(
+        shlex.split(command), stdin=subprocess.PIPE, text=True, env={**os.environ, "RUN": str(run)}
+    )
+    assert process.stdin
+    stdin = process.stdin
+
+    def line(line: dict[str, Any]) -> None:
+        stdin.write(json.dumps(line) + "\n")
+        stdin.flush()
+
+    def close(exit_code: int) -> None:
+        stdin.close()
+        if process.wait():
+            raise RuntimeError(f"{command} ended with code {process.returncode}")
+
+    return Tracker("command", lambda values, step: None, close, line=line)
 
 
 def _tensorboard(run: Path, step: int) -> Tracker:

@@ -136,7 +136,8 @@ def build(
         dtypes = fill(model, cfg, inputs.init_from)
         base = base_of_new_run(model, cfg, inputs.init_from, adapters)
 
-    differs, clock, progress = differs_from_loss(cfg.loss), StepClock(), start.progress
+    differs = differs_from_loss(cfg.objective.name, cfg.loss)
+    clock, progress = StepClock(), start.progress
     metrics = step_metrics(data.source_names, differs, model.auxiliary_names, device)
     trainer = Trainer(
         cfg=cfg,
@@ -145,7 +146,7 @@ def build(
         optimizer=optimizer,
         forward_backward=ForwardBackward(
             model,
-            build_objective(cfg.loss),
+            build_objective(cfg.objective.name, cfg.loss),
             metrics,
             GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1),
             dims,

@@ -1,6 +1,6 @@
 """Named values of a step: summed on the device over micro-batches and ranks, then written by name.
 
-A new metric is a class and a line in `step_metrics`.
+A new metric is a class and a line in `step_metrics`; a user's own is registered (extensions.py).
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fsdp_trainer.extensions import METRICS
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.observe.step_log import finite_or_none
@@ -151,7 +152,9 @@ def step_metrics(
     """
     objective = StepTotal("objective", is_written=objective_differs)
     auxiliary = {name: AuxiliaryMean(name) for name in auxiliary_names}
-    return Metrics({"objective": objective, **loss_metrics(source_names), **auxiliary}, device)
+    registered = {name: build() for name, build in METRICS.items()}
+    metrics = {"objective": objective, **loss_metrics(source_names), **auxiliary, **registered}
+    return Metrics(metrics, device)
 
 
 def validation_metrics(source_names: Sequence[str], device: torch.device) -> Metrics:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fsdp_trainer.config.schema import Loss
+from fsdp_trainer.extensions import OBJECTIVES
 from fsdp_trainer.models.head import Objective, Scores
 
 
@@ -42,14 +44,33 @@ class CrossEntropy:
         return (loss * self.weights[tokens]).sum()
 
 
-def build_objective(cfg: Loss) -> Callable[[Tensor], Objective]:
+@dataclass(frozen=True)
+class Registered:
+    """An objective of a user's own: a sum over tokens, which `function` computes.
+
+    function: of scores and weights of some tokens, returns a scalar; see `extensions.register`.
+    """
+
+    function: Callable[[Scores, Tensor], Tensor]
+    weights: Tensor
+    needs_mean = False
+    needs_all_tokens = False
+
+    def __call__(self, scores: Scores, tokens: slice) -> Tensor:
+        """Return the sum over `tokens`, whose scores these are."""
+        return self.function(scores, self.weights[tokens])
+
+
+def build_objective(name: str, cfg: Loss) -> Callable[[Tensor], Objective]:
     """Return what makes the objective of a micro-batch from its weights."""
+    if name in OBJECTIVES:
+        return partial(Registered, OBJECTIVES[name])
     return lambda weights: CrossEntropy(weights, cfg.label_smoothing, cfg.z_loss)
 
 
-def differs_from_loss(cfg: Loss) -> bool:
+def differs_from_loss(name: str, cfg: Loss) -> bool:
     """Return whether what is minimised is another figure than the reported loss."""
-    return bool(cfg.label_smoothing or cfg.z_loss)
+    return name in OBJECTIVES or bool(cfg.label_smoothing or cfg.z_loss)
 
 
 def negative_log_likelihood(scores: Scores, weights: Tensor) -> Tensor:

@@ -22,7 +22,17 @@ from fsdp_trainer.training.progress import Progress
 
 Order = Mixture | StreamedData
 """The rows of training, in their order."""
-COMPARED_GROUPS = ("model", "adapter", "data", "tokenizer", "batch", "loss", "optim", "schedule")
+COMPARED_GROUPS = (
+    "model",
+    "adapter",
+    "data",
+    "tokenizer",
+    "batch",
+    "loss",
+    "objective",
+    "optim",
+    "schedule",
+)
 """Groups of keys that say what is trained: they may change only where allow_changes names them."""
 FREE = {
     "adapter.init_from",

@@ -32,6 +32,7 @@ from fsdp_trainer.data.build import build_data
 from fsdp_trainer.data.preparation import Told
 from fsdp_trainer.distributed import gather, run_on_rank_0
 from fsdp_trainer.errors import RunFailed, Stopped, UserError, report
+from fsdp_trainer.extensions import RunInfo
 from fsdp_trainer.hub import fetch
 from fsdp_trainer.launch.facts import preflight
 from fsdp_trainer.launch.watchdog import watched
@@ -324,8 +325,12 @@ def train(trainer: Trainer, start: Start, world: World, attempt: int) -> Outcome
         export_hf(trainer, world)
         return "already finished", 0
     record_start(trainer, start, world, attempt)
+    observer = trainer.observer
+    observer.run = RunInfo(run, world.rank, world.size, trainer.cfg, trainer.model)
+    observer.call("start")
     with summarize_compiler_errors(), comparing_ranks(trainer, world):
         reason, code = fit_with_rewinds(trainer)
+    observer.call("end", reason, code)
     if code == 0:
         report_end(trainer, reason)
         export_hf(trainer, world)

@@ -122,6 +122,7 @@ class Trainer:
             self.progress.advance(step.plan)
             self.compilations.report(self.progress.step, "training")
             self.record(step.plan, result)
+            self.observer.call("step", self.progress.step)
             self.progress.pending = self.work_due()
             self.signals.raise_if_agreed()
             self.after_step(collect_garbage)

@@ -1,0 +1,121 @@
+"""Training from Python: `fsdp_trainer.train`."""
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer import phases
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.extensions import CALLBACKS, Callback, import_modules
+
+Overrides = str | Sequence[str] | Mapping[str, Any]
+
+
+class TrainResult(int):
+    """The exit code of a training, which is the number itself, with what it left behind."""
+
+    folder: Path
+    """The run's."""
+    metrics: dict[str, Any]
+    """The last line of its metrics.jsonl; empty if there is none."""
+
+    @property
+    def exit_code(self) -> int:
+        """0: finished; 1: failed; 75: stopped, the same call goes on."""
+        return int(self)
+
+    def __repr__(self) -> str:
+        return f"TrainResult(exit_code={int(self)}, folder={str(self.folder)!r}, metrics={{…}})"
+
+
+def train(
+    overrides: Overrides = (),
+    config_dir: str | None = None,
+    *,
+    callbacks: Sequence[Callback] = (),
+    imports: Sequence[str] = (),
+) -> TrainResult:
+    """Train as `fsdp-trainer train OVERRIDES` does.
+
+    overrides: words, `["+recipe=quickstart", "run.seed=1"]`, a line of them, or a dictionary,
+    `{"+recipe": "quickstart", "run.seed": 1}`. callbacks: called by this run, which must be a
+    single rank or one of torchrun's; imports: modules that register extensions, also in the ranks
+    that this starts. Raises UserError for a mistake in the configuration or the input.
+    """
+    from fsdp_trainer.config.compose import compose, config_flag
+    from fsdp_trainer.launch.start import starts_ranks
+    from fsdp_trainer.observe.records import Records
+    from fsdp_trainer.training.verb import train as train_verb
+
+    phases.begin()
+    import_modules(imports)
+    words = as_words(overrides)
+    cfg = compose("train", words, config_dir)
+    if callbacks and starts_ranks(cfg.launch, os.environ):
+        text = (
+            "ranks are processes of their own, and these objects are in this process.\n"
+            "Register callbacks in a module:  train(…, imports=['my_module'])  or use  "
+            "launch.nproc_per_node=1"
+        )
+        raise UserError("the callbacks would not be called", [Problem("callbacks", text)])
+    with called_by_this_run(callbacks):
+        result = TrainResult(train_verb(cfg, [*config_flag(config_dir), *words]))
+    result.folder = Path(cfg.run.root) / str(cfg.run.name)
+    result.metrics = Records(result.folder).last_line()
+    return result
+
+
+@contextmanager
+def called_by_this_run(callbacks: Sequence[Callback]) -> Iterator[None]:
+    """Register callbacks for as long as a run takes."""
+    wrong = [callback for callback in callbacks if not isinstance(callback, Callback)]
+    if wrong:
+        text = "is no fsdp_trainer.Callback: derive its class from that, and pass an object of it"
+        raise UserError("a callback cannot be called", [Problem(repr(wrong[0]), text)])
+    names = {f"callback {i}": callback for i, callback in enumerate(callbacks)}
+    CALLBACKS.update(names)
+    try:
+        yield
+    finally:
+        for name in names:
+            del CALLBACKS[name]
+
+
+def as_words(overrides: Overrides) -> list[str]:
+    """Return overrides as the command line has them."""
+    if isinstance(overrides, str):
+        return shlex.split(overrides)
+    if isinstance(overrides, Mapping):
+        return [f"{key}={as_value(value)}" for key, value in flat(overrides)]
+    return list(overrides)
+
+
+def flat(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys with their values: `{"train": {"steps": 1}}` has `train.steps`.
+
+    A dictionary below a dotted key is a value.
+    """
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and "." not in name:
+            yield from ((f"{name}.{key}", inner) for key, inner in value.items())
+        else:
+            yield name, value
+
+
+def as_value(value: Any) -> str:
+    """Return a value as an override spells it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{as_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(as_value, value))}]"
+    text = str(value)
+    if isinstance(value, int | float) or re.fullmatch(r"[\w./+-]+", text):
+        return text
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

@@ -1,0 +1,123 @@
+"""What a user's own code adds to runs: callbacks, metrics and objectives. Imports no torch.
+
+Code is named on the command line (`--import my_module`) or registered from Python, never by a
+configuration file.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.errors import Problem, UserError
+
+IMPORTS = "FSDP_TRAINER_IMPORT"
+"""Environment variable with the modules of --import, separated by commas: ranks and jobs that this
+program starts import them too."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """The run that a callback is called by.
+
+    folder: the run's. cfg: the configuration, a `TrainConfig`. model: this rank's part of the
+    decoder, whose parameters are DTensors.
+    """
+
+    folder: Path
+    rank: int
+    world_size: int
+    cfg: Any
+    model: Any
+
+
+class Callback:
+    """Methods that a run calls; a subclass overrides those that it needs.
+
+    Every rank calls them, but for `checkpoint`. One that raises ends the run.
+    """
+
+    def start(self, run: RunInfo) -> None:
+        """The run starts or goes on; nothing was trained yet."""
+
+    def step(self, run: RunInfo, step: int) -> None:
+        """A step is done. Its figures may still be on the device: see `metrics`."""
+
+    def metrics(self, run: RunInfo, line: dict[str, Any]) -> None:
+        """A line of metrics.jsonl was written: at each logging step those of all steps before."""
+
+    def validation(self, run: RunInfo, step: int, loss: float | None) -> None:
+        """A validation is done; step 0: before the first step. None: the loss is not finite."""
+
+    def checkpoint(self, run: RunInfo, step: int, path: Path) -> None:
+        """A checkpoint was committed. Rank 0 alone, in the thread that wrote it."""
+
+    def end(self, run: RunInfo, reason: str, exit_code: int) -> None:
+        """The run ends in order, finished or stopped."""
+
+
+CALLBACKS: dict[str, Callback] = {}
+METRICS: dict[str, Callable[[], Any]] = {}
+OBJECTIVES: dict[str, Callable[..., Any]] = {}
+BUILT_IN = {"objective": ("sft",), "metric": ("loss", "objective", "loss_by_source")}
+"""Names that the program has itself."""
+KINDS: dict[str, dict[str, Any]] = {
+    "callback": CALLBACKS,
+    "metric": METRICS,
+    "objective": OBJECTIVES,
+}
+
+
+def register(kind: str, name: str, what: Any = None) -> Any:
+    """Add to all runs of this process; without `what` a decorator of a class or a function.
+
+    callback: a `Callback`, or its class. metric: a class like those of training/metrics.py; the
+    name is its own. objective: a function of (scores, weights) that returns a scalar tensor,
+    chosen by  objective.name=NAME.
+    Raises UserError for another kind, and for a name that is taken.
+    """
+    if kind not in KINDS:
+        problem = Problem(f"register({kind!r}, …)", f"there are {', '.join(KINDS)}")
+        raise UserError("nothing of this kind can be registered", [problem])
+    if what is None:
+        return lambda decorated: register(kind, name, decorated)
+    if name in KINDS[kind] or name in BUILT_IN.get(kind, ()):
+        text = "is registered already: take another name"
+        raise UserError("a name is taken", [Problem(f"register({kind!r}, {name!r})", text)])
+    is_class = isinstance(what, type)
+    KINDS[kind][name] = what() if kind == "callback" and is_class else what
+    return what
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Import the modules of --import, and those that a parent process was given.
+
+    Raises UserError for one that cannot be imported.
+    """
+    inherited = os.environ.get(IMPORTS, "").split(",")
+    modules = list(dict.fromkeys(name for name in [*inherited, *names] if name))
+    if not modules:
+        return
+    os.environ[IMPORTS] = ",".join(modules)
+    if os.getcwd() not in sys.path and "" not in sys.path:  # as `python -m` has it
+        sys.path.insert(0, os.getcwd())
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except UserError:
+            raise
+        except Exception as error:
+            text = (
+                f"{type(error).__name__}: {error}\nA module is named as in `import`, without .py, "
+                "and lies in this folder or on PYTHONPATH"
+            )
+            problem = Problem(f"--import {name}", text)
+            raise UserError("a module cannot be imported", [problem]) from error
+
+
+def objective_names() -> list[str]:
+    """Return what objective.name may be."""
+    return [*BUILT_IN["objective"], *OBJECTIVES]

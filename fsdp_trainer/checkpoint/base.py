@@ -1,7 +1,7 @@
 """Frozen weights, which checkpoints do not hold: where they are, and whether they have changed."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.checkpoint.adapter import adapted_model, peft_adapter
+from fsdp_trainer.checkpoint.four_bit import encoded
 from fsdp_trainer.checkpoint.huggingface import parameters_on_disk, read_parameters
 from fsdp_trainer.checkpoint.merge import merged
 from fsdp_trainer.checkpoint.origin import read_origin, refuse_merging_twice
@@ -36,18 +37,20 @@ from fsdp_trainer.distributed import local_part, local_slice, run_on_all_ranks, 
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.hub import fetch
 from fsdp_trainer.models.adapter_spec import AdapterSpec
-from fsdp_trainer.models.adapters import frozen_dtype
+from fsdp_trainer.models.adapters import NF4, frozen_dtype
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder
 from fsdp_trainer.models.freeze import frozen_parameters
 from fsdp_trainer.models.initialize import initialize_part
 
-BITS = {2: torch.int16, 4: torch.int32}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 # odd constants of splitmix64 (Steele et al. 2014), as signed numbers
 GAMMA = -7046029254386353131
 MIX_1 = -4658895280553007687
 MIX_2 = -7723592293110705685
 MAX_SHOWN_WEIGHTS = 3
+CODES = f"{NF4}:"
+"""What the digest of a weight in 4 bits begins with."""
 
 
 @dataclass
@@ -56,8 +59,8 @@ class Base:
 
     source: a Hugging Face folder or a checkpoint; "": they are random, from `seed`. hub_id: the
     name under which that folder was fetched, or "". dtype: the number format in which they are
-    kept in training; digests: of each frozen weight in that format, by name. adapters: those that
-    are trained beside them.
+    kept in training; digests: of each frozen weight in that format, or of its 4-bit codes, by name.
+    adapters: those that are trained beside them.
     """
 
     source: str
@@ -131,6 +134,7 @@ def require_base_of_adapter(base: Base, adapter: Path) -> None:
     if recorded.dtype != base.dtype:
         return
     both = recorded.digests.keys() & base.digests.keys()
+    both = {name for name in both if same_format(recorded.digests[name], base.digests[name])}
     different = [name for name in both if recorded.digests[name] != base.digests[name]]
     if different:
         trained_beside = recorded.hub_id or recorded.source or "random weights"
@@ -150,9 +154,12 @@ def base_of_resumed_run(model: Decoder, cfg: TrainConfig, checkpoint: Path) -> B
     frozen = list(frozen_parameters(model))
     if not base.digests or not frozen:
         return None
-    dtype = frozen_dtype(cfg.precision, base.adapters)
-    known = base.digests if dtype == base.dtype else digests(model, frozen, dtype)
-    return replace(base, dtype=dtype, digests={name: known[name] for name in frozen})
+    adapters = base.adapters and replace(base.adapters, base=cfg.adapter.base)
+    dtype = frozen_dtype(cfg.precision, adapters)
+    unchanged = (dtype, adapters) == (base.dtype, base.adapters)
+    known = base.digests if unchanged else digests(model, frozen, dtype)
+    known = {name: known[name] for name in frozen}
+    return replace(base, dtype=dtype, digests=known, adapters=adapters)
 
 
 def names_in_base(model: Decoder, checkpoint: Path, stored: set[str]) -> set[str]:
@@ -208,8 +215,9 @@ def load_weights(
     else:
         run_on_all_ranks("read the frozen weights", lambda: read_parameters(model, sources))
     _clear_padding(model, base)
-    exact = (getattr(torch, base.dtype), torch.float32)  # other formats have lost digits
-    names = [name for name in base.digests if model.get_parameter(name).dtype in exact]
+    exact = {getattr(torch, base.dtype), torch.float32}  # other formats have lost digits
+    formats = {name: {torch.uint8} if is_of_codes(d) else exact for name, d in base.digests.items()}
+    names = [name for name in formats if model.get_parameter(name).dtype in formats[name]]
     _require_same(base, digests(model, names, base.dtype, alone))
 
 
@@ -299,22 +307,30 @@ def base_folder(adapter: Path) -> Path:
 
 
 def base_weights(model: Decoder, base: Base) -> dict[str, TensorOnDisk]:
-    """Return the frozen weights, by name, as the model keeps them.
+    """Return the frozen weights, by name, before any is encoded in 4 bits.
 
     Raises UserError if their folder is gone.
     """
     drawn = [name for name in base.digests if not base.source or ".lora_" in name]
-    weights: dict[str, TensorOnDisk] = {n: random_weight(model, n, base) for n in drawn}
+    encoded_later = [name for name in drawn if is_of_codes(base.digests[name])]
+    dense = adapted_model(model.config, base.adapters)
+    weights = random_weights(dense, drawn, base.seed, getattr(torch, base.dtype))
+    weights |= random_weights(dense, encoded_later, base.seed)
     if base.source:
         everything = weights_on_disk(model.config, _locate(base))
         weights |= {name: everything[name] for name in base.digests if name not in weights}
     return weights
 
 
-def random_weight(model: Decoder, name: str, base: Base) -> RandomWeight:
-    """Return a frozen weight that was drawn."""
-    dtype = getattr(torch, base.dtype)
-    return RandomWeight(dtype, model.get_parameter(name).shape, [], model.config, name, base.seed)
+def random_weights(
+    model: Decoder, names: Iterable[str], seed: int, dtype: torch.dtype = torch.float32
+) -> dict[str, TensorOnDisk]:
+    """Return weights that are drawn when they are read, by name. The model has no 4-bit ones."""
+    shapes = {name: model.get_parameter(name).shape for name in names}
+    return {
+        name: RandomWeight(dtype, shape, [], model.config, name, seed)
+        for name, shape in shapes.items()
+    }
 
 
 def require_unchanged(config: ModelConfig, source: Path) -> None:
@@ -337,7 +353,7 @@ def require_unchanged(config: ModelConfig, source: Path) -> None:
     dtype = getattr(torch, base.dtype)
     actual = {}
     for name in expected:
-        tensor = tensors[name]
+        tensor = encoded(tensors[name]) if is_of_codes(expected[name]) else tensors[name]
 
         def digest(rows: tuple[int, int], buffer: Tensor, tensor: TensorOnDisk = tensor) -> Tensor:
             part = (slice(*rows), *whole_slice(tensor.shape[1:]))
@@ -346,7 +362,8 @@ def require_unchanged(config: ModelConfig, source: Path) -> None:
         known = min(config.vocab_size, tensor.shape[0]) if name in VOCABULARY else tensor.shape[0]
         pieces = row_ranges(0, known, tensor.row_bytes)
         digests_of_pieces = in_threads(digest, pieces, piece_bytes([tensor.row_bytes]))
-        actual[name] = _hex(torch.stack(digests_of_pieces).sum())
+        total = torch.stack(digests_of_pieces).sum()
+        actual[name] = _as_text(total, tensor.dtype == torch.uint8)
     _require_same(base, actual)
 
 
@@ -408,6 +425,7 @@ def _clear_padding(model: Decoder, base: Base) -> None:
 def digests(model: Decoder, names: list[str], dtype: str, alone: bool = False) -> dict[str, str]:
     """Return a digest of each parameter, rounded to `dtype`: the same for every sharding.
 
+    One in 4 bits is taken as it is encoded.
     Collective, unless this process is `alone` in it. A sum, modulo 2^64, over all numbers of a
     hash of their bits and their place.
     """
@@ -417,7 +435,19 @@ def digests(model: Decoder, names: list[str], dtype: str, alone: bool = False) -
     totals = torch.stack(sums)
     if not alone and dist.get_world_size() > 1:
         dist.all_reduce(totals)
-    return {name: _hex(total) for name, total in zip(names, totals, strict=True)}
+    in_codes = [model.get_parameter(name).dtype == torch.uint8 for name in names]
+    texts = map(_as_text, totals, in_codes)
+    return dict(zip(names, texts, strict=True))
+
+
+def is_of_codes(digest: str) -> bool:
+    """Return whether a digest is that of a weight in 4 bits."""
+    return digest.startswith(CODES)
+
+
+def same_format(one: str, other: str) -> bool:
+    """Return whether two digests are of weights in the same format."""
+    return is_of_codes(one) == is_of_codes(other)
 
 
 def _parameter_digest(model: Decoder, name: str, dtype: torch.dtype) -> Tensor:
@@ -442,17 +472,22 @@ def _parameter_digest(model: Decoder, name: str, dtype: torch.dtype) -> Tensor:
 def _digest(
     numbers: Tensor, part: tuple[slice, ...], shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """Return the sum of hashes of `numbers`, which are the part `part` of a tensor of `shape`."""
+    """Return the sum of hashes of `numbers`, which are the part `part` of a tensor of `shape`.
+
+    Of numbers in `dtype`, or of the bytes of 4-bit codes.
+    """
     places = torch.zeros((), dtype=torch.int64, device=numbers.device)
     for size, span in zip(shape, part, strict=True):
         within = torch.arange(span.start, span.stop, device=numbers.device)
         places = places.unsqueeze(-1) * size + within
-    numbers = numbers.to(dtype).contiguous()
-    hashes = numbers.view(BITS[dtype.itemsize]).long() + places * GAMMA
+    if numbers.dtype != torch.uint8:
+        numbers = numbers.to(dtype)
+    bits = numbers.contiguous().view(BITS[numbers.dtype.itemsize])
+    hashes = bits.long() + places * GAMMA
     hashes = (hashes ^ (hashes >> 30)) * MIX_1
     hashes = (hashes ^ (hashes >> 27)) * MIX_2
     return (hashes ^ (hashes >> 31)).sum()
 
 
-def _hex(total: Tensor) -> str:
-    return f"{int(total) % 2**64:016x}"
+def _as_text(total: Tensor, in_codes: bool) -> str:
+    return f"{CODES if in_codes else ''}{int(total) % 2**64:016x}"

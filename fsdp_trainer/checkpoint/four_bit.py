@@ -9,6 +9,8 @@ from torch import Tensor
 from fsdp_trainer.checkpoint.stream import TensorOnDisk, as_tensor, piece_bytes, row_ranges
 from fsdp_trainer.models.four_bit import decode, encode, encoded_columns
 
+TEMPORARIES = 8  # bytes that encoding needs at once for a byte of its input
+
 
 @dataclass
 class EncodedTensor(TensorOnDisk):
@@ -60,5 +62,5 @@ def originals(tensor: TensorOnDisk, first: int, last: int) -> Iterator[tuple[int
     In memory of its own, which the next piece uses again. Raises OSError.
     """
     buffer = torch.empty(piece_bytes([tensor.row_bytes]), dtype=torch.uint8)
-    for start, end in row_ranges(first, last, tensor.row_bytes):
+    for start, end in row_ranges(first, last, TEMPORARIES * tensor.row_bytes):
         yield start, tensor.read_rows(start, end, buffer)

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fsdp_trainer.checkpoint.four_bit import encoded
 from fsdp_trainer.checkpoint.stream import (
     Chunk,
     TensorOnDisk,
@@ -253,6 +254,7 @@ def parameters_on_disk(config: ModelConfig, folder: Path) -> dict[str, TensorOnD
 def read_parameters(model: Decoder, sources: dict[str, TensorOnDisk]) -> None:
     """Fill parameters, sharded or not; rows that their source does not have stay as they are.
 
+    A source of a 4-bit parameter is the matrix that it stands for: it is encoded as it is read.
     Raises OSError when a file cannot be read.
     """
     pieces = [piece for name in sources for piece in _pieces(model, name, sources[name])]
@@ -278,6 +280,8 @@ def _require_fitting(model: Decoder, folder: Path, vocab_size: int) -> dict[str,
 def _pieces(model: Decoder, name: str, source: TensorOnDisk) -> Iterator[ImportPiece]:
     """Yield what this rank reads of a parameter."""
     parameter = model.get_parameter(name)
+    if parameter.dtype == torch.uint8:
+        source = encoded(source)
     local = local_part(parameter)
     rows, *columns = local_slice(parameter)
     last = min(rows.stop, source.shape[0]) if local.numel() else rows.start

@@ -16,6 +16,7 @@ from fsdp_trainer.config.rules_computing import (
     collectives,
     compilation,
     float8,
+    four_bits,
     moments,
     replicas,
 )
@@ -60,6 +61,7 @@ RULES: tuple[Rule, ...] = (
     adapters,
     moments,
     float8,
+    four_bits,
     overwriting,
     width_of_heads,
     momentum,

@@ -26,6 +26,8 @@ CHECKPOINTING_MODES = {
     "budget": ("budget",),
 }
 """Keys of activation_checkpoint, and the modes that read them."""
+FOUR_BITS = (2, 12)
+"""The first torch whose FSDP2 leaves integers as they are in an all-gather."""
 WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 """Modes of the compiler that record CUDA graphs, and the mode nearest to each that does not."""
 
@@ -77,10 +79,15 @@ def _wrong_collective(cfg: TrainConfig, name: str, value: Any) -> Broken:
     if cfg.sharding.strategy == "ddp":
         default = show(getattr(Sharding(), name))
         yield key, f"ddp gathers and scatters nothing.\nUse  sharding=fsdp  or  {key}={default}"
-    elif tuple(map(int, torch.split(".")[:2])) < needed:
+    elif is_older(torch, needed):
         yield key, f"needs torch {needed[0]}.{needed[1]}; installed is {torch}"
     elif name == "messages" and cfg.launch.device == "cpu":
         yield key, f"{NEEDS_NCCL}.\nUse  sharding.messages=ordinary"
+
+
+def is_older(installed: str, needed: tuple[int, int]) -> bool:
+    """Return whether a version is before another one's major and minor number."""
+    return tuple(map(int, installed.split(".")[:2])) < needed
 
 
 def activation_checkpointing(cfg: TrainConfig, report: Report) -> Broken:
@@ -172,4 +179,23 @@ def float8(cfg: TrainConfig, report: Report) -> Broken:
             "batch.seq_len",
             f"float8 products need a multiple of 16 tokens, not {tokens:,} (seq_len × "
             f"micro_rows).\nUse  batch.seq_len={round_up(cfg.batch.seq_len, 16)}",
+        )
+
+
+def four_bits(cfg: TrainConfig, report: Report) -> Broken:
+    """4-bit weights need products in wider formats, and a torch that does not cast their codes."""
+    if cfg.adapter.name == "none" or cfg.adapter.base != "nf4":
+        return
+    torch = version("torch")
+    if cfg.precision.float8 is not None:
+        yield (
+            "precision.float8",
+            "products with 4-bit weights are computed in precision.param_dtype.\n"
+            "Use  precision=bf16  or  adapter.base=bf16",
+        )
+    if is_older(torch, FOUR_BITS):
+        yield (
+            "adapter.base",
+            f"nf4 needs torch {FOUR_BITS[0]}.{FOUR_BITS[1]}; installed is {torch}, whose "
+            "fully_shard casts the codes.\nUse  adapter.base=bf16",
         )

@@ -27,6 +27,7 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapter_spec import MAGNITUDE, A, AdapterSpec
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
+from fsdp_trainer.models.four_bit import Linear4
 from fsdp_trainer.models.peft_config import Layout, Part, read_folder, resolve
 
 ALL_TARGETS = ("all", "all-linear")
@@ -318,7 +319,7 @@ def row_lengths(linear: Any) -> Tensor:
 
     |W|² + 2 s Σ (W Aᵀ) ∘ B + s² Σ (B A Aᵀ) ∘ B: no second matrix of W's size is made.
     """
-    weight = dense_weight(linear)
+    weight = dense_rows(linear, linear.weight)
     a = linear.lora_A.weight.float()
     b = linear.lora_B.weight.float()
     squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32) ** 2
@@ -330,9 +331,9 @@ def row_lengths(linear: Any) -> Tensor:
     return (squares + 2 * scale * mixed + scale**2 * own).clamp_min(0).sqrt()
 
 
-def dense_weight(linear: Any) -> Tensor:
-    """Return a linear layer's matrix [out, in], as it computes with it."""
-    return linear.weight
+def dense_rows(linear: Any, rows: Tensor) -> Tensor:
+    """Return rows of a linear layer's `weight` as it computes with them: [rows, in]."""
+    return linear.decoded(rows) if isinstance(linear, Linear4) else rows
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -353,5 +354,5 @@ def initialize_magnitudes(model: nn.Module) -> None:
     """
     for linear in adapted_layers(model).values():
         if hasattr(linear, MAGNITUDE):
-            rows = local_part(dense_weight(linear)).float()
+            rows = dense_rows(linear, local_part(linear.weight)).float()
             local_part(linear.lora_magnitude_vector).copy_(torch.linalg.vector_norm(rows, dim=1))

@@ -35,7 +35,7 @@ LEVELS = (
 (Dettmers et al. 2023, appendix E)."""
 MIDDLES = tuple(((torch.tensor(LEVELS)[1:] + torch.tensor(LEVELS)[:-1]) / 2).tolist())
 """Between which levels a number lies decides its code."""
-_tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+_tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # filled by keep_levels
 
 
 def encoded_columns(columns: int) -> int:
@@ -69,7 +69,10 @@ def decode(encoded: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     codes, scales = encoded.tensor_split([-(-columns // 2)], 1)
     aligned = scales.clone(memory_format=torch.contiguous_format)
     scales = aligned.view(torch.bfloat16).to(dtype)
-    numbers = F.embedding(codes.int(), _pairs_of_levels(dtype, encoded.device))
+    table = _tables.get((dtype, encoded.device))
+    if table is None:
+        table = pairs_of_levels(dtype, encoded.device)
+    numbers = F.embedding(codes.int(), table)
     if columns % BLOCK == 0:
         blocks = numbers.view(len(encoded), -1, BLOCK)
         return blocks.mul_(scales.unsqueeze(2)).view(len(encoded), columns)
@@ -77,13 +80,10 @@ def decode(encoded: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     return numbers.flatten(1)[:, :columns] * of_each
 
 
-def _pairs_of_levels(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what the two codes of each byte stand for: [256, 2], made once for a device."""
-    key = dtype, device
-    if key not in _tables:
-        levels = torch.tensor(LEVELS, dtype=dtype, device=device)
-        _tables[key] = torch.cartesian_prod(levels, levels)
-    return _tables[key]
+def pairs_of_levels(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what the two codes of each byte stand for: [256, 2]. A GPU's host waits for it."""
+    levels = torch.tensor(LEVELS, dtype=dtype, device=device)
+    return torch.cartesian_prod(levels, levels)
 
 
 class DecodedProduct(torch.autograd.Function):
@@ -132,6 +132,12 @@ class Linear4(nn.Module):
     def decoded(self, rows: Tensor) -> Tensor:
         """Return rows of the matrix, which are given as `weight` has them: [rows, in_features]."""
         return decode(rows, self.in_features, self.dtype)
+
+
+def keep_levels(dtype: torch.dtype, device_type: str) -> None:
+    """Make what products in `dtype` on this process's device look up, before a model computes."""
+    device = torch.empty(0, device=device_type).device
+    _tables[dtype, device] = pairs_of_levels(dtype, device)
 
 
 def quantize_linears(model: nn.Module, weights: Iterable[str], dtype: torch.dtype) -> None:

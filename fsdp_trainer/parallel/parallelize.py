@@ -15,8 +15,9 @@ from torch.distributed.fsdp import (
 from fsdp_trainer.config.schema import NEEDS_NCCL, Precision, Sharding, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapter_spec import AdapterSpec
-from fsdp_trainer.models.adapters import frozen_dtype
+from fsdp_trainer.models.adapters import four_bit_weights, frozen_dtype
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.four_bit import keep_levels, quantize_linears
 from fsdp_trainer.models.freeze import choose_trained, frozen_parameters
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.parallel.compile import compile_blocks
@@ -48,10 +49,14 @@ def parallelize(
     master_dtype = getattr(torch, cfg.precision.master_dtype)
     model.to(master_dtype)
     convert_linears(model, cfg.precision)
+    param_dtype = getattr(torch, cfg.precision.param_dtype)
+    quantize_linears(model, four_bit_weights(model, adapters), param_dtype)
+    keep_levels(param_dtype, dims.mesh.device_type)
     choose_trained(model, adapters, cfg.train.freeze, master_dtype)
     dtype = getattr(torch, frozen_dtype(cfg.precision, adapters))
     for parameter in frozen_parameters(model).values():  # never updated: they need no master copy
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():  # not the codes of 4-bit weights
+            parameter.data = parameter.data.to(dtype)
     checkpoint_activations(model, cfg.activation_checkpoint)
     if compiled:
         compile_blocks(model, cfg.compile)  # before fully_shard: its hooks stay out of the graph

@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import torch
+
 from fsdp_trainer.checkpoint.base import (
     adapter_on_disk,
     load_weights,
     names_in_base,
     number_formats,
+    random_weights,
     read_base,
     require_trained_rows,
     require_unchanged,
@@ -32,7 +35,7 @@ from fsdp_trainer.models.adapters import (
     initialize_magnitudes,
 )
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.decoder import Decoder, meta_decoder
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.optim.base import TrainerOptimizer
 from fsdp_trainer.parallel.materialize import grow_vocabulary
@@ -47,7 +50,7 @@ def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, 
     Returns the number formats of the export: by parameter, and for all others `default`.
     """
     if init_from is None:
-        initialize_weights(model, cfg.run.seed)
+        draw_weights(model, cfg.run.seed)
         formats = {"default": cfg.precision.param_dtype}
     else:
         initialize_weights(model, cfg.run.seed, adapter_parameters(model))
@@ -57,6 +60,15 @@ def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, 
     else:
         initialize_magnitudes(model)
     return formats
+
+
+def draw_weights(model: Decoder, seed: int) -> None:
+    """Draw all weights; those of 4 bits are encoded a few rows at a time."""
+    parameters = dict(model.named_parameters())
+    encoded = [name for name, p in parameters.items() if p.dtype == torch.uint8]
+    read_parameters(model, random_weights(meta_decoder(model.config), encoded, seed))
+    others = {name: p for name, p in parameters.items() if name not in encoded}
+    initialize_weights(model, seed, others)
 
 
 def read_adapter(model: Decoder, source: Path, base: str) -> None:

@@ -131,8 +131,10 @@ def test_what_is_suggested_fits_when_it_is_typed():
         assert again.fits, one.override
         assert again.memory.peak.total == one.peak_bytes, one.override
         assert one.peak_bytes <= 60 * GIB, one.override
-    costs = [s.cost for s in found]
-    assert costs == sorted(costs)
+    altering = [bool(re.search("precision|seq_len", s.override)) for s in found]
+    assert altering == sorted(altering), "what may learn less comes last"
+    order = [(alters, s.cost) for alters, s in zip(altering, found, strict=True)]
+    assert order == sorted(order)
     (bigger,) = (s for s in found if "world_size" in s.override)
     world = int(re.search(r"world_size=(\d+)", bigger.override)[1])
     assert not planned(
@@ -143,6 +145,25 @@ def test_what_is_suggested_fits_when_it_is_typed():
     assert full.peak_bytes < selective.peak_bytes
     assert 0.2 < full.cost < 0.4
     assert 0.05 < selective.cost < full.cost
+
+
+def test_adapters_are_suggested_last_for_a_fine_tuning_that_does_not_fit():
+    words = ["+recipe=llama8b_sft", "plan.gpu=l4", "plan.world_size=1"]
+    cfg = compose("plan", words, inputs=False)
+    config, gpu = architecture(cfg)[0], target(cfg, 1)
+    found = suggest(cfg, config, 1, gpu)
+    assert [s.override for s in found][-2:] == ["adapter=lora", "adapter=qlora"]
+    for one in found[-2:]:
+        again = planned(*words, one.override)
+        assert again.fits
+        assert again.memory.peak.total == one.peak_bytes
+    smaller = compose("plan", [*words, "adapter=lora", "plan.memory_gib=14"], inputs=False)
+    bits = [s.override for s in suggest(smaller, config, 1, target(smaller, 1))]
+    assert bits[-1] == "adapter.base=nf4"
+    cfg.model.init_from = None
+    assert not [s for s in suggest(cfg, config, 1, gpu) if "adapter" in s.override], (
+        "random weights are trained whole"
+    )
 
 
 def test_formats_of_moments_are_suggested_before_those_that_change_what_is_computed():

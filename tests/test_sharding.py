@@ -3,6 +3,7 @@ of states that cannot fit."""
 
 import itertools
 import math
+import re
 import weakref
 
 import inject
@@ -11,14 +12,23 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from fsdp_trainer.config.schema import ActivationCheckpoint, Optim, Precision, Sharding
+from fsdp_trainer.config.schema import (
+    ActivationCheckpoint,
+    Adapter,
+    Optim,
+    Precision,
+    Sharding,
+    TrainConfig,
+)
+from fsdp_trainer.models.adapters import resolve_adapters
 from fsdp_trainer.models.attention import DocumentAttention, MaskedAttention
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.freeze import model_to_train
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.parallel import memory_check
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
-from fsdp_trainer.parallel.memory_check import Setup
+from fsdp_trainer.parallel.memory_check import Alternative, Setup
 from fsdp_trainer.training.objective import CrossEntropy
 
 GIB = 2**30
@@ -215,12 +225,45 @@ def test_the_fewest_ranks_that_fit_are_named_and_do_fit():
             memory_check.check_memory(
                 model, Setup(Sharding(strategy="ddp"), Precision(), Optim(), 2), cpu
             )
-        ranks = int(str(refused.value).split("  or  ")[-1].removeprefix("Use  ").split()[0])
+        ranks = int(re.search(r"(\d+) ranks with as much", str(refused.value))[1])
         memory_check.check_memory(model, Setup(Sharding(), Precision(), Optim(), ranks), cpu)
         with pytest.raises(memory_check.UserError):
             memory_check.check_memory(
                 model, Setup(Sharding(), Precision(), Optim(), ranks - 1), cpu
             )
+
+
+def test_the_least_with_adapters_has_frozen_weights_as_they_are_kept():
+    cfg, config = TrainConfig(), meta().config
+    cfg.adapter = Adapter(name="lora", base="nf4", rank=4)
+    spec = resolve_adapters(cfg.adapter, config)
+    model = model_to_train(config, cfg)
+    setup = Setup(Sharding(), Precision(), Optim(), 2, spec)
+    sizes = {item.name: item.size for item in memory_check.least_memory(model, setup)}
+    blocks = [p for name, p in meta().named_parameters() if "proj" in name]
+    four_bits = sum(4.25 / 8 * p.numel() for p in blocks) / 2
+    ends = (config.parameters() - sum(p.numel() for p in blocks)) / 2
+    assert sizes["in 4 bits"] == pytest.approx(four_bits, rel=0.01)
+    assert sizes["frozen"] == pytest.approx(2 * ends)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 2
+    assert (sizes["weights"], sizes["moments"]) == (4 * trained, 8 * trained)
+
+
+def test_adapters_are_suggested_where_they_would_fit():
+    config, cpu = meta().config, torch.device("cpu")
+    cfg = TrainConfig()
+    cfg.adapter = Adapter(name="lora", rank=1)
+    lora = Alternative("adapter=lora", model_to_train(config, cfg), None)
+    setup = Setup(Sharding(), Precision(), Optim(), 1)
+    full, least = (
+        sum(item.size for item in memory_check.least_memory(model, setup))
+        for model in (meta(), lora.model)
+    )
+    with (
+        inject.around("device_memory", lambda *_: (full + least) / 2),
+        pytest.raises(memory_check.UserError, match=r"precision=pure_bf16  or  adapter=lora$"),
+    ):
+        memory_check.check_memory(meta(), setup, cpu, lambda: [lora])
 
 
 def test_offloaded_states_are_the_hosts():

@@ -303,7 +303,7 @@ class RecipeHead(NamedTuple):
 
 
 def recipe_heads(config_dir: str | None = None) -> dict[str, RecipeHead]:
-    """The head of each recipe's file, by name: the smallest model first."""
+    """Return the head of each recipe's file, by name: the smallest model first, adapters last."""
     heads, sizes = {}, {}
     for name in options("train", config_dir)["recipe"]:
         text = (find_file(f"recipe/{name}", config_dir) or Path()).read_text()
@@ -313,7 +313,8 @@ def recipe_heads(config_dir: str | None = None) -> dict[str, RecipeHead]:
             found = re.search(f"(?m){pattern}", text)
             return found[1].strip() if found else None
 
-        sizes[name] = float(find(r"^# Disk +([\d.]+) GiB a checkpoint") or 0)
+        size = float(find(r"^# Disk +([\d.]+) GiB a checkpoint") or 0)
+        sizes[name] = "override /adapter" in text, size
         command = find(r"^#   ((?:.*\\\n)*.*)")
         heads[name] = RecipeHead(
             does=lines[0],

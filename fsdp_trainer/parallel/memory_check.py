@@ -113,7 +113,20 @@ def keeps_gathered(sharding: Sharding) -> bool:
     return not sharding.reshard_after_forward
 
 
-def check_memory(model: Decoder, setup: Setup, device: torch.device) -> None:
+class Alternative(NamedTuple):
+    """A model that a suggestion trains instead, on the meta device, and its adapters."""
+
+    override: str
+    model: Decoder
+    adapters: AdapterSpec | None
+
+
+def check_memory(
+    model: Decoder,
+    setup: Setup,
+    device: torch.device,
+    alternatives: Callable[[], list[Alternative]] = list,
+) -> None:
     """Raise UserError with the arithmetic if a rank's states cannot fit.
 
     The weights may be on the meta device.
@@ -122,7 +135,7 @@ def check_memory(model: Decoder, setup: Setup, device: torch.device) -> None:
     host = host_bytes(os.environ)
     cuda = device.type == "cuda"
 
-    def fits(setup: Setup) -> bool:
+    def fits(setup: Setup, model: Decoder = model) -> bool:
         items = least_memory(model, setup)
         moved = setup.sharding.cpu_offload and cuda
         offloaded = total([item for item in items if item.offloads and moved])
@@ -140,20 +153,22 @@ def check_memory(model: Decoder, setup: Setup, device: torch.device) -> None:
         f"{'in all':12}{gib(total(items)):>12}   of {available}",
     ]
     overrides = suggestions(fits, setup, cuda)
+    for other in alternatives():  # after what trains the same
+        if fits(setup._replace(adapters=other.adapters), other.model):
+            overrides.append(other.override)
     lines.append(f"Use  {'  or  '.join(overrides)}" if overrides else "Use a smaller model")
     problem = Problem(f"{setup.ranks} × {device.type}", "\n".join(lines))
     raise UserError("the model's states cannot fit", [problem])
 
 
 def suggestions(fits: Callable[[Setup], bool], setup: Setup, cuda: bool) -> list[str]:
-    """Return what to type instead, as far as it would fit."""
+    """Return what to type instead, as far as it would fit; last what may learn less."""
     sharding, precision, optim, ranks, _ = setup
     shards = replace(sharding, strategy="fsdp", replicas=1)
     sharded = setup._replace(sharding=shards)
     bfloat16 = replace(precision, param_dtype="bfloat16", master_dtype="bfloat16")
     others = {
         "sharding=fsdp": sharded,
-        "precision=pure_bf16": setup._replace(precision=bfloat16),
         "optim=adamw_8bit": setup._replace(optim=replace(optim, state_dtype="8bit")),
     }
     if cuda:
@@ -165,6 +180,8 @@ def suggestions(fits: Callable[[Setup], bool], setup: Setup, cuda: bool) -> list
     if enough < len(worlds):
         also = "" if sharding.strategy == "fsdp" else " and sharding=fsdp"
         overrides.append(f"{worlds[enough]} ranks with as much memory each{also}")
+    if fits(setup._replace(precision=bfloat16)):
+        overrides.append("precision=pure_bf16")
     return overrides
 
 

@@ -13,13 +13,14 @@ from fsdp_trainer.config.formats import moments_format
 from fsdp_trainer.config.rules import check_rules
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.devices import Device
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.plan.plan import RunPlan, make_plan
 
-SAME, MOMENTS, NUMBERS, WORLD, TRAINING = range(5)
-"""What a change touches: time alone; how moments are kept; what is computed; how many ranks there
-are; what is learnt from."""
+SAME, MOMENTS, WORLD, NUMBERS, ADAPTERS, TRAINING = range(6)
+"""What a change touches: time alone; how moments are kept; how many ranks there are; what is
+computed; what is trained; what is learnt from. Those from NUMBERS on may change what is learnt."""
 MOST, ENOUGH = 8, 4  # suggestions; and how many make looking for longer ones needless
 GAIN = 0.02  # below which a step is not called faster
 
@@ -43,9 +44,9 @@ class Change(NamedTuple):
 
 
 def suggest(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> list[Suggestion]:
-    """For a run that does not fit: what makes it fit, on these GPUs by the time it costs, then on more of them, then by training on less at once.
-
-    For one that fits: what makes it faster and still fits.
+    """Return what makes a run fit that does not: first what leaves alone what is learnt, then what
+    may change it, each by the time it costs. For one that fits: what makes it faster and still
+    fits.
     """
     plan = make_plan(cfg, config, world, device)
     if plan.fits:
@@ -74,9 +75,11 @@ def suggest(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -
     for kind, found in sorted(enough.values(), key=_by_kind):
         best.setdefault(re.sub(r"=\d+\b", "=", found.override), (kind, found))
     more = [(WORLD, found) for found in larger(cfg, config, plan)]
-    here = [one for one in best.values() if one[0] < WORLD][: MOST - 1 - len(more)]
+    adapted = [(ADAPTERS, found) for found in with_adapters(cfg, config, plan)]
+    here = [one for one in best.values() if one[0] < ADAPTERS]
+    here = here[: MOST - 1 - len(more) - len(adapted)]
     training = [one for one in best.values() if one[0] == TRAINING]
-    chosen = [*here, *more, *training][:MOST]
+    chosen = [*here, *more, *adapted, *training][:MOST]
     return [found for _, found in sorted(chosen, key=_by_cost)]
 
 
@@ -87,7 +90,7 @@ def _by_kind(suggestion: tuple[int, Suggestion]) -> tuple:
 
 def _by_cost(suggestion: tuple[int, Suggestion]) -> tuple:
     kind, found = suggestion
-    return found.cost, kind, -found.peak_bytes
+    return kind >= NUMBERS, found.cost, kind, -found.peak_bytes
 
 
 def changed(cfg: TrainConfig, keys: dict[str, Any]) -> TrainConfig:
@@ -255,29 +258,59 @@ def faster(cfg: TrainConfig, world: int, device: Device) -> Iterator[Change]:
 
 
 def larger(cfg: TrainConfig, config: ModelConfig, plan: RunPlan) -> list[Suggestion]:
-    """The smallest world that fits, with as little else changed as that takes. Empty if none does."""
-    possible = list(smaller(cfg, plan.world_size, plan.device))
-    by_name = {change.override.split()[0]: change for change in possible}
-    asked = [
-        by_name[name]
-        for name in ("sharding=fsdp", "activation_checkpoint=full", "batch.micro_rows=1")
-        if name in by_name
-    ]
-    for count in range(len(asked) + 1):
-        for some in combinations(asked, count):
-            settings = changed(
-                cfg, {key: value for change in some for key, value in change.keys.items()}
-            )
-            if not refused(settings) and (world := smallest_world(settings, config, plan)):
-                units = "ranks" if plan.device.name == "cpu" else "GPUs"
-                more = Change(
-                    f"plan.world_size={world}", {}, f"{world} {units} instead of {plan.world_size}"
-                )
-                new = make_plan(settings, config, world, plan.device)
-                change = together(more, *some) or more
-                why = change.why + _empty_rows(new)
-                return [Suggestion(change.override, new.memory.peak.total, cost(new, plan), why)]
+    """Return the smallest world that fits, with as little else changed as that takes, or nothing."""
+    for some in basic_changes(cfg, plan):
+        keys = {key: value for change in some for key, value in change.keys.items()}
+        settings = changed(cfg, keys)
+        world = None if refused(settings) else smallest_world(settings, config, plan)
+        if world is None:
+            continue
+        units = "ranks" if plan.device.name == "cpu" else "GPUs"
+        why = f"{world} {units} instead of {plan.world_size}"
+        more = Change(f"plan.world_size={world}", {}, why)
+        new = make_plan(settings, config, world, plan.device)
+        change = together(more, *some) or more
+        why = change.why + _empty_rows(new)
+        return [Suggestion(change.override, new.memory.peak.total, cost(new, plan), why)]
     return []
+
+
+def basic_changes(cfg: TrainConfig, plan: RunPlan) -> list[tuple[Change, ...]]:
+    """Return combinations of the usual ways to save memory, the shortest first."""
+    possible = smaller(cfg, plan.world_size, plan.device)
+    by_name = {change.override.split()[0]: change for change in possible}
+    usual = ("sharding=fsdp", "activation_checkpoint=full", "batch.micro_rows=1")
+    changes = [by_name[name] for name in usual if name in by_name]
+    return [some for count in range(len(changes) + 1) for some in combinations(changes, count)]
+
+
+def with_adapters(cfg: TrainConfig, config: ModelConfig, plan: RunPlan) -> list[Suggestion]:
+    """Return adapters with which it fits, in 16 and in 4 bits, as little else changed as that
+    takes."""
+    suggestions = []
+    for adapter in adapters(cfg):
+        changes = (together(adapter, *some) for some in basic_changes(cfg, plan))
+        fitting = (tried(change, cfg, config, plan) for change in changes if change)
+        suggestions += [found for found in fitting if found][:1]
+    return suggestions
+
+
+def adapters(cfg: TrainConfig) -> Iterator[Change]:
+    """Changes for a fine-tuning: from all weights to an adapter, from 16 bits to 4."""
+    if cfg.model.init_from is None or cfg.train.freeze:
+        return
+    four_bits = {"adapter.base": "nf4"}
+    if cfg.adapter.name == "none":
+        why = (
+            "low-rank matrices are trained, the weights are frozen; optim.lr about 10 times as high"
+        )
+        lora = {"adapter.name": "lora"}
+        yield Change("adapter=lora", lora, why, ADAPTERS)
+        why = f"{why}, on weights of 4 bits"
+        yield Change("adapter=qlora", lora | four_bits, why, ADAPTERS)
+    elif cfg.adapter.base != "nf4":
+        why = "frozen weights are kept in 4 bits"
+        yield Change("adapter.base=nf4", four_bits, why, ADAPTERS)
 
 
 def _empty_rows(plan: RunPlan) -> str:
@@ -325,7 +358,10 @@ def tried(
 ) -> Suggestion | None:
     """What a change does, if it fits with it and no rule between keys forbids it."""
     settings = changed(cfg, change.keys)
-    new = make_plan(settings, config, plan.world_size, plan.device)
+    try:
+        new = make_plan(settings, config, plan.world_size, plan.device)
+    except UserError:  # an adapter that does not fit the model
+        return None
     if not new.fits or refused(settings):
         return None
     host = ""

@@ -4,6 +4,7 @@ Collective: every rank builds its part.
 """
 
 import math
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -19,11 +20,12 @@ from fsdp_trainer.checkpoint.assets import write_hf_assets
 from fsdp_trainer.checkpoint.base import base_of_new_run, base_of_resumed_run
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress
 from fsdp_trainer.config.paths import model_folder, step_of
-from fsdp_trainer.config.schema import Model, TrainConfig
+from fsdp_trainer.config.schema import Adapter, Model, TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.mixture import Mixture, build_order, validation_order
 from fsdp_trainer.data.stream import StreamedData
 from fsdp_trainer.data.workers import cores
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.models.adapters import resolve_adapters
 from fsdp_trainer.models.attention_choice import AttentionChoice, choose
@@ -40,7 +42,7 @@ from fsdp_trainer.parallel.compile import can_compile
 from fsdp_trainer.parallel.convert import require_float8, scale_after_each_step
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
-from fsdp_trainer.parallel.memory_check import Setup, check_memory
+from fsdp_trainer.parallel.memory_check import Alternative, Setup, check_memory
 from fsdp_trainer.parallel.parallelize import parallelize
 from fsdp_trainer.training.batches import Assembler, Batches
 from fsdp_trainer.training.compilations import CompilationLog
@@ -188,7 +190,22 @@ def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
     config = resolve_model(fetched_model(cfg, init_from))
     adapters = resolve_adapters(cfg.adapter, config)
     setup = Setup(cfg.sharding, cfg.precision, cfg.optim, world.size, adapters)
-    check_memory(model_to_train(config, cfg), setup, world.device)
+    check_memory(
+        model_to_train(config, cfg), setup, world.device, lambda: adapted_models(cfg, config)
+    )
+
+
+def adapted_models(cfg: TrainConfig, config: ModelConfig) -> list[Alternative]:
+    """Return the adapters that a fine-tuning of all weights could be instead."""
+    if cfg.model.init_from is None or cfg.adapter.name != "none":
+        return []
+    models = []
+    for option, base in (("lora", "auto"), ("qlora", "nf4")):
+        adapted = replace(cfg, adapter=Adapter(name="lora", base=base))
+        with suppress(UserError):  # a rank that is too high for the model
+            spec = resolve_adapters(adapted.adapter, config)
+            models.append(Alternative(f"adapter={option}", model_to_train(config, adapted), spec))
+    return models
 
 
 def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:

@@ -166,6 +166,30 @@ def test_adapters_are_suggested_last_for_a_fine_tuning_that_does_not_fit():
     )
 
 
+def test_a_run_that_does_not_fit_names_the_least_memory_that_would_do(capsys):
+    words = ["model=llama3_8b", "plan.gpu=h100", "plan.world_size=1", "batch.rows=8"]
+    assert main(["plan", *words, "plan.memory_gib=1", "plan.format=json"]) == 3
+    told = json.loads(capsys.readouterr().out)
+    assert told["suggestions"] == []
+    least = told["least_memory"]
+    assert least["peak_gib"] < told["peak_gib"]
+    memory = f"plan.memory_gib={least['peak_gib'] + 0.01:.2f}"
+    assert main(["plan", *words, memory, *least["override"].split()]) == 0
+    assert "least memory" not in capsys.readouterr().out
+    assert main(["plan", *words[:1], *words[2:], "plan.memory_gib=1"]) == 3
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"would do here: {least['peak_gib']:.1f} GiB with" in out
+    assert "compared as on" not in out, "nothing is compared"
+
+
+def test_an_efficiency_that_nobody_reaches_is_told(capsys):
+    words = ["plan", "model=smollm2_135m", "plan.gpu=h100", "plan.world_size=1"]
+    assert main([*words, "plan.efficiency=0.99"]) == 0
+    assert "published trainings reach 0.2 to 0.65" in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "plan.efficiency=0.5"]) == 0
+    assert "published trainings" not in capsys.readouterr().out
+
+
 def test_formats_of_moments_are_suggested_before_those_that_change_what_is_computed():
     cfg = compose("plan", ["+recipe=llama70b_sft", "plan.gpu=h100"], inputs=False)
     words = [s.override for s in suggest(cfg, architecture(cfg)[0], 16, target(cfg, 16))]

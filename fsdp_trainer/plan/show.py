@@ -18,21 +18,28 @@ HOST_GIB = 1024
 """Memory of a node beyond which many do not have it."""
 BAR = 32  # characters for the whole of the device's memory
 NARROW = 110  # characters
-UNTIMED = "its speed is not in the table: time is compared as on an H100"
+UNTIMED = "its speed is not in the table: plan.tflops=N tells it"
+COMPARED = "; GPU time below is compared as on an H100"
 
 
 def as_json(
-    cfg: PlanConfig, plans: list[RunPlan], suggestions: list[list[Suggestion]], assumed: list[str]
+    cfg: PlanConfig,
+    plans: list[RunPlan],
+    suggestions: list[list[Suggestion]],
+    needs: list[Suggestion | None],
+    assumed: list[str],
 ) -> dict[str, Any]:
     """The plan; of several worlds the smallest that fits, else the largest, with all of them under `worlds`."""
-    told = [one_world(cfg, plan, found) for plan, found in zip(plans, suggestions, strict=True)]
+    told = [one_world(cfg, *one) for one in zip(plans, suggestions, needs, strict=True)]
     fitting = [plan.world_size for plan in plans if plan.fits]
     chosen = next((one for one in told if one["fits"]), told[-1])
     several = {"smallest": min(fitting, default=None), "worlds": told} if len(told) > 1 else {}
     return {**chosen, "assumed": assumed, **several}
 
 
-def one_world(cfg: PlanConfig, plan: RunPlan, suggestions: list[Suggestion]) -> dict[str, Any]:
+def one_world(
+    cfg: PlanConfig, plan: RunPlan, suggestions: list[Suggestion], needs: Suggestion | None
+) -> dict[str, Any]:
     """GiB, seconds and bytes of one rank; tokens of all. Times are null where the device's speed is not known."""
     peak, timed = plan.memory.peak, plan.step_seconds
     steps, per_gpu = steps_of(cfg, plan), plan.tokens / plan.world_size
@@ -72,16 +79,15 @@ def one_world(cfg: PlanConfig, plan: RunPlan, suggestions: list[Suggestion]) -> 
         "days": [steps * s / 86400 for s in timed] if timed and steps else None,
         "checkpoint_gib": round(plan.checkpoint / GIB, 3),
         "checkpoint_seconds": round(plan.checkpoint_seconds, 2),
-        "suggestions": [
-            {
-                "override": s.override,
-                "peak_gib": round(s.peak_bytes / GIB, 3),
-                "cost": s.cost,
-                "why": s.why,
-            }
-            for s in suggestions
-        ],
+        "least_memory": suggestion_json(needs) if needs else None,
+        "suggestions": [suggestion_json(s) | {"why": s.why} for s in suggestions],
     }
+
+
+def suggestion_json(suggestion: Suggestion) -> dict[str, Any]:
+    """Return what to type, what is held then, and what it costs."""
+    peak = round(suggestion.peak_bytes / GIB, 3)
+    return {"override": suggestion.override, "peak_gib": peak, "cost": suggestion.cost}
 
 
 def steps_of(cfg: PlanConfig, plan: RunPlan) -> int | None:
@@ -96,6 +102,7 @@ def show(
     config: ModelConfig,
     plans: list[RunPlan],
     suggestions: list[list[Suggestion]],
+    needs: list[Suggestion | None],
     assumed: list[str],
     console: Terminal | None = None,
 ) -> None:
@@ -114,14 +121,19 @@ def show(
         console.print(worlds(plans))
     console.print(verdict(plan))
     console.print(categories(plan))
-    console.print(figures(cfg, plan))
+    console.print(figures(cfg, plan, compares=bool(suggestions[index])))
     if suggestions[index]:
         console.print(Text("faster, and fits" if plan.fits else "what would make it fit", "bold"))
         console.print(table_of(suggestions[index], narrow=console.width < NARROW))
     elif not plan.fits:
         console.print(
-            "Nothing that a configuration can change makes it fit: a smaller model, or a device with more memory, is what is left."
+            "Nothing that a configuration can change makes it fit: a smaller model, or a device "
+            "with more memory, is what is left."
         )
+    if smallest := needs[index]:
+        with_changes = f" with  {smallest.override}" if smallest.override else ""
+        memory = f"{smallest.peak_bytes / GIB:,.1f} GiB"
+        console.print(f"The least memory of a device that would do here: {memory}{with_changes}")
 
 
 def worlds(plans: list[RunPlan]) -> Table:
@@ -205,8 +217,8 @@ def host_line(plan: RunPlan) -> str:
     return f"{held}, pinned: more than {HOST_GIB:,} GiB, which many nodes do not have"
 
 
-def figures(cfg: PlanConfig, plan: RunPlan) -> Table:
-    """Times, wire, length and checkpoints."""
+def figures(cfg: PlanConfig, plan: RunPlan, compares: bool) -> Table:
+    """Return times, wire, length and checkpoints. compares: suggestions with times come after."""
     table = Table.grid(padding=(0, 2))
     count = "one micro-batch" if plan.micro_batches == 1 else f"{plan.micro_batches} micro-batches"
     rows = [("wire", f"{wires(plan)}, each rank and step of {count}")]
@@ -226,7 +238,7 @@ def figures(cfg: PlanConfig, plan: RunPlan) -> Table:
         rows.append(("speed", f"{rates}; MFU {plan.mfu(timed[1]):.0%} – {plan.mfu(timed[0]):.0%}"))
         rows.append(("run", length(cfg, plan)))
     else:
-        rows.append(("step", UNTIMED))
+        rows.append(("step", UNTIMED + COMPARED * compares))
     rows.append(("checkpoint", checkpoints(cfg, plan)))
     for name, text in rows:
         table.add_row(Text(f"  {name}", "dim"), text)

@@ -23,6 +23,7 @@ SAME, MOMENTS, WORLD, NUMBERS, ADAPTERS, TRAINING = range(6)
 computed; what is trained; what is learnt from. Those from NUMBERS on may change what is learnt."""
 MOST, ENOUGH = 8, 4  # suggestions; and how many make looking for longer ones needless
 GAIN = 0.02  # below which a step is not called faster
+LESS = 0.01  # below which a change is not said to save memory
 
 
 class Suggestion(NamedTuple):
@@ -295,6 +296,25 @@ def with_adapters(cfg: TrainConfig, config: ModelConfig, plan: RunPlan) -> list[
     return suggestions
 
 
+def least(cfg: TrainConfig, config: ModelConfig, plan: RunPlan) -> Suggestion:
+    """Return the changes with which a rank holds least on as many devices, fitting or not.
+
+    One after the other, each time the one that saves most. Rows stay as long as they are.
+    """
+    every = [*smaller(cfg, plan.world_size, plan.device), *adapters(cfg)]
+    possible = [change for change in every if change.kind != TRAINING]
+    best, chosen = plan, Change("", {}, "")
+    while True:
+        longer = [together(chosen, change) for change in possible]
+        tries = [planned(change, cfg, config, plan) for change in longer if change]
+        valid = [one for one in tries if one and not refused(changed(cfg, one[1].keys))]
+        new, change = min(valid, key=lambda one: one[0].memory.peak.total, default=(best, chosen))
+        if new.memory.peak.total > (1 - LESS) * best.memory.peak.total:
+            break
+        best, chosen = new, change
+    return Suggestion(chosen.override.strip(), best.memory.peak.total, cost(best, plan), "")
+
+
 def adapters(cfg: TrainConfig) -> Iterator[Change]:
     """Changes for a fine-tuning: from all weights to an adapter, from 16 bits to 4."""
     if cfg.model.init_from is None or cfg.train.freeze:
@@ -353,17 +373,25 @@ def together(*changes: Change) -> Change | None:
     )
 
 
+def planned(
+    change: Change, cfg: TrainConfig, config: ModelConfig, plan: RunPlan
+) -> tuple[RunPlan, Change] | None:
+    """Return the plan with a change, and the change; None if an adapter does not fit the model."""
+    settings = changed(cfg, change.keys)
+    try:
+        return make_plan(settings, config, plan.world_size, plan.device), change
+    except UserError:
+        return None
+
+
 def tried(
     change: Change, cfg: TrainConfig, config: ModelConfig, plan: RunPlan
 ) -> Suggestion | None:
     """What a change does, if it fits with it and no rule between keys forbids it."""
-    settings = changed(cfg, change.keys)
-    try:
-        new = make_plan(settings, config, plan.world_size, plan.device)
-    except UserError:  # an adapter that does not fit the model
+    result = planned(change, cfg, config, plan)
+    if result is None or not result[0].fits or refused(changed(cfg, change.keys)):
         return None
-    if not new.fits or refused(settings):
-        return None
+    new, _ = result
     host = ""
     if new.memory.host and not plan.memory.host:
         a_node = new.host_bytes_per_node / 2**30

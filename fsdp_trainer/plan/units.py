@@ -129,8 +129,8 @@ class BlockKind:
 class ModelParts:
     """The model's parameters in the parts that `fully_shard` makes of it, on the meta device.
 
-    kinds: of blocks; kind_of: for each block which one it is. trained: numbers that are trained in
-    all, padding of the vocabulary left out.
+    kinds: of blocks; kind_of: for each block which one it is. adapters: of all blocks together.
+    backward_from: the first block that backward reaches; in front of it nothing is trained.
     """
 
     def __init__(self, model: Decoder):

@@ -112,7 +112,7 @@ def test_every_option_sets_its_groups_selector():
         "enabled": True,
         "disabled": False,
     }
-    values |= {"adamw_8bit": "adamw", "adamw_bf16": "adamw"}
+    values |= {"adamw_8bit": "adamw", "adamw_bf16": "adamw", "qlora": "lora"}
     for i in range(max(map(len, groups.values()))):
         chosen = {group: names[i % len(names)] for group, names in groups.items()}
         if chosen["activation_checkpoint"] == "budget":

@@ -33,7 +33,7 @@ lint: $(VENV)/.for-developers  ## ruff and mypy
 	$(BIN)/mypy
 
 docs: $(VENV)/.for-docs  ## the documentation as a site in build/site; a broken link fails
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "build/site/index.html opens in a browser. With search:  $(BIN)/python -m http.server -d build/site"
 
 bench: $(VENV)/.for-benchmarks  ## CPU benchmarks, each beside what one would use instead; ARGS=--check compares with the stored results

@@ -1,6 +1,7 @@
 """README, the pages in docs/ and their Chinese twins: sizes, links, commands, and the site."""
 
 import re
+import shutil
 import subprocess
 import sys
 from itertools import chain
@@ -76,15 +77,35 @@ def test_the_picture_of_the_benchmark_is_the_measured_one():
     assert (REPO / "docs/pictures/scaling.svg").read_text() == measured.read_text()
 
 
-def test_the_site_is_built_and_fetches_nothing(tmp_path):
+def build(root: Path, site: Path) -> subprocess.CompletedProcess:
+    """Build the site of a checkout, as `make docs` does."""
     pytest.importorskip("mkdocs", reason="needs the extra docs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
-    subprocess.run(command, cwd=REPO, check=True, timeout=300)
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(site)]
+    return subprocess.run(command, cwd=root, timeout=300, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_site_is_built_and_fetches_nothing(tmp_path):
+    built = build(REPO, tmp_path)
+    assert built.returncode == 0, built.stderr
     pages = list(tmp_path.rglob("*.html"))
     assert len(pages) >= len(list((REPO / "docs").glob("*.md")))
     fetched = re.compile(r"<(?:script|img|iframe)[^>]*src=\"?https?:|<link[^>]*href=\"?https?:")
     assert [page.name for page in pages if fetched.search(page.read_text())] == []
     assert '<html lang="zh-CN"' in (tmp_path / "index.zh-CN.html").read_text()
+    for page in (REPO / "docs").glob("*.md"):
+        shown = (tmp_path / page.name).with_suffix(".html").read_text().count("<pre")
+        assert shown == len(BLOCK.findall(page.read_text())), page.name
+
+
+def test_a_broken_link_fails_the_build(tmp_path):
+    shutil.copytree(REPO / "docs", tmp_path / "docs")
+    shutil.copy(REPO / "mkdocs.yml", tmp_path)
+    with (tmp_path / "docs/tour.md").open("a") as page:
+        page.write("[no page](missing.md) [no heading](plan.md#missing)\n")
+    built = build(tmp_path, tmp_path / "site")
+    assert built.returncode == 1
+    assert "missing.md" in built.stderr
+    assert "#missing" in built.stderr
 
 
 @pytest.mark.parametrize("picture", sorted((REPO / "docs/pictures").glob("*.svg")), ids=str)

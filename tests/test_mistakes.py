@@ -23,7 +23,7 @@ from world import SMALL, command, write_chats
 
 REPO = Path(__file__).parents[1]
 PAGE = REPO / "docs/mistakes.md"
-BLOCK = re.compile(r"(?ms)^```console *([^\n]*)\n(.*?)^```$")
+BLOCK = re.compile(r'(?ms)^```console(?: title="([^"\n]*)")?\n(.*?)^```$')
 RIGHT = ("data.path=chats.jsonl", "tokenizer.path=demo:bytes")
 
 
@@ -215,7 +215,7 @@ def said(world, folder, without_ranks):
 
 def test_every_mistake_says_what_the_page_shows(said, folder):
     def as_said(block: re.Match) -> str:
-        how, lines = block[1], [line for line, _ in commands(block[2])]
+        how, lines = block[1] or "", [line for line, _ in commands(block[2])]
         shown = [
             f"$ {line}\n"
             + (
@@ -229,7 +229,8 @@ def test_every_mistake_says_what_the_page_shows(said, folder):
             )
             for line in lines
         ]
-        return f"```console{' ' + how if how else ''}\n{''.join(shown)}```"
+        title = f' title="{how}"' if how else ""
+        return f"```console{title}\n{''.join(shown)}```"
 
     page = PAGE.read_text()
     written = BLOCK.sub(as_said, page)

@@ -105,9 +105,12 @@ def documented_files(conf: Path) -> dict[Path, str]:
 def markdown(options: dict[str, list[str]]) -> str:
     """docs/configuration.md."""
     parts = [
-        "# Configuration\n\nWritten from `fsdp_trainer/config/schema.py` and `verbs.py` by `python -m fsdp_trainer.config.document`.\n\n"
-        "Set a key with `key=value`, choose an option of a group with `group=option`, lay a recipe over everything with `+recipe=NAME`. "
-        "`fsdp-trainer --cfg job …` prints what comes of it.\n"
+        "# Configuration\n\n"
+        "This page lists every key with its default and its meaning.\n\n"
+        "Set a key with `key=value`, choose an option of a group with `group=option`, lay a recipe\n"
+        "over everything with `+recipe=NAME`. `fsdp-trainer --cfg job …` prints what comes of it\n"
+        "([the command line](command-line.md)). The page is written from\n"
+        "`fsdp_trainer/config/schema.py` and `verbs.py` by `python -m fsdp_trainer.config.document`.\n"
     ]
     for f in [*fields(TrainConfig), *(node_of(verb, verb) for verb in OWN_NODES)]:
         chosen = (

@@ -72,6 +72,20 @@ def test_both_languages_give_the_same_commands(english, chinese):
     assert commands(REPO / chinese) == commands(REPO / english)
 
 
+def test_every_page_begins_with_what_it_is_for():
+    def begins_with_text(page: Path) -> bool:
+        title, empty, first = page.read_text().splitlines()[:3]
+        return (
+            title.startswith("# ")
+            and not empty
+            and first[:3] != "```"
+            and first[:1] not in ("", *"|!#<")
+        )
+
+    pages = (REPO / "docs").glob("*.md")
+    assert [page.name for page in pages if not begins_with_text(page)] == []
+
+
 def test_the_picture_of_the_benchmark_is_the_measured_one():
     measured = REPO / "benchmarks/results/2-cpu-cores-x86-64/scaling.svg"
     assert (REPO / "docs/pictures/scaling.svg").read_text() == measured.read_text()

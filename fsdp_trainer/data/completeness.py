@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from fsdp_trainer.data.conversations import Message
+from fsdp_trainer.data.messages import Message
 from fsdp_trainer.data.template_forms import split_thinking
 
 TEXT, REASONING, CALLS = "text_left_out", "reasoning_left_out", "calls_left_out"

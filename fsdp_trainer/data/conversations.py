@@ -1,18 +1,24 @@
 """Rows to conversations and documents, whatever the columns are called."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import cycle
 from typing import Any
 
+from fsdp_trainer.data.messages import (
+    Message,
+    content_of,
+    read_turns,
+    shown_value,
+    text_of,
+    tool_call,
+    tools_of,
+    turns_or_text,
+)
 from fsdp_trainer.data.row_formats import (
     FIELDS,
     FORMATS,
     REQUIRED,
-    ROLE_KEYS,
-    ROLES,
     TEXT_KEYS,
     column_value,
     field_hints,
@@ -22,30 +28,13 @@ from fsdp_trainer.data.row_formats import (
     later_columns,
     match,
     media_of,
-    pair_keys,
     parsed,
     role_key,
-    said_by,
-    turn_list,
     unused_columns,
 )
 from fsdp_trainer.data.sources import Row, RowError
 from fsdp_trainer.errors import Problem, UserError
 
-Message = dict[str, Any]
-
-TOOL_CALL_ROLES = ("function_call", "tool_call")
-REASONING = ("reasoning_content", "reasoning", "thinking")
-FLAGS = {"train": False, "training": False, "loss": False, "loss_scale": False, "masked": True}
-"""Keys of a turn that is not learnt, in data of Axolotl, ms-swift and torchtune: true or false."""
-WEIGHTS = ("weight", "loss_weight", "loss_scale")
-"""Keys of the number with which a turn is learnt; the last one is ms-swift's."""
-PARTS = {
-    "text": "text", "output_text": "text", "input_text": "text",
-    "thinking": "reasoning", "reasoning": "reasoning", "reasoning_content": "reasoning",
-    "tool_call": "tool_call", "tool_calls": "tool_call", "function_call": "tool_call", "tool_use": "tool_call",
-}  # fmt: skip
-"""Types of content parts, and what they are; any other (an image, say) is refused."""
 NOT_LEARNT = -100  # in labels, as torch's losses have it
 FORMS_REMEMBERED = 1000  # different sets of columns in one file
 
@@ -182,7 +171,7 @@ class Values:
 
     def text(self, meaning: str) -> str:
         """Return a value that has to be a text."""
-        return _string(self[meaning], self.name(meaning))
+        return text_of(self[meaning], self.name(meaning))
 
     def conversation(self, messages: list[Message]) -> Conversation:
         """Return the turns with the row's system text and tools."""
@@ -200,7 +189,7 @@ def with_system(
     """Return the turns after the row's system text, if it has one that they do not begin with."""
     if not values.get("system"):
         return messages
-    text, _, _ = _content(_system_text(values["system"]), {}, f"{column!r}")
+    text, _, _ = content_of(_system_text(values["system"]), {}, f"{column!r}")
     system = {"role": "system", "content": text}
     return messages if messages[:1] == [system] else [system, *messages]
 
@@ -312,47 +301,6 @@ def _unknown_format(columns: dict[str, Any], file: str) -> UserError:
     return _unusable(file, why + advice)
 
 
-def read_turns(value: Any, column: str = "messages") -> list[Message]:
-    """Return the turns of a list: objects with a role, question-answer pairs, or plain texts."""
-    value = turn_list(value)
-    if isinstance(value, dict):
-        value = [value]
-    if not isinstance(value, list) or not value:
-        raise RowError(f"{column!r} should be a list of turns, it is {_shown(value)}")
-    if len(value) > 1 and all(isinstance(turn, str) and turn[:1] != "{" for turn in value):
-        roles = cycle(("user", "assistant"))
-        return [{"role": role, "content": text} for role, text in zip(roles, value, strict=False)]
-    return [message for turn in value for message in _turn(parsed(turn), column)]
-
-
-def _turn(turn: Any, column: str) -> list[Message]:
-    """Return the message that an element of a list of turns is; two if it is a pair."""
-    if isinstance(turn, list) and len(turn) == 2:
-        turn = {"user": turn[0], "assistant": turn[1]}
-    if not isinstance(turn, dict):
-        raise RowError(f"{column!r} should be a list of turns, it holds {_shown(turn)}")
-    pair = pair_keys(turn)
-    if role_key(turn) is None and pair:
-        ask, reply = pair
-        others = {key: value for key, value in turn.items() if key not in pair}
-        return [
-            {"role": "user", "content": _string(turn[ask], ask)},
-            _message(others, "assistant", turn[reply]),
-        ]
-    speaker = said_by(turn)
-    if speaker:
-        return [_message({}, speaker, turn[speaker])]
-    role = next((turn[key] for key in ROLE_KEYS if turn.get(key) is not None), None)
-    if role is None:
-        keys = " ".join(map(str, turn)) or "none"
-        raise RowError(
-            f"{column!r} has a turn without a role (role and content, or from and value); "
-            f"its keys: {keys}"
-        )
-    content = next((turn[key] for key in TEXT_KEYS if turn.get(key) is not None), None)
-    return [_message(turn, role, content)]
-
-
 def _read_chat(values: Values, meaning: str) -> Conversation:
     return values.conversation(read_turns(values[meaning], values.name(meaning)))
 
@@ -366,7 +314,7 @@ def _read_answer(values: Values, prompt: str, completion: str) -> Conversation:
     context = values["input"]
     if context:
         texts = context if isinstance(context, list) else [context]
-        lines = [_string(text, values.name("input")) for text in texts]
+        lines = [text_of(text, values.name("input")) for text in texts]
         question[-1]["content"] = "\n".join([question[-1]["content"], *lines])
     history = read_turns(values["history"], values.name("history")) if values["history"] else []
     answer = _answer(values, completion)
@@ -383,16 +331,9 @@ def _answer(values: Values, completion: str) -> list[Message]:
         described = tools_of(tools, values.name("tools")) or []
         names = {str(tool["function"].get("name")) for tool in described}
         if all(str(call["name"]) in names for call in calls):
-            message = {"role": "assistant", "content": "", "tool_calls": [*map(_tool_call, calls)]}
+            message = {"role": "assistant", "content": "", "tool_calls": [*map(tool_call, calls)]}
             return [message | ({"text": value} if isinstance(value, str) else {})]
     return turns_or_text(value, "assistant", values.name(completion))
-
-
-def turns_or_text(value: Any, role: str, name: str) -> list[Message]:
-    """Return turns, of which one alone may stand without a list, or a text as a turn of `role`."""
-    if isinstance(value, dict | list):
-        return read_turns(value, name)
-    return [{"role": role, "content": _string(value, name)}]
 
 
 def _read_document(values: Values) -> Document:
@@ -432,7 +373,7 @@ def _numbers(values: Values, meaning: str) -> list[int] | None:
         return None
     if not isinstance(numbers, list) or not all(isinstance(number, int) for number in numbers):
         name = values.name(meaning)
-        raise RowError(f"{name!r} should be a list of whole numbers, it is {_shown(numbers)}")
+        raise RowError(f"{name!r} should be a list of whole numbers, it is {shown_value(numbers)}")
     return numbers
 
 
@@ -440,13 +381,15 @@ def _read_segments(values: Values) -> Segments:
     """Return axolotl's segments: a list of `text` and a `label` of true where it is learnt."""
     segments, name = parsed(values["segments"]), values.name("segments")
     if not isinstance(segments, list) or not segments:
-        raise RowError(f"{name!r} should be a list of text and label, it is {_shown(segments)}")
+        raise RowError(
+            f"{name!r} should be a list of text and label, it is {shown_value(segments)}"
+        )
     for segment in segments:
         if not isinstance(segment, dict) or not isinstance(segment.get("label"), bool | int):
             raise RowError(
-                f"{name!r} needs a text and a label of true or false, it holds {_shown(segment)}"
+                f"{name!r} needs a text and a label of true or false, it holds {shown_value(segment)}"
             )
-    texts = [_string(segment.get("text"), f"{name}.text") for segment in segments]
+    texts = [text_of(segment.get("text"), f"{name}.text") for segment in segments]
     return Segments(texts, [bool(segment["label"]) for segment in segments], values.where)
 
 
@@ -459,188 +402,6 @@ READERS: dict[str, Callable[[Values], Readable]] = {
     "prompt_completion": partial(_read_answer, prompt="prompt", completion="completion"),
     "text": _read_document,
 }
-
-
-def _message(turn: dict, role: Any, content: Any) -> Message:
-    if not isinstance(role, str) or role.strip().lower() not in ROLES:
-        raise RowError(f"role {role!r} is not known; known are {' '.join(ROLES)}")
-    role = role.strip().lower()
-    others = _others(turn)
-    media = media_of(others)
-    if media:
-        raise RowError(f"a turn holds {media}: only text, reasoning and tool calls are read")
-    text, reasoning, calls = _content(content, turn)
-    message: Message = {"role": ROLES[role], "content": text, **others}
-    if turn.get("train_detail"):
-        message["context_parts"] = text, _context_parts(turn["train_detail"], len(text))
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    calls = [_tool_call(call) for call in [*calls, *_named_calls(turn)]]
-    if calls:
-        message["tool_calls"] = calls
-    elif role in TOOL_CALL_ROLES:
-        written = _calls_in(text)
-        message |= {"content": "", "tool_calls": written, "text": text} if written else {}
-    weight = _turn_weight(turn)
-    return message if weight is None else message | {"weight": weight}
-
-
-def _others(turn: dict) -> Message:
-    """Return what a turn holds that is not read here: a template may read it."""
-    flags = [name for name in FLAGS if isinstance(turn.get(name), bool)]
-    read = {*ROLE_KEYS, *TEXT_KEYS, *WEIGHTS, *REASONING, *flags}
-    read |= {"tool_calls", "function_call", "train_detail"}
-    return {name: value for name, value in turn.items() if name not in read and value is not None}
-
-
-def _context_parts(details: Any, length: int) -> list[tuple[int, int]]:
-    """Return the [start, stop) of axolotl's `train_detail`, whose ends count, with train: false."""
-    details = parsed(details)
-    parts = []
-    for detail in details if isinstance(details, list) else [details]:
-        values = detail if isinstance(detail, dict) else {}
-        start, end = values.get("begin_offset"), values.get("end_offset")
-        train = values.get("train")
-        if type(start) is not int or type(end) is not int or not isinstance(train, bool):
-            raise RowError(
-                "train_detail should be a list of begin_offset, end_offset and train, "
-                f"it holds {_shown(detail)}"
-            )
-        if not 0 <= start <= end < length:
-            raise RowError(f"train_detail names characters {start} to {end} of {length}")
-        if not train:
-            parts.append((start, end + 1))
-    return parts
-
-
-def _named_calls(turn: dict) -> list:
-    calls = parsed(turn.get("tool_calls"))
-    if not calls:
-        calls = [turn["function_call"]] if turn.get("function_call") else []
-    if not isinstance(calls, list):
-        raise RowError(f"tool_calls should be a list, they are {_shown(calls)}")
-    return calls
-
-
-def _turn_weight(turn: dict) -> float | None:
-    """Return the weight with which a turn is learnt, None where it says nothing."""
-    flags = [name for name in FLAGS if isinstance(turn.get(name), bool)]
-    for name in WEIGHTS:
-        if turn.get(name) is not None and name not in flags:
-            return _weight(turn[name])
-    return 0.0 if any(turn[name] == FLAGS[name] for name in flags) else None
-
-
-def _content(
-    content: Any, turn: dict, what: str = "the content of a turn"
-) -> tuple[str, str, list]:
-    """(text, reasoning, tool calls) of a turn, whose content is text or a list of parts."""
-    found: dict[str, list] = {"text": [], "reasoning": [], "tool_call": []}
-    found["reasoning"] = [turn[name] for name in REASONING if turn.get(name)][:1]
-    if content is None and (
-        turn.get("tool_calls") or turn.get("function_call") or found["reasoning"]
-    ):
-        content = ""
-    for part in content if isinstance(content, list) else [content]:
-        kind, value = ("text", part) if isinstance(part, str) else _part(part, what)
-        found[kind].append(value)
-    for kind in ("text", "reasoning"):
-        wrong = [value for value in found[kind] if not isinstance(value, str)]
-        if wrong:
-            raise RowError(
-                f"{what if kind == 'text' else 'the reasoning of a turn'} should be text, it is {_shown(wrong[0])}"
-            )
-    return "".join(found["text"]), "".join(found["reasoning"]), found["tool_call"]
-
-
-def _part(part: Any, what: str) -> tuple[str, Any]:
-    """What a part of a turn's content is, and its value."""
-    if not isinstance(part, dict):
-        raise RowError(f"{what} should be text, it is {_shown(part)}")
-    type = part.get("type", "text")
-    if not isinstance(type, str) or type not in PARTS:
-        raise RowError(
-            f"{what} has a part of type {type!r}: only text, reasoning and tool calls are read"
-        )
-    value = next(
-        (part[name] for name in (type, "text", "value", "content") if part.get(name) is not None),
-        None,
-    )
-    if PARTS[type] != "tool_call":
-        return PARTS[type], value
-    return "tool_call", part if value is None else parsed(value)
-
-
-def _weight(weight: Any) -> float:
-    if (
-        isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 3.4e38
-    ):  # what a float32 holds
-        raise RowError(
-            f"the weight of a turn should be a number of 0 or more, it is {_shown(weight)}"
-        )
-    return float(weight)
-
-
-def _tool_call(call: Any) -> dict:
-    """In the form that templates read: {"type": "function", "function": {"name": …, "arguments": {…}}}."""
-    call = parsed(call)
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RowError(f"a tool call needs a name and arguments, it is {_shown(call)}")
-    arguments = parsed(
-        next(
-            (function[name] for name in ("arguments", "input", "parameters") if name in function),
-            {},
-        )
-    )
-    others = {name: call[name] for name in ("id",) if call.get(name)}
-    return _plain(
-        {
-            **others,
-            "type": "function",
-            "function": {"name": function["name"], "arguments": arguments},
-        }
-    )
-
-
-def _calls_in(text: str) -> list[dict] | None:
-    """Tool calls written as JSON text: one or a list of them."""
-    calls = parsed(text)
-    calls = calls if isinstance(calls, list) else [calls]
-    return (
-        [_tool_call(call) for call in calls]
-        if calls and all(isinstance(c, dict) and isinstance(c.get("name"), str) for c in calls)
-        else None
-    )
-
-
-def tools_of(tools: Any, column: str = "tools") -> list[dict] | None:
-    """Return descriptions of the tools that the model may call, in OpenAI's form."""
-    tools = parsed(tools.strip() if isinstance(tools, str) else tools)
-    if not tools:
-        return None
-    tools = [parsed(tool) for tool in tools] if isinstance(tools, list) else tools
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError(f"{column!r} should be a list of objects, it is {_shown(tools)}")
-    return [
-        _plain(tool if "function" in tool else {"type": "function", "function": tool})
-        for tool in tools
-    ]
-
-
-def _plain(value: dict) -> dict:
-    """With text for what JSON cannot hold and a table can (dates, decimals, bytes): templates write it as JSON."""
-    return json.loads(json.dumps(value, default=str))
-
-
-def _string(value: Any, column: str) -> str:
-    if not isinstance(value, str):
-        raise RowError(f"{column!r} should be text, it is {_shown(value)}")
-    return value
-
-
-def _shown(value: Any) -> str:
-    return f"{type(value).__name__} {str(value)[:60]}"
 
 
 def _unusable(what: str, why: str) -> UserError:

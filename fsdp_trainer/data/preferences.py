@@ -6,14 +6,8 @@ from itertools import takewhile
 from pathlib import Path
 
 from fsdp_trainer.config.schema import Data
-from fsdp_trainer.data.conversations import (
-    Message,
-    Reader,
-    make_reader,
-    tools_of,
-    turns_or_text,
-    with_system,
-)
+from fsdp_trainer.data.conversations import Reader, make_reader, with_system
+from fsdp_trainer.data.messages import Message, tools_of, turns_or_text
 from fsdp_trainer.data.row_formats import find_format
 from fsdp_trainer.data.sources import Problems, Row, RowError, Source, find_sources
 from fsdp_trainer.data.units import read_rows

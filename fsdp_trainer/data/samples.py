@@ -13,11 +13,11 @@ from fsdp_trainer.data.completeness import left_out_of_answer, left_out_of_conte
 from fsdp_trainer.data.conversations import (
     Conversation,
     Document,
-    Message,
     Pretokenised,
     Readable,
     Segments,
 )
+from fsdp_trainer.data.messages import Message
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer

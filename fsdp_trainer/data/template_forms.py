@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_trainer.data.conversations import Message
+from fsdp_trainer.data.messages import Message
 
 INLINE, PART = "inline", "part"
 """Reasoning as `<think>` in the content, or as a part of the content."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from fsdp_trainer.data.conversations import Message
+from fsdp_trainer.data.messages import Message
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.template_forms import (
     ID_FORMS,

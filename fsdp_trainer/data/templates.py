@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from fsdp_trainer.data.conversations import Message
+from fsdp_trainer.data.messages import Message
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.template_forms import Forms, hand_over
 from fsdp_trainer.data.template_language import (

@@ -7,7 +7,7 @@ searched for in the text, so that it holds for any template.
 import re
 from dataclasses import dataclass
 
-from fsdp_trainer.data.conversations import Message
+from fsdp_trainer.data.messages import Message
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import RowTemplate
 

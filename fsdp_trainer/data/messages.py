@@ -1,0 +1,263 @@
+"""Turns of a conversation as templates read them, from what data of any origin says of a turn."""
+
+import json
+from itertools import cycle
+from typing import Any
+
+from fsdp_trainer.data.row_formats import (
+    ROLE_KEYS,
+    ROLES,
+    TEXT_KEYS,
+    media_of,
+    pair_keys,
+    parsed,
+    role_key,
+    said_by,
+    turn_list,
+)
+from fsdp_trainer.data.sources import RowError
+
+Message = dict[str, Any]
+TOOL_CALL_ROLES = ("function_call", "tool_call")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+FLAGS = {"train": False, "training": False, "loss": False, "loss_scale": False, "masked": True}
+"""Keys of a turn that is not learnt, in data of Axolotl, ms-swift and torchtune: true or false."""
+WEIGHTS = ("weight", "loss_weight", "loss_scale")
+"""Keys of the number with which a turn is learnt; the last one is ms-swift's."""
+PARTS = {
+    "text": "text", "output_text": "text", "input_text": "text",
+    "thinking": "reasoning", "reasoning": "reasoning", "reasoning_content": "reasoning",
+    "tool_call": "tool_call", "tool_calls": "tool_call", "function_call": "tool_call", "tool_use": "tool_call",
+}  # fmt: skip
+"""Types of content parts, and what they are; any other (an image, say) is refused."""
+
+
+def read_turns(value: Any, column: str = "messages") -> list[Message]:
+    """Return the turns of a list: objects with a role, question-answer pairs, or plain texts."""
+    value = turn_list(value)
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise RowError(f"{column!r} should be a list of turns, it is {shown_value(value)}")
+    if len(value) > 1 and all(isinstance(turn, str) and turn[:1] != "{" for turn in value):
+        roles = cycle(("user", "assistant"))
+        return [{"role": role, "content": text} for role, text in zip(roles, value, strict=False)]
+    return [message for turn in value for message in _turn(parsed(turn), column)]
+
+
+def _turn(turn: Any, column: str) -> list[Message]:
+    """Return the message that an element of a list of turns is; two if it is a pair."""
+    if isinstance(turn, list) and len(turn) == 2:
+        turn = {"user": turn[0], "assistant": turn[1]}
+    if not isinstance(turn, dict):
+        raise RowError(f"{column!r} should be a list of turns, it holds {shown_value(turn)}")
+    pair = pair_keys(turn)
+    if role_key(turn) is None and pair:
+        ask, reply = pair
+        others = {key: value for key, value in turn.items() if key not in pair}
+        return [
+            {"role": "user", "content": text_of(turn[ask], ask)},
+            _message(others, "assistant", turn[reply]),
+        ]
+    speaker = said_by(turn)
+    if speaker:
+        return [_message({}, speaker, turn[speaker])]
+    role = next((turn[key] for key in ROLE_KEYS if turn.get(key) is not None), None)
+    if role is None:
+        keys = " ".join(map(str, turn)) or "none"
+        raise RowError(
+            f"{column!r} has a turn without a role (role and content, or from and value); "
+            f"its keys: {keys}"
+        )
+    content = next((turn[key] for key in TEXT_KEYS if turn.get(key) is not None), None)
+    return [_message(turn, role, content)]
+
+
+def turns_or_text(value: Any, role: str, name: str) -> list[Message]:
+    """Return turns, of which one alone may stand without a list, or a text as a turn of `role`."""
+    if isinstance(value, dict | list):
+        return read_turns(value, name)
+    return [{"role": role, "content": text_of(value, name)}]
+
+
+def _message(turn: dict, role: Any, content: Any) -> Message:
+    if not isinstance(role, str) or role.strip().lower() not in ROLES:
+        raise RowError(f"role {role!r} is not known; known are {' '.join(ROLES)}")
+    role = role.strip().lower()
+    others = _others(turn)
+    media = media_of(others)
+    if media:
+        raise RowError(f"a turn holds {media}: only text, reasoning and tool calls are read")
+    text, reasoning, calls = content_of(content, turn)
+    message: Message = {"role": ROLES[role], "content": text, **others}
+    if turn.get("train_detail"):
+        message["context_parts"] = text, _context_parts(turn["train_detail"], len(text))
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    calls = [tool_call(call) for call in [*calls, *_named_calls(turn)]]
+    if calls:
+        message["tool_calls"] = calls
+    elif role in TOOL_CALL_ROLES:
+        written = _calls_in(text)
+        message |= {"content": "", "tool_calls": written, "text": text} if written else {}
+    weight = _turn_weight(turn)
+    return message if weight is None else message | {"weight": weight}
+
+
+def _others(turn: dict) -> Message:
+    """Return what a turn holds that is not read here: a template may read it."""
+    flags = [name for name in FLAGS if isinstance(turn.get(name), bool)]
+    read = {*ROLE_KEYS, *TEXT_KEYS, *WEIGHTS, *REASONING, *flags}
+    read |= {"tool_calls", "function_call", "train_detail"}
+    return {name: value for name, value in turn.items() if name not in read and value is not None}
+
+
+def _context_parts(details: Any, length: int) -> list[tuple[int, int]]:
+    """Return the [start, stop) of axolotl's `train_detail`, whose ends count, with train: false."""
+    details = parsed(details)
+    parts = []
+    for detail in details if isinstance(details, list) else [details]:
+        values = detail if isinstance(detail, dict) else {}
+        start, end = values.get("begin_offset"), values.get("end_offset")
+        train = values.get("train")
+        if type(start) is not int or type(end) is not int or not isinstance(train, bool):
+            raise RowError(
+                "train_detail should be a list of begin_offset, end_offset and train, "
+                f"it holds {shown_value(detail)}"
+            )
+        if not 0 <= start <= end < length:
+            raise RowError(f"train_detail names characters {start} to {end} of {length}")
+        if not train:
+            parts.append((start, end + 1))
+    return parts
+
+
+def _named_calls(turn: dict) -> list:
+    calls = parsed(turn.get("tool_calls"))
+    if not calls:
+        calls = [turn["function_call"]] if turn.get("function_call") else []
+    if not isinstance(calls, list):
+        raise RowError(f"tool_calls should be a list, they are {shown_value(calls)}")
+    return calls
+
+
+def _turn_weight(turn: dict) -> float | None:
+    """Return the weight with which a turn is learnt, None where it says nothing."""
+    flags = [name for name in FLAGS if isinstance(turn.get(name), bool)]
+    for name in WEIGHTS:
+        if turn.get(name) is not None and name not in flags:
+            return _weight(turn[name])
+    return 0.0 if any(turn[name] == FLAGS[name] for name in flags) else None
+
+
+def content_of(
+    content: Any, turn: dict, what: str = "the content of a turn"
+) -> tuple[str, str, list]:
+    """Return (text, reasoning, tool calls) of a turn, whose content is text or a list of parts."""
+    parts: dict[str, list] = {"text": [], "reasoning": [], "tool_call": []}
+    parts["reasoning"] = [turn[name] for name in REASONING if turn.get(name)][:1]
+    if content is None and (
+        turn.get("tool_calls") or turn.get("function_call") or parts["reasoning"]
+    ):
+        content = ""
+    for part in content if isinstance(content, list) else [content]:
+        kind, value = ("text", part) if isinstance(part, str) else _part(part, what)
+        parts[kind].append(value)
+    for kind, name in (("text", what), ("reasoning", "the reasoning of a turn")):
+        wrong = [value for value in parts[kind] if not isinstance(value, str)]
+        if wrong:
+            raise RowError(f"{name} should be text, it is {shown_value(wrong[0])}")
+    return "".join(parts["text"]), "".join(parts["reasoning"]), parts["tool_call"]
+
+
+def _part(part: Any, what: str) -> tuple[str, Any]:
+    """Return the kind of a part of a turn's content, and its value."""
+    if not isinstance(part, dict):
+        raise RowError(f"{what} should be text, it is {shown_value(part)}")
+    type = part.get("type", "text")
+    if not isinstance(type, str) or type not in PARTS:
+        raise RowError(
+            f"{what} has a part of type {type!r}: only text, reasoning and tool calls are read"
+        )
+    value = next(
+        (part[name] for name in (type, "text", "value", "content") if part.get(name) is not None),
+        None,
+    )
+    if PARTS[type] != "tool_call":
+        return PARTS[type], value
+    return "tool_call", part if value is None else parsed(value)
+
+
+def _weight(weight: Any) -> float:
+    if (
+        isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 3.4e38
+    ):  # what a float32 holds
+        raise RowError(
+            f"the weight of a turn should be a number of 0 or more, it is {shown_value(weight)}"
+        )
+    return float(weight)
+
+
+def tool_call(call: Any) -> dict:
+    """Return a call as templates read it, arguments as an object where they are JSON."""
+    call = parsed(call)
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RowError(f"a tool call needs a name and arguments, it is {shown_value(call)}")
+    arguments = parsed(
+        next(
+            (function[name] for name in ("arguments", "input", "parameters") if name in function),
+            {},
+        )
+    )
+    others = {name: call[name] for name in ("id",) if call.get(name)}
+    return _plain(
+        {
+            **others,
+            "type": "function",
+            "function": {"name": function["name"], "arguments": arguments},
+        }
+    )
+
+
+def _calls_in(text: str) -> list[dict] | None:
+    """Return the tool calls that a text holds as JSON, one or a list; None if it holds none."""
+    calls = parsed(text)
+    calls = calls if isinstance(calls, list) else [calls]
+    return (
+        [tool_call(call) for call in calls]
+        if calls and all(isinstance(c, dict) and isinstance(c.get("name"), str) for c in calls)
+        else None
+    )
+
+
+def tools_of(tools: Any, column: str = "tools") -> list[dict] | None:
+    """Return descriptions of the tools that the model may call, in OpenAI's form."""
+    tools = parsed(tools.strip() if isinstance(tools, str) else tools)
+    if not tools:
+        return None
+    tools = [parsed(tool) for tool in tools] if isinstance(tools, list) else tools
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RowError(f"{column!r} should be a list of objects, it is {shown_value(tools)}")
+    return [
+        _plain(tool if "function" in tool else {"type": "function", "function": tool})
+        for tool in tools
+    ]
+
+
+def _plain(value: dict) -> dict:
+    """Return a value with texts in place of what JSON cannot hold (dates, decimals, bytes).
+
+    Templates write it as JSON.
+    """
+    return json.loads(json.dumps(value, default=str))
+
+
+def text_of(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise RowError(f"{column!r} should be text, it is {shown_value(value)}")
+    return value
+
+
+def shown_value(value: Any) -> str:
+    return f"{type(value).__name__} {str(value)[:60]}"

@@ -323,9 +323,8 @@ def row_lengths(linear: Any) -> Tensor:
     a = linear.lora_A.weight.float()
     b = linear.lora_B.weight.float()
     squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32) ** 2
-    mixed = (F.linear(weight.to(linear.lora_A.weight.dtype), linear.lora_A.weight).float() * b).sum(
-        1
-    )
+    projected = F.linear(weight.to(linear.lora_A.weight.dtype), linear.lora_A.weight)
+    mixed = (projected.float() * b).sum(1)
     own = ((b @ (a @ a.T)) * b).sum(1)
     scale = linear.lora_scale
     return (squares + 2 * scale * mixed + scale**2 * own).clamp_min(0).sqrt()
@@ -333,6 +332,8 @@ def row_lengths(linear: Any) -> Tensor:
 
 def dense_rows(linear: Any, rows: Tensor) -> Tensor:
     """Return rows of a linear layer's `weight` as it computes with them: [rows, in]."""
+    if hasattr(rows, "to_original_precision"):  # torchao's, gathered in float8
+        return rows.to_original_precision()
     return linear.decoded(rows) if isinstance(linear, Linear4) else rows
 
 

@@ -37,7 +37,7 @@ from fsdp_trainer.distributed import local_part, local_slice, run_on_all_ranks, 
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.hub import fetch
 from fsdp_trainer.models.adapter_spec import AdapterSpec
-from fsdp_trainer.models.adapters import NF4, frozen_dtype
+from fsdp_trainer.models.adapters import NF4, adapted_layers, frozen_dtype
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder
 from fsdp_trainer.models.freeze import frozen_parameters
@@ -145,18 +145,21 @@ def require_base_of_adapter(base: Base, adapter: Path) -> None:
         raise UserError("this is not the adapter's base model", [Problem(str(adapter), text)])
 
 
-def base_of_resumed_run(model: Decoder, cfg: TrainConfig, checkpoint: Path) -> Base | None:
+def base_of_resumed_run(
+    model: Decoder, cfg: TrainConfig, checkpoint: Path, adapters: AdapterSpec | None
+) -> Base | None:
     """Return where the frozen weights, just loaded, are from; None: none is. Collective.
 
-    What was frozen before may be trained now, in a run that allows that change.
+    What was frozen before may be trained now, in a run that allows that change; adapters: as they
+    are now, perhaps with another scale.
     """
     base = read_base(checkpoint)
     frozen = list(frozen_parameters(model))
     if not base.digests or not frozen:
         return None
-    adapters = base.adapters and replace(base.adapters, base=cfg.adapter.base)
     dtype = frozen_dtype(cfg.precision, adapters)
-    unchanged = (dtype, adapters) == (base.dtype, base.adapters)
+    now, before = (spec and spec.base for spec in (adapters, base.adapters))
+    unchanged = (dtype, now) == (base.dtype, before)
     known = base.digests if unchanged else digests(model, frozen, dtype)
     known = {name: known[name] for name in frozen}
     return replace(base, dtype=dtype, digests=known, adapters=adapters)
@@ -173,8 +176,14 @@ def names_in_base(model: Decoder, checkpoint: Path, stored: set[str]) -> set[str
             f"freezes what this run has trained before, such as {trained_before[0]}."
             f"\nA new run can do that:  run.name=NEW model.init_from={checkpoint}"
         )
-        raise UserError("a run cannot freeze what it has trained", [Problem("train.freeze", text)])
+        problem = Problem(freezing_key(model), text)
+        raise UserError("a run cannot freeze what it has trained", [problem])
     return set(read_base(checkpoint).digests)
+
+
+def freezing_key(model: Decoder) -> str:
+    """Return what froze a model's weights, for a message."""
+    return "adapter" if adapted_layers(model) else "train.freeze"
 
 
 def require_trained_rows(model: Decoder, known: int) -> None:
@@ -189,7 +198,9 @@ def require_trained_rows(model: Decoder, known: int) -> None:
             f"freezes {frozen[0]}, which has rows for {count:,} new tokens (tokenizer.add_tokens):"
             "\nthey would never be learnt. Train it, or add no tokens"
         )
-        raise UserError("new tokens would not be learnt", [Problem("train.freeze", text)])
+        if adapted_layers(model):
+            text += ".\nUse  adapter.also=[embedding,head]"
+        raise UserError("new tokens would not be learnt", [Problem(freezing_key(model), text)])
 
 
 def load_weights(
@@ -387,8 +398,8 @@ def _locate(base: Base) -> Path:
     if base.hub_id:
         return fetch(base.hub_id)
     text = (
-        "is not there, and the checkpoint does not hold the frozen weights (train.freeze) that are"
-        "\nin it. Put it back, or a symbolic link to where it is now"
+        "is not there, and the checkpoint does not hold the frozen weights (train.freeze, adapter)"
+        "\nthat are in it. Put it back, or a symbolic link to where it is now"
     )
     raise UserError("the frozen weights are not there", [Problem(base.source, text)])
 
@@ -401,8 +412,8 @@ def _require_same(base: Base, actual: dict[str, str]) -> None:
     names = ", ".join(changed[:MAX_SHOWN_WEIGHTS]) + (f" and {more:,} more" if more > 0 else "")
     text = (
         f"holds other numbers than when the run began, in {names}. The checkpoint does not hold"
-        "\nthe frozen weights (train.freeze) and was trained with those. Put the folder back as it"
-        "\nwas, or begin a new run:  run.name=NEW"
+        "\nthe frozen weights (train.freeze, adapter) and was trained with those. Put the folder"
+        "\nback as it was, or begin a new run:  run.name=NEW"
     )
     what = base.source or f"random weights of run.seed={base.seed}"
     raise UserError("the frozen weights have changed", [Problem(what, text)])

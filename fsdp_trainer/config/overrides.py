@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 
 from fsdp_trainer.config.check import flatten, show, takes_text
 from fsdp_trainer.config.names import OPTION_SYNONYMS, meant_by, nearest
-from fsdp_trainer.config.schema import SELECTORS, TrainConfig
+from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem
 
 LAID_OVER = ("recipe", "sweep")  # chosen with a plus, several at once if need be
@@ -202,9 +202,9 @@ def _set(
 def option_meant(
     key: str, value: Any, keys: Mapping[str, Any], groups: Mapping[str, Any]
 ) -> str | None:
-    """Return GROUP=OPTION where a group's own selector is given an option's name that is no value of it: adapter.name=qlora."""
+    """Return GROUP=OPTION where a group's name is given an option's that is no value of it: adapter.name=qlora."""
     group, _, name = key.partition(".")
-    if SELECTORS.get(group) != name or value not in groups.get(group, ()):
+    if name != "name" or value not in groups.get(group, ()):
         return None
     return None if value in keys[key].metadata["choices"] else f"{group}={value}"
 

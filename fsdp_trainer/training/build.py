@@ -133,7 +133,7 @@ def build(
     if start.checkpoint:
         restore(model, optimizer, start.checkpoint)
         dtypes = read_progress(start.checkpoint)["dtypes"]
-        base = base_of_resumed_run(model, cfg, start.checkpoint)
+        base = base_of_resumed_run(model, cfg, start.checkpoint, adapters)
     else:
         dtypes = fill(model, cfg, inputs.init_from)
         base = base_of_new_run(model, cfg, inputs.init_from, adapters)

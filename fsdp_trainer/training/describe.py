@@ -6,9 +6,10 @@ from pathlib import Path
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.build import renumbered
 from fsdp_trainer.launch.world import World
+from fsdp_trainer.models.adapters import MAGNITUDE, adapted_layers
 from fsdp_trainer.models.attention_choice import AttentionChoice
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.freeze import trained_numbers
+from fsdp_trainer.models.freeze import frozen_parameters, trained_numbers
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.optim.schedules import peak_learning_rate
 from fsdp_trainer.parallel.convert import float8_layers
@@ -42,6 +43,7 @@ def describe(
         f"run    {run}",
         f"model  {config.family}, {short(config.parameters())} parameters{frozen}, "
         f"{config.num_hidden_layers} blocks, {config.vocab_size:,} tokens, from {origin}",
+        *adapters(model),
         *(f"token  {note}" for note in renumbered_tokens),
         f"world  {world.size} × {world.device.type}, {cfg.sharding.strategy}, "
         f"{cfg.precision.param_dtype} (weights {cfg.precision.master_dtype})",
@@ -53,6 +55,28 @@ def describe(
         f"train  {data.total_steps(progress):,} steps"
         + (f", {epochs:.2f} epochs" if epochs is not None else ""),
     ]
+
+
+def adapters(model: Decoder) -> list[str]:
+    """Return the line on the model's adapters and the format of the weights beside them."""
+    layers = adapted_layers(model)
+    if not layers:
+        return []
+    kind = "DoRA" if any(hasattr(layer, MAGNITUDE) for layer in layers.values()) else "LoRA"
+    ranks = sorted({layer.lora_A.out_features for layer in layers.values()})
+    scales = sorted({round(layer.lora_scale, 4) for layer in layers.values()})
+    names = dict.fromkeys(name.rpartition(".")[2] for name in layers)
+    formats = dict.fromkeys(str(p.dtype)[6:] for p in frozen_parameters(model).values())
+    kept = " and ".join("4 bits" if name == "uint8" else name for name in formats)
+    return [
+        f"adapt  {kind} on {len(layers)} layers ({', '.join(names)}), "
+        f"rank {one_or_range(ranks)}, scale {one_or_range(scales)}; frozen weights in {kept}"
+    ]
+
+
+def one_or_range(values: list[float]) -> str:
+    """Return a sorted list's value, or its first and last."""
+    return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"
 
 
 def number_formats(cfg: TrainConfig, model: Decoder, device_type: str) -> list[str]:

@@ -27,13 +27,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from world import read_lines, write_chats
 
+from fsdp_trainer.config.schema import Adapter
 from fsdp_trainer.devices import peak_flops
+from fsdp_trainer.models.adapters import resolve_adapters
 from fsdp_trainer.models.attention import DocumentAttention
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.freeze import choose_trained
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.observe.console import Console, duration, progress_line, short
-from fsdp_trainer.observe.flops import causal_flops, palm_flops
+from fsdp_trainer.observe.flops import causal_flops, palm_flops, trained_work
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.step_phases import phases_of, read_trace, table
 from fsdp_trainer.training.objective import CrossEntropy
@@ -235,6 +238,13 @@ def test_figures_are_short():
     assert [duration(s) for s in (5, 65, 9061)] == ["5s", "1m05s", "2h31m"]
 
 
+def one_document(length):
+    """Return a row of one document whose every token is learnt."""
+    places = torch.arange(length)
+    layout = DocumentAttention([[length]], length, torch.device("cpu"))
+    return MicroBatch(places[None], places[None], layout, places, places, torch.ones(length))
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -251,15 +261,7 @@ def test_the_formula_of_flops_counts_what_torch_counts(options):
     )
     model, length = Decoder(config), 96
     initialize_weights(model, 0)
-    places = torch.arange(length)
-    batch = MicroBatch(
-        places[None],
-        places[None],
-        DocumentAttention([[length]], length, torch.device("cpu")),
-        places,
-        places,
-        torch.ones(length),
-    )
+    batch = one_document(length)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(batch, CrossEntropy(batch.weights))[0].backward()
     norms = (
@@ -273,6 +275,40 @@ def test_the_formula_of_flops_counts_what_torch_counts(options):
     assert causal_flops(config, length, 2 * (length // 2) ** 2) < causal_flops(
         config, length, length**2
     ), "two documents cost less than one"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "freeze", "first"),
+    [
+        (Adapter(name="lora", rank=4), [], 0),
+        (Adapter(), ["model.embed_tokens.*", "model.layers.0.*", "*.q_proj.*"], 1),
+        (Adapter(name="lora", targets=["model.layers.2.*"], also=["head"]), [], 2),
+    ],
+)
+def test_frozen_weights_have_no_product_for_a_gradient_of_their_own(adapter, freeze, first):
+    """As torch counts, but for the gradient of what enters the first block that is trained in."""
+    config = ModelConfig(
+        vocab_size=300, hidden_size=64, head_dim=16, num_hidden_layers=3, tie_word_embeddings=False
+    )
+    model = Decoder(config)
+    choose_trained(model, resolve_adapters(adapter, config), freeze)
+    initialize_weights(model, 0)
+    batch, length = one_document(96), 96
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(batch, CrossEntropy(batch.weights))[0].backward()
+    block, unneeded = model.model.layers[str(first)], 0
+    if not block.input_layernorm.weight.requires_grad:
+        attention = block.self_attn
+        for layer in (attention.q_proj, attention.k_proj, attention.v_proj):
+            unneeded += layer.weight.numel() + layer.lora_A.weight.numel()
+    norms = [(name, p) for name, p in model.named_parameters() if p.ndim == 1]
+    in_norms = 0
+    for name, norm in norms:
+        number = re.search(r"layers.(\d)", name)
+        reached = number is None or int(number[1]) >= first
+        in_norms += norm.numel() * (2 + 2 * reached + 2 * norm.requires_grad)
+    counted = palm_flops(config, length, length, trained_work(model))
+    assert counter.get_total_flops() == counted - length * (in_norms + 2 * unneeded)
 
 
 def test_a_device_that_is_not_known_has_no_peak():

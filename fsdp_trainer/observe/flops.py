@@ -1,6 +1,12 @@
 """Floating-point operations of training by the two usual conventions. Neither counts padding."""
 
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder
 
 
 def matmul_parameters(config: ModelConfig) -> int:
@@ -12,18 +18,78 @@ def matmul_parameters(config: ModelConfig) -> int:
     return config.parameters() - embedding * (not config.tie_word_embeddings)
 
 
-def palm_flops(config: ModelConfig, tokens: int, seq_len: int) -> float:
-    """Return 6·N + 12·L·H·D·T for each token (PaLM, appendix B).
+@dataclass(frozen=True)
+class TrainedWork:
+    """The arithmetic of a step in which not all weights are trained.
 
-    Attention counts as if every token saw a whole row, or window.
+    weights: operations of products with weights, for each token. attention: those of attention, as
+    a share of what they are where all weights are trained.
     """
+
+    weights: float
+    attention: float = 1.0
+
+
+def trained_work(model: Decoder) -> TrainedWork:
+    """Return the work of a step that trains what has a gradient.
+
+    A number of a matrix costs 2 operations a token in forward, 2 for the gradient of the input,
+    from the first block in which something is trained, and 2 for its own gradient if it is trained.
+    """
+    config = model.config
+    weights = 0
+    reached: list[bool] = []
+    in_front = model.model.embed_tokens.weight.requires_grad
+    for block in model.blocks().values():
+        whole, trained = count_numbers(block)
+        in_front = in_front or trained > 0
+        reached.append(in_front)
+        weights += 2 * whole + 2 * whole * in_front + 2 * trained
+    head = config.vocab_size * config.hidden_size
+    norm, trained_norm = count_numbers(model.model.norm)
+    in_front = in_front or trained_norm > 0
+    weights += 2 * norm + 2 * norm * in_front + 2 * trained_norm
+    weights += 2 * head + 2 * head * in_front + 2 * head * model.lm_head.weight.requires_grad
+    return TrainedWork(weights, (1 + 2 * sum(reached) / len(reached)) / 3)
+
+
+def count_numbers(module: nn.Module) -> tuple[int, int]:
+    """Return how many numbers a module's weights have, and how many of them are trained.
+
+    A matrix counts by its sides, however it is stored.
+    """
+    whole = trained = 0
+    child: Any
+    for child in module.modules():
+        for name, parameter in child.named_parameters(recurse=False):
+            matrix = name == "weight" and hasattr(child, "in_features")
+            count: int = child.in_features * child.out_features if matrix else parameter.numel()
+            whole += count
+            trained += count * parameter.requires_grad
+    return whole, trained
+
+
+def palm_flops(
+    config: ModelConfig, tokens: int, seq_len: int, work: TrainedWork | None = None
+) -> float:
+    """Return 6·N + 12·L·H·D·T for each token (PaLM, appendix B); less where weights are frozen.
+
+    Attention counts as if every token saw a whole row, or window. work: None: all is trained.
+    """
+    work = work or TrainedWork(6 * matmul_parameters(config))
     spans = sum(min(seq_len, window or seq_len) for window in config.windows)
     attention = 12 * spans * config.num_attention_heads * config.head_dim
-    return tokens * (6 * matmul_parameters(config) + attention)
+    return tokens * (work.weights + work.attention * attention)
 
 
-def causal_flops(config: ModelConfig, tokens: int, attention_cost: int) -> float:
-    """Return 6·N for each token, and half of 12·L·H·D·Σ length² over the documents."""
+def causal_flops(
+    config: ModelConfig, tokens: int, attention_cost: int, work: TrainedWork | None = None
+) -> float:
+    """Return 6·N for each token, and half of 12·L·H·D·Σ length² over the documents.
+
+    Less where weights are frozen; work: None: all is trained.
+    """
+    work = work or TrainedWork(6 * matmul_parameters(config))
     heads = config.num_hidden_layers * config.num_attention_heads
     attention = 6 * heads * config.head_dim * attention_cost
-    return tokens * 6 * matmul_parameters(config) + attention
+    return tokens * work.weights + work.attention * attention

@@ -14,7 +14,7 @@ from fsdp_trainer.devices import peak_flops
 from fsdp_trainer.extensions import CALLBACKS, RunInfo
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import Console, progress_line, shortened, validation_line
-from fsdp_trainer.observe.flops import causal_flops, palm_flops
+from fsdp_trainer.observe.flops import TrainedWork, causal_flops, palm_flops
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.step_log import StepReport, finite_or_none
 from fsdp_trainer.observe.trackers import Trackers
@@ -46,6 +46,8 @@ class Observer:
         """Lines on model, world and data that were shown at the start."""
         self.last_loss: float | None = None
         """Loss of the last step that was written."""
+        self.work: TrainedWork | None = None
+        """What a step computes; None: all weights are trained."""
         self._step_seconds: list[float] = []
 
     def call(self, method: str, *arguments: Any) -> None:
@@ -125,8 +127,9 @@ class Observer:
         }
         if self.peak:
             peak = dist.get_world_size() * self.peak * seconds
-            rates["mfu_palm"] = palm_flops(self.config, plan.tokens, self.seq_len) / peak
-            rates["mfu_causal"] = causal_flops(self.config, plan.tokens, plan.attention_cost) / peak
+            config, tokens, cost = self.config, plan.tokens, plan.attention_cost
+            rates["mfu_palm"] = palm_flops(config, tokens, self.seq_len, self.work) / peak
+            rates["mfu_causal"] = causal_flops(config, tokens, cost, self.work) / peak
         figures = written(report.sums)
         first: dict[str, Any] = {
             name: figures.pop(name) for name in ("loss", "objective") if name in figures

@@ -34,6 +34,7 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.freeze import model_to_train
 from fsdp_trainer.models.resolve import resolve_model, resolve_with_tokenizer
+from fsdp_trainer.observe.flops import trained_work
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.profiler import Profiler
 from fsdp_trainer.observe.step_log import StepClock, StepLog
@@ -104,6 +105,7 @@ def build(
     model.lm_head.chunk_mib = cfg.loss.chunk_mib
     adapters = resolve_adapters(cfg.adapter, config)
     model = parallelize(model, dims, cfg, adapters, compiled)
+    observer.work = trained_work(model)
 
     store = CheckpointStore(
         run,

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,11 @@ def ours(folder: Path, way: str, ranks: int) -> dict[str, Any]:
         f"run.name={run.name}",
     ]
     start([sys.executable, "-m", "fsdp_trainer", *command(folder, way), *shape, *how], ranks)
+    return our_figures(run, way)
+
+
+def our_figures(run: Path, way: str) -> dict[str, Any]:
+    """Return speed, memory and losses of a run, from its records."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     seconds = sum(line["step_seconds"] for line in lines[WARM:])
     losses = [line["loss"] for line in lines]
@@ -173,6 +179,14 @@ def start(line: list[str], ranks: int) -> str:
 
 def accelerated(folder: Path, way: str, ranks: int) -> dict[str, Any]:
     """The same samples by accelerate and transformers."""
+    task = peers_task(folder, way)
+    (folder / "task.json").write_text(json.dumps(task))
+    ranks_said = run_ranks("benchmarks.train_step", ranks, "--peer", str(folder / "task.json"))
+    return peers_figures(task, way, ranks_said)
+
+
+def peers_task(folder: Path, way: str) -> dict[str, Any]:
+    """Return what the other program trains on: the samples of our steps."""
     asked = ["preview.format=json", f"preview.rows={STEPS * ROWS[way]}"]
     shown = start(
         [sys.executable, "-m", "fsdp_trainer", "preview", *command(folder, way), *asked], 1
@@ -181,22 +195,25 @@ def accelerated(folder: Path, way: str, ranks: int) -> dict[str, Any]:
     if way == "natural":
         samples = [samples[i] for i in np.random.default_rng(1).permutation(len(samples))]
     steps = np.array_split(np.arange(len(samples)), STEPS)
-    task = {
+    return {
         "folder": str(folder / "hf"),
         "lr": LR[way],
         "length": SEQ_LEN[way] if way == "padded" else None,
+        "steps": [[samples[i] for i in step] for step in steps],
     }
-    task["steps"] = [[samples[i] for i in step] for step in steps]
-    (folder / "task.json").write_text(json.dumps(task))
-    told = run_ranks("benchmarks.train_step", ranks, "--peer", str(folder / "task.json"))
-    losses = [loss for loss, _ in told[0]["losses"]]
+
+
+def peers_figures(task: dict[str, Any], way: str, ranks_said: list[dict]) -> dict[str, Any]:
+    """Return speed, memory and losses of what the ranks said."""
+    losses = [loss for loss, _ in ranks_said[0]["losses"]]
     if way == "natural":
-        losses = [float(np.average(losses, weights=[weight for _, weight in told[0]["losses"]]))]
-    seconds = max(rank["seconds"] for rank in told)
+        weights = [weight for _, weight in ranks_said[0]["losses"]]
+        losses = [float(np.average(losses, weights=weights))]
+    seconds = max(rank["seconds"] for rank in ranks_said)
     tokens = sum(len(sample["tokens"]) for step in task["steps"][WARM:] for sample in step)
     return {
         "tokens_per_second": tokens / seconds,
-        "memory_mib": max(rank["memory_mib"] for rank in told),
+        "memory_mib": max(rank["memory_mib"] for rank in ranks_said),
         "losses": losses,
     }
 
@@ -213,9 +230,21 @@ def documents(row: dict[str, Any]) -> list[dict[str, list[int]]]:
 
 def train_with_accelerate(task: dict[str, Any]) -> dict[str, Any]:
     """One rank's training. A rank's part of a step is one forward."""
-    import accelerate
     import torch
     import transformers
+
+    accelerator = accelerator_with_fsdp2()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        task["folder"], dtype=torch.float32
+    ).train()
+    losses, seconds = timed_steps(accelerator, model, task)
+    return {"seconds": seconds, "memory_mib": rank_memory(), "losses": losses}
+
+
+def accelerator_with_fsdp2() -> Any:
+    """Return accelerate's Accelerator for a Llama whose blocks are sharded."""
+    import accelerate
+    import torch
 
     plugin = accelerate.FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -228,11 +257,21 @@ def train_with_accelerate(task: dict[str, Any]) -> dict[str, Any]:
         accelerate.DistributedType.FSDP
     )
     accelerator.state.fsdp_plugin = plugin
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        task["folder"], dtype=torch.float32
-    ).train()
+    return accelerator
+
+
+def timed_steps(
+    accelerator: Any,
+    model: Any,
+    task: dict[str, Any],
+    finished: Callable[[Any, Any], None] = lambda model, optimizer: None,
+) -> tuple[list[tuple[float, float]], float]:
+    """Train what has a gradient; return each step's loss and weight, and the seconds after WARM steps. finished: called with the sharded model and its optimizer."""
+    import torch
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=task["lr"], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True
+        trained, lr=task["lr"], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True
     )
     model, optimizer = accelerator.prepare(model, optimizer)
     assert accelerator.is_fsdp2
@@ -250,7 +289,9 @@ def train_with_accelerate(task: dict[str, Any]) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append((accelerator.reduce(loss.detach(), "sum").item(), supervised.item()))
-    return {"seconds": time.perf_counter() - started, "memory_mib": rank_memory(), "losses": losses}
+    seconds = time.perf_counter() - started
+    finished(model, optimizer)
+    return losses, seconds
 
 
 def padded(samples: list[dict], length: int | None) -> dict[str, Any]:

@@ -1,0 +1,237 @@
+"""LoRA beside what one would write with peft, accelerate's FSDP2 and transformers: speed, memory, bytes sent and stored.
+
+    python -m benchmarks.adapters [--repeat 3] [--ranks 2] [--check]
+    python -m benchmarks.adapters --gpu llama3_8b          # on one GPU, beside torchtune's published figures; --gpu tiny tries it out
+
+Model, samples and the two ways of batching are those of benchmarks.train_step; adapters of rank 16 on all linear layers of the blocks, float32,
+begin with the same numbers, so that losses must agree. A checkpoint of the others is what transformers' Trainer stores of an adapter: its
+weights and the optimizer's state. Bytes sent are those of a rank's all-gathers and reduce-scatters, per step.
+"""
+
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import arguments, finish, in_turn, rank_memory, ratio, run_ranks, spread
+from benchmarks.train_step import (
+    LR,
+    ROWS,
+    STEPS,
+    accelerator_with_fsdp2,
+    check_losses,
+    command,
+    our_figures,
+    peers_figures,
+    peers_task,
+    prepare,
+    start,
+    timed_steps,
+)
+
+RANK, ALPHA = 16, 32
+FIGURES = ("tokens_per_second", "memory_mib", "mib_sent_per_step", "checkpoint_mib")
+PUBLISHED = {
+    "lora": {"memory_gib": 16.2, "tokens_per_second": 3083, "card": "RTX 4090"},
+    "qlora": {"memory_gib": 7.4, "tokens_per_second": 2413, "card": "RTX 4090"},
+}
+"""torchtune's README, Llama 3.1 8B: 2 packed rows of 2,048 tokens, compiled."""
+
+
+def main() -> None:
+    """Measure, print, write down."""
+    given = arguments(__doc__, repeat=3, ranks=2, task="", gpu="")
+    if given.task:
+        task = json.loads(Path(given.task).read_text())
+        return print(json.dumps(PROGRAMS[task["who"]](task)))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+        if given.gpu:
+            return on_one_gpu(folder, given.gpu, given.check)
+        draw_adapter(folder)
+        tasks = {way: peers_task(folder, way) for way in ROWS}
+        ways = {
+            (who, way): (
+                lambda who=who, way=way: measure(folder, who, way, tasks[way], given.ranks)
+            )
+            for way in ROWS
+            for who in PROGRAMS
+        }
+        measured = in_turn(ways, given.repeat)
+    result: dict[str, Any] = {"what": f"{given.ranks} ranks over gloo, {given.repeat} rounds"}
+    for way in ROWS:
+        ours, theirs = measured["fsdp_trainer", way], measured["peft", way]
+        result[way] = {
+            "largest_difference_of_losses": check_losses(ours[0]["losses"], theirs[0]["losses"])
+        }
+        for what in FIGURES:
+            mine, other = [run[what] for run in ours], [run[what] for run in theirs]
+            result[way][what] = {
+                "fsdp_trainer": spread(mine),
+                "peft": spread(other),
+                "ratio": ratio(mine, other),
+            }
+    compared = {}
+    for way in ROWS:
+        ratios = {what: result[way][what]["ratio"]["median"] for what in FIGURES}
+        compared[f"{way}: speed"] = ratios["tokens_per_second"]
+        compared[f"{way}: memory saved"] = 1 / ratios["memory_mib"]
+    finish("adapters", result, compared, given.check, ("transformers", "accelerate", "peft"))
+
+
+def measure(folder: Path, who: str, way: str, task: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Return the figures of one training."""
+    out = folder / f"{who}-{way}-{time.monotonic_ns()}"
+    shape = [f"batch.micro_rows={ROWS[way] // ranks}", f"train.steps={STEPS}", "precision=fp32"]
+    adapter = ["adapter=lora", f"adapter.rank={RANK}", f"adapter.alpha={ALPHA}"]
+    how = [f"optim.lr={LR[way]}", "schedule=constant", "checkpoint.every=null"]
+    words = [*command(folder, way), *shape, *adapter, *how, f"run.root={out}", "run.name=run"]
+    file = folder / "task.json"
+    file.write_text(json.dumps({**task, "who": who, "out": str(out), "command": words}))
+    said = run_ranks("benchmarks.adapters", ranks, "--task", str(file))
+    if who == "fsdp_trainer":
+        figures = our_figures(out / "run", way)
+        figures["memory_mib"] = max(rank["memory_mib"] for rank in said)
+    else:
+        figures = peers_figures(task, way, said)
+    stored = sum(path.stat().st_size for path in out.rglob("*.distcp"))
+    figures["checkpoint_mib"] = stored / 2**20
+    figures["mib_sent_per_step"] = max(rank["sent"] for rank in said) / 2**20 / STEPS
+    return figures
+
+
+def draw_adapter(folder: Path) -> None:
+    """Write the matrices A with which our training begins, by peft's names."""
+    from safetensors.torch import save_file
+
+    from fsdp_trainer.config.schema import Adapter
+    from fsdp_trainer.distributed import whole_slice
+    from fsdp_trainer.models.adapters import resolve_adapters
+    from fsdp_trainer.models.config import ModelConfig
+    from fsdp_trainer.models.decoder import meta_decoder
+    from fsdp_trainer.models.initialize import draw_part, draw_symmetric
+
+    config = ModelConfig.from_hf(folder / "hf")
+    adapters = resolve_adapters(Adapter(name="lora", rank=RANK, alpha=ALPHA), config)
+    assert adapters
+    model, drawn = meta_decoder(config), {}
+    for layer in adapters.layers:
+        width = model.get_submodule(layer).in_features
+        name, shape = f"{layer}.lora_A.weight", (RANK, width)
+        part = draw_part(0, name, whole_slice(shape), shape, width**-0.5, draw_symmetric)
+        drawn[f"base_model.model.{layer}.lora_A.default.weight"] = part.contiguous()
+    save_file(drawn, folder / "hf" / "adapter.start")
+
+
+# --- on a rank
+
+
+def train_ours(task: dict[str, Any]) -> dict[str, Any]:
+    """One rank of this trainer."""
+    from fsdp_trainer.cli import main as fsdp_trainer
+
+    with counting_sent() as sent, contextlib.redirect_stdout(sys.stderr):
+        code = fsdp_trainer(["train", *task["command"]])
+    assert code == 0
+    return {"sent": sum(sent), "memory_mib": rank_memory()}
+
+
+def train_with_peft(task: dict[str, Any]) -> dict[str, Any]:
+    """One rank of peft's model under accelerate."""
+    import peft
+    import torch
+    import transformers
+    from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
+    from safetensors.torch import load_file
+
+    accelerator = accelerator_with_fsdp2()
+    base = transformers.AutoModelForCausalLM.from_pretrained(task["folder"], dtype=torch.float32)
+    options = {"r": RANK, "lora_alpha": ALPHA, "target_modules": "all-linear"}
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(base, config).train()
+    drawn = load_file(Path(task["folder"]) / "adapter.start")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in drawn:
+                parameter.copy_(drawn.pop(name))
+    assert not drawn
+    figures: dict[str, Any] = {}
+
+    def save(model: Any, optimizer: Any) -> None:
+        figures.update(sent=sum(sent), memory_mib=rank_memory())
+        plugin = accelerator.state.fsdp_plugin
+        save_fsdp_model(plugin, accelerator, model, task["out"], adapter_only=True)
+        save_fsdp_optimizer(plugin, accelerator, optimizer, model, task["out"])
+
+    with counting_sent() as sent:
+        losses, seconds = timed_steps(accelerator, model, task, save)
+    return {**figures, "seconds": seconds, "losses": losses}
+
+
+@contextlib.contextmanager
+def counting_sent() -> Any:
+    """Yield a list that grows by the bytes that this rank sends in each all-gather and reduce-scatter."""
+    import torch.distributed as dist
+
+    sent: list[float] = []
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            tensors = [arg for arg in (*args, *options.values()) if hasattr(arg, "nbytes")]
+            sent.append(abs(tensors[0].nbytes - tensors[1].nbytes))  # what is whole less its part
+            return function(*args, **options)
+
+        return call
+
+    # as torch 2.13 calls them in fully_shard, and those before
+    pairs = (
+        ("all_gather_single", "all_gather_into_tensor"),
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
+    )
+    names = [next(name for name in pair if hasattr(dist, name)) for pair in pairs]
+    functions = {name: getattr(dist, name) for name in names}
+    for name, function in functions.items():
+        setattr(dist, name, counted(function))
+    try:
+        yield sent
+    finally:
+        for name, function in functions.items():
+            setattr(dist, name, function)
+
+
+PROGRAMS = {"fsdp_trainer": train_ours, "peft": train_with_peft}
+
+
+# --- on one GPU
+
+
+def on_one_gpu(folder: Path, model: str, check: bool) -> None:
+    """Train a model of random weights with LoRA and QLoRA, as torchtune's published figures were measured: 2 packed rows of 2,048 tokens."""
+    data = [f"data.path={folder}/rows.jsonl", f"tokenizer.path={folder}/tokenizer.json"]
+    shape = ["batch.seq_len=2048", "batch.rows=2", "batch.micro_rows=2", "train.steps=12"]
+    how = ["data.template=plain", "activation_checkpoint=full", "checkpoint.every=null"]
+    adapter = ["adapter.rank=8", "adapter.alpha=16", "optim.lr=3e-4", "logging.every=1"]
+    if model != "tiny":
+        how += ["model.vocab_size=128256", "compile=enabled"]
+    result: dict[str, Any] = {"what": f"{model}, one device, 2 packed rows of 2,048 tokens"}
+    for kind, published in PUBLISHED.items():
+        run = [f"model={model}", f"adapter={kind}", f"run.root={folder}", f"run.name={kind}"]
+        start([sys.executable, "-m", "fsdp_trainer", *run, *data, *shape, *how, *adapter], 1)
+        records = (folder / kind / "metrics.jsonl").read_text().splitlines()
+        lines = [json.loads(line) for line in records][4:]  # the first ones compile
+        speeds = [line["tokens_per_second"] for line in lines]
+        memory = round(lines[-1]["memory_gib"], 2)
+        ours = {"tokens_per_second": spread(speeds), "memory_gib": memory}
+        result[kind] = {"fsdp_trainer": ours, "torchtune": published}
+    compared = {
+        f"{k}: memory saved": 1 / result[k]["fsdp_trainer"]["memory_gib"] for k in PUBLISHED
+    }
+    finish(f"adapters_{model}", result, compared, check)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.devices import DEVICES, Device
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.freeze import trained_numbers
-from fsdp_trainer.observe.flops import palm_flops
+from fsdp_trainer.models.freeze import model_to_train, trained_numbers
+from fsdp_trainer.observe.flops import palm_flops, trained_work
 from fsdp_trainer.parallel.memory_check import checkpoint_bytes
 from fsdp_trainer.plan.memory import GIB, Memory, memory
 from fsdp_trainer.plan.time import Times, Wire, micro_batches, times, wire
@@ -85,6 +85,7 @@ def make_plan(cfg: TrainConfig, config: ModelConfig, world: int, device: Device)
     rated = device if device.flops else DEVICES["h100"]._replace(per_node=device.per_node)
     tokens = cfg.batch.rows * cfg.batch.seq_len
     trained = trained_numbers(config, cfg)
+    work = trained_work(model_to_train(config, cfg))
     return RunPlan(
         world_size=world,
         device=device,
@@ -94,7 +95,7 @@ def make_plan(cfg: TrainConfig, config: ModelConfig, world: int, device: Device)
         wire=wire(cfg, config, world, rated),
         tokens=tokens,
         micro_batches=micro_batches(cfg, world),
-        flops=palm_flops(config, tokens, cfg.batch.seq_len),
+        flops=palm_flops(config, tokens, cfg.batch.seq_len, work),
         checkpoint=checkpoint_bytes(trained, cfg.precision, cfg.optim),
         rows=cfg.batch.rows,
         micro_rows=cfg.batch.micro_rows,

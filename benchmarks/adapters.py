@@ -16,7 +16,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import arguments, finish, in_turn, rank_memory, ratio, run_ranks, spread
+from benchmarks.harness import (
+    arguments,
+    finish,
+    in_turn,
+    rank_memory,
+    ratio,
+    run_ranks,
+    spread,
+    tell,
+)
 from benchmarks.train_step import (
     LR,
     ROWS,
@@ -46,7 +55,7 @@ def main() -> None:
     given = arguments(__doc__, repeat=3, ranks=2, task="", gpu="")
     if given.task:
         task = json.loads(Path(given.task).read_text())
-        return print(json.dumps(PROGRAMS[task["who"]](task)))
+        return tell(PROGRAMS[task["who"]](task))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)

@@ -118,6 +118,12 @@ def run_ranks(module: str, ranks: int, *args: str, env: dict[str, str] | None = 
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+def tell(result: dict[str, Any]) -> None:
+    """Print what `run_ranks` reads, in one write: print's second one, of the line's end, may come after another rank's text."""
+    sys.stdout.write(json.dumps(result) + "\n")
+    sys.stdout.flush()
+
+
 def rank_memory() -> float:
     """MiB of this process at its peak: allocated on a GPU, resident on a CPU."""
     if torch.cuda.is_available():

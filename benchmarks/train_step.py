@@ -25,7 +25,16 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from benchmarks.harness import arguments, finish, in_turn, rank_memory, ratio, run_ranks, spread
+from benchmarks.harness import (
+    arguments,
+    finish,
+    in_turn,
+    rank_memory,
+    ratio,
+    run_ranks,
+    spread,
+    tell,
+)
 
 VOCABULARY = 32_000
 SIZES = {
@@ -46,7 +55,7 @@ def main() -> None:
     """Measure, print, write down."""
     given = arguments(__doc__, repeat=3, ranks=2, peer="")
     if given.peer:
-        return print(json.dumps(train_with_accelerate(json.loads(Path(given.peer).read_text()))))
+        return tell(train_with_accelerate(json.loads(Path(given.peer).read_text())))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)

@@ -18,6 +18,9 @@ and a launcher passes its own on."""
 PARENT = "FSDP_TRAINER_PARENT"
 """Environment variable set by our own launcher: the process that ranks and jobs of a sweep must not
 outlive."""
+HOST = "FSDP_TRAINER_HOST"
+"""Environment variable set by the process that starts the nodes of launch.hosts: the number of this
+node's host among them. Standard input is then that process's."""
 STOPPED = 75
 """Exit code after a signal or a time limit, with a checkpoint committed."""
 

@@ -135,11 +135,20 @@ def of_yaml(text: str) -> tuple[dict, str]:
     ][0]
 
 
-@pytest.mark.parametrize("kind", ["slurm", "kubernetes", "docker"])
+SCRIPTS = {
+    "slurm": lambda text: text,
+    "kubernetes": lambda text: of_yaml(text)[1],
+    "docker": lambda text: text,
+    "skypilot": lambda text: yaml.safe_load(text)["run"],
+}
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
 def test_what_is_started_is_the_run_that_was_composed(write, tmp_path, kind):
-    text = write(kind, *NASTY, "nodes=1", "out=here")
+    storage = ["claim=null"] if kind == "skypilot" else []
+    text = write(kind, *NASTY, *storage, "nodes=1", "out=here")
     expected = asdict(compose("train", NASTY, inputs=False))
-    assert started(tmp_path, of_yaml(text)[1] if kind == "kubernetes" else text) == expected
+    assert started(tmp_path, SCRIPTS[kind](text)) == expected
     assert expected["run"]["name"] == "llama8b_sft"
     assert "here/" in write.said.out
 
@@ -151,6 +160,39 @@ def test_nodes_in_containers_meet(write, tmp_path):
         "node0:29500",
     )
     assert "HEAD" in write.said.out
+
+
+def test_nodes_in_a_cloud_meet_at_the_first_one(write, tmp_path):
+    words = ["+recipe=quickstart", "nodes=3", "claim=null", "setup=['export SAID=yes']"]
+    task = yaml.safe_load(write("skypilot", *words))
+    env = {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5\n10.0.0.6", "SKYPILOT_NODE_RANK": "1"}
+    launch = started(tmp_path, task["run"], **env)["launch"]
+    assert (launch["nodes"], launch["rendezvous"]) == (3, "10.0.0.4:29500")
+    assert task["run"].startswith("export SAID=yes\n")
+    assert task["workdir"] == "."
+
+
+def test_a_task_for_skypilot_is_whole(write):
+    words = ["+recipe=llama8b_sft", "data.path=demo:backwards", "run.name=My run", "restarts=5"]
+    text = write("skypilot", *words, "nodes=2", "gpus_per_node=4", "gpu=A100-80GB", "claim=disk")
+    task = yaml.safe_load(text)
+    assert (task["name"], task["num_nodes"]) == ("my-run", 2)
+    assert task["resources"] == {
+        "accelerators": "A100-80GB:4",
+        "job_recovery": {"max_restarts_on_errors": 5},
+    }
+    assert task["volumes"] == {"/shared": "disk"}
+    assert task["setup"] == "pip install fsdp_trainer\n"
+    assert task["run"].startswith("cd /shared\nfsdp-trainer train ")
+    assert "sky jobs launch" in write.said.out
+
+
+def test_a_task_for_skypilot_may_have_an_image_and_no_gpus(write):
+    words = ["+recipe=quickstart", "image=r.io/x:1", "gpus_per_node=0"]
+    task = yaml.safe_load(write("skypilot", *words))
+    assert task["resources"]["image_id"] == "docker:r.io/x:1"
+    assert "accelerators" not in task["resources"]
+    assert "setup" not in task
 
 
 def test_a_container_sees_what_the_run_reads_and_writes(write):
@@ -241,7 +283,10 @@ def test_a_job_for_kubernetes_is_whole(write):
     ("words", "said"),
     [
         (["kind=null"], "kind=slurm"),
-        (["kind=podman"], "slurm, kubernetes, docker"),
+        (["kind=podman"], "slurm, kubernetes, docker, skypilot"),
+        (["kind=docker", "gpu=A100"], "kind=skypilot"),
+        (["kind=kubernetes", "claim=null"], "claim=shared"),
+        (["kind=slurm", "launch.hosts=[a,b]"], "nodes=2"),
         (["kind=docker", "partition=gpu"], "kind=slurm"),
         (["kind=slurm", "launch.nodes=2"], "nodes=2"),
         (["kind=slurm", "checkpoint.resume=never"], "started again"),
@@ -251,6 +296,7 @@ def test_a_job_for_kubernetes_is_whole(write):
         (["kind=slurm", "gpus_pr_node=1"], "gpus_per_node"),
         (["kind=slurm", 'partition="gpu\nrm -r x"'], "must be a name"),
         (["kind=kubernetes", "claim='x}, evil: {'"], "must be a name"),
+        (["kind=skypilot", "gpu='H100 '"], "must be a name"),
         (["kind=docker", 'out="a\nrm -r x"'], "must be one line"),
     ],
 )

@@ -108,6 +108,8 @@ SYNONYMS = {
     "gpus": "launch.nproc_per_node", "num_processes": "launch.nproc_per_node", "world_size": _WORLD, "nnodes": "launch.nodes", "num_nodes": "launch.nodes",
     "num_machines": "launch.nodes", "rdzv_endpoint": "launch.rendezvous", "master_addr": "launch.rendezvous", "main_process_ip": "launch.rendezvous",
     "array_parallelism": "jobs of a sweep at a time are  hydra.launcher.jobs=2", "tasks_per_node": "a sweep under Slurm takes  hydra.launcher.gpus_per_node=8",
+    "hostfile": "launch.hosts", "host_file": "launch.hosts", "machinefile": "launch.hosts", "deepspeed_hostfile": "launch.hosts",
+    "node_list": "launch.hosts", "nodelist": "launch.hosts", "host_list": "launch.hosts",
     "accelerator": "launch.device", "ddp_timeout": "launch.timeout", "nccl_timeout": "launch.timeout",
     "hang_timeout": "launch.stall", "heartbeat_timeout": "launch.stall", "straggler_detection": "logging.stragglers",
     "n_jobs": "how many jobs of a sweep run side by side is  hydra.launcher.jobs=2",

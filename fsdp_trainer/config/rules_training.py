@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fsdp_trainer.config.check import Report, flatten, value_of
+from fsdp_trainer.config.hosts import read_hosts
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.schema import GROUPS, TrainConfig
 from fsdp_trainer.config.units import parse_duration, parse_steps
@@ -151,8 +152,21 @@ def rendezvous(cfg: TrainConfig, report: Report) -> Broken:
         return
     if not re.fullmatch(r".+:\d{1,5}", address):
         yield "launch.rendezvous", "is a host and a port, e.g.  launch.rendezvous=node0:29500"
-    elif cfg.launch.nodes == 1:
+    elif cfg.launch.nodes == 1 and not cfg.launch.hosts:
         yield "launch.rendezvous", "is for several nodes: how many?  launch.nodes=2"
+
+
+def hosts(cfg: TrainConfig, report: Report) -> Broken:
+    """launch.hosts can be read, and says how many nodes there are."""
+    if cfg.launch.hosts is None:
+        return
+    try:
+        count = len(read_hosts(cfg.launch.hosts))
+    except ValueError as error:
+        yield "launch.hosts", str(error)
+        return
+    if cfg.launch.nodes > 1:
+        yield "launch.nodes", f"is {count} as launch.hosts names them: leave launch.nodes out"
 
 
 def allowed_changes(cfg: TrainConfig, report: Report) -> Broken:

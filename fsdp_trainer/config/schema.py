@@ -678,6 +678,11 @@ class Launch:
     rendezvous: str | None = key(
         None, "where they meet: `HOST:PORT` of one of them, the same on all"
     )
+    hosts: str | list[str] | None = key(
+        None,
+        "start the nodes of all these hosts from here, over ssh: [node0,node1], also `user@name` and `name:port`; "
+        "or a file with lines such as `node0 slots=8`. The first has rank 0",
+    )
     device: str = key(
         "auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda")
     )

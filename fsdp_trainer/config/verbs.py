@@ -126,31 +126,34 @@ class LaunchFiles:
 
     kind: str | None = key(
         None,
-        "`slurm`: a batch script; `kubernetes`: a PyTorchJob; `docker`: a command",
-        choices=("slurm", "kubernetes", "docker"),
+        "`slurm`: a batch script; `kubernetes`: a PyTorchJob; `docker`: a command; `skypilot`: a task",
+        choices=("slurm", "kubernetes", "docker", "skypilot"),
     )
     out: str | None = key(None, "the folder to write to; null: launch/NAME of the run")
     nodes: int = key(1, "how many nodes", minimum=1)
     gpus_per_node: int = key(8, "GPUs, and ranks, of each; 0: one rank without", minimum=0)
+    gpu: str = key("H100", "skypilot: which GPUs, as `sky show-gpus` lists them")
     cpus_per_gpu: int = key(CORES_A_GPU, "slurm: cores", minimum=1)
     time: str = key("24h", "slurm: until the job is requeued, as `30m` or `24h`")
     partition: str | None = key(None, "slurm: where to queue")
     account: str | None = key(None, "slurm: who pays")
     setup: list[str] = key(
-        [], "slurm: lines of bash before the run, e.g. ['source venv/bin/activate']"
+        [], "slurm, skypilot: lines of bash before the run, e.g. ['source venv/bin/activate']"
     )
     restarts: int = key(3, "how often a run that failed is started again within the job", minimum=0)
     image: str = key(
-        "fsdp_trainer", "kubernetes, docker: the container's; examples/launch/Dockerfile builds one"
+        "fsdp_trainer",
+        "kubernetes, docker: the container's; examples/launch/Dockerfile builds one. skypilot: one of a registry",
     )
-    claim: str = key(
-        "shared", "kubernetes: the claim on storage that all pods write to; it is their /shared"
+    claim: str | None = key(
+        "shared",
+        "kubernetes: the claim on storage that all pods write to; skypilot: the volume, null: none. It is /shared",
     )
 
 
 @dataclass
 class LaunchFilesConfig(TrainConfig, LaunchFiles):
-    """Writes ready files that start a run: kind=slurm, kubernetes or docker."""
+    """Writes ready files that start a run: kind=slurm, kubernetes, docker or skypilot."""
 
 
 @dataclass

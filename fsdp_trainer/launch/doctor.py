@@ -4,6 +4,7 @@ import os
 from typing import TYPE_CHECKING
 
 from fsdp_trainer.config.verbs import DoctorConfig
+from fsdp_trainer.launch.hosts import start_on_hosts
 from fsdp_trainer.launch.start import start_ranks, starts_ranks
 
 if TYPE_CHECKING:
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 def doctor(cfg: DoctorConfig, overrides: list[str]) -> int:
     """Look over what a launcher started, else what `train` would start here. 0: fit to train, perhaps with warnings; 3: not."""
+    if cfg.launch.hosts:
+        return start_on_hosts(cfg, overrides, verb="doctor")
     if starts_ranks(cfg.launch, os.environ):
         return start_ranks(cfg, overrides, verb="doctor")
     os.environ.update(

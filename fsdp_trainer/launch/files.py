@@ -1,4 +1,4 @@
-"""The verb `launch-files`: ready files that start the composed run under Slurm, on Kubernetes or in Docker. Needs no torch."""
+"""The verb `launch-files`: ready files that start the composed run under Slurm, on Kubernetes, in Docker or by SkyPilot. Needs no torch."""
 
 import math
 import re
@@ -17,14 +17,32 @@ from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.config.verbs import LaunchFiles, LaunchFilesConfig
 from fsdp_trainer.errors import Problem, UserError
 
-FILES = {"slurm": "job.sbatch", "kubernetes": "pytorchjob.yaml", "docker": "run.sh"}
-START = {"slurm": "sbatch {}", "kubernetes": "kubectl apply -f {}", "docker": "bash {}"}
-ONLY = {"time": ("slurm",), "partition": ("slurm",), "account": ("slurm",), "setup": ("slurm",), "cpus_per_gpu": ("slurm",)} | {
-    "image": ("kubernetes", "docker"), "claim": ("kubernetes",), "restarts": ("slurm", "kubernetes"),
-}  # fmt: skip
+FILES = {
+    "slurm": "job.sbatch",
+    "kubernetes": "pytorchjob.yaml",
+    "docker": "run.sh",
+    "skypilot": "sky.yaml",
+}
+START = {
+    "slurm": "sbatch {}",
+    "kubernetes": "kubectl apply -f {}",
+    "docker": "bash {}",
+    "skypilot": "sky jobs launch {}",
+}
+ONLY = {
+    "time": ("slurm",),
+    "partition": ("slurm",),
+    "account": ("slurm",),
+    "cpus_per_gpu": ("slurm",),
+    "setup": ("slurm", "skypilot"),
+    "restarts": ("slurm", "kubernetes", "skypilot"),
+    "image": ("kubernetes", "docker", "skypilot"),
+    "claim": ("kubernetes", "skypilot"),
+    "gpu": ("skypilot",),
+}
 """Keys that not every kind reads."""
 NAME = r"[\w.,:@/+-]+"
-WRITTEN = {"partition": NAME, "account": NAME, "claim": NAME, "out": r"[^\n\r]+"}
+WRITTEN = {"partition": NAME, "account": NAME, "claim": NAME, "gpu": NAME, "out": r"[^\n\r]+"}
 """Keys that stand in a file as they are, where a line of their own would be a command."""
 
 
@@ -72,6 +90,13 @@ def checked(cfg: LaunchFilesConfig) -> str:
                 if f.name != "out"
                 else "must be one line",
             )
+    if cfg.kind == "kubernetes" and cfg.claim is None:
+        report.add(
+            "claim", None, "name one: all pods must see the runs' folder, e.g.  claim=shared"
+        )
+    if cfg.launch.hosts:
+        why = "the files say where nodes run. How many there are is  nodes=2"
+        report.add("launch.hosts", cfg.launch.hosts, why)
     if cfg.launch.nodes > 1:
         report.add(
             "launch.nodes",
@@ -116,6 +141,7 @@ def render(cfg: LaunchFilesConfig, kind: str, name: str, file: Path, words: list
             map(shlex.quote, [*trained, f"run.name={quoted(str(cfg.run.name))}"])
         ),
         image_word=shlex.quote(cfg.image),
+        own_image=cfg.image != LaunchFiles.image,
         minutes=math.ceil(parse_duration(cfg.time) / 60),
         cpus_per_node=cfg.cpus_per_gpu * max(1, cfg.gpus_per_node),
         ranks=ranks,

@@ -21,6 +21,7 @@ from typing import Any
 from fsdp_trainer.config.schema import Launch
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.errors import Problem, RunFailed, Stopped, UserError
+from fsdp_trainer.process import HOST
 
 HELLO, ANSWER_SECONDS = "fsdp-trainer", 10.0
 NAME_SECONDS = 30.0  # for a name to appear in the DNS: a Kubernetes service's does so late
@@ -139,6 +140,7 @@ class Node:
         )
         self._left = False
         self._run = run
+        self._host = env.get(HOST)
         self._meeting: Meeting | None = None
         self._silent_since: float | None = None  # since when nobody answers as a Meeting does
         who = {
@@ -154,7 +156,7 @@ class Node:
                 self._connect(int(port))
                 order = {
                     "serves": free_port() if self._meeting else 0,
-                    "order": int(env.get("SLURM_NODEID", 0)),
+                    "order": int(self._host or env.get("SLURM_NODEID", "0")),
                 }
                 write(self._connection.makefile("wb"), hello=HELLO, **order, **who)
                 place = self._place()
@@ -197,7 +199,8 @@ class Node:
 
     def _serve(self, port: int) -> Meeting | None:
         try:
-            if owns(self.address):
+            # of launch.hosts the first one serves, also where others have its address, too
+            if self._host == "0" if self._host else owns(self.address):
                 return Meeting(port, self._run, self.nodes)
         except OSError as error:
             if (

@@ -7,11 +7,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fsdp_trainer.config.handover import DESCRIPTOR, hand_over
 from fsdp_trainer.config.paths import committed_checkpoints, step_of
@@ -19,7 +19,16 @@ from fsdp_trainer.config.schema import Launch, TrainConfig
 from fsdp_trainer.devices import gpus, has_gpus
 from fsdp_trainer.errors import Stopped
 from fsdp_trainer.launch.nodes import Node, free_port, nodes_of_step
-from fsdp_trainer.process import ECHO_SECONDS, PARENT, SIGNALS, STOPPED, cores, die_with_parent
+from fsdp_trainer.launch.remote import obey_starter
+from fsdp_trainer.process import (
+    ECHO_SECONDS,
+    HOST,
+    PARENT,
+    SIGNALS,
+    STOPPED,
+    cores,
+    die_with_parent,
+)
 
 GRACE_SECONDS = 10.0
 SECOND_SECONDS = 1.0  # that ranks have to end at a second signal
@@ -39,7 +48,7 @@ def starts_ranks(cfg: Launch, env: Mapping[str, str]) -> bool:
     """
     started_by = launcher(env)
     if started_by is None:
-        return cfg.nodes > 1 or ranks_to_start(cfg) > 1
+        return cfg.nodes > 1 or HOST in env or ranks_to_start(cfg) > 1
     return started_by == "srun" and nodes_of_step(env) > 1 and ranks_to_start(cfg) > 1
 
 
@@ -63,6 +72,8 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], verb: str = "train") -> 
     count = ranks_to_start(cfg.launch)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the ranks inherit it
     try:
+        if HOST in os.environ:
+            obey_starter()
         node = meet_nodes(cfg, count)
         processes = start_processes(cfg, [verb, *overrides], count, node)
         ranks = RankProcesses(processes, node, partial(how_to_go_on, cfg, verb))
@@ -75,7 +86,7 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], verb: str = "train") -> 
         return STOPPED
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if node and node.node and code not in (0, STOPPED):
+    if node and node.node and code not in (0, STOPPED) and HOST not in os.environ:
         where = f"rank 0, on {node.address}, says why"
         print(f"fsdp-trainer: this node ends with code {code}; {where}", file=sys.stderr)
     if received and code == 1:
@@ -114,11 +125,13 @@ def start_processes(
     env |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env |= node.environment() if node else {}
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
+    # the standard input of a node of launch.hosts is for its signals
+    streams = {"stdin": subprocess.DEVNULL} if env.pop(HOST, None) else {}
     first = node.first if node else 0
     with hand_over(cfg) as file:
         env[DESCRIPTOR] = str(file.fileno())
         numbers = [{"RANK": str(first + i), "LOCAL_RANK": str(i)} for i in range(count)]
-        return [start_process(words, env | number, file.fileno()) for number in numbers]
+        return [start_process(words, env | number, file.fileno(), **streams) for number in numbers]
 
 
 def start_process(
@@ -136,12 +149,25 @@ def start_process(
     )
 
 
+class Child(Protocol):
+    """What was started, as subprocess.Popen has it."""
+
+    def poll(self) -> int | None:
+        """Return its exit code, below 0 if a signal killed it; None while it runs."""
+
+    def send_signal(self, signum: int) -> None:
+        """Send it a signal."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
 class RankProcesses:
     """The ranks of this node, and the time until which they may run."""
 
     def __init__(
         self,
-        processes: list[subprocess.Popen],
+        processes: Sequence[Child],
         node: Node | None = None,
         advice: Callable[[], str] = str,
     ):
@@ -198,10 +224,12 @@ class RankProcesses:
             return
         for rank, code in failed.items():
             if code < 0:
-                name = signal.Signals(-code).name
-                text = f"fsdp-trainer: rank {rank} was killed by {name}"
+                text = f"fsdp-trainer: {self._how_killed(rank, code)}"
                 print("\n".join(filter(None, (text, self.advice()))), file=sys.stderr)
                 self._explained = True
+
+    def _how_killed(self, rank: int, code: int) -> str:
+        return f"rank {rank} was killed by {signal.Signals(-code).name}"
 
 
 @contextmanager

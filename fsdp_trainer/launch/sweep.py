@@ -303,6 +303,12 @@ class Jobs:
         if cfg.data.cache is None:  # tokenised once, for all jobs and other runs
             cfg.data.cache = str(self.line.root / ".data")
             words.append(f"data.cache={quoted(cfg.data.cache)}")
+        if cfg.launch.hosts:
+            reason = (
+                "a sweep starts its jobs on this node, or as Slurm jobs. "
+                "Leave it out; over several nodes each:  hydra/launcher=slurm"
+            )
+            raise UserError("the sweep cannot be started", [Problem("launch.hosts", reason)])
         self._place = self._place or PLACES[self.line.launcher](self.line.launcher_settings, cfg)
         self._words[job.job], self._configurations[job.job] = words, cfg
         if why := does_not_fit(cfg, self._place):

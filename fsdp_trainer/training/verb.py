@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fsdp_trainer.config.paths import COMPILE_CACHE, compile_cache
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.launch.hosts import start_on_hosts
 from fsdp_trainer.launch.start import start_ranks, starts_ranks
 from fsdp_trainer.process import SIGNALS, cores
 
@@ -29,6 +30,8 @@ def train(cfg: TrainConfig, overrides: list[str]) -> int:
     # signals stay pending until a handler is installed
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
+        if cfg.launch.hosts:
+            return start_on_hosts(cfg, overrides)
         if starts_ranks(cfg.launch, os.environ):
             return start_ranks(cfg, overrides)
         for name, value in cfg.launch.env.items():

@@ -1,5 +1,4 @@
-"""Hosts of one machine: network namespaces with an address each on one switch, where the rendezvous
-lies, outside all of them."""
+"""torchruns on hosts of one machine."""
 
 import os
 import subprocess
@@ -7,6 +6,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from namespaces import Network
 
 INJECT = Path(__file__).parent / "inject"
 PORT = 29400
@@ -20,74 +21,14 @@ time.sleep(3600)
 """
 
 
-def ip(*words: str) -> str:
-    """Raises CalledProcessError."""
-    path = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
-    return subprocess.run(
-        ["ip", *words], check=True, capture_output=True, text=True, env={**os.environ, "PATH": path}
-    ).stdout
-
-
-def why_not() -> str | None:
-    """Why there can be no hosts here, if there can be none."""
-    name = f"faults-{os.getpid()}"
-    try:
-        ip("netns", "add", name)
-        ip("-n", name, "link", "add", "switch", "type", "bridge")
-    except (OSError, subprocess.CalledProcessError) as error:
-        return f"no network namespaces here: {getattr(error, 'stderr', error)}".strip()
-    finally:
-        subprocess.run(
-            ["ip", "netns", "del", name], capture_output=True, check=False
-        ) if ip_there() else None
-    return None
-
-
-def ip_there() -> bool:
-    """Whether there is such a command."""
-    try:
-        ip("-V")
-        return True
-    except OSError:
-        return False
-
-
-class Hosts:
-    """Hosts 1 … count, each with its own network; the disk is common, as a cluster's is."""
+class Hosts(Network):
+    """Hosts on which torchruns meet at a rendezvous that lies at the switch, outside of them."""
 
     def __init__(self, count: int):
-        self.switch, self.names = (
-            f"switch-{os.getpid()}",
-            [f"host{i}-{os.getpid()}" for i in range(1, count + 1)],
-        )
+        super().__init__(count)
         self.running: dict[int, subprocess.Popen] = {}
-        ip("netns", "add", self.switch)
-        ip("-n", self.switch, "link", "add", "switch", "type", "bridge")
-        ip("-n", self.switch, "addr", "add", "10.77.0.1/24", "dev", "switch")
-        for device in ("switch", "lo"):
-            ip("-n", self.switch, "link", "set", device, "up")
-        for i, name in enumerate(self.names, 1):
-            ip("netns", "add", name)
-            ip(
-                "link",
-                "add",
-                f"to{i}",
-                "netns",
-                self.switch,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "eth0",
-                "netns",
-                name,
-            )
-            ip("-n", self.switch, "link", "set", f"to{i}", "master", "switch", "up")
-            ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
-            for device in ("eth0", "lo"):
-                ip("-n", name, "link", "set", device, "up")
         self.store = subprocess.Popen(
-            ["ip", "netns", "exec", self.switch, sys.executable, "-c", STORE],
+            [*self.at(0), sys.executable, "-c", STORE],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -100,16 +41,8 @@ class Hosts:
             "keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=10"
         )
         torchrun = [
-            *(
-                "ip",
-                "netns",
-                "exec",
-                self.names[i - 1],
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                f"--nnodes=1:{len(self.names)}",
-            ),
+            *(*self.at(i), sys.executable, "-m", "torch.distributed.run"),
+            f"--nnodes=1:{len(self.names)}",
             *(
                 "--nproc_per_node=1",
                 "--max-restarts=20",
@@ -133,13 +66,8 @@ class Hosts:
 
     def kill(self, i: int) -> None:
         """Host i loses its power: torchrun and all ranks at once."""
-        for pid in ip("netns", "pids", self.names[i - 1]).split():
-            os.kill(int(pid), 9)
+        self.power_off(i)
         self.running.pop(i).wait()
-
-    def cable(self, i: int, plugged: bool) -> None:
-        """Host i is cut off, or is back on the network."""
-        ip("-n", self.switch, "link", "set", f"to{i}", "up" if plugged else "down")
 
     def told(self, i: int) -> str:
         """What host i's torchrun and ranks have printed."""
@@ -153,8 +81,7 @@ class Hosts:
             self.kill(i)
         self.store.kill()
         self.store.wait()
-        for name in [*self.names, self.switch]:
-            ip("netns", "del", name)
+        super().close()
 
 
 def seconds_until(there, limit: float) -> float:

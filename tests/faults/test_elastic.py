@@ -6,7 +6,8 @@ import os
 import signal
 
 import pytest
-from hosts import INJECT, Hosts, seconds_until, why_not
+from hosts import INJECT, Hosts, seconds_until
+from namespaces import why_not
 from world import SMALL, Run
 
 CONSTANT = ["schedule=constant", "schedule.warmup_steps=0", "optim.lr=3e-4"]

@@ -1,0 +1,72 @@
+"""Hosts on which nodes are started: launch.hosts, as a list or a file. No torch."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+FORM = "is not a host: write  name , user@name  or  name:port , behind it perhaps  slots=8"
+# no part may begin with a dash: ssh would take it for an option
+ENTRY = re.compile(
+    r"(?:(?P<user>\w[\w.-]*)@)?(?P<name>\w[\w.-]*)(?::(?P<port>\d{1,5}))?"
+    r"(?:\s+slots=(?P<slots>[1-9]\d*))?(?:\s+max[_-]slots=\d+)?"
+)
+
+
+class Host(NamedTuple):
+    """A machine on which one node runs.
+
+    user, port: of ssh, where they were given; slots: how many ranks it gets, None for the number
+    that launch.nproc_per_node says.
+    """
+
+    name: str
+    user: str | None = None
+    port: int | None = None
+    slots: int | None = None
+
+    def __str__(self) -> str:
+        user = f"{self.user}@" if self.user else ""
+        return f"{user}{self.name}{f':{self.port}' if self.port else ''}"
+
+
+def read_hosts(value: str | list[str]) -> list[Host]:
+    """Return the hosts of a list, or of a file with one a line as DeepSpeed and MPI read it.
+
+    Raises ValueError with what is wrong with them.
+    """
+    lines = _lines(value) if isinstance(value, str) else [(entry, entry) for entry in value]
+    hosts = [_host(entry.strip(), where) for where, entry in lines]
+    if not hosts:
+        raise ValueError("names no host, e.g.  launch.hosts=[node0,node1]")
+    places = [(host.name, host.port) for host in hosts]
+    for host, place in zip(hosts, places, strict=True):
+        if places.count(place) > 1:
+            raise ValueError(f"{host} is there more than once: a host is one node; use  slots=8")
+    return hosts
+
+
+def ranks_of(host: Host, nproc_per_node: int | str) -> int | None:
+    """Return how many ranks a host gets: the number that was set, else its slots; None: neither."""
+    return host.slots if nproc_per_node == "auto" else int(nproc_per_node)
+
+
+def _lines(path: str) -> list[tuple[str, str]]:
+    """Return what stands in a file, each line with its place, without comments."""
+    try:
+        text = Path(path).expanduser().read_text()
+    except OSError as error:
+        why = f"is no file that can be read ({error.strerror}). One host is written  [{path}]"
+        raise ValueError(why) from None
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    return [(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line]
+
+
+def _host(entry: str, where: str) -> Host:
+    match = ENTRY.fullmatch(entry)
+    if match is None:
+        place = "" if where.strip() == entry else f"{where}: "
+        raise ValueError(f"{place}{entry} {FORM}")
+    port, slots = match["port"], match["slots"]
+    return Host(
+        match["name"], match["user"], int(port) if port else None, int(slots) if slots else None
+    )

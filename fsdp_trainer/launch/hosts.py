@@ -1,0 +1,464 @@
+"""Start the nodes of several hosts from here, over ssh: launch.hosts. Needs no torch.
+
+Each host gets the command that people would type there, with launch.nodes and launch.rendezvous.
+The connection is the node's life line: what ends here, by whatever signal, ends there too, since
+the node reads its standard input (launch/remote.py). A terminal (`ssh -t`) would mix the streams,
+and hang up only where sshd notices.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import IO, Any
+
+from fsdp_trainer.config.hosts import Host, ranks_of, read_hosts
+from fsdp_trainer.config.overrides import quoted
+from fsdp_trainer.config.schema import Launch, TrainConfig
+from fsdp_trainer.errors import Problem, Stopped, UserError
+from fsdp_trainer.launch.nodes import free_port, owns
+from fsdp_trainer.launch.remote import READY
+from fsdp_trainer.launch.start import RankProcesses, how_to_go_on, passing_on_signals
+from fsdp_trainer.process import HOST, PARENT, SIGNALS, STOPPED
+from fsdp_trainer.version import __version__
+
+CONNECT_SECONDS = 15
+READY_SECONDS = 120.0  # for Python and the package to be read from a slow disk
+BEAT_SECONDS = 10.0  # between signs of life
+NODE_SECONDS = 30.0  # longer than nodes take to end their ranks and to hear of each other's end
+END_SECONDS = 10.0  # for ssh to end after its node
+SSH = [
+    *("ssh", "-T", "-S", "none", "-o", "BatchMode=yes", "-o", "ClearAllForwardings=yes"),
+    *("-o", f"ConnectTimeout={CONNECT_SECONDS}"),
+    *("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"),
+]
+LINES = 3  # that are shown of what a host said
+SSH_FAILED = 255  # ssh's own exit code; every other one is the command's
+NO_SUCH_COMMAND = (126, 127)  # exit codes of the shell
+
+# What is to be done there comes through the standard input: command lines are seen by everybody on
+# a host, environments hold secrets, and login shells quote differently.
+COMMAND = (
+    "import json,os,sys;"
+    'job=json.loads(os.fdopen(0,"rb",buffering=0,closefd=False).readline());exec(job["code"])'
+)
+CODE = """
+os.environ.update(job["environment"])
+sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+try:
+    os.chdir(job["folder"])
+except OSError as error:
+    sys.exit(f"cannot enter the folder {job['folder']}, where the run is started: {error.strerror}")
+try:
+    from fsdp_trainer.launch.remote import start_when_told
+    from fsdp_trainer.version import __version__
+except ImportError as error:
+    sys.exit(f"has no fsdp_trainer for {sys.executable}: {error}. Install it there, too")
+if __version__ != job["version"]:
+    sys.exit(f"has fsdp_trainer {__version__}, not {job['version']}: install the same there")
+start_when_told()
+"""
+CARRIED = (
+    *("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHON", "CUDA_", "NCCL_", "GLOO_", "UCX_", "FI_"),
+    *("TORCH", "PYTORCH_", "TRITON_", "OMP_", "MKL_", "KMP_", "HF_", "TRANSFORMERS_"),
+    *("TOKENIZERS_", "WANDB_", "AWS_", "GOOGLE_", "HYDRA_", "http_proxy", "https_proxy"),
+    *("no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+)
+"""Beginnings of the names of environment variables that go along."""
+OF_THIS_MACHINE = ("CUDA_VISIBLE_DEVICES",)
+SET_HERE = ("launch.hosts", "launch.nodes", "launch.rendezvous", "run.name")
+
+
+def start_on_hosts(cfg: TrainConfig, overrides: list[str], verb: str = "train") -> int:
+    """Start a node on each of launch.hosts, wait for them, and return the run's exit code.
+
+    Output of the first host, which has rank 0, passes as it is; that of the others with the host's
+    name before each line. Raises UserError with all hosts on which no node can be started; then
+    none is.
+    """
+    refuse_other_launchers(os.environ)
+    hosts = read_hosts(cfg.launch.hosts or [])
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    nodes: list[NodeOfHost] = []
+    try:
+        for number, host in enumerate(hosts):
+            nodes.append(node_on(host, number))
+        with signs_of_life(nodes):
+            wait_until_ready(nodes)
+            common = words_of_nodes(cfg, overrides, nodes)
+            for node in nodes:
+                node.start([verb, *common, *words_of_host(cfg.launch, node.host)])
+            processes = NodeProcesses(nodes, partial(how_to_go_on, cfg, verb))
+            with passing_on_signals(processes):
+                return processes.wait()
+    except Stopped as stopped:
+        print(f"stopped by {stopped.args[0]} before all hosts were ready", file=sys.stderr)
+        return STOPPED
+    finally:
+        for node in nodes:
+            node.hang_up()
+        for node in nodes:
+            node.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def refuse_other_launchers(env: Mapping[str, str]) -> None:
+    """Raise UserError where torchrun or Slurm start the ranks."""
+    why = ""
+    if "RANK" in env:
+        why = "torchrun starts the ranks here: leave launch.hosts out, or torchrun"
+    elif "SLURM_JOB_ID" in env:
+        why = (
+            "in a Slurm job srun starts the nodes, and without launch.hosts:\n"
+            "srun --ntasks-per-node=1 fsdp-trainer …"
+        )
+    if why:
+        raise UserError("the nodes cannot be started", [Problem("launch.hosts", why)])
+
+
+def node_on(host: Host, number: int) -> "NodeOfHost":
+    """Return the node of a host: on this machine where its name means it, else over ssh."""
+    if host.user is None and host.port is None and owns(host.name):
+        return LocalNode(host, number)
+    if shutil.which("ssh") is None:
+        why = "there is no ssh on this machine: install OpenSSH's client"
+        raise UserError("the nodes cannot be started", [Problem(str(host), why)])
+    return SshNode(host, number)
+
+
+def words_of_nodes(
+    cfg: TrainConfig, overrides: list[str], nodes: Sequence["NodeOfHost"]
+) -> list[str]:
+    """Return the overrides that all nodes are given."""
+    kept = [word for word in overrides if word.lstrip("+~").partition("=")[0] not in SET_HERE]
+    where = meeting_point(cfg.launch, nodes) if len(nodes) > 1 else "null"
+    return [
+        *kept,
+        f"run.name={quoted(str(cfg.run.name))}",
+        "launch.hosts=null",
+        f"launch.nodes={len(nodes)}",
+        f"launch.rendezvous={where}",
+    ]
+
+
+def words_of_host(launch: Launch, host: Host) -> list[str]:
+    """Return the overrides of one host: how many ranks it gets, unless it finds out itself."""
+    ranks = ranks_of(host, launch.nproc_per_node)
+    return [f"launch.nproc_per_node={ranks}"] if ranks else []
+
+
+def meeting_point(launch: Launch, nodes: Sequence["NodeOfHost"]) -> str:
+    """Return where nodes meet: launch.rendezvous, else a free port of the first host."""
+    first, second = nodes[:2]
+    return launch.rendezvous or f"{first.address(second.host)}:{first.port}"
+
+
+class Output:
+    """A stream of a host: kept until the host says that it is ready, then passed on."""
+
+    def __init__(self, source: IO[bytes], descriptor: int, prefix: str):
+        self.before: list[bytes] = []
+        self.ready: dict[str, Any] | None = None
+        self._source, self._descriptor, self._prefix = source, descriptor, prefix.encode()
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    def pass_on_all(self) -> None:
+        """Pass on also what comes before the host is ready."""
+        self.ready = {}
+
+    def _read(self) -> None:
+        for line in self._source:
+            if self.ready is not None:
+                self._write(line)
+                continue
+            text, marker, facts = line.partition(READY.encode())
+            if marker:
+                self.ready = json.loads(facts)
+            elif text.strip():
+                self.before.append(text)
+
+    def _write(self, line: bytes) -> None:
+        data = self._prefix + line
+        with suppress(OSError):  # a reader that has gone, such as head: the node goes on
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+
+
+class NodeOfHost:
+    """The node of one host, by the process of this machine that is or connects to it."""
+
+    port: int | None = None
+    """A free port of the host; None as long as the host is not ready."""
+
+    def __init__(self, host: Host, number: int):
+        self.host, self.number = host, number
+        self.process: subprocess.Popen | None = None
+        self.outputs: list[Output] = []
+        self._hung_up_at: float | None = None
+        self._lock = threading.Lock()
+
+    def waits(self) -> bool:
+        """Return whether it is not known yet if the host is ready."""
+        return False
+
+    def why_not_ready(self) -> str:
+        """Return why no node can be started, and what to do."""
+        return ""
+
+    def address(self, other: Host) -> str:
+        """Return a name or address by which another host reaches this one."""
+        raise NotImplementedError
+
+    def start(self, words: list[str]) -> None:
+        """Start the node with the arguments of the command line."""
+        raise NotImplementedError
+
+    def poll(self) -> int | None:
+        """Return the node's exit code; below 0: it was killed, or cut off."""
+        assert self.process is not None
+        return self.process.poll()
+
+    def send_signal(self, signum: int) -> None:
+        """Have the node raise a signal in itself."""
+        self.say(f"{int(signum)}\n".encode())
+
+    def say(self, line: bytes) -> None:
+        """Write a line to the node. One that does not read any more has ended, or will."""
+        with self._lock, suppress(OSError):
+            if self.process and self.process.stdin and self._hung_up_at is None:
+                os.write(self.process.stdin.fileno(), line)
+
+    def hang_up(self) -> None:
+        """End the node and its ranks, at once."""
+        with self._lock:
+            if self.process and self.process.stdin and self._hung_up_at is None:
+                self._hung_up_at = time.monotonic()
+                self.process.stdin.close()
+
+    def kill(self) -> None:
+        """End the node; after END_SECONDS also a process here that goes on."""
+        self.hang_up()
+        since = self._hung_up_at
+        if self.process and since is not None and time.monotonic() > since + END_SECONDS:
+            self.process.kill()
+
+    def close(self) -> None:
+        """Wait until the node that was hung up has ended, and its output is passed on."""
+        while self.process and self.process.poll() is None:
+            self.kill()
+            time.sleep(0.05)
+        for output in self.outputs:
+            output.thread.join(END_SECONDS)
+
+    def _open(self, command: list[str], shown: bool, env: dict[str, str] | None = None) -> None:
+        """Start a process to which we speak. shown: its output is ours."""
+        output = None if shown else subprocess.PIPE
+        # a session of its own: Ctrl-C at a terminal reaches the node through this process alone
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env=env,
+            start_new_session=True,
+        )
+        assert process.stdin
+        os.set_blocking(process.stdin.fileno(), False)
+        prefix = f"[{self.host}] " if self.number else ""
+        streams = ((process.stdout, 1), (process.stderr, 2))
+        self.outputs = [Output(stream, number, prefix) for stream, number in streams if stream]
+        self.process = process
+
+
+class LocalNode(NodeOfHost):
+    """A node of this machine, which needs no ssh."""
+
+    def __init__(self, host: Host, number: int):
+        super().__init__(host, number)
+        self.port = free_port()
+
+    def address(self, other: Host) -> str:
+        """Return the own name; for localhost the address that the way to `other` begins with."""
+        if not socket.gethostbyname(self.host.name).startswith("127."):
+            return self.host.name
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+            way.connect((name_of_ssh(other), 9))  # UDP: nothing is sent
+            return str(way.getsockname()[0])
+        return self.host.name
+
+    def start(self, words: list[str]) -> None:
+        """Start the node beside this process, at this process's terminal if it is the first."""
+        env = {**os.environ, HOST: str(self.number), PARENT: str(os.getpid())}
+        command = [sys.executable, "-m", "fsdp_trainer", *words]
+        self._open(command, shown=self.number == 0, env=env)
+        for output in self.outputs:
+            output.pass_on_all()
+
+
+class SshNode(NodeOfHost):
+    """A node at the other end of ssh."""
+
+    def __init__(self, host: Host, number: int):
+        """Connect, and have the host look whether a node can be started there."""
+        super().__init__(host, number)
+        there = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(COMMAND)}"
+        self._open([*SSH, *destination(host), there], shown=False)
+        job = {
+            "code": CODE,
+            "folder": os.getcwd(),
+            "version": __version__,
+            "environment": carried(os.environ) | {HOST: str(number), "PYTHONUNBUFFERED": "1"},
+        }
+        self._send(job)
+
+    def waits(self) -> bool:
+        """Return whether the host has neither said that it is ready nor ended."""
+        readies = [output.ready for output in self.outputs]
+        if None not in readies and readies[0]:
+            self.port = int(readies[0]["port"])
+        assert self.process is not None
+        return self.port is None and self.process.poll() is None
+
+    def why_not_ready(self) -> str:
+        """Return what ssh, the shell or Python said, in words, and what to type."""
+        assert self.process is not None
+        code = self.process.poll()
+        if code is None:
+            return f"was not ready within {READY_SECONDS:.0f} s. Try  {self._trial()}"
+        for output in self.outputs:
+            output.thread.join(END_SECONDS)
+        lines = [line for output in self.outputs for line in output.before]
+        said = b"".join(lines).decode(errors="replace").strip()
+        last = said.splitlines()[-1] if said else f"exit code {code}, without a word"
+        if code in NO_SUCH_COMMAND:
+            return f"has no {sys.executable}: the same environment must be at the same place there"
+        if code != SSH_FAILED:
+            return "\n".join(said.splitlines()[-LINES:]) or last
+        if "Host key verification failed" in said or "HOST IDENTIFICATION HAS CHANGED" in said:
+            return f"has a key that is not known here. Look at it and accept it:  {self._trial()}"
+        if "Permission denied" in said:
+            copy = shlex.join(["ssh-copy-id", *destination(self.host)])
+            return f"lets nobody in without a password ({last}). Copy a key:  {copy}"
+        return f"cannot be reached: {last}. Try  {self._trial()}"
+
+    def address(self, other: Host) -> str:
+        """Return the host's name, as ssh's configuration has it."""
+        return name_of_ssh(self.host)
+
+    def start(self, words: list[str]) -> None:
+        """Have the host, which is ready, start the node."""
+        self._send(words)
+
+    def poll(self) -> int | None:
+        """Return the node's exit code; -1 where ssh has none."""
+        code = super().poll()
+        return -1 if code == SSH_FAILED else code
+
+    def hang_up(self) -> None:
+        """End the node. Where there is none yet, ssh may still be connecting."""
+        super().hang_up()
+        if self.port is None and self.process:
+            self.process.kill()
+
+    def _send(self, message: Any) -> None:
+        """Write a line that may be longer than the pipe takes at once."""
+        data = f"{json.dumps(message)}\n".encode()
+        assert self.process
+        assert self.process.stdin
+        descriptor = self.process.stdin.fileno()
+        with self._lock, suppress(OSError):
+            os.set_blocking(descriptor, True)
+            while data:
+                data = data[os.write(descriptor, data) :]
+            os.set_blocking(descriptor, False)
+
+    def _trial(self) -> str:
+        return shlex.join(["ssh", *destination(self.host), "true"])
+
+
+class NodeProcesses(RankProcesses):
+    """The nodes of all hosts, and the time until which they may run."""
+
+    def __init__(self, nodes: Sequence[NodeOfHost], advice: Callable[[], str]):
+        super().__init__(nodes, advice=advice)
+        self.nodes = nodes
+
+    def end_within(self, seconds: float) -> None:
+        """Give the nodes so long, and the time that they need themselves to end their ranks."""
+        super().end_within(seconds + NODE_SECONDS)
+
+    def _how_killed(self, rank: int, code: int) -> str:
+        host = self.nodes[rank].host
+        if isinstance(self.nodes[rank], LocalNode):
+            return f"the node of {host} was killed by {signal.Signals(-code).name}"
+        return f"{host} was lost: the connection broke, or its process was killed there"
+
+
+def destination(host: Host) -> list[str]:
+    """Return the words by which ssh knows a host."""
+    port = ["-p", str(host.port)] if host.port else []
+    return [*port, f"{host.user}@{host.name}" if host.user else host.name]
+
+
+def name_of_ssh(host: Host) -> str:
+    """Return the name or address that stands for a host in ssh's configuration."""
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["ssh", "-G", *destination(host)]
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=CONNECT_SECONDS)
+        for line in printed.stdout.splitlines():
+            key, _, value = line.partition(" ")
+            if key == "hostname":
+                return value
+    return host.name
+
+
+def carried(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that go along to other hosts."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name.startswith(CARRIED) and name not in OF_THIS_MACHINE
+    }
+
+
+def wait_until_ready(nodes: Sequence[NodeOfHost]) -> None:
+    """Wait until all hosts are ready. Raises UserError with those that are not, Stopped."""
+    deadline = time.monotonic() + READY_SECONDS
+    while [node for node in nodes if node.waits()] and time.monotonic() < deadline:
+        arrived = signal.sigtimedwait(SIGNALS, 0.05)
+        if arrived:
+            raise Stopped(signal.Signals(arrived.si_signo).name)
+    problems = [
+        Problem(str(node.host), node.why_not_ready()) for node in nodes if node.port is None
+    ]
+    if problems:
+        raise UserError("the nodes cannot be started, and none was", problems)
+
+
+@contextmanager
+def signs_of_life(nodes: Sequence[NodeOfHost]) -> Iterator[None]:
+    """Show the hosts that this process is there."""
+    over = threading.Event()
+
+    def show() -> None:
+        while not over.wait(BEAT_SECONDS):
+            for node in nodes:
+                node.say(b"\n")
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -1,0 +1,81 @@
+"""Hosts of one machine: network namespaces with an address each on one switch. The disk is common,
+as a cluster's is."""
+
+import os
+import signal
+import subprocess
+from contextlib import suppress
+
+PATH = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
+
+
+def ip(*words: str) -> str:
+    """Raises CalledProcessError."""
+    return subprocess.run(
+        ["ip", *words], check=True, capture_output=True, text=True, env={**os.environ, "PATH": PATH}
+    ).stdout
+
+
+def why_not() -> str | None:
+    """Why there can be no hosts here, if there can be none."""
+    name = f"probe-{os.getpid()}"
+    try:
+        ip("netns", "add", name)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"no network namespaces here: {getattr(error, 'stderr', error)}".strip()
+    try:
+        ip("-n", name, "link", "add", "switch", "type", "bridge")
+    except subprocess.CalledProcessError as error:
+        return f"no network namespaces here: {error.stderr}".strip()
+    finally:
+        ip("netns", "del", name)
+    return None
+
+
+class Network:
+    """A switch, at 10.77.0.1, and hosts 1 … count, at 10.77.0.2 and so on."""
+
+    def __init__(self, count: int):
+        self.switch = f"switch-{os.getpid()}"
+        self.names = [f"host{i}-{os.getpid()}" for i in range(1, count + 1)]
+        self.addresses = [f"10.77.0.{i + 1}" for i in range(1, count + 1)]
+        ip("netns", "add", self.switch)
+        ip("-n", self.switch, "link", "add", "switch", "type", "bridge")
+        ip("-n", self.switch, "addr", "add", "10.77.0.1/24", "dev", "switch")
+        for device in ("switch", "lo"):
+            ip("-n", self.switch, "link", "set", device, "up")
+        for i in range(1, count + 1):
+            self._plug_in(i)
+
+    def _plug_in(self, i: int) -> None:
+        name = self.names[i - 1]
+        ip("netns", "add", name)
+        ends = ["netns", self.switch, "type", "veth", "peer", "name", "eth0", "netns", name]
+        ip("link", "add", f"to{i}", *ends)
+        ip("-n", self.switch, "link", "set", f"to{i}", "master", "switch", "up")
+        ip("-n", name, "addr", "add", f"{self.addresses[i - 1]}/24", "dev", "eth0")
+        for device in ("eth0", "lo"):
+            ip("-n", name, "link", "set", device, "up")
+
+    def at(self, i: int) -> list[str]:
+        """The words before a command that is to run on host i, or at the switch for 0."""
+        return ["ip", "netns", "exec", self.names[i - 1] if i else self.switch]
+
+    def processes(self, i: int) -> list[int]:
+        """Of host i."""
+        return [int(pid) for pid in ip("netns", "pids", self.names[i - 1]).split()]
+
+    def power_off(self, i: int) -> None:
+        """Host i loses its power: all its processes end at once."""
+        for pid in self.processes(i):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def cable(self, i: int, plugged: bool) -> None:
+        """Host i is cut off, or is back on the network."""
+        ip("-n", self.switch, "link", "set", f"to{i}", "up" if plugged else "down")
+
+    def close(self) -> None:
+        """No host is left."""
+        for name in [*self.names, self.switch]:
+            ip("netns", "del", name)

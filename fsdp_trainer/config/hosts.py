@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from fsdp_trainer.errors import Problem, UserError
+
 FORM = "is not a host: write  name , user@name  or  name:port , behind it perhaps  slots=8"
 # no part may begin with a dash: ssh would take it for an option
 ENTRY = re.compile(
@@ -43,6 +45,15 @@ def read_hosts(value: str | list[str]) -> list[Host]:
         if places.count(place) > 1:
             raise ValueError(f"{host} is there more than once: a host is one node; use  slots=8")
     return hosts
+
+
+def hosts_of(value: str | list[str]) -> list[Host]:
+    """Return the hosts of launch.hosts. Raises UserError."""
+    try:
+        return read_hosts(value)
+    except ValueError as error:
+        problem = Problem("launch.hosts", str(error))
+        raise UserError("a problem in the configuration", [problem]) from None
 
 
 def ranks_of(host: Host, nproc_per_node: int | str) -> int | None:

@@ -98,6 +98,10 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
         _check_weights(init_from, report)
     if cfg.data.template and cfg.data.template.endswith((".jinja", ".j2")):
         _check_exists("data.template", cfg.data.template, report)
+    if isinstance(cfg.launch.hosts, str) and not Path(cfg.launch.hosts).expanduser().exists():
+        file = cfg.launch.hosts
+        why = f"there is no such file. One host is written  launch.hosts=[{file}]{_near(file)}"
+        report.add("launch.hosts", file, why)
     if cfg.logging.tensorboard and importlib.util.find_spec("tensorboard") is None:
         report.add(
             "logging.tensorboard",

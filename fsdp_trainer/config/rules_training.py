@@ -4,6 +4,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.check import Report, flatten, value_of
@@ -158,7 +159,7 @@ def rendezvous(cfg: TrainConfig, report: Report) -> Broken:
 
 def hosts(cfg: TrainConfig, report: Report) -> Broken:
     """launch.hosts can be read, and says how many nodes there are."""
-    if cfg.launch.hosts is None:
+    if cfg.launch.hosts is None or _is_missing_file(cfg.launch.hosts):
         return
     try:
         count = len(read_hosts(cfg.launch.hosts))
@@ -167,6 +168,11 @@ def hosts(cfg: TrainConfig, report: Report) -> Broken:
         return
     if cfg.launch.nodes > 1:
         yield "launch.nodes", f"is {count} as launch.hosts names them: leave launch.nodes out"
+
+
+def _is_missing_file(hosts: str | list[str]) -> bool:
+    """Return whether hosts stand in a file that is not there: not every command reads it."""
+    return isinstance(hosts, str) and not Path(hosts).expanduser().exists()
 
 
 def allowed_changes(cfg: TrainConfig, report: Report) -> Broken:

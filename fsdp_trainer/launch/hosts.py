@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import IO, Any
 
-from fsdp_trainer.config.hosts import Host, ranks_of, read_hosts
+from fsdp_trainer.config.hosts import Host, hosts_of, ranks_of
 from fsdp_trainer.config.overrides import quoted
 from fsdp_trainer.config.schema import Launch, TrainConfig
 from fsdp_trainer.errors import Problem, Stopped, UserError
@@ -86,7 +86,7 @@ def start_on_hosts(cfg: TrainConfig, overrides: list[str], verb: str = "train") 
     none is.
     """
     refuse_other_launchers(os.environ)
-    hosts = read_hosts(cfg.launch.hosts or [])
+    hosts = hosts_of(cfg.launch.hosts or [])
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     nodes: list[NodeOfHost] = []
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from fsdp_trainer.config.compose import compose, find_file, options
-from fsdp_trainer.config.hosts import ranks_of, read_hosts
+from fsdp_trainer.config.hosts import hosts_of, ranks_of
 from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.config.schema import Model, TrainConfig
 from fsdp_trainer.config.verbs import PlanConfig
@@ -86,7 +86,7 @@ def world_sizes(cfg: PlanConfig) -> list[int]:
             )
         asked = of_a_node * launch.nodes
         if launch.hosts:
-            hosts = read_hosts(launch.hosts)
+            hosts = hosts_of(launch.hosts)
             asked = sum(ranks_of(host, launch.nproc_per_node) or of_a_node for host in hosts)
     worlds = sorted(set(asked if isinstance(asked, list) else [asked]))
     replicas = cfg.sharding.replicas

@@ -25,6 +25,7 @@ from fsdp_trainer.config.hosts import Host, hosts_of, ranks_of
 from fsdp_trainer.config.overrides import quoted
 from fsdp_trainer.config.schema import Launch, TrainConfig
 from fsdp_trainer.errors import Problem, Stopped, UserError
+from fsdp_trainer.extensions import IMPORTS
 from fsdp_trainer.launch.nodes import free_port, owns
 from fsdp_trainer.launch.remote import READY
 from fsdp_trainer.launch.start import RankProcesses, how_to_go_on, passing_on_signals
@@ -68,10 +69,10 @@ if __version__ != job["version"]:
 start_when_told()
 """
 CARRIED = (
-    *("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHON", "CUDA_", "NCCL_", "GLOO_", "UCX_", "FI_"),
-    *("TORCH", "PYTORCH_", "TRITON_", "OMP_", "MKL_", "KMP_", "HF_", "TRANSFORMERS_"),
-    *("TOKENIZERS_", "WANDB_", "AWS_", "GOOGLE_", "HYDRA_", "http_proxy", "https_proxy"),
-    *("no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+    *(IMPORTS, "PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHON", "CUDA_", "NCCL_", "GLOO_"),
+    *("UCX_", "FI_", "TORCH", "PYTORCH_", "TRITON_", "OMP_", "MKL_", "KMP_", "HF_"),
+    *("TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "AWS_", "GOOGLE_", "HYDRA_"),
+    *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
 )
 """Beginnings of the names of environment variables that go along."""
 OF_THIS_MACHINE = ("CUDA_VISIBLE_DEVICES",)

@@ -48,7 +48,7 @@ def starts_ranks(cfg: Launch, env: Mapping[str, str]) -> bool:
     """
     started_by = launcher(env)
     if started_by is None:
-        return cfg.nodes > 1 or HOST in env or ranks_to_start(cfg) > 1
+        return bool(cfg.hosts) or cfg.nodes > 1 or HOST in env or ranks_to_start(cfg) > 1
     return started_by == "srun" and nodes_of_step(env) > 1 and ranks_to_start(cfg) > 1
 
 

@@ -603,7 +603,7 @@ def test_keys_of_adapters_count_with_one_only(refused):
 
 def test_an_adapters_folder_is_known_for_one(refused, tmp_path):
     (tmp_path / "adapter_config.json").touch()
-    assert "merge it into its model" in refused(
+    assert "base_model_name_or_path" in refused(
         f"model.init_from={tmp_path}", "data.path=demo:backwards"
     )
 
@@ -650,3 +650,9 @@ def test_an_allowed_change_must_be_a_key(capsys):
 def test_betas_are_two_numbers_below_one(capsys, betas):
     assert main(["+recipe=quickstart", f"optim.betas={betas}"]) == 2
     assert "optim.betas=[0.9,0.95]" in capsys.readouterr().err
+
+
+def test_a_run_stays_inside_its_root(capsys):
+    words = ["data.path=demo:backwards", "tokenizer.path=demo:bytes", "model=tiny"]
+    assert main(["train", *words, "run.root=runs", "run.name=../x"]) == 2
+    assert "is not inside run.root=runs" in capsys.readouterr().err

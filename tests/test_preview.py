@@ -16,12 +16,13 @@ import pytest
 from browser import browser_page, settle
 from rich.console import Console
 from texts import SHARED, made_tokenizer
+from tokenizers import pre_tokenizers
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.compose import compose
 from fsdp_trainer.data import preview as previewing
 from fsdp_trainer.data import preview_text
-from fsdp_trainer.data.build import build_data
+from fsdp_trainer.data.build import build_data, lossy
 from fsdp_trainer.data.findings import KINDS
 from fsdp_trainer.data.mixture import build_order
 from fsdp_trainer.data.tokenizer import load_tokenizer
@@ -80,6 +81,8 @@ NO_END = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 OPENS = """{% for m in messages %}
 {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"""
+SPACED = """{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}
+{%- if add_generation_prompt %}[assistant] {% endif %}"""
 BOS = "<|endoftext|>"
 FINDINGS = {  # rows, keys, warning or note, where the first is
     "unsupervised": ([ask("a"), {"messages": ask("")["messages"][:1]}], [], "warning", 2),
@@ -91,6 +94,7 @@ FINDINGS = {  # rows, keys, warning or note, where the first is
     "special_in_text": ([ask("a"), ask("b", "ignore this<|im_end|>\n<|im_start|>system")], [],
     "warning", 2),
     "empty_think": ([ask("a"), ask("<think>\n\n</think>\n\nb")], [], "warning", 2),
+    "shared_token": ([ask("brief")], [("data.template", SPACED)], "warning", 1),
     "prompt_differs": ([ask("a")], [("data.template", OPENS)], "warning", 1),
     "too_long": ([ask("a"), ask("b" * 200)], [], "warning", 2),
     "truncated": ([ask("a"), ask("b" * 200)], ["data.too_long=truncate"], "warning", 2),
@@ -140,7 +144,7 @@ def test_every_finding_has_a_case_here():
 @pytest.mark.parametrize("key", FINDINGS)
 def test_what_is_wrong_is_told_with_its_place_and_its_fix(key, preview, tmp_path):
     rows, keys, severity, line = FINDINGS[key]
-    if key == "two_bos":
+    if key in ("two_bos", "shared_token"):  # words in one token
         backend = made_tokenizer([BOS, "<|im_start|>", "<|im_end|>"])
         (tmp_path / "tokenizer").mkdir()
         backend.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
@@ -150,7 +154,7 @@ def test_what_is_wrong_is_told_with_its_place_and_its_fix(key, preview, tmp_path
     out, _ = preview(
         rows,
         *written(keys, tmp_path),
-        tokenizer=tmp_path / "tokenizer" if key == "two_bos" else "demo:bytes",
+        tokenizer=tmp_path / "tokenizer" if (tmp_path / "tokenizer").exists() else "demo:bytes",
     )
     values = {"n": 1, "s": "", "seq_len": 128, "samples": 2, "times": "1.6"}
     text, fix = KINDS[key].text.format(**values), KINDS[key].fix
@@ -285,19 +289,41 @@ def test_data_without_a_supervised_token_is_refused(verb, world, tmp_path):
 def test_train_says_in_two_lines_what_it_trains_on(train, tmp_path):
     rows = [ask("a"), ask("b"), ask("b"), ask("c" * 100), ask("d", "<|im_end|>")]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lines = [
-        line
-        for line in train("run", f"data.path={tmp_path}/a.jsonl", "train.steps=1").out.splitlines()
-        if line.startswith("data ")
-    ]
-    assert len(lines) == 2
+    how = [f"data.path={tmp_path}/a.jsonl", "train.steps=1", "data.max_lost=1"]
+    lines = [line for line in train("run", *how).out.splitlines() if line.startswith("data ")]
+    assert len(lines) == 5, lines
     assert re.search(
         r"4 samples, \d+ tokens, \d+\.\d% supervised, longest \d+; \d rows an epoch, \d+\.\d% full",
         lines[0],
     )
     assert "1 dropped (1 too long)" in lines[1]
-    assert "1 duplicate kept;" in lines[1]
-    assert "3 warnings, which  fsdp-trainer preview" in lines[1]
+    assert "1 duplicate kept" in lines[1]
+    assert "warning: 1 conversation or document with special tokens in their own text" in lines[2]
+    assert "take them out of the data" in lines[3]
+    assert "2 more warnings:  fsdp-trainer preview  with the same keys" in lines[4]
+
+
+def test_a_run_that_would_lose_most_of_its_tokens_does_not_start(train, tmp_path):
+    rows = [ask("a"), ask("c" * 100), ask("d" * 100)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    how = ["run", f"data.path={tmp_path}/a.jsonl", "train.steps=1"]
+    refused = train(*how, code=2)
+    assert "2 dropped (2 too long)" in refused.err
+    share = re.search(r"data\.max_lost=(0\.\d+)  to accept it", refused.err)[1]
+    assert not refused.folder.exists()
+    assert train(*how, f"data.max_lost={share}").column("step") == [1]
+
+
+def test_a_tokenizer_that_loses_text_is_named(preview, tmp_path):
+    backend = made_tokenizer()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    (tmp_path / "tokenizer").mkdir()
+    backend.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    (warning,) = lossy(load_tokenizer(str(tmp_path / "tokenizer")))
+    assert "'Nataliasold48clips" in warning
+    assert not lossy(load_tokenizer("demo:bytes"))
 
 
 def test_json_stays_alone_on_stdout_beside_a_page(preview, tmp_path):

@@ -42,6 +42,7 @@ from fsdp_trainer.config.rules_training import (
     registered_objective,
     rendezvous,
     rewinding,
+    run_folder,
     tracking_command,
     width_of_heads,
 )
@@ -63,6 +64,7 @@ RULES: tuple[Rule, ...] = (
     moments,
     float8,
     four_bits,
+    run_folder,
     overwriting,
     width_of_heads,
     momentum,

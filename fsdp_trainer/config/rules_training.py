@@ -116,6 +116,13 @@ def tracking_command(cfg: TrainConfig, report: Report) -> Broken:
         yield key, f"there is no program {shlex.split(command)[0]}"
 
 
+def run_folder(cfg: TrainConfig, report: Report) -> Broken:
+    """A run's folder is inside run.root."""
+    root = Path(cfg.run.root).resolve()
+    if cfg.run.name and root not in (root / cfg.run.name).resolve().parents:
+        yield "run.name", f"is not inside run.root={cfg.run.root}: set run.root for another place"
+
+
 def rewinding(cfg: TrainConfig, report: Report) -> Broken:
     """A rewind needs checkpoints."""
     if cfg.train.on_spike == "rewind" and cfg.checkpoint.every is None:

@@ -319,6 +319,12 @@ class Data:
         "samples longer than batch.seq_len: leave out, cut at the end, or split into pieces, no token lost (text)",
         choices=("drop", "truncate", "split"),
     )
+    max_lost: float = key(
+        0.2,
+        "largest share of the tokens that may be dropped or cut for their length; a run that would lose more stops before it starts",
+        minimum=0,
+        maximum=1,
+    )
     on_error: str = key(
         "fail",
         "a row that cannot be read: stop and name it, or leave it out and count it",

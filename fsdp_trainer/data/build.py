@@ -1,12 +1,14 @@
 """From the configuration to tokenizer, template and prepared data."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 from fsdp_trainer.config.paths import tokenizer_folder
-from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.schema import Data, TrainConfig
 from fsdp_trainer.data.prepare import Prepared, Told, prepare
 from fsdp_trainer.data.stream import stream_data
+from fsdp_trainer.data.summary import left_out, lost_share
 from fsdp_trainer.data.templates import Template, load_template
 from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -46,6 +48,31 @@ def renumbered(cfg: TrainConfig, tokenizer: TextTokenizer, init_from: Path | Non
     others = sum(own.get(id, text) != text for id, text in given.items())
     why = f"{others:,} of {len(given):,} ids are other tokens than in {cfg.model.init_from}, whose weights know those. Leave  tokenizer.path  out"
     return [why] if others else []
+
+
+ROUND_TRIP = "Natalia sold 48 clips to her friends in April,\nand half as many in May (24)."
+
+
+def lossy(tokenizer: TextTokenizer) -> list[str]:
+    """Return a line on a tokenizer that does not give back the text that it was given."""
+    back = tokenizer.decode(tokenizer.encode(ROUND_TRIP))
+    if back.strip() == ROUND_TRIP:
+        return []
+    return [f"warning: this tokenizer loses text: {ROUND_TRIP!r} comes back as {back.strip()!r}"]
+
+
+def require_most_tokens(data: Data, prepared: Prepared) -> None:
+    """Raise UserError if more of the training data's tokens are lost than data.max_lost."""
+    share = lost_share(prepared)
+    if share > data.max_lost:
+        text = (
+            f"{share:.1%} of the tokens would be lost: {left_out(prepared.train)}.\n"
+            f"Use a larger batch.seq_len, or  data.max_lost={math.ceil(share * 100) / 100:g}  to accept it"
+        )
+        raise UserError(
+            "too much of the data would be lost",
+            [Problem(f"data.max_lost={data.max_lost:g}", text)],
+        )
 
 
 def build_template(cfg: TrainConfig, tokenizer: TextTokenizer) -> Template:

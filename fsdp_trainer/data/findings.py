@@ -43,6 +43,10 @@ KINDS = {
         "{n} assistant turn{s} learnt with an empty <think> block: the model learns not to think",
         "if that is not meant: give the turns reasoning_content, or take a template that writes no empty block, as  data.template=chatml",
     ),
+    "shared_token": Kind(
+        "{n} answer{s} whose first word shares a token with the prompt before it: that word is not learnt, and generation begins after a token that training never had",
+        "let the template's generation prompt end without a space, or in a special token:  data.template=FILE.jinja",
+    ),
     "prompt_differs": Kind(
         "{n} assistant turn{s} that do not begin as the generation prompt of inference does (an opened <think>?)",
         "a template of your own, whose finished turns begin with its generation prompt:  data.template=FILE.jinja",

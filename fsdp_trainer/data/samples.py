@@ -289,7 +289,11 @@ class SampleBuilder:
                 or int(encoding.ids[at]) not in self._special_ids
             ):
                 self.count("no_end", text.where)
-        for start, end, _ in text.spans:
+        for start, end, weight in text.spans:
+            first = encoding.first_reaching(start + 1)
+            in_front = first < len(encoding.ids) and encoding.starts[first] < start
+            if weight and in_front and not sample.weights[first]:
+                self.count("shared_token", text.where)
             if EMPTY_THINK.search(text.text, start, end):
                 self.count("empty_think", text.where)
         return sample

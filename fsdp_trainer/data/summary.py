@@ -73,7 +73,7 @@ def all_findings(prepared: Prepared, seq_len: int) -> list[Finding]:
 
 
 def two_lines(prepared: Prepared, seq_len: int, order: Mixture | None = None) -> list[str]:
-    """Return what there is to train on, and what is not: two lines, and one for columns not used.
+    """Return what there is to train on and what is not, the first warning, and columns not used.
 
     order: the rows that it is packed into.
     """
@@ -81,15 +81,14 @@ def two_lines(prepared: Prepared, seq_len: int, order: Mixture | None = None) ->
     longest = max(int(store.lengths.max()) for store in prepared.train)
     packed = f"; {order.rows_per_epoch:,} rows an epoch, {order.fill:.1%} full" if order else ""
     held_out = f"; {len(prepared.validation):,} for validation" if prepared.validation else ""
-    warnings = sum(finding.is_warning for finding in all_findings(prepared, seq_len))
-    see = (
-        f"; {warnings} warning{'s' * (warnings != 1)}, which  fsdp-trainer preview  with the same keys explains"
-        if warnings
-        else ""
-    )
+    warnings = [finding for finding in all_findings(prepared, seq_len) if finding.is_warning]
+    more = len(warnings) - 1
+    others = f"{more} more warning{'s' * (more != 1)}:  fsdp-trainer preview  with the same keys"
     return [
         f"{samples:,} samples, {tokens:,} tokens, {supervised / tokens:.1%} supervised, longest {longest:,}{packed}{held_out}",
-        left_out(prepared.train) + see,
+        left_out(prepared.train),
+        *(line.strip() for finding in warnings[:1] for line in str(finding).splitlines()),
+        *([others] if more > 0 else []),
         *prepared.unused,
     ]
 
@@ -103,6 +102,13 @@ def amounts(stores: Sequence[TokenStore]) -> list[int]:
             for name in ("lengths", "supervised")
         ),
     ]
+
+
+def lost_share(prepared: Prepared) -> float:
+    """Return the share of the training data's tokens that no row has: too long, or cut."""
+    lost = sum(store.counts.get(LOST, 0) for store in prepared.train)
+    tokens = sum(int(store.lengths.sum()) for store in prepared.train)
+    return lost / max(1, lost + tokens)
 
 
 def left_out(stores: Sequence[TokenStore]) -> str:

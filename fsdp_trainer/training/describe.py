@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.data.build import renumbered
+from fsdp_trainer.data.build import lossy, renumbered
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.models.adapters import MAGNITUDE, adapted_layers
 from fsdp_trainer.models.attention_choice import AttentionChoice
@@ -33,7 +33,8 @@ def describe(
     """Return a line or more on the run, model, world, data, attention, head, step and length."""
     config = model.config
     origin = cfg.model.init_from or "random weights"
-    renumbered_tokens = renumbered(cfg, inputs.tokenizer, inputs.init_from)
+    token_notes = renumbered(cfg, inputs.tokenizer, inputs.init_from)
+    token_notes += lossy(inputs.tokenizer)
     tokens = cfg.batch.micro_rows * cfg.batch.seq_len
     at_once = model.lm_head.rows_at_once(tokens, world.device.type)
     epochs = data.epochs(progress)
@@ -44,7 +45,7 @@ def describe(
         f"model  {config.family}, {short(config.parameters())} parameters{frozen}, "
         f"{config.num_hidden_layers} blocks, {config.vocab_size:,} tokens, from {origin}",
         *adapters(model),
-        *(f"token  {note}" for note in renumbered_tokens),
+        *(f"token  {note}" for note in token_notes),
         f"world  {world.size} × {world.device.type}, {cfg.sharding.strategy}, "
         f"{cfg.precision.param_dtype} (weights {cfg.precision.master_dtype})",
         *number_formats(cfg, model, world.device.type),

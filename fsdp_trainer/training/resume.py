@@ -37,6 +37,7 @@ COMPARED_GROUPS = (
 FREE = {
     "adapter.init_from",
     "data.cache",
+    "data.max_lost",
     "data.pad_to_multiple",
     "data.path",
     "data.prefetch",

@@ -1,6 +1,7 @@
 """One rank's life: join the world, prepare data, build, train, leave with the right exit code."""
 
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from fsdp_trainer.config.paths import (
 )
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
-from fsdp_trainer.data.build import build_data
+from fsdp_trainer.data.build import build_data, require_most_tokens
 from fsdp_trainer.data.preparation import Told
 from fsdp_trainer.distributed import gather, run_on_rank_0
 from fsdp_trainer.errors import RunFailed, Stopped, UserError, report
@@ -36,7 +37,7 @@ from fsdp_trainer.extensions import RunInfo
 from fsdp_trainer.hub import fetch
 from fsdp_trainer.launch.facts import preflight
 from fsdp_trainer.launch.watchdog import watched
-from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
+from fsdp_trainer.launch.world import ELASTIC, World, connect, environment_of_ranks, join
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.freeze import trained_numbers
 from fsdp_trainer.observe.console import Console, throttled, time_line
@@ -52,7 +53,7 @@ from fsdp_trainer.training.inputs import RunInputs
 from fsdp_trainer.training.out_of_memory import is_out_of_memory, report_out_of_memory
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.rewind import rewind
-from fsdp_trainer.training.run_lock import RunLock
+from fsdp_trainer.training.run_lock import LOCK, RunLock
 from fsdp_trainer.training.saving import CheckpointManager
 from fsdp_trainer.training.stop import StopSignals
 from fsdp_trainer.training.trainer import Outcome, Rewind, Trainer
@@ -189,7 +190,9 @@ class Rank:
         if world.local_rank == 0:  # all hear its answer; what is free changes from moment to moment
             check_room(cfg, init_from, world)
         report = Told(beating(self.console, world), self.console.say)
-        return RunInputs(*build_data(cfg, report), init_from)
+        inputs = RunInputs(*build_data(cfg, report), init_from)
+        require_most_tokens(cfg.data, inputs.data)
+        return inputs
 
     def preflight(
         self, world: World, inputs: RunInputs, config: ModelConfig, claim: RunLock
@@ -237,9 +240,20 @@ class Rank:
             lately = phases.seconds_since_last_call()
             self.records.event("end", reason=reason, exit_code=code, phases=lately)
             self.records.close()
+            if code == UserError.exit_code and ELASTIC not in os.environ:
+                self._remove_unused_folder()
         self._leave_groups(in_order=code in (0, STOPPED) and not self.signals.ended_ranks)
         self.signals.close()
         self.open.close()
+
+    def _remove_unused_folder(self) -> None:
+        """Delete the run's folder if a refused start alone has written into it.
+
+        Under torchrun it stays: the attempts that follow read in it that there is nothing to do.
+        """
+        files = {path.name for path in self.run_folder.iterdir()}
+        if files <= {LOCK, "events.jsonl"} and not self.records.started():
+            shutil.rmtree(self.run_folder, ignore_errors=True)
 
     def _close_trainer(self, trainer: Trainer, code: int) -> None:
         if not self.signals.ended_ranks:  # else the checkpoint waits for a rank that has ended

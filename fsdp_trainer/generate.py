@@ -31,8 +31,9 @@ class Speaker:
         cls, source: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32
     ) -> "Speaker":
         """Load from a run, a checkpoint or a Hugging Face folder. Raises UserError."""
+        model = load_model(source, device, dtype)
         tokenizer = load_tokenizer(str(tokenizer_folder(source)))
-        return cls(load_model(source, device, dtype), tokenizer, load_template(None, tokenizer))
+        return cls(model, tokenizer, load_template(None, tokenizer))
 
     def answer(self, messages: list[dict], cfg: GenerateConfig) -> Iterator[str]:
         """Yield the next assistant turn, in pieces of text."""

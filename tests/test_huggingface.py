@@ -446,6 +446,20 @@ def test_an_export_overwrites_nothing_and_reads_nothing_damaged(train, world, ex
         in world.command("export", f"source={copy}", f"out={tmp_path / 'out'}", code=2)[0].err
     )
     assert "damaged" in world.command("verify", f"source={copy}", code=3)[0].out
+    asked = world.command("generate", f"source={copy}", "prompt=hi", code=2)[0]
+    assert "checksum" in asked.err
+    assert "No other checkpoint of this run is whole" in asked.err
+    damaged = data.parent
+    whole = next((run.folder / "checkpoints").iterdir())
+    shutil.copytree(whole, damaged.with_name("step-00000009"))
+    for verb, more, code in (
+        ("verify", (), 3),
+        ("generate", ("prompt=hi",), 2),
+        ("export", (f"out={tmp_path / 'out'}",), 2),
+    ):
+        said = world.command(verb, f"source={damaged}", *more, code=code)[0]
+        instead = f"source={damaged.with_name('step-00000009')}"
+        assert f"The newest whole one is  {instead}" in said.out + said.err, verb
     assert world.command("verify", f"source={run.folder}")[0].out.count("checksums right") == 1
     assert not (tmp_path / "out").exists()
 

@@ -17,7 +17,12 @@ from fsdp_trainer.checkpoint.base import (
     require_unchanged,
     weights_on_disk,
 )
-from fsdp_trainer.checkpoint.files import damage, named_checkpoint, whole_folder, write_json
+from fsdp_trainer.checkpoint.files import (
+    named_checkpoint,
+    require_undamaged,
+    whole_folder,
+    write_json,
+)
 from fsdp_trainer.checkpoint.huggingface import (
     INDEX,
     SINGLE,
@@ -102,8 +107,7 @@ def require_checkpoint(source: str) -> Path:
     Raises UserError if there is none or it is damaged.
     """
     checkpoint = named_checkpoint(source)
-    if problems := damage(checkpoint):
-        raise UserError(f"the checkpoint {checkpoint} is damaged", problems)
+    require_undamaged(checkpoint)
     return checkpoint
 
 

@@ -10,7 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.paths import MANIFEST, checkpoint_folders, find_checkpoint
+from fsdp_trainer.config.paths import (
+    MANIFEST,
+    checkpoint_folders,
+    committed_checkpoints,
+    find_checkpoint,
+)
 from fsdp_trainer.errors import Problem, UserError
 
 READ_BYTES = 1 << 24
@@ -95,6 +100,23 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1) -> list[Problem]:
             fault = fault_of(folder / name, entry)
             problems += [Problem(str(folder / name), fault)] if fault else []
     return problems
+
+
+def require_undamaged(checkpoint: Path) -> None:
+    """Raise UserError naming a checkpoint's damaged files, and the newest whole one beside it."""
+    problems = damage(checkpoint)
+    if problems:
+        problems[-1].why += f"\n{newest_whole(checkpoint)}"
+        raise UserError(f"the checkpoint {checkpoint} is damaged", problems)
+
+
+def newest_whole(damaged: Path) -> str:
+    """Return what to say of the newest whole checkpoint of the same run."""
+    beside = [path for path in committed_checkpoints(damaged.parent.parent) if path != damaged]
+    whole = next((path for path in reversed(beside) if not damage(path)), None)
+    if whole is None:
+        return "No other checkpoint of this run is whole"
+    return f"The newest whole one is  source={whole}"
 
 
 def fault_of(path: Path, entry: dict[str, int]) -> str:

@@ -10,6 +10,7 @@ from fsdp_trainer.checkpoint.base import (
     require_unchanged,
     weights_on_disk,
 )
+from fsdp_trainer.checkpoint.files import require_undamaged
 from fsdp_trainer.checkpoint.huggingface import read_parameters
 from fsdp_trainer.config.paths import find_checkpoint, is_adapter, model_folder
 from fsdp_trainer.errors import RunFailed
@@ -27,12 +28,14 @@ def load_model(
     Raises UserError and RunFailed.
     """
     path = Path(path).expanduser()
+    checkpoint = find_checkpoint(path)
+    if checkpoint:
+        require_undamaged(checkpoint)
     if is_adapter(path):
         fetch(str(path))  # of a base model that is on the hub
     model = meta_decoder(ModelConfig.from_hf(model_folder(path))).to(dtype)
     model.to_empty(device=device)
     model.tie_weights()
-    checkpoint = find_checkpoint(path)
     try:
         if checkpoint and not read_base(checkpoint).adapters:
             load_weights(model, checkpoint, {}, alone=True)

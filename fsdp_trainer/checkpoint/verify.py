@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_trainer.checkpoint.digest import weights_digest
-from fsdp_trainer.checkpoint.files import damage, named_checkpoint, read_manifest
+from fsdp_trainer.checkpoint.files import damage, named_checkpoint, newest_whole, read_manifest
 from fsdp_trainer.checkpoint.huggingface import check_tensors, read_headers
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.config.verbs import VerifyConfig
@@ -25,6 +25,7 @@ def verify(cfg: VerifyConfig) -> int:
         print(f"{checkpoint} is damaged:")
         for problem in problems:
             print(f"  {problem.what} {problem.why}")
+        print(newest_whole(checkpoint))
         return 3
     files = read_manifest(checkpoint)["files"].values()
     size = sum(file["bytes"] for file in files)

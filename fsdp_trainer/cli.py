@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import sys
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import NamedTuple, NoReturn
 
@@ -48,6 +49,7 @@ VERBS = {
 }
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 NO_OVERRIDE = re.compile(r"[^=+~-][^=]*")
+YAML_FILE = re.compile(r"[^=+~-][^=]*\.ya?ml")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,6 +72,7 @@ def run_verb(name: str, overrides: list[str], config_dir: str | None = None) -> 
     """Compose the configuration of a verb, and do what it says. Returns the exit code."""
     phases.begin()
     verb = VERBS[name]
+    overrides = _with_recipe_files(name, overrides)
     if verb.starts_ranks and (cfg := take_over(PRIMARY[name])):
         return resolve_name(verb.function)(cfg, overrides)
     # Hydra, which a rank that is handed its configuration does without
@@ -94,12 +97,14 @@ def _dispatch(argv: list[str] | None) -> int:
         return _complete(words)
     import_modules(flags.imported or [])
     typed, overrides = _split_verb(words)
+    overrides = [*_recipe_flags(flags), *overrides]
     if flags.help:
         from fsdp_trainer.config.document import help_text
 
         print(help_text(typed, flags.config_dir))
         return 0
     verb = typed or "train"
+    overrides = _with_recipe_files(verb, overrides)
     if flags.multirun and (flags.info or flags.cfg):
         raise _unreadable("-m", "--cfg and --info show one run: leave one of them out")
     if flags.multirun:
@@ -132,6 +137,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shell-completion", "-sc", action="store_true")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--import", dest="imported", action="append")
+    # other programs' ways to name a file
+    parser.add_argument("--config", "--config-file", "--config_file", dest="recipe_file")
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-path", "-cp", dest="config_dir")
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("--info", "-i", nargs="?", const="all", choices=INFO)
@@ -147,7 +156,9 @@ def _split_verb(words: list[str]) -> tuple[str | None, list[str]]:
     rest = words
     if words and NO_OVERRIDE.fullmatch(words[0]):
         first, *rest = words
-        if first not in VERBS:
+        if YAML_FILE.fullmatch(first):
+            first, rest = None, words
+        elif first not in VERBS:
             raise UserError("no such verb", [Problem(first, _why_no_verb(first))])
     for misplaced in VERBS.keys() & rest:
         others = [word for word in rest if word != misplaced]
@@ -157,12 +168,41 @@ def _split_verb(words: list[str]) -> tuple[str | None, list[str]]:
     return first, rest
 
 
+def _with_recipe_files(verb: str, words: list[str]) -> list[str]:
+    """Return the words with `+recipe=FILE` for each that is the name of a YAML file."""
+    if verb != "config" and not issubclass(PRIMARY[verb], PRIMARY["train"]):
+        return words
+    files = [word for word in words if YAML_FILE.fullmatch(word)]
+    if not files:
+        return words
+    from fsdp_trainer.config.recipe_files import as_override
+
+    return [as_override(word) for word in words]
+
+
+def _recipe_flags(flags: argparse.Namespace) -> list[str]:
+    """Return the recipe that --config FILE or --config-name NAME asks for, as a word."""
+    if flags.recipe_file:
+        return [flags.recipe_file]
+    if not flags.config_name:
+        return []
+    name = re.sub(r"\.ya?ml$", "", flags.config_name)
+    folder = Path(flags.config_dir or ".")
+    for file in (folder / "recipe" / f"{name}.yaml", folder / f"{name}.yaml"):
+        if file.is_file():
+            return [str(file)]
+    return [f"+recipe={name}"]
+
+
 def _why_no_verb(word: str) -> str:
     from fsdp_trainer.config.check import flatten
     from fsdp_trainer.config.compose import options
-    from fsdp_trainer.config.names import nearest
-    from fsdp_trainer.config.overrides import listed, without_key
+    from fsdp_trainer.config.names import known_elsewhere, nearest
+    from fsdp_trainer.config.overrides import filled, listed, without_key
 
+    elsewhere = known_elsewhere(word)
+    if elsewhere and elsewhere.sentence:
+        return filled(f"there is no such verb: {elsewhere.sentence}")
     meant = without_key(word, flatten(PRIMARY["train"]), options("train")) or nearest(word, VERBS)
     guess = f" Did you mean  {meant} ?" if meant else ""
     verbs = listed("There are:", VERBS)

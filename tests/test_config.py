@@ -18,7 +18,6 @@ from fsdp_trainer.cli import VERBS, main
 from fsdp_trainer.config.check import flatten
 from fsdp_trainer.config.compose import CONF, compose, options, told_by_hydra
 from fsdp_trainer.config.document import documented_files, markdown
-from fsdp_trainer.config.names import OPTION_SYNONYMS, SYNONYMS
 from fsdp_trainer.config.overrides import quoted
 from fsdp_trainer.config.schema import GROUPS, TrainConfig
 from fsdp_trainer.config.units import parse_duration
@@ -204,7 +203,7 @@ def test_all_problems_are_told_at_once(refused):
 MEANT = {
     "training.batch_size=8": "batch.rows=8",
     "per_device_train_batch_size=8": "batch.micro_rows=8",
-    "data.max_length=8": "batch.seq_len=8",
+    "data.max_length=64": "batch.seq_len=64",
     "++num_train_epochs=3": "train.epochs=3",
     "+model_name_or_path=x/y": "model.init_from=x/y",
     "gradient_checkpointing=true": "activation_checkpoint=full",
@@ -311,8 +310,8 @@ logging: {wandb: off}
     said = refused("--config-dir", folder, "+recipe=bad", *DEMO)
     for part in (
         "Did you mean  optim.lr ?", "must be a number", "override /sharding: NAME",
-        "train has: steps", "hydra.callbacks.x._target_ in", "foo.bar in",
-        "_target_ is refused", "put it in quotes", "/hydra/job_logging in", "recipe/bad.yaml",
+        "train has: steps", "hydra.callbacks.x._target_  ", "foo.bar  there is no such key",
+        "_target_ is refused", "put it in quotes", "/hydra/job_logging  ", "recipe/bad.yaml:3",
     ):  # fmt: skip
         assert part in said
 
@@ -329,6 +328,109 @@ def test_a_folder_of_ones_own_adds_options_and_recipes(own):
         "mine",
         "demo:backwards",
     )
+
+
+MINE = """\
+defaults:
+  - override /precision: fp32
+data: {path: demo:backwards}
+tokenizer: {path: demo:bytes}
+train: {steps: 7}
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "FILE",
+        "train FILE",
+        "+recipe=FILE",
+        "--config FILE",
+        "--config=FILE",
+        "--config-dir DIR +recipe=mine",
+        "--config-dir DIR --config-name mine",
+        "--config-dir DIR --config-name mine.yaml",
+    ],
+)
+def test_a_recipes_file_is_laid_over_the_defaults_however_it_is_named(own, capsys, words):
+    folder = own(recipe__mine=MINE)
+    line = words.replace("FILE", f"{folder}/recipe/mine.yaml").replace("DIR", folder).split()
+    assert main(["--cfg", "job", *line, "batch.rows=5"]) == 0
+    cfg = yaml.safe_load(capsys.readouterr().out)
+    assert (cfg["run"]["name"], cfg["train"]["steps"], cfg["batch"]["rows"]) == ("mine", 7, 5)
+    assert cfg["precision"]["param_dtype"] == "float32"
+
+
+def test_a_recipes_file_needs_no_folder_of_recipes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my run.yaml").write_text(f"# @package _global_\n{MINE}")
+    for file in ("my run.yaml", str(tmp_path / "my run.yaml")):
+        cfg = compose("train", [file, "train.steps=8"])
+        assert (cfg.run.name, cfg.train.steps) == ("my run", 8)
+    with pytest.raises(UserError, match="no option my"):  # it belongs to its command line only
+        compose("train", ["+recipe=my", *DEMO])
+
+
+def test_a_recipe_is_built_on_packaged_ones_and_on_files_beside_it(own):
+    folder = own(
+        recipe__base="train: {steps: 3}\nbatch: {rows: 4}\n",
+        recipe__mine="defaults: [quickstart, base]\nbatch: {rows: 6}\n",
+        model__small="name: small\nhidden_size: 64\n",
+        recipe__sized="defaults: [mine, override /model: small]\n",
+    )
+    for words, own_dir in (
+        (["+recipe=mine"], folder),
+        ([f"{folder}/recipe/mine.yaml"], None),
+    ):
+        cfg = compose("train", words, own_dir)
+        assert (cfg.train.steps, cfg.batch.rows, cfg.data.path) == (3, 6, "demo:backwards")
+    cfg = compose("train", [f"{folder}/recipe/sized.yaml"])
+    assert (cfg.model.hidden_size, cfg.batch.rows, cfg.run.name) == (64, 6, "sized")
+
+
+WRONG_DEFAULTS = {
+    "- precision: fp32": "- override /precision: fp32",
+    "- override precision: fp32": "- override /precision: fp32",
+    "- override /schedule: lin": "- override /schedule: linear ?",
+    "- override /optim: muon": "AdamW alone",
+    "- override /precison: fp32": "- override /precision: fp32 ?",
+    "- recipe: llama8b_sft": "by its name alone: - llama8b_sft",
+    "- /recipe: maths": "by its name alone: - maths",
+    "- quikstart": "- quickstart ?",
+    "- fp32": "- override /precision: fp32",
+}
+
+
+@pytest.mark.parametrize("header", ["", "# @package _global_\n"])
+def test_mistakes_in_a_recipes_defaults_are_told_with_file_line_and_correction(
+    own, refused, header
+):
+    entries = "".join(f"  {entry}\n" for entry in WRONG_DEFAULTS)
+    folder = own(recipe__bad=f"{header}defaults:\n{entries}optim:\n  learning_rate: 1\n")
+    message = refused("--config-dir", folder, "+recipe=bad", *DEMO)
+    lines = {p.split()[0]: " ".join(p.split()) for p in message.split("\n\n")[1:]}
+    first = 2 + header.count("\n")
+    for i, (entry, said) in enumerate(WRONG_DEFAULTS.items()):
+        problem = lines[f"{folder}/recipe/bad.yaml:{first + i}"]
+        assert entry in problem
+        assert said in problem
+    assert "composing" not in message
+    last = f"{folder}/recipe/bad.yaml:{first + len(WRONG_DEFAULTS) + 1}"
+    assert "optim.learning_rate there is no such key" in lines[last]
+
+
+def test_a_value_of_a_file_is_told_with_its_line(own, refused):
+    folder = own(recipe__mine="optim:\n  lr: fast\n")
+    assert "(set in " + folder + "/recipe/mine.yaml:2)" in refused(
+        f"{folder}/recipe/mine.yaml", *DEMO
+    )
+
+
+def test_a_file_that_is_not_there_is_told_with_the_nearest(tmp_path, monkeypatch, refused):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "maths.yaml").write_text(MINE)
+    assert "Did you mean  maths.yaml ?" in refused("mahts.yaml")
+    assert "there is no such file" in refused("none/at/all.yaml")
 
 
 def test_a_name_that_exists_twice_is_refused_and_both_files_named(own, refused):
@@ -614,8 +716,11 @@ def test_a_model_without_a_tokenizer_is_known_by_its_folder(refused, tmp_path):
 
 
 def test_the_recipes_verb_names_hardware_and_command_from_small_to_large(capsys, own):
-    assert main(["--config-dir", own(recipe__mine="# @package _global_\n# Mine."), "recipes"]) == 0
-    assert "mine  (your own: " in capsys.readouterr().out
+    folder = own(recipe__mine="# @package _global_\n# Mine.")
+    assert main(["--config-dir", folder, "recipes"]) == 0
+    text = capsys.readouterr().out
+    assert "mine  (your own: " in text
+    assert f"fsdp-trainer --config-dir {folder} +recipe=mine" in text
     assert main(["recipes"]) == 0
     text = capsys.readouterr().out
     assert "not said" not in text
@@ -625,16 +730,6 @@ def test_the_recipes_verb_names_hardware_and_command_from_small_to_large(capsys,
         for name in ("qwen3_0_6b_sft", "llama1b_sft", "llama8b_sft", "llama70b_sft")
     ]
     assert places == sorted(places)
-
-
-def test_every_synonym_leads_to_something_real():
-    keys, groups = flatten(TrainConfig), options("train")
-    for name, meant in SYNONYMS.items():
-        target = meant.split("=")[0]
-        assert " " in meant or target in keys or target in groups, name
-        assert f"{name}" not in groups, name
-    for group, names in OPTION_SYNONYMS.items():
-        assert set(names.values()) <= set(groups[group])
 
 
 def test_every_verb_has_a_configuration():

@@ -88,6 +88,8 @@ def folder(world, tmp_path_factory):
     own = {
         "good": "optim: {lr: 1e-4}",
         "mine": "optim:\n  learning_rate: 1e-4\nlogging:\n  wandb: off",
+        "wrong": "defaults:\n  - precision: fp32\n  - override /schedule: lin\n"
+        "  - /recipe: llama8b_sft\n  - quikstart\nbatch:\n  micro_batch_size: 4",
         "tab": "optim:\n\tlr: 1e-4",
     }
     for name, text in own.items():

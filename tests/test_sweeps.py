@@ -148,6 +148,18 @@ def test_every_sweep_is_listed_and_composes(name, capsys):
     assert re.search(rf"(?m)^  {name} +[A-Z].*[.?]$", capsys.readouterr().out)
 
 
+def test_a_recipes_file_is_swept_and_its_mistakes_are_told(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("train: {steps: 2}\n")
+    assert jobs_of(str(file), "optim.lr=1,2") == [
+        [f"+recipe={file}", "optim.lr=1"],
+        [f"+recipe={file}", "optim.lr=2"],
+    ]
+    file.write_text("defaults:\n  - precision: fp32\n")
+    with pytest.raises(UserError, match="override /precision: fp32"):
+        jobs_of(str(file), "optim.lr=1,2")
+
+
 def test_the_command_line_wins_over_a_sweep_and_a_folder_adds_its_own(tmp_path):
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep/mine.yaml").write_text(

@@ -2,11 +2,12 @@
 
 import math
 import re
+import textwrap
 from dataclasses import Field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from fsdp_trainer.config.names import choice_meant
+from fsdp_trainer.config.names import absent, choice_meant
 from fsdp_trainer.config.schema import default_of
 from fsdp_trainer.errors import Problem, UserError
 
@@ -205,6 +206,8 @@ def wrong_type(key: str, value: Any, f: Field, note: str = "") -> str:
 
 
 def _meant(key: str, value: Any, f: Field) -> str:
+    if f.metadata["choices"] and absent(str(value)):
+        return f"\n{textwrap.fill(absent(str(value)), 90, break_on_hyphens=False)}"
     meant = (
         choice_meant(value, f.metadata["choices"])
         if f.metadata["choices"] and not isinstance(value, list)

@@ -41,6 +41,7 @@ def completions(line: str) -> list[str]:
         keys, groups = flatten(PRIMARY[verb or "train"]), _options(verb or "train", before)
         found = _values(word, keys, groups) if "=" in word else _names(word, keys, groups)
         found += [] if verb or any("=" in w for w in before) else list(PRIMARY)
+        found += [*glob(f"{escape(word)}*.yaml"), *glob(f"{escape(word)}*/")] if word else []
     return sorted({f for f in found if f.startswith(word) and " " not in f})
 
 

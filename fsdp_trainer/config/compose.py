@@ -11,6 +11,7 @@ import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
@@ -25,6 +26,15 @@ from fsdp_trainer.config.overrides import (
     read_overrides,
     why_forbidden,
     why_unknown,
+)
+from fsdp_trainer.config.recipe_files import (
+    OWN,
+    chain,
+    label,
+    not_yaml,
+    read_yaml,
+    take_files,
+    wrong_defaults,
 )
 from fsdp_trainer.config.rules import check_rules
 from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig
@@ -48,8 +58,6 @@ NOT_COMPOSED = (
 )
 """What Hydra and OmegaConf raise for a configuration that is wrong: their own, and whatever they stumble over."""
 
-YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
 
 def compose(
     verb: str, overrides: list[str], config_dir: str | None = None, *, inputs: bool = True
@@ -66,12 +74,13 @@ def compose_and_tell(
 ) -> tuple[Any, Report]:
     """As `compose`; the report knows where each value was set."""
     keys = flatten(PRIMARY[verb])
-    line = read_overrides(overrides, keys, options(verb, config_dir))
+    words = take_files(overrides, config_dir)
+    line = read_overrides(words, keys, options(verb, config_dir))
     report = Report(line.typed, line.problems, line.settled - line.typed.keys())
     tree = _compose_files(verb, line.hydra, config_dir, report)
     cfg = build(PRIMARY[verb], tree | line.prose, report)
     if isinstance(cfg, TrainConfig) and cfg.run.name is None:
-        cfg.run.name = str(line.recipes[-1]).split("/")[-1] if line.recipes else "run"
+        cfg.run.name = label(str(line.recipes[-1])) if line.recipes else "run"
     check_rules(cfg, report)
     if inputs:
         check_inputs(cfg, report, line.whole)
@@ -84,7 +93,7 @@ def options(verb: str, config_dir: str | None = None) -> dict[str, list[str]]:
     folders = _folders(config_dir)
     if not issubclass(PRIMARY[verb], TrainConfig):
         return {}
-    return {
+    names = {
         group: sorted(
             f.relative_to(folder / group).with_suffix("").as_posix()
             for folder in folders
@@ -92,18 +101,22 @@ def options(verb: str, config_dir: str | None = None) -> dict[str, list[str]]:
         )
         for group in (*GROUPS, "recipe", "sweep")
     }
+    names["recipe"] += OWN
+    return names
 
 
 def find_file(path: str, config_dir: str | None = None) -> Path | None:
     """The file of a group's option or a recipe, e.g. `recipe/quickstart`; None if it is not ours (Hydra has some of its own)."""
-    return next(
+    own = OWN.get(path.removeprefix("recipe/"))
+    return own or next(
         (f for folder in _folders(config_dir) if (f := folder / f"{path}.yaml").is_file()), None
     )
 
 
 def composable(verb: str, overrides: list[str], config_dir: str | None = None) -> list[str]:
     """The overrides as Hydra is to be given them. Raises UserError for what the command line alone shows to be wrong."""
-    line = read_overrides(overrides, flatten(PRIMARY[verb]), options(verb, config_dir))
+    words = take_files(overrides, config_dir)
+    line = read_overrides(words, flatten(PRIMARY[verb]), options(verb, config_dir))
     Report(line.typed, line.problems, set()).close()
     return line.hydra
 
@@ -116,8 +129,9 @@ def as_yaml(cfg: Any) -> str:
 @contextmanager
 def hydra(overrides: list[str], config_dir: str | None) -> Iterator[list[str]]:
     """Hydra set up over conf/ and `config_dir`; yields the overrides to give it. Raises UserError for what cannot be composed."""
-    if config_dir:
-        overrides = [f'hydra.searchpath=["file://{Path(config_dir).resolve()}"]', *overrides]
+    own = [f'"file://{folder.resolve()}"' for folder in _folders(config_dir)[1:]]
+    if own:
+        overrides = [f"hydra.searchpath=[{','.join(own)}]", *overrides]
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(
@@ -125,17 +139,7 @@ def hydra(overrides: list[str], config_dir: str | None) -> Iterator[list[str]]:
         ):
             yield overrides
     except yaml.MarkedYAMLError as error:
-        at = error.problem_mark or error.context_mark
-        tab = "\nYAML is indented with spaces" if "\\t" in str(error.problem) else ""
-        raise UserError(
-            "a problem in the configuration",
-            [
-                Problem(
-                    f"{at.name}:{at.line + 1}" if at else "YAML",
-                    f"is not YAML: {error.problem}{tab}",
-                )
-            ],
-        ) from None
+        raise UserError("a problem in the configuration", [not_yaml(error)]) from None
     except NOT_COMPOSED as error:
         raise UserError(
             "a problem in the configuration", [Problem("composing", told_by_hydra(error))]
@@ -151,6 +155,8 @@ def _compose_files(
     verb: str, overrides: list[str], config_dir: str | None, report: Report
 ) -> dict[str, Any]:
     try:
+        if not own_recipes_compose(verb, overrides, config_dir, report):
+            raise UserError("problems in recipes")
         with hydra(overrides, config_dir) as given:
             check_files(verb, given, config_dir, report)
             tree = OmegaConf.to_container(hydra_compose(verb, given), resolve=True)
@@ -184,6 +190,30 @@ def check_files(verb: str, given: list[str], config_dir: str | None, report: Rep
             _check_file(file, path.split("/")[0], default.package or "", keys, groups, report)
 
 
+def own_recipes_compose(
+    verb: str, overrides: list[str], config_dir: str | None, report: Report
+) -> bool:
+    """Check the defaults of one's own recipes before Hydra, which stops at the first mistake.
+
+    Returns False if there is one; it is in `report` then, with all others in these files.
+    """
+    chosen = [name for word in overrides if word.startswith("+recipe=") for name in _names(word)]
+    files = [find_file(f"recipe/{name}", config_dir) for name in chosen]
+    own = [path for file in files if file and CONF not in file.parents for path in chain(file)]
+    names = options(verb, config_dir)
+    problems = [problem for file in own for problem in wrong_defaults(file, names)]
+    if problems:
+        report.problems += problems
+        for file in own:
+            _check_file(file, "recipe", "", flatten(PRIMARY[verb]), names, report)
+    return not problems
+
+
+def _names(word: str) -> list[str]:
+    value = OverridesParser.create().parse_override(word).value()
+    return [str(name) for name in value] if isinstance(value, list) else [str(value)]
+
+
 def _check_file(
     file: Path,
     kind: str,
@@ -192,7 +222,7 @@ def _check_file(
     groups: dict[str, list[str]],
     report: Report,
 ) -> None:
-    tree = yaml.load(file.read_text(), YAML_LOADER) or {}
+    tree, lines = read_yaml(file)
     if not isinstance(tree, dict):
         report.problems.append(Problem(str(file), "is not a mapping of keys to values"))
         return
@@ -210,13 +240,16 @@ def _check_file(
         for d in defaults
         if isinstance(d, dict)
         for name in d
-        if (why := why_forbidden(name.split()[-1].lstrip("/"), None))
+        if (why := why_forbidden(str(name).split()[-1].lstrip("/"), None))
     }
     for key, value in _leaves(tree, f"{package}." if package else "", keys):
-        report.origins[key] = str(file)
+        line = lines.get(key.removeprefix(f"{package}."))
+        report.origins[key] = f"{file}:{line}" if line else str(file)
         if why := _why_refused(key, value, kind, keys, groups):
             refused[key] = why
-    report.problems += [Problem(f"{key} in {file}", why) for key, why in refused.items()]
+    report.problems += [
+        Problem(report.origins.get(key, str(file)), f"{key}  {why}") for key, why in refused.items()
+    ]
     report.settled |= refused.keys()
 
 
@@ -248,9 +281,15 @@ def _leaves(tree: dict[str, Any], prefix: str, keys: dict[str, Any]) -> Iterator
 
 
 def _folders(config_dir: str | None) -> list[Path]:
-    if config_dir is None:
-        return [CONF]
-    own = Path(config_dir)
+    beside = [file.parent.parent for file in OWN.values() if file.parent.name == "recipe"]
+    with_groups = [d for d in beside if any((d / group).is_dir() for group in GROUPS)]
+    given = [Path(config_dir)] if config_dir else []
+    own_folders = {folder.resolve(): folder for folder in [*given, *with_groups]}
+    return [CONF, *(_checked(folder, config_dir) for folder in own_folders.values())]
+
+
+def _checked(own: Path, config_dir: str | None) -> Path:
+    """Return a folder of one's own groups and recipes. Raises UserError if it cannot be used."""
     if not own.is_dir():
         raise UserError(
             "a problem in the configuration",
@@ -262,4 +301,4 @@ def _folders(config_dir: str | None) -> list[Path]:
             "a name exists twice",
             [Problem(str(f), f"{why}{CONF / f.relative_to(own)}") for f in twins],
         )
-    return [CONF, own]
+    return own

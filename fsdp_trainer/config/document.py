@@ -4,6 +4,7 @@
 """
 
 import re
+import shlex
 import shutil
 import textwrap
 from dataclasses import Field, fields
@@ -15,7 +16,7 @@ from omegaconf import OmegaConf
 
 from fsdp_trainer.config.check import describe, flatten, limits, show
 from fsdp_trainer.config.compose import CONF, compose_and_tell, find_file, options
-from fsdp_trainer.config.names import SYNONYMS, synonyms_of
+from fsdp_trainer.config.names import Answer, known_elsewhere, synonyms_of
 from fsdp_trainer.config.overrides import why_unknown
 from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig, default_of
 from fsdp_trainer.config.verbs import PRIMARY, ConfigConfig, LaunchFiles, RecipesConfig
@@ -196,7 +197,8 @@ def keys_meant(asked: str | None, keys: dict[str, Field]) -> list[str]:
     """Of `keys` what `config key=ASKED` explains: a key, what lies in a group, all of a last name, or what another program's name is here."""
     wanted = [key for key in keys if asked in (None, key) or key.startswith(f"{asked}.")]
     wanted = wanted or [key for key in keys if key.split(".")[-1] == asked]
-    meant = "" if wanted else SYNONYMS.get(str(asked), "").split("=")[0]
+    answer = Answer() if wanted else known_elsewhere(str(asked)) or Answer()
+    meant = answer.meant.split("=")[0]
     wanted = wanted or [key for key in keys if key == meant or key.startswith(f"{meant}.")]
     if not wanted:
         raise UserError(
@@ -249,6 +251,7 @@ options
   --help, VERB --help            this page; what a verb takes
   --cfg job                      print the composed configuration instead of running
   --info defaults                where it comes from (also: searchpath, defaults-tree, config)
+  FILE.yaml                      a recipe of your own, in place of +recipe=NAME (also --config FILE.yaml)
   --config-dir DIR               a folder with more groups and recipes (DIR/recipe/NAME.yaml)
   -sc install=bash               shell completion:  eval "$(fsdp-trainer -sc install=bash)"
   --version
@@ -325,11 +328,18 @@ def recipe_heads(config_dir: str | None = None) -> dict[str, RecipeHead]:
             memory=find(r"^# Memory +([^;\n]+)"),
             step=find("= ([0-9,]+ tokens) a step"),
             speed=find("^# Speed +([^;:\n]+)"),
-            start=re.sub(r"\s*\\\n#\s*", " ", command)
-            if command
-            else f"fsdp-trainer +recipe={name}",
+            start=_start(name, command, config_dir),
         )
     return {name: heads[name] for name in sorted(heads, key=lambda name: sizes[name])}
+
+
+def _start(name: str, command: str | None, config_dir: str | None) -> str:
+    """The command line that starts a recipe: of a packaged one what its head says."""
+    if find_file(f"recipe/{name}", config_dir) != CONF / f"recipe/{name}.yaml":
+        return f"fsdp-trainer --config-dir {shlex.quote(str(config_dir))} +recipe={name}"
+    if not command:
+        return f"fsdp-trainer +recipe={name}"
+    return re.sub(r"\s*\\\n#\s*", " ", command)
 
 
 def recipes_page(text: str) -> str:

@@ -5,14 +5,31 @@ import shlex
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
-from fsdp_trainer.config.check import flatten, show, takes_text
-from fsdp_trainer.config.names import OPTION_SYNONYMS, meant_by, nearest
+from fsdp_trainer.config.check import (
+    convert,
+    describe,
+    flatten,
+    limits,
+    show,
+    takes_text,
+    wrong_with,
+)
+from fsdp_trainer.config.names import (
+    OPTION_SYNONYMS,
+    Answer,
+    absent,
+    choice_meant,
+    known_elsewhere,
+    meant_by,
+    nearest,
+)
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem
 
@@ -124,13 +141,51 @@ def has_target(value: Any) -> bool:
 def why_unknown(
     key: str, text: str | None, keys: Mapping[str, Any], groups: Mapping[str, Any]
 ) -> str:
-    """Why `key` is refused: the nearest real one, with the value's `text`, and what its group has."""
-    suggestion = meant_by(key, keys, groups) or ""
-    if " " in suggestion:
-        return f"there is no such key: {suggestion}"
-    meant = suggestion if "=" in suggestion or text is None else f"{suggestion}={text}"
-    node = re.split(r"[.=]", suggestion or key)[0]
-    return f"there is no such key.{f' Did you mean  {meant} ?' if suggestion else ''}\n{contents(node, keys)}"
+    """Why `key` is refused: the nearest real one, with the value's `text`, and what its group has.
+
+    groups: the options of each. A value is suggested only where it would be taken.
+    """
+    answer = meant_by(key, keys, groups) or Answer()
+    by_other_name = answer.meant and known_elsewhere(key) == answer
+    sentence = ("" if by_other_name else absent(text or "")) or answer.sentence
+    if sentence:
+        return filled(f"there is no such key: {sentence}")
+    if answer.meant in groups and text is not None:
+        return f"there is no such key{_choice_of_group(answer.meant, text, groups)}"
+    node = re.split(r"[.=]", answer.meant or key)[0]
+    return f"there is no such key.{_meant(answer.meant, text, keys)}\n{contents(node, keys)}"
+
+
+def _meant(suggestion: str, text: str | None, keys: Mapping[str, Any]) -> str:
+    """A question for the suggested key or override; with `text` as its value where it takes that."""
+    if not suggestion:
+        return ""
+    if text is None or "=" in suggestion:
+        return f" Did you mean  {suggestion} ?"
+    f = keys[suggestion]
+    if takes(f, text):
+        return f" Did you mean  {suggestion}={text} ?"
+    choice = choice_meant(text, f.metadata["choices"]) if f.metadata["choices"] else None
+    if choice is not None:
+        return f" Did you mean  {suggestion}={show(choice)} ?"
+    kinds = "one of:" if f.metadata["choices"] else f"{describe(f.type)},"
+    return f" Did you mean  {suggestion} ? It takes {kinds} {limits(f)}".rstrip(", ")
+
+
+def _choice_of_group(group: str, text: str, groups: Mapping[str, list[str]]) -> str:
+    """A question for an option of a group, if the text is the name of one."""
+    if text in groups[group]:
+        return f". Did you mean  {group}={text} ?\n{listed(f'{group} has:', groups[group])}"
+    return f"; it is the group {group} here. {_why_no_option(group, text, groups)}"
+
+
+def takes(f: Field, text: str) -> bool:
+    """Return True if a key takes a value as it was typed."""
+    try:
+        value = OverridesParser.create().parse_override(f"key={text}").value()
+        return wrong_with(convert(value, f.type), f) is None
+    except (HydraException, ValueError, OverflowError):
+        return False
 
 
 def contents(node: str, keys: Mapping[str, Any]) -> str:
@@ -146,7 +201,12 @@ def contents(node: str, keys: Mapping[str, Any]) -> str:
 
 def listed(head: str, names: Iterable[str]) -> str:
     """`head` and names after it, on as many lines as it takes."""
-    return textwrap.fill(" ".join([head, *names]), 90, break_on_hyphens=False)
+    return filled(" ".join([head, *names]))
+
+
+def filled(text: str) -> str:
+    """A text on lines of at most 90 columns."""
+    return textwrap.fill(text, 90, break_on_hyphens=False, break_long_words=False)
 
 
 def owner_of(key: str, keys: Mapping[str, Any]) -> str | None:
@@ -184,7 +244,7 @@ def _set(
         line.refuse(
             argument,
             why_unknown(key, text, keys, groups),
-            (meant_by(key, keys, groups) or "").split("=")[0],
+            (meant_by(key, keys, groups) or Answer()).meant.split("=")[0],
         )
     elif option := option_meant(key, value, keys, groups):
         line.refuse(argument, f"{show(value)} is an option of a group. Write  {option}")
@@ -242,20 +302,34 @@ def _why_no_option(group: str, name: Any, options: Mapping[str, list[str]]) -> s
     if isinstance(name, dict | list) or name is None:
         return f"{group} is a group: choose an option, or set its keys one by one, as  {group}.KEY=value\n{choices}"
     if group in LAID_OVER and re.search(r"[/.]", text):
-        own = re.fullmatch(rf"(.+)/{group}/(.+?)(\.ya?ml)?", text)
-        folder, file = (own[1], own[2]) if own else ("DIR", "NAME")
-        return f"one of your own is named by its folder:  --config-dir {folder} +{group}={file}  is  {folder}/{group}/{file}.yaml\n{choices}"
+        return f"{_why_no_file(group, text)}\n{choices}"
     if (
         group in ("model", "data", "tokenizer")
         and re.search(r"[/.:]", text)
         and text not in synonyms
     ):
         meant = f"{group}.{'init_from' if group == 'model' else 'path'}={text}"
+    elif text.lower() not in synonyms and absent(text):
+        return f"{filled(f'{group} has no option {text}: {absent(text)}')}\n{choices}"
     elif close := synonyms.get(text.lower()) or nearest(text, options[group]):
         meant = f"{'+' if group in LAID_OVER else ''}{group}={close}"
     else:
         meant = ""
     return f"{group} has no option {text}.{f' Did you mean  {meant} ?' if meant else ''}\n{choices}"
+
+
+def _why_no_file(group: str, text: str) -> str:
+    """Return why a path is no recipe or sweep."""
+    file = Path(text).expanduser()
+    with_suffix = file.with_name(f"{file.name}.yaml")
+    if group == "recipe" and with_suffix.is_file():
+        return f"is a file: write  +recipe={with_suffix}"
+    if file.suffix not in (".yaml", ".yml") or group == "sweep":
+        return f"{group} has no option {text}: one of your own is  --config-dir DIR +{group}=NAME  for  DIR/{group}/NAME.yaml"
+    names = [f.name for f in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
+    close = nearest(file.name, names)
+    meant = f" Did you mean  {file.parent / close} ?" if close else ""
+    return f"there is no such file (looked in {Path.cwd()}).{meant}"
 
 
 def why_unparsable(
@@ -265,8 +339,7 @@ def why_unparsable(
     key, equals, value = argument.partition("=")
     if argument.startswith("-"):
         name = key.lstrip("-").replace("-", "_")
-        meant = name if name in keys or name in groups else meant_by(name, keys, groups) or "key"
-        return f"settings are written without dashes:  {meant if re.search('[ =]', meant) else meant + '=' + (value or 'VALUE')}"
+        return _why_no_dashes(name, value, keys, groups)
     if not equals:
         meant = without_key(argument, keys, groups)
         return f"is neither a verb nor key=value{f'. Did you mean  {meant} ?' if meant else ''}"
@@ -296,6 +369,18 @@ def why_unparsable(
 def unquoted(name: re.Match[str]) -> str:
     """Return a mapping's name as Hydra's grammar takes it."""
     return re.sub(r"([\[\]()])", r"\\\1", name[1])
+
+
+def _why_no_dashes(
+    name: str, value: str, keys: Mapping[str, Any], groups: Mapping[str, Any]
+) -> str:
+    """Return how an option of another program, `--name=value`, is written here."""
+    known = name in keys or name in groups
+    answer = Answer(meant=name) if known else meant_by(name, keys, groups) or Answer(meant="key")
+    if answer.sentence:
+        return filled(f"settings are written without dashes; {answer.sentence}")
+    setting = answer.meant if "=" in answer.meant else f"{answer.meant}={value or 'VALUE'}"
+    return f"settings are written without dashes:  {setting}"
 
 
 def without_key(word: str, keys: Mapping[str, Any], groups: Mapping[str, Any]) -> str:

@@ -18,8 +18,16 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fsdp_trainer.config.check import Report, build, flatten, show
-from fsdp_trainer.config.compose import check_files, config_flag, hydra, options, told_by_hydra
+from fsdp_trainer.config.compose import (
+    check_files,
+    config_flag,
+    hydra,
+    options,
+    own_recipes_compose,
+    told_by_hydra,
+)
 from fsdp_trainer.config.overrides import has_target, read_overrides, why_unknown, why_unparsable
+from fsdp_trainer.config.recipe_files import as_override, label, take_files
 from fsdp_trainer.config.sweeping import LAUNCHERS, SWEEPERS
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.errors import Problem, UserError
@@ -49,7 +57,7 @@ class SweepLine:
         """Raises UserError for words that cannot be read, and for what is wrong with the sweep itself."""
         self.config_dir, self.groups = config_dir, options("train", config_dir)
         self.config_flag = config_flag(config_dir)
-        parsed = self._parse(words)
+        parsed = self._parse([as_override(word) for word in words])
         how = [o for o in parsed if o.key_or_group == "sweep" or o.key_or_group.startswith("hydra")]
         self.settings = [
             (o, str(o.input_line).lstrip("+") if o.key_or_group != "recipe" else str(o.input_line))
@@ -66,7 +74,7 @@ class SweepLine:
             for r in _listed(o.value())
         ]
         self.root = Path(root).expanduser()
-        self.name = str(name or (recipes[-1].split("/")[-1] if recipes else "sweep"))
+        self.name = str(name or (label(recipes[-1]) if recipes else "sweep"))
 
     def run(self, run_batch: RunBatch) -> None:
         """Let the sweeper hand its jobs' overrides to `run_batch`, in one batch or several."""
@@ -119,10 +127,14 @@ class SweepLine:
     def _set_up(self, how: list[str]) -> tuple[str, str | None]:
         """Read how it is swept. Returns run.root and run.name of the configuration that all jobs start from."""
         fixed = [word for o, word in self.settings if not o.is_sweep_override()]
+        words = take_files([*fixed, *how], self.config_dir)
+        groups = options("train", self.config_dir)
         line = read_overrides(
-            [*fixed, *how], flatten(PRIMARY["train"]), self.groups, sweeping=True
+            words, flatten(PRIMARY["train"]), groups, sweeping=True
         )  # each job tells its problems itself
         report = Report(line.typed, [], set())
+        own_recipes_compose("train", line.hydra, self.config_dir, report)
+        report.close()
         self._nowhere = tempfile.TemporaryDirectory(
             prefix="fsdp_trainer-"
         )  # for the file that Hydra's sweepers leave

@@ -440,6 +440,25 @@ def test_the_page_holds_the_rows_of_training_and_runs_nothing_of_the_data(previe
         assert text == plain.replace("\x1b", "␛").replace("\x07", "␇").replace("\u202e", "\\u202e")
 
 
+def test_samples_of_one_conversation_are_numbered(preview):
+    chat = {"messages": [*ask("a")["messages"], *ask("b")["messages"]]}
+    out, _ = preview([ask("c"), chat], "data.template=qwen3", "batch.seq_len=400")
+    assert "a.jsonl:2 (sample 1 of 2)" in out
+    assert "a.jsonl:2 (sample 2 of 2)" in out
+    assert "a.jsonl:1 (" not in out
+
+
+def test_the_page_shows_every_template_that_rows_are_rendered_with(preview, tmp_path):
+    tokenizer, folder = load_tokenizer("demo:bytes"), tmp_path / "tokenizer"
+    tools = f"{tokenizer.chat_template}{{# tools #}}"
+    tokenizer.save(folder, {"default": tokenizer.chat_template, "tool_use": tools})
+    preview([ask("a")], f"preview.html={tmp_path}/p.html", tokenizer=folder)
+    html = (tmp_path / "p.html").read_text()
+    assert "The template: tokenizer&#39;s own, default" in html
+    assert "The template: tokenizer&#39;s own, tool_use" in html
+    assert "{# tools #}" in html
+
+
 def test_in_colour_learnt_weighted_and_special_tokens_look_different(preview):
     _, keys = preview([ask("yes"), ask("half", weight=0.5)], "preview.rows=1", "data.shuffle=false")
     page, _ = page_of(keys)

@@ -245,11 +245,14 @@ class Mixture:
         return sum(weight), sum(tokens), sum(supervised), sum(attention_cost)
 
     def where(self, index: int) -> list[str]:
-        """FILE:LINE of what is in row `index`."""
-        (who,), (of_it,) = (part.tolist() for part in self.locate([index]))
-        return [
-            self.orders[who].store.where(sample) for sample, _, _ in self.orders[who].row(of_it)
-        ]
+        """Return FILE:LINE of what is in row `index`."""
+        return [store.where(sample) for store, sample in self.samples_of(index)]
+
+    def samples_of(self, index: int) -> list[tuple[TokenStore, int]]:
+        """Return the stores and places of the samples that are in row `index`."""
+        (component,), (row,) = (part.tolist() for part in self.locate([index]))
+        order = self.orders[component]
+        return [(order.store, sample) for sample, _, _ in order.row(row)]
 
     def state(self, index: int) -> dict[str, Any]:
         """Where each component stands before row `index`, as a checkpoint keeps it: a segment of the run."""

@@ -18,6 +18,7 @@ from fsdp_trainer.data.preferences import preference_summary
 from fsdp_trainer.data.preparation import Told
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.preview_page import Page, ShownDocument, ShownRow, TextPiece
+from fsdp_trainer.data.store import TokenStore
 from fsdp_trainer.data.stream import StreamedData, StreamedRow
 from fsdp_trainer.data.summary import all_findings, amounts, figures_by_source, left_out
 from fsdp_trainer.data.templates import Template
@@ -121,7 +122,7 @@ def look(
             shown_row(
                 index,
                 order.read(index),
-                order.where(index),
+                [title_of(store, sample) for store, sample in order.samples_of(index)],
                 order.source_names,
                 order.seq_len,
                 pieces,
@@ -129,7 +130,7 @@ def look(
             for index in rows
         ],
         ShownDocument(
-            store.where(0),
+            title_of(store, 0),
             store.source_names[store.sources[0]],
             pieces.of(*store.read(0, 0, order.seq_len)),
         ),
@@ -139,6 +140,12 @@ def look(
         sources(cfg, prepared, order),
         sorted(known, key=lambda finding: not finding.is_warning),
     )
+
+
+def title_of(store: TokenStore, sample: int) -> str:
+    """Return FILE:LINE of a sample, and which one it is of those of its line."""
+    number, count = store.number_in_line(sample)
+    return store.where(sample) + (f" (sample {number} of {count})" if count > 1 else "")
 
 
 def look_at_stream(cfg: PreviewConfig, tokenizer: TextTokenizer, streamed: StreamedData) -> Page:

@@ -110,12 +110,22 @@ class TokenStore:
                     column.base.madvise(MADV_WILLNEED, begin, size)
 
     def where(self, sample: int) -> str:
-        """FILE:LINE that a sample was made of."""
+        """Return FILE:LINE that a sample was made of."""
         return (
             f"{self.file_names[self.files[sample]]}:{self.lines[sample]}"
             if self.file_names
             else f"sample {sample}"
         )
+
+    def number_in_line(self, sample: int) -> tuple[int, int]:
+        """Return a sample's number among those made of its line, from 1, and how many they are."""
+        place = (self.files[sample], self.lines[sample])
+        first, stop = sample, sample + 1
+        while first > 0 and (self.files[first - 1], self.lines[first - 1]) == place:
+            first -= 1
+        while stop < len(self) and (self.files[stop], self.lines[stop]) == place:
+            stop += 1
+        return sample - first + 1, stop - first
 
 
 def _map(file: Path, dtype: Any) -> np.ndarray:

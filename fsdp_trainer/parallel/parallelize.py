@@ -94,6 +94,8 @@ def shard(model: Decoder, dims: Dims, cfg: Sharding, precision: Precision) -> No
     for unit in units:
         fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=False, **options)
+    for frozen in units_in_front(model, units):
+        frozen.set_unshard_in_backward(False)
     # samples in training begin as a forward does: after the optimizer's last write
     register_fsdp_forward_method(model, "next_logits")
 
@@ -104,6 +106,22 @@ def shard(model: Decoder, dims: Dims, cfg: Sharding, precision: Precision) -> No
         module.set_force_sum_reduction_for_comms(True)
     choose_communication(model, cfg, dims)
     prefetch([unit[0] for unit in units], cfg.prefetch)
+
+
+def units_in_front(model: Decoder, units: list[list[nn.Module]]) -> list[Any]:
+    """Return the first module of each unit in front of all that is trained.
+
+    Backward does not reach them. FSDP2 would gather the last of them all the same, ahead of a
+    backward that never comes.
+    """
+    if model.model.embed_tokens.weight.requires_grad:
+        return []
+    in_front = []
+    for unit in units:
+        if any(p.requires_grad for block in unit for p in block.parameters()):
+            break
+        in_front.append(unit[0])
+    return in_front
 
 
 def choose_communication(model: Decoder, cfg: Sharding, dims: Dims) -> None:

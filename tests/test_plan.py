@@ -75,6 +75,7 @@ def counting():
         (4, ["sharding=hsdp", "batch.micro_rows=1", "sharding.blocks_per_unit=2"]),
         (2, ["sharding=ddp", "batch.micro_rows=1"]),
         (2, ["adapter=lora", "adapter.also=[norms]", "batch.micro_rows=1"]),
+        (4, ["adapter=qlora", "batch.micro_rows=1"]),
         (3, ["adapter=dora", "adapter.targets=[model.layers.1.*]", "batch.micro_rows=1"]),
     ],
     ids=lambda given: given[0] if isinstance(given, list) else None,

@@ -203,6 +203,14 @@ LIVE = {
         "ranks": 2,
         **FULL,
     },
+    "qlora": {**LORA, "adapter.base": "nf4", "ranks": 1, **FULL},
+    "dora in 4 bits on two layers, uneven, selective": {
+        "adapter.name": "dora",
+        "adapter.base": "nf4",
+        "adapter.targets": ["q_proj", "down_proj"],
+        "activation_checkpoint.mode": "selective",
+        "ranks": 3,
+    },
     "frozen blocks below trained ones": {
         "train.freeze": ["model.embed_tokens.*", "model.layers.[0-1].*"],
         "ranks": 2,

@@ -18,6 +18,7 @@ from fsdp_trainer.config.schema import ActivationCheckpoint
 from fsdp_trainer.models.attention import LAYOUTS
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import NORMS
+from fsdp_trainer.models.four_bit import Linear4
 from fsdp_trainer.models.rope import Rope
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 
@@ -144,6 +145,9 @@ def trace_block(
     """
     dtype, attention = getattr(torch, of.dtype), of.attention
     block = deepcopy(block).to(dtype)
+    for module in block.modules():
+        if isinstance(module, Linear4):
+            module.dtype = dtype
     if attention == "flex":  # keeps what varlen keeps; only a compiler knows it
         attention = "varlen"
         mixer: Any = block.self_attn

@@ -1,14 +1,20 @@
 """Adapters as files: PEFT's folders out and in, and merged models. peft computes what is right."""
 
 import json
+import shutil
 import warnings
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from stored import assert_byte_equal, tensors
 from zoo import HF, make_folder
 
+from fsdp_trainer.checkpoint.base import weights_on_disk
 from fsdp_trainer.checkpoint.load import load_model
+from fsdp_trainer.checkpoint.merge import read_whole
+from fsdp_trainer.errors import UserError
+from fsdp_trainer.models.config import ModelConfig
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -251,3 +257,140 @@ def test_a_model_begins_from_merged_weights(train, tmp_path):
     second = train("second", *RUN, *on_top, base=HF)
     before = logits(load_model(first.folder))
     torch.testing.assert_close(logits(load_model(second.folder)), before, atol=LOGITS, rtol=1e-4)
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+def edit_config(folder, **changes):
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_config(folder) | changes))
+
+
+def why_refused(folder):
+    with pytest.raises(UserError) as raised:
+        load_model(folder)
+    return str(raised.value)
+
+
+def test_everything_that_is_not_computed_is_named(tmp_path):
+    base = make_folder(tmp_path / "base")
+    adapter = tmp_path / "adapter"
+    make_adapter(base, adapter)
+    edit_config(adapter, peft_type="LOHA", bias="all", init_lora_weights="pissa_niter_4")
+    text = why_refused(adapter)
+    for part in ("LOHA", "bias", "path_initial_model_for_weight_conversion"):
+        assert part in text
+
+
+def test_an_adapter_of_an_embedding_is_refused(tmp_path):
+    base = make_folder(tmp_path / "base")
+    make_adapter(base, tmp_path / "adapter", target_modules=["embed_tokens", "q_proj"])
+    assert "model.embed_tokens" in why_refused(tmp_path / "adapter")
+
+
+def test_an_adapter_of_another_model_is_refused_with_every_misfit(train, tmp_path):
+    base = make_folder(tmp_path / "base")
+    make_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "down_proj"])
+    other = make_folder(tmp_path / "other", num_hidden_layers=3, intermediate_size=40)
+    init_from = [f"adapter.init_from={tmp_path / 'adapter'}", f"model.init_from={other}"]
+    err = train("run", *RUN[:-1], *init_from, base=HF, code=2).err
+    assert "model.layers.2.self_attn.q_proj" in err
+    for block in (0, 1):
+        assert f"model.layers.{block}.mlp.down_proj.lora_A" in err
+    assert "model.layers.0.self_attn.q_proj.lora" not in err
+
+
+@pytest.mark.parametrize("saved", ["lm_head", "embed_tokens"])
+def test_one_of_two_tied_modules_alone_is_refused(tmp_path, saved):
+    base = make_folder(tmp_path / "base", **TIED)
+    make_adapter(base, tmp_path / "adapter", modules_to_save=[saved])
+    assert "tie_word_embeddings" in why_refused(tmp_path / "adapter")
+
+
+def test_a_base_model_is_looked_for_beside_the_adapter(tmp_path):
+    base = make_folder(tmp_path / "base")
+    adapter = tmp_path / "adapter"
+    expected = logits(make_adapter(base, adapter))
+    base.rename(adapter / "base")
+    assert "base_model_name_or_path" in why_refused(adapter)
+    edit_config(adapter, base_model_name_or_path="base")
+    torch.testing.assert_close(logits(load_model(adapter)), expected, atol=LOGITS, rtol=1e-4)
+
+
+def test_a_wrong_base_and_a_second_merge_are_refused(train, world, tmp_path):
+    base = make_folder(tmp_path / "base")
+    merge = ["adapter=lora", "checkpoint.merge=true", f"model.init_from={base}"]
+    run = train("run", *RUN, *merge, base=HF).folder
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    changed = {name: tensor + 0.1 for name, tensor in tensors(base).items()}
+    save_file(changed, other / "model.safetensors", {"format": "pt"})
+    for adapter in (run, run / "adapter"):
+        again = [*RUN[:-1], f"adapter.init_from={adapter}"]
+        err = train("again", *again, f"model.init_from={other}", base=HF, code=2).err
+        assert "not the adapter's base model" in err
+        err = train("twice", *again, f"model.init_from={run / 'hf'}", base=HF, code=2).err
+        assert "merged twice" in err
+    for name, word in ((other, "other numbers"), (run / "hf", "merged")):
+        edit_config(run / "adapter", base_model_name_or_path=str(name))
+        assert word in why_refused(run / "adapter")
+    err = world.command("export", f"source={run / 'hf'}", f"out={tmp_path / 'x'}", code=2)[0].err
+    assert "merged into it already" in err
+
+
+def test_keys_that_contradict_the_adapter_are_refused(train, world, tmp_path):
+    base = make_folder(tmp_path / "base")
+    make_adapter(base, tmp_path / "adapter")
+    init_from = f"adapter.init_from={tmp_path / 'adapter'}"
+    err = train("run", *RUN, init_from, "adapter=dora", base=HF, code=2).err
+    assert "adapter=lora" in err
+    assert "adapter.rank=4" in err
+    err = train("run", *RUN[:-1], "checkpoint.merge=true", base=HF, code=2).err
+    assert "checkpoint.merge=true  merges an adapter, and there is none" in err
+    err = train("run", *RUN[:-1], f"adapter.init_from={base}", base=HF, code=2).err
+    assert "model.init_from" in err
+    whole = train("whole", *RUN[:-1], f"model.init_from={base}", base=HF).folder
+    export = ["export", f"source={whole}", f"out={tmp_path / 'x'}", "form=adapter"]
+    assert "form=merged" in world.command(*export, code=2)[0].err
+
+
+# --- what computes with them ----------------------------------------------------------------------
+
+
+def test_verify_compares_with_peft_and_computes_the_loss(train, world, tmp_path, chats):
+    base = make_folder(tmp_path / "base")
+    merge = ["adapter=dora", "checkpoint.merge=true", f"model.init_from={base}"]
+    run = train("run", *RUN, *merge, "data.template=plain", base=HF).folder
+    make_adapter(base, tmp_path / "other")
+    for folder, code in (("run/hf", 0), ("run/adapter", 0), ("other", 3)):
+        world.command("verify", f"source={run}", f"hf={tmp_path / folder}", code=code)
+    out = world.command("verify", f"source={run / 'adapter'}", f"data={chats}")[0].out
+    assert "loss " in out
+    out = world.command("generate", f"source={run / 'adapter'}", "prompt=a", "max_tokens=2")[0].out
+    assert out
+
+
+def test_a_merged_row_does_not_depend_on_the_rows_that_are_read_with_it(tmp_path):
+    base = make_folder(tmp_path / "base", intermediate_size=150)
+    make_adapter(base, tmp_path / "adapter", use_dora=True)
+    config = ModelConfig.from_hf(base)
+    weight = weights_on_disk(config, tmp_path / "adapter")["model.layers.0.mlp.up_proj.weight"]
+    whole = read_whole(weight, 0, 150)
+    for first, last in ((0, 1), (63, 65), (64, 150), (149, 150)):
+        assert torch.equal(read_whole(weight, first, last), whole[first:last])
+
+
+def test_an_adapter_beside_4_bit_weights_is_merged_in_both_ways(train, world, tmp_path, chats):
+    base = make_folder(tmp_path / "base")
+    run = train("run", *RUN, "adapter=qlora", f"model.init_from={base}", base=HF).folder
+    for way in ("original", "trained"):
+        world.command("export", f"source={run}", f"out={tmp_path / way}", f"merge_into={way}")
+        assert "equal" in world.command("verify", f"source={run}", f"hf={tmp_path / way}")[0].out
+    original, trained = (logits(load_model(tmp_path / way)) for way in ("original", "trained"))
+    assert (original - trained).abs().max() > 1e-2
+    assert torch.equal(logits(load_model(run)), trained)
+    theirs = logits(peft_model(base, run / "adapter"))
+    torch.testing.assert_close(original, theirs, atol=LOGITS, rtol=1e-4)
+    out = world.command("verify", f"source={run}", f"data={chats}")[0].out
+    assert "as it was trained" in out
+    assert "merged into the original weights" in out

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.checkpoint.adapter import adapted_model, peft_adapter
-from fsdp_trainer.checkpoint.four_bit import encoded
+from fsdp_trainer.checkpoint.four_bit import as_trained_on, encoded
 from fsdp_trainer.checkpoint.huggingface import parameters_on_disk, read_parameters
 from fsdp_trainer.checkpoint.merge import merged
 from fsdp_trainer.checkpoint.origin import read_origin, refuse_merging_twice
@@ -31,6 +31,7 @@ from fsdp_trainer.config.paths import (
     find_checkpoint,
     is_adapter,
     is_hub_id,
+    model_folder,
 )
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.distributed import local_part, local_slice, run_on_all_ranks, whole_slice
@@ -232,22 +233,43 @@ def load_weights(
     _require_same(base, digests(model, names, base.dtype, alone))
 
 
-def weights_on_disk(config: ModelConfig, source: Path) -> dict[str, TensorOnDisk]:
+def weights_on_disk(
+    config: ModelConfig, source: Path, merge_into: str = "original"
+) -> dict[str, TensorOnDisk]:
     """Return every weight of a model without adapters, by name; those of `source` are merged.
 
-    source: a Hugging Face folder, a run, a checkpoint or a PEFT folder.
+    source: a Hugging Face folder, a run, a checkpoint or a PEFT folder. merge_into: where matrices
+    were kept in 4 bits, `original` takes them as they were before, `trained` as 4 bits hold them.
     Raises UserError if a base is gone or an adapter does not fit it, and RunFailed for a checkpoint
     that lacks rows.
     """
     if is_adapter(source):
         spec, tensors = peft_adapter(config, source, "auto")
-        return merged(weights_on_disk(config, base_folder(source)) | tensors, spec)
+        weights = weights_on_disk(config, base_folder(source))
+        if merge_into == "trained":
+            weights = as_trained(weights, recorded_digests(source))
+        return merged(weights | tensors, spec)
     checkpoint = find_checkpoint(source)
     if checkpoint is None:
         return parameters_on_disk(config, source)
-    adapters = read_base(checkpoint).adapters
+    base = read_base(checkpoint)
     weights = unmerged_weights(config, checkpoint)
-    return merged(weights, adapters) if adapters else weights
+    if merge_into == "trained":
+        weights = as_trained(weights, base)
+    return merged(weights, base.adapters) if base.adapters else weights
+
+
+def as_trained(weights: dict[str, TensorOnDisk], base: Base) -> dict[str, TensorOnDisk]:
+    """Return the weights with those that were kept in 4 bits as these hold them."""
+    names = [name for name, digest in base.digests.items() if is_of_codes(digest)]
+    dtype = getattr(torch, base.dtype)
+    return weights | {name: as_trained_on(weights[name], dtype) for name in names}
+
+
+def kept_in_four_bits(source: Path) -> bool:
+    """Return True for a checkpoint or a PEFT folder whose base was kept in 4 bits."""
+    base = recorded_digests(source) if is_adapter(source) else read_base(source)
+    return any(is_of_codes(digest) for digest in base.digests.values())
 
 
 def unmerged_weights(config: ModelConfig, checkpoint: Path) -> dict[str, TensorOnDisk]:
@@ -300,6 +322,13 @@ def with_default(formats: dict[str, str]) -> dict[str, str]:
     default, _ = Counter(formats.values()).most_common(1)[0]
     others = {name: dtype for name, dtype in formats.items() if dtype != default}
     return {"default": default} | others
+
+
+def model_config(source: Path) -> ModelConfig:
+    """Return the architecture of what weights_on_disk takes. Raises UserError without a base."""
+    if is_adapter(source):
+        base_folder(source)
+    return ModelConfig.from_hf(model_folder(source))
 
 
 def base_folder(adapter: Path) -> Path:

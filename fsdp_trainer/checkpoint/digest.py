@@ -3,21 +3,21 @@
 import hashlib
 from pathlib import Path
 
-from fsdp_trainer.checkpoint.base import require_unchanged, weights_on_disk
+from fsdp_trainer.checkpoint.base import model_config, require_unchanged, weights_on_disk
 from fsdp_trainer.checkpoint.stream import as_bytes
-from fsdp_trainer.models.config import ModelConfig
 
 
-def weights_digest(checkpoint: Path) -> str:
+def weights_digest(source: Path) -> str:
     """Return the first 16 hexadecimal digits of SHA-256 over all weights, in order of their names.
 
     Name, number format, shape and bytes of each count; what ranks wrote which part does not.
-    Memory: one piece of a tensor. Raises RunFailed for a checkpoint that lacks rows, and OSError.
+    source: a checkpoint or a PEFT folder. Memory: one piece of a tensor.
+    Raises RunFailed for a checkpoint that lacks rows, and OSError.
     """
-    config = ModelConfig.from_hf(checkpoint / "hf")
-    require_unchanged(config, checkpoint)
+    config = model_config(source)
+    require_unchanged(config, source)
     digest = hashlib.sha256()
-    for name, tensor in sorted(weights_on_disk(config, checkpoint).items()):
+    for name, tensor in sorted(weights_on_disk(config, source).items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         for piece in tensor.pieces():
             digest.update(as_bytes(piece))

@@ -12,6 +12,8 @@ import torch
 from fsdp_trainer.checkpoint.adapter_export import export_adapter
 from fsdp_trainer.checkpoint.base import (
     base_folder,
+    kept_in_four_bits,
+    model_config,
     number_formats,
     read_base,
     require_unchanged,
@@ -54,7 +56,6 @@ from fsdp_trainer.config.paths import (
 )
 from fsdp_trainer.config.verbs import ExportConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError
-from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import meta_decoder
 
 NOT_COPIED = (INDEX, ORIGIN, ADAPTER_CONFIG)
@@ -71,7 +72,7 @@ def export(cfg: ExportConfig) -> int:
         if cfg.form == "adapter":
             export_adapter(source, out, cfg.dtype)
         else:
-            export_checkpoint(source, out, cfg.dtype, cfg.shard_gib)
+            export_checkpoint(source, out, cfg.dtype, cfg.shard_gib, cfg.merge_into)
     except OSError as error:
         raise RunFailed(f"cannot write the export {out}: {error}") from None
     print(f"exported {source} to {out}")
@@ -112,15 +113,19 @@ def require_checkpoint(source: str) -> Path:
 
 
 def export_checkpoint(
-    source: Path, out: Path, dtype: str | None = None, shard_gib: float = 4.0
+    source: Path,
+    out: Path,
+    dtype: str | None = None,
+    shard_gib: float = 4.0,
+    merge_into: str = "original",
 ) -> None:
     """Write `out` under a temporary name and rename it when whole.
 
     source: a checkpoint or a PEFT folder; adapters are merged. dtype: of all weights; None: as they
-    were imported. Raises RunFailed for a checkpoint that lacks weights, UserError for one whose
-    frozen weights are gone or have changed, and OSError.
+    were imported. merge_into: as for weights_on_disk. Raises RunFailed for a checkpoint that lacks
+    weights, UserError for one whose frozen weights are gone or have changed, and OSError.
     """
-    config = ModelConfig.from_hf(model_folder(source))
+    config = model_config(source)
     model = meta_decoder(config)
     parts = tensor_parts(model, config.vocab_size)
     imported = number_formats(config, source)
@@ -131,13 +136,13 @@ def export_checkpoint(
         for name, shape in tensor_shapes(model, parts).items()
     }
     require_unchanged(config, source)
-    sources = weights_on_disk(config, source)
+    sources = weights_on_disk(config, source, merge_into)
     files = split_into_files(tensors, int(shard_gib * 2**30))
     with whole_folder(out) as partial, ExitStack() as opened:
         copy_assets(source, partial)
         hf_config = json.loads((partial / "config.json").read_text())
         write_json(partial / "config.json", hf_config | {"dtype": default, "torch_dtype": default})
-        write_json(partial / ORIGIN, record(source, dtype))
+        write_json(partial / ORIGIN, record(source, dtype, merge_into))
         if len(files) > 1:
             write_json(partial / INDEX, index_of(files, tensors))
         places: dict[str, tuple[int, int]] = {}
@@ -159,9 +164,11 @@ def copy_assets(source: Path, out: Path) -> None:
                     shutil.copyfile(file, out / file.name)
 
 
-def record(source: Path, dtype: str | None) -> dict[str, Any]:
+def record(source: Path, dtype: str | None, merge_into: str) -> dict[str, Any]:
     """Return the content of an export's ORIGIN."""
     made_of = origin(source, dtype)
+    if kept_in_four_bits(source):
+        made_of |= {"merge_into": merge_into}
     if is_adapter(source):
         return made_of | {"merged": identity(source) + merged_into(base_folder(source))}
     base = read_base(source)

@@ -59,6 +59,7 @@ def check_inputs(cfg: Any, report: Report, whole: bool = True) -> None:
         _require("out", cfg.out, "say where to write, e.g.  out=hf", report)
     if isinstance(cfg, VerifyConfig):
         _check_exists("hf", cfg.hf, report)
+        _check_exists("data", cfg.data, report)
 
 
 def require_training_inputs(cfg: TrainConfig, report: Report) -> None:

@@ -34,7 +34,11 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem
 
 LAID_OVER = ("recipe", "sweep")  # chosen with a plus, several at once if need be
-PROSE = ("prompt", "system")  # keys of `generate` whose text is taken as it is, commas and all
+PROSE = (
+    "data",
+    "prompt",
+    "system",
+)  # keys of `generate` whose text is taken as it is, commas and all
 _OF_TRAINING = flatten(TrainConfig)
 HYDRA_ALLOWED = re.compile(r"hydra/launcher$|hydra/sweeper(/\w+)*$|hydra\.(launcher|sweeper)\.")
 

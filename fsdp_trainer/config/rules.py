@@ -100,6 +100,7 @@ PATHS = (
     "source",
     "out",
     "hf",
+    "data",
     "root",
 )
 """Keys that take paths: `~` is expanded in them, and completion offers files."""

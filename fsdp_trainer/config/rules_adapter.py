@@ -24,16 +24,8 @@ DECIDED = ("rank", "alpha", "scaling", "targets", "also", "rank_pattern", "alpha
 
 
 def merging(cfg: TrainConfig, report: Report) -> Broken:
-    """A merged model is one kind of export, of a run with an adapter."""
-    if not cfg.checkpoint.merge:
-        return
-    if cfg.adapter.name == "none":
-        yield (
-            "checkpoint.merge",
-            "there is no adapter to merge: a run that trains all weights leaves hf/ with\n"
-            "checkpoint.export_hf=true. Drop it, or train one:  adapter=lora",
-        )
-    elif not cfg.checkpoint.export_hf:
+    """A merged model is one kind of export."""
+    if cfg.checkpoint.merge and cfg.adapter.name != "none" and not cfg.checkpoint.export_hf:
         yield "checkpoint.merge", "only counts together with  checkpoint.export_hf=true"
 
 

@@ -172,6 +172,11 @@ class ExportConfig:
         "`merged`: a whole model, with a run's adapter merged into it; `adapter`: the adapter alone, as PEFT stores it",
         choices=("merged", "adapter"),
     )
+    merge_into: str = key(
+        "original",
+        "of an adapter beside 4-bit weights: `original`: merged into the weights as they were before; `trained`: into what 4 bits hold of them",
+        choices=("original", "trained"),
+    )
     shard_gib: float = key(4.0, "largest safetensors file, in GiB", above=0)
 
 
@@ -179,8 +184,14 @@ class ExportConfig:
 class VerifyConfig:
     """Says whether a checkpoint is whole; with hf, whether both give the same logits."""
 
-    source: str | None = key(None, "a run or a checkpoint")
-    hf: str | None = key(None, "a Hugging Face folder to compare logits with")
+    source: str | None = key(None, "a run, a checkpoint or a PEFT folder")
+    hf: str | None = key(
+        None, "a Hugging Face folder, or an adapter of PEFT's, to compare logits with"
+    )
+    data: str | None = key(
+        None,
+        "a file to compute the loss on; of an adapter beside 4-bit weights, merged in both ways",
+    )
 
 
 @dataclass

@@ -435,11 +435,11 @@ def test_a_sweep_is_a_table_of_its_jobs(sweep, tmp_path, capsys):
     ]
     assert rows[0][:4] == ["run", "optim.lr", "objective", "state"]
     assert [row[:4] for row in rows[1:]] == [
+        ["b2 best", "0.02", "4", "finished"],
         ["a1", "0.1", "5", "finished"],
-        ["b2", "0.02", "4", "finished"],
         ["c3", "-1", "", "refusedbelow 0"],
     ]
-    assert [run["rows"] for run in Page(page).data["runs"]] == [8, 7, 0]
+    assert [run["rows"] for run in Page(page).data["runs"]] == [7, 8, 0]
     assert main(["report", f"source={tmp_path}", "format=json"]) == 0  # a folder of sweeps and runs
     assert [run["name"] for run in json.loads(capsys.readouterr().out)] == [
         "s/a1",
@@ -472,8 +472,8 @@ def test_the_page_in_a_browser(sweep, tmp_path):
         settle(lambda: page.locator("#tip").is_visible(), page)
         tip = page.locator("#tip").inner_text()
         assert "step 3" in tip
-        assert re.search(r"a1\s+5\.7", tip)
-        assert re.search(r"b2\s+5\.7", tip)
+        assert re.search(r"optim\.lr=0\.1\s+5\.7", tip)
+        assert re.search(r"optim\.lr=0\.02\s+5\.7", tip)
         extent = "charts.map(u => [u.scales.x.min, u.scales.x.max])"
         assert page.evaluate(extent) == [[1, 8]] * page.evaluate("charts.length")
         page.mouse.down()
@@ -495,7 +495,7 @@ def test_the_page_in_a_browser(sweep, tmp_path):
         assert page.evaluate(extent)[0] == [15, 1150 - 1000]
         page.get_by_role("button", name="objective").click()
         assert page.locator("#runs tbody tr td:first-child").all_inner_texts() == [
-            " b2",
+            " b2 best",
             " a1",
             "c3",
         ]
@@ -513,3 +513,12 @@ def test_the_page_in_a_browser(sweep, tmp_path):
         page.set_viewport_size({"width": 390, "height": 800})
         settle(lambda: page.evaluate("charts[0].width") <= 390, page)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.slow
+def test_lines_of_sources_have_a_legend(tmp_path):
+    lines = steps(1, 4, 10.0, loss_by_source={"maths": 2.0, "code": 1.0})
+    report(write_run(tmp_path / "run", lines), out=tmp_path / "page.html")
+    with browser_page() as page:
+        page.goto(f"file://{tmp_path}/page.html")
+        assert page.locator(".legend").all_inner_texts() == ["maths\ncode"]

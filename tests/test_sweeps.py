@@ -139,9 +139,10 @@ def test_every_sweep_is_listed_and_composes(name, capsys):
     params = yaml.safe_load((CONF / "sweep" / f"{name}.yaml").read_text())["hydra"]["sweeper"][
         "params"
     ]
-    jobs = jobs_of("+recipe=quickstart", f"+sweep={name}")
-    assert len(jobs) == 4 * (name == "finetune_lr") + 4
-    assert all(len(job) == 1 + len(params) for job in jobs)
+    adapter = ["adapter=lora"] if name == "lora" else []
+    jobs = jobs_of("+recipe=quickstart", *adapter, f"+sweep={name}")
+    assert len(jobs) == {"finetune_lr": 8, "lora": 12}.get(name, 4)
+    assert all(len(job) == 1 + len(adapter) + len(params) for job in jobs)
     for job in (jobs[0], jobs[-1]):
         compose("train", job)
     assert main(["--help"]) == 0

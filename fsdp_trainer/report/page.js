@@ -149,6 +149,14 @@ function draw(parent, title, name, shown, more = {}) {
     label.prepend(box); head.append(label);
   }
   figure.append(head);
+  // lines that the table of runs does not name: one for each source of the data
+  const sources = name.includes("by_source") ? shown.filter(s => !s.faint) : [];
+  if (sources.length) {
+    const legend = make("div");
+    legend.className = "legend";
+    for (const s of sources) { const entry = make("span", s.label), mark = make("i"); mark.style.background = s.colour; entry.prepend(mark); legend.append(entry); }
+    figure.append(legend);
+  }
   parent.append(figure);
   const [min, max] = state.range || extent(), grid = { stroke: css("--line"), width: 1 }, axis = { stroke: css("--faint"), grid, ticks: grid, font: "12px system-ui, sans-serif" };
   const u = new uPlot({

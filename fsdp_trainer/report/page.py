@@ -15,7 +15,7 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.phases import CHECKPOINT
 from fsdp_trainer.report.goodput import OUTSIDE, PARTS, attempts_of
 from fsdp_trainer.report.read import RecordedRun, differing, overrides
-from fsdp_trainer.report.summary import Summary, duration, short
+from fsdp_trainer.report.summary import Summary, by_objective, duration, short
 
 HERE = Path(__file__).parent
 ROWS, ALL_ROWS = 2_000, 40_000  # points of each line of the page: of one run, and of all together
@@ -49,6 +49,7 @@ GROUPS = {  # phases in the order of a step, as they are stacked
 
 def write(summaries: list[Summary], file: Path) -> None:
     """Write it; UserError where that cannot be."""
+    summaries = by_objective(summaries)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -140,7 +141,7 @@ def run_data(run: RecordedRun, most: int) -> dict[str, Any]:
         }
         told.append({"kind": str(event["event"]), "text": about(event)} | place)
     return {
-        "name": run.name,
+        "name": run.label,
         "rows": run.lines,
         "x": x,
         "lines": lines,

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,11 @@ class RecordedRun:
     remarks: list[str] = field(default_factory=list)
     state: str = "nothing yet"
     reason: str = ""
+    label: str = ""
+    """Its name where the page has room for few words; the name if there is no better one."""
+
+    def __post_init__(self) -> None:
+        self.label = self.label or self.name
 
     def column(self, name: str) -> np.ndarray:
         """Of all lines; NaN where there is none."""
@@ -102,10 +108,33 @@ def read_sources(sources: list[str]) -> list[RecordedRun]:
         found |= {run.resolve(): (shown, job) for run, shown, job in runs}
     if problems:
         raise UserError("there is nothing to report on", problems)
-    return [
+    every = [
         read_run(folder, name, job, READ_BYTES // len(found))
         for folder, (name, job) in found.items()
     ]
+    label_jobs(every)
+    return every
+
+
+def label_jobs(runs: list["RecordedRun"]) -> None:
+    """Label the jobs of a sweep by the settings in which they differ, where no two are alike.
+
+    A job's own name is a number that means nothing to people.
+    """
+    keys = overrides(runs)
+    names = {
+        id(run): " ".join(f"{key}={run.given[key]}" for key in keys if key in run.given)
+        for run in runs
+        if run.job
+    }
+    common = Counter(names.values())
+    for run in runs:
+        name = names.get(id(run), "")
+        if name and common[name] == 1 and len(name) <= LONGEST_LABEL:
+            run.label = name
+
+
+LONGEST_LABEL = 80  # characters
 
 
 def is_run(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -162,6 +163,11 @@ class Summary:
         }
 
 
+def by_objective(summaries: Sequence["Summary"]) -> list["Summary"]:
+    """Return the runs with the best first; those without a figure come last."""
+    return sorted(summaries, key=lambda s: (s.objective is None, s.objective or 0.0))
+
+
 def goodput_in_words(good: Goodput) -> str:
     """The share of training, and of what cost more than 1%."""
     parts = sorted(
@@ -220,7 +226,7 @@ def show(summaries: list[Summary], console: Console) -> None:
             box=box.SIMPLE_HEAD,
             padding=(0, 1),
         )
-        for summary in sorted(summaries, key=lambda s: (s.objective is None, s.objective or 0.0)):
+        for summary in by_objective(summaries):
             good = f"{summary.goodput.share('training'):.0%}" if summary.goodput else ""
             run, steps = summary.run, summary.run.last("step")
             settings = [Text(run.given.get(key, "")) for key in varied]

@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import inject
 import pytest
+from safetensors.torch import load_file, save_file
 from world import SMALL, command, write_chats
 
 REPO = Path(__file__).parents[1]
@@ -67,6 +68,19 @@ def folder(world, tmp_path_factory):
     )
     for name in ("hf", "no_config", "no_tokenizer", "cut"):
         shutil.copytree(here / "runs/mine/hf", here / name)
+    world.train(
+        here / "runs/tuned",
+        f"data.path={here}/chats.jsonl",
+        f"model.init_from={here}/hf",
+        "adapter=lora",
+        "train.steps=1",
+        "checkpoint.export_hf=true",
+        "checkpoint.merge=true",
+    )
+    shutil.copytree(here / "hf", here / "other")
+    weights = load_file(here / "hf/model.safetensors")
+    doubled = {name: 2 * tensor for name, tensor in weights.items()}
+    save_file(doubled, here / "other/model.safetensors", {"format": "pt"})
     (here / "no_config/config.json").unlink()
     (here / "no_tokenizer/tokenizer.json").unlink()
     os.truncate(here / "cut/model.safetensors", 9_000)

@@ -1,16 +1,12 @@
 """Native PyTorch FSDP2 training of large language models, configured by Hydra."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdp_trainer.extensions import Callback as Callback
 from fsdp_trainer.extensions import RunInfo as RunInfo
 from fsdp_trainer.extensions import register as register
 from fsdp_trainer.version import __version__ as __version__
-
-if TYPE_CHECKING:
-    from fsdp_trainer.api import train as train
-    from fsdp_trainer.checkpoint.load import load_model as load_model
 
 LAZY = {"train": "fsdp_trainer.api", "load_model": "fsdp_trainer.checkpoint.load"}
 """Functions that are imported at their first use: a wrong key is reported without torch."""

@@ -14,7 +14,7 @@ from fsdp_trainer.models.adapter_spec import AdapterSpec
 from fsdp_trainer.models.adapters import add_adapters, model_layout
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, meta_decoder
-from fsdp_trainer.models.peft_config import WEIGHTS_FILE, Source, plain_name, read_folder, resolve
+from fsdp_trainer.models.peft_config import WEIGHTS_FILE, PeftRows, plain_name, read_folder, resolve
 
 
 @dataclass
@@ -65,7 +65,7 @@ def peft_adapter(
     return resolved.spec, sources
 
 
-def part_of(stored: dict[str, HuggingFaceTensor], source: Source) -> TensorOnDisk:
+def part_of(stored: dict[str, HuggingFaceTensor], source: PeftRows) -> TensorOnDisk:
     """Return rows and columns of a tensor as one by itself."""
     whole = stored.get(source.tensor) or stored[f"{source.tensor}.weight"]
     rows = whole.whole_rows(source.first, source.rows)

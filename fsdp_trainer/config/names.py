@@ -28,7 +28,7 @@ class Answer(NamedTuple):
     missing: bool = False
 
 
-class Table(NamedTuple):
+class ForeignNames(NamedTuple):
     """The names of other trainers. patterns: those with a `*`, in the order of the file."""
 
     exact: dict[str, Answer]
@@ -36,7 +36,7 @@ class Table(NamedTuple):
 
 
 @cache
-def table() -> Table:
+def table() -> ForeignNames:
     """Read names.yaml, once it is needed: a right command line does without."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     tree = yaml.load(Path(__file__).with_name("names.yaml").read_text(), loader)
@@ -48,7 +48,7 @@ def table() -> Table:
                 patterns.append((name, answer))
             else:
                 exact[name] = answer
-    return Table(exact, patterns)
+    return ForeignNames(exact, patterns)
 
 
 def _entries(tree: dict[str, Any]) -> Iterator[tuple[str, Answer]]:

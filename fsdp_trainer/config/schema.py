@@ -418,7 +418,7 @@ class Adapter:
 
 
 @dataclass
-class Objective:
+class ObjectiveChoice:
     """What is minimised."""
 
     name: str = key(
@@ -729,7 +729,7 @@ class TrainConfig:
     data: Data = field(default_factory=Data)
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     adapter: Adapter = field(default_factory=Adapter)
-    objective: Objective = field(default_factory=Objective)
+    objective: ObjectiveChoice = field(default_factory=ObjectiveChoice)
     sharding: Sharding = field(default_factory=Sharding)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     precision: Precision = field(default_factory=Precision)

@@ -222,7 +222,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Source:
+class PeftRows:
     """Rows and columns of a tensor in PEFT's file that are a parameter of ours.
 
     columns: None: all of them.
@@ -242,7 +242,7 @@ class Resolved:
     """
 
     spec: AdapterSpec
-    sources: dict[str, Source]
+    sources: dict[str, PeftRows]
     same: list[tuple[str, str]]
 
 
@@ -265,7 +265,7 @@ def resolve(peft: PeftFolder, layout: Layout, base: str) -> Resolved:
             others[name] = shape
     problems: list[Problem] = []
     layers: dict[str, tuple[int, float]] = {}
-    sources: dict[str, Source] = {}
+    sources: dict[str, PeftRows] = {}
     for module, tensors in modules.items():
         misfits = misfits_of(peft, module, tensors, layout)
         problems += misfits
@@ -326,7 +326,7 @@ def adopt(
     tensors: dict[str, Shape],
     parts: list[Part],
     layers: dict[str, tuple[int, float]],
-    sources: dict[str, Source],
+    sources: dict[str, PeftRows],
 ) -> None:
     """Add the adapters of a matrix's parts, and where their numbers are.
 
@@ -347,10 +347,10 @@ def adopt(
         divisor = math.sqrt(rank) if peft.config.get("use_rslora") else rank
         layers[part.layer] = (rank, scale * divisor)
         columns = (column, column + rank) if own else None
-        sources[f"{part.layer}.{A}.weight"] = Source(a, column, rank)
-        sources[f"{part.layer}.{B}.weight"] = Source(b, part.first, part.rows, columns)
+        sources[f"{part.layer}.{A}.weight"] = PeftRows(a, column, rank)
+        sources[f"{part.layer}.{B}.weight"] = PeftRows(b, part.first, part.rows, columns)
         if MAGNITUDE in tensors:
-            magnitude = Source(f"{module}.{MAGNITUDE}", part.first, part.rows)
+            magnitude = PeftRows(f"{module}.{MAGNITUDE}", part.first, part.rows)
             sources[f"{part.layer}.{MAGNITUDE}"] = magnitude
         column += rank if own else 0
 
@@ -366,7 +366,7 @@ def missing(peft: PeftFolder, modules: Iterable[str], layout: Layout) -> list[Pr
 def fully_trained(
     tensors: dict[str, Shape],
     layout: Layout,
-    sources: dict[str, Source],
+    sources: dict[str, PeftRows],
     problems: list[Problem],
 ) -> tuple[list[str], list[tuple[str, str]]]:
     """Return the parameters that modules_to_save trains, and tensors that must be equal."""
@@ -384,7 +384,7 @@ def fully_trained(
         kind = name.rpartition(".")[2]
         for part in parts:
             also.append(f"{part.layer}.{kind}")
-            sources[also[-1]] = Source(name, part.first, part.rows)
+            sources[also[-1]] = PeftRows(name, part.first, part.rows)
     if layout.tied and EMBEDDING in tensors and HEAD not in tensors:
         text = (
             "was trained apart from the head, which this model has tied to it"

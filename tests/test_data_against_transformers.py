@@ -366,6 +366,7 @@ def test_the_loss_of_packed_rows_is_the_mean_over_documents_one_by_one_in_transf
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     run = train(
         "packed",
+        "data.max_lost=1",
         f"data.path={tmp_path / 'data.jsonl'}",
         f"model.init_from={folder}",
         f"tokenizer.path={both.folder}",

@@ -287,8 +287,8 @@ def test_the_validation_loss_is_the_mean_over_exactly_the_validation_set(
         for r in (1, 2, 4)
     ]
     losses = [[line["loss"] for line in run.event("evaluation")] for run in runs]
-    assert len(losses[0]) == 2
-    assert runs[0].metrics[1]["validation_loss"] == losses[0][0]
+    assert len(losses[0]) == 3  # before the first step too
+    assert runs[0].metrics[1]["validation_loss"] == losses[0][1]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert losses[2] == pytest.approx(losses[0], rel=1e-6)
     shown = world.command(
@@ -320,12 +320,12 @@ def test_validating_changes_nothing_of_training(train, tmp_path):
         for name, how in (("often", ["train.validate_every=1"]), ("once", []))
     )
     assert often.column("loss") == once.column("loss")
-    assert len(often.event("evaluation")) == 5
-    assert len(once.event("evaluation")) == 1
+    assert [event["step"] for event in often.event("evaluation")] == [0, 1, 2, 3, 4, 5]
+    assert [event["step"] for event in once.event("evaluation")] == [0, 5]
     assert (
         often.metrics[-1]["validation_loss"]
         == once.metrics[-1]["validation_loss"]
-        == once.event("evaluation")[0]["loss"]
+        == once.event("evaluation")[-1]["loss"]
     )
 
 

@@ -133,10 +133,6 @@ class Records:
         self._append(self.events, line)
         return line
 
-    def started(self) -> bool:
-        """Return whether the run was ever started: refused commands only end."""
-        return any(line["event"] != "end" for line in whole_lines(self.events.path))
-
     def last_event(self) -> dict[str, Any]:
         """Return the last whole event; {} if there is none."""
         return next(whole_lines(self.events.path, newest_first=True), {})

@@ -1,7 +1,6 @@
 """One rank's life: join the world, prepare data, build, train, leave with the right exit code."""
 
 import os
-import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -37,7 +36,7 @@ from fsdp_trainer.extensions import RunInfo
 from fsdp_trainer.hub import fetch
 from fsdp_trainer.launch.facts import preflight
 from fsdp_trainer.launch.watchdog import watched
-from fsdp_trainer.launch.world import ELASTIC, World, connect, environment_of_ranks, join
+from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.freeze import trained_numbers
 from fsdp_trainer.observe.console import Console, throttled, time_line
@@ -53,7 +52,7 @@ from fsdp_trainer.training.inputs import RunInputs
 from fsdp_trainer.training.out_of_memory import is_out_of_memory, report_out_of_memory
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.rewind import rewind
-from fsdp_trainer.training.run_lock import LOCK, RunLock
+from fsdp_trainer.training.run_lock import RunLock
 from fsdp_trainer.training.saving import CheckpointManager
 from fsdp_trainer.training.stop import StopSignals
 from fsdp_trainer.training.trainer import Outcome, Rewind, Trainer
@@ -240,20 +239,9 @@ class Rank:
             lately = phases.seconds_since_last_call()
             self.records.event("end", reason=reason, exit_code=code, phases=lately)
             self.records.close()
-            if code == UserError.exit_code and ELASTIC not in os.environ:
-                self._remove_unused_folder()
         self._leave_groups(in_order=code in (0, STOPPED) and not self.signals.ended_ranks)
         self.signals.close()
         self.open.close()
-
-    def _remove_unused_folder(self) -> None:
-        """Delete the run's folder if a refused start alone has written into it.
-
-        Under torchrun it stays: the attempts that follow read in it that there is nothing to do.
-        """
-        files = {path.name for path in self.run_folder.iterdir()}
-        if files <= {LOCK, "events.jsonl"} and not self.records.started():
-            shutil.rmtree(self.run_folder, ignore_errors=True)
 
     def _close_trainer(self, trainer: Trainer, code: int) -> None:
         if not self.signals.ended_ranks:  # else the checkpoint waits for a rank that has ended

@@ -46,6 +46,7 @@ def test_all_blocks_share_a_graph_that_is_never_compiled_again_and_outlives_the_
         "batch.micro_rows=2",
         f"data.validation={held_out}",
         "train.validate_every=3",
+        "train.validate_first=false",
         *model,
     ]
     run = train("run", *how, "model.num_hidden_layers=4", "train.steps=6")

@@ -10,6 +10,7 @@ weights and the optimizer's state. Bytes sent are those of a rank's all-gathers 
 
 import contextlib
 import json
+import os
 import sys
 import tempfile
 import time
@@ -55,7 +56,8 @@ def main() -> None:
     given = arguments(__doc__, repeat=3, ranks=2, task="", gpu="")
     if given.task:
         task = json.loads(Path(given.task).read_text())
-        return tell(PROGRAMS[task["who"]](task))
+        tell(PROGRAMS[task["who"]](task))
+        os._exit(0)  # torch's threads may abort the interpreter's end
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)

@@ -608,6 +608,20 @@ def killed_once(folder: Path, rank: int, step: int) -> dict[str, str]:
     )
 
 
+ENDLESS_STEP = """
+import pathlib, time
+from fsdp_trainer import phases, process
+
+process.ECHO_SECONDS = 0.2
+
+def stay_in_forward(thread, ended):
+    while thread.phase == "forward":
+        pathlib.Path("in the step").touch()
+        time.sleep(0.1)
+
+phases.add_listener(stay_in_forward)
+"""
+"""A process that stays in its first forward: what is in `seamed`."""
 ONE_SIGNAL = "from fsdp_trainer import process\nprocess.ECHO_SECONDS = 60"
 """Signals that are sent one after the other are one request, however slow the machine is between
 them."""

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import inject
 import pytest
 import torch.distributed as dist
-from inject import ONE_SIGNAL, killed_once, seamed
+from inject import ENDLESS_STEP, ONE_SIGNAL, killed_once, seamed
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from world import SMALL, RankFailed, Run, end, ranks_below, wait_until
 
@@ -165,21 +165,6 @@ def test_after_a_killed_rank_the_launcher_says_how_to_go_on(inputs, tmp_path):
         folder.mkdir(parents=True)
         (folder / "MANIFEST.json").touch()
     assert how_to_go_on(cfg, "train") == "The same command goes on after step 10"
-
-
-ENDLESS_STEP = """
-import pathlib, time
-from fsdp_trainer import phases, process
-
-process.ECHO_SECONDS = 0.2
-
-def stay_in_forward(thread, ended):
-    while thread.phase == "forward":
-        pathlib.Path("in the step").touch()
-        time.sleep(0.1)
-
-phases.add_listener(stay_in_forward)
-"""
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import ssh_hosts
-from inject import ONE_SIGNAL, seamed
+from inject import ENDLESS_STEP, ONE_SIGNAL, seamed
 from world import SMALL, Run, alive, end, wait_until
 
 from fsdp_trainer.cli import main
@@ -271,21 +271,6 @@ def test_nothing_is_left_on_any_host_when_the_starter_is_killed(start, tmp_path)
     endless.kill()
     wait_until(lambda: not any(alive(pid) for pid in there))
     assert not processes_of(run.folder)
-
-
-ENDLESS_STEP = """
-import pathlib, time
-from fsdp_trainer import phases, process
-
-process.ECHO_SECONDS = 0.2
-
-def stay_in_forward(thread, ended):
-    while thread.phase == "forward":
-        pathlib.Path("in the step").touch()
-        time.sleep(0.1)
-
-phases.add_listener(stay_in_forward)
-"""
 
 
 @pytest.mark.slow

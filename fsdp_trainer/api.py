@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer import phases
+from fsdp_trainer.config.paths import run_folder
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.extensions import CALLBACKS, Callback, import_modules
 
@@ -64,7 +65,7 @@ def train(
         raise UserError("the callbacks would not be called", [Problem("callbacks", text)])
     with called_by_this_run(callbacks):
         result = TrainResult(train_verb(cfg, [*config_flag(config_dir), *words]))
-    result.folder = Path(cfg.run.root) / str(cfg.run.name)
+    result.folder = run_folder(cfg)
     result.metrics = Records(result.folder).last_line()
     return result
 

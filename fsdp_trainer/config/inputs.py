@@ -21,6 +21,7 @@ from fsdp_trainer.config.paths import (
     has_tokenizer,
     is_adapter,
     is_hub_id,
+    run_folder,
     tokenizer_folder,
 )
 from fsdp_trainer.config.schema import TrainConfig
@@ -90,7 +91,7 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
                 "\n".join(f"{path}: {why}" if len(paths) > 1 else why for path, why in wrong),
             )
     goes_on = cfg.checkpoint.resume == "auto" and find_checkpoint(
-        Path(cfg.run.root) / str(cfg.run.name)
+        run_folder(cfg)
     )  # and has weights of its own
     init_from = cfg.model.init_from if not goes_on else None
     if init_from and (

@@ -143,6 +143,11 @@ def is_hub_id(path: str) -> bool:
     )  # runs/typo is a folder that is not there
 
 
+def run_folder(cfg: TrainConfig) -> Path:
+    """Return the folder that the run lives in."""
+    return Path(cfg.run.root) / str(cfg.run.name)
+
+
 def compile_cache(cfg: TrainConfig) -> Path:
     """compile.cache, else what the environment says, else a folder beside the runs, which a restart in a new container still finds."""
     named = cfg.compile.cache or os.environ.get(COMPILE_CACHE)

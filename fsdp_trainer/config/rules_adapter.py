@@ -14,6 +14,7 @@ from fsdp_trainer.config.paths import (
     is_adapter,
     is_hub_id,
     is_whole_model,
+    run_folder,
 )
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import UserError
@@ -33,7 +34,7 @@ def settle_adapter(cfg: TrainConfig, report: Report) -> None:
     """Take kind and scaling, and model.init_from where it is not set, from adapter.init_from."""
     if not cfg.adapter.init_from:
         return
-    own = find_checkpoint(Path(cfg.run.root) / str(cfg.run.name))
+    own = find_checkpoint(run_folder(cfg))
     gone = not Path(cfg.adapter.init_from).exists()
     if gone and own and cfg.checkpoint.resume == "auto":
         cfg.adapter.init_from = str(own)  # the run goes on with adapters of its own

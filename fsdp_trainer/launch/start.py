@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 from fsdp_trainer.config.handover import DESCRIPTOR, hand_over
-from fsdp_trainer.config.paths import committed_checkpoints, step_of
+from fsdp_trainer.config.paths import committed_checkpoints, run_folder, step_of
 from fsdp_trainer.config.schema import Launch, TrainConfig
 from fsdp_trainer.devices import gpus, has_gpus
 from fsdp_trainer.errors import Stopped
@@ -99,7 +98,7 @@ def how_to_go_on(cfg: TrainConfig, verb: str) -> str:
     """Return what to type after ranks of this verb were killed; nothing where that is plain."""
     if verb != "train":
         return ""
-    committed = committed_checkpoints(Path(cfg.run.root) / str(cfg.run.name))
+    committed = committed_checkpoints(run_folder(cfg))
     if not committed:
         return "No checkpoint was committed: the same command begins anew"
     if cfg.checkpoint.resume != "auto":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.data_files import is_url
-from fsdp_trainer.config.paths import LAG_SECONDS, find_checkpoint, is_hub_id
+from fsdp_trainer.config.paths import LAG_SECONDS, find_checkpoint, is_hub_id, run_folder
 from fsdp_trainer.config.verbs import DoctorConfig
 from fsdp_trainer.data import demo
 from fsdp_trainer.data.build import build_tokenizer
@@ -43,7 +43,7 @@ def storage(
     cfg: DoctorConfig, world: World, everyone: Sequence[Looked], timeout: float
 ) -> list[Check]:
     """The folder that holds the run: shared, fast, and with room."""
-    run = Path(cfg.run.root) / str(cfg.run.name)
+    run = run_folder(cfg)
     folder = run if run.is_dir() else Path(cfg.run.root)
     mark = folder / f".doctor-{world.attempt}"
     missing = (

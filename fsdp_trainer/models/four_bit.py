@@ -4,7 +4,6 @@ Blocks of 64 numbers of a row share a scale in bfloat16, so that a number takes 
 lie within rows: every sharding by rows has the same codes.
 """
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -151,8 +150,3 @@ def quantize_linears(model: nn.Module, weights: Iterable[str], dtype: torch.dtyp
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         setattr(model.get_submodule(parent), child, Linear4(linear, dtype))
-
-
-def encoded_bytes(shape: tuple[int, ...]) -> int:
-    """Return the bytes of a matrix of this shape in 4 bits."""
-    return math.prod(shape[:-1]) * encoded_columns(shape[-1])

@@ -27,10 +27,11 @@ test-fast: $(VENV)/.for-developers  ## the quick half
 test-faults: $(VENV)/.for-developers  ## what kills, fills and corrupts: ten minutes
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m faults
 
-lint: $(VENV)/.for-developers  ## ruff and mypy
+lint: $(VENV)/.for-developers  ## ruff, mypy, and how much there is to read, with its limits
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/measure.py
 
 docs: $(VENV)/.for-docs  ## the documentation as a site in build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

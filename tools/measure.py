@@ -1,0 +1,205 @@
+"""How much there is to read in fsdp_trainer/, per room, and what makes it hard.
+
+    python tools/measure.py             # the figures; exit code 1 if a limit is broken
+    python tools/measure.py --where     # also the places that the last columns count
+
+Columns, per room:
+
+    lines      of Python files
+    tokens     of Python: names, operators, numbers, strings
+    branches   points of the syntax tree: if, for, while, except, and/or, conditional expressions,
+               conditions of comprehensions, match cases
+    long       functions with more than 10 branches
+    wide       lines over 100 columns
+    private    uses of private names of torch
+    docs       docstrings
+    unclear    docstrings that begin with neither a verb nor a noun
+    vague      variables with a name that says nothing about what they hold
+
+Limits: no files import each other in a circle; no class name exists twice; a function has at most
+10 branches, or stands with a reason in tools/long_functions.txt.
+"""
+
+import ast
+import re
+import sys
+import tokenize
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ALLOWED = "tools/long_functions.txt"
+MAX_BRANCHES = 10
+MAX_COLUMNS = 100
+COLUMNS = ["lines", "tokens", "branches", "private", "docs", "unclear", "vague", "wide", "long"]
+READ_TOKENS = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
+BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.IfExp)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+DOCUMENTED = (*FUNCTIONS, ast.ClassDef, ast.Module)
+VAGUE = re.compile(
+    r"found|told|of|seen|asked|taken|left|kept|laid|made|beside|apart|whose|why|so_far|many|most"
+    r"|least"
+)
+UNCLEAR = re.compile(
+    r"(of|whether|what|that|as|from|with|without|who|where|when|how|in|on|by|beside|besides"
+    r"|behind|its|it|for|such|but|also|after|before)\b",
+    re.IGNORECASE,
+)
+PRIVATE = re.compile(
+    r"(?:torch|dist|fsdp|dtensor|DTensor|checkpoint)[\w.]*\._(?!foreach|_)[a-z]\w+"
+    r"|\._(?:local_tensor|spec|get_fsdp_state|fsdp_param_group|sharded_param_data"
+    r"|all_gather_result)\b"
+)
+
+
+@dataclass
+class Figures:
+    """The sums over all files, and what the limits are checked on."""
+
+    rooms: dict[str, Counter] = field(default_factory=lambda: defaultdict(Counter))
+    places: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """By column: FILE:LINE and the text there."""
+    imports: dict[str, set[str]] = field(default_factory=dict)
+    """The modules that a module imports, anywhere in its file."""
+    classes: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """The files that define a class of this name."""
+    long: dict[str, int] = field(default_factory=dict)
+    """Branches of each long function, by FILE:NAME."""
+
+
+def branches(tree: ast.AST) -> int:
+    """Branch points anywhere in `tree`."""
+    total = 0
+    for node in ast.walk(tree):
+        match node:
+            case ast.BoolOp():
+                total += len(node.values) - 1
+            case ast.comprehension():
+                total += len(node.ifs)
+            case ast.Match():
+                total += len(node.cases)
+            case _:
+                total += isinstance(node, BRANCHES)
+    return total
+
+
+def measure(package: Path) -> Figures:
+    """Read every file of the package."""
+    figures = Figures()
+    for path in sorted(package.rglob("*.py")):
+        measure_file(path, package, figures)
+    modules = figures.imports.keys()
+    figures.imports = {name: (used & modules) - {name} for name, used in figures.imports.items()}
+    return figures
+
+
+def measure_file(path: Path, package: Path, figures: Figures) -> None:
+    """Add a file's figures."""
+    relative = path.relative_to(package)
+    text = path.read_text()
+    tree = ast.parse(text)
+    room = figures.rooms[relative.parts[0] if len(relative.parts) > 1 else "(top)"]
+    with path.open("rb") as file:
+        room["tokens"] += sum(
+            token.type in READ_TOKENS for token in tokenize.tokenize(file.readline)
+        )
+    room["lines"] += text.count("\n")
+    room["branches"] += branches(tree)
+    room["private"] += len(PRIVATE.findall(text))
+    places: list[tuple[str, int, str]] = [
+        ("wide", number, line.strip())
+        for number, line in enumerate(text.splitlines(), 1)
+        if len(line) > MAX_COLUMNS
+    ]
+    for node in ast.walk(tree):
+        places += unclear_in(node)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            figures.classes[node.name].append(str(relative))
+        if isinstance(node, DOCUMENTED):
+            room["docs"] += ast.get_docstring(node) is not None
+        if isinstance(node, FUNCTIONS) and branches(node) > MAX_BRANCHES:
+            figures.long[f"{relative}:{node.name}"] = branches(node)
+            places.append(("long", node.lineno, f"{node.name}: {branches(node)} branches"))
+    for column, line, what in places:
+        room[column] += 1
+        figures.places[column].append(f"{relative}:{line} {what}")
+    module = ".".join((package.name, *relative.with_suffix("").parts)).removesuffix(".__init__")
+    figures.imports[module] = imported(tree)
+
+
+def unclear_in(node: ast.AST) -> list[tuple[str, int, str]]:
+    """(column, line, text) of an unclear docstring or a vague name that `node` itself has."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) if VAGUE.fullmatch(name):
+            return [("vague", node.lineno, name)]
+        case ast.FunctionDef() | ast.ClassDef() | ast.Module():
+            docstring = ast.get_docstring(node) or ""
+            if UNCLEAR.match(docstring):
+                line = getattr(node, "lineno", 1)
+                return [("unclear", line, docstring.splitlines()[0])]
+    return []
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """Names of modules that a file may import; some are names within a module."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names
+
+
+def allowed(file: Path) -> dict[str, str]:
+    """The reason why a function may be long, by FILE:NAME."""
+    lines = file.read_text().splitlines()
+    entries = (line.split(maxsplit=1) for line in lines if line and not line.startswith("#"))
+    return dict(entries)
+
+
+def broken_limits(figures: Figures, reasons: dict[str, str]) -> list[str]:
+    """A sentence for each limit that is broken. reasons: as `allowed` returns them."""
+    problems = []
+    try:
+        TopologicalSorter(figures.imports).prepare()
+    except CycleError as error:
+        problems.append("files import each other in a circle: " + " → ".join(error.args[1]))
+    for name, files in figures.classes.items():
+        if len(files) > 1:
+            problems.append(f"class {name} exists {len(files)} times: {', '.join(files)}")
+    for name in figures.long.keys() - reasons.keys():
+        problems.append(
+            f"{name} has {figures.long[name]} branches, of {MAX_BRANCHES} allowed: split it, or"
+            f" give the reason in {ALLOWED}"
+        )
+    for name in reasons.keys() - figures.long.keys():
+        problems.append(f"{name} is long no more: remove it from {ALLOWED}")
+    return sorted(problems)
+
+
+def show(figures: Figures, where: bool) -> None:
+    """Print a line for each room, and where things are if `where`."""
+    total = sum(figures.rooms.values(), Counter())
+    print(f"{'room':<12}" + "".join(f"{name:>10}" for name in COLUMNS) + f"{'tokens/line':>13}")
+    for name, room in [*sorted(figures.rooms.items()), ("all", total)]:
+        numbers = "".join(f"{room[column]:>10,}" for column in COLUMNS)
+        print(f"{name:<12}{numbers}{room['tokens'] / max(1, room['lines']):>13.1f}")
+    if where:
+        for column, places in sorted(figures.places.items()):
+            print(f"\n{column}:", *places, sep="\n  ")
+
+
+def main() -> int:
+    figures = measure(ROOT / "fsdp_trainer")
+    show(figures, where="--where" in sys.argv[1:])
+    problems = broken_limits(figures, allowed(ROOT / ALLOWED))
+    if problems:
+        print("\ntools/measure.py:", *problems, sep="\n  ", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,13 +17,14 @@ from texts import Texts
 from world import SPIKY, write_chats
 
 from fsdp_trainer.config.compose import compose
+from fsdp_trainer.data.file_changes import SAME_FILES, describe_changed_files, stored_files
 from fsdp_trainer.data.mixture import Component, Mixture, Turns
 from fsdp_trainer.data.order import RowOrder
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.training.batches import Batches, StepPlan, count_steps, row_ranges
 from fsdp_trainer.training.build import attention_cost_share, last_row
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.resume import resume_data
+from fsdp_trainer.training.resume import describe_data_change, resume_data
 
 # --- whose turn it is ---------------------------------------------------------------------------
 
@@ -216,6 +217,46 @@ def test_what_a_resume_makes_of_changed_data_is_told():
         10,
     ]
     assert other.taken(10) == [5, 0, 0]
+
+
+def test_files_that_changed_are_named_wherever_they_lie_now():
+    stored = stored_files({"x/a.jsonl": "1", "x/b.jsonl": "2", "x/c.jsonl": "3"})
+    moved = {"y/a.jsonl": "1", "y/b.jsonl": "9", "y/other.jsonl": "3"}
+    assert describe_changed_files(stored, moved) == ["y/b.jsonl has other content"]
+    assert describe_changed_files(stored, {"a": "1", "b": "2", "c": "3"}) == [SAME_FILES]
+    others = {f"{i}.jsonl": f"{i} of others" for i in range(20)}
+    *lines, last = describe_changed_files(stored, others)
+    assert lines[:4] == [
+        "x/a.jsonl is left out",
+        "x/b.jsonl is left out",
+        "x/c.jsonl is left out",
+        "0.jsonl is new",
+    ]
+    assert last == "and 15 more files"
+
+
+def test_a_checkpoint_keeps_digests_of_a_thousand_files_and_says_which_it_does_not_know():
+    digests = {f"data/shard-{i:05}.jsonl": f"{i:032x}"[::-1] for i in range(3000)}
+    stored = json.loads(json.dumps(Mixture([text_component("a", [16])], digests=digests).state(0)))
+    assert len(json.dumps(stored)) < 100_000
+    now = digests | {"data/shard-00007.jsonl": "other", "data/shard-02999.jsonl": "not compared"}
+    del now["data/shard-00009.jsonl"]
+    assert describe_changed_files(stored, now) == [
+        "data/shard-00007.jsonl has other content",
+        "data/shard-00009.jsonl is left out",
+        "there are 2,999 files, there were 3,000",
+        "2,000 files were not compared: a checkpoint keeps the digests of the first 1,000",
+    ]
+
+
+def test_a_checkpoint_without_digests_of_files_names_the_source_that_changed():
+    older = Mixture([text_component("a", [16] * 4)]).state(4)
+    del older["files"], older["file_count"]
+    order = Mixture([text_component("a", [16] * 5)], digests={"a.jsonl": "1"})
+    assert describe_data_change(order, [older]) == ["a has other content"]
+    _, progress, (note,) = go_on(order, Progress(segments=[older]), 4)
+    assert note.startswith("data   a has other content: begins at the first row")
+    assert progress.segments[-1]["files"] == {"a.jsonl": "1"}
 
 
 def test_what_a_version_without_segments_did_counts_by_the_epochs_of_now():

@@ -378,6 +378,7 @@ def test_another_number_of_rows_is_other_data(train):
     changed = train("run", *how[:-1], "train.steps=4", "batch.rows=5", code=2)
     assert "data.fingerprint" in changed.err
     assert "batch.rows=5" in changed.err
+    assert "no file has changed" in changed.err
     allowed = train(
         "run",
         *how[:-1],

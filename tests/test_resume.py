@@ -226,6 +226,34 @@ def test_what_is_trained_may_not_change_unless_it_is_allowed(train, tmp_path):
     assert run.column("step") == [1, 2, 3, 4]
 
 
+def test_a_resume_with_changed_data_names_the_files_that_changed(train, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, start in (("a", 0), ("b", 40), ("c", 80)):
+        write_chats(folder / f"{name}.jsonl", 40, start)
+    how = [f"data.path={folder}", "schedule=constant"]
+    train("run", *how, "train.steps=2")
+    write_chats(folder / "b.jsonl", 40, 300)
+    refused = train("run", *how, "train.steps=3", code=2).err
+    assert f"{folder}/b.jsonl has other content\n" in refused
+    assert "a.jsonl" not in refused
+    (folder / "a.jsonl").unlink()
+    (folder / "c.jsonl").rename(folder / "renamed.jsonl")
+    write_chats(folder / "d.jsonl", 40, 500)
+    changed = ("b.jsonl has other content", "a.jsonl is left out", "d.jsonl is new")
+    refused = train("run", *how, "train.steps=3", code=2).err
+    allow = "checkpoint.allow_changes=[data.fingerprint]"
+    allowed = train("run", *how, "train.steps=3", allow)
+    for text in changed:
+        assert f"{folder}/{text}\n" in refused
+        assert f"data   {folder}/{text}\n" in allowed.out
+    assert "renamed.jsonl" not in refused
+    write_chats(folder / "d.jsonl", 40, 600)  # compared with the data that was allowed
+    refused = train("run", *how, "train.steps=4", code=2).err
+    assert f"{folder}/d.jsonl has other content\n" in refused
+    assert "b.jsonl" not in refused
+
+
 @pytest.mark.slow
 def test_the_same_data_at_another_place_is_the_same_data(train, chats, tmp_path):
     train("run", "train.steps=2")

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,6 +13,7 @@ import numpy as np
 
 from fsdp_trainer.config.data_files import entries
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.data.file_changes import stored_files
 from fsdp_trainer.data.order import RowData, RowOrder, Rows
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.store import TokenStore
@@ -134,10 +135,17 @@ class Mixture:
 
     weighted: `asked` are shares of the tokens; rows are shared out so, as full as those of each component are on average. An epoch has as
     many rows as all components have. Else they are repeats: an epoch holds exactly so many times the rows of each.
+    digests: of the files' content, by path, for a checkpoint to keep.
     """
 
-    def __init__(self, components: Sequence[Component], weighted: bool = False):
+    def __init__(
+        self,
+        components: Sequence[Component],
+        weighted: bool = False,
+        digests: Mapping[str, str] | None = None,
+    ):
         self.components, self.weighted = list(components), weighted
+        self.digests = digests or {}
         self.orders = [component.order for component in self.components]
         rows = [order.rows_per_epoch for order in self.orders]
         asked = [component.asked for component in self.components]
@@ -276,6 +284,7 @@ class Mixture:
             "start": self.start,
             "rows_per_epoch": self.rows_per_epoch,
             "sources": sources,
+            **stored_files(self.digests),
         }
 
     def plan(self, last: int) -> list[str]:
@@ -341,6 +350,7 @@ def build_order(
             for name, store, times in stores
         ],
         weighted,
+        prepared.digests,
     )
     if small := [
         c.name

@@ -71,6 +71,7 @@ class Preparation:
     ):
         self.component, self.how, self.root, self.told = component, how, root, told
         self.stamps = {file: content[file].stamp for file in component.files}
+        self.digests = {file: content[file].digest for file in component.files}
         self.meta: dict[str, Any] = {}
         self.report: list[str] = []
         """Short lines for people."""

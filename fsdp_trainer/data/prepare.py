@@ -32,6 +32,8 @@ class Prepared:
     """Short lines for people."""
     streamed: StreamedData | None = None
     """In place of `train`, with data.streaming."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Hashes of the content of the files of `train`, by path."""
     unused: list[str] = field(default_factory=list)
     """Lines that name the columns of each file that are not used."""
 
@@ -113,6 +115,7 @@ def prepare(
         [one.component.name for one in made],
         validation,
         report,
+        digests={file: digest for one in made for file, digest in one.digests.items()},
         unused=unused,
     )
 

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import cycle, islice
 from typing import Any
@@ -22,6 +22,7 @@ from fsdp_trainer.config.data_files import is_url, kind
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data import demo
 from fsdp_trainer.data.conversations import Reader
+from fsdp_trainer.data.file_changes import stored_files
 from fsdp_trainer.data.findings import Finding, told
 from fsdp_trainer.data.order import random_bits
 from fsdp_trainer.data.packing import Packing, best_fit, one_per_row, pieces_of
@@ -121,6 +122,8 @@ class StreamedData:
     """On the way to them."""
     start: int = 0
     """The running index of its first row: what came before was other data's."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Hashes of the files' sizes and ends, by path."""
     components: tuple = ()
     """None that are mixed."""
 
@@ -154,7 +157,8 @@ class StreamedData:
 
     def state(self, index: int) -> dict[str, Any]:
         """As of a Mixture: a segment of the run. Where it stands the cursors say."""
-        return {"key": self.key, "start": self.start, "rows_per_epoch": 0, "sources": []}
+        segment = {"key": self.key, "start": self.start, "rows_per_epoch": 0, "sources": []}
+        return segment | stored_files(self.digests)
 
     def stream(
         self, number: int, cursor: Sequence[int] = START, opens: Callable[[str], Any] | None = None
@@ -433,6 +437,10 @@ def stream_data(
         np.empty(0, np.int64),
         [],
     )
+    streamed.digests = {
+        named(file): hashlib.blake2b(repr(identity).encode(), digest_size=8).hexdigest()
+        for file, identity in known.items()
+    }
     streamed.report, seen = _look(streamed, size)
     options = [data.format, data.fields, data.loss_on, data.too_long, data.packing, data.shuffle]
     numbers = [VERSION, batch.seq_len, streams, seed, each, parts]

@@ -14,6 +14,7 @@ from fsdp_trainer.checkpoint.store import CheckpointStore, damage_anywhere, read
 from fsdp_trainer.config.check import show
 from fsdp_trainer.config.paths import checkpoint_folders, find_checkpoint
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.data.file_changes import describe_changed_files
 from fsdp_trainer.data.mixture import Component, Mixture
 from fsdp_trainer.data.stream import StreamedData
 from fsdp_trainer.errors import Problem, UserError
@@ -56,6 +57,7 @@ OLDER = "the checkpoint is from a version that named data otherwise: it may be t
 NEW_STREAM = (
     "another list of files, other content, or another tokenizer: a stream begins anew with them"
 )
+OTHER_CONTENT, NEW, LEFT_OUT = "has other content", "is new", "is left out"
 REORDERED = "the same sources are in another order, or mixed otherwise"
 
 
@@ -146,12 +148,23 @@ def check_unchanged(cfg: TrainConfig, order: Order, checkpoint: Path) -> dict[st
 
 def describe_data_change(order: Order, segments: list[dict[str, Any]] | None) -> list[str]:
     """Return lines about how the data differs from that of a checkpoint with these segments."""
-    if not order.components:
-        return [NEW_STREAM]
     if not segments:
-        return [OLDER]
+        return [OLDER if order.components else NEW_STREAM]
+    if not order.components:
+        return [NEW_STREAM, *describe_changed_files(segments[-1], order.digests)]
     matches = match_components(order.components, segments)
-    return [f"{m.name} {m.change}" for m in matches if m.change] or [REORDERED]
+    lines = [f"{m.name} {m.change}" for m in matches if m.change] or [REORDERED]
+    return lines + changed_files(matches, segments, order)
+
+
+def changed_files(
+    matches: Sequence["Match"], segments: list[dict[str, Any]], order: Order
+) -> list[str]:
+    """Return lines that name the files that have changed since the last of these segments."""
+    content_changes = {OTHER_CONTENT, NEW, LEFT_OUT}
+    if not segments or all(match.change not in content_changes for match in matches):
+        return []  # other weights, or another order
+    return describe_changed_files(segments[-1], order.digests)
 
 
 class Match(NamedTuple):
@@ -189,10 +202,10 @@ def match_components(
         elif source := take_first(sources, "name", component.name):
             matches.append(replaced_content(component, source))
         else:
-            matches.append(Match(component.name, "is new", "begins at its first row"))
+            matches.append(Match(component.name, NEW, "begins at its first row"))
     for source in sources:
         epochs = source["rows"] / source["rows_per_epoch"]
-        matches.append(Match(source["name"], "is left out", f"was seen for {epochs:.2f} epochs"))
+        matches.append(Match(source["name"], LEFT_OUT, f"was seen for {epochs:.2f} epochs"))
     return matches
 
 
@@ -220,7 +233,7 @@ def replaced_content(component: Component, source: dict[str, Any]) -> Match:
     same_content = source["key"].split("/")[0] == component.key.split("/")[0]
     return Match(
         component.name,
-        "is the same, in other rows or another order" if same_content else "has other content",
+        "is the same, in other rows or another order" if same_content else OTHER_CONTENT,
         "begins at the first row of what it is now; what was seen of it may come again",
     )
 
@@ -239,15 +252,17 @@ def resume_data(
     if not segments and fingerprint == order.fingerprint:
         return order, progress, []  # a checkpoint of a version without segments
     matches = match_components(order.components, segments)
-    notes = [match.note for match in matches]
+    notes = [match.note for match in matches] + changed_files(matches, segments, order)
     if not segments and progress.rows:
         segments = [{**order.state(0), "key": fingerprint, "start": 0, "sources": []}]
         notes = [f"{OLDER}: its rows begin anew, in another order; what was seen may come again"]
     starts = [match.start for match in matches[: len(order.components)]]
     order = order.started_at(progress.rows, starts)
+    # only the last segment is compared with, see describe_data_change
+    earlier = [segment | {"files": {}} for segment in segments]
     # skipped ranges count rows of the data before
     progress = replace(
-        progress, skipped_row_ranges=[], segments=[*segments, order.state(progress.rows)]
+        progress, skipped_row_ranges=[], segments=[*earlier, order.state(progress.rows)]
     )
     return order, progress, [f"data   {note}" for note in notes]
 

@@ -146,6 +146,26 @@ def device(name: str) -> Device:
     raise UserError("there is no such GPU", [Problem(f"plan.gpu={name}", reason)])
 
 
+def gpu_names(named: str | list[str] | None) -> list[str]:
+    """Return the names in `plan.gpu`: one, a list, or several with commas in one text."""
+    words = [named] if isinstance(named, str) else named or []
+    names = (name.strip() for word in words for name in word.split(","))
+    return list(dict.fromkeys(names))
+
+
+def unknown_gpus(named: str | list[str] | None) -> list[Problem]:
+    """Return a problem for each name in `plan.gpu` that is no device's, and for an empty list."""
+    if named == []:
+        return [Problem("plan.gpu=[]", "name at least one, e.g.  plan.gpu=[h100,a100_40gb]")]
+    problems = []
+    for name in gpu_names(named):
+        try:
+            device(name)
+        except UserError as error:
+            problems += error.problems
+    return problems
+
+
 def _parts(name: str) -> set[str]:
     """Return the letters and numbers of a name: {h, 100, sxm, 5, 80, gb} for H100-SXM5-80GB."""
     return set(re.findall(r"[a-z]+|[0-9]+", name.lower()))

@@ -269,6 +269,48 @@ def test_json_is_one_object_and_the_exit_code_says_whether_it_fits(capsys):
     assert several["checkpoint_gib"] > 1
 
 
+COMPARED = "plan.gpu=[h100,a100_40gb,l4]"
+
+
+def test_several_gpus_are_compared_in_one_table(capsys, monkeypatch):
+    words = ["plan", *DOES_NOT_FIT[:3], COMPARED, "plan.world_size=[8,16]"]
+    for columns in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main(words) == 0
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= columns
+        assert "…" not in out
+        assert re.search(r"8 × H100 +[\d.]+ of 79.1 +yes +[\d.]+k", out)
+        assert re.search(r"16 × A100-SXM4-40GB +[\d.]+ of 39.4 +no +[\d.]+k", out)
+        assert re.search(r"8 × L4 .*activation_checkpoint=full +[\d.]+ GiB +\+\d+%", out)
+    assert main([*words, "plan.memory_gib=1"]) == 3
+    assert "nothing that a key changes" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_list_of_gpus_is_a_list_of_plans_in_json(capsys):
+    words = ["plan", "model=smollm2_135m", "plan.world_size=[1,8]", "plan.format=json"]
+    assert main([*words, COMPARED]) == 0
+    compared = json.loads(capsys.readouterr().out)
+    assert [one["gpu"] for one in compared] == ["H100", "A100-SXM4-40GB", "L4"]
+    assert main([*words, "plan.gpu=l4"]) == 0
+    assert compared[2] == json.loads(capsys.readouterr().out)
+    assert main([*words, "plan.gpu=[l4]"]) == 0
+    assert json.loads(capsys.readouterr().out) == compared[2:]
+
+
+def test_several_gpus_without_brackets_are_told_how_a_list_is_written(capsys):
+    words = ["plan", "model=smollm2_135m", "plan.world_size=8", "plan.format=json"]
+    assert main([*words, "plan.gpu=h100,l4"]) == 2
+    error = capsys.readouterr().err
+    assert "plan.gpu=[h100,l4]" in error
+    assert main([*words, 'plan.gpu="h100,l4"']) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 2
+    assert main([*words, "plan.gpu=[h101,h100,l40]"]) == 2
+    error = capsys.readouterr().err
+    assert "Did you mean  plan.gpu=h100 ?" in error
+    assert "Did you mean  plan.gpu=l40s ?" in error
+
+
 def test_a_plan_for_people_fits_a_narrow_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["plan", *DOES_NOT_FIT]) == 3
@@ -312,6 +354,7 @@ def test_a_plan_for_people_fits_a_narrow_terminal(capsys, monkeypatch):
     ("words", "told"),
     [
         (["plan.gpu=h101"], "plan.memory_gib="),
+        (["plan.gpu=[]"], "plan.gpu=[h100,a100_40gb]"),
         (["model.init_from=nobody/nothing", "plan.gpu=h100"], "Say which size it is"),
         (
             ["model=tiny", "sharding=hsdp", "plan.gpu=h100", "plan.world_size=[4,9]"],

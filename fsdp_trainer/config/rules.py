@@ -48,8 +48,7 @@ from fsdp_trainer.config.rules_training import (
 )
 from fsdp_trainer.config.schema import Train, TrainConfig
 from fsdp_trainer.config.verbs import PlanConfig
-from fsdp_trainer.devices import device
-from fsdp_trainer.errors import UserError
+from fsdp_trainer.devices import unknown_gpus
 from fsdp_trainer.models.resolve import model_problems
 
 Rule = Callable[[Any, Report], Iterator[tuple[str, str]]]
@@ -112,11 +111,8 @@ def check_rules(cfg: Any, report: Report) -> None:
         expand_home(cfg, key)
     if not isinstance(cfg, TrainConfig):
         return
-    if isinstance(cfg, PlanConfig) and cfg.plan.gpu:
-        try:
-            device(cfg.plan.gpu)
-        except UserError as error:
-            report.problems += error.problems
+    if isinstance(cfg, PlanConfig):
+        report.problems += unknown_gpus(cfg.plan.gpu)
     settle_length(cfg.train, report)
     settle_adapter(cfg, report)
     for rule in RULES:

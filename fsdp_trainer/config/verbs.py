@@ -30,9 +30,9 @@ class PreviewConfig(TrainConfig):
 class Plan:
     """What a run is planned for."""
 
-    gpu: str | None = key(
+    gpu: str | list[str] | None = key(
         None,
-        "a GPU of the table: h100, h200, b200, a100, l40s, mi300x …; null: the one in this machine",
+        "a GPU of the table: h100, h200, b200, a100, l40s, mi300x …, or several to compare: [h100,l40s]; null: the one in this machine",
     )
     memory_gib: float | None = key(
         None,
@@ -44,7 +44,11 @@ class Plan:
         "ranks, or several worlds to compare: [8,16,64]; null: those that launch would start, without a GPU here 8",
         minimum=1,
     )
-    format: str = key("text", "`text` for people; `json`: one object", choices=("text", "json"))
+    format: str = key(
+        "text",
+        "`text` for people; `json`: one object, of a list of GPUs a list of them",
+        choices=("text", "json"),
+    )
     efficiency: float | None = key(
         None,
         "share of the GPU's peak that arithmetic reaches; null: a range, from published trainings",

@@ -15,6 +15,7 @@ from fsdp_trainer.data import demo
 from fsdp_trainer.devices import (
     Device,
     device,
+    gpu_names,
     gpus,
     named_by_driver,
     nothing_to_plan_for,
@@ -102,11 +103,17 @@ def world_sizes(cfg: PlanConfig) -> list[int]:
     return worlds
 
 
+def each_gpu(cfg: PlanConfig) -> list[PlanConfig]:
+    """Return the configuration once for each GPU that plan.gpu names; as it is if it names none."""
+    names = gpu_names(cfg.plan.gpu)
+    return [replace(cfg, plan=replace(cfg.plan, gpu=name)) for name in names] or [cfg]
+
+
 def target(cfg: PlanConfig, world: int) -> Device:
     """What each of `world` ranks computes on. Raises UserError where nothing says."""
     asked, found = cfg.plan, None
     if asked.gpu:
-        found = device(asked.gpu)
+        found = device(gpu_names(asked.gpu)[0])
     elif asked.memory_gib:
         found = Device("any", asked.memory_gib)
     elif cfg.launch.device == "cpu":

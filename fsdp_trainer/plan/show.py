@@ -11,6 +11,7 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import duration, short
 from fsdp_trainer.observe.terminal import Terminal
 from fsdp_trainer.parallel.memory_check import gib
+from fsdp_trainer.plan.answer import Answer
 from fsdp_trainer.plan.plan import GIB, RunPlan
 from fsdp_trainer.plan.suggest import Suggestion
 
@@ -22,19 +23,16 @@ UNTIMED = "its speed is not in the table: plan.tflops=N tells it"
 COMPARED = "; GPU time below is compared as on an H100"
 
 
-def as_json(
-    cfg: PlanConfig,
-    plans: list[RunPlan],
-    suggestions: list[list[Suggestion]],
-    needs: list[Suggestion | None],
-    assumed: list[str],
-) -> dict[str, Any]:
-    """The plan; of several worlds the smallest that fits, else the largest, with all of them under `worlds`."""
-    told = [one_world(cfg, *one) for one in zip(plans, suggestions, needs, strict=True)]
-    fitting = [plan.world_size for plan in plans if plan.fits]
-    chosen = next((one for one in told if one["fits"]), told[-1])
-    several = {"smallest": min(fitting, default=None), "worlds": told} if len(told) > 1 else {}
-    return {**chosen, "assumed": assumed, **several}
+def as_json(cfg: PlanConfig, answer: Answer) -> dict[str, Any]:
+    """Return the plan for one kind of device.
+
+    Of several worlds the smallest that fits, else the largest, with all of them under `worlds`.
+    """
+    each = zip(answer.plans, answer.suggestions, answer.least, strict=True)
+    worlds = [one_world(cfg, *one) for one in each]
+    fitting = [plan.world_size for plan in answer.plans if plan.fits]
+    several = {"smallest": min(fitting, default=None), "worlds": worlds} if len(worlds) > 1 else {}
+    return {**worlds[answer.chosen], "assumed": answer.assumed, **several}
 
 
 def one_world(
@@ -97,43 +95,47 @@ def steps_of(cfg: PlanConfig, plan: RunPlan) -> int | None:
     return cfg.train.steps
 
 
-def show(
-    cfg: PlanConfig,
-    config: ModelConfig,
-    plans: list[RunPlan],
-    suggestions: list[list[Suggestion]],
-    needs: list[Suggestion | None],
-    assumed: list[str],
-    console: Terminal | None = None,
-) -> None:
-    """Print it: a table of the worlds if there are several, then the smallest that fits, else the largest."""
-    console = console or Terminal()
-    index = next((i for i, plan in enumerate(plans) if plan.fits), len(plans) - 1)
-    plan = plans[index]
-    size = config.parameters()
-    model = cfg.model.name if cfg.model.name != "auto" else cfg.model.init_from or config.family
-    console.print(
-        f"{model}, {short(size)} parameters: {cfg.batch.rows:,} rows × {cfg.batch.seq_len:,} tokens a step"
-    )
-    for line in assumed:
-        console.print(Text(f"assumed: {line}", "dim"))
-    if len(plans) > 1:
-        console.print(worlds(plans))
+def show(cfg: PlanConfig, config: ModelConfig, answer: Answer) -> None:
+    """Print the plan for one kind of device.
+
+    A table of the worlds if there are several, then the smallest that fits, else the largest.
+    """
+    console = Terminal()
+    plan = answer.plans[answer.chosen]
+    suggestions = answer.suggestions[answer.chosen]
+    show_head(console, cfg, config, answer.assumed)
+    if len(answer.plans) > 1:
+        console.print(worlds(answer.plans))
     console.print(verdict(plan))
     console.print(categories(plan))
-    console.print(figures(cfg, plan, compares=bool(suggestions[index])))
-    if suggestions[index]:
+    console.print(figures(cfg, plan, compares=bool(suggestions)))
+    if suggestions:
         console.print(Text("faster, and fits" if plan.fits else "what would make it fit", "bold"))
-        console.print(table_of(suggestions[index], narrow=console.width < NARROW))
+        console.print(table_of(suggestions, narrow=console.width < NARROW))
     elif not plan.fits:
         console.print(
             "Nothing that a configuration can change makes it fit: a smaller model, or a device "
             "with more memory, is what is left."
         )
-    if smallest := needs[index]:
+    if smallest := answer.least[answer.chosen]:
         with_changes = f" with  {smallest.override}" if smallest.override else ""
         memory = f"{smallest.peak_bytes / GIB:,.1f} GiB"
         console.print(f"The least memory of a device that would do here: {memory}{with_changes}")
+
+
+def show_head(console: Terminal, cfg: PlanConfig, config: ModelConfig, assumed: list[str]) -> None:
+    """Print what is planned, and what was assumed about it."""
+    size = short(config.parameters())
+    model = cfg.model.name if cfg.model.name != "auto" else cfg.model.init_from or config.family
+    step = f"{cfg.batch.rows:,} rows × {cfg.batch.seq_len:,} tokens a step"
+    console.print(f"{model}, {size} parameters: {step}")
+    for line in assumed:
+        console.print(Text(f"assumed: {line}", "dim"))
+
+
+def yes_or_no(fits: bool) -> Text:
+    """Return the word in its colour."""
+    return Text("yes", "green") if fits else Text("no", "red")
 
 
 def worlds(plans: list[RunPlan]) -> Table:
@@ -160,11 +162,10 @@ def worlds(plans: list[RunPlan]) -> Table:
             else ("–",) * 3
         )
         sent = sum(wire.gathered + wire.reduced for wire in plan.wire.values())
-        fits = Text("yes", "green") if plan.fits else Text("no", "red")
         table.add_row(
             f"{plan.world_size:,}",
             f"{plan.memory.peak.total / GIB:,.1f} GiB",
-            fits,
+            yes_or_no(plan.fits),
             *timed,
             f"{sent / GIB:,.1f} GiB",
             Text(f"{plan.empty_share:.0%}", "red" if plan.empty_share >= 0.1 else ""),

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsdp_trainer.config.dimensions import dimension_sizes
+from fsdp_trainer.config.dimensions import dimension_sizes, layout_problem
 from fsdp_trainer.config.schema import Sharding, TrainConfig
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.config import ModelConfig
@@ -22,14 +22,19 @@ from fsdp_trainer.parallel.parallelize import fsdp_modules, parallelize
 from fsdp_trainer.torch_private import reduce_scatter_groups
 from fsdp_trainer.training.gradients import clip_gradients
 
+INNER = {"context": 1, "tensor": 1}
 STRATEGIES = {
-    "fsdp": (Sharding(), {"replicate": 1, "shard": 4}, ("shard",)),
+    "fsdp": (Sharding(), {"replicate": 1, "shard": 4, **INNER}, ("shard",)),
     "hsdp": (
         Sharding(strategy="hsdp", replicas=2),
-        {"replicate": 2, "shard": 2},
+        {"replicate": 2, "shard": 2, **INNER},
         ("replicate", "shard"),
     ),
-    "ddp": (Sharding(strategy="ddp"), {"replicate": 4, "shard": 1}, ("replicate", "shard")),
+    "ddp": (
+        Sharding(strategy="ddp"),
+        {"replicate": 4, "shard": 1, **INNER},
+        ("replicate", "shard"),
+    ),
 }
 
 
@@ -69,6 +74,30 @@ def test_every_rank_reads_its_own_rows_and_the_mesh_has_no_dimension_to_spare(wo
     assert [rank[4] for rank in ranks] == [[60.0] * len(names)] * 4
 
 
+def placed(sharding):
+    """A rank's place, the ranks of its groups, and sums of what each rank of a tensor group has."""
+    dims = dims_of(sharding)
+    rows, tokens = (torch.tensor(float(dims.batch_rank + 1)) for _ in range(2))
+    dims.sum_over_batch(rows)
+    dims.sum_over_tokens(tokens)
+    members = [dist.get_process_group_ranks(dims.group(name)) for name in ("context", "tensor")]
+    timeouts = {timeout_of(dims.group(name)) for name in ("context", "tensor")}
+    shape = dict(zip(dims.mesh.mesh_dim_names, dims.mesh.shape, strict=True))
+    batch = (dims.batch_rank, dims.batch_ranks, dims.same_rows)
+    return batch, members, shape, rows.item(), tokens.item(), timeouts
+
+
+def test_ranks_of_a_tensor_and_a_context_group_read_the_same_rows(world):
+    layout = Sharding(strategy="hsdp", replicas=2, context=2, tensor=2)
+    ranks = world.call(8, placed, layout)
+    assert [rank[0] for rank in ranks] == [(i // 4, 2, 4) for i in range(8)]
+    assert ranks[5][1] == [[5, 7], [4, 5]]
+    assert ranks[0][2] == {"replicate": 2, "shard": 2}
+    assert {rank[3] for rank in ranks} == {3.0}
+    assert {rank[4] for rank in ranks} == {6.0}  # those of a context group have other tokens
+    assert ranks[0][5] == {60.0}
+
+
 def groups(sharding):
     dims = dims_of(sharding)
     return dims.groups_along("replicate"), dims.groups_along("shard")
@@ -86,6 +115,22 @@ def refused(sharding):
 
 def test_replicas_that_do_not_divide_the_ranks_are_refused(world):
     assert "3" in world.call(2, refused, Sharding(strategy="hsdp", replicas=3))[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (
+            {"tensor": 3},
+            "must divide the number of ranks, which is 8.\nUse  sharding.tensor=2",
+        ),
+        ({"tensor": 2, "context": 3}, "sharding.context=3 must divide the number of groups of"),
+        ({"strategy": "hsdp", "replicas": 8, "tensor": 2}, "which are 4 of 8"),
+    ],
+)
+def test_a_layout_that_does_not_divide_the_ranks_is_refused_with_one_that_does(layout, words):
+    problem = layout_problem(Sharding(**layout), 8)
+    assert words in f"{problem.what} {problem.why}"
 
 
 PLACEMENTS = {

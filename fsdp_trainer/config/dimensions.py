@@ -1,14 +1,47 @@
 """The dimensions in which the ranks of a run are arranged. No torch."""
 
+import math
+
 from fsdp_trainer.config.schema import Sharding
+from fsdp_trainer.errors import Problem
 
 
 def dimension_sizes(sharding: Sharding, ranks: int) -> dict[str, int]:
     """Return the size of each dimension by name, outermost first.
 
     Neighbouring ranks differ in the last. Ranks that differ in `replicate` hold the same part of
-    the model's states, those that differ in `shard` another. Where the replicas do not divide the
-    ranks the sizes multiply to fewer.
+    the model's states, those that differ in another dimension another part. Those that differ in
+    `context` or `tensor` read the same rows. Where the sizes do not divide the ranks they multiply
+    to fewer.
     """
-    replicas = {"fsdp": 1, "hsdp": sharding.replicas, "ddp": ranks}[sharding.strategy]
-    return {"replicate": replicas, "shard": max(1, ranks // replicas)}
+    readers = max(1, ranks // (sharding.context * sharding.tensor))
+    replicas = {"fsdp": 1, "hsdp": sharding.replicas, "ddp": readers}[sharding.strategy]
+    return {
+        "replicate": replicas,
+        "shard": max(1, readers // replicas),
+        "context": sharding.context,
+        "tensor": sharding.tensor,
+    }
+
+
+def fsdp_ranks(sizes: dict[str, int]) -> int:
+    """Return over how many ranks fully_shard divides what a rank of a tensor group holds."""
+    return sizes["shard"] * sizes["context"]
+
+
+def layout_problem(sharding: Sharding, ranks: int) -> Problem | None:
+    """Return why the ranks cannot be arranged as the configuration asks; None: they can."""
+    if math.prod(dimension_sizes(sharding, ranks).values()) == ranks:
+        return None
+    left = ranks
+    for name, what in (("tensor", "ranks"), ("context", "groups of sharding.tensor ranks")):
+        size = getattr(sharding, name)
+        if left % size:
+            nearest = max(n for n in range(1, size) if left % n == 0)
+            rule = f"must divide the number of {what}, which is {left}"
+            return Problem(f"sharding.{name}={size}", f"{rule}.\nUse  sharding.{name}={nearest}")
+        left //= size
+    rule = f"must divide the number of ranks, which is {ranks}"
+    if left < ranks:
+        rule = f"must divide the ranks that read different rows, which are {left} of {ranks}"
+    return Problem(f"sharding.replicas={sharding.replicas}", rule)

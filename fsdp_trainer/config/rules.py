@@ -15,6 +15,7 @@ from fsdp_trainer.config.rules_computing import (
     attention,
     collectives,
     compilation,
+    dimensions,
     float8,
     four_bits,
     moments,
@@ -54,6 +55,7 @@ from fsdp_trainer.models.resolve import model_problems
 Rule = Callable[[Any, Report], Iterator[tuple[str, str]]]
 RULES: tuple[Rule, ...] = (
     replicas,
+    dimensions,
     collectives,
     activation_checkpointing,
     attention,

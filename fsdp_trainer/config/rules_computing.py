@@ -54,6 +54,13 @@ def replicas(cfg: TrainConfig, report: Report) -> Broken:
         )
 
 
+def dimensions(cfg: TrainConfig, report: Report) -> Broken:
+    """Context parallelism is not there yet."""
+    for name in ("tensor", "context"):
+        if getattr(cfg.sharding, name) > 1:
+            yield f"sharding.{name}", f"is not in this version.\nUse  sharding.{name}=1"
+
+
 def collectives(cfg: TrainConfig, report: Report) -> Broken:
     """Options of FSDP2's collectives need a torch that has them, and something to communicate.
 

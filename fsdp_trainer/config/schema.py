@@ -437,6 +437,12 @@ class Sharding:
         choices=("fsdp", "hsdp", "ddp"),
     )
     replicas: int = key(1, "hsdp: how many groups; must divide the number of ranks", minimum=1)
+    tensor: int = key(
+        1,
+        "ranks that share each block's heads and feed-forward channels, and the rows' tokens between blocks; neighbours, inside a node",
+        minimum=1,
+    )
+    context: int = key(1, "ranks that share each row's tokens; not in this version: 1", minimum=1)
     reshard_after_forward: bool | Literal["auto"] = key(
         "auto",
         "free a unit's gathered parameters after forward and gather again in backward; `auto`: true",

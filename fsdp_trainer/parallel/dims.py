@@ -8,12 +8,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_trainer.config.dimensions import dimension_sizes
+from fsdp_trainer.config.dimensions import dimension_sizes, fsdp_ranks, layout_problem
 from fsdp_trainer.config.schema import Sharding
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.torch_private import sequence_number, set_timeout
 
 BATCH = ("replicate", "shard")  # ranks that differ in one of these read different rows
@@ -22,11 +22,13 @@ BATCH = ("replicate", "shard")  # ranks that differ in one of these read differe
 class Dims:
     """This rank's place among all ranks. Whatever depends on the number of ranks asks here.
 
-    sizes: of each dimension by name, outermost first; coordinates: this rank's place in each. mesh:
-    what fully_shard gets: [shard], or [replicate, shard]. A replicate dimension of size 1 is left
-    out, because fully_shard would all-reduce over it; a shard dimension of size 1 turns it into
-    plain replication (ddp). batch_rank, batch_ranks: which part of each step's rows this rank
-    reads, of how many parts.
+    sizes: of each dimension by name, outermost first; coordinates: this rank's place in each.
+    mesh: what fully_shard gets: [shard], or [replicate, shard], where `shard` holds the ranks of
+    `shard` and `context`. A replicate dimension of size 1 is left out, because fully_shard would
+    all-reduce over it; a shard dimension of size 1 turns it into plain replication (ddp).
+    tensor_mesh: the ranks that share each matrix; None: each rank computes with whole ones.
+    batch_rank, batch_ranks: which part of each step's rows this rank reads, of how many parts;
+    same_rows: how many ranks, which are neighbours, read the same part.
     """
 
     def __init__(self, sharding: Sharding, device_type: str, timeout: float):
@@ -34,9 +36,7 @@ class Dims:
         self.ranks = dist.get_world_size()
         self.timeout = timedelta(seconds=timeout)
         self.sizes = dimension_sizes(sharding, self.ranks)
-        if math.prod(self.sizes.values()) != self.ranks:
-            rule = f"must divide the number of ranks, which is {self.ranks}"
-            problem = Problem(f"sharding.replicas={sharding.replicas}", rule)
+        if problem := layout_problem(sharding, self.ranks):
             raise UserError("the mesh does not divide", [problem])
         places = np.unravel_index(dist.get_rank(), tuple(self.sizes.values()))
         self.coordinates = dict(zip(self.sizes, map(int, places), strict=True))
@@ -44,18 +44,53 @@ class Dims:
         batch_place = tuple(self.coordinates[name] for name in BATCH)
         self.batch_ranks = math.prod(batch_sizes)
         self.batch_rank = int(np.ravel_multi_index(batch_place, batch_sizes))
-        names = tuple(name for name, size in self.sizes.items() if name == "shard" or size > 1)
-        shape = tuple(self.sizes[name] for name in names)
-        self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-        for group in self.mesh.get_all_groups():
+        self.same_rows = self.ranks // self.batch_ranks
+
+        lengths = {
+            "replicate": self.sizes["replicate"],
+            "shard": fsdp_ranks(self.sizes),
+            "tensor": self.sizes["tensor"],
+        }
+        names = tuple(name for name, size in lengths.items() if name == "shard" or size > 1)
+        shape = tuple(lengths[name] for name in names)
+        dense = init_device_mesh(device_type, shape, mesh_dim_names=names)
+        self.mesh: DeviceMesh = dense
+        self.tensor_mesh: DeviceMesh | None = None
+        self._groups = dict(zip(names, dense.get_all_groups(), strict=True))
+        if "tensor" in names:
+            self.mesh, self.tensor_mesh = dense[names[:-1]], dense["tensor"]
+        if self.sizes["context"] > 1:
+            members = self.groups_along("context")
+            self._groups["context"] = dist.new_subgroups_by_enumeration(members, self.timeout)[0]
+        for group in self._groups.values():
             set_timeout(group, self.timeout)
 
-    def sum_over_batch(self, tensor: Tensor) -> None:
-        """Sum in place over the ranks that read different rows: losses, counts. Collective.
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        """Return the ranks that differ from this one in dimension `name` alone.
 
-        These are all ranks: no dimension yet has ranks that read the same rows.
+        name: `context` or `tensor`; None where the dimension has one rank.
+        """
+        return self._groups.get(name)
+
+    def sum_over_batch(self, tensor: Tensor) -> None:
+        """Sum in place over the ranks that read different rows: counts of rows. Collective.
+
+        Ranks that read the same rows have the same numbers: of these their mean is taken, so that
+        the sums are the same on every rank to the last bit.
         """
         self.sum_over_all(tensor)
+        if self.same_rows > 1:
+            tensor /= self.same_rows
+
+    def sum_over_tokens(self, tensor: Tensor) -> None:
+        """Sum in place over the ranks that compute different tokens: losses. Collective.
+
+        Ranks of a tensor group have the same numbers, of which the mean is taken; those of a
+        context group have other tokens of the same rows.
+        """
+        self.sum_over_all(tensor)
+        if self.sizes["tensor"] > 1:
+            tensor /= self.sizes["tensor"]
 
     def sum_over_all(self, tensor: Tensor) -> None:
         """Sum in place over all ranks. Collective."""
@@ -81,9 +116,7 @@ class Dims:
         Ranks whose counts differ are in different collectives.
         """
         groups = {
-            group.group_name: group
-            for group in (dist.group.WORLD, *self.mesh.get_all_groups())
-            if group
+            group.group_name: group for group in (dist.group.WORLD, *self._groups.values()) if group
         }
         kinds = {"cpu", self.mesh.device_type}
         counts = [sequence_number(group, kind) for group in groups.values() for kind in kinds]

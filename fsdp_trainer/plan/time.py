@@ -78,7 +78,8 @@ def micro_batches(cfg: TrainConfig, world: int) -> int:
 
 def groups(sharding: Sharding, world: int, per_node: int) -> tuple[Group, Group]:
     """The shard and the replicate dimension of the mesh: neighbouring ranks share shards."""
-    replicas, shards = dimension_sizes(sharding, world).values()
+    sizes = dimension_sizes(sharding, world)
+    replicas, shards = sizes["replicate"], sizes["shard"]
     return Group(shards, min(shards, per_node)), Group(
         replicas, min(replicas, max(1, per_node // shards))
     )

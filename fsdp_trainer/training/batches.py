@@ -47,7 +47,8 @@ class Assembler:
 
     sources: how many whose losses are told apart; rank, ranks: of those with different rows.
     pad_to_multiple: micro-batches are as long as their longest row, rounded up to this, at most
-    seq_len. attention: a name of `LAYOUTS`. number_documents: for an objective that is no sum over
+    seq_len. same_rows: how many ranks, neighbours, are one of `ranks`: they get the same rows.
+    attention: a name of `LAYOUTS`. number_documents: for an objective that is no sum over
     single tokens, see MicroBatch.documents.
     """
 
@@ -60,10 +61,23 @@ class Assembler:
     pad_to_multiple: int | None = None
     attention: str = "documents"
     number_documents: bool = False
+    same_rows: int = 1
 
     def count(self, plan: StepPlan) -> int:
         """Return the number of micro-batches per rank; surplus slots are empty rows."""
         return math.ceil((plan.stop - plan.start) / (self.micro_rows * self.ranks))
+
+    def suspects_event(self, ranks: list[int], samples: list[str]) -> dict[str, Any]:
+        """Return what an event says of a bad step: at most MAX_SUSPECTS ranks and samples, and how
+        many more samples there are.
+
+        ranks: as in `rank`.
+        """
+        readers = [rank * self.same_rows + i for rank in ranks for i in range(self.same_rows)]
+        different = [*dict.fromkeys(samples)]
+        event = {"ranks": readers[:MAX_SUSPECTS], "samples": different[:MAX_SUSPECTS]}
+        more = len(different) - MAX_SUSPECTS
+        return event | ({"more_samples": more} if more > 0 else {})
 
     def empty(self) -> MicroBatch:
         """Return a micro-batch without a token."""
@@ -187,15 +201,6 @@ def ranks_with_highest(values: Sequence[float]) -> list[int]:
     """
     highest = max(values)
     return [rank for rank, value in enumerate(values) if value == highest][:MAX_SUSPECTS]
-
-
-def suspects_event(ranks: list[int], samples: list[str]) -> dict[str, Any]:
-    """Return what an event says of them: at most MAX_SUSPECTS samples, and how many more
-    there are."""
-    different = [*dict.fromkeys(samples)]
-    event = {"ranks": ranks, "samples": different[:MAX_SUSPECTS]}
-    more = len(different) - MAX_SUSPECTS
-    return event | ({"more_samples": more} if more > 0 else {})
 
 
 def row_ranges(

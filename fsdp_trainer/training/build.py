@@ -308,6 +308,7 @@ def build_data(
         "micro_rows": cfg.batch.micro_rows,
         "rank": dims.batch_rank,
         "ranks": dims.batch_ranks,
+        "same_rows": dims.same_rows,
         "device": world.device,
         "pad_to_multiple": cfg.data.pad_to_multiple,
         "attention": attention.layout,

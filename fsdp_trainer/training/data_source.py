@@ -15,7 +15,6 @@ from fsdp_trainer.training.batches import (
     StepPlan,
     count_steps,
     ranks_with_highest,
-    suspects_event,
 )
 from fsdp_trainer.training.feed import Feed
 from fsdp_trainer.training.progress import Progress
@@ -123,7 +122,7 @@ class StoredRows:
         """Return the ranks with the highest loss, and the samples of their micro-batches."""
         ranks = ranks_with_highest(report.worst_losses)
         samples = self.batches.samples_of(report.plan, ranks, report.worst_micro_batches)
-        return suspects_event(ranks, samples)
+        return self.batches.suspects_event(ranks, samples)
 
     def shares(self, progress: Progress) -> list[dict[str, Any]]:
         """Return what each component has given so far; empty for a single one."""

@@ -78,7 +78,7 @@ class ForwardBackward:
         if step.data_missing:
             sums[self.metrics.position("loss")] = torch.nan
         reduced = torch.cat([sums, worst.flatten()])
-        self.dims.sum_over_batch(reduced)
+        self.dims.sum_over_tokens(reduced)
         return reduced[: len(sums)], reduced[len(sums) :]
 
     def compute(self, plan: StepPlan, batch: MicroBatch) -> MicroBatchResult:

@@ -34,7 +34,6 @@ from fsdp_trainer.training.batches import (
     StepPlan,
     ranks_with_highest,
     row_ranges,
-    suspects_event,
 )
 from fsdp_trainer.training.data_source import LeaveTogether
 from fsdp_trainer.training.feed import Feed, StepBatches
@@ -137,7 +136,7 @@ class StreamedRows:
         if rank in ranks and report.plan.start in self.samples:
             own = self.samples[report.plan.start][int(report.worst_micro_batches[rank])]
         samples = [place_of(where) for where in dict.fromkeys(own)][:MAX_SUSPECTS]
-        return suspects_event(ranks, [*chain(*gather(samples))])
+        return self.assembler.suspects_event(ranks, [*chain(*gather(samples))])
 
     def shares(self, progress: Progress) -> list[dict[str, Any]]:
         """Return nothing: streams are not mixed by shares."""
@@ -295,7 +294,7 @@ class StreamFeed(Feed):
     def _report_skipped(self, skipped: list[str]) -> None:
         """Record the rows that data.on_error=skip left out; a few are shown, events.jsonl has
         all."""
-        places = [*chain(*gather(skipped))]
+        places = [*dict.fromkeys(chain(*gather(skipped)))]  # several ranks may read the same rows
         self.source.observer.event("rows_skipped", step=self.plan.step, rows=places)
         for where in islice(places, max(0, MAX_SHOWN_SKIPPED - self._shown_skipped)):
             self.source.observer.say(f"skipped {where}")

@@ -288,7 +288,7 @@ class Trainer:
                         metrics.add(sums, MicroBatchResult(batch, scores, part, part))
             finally:
                 reshard(self.model)
-            self.dims.sum_over_batch(sums)
+            self.dims.sum_over_tokens(sums)
             dist.broadcast(sums, 0)  # the ranks decide by it: it must be the same to the last bit
             loss = sums[metrics.position("loss")].item() / (step.plan.weight or math.nan)
             self.progress.validated(loss, self.cfg.train.early_stop_delta)

@@ -364,7 +364,7 @@ def test_a_run_says_in_which_state_it_is(tmp_path):
     silent = write_run(
         tmp_path / "silent", lines, events[:4]
     )  # files that were just copied say nothing
-    assert (read_run(silent, "a").state, read_run(silent, "a").why) == (
+    assert (read_run(silent, "a").state, read_run(silent, "a").explanation) == (
         "failed",
         "ended without a word",
     )

@@ -1,1 +1,1 @@
-"""What happened in a run, or in many: read from their files, on a page and at the terminal. Imports no torch."""
+"""Reports of what happened in runs, read from their files: a page and a summary. No torch."""

@@ -1,4 +1,7 @@
-"""Where a run's wall time went, from its first start to its last sign of life. docs/report.md defines each part."""
+"""The parts of a run's wall time, from its first start to its last sign of life.
+
+docs/report.md defines each part.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,9 +40,11 @@ OUTSIDE = ("start", "rewind")  # phases that are no part of a step
 
 @dataclass
 class Attempt:
-    """From a start, a resume or a rewind to the next. began: when its process did; ready: its first step; step: from which it goes on.
+    """The part of a run from a start, a resume or a rewind to the next one. Times in Unix seconds.
 
-    kept: the last of its steps that no later attempt did again; ended: its last sign of life; lines: where its metrics are.
+    began: when its process did; ready: when its first step began; step: the one it goes on from;
+    last_step: the last of its steps that no later attempt repeats; ended: its last sign of life;
+    lines: its part of the metrics.
     """
 
     event: dict[str, Any]
@@ -47,14 +52,22 @@ class Attempt:
     ready: float
     step: int
     events: list[dict[str, Any]] = field(default_factory=list)
-    kept: float = np.inf
+    last_step: float = np.inf
     ended: float = 0.0
     lines: slice = field(default_factory=lambda: slice(0, 0))
 
     @property
     def end(self) -> dict[str, Any]:
-        """Its last event, if it left in order."""
+        """The event `end`; {} if the attempt was killed."""
         return next((e for e in reversed(self.events) if e["event"] == "end"), {})
+
+    @property
+    def is_rewind(self) -> bool:
+        return self.event["event"] == "rewind"
+
+    def reached(self, figure: str) -> float:
+        """The step or the time that the attempt before had reached; 0 if it is not on record."""
+        return float((self.event.get("reached") or {}).get(figure) or 0)
 
 
 @dataclass
@@ -67,7 +80,7 @@ class Goodput:
     lost_steps: int
 
     def share(self, part: str) -> float:
-        """Of the wall time."""
+        """The part's share of the wall time."""
         return self.seconds[part] / self.wall if self.wall else 0.0
 
     @property
@@ -78,7 +91,11 @@ class Goodput:
 
 
 def attempts_of(run: RecordedRun) -> list[Attempt]:
-    """In their order. Words of a command that trained nothing, such as that a run is already finished, belong to none."""
+    """A run's attempts in order.
+
+    Events after an attempt's end belong to no attempt: a command that finds the run finished
+    writes one, and trains nothing.
+    """
     attempts: list[Attempt] = []
     for event in run.events:
         if event["event"] in ("start", "resume", "rewind"):
@@ -87,79 +104,73 @@ def attempts_of(run: RecordedRun) -> list[Attempt]:
             attempts.append(Attempt(event, began, event["time"], step))
         if attempts and not attempts[-1].end:
             attempts[-1].events.append(event)
-    steps, times = run.column("step"), run.column("time")
     for i, attempt in enumerate(attempts):
-        later = attempts[i + 1 :]
-        attempt.kept = min((a.step for a in later), default=np.inf)
-        attempt.lines = slice(
-            int(np.searchsorted(steps, attempt.step, "right")),
-            int(np.searchsorted(steps, attempt.kept, "right")),
-        )
-        signs = [event["time"] for event in attempt.events] + times[attempt.lines][
-            ~np.isnan(times[attempt.lines])
-        ].tolist()
-        if later:
-            rewound = later[0].event["event"] == "rewind"
-            reached = (
-                later[0].began
-                if rewound
-                else float((later[0].event.get("reached") or {}).get("time") or 0.0)
-            )
-            signs.append(min(reached, later[0].began))
-        attempt.ended = max(signs)
+        _find_end(attempt, attempts[i + 1 :], run)
     return attempts
 
 
+def _find_end(attempt: Attempt, later: list[Attempt], run: RecordedRun) -> None:
+    """Set an attempt's last step, its lines of the metrics, and its last sign of life."""
+    attempt.last_step = min((a.step for a in later), default=np.inf)
+    first, stop = np.searchsorted(run.column("step"), [attempt.step, attempt.last_step], "right")
+    attempt.lines = slice(int(first), int(stop))
+    times = run.column("time")[attempt.lines]
+    signs = [event["time"] for event in attempt.events] + times[~np.isnan(times)].tolist()
+    if later:
+        following = later[0]
+        reached = following.began if following.is_rewind else following.reached("time")
+        signs.append(min(reached, following.began))
+    attempt.ended = max(signs)
+
+
 def goodput(run: RecordedRun) -> Goodput | None:
-    """None of a run without an attempt on record, or whose version wrote no phase times."""
+    """The parts of a run's time; None without an attempt on record, or without phase times."""
     attempts = attempts_of(run)
     if not attempts or (run.lines and not phases_of(run)):
         return None
     seconds = dict.fromkeys(PARTS, 0.0)
     for i, attempt in enumerate(attempts):
-        again = attempts[i + 1 : i + 2]
         if i:
             seconds["down"] += max(0.0, attempt.began - attempts[i - 1].ended)
-        startup = "restart" if attempt.event["event"] == "rewind" else "startup"
-        _add(
-            seconds,
-            _by_part(phases_of(run, attempt.lines)) or {startup: attempt.ready - attempt.began},
-            first=not i,
-        )
-        known = run.column("time")[attempt.lines]
-        last = float(known[-1]) if len(known) else attempt.ready
-        rest = attempt.ended - last
-        told = _by_part(attempt.end.get("phases") or {})
-        if not told:
-            told = {
-                "checkpoint": sum(
-                    _stall(e)
-                    for e in attempt.events
-                    if e["event"] == "checkpoint" and e["time"] > last
-                )
-            }
-        told = {
-            part: min(value, max(0.0, rest))
-            for part, value in told.items()
-            if part not in ("startup", "restart")
-        }  # which is above
-        _add(seconds, told, first=not i)
-        if again and attempt.end.get("exit_code") != 75:
-            seconds["redone"] += max(0.0, rest - sum(told.values()))
+        parts = _seconds_of(run, attempt, is_last=attempt is attempts[-1])
+        for part, spent in parts:
+            seconds["restart" if part == "startup" and i else part] += spent
     wall = attempts[-1].ended - attempts[0].began
-    seconds["other"] = wall - sum(value for part, value in seconds.items() if part != "other")
+    del seconds["other"]
+    seconds["other"] = wall - sum(seconds.values())
     if seconds["other"] < 0:  # clocks that were set, and rounding
         seconds["training"] += seconds["other"]
         seconds["other"] = 0.0
-    lost = sum(
-        max(0, int((a.event.get("reached") or {}).get("step") or a.event["step"]) - a.step)
-        for a in attempts[1:]
-    )
+    lost = sum(max(0, int(a.reached("step") or a.event["step"]) - a.step) for a in attempts[1:])
     return Goodput(seconds, wall, len(attempts), lost)
 
 
+def _seconds_of(run: RecordedRun, attempt: Attempt, is_last: bool) -> list[tuple[str, float]]:
+    """(part, seconds) of an attempt."""
+    startup = "restart" if attempt.is_rewind else "startup"
+    steps = _by_part(phases_of(run, attempt.lines)) or {startup: attempt.ready - attempt.began}
+    times = run.column("time")[attempt.lines]
+    last_line = float(times[-1]) if len(times) else attempt.ready
+    rest = attempt.ended - last_line
+    after_steps = _after_steps(attempt, last_line, limit=max(0.0, rest))
+    parts = [*steps.items(), *after_steps.items()]
+    if not is_last and attempt.end.get("exit_code") != 75:
+        parts.append(("redone", max(0.0, rest - sum(after_steps.values()))))
+    return parts
+
+
+def _after_steps(attempt: Attempt, last_line: float, limit: float) -> dict[str, float]:
+    """Seconds of each part after the last line of the metrics, `limit` at most."""
+    parts = _by_part(attempt.end.get("phases") or {})
+    if not parts:
+        saves = (e for e in attempt.events if e["event"] == "checkpoint" and e["time"] > last_line)
+        parts = {"checkpoint": sum(_stall(event) for event in saves)}
+    counted_before = ("startup", "restart")
+    return {p: min(value, limit) for p, value in parts.items() if p not in counted_before}
+
+
 def phases_of(run: RecordedRun, lines: slice = slice(None)) -> dict[str, float]:
-    """Seconds in each phase, over some lines of the metrics; {} where an older version wrote them."""
+    """Seconds in each phase, over some lines of the metrics; {} if an older version wrote them."""
     columns = {phase: values[lines] for phase, values in run.phases.items()}
     return {
         phase: float(np.nansum(values))
@@ -178,8 +189,3 @@ def _by_part(phases: dict[str, float]) -> dict[str, float]:
 
 def _stall(event: dict[str, Any]) -> float:
     return float(event.get("stall_seconds") or event.get("seconds") or 0.0)
-
-
-def _add(seconds: dict[str, float], parts: dict[str, float], first: bool) -> None:
-    for part, spent in parts.items():
-        seconds["restart" if part == "startup" and not first else part] += spent

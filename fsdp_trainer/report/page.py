@@ -1,4 +1,8 @@
-"""A report as one HTML file that needs nothing else. Names, prompts and configurations are text of strangers: all is escaped, and no script but ours could run."""
+"""A report as one HTML file that needs nothing else.
+
+Names, prompts and configurations are text of strangers: all is escaped, and no script but ours
+could run.
+"""
 
 import json
 import time
@@ -48,7 +52,7 @@ GROUPS = {  # phases in the order of a step, as they are stacked
 
 
 def write(summaries: list[Summary], file: Path) -> None:
-    """Write it; UserError where that cannot be."""
+    """Write the page. Raises UserError if the file cannot be written."""
     summaries = by_objective(summaries)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
@@ -83,12 +87,12 @@ def write(summaries: list[Summary], file: Path) -> None:
 
 
 def content_hash(content: str) -> str:
-    """As a Content-Security-Policy names what may be used."""
+    """The hash by which a Content-Security-Policy allows a script or a style."""
     return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"
 
 
 def as_script(data: Any) -> str:
-    """JSON that no HTML can end before its time."""
+    """JSON without `<`, so that no text in it ends the script element."""
     return json.dumps(data, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c")
 
 
@@ -98,38 +102,47 @@ def shown(value: Any) -> str:
 
 
 def page_data(summaries: list[Summary]) -> dict[str, Any]:
-    """What the page's charts are made of."""
-    most = max(50, min(ROWS, ALL_ROWS // max(1, len(summaries))))
-    runs = [run_data(summary.run, most) for summary in summaries]
-    spent = [run["phases"]["bars"] for run in runs if run["phases"]]
-    return {
-        "groups": [
-            group for group in (*GROUPS, "other") if any(any(bars[group]) for bars in spent)
-        ],
-        "runs": runs,
-    }
+    """The data of the page's charts."""
+    max_rows = max(50, min(ROWS, ALL_ROWS // max(1, len(summaries))))
+    runs = [run_data(summary.run, max_rows) for summary in summaries]
+    bars = [run["phases"]["bars"] for run in runs if run["phases"]]
+    used = [group for group in (*GROUPS, "other") if any(any(bar[group]) for bar in bars)]
+    return {"groups": used, "runs": runs}
 
 
-def run_data(run: RecordedRun, most: int) -> dict[str, Any]:
-    """A run's lines, each with at most `most` rows or so; the rows of every line's least and greatest values are among them."""
+def run_data(run: RecordedRun, max_rows: int) -> dict[str, Any]:
+    """A run's curves, each of about `max_rows` points, its smallest and greatest among them."""
     names = [name for name in run.metrics if name in LINES or name.startswith(OF_SOURCES)]
     began = beginning(run)
-    steps, tokens, seconds = (
-        run.column("step"),
-        run.column("tokens"),
-        np.fmax.accumulate(run.column("time")) - began,
-    )
-    kept = thinned({name: run.metrics[name] for name in names}, run.lines, most)
-    lines = {name: numbers(run.metrics[name][kept]) for name in names}
-    if len(kept) < run.lines and "loss" in run.metrics:
-        lines["mean of loss"] = numbers(means(run.metrics["loss"], kept))
-    x = {
-        "steps": numbers(steps[kept], 15),
-        "tokens": numbers(tokens[kept], 15),
-        "time": numbers(seconds[kept], 9),
+    seconds = np.fmax.accumulate(run.column("time")) - began
+    rows = thinned({name: run.metrics[name] for name in names}, run.lines, max_rows)
+    lines = {name: numbers(run.metrics[name][rows]) for name in names}
+    if len(rows) < run.lines and "loss" in run.metrics:
+        lines["mean of loss"] = numbers(means(run.metrics["loss"], rows))
+    return {
+        "name": run.label,
+        "rows": run.lines,
+        "x": axes(run, seconds, rows),
+        "lines": lines,
+        "events": events_data(run, began, seconds),
+        "phases": intervals(run, seconds),
     }
-    known = (steps, np.nan_to_num(tokens)) if run.lines else (np.zeros(1), np.zeros(1))
-    told = []
+
+
+def axes(run: RecordedRun, seconds: np.ndarray, rows: np.ndarray) -> dict[str, Any]:
+    """Values of the three x axes at some rows."""
+    return {
+        "steps": numbers(run.column("step")[rows], 15),
+        "tokens": numbers(run.column("tokens")[rows], 15),
+        "time": numbers(seconds[rows], 9),
+    }
+
+
+def events_data(run: RecordedRun, began: float, seconds: np.ndarray) -> list[dict[str, Any]]:
+    """A run's last events, each with its place on the three x axes."""
+    steps, tokens = run.column("step"), np.nan_to_num(run.column("tokens"))
+    known = (steps, tokens) if run.lines else (np.zeros(1), np.zeros(1))
+    events = []
     for event in run.events[-EVENTS:]:
         since, step = float(event["time"]) - began, event.get("step")
         if not isinstance(step, int):
@@ -139,57 +152,51 @@ def run_data(run: RecordedRun, most: int) -> dict[str, Any]:
             "tokens": round(float(np.interp(step, *known))),
             "time": round(since, 3),
         }
-        told.append({"kind": str(event["event"]), "text": about(event)} | place)
-    return {
-        "name": run.label,
-        "rows": run.lines,
-        "x": x,
-        "lines": lines,
-        "events": told,
-        "phases": intervals(run, seconds),
-    }
+        events.append({"kind": str(event["event"]), "text": about(event)} | place)
+    return events
 
 
-def thinned(columns: dict[str, np.ndarray], rows: int, most: int) -> np.ndarray:
-    """Which rows to show: first and last, and of each of equal ranges those where a column is least or greatest."""
-    if rows <= most:
+def thinned(columns: dict[str, np.ndarray], rows: int, max_rows: int) -> np.ndarray:
+    """The rows to show: first, last, and those of each column's extremes in ranges of rows."""
+    if rows <= max_rows:
         return np.arange(rows)
-    edges = np.linspace(0, rows, max(2, most // 4) + 1).astype(int)
-    keep = {0, rows - 1}
+    edges = np.linspace(0, rows, max(2, max_rows // 4) + 1).astype(int)
+    chosen = {0, rows - 1}
     for values in columns.values():
         for start, stop in pairwise(edges):
             part = values[start:stop]
             if not np.isnan(part).all():
-                keep |= {start + int(np.nanargmin(part)), start + int(np.nanargmax(part))}
-    return np.array(sorted(keep))
+                chosen |= {start + int(np.nanargmin(part)), start + int(np.nanargmax(part))}
+    return np.array(sorted(chosen))
 
 
-def means(values: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """The mean of the rows around each that is kept: up to halfway to its neighbours, and at least 1/200 of all."""
+def means(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The mean around each of some rows, over 1/200 of all rows."""
     half = max(1, len(values) // 400)
     known, sums = (
         np.concatenate([[0.0], np.cumsum(part)])
         for part in (~np.isnan(values), np.nan_to_num(values))
     )
-    low, high = np.maximum(kept - half, 0), np.minimum(kept + half + 1, len(values))
+    low, high = np.maximum(rows - half, 0), np.minimum(rows + half + 1, len(values))
     with np.errstate(invalid="ignore"):
         return (sums[high] - sums[low]) / (known[high] - known[low])
 
 
 def numbers(values: np.ndarray, digits: int = 6) -> list[float | None]:
-    """As JSON writes them: null for NaN, integers without a point."""
-    return [
-        None
-        if not np.isfinite(v)
-        else int(v)
-        if v == int(v) and abs(v) < 2**53
-        else float(f"{v:.{digits}g}")
-        for v in values.tolist()
-    ]
+    """Numbers for JSON: null for NaN, integers without a point, others rounded."""
+
+    def number(value: float) -> float | None:
+        if not np.isfinite(value):
+            return None
+        if value == int(value) and abs(value) < 2**53:
+            return int(value)
+        return float(f"{value:.{digits}g}")
+
+    return [number(value) for value in values.tolist()]
 
 
 def beginning(run: RecordedRun) -> float:
-    """Unix seconds at which its first attempt began, or of what else is known first."""
+    """Unix seconds of a run's first attempt, else of its first line or event."""
     known = [
         *(attempt.began for attempt in attempts_of(run)[:1]),
         *run.column("time")[:1],
@@ -200,14 +207,11 @@ def beginning(run: RecordedRun) -> float:
 
 def about(event: dict[str, Any]) -> str:
     """An event's details on a line."""
-    details = {
-        name: value
-        for name, value in event.items()
-        if name not in ("event", "time", "step", "phases", "about", "reached")
-    }
-    if (
-        again := int((event.get("reached") or {}).get("step") or 0) - int(event.get("step") or 0)
-    ) > 0:
+    shown_elsewhere = ("event", "time", "step", "phases", "about", "reached")
+    details = {name: value for name, value in event.items() if name not in shown_elsewhere}
+    reached = int((event.get("reached") or {}).get("step") or 0)
+    again = reached - int(event.get("step") or 0)
+    if again > 0:
         details["steps done again"] = again
     return ", ".join(
         f"{name.replace('_', ' ')} {short(value) if isinstance(value, float) else shown(value)}"
@@ -216,7 +220,7 @@ def about(event: dict[str, Any]) -> str:
 
 
 def intervals(run: RecordedRun, seconds: np.ndarray) -> dict[str, Any]:
-    """Seconds in each group of phases between two writes, several writes taken together where there are many."""
+    """Seconds in each group of phases, over BARS intervals of writes at most."""
     if not run.phases:
         return {}
     closes = np.flatnonzero(np.any([~np.isnan(values) for values in run.phases.values()], axis=0))
@@ -230,13 +234,8 @@ def intervals(run: RecordedRun, seconds: np.ndarray) -> dict[str, Any]:
             ]
     last = np.array([rows[-1] for rows in chosen])
     count = np.diff(np.concatenate([[0], last + 1]))
-    x = {
-        "steps": numbers(run.column("step")[last], 15),
-        "tokens": numbers(run.column("tokens")[last], 15),
-        "time": numbers(seconds[last], 9),
-    }
     return {
-        "x": x,
+        "x": axes(run, seconds, last),
         "count": count.tolist(),
         "bars": {group: numbers(values) for group, values in bars.items()},
     }

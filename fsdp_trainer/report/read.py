@@ -1,4 +1,7 @@
-"""Runs as their folders tell of them. A run may be at work, have crashed, or be of an older version: what is missing is left out."""
+"""Runs, read from the files in their folders.
+
+A run may be at work, have crashed, or be of an older version: it may lack any of the figures.
+"""
 
 import json
 import time
@@ -27,9 +30,11 @@ HOLDS_NO_RUN = (
 
 @dataclass
 class RecordedRun:
-    """metrics: a column for each figure, NaN where a line lacks it; those of `phases` and of the sources are named `phases/forward` and so on.
+    """Everything on record of a run.
 
-    configuration: by dotted key; job: its line in sweep.jsonl; remarks: what of the files could not be read.
+    metrics: a column for each figure, NaN where a line lacks it; those of `phases` and of the
+    sources are named `phases/forward` and so on. configuration: by dotted key; job: its line in
+    sweep.jsonl; remarks: parts of the files that could not be read.
     """
 
     name: str
@@ -49,12 +54,12 @@ class RecordedRun:
         self.label = self.label or self.name
 
     def column(self, name: str) -> np.ndarray:
-        """Of all lines; NaN where there is none."""
+        """A figure of all lines; NaN where there is none."""
         return self.metrics.get(name, np.full(self.lines, np.nan))
 
     @property
     def phases(self) -> dict[str, np.ndarray]:
-        """By phase, the column of the seconds in it; {} where an older version wrote them."""
+        """The column of seconds in each phase; {} if an older version wrote them."""
         return {
             name.partition("/")[2]: values
             for name, values in self.metrics.items()
@@ -66,7 +71,7 @@ class RecordedRun:
         known = self.column(name)[~np.isnan(self.column(name))]
         return float(known[-1]) if len(known) else None
 
-    def least(self, name: str) -> tuple[int, float] | None:
+    def minimum(self, name: str) -> tuple[int, float] | None:
         """The step of the smallest value of a column, and the value."""
         column = self.column(name)
         if np.isnan(column).all():
@@ -76,7 +81,7 @@ class RecordedRun:
 
     @property
     def given(self) -> dict[str, str]:
-        """What a sweep's job was started with."""
+        """The overrides of a sweep's job, by key."""
         return {
             key: value
             for word in (self.job or {}).get("overrides", ())
@@ -84,36 +89,35 @@ class RecordedRun:
         }
 
     @property
-    def why(self) -> str:
-        """The reason of the state, where it says more."""
+    def explanation(self) -> str:
+        """The reason of the state, if it says more than the state."""
         return "" if self.reason in (self.state, "already finished") else self.reason
 
     @property
     def lines(self) -> int:
-        """Of the metrics."""
+        """The number of lines of the metrics."""
         return len(self.metrics.get("step", ()))
 
 
 def read_sources(sources: list[str]) -> list[RecordedRun]:
-    """Every run of the folders named: runs, sweeps, folders of either. Raises UserError for what is none."""
-    found: dict[Path, tuple[str, dict[str, Any] | None]] = {}
+    """Every run of some folders: of runs, of sweeps, or of both. Raises UserError without one."""
+    names: dict[Path, tuple[str, dict[str, Any] | None]] = {}
     problems = []
-    for name in sources:
+    for source in sources:
         try:
-            if not (runs := list(runs_below(Path(name)))):
-                problems.append(Problem(f"source={name}", HOLDS_NO_RUN))
+            below = list(runs_below(Path(source)))
         except OSError as error:
-            problems.append(Problem(f"source={name}", str(error)))
+            problems.append(Problem(f"source={source}", str(error)))
             continue
-        found |= {run.resolve(): (shown, job) for run, shown, job in runs}
+        if not below:
+            problems.append(Problem(f"source={source}", HOLDS_NO_RUN))
+        names |= {folder.resolve(): (name, job) for folder, name, job in below}
     if problems:
         raise UserError("there is nothing to report on", problems)
-    every = [
-        read_run(folder, name, job, READ_BYTES // len(found))
-        for folder, (name, job) in found.items()
-    ]
-    label_jobs(every)
-    return every
+    each = READ_BYTES // len(names)
+    runs = [read_run(folder, name, job, each) for folder, (name, job) in names.items()]
+    label_jobs(runs)
+    return runs
 
 
 def label_jobs(runs: list["RecordedRun"]) -> None:
@@ -138,47 +142,52 @@ LONGEST_LABEL = 80  # characters
 
 
 def is_run(folder: Path) -> bool:
-    """Whether one of a run's files is there."""
-    return any(
-        (folder / name).is_file() for name in ("metrics.jsonl", "events.jsonl", "config.yaml")
-    )
+    """Return True if the folder has one of a run's files."""
+    files = ("metrics.jsonl", "events.jsonl", "config.yaml")
+    return any((folder / name).is_file() for name in files)
 
 
-def runs_below(folder: Path, below: str = "") -> Iterator[tuple[Path, str, dict[str, Any] | None]]:
+def runs_below(folder: Path) -> Iterator[tuple[Path, str, dict[str, Any] | None]]:
     """Folder, name and job of the run, of a sweep's jobs, or of the runs and sweeps in a folder."""
-    name = f"{below}{folder.name or folder.resolve().name}"
-    if (folder / "sweep.jsonl").is_file():
-        for job in read_lines(folder / "sweep.jsonl", lambda count: None):
-            own = (
-                folder / "jobs" / str(job.get("job"))
-            )  # a sweep that was moved still names where it was
-            yield (
-                own if own.is_dir() else Path(str(job.get("folder"))),
-                f"{below}{job.get('job')}",
-                job,
-            )
+    if is_sweep(folder):
+        yield from jobs_of(folder)
     elif is_run(folder):
-        yield folder, name, None
-    elif not below:
-        for inside in sorted(
-            path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")
-        ):
-            if is_run(inside) or (inside / "sweep.jsonl").is_file():
-                yield from (
-                    (f, n if n == inside.name else f"{inside.name}/{n}", j)
-                    for f, n, j in runs_below(inside)
-                )
+        yield folder, folder.name or folder.resolve().name, None
+    else:
+        for inside in sorted(path for path in folder.iterdir() if path.is_dir()):
+            if inside.name.startswith("."):
+                continue
+            if is_sweep(inside):
+                for job_folder, name, job in jobs_of(inside):
+                    yield job_folder, f"{inside.name}/{name}", job
+            elif is_run(inside):
+                yield inside, inside.name, None
+
+
+def is_sweep(folder: Path) -> bool:
+    return (folder / "sweep.jsonl").is_file()
+
+
+def jobs_of(sweep: Path) -> Iterator[tuple[Path, str, dict[str, Any]]]:
+    """Folder, name and line in sweep.jsonl of each job."""
+    for job in read_lines(sweep / "sweep.jsonl", lambda count: None):
+        name = str(job.get("job"))
+        folder = sweep / "jobs" / name  # after a sweep was moved, job["folder"] is where it was
+        yield folder if folder.is_dir() else Path(str(job.get("folder"))), name, job
 
 
 def read_lines(
-    file: Path, broken: Callable[[int], None], most: int | None = None
+    file: Path, broken: Callable[[int], None], max_bytes: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines, of its last `most` bytes; {} of none. `broken` hears how many lines were no object."""
+    """The objects in the last `max_bytes` of a file of JSON lines; nothing if there is no file.
+
+    `broken` is called once, with the number of lines that hold no object.
+    """
     bad = 0
     try:
         with file.open("rb") as lines:
-            if most is not None and file.stat().st_size > most:
-                lines.seek(-most, 2)
+            if max_bytes is not None and file.stat().st_size > max_bytes:
+                lines.seek(-max_bytes, 2)
                 lines.readline()
             for text in lines:
                 line = parse(text.decode(errors="replace"))
@@ -193,24 +202,26 @@ def read_lines(
 
 
 def read_run(
-    folder: Path, name: str, job: dict[str, Any] | None = None, most: int = READ_BYTES
+    folder: Path, name: str, job: dict[str, Any] | None = None, max_bytes: int = READ_BYTES
 ) -> RecordedRun:
-    """All that is on record of a run. most: bytes of its metrics that are read."""
+    """Read all files of a run, and of its metrics the last `max_bytes`."""
     run = RecordedRun(name, folder, job=job)
 
-    def lines(file: str, most: int) -> list[dict[str, Any]] | Iterator[dict[str, Any]]:
+    def lines(file: str, max_bytes: int) -> Iterator[dict[str, Any]]:
         def broken(count: int) -> None:
             if count:
                 run.remarks.append(f"{count:,} line{'s' * (count != 1)} of {file} cannot be read")
 
-        if (path := folder / file).is_file() and path.stat().st_size > most:
+        path = folder / file
+        if path.is_file() and path.stat().st_size > max_bytes:
             run.remarks.append(
-                f"{file} has {path.stat().st_size / 2**20:,.0f} MiB; only the last {most / 2**20:,.0f} were read"
+                f"{file} has {path.stat().st_size / 2**20:,.0f} MiB;"
+                f" only the last {max_bytes / 2**20:,.0f} were read"
             )
-        return read_lines(path, broken, most)
+        return read_lines(path, broken, max_bytes)
 
     run.metrics = columns(
-        line for line in lines("metrics.jsonl", most) if isinstance(line.get("step"), int)
+        line for line in lines("metrics.jsonl", max_bytes) if isinstance(line.get("step"), int)
     )
     run.events = [event for event in lines("events.jsonl", 2**26) if is_event(event)][-EVENTS:]
     run.samples = list(lines("samples.jsonl", 2**24))[-SAMPLES:]
@@ -226,7 +237,7 @@ def read_run(
 
 
 def is_event(line: dict[str, Any]) -> bool:
-    """Whether it has the time, and no step or one that is a number."""
+    """Return True if a line has an event, its time, and no step or one that is a number."""
     return (
         "event" in line
         and isinstance(line.get("time"), int | float)
@@ -235,20 +246,15 @@ def is_event(line: dict[str, Any]) -> bool:
 
 
 def columns(lines: Iterator[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Lines as columns: numbers, and one level below them."""
+    """Lines as columns of numbers; those of an object in a line are named `object/key`."""
     sparse: dict[str, tuple[list[int], list[float]]] = {}
     count = 0
     for line in lines:
-        for name, value in line.items():
-            for key, number in (
-                ((f"{name}/{k}", v) for k, v in value.items())
-                if isinstance(value, dict)
-                else ((name, value),)
-            ):
-                if isinstance(number, int | float):
-                    at, values = sparse.setdefault(key, ([], []))
-                    at.append(count)
-                    values.append(number)
+        for key, number in flat(line, "/"):
+            if isinstance(number, int | float):
+                at, values = sparse.setdefault(key, ([], []))
+                at.append(count)
+                values.append(number)
         count += 1
     dense = {name: np.full(count, np.nan) for name in sparse}
     for name, (at, values) in sparse.items():
@@ -256,30 +262,31 @@ def columns(lines: Iterator[dict[str, Any]]) -> dict[str, np.ndarray]:
     return dense
 
 
-def flat(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every leaf."""
+def flat(tree: dict[str, Any], separator: str = ".") -> Iterator[tuple[str, Any]]:
+    """(key, value) of every leaf, its key joined of all keys above it."""
     for key, value in tree.items():
-        yield from (
-            flat(value, f"{above}{key}.")
-            if isinstance(value, dict) and value
-            else ((f"{above}{key}", value),)
-        )
+        if isinstance(value, dict) and value:
+            for below, leaf in flat(value, separator):
+                yield f"{key}{separator}{below}", leaf
+        else:
+            yield str(key), value
 
 
 def state(run: RecordedRun) -> tuple[str, str]:
-    """running, finished, stopped, failed or nothing yet, and why; of a sweep's job what the sweep says, once it is over."""
+    """(running, finished, stopped, failed or nothing yet; the reason).
+
+    The state of a sweep's job that has ended is the one in sweep.jsonl.
+    """
     job = run.job or {}
     if job.get("state", "running") not in ("waiting", "running"):
-        return "finished" if job["state"] == "skipped" else str(job["state"]), str(
-            job.get("reason") or ""
-        )
+        name = "finished" if job["state"] == "skipped" else str(job["state"])
+        return name, str(job.get("reason") or "")
     if not run.events and not run.lines:
         return "nothing yet", ""
     last = run.events[-1] if run.events else {}
     if last.get("event") == "end":
-        return {0: "finished", 75: "stopped"}.get(last.get("exit_code", 1), "failed"), str(
-            last.get("reason", "")
-        )
+        name = {0: "finished", 75: "stopped"}.get(last.get("exit_code", 1), "failed")
+        return name, str(last.get("reason", ""))
     silent = time.time() - max(run.last("time") or 0.0, last.get("time", 0.0))
     if silent < SILENT_SECONDS:
         return "running", f"last line {silent:.0f} s ago"
@@ -287,7 +294,7 @@ def state(run: RecordedRun) -> tuple[str, str]:
 
 
 def differing(runs: list[RecordedRun]) -> dict[str, list[Any]]:
-    """Keys that do not have the same value in all runs, with each run's; where a run is written does not count."""
+    """Keys whose values differ among runs, with each run's value; not those of its folder."""
     known = [run for run in runs if run.configuration]
     keys = dict.fromkeys(key for run in known for key in run.configuration)
     shown = {key: [json.dumps(run.configuration.get(key)) for run in known] for key in keys}

@@ -30,34 +30,34 @@ class Summary:
 
     @cached_property
     def goodput(self) -> Goodput | None:
-        """None where nothing was started."""
+        """The parts of its time; None if nothing was started."""
         return goodput(self.run)
 
     @cached_property
     def events(self) -> Counter:
-        """How many there are of each kind."""
+        """The number of events of each kind."""
         return Counter(event["event"] for event in self.run.events)
 
     @cached_property
     def phases(self) -> dict[str, float]:
         """Mean seconds a step in each phase; {} of old runs."""
-        found = {
+        means = {
             phase: spent / self.run.lines
             for phase, spent in phases_of(self.run).items()
             if phase not in OUTSIDE
         }
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        return dict(sorted(means.items(), key=lambda item: -item[1]))
 
     @property
     def about(self) -> list[str]:
-        """Model, world and data, as the last start told them."""
+        """Model, world and data, as the last start printed them."""
         return next(
             (event["about"] for event in reversed(self.run.events) if event.get("about")), []
         )
 
     @property
     def objective(self) -> float | None:
-        """What a sweep compares: the job's own, else the last validation loss, else the last loss."""
+        """The figure that ranks runs: a job's objective, else the last validation loss, or loss."""
         if self.run.job:
             return self.run.job.get("objective")
         last = self.run.last("validation_loss")
@@ -65,72 +65,60 @@ class Summary:
 
     @property
     def seconds(self) -> float | None:
-        """From the first start to the last sign of life."""
+        """The time from the first start to the last sign of life."""
         return self.goodput.wall if self.goodput else (self.run.job or {}).get("seconds")
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """What the page's head and the terminal say."""
-        run, last, good = self.run, self.run.last, self.goodput
-        starts = [event for event in run.events if event["event"] in ("start", "resume")]
-        total, best = run.configuration.get("train.steps"), run.least("validation_loss")
+        """(name, text) of each figure in the page's head and at the terminal."""
+        run = self.run
+        state = f"{run.state}: {run.explanation}" if run.explanation else run.state
+        facts = [("state", state), *self._starts()]
+        if self.goodput:
+            attempts = f", {self.goodput.attempts} attempts" if self.goodput.attempts > 1 else ""
+            facts.append(("took", f"{duration(self.goodput.wall)}{attempts}"))
+        facts += self._progress()
+        facts += self._world_and_speed()
+        if self.goodput:
+            facts.append(("goodput", goodput_in_words(self.goodput)))
+        return facts
+
+    def _starts(self) -> list[tuple[str, str]]:
+        starts = [e["time"] for e in self.run.events if e["event"] in ("start", "resume")]
+        local = (time.localtime(at) for at in starts[:1])
+        return [("started", time.strftime("%Y-%m-%d %H:%M:%S", at)) for at in local]
+
+    def _progress(self) -> list[tuple[str, str]]:
+        """Steps, tokens and losses."""
+        run, facts = self.run, []
+        if run.lines:
+            total = run.configuration.get("train.steps")
+            steps = f" of {total:,}" if isinstance(total, int) else ""
+            facts.append(("steps", f"{short(run.last('step'))}{steps}"))
+            facts.append(("tokens", short(run.last("tokens"))))
+        lowest = run.minimum("loss")
+        if lowest:
+            facts.append(("loss", f"{short(run.last('loss'))}, lowest {short(lowest[1])}"))
+        best = run.minimum("validation_loss")
+        if best:
+            lowest_at = f"lowest {short(best[1])} after step {best[0]:,}"
+            facts.append(("validation", f"{short(run.last('validation_loss'))}, {lowest_at}"))
+        return facts
+
+    def _world_and_speed(self) -> list[tuple[str, str]]:
+        run, facts = self.run, []
+        starts = (e for e in run.events if e["event"] in ("start", "resume"))
+        sizes = dict.fromkeys(e["world_size"] for e in starts if e.get("world_size"))
+        if sizes:
+            worlds = (f"{size} rank{'s' * (size != 1)}" for size in sizes)
+            facts.append(("world", " → ".join(worlds)))
         speed = run.column("tokens_per_second")
-        facts = [
-            ("state", f"{run.state}: {run.why}" if run.why else run.state),
-            (
-                "started",
-                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(starts[0]["time"]))
-                if starts
-                else None,
-            ),
-            (
-                "took",
-                f"{duration(good.wall)}{f', {good.attempts} attempts' if good.attempts > 1 else ''}"
-                if good
-                else None,
-            ),
-            (
-                "steps",
-                f"{short(last('step'))}{f' of {total:,}' if isinstance(total, int) else ''}"
-                if run.lines
-                else None,
-            ),
-            ("tokens", short(last("tokens")) if run.lines else None),
-            (
-                "loss",
-                f"{short(last('loss'))}, lowest {short(lowest[1])}"
-                if (lowest := run.least("loss"))
-                else None,
-            ),
-            (
-                "validation",
-                f"{short(last('validation_loss'))}, lowest {short(best[1])} after step {best[0]:,}"
-                if best
-                else None,
-            ),
-            (
-                "world",
-                " → ".join(
-                    dict.fromkeys(
-                        f"{count} rank{'s' * (count != 1)}"
-                        for event in starts
-                        if (count := event.get("world_size"))
-                    )
-                )
-                or None,
-            ),
-            (
-                "speed",
-                f"{short(float(np.nanmedian(speed)))} tokens/s (median)"
-                if not np.isnan(speed).all()
-                else None,
-            ),
-            ("goodput", goodput_in_words(good) if good else None),
-        ]
-        return [(name, value) for name, value in facts if value is not None]
+        if not np.isnan(speed).all():
+            facts.append(("speed", f"{short(float(np.nanmedian(speed)))} tokens/s (median)"))
+        return facts
 
     def figures(self) -> dict[str, Any]:
-        """For scripts."""
+        """The figures by name, for scripts."""
         run, good = self.run, self.goodput
         names = (
             "step",
@@ -148,7 +136,7 @@ class Summary:
             "state": run.state,
             "reason": run.reason,
             **{name: run.last(name) for name in names},
-            "best_validation_loss": (run.least("validation_loss") or (None, None))[1],
+            "best_validation_loss": (run.minimum("validation_loss") or (None, None))[1],
             "objective": self.objective,
             "wall_seconds": good and good.wall,
             "goodput": good and good.share("training"),
@@ -180,14 +168,14 @@ def goodput_in_words(good: Goodput) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """For people, e.g. 2 h 31 m."""
+    """A duration for people, e.g. 2 h 31 m."""
     if seconds is None:
         return ""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, left = divmod(round(seconds), 60)
+    minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} m {left:02} s"
+        return f"{minutes} m {rest:02} s"
     return f"{minutes // 60} h {minutes % 60:02} m"
 
 
@@ -211,70 +199,59 @@ def sparkline(values: np.ndarray) -> str:
 
 
 def show(summaries: list[Summary], console: Console) -> None:
-    """Print it: a table of all runs, and of a few each on its own."""
+    """Print a table of all runs, and the figures of each if they are few."""
     runs = [summary.run for summary in summaries]
     if len(summaries) > 1:
-        varied = overrides(runs)
-        table = Table(
-            "run",
-            *map(escape, varied),
-            "objective",
-            "state",
-            "steps",
-            "took",
-            "goodput",
-            box=box.SIMPLE_HEAD,
-            padding=(0, 1),
-        )
-        for summary in by_objective(summaries):
-            good = f"{summary.goodput.share('training'):.0%}" if summary.goodput else ""
-            run, steps = summary.run, summary.run.last("step")
-            settings = [Text(run.given.get(key, "")) for key in varied]
-            table.add_row(
-                Text(run.name),
-                *settings,
-                short(summary.objective),
-                Text(run.state),
-                short(steps),
-                duration(summary.seconds),
-                good,
-            )
-        console.print(table)
-    for summary in summaries[: SHOWN if len(summaries) <= SHOWN else 0]:
-        show_one(summary, console)
-    if different := differing(runs):
+        console.print(table_of(summaries))
+    if len(summaries) <= SHOWN:
+        for summary in summaries:
+            show_one(summary, console)
+    different = differing(runs)
+    if different:
         heading(console, "keys that differ")
         for key, values in list(different.items())[:SHOWN]:
-            console.print(
-                Text(f"{key}: {', '.join(filter(None, dict.fromkeys(map(str, values))))}"),
-                soft_wrap=True,
-            )
+            texts = filter(None, dict.fromkeys(map(str, values)))
+            console.print(Text(f"{key}: {', '.join(texts)}"), soft_wrap=True)
         if len(different) > SHOWN:
             console.print(f"and {len(different) - SHOWN} more, in the page")
 
 
+def table_of(summaries: list[Summary]) -> Table:
+    """A table of the runs, the best one first."""
+    varied = overrides([summary.run for summary in summaries])
+    columns = ["run", *map(escape, varied), "objective", "state", "steps", "took", "goodput"]
+    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1))
+    for summary in by_objective(summaries):
+        run, good = summary.run, summary.goodput
+        table.add_row(
+            Text(run.name),
+            *(Text(run.given.get(key, "")) for key in varied),
+            short(summary.objective),
+            Text(run.state),
+            short(run.last("step")),
+            duration(summary.seconds),
+            f"{good.share('training'):.0%}" if good else "",
+        )
+    return table
+
+
 def show_one(summary: Summary, console: Console) -> None:
-    """One run."""
-    run, grid = summary.run, Table.grid(padding=(0, 2))
+    """Print the figures of one run."""
+    run = summary.run
     heading(console, run.name)
-    for name, value in summary.facts:
-        grid.add_row(Text(name, "dim"), Text(value))
-    if line := sparkline(run.column("loss")):
-        grid.add_row(Text("", "dim"), Text(line))
+    rows = summary.facts
+    curve = sparkline(run.column("loss"))
+    if curve:
+        rows.append(("", curve))
     if summary.phases:
-        grid.add_row(
-            Text("a step", "dim"),
-            Text(
-                ", ".join(
-                    f"{phase} {spent:.3g} s" for phase, spent in list(summary.phases.items())[:6]
-                )
-            ),
-        )
+        phases = list(summary.phases.items())[:6]
+        rows.append(("a step", ", ".join(f"{phase} {spent:.3g} s" for phase, spent in phases)))
     if summary.events:
-        grid.add_row(
-            Text("events", "dim"),
-            Text(", ".join(f"{count:,} {kind}" for kind, count in summary.events.most_common())),
-        )
+        kinds = summary.events.most_common()
+        rows.append(("events", ", ".join(f"{count:,} {kind}" for kind, count in kinds)))
+    grid = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        grid.add_row(Text(name, "dim"), Text(value))
     console.print(grid)
     for remark in run.remarks:
         console.print(Text(f"note: {remark}", "dim"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`fsdp-trainer report`: the page, and the summary."""
+"""The verb `report`: the page, and the summary."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,10 @@ from fsdp_trainer.report.summary import Summary, show
 
 
 def report(cfg: ReportConfig) -> int:
-    """The verb. Raises UserError for sources that hold no run, and where the page cannot be written."""
+    """Write the page or print the figures; the exit code.
+
+    Raises UserError for a source that holds no run, and if the page cannot be written.
+    """
     sources = [cfg.source] if isinstance(cfg.source, str) else cfg.source or []
     summaries = [Summary(run) for run in read_sources(sources)]
     out = Path(cfg.out or (Path(sources[0]) if len(sources) == 1 else Path()) / "report.html")

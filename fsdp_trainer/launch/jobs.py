@@ -1,4 +1,4 @@
-"""A job of a sweep, and what its files tell about it. Needs no torch."""
+"""A job of a sweep, and its progress and results, read from its files. Needs no torch."""
 
 import hashlib
 import shlex
@@ -25,24 +25,25 @@ class Job:
     job: str
     folder: str
     overrides: list[str]
-    state: str = "waiting"  # running, finished, skipped (finished by an earlier command), stopped, pruned, failed, refused, does not fit
+    state: str = "waiting"
+    """waiting, running, finished, skipped (finished by an earlier command), stopped, pruned,
+    failed, refused or does not fit."""
     exit_code: int | None = None
-    objective: float | None = (
-        None  # the last validation loss, without validation the last loss; or what hydra.sweeper.metric names
-    )
+    objective: float | None = None
+    """The last value of hydra.sweeper.metric, else the last validation loss, else the last loss."""
     seconds: float = 0.0  # of this command
     reason: str = ""
 
 
 class JobProgress:
-    """What a job has written to metrics.jsonl so far, read on as it grows."""
+    """Reads a job's metrics.jsonl as it grows."""
 
     def __init__(self, folder: str):
         self._file, self._read = Path(folder) / "metrics.jsonl", 0
         self.last: dict[str, Any] = {}
 
     def lines(self) -> list[dict[str, Any]]:
-        """What is new, after the last line of before: a validation adds to that."""
+        """The lines since the last one read, and that one again: a validation adds to it."""
         if not self._file.exists():
             return []
         with self._file.open("rb") as file:
@@ -51,30 +52,36 @@ class JobProgress:
             file.seek(self._read)
             whole = [text for text in file.read().splitlines(keepends=True) if text.endswith(b"\n")]
         self._read += sum(map(len, whole[:-1]))
-        found = [line for text in whole if (line := parse(text.decode(errors="replace")))]
-        self.last = found[-1] if found else self.last
-        return found
+        parsed = [parse(text.decode(errors="replace")) for text in whole]
+        lines = [line for line in parsed if line]
+        self.last = lines[-1] if lines else self.last
+        return lines
 
-    def told(self, cfg: TrainConfig) -> str:
-        """Step, loss and, if it is known how many steps there are, the time left."""
+    def summary(self, cfg: TrainConfig) -> str:
+        """Step, loss and, if the number of steps is known, the time to the last one."""
         if not self.last:
             return "starts"
         step, steps, seconds = self.last["step"], cfg.train.steps, self.last.get("step_seconds")
-        left = f"  eta {duration((steps - step) * seconds)}" if steps and seconds else ""
+        eta = f"  eta {duration((steps - step) * seconds)}" if steps and seconds else ""
         loss = "not finite" if self.last["loss"] is None else f"{self.last['loss']:.4f}"
-        return f"step {step:,}{f'/{steps:,}' if steps else ''}  loss {loss}{left}"
+        return f"step {step:,}{f'/{steps:,}' if steps else ''}  loss {loss}{eta}"
 
 
 class Board:
-    """How far the jobs are that run side by side: in a terminal always there, in a log file every now and then."""
+    """Shows the progress of jobs that run side by side.
+
+    A terminal shows it all the time, a log file every TELL_EVERY_SECONDS.
+    """
 
     def __init__(self) -> None:
         self._live: Any = None
-        self._told, self._shown = time.monotonic(), ""
+        self._printed_at, self._shown = time.monotonic(), ""
 
     def show(self, jobs: dict[str, tuple[TrainConfig, JobProgress]]) -> None:
-        """jobs: by what to call them."""
-        text = "\n".join(f"{name}  {progress.told(cfg)}" for name, (cfg, progress) in jobs.items())
+        """Show the progress of the jobs, by title."""
+        text = "\n".join(
+            f"{name}  {progress.summary(cfg)}" for name, (cfg, progress) in jobs.items()
+        )
         if text == self._shown:
             return
         if sys.stdout.isatty():
@@ -86,8 +93,8 @@ class Board:
                 self._live.start()
             self._live.update(Text(text), refresh=True)
             self._shown = text
-        elif time.monotonic() - self._told > TELL_EVERY_SECONDS:
-            self._told, self._shown = time.monotonic(), text
+        elif time.monotonic() - self._printed_at > TELL_EVERY_SECONDS:
+            self._printed_at, self._shown = time.monotonic(), text
             print(text, flush=True)
 
     def close(self) -> None:
@@ -97,10 +104,9 @@ class Board:
 
 
 def job_id(overrides: Sequence[str]) -> str:
-    """The name of a job's folder: a short hash of its sorted overrides; where the sweep lies does not count."""
-    return hashlib.blake2b(
-        "\n".join(sorted(without_place(overrides))).encode(), digest_size=4
-    ).hexdigest()
+    """The name of a job's folder: a hash of its sorted overrides, without the sweep's folder."""
+    text = "\n".join(sorted(without_place(overrides)))
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def without_place(overrides: Sequence[str]) -> list[str]:
@@ -110,7 +116,7 @@ def without_place(overrides: Sequence[str]) -> list[str]:
 
 
 def finished(folder: Path, cfg: TrainConfig) -> bool:
-    """Whether this very configuration was trained to its end there."""
+    """Return True if a folder holds a finished training of exactly this configuration."""
     last, stored = Records(folder).last_event(), folder / "config.yaml"
     return (
         last.get("event") == "end"
@@ -121,15 +127,15 @@ def finished(folder: Path, cfg: TrainConfig) -> bool:
 
 
 def objective(folder: Path, metric: str | None = None) -> float | None:
-    """The last value of `metric`; of None: the last validation loss of a run, without validation its last loss. None if it has neither."""
+    """The last value of `metric`; without a metric of the validation loss, else of the loss."""
     lines = [*whole_lines(Records(folder).metrics.path)]
     names = ("validation_loss", "loss") if metric is None else (metric,)
-    found = [[line[name] for line in lines if line.get(name) is not None] for name in names]
-    return next((values[-1] for values in found if values), None)
+    values = [[line[name] for line in lines if line.get(name) is not None] for name in names]
+    return next((column[-1] for column in values if column), None)
 
 
 def varying(jobs: list[Job]) -> dict[str, list[str]]:
-    """By job: the overrides that not all have."""
+    """The overrides of each job that not all jobs have."""
     common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     return {job.job: [word for word in job.overrides if word not in common] for job in jobs}
 

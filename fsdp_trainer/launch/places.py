@@ -1,4 +1,4 @@
-"""Where a job of a sweep runs: `hydra/launcher=NAME` chooses one of PLACES. Needs no torch."""
+"""Places for the jobs of a sweep: `hydra/launcher=NAME` chooses one of PLACES. Needs no torch."""
 
 import os
 import signal
@@ -22,51 +22,58 @@ class Running(Protocol):
     """A job that was started."""
 
     def poll(self) -> int | None:
-        """The run's exit code once all of it has ended, below 0 if a signal killed it; None before."""
+        """The run's exit code, below 0 if a signal killed it; None before all of it has ended."""
 
     def signal(self, signum: int) -> None:
-        """Ask it to stop in order, or end it by SIGKILL. One that has ended hears nothing."""
+        """Send a signal, unless the job has ended."""
 
 
 class Place(Protocol):
-    """Starts jobs, and knows how many."""
+    """Starts jobs, as many side by side as there is room for."""
 
     at_once: int
     """Jobs side by side. If it is 1, a job's output is the sweep's own."""
 
     def world(self, cfg: TrainConfig) -> int:
-        """How many ranks such a job has."""
+        """The number of ranks of such a job."""
 
     def memory_gib(self) -> float | None:
-        """What each of them may take on its device; None: any."""
+        """The memory that a rank may use on its device; None: any."""
 
     def has_room(self, cfg: TrainConfig) -> bool:
-        """Whether another job, of this configuration, can be started now."""
+        """Return True if another job, of this configuration, can be started now."""
 
     def start(self, cfg: TrainConfig, words: list[str], output: Path) -> Running:
-        """Start a training. words: the arguments of `train`, from which `cfg` was composed; output: where it prints to, if not here."""
+        """Start a training.
+
+        words: the arguments of `train`, from which `cfg` was composed; output: the file that it
+        prints to, unless it is the only job at a time.
+        """
 
 
 class OnThisNode:
     """hydra/launcher=local: processes of this node, each with devices of its own."""
 
     def __init__(self, settings: Local, cfg: TrainConfig):
-        """cfg: that of a job, which says what devices there are and, unless settings do, how many of them a job has.
+        """Find the devices. Raises UserError for jobs of several nodes.
 
-        Raises UserError for jobs of several nodes.
+        cfg: of a job; it says which devices there are and, unless `settings` do, how many of them
+        a job uses.
         """
         if cfg.launch.nodes > 1:
-            why = f"jobs run on this node. Over several nodes each:  hydra/launcher=slurm hydra.launcher.nodes={cfg.launch.nodes}"
-            raise UserError(
-                "the sweep cannot be started", [Problem(f"launch.nodes={cfg.launch.nodes}", why)]
+            reason = (
+                "jobs run on this node. Over several nodes each:"
+                f"  hydra/launcher=slurm hydra.launcher.nodes={cfg.launch.nodes}"
             )
+            problem = Problem(f"launch.nodes={cfg.launch.nodes}", reason)
+            raise UserError("the sweep cannot be started", [problem])
         self.devices = devices(cfg.launch)
         possible = len(self.devices) // ranks_to_start(cfg.launch) if self.devices else 1
         self.at_once = settings.jobs or max(1, possible)
         self.settings, self.running = settings, list[Process]()
 
     def memory_gib(self) -> float | None:
-        """What was set, else what the first GPU has."""
+        """The memory that was configured, else that of the first GPU."""
         if self.settings.memory_gib or not self.devices:
             return self.settings.memory_gib
         import torch  # only where there is a GPU to ask
@@ -80,44 +87,42 @@ class OnThisNode:
         return cfg.launch.nproc_per_node
 
     def free(self) -> list[str]:
-        """Devices that no job has."""
+        """Devices that no job uses."""
         self.running = [process for process in self.running if process.poll() is None]
-        taken = {device for process in self.running for device in process.devices}
-        return [device for device in self.devices if device not in taken]
+        used = {device for process in self.running for device in process.devices}
+        return [device for device in self.devices if device not in used]
 
     def has_room(self, cfg: TrainConfig) -> bool:
-        """One that wants more devices than there are is started too, and says so itself."""
+        """Return True if a job can start. One that wants too many devices starts, and refuses."""
         free = len(self.free())
         return not self.running or (
             len(self.running) < self.at_once and (not self.devices or self.world(cfg) <= free)
         )
 
     def start(self, cfg: TrainConfig, words: list[str], output: Path) -> "Process":
-        """Start a process that trains, or whose ranks do."""
-        mine, ranks = self.free()[: self.world(cfg)], self.world(cfg)
-        env = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in ("MASTER_ADDR", "MASTER_PORT")
-        } | {PARENT: str(os.getpid())}
+        """Start a process that trains, or that starts ranks."""
+        ranks = self.world(cfg)
+        own_devices = self.free()[:ranks]
+        env = os.environ | {PARENT: str(os.getpid())}
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            env.pop(name, None)
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // (self.at_once * ranks))))
-        if mine:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+        if own_devices:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(own_devices)
         with ExitStack() as closing:
-            shown = None
+            stream = None
             if self.at_once > 1:
                 output.parent.mkdir(parents=True, exist_ok=True)
-                shown = closing.enter_context(output.open("ab"))
+                stream = closing.enter_context(output.open("ab"))
             file = closing.enter_context(hand_over(cfg))
-            blocked = signal.pthread_sigmask(
-                signal.SIG_BLOCK, SIGNALS
-            )  # it listens as soon as it can answer
+            # the new process inherits the mask, and unblocks signals once it can handle them
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             closing.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
-            streams = {"stdin": subprocess.DEVNULL, "stdout": shown, "stderr": shown}
+            streams = {"stdin": subprocess.DEVNULL, "stdout": stream, "stderr": stream}
             process = start_process(
                 ["train", *words], env | {DESCRIPTOR: str(file.fileno())}, file.fileno(), **streams
             )
-        self.running.append(Process(process, mine))
+        self.running.append(Process(process, own_devices))
         return self.running[-1]
 
 
@@ -128,17 +133,17 @@ class Process:
         self.process, self.devices = process, devices
 
     def poll(self) -> int | None:
-        """Its exit code, once it has ended."""
+        """The exit code; None before the process has ended."""
         return self.process.poll()
 
     def signal(self, signum: int) -> None:
-        """It passes the signal on to its ranks; they do not outlive it."""
+        """Send a signal. The process passes it on to its ranks, which do not outlive it."""
         with suppress(ProcessLookupError):
             self.process.send_signal(signum)
 
 
 def devices(cfg: Launch) -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; [] if it trains on the CPU."""
+    """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them; [] if it trains on the CPU."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = gpus(cfg)
     return (

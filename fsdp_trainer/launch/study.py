@@ -1,4 +1,4 @@
-"""hydra/sweeper=optuna: which jobs a sweep tries next, and which of those that run it ends early, by what came of the others."""
+"""The search of `hydra/sweeper=optuna`: it chooses jobs and ends bad ones early, by results."""
 
 import os
 from collections import defaultdict
@@ -28,26 +28,27 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 class Study:
-    """A search whose course is in the sweep's folder: optuna.journal, which optuna's own tools can read.
+    """A search kept in the sweep's folder: optuna.journal, which optuna's own tools can read.
 
-    A trial is a job. One that was stopped, killed or failed stays open, and is taken up again by the same command.
+    A trial is a job. One that was stopped, killed or failed stays open, and the same command
+    resumes it.
     """
 
     def __init__(self, settings: Optuna, space: Space):
-        """Raises UserError for what cannot be searched."""
+        """Raise UserError for values that cannot be searched."""
         self.settings, self.space = settings, space
         self.distributions = {
             key: distribution(override, space.whole[key]) for key, override in space.varied.items()
         }
         self._open: dict[str, list[Trial]] = defaultdict(list)  # by job
         self._again: list[Trial] = []
-        self._seen: dict[str, int] = {}  # the last step of each job that was looked at
+        self._last_step: dict[str, int] = {}  # the last step read of each job
         self._window: dict[str, list[float]] = defaultdict(list)
 
     def open(self, folder: Path) -> None:
-        """Begin, or go on with what an earlier command began: the same settings over the same values are the same study.
+        """Begin the study, or continue that of an earlier command with equal settings and values.
 
-        Raises UserError for a journal that is none.
+        Raises UserError for a journal that cannot be read.
         """
         described = [
             *self.space.fixed,
@@ -66,8 +67,11 @@ class Study:
                 load_if_exists=True,
             )
         except (ValueError, KeyError, TypeError) as error:
-            why = f"cannot be read: {error}. Move it away to search from the start; jobs that have finished count again"
-            raise UserError("the sweep cannot go on", [Problem(str(journal), why)]) from None
+            reason = (
+                f"cannot be read: {error}. Move it away to search from the start; jobs that have"
+                " finished count again"
+            )
+            raise UserError("the sweep cannot go on", [Problem(str(journal), reason)]) from None
         for trial in self.study.get_trials(states=[TrialState.RUNNING]):
             if trial.params.keys() == self.distributions.keys():
                 self._again.append(Trial(self.study, trial._trial_id))
@@ -79,7 +83,7 @@ class Study:
         return self._words({key: lowest(d) for key, d in self.distributions.items()})
 
     def jobs(self) -> list[str]:
-        """The ids of all that it has chosen, in their order."""
+        """The ids of the jobs chosen so far, in order."""
         return [
             trial.user_attrs["job"]
             for trial in self.study.get_trials(deepcopy=False)
@@ -87,20 +91,20 @@ class Study:
         ]
 
     def ask(self, room: int) -> list[list[str]]:
-        """Those that an earlier command left open come first."""
-        asked: list[list[str]] = []
-        while len(asked) < room and (
+        """The overrides of `room` jobs; those that an earlier command left open come first."""
+        chosen: list[list[str]] = []
+        while len(chosen) < room and (
             self._again or len(self.study.get_trials(deepcopy=False)) < self.settings.n_trials
         ):
             trial = self._again.pop(0) if self._again else self._new()
             words = self._words(trial.params)
             trial.set_user_attr("job", job_id(words))
             self._open[job_id(words)].append(trial)
-            asked.append(words)
-        return asked
+            chosen.append(words)
+        return chosen
 
     def tell(self, job: Job) -> None:
-        """A job without a result that trying again cannot change is a failed trial."""
+        """Record a result. A trial fails if running its job again would give no result either."""
         ended = {
             "pruned": TrialState.PRUNED,
             "refused": TrialState.FAIL,
@@ -117,20 +121,20 @@ class Study:
                 self.study.tell(trial, state=ended[job.state])
 
     def prunes(self, job: Job, cfg: TrainConfig, lines: list[dict[str, Any]]) -> bool:
-        """Report the values among `lines`; whether the pruner has seen enough."""
-        trial, told = self._open[job.job][0], False
-        if job.job not in self._seen:
-            self._seen[job.job] = max(
+        """Report the values in `lines`. Returns True if the pruner ends the job."""
+        trial, reported = self._open[job.job][0], False
+        if job.job not in self._last_step:
+            self._last_step[job.job] = max(
                 self.study._storage.get_trial(trial._trial_id).intermediate_values, default=0
             )
         for step, value in self._values(job.job, cfg, lines):
             trial.report(value, step)
-            told = True
-        return told and trial.should_prune()
+            reported = True
+        return reported and trial.should_prune()
 
     def _new(self) -> Trial:
         number = len(self.study.get_trials(deepcopy=False))
-        # seeded for each trial: a sampler that starts anew with the study's seed would repeat itself after a restart
+        # a seed for each trial: after a restart a sampler with the study's seed would repeat itself
         self.study.sampler = SAMPLERS[self.settings.sampler](
             self.settings, (self.settings.seed * 1_000_003 + number) % 2**32
         )
@@ -145,14 +149,14 @@ class Study:
     def _values(
         self, job: str, cfg: TrainConfig, lines: list[dict[str, Any]]
     ) -> Iterator[tuple[int, float]]:
-        """Step and value, at the same steps in every job: each validation, or means of prune_every steps."""
+        """(step, value), at the same steps in every job: validations, or means of prune_every."""
         validates = cfg.data.validation is not None and cfg.train.validate_every is not None
         name = self.settings.metric or ("validation_loss" if validates else "loss")
         for line in lines:
             value = line.get(name)
-            if line["step"] <= self._seen[job] or value is None:
+            if line["step"] <= self._last_step[job] or value is None:
                 continue
-            self._seen[job] = line["step"]
+            self._last_step[job] = line["step"]
             if name == "validation_loss":
                 yield line["step"], value
                 continue
@@ -163,14 +167,20 @@ class Study:
 
 
 def mend(journal: Path) -> None:
-    """Of a sweep that was killed while it wrote: drop half a line, which optuna would add to, and a lock, which it would wait for."""
+    """Repair the journal of a killed sweep.
+
+    optuna would append to half a line, and wait for the lock.
+    """
     journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
     if journal.exists() and not (lines := journal.read_bytes()).endswith(b"\n"):
         os.truncate(journal, lines.rfind(b"\n") + 1)
 
 
 def distribution(override: Any, whole: bool) -> BaseDistribution:
-    """The values of a sweep in Hydra's grammar as optuna's. whole: the key takes whole numbers only. Raises UserError."""
+    """An optuna distribution for the values of an override.
+
+    whole: the key takes whole numbers only. Raises UserError for values that it cannot have.
+    """
     value, log = override.value(), "log" in override.value().tags
     try:
         if override.is_interval_sweep():
@@ -190,8 +200,10 @@ def distribution(override: Any, whole: bool) -> BaseDistribution:
 
 
 def lowest(values: BaseDistribution) -> Any:
-    """One of them."""
-    return values.choices[0] if isinstance(values, CategoricalDistribution) else values.low  # type: ignore[attr-defined]
+    """The first or lowest value."""
+    if isinstance(values, CategoricalDistribution):
+        return values.choices[0]
+    return values.low  # type: ignore[attr-defined]
 
 
 SAMPLERS: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""`fsdp-trainer -m`: trainings, each with ranks and a folder of its own: which jobs there are, and what becomes of them. Needs no torch."""
+"""The jobs of `fsdp-trainer -m`: trainings, each with ranks and a folder of its own. No torch."""
 
 import fcntl
 import json
@@ -54,88 +54,95 @@ class SweepStopped(Exception):
 
 
 def sweep(words: list[str], config_dir: str | None) -> int:
-    """Train once for each combination of values. Returns the exit code: 0 finished, 1 a job failed or was refused, or none finished, 75 stopped."""
-    if under := launcher(os.environ):
-        ranks = re.match(
-            r"\d+",
-            os.environ.get("LOCAL_WORLD_SIZE")
-            or os.environ.get("SLURM_STEP_TASKS_PER_NODE")
-            or "1",
-        )
-        count = [f"launch.nproc_per_node={ranks[0]}"] if ranks else []
-        typed = shlex.join(["fsdp-trainer", "-m", *config_flag(config_dir), *words, *count])
-        why = f"a sweep starts the ranks of each job itself, on one node. Type, without {under}:\n{typed}"
-        raise UserError("the sweep cannot be started", [Problem(f"-m under {under}", why)])
+    """Train once for each combination of values.
+
+    Returns the exit code: 0 finished, 1 a job failed or was refused, or none finished, 75 stopped.
+    """
+    refuse_launcher(words, config_dir)
     line = SweepLine(words, config_dir)
     jobs = Jobs(line)
     with jobs, suppress(SweepStopped, Shown):
         if line.sweeper == "optuna":
-            from fsdp_trainer.launch.study import Study  # an extra, and numpy
-
-            jobs.study = Study(line.sweeper_settings, line.space())
-            jobs.check_what_all_have_in_common(jobs.study.example())
-            jobs.hold()
-            jobs.study.open(jobs.folder)
-            jobs.run(jobs.study)
+            jobs.run_study()
         else:
             line.run(jobs.run_batch)
     if line.launcher == "slurm" and line.launcher_settings.dry_run:
         return 0
-    whole = jobs.all()
-    print("\n" + table(whole, line.best))
-    left = {job.state for job in jobs.jobs.values()} - DONE - {"pruned", "does not fit"}
-    if left and (jobs.received or left == {"stopped"}):
+    every = jobs.all()
+    print("\n" + table(every, line.best))
+    unfinished = {job.state for job in jobs.jobs.values()} - DONE - {"pruned", "does not fit"}
+    if unfinished and (jobs.received or unfinished == {"stopped"}):
         print("stopped: the same command goes on")
         return STOPPED
-    return 1 if left or not any(job.state in DONE for job in whole) else 0
+    return 1 if unfinished or not any(job.state in DONE for job in every) else 0
+
+
+def refuse_launcher(words: list[str], config_dir: str | None) -> None:
+    """Raise UserError if a launcher started this process; it names the command without it."""
+    under = launcher(os.environ)
+    if not under:
+        return
+    environment = os.environ
+    tasks = environment.get("LOCAL_WORLD_SIZE") or environment.get("SLURM_STEP_TASKS_PER_NODE")
+    ranks = re.match(r"\d+", tasks or "1")
+    count = [f"launch.nproc_per_node={ranks[0]}"] if ranks else []
+    typed = shlex.join(["fsdp-trainer", "-m", *config_flag(config_dir), *words, *count])
+    reason = (
+        f"a sweep starts the ranks of each job itself, on one node. Type, without {under}:\n{typed}"
+    )
+    raise UserError("the sweep cannot be started", [Problem(f"-m under {under}", reason)])
 
 
 class Search(Protocol):
-    """Which jobs there are to be."""
+    """Chooses the jobs of a sweep."""
 
     def ask(self, room: int) -> Sequence[Sequence[str]]:
-        """The overrides of the next jobs: at most `room`, unless all are known from the start. None to come any more: []."""
+        """The overrides of the next jobs, `room` at most unless all are known; [] at the end."""
 
     def tell(self, job: Job) -> None:
-        """How it ended."""
+        """Note how a job ended."""
 
     def prunes(self, job: Job, cfg: TrainConfig, lines: list[dict[str, Any]]) -> bool:
-        """Whether a job that runs is to end, from new lines of its metrics."""
+        """Return True if a job is to end early, by new lines of its metrics."""
 
 
 class FixedJobs:
-    """Jobs that are all known."""
+    """The search of a sweep whose jobs are all known."""
 
     def __init__(self, batch: Sequence[Sequence[str]]):
         self.batch: list[Sequence[str]] = list(batch)
 
     def ask(self, room: int) -> Sequence[Sequence[str]]:
-        """All at once: they are checked before the first one starts."""
+        """All jobs at once: they are checked before the first one starts."""
         batch, self.batch = self.batch, []
         return batch
 
     def tell(self, job: Job) -> None:
-        """Changes nothing about the others."""
+        """Do nothing: no job depends on another."""
 
     def prunes(self, job: Job, cfg: TrainConfig, lines: list[dict[str, Any]]) -> bool:
-        """All are wanted."""
+        """Return False: no job ends early."""
         return False
 
 
 @dataclass
 class Started:
-    """A job that runs. began: unix seconds; looked: when its metrics were last read; unwanted: it was told to end, since others are better."""
+    """A job that runs.
+
+    began: Unix seconds; last_read: when its metrics were last read, as time.monotonic() counts;
+    pruned: it was sent SIGTERM because others are better.
+    """
 
     running: Running
     cfg: TrainConfig
     progress: JobProgress
     began: float
-    looked: float = 0.0
-    unwanted: bool = False
+    last_read: float = 0.0
+    pruned: bool = False
 
 
 class Jobs:
-    """The jobs of one command; `run` is called with a search among them, by some sweepers several times."""
+    """The jobs of one command. Some sweepers call `run` several times, each with its own search."""
 
     def __init__(self, line: SweepLine):
         self.line, self.folder = line, line.root / line.name
@@ -143,87 +150,108 @@ class Jobs:
         self.study: Study | None = None
         self.received: list[int] = []  # signals
         self._held = ExitStack()
-        self._heard_at = -ECHO_SECONDS
-        self._words: dict[str, list[str]] = {}  # what each accepted job is started with
+        self._signalled_at = -ECHO_SECONDS
+        self._words: dict[str, list[str]] = {}  # the arguments of each accepted job
         self._configurations: dict[str, TrainConfig] = {}
         self._refused: dict[str, UserError] = {}
         self._running: dict[str, Started] = {}
         self._board = Board()
         self._place: Place | None = None  # known with the first configuration
 
+    def run_study(self) -> None:
+        """Search with optuna. Raises SweepStopped after a signal."""
+        from fsdp_trainer.launch.study import Study  # an extra, and numpy
+
+        self.study = Study(self.line.sweeper_settings, self.line.space())
+        self.check_common(self.study.example())
+        self.hold()
+        self.study.open(self.folder)
+        self.run(self.study)
+
     def run_batch(self, batch: Sequence[Sequence[str]]) -> list[float]:
-        """Check every job of a batch, then run them. Gives their objectives, NaN where there is none. Raises SweepStopped."""
+        """Check every job of a batch, then run them. Raises SweepStopped after a signal.
+
+        Returns their objectives, NaN for a job without one.
+        """
         self.run(FixedJobs(batch))
-        return [
-            math.nan if (value := self.jobs[job_id(overrides)].objective) is None else value
-            for overrides in batch
-        ]
+        objectives = [self.jobs[job_id(overrides)].objective for overrides in batch]
+        return [math.nan if value is None else value for value in objectives]
 
     def run(self, search: Search) -> None:
-        """Run what `search` asks for, side by side where there is room, until it asks for nothing more. Raises SweepStopped after a signal."""
+        """Run the jobs of a search, side by side while there is room, until it has no more.
+
+        Raises SweepStopped after a signal.
+        """
         waiting: deque[str] = deque()
         while not self.received:
             room = (self._place.at_once if self._place else 1) - len(self._running) - len(waiting)
-            asked = search.ask(room) if room > 0 else []
-            waiting += self._take_on(asked, search)
-            while waiting and not self.received and self._begin(waiting[0]):
-                job = waiting.popleft()
-                if job not in self._running:
-                    search.tell(self.jobs[job])
-            if not (self._running or waiting or asked):
+            next_jobs = search.ask(room) if room > 0 else []
+            waiting += self._accept(next_jobs, search)
+            self._start_waiting(waiting, search)
+            if not (self._running or waiting or next_jobs):
                 return
             self._wait(search)
         while self._running:
             self._wait(search)
         raise SweepStopped
 
-    def _take_on(self, batch: Sequence[Sequence[str]], search: Search) -> list[str]:
-        """Check what is asked for; the ids of jobs that are new: a job is run once."""
+    def _start_waiting(self, waiting: deque[str], search: Search) -> None:
+        """Start jobs until there is no room, or a signal came."""
+        while waiting and not self.received and self._has_room(waiting[0]):
+            id = waiting.popleft()
+            self._begin(id)
+            if id not in self._running:
+                search.tell(self.jobs[id])
+
+    def _accept(self, batch: Sequence[Sequence[str]], search: Search) -> list[str]:
+        """Check the jobs of a batch. Returns the ids of those that are new: a job is run once."""
         first, new = not self.jobs, list[str]()
         for overrides in batch:
             if self.received:  # hundreds of jobs take a while to check
                 return new
-            job = self.jobs.get(id := job_id(overrides))
+            id = job_id(overrides)
+            job = self.jobs.get(id)
             if job is None:
-                job = self.jobs[id] = Job(
-                    id, str(self.folder / "jobs" / id), without_place(overrides)
-                )
+                folder = str(self.folder / "jobs" / id)
+                job = self.jobs[id] = Job(id, folder, without_place(overrides))
                 self._check(job, list(overrides))
                 new.append(id)
             elif job.state not in ("waiting", "running"):
                 search.tell(job)
         if first and new and isinstance(search, FixedJobs):
-            self._refuse_what_all_have_in_common()
+            self._raise_if_all_are_refused()
             self.hold()
         return new
 
     def _wait(self, search: Search) -> None:
-        """Look after the jobs that run."""
+        """Wait a moment, then read the metrics of the running jobs and finish those that ended."""
         if not self._running:
             return
         time.sleep(LOOK_SECONDS)
         for id, started in list(self._running.items()):
-            job, now = self.jobs[id], time.monotonic()
-            if len(self.received) > 1 and now - self._heard_at > GRACE_SECONDS:
+            if len(self.received) > 1 and time.monotonic() - self._signalled_at > GRACE_SECONDS:
                 started.running.signal(signal.SIGKILL)
             code = started.running.poll()
-            if now - started.looked > READ_SECONDS or code is not None:
-                started.looked, lines = now, started.progress.lines()
-                if search.prunes(job, started.cfg, lines) and code is None and not started.unwanted:
-                    started.unwanted = True
-                    started.running.signal(signal.SIGTERM)
+            self._read_metrics(self.jobs[id], started, search, ended=code is not None)
             if code is not None:
                 del self._running[id]
-                self._ended(job, code, started)
-                search.tell(job)
+                self._end(self.jobs[id], code, started)
+                search.tell(self.jobs[id])
                 self.write()
         if self._place and self._place.at_once > 1:
-            self._board.show(
-                {
-                    self._called(id): (started.cfg, started.progress)
-                    for id, started in self._running.items()
-                }
-            )
+            running = self._running.items()
+            self._board.show({self._title(id): (job.cfg, job.progress) for id, job in running})
+
+    def _read_metrics(self, job: Job, started: Started, search: Search, ended: bool) -> None:
+        """Read new lines of a job's metrics each second, and at its end; end it if it is pruned."""
+        now = time.monotonic()
+        if now - started.last_read <= READ_SECONDS and not ended:
+            return
+        started.last_read = now
+        prune = search.prunes(job, started.cfg, started.progress.lines())
+        if prune and not ended and not started.pruned:
+            started.pruned = True
+            started.running.signal(signal.SIGTERM)
 
     def all(self) -> list[Job]:
         """This command's jobs; of a study, those of earlier commands too."""
@@ -233,35 +261,30 @@ class Jobs:
         return [known[id] for id in dict.fromkeys(self.study.jobs()) if id in known]
 
     def on_record(self) -> list[Job]:
-        """All of sweep.jsonl: this command's, and those of earlier ones whose folders are still there."""
+        """This command's jobs, and those of earlier ones whose folders still exist."""
         names = {f.name for f in fields(Job)}
-        kept = [
-            line
+        earlier = [
+            Job(**{name: line[name] for name in names & line.keys()})
             for line in whole_lines(self.folder / "sweep.jsonl")
             if line["job"] not in self.jobs and Path(line["folder"]).exists()
         ]
-        return [
-            *(Job(**{name: line[name] for name in names & line.keys()}) for line in kept),
-            *self.jobs.values(),
-        ]
+        return [*earlier, *self.jobs.values()]
 
     def write(self) -> None:
-        """sweep.jsonl: a line for each job. Those of earlier commands stay as long as their folders do."""
-        replace(
-            self.folder / "sweep.jsonl",
-            "".join(json.dumps(asdict(job)) + "\n" for job in self.on_record()),
-        )
+        """Write sweep.jsonl: a line for each job on record."""
+        lines = "".join(json.dumps(asdict(job)) + "\n" for job in self.on_record())
+        replace(self.folder / "sweep.jsonl", lines)
 
     def __enter__(self) -> None:
-        """Listen: jobs that run get a signal too, and no other starts."""
+        """Handle signals: pass each on to the running jobs, and start no other."""
         for signum in SIGNALS:
-            before = signal.signal(signum, self._hear)
+            before = signal.signal(signum, self._on_signal)
             self._held.callback(signal.signal, signum, before)
 
-    def _hear(self, signum: int, _frame: object) -> None:
-        if time.monotonic() - self._heard_at < ECHO_SECONDS:
+    def _on_signal(self, signum: int, _frame: object) -> None:
+        if time.monotonic() - self._signalled_at < ECHO_SECONDS:
             return
-        self._heard_at = time.monotonic()
+        self._signalled_at = time.monotonic()
         self.received.append(signum)
         for started in list(self._running.values()):
             started.running.signal(signum)
@@ -271,15 +294,15 @@ class Jobs:
         self._held.close()
 
     def hold(self) -> None:
-        """Two sweeps in one folder would start the same jobs. The lock goes with the process, whatever ends it."""
+        """Lock the sweep's folder until this process ends: two sweeps would start the same jobs."""
         try:
             (self.folder / "jobs").mkdir(parents=True, exist_ok=True)
             lock = self._held.enter_context((self.folder / "jobs" / ".lock").open("a"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            why = "another sweep runs there. Use  run.name=NEW  or wait"
+            reason = "another sweep runs there. Use  run.name=NEW  or wait"
             raise UserError(
-                "the sweep's folder is in use", [Problem(str(self.folder), why)]
+                "the sweep's folder is in use", [Problem(str(self.folder), reason)]
             ) from None
         except OSError as error:
             raise UserError(
@@ -288,16 +311,15 @@ class Jobs:
             ) from None
 
     def _check(self, job: Job, overrides: list[str]) -> None:
+        """Compose a job's configuration; set its state if it is refused or does not fit."""
         own = [word for word in overrides if word.partition("=")[0] not in PLACE]
         words = [*own, f"run.root={quoted(str(self.folder / 'jobs'))}", f"run.name={job.job}"]
         try:
             cfg = compose("train", words, self.line.config_dir)
         except UserError as error:
+            reasons = [f"{p.what}: {p.why.splitlines()[0]}" for p in error.problems]
             job.state, job.exit_code = "refused", error.exit_code
-            job.reason = (
-                "; ".join(f"{p.what}: {p.why.splitlines()[0]}" for p in error.problems)
-                or error.title
-            )
+            job.reason = "; ".join(reasons) or error.title
             self._refused[job.job] = error
             return
         if cfg.data.cache is None:  # tokenised once, for all jobs and other runs
@@ -311,129 +333,128 @@ class Jobs:
             raise UserError("the sweep cannot be started", [Problem("launch.hosts", reason)])
         self._place = self._place or PLACES[self.line.launcher](self.line.launcher_settings, cfg)
         self._words[job.job], self._configurations[job.job] = words, cfg
-        if why := does_not_fit(cfg, self._place):
-            job.state, job.reason = "does not fit", why
+        problem = does_not_fit(cfg, self._place)
+        if problem:
+            job.state, job.reason = "does not fit", problem
 
-    def check_what_all_have_in_common(self, overrides: list[str]) -> None:
-        """Raises UserError for what is wrong with a job, but for the values that vary."""
+    def check_common(self, overrides: list[str]) -> None:
+        """Raise UserError for problems of a job that are not about the values that vary."""
         try:
             compose("train", overrides, self.line.config_dir)
         except UserError as error:
-            if own := [
-                p for p in error.problems if p.what.split("=")[0].lstrip("+") not in self.line.swept
-            ]:
-                raise UserError(f"{error.title}, in every job", own) from None
+            common = [p for p in error.problems if key_of(p) not in self.line.swept]
+            if common:
+                raise UserError(f"{error.title}, in every job", common) from None
 
-    def _refuse_what_all_have_in_common(self) -> None:
-        """A mistake that every job has is told once, and nothing starts. Neither if all jobs are refused, each for a reason of its own."""
+    def _raise_if_all_are_refused(self) -> None:
+        """Raise UserError if no job could run: with the problems that all share, else with all."""
         if len(self._refused) < len(self.jobs):
             return
         errors = list(self._refused.values())
-        by_key = [{p.what.split("=")[0].lstrip("+"): p for p in error.problems} for error in errors]
+        by_key = [{key_of(problem): problem for problem in error.problems} for error in errors]
         common = [
             Problem(self.line.swept.get(key, p.what), p.why)
             for key, p in by_key[0].items()
-            if all(key in b for b in by_key)
+            if all(key in problems for problems in by_key)
         ]
         own = {(p.what, p.why): p for error in errors for p in error.problems}
-        raise UserError(
-            f"{errors[0].title}, in every job" if len(errors) > 1 else errors[0].title,
-            common or list(own.values()),
-        )
+        title = f"{errors[0].title}, in every job" if len(errors) > 1 else errors[0].title
+        raise UserError(title, common or list(own.values()))
 
-    def _begin(self, id: str) -> bool:
-        """Start a job, unless there is nothing to do; False: there is no room for it yet."""
+    def _has_room(self, id: str) -> bool:
+        """Return True if a job can start now, or has nothing to do."""
+        cfg = self._configurations.get(id)
+        if cfg is None or not self._place or self._nothing_to_do(id):
+            return True
+        return self._place.has_room(cfg) and not self.received
+
+    def _nothing_to_do(self, id: str) -> str:
+        """The state that a job has without being started; "" if it is to start."""
         job, cfg = self.jobs[id], self._configurations.get(id)
-        idle = job.state == "does not fit" or cfg is None
-        done = (
-            cfg is not None
-            and not idle
-            and not cfg.run.overwrite
-            and finished(Path(job.folder), cfg)
-        )
-        if (
-            cfg
-            and self._place
-            and not (idle or done)
-            and (not self._place.has_room(cfg) or self.received)
-        ):
-            return False
-        told = f"  {job.state}" if idle else "  finished before" if done else ""
-        number = [job.job for job in self.all()].index(id) + 1
-        print(
-            f"\njob {number}/{self.study.settings.n_trials if self.study else len(self.jobs)}  {self._called(id)}{told}",
-            flush=True,
-        )
-        if idle:
-            print(self._refused.get(id, job.reason), file=sys.stderr, flush=True)
-        elif done:
-            job.state, job.exit_code, job.objective = (
-                "skipped",
-                0,
-                objective(Path(job.folder), self.line.metric),
-            )
-        elif cfg and self._place:
-            words, began = [*self.line.config_flag, *self._words[id]], time.time()
-            try:
-                running = self._place.start(cfg, words, Path(job.folder) / "output.log")
-            except (RunFailed, OSError) as error:  # a queue or a disk that does not take it
-                job.state, job.exit_code, job.reason = (
-                    "failed",
-                    1,
-                    f"cannot be started: {str(error).removeprefix('fsdp-trainer: ')}",
-                )
-                print(f"fsdp-trainer: job {id} {job.reason}", file=sys.stderr, flush=True)
-            else:
-                self._running[id], job.state = (
-                    Started(running, cfg, JobProgress(job.folder), began),
-                    "running",
-                )
-                for signum in self.received:  # heard meanwhile
-                    running.signal(signum)
-        self.write()
-        return True
+        if cfg is None or job.state == "does not fit":
+            return job.state
+        if not cfg.run.overwrite and finished(Path(job.folder), cfg):
+            return "finished before"
+        return ""
 
-    def _called(self, id: str) -> str:
+    def _begin(self, id: str) -> None:
+        """Start a job, unless there is nothing to do."""
+        job, cfg = self.jobs[id], self._configurations.get(id)
+        state = self._nothing_to_do(id)
+        number = [job.job for job in self.all()].index(id) + 1
+        total = self.study.settings.n_trials if self.study else len(self.jobs)
+        shown = f"  {state}" if state else ""
+        print(f"\njob {number}/{total}  {self._title(id)}{shown}", flush=True)
+        if state == "finished before":
+            job.state, job.exit_code = "skipped", 0
+            job.objective = objective(Path(job.folder), self.line.metric)
+        elif state:
+            print(self._refused.get(id, job.reason), file=sys.stderr, flush=True)
+        elif cfg and self._place:
+            self._start(job, cfg, self._place)
+        self.write()
+
+    def _start(self, job: Job, cfg: TrainConfig, place: Place) -> None:
+        words, began = [*self.line.config_flag, *self._words[job.job]], time.time()
+        try:
+            running = place.start(cfg, words, Path(job.folder) / "output.log")
+        except (RunFailed, OSError) as error:  # a queue or a disk that does not take it
+            job.state, job.exit_code = "failed", 1
+            job.reason = f"cannot be started: {str(error).removeprefix('fsdp-trainer: ')}"
+            print(f"fsdp-trainer: job {job.job} {job.reason}", file=sys.stderr, flush=True)
+            return
+        self._running[job.job] = Started(running, cfg, JobProgress(job.folder), began)
+        job.state = "running"
+        for signum in self.received:  # came while it started
+            running.signal(signum)
+
+    def _title(self, id: str) -> str:
         return f"{id}  {shlex.join(varying(list(self.jobs.values()))[id])}"
 
-    def _ended(self, job: Job, code: int, started: Started) -> None:
-        job.seconds, job.exit_code = round(time.time() - started.began, 1), code if code >= 0 else 1
+    def _end(self, job: Job, code: int, started: Started) -> None:
+        """Note how a job ended, and print it."""
+        job.seconds = round(time.time() - started.began, 1)
+        job.exit_code = code
         job.state = "stopped" if self.received and code else STATES.get(code, "failed")
         last = Records(Path(job.folder)).last_event()
-        job.reason = (
-            last["reason"]
-            if last.get("event") == "end" and last["time"] >= started.began
-            else "ended without a word"
-        )
-        if started.unwanted and job.state == "stopped" and not self.received:
-            job.state, job.reason = (
-                "pruned",
-                f"others were better: hydra.sweeper.pruner={self.line.sweeper_settings.pruner}",
-            )
+        in_order = last.get("event") == "end" and last["time"] >= started.began
+        job.reason = last["reason"] if in_order else "ended without a word"
+        if started.pruned and job.state == "stopped" and not self.received:
+            pruner = self.line.sweeper_settings.pruner
+            job.state = "pruned"
+            job.reason = f"others were better: hydra.sweeper.pruner={pruner}"
         if code < 0:
-            print(
-                f"fsdp-trainer: job {job.job} was killed by {signal.Signals(-code).name}",
-                file=sys.stderr,
-            )
-        if job.state in ("finished", "pruned"):  # what a job that went wrong came to is no result
+            job.exit_code = 1
+            name = signal.Signals(-code).name
+            print(f"fsdp-trainer: job {job.job} was killed by {name}", file=sys.stderr)
+        if job.state in ("finished", "pruned"):  # the loss of a job that failed is no result
             job.objective = objective(Path(job.folder), self.line.metric)
-        if self._place and self._place.at_once > 1:
-            value = "" if job.objective is None else f"  objective {job.objective:.4f}"
-            print(
-                f"{self._called(job.job)}  {job.state}{value}  {duration(job.seconds)}", flush=True
-            )
-            if job.state in ("failed", "refused"):
-                print(f"{job.reason}: see {job.folder}/output.log", file=sys.stderr, flush=True)
+        self._print_end(job)
+
+    def _print_end(self, job: Job) -> None:
+        """Print how a job ended, if its own output is not shown."""
+        if not self._place or self._place.at_once == 1:
+            return
+        value = "" if job.objective is None else f"  objective {job.objective:.4f}"
+        print(f"{self._title(job.job)}  {job.state}{value}  {duration(job.seconds)}", flush=True)
+        if job.state in ("failed", "refused"):
+            print(f"{job.reason}: see {job.folder}/output.log", file=sys.stderr, flush=True)
+
+
+def key_of(problem: Problem) -> str:
+    return problem.what.split("=")[0].lstrip("+")
 
 
 def does_not_fit(cfg: TrainConfig, place: Place) -> str | None:
-    """By `plan`: how much more memory than there is a job would take, and the first override that would help. None: it fits, or nobody knows."""
+    """The memory that a job lacks by `plan`, and the first override that would help.
+
+    None if it fits, or if the memory is unknown.
+    """
     limit, world = place.memory_gib(), place.world(cfg)
     if limit is None:
         return None
-    from fsdp_trainer.plan.inputs import (
-        architecture,
-    )  # and with it torch, for a sweep that has something to ask it
+    # these import torch, which a sweep without a limit does not need
+    from fsdp_trainer.plan.inputs import architecture
     from fsdp_trainer.plan.plan import GIB, Device, make_plan
     from fsdp_trainer.plan.suggest import suggest
 
@@ -443,10 +464,8 @@ def does_not_fit(cfg: TrainConfig, place: Place) -> str | None:
         plan = make_plan(cfg, config, world, device)
         if plan.fits:
             return None
-        helps = [found.override for found in suggest(cfg, config, world, device)[:1]]
-    except UserError:  # the run itself will tell it
+        suggestions = suggest(cfg, config, world, device)[:1]
+    except UserError:  # the job itself will report it
         return None
-    return (
-        f"needs {plan.memory.peak.total / GIB:.2f} of {limit:.2f} GiB on each of {world} ranks"
-        + "".join(f": try  {word}" for word in helps)
-    )
+    needed = f"needs {plan.memory.peak.total / GIB:.2f} of {limit:.2f} GiB on each of {world} ranks"
+    return needed + "".join(f": try  {suggestion.override}" for suggestion in suggestions)

@@ -282,10 +282,64 @@ def test_everything_that_is_not_computed_is_named(tmp_path):
         assert part in text
 
 
+def test_each_setting_of_pefts_that_is_not_computed_is_refused(tmp_path):
+    base = make_folder(tmp_path / "base")
+    adapter = tmp_path / "adapter"
+    make_adapter(base, adapter, target_modules=["q_proj"])
+    as_written = adapter_config(adapter)
+    for setting in (
+        {"task_type": "SEQ_CLS"},
+        {"bias": "lora_only"},
+        {"lora_bias": True},
+        {"fan_in_fan_out": True},
+        {"use_qalora": True},
+        {"use_bdlora": {"nblocks": 2}},
+        {"trainable_token_indices": [1, 2]},
+        {"target_parameters": ["experts.down_proj"]},
+        {"layer_replication": [[0, 2], [0, 2]]},
+        {"alora_invocation_tokens": [1, 2]},
+        *({"init_lora_weights": start} for start in ("olora", "corda", "loftq", "lora_ga")),
+    ):
+        edit_config(adapter, **as_written | setting)
+        assert next(iter(setting)) in why_refused(adapter)
+    edit_config(adapter, **as_written | {"peft_type": "IA3"})
+    assert "merge_and_unload" in why_refused(adapter)
+    edit_config(adapter, **as_written | {"peft_type": "PREFIX_TUNING", "target_modules": None})
+    assert "target_modules" not in why_refused(adapter)
+
+
 def test_an_adapter_of_an_embedding_is_refused(tmp_path):
     base = make_folder(tmp_path / "base")
     make_adapter(base, tmp_path / "adapter", target_modules=["embed_tokens", "q_proj"])
-    assert "model.embed_tokens" in why_refused(tmp_path / "adapter")
+    text = why_refused(tmp_path / "adapter")
+    assert "model.embed_tokens" in text
+    assert "base_layer" not in text
+
+
+def test_a_long_list_of_misfits_is_cut(tmp_path):
+    make_adapter(make_folder(tmp_path / "base"), tmp_path / "adapter")
+    other = make_folder(tmp_path / "other", hidden_size=48, intermediate_size=56)
+    edit_config(tmp_path / "adapter", base_model_name_or_path=str(other))
+    text = why_refused(tmp_path / "adapter")
+    assert text.count("has shape") == 20
+    assert "… and 8 more tensors do not fit" in text
+
+
+def test_settings_of_a_folder_that_training_does_not_follow_are_named(train, tmp_path):
+    base = make_folder(tmp_path / "base")
+    make_adapter(base, tmp_path / "adapter", lora_dropout=0.05)
+    edit_config(tmp_path / "adapter", invented_later=3)
+    start = [*RUN[:-1], f"adapter.init_from={tmp_path / 'adapter'}", "train.steps=0"]
+    out = train("run", *start, base=HF).out
+    assert "lora_dropout=0.05 is not applied" in out
+    assert "invented_later=3 is not known here" in out
+    assert out.count("no effect") == 1
+    assert "(trained weights float32)" in out
+    edit_config(tmp_path / "adapter", bias="all")
+    err = train("refused", *start, "adapter.rank=2", base=HF, code=2).err
+    assert f"adapter.init_from={tmp_path / 'adapter'}" in err
+    assert "bias" in err
+    assert "only counts with" not in err
 
 
 def test_an_adapter_of_another_model_is_refused_with_every_misfit(train, tmp_path):
@@ -352,6 +406,7 @@ def test_keys_that_contradict_the_adapter_are_refused(train, world, tmp_path):
     whole = train("whole", *RUN[:-1], f"model.init_from={base}", base=HF).folder
     export = ["export", f"source={whole}", f"out={tmp_path / 'x'}", "form=adapter"]
     assert "form=merged" in world.command(*export, code=2)[0].err
+    assert "merge_into" in world.command(*export, "merge_into=trained", code=2)[0].err
 
 
 # --- what computes with them ----------------------------------------------------------------------

@@ -96,6 +96,10 @@ ABSENT = {
     "eval_strategy=steps": "Did you mean  train.validate_every ? It takes a whole number",
     "lr_scheduler_type=cosine_with_min_lr": "Did you mean  schedule=cosine ?",
     "--use_lora=true": "adapter=lora",
+    "adapter.type=lora": "Did you mean  adapter=lora ?",
+    "adapter.bits=4": "Did you mean  adapter=qlora ?",
+    "adapter.base=int4": "Did you mean  adapter.base=nf4 ?",
+    "layers_to_transform=[1]": "patterns of names",
     "logging.wandb=swanlab": "three trackers",
 }
 

@@ -63,6 +63,9 @@ NOT_COPIED = (INDEX, ORIGIN, ADAPTER_CONFIG)
 
 def export(cfg: ExportConfig) -> int:
     """Run the verb: `source=` a run, a checkpoint or a PEFT folder, `out=` the folder to write."""
+    if cfg.form == "adapter" and cfg.merge_into != "original":
+        problem = Problem(f"merge_into={cfg.merge_into}", "only counts with  form=merged")
+        raise UserError("an adapter alone is not merged", [problem])
     source = exportable(str(cfg.source), cfg.form)
     out = Path(str(cfg.out)).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

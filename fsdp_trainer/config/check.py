@@ -79,6 +79,8 @@ def describe(kind: Any) -> str:
             float: "a list of numbers such as [0.9,0.95]",
             int: "a list of whole numbers such as [8,16]",
         }.get(inside[0], "a list of texts such as [a,b]")
+    if origin is dict and inside[1] in (int, float):
+        return f"a mapping to {KINDS[inside[1]].removeprefix('a ')}s such as {{a: 8}}"
     return inside[0] if origin is Literal else KINDS[origin or kind]
 
 

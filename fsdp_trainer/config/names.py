@@ -160,6 +160,7 @@ OPTION_SYNONYMS = {
 VALUE_SYNONYMS = {
     "gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "half": "float16", "float": "float32", "adam": "adamw",
     "int8": "8bit", "best-fit": "best_fit", "bestfit": "best_fit", "greedy": "best_fit",
+    "int4": "nf4", "4bit": "nf4", "fp4": "nf4", "float32": "fp32",
     "chatml": "messages", "openai": "messages", "jsonl": "auto",
 }  # fmt: skip
 """Of keys that have choices."""

@@ -45,8 +45,9 @@ def settle_adapter(cfg: TrainConfig, report: Report) -> None:
     try:
         kind, scaling, base = described(Path(cfg.adapter.init_from))
     except UserError as error:
-        report.problems += error.problems
-        report.settled.add("adapter.init_from")
+        lines = [f"{problem.what} {problem.why}" for problem in error.problems]
+        text = "\n".join(["its adapter_config.json is not supported:", *lines])
+        report.add("adapter.init_from", cfg.adapter.init_from, text)
         return
     for name in DECIDED:
         if f"adapter.{name}" in report.typed:

@@ -62,7 +62,7 @@ def learning_rate_scaling(cfg: TrainConfig, report: Report) -> Broken:
 
 def adapters(cfg: TrainConfig, report: Report) -> Broken:
     """Keys of adapters are set with one."""
-    if cfg.adapter.name != "none":
+    if cfg.adapter.name != "none" or "adapter.init_from" in report.settled:
         return
     for key in report.typed:
         if key.startswith("adapter.") and key != "adapter.name":

@@ -47,6 +47,42 @@ COMPUTED: dict[str, tuple] = {
     "monteclora_config": (None, {}),
 }
 """Keys that change what an adapter computes, and their values that are computed here."""
+READ = (
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "use_dora",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "modules_to_save",
+    "base_model_name_or_path",
+)
+WITHOUT_EFFECT = (
+    "auto_mapping",
+    "peft_version",
+    "inference_mode",
+    "init_lora_weights",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "velora_config",
+    "runtime_config",
+    "megatron_core",
+    "qalora_group_size",
+    "ensure_weight_tying",
+)
+"""Keys that only say how an adapter was begun or trained."""
+MERGE_WITH_PEFT = (
+    "\npeft can merge it into its base model, which is a model like any other then:"
+    "\nPeftModel.from_pretrained(…).merge_and_unload().save_pretrained(DIR)"
+)
+MAX_MISFITS = 20
+"""Tensors that a message names."""
 
 
 @dataclass
@@ -122,11 +158,23 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         problem = Problem(str(path), str(error))
         raise UserError("cannot read the adapter's configuration", [problem]) from None
+    problems = unsupported(config)
+    if problems:
+        raise UserError(f"{path} describes an adapter that is not supported", problems)
+    return config
+
+
+def unsupported(config: dict[str, Any]) -> list[Problem]:
+    """Return everything in adapter_config.json that is not computed here."""
     problems = [
         Problem(f"{key}={json.dumps(config[key])}", _why_not(key, values))
         for key, values in COMPUTED.items()
         if key in config and config[key] not in values
     ]
+    adapts_matrices = isinstance(config.get("target_modules"), str | list)
+    same_task = config.get("task_type") in COMPUTED["task_type"]
+    if problems and adapts_matrices and same_task and not config.get("alora_invocation_tokens"):
+        problems[-1].why += MERGE_WITH_PEFT
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
         text = (
@@ -134,11 +182,26 @@ def read_config(folder: Path) -> dict[str, Any]:
             "\nSave it anew with peft's  path_initial_model_for_weight_conversion"
         )
         problems.append(Problem(f"init_lora_weights={start}", text))
-    if not isinstance(config.get("target_modules"), str | list):
+    is_lora = config.get("peft_type", "LORA") == "LORA"
+    if is_lora and not adapts_matrices:
         problems.append(Problem("target_modules", "must be a list or a text"))
-    if problems:
-        raise UserError(f"{path} describes an adapter that is not supported", problems)
-    return config
+    return problems
+
+
+def without_effect(config: dict[str, Any]) -> list[str]:
+    """Return a line on each setting of adapter_config.json that a training here does not follow."""
+    lines = []
+    if config.get("lora_dropout"):
+        lines.append(
+            f"lora_dropout={config['lora_dropout']:g} is not applied: training here has no dropout"
+        )
+    known = {*COMPUTED, *READ, *WITHOUT_EFFECT, "lora_dropout"}
+    lines += [
+        f"{key}={json.dumps(value)} is not known here and has no effect"
+        for key, value in config.items()
+        if value and key not in known
+    ]
+    return lines
 
 
 def _why_not(key: str, values: tuple) -> str:
@@ -272,9 +335,16 @@ def resolve(peft: PeftFolder, layout: Layout, base: str) -> Resolved:
         if not misfits:
             adopt(peft, module, tensors, layout.linears[module][1], layers, sources)
     problems += missing(peft, modules, layout)
+    wrapped = {f"{module}.base_layer.weight" for module in modules}  # an adapted embedding's own
+    others = {name: shape for name, shape in others.items() if name not in wrapped}
     also, same = fully_trained(others, layout, sources, problems)
+    more = len(problems) - MAX_MISFITS
+    if more > 0:
+        more_text = f"… and {more:,} more tensors do not fit: is this the adapter's base model?"
+        problems[MAX_MISFITS - 1].why += f"\n{more_text}"
     if problems:
-        raise UserError(f"the adapter in {peft.folder} does not fit the model", problems)
+        title = f"the adapter in {peft.folder} does not fit the model"
+        raise UserError(title, problems[:MAX_MISFITS])
     kind = "dora" if peft.config.get("use_dora") else "lora"
     scaling = "rslora" if peft.config.get("use_rslora") else "standard"
     ordered = [part.layer for _, parts in layout.linears.values() for part in parts]
@@ -297,7 +367,8 @@ def misfits_of(
     if module not in layout.linears:
         if f"{module}.weight" in layout.parameters:
             text = (
-                "is adapted: only linear layers of the blocks are; adapter.also trains it in full"
+                "has an adapter, which only linear layers of the blocks can have here"
+                f" (adapter.also trains it in full).{MERGE_WITH_PEFT}"
             )
             return [Problem(module, text)]
         return [Problem(module, "is not part of this model")]

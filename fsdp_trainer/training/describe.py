@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+from fsdp_trainer.config.paths import is_adapter
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.build import lossy, renumbered
 from fsdp_trainer.launch.world import World
@@ -10,6 +11,7 @@ from fsdp_trainer.models.adapters import MAGNITUDE, adapted_layers
 from fsdp_trainer.models.attention_choice import AttentionChoice
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.freeze import frozen_parameters, trained_numbers
+from fsdp_trainer.models.peft_config import read_config, without_effect
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.optim.schedules import peak_learning_rate
 from fsdp_trainer.parallel.convert import float8_layers
@@ -39,15 +41,17 @@ def describe(
     at_once = model.lm_head.rows_at_once(tokens, world.device.type)
     epochs = data.epochs(progress)
     trained = trained_numbers(config, cfg)
+    kept = "trained weights" if frozen_parameters(model) else "weights"
     frozen = f" ({short(trained)} trained)" if trained != config.parameters() else ""
     return [
         f"run    {run}",
         f"model  {config.family}, {short(config.parameters())} parameters{frozen}, "
         f"{config.num_hidden_layers} blocks, {config.vocab_size:,} tokens, from {origin}",
         *adapters(model),
+        *(f"adapt  {line}" for line in not_followed(cfg.adapter.init_from)),
         *(f"token  {note}" for note in token_notes),
         f"world  {world.size} × {world.device.type}, {cfg.sharding.strategy}, "
-        f"{cfg.precision.param_dtype} (weights {cfg.precision.master_dtype})",
+        f"{cfg.precision.param_dtype} ({kept} {cfg.precision.master_dtype})",
         *number_formats(cfg, model, world.device.type),
         *(f"data   {line}" for line in data.about(inputs.data, progress)),
         f"attend {attention}",
@@ -73,6 +77,14 @@ def adapters(model: Decoder) -> list[str]:
         f"adapt  {kind} on {len(layers)} layers ({', '.join(names)}), "
         f"rank {one_or_range(ranks)}, scale {one_or_range(scales)}; frozen weights in {kept}"
     ]
+
+
+def not_followed(init_from: str | None) -> list[str]:
+    """Return a line on each setting of a PEFT folder that the training does not follow."""
+    folder = Path(init_from or "")
+    if not init_from or not is_adapter(folder):
+        return []
+    return [f"{init_from}: {line}" for line in without_effect(read_config(folder))]
 
 
 def one_or_range(values: list[float]) -> str:

@@ -6,9 +6,11 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: the machine's cores are for the ranks
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import parsed_yaml
 import pytest
 from world import Run, World, write_chats
 
+parsed_yaml.keep()
 internal_errors: list[str] = []
 
 

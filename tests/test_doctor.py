@@ -15,7 +15,7 @@ import pytest
 from world import write_chats
 
 from fsdp_trainer.launch import facts
-from fsdp_trainer.launch.machines import Looked, environment
+from fsdp_trainer.launch.machines import HostFacts, environment
 
 QUICK = ["doctor.measure=false"]
 
@@ -325,8 +325,8 @@ def test_ranks_are_named_in_spans_by_host():
 
 def test_names_and_interfaces_that_keep_hosts_apart_come_with_what_to_set():
     cards = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.1"}
-    a = Looked(node=0, host="a", address="127.0.1.1", interfaces=cards)
-    b = Looked(node=1, host="b", address="10.0.0.2", interfaces=cards | {"ib0": "10.1.0.2"})
+    a = HostFacts(node=0, host="a", address="127.0.1.1", interfaces=cards)
+    b = HostFacts(node=1, host="b", address="10.0.0.2", interfaces=cards | {"ib0": "10.1.0.2"})
     found = {f.what: f for f in environment([a, b])}
     assert found["host name"].mark == "problem"
     assert found["host name"].advice.startswith("GLOO_SOCKET_IFNAME=eth0 ")

@@ -1,4 +1,4 @@
-"""What `doctor` looks at, in the order in which it tells it. Collective; rank 0 judges."""
+"""The sections of `doctor`, in the order in which it prints them. Collective; rank 0 judges."""
 
 import os
 import socket
@@ -29,7 +29,7 @@ from fsdp_trainer.launch.facts import (
     who,
 )
 from fsdp_trainer.launch.machines import (
-    Looked,
+    HostFacts,
     configuration,
     cpu_model,
     environment,
@@ -38,33 +38,29 @@ from fsdp_trainer.launch.machines import (
     software,
 )
 from fsdp_trainer.launch.nodes import unreachable
-from fsdp_trainer.launch.storage import inputs, storage, what_is_read
+from fsdp_trainer.launch.storage import input_digests, inputs, storage
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
 from fsdp_trainer.parallel.memory_check import gib, host_bytes
 
-MOST_SECONDS = 180.0  # to wait for others: of a doctor one expects a word
-HUNG = "A firewall between the nodes, or the wrong interface: every port must be open; see GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
+MAX_WAIT_SECONDS = 180.0  # for other ranks
+HUNG = (
+    "A firewall between the nodes, or the wrong interface: every port must be open; see"
+    " GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
+)
 
 
 def checkup(cfg: DoctorConfig) -> int:
     """Examine the world. Returns the exit code, the same on all ranks."""
-    timeout = min(MOST_SECONDS, parse_duration(cfg.launch.timeout))
+    timeout = min(MAX_WAIT_SECONDS, parse_duration(cfg.launch.timeout))
     world = meet(cfg, timeout)
     if world is None:
         return UNHEALTHY
     report = DoctorReport(cfg.doctor.format, quiet=not world.main)
     try:
         examine(cfg, world, report, timeout)
-    except (RuntimeError, RunFailed) as error:  # a collective failed, or someone did not come
-        report.add(
-            "network",
-            Check(
-                "problem",
-                "communication",
-                f"broke down: {str(error).strip().splitlines()[0]}",
-                HUNG,
-            ),
-        )
+    except (RuntimeError, RunFailed) as error:  # a collective failed, or a rank did not come
+        text = f"broke down: {str(error).strip().splitlines()[0]}"
+        report.add("network", Check("problem", "communication", text, HUNG))
     code = world.from_main("the doctor's word", report.close, timeout)
     world.wait_until_heard("the doctor's word", timeout)
     if dist.is_initialized():
@@ -73,23 +69,27 @@ def checkup(cfg: DoctorConfig) -> int:
 
 
 def meet(cfg: DoctorConfig, timeout: float) -> World | None:
-    """The world; None, and a line from this rank, where rank 0's store cannot be reached or not all come."""
+    """The world; None if rank 0's store cannot be reached or a rank does not come.
+
+    This rank then prints the reason.
+    """
     env = environment_of_ranks(os.environ) or os.environ
     try:
         return join(env, cfg.launch.device, timeout)
     except (RuntimeError, RunFailed) as error:
         address, port = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", 0))
-        why = unreachable(address, port) if isinstance(error, dist.DistError) else ""
-        print(
-            f"rank {env.get('RANK', 0)} ({socket.gethostname()}): {why or error.args[0].splitlines()[0]}",
-            file=sys.stderr,
-        )
+        reason = unreachable(address, port) if isinstance(error, dist.DistError) else ""
+        reason = reason or error.args[0].splitlines()[0]
+        print(f"rank {env.get('RANK', 0)} ({socket.gethostname()}): {reason}", file=sys.stderr)
         return None
 
 
 def examine(cfg: DoctorConfig, world: World, report: DoctorReport, timeout: float) -> None:
-    """All sections. The settings are told before the first collective, which may hang for their sake."""
-    everyone = world.to_main("facts", look(cfg, world), timeout)
+    """Examine and print all sections.
+
+    The settings are printed before the first collective: a wrong one may make it hang.
+    """
+    everyone = world.to_main("facts", host_facts(cfg, world), timeout)
     if world.main:
         report.add("machines", *machines(everyone, world), *limits(everyone, world.device.type))
         report.add("software", *software(everyone), *configuration(everyone))
@@ -98,21 +98,15 @@ def examine(cfg: DoctorConfig, world: World, report: DoctorReport, timeout: floa
         "alike", lambda: len({f.versions["device"] for f in everyone}) == 1, timeout
     )
     if not alike:
-        report.add(
-            "network",
-            Check(
-                "problem", "not tried", "some ranks compute on GPUs and some do not: see software"
-            ),
-        )
+        text = "some ranks compute on GPUs and some do not: see software"
+        report.add("network", Check("problem", "not tried", text))
         return
     began = time.perf_counter()
     connect(world, timeout)
     speed.largest(0.0)
-    at = (
-        f" through {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        if "MASTER_PORT" in os.environ
-        else ""
-    )
+    at = ""
+    if "MASTER_PORT" in os.environ:
+        at = f" through {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     met = f"{counted(world.size, 'rank')} met{at} in {time.perf_counter() - began:.2f} s"
     report.add("network", Check("ok", "process group", met))
     report.add("network", *clock(world, everyone, timeout))
@@ -124,34 +118,33 @@ def examine(cfg: DoctorConfig, world: World, report: DoctorReport, timeout: floa
         report.add("inputs", *inputs(cfg, everyone))
 
 
-def look(cfg: DoctorConfig, world: World) -> Looked:
+def host_facts(cfg: DoctorConfig, world: World) -> HostFacts:
     """This rank's facts."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    looked = Looked(
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    facts = HostFacts(
         **vars(facts_of(cfg, world, alone=True)),
         memory=host_bytes({}),
         cores=cores,
         threads=torch.get_num_threads(),
     )
-    looked.machine = {"CPU": cpu_model(), "cores": str(cores)}
+    facts.machine = {"CPU": cpu_model(), "cores": str(cores)}
     if world.device.type == "cuda":
-        looked.machine["GPU memory"] = gib(
-            torch.cuda.get_device_properties(world.device).total_memory
-        )
+        memory = torch.cuda.get_device_properties(world.device).total_memory
+        facts.machine["GPU memory"] = gib(memory)
     if world.local_rank == 0:
-        looked.inputs = dict(what_is_read(cfg))
-        looked.interfaces = interfaces()
+        facts.inputs = dict(input_digests(cfg))
+        facts.interfaces = interfaces()
         try:
-            looked.address = socket.gethostbyname(looked.host)
+            facts.address = socket.gethostbyname(facts.host)
         except OSError:
-            looked.address = "nothing"
-    return looked
+            facts.address = "nothing"
+    return facts
 
 
-def clock(world: World, everyone: Sequence[Looked], timeout: float) -> list[Check]:
-    """Of the hosts, read between two moments of rank 0's that lie close together."""
+def clock(world: World, everyone: Sequence[HostFacts], timeout: float) -> list[Check]:
+    """Compare the hosts' clocks, read between two moments of rank 0 that lie close together."""
     began = time.time()
     speed.largest(0.0)
     read = world.to_main("clock", time.time(), timeout)
@@ -160,87 +153,86 @@ def clock(world: World, everyone: Sequence[Looked], timeout: float) -> list[Chec
         f.clock = at
     if not world.main or len({f.node for f in everyone}) == 1:
         return []
-    right = Check(
-        "ok",
-        "clocks",
-        f"within {CLOCK_SECONDS:g} s of {everyone[0].host}'s; asking took {ended - began:.3f} s",
-    )
-    return clocks(everyone, began, ended) or [right]
+    text = f"within {CLOCK_SECONDS:g} s of {everyone[0].host}'s; asking took {ended - began:.3f} s"
+    return clocks(everyone, began, ended) or [Check("ok", "clocks", text)]
 
 
 def network(
-    cfg: DoctorConfig, world: World, everyone: Sequence[Looked], timeout: float
+    cfg: DoctorConfig, world: World, everyone: Sequence[HostFacts], timeout: float
 ) -> list[Check]:
-    """Collectives within nodes and over all, then every link by itself."""
+    """Measure collectives within nodes and over all ranks, then every link by itself."""
     nodes = world.from_main("nodes", lambda: [f.node for f in everyone], timeout)
     if world.size == 1:
         return [Check("note", "not measured", "there is one rank")]
-    found = []
-    groups = {
+    ranks_of = {
         node: [rank for rank, at in enumerate(nodes) if at == node] for node in dict.fromkeys(nodes)
     }
-    if len(groups) > 1 and max(map(len, groups.values())) > 1:
-        within = {node: dist.new_group(ranks) for node, ranks in groups.items()}
-        rates = world.to_main(
-            "within", speed.collectives(world.device, within[world.node]), timeout
-        )
-        if world.main:
-            for i, first in enumerate(rates[0]):
-                of_nodes = {
-                    host_name(node, everyone): rates[ranks[0]][i].bus
-                    for node, ranks in groups.items()
-                    if len(ranks) > 1
-                }
-                found += judge(
-                    f"{first.name} in a node",
-                    of_nodes,
-                    cfg.doctor.slow,
-                    world.device.type,
-                    gigabytes,
-                    f"{first.size // speed.MIB:>2} MiB: bus ",
-                )
+    findings = []
+    if len(ranks_of) > 1 and max(map(len, ranks_of.values())) > 1:
+        findings += within_nodes(cfg, world, everyone, ranks_of, timeout)
+    where = f"{counted(world.size, 'rank')} on {counted(len(ranks_of), 'node')}"
     for rate in speed.collectives(world.device):
-        text = f"{rate.size // speed.MIB:>2} MiB: {gigabytes(rate.algorithm)}, bus {gigabytes(rate.bus)}"
-        found.append(
-            Check(
-                "ok",
-                rate.name,
-                f"{text}, {counted(world.size, 'rank')} on {counted(len(groups), 'node')}",
-            )
-        )
+        rates = f"{gigabytes(rate.algorithm)}, bus {gigabytes(rate.bus)}"
+        text = f"{rate.size // speed.MIB:>2} MiB: {rates}, {where}"
+        findings.append(Check("ok", rate.name, text))
     links = speed.links(world.device)
     if world.main:
         for what, same in (("links in a node", True), ("links between nodes", False)):
             named = {
-                f"{who([a], everyone)} ↔ {who([b], everyone)}": r
-                for (a, b), r in links.items()
+                f"{who([a], everyone)} ↔ {who([b], everyone)}": rate
+                for (a, b), rate in links.items()
                 if (nodes[a] == nodes[b]) == same
             }
-            found += (
-                judge(what, named, cfg.doctor.slow, world.device.type, gigabytes) if named else []
-            )
-    return found
+            if named:
+                findings += judge(what, named, cfg.doctor.slow, world.device.type, gigabytes)
+    return findings
+
+
+def within_nodes(
+    cfg: DoctorConfig,
+    world: World,
+    everyone: Sequence[HostFacts],
+    ranks_of: dict[int, list[int]],
+    timeout: float,
+) -> list[Check]:
+    """Measure collectives in each node, on all nodes at once."""
+    groups = {node: dist.new_group(ranks) for node, ranks in ranks_of.items()}
+    own = speed.collectives(world.device, groups[world.node])
+    rates = world.to_main("within", own, timeout)
+    findings = []
+    for i, first in enumerate(rates[0] if world.main else ()):
+        named = {
+            host_name(node, everyone): rates[ranks[0]][i].bus
+            for node, ranks in ranks_of.items()
+            if len(ranks) > 1
+        }
+        findings += judge(
+            f"{first.name} in a node",
+            named,
+            cfg.doctor.slow,
+            world.device.type,
+            gigabytes,
+            f"{first.size // speed.MIB:>2} MiB: bus ",
+        )
+    return findings
 
 
 def devices(
-    cfg: DoctorConfig, world: World, everyone: Sequence[Looked], timeout: float
+    cfg: DoctorConfig, world: World, everyone: Sequence[HostFacts], timeout: float
 ) -> list[Check]:
-    """Matrix products on all ranks at once, as in training."""
+    """Measure matrix products on all ranks at once, as in training."""
     rates = world.to_main("products", speed.products(world.device), timeout)
     if not world.main:
         return []
     what = "bfloat16 products" if world.device.type == "cuda" else "float32 products"
-    found = judge(
-        what,
-        {who([rank], everyone): rate for rank, rate in enumerate(rates)},
-        cfg.doctor.slow,
-        world.device.type,
-        flops,
-    )
+    named = {who([rank], everyone): rate for rank, rate in enumerate(rates)}
+    findings = judge(what, named, cfg.doctor.slow, world.device.type, flops)
     peak = peak_flops(everyone[0].versions.get("GPU", ""))
     if peak and median_high(rates) < peak / 2:
-        text = f"{median_high(rates) / peak:.0%} of the data sheet's {flops(peak)}: a power limit, heat, or someone else's job"
-        found.append(
-            Check("warning", "all devices", text, "nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE")
+        text = (
+            f"{median_high(rates) / peak:.0%} of the data sheet's {flops(peak)}:"
+            " a power limit, heat, or someone else's job"
         )
-    return found
+        advice = "nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE"
+        findings.append(Check("warning", "all devices", text, advice))
+    return findings

@@ -1,4 +1,4 @@
-"""What the doctor found, printed section by section."""
+"""The doctor's findings, printed section by section."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ UNHEALTHY = 3
 
 
 class DoctorReport:
-    """Findings, printed section by section as they come; on all ranks but rank 0 quiet."""
+    """Prints findings as they come, section by section. Ranks other than rank 0 are quiet."""
 
     def __init__(self, format: str, quiet: bool):
         self.format, self.quiet = format, quiet
@@ -19,14 +19,14 @@ class DoctorReport:
         self.section = ""
 
     def add(self, section: str, *findings: Check) -> None:
-        """Tell them."""
+        """Print findings."""
         for finding in findings:
             self.counts[finding.mark] += 1
             self._print(self._line(section, finding))
             self.section = section
 
     def close(self) -> int:
-        """The last line; the exit code."""
+        """Print the last line. Returns the exit code."""
         problems, warnings = self.counts["problem"], self.counts["warning"]
         if self.format == "text":
             self._print(f"\n{counted(problems, 'problem')}, {counted(warnings, 'warning')}")
@@ -36,16 +36,14 @@ class DoctorReport:
         try:
             if not self.quiet:
                 print(text, flush=True)
-        except (
-            BrokenPipeError
-        ):  # whoever read this has seen enough; the other ranks wait for this one
+        except BrokenPipeError:  # the reader ended; the other ranks still wait for this one
             self.quiet = True
 
     def _line(self, section: str, finding: Check) -> str:
         if self.format == "json":
-            told = asdict(finding)
-            del told["certain"]
-            return json.dumps({"section": section, **told}, ensure_ascii=False)
+            fields = asdict(finding)
+            del fields["certain"]
+            return json.dumps({"section": section, **fields}, ensure_ascii=False)
         mark = f"{finding.mark:8}"
         if sys.stdout.isatty():
             mark = f"\033[{COLOURS[finding.mark]}m{mark}\033[0m"

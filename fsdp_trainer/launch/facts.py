@@ -1,4 +1,7 @@
-"""What every rank says about itself before the first collective, and what of it does not agree. `train` and `doctor` both look here."""
+"""The facts of every rank that must agree before the first collective, and their differences.
+
+`train` and `doctor` both compare them.
+"""
 
 import hashlib
 import os
@@ -29,25 +32,42 @@ SETTINGS = re.compile(
     r"(NCCL|GLOO|TORCH|UCX|FI|PYTORCH)_|(OMP|MKL)_NUM_THREADS$|CUDA_LAUNCH_BLOCKING$"
 )  # of the environment
 OF_A_NODE = re.compile(
-    r"launch\.|logging\.|profile\.|doctor\.|run\.root$|.*\.(path|cache|init_from|template)$|data\.validation$"
+    r"launch\.|logging\.|profile\.|doctor\.|run\.root$|.*\.(path|cache|init_from|template)$"
+    r"|data\.validation$"
 )
-"""Keys that may differ where they come to the same: where things lie, how ranks start, what only rank 0 does."""
+"""Keys that may differ among nodes: paths, how ranks start, and what rank 0 alone does."""
 MUST_BE_EQUAL = ("torch", "CUDA", "NCCL", "fsdp_trainer", "device", "NCCL_ALGO", "NCCL_PROTO")
-MAY_DIFFER = re.compile(
-    r".*_(IFNAME|HCA|FILE)$|(NCCL|TORCH)_.*DEBUG"
-)  # by host, or what is only told
+MAY_DIFFER = re.compile(r".*_(IFNAME|HCA|FILE)$|(NCCL|TORCH)_.*DEBUG")  # by host, or for logs
 CLOCK_SECONDS = 1.0
 SHM_BYTES = 2**30  # Docker gives 64 MiB; NCCL takes some tens for each rank
-FILES_BESIDE = 256  # open files of a rank that are no connections: libraries, the token store, a checkpoint's shards
-GROUPS = 3  # of gloo, each with a connection to every other rank: training's, the checkpoints', the store's
-MOST_NAMED = 8
+OTHER_FILES = 256  # open files of a rank: libraries, the token store, a checkpoint's shards
+GROUPS = 3  # of gloo, with a connection to every other rank: training, checkpoints, the store
+MAX_NAMED = 8  # slow devices of a kind
+MAX_HOSTS = 4  # named in a message
+SAME = {
+    "versions": "Ranks run the same code in the same environment",
+    "environment": "Set it alike on all nodes",
+    "machine": "Set it alike on all nodes",
+}
+SHARED_ROOT = (
+    "Every rank writes its part of a checkpoint there:"
+    "  run.root=FOLDER  on storage that all nodes share"
+)
+SAME_FILES = (
+    "The nodes would train on different rows. Give every node the same files, or one data.cache"
+    " that all see"
+)
 DRIVER = Path("/proc/driver/nvidia/version")
 SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass
 class Check:
-    """mark: `ok`, `note`, `warning` (slower, or less sure) or `problem` (will break or cripple a run). certain: `train` refuses to begin."""
+    """A finding.
+
+    mark: `ok`, `note`, `warning` (slower, or less sure) or `problem` (will break or cripple a run);
+    certain: `train` refuses to begin.
+    """
 
     mark: str
     what: str
@@ -58,7 +78,7 @@ class Check:
 
 @dataclass
 class RankFacts:
-    """Of one rank. Sizes in bytes; clock: its host's, in seconds since 1970."""
+    """The facts of one rank. Sizes in bytes; clock: its host's, in Unix seconds."""
 
     node: int
     host: str
@@ -70,20 +90,23 @@ class RankFacts:
     data: str = ""
     """The prepared data's fingerprint."""
     unshared: str = ""
-    """Why this rank does not see the folder in which rank 0 trains."""
+    """The reason why this rank does not see rank 0's run folder; "" if it does."""
     shm: float = 0.0
     files: int = 0
-    """How many it may have open."""
+    """The limit of open files."""
 
 
 def facts_of(
     cfg: TrainConfig, world: World, data: str = "", unshared: str = "", alone: bool = False
 ) -> RankFacts:
-    """This rank's. What can only be compared is left out where there is no other rank, unless asked for."""
+    """This rank's facts.
+
+    Without other ranks those that can only be compared are left out, unless `alone` asks for them.
+    """
     facts = RankFacts(world.node, socket.gethostname(), time.time(), data=data, unshared=unshared)
-    facts.shm = (
-        float(shutil.disk_usage(SHARED_MEMORY).total) if SHARED_MEMORY.is_dir() else float("inf")
-    )
+    facts.shm = float("inf")
+    if SHARED_MEMORY.is_dir():
+        facts.shm = float(shutil.disk_usage(SHARED_MEMORY).total)
     facts.files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if world.size > 1 or alone:
         facts.versions = versions(world.device)
@@ -95,28 +118,25 @@ def facts_of(
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Of everything that takes part in computing, down to the driver; of fsdp_trainer also what its sources say."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "device": device.type}
+    """Versions of everything that computes, down to the driver."""
+    names = {"python": platform.python_version(), "torch": torch.__version__, "device": device.type}
     if device.type == "cuda":
-        found["CUDA"] = str(torch.version.cuda or torch.version.hip)
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["GPU"] = torch.cuda.get_device_name(device)
-        driver = (
-            re.search(r"Module.*?\s(\d+(?:\.\d+)+)\s", DRIVER.read_text())
-            if DRIVER.is_file()
-            else None
-        )
-        found["driver"] = driver[1] if driver else "unknown"
+        names["CUDA"] = str(torch.version.cuda or torch.version.hip)
+        names["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        names["GPU"] = torch.cuda.get_device_name(device)
+        text = DRIVER.read_text() if DRIVER.is_file() else ""
+        driver = re.search(r"Module.*?\s(\d+(?:\.\d+)+)\s", text)
+        names["driver"] = driver[1] if driver else "unknown"
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            names[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "none"
-    return found | {"fsdp_trainer": source_digest(Path(__file__).parents[1])}
+            names[package] = "none"
+    return names | {"fsdp_trainer": source_digest(Path(__file__).parents[1])}
 
 
 def source_digest(package: Path) -> str:
-    """Of the code itself: a node whose checkout was not updated has the same version number."""
+    """A digest of the code: a checkout that was not updated has the same version number."""
     digest = hashlib.blake2b(digest_size=4)
     for file in sorted(package.rglob("*.py")):
         digest.update(str(file.relative_to(package)).encode() + file.read_bytes())
@@ -124,7 +144,7 @@ def source_digest(package: Path) -> str:
 
 
 def settings(cfg: TrainConfig) -> dict[str, str]:
-    """Every key that is not at its default, as it is written in an override."""
+    """Every key that is not at its default, as an override writes it."""
     return {
         f"{group}.{name}": show(value)
         for (group, keys), default in zip(
@@ -144,9 +164,11 @@ def preflight(
     checkpoint: float,
     timeout: float,
 ) -> list[str]:
-    """`train`'s quick look before the first collective. Returns lines to warn with, on rank 0. Raises UserError on all ranks.
+    """Compare all ranks before the first collective of `train`.
 
-    shared: whether this rank sees the `run` folder that rank 0 has claimed. data: the fingerprint. checkpoint: bytes of one.
+    Returns the warnings to print, on rank 0. Raises UserError on all ranks. shared: this rank sees
+    the `run` folder that rank 0 has claimed; data: the prepared data's fingerprint; checkpoint: its
+    bytes.
     """
     began = world.from_main("facts/began", time.time, timeout)
     unshared = "" if shared else f"{run.absolute()} is not the folder that rank 0 claimed"
@@ -168,126 +190,102 @@ def preflight(
     if problems:
         world.wait_until_heard("facts/problems")
         raise UserError("the ranks do not agree", problems)
-    told = [f for f in findings if f.mark in ("warning", "problem")]
-    return [f"{f.what}: {f.text}" + (f"\n       {f.advice}" if f.advice else "") for f in told]
+    shown = [f for f in findings if f.mark in ("warning", "problem")]
+    return [f"{f.what}: {f.text}" + (f"\n       {f.advice}" if f.advice else "") for f in shown]
 
 
 def compare(facts: Sequence[RankFacts], began: float, ended: float) -> list[Check]:
-    """What differs among ranks. Every clock was read after `began` and before `ended` of rank 0's clock."""
-    found = (
-        differences(facts, "settings")
-        + differences(facts, "versions")
-        + differences(facts, "environment")
-    )
-    if len({f.data for f in facts}) > 1:
-        text = ", ".join(
-            f"{data} on {who(ranks, facts)}" for data, ranks in by_value([f.data for f in facts])
-        )
-        advice = "The nodes would train on different rows. Give every node the same files, or one data.cache that all see"
-        found.append(
-            Check("problem", "data", f"prepared differently: {text}", advice, certain=True)
-        )
+    """Differences among ranks.
+
+    Every clock was read after `began` and before `ended` of rank 0's clock.
+    """
+    kinds = ("settings", "versions", "environment")
+    findings = [finding for kind in kinds for finding in differences(facts, kind)]
+    data = by_value([f.data for f in facts])
+    if len(data) > 1:
+        versions = ", ".join(f"{name} on {who(ranks, facts)}" for name, ranks in data)
+        text = f"prepared differently: {versions}"
+        findings.append(Check("problem", "data", text, SAME_FILES, certain=True))
     for reason, ranks in by_value([f.unshared for f in facts]):
         if reason:
-            advice = "Every rank writes its part of a checkpoint there:  run.root=FOLDER  on storage that all nodes share"
-            found.append(
-                Check(
-                    "problem",
-                    "run.root",
-                    f"is not shared. {who(ranks, facts)}: {reason}",
-                    advice,
-                    certain=True,
-                )
-            )
-    return found + clocks(facts, began, ended)
+            text = f"is not shared. {who(ranks, facts)}: {reason}"
+            findings.append(Check("problem", "run.root", text, SHARED_ROOT, certain=True))
+    return findings + clocks(facts, began, ended)
 
 
 def clocks(facts: Sequence[RankFacts], began: float, ended: float) -> list[Check]:
-    """Hosts whose clock cannot have been read between `began` and `ended` if it were right."""
-    found = []
+    """Hosts whose clocks cannot have been right between `began` and `ended`."""
+    checks = []
     for node, ranks in by_value([f.node for f in facts]):
         clock = facts[ranks[0]].clock
         off = clock - ended if clock > ended else min(0.0, clock - began)
         if abs(off) > CLOCK_SECONDS and node != facts[0].node:
-            text = f"that of {facts[ranks[0]].host} is at least {abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} {facts[0].host}'s"
-            advice = "Logs cannot be put in order, and shared storage takes new files for old ones: let chrony or ntpd set it"
-            found.append(Check("warning", "clock", text, advice))
-    return found
+            text = (
+                f"that of {facts[ranks[0]].host} is at least {abs(off):.1f} s"
+                f" {'ahead of' if off > 0 else 'behind'} {facts[0].host}'s"
+            )
+            advice = (
+                "Logs cannot be put in order, and shared storage takes new files for old ones:"
+                " let chrony or ntpd set it"
+            )
+            checks.append(Check("warning", "clock", text, advice))
+    return checks
 
 
 def differences(facts: Sequence[RankFacts], kind: str) -> list[Check]:
-    """Values under a name in `settings`, `versions` or `environment` that not all ranks have: the odd ones out are named."""
-    found = []
+    """Names in `settings`, `versions` or `environment` whose values differ, and on which ranks."""
+    checks = []
     for name in sorted({name for f in facts for name in getattr(f, kind)}):
-        (usual, majority), *odd = by_value([getattr(f, kind).get(name, "not set") for f in facts])
-        if not odd:
+        absent = "the default" if kind == "settings" else "not set"
+        by_rank = [getattr(f, kind).get(name, absent) for f in facts]
+        (usual, majority), *others = by_value(by_rank)
+        if not others:
             continue
-        if kind == "settings":
-            usual, odd = (
-                usual.replace("not set", "the default"),
-                [(value.replace("not set", "the default"), r) for value, r in odd],
-            )
-        text = ", ".join(f"{value} on {who(ranks, facts)}" for value, ranks in odd)
+        text = ", ".join(f"{value} on {who(ranks, facts)}" for value, ranks in others)
         text += f"; {usual} on {'the others' if len(majority) > 1 else who(majority, facts)}"
         if kind == "settings":
-            values = {value for value, _ in [(usual, majority), *odd]}
-            of_a_node = (
-                values.isdisjoint({"auto", "never", "the default"})
-                if name == "checkpoint.resume"
-                else OF_A_NODE.match(name)
-            )
-            certain = not of_a_node
-            found.append(
-                Check(
-                    "problem" if certain else "warning",
-                    name,
-                    text,
-                    "Start every node with the same command",
-                    certain,
-                )
-            )
+            certain = not may_differ(name, set(by_rank))
+            mark = "problem" if certain else "warning"
+            advice = "Start every node with the same command"
+            checks.append(Check(mark, name, text, advice, certain))
+        elif name in MUST_BE_EQUAL:
+            checks.append(Check("problem", name, text, SAME[kind]))
+        elif MAY_DIFFER.match(name):
+            checks.append(Check("note", name, text))
         else:
-            mark = (
-                "problem"
-                if name in MUST_BE_EQUAL
-                else "note"
-                if MAY_DIFFER.match(name)
-                else "warning"
-            )
-            advice = (
-                "Ranks run the same code in the same environment"
-                if kind == "versions"
-                else "Set it alike on all nodes"
-            )
-            found.append(Check(mark, name, text, "" if mark == "note" else advice))
-    return found
+            checks.append(Check("warning", name, text, SAME[kind]))
+    return checks
+
+
+def may_differ(key: str, values: set[str]) -> bool:
+    """Return True if nodes may have different values of a key."""
+    if key == "checkpoint.resume":
+        return values.isdisjoint({"auto", "never", "the default"})
+    return OF_A_NODE.match(key) is not None
 
 
 def limits(facts: Sequence[RankFacts], device: str) -> list[Check]:
-    """What the system grants too little of for a world of this size."""
-    found = []
+    """Limits of the system that are too low for a world of this size."""
+    checks = []
     ranks_of = Counter(f.node for f in facts)
     small = [rank for rank, f in enumerate(facts) if f.shm < SHM_BYTES and ranks_of[f.node] > 1]
     if small and device == "cuda":
         text = f"{gib(facts[small[0]].shm)} on {who(small, facts)}, through which NCCL's ranks talk"
-        found.append(
-            Check(
-                "problem",
-                "/dev/shm",
-                text,
-                "docker run --shm-size=16g ; in Kubernetes an emptyDir with  medium: Memory",
-            )
-        )
-    needed = GROUPS * len(facts) + FILES_BESIDE
+        advice = "docker run --shm-size=16g ; in Kubernetes an emptyDir with  medium: Memory"
+        checks.append(Check("problem", "/dev/shm", text, advice))
+    needed = GROUPS * len(facts) + OTHER_FILES
     few = [rank for rank, f in enumerate(facts) if 0 <= f.files < needed]
     if few:
-        text = f"{facts[few[0]].files:,} on {who(few, facts)}; connections to {len(facts):,} ranks take up to {needed:,}"
-        found.append(Check("problem", "open files", text, "ulimit -n 65536  before the launcher"))
-    return found
+        text = (
+            f"{facts[few[0]].files:,} on {who(few, facts)};"
+            f" connections to {len(facts):,} ranks take up to {needed:,}"
+        )
+        checks.append(Check("problem", "open files", text, "ulimit -n 65536  before the launcher"))
+    return checks
 
 
 def room(cfg: TrainConfig, run: Path, checkpoint: float) -> list[Check]:
-    """Whether the run's folder takes the checkpoints that are to lie there at once."""
+    """Check that the run's folder has room for its checkpoints."""
     place = next((path for path in (run, *run.absolute().parents) if path.is_dir()), Path("/"))
     free = shutil.disk_usage(place).free
     there = len(list((run / "checkpoints").glob("step-*")))
@@ -295,36 +293,37 @@ def room(cfg: TrainConfig, run: Path, checkpoint: float) -> list[Check]:
     text = f"{gib(free)} free for a checkpoint of {gib(checkpoint)}"
     if free >= more * checkpoint:
         return [Check("ok", "room", text)]
-    text += f"; {more} more are to lie there at once: checkpoint.keep={cfg.checkpoint.keep}, and the one that is being written"
-    fewer = "Make room, or  run.root=FOLDER" + (
-        "  or  checkpoint.keep=1" if cfg.checkpoint.keep > 1 else ""
+    text += (
+        f"; {more} more are to lie there at once: checkpoint.keep={cfg.checkpoint.keep},"
+        " and the one that is being written"
     )
-    return [Check("problem" if free < checkpoint else "warning", "room", text, fewer)]
+    advice = "Make room, or  run.root=FOLDER"
+    if cfg.checkpoint.keep > 1:
+        advice += "  or  checkpoint.keep=1"
+    return [Check("problem" if free < checkpoint else "warning", "room", text, advice)]
 
 
 def by_value(values: Sequence[Any]) -> list[tuple[Any, list[int]]]:
-    """(value, ranks that have it), the commonest first; of equally common ones that of the lower rank."""
+    """(value, ranks that have it), the most common first, then by rank."""
     ranks: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     return sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1][0]))
 
 
-def who(ranks: Iterable[int], facts: Sequence[RankFacts], most: int = 4) -> str:
+def who(ranks: Iterable[int], facts: Sequence[RankFacts]) -> str:
     """`rank 3 (node-b)`, `rank 0-7 (node-a), 8-15 (node-b) and those of 3 more hosts`."""
     hosts: dict[int, list[int]] = {}
     for rank in ranks:
         hosts.setdefault(facts[rank].node, []).append(rank)
-    shown = [
-        f"{spans(of_one)} ({host_name(node, facts)})" for node, of_one in list(hosts.items())[:most]
-    ]
-    return f"rank {', '.join(shown)}" + (
-        f" and those of {len(hosts) - most} more nodes" if len(hosts) > most else ""
-    )
+    named = list(hosts.items())[:MAX_HOSTS]
+    text = ", ".join(f"{spans(own)} ({host_name(node, facts)})" for node, own in named)
+    rest = len(hosts) - len(named)
+    return f"rank {text}" + (f" and those of {rest} more nodes" if rest else "")
 
 
 def host_name(node: int, facts: Sequence[RankFacts]) -> str:
-    """The host of a node; with the node's number where one host has several, as in tests."""
+    """The host of a node, with the node's number if the host has several, as in tests."""
     host = next(f.host for f in facts if f.node == node)
     return host if len({f.node for f in facts if f.host == host}) == 1 else f"{host}, node {node}"
 
@@ -346,30 +345,29 @@ def judge(
     slow: float,
     device: str,
     unit: Callable[[float], str],
-    of: str = "",
+    prefix: str = "",
 ) -> list[Check]:
-    """The median of rates by name, and who is below `slow` of it: on a GPU a fault, on a CPU, whose cores others use too, perhaps a neighbour."""
+    """The median of some rates by name, and those below `slow` times the median.
+
+    On a GPU that is a fault; a CPU's cores may be in use by others.
+    """
     usual = median_high(rates.values())
-    spread = unit(usual) + (
-        f", from {unit(min(rates.values()))} to {unit(max(rates.values()))}"
-        if len(rates) > 1
-        else ""
-    )
-    found = [Check("ok", what, of + spread)]
-    for name, rate in sorted(
-        ((name, rate) for name, rate in rates.items() if rate < slow * usual),
-        key=lambda item: item[1],
-    )[:MOST_NAMED]:
+    spread = f"{prefix}{unit(usual)}"
+    if len(rates) > 1:
+        spread += f", from {unit(min(rates.values()))} to {unit(max(rates.values()))}"
+    checks = [Check("ok", what, spread)]
+    below = [(name, rate) for name, rate in rates.items() if rate < slow * usual]
+    for name, rate in sorted(below, key=lambda item: item[1])[:MAX_NAMED]:
         text = f"{name}: {unit(rate)}, {rate / usual:.0%} of the others' {unit(usual)}"
-        found.append(Check("problem" if device == "cuda" else "warning", f"slow: {what}", text))
-    return found
+        checks.append(Check("problem" if device == "cuda" else "warning", f"slow: {what}", text))
+    return checks
 
 
 def gigabytes(rate: float) -> str:
-    """A second."""
+    """A rate in bytes a second, for people."""
     return f"{rate / 1e9:.3g} GB/s"
 
 
 def flops(rate: float) -> str:
-    """A second."""
+    """A rate of floating-point operations, for people."""
     return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"

@@ -1,4 +1,4 @@
-"""Hosts, software and settings: what differs, and what is better set otherwise."""
+"""Hosts, software and settings: their differences, and settings that cost speed."""
 
 import fcntl
 import hashlib
@@ -8,6 +8,7 @@ import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from fsdp_trainer.launch.doctor_report import counted
 from fsdp_trainer.launch.facts import (
@@ -40,8 +41,11 @@ COSTLY = {
 
 
 @dataclass
-class Looked(RankFacts):
-    """RankFacts that only the doctor wants to know. memory: free on the host, in bytes; address: what the host's name resolves to."""
+class HostFacts(RankFacts):
+    """RankFacts and more that only the doctor needs.
+
+    memory: free on the host, in bytes; address: the one that the host's name resolves to.
+    """
 
     machine: dict[str, str] = field(default_factory=dict)
     memory: float = 0.0
@@ -50,186 +54,190 @@ class Looked(RankFacts):
     address: str = ""
     interfaces: dict[str, str] = field(default_factory=dict)
     inputs: dict[str, str] = field(default_factory=dict)
-    """By key of the configuration: what of its files this node has."""
+    """A digest of this node's files, by key of the configuration."""
 
 
-def machines(everyone: Sequence[Looked], world: World) -> Iterator[Check]:
-    """What there is, hosts that are alike on one line; then who is not."""
+def machines(everyone: Sequence[HostFacts], world: World) -> Iterator[Check]:
+    """The hosts, those that are alike on one line; then their differences."""
     nodes = {f.node: f for f in reversed(everyone)}
     ranks_of = {
         node: [rank for rank, f in enumerate(everyone) if f.node == node] for node in sorted(nodes)
     }
-
-    def describe(node: int) -> str:
-        first, ranks = nodes[node], ranks_of[node]
-        gpu = f"{len(ranks)} × {first.versions['GPU']}, " if "GPU" in first.versions else ""
-        return f"{gpu}{first.machine['CPU']}, {counted(first.cores, 'core')}, {counted(first.threads, 'thread')} a rank"
-
-    for said, places in by_value([describe(node) for node in ranks_of]):
+    descriptions = [hardware(nodes[node], len(ranks)) for node, ranks in ranks_of.items()]
+    for text, places in by_value(descriptions):
         alike = [list(ranks_of)[place] for place in places]
-        free = min((nodes[node] for node in alike), key=lambda f: f.memory)
-        shm = min(nodes[node].shm for node in alike)
-        limits = [nodes[node].files for node in alike if nodes[node].files >= 0]
-        files = f"{min(limits):,} open files" if limits else "any number of open files"
         named = ", ".join(
             f"{host_name(node, everyone)} (rank {spans(ranks_of[node])})" for node in alike[:8]
         )
         more = f" and {len(alike) - 8} more" if len(alike) > 8 else ""
-        text = f"{said}\n{gib(free.memory)} of memory free{f' on {free.host}' if len(alike) > 1 else ''}, /dev/shm {gib(shm)}, {files}"
-        yield Check("ok", f"{counted(len(alike), 'host')}", f"{named}{more}\n{text}")
+        limits = lowest_limits([nodes[node] for node in alike])
+        yield Check("ok", counted(len(alike), "host"), f"{named}{more}\n{text}\n{limits}")
     yield from differences(everyone, "machine")
-    for node, ranks in ranks_of.items():
-        threads, cores, host = nodes[node].threads, nodes[node].cores, nodes[node].host
-        crowded, idle = (
-            threads * len(ranks) > cores,
-            threads * len(ranks) <= cores // 2 and world.device.type == "cpu",
-        )
-        if crowded or idle:
-            text = f"{counted(len(ranks), 'rank')} × {counted(threads, 'thread')} on {counted(cores, 'core')} of {host}"
-            advice = f"OMP_NUM_THREADS={max(1, cores // len(ranks))}{' ; torchrun sets 1 where nothing is said' if idle else ''}"
-            yield Check("warning", "OMP_NUM_THREADS", text, advice)
-            break
+    findings = (threads_problem(nodes[node], len(ranks), world) for node, ranks in ranks_of.items())
+    yield from [finding for finding in findings if finding][:1]
     if world.device.type == "cuda":
         yield from topology()
 
 
+def hardware(facts: HostFacts, ranks: int) -> str:
+    """A host's GPUs and processors."""
+    gpu = f"{ranks} × {facts.versions['GPU']}, " if "GPU" in facts.versions else ""
+    threads = f"{counted(facts.threads, 'thread')} a rank"
+    return f"{gpu}{facts.machine['CPU']}, {counted(facts.cores, 'core')}, {threads}"
+
+
+def lowest_limits(hosts: Sequence[HostFacts]) -> str:
+    """The least memory, shared memory and number of open files among some hosts."""
+    smallest = min(hosts, key=lambda facts: facts.memory)
+    on_host = f" on {smallest.host}" if len(hosts) > 1 else ""
+    limits = [facts.files for facts in hosts if facts.files >= 0]
+    files = f"{min(limits):,} open files" if limits else "any number of open files"
+    shm = gib(min(facts.shm for facts in hosts))
+    return f"{gib(smallest.memory)} of memory free{on_host}, /dev/shm {shm}, {files}"
+
+
+def threads_problem(facts: HostFacts, ranks: int, world: World) -> Check | None:
+    """A warning if a host's ranks use more threads than it has cores, or half as many."""
+    used = facts.threads * ranks
+    idle = used <= facts.cores // 2 and world.device.type == "cpu"
+    if used <= facts.cores and not idle:
+        return None
+    text = (
+        f"{counted(ranks, 'rank')} × {counted(facts.threads, 'thread')}"
+        f" on {counted(facts.cores, 'core')} of {facts.host}"
+    )
+    advice = f"OMP_NUM_THREADS={max(1, facts.cores // ranks)}"
+    if idle:
+        advice += " ; torchrun sets 1 where nothing is said"
+    return Check("warning", "OMP_NUM_THREADS", text, advice)
+
+
 def topology() -> Iterator[Check]:
-    """How this host's GPUs are connected."""
+    """The connections among this host's GPUs."""
     try:
-        told = subprocess.run(
-            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20
-        )
+        command = ["nvidia-smi", "topo", "-m"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return
-    rows = [line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", told.stdout).splitlines()]
-    matrix = [
-        row.expandtabs(8)
-        for row in rows[: next((i for i, row in enumerate(rows) if not row), len(rows))]
-    ]
-    if told.returncode == 0 and matrix:
-        yield Check("note", "topology", "\n".join(matrix))
+    rows = [line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", result.stdout).splitlines()]
+    matrix = list(takewhile(bool, rows))
+    if result.returncode == 0 and matrix:
+        yield Check("note", "topology", "\n".join(row.expandtabs(8) for row in matrix))
 
 
-def software(everyone: Sequence[Looked]) -> Iterator[Check]:
+def software(everyone: Sequence[HostFacts]) -> Iterator[Check]:
     """Versions, from the driver up."""
     odd = differences(everyone, "versions")
-    equal = {
-        name: value
-        for name, value in everyone[0].versions.items()
-        if name not in {f.what for f in odd}
-    }
-    equal["fsdp_trainer"] = (
-        f"{__version__}, {equal['fsdp_trainer']}" if "fsdp_trainer" in equal else __version__
-    )
+    differing = {f.what for f in odd} | {"fsdp_trainer"}
+    equal = {k: value for k, value in everyone[0].versions.items() if k not in differing}
+    equal["fsdp_trainer"] = __version__
+    sources = everyone[0].versions.get("fsdp_trainer")
+    if sources and "fsdp_trainer" not in {f.what for f in odd}:
+        equal["fsdp_trainer"] += f", {sources}"
     same = "equal on all ranks" if len(everyone) > 1 else "versions"
-    yield Check(
-        "ok", same, ", ".join(f"{name} {value}" for name, value in equal.items() if value != "none")
-    )
+    text = ", ".join(f"{name} {value}" for name, value in equal.items() if value != "none")
+    yield Check("ok", same, text)
     yield from odd
 
 
-def configuration(everyone: Sequence[Looked]) -> Iterator[Check]:
+def configuration(everyone: Sequence[HostFacts]) -> Iterator[Check]:
     """Keys that are not at their defaults."""
     odd = differences(everyone, "settings")
     if not any(f.mark == "problem" for f in odd):
-        digest = hashlib.blake2b(
-            repr(sorted(everyone[0].settings.items())).encode(), digest_size=4
-        ).hexdigest()
-        yield Check(
-            "ok",
-            "configuration",
-            f"{digest}: {counted(len(everyone[0].settings), 'key')} not at the default",
-        )
+        settings = everyone[0].settings
+        digest = hashlib.blake2b(repr(sorted(settings.items())).encode(), digest_size=4).hexdigest()
+        text = f"{digest}: {counted(len(settings), 'key')} not at the default"
+        yield Check("ok", "configuration", text)
     yield from odd
 
 
-def environment(everyone: Sequence[Looked]) -> Iterator[Check]:
+def environment(everyone: Sequence[HostFacts]) -> Iterator[Check]:
     """Settings of NCCL, gloo and torch, and network interfaces, with advice."""
-    found = everyone[0].environment
-    if found:
-        yield Check("ok", "settings", "\n".join(f"{name}={value}" for name, value in found.items()))
+    own = everyone[0].environment
+    if own:
+        yield Check("ok", "settings", "\n".join(f"{name}={value}" for name, value in own.items()))
     yield from differences(everyone, "environment")
-    for name, (values, why) in COSTLY.items():
+    for name, (values, reason) in COSTLY.items():
         ranks = [
             rank
             for rank, f in enumerate(everyone)
             if re.fullmatch(values, f.environment.get(name, ""), re.IGNORECASE)
         ]
         if ranks:
-            yield Check(
-                "warning",
-                f"{name}={everyone[ranks[0]].environment[name]}",
-                f"on {who(ranks, everyone)}: {why}",
-                f"unset {name}",
-            )
-    firsts = {f.node: f for f in reversed(everyone)}
+            setting = f"{name}={everyone[ranks[0]].environment[name]}"
+            text = f"on {who(ranks, everyone)}: {reason}"
+            yield Check("warning", setting, text, f"unset {name}")
+    hosts = list({f.node: f for f in reversed(everyone)}.values())
     several = len({f.host for f in everyone}) > 1
-    for f in firsts.values():
-        yield from interface_problems(f, several)
-    for said, places in by_value(
-        [
-            ", ".join(f"{name} {address}" for name, address in f.interfaces.items())
-            for f in firsts.values()
-        ][:4]
-    ):
-        yield Check(
-            "note",
-            "interfaces",
-            f"{', '.join(list(firsts.values())[place].host for place in places)}: {said or 'none'}",
-        )
+    for facts in hosts:
+        yield from missing_interfaces(facts)
+        if several and "GLOO_SOCKET_IFNAME" not in facts.environment:
+            yield from ambiguous_interfaces(facts)
+    addresses = [
+        ", ".join(f"{name} {address}" for name, address in facts.interfaces.items())
+        for facts in hosts[:4]
+    ]
+    for text, places in by_value(addresses):
+        names = ", ".join(hosts[place].host for place in places)
+        yield Check("note", "interfaces", f"{names}: {text or 'none'}")
 
 
-def interface_problems(f: Looked, several: bool) -> Iterator[Check]:
-    """What keeps other hosts from reaching this one."""
+def missing_interfaces(facts: HostFacts) -> Iterator[Check]:
+    """Settings that name a network interface which the host does not have."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        asked = f.environment.get(variable, "")
-        names = [name.split(":")[0] for name in asked.lstrip("^=").split(",")]
-        exact = variable.startswith("GLOO") or asked.startswith("=")
-        there = any(
-            own == name or (not exact and own.startswith(name))
-            for own in f.interfaces
-            for name in names
+        value = facts.environment.get(variable, "")
+        if not value or value.startswith("^"):
+            continue
+        names = [name.split(":")[0] for name in value.lstrip("=").split(",")]
+        if not variable.startswith("GLOO") and not value.startswith("="):
+            exists = any(own.startswith(tuple(names)) for own in facts.interfaces)
+        else:
+            exists = any(own in names for own in facts.interfaces)
+        if not exists:
+            has = ", ".join(facts.interfaces) or "none"
+            text = f"{facts.host} has no such interface with an address: it has {has}"
+            advice = f"unset {variable}  or name one of them"
+            yield Check("problem", f"{variable}={value}", text, advice)
+
+
+def ambiguous_interfaces(facts: HostFacts) -> Iterator[Check]:
+    """Reasons why other hosts may not reach this one, if no setting names an interface."""
+    real = [name for name in facts.interfaces if not VIRTUAL.match(name)]
+    if facts.address.startswith("127.") or facts.address == "nothing":
+        text = (
+            f"{facts.host} resolves to {facts.address} on itself,"
+            " which gloo would tell the other hosts to connect to"
         )
-        if asked and not asked.startswith("^") and not there:
-            text = f"{f.host} has no such interface with an address: it has {', '.join(f.interfaces) or 'none'}"
-            yield Check(
-                "problem", f"{variable}={asked}", text, f"unset {variable}  or name one of them"
-            )
-    if not several or "GLOO_SOCKET_IFNAME" in f.environment:
-        return
-    real = [name for name in f.interfaces if not VIRTUAL.match(name)]
-    if f.address.startswith("127.") or f.address == "nothing":
-        text = f"{f.host} resolves to {f.address} on itself, which gloo would tell the other hosts to connect to"
-        advice = f"GLOO_SOCKET_IFNAME={real[0] if real else 'INTERFACE'} NCCL_SOCKET_IFNAME=… , or mend /etc/hosts"
+        advice = (
+            f"GLOO_SOCKET_IFNAME={real[0] if real else 'INTERFACE'} NCCL_SOCKET_IFNAME=… ,"
+            " or mend /etc/hosts"
+        )
         yield Check("problem", "host name", text, advice)
     elif len(real) > 1:
-        text = f"{f.host} has {', '.join(f'{name} ({f.interfaces[name]})' for name in real)}; gloo takes {f.address}, NCCL what it finds first"
-        yield Check(
-            "warning",
-            "several interfaces",
-            text,
-            f"GLOO_SOCKET_IFNAME={real[0]} NCCL_SOCKET_IFNAME={real[0]}",
-        )
+        named = ", ".join(f"{name} ({facts.interfaces[name]})" for name in real)
+        text = f"{facts.host} has {named}; gloo takes {facts.address}, NCCL what it finds first"
+        advice = f"GLOO_SOCKET_IFNAME={real[0]} NCCL_SOCKET_IFNAME={real[0]}"
+        yield Check("warning", "several interfaces", text, advice)
 
 
 def cpu_model() -> str:
-    """As the system names it."""
+    """The processor, as the system names it."""
     try:
         with open("/proc/cpuinfo") as file:
-            found = re.search(r"model name\s*: (.*)", file.read(4096))
+            match = re.search(r"model name\s*: (.*)", file.read(4096))
     except OSError:
-        found = None
-    return found[1].strip() if found else platform.machine()
+        match = None
+    return match[1].strip() if match else platform.machine()
 
 
 def interfaces() -> dict[str, str]:
     """IPv4 address by name of every network interface that has one."""
-    found = {}
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         for _, name in socket.if_nameindex():
             try:
-                told = fcntl.ioctl(s, 0x8915, name.encode().ljust(256, b"\0"))  # SIOCGIFADDR
-                found[name] = socket.inet_ntoa(told[20:24])
+                request = fcntl.ioctl(s, 0x8915, name.encode().ljust(256, b"\0"))  # SIOCGIFADDR
+                addresses[name] = socket.inet_ntoa(request[20:24])
             except OSError:
                 continue
-    return found
+    return addresses

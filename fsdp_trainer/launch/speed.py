@@ -1,4 +1,7 @@
-"""What devices, links and disks give, measured in seconds. Collective: every rank calls, and hears the slowest."""
+"""Measurements of devices, links and disks, in seconds.
+
+Collective: every rank calls, and gets the slowest rank's result.
+"""
 
 import os
 import time
@@ -13,12 +16,15 @@ import torch.distributed as dist
 MIB = 2**20
 SIZES = (MIB, 64 * MIB)
 LINK_BYTES = 16 * MIB
-WINDOW_SECONDS, MOST_CALLS = 0.3, 50
+WINDOW_SECONDS, MAX_CALLS = 0.3, 50
 BLOCK = 4 * MIB
 
 
 class Rate(NamedTuple):
-    """Of a collective on `size` bytes. Bytes a second; bus: what a link carries, comparable among numbers of ranks (nccl-tests)."""
+    """The speed of a collective on `size` bytes, in bytes a second.
+
+    bus: over a link, comparable among numbers of ranks (as nccl-tests define it).
+    """
 
     name: str
     size: int
@@ -27,14 +33,15 @@ class Rate(NamedTuple):
 
 
 def products(device: torch.device) -> float:
-    """FLOP/s of square matrix products: bfloat16 on a GPU, float32 on a CPU. The median, so that one disturbance does not count."""
+    """FLOP/s of square matrix products: bfloat16 on a GPU, float32 on a CPU.
+
+    The median, so that a single disturbance does not count.
+    """
     size, dtype, calls = (
         (8192, torch.bfloat16, 10) if device.type == "cuda" else (512, torch.float32, 4)
     )
-    a, b = (
-        torch.randn(size, size, device=device, dtype=dtype),
-        torch.randn(size, size, device=device, dtype=dtype),
-    )
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    b = torch.randn(size, size, device=device, dtype=dtype)
 
     def seconds() -> float:
         finish(device)
@@ -46,15 +53,15 @@ def products(device: torch.device) -> float:
 
     seconds()
     deadline = time.perf_counter() + 2 * WINDOW_SECONDS
-    taken: list[float] = []
-    while time.perf_counter() < deadline or not taken:
-        taken.append(seconds())
-    return calls * 2 * size**3 / sorted(taken)[len(taken) // 2]
+    times: list[float] = []
+    while time.perf_counter() < deadline or not times:
+        times.append(seconds())
+    return calls * 2 * size**3 / sorted(times)[len(times) // 2]
 
 
 def collectives(device: torch.device, group: dist.ProcessGroup | None = None) -> list[Rate]:
-    """All-reduce and all-gather in `group`, as nccl-tests reckons them."""
-    n, found = dist.get_world_size(group), []
+    """Measure all-reduce and all-gather in `group`, with the definitions of nccl-tests."""
+    n, rates = dist.get_world_size(group), []
     for size in SIZES:
         part = size // 4 // n
         whole, own = torch.zeros(n * part, device=device), torch.zeros(part, device=device)
@@ -69,14 +76,14 @@ def collectives(device: torch.device, group: dist.ProcessGroup | None = None) ->
 
         for name, call, factor in (("all-reduce", all_reduce, 2), ("all-gather", all_gather, 1)):
             rate = whole.nbytes / slowest(call, device, group)
-            found.append(Rate(name, size, rate, rate * factor * (n - 1) / n))
-    return found
+            rates.append(Rate(name, size, rate, rate * factor * (n - 1) / n))
+    return rates
 
 
 def slowest(
     call: Callable[[], None], device: torch.device, group: dist.ProcessGroup | None
 ) -> float:
-    """Seconds of a call, on the rank that takes longest."""
+    """Seconds of a call, on the slowest rank."""
 
     def measure(calls: int) -> float:
         finish(device)
@@ -87,11 +94,15 @@ def slowest(
         return largest((time.perf_counter() - started) / calls, group)
 
     measure(1)  # connections are made at the first use
-    return measure(max(1, min(MOST_CALLS, int(WINDOW_SECONDS / measure(1)))))
+    return measure(max(1, min(MAX_CALLS, int(WINDOW_SECONDS / measure(1)))))
 
 
 def links(device: torch.device) -> dict[tuple[int, int], float]:
-    """Bytes a second in one direction between each rank and the next, of a node's last one to the next node. Every second pair at a time."""
+    """Bytes a second in one direction between each rank and the next one.
+
+    The last rank of a node is measured with the first one of the next, and every second pair
+    at the same time.
+    """
     me, size, own = dist.get_rank(), dist.get_world_size(), dict[tuple[int, int], float]()
     buffer = torch.zeros(LINK_BYTES // 4, device=device)
     for turn in (0, 1):
@@ -124,7 +135,10 @@ def there_and_back(buffer: torch.Tensor, a: int, b: int) -> float:
 
 
 def disk(file: Path, size: int) -> tuple[float, float]:
-    """Bytes a second of writing `file` through to the disk, and of reading it back past the page cache. Raises OSError, also for other bytes."""
+    """Bytes a second of writing `file` through to the disk, and of reading it past the page cache.
+
+    Raises OSError, also if other bytes are read than were written.
+    """
     block, count = os.urandom(BLOCK), max(1, size // BLOCK)
     try:
         started = time.perf_counter()
@@ -140,22 +154,21 @@ def disk(file: Path, size: int) -> tuple[float, float]:
         with file.open("rb") as f:
             for i in range(count):
                 if f.read(BLOCK) != block:
-                    raise OSError(
-                        f"{file}: MiB {4 * i} to {4 * i + 3} were read as something else than was written"
-                    )
+                    where = f"MiB {4 * i} to {4 * i + 3}"
+                    raise OSError(f"{file}: {where} were read as something else than was written")
         return count * BLOCK / written, count * BLOCK / (time.perf_counter() - started)
     finally:
         file.unlink(missing_ok=True)
 
 
 def finish(device: torch.device) -> None:
-    """Wait until the device has done what it was told."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def largest(value: float, group: dist.ProcessGroup | None = None) -> float:
-    """Over the ranks; all have come when it is there."""
-    told = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
-    return told.item()
+    """The maximum over the ranks. Returns when all ranks have called."""
+    maximum = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+    return maximum.item()

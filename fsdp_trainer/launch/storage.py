@@ -1,4 +1,4 @@
-"""The run's folder and what is read: shared, alike on all nodes, fast, and with room."""
+"""Checks of the run's folder and the input files: shared, equal on all nodes, fast, with room."""
 
 import contextlib
 import fcntl
@@ -21,6 +21,7 @@ from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch import speed
 from fsdp_trainer.launch.doctor_report import counted
 from fsdp_trainer.launch.facts import (
+    SHARED_ROOT,
     Check,
     by_value,
     gigabytes,
@@ -29,53 +30,47 @@ from fsdp_trainer.launch.facts import (
     room,
     who,
 )
-from fsdp_trainer.launch.machines import Looked
+from fsdp_trainer.launch.machines import HostFacts
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.parallel.memory_check import checkpoint_bytes
 
 UNREADABLE = "cannot be read"
-EDGE = 64 * 1024  # bytes at each end of a file that tell whether two are the same
+EDGE = 64 * 1024  # bytes at each end of a file that its digest covers
 
 
 def storage(
-    cfg: DoctorConfig, world: World, everyone: Sequence[Looked], timeout: float
+    cfg: DoctorConfig, world: World, everyone: Sequence[HostFacts], timeout: float
 ) -> list[Check]:
-    """The folder that holds the run: shared, fast, and with room."""
+    """Check the folder that holds the run: shared, fast, and with room."""
     run = run_folder(cfg)
     folder = run if run.is_dir() else Path(cfg.run.root)
     mark = folder / f".doctor-{world.attempt}"
-    missing = (
-        [place for place in (folder, *folder.parents) if not place.exists()] if world.main else []
-    )
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     with contextlib.ExitStack() as held:
-        why = leave_mark(mark, world.attempt, held) if world.main else ""
-        if why := world.from_main("mark", lambda: why, timeout):
-            return [
-                Check(
-                    "problem",
-                    f"run.root={cfg.run.root}",
-                    why,
-                    "Name a folder that can be written to:  run.root=FOLDER",
-                )
-            ]
-        why = see_mark(mark, world, timeout / 2)
-        told = world.to_main(
-            "storage", (why, None if why else speed_of_disk(cfg, mark, world)), timeout
-        )
-    for place in missing:
+        error = write_mark(mark, world.attempt, held) if world.main else ""
+        error = world.from_main("mark", lambda: error, timeout)
+        if error:
+            advice = "Name a folder that can be written to:  run.root=FOLDER"
+            return [Check("problem", f"run.root={cfg.run.root}", error, advice)]
+        unshared = read_mark(mark, world, timeout / 2)
+        own = (unshared, None if unshared else speed_of_disk(cfg, mark, world))
+        results = world.to_main("storage", own, timeout)
+    if not world.main:
+        return []
+    for path in missing:
         with contextlib.suppress(OSError):  # a run has begun there meanwhile
-            place.rmdir()
-    return (
-        [*sharing(folder, told, everyone), *disks(told, everyone, cfg, world), *space(cfg, run)]
-        if world.main
-        else []
-    )
+            path.rmdir()
+    return [
+        *sharing(folder, results, everyone),
+        *disks(results, everyone, cfg, world),
+        *space(cfg, run),
+    ]
 
 
-def leave_mark(mark: Path, launch: str, held: contextlib.ExitStack) -> str:
-    """Write and lock a file that others look for, until `held` is closed. Returns why it cannot be."""
+def write_mark(mark: Path, launch: str, held: contextlib.ExitStack) -> str:
+    """Write and lock a file for others to read, until `held` is closed. Returns an error or ""."""
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
         file = held.enter_context(mark.open("w"))
@@ -89,82 +84,74 @@ def leave_mark(mark: Path, launch: str, held: contextlib.ExitStack) -> str:
     return ""
 
 
-def see_mark(mark: Path, world: World, timeout: float) -> str:
-    """Why this rank does not see what rank 0 wrote; empty if it does."""
+def read_mark(mark: Path, world: World, timeout: float) -> str:
+    """Wait for the file that rank 0 wrote. Returns the reason if this rank does not see it."""
     deadline = time.monotonic() + min(LAG_SECONDS, timeout)
     while True:
         try:
             if mark.read_text() == world.attempt:
                 return ""
-            why = "a file of that name holds something else"
+            reason = "a file of that name holds something else"
         except OSError as error:
-            why = str(error)
+            reason = str(error)
         if time.monotonic() > deadline:
-            return why
+            return reason
         time.sleep(0.1)
 
 
 def speed_of_disk(cfg: DoctorConfig, mark: Path, world: World) -> tuple[float, float] | str | None:
-    """What the first rank of each node measures, all at once: bytes a second of writing and of reading, or why there are none."""
+    """Write and read a file, on the first rank of each node, all at once.
+
+    Returns bytes a second of writing and of reading, or an error; None on other ranks.
+    """
     if world.local_rank or not cfg.doctor.measure:
         return None
     try:
-        return speed.disk(
-            mark.with_name(f"{mark.name}-{world.node}"), cfg.doctor.file_mib * speed.MIB
-        )
+        file = mark.with_name(f"{mark.name}-{world.node}")
+        return speed.disk(file, cfg.doctor.file_mib * speed.MIB)
     except OSError as error:
         return str(error)
 
 
-def sharing(folder: Path, told: Sequence[tuple], everyone: Sequence[Looked]) -> Iterator[Check]:
-    """Whether all see one folder."""
-    blind = by_value([why for why, _ in told])
-    for why, ranks in blind:
-        if why:
-            advice = "Every rank writes its part of a checkpoint there:  run.root=FOLDER  on storage that all nodes share"
-            yield Check("problem", "not shared", f"{who(ranks, everyone)}: {why}", advice)
-    if len(blind) == 1 and not blind[0][0]:
+def sharing(
+    folder: Path, results: Sequence[tuple], everyone: Sequence[HostFacts]
+) -> Iterator[Check]:
+    """Check that all ranks see one folder."""
+    reasons = by_value([unshared for unshared, _ in results])
+    for reason, ranks in reasons:
+        if reason:
+            text = f"{who(ranks, everyone)}: {reason}"
+            yield Check("problem", "not shared", text, SHARED_ROOT)
+    if len(reasons) == 1 and not reasons[0][0]:
         yield Check("ok", "shared", f"{folder.absolute()}: all ranks read what rank 0 wrote")
 
 
 def disks(
-    told: Sequence[tuple], everyone: Sequence[Looked], cfg: DoctorConfig, world: World
+    results: Sequence[tuple], everyone: Sequence[HostFacts], cfg: DoctorConfig, world: World
 ) -> Iterator[Check]:
-    """How fast each node writes and reads, all at once."""
-    for rank, (_, rates) in enumerate(told):
+    """The speed of each node's writes and reads, all at once."""
+    for rank, (_, rates) in enumerate(results):
         if isinstance(rates, str):
             yield Check("problem", "disk", f"{who([rank], everyone)}: {rates}")
     measured = {
         host_name(everyone[rank].node, everyone): rates
-        for rank, (_, rates) in enumerate(told)
+        for rank, (_, rates) in enumerate(results)
         if isinstance(rates, tuple)
     }
+    if not measured:
+        return
     for what, i in (("write and fsync", 0), ("read", 1)):
-        if measured:
-            together = (
-                f"{gigabytes(sum(rates[i] for rates in measured.values()))} together; a node "
-                if len(measured) > 1
-                else ""
-            )
-            yield from judge(
-                what,
-                {host: rates[i] for host, rates in measured.items()},
-                cfg.doctor.slow,
-                world.device.type,
-                gigabytes,
-                together,
-            )
+        named = {host: rates[i] for host, rates in measured.items()}
+        total = f"{gigabytes(sum(named.values()))} together; a node " if len(named) > 1 else ""
+        yield from judge(what, named, cfg.doctor.slow, world.device.type, gigabytes, total)
 
 
 def space(cfg: DoctorConfig, run: Path) -> Iterator[Check]:
-    """Room for the checkpoints of the model, as far as one is configured."""
+    """Check the room for the model's checkpoints, as far as a model is configured."""
     model = cfg.model
     if model.init_from is None and model.name == "auto":
-        yield Check(
-            "note",
-            "room",
-            "not judged: no model is configured, e.g.  model=llama3_8b  or  +recipe=NAME",
-        )
+        text = "not judged: no model is configured, e.g.  model=llama3_8b  or  +recipe=NAME"
+        yield Check("note", "room", text)
         return
     if model.init_from and is_hub_id(model.init_from):
         yield Check("note", "room", f"not judged: {model.init_from} has not been fetched")
@@ -173,37 +160,29 @@ def space(cfg: DoctorConfig, run: Path) -> Iterator[Check]:
         rows = build_tokenizer(cfg).vocab_size if cfg.tokenizer.path else None
         config = resolve_model(model, rows)
     except UserError as error:
-        yield Check(
-            "problem",
-            "model",
-            "\n".join(
-                [error.title, *(f"{p.what}  {p.why.splitlines()[0]}" for p in error.problems)]
-            ),
-        )
+        problems = (f"{p.what}  {p.why.splitlines()[0]}" for p in error.problems)
+        yield Check("problem", "model", "\n".join([error.title, *problems]))
         return
     parameters = config.parameters()
     size = checkpoint_bytes(parameters, cfg.precision, cfg.optim)
-    for found in room(cfg, run, size):
-        embedding = (
-            "" if config.vocab_size else ", without the embedding: no tokenizer is configured"
-        )
-        found.text += f"\n{short(parameters)} parameters × {size / parameters:.3g} B{embedding}"
-        yield found
+    text = f"\n{short(parameters)} parameters × {size / parameters:.3g} B"
+    if not config.vocab_size:
+        text += ", without the embedding: no tokenizer is configured"
+    for check in room(cfg, run, size):
+        check.text += text
+        yield check
 
 
-def inputs(cfg: DoctorConfig, everyone: Sequence[Looked]) -> Iterator[Check]:
-    """Whether all nodes read the same files."""
+def inputs(cfg: DoctorConfig, everyone: Sequence[HostFacts]) -> Iterator[Check]:
+    """Check that all nodes read the same files."""
     firsts = [rank for rank, f in enumerate(everyone) if f.inputs]
     if not firsts:
-        yield Check(
-            "note",
-            "not looked at",
-            "no data, tokenizer or weights are configured, e.g.  data.path=chats.jsonl",
-        )
-    for key in everyone[firsts[0]].inputs if firsts else ():
-        (usual, majority), *odd = by_value(
-            [everyone[rank].inputs.get(key, "not set") for rank in firsts]
-        )
+        text = "no data, tokenizer or weights are configured, e.g.  data.path=chats.jsonl"
+        yield Check("note", "not looked at", text)
+        return
+    for key in everyone[firsts[0]].inputs:
+        by_node = [everyone[rank].inputs.get(key, "not set") for rank in firsts]
+        (usual, majority), *odd = by_value(by_node)
         value = f"{key}={settings_of(cfg, key)}"
         if not odd:
             mark = "problem" if usual.startswith(UNREADABLE) else "ok"
@@ -211,28 +190,25 @@ def inputs(cfg: DoctorConfig, everyone: Sequence[Looked]) -> Iterator[Check]:
             yield Check(mark, key, f"{usual}{on_all if mark == 'ok' else ''}")
             continue
         text = "\n".join(
-            f"{said} on {who([firsts[i] for i in places], everyone)}"
-            for said, places in [(usual, majority), *odd]
+            f"{digest} on {who([firsts[i] for i in nodes], everyone)}"
+            for digest, nodes in [(usual, majority), *odd]
         )
         yield Check("problem", key, f"{value} differs\n{text}", "Give all nodes the same files")
 
 
-def what_is_read(cfg: DoctorConfig) -> Iterator[tuple[str, str]]:
-    """(key, what this node has under it): the number of files, their size, and a digest of names, sizes, heads and tails."""
+def input_digests(cfg: DoctorConfig) -> Iterator[tuple[str, str]]:
+    """(key, digest) of the files of this node that the configuration names."""
     for key in ("data.path", "data.validation", "tokenizer.path", "model.init_from"):
         value = settings_of(cfg, key)
-        if (
-            value is None
-            or isinstance(value, int | float)
-            or (key == "model.init_from" and is_hub_id(value))
-        ):
+        if value is None or isinstance(value, int | float):
+            continue
+        if key == "model.init_from" and is_hub_id(value):
             continue
         try:
-            files = (
-                [file for source in find_sources(value, key) for file in source.files]
-                if key.startswith("data")
-                else files_of(value)
-            )
+            if key.startswith("data"):
+                files = [file for source in find_sources(value, key) for file in source.files]
+            else:
+                files = files_of(value)
             yield key, digest_of(files)
         except UserError as error:
             yield key, f"{UNREADABLE}: {error.problems[0].why.splitlines()[0]}"
@@ -250,16 +226,17 @@ def files_of(path: str) -> list[str]:
     """The files of a tokenizer, a Hugging Face folder, or a run's newest checkpoint."""
     if path.startswith("demo:"):
         return []
-    place = find_checkpoint(path) or Path(path)
-    return (
-        sorted(str(file) for file in place.rglob("*") if file.is_file())
-        if place.is_dir()
-        else [str(place)]
-    )
+    folder = find_checkpoint(path) or Path(path)
+    if not folder.is_dir():
+        return [str(folder)]
+    return sorted(str(file) for file in folder.rglob("*") if file.is_file())
 
 
 def digest_of(files: Sequence[str]) -> str:
-    """Cheap, so that a terabyte takes seconds: whoever cuts a copy short, or has another version, has another size or edge."""
+    """The number and size of files, and a digest of their names, sizes and ends.
+
+    A terabyte takes seconds, and a copy that was cut short or is of another version differs.
+    """
     digest, total = hashlib.blake2b(digest_size=4), 0
     real = [file for file in files if file not in demo.TASKS]
     for file in real:
@@ -274,8 +251,6 @@ def digest_of(files: Sequence[str]) -> str:
             f.seek(max(0, size - EDGE))
             digest.update(f.read(EDGE))
         total += size
-    return (
-        f"{counted(len(real), 'file')}, {total:,} bytes, {digest.hexdigest()}"
-        if real
-        else "made here, alike everywhere"
-    )
+    if not real:
+        return "made here, alike everywhere"
+    return f"{counted(len(real), 'file')}, {total:,} bytes, {digest.hexdigest()}"

@@ -1,12 +1,10 @@
-"""SentencePiece `.model` files, read into a `tokenizers.Tokenizer`: one backend, token offsets, and a tokenizer.json that loads anywhere.
+"""SentencePiece `.model` files, read into a `tokenizers.Tokenizer`: one backend, token offsets, and
+a tokenizer.json that loads anywhere.
 
 The text gets its leading space only at the start, not after special tokens; with `legacy` also
 there, as transformers has it under that name.
-Format: https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto
 """
 
-import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,8 @@ from tokenizers import (
     processors,
 )
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # ModelProto.SentencePiece.Type
-UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
+ModelProto = Any
+"""The class of the message in sentencepiece.sentencepiece_model_pb2, which is made at import."""
 PROBES = (
     "The quick brown fox, 1984.",
     " one",
@@ -41,81 +39,101 @@ def read_sentencepiece(
     legacy: a text behind a special token begins with a space too; prefix: False leaves out the
     space that the model puts before a text. ValueError if the file is no SentencePiece model.
     """
-    proto = list(_fields(path.read_bytes()))
-    pieces = [_piece(dict(_fields(value))) for number, value in proto if number == 1]
-    trainer, normalizer = (dict(_fields(dict(proto).get(number, b""))) for number in (2, 3))
-    if not pieces or not trainer:
-        raise ValueError("it is not a SentencePiece model, or cut short")
-    if trainer.get(3, UNIGRAM) not in (UNIGRAM, BPE):
-        raise ValueError("its model type is neither BPE nor unigram")
-
+    model = _parse(path)
+    trainer, normalizer, Piece = model.trainer_spec, model.normalizer_spec, model.SentencePiece
     ids = {
-        "unk_token": trainer.get(40, 0),
-        "bos_token": trainer.get(41, 1),
-        "eos_token": trainer.get(42, 2),
-        "pad_token": trainer.get(43, -1),
+        "unk_token": trainer.unk_id,
+        "bos_token": trainer.bos_id,
+        "eos_token": trainer.eos_id,
+        "pad_token": trainer.pad_id,
     }
     special = {
-        name: pieces[id][0]
+        name: model.pieces[id].piece
         for name, id in ids.items()
-        if 0 <= id < len(pieces) and pieces[id][2] in (CONTROL, UNKNOWN)
+        if 0 <= id < len(model.pieces) and model.pieces[id].type in (Piece.CONTROL, Piece.UNKNOWN)
     }
 
-    tokenizer = Tokenizer(_model(pieces, trainer, ids["unk_token"]))
-    prefix_space = bool(normalizer.get(3, 1)) and prefix
+    tokenizer = Tokenizer(_model(model))
+    prefix_space = normalizer.add_dummy_prefix and prefix
     _put_spaces(tokenizer, normalizer, prefix_space, legacy)
     strip = [decoders.Strip(" ", left=1)] if prefix_space else []
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     added = [
-        AddedToken(text, normalized=False, special=kind != USER_DEFINED)
-        for text, _, kind in pieces
-        if kind in (CONTROL, UNKNOWN, USER_DEFINED)
+        AddedToken(piece.piece, normalized=False, special=piece.type != Piece.USER_DEFINED)
+        for piece in model.pieces
+        if piece.type in (Piece.CONTROL, Piece.UNKNOWN, Piece.USER_DEFINED)
     ]
     tokenizer.add_tokens(added)
     if bos := special.get("bos_token"):
         tokenizer.post_processor = processors.TemplateProcessing(
             f"{bos} $A", f"{bos} $A {bos} $B", [(bos, tokenizer.token_to_id(bos))]
         )
-    if prefix_space == bool(normalizer.get(3, 1)):
+    if prefix_space == normalizer.add_dummy_prefix:
         _check(tokenizer, path)
     return tokenizer, special
 
 
+def _parse(path: Path) -> ModelProto:
+    """Return the message in the file. ValueError if there is none, or no model that is read."""
+    from google.protobuf.message import DecodeError  # no other tokenizer needs it
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    try:
+        model.ParseFromString(path.read_bytes())
+    except DecodeError:
+        raise ValueError("it is not a SentencePiece model, or cut short") from None
+    if not model.pieces or not model.HasField("trainer_spec"):
+        raise ValueError("it is not a SentencePiece model, or cut short")
+    trainer = model.trainer_spec
+    if trainer.model_type not in (trainer.UNIGRAM, trainer.BPE):
+        raise ValueError("its model type is neither BPE nor unigram")
+    return model
+
+
 def _check(tokenizer: Tokenizer, path: Path) -> None:
-    """SentencePiece itself is the judge of whether it was read right."""
-    from sentencepiece import SentencePieceProcessor  # no other tokenizer needs it
+    """Compare with SentencePiece itself. ValueError for a text that has other tokens."""
+    from sentencepiece import SentencePieceProcessor
 
     original = SentencePieceProcessor(model_file=str(path))
     for text in PROBES:
-        if (ours := tokenizer.encode(text, add_special_tokens=False).ids) != (
-            theirs := original.encode(text)
-        ):
+        ours = tokenizer.encode(text, add_special_tokens=False).ids
+        theirs = original.encode(text)
+        if ours != theirs:
             raise ValueError(
-                f"it uses something that is not read: {text!r} would become {ours} instead of {theirs}"
+                f"it uses something that is not read: {text!r} would become {ours} "
+                f"instead of {theirs}"
             )
 
 
-def _model(pieces: list[tuple[str, float, int]], trainer: dict, unk_id: int) -> models.Model:
-    byte_fallback = any(kind == BYTE for _, _, kind in pieces)
-    if trainer.get(3, UNIGRAM) == UNIGRAM:
-        return models.Unigram(
-            [(text, score) for text, score, _ in pieces], unk_id=unk_id, byte_fallback=byte_fallback
-        )
-    vocabulary = {text: id for id, (text, _, _) in enumerate(pieces)}
+def _model(model: ModelProto) -> models.Model:
+    """Return the pieces as a model of `tokenizers`."""
+    trainer, unk_id = model.trainer_spec, model.trainer_spec.unk_id
+    byte_fallback = any(piece.type == piece.BYTE for piece in model.pieces)
+    if trainer.model_type == trainer.UNIGRAM:
+        scores = [(piece.piece, piece.score) for piece in model.pieces]
+        return models.Unigram(scores, unk_id=unk_id, byte_fallback=byte_fallback)
     return models.BPE(
-        vocabulary,
-        _merges(pieces),
-        unk_token=pieces[unk_id][0],
+        {piece.piece: id for id, piece in enumerate(model.pieces)},
+        _merges(model),
+        unk_token=model.pieces[unk_id].piece,
         fuse_unk=True,
         byte_fallback=byte_fallback,
     )
 
 
-def _merges(pieces: list[tuple[str, float, int]]) -> list[tuple[str, str]]:
-    """Every way in which two pieces make a third, best score first: SentencePiece stores no merges, only scores."""
-    rank = {text: (-score, id) for id, (text, score, kind) in enumerate(pieces) if kind == NORMAL}
+def _merges(model: ModelProto) -> list[tuple[str, str]]:
+    """Return every way in which two pieces make a third, best score first.
+
+    SentencePiece stores no merges, only scores.
+    """
+    rank = {
+        piece.piece: (-piece.score, id)
+        for id, piece in enumerate(model.pieces)
+        if piece.type == piece.NORMAL
+    }
     merges = []
     for text, (score, _) in rank.items():
         splits = ((text[:i], text[i:]) for i in range(1, len(text)))
@@ -127,7 +145,7 @@ def _merges(pieces: list[tuple[str, float, int]]) -> list[tuple[str, str]]:
     return [(left, right) for *_, left, right in sorted(merges)]
 
 
-def _put_spaces(tokenizer: Tokenizer, spec: dict, prefix_space: bool, legacy: bool) -> None:
+def _put_spaces(tokenizer: Tokenizer, spec: Any, prefix_space: bool, legacy: bool) -> None:
     """Let the tokenizer normalise texts as the model says, and write ▁ for a space.
 
     prefix_space: a text gets a space before it; legacy: behind special tokens too.
@@ -135,9 +153,9 @@ def _put_spaces(tokenizer: Tokenizer, spec: dict, prefix_space: bool, legacy: bo
     steps: list[normalizers.Normalizer] = []
     first = "first" if prefix_space and not legacy else "never"
     metaspaces = [pre_tokenizers.Metaspace("▁", prepend_scheme=first, split=False)]
-    if charsmap := spec.get(2):
-        steps.append(normalizers.Precompiled(charsmap))
-    if spec.get(4, 1):  # remove_extra_whitespaces
+    if spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
+    if spec.remove_extra_whitespaces:
         # a space at the beginning is the one that would be put there; without it a text would
         # not begin where it did, and Metaspace would put none
         steps.append(normalizers.Strip(left=first == "never", right=True))
@@ -153,41 +171,3 @@ def _put_spaces(tokenizer: Tokenizer, spec: dict, prefix_space: bool, legacy: bo
     if steps:
         tokenizer.normalizer = normalizers.Sequence(steps)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(metaspaces)
-
-
-def _piece(fields: dict) -> tuple[str, float, int]:
-    return (
-        fields[1].decode(),
-        struct.unpack("<f", fields.get(2, bytes(4)))[0],
-        fields.get(3, NORMAL),
-    )
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """(field number, value) of a serialised protobuf message; a value is an int or bytes."""
-    position = 0
-
-    def varint() -> int:
-        nonlocal position
-        value = shift = 0
-        while True:
-            byte = data[position]
-            position += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value - (1 << 64) if value >> 63 else value
-
-    try:
-        while position < len(data):
-            tag = varint()
-            if tag & 7 == 0:
-                yield tag >> 3, varint()
-                continue
-            size = {1: 8, 5: 4}.get(tag & 7) or varint()
-            if tag & 7 not in (1, 2, 5) or position + size > len(data):
-                raise ValueError("it is not a SentencePiece model, or cut short")
-            yield tag >> 3, data[position : position + size]
-            position += size
-    except IndexError:
-        raise ValueError("it is not a SentencePiece model, or cut short") from None

@@ -20,22 +20,15 @@ def compilations(run):
     return [(e["step"], e["during"], e["graphs"], e["cached"]) for e in run.event("compile")]
 
 
+WINDOWS = [
+    "model.family=gemma2", "model.sliding_window=16", "model.attn_logit_softcapping=30",
+    "activation_checkpoint=full",
+]  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model",
-    [
-        [],
-        [
-            "model.family=gemma2",
-            "model.sliding_window=16",
-            "model.attn_logit_softcapping=30",
-            "activation_checkpoint=full",
-        ],
-    ],
-    ids=["llama", "gemma2 with windows, recomputed"],
-)
 def test_all_blocks_share_a_graph_that_is_never_compiled_again_and_outlives_the_run(
-    train, tmp_path, model
+    train, tmp_path
 ):
     held_out = write_chats(tmp_path / "held_out.jsonl", 9, start=500)
     # micro-batches of other packings in each step, of them one with an empty row, and validation
@@ -47,7 +40,7 @@ def test_all_blocks_share_a_graph_that_is_never_compiled_again_and_outlives_the_
         f"data.validation={held_out}",
         "train.validate_every=3",
         "train.validate_first=false",
-        *model,
+        *WINDOWS,
     ]
     run = train("run", *how, "model.num_hidden_layers=4", "train.steps=6")
     # a block, the head's scores and their derivatives; without gradients a block is another graph,

@@ -18,6 +18,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import _VersionWrapper
 
 # DTensors
 
@@ -131,6 +133,41 @@ def _fsdp_groups(module: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return [group for group in state._fsdp_param_groups if group]
     return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
+# Activation checkpointing
+
+
+def replace_saved_results(
+    context: Any, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> None:
+    """Pack every tensor that selective checkpointing keeps of a forward.
+
+    It keeps them in a dictionary of its own, which saved_tensors_hooks do not see. torch 2.13 has
+    dictionaries in it, 2.11 has lists.
+    """
+
+    def packed(kept: Any) -> Any:
+        if isinstance(kept, _VersionWrapper) and isinstance(kept.val, Tensor):
+            return PackedResult(pack(kept.val), unpack)
+        return kept
+
+    for results in context.storage.values():
+        items = results.items() if isinstance(results, dict) else enumerate(results)
+        for i, kept in list(items):
+            results[i] = tree_map(packed, kept)
+
+
+class PackedResult:
+    """A kept result, asked for as torch's own `_VersionWrapper` is."""
+
+    def __init__(self, content: Any, unpack: Callable[[Any], Tensor]):
+        self.content = content
+        self.unpack = unpack
+
+    def get_val(self, allow_cache_entry_mutation: bool) -> Tensor:
+        """Return the tensor."""
+        return self.unpack(self.content)
 
 
 # The compiler

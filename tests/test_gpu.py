@@ -69,6 +69,23 @@ def test_a_bf16_run_is_near_fp32_on_the_cpu(train, how):
     assert all(line["memory_gib"] > 0 for line in gpu.metrics)
 
 
+OFFLOADED = ("activation_checkpoint.offload=true", "model.hidden_size=256", "batch.seq_len=512")
+"""With tensors that are large enough to be moved."""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [[], ["activation_checkpoint=full"], ["activation_checkpoint=selective"], ["compile=enabled"]],
+    ids=str,
+)
+def test_activations_in_host_memory_change_nothing(train, how):
+    common = ["train.steps=5", "model.num_hidden_layers=4", "launch.device=cuda", *how]
+    plain = train("plain", *common, *OFFLOADED[1:], timeout=300)
+    offloaded = train("offloaded", *common, *OFFLOADED, timeout=300)
+    for name in ("loss", "grad_norm"):
+        assert offloaded.column(name) == pytest.approx(plain.column(name), rel=1e-5)
+
+
 def test_a_run_goes_on_bitwise(train):
     how = [
         "schedule=constant",
@@ -133,6 +150,7 @@ NO_WAITING = inject.together(
         [],
         ["activation_checkpoint=selective"],
         ["activation_checkpoint=full"],
+        ["activation_checkpoint=full", *OFFLOADED],
         ["optim=adamw_bf16"],
         ["precision.master_dtype=bfloat16"],
         ["optim=adamw_8bit", "model.hidden_size=64", "model.intermediate_size=128"],

@@ -269,7 +269,7 @@ def test_json_is_one_object_and_the_exit_code_says_whether_it_fits(capsys):
     assert several["checkpoint_gib"] > 1
 
 
-COMPARED = "plan.gpu=[h100,a100_40gb,l4]"
+COMPARED = "plan.gpu=[h100,a100_40gb,l40s]"
 
 
 def test_several_gpus_are_compared_in_one_table(capsys, monkeypatch):
@@ -282,7 +282,7 @@ def test_several_gpus_are_compared_in_one_table(capsys, monkeypatch):
         assert "…" not in out
         assert re.search(r"8 × H100 +[\d.]+ of 79.1 +yes +[\d.]+k", out)
         assert re.search(r"16 × A100-SXM4-40GB +[\d.]+ of 39.4 +no +[\d.]+k", out)
-        assert re.search(r"8 × L4 .*activation_checkpoint=full +[\d.]+ GiB +\+\d+%", out)
+        assert re.search(r"8 × L40S .*activation_checkpoint=selective +[\d.]+ GiB +\+\d+%", out)
     assert main([*words, "plan.memory_gib=1"]) == 3
     assert "nothing that a key changes" in " ".join(capsys.readouterr().out.split())
 
@@ -291,10 +291,10 @@ def test_a_list_of_gpus_is_a_list_of_plans_in_json(capsys):
     words = ["plan", "model=smollm2_135m", "plan.world_size=[1,8]", "plan.format=json"]
     assert main([*words, COMPARED]) == 0
     compared = json.loads(capsys.readouterr().out)
-    assert [one["gpu"] for one in compared] == ["H100", "A100-SXM4-40GB", "L4"]
-    assert main([*words, "plan.gpu=l4"]) == 0
+    assert [one["gpu"] for one in compared] == ["H100", "A100-SXM4-40GB", "L40S"]
+    assert main([*words, "plan.gpu=l40s"]) == 0
     assert compared[2] == json.loads(capsys.readouterr().out)
-    assert main([*words, "plan.gpu=[l4]"]) == 0
+    assert main([*words, "plan.gpu=[l40s]"]) == 0
     assert json.loads(capsys.readouterr().out) == compared[2:]
 
 

@@ -496,6 +496,10 @@ class ActivationCheckpoint:
         minimum=0,
         maximum=1,
     )
+    offload: bool = key(
+        False,
+        "what blocks keep for backward goes to pinned host memory, and comes back before it is needed",
+    )
 
 
 @dataclass

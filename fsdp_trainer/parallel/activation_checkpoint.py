@@ -14,6 +14,7 @@ from torch.utils.checkpoint import (
 
 from fsdp_trainer.config.schema import ActivationCheckpoint
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.parallel.activation_offload import Offloader
 from fsdp_trainer.torch_private import set_activation_memory_budget
 
 ATTENTION = (
@@ -27,8 +28,13 @@ ATTENTION = (
 MATMUL = ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::_scaled_mm")
 
 
-def checkpoint_activations(model: Decoder, cfg: ActivationCheckpoint) -> None:
-    """Wrap the forward of every n-th block, not the block: names stay as they are."""
+def checkpoint_activations(
+    model: Decoder, cfg: ActivationCheckpoint, offloader: Offloader | None = None
+) -> None:
+    """Wrap the forward of every n-th block, not the block: names stay as they are.
+
+    offloader: moves the results that `selective` keeps, unless the blocks are compiled.
+    """
     # always set, so that no earlier model's budget remains
     set_activation_memory_budget(cfg.budget if cfg.mode == "budget" else 1.0)
     if cfg.mode not in ("full", "selective"):
@@ -36,7 +42,7 @@ def checkpoint_activations(model: Decoder, cfg: ActivationCheckpoint) -> None:
     # a block has no randomness, so there is no random state to preserve
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if cfg.mode == "selective":
-        options["context_fn"] = partial(selective_contexts, frozenset(cfg.save))
+        options["context_fn"] = partial(selective_contexts, frozenset(cfg.save), offloader)
 
     def forward(block: nn.Module, *args: Any) -> Any:
         return checkpoint(type(block).forward, block, *args, **options)
@@ -46,9 +52,12 @@ def checkpoint_activations(model: Decoder, cfg: ActivationCheckpoint) -> None:
         block.forward = MethodType(forward, block)
 
 
-def selective_contexts(save: frozenset[str]) -> Any:
+def selective_contexts(save: frozenset[str], offloader: Offloader | None = None) -> Any:
     """Return the contexts of one block's forward and of its recomputation, for one micro-batch."""
-    return create_selective_checkpoint_contexts(save_policy(save))
+    forward, recomputation = create_selective_checkpoint_contexts(save_policy(save))
+    if offloader is not None:
+        return offloader.moving_results(forward), recomputation
+    return forward, recomputation
 
 
 def save_policy(save: frozenset[str]) -> Callable[..., CheckpointPolicy]:

@@ -4,6 +4,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import MethodType
+from typing import Any
 
 import torch
 
@@ -59,13 +61,22 @@ def cache_problem(folder: Path) -> str | None:
     return None if os.access(folder, os.W_OK) else "is not writable"
 
 
-def compile_blocks(model: Decoder, cfg: Compile) -> None:
-    """Compile every block and what the head does to its logits. All blocks share one graph."""
+def compile_blocks(model: Decoder, cfg: Compile, forward_alone: bool = False) -> None:
+    """Compile every block and what the head does to its logits. All blocks share one graph.
+
+    forward_alone: the blocks' forward in place of their call, for what wraps it later.
+    """
     # the compiler limits the graphs of one function, and an earlier run in this process had some
     torch.compiler.reset()
     model.lm_head.compile_chunks(mode=cfg.mode)
+    options: dict[str, Any] = {"fullgraph": True, "mode": cfg.mode}
     for block in model.model.layers.values():
-        block.compile(fullgraph=True, mode=cfg.mode)
+        if forward_alone:
+            method: Any = block.forward
+            compiled = torch.compile(method.__func__, **options)
+            block.forward = MethodType(compiled, block)
+        else:
+            block.compile(**options)
 
 
 class Compilations:

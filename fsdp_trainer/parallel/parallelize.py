@@ -20,6 +20,7 @@ from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.four_bit import keep_levels, quantize_linears
 from fsdp_trainer.models.freeze import choose_trained, frozen_parameters
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
+from fsdp_trainer.parallel.activation_offload import Offloader, offload_activations
 from fsdp_trainer.parallel.compile import compile_blocks
 from fsdp_trainer.parallel.convert import convert_linears
 from fsdp_trainer.parallel.dims import Dims
@@ -57,9 +58,13 @@ def parallelize(
     for parameter in frozen_parameters(model).values():  # never updated: they need no master copy
         if parameter.is_floating_point():  # not the codes of 4-bit weights
             parameter.data = parameter.data.to(dtype)
-    checkpoint_activations(model, cfg.activation_checkpoint)
+    offloader = Offloader() if cfg.activation_checkpoint.offload else None
+    checkpoint_activations(model, cfg.activation_checkpoint, None if compiled else offloader)
     if compiled:
-        compile_blocks(model, cfg.compile)  # before fully_shard: its hooks stay out of the graph
+        # before fully_shard: its hooks stay out of the graph, and so do those that offload
+        compile_blocks(model, cfg.compile, forward_alone=offloader is not None)
+    if offloader is not None:
+        offload_activations(model, offloader)
     shard(model, dims, cfg.sharding, cfg.precision)
     return model
 

@@ -17,6 +17,7 @@ from fsdp_trainer.models.attention_choice import AttentionContext, choose
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.head import Head
 from fsdp_trainer.optim.footprint import update_bytes
+from fsdp_trainer.parallel.activation_offload import SMALLEST
 from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.plan.blocks import (
     Input,
@@ -51,6 +52,10 @@ BESIDE = {"cuda": 1.0 * GIB, "cpu": 0.45 * GIB}
 """What a process takes before it holds a tensor. cuda: context, NCCL's channels, cuBLAS's workspaces: an assumption; cpu: measured, Python with torch."""
 ROUNDING = {"cuda": 0.03, "cpu": 0.02}
 """Of what is held, lost between it: an assumption on a GPU."""
+
+PINNED = 4 / 3
+"""Host memory over what is moved there: torch's allocator of pinned memory rounds each tensor up to
+a power of two. A third is the mean of sizes that lie anywhere between two of them."""
 
 
 class Moment(NamedTuple):
@@ -130,6 +135,9 @@ class Step:
         self.traced, shared = trace_blocks(cfg, config, device)
         self.tokens = cfg.batch.micro_rows * cfg.batch.seq_len
         self.stream = self.tokens * config.hidden_size * self.compute
+        self.moved = moved_bytes(cfg, config, self.traced, device)
+        """Of each block what is in host memory between its forward and its backward."""
+        self.crossing = 0.0  # of it, what is on the device all the same: on its way out or back
         self.norm = norm_traced(self.parts, self.tokens, precision.param_dtype)
 
         whole = model.all
@@ -141,6 +149,7 @@ class Step:
             "optimizer": whole.state,
         }
         self.host = sum(states.values()) + self.trained * self.master if offload else 0.0
+        self.host += sum(pinned_bytes(moved, self.stream) for moved in self.moved)
         self.always = {} if offload else states
         self.stored = 0 if offload else self.master  # a sharded gradient's number
         self.later = (
@@ -179,7 +188,7 @@ class Step:
             "gradients": self.gradients,
             "gathered": self.gathered + self.waiting + gathered,
             "communication": fetched + sent + sum(self.flying) + self.reduced,
-            "activations": activations,
+            "activations": activations + self.crossing,
             "logits": logits,
         }
         self.most_fetched = max(self.most_fetched, fetched)
@@ -242,7 +251,8 @@ class Step:
                     mine,
                     fetched,
                 )
-                self.kept += self.traced[done].kept
+                self.crossing = self.moved[done]
+                self.kept += self.traced[done].kept - self.moved[done]
                 done += 1
             self.gathered += 0 if self.reshard else mine
 
@@ -310,7 +320,8 @@ class Step:
             )
             for _ in range(self.sizes[i]):
                 traced = self.traced[done - 1]
-                self.kept -= traced.kept
+                self.kept -= traced.kept - self.moved[done - 1]
+                self.crossing = self.moved[done - 2] if done > 1 else 0.0
                 activations = self.kept + traced.backward - traced.gradients
                 self.at(
                     "backward",
@@ -366,6 +377,26 @@ class Step:
         master = self.cfg.precision.master_dtype
         needs = update_bytes(self.cfg.optim, master, self.device, largest, self.gradients)
         self.at("update", "optimizer step", needs)
+
+
+def moved_bytes(
+    cfg: TrainConfig, config: ModelConfig, traced: list[Traced], device: str
+) -> list[int]:
+    """Return for each block the bytes that activation_checkpoint.offload moves to the host.
+
+    The last block's stay. Where the device is the host, nothing is saved.
+    """
+    itemsize = getattr(torch, cfg.precision.param_dtype).itemsize
+    stream = cfg.batch.micro_rows * cfg.batch.seq_len * config.hidden_size * itemsize
+    moves = cfg.activation_checkpoint.offload and device == "cuda" and stream >= SMALLEST
+    return [*(block.kept if moves else 0 for block in traced[:-1]), 0]
+
+
+def pinned_bytes(moved: float, stream: float) -> float:
+    """Return the host memory for a block's moved bytes. stream: of a block's input."""
+    if moved <= stream:  # one tensor
+        return 2 ** math.ceil(math.log2(moved)) if moved else 0.0
+    return PINNED * moved
 
 
 def trace_blocks(cfg: TrainConfig, config: ModelConfig, device: str) -> tuple[list[Traced], float]:

@@ -122,6 +122,11 @@ def smaller(cfg: TrainConfig, world: int, device: Device) -> Iterator[Change]:
             {"activation_checkpoint.every": 1},
             "every block is computed again",
         )
+    if device.name != "cpu" and not asked.offload:
+        why = "what blocks keep for backward waits in host memory"
+        yield Change(
+            "activation_checkpoint.offload=true", {"activation_checkpoint.offload": True}, why
+        )
     rows = cfg.batch.micro_rows
     for fewer in sorted({rows // 2**i for i in range(1, rows.bit_length())}):
         yield Change(
@@ -225,6 +230,10 @@ def faster(cfg: TrainConfig, world: int, device: Device) -> Iterator[Change]:
                 else "backward computes less again"
             )
             yield Change(f"activation_checkpoint={mode}", {"activation_checkpoint.mode": mode}, why)
+    if asked.offload:
+        change = "activation_checkpoint.offload=false"
+        why = "nothing is copied to the host and back"
+        yield Change(change, {"activation_checkpoint.offload": False}, why)
     if rows > 1 and cfg.batch.rows % (rows * world):
         fewer = [rows // 2**i for i in range(1, rows.bit_length())]
         why = "fewer rows that ranks compute are empty"

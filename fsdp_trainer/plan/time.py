@@ -13,6 +13,7 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.optim.footprint import state_bytes
 from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.plan.compute import MEMORY, compute_seconds
+from fsdp_trainer.plan.memory import moved_bytes, trace_blocks
 from fsdp_trainer.plan.units import FsdpUnit, model_parts, sum_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -149,10 +150,12 @@ def times(cfg: TrainConfig, config: ModelConfig, world: int, device: Device, bes
     )  # whose share of the blocks nothing hides: the one at an end
     forward, backward, head = compute_seconds(cfg, config, device, best)
 
-    exposed = count * (first + blocks * unit + max(0.0, blocks * (1 - unit) + last - forward))
+    moving = moving_seconds(cfg, config, device, links)
+    exposed = count * (max(0.0, moving - forward) + max(0.0, moving - backward))
+    exposed += count * (first + blocks * unit + max(0.0, blocks * (1 - unit) + last - forward))
     freed = [] if keeps_gathered(cfg.sharding) else units.blocks[parts.backward_from :]
     again = gather(sum_of(freed), float8_share(cfg))
-    total = count * (first + blocks + last + again)
+    total = count * (first + blocks + last + again + 2 * moving)
     for i in range(count):
         is_last = i == count - 1
         reduces = is_last or cfg.sharding.accumulate == "sharded"
@@ -173,6 +176,16 @@ def times(cfg: TrainConfig, config: ModelConfig, world: int, device: Device, bes
         exposed,
         _optimizer_seconds(cfg, units.all.trained_padded / shard.ranks, device),
     )
+
+
+def moving_seconds(
+    cfg: TrainConfig, config: ModelConfig, device: Device, efficiency: float
+) -> float:
+    """Return the seconds in which a micro-batch's activations cross to the host, or come back."""
+    if not cfg.activation_checkpoint.offload:
+        return 0.0
+    traced, _ = trace_blocks(cfg, config, "cuda")
+    return sum(moved_bytes(cfg, config, traced, "cuda")) / (device.host_link * efficiency)
 
 
 def _optimizer_seconds(cfg: TrainConfig, numbers: float, device: Device) -> float:

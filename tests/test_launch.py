@@ -256,8 +256,11 @@ def test_a_broken_line_is_told_once_and_no_traceback(done, tmp_path, launcher):
     assert err.count("broken.jsonl:2") == 1
     assert "broken.jsonl" not in out
     assert "fsdp_trainer/" not in err, "no traceback of ours"
-    assert run.events[-1]["event"] == "end"
-    assert run.events[-1]["exit_code"] == 2
+    if launcher == "self":
+        assert not run.folder.exists()
+    else:  # later attempts read there that there is nothing to do
+        assert run.events[-1]["event"] == "end"
+        assert run.events[-1]["exit_code"] == 2
 
 
 @pytest.mark.slow
@@ -335,6 +338,42 @@ def test_who_finds_a_folder_locked_is_told_by_whom(tmp_path):
         ):
             RunLock(["b"]).acquire(cfg, tmp_path / "run")
     RunLock(["b"]).acquire(cfg, tmp_path / "run").close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_refused_start_leaves_no_folder_that_it_made(train, world, tmp_path, ranks):
+    (tmp_path / "broken.jsonl").write_text(BROKEN)
+    wrong = [f"data.path={tmp_path / 'broken.jsonl'}", "train.steps=1", "compile=enabled"]
+    world.command(
+        *("train", *SMALL, *wrong, "tokenizer.path=demo:bytes"),
+        *(f"run.root={tmp_path}/new/runs", "run.name=group/run"),
+        ranks=ranks,
+        code=2,
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["broken.jsonl"]
+
+
+@pytest.mark.parametrize("shard", [None, "0/2"])
+def test_a_refused_preparation_leaves_no_folder(world, tmp_path, shard):
+    (tmp_path / "broken.jsonl").write_text(BROKEN)
+    how = ["tokenizer.path=demo:bytes", f"run.root={tmp_path}/runs"]
+    how += [f"prepare.shard={shard}"] if shard else []
+    world.command("prepare", f"data.path={tmp_path / 'broken.jsonl'}", *how, code=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["broken.jsonl"]
+
+
+def test_a_refused_start_keeps_a_folder_that_was_there_and_records_its_end(train, tmp_path):
+    (tmp_path / "broken.jsonl").write_text(BROKEN)
+    wrong = [f"data.path={tmp_path / 'broken.jsonl'}", "train.steps=1"]
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "run"):
+        if name == "run":
+            train(name, "train.steps=1")
+        run = train(name, *wrong, code=2)
+        assert run.events[-1]["event"] == "end"
+        assert run.events[-1]["exit_code"] == 2
+    assert run.checkpoints == ["step-00000001"]
+    assert train("run", "train.steps=2").column("step") == [1, 2]
 
 
 def test_replicas_that_do_not_divide_the_world_are_refused(train):

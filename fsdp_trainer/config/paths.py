@@ -145,7 +145,7 @@ def is_hub_id(path: str) -> bool:
 
 def run_folder(cfg: TrainConfig) -> Path:
     """Return the folder that the run lives in."""
-    return Path(cfg.run.root) / str(cfg.run.name)
+    return Path(cfg.run.root).expanduser() / str(cfg.run.name)
 
 
 def compile_cache(cfg: TrainConfig) -> Path:

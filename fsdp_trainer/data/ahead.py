@@ -4,6 +4,7 @@ import re
 
 from fsdp_trainer.config.verbs import PrepareConfig
 from fsdp_trainer.data.build import build_template, build_tokenizer, cache_root
+from fsdp_trainer.data.cache import removed_if_refused
 from fsdp_trainer.data.prepare import Told, preparations, prepare
 from fsdp_trainer.data.summary import two_lines
 from fsdp_trainer.errors import Problem, UserError
@@ -13,6 +14,11 @@ from fsdp_trainer.observe.console import Console
 def prepare_ahead(cfg: PrepareConfig) -> int:
     """Prepare all of the data, or a shard of it; returns the exit code."""
     shard = parse_shard(cfg.prepare.shard)
+    with removed_if_refused(cache_root(cfg)):
+        return _prepare(cfg, shard)
+
+
+def _prepare(cfg: PrepareConfig, shard: tuple[int, int] | None) -> int:
     console = Console(quiet=False)
     tokenizer = build_tokenizer(cfg)
     data = (

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fsdp_trainer.config.paths import tokenizer_folder
 from fsdp_trainer.config.schema import Data, TrainConfig
+from fsdp_trainer.data.cache import removed_if_refused
 from fsdp_trainer.data.prepare import Prepared, Told, prepare
 from fsdp_trainer.data.stream import stream_data
 from fsdp_trainer.data.summary import left_out, lost_share
@@ -90,6 +91,11 @@ def build_data(
     cfg: TrainConfig, told: Told | None = None
 ) -> tuple[TextTokenizer, Template, Prepared]:
     """Tokenizer, template and data: tokenised, from `data.cache` if the same was prepared before, or with data.streaming looked through."""
+    with removed_if_refused(cache_root(cfg)):
+        return _build_data(cfg, told)
+
+
+def _build_data(cfg: TrainConfig, told: Told | None) -> tuple[TextTokenizer, Template, Prepared]:
     tokenizer = build_tokenizer(cfg)
     template = build_template(cfg, tokenizer)
     if not cfg.data.streaming:

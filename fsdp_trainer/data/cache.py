@@ -9,11 +9,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from fsdp_trainer.data.fingerprint import HASHES
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.folders import NewFolders
 
 LOCK = "lock"
 LOOK_SECONDS = 0.2
 OLD_SECONDS = 24 * 3600.0
+
+
+@contextmanager
+def removed_if_refused(root: Path) -> Iterator[None]:
+    """Delete the cache again if it was made for data that is refused, and holds nothing but files' hashes."""
+    new = NewFolders(root, root / "remote")
+    try:
+        yield
+    except UserError:
+        if root in new and root.is_dir() and {path.name for path in root.iterdir()} == {HASHES}:
+            (root / HASHES).unlink(missing_ok=True)
+        new.delete_empty()
+        raise
 
 
 @contextmanager
@@ -42,7 +57,12 @@ def held(folder: Path, shared: bool, waits: Callable[[], None]) -> Iterator[bool
                 waits()
                 time.sleep(LOOK_SECONDS)
             if _is_there(lock, folder / LOCK):
-                yield bool(locked) and not shared
+                try:
+                    yield bool(locked) and not shared
+                except UserError:
+                    if shared and _locked(lock, shared=False) and os.listdir(folder) == [LOCK]:
+                        shutil.rmtree(folder, ignore_errors=True)
+                    raise
                 return
 
 

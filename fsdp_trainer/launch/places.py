@@ -111,8 +111,9 @@ class OnThisNode:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(own_devices)
         with ExitStack() as closing:
             stream = None
+            # a job that is refused leaves the reason in a folder that was there before
+            output.parent.mkdir(parents=True, exist_ok=True)
             if self.at_once > 1:
-                output.parent.mkdir(parents=True, exist_ok=True)
                 stream = closing.enter_context(output.open("ab"))
             file = closing.enter_context(hand_over(cfg))
             # the new process inherits the mask, and unblocks signals once it can handle them

@@ -24,6 +24,7 @@ from fsdp_trainer.config.paths import (
     committed_checkpoints,
     find_checkpoint,
     is_hub_id,
+    run_folder,
     step_of,
 )
 from fsdp_trainer.config.schema import TrainConfig
@@ -33,10 +34,11 @@ from fsdp_trainer.data.preparation import Told
 from fsdp_trainer.distributed import gather, run_on_rank_0
 from fsdp_trainer.errors import RunFailed, Stopped, UserError, report
 from fsdp_trainer.extensions import RunInfo
+from fsdp_trainer.folders import NewFolders
 from fsdp_trainer.hub import fetch
 from fsdp_trainer.launch.facts import preflight
 from fsdp_trainer.launch.watchdog import watched
-from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
+from fsdp_trainer.launch.world import ELASTIC, World, connect, environment_of_ranks, join
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.freeze import trained_numbers
 from fsdp_trainer.observe.console import Console, throttled, time_line
@@ -52,7 +54,7 @@ from fsdp_trainer.training.inputs import RunInputs
 from fsdp_trainer.training.out_of_memory import is_out_of_memory, report_out_of_memory
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.rewind import rewind
-from fsdp_trainer.training.run_lock import RunLock
+from fsdp_trainer.training.run_lock import RunLock, clear_unused
 from fsdp_trainer.training.saving import CheckpointManager
 from fsdp_trainer.training.stop import StopSignals
 from fsdp_trainer.training.trainer import Outcome, Rewind, Trainer
@@ -61,12 +63,13 @@ BEAT_SECONDS = 1.0
 """How often a rank that prepares data lets the waiting ones know that it goes on."""
 
 
-def run_rank(cfg: TrainConfig) -> int:
+def run_rank(cfg: TrainConfig, new_folders: NewFolders) -> int:
     """Train as one rank.
 
     Returns the exit code; raises UserError and RunFailed for the front door to tell.
+    new_folders: those that were not there when the command began.
     """
-    rank = Rank(cfg)
+    rank = Rank(cfg, new_folders)
     reason, code = "failed", 1
     try:
         reason, code = rank.run()
@@ -94,8 +97,9 @@ def run_rank(cfg: TrainConfig) -> int:
 class Rank:
     """This process's part of a run, from its start to its end."""
 
-    def __init__(self, cfg: TrainConfig):
-        self.cfg, self.run_folder = cfg, Path(cfg.run.root).expanduser() / str(cfg.run.name)
+    def __init__(self, cfg: TrainConfig, new_folders: NewFolders):
+        self.cfg, self.run_folder = cfg, run_folder(cfg)
+        self.is_new = self.run_folder in new_folders
         self.env = environment_of_ranks(os.environ) or os.environ
         self.console = Console(quiet=self.env.get("RANK", "0") != "0")
         self.records = Records(self.run_folder, self.console.say)
@@ -235,13 +239,23 @@ class Rank:
         phases.enter("end")
         if self.trainer:
             self._close_trainer(self.trainer, code)
-        if self.lock:  # this process may write into the run's folder
+        refused = code == UserError.exit_code
+        # this process may write into the run's folder
+        if self.lock and not (refused and self._clear_new_folder()):
             lately = phases.seconds_since_last_call()
             self.records.event("end", reason=reason, exit_code=code, phases=lately)
             self.records.close()
         self._leave_groups(in_order=code in (0, STOPPED) and not self.signals.ended_ranks)
         self.signals.close()
         self.open.close()
+
+    def _clear_new_folder(self) -> bool:
+        """Empty the run's folder if this start made it and no run began. Returns True if so.
+
+        Who made the folder deletes it when the lock's file is closed: NFS keeps the name of an open
+        file. Under torchrun it stays: attempts that follow read in it that there is nothing to do.
+        """
+        return self.is_new and ELASTIC not in os.environ and clear_unused(self.run_folder)
 
     def _close_trainer(self, trainer: Trainer, code: int) -> None:
         if not self.signals.ended_ranks:  # else the checkpoint waits for a rank that has ended

@@ -6,7 +6,9 @@ import os
 import shutil
 import socket
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -54,12 +56,8 @@ class RunLock:
         folder that run.overwrite does not allow to be emptied.
         """
         try:
-            run.mkdir(parents=True, exist_ok=True)
-            file = (run / LOCK).open("a")  # keeps the content, which is another run's until locked
+            file = lock_folder(run, LOCK_SECONDS if self.attempt else 0)
             try:
-                if not wait_until(lambda: try_lock(file), LOCK_SECONDS if self.attempt else 0):
-                    reason = f"{describe_holder(run)}. Use  run.name=NEW  or wait"
-                    raise UserError("the run's folder is in use", [Problem(str(run), reason)])
                 if cfg.checkpoint.resume == "never":
                     empty_folder(cfg, run)
                 restore_replaced_checkpoints(run)
@@ -79,6 +77,45 @@ class RunLock:
         file.write(json.dumps(asdict(self) | holder))
         file.flush()
         os.fsync(file.fileno())  # for NFS to show it to the other nodes, see is_visible_in
+
+
+def lock_folder(run: Path, patience: float) -> TextIO:
+    """Make the run's folder and return its file, locked; anew where a refused start has deleted it.
+
+    Raises UserError if another process still holds it after `patience` seconds, and OSError.
+    """
+    while True:
+        run.mkdir(parents=True, exist_ok=True)
+        try:
+            file = (run / LOCK).open("a")  # keeps the content, which is another run's until locked
+        except FileNotFoundError:
+            if run.is_dir():
+                raise
+            continue
+        with ExitStack() as stack:
+            stack.enter_context(file)
+            if not wait_until(partial(try_lock, file), patience):
+                reason = f"{describe_holder(run)}. Use  run.name=NEW  or wait"
+                raise UserError("the run's folder is in use", [Problem(str(run), reason)])
+            if is_open_file(run / LOCK, file):
+                stack.pop_all()
+                return file
+
+
+def is_open_file(path: Path, file: TextIO) -> bool:
+    """Return True if a path is still that of an open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def clear_unused(run: Path) -> bool:
+    """Empty a folder that holds nothing but its lock, which the caller has. Returns True if so."""
+    if [path.name for path in run.iterdir()] != [LOCK]:
+        return False
+    (run / LOCK).unlink()
+    return True
 
 
 def try_lock(file: TextIO) -> bool:

@@ -11,8 +11,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from fsdp_trainer.config.paths import COMPILE_CACHE, compile_cache
+from fsdp_trainer.config.paths import COMPILE_CACHE, compile_cache, run_folder
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.errors import UserError
+from fsdp_trainer.folders import NewFolders
 from fsdp_trainer.launch.hosts import start_on_hosts
 from fsdp_trainer.launch.start import start_ranks, starts_ranks
 from fsdp_trainer.process import SIGNALS, cores
@@ -25,8 +27,21 @@ MOST_COMPILE_THREADS = 32  # torch's own limit
 def train(cfg: TrainConfig, overrides: list[str]) -> int:
     """Train as one rank of torchrun or srun, else start launch.nproc_per_node ranks.
 
-    Returns the exit code.
+    Returns the exit code. A start that is refused leaves no folder that it has made.
     """
+    new_folders = NewFolders(run_folder(cfg), compile_cache(cfg))  # torch makes it when imported
+    try:
+        code = start(cfg, overrides, new_folders)
+    except UserError:
+        new_folders.delete_empty()
+        raise
+    if code == UserError.exit_code:  # of a rank
+        new_folders.delete_empty()
+    return code
+
+
+def start(cfg: TrainConfig, overrides: list[str], new_folders: NewFolders) -> int:
+    """Do what `train` does. new_folders: those that were not there when the command began."""
     # signals stay pending until a handler is installed
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -39,7 +54,7 @@ def train(cfg: TrainConfig, overrides: list[str]) -> int:
         if cfg.compile.enabled:
             os.environ[COMPILE_CACHE] = str(compile_cache(cfg))  # read when torch is imported
         share_compile_threads()
-        return import_run_rank()(cfg)
+        return import_run_rank()(cfg, new_folders)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
@@ -55,7 +70,7 @@ def share_compile_threads() -> None:
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
 
 
-def import_run_rank() -> Callable[[TrainConfig], int]:
+def import_run_rank() -> Callable[[TrainConfig, NewFolders], int]:
     """Return training.run.run_rank. Its import is torch's: a process that starts ranks skips it.
 
     The import leaves 300,000 objects for good. To search them for garbage meanwhile would be a

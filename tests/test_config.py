@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fsdp_trainer.cli import VERBS, main
 from fsdp_trainer.config.check import flatten
-from fsdp_trainer.config.compose import CONF, compose, options, told_by_hydra
+from fsdp_trainer.config.compose import CONF, compose, hydra_message, options
 from fsdp_trainer.config.document import documented_files, markdown
 from fsdp_trainer.config.overrides import quoted
 from fsdp_trainer.config.schema import GROUPS, TrainConfig
@@ -466,7 +466,7 @@ def test_only_rank_0_speaks(monkeypatch, capsys):
 def test_an_error_of_hydras_without_a_text_is_told_by_its_cause_or_kind():
     cause, bare = HydraException(), HydraException()
     cause.__cause__ = ValueError("the cause")
-    assert (told_by_hydra(cause), told_by_hydra(bare)) == ("the cause", "HydraException")
+    assert (hydra_message(cause), hydra_message(bare)) == ("the cause", "HydraException")
     assert "composing" in str(UserError("title", [Problem("composing", "")]))
 
 

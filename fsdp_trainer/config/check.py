@@ -1,8 +1,12 @@
-"""Is every value what its key takes. Problems are collected, so that all of them can be told at once."""
+"""The check that every value is what its key takes.
+
+Problems are collected, so that all of them can be reported at once.
+"""
 
 import math
 import re
 import textwrap
+from collections.abc import Callable
 from dataclasses import Field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -21,26 +25,28 @@ KINDS = {
 }
 
 
-class Report:
-    """Everything that is wrong, each problem shown as the user wrote it: from the command line, else with the file that set it.
+YAML_BOOL = "\n(YAML reads a bare on, off, yes or no as true or false: put it in quotes)"
 
-    typed: key → the argument that set it. settled: keys with a problem already; what follows from it is not told.
+
+class Report:
+    """Collects everything that is wrong, each problem named by its argument, else by its file.
+
+    typed: key → the argument that set it; settled: keys with a problem already, whose other
+    problems may follow from it and are not reported.
     """
 
     def __init__(self, typed: dict[str, str], problems: list[Problem], settled: set[str]):
         self.typed, self.problems, self.settled = typed, problems, settled
         self.origins: dict[str, str] = {}  # key → the file that set it
 
-    def add(self, key: str, value: Any, why: str) -> None:
-        """`key` has a `value` that cannot stay."""
-        if key not in self.settled:
-            where = (
-                ""
-                if key in self.typed or key not in self.origins
-                else f"\n(set in {self.origins[key]})"
-            )
-            self.problems.append(Problem(self.typed.get(key, f"{key}={show(value)}"), why + where))
-            self.settled.add(key)
+    def add(self, key: str, value: Any, reason: str) -> None:
+        """Refuse the `value` of a key, unless the key has a problem already."""
+        if key in self.settled:
+            return
+        if key not in self.typed and key in self.origins:
+            reason += f"\n(set in {self.origins[key]})"
+        self.problems.append(Problem(self.typed.get(key, f"{key}={show(value)}"), reason))
+        self.settled.add(key)
 
     def close(self) -> None:
         """Raise a UserError with everything that is wrong, if anything is."""
@@ -85,7 +91,7 @@ def describe(kind: Any) -> str:
 
 
 def takes_text(kind: Any) -> bool:
-    """Whether a field's type has room for any text."""
+    """Return True if a field's type takes any text."""
     return str in (kind, *get_args(kind))
 
 
@@ -102,72 +108,103 @@ def limits(f: Field) -> str:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """`value` as the type `kind`. A number may come as text (from YAML, from the environment). Raises ValueError."""
+    """`value` as the type `kind`; a number may come as text. Raises ValueError, OverflowError."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        for member in inside:
-            try:
-                return convert(value, member)
-            except ValueError:
-                continue
-    elif kind is NoneType and value is None:
-        return None
-    elif origin is Literal and value in inside:
-        return value
-    elif origin is list and isinstance(value, list):
+        return _convert_to_any(value, inside)
+    if origin is list and isinstance(value, list):
         return [convert(item, inside[0]) for item in value]
-    elif origin is dict and isinstance(value, dict):
-        return {
-            str(name): item if inside[1] is Any else convert(item, inside[1])
-            for name, item in value.items()
-        }
-    elif kind is bool and str(value).lower() in ("true", "false"):
-        return str(value).lower() == "true"
-    elif (
-        kind in (int, float)
-        and isinstance(value, int | float | str)
-        and not isinstance(value, bool)
-    ):
-        number = value if isinstance(value, int) else float(value)
-        if kind is int and number == int(number):
-            return int(number)
-        if kind is float and math.isfinite(number):
-            return float(number)
-    elif (
-        kind is str
-        and isinstance(value, str | int | float)
-        and not isinstance(value, bool)
-        and str(value)
-    ):
-        return str(value)
+    if origin is dict and isinstance(value, dict):
+        if inside[1] is Any:
+            return {str(name): item for name, item in value.items()}
+        return {str(name): convert(item, inside[1]) for name, item in value.items()}
+    if origin is Literal and value in inside:
+        return value
+    if kind in SCALARS:
+        return SCALARS[kind](value)
     raise ValueError
 
 
+def _convert_to_any(value: Any, kinds: tuple[Any, ...]) -> Any:
+    """`value` as the first of the types that takes it."""
+    for kind in kinds:
+        try:
+            return convert(value, kind)
+        except ValueError:
+            continue
+    raise ValueError
+
+
+def _null(value: Any) -> None:
+    if value is not None:
+        raise ValueError
+
+
+def _bool(value: Any) -> bool:
+    if str(value).lower() not in ("true", "false"):
+        raise ValueError
+    return str(value).lower() == "true"
+
+
+def _number(value: Any) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError
+    return value if isinstance(value, int) else float(value)
+
+
+def _int(value: Any) -> int:
+    number = _number(value)
+    if number != int(number):
+        raise ValueError
+    return int(number)
+
+
+def _float(value: Any) -> float:
+    number = _number(value)
+    if not math.isfinite(number):
+        raise ValueError
+    return float(number)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value):
+        raise ValueError
+    return str(value)
+
+
+SCALARS: dict[Any, Callable[[Any], Any]] = {
+    NoneType: _null,
+    bool: _bool,
+    int: _int,
+    float: _float,
+    str: _text,
+}
+
+
 def wrong_with(value: Any, f: Field) -> str | None:
-    """Why a converted value is outside its field's choices or bounds."""
-    choices, low, above, high = (
-        f.metadata[name] for name in ("choices", "minimum", "above", "maximum")
-    )
+    """The reason why a converted value is outside its field's choices or bounds; None if not."""
     if value is None:
         return None
-    if choices and any(
-        item not in choices for item in (value if isinstance(value, list) else [value])
-    ):
+    items = value if isinstance(value, list) else [value]
+    choices = f.metadata["choices"]
+    if choices and any(item not in choices for item in items):
         return f"is not one of: {limits(f)}"
-    for number in value if isinstance(value, list) else [value]:
-        if isinstance(number, bool | str):
-            continue
-        if (
-            (low is not None and number < low)
-            or (above is not None and number <= above)
-            or (high is not None and number > high)
-        ):
-            return f"must be {limits(f)}" + (", or null" if NoneType in get_args(f.type) else "")
+    if any(_is_out_of_bounds(item, f) for item in items if not isinstance(item, bool | str)):
+        return f"must be {limits(f)}" + (", or null" if NoneType in get_args(f.type) else "")
     return None
 
 
+def _is_out_of_bounds(number: Any, f: Field) -> bool:
+    low, above, high = (f.metadata[name] for name in ("minimum", "above", "maximum"))
+    if low is not None and number < low:
+        return True
+    if above is not None and number <= above:
+        return True
+    return high is not None and number > high
+
+
 def build(cls: Any, tree: dict[str, Any], report: Report, prefix: str = "") -> Any:
-    """The dataclass `cls` from a composed tree; what the tree does not say is the schema's default."""
+    """The dataclass `cls` from a composed tree; keys that are not in it have their defaults."""
     values = {}
     for f in fields(cls):
         key = prefix + f.name
@@ -180,49 +217,44 @@ def build(cls: Any, tree: dict[str, Any], report: Report, prefix: str = "") -> A
             values[f.name] = convert(raw, f.type)
         except (ValueError, OverflowError):
             in_file = isinstance(raw, bool) and takes_text(f.type) and key not in report.typed
-            note = (
-                "\n(YAML reads a bare on, off, yes or no as true or false: put it in quotes)"
-                if in_file
-                else ""
-            )
-            report.add(key, raw, wrong_type(key, raw, f, note))
+            report.add(key, raw, wrong_type(key, raw, f, YAML_BOOL if in_file else ""))
             continue
-        if why := wrong_with(values[f.name], f):
-            report.add(key, raw, f"{why}{_meant(key, raw, f)}\n{f.metadata['text']}")
+        problem = wrong_with(values[f.name], f)
+        if problem:
+            report.add(key, raw, f"{problem}{_meant(key, raw, f)}\n{f.metadata['text']}")
     return cls(**values)
 
 
 def wrong_type(key: str, value: Any, f: Field, note: str = "") -> str:
-    """Why a value cannot be converted. note: what is told beside it."""
+    """The reason why a value cannot be converted, with a note after it."""
     if f.metadata["choices"]:
-        why = f"is not one of: {limits(f)}"
+        reason = f"is not one of: {limits(f)}"
     else:
-        why = f"must be {describe(f.type)}" + (f", {limits(f)}" if limits(f) else "")
+        reason = f"must be {describe(f.type)}" + (f", {limits(f)}" if limits(f) else "")
     if value == "":
-        why = "is empty: leave it out, or write null where that is allowed"
-    why += _meant(key, value, f) + note
+        reason = "is empty: leave it out, or write null where that is allowed"
+    reason += _meant(key, value, f) + note
     if value is None:
         default = default_of(f)
-        why += f"\nleave it out, or write  {key}={show(default)}"
-    return f"{why}\n{f.metadata['text']}"
+        reason += f"\nleave it out, or write  {key}={show(default)}"
+    return f"{reason}\n{f.metadata['text']}"
 
 
 def _meant(key: str, value: Any, f: Field) -> str:
     if f.metadata["choices"] and absent(str(value)):
         return f"\n{textwrap.fill(absent(str(value)), 90, break_on_hyphens=False)}"
-    meant = (
-        choice_meant(value, f.metadata["choices"])
-        if f.metadata["choices"] and not isinstance(value, list)
-        else None
-    )
+    if not f.metadata["choices"] or isinstance(value, list):
+        return ""
+    meant = choice_meant(value, f.metadata["choices"])
     return f"\nDid you mean  {key}={show(meant)} ?" if meant is not None else ""
 
 
 def flatten(cls: Any, prefix: str = "") -> dict[str, Field]:
     """Every key of a primary configuration, dotted, in the order of the schema."""
-    found: dict[str, Field] = {}
+    keys: dict[str, Field] = {}
     for f in fields(cls):
-        found |= (
-            flatten(f.type, f"{prefix}{f.name}.") if is_dataclass(f.type) else {prefix + f.name: f}
-        )
-    return found
+        if is_dataclass(f.type):
+            keys |= flatten(f.type, f"{prefix}{f.name}.")
+        else:
+            keys[prefix + f.name] = f
+    return keys

@@ -1,4 +1,4 @@
-"""What the last word of a command line can become: verbs, options of groups, keys, and the values that a key takes."""
+"""Completions of a command line's last word: verbs, options of groups, keys and their values."""
 
 from collections.abc import Mapping
 from dataclasses import Field
@@ -21,28 +21,42 @@ from fsdp_trainer.errors import UserError
 
 CONFIG_DIR = ("--config-dir", "-cd")
 FLAGS = {
-    "--cfg": ("job",), "-c": ("job",), "--info": ("defaults", "defaults-tree", "searchpath", "config"), "-i": ("defaults",),
-    "-sc": ("install=bash", "install=zsh", "install=fish"), "--help": (), "--version": (), "--multirun": (), "-m": (),
+    "--cfg": ("job",), "-c": ("job",),
+    "--info": ("defaults", "defaults-tree", "searchpath", "config"), "-i": ("defaults",),
+    "-sc": ("install=bash", "install=zsh", "install=fish"),
+    "--help": (), "--version": (), "--multirun": (), "-m": (),
 }  # fmt: skip
-"""What may follow each."""
+"""Flags → the words that may follow."""
 
 
 def completions(line: str) -> list[str]:
-    """Of a command line up to the cursor, program and all. Nothing where files are wanted, which the shell itself offers."""
+    """The words that the last word of a command line can become.
+
+    line: up to the cursor, with the program. Nothing where files are wanted: the shell offers
+    those.
+    """
     _, *before, word = [*line.split(), ""] if line[-1:].isspace() else line.split()
     if before and before[-1] in CONFIG_DIR:
         return []
     if before and FLAGS.get(before[-1]):
-        found = [*FLAGS[before[-1]]]
+        words = [*FLAGS[before[-1]]]
     elif word.startswith("-"):
-        found = [*FLAGS, *CONFIG_DIR]
+        words = [*FLAGS, *CONFIG_DIR]
     else:
-        verb = next((w for w in before if w in PRIMARY), None)
-        keys, groups = flatten(PRIMARY[verb or "train"]), _options(verb or "train", before)
-        found = _values(word, keys, groups) if "=" in word else _names(word, keys, groups)
-        found += [] if verb or any("=" in w for w in before) else list(PRIMARY)
-        found += [*glob(f"{escape(word)}*.yaml"), *glob(f"{escape(word)}*/")] if word else []
-    return sorted({f for f in found if f.startswith(word) and " " not in f})
+        words = _settings(word, before)
+    return sorted({w for w in words if w.startswith(word) and " " not in w})
+
+
+def _settings(word: str, before: list[str]) -> list[str]:
+    """Verbs, settings and recipe files. before: the words before this one."""
+    verb = next((w for w in before if w in PRIMARY), None)
+    keys, groups = flatten(PRIMARY[verb or "train"]), _options(verb or "train", before)
+    words = _values(word, keys, groups) if "=" in word else _names(word, keys, groups)
+    if not verb and not any("=" in w for w in before):
+        words += PRIMARY
+    if word:
+        words += [*glob(f"{escape(word)}*.yaml"), *glob(f"{escape(word)}*/")]
+    return words
 
 
 def _options(verb: str, before: list[str]) -> dict[str, list[str]]:
@@ -66,26 +80,28 @@ def _values(word: str, keys: Mapping[str, Field], groups: Mapping[str, list[str]
     head, _, typed = word.rpartition("=")
     name = head.lstrip("+")
     if name == "key" and "key" in keys:  # of the verb `config`
-        found = list(every_key())
-    elif name not in keys:
-        found = groups.get(name, [])
+        values = list(every_key())
+    elif name in keys:
+        values = _values_of_key(name, keys[name], typed)
     else:
-        f = keys[name]
-        default = default_of(f)
-        found = [
-            *map(show, f.metadata["choices"]),
-            *(["true", "false"] if bool in (f.type, *get_args(f.type)) else []),
-        ]
-        found += DEVICES if name == "plan.gpu" else []
-        found += (
-            [show(default)]
-            if default not in (None, [])
-            else ["null"]
-            if NoneType in get_args(f.type)
-            else []
-        )
-        if name in PATHS:
-            found += [
-                f"{file}/" if Path(file).is_dir() else file for file in glob(f"{escape(typed)}*")
-            ] + [*DEMOS.get(name, ())]
-    return [f"{head}={value}" for value in found]
+        values = groups.get(name, [])
+    return [f"{head}={value}" for value in values]
+
+
+def _values_of_key(name: str, f: Field, typed: str) -> list[str]:
+    """Choices, the default, and for a path the files that begin as typed."""
+    values = [*map(show, f.metadata["choices"])]
+    if bool in (f.type, *get_args(f.type)):
+        values += ["true", "false"]
+    if name == "plan.gpu":
+        values += DEVICES
+    default = default_of(f)
+    if default not in (None, []):
+        values.append(show(default))
+    elif NoneType in get_args(f.type):
+        values.append("null")
+    if name in PATHS:
+        files = glob(f"{escape(typed)}*")
+        values += [f"{file}/" if Path(file).is_dir() else file for file in files]
+        values += DEMOS.get(name, ())
+    return values

@@ -1,4 +1,7 @@
-"""From a verb and overrides to a checked configuration. Hydra composes; it never runs, so no rank writes Hydra's files or logs."""
+"""The checked configuration of a verb and its overrides.
+
+Hydra composes; it never runs, so no rank writes Hydra's files or logs.
+"""
 
 import re
 from collections.abc import Iterator
@@ -56,7 +59,7 @@ NOT_COMPOSED = (
     AssertionError,
     ImportError,
 )
-"""What Hydra and OmegaConf raise for a configuration that is wrong: their own, and whatever they stumble over."""
+"""Errors that Hydra and OmegaConf raise for a wrong configuration, not all of them their own."""
 
 
 def compose(
@@ -64,7 +67,8 @@ def compose(
 ) -> Any:
     """The checked configuration of `verb`: an instance of its dataclass in verbs.PRIMARY.
 
-    config_dir: a folder with more groups and recipes. inputs=False: what is to be read need not be there. Raises UserError with all problems.
+    config_dir: a folder with more groups and recipes; inputs=False: input files need not exist.
+    Raises UserError with all problems.
     """
     return compose_and_tell(verb, overrides, config_dir, inputs=inputs)[0]
 
@@ -72,7 +76,7 @@ def compose(
 def compose_and_tell(
     verb: str, overrides: list[str], config_dir: str | None = None, *, inputs: bool = True
 ) -> tuple[Any, Report]:
-    """As `compose`; the report knows where each value was set."""
+    """The configuration as `compose` returns it, and the report, which has each value's origin."""
     keys = flatten(PRIMARY[verb])
     words = take_files(overrides, config_dir)
     line = read_overrides(words, keys, options(verb, config_dir))
@@ -89,7 +93,10 @@ def compose_and_tell(
 
 
 def options(verb: str, config_dir: str | None = None) -> dict[str, list[str]]:
-    """The names in each group of `verb`, `recipe` among them. Raises UserError for a name that exists twice."""
+    """The names in each group of `verb`, `recipe` among them.
+
+    Raises UserError for a name that exists twice.
+    """
     folders = _folders(config_dir)
     if not issubclass(PRIMARY[verb], TrainConfig):
         return {}
@@ -106,7 +113,10 @@ def options(verb: str, config_dir: str | None = None) -> dict[str, list[str]]:
 
 
 def find_file(path: str, config_dir: str | None = None) -> Path | None:
-    """The file of a group's option or a recipe, e.g. `recipe/quickstart`; None if it is not ours (Hydra has some of its own)."""
+    """The file of a group's option or a recipe, e.g. `recipe/quickstart`.
+
+    None if it is not ours: Hydra has some of its own.
+    """
     own = OWN.get(path.removeprefix("recipe/"))
     return own or next(
         (f for folder in _folders(config_dir) if (f := folder / f"{path}.yaml").is_file()), None
@@ -114,7 +124,10 @@ def find_file(path: str, config_dir: str | None = None) -> Path | None:
 
 
 def composable(verb: str, overrides: list[str], config_dir: str | None = None) -> list[str]:
-    """The overrides as Hydra is to be given them. Raises UserError for what the command line alone shows to be wrong."""
+    """The overrides as they are given to Hydra.
+
+    Raises UserError for problems that the command line alone shows.
+    """
     words = take_files(overrides, config_dir)
     line = read_overrides(words, flatten(PRIMARY[verb]), options(verb, config_dir))
     Report(line.typed, line.problems, set()).close()
@@ -128,7 +141,10 @@ def as_yaml(cfg: Any) -> str:
 
 @contextmanager
 def hydra(overrides: list[str], config_dir: str | None) -> Iterator[list[str]]:
-    """Hydra set up over conf/ and `config_dir`; yields the overrides to give it. Raises UserError for what cannot be composed."""
+    """Set Hydra up over conf/ and `config_dir`. Yields the overrides to give it.
+
+    Raises UserError for files that cannot be composed.
+    """
     own = [f'"file://{folder.resolve()}"' for folder in _folders(config_dir)[1:]]
     if own:
         overrides = [f"hydra.searchpath=[{','.join(own)}]", *overrides]
@@ -142,7 +158,7 @@ def hydra(overrides: list[str], config_dir: str | None) -> Iterator[list[str]]:
         raise UserError("a problem in the configuration", [not_yaml(error)]) from None
     except NOT_COMPOSED as error:
         raise UserError(
-            "a problem in the configuration", [Problem("composing", told_by_hydra(error))]
+            "a problem in the configuration", [Problem("composing", hydra_message(error))]
         ) from None
 
 
@@ -166,18 +182,18 @@ def _compose_files(
     return tree  # type: ignore[return-value]
 
 
-def told_by_hydra(error: Exception) -> str:
-    """An error of Hydra's, without what only its developers want to know."""
-    told = (
+def hydra_message(error: Exception) -> str:
+    """The message of an error of Hydra's, without its search path."""
+    message = (
         re.sub(r"\n\t", " ", str(error).split("\nConfig search path")[0].strip())
         or str(error.__cause__ or "")
         or type(error).__name__
     )
-    return re.sub(r"\n\s*\n", "\n", told)
+    return re.sub(r"\n\s*\n", "\n", message)
 
 
 def check_files(verb: str, given: list[str], config_dir: str | None, report: Report) -> None:
-    """Check every file that takes part into `report`. Within `hydra`, with the overrides that it yields."""
+    """Check every file that takes part, within `hydra` and with the overrides that it yields."""
     keys, groups = flatten(PRIMARY[verb]), options(verb, config_dir)
     for default in (
         GlobalHydra.instance()
@@ -235,40 +251,53 @@ def _check_file(
         )
         return
     defaults = tree.pop("defaults", None) or []
-    refused = {
-        name: why
-        for d in defaults
-        if isinstance(d, dict)
-        for name in d
-        if (why := why_forbidden(str(name).split()[-1].lstrip("/"), None))
-    }
+    refused = _refused_defaults(defaults)
     for key, value in _leaves(tree, f"{package}." if package else "", keys):
         line = lines.get(key.removeprefix(f"{package}."))
         report.origins[key] = f"{file}:{line}" if line else str(file)
-        if why := _why_refused(key, value, kind, keys, groups):
-            refused[key] = why
+        reason = _why_refused(key, value, kind, keys, groups)
+        if reason:
+            refused[key] = reason
     report.problems += [
-        Problem(report.origins.get(key, str(file)), f"{key}  {why}") for key, why in refused.items()
+        Problem(report.origins.get(key, str(file)), f"{key}  {reason}")
+        for key, reason in refused.items()
     ]
     report.settled |= refused.keys()
+
+
+def _refused_defaults(defaults: list[Any]) -> dict[str, str]:
+    """The reason for each group that a file may not choose."""
+    names = [name for entry in defaults if isinstance(entry, dict) for name in entry]
+    reasons = {name: why_forbidden(str(name).split()[-1].lstrip("/"), None) for name in names}
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 def _why_refused(
     key: str, value: Any, kind: str, keys: dict[str, Any], groups: dict[str, list[str]]
 ) -> str | None:
     group, _, name = key.partition(".")
-    if why := why_forbidden(key, value):
-        return why
+    forbidden = why_forbidden(key, value)
+    if forbidden:
+        return forbidden
     if group == "hydra":
         return None
     if kind == "sweep":
-        return f"a sweep only says what varies: write it under  hydra.sweeper.params , as  {key}: {show(value)}"
+        return (
+            f"a sweep only says what varies: write it under  hydra.sweeper.params , as  {key}:"
+            f" {show(value)}"
+        )
     if any(k.startswith(f"{key}.") for k in keys):
-        return f"is a group of keys: set some of them, or choose it under defaults:  - override /{key}: NAME\n{contents(key, keys)}"
+        return (
+            "is a group of keys: set some of them, or choose it under defaults:  - override"
+            f" /{key}: NAME\n{contents(key, keys)}"
+        )
     if owner_of(key, keys) is None:
         return why_unknown(key, None, keys, groups)
     if kind == "recipe" and SELECTORS.get(group) == name:
-        return f"would undo  {group}=…  on the command line. A recipe chooses it under defaults:  - override /{group}: NAME"
+        return (
+            f"would undo  {group}=…  on the command line. A recipe chooses it under defaults:  -"
+            f" override /{group}: NAME"
+        )
     return None
 
 
@@ -281,8 +310,8 @@ def _leaves(tree: dict[str, Any], prefix: str, keys: dict[str, Any]) -> Iterator
 
 
 def _folders(config_dir: str | None) -> list[Path]:
-    beside = [file.parent.parent for file in OWN.values() if file.parent.name == "recipe"]
-    with_groups = [d for d in beside if any((d / group).is_dir() for group in GROUPS)]
+    recipe_folders = [file.parent.parent for file in OWN.values() if file.parent.name == "recipe"]
+    with_groups = [d for d in recipe_folders if any((d / group).is_dir() for group in GROUPS)]
     given = [Path(config_dir)] if config_dir else []
     own_folders = {folder.resolve(): folder for folder in [*given, *with_groups]}
     return [CONF, *(_checked(folder, config_dir) for folder in own_folders.values())]
@@ -295,10 +324,11 @@ def _checked(own: Path, config_dir: str | None) -> Path:
             "a problem in the configuration",
             [Problem(f"--config-dir {config_dir}", "there is no such folder")],
         )
-    if twins := [f for f in sorted(own.rglob("*.yaml")) if (CONF / f.relative_to(own)).exists()]:
-        why = "exists twice, and Hydra would silently take the packaged one: rename yours.\nThe other is "
+    twins = [f for f in sorted(own.rglob("*.yaml")) if (CONF / f.relative_to(own)).exists()]
+    if twins:
+        reason = "exists twice, and Hydra would silently take the packaged one: rename yours."
         raise UserError(
             "a name exists twice",
-            [Problem(str(f), f"{why}{CONF / f.relative_to(own)}") for f in twins],
+            [Problem(str(f), f"{reason}\nThe other is {CONF / f.relative_to(own)}") for f in twins],
         )
     return own

@@ -1,4 +1,7 @@
-"""Which files a data path names. Told by their names, before anything is opened: a mistake is answered before torch is imported."""
+"""The files of a data path, known by their names before any is opened.
+
+A mistake is answered before torch is imported.
+"""
 
 import glob
 import gzip
@@ -24,10 +27,11 @@ JSON, TEXT, CSV, ARROW = (
 KINDS, COMPRESSED = JSON + TEXT + CSV + ARROW, (".gz", ".zst")
 COMPRESSIONS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 MAGIC = {b"PAR1": ".parquet", b"ARROW1": ".arrow", b"{": ".jsonl", b"[": ".json"}
-# what describes a data set that `datasets` or the hub has written is not data, nor is a tokenizer or a model beside it
+# descriptions of data sets by `datasets` and the hub, and files of tokenizers and models: no data
 DESCRIPTIONS = (
     "readme.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json",
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt",
     "config.json", "generation_config.json", "model.safetensors.index.json",
 )  # fmt: skip
 
@@ -37,7 +41,10 @@ HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
 
 @dataclass(frozen=True)
 class Entry:
-    """One of the paths of a list. With a weight or a repeat in any of them the list is a mixture: see data/mixture.py."""
+    """One of the paths of a list.
+
+    With a weight or a repeat in any of them the list is a mixture: see data/mixture.py.
+    """
 
     path: str = key(None, "a file, folder, glob or URL")
     name: str | None = key(None, "what the records of a run call it; null: its path tells")
@@ -56,164 +63,167 @@ class Entry:
 
 
 def entries(path: Any) -> list[Entry]:
-    """What data.path or data.validation names, in order; nothing for null and for a share."""
+    """The entries of data.path or data.validation, in order; [] for null and for a share."""
     listed = path if isinstance(path, list) else [path] if isinstance(path, str) else []
     return [Entry(**item) if isinstance(item, dict) else Entry(item) for item in listed]
 
 
 def is_mixture(path: Any) -> bool:
-    """Whether its entries are told apart all through training, rather than packed together."""
+    """Return True if the entries stay separate through training, not packed together."""
     return any(entry.weight is not None or entry.repeat is not None for entry in entries(path))
 
 
 def is_url(path: str) -> bool:
-    """Whether a path lies elsewhere: s3://bucket/a.jsonl."""
+    """Return True for the address of a remote file: s3://bucket/a.jsonl."""
     return "://" in path
 
 
 def place(path: str) -> str:
-    """Where a file lies, as a path: absolute, or the host and path of a URL."""
+    """A file's place as a path: absolute, or the host and path of a URL."""
     if not is_url(path):
         return os.path.abspath(Path(path).expanduser())
-    parts = urlsplit(path)
-    return "/".join(
-        ["", *filter(None, [parts.netloc.rpartition("@")[2], *unquote(parts.path).split("/")])]
-    )
+    url = urlsplit(path)
+    parts = [url.netloc.rpartition("@")[2], *unquote(url.path).split("/")]
+    return "/".join(["", *filter(None, parts)])
 
 
 def kind(file: str | Path) -> tuple[str, str | None]:
-    """(suffix, compression) of a file's name: chats.jsonl.gz is (".jsonl", ".gz"). Where it has no known suffix, its first bytes tell."""
+    """(suffix, compression) of a file: of chats.jsonl.gz (".jsonl", ".gz").
+
+    Where the name has no known suffix, the first bytes decide.
+    """
     path = Path(place(str(file)) if is_url(str(file)) else file)
-    suffix, compression = (
-        _suffix(path.name),
-        path.suffix.lower() if path.suffix.lower() in COMPRESSED else None,
-    )
-    return (
-        (suffix, compression)
-        if suffix in KINDS or not path.is_file()
-        else _kind_by_content(path) or (suffix, compression)
-    )
+    ending = path.suffix.lower()
+    by_name = (_suffix(path.name), ending if ending in COMPRESSED else None)
+    if by_name[0] in KINDS or not path.is_file():
+        return by_name
+    return _kind_by_content(path) or by_name
 
 
 def _suffix(name: str) -> str:
-    """Of what a compressed file holds."""
+    """The suffix of a name without that of its compression."""
     path = Path(name)
     return (Path(path.stem) if path.suffix.lower() in COMPRESSED else path).suffix.lower()
 
 
 def _kind_by_content(path: Path) -> tuple[str, str | None] | None:
-    """Of a file whose name does not tell. Text that is no JSON could be anything."""
+    """The kind by the first bytes; None if unknown: text without JSON could be anything."""
     with open(path, "rb") as file:
         head = file.read(64)
-    compression = next(
-        (name for magic, name in COMPRESSIONS.items() if head.startswith(magic)), None
-    )
+    compression = _starting(head, COMPRESSIONS)
     if compression == ".gz":
         with gzip.open(path) as file:
             head = file.read(64)
-    suffix = next(
-        (
-            name
-            for magic, name in MAGIC.items()
-            if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(magic)
-        ),
-        None,
-    )
+    suffix = _starting(head.removeprefix(b"\xef\xbb\xbf").lstrip(), MAGIC)
     return (suffix, compression) if suffix and compression != ".zst" else None
+
+
+def _starting(head: bytes, names: dict[bytes, str]) -> str | None:
+    """The name of the first bytes that `head` starts with."""
+    return next((name for magic, name in names.items() if head.startswith(magic)), None)
 
 
 def stem(path: str | Path) -> str:
     """The name without the suffixes that tell how to read it."""
     name, (suffix, compression) = Path(place(str(path))).name, kind(path)
     ending = (suffix if suffix in KINDS else "") + (compression or "")
-    return (
-        name[: len(name) - len(ending)]
-        if ending and name.lower().endswith(ending) and len(name) > len(ending)
-        else name
-    )
+    has_ending = ending and name.lower().endswith(ending) and len(name) > len(ending)
+    return name[: -len(ending)] if has_ending else name
 
 
 def data_files(path: str) -> list[str]:
-    """Data files of a file, a folder (searched through) or a glob, sorted; ValueError says why there are none."""
+    """Data files of a file, a folder with all below it, or a glob, sorted.
+
+    Raises ValueError with the reason if there are none, or if they cannot be read together.
+    """
     if Path(path).is_dir():
-        splits = Path(path) / "dataset_dict.json"
-        try:
-            told = json.loads(splits.read_text()) if splits.is_file() else {}
-        except ValueError as error:
-            raise ValueError(
-                f"{splits} is not JSON: {error}. Mend it, or name the files to read"
-            ) from None
-        if isinstance(told, dict) and len(names := told.get("splits", [])) > 1:
-            raise ValueError(
-                f"holds several splits: {' '.join(names)}. Name the one to read:  {Path(path) / names[0]}"
-            )
-        found = sorted(
-            (file for file in _walk(path) if is_data(os.path.relpath(file, path))), key=Path
-        )
+        files = _files_of_folder(path)
     elif Path(path).is_file():
-        found = [path]
+        files = [path]
     else:
-        found = []
-        for match in sorted(set(_matches(path))):
-            if not Path(match).is_dir():
-                found.append(match)
-            elif is_data(
-                Path(match).name
-            ):  # a data set that was written in parts: all.parquet/part-0.parquet
-                found += data_files(match)
-        found = list(dict.fromkeys(found))
-        if not found:
-            raise ValueError(
-                f"no file matches (looked in {Path.cwd()})"
-                if has_magic(path)
-                else "there is no such file or folder"
-            )
-    for file in found:
+        files = _files_of_glob(path)
+    for file in files:
         if not os.path.exists(file):
             raise ValueError(
-                f"{file} is a link that leads nowhere, or in a circle. Remove it, or name the files to read"
+                f"{file} is a link that leads nowhere, or in a circle. Remove it, or name the"
+                " files to read"
             )
         if not os.access(file, os.R_OK):
             raise ValueError(f"{file} may not be read by this user:  chmod +r '{file}'")
-    return choose_files(found, path)
+    return choose_files(files, path)
 
 
-def choose_files(found: list[str], path: str) -> list[str]:
-    """What of the files that a path has led to is read: all of them. ValueError if they should not be read together, or cannot be."""
-    if not found:
+def _files_of_folder(path: str) -> list[str]:
+    """Data files below a folder. Raises ValueError if `datasets` wrote several splits there."""
+    splits = Path(path) / "dataset_dict.json"
+    try:
+        content = json.loads(splits.read_text()) if splits.is_file() else {}
+    except ValueError as error:
+        raise ValueError(
+            f"{splits} is not JSON: {error}. Mend it, or name the files to read"
+        ) from None
+    names = content.get("splits", []) if isinstance(content, dict) else []
+    if len(names) > 1:
+        raise ValueError(
+            f"holds several splits: {' '.join(names)}. Name the one to read:"
+            f"  {Path(path) / names[0]}"
+        )
+    files = (file for file in _walk(path) if is_data(os.path.relpath(file, path)))
+    return sorted(files, key=Path)
+
+
+def _files_of_glob(path: str) -> list[str]:
+    """Data files that a glob matches. Raises ValueError without any."""
+    files = []
+    for match in sorted(set(_matches(path))):
+        if not Path(match).is_dir():
+            files.append(match)
+        elif is_data(Path(match).name):  # a data set in parts: all.parquet/part-0.parquet
+            files += data_files(match)
+    if not files and has_magic(path):
+        raise ValueError(f"no file matches (looked in {Path.cwd()})")
+    if not files:
+        raise ValueError("there is no such file or folder")
+    return list(dict.fromkeys(files))
+
+
+def choose_files(files: list[str], path: str) -> list[str]:
+    """The files that are read of those at a path: all of them.
+
+    Raises ValueError if they should not be read together, or cannot be.
+    """
+    if not files:
         raise ValueError(f"no file in this folder ends in {' '.join(KINDS)}")
     if not has_magic(path):
-        _check_splits(found)
-    for file in (
-        found if len(found) > 1 or not is_url(path) else []
-    ):  # the only file of a URL may be found out when it is here
+        _check_splits(files)
+    if len(files) == 1 and is_url(path):  # its kind is known once it is here
+        return files
+    for file in files:
         if kind(file)[0] not in KINDS:
-            packed = f", also with {' or '.join(COMPRESSED)}"
             raise ValueError(
-                f"{Path(file).name} is no kind of file that is read. Convert it to one of  {' '.join(KINDS)}{packed}"
+                f"{Path(file).name} is no kind of file that is read. Convert it to one of"
+                f"  {' '.join(KINDS)}, also with {' or '.join(COMPRESSED)}"
             )
-    return found
+    return files
 
 
 def has_magic(path: str) -> bool:
-    """Whether a path is a glob. In a web address a question mark is none."""
-    return glob.has_magic(
-        path.partition("?")[0] if path.startswith(("http://", "https://")) else path
-    )
+    """Return True if a path is a glob; a question mark in a web address does not make it one."""
+    if path.startswith(("http://", "https://")):
+        path = path.partition("?")[0]
+    return glob.has_magic(path)
 
 
 def _matches(path: str) -> Iterator[str]:
-    """What a glob matches: as Python's own, but `**` goes through a ring of links only once."""
+    """The matches of a glob; unlike Python's own, `**` follows a circle of links only once."""
     before, *rest = re.split(r"(?:^|(?<=/))\*\*(?:/|$)", path, maxsplit=1)
     if not rest:
         yield from glob.glob(path)
         return
     for base in glob.glob(before) if before else ["."]:
         for folder in _folders(base):
-            yield from (
-                match.removeprefix("./")
-                for match in _matches(f"{glob.escape(folder)}/{rest[0] or '*'}")
-            )
+            for match in _matches(f"{glob.escape(folder)}/{rest[0] or '*'}"):
+                yield match.removeprefix("./")
 
 
 def _walk(folder: str) -> Iterator[str]:
@@ -227,7 +237,7 @@ def _walk(folder: str) -> Iterator[str]:
 
 
 def _folders(folder: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
-    """A folder and those within it; a link to a folder that one is in already leads no further."""
+    """A folder and those within it; a link back to a folder above is not followed."""
     real = os.path.realpath(folder)
     if real in above:
         return
@@ -246,31 +256,39 @@ def _folders(folder: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
 
 
 def _check_splits(files: list[str]) -> None:
-    """The hub's train-00000-of-00001.parquet beside test-00000-of-00001.parquet: ValueError, for one is not to be trained on."""
+    """Raise ValueError for several splits, one of which is not to be trained on.
+
+    The hub names them train-00000-of-00001.parquet and test-00000-of-00001.parquet.
+    """
     splits: dict[str, set[str]] = {}
     for file in files:
         if kind(file)[0] not in TEXT:
             splits.setdefault(file.rpartition("/")[0], set()).add(SHARD.sub("", stem(file)))
     for folder, names in splits.items():
-        if "train" in names and (others := sorted(names.intersection(HELD_OUT))):
-            beside = sorted(
-                {other for other in splits if other.rpartition("/")[0] == folder.rpartition("/")[0]}
-                - {folder}
+        others = sorted(names.intersection(HELD_OUT))
+        if "train" in names and others:
+            above = folder.rpartition("/")[0]
+            siblings = sorted(
+                other for other in splits if other.rpartition("/")[0] == above and other != folder
             )
-            several = f"\nLike it: {' '.join(beside)}" if beside else ""
+            alike = f"\nLike it: {' '.join(siblings)}" if siblings else ""
             raise ValueError(
-                f"holds several splits: train {' '.join(others)}. Name the one to read:  '{folder}/train*'{several}"
+                f"holds several splits: train {' '.join(others)}. Name the one to read:"
+                f"  '{folder}/train*'{alike}"
             )
 
 
 def needs_arrow(file: str) -> bool:
-    """Whether reading the file takes pyarrow."""
+    """Return True if pyarrow is needed to read the file."""
     suffix, compression = kind(file)
     return suffix in ARROW or (compression == ".zst" and sys.version_info < (3, 14))
 
 
 def is_data(path: str) -> bool:
-    """Whether a file of a folder, named from there, is one to read: no hidden one, and none that describes the others."""
+    """Return True if a file of a folder is to be read, by its path from there.
+
+    Hidden files are not, nor those that describe the others.
+    """
     parts = path.split("/")
     return (
         _suffix(parts[-1]) in KINDS
@@ -283,24 +301,28 @@ PACKAGES = {
     "s3": ("s3fs", "remote"), "gs": ("gcsfs", "remote"), "gcs": ("gcsfs", "remote"),
     "https": ("aiohttp", "remote"), "http": ("aiohttp", "remote"), "hf": ("huggingface_hub", "hub"),
 }  # fmt: skip
-"""What reads a kind of URL, and the extra that installs it."""
+"""The package that reads a kind of URL, and the extra that installs it."""
 
 
 def why_url_unusable(url: str) -> str | None:
-    """Without asking any network."""
+    """The reason why a URL cannot be used, without a network; None if it may be."""
     scheme = url.partition("://")[0]
     if scheme in PACKAGES and importlib.util.find_spec(PACKAGES[scheme][0]) is None:
         package, extra = PACKAGES[scheme]
         return f"to read {scheme}://, {package} is needed:  pip install 'fsdp_trainer[{extra}]'"
-    if (scheme == "hf" and len(url.split("/")) < 5) or (
-        scheme == "hf" and not url.startswith("hf://datasets/")
-    ):
-        return "a data set on the hub is named  hf://datasets/ORG/NAME , perhaps with a folder or a glob behind it"
+    if scheme == "hf" and (len(url.split("/")) < 5 or not url.startswith("hf://datasets/")):
+        return (
+            "a data set on the hub is named  hf://datasets/ORG/NAME ,"
+            " perhaps with a folder or a glob behind it"
+        )
     if scheme not in PACKAGES:
         from fsspec.registry import known_implementations
 
         if scheme not in known_implementations:
-            return f"{scheme}:// is not known. Known are  s3:// gs:// https:// hf://datasets/…  and what else fsspec has a package for"
+            return (
+                f"{scheme}:// is not known. Known are  s3:// gs:// https:// hf://datasets/…"
+                "  and what else fsspec has a package for"
+            )
     if needs_arrow(url) and importlib.util.find_spec("pyarrow") is None:
         return f"to read {stem(url)}, pyarrow is needed:  pip install 'fsdp_trainer[arrow]'"
     return None

@@ -33,15 +33,15 @@ def layout_problem(sharding: Sharding, ranks: int) -> Problem | None:
     """Return why the ranks cannot be arranged as the configuration asks; None: they can."""
     if math.prod(dimension_sizes(sharding, ranks).values()) == ranks:
         return None
-    left = ranks
+    rest = ranks
     for name, what in (("tensor", "ranks"), ("context", "groups of sharding.tensor ranks")):
         size = getattr(sharding, name)
-        if left % size:
-            nearest = max(n for n in range(1, size) if left % n == 0)
-            rule = f"must divide the number of {what}, which is {left}"
+        if rest % size:
+            nearest = max(n for n in range(1, size) if rest % n == 0)
+            rule = f"must divide the number of {what}, which is {rest}"
             return Problem(f"sharding.{name}={size}", f"{rule}.\nUse  sharding.{name}={nearest}")
-        left //= size
+        rest //= size
     rule = f"must divide the number of ranks, which is {ranks}"
-    if left < ranks:
-        rule = f"must divide the ranks that read different rows, which are {left} of {ranks}"
+    if rest < ranks:
+        rule = f"must divide the ranks that read different rows, which are {rest} of {ranks}"
     return Problem(f"sharding.replicas={sharding.replicas}", rule)

@@ -1,6 +1,7 @@
-"""The schema and the recipes as people read them: YAML comments, docs/configuration.md, `config key=…`, `recipes`, docs/recipes.md.
+"""The schema and the recipes for people: YAML comments, pages of docs/, `config`, `recipes`.
 
-`python -m fsdp_trainer.config.document` writes conf/, docs/configuration.md and the table of docs/recipes.md again after a change.
+`python -m fsdp_trainer.config.document` writes conf/, docs/configuration.md and the table of
+docs/recipes.md again after a change.
 """
 
 import re
@@ -8,6 +9,7 @@ import shlex
 import shutil
 import textwrap
 from dataclasses import Field, fields
+from inspect import getdoc
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +43,7 @@ def written(value: Any) -> str:
 
 
 def comment(f: Field) -> str:
-    """What a key is for and what it takes, on one line."""
+    """A key's purpose and the values that it takes, on one line."""
     return f.metadata["text"] + (f" [{limits(f)}]" if limits(f) else "")
 
 
@@ -65,13 +67,20 @@ def node_of(verb: str, name: str) -> Field:
 
 
 def yaml_file(head: str, cls: Any) -> str:
-    """A complete option file or a small verb's primary file: what stands above the first empty line, then every key."""
+    """A complete option file or a small verb's primary file.
+
+    The lines above the first empty line stay; then comes every key.
+    """
     return f"{head.split(chr(10) * 2)[0].rstrip()}\n\n{yaml_block(cls)}"
 
 
 def main_options(conf: Path) -> dict[str, str]:
-    """The option of each group that training starts from. Its file is complete, with a comment on every key."""
-    defaults: Any = OmegaConf.to_container(OmegaConf.load(conf / "train.yaml"))["defaults"]  # type: ignore[index, call-overload]
+    """The option of each group that training starts from.
+
+    Its file is complete, with a comment on every key.
+    """
+    train: Any = OmegaConf.to_container(OmegaConf.load(conf / "train.yaml"))
+    defaults = train["defaults"]
     return {
         group: option
         for default in defaults
@@ -83,12 +92,12 @@ def main_options(conf: Path) -> dict[str, str]:
 def documented_files(conf: Path) -> dict[Path, str]:
     """Every file in conf/ that is written from the schema, with what it must say."""
     groups: dict[str, Any] = {f.name: f.type for f in fields(TrainConfig)}
-    found = {
+    classes = {
         conf / group / f"{option}.yaml": groups[group]
         for group, option in main_options(conf).items()
     }
-    found |= {conf / f"{verb}.yaml": cls for verb, cls in SMALL.items()}
-    texts = {path: yaml_file(path.read_text(), cls) for path, cls in found.items()}
+    classes |= {conf / f"{verb}.yaml": cls for verb, cls in SMALL.items()}
+    texts = {path: yaml_file(path.read_text(), cls) for path, cls in classes.items()}
     plain = {"train": ("run", "batch", "train", "loss", "profile")} | {
         verb: (verb,) for verb in OWN_NODES
     }
@@ -104,14 +113,16 @@ def documented_files(conf: Path) -> dict[Path, str]:
 
 
 def markdown(options: dict[str, list[str]]) -> str:
-    """docs/configuration.md."""
+    """The page docs/configuration.md."""
     parts = [
         "# Configuration\n\n"
         "This page lists every key with its default and its meaning.\n\n"
-        "Set a key with `key=value`, choose an option of a group with `group=option`, lay a recipe\n"
+        "Set a key with `key=value`, choose an option of a group with `group=option`, lay a"
+        " recipe\n"
         "over everything with `+recipe=NAME`. `fsdp-trainer --cfg job …` prints what comes of it\n"
         "([the command line](command-line.md)). The page is written from\n"
-        "`fsdp_trainer/config/schema.py` and `verbs.py` by `python -m fsdp_trainer.config.document`.\n"
+        "`fsdp_trainer/config/schema.py` and `verbs.py` by `python -m"
+        " fsdp_trainer.config.document`.\n"
     ]
     for f in [*fields(TrainConfig), *(node_of(verb, verb) for verb in OWN_NODES)]:
         chosen = (
@@ -132,7 +143,7 @@ def _section(title: str, cls: Any, prefix: str, chosen: str) -> str:
     ]
     return "\n".join(
         [
-            f"## {title}\n\n{cls.__doc__}\n{chosen}\n| key | default | meaning |\n|---|---|---|",
+            f"## {title}\n\n{getdoc(cls)}\n{chosen}\n| key | default | meaning |\n|---|---|---|",
             *rows,
             "",
         ]
@@ -140,7 +151,10 @@ def _section(title: str, cls: Any, prefix: str, chosen: str) -> str:
 
 
 def explain(cfg: ConfigConfig, overrides: list[str], config_dir: str | None = None) -> int:
-    """`fsdp-trainer config`: one key, a group's keys, or all; with `overrides` of training also what they make of it."""
+    """Print the verb `config`: one key, a group's keys, or all. Returns the exit code.
+
+    overrides: of training; with them the values of that configuration are printed too.
+    """
     keys = every_key()
     wanted = keys_meant(cfg.key, keys)
     values, report = {key: default_of(f) for key, f in keys.items()}, None
@@ -164,18 +178,21 @@ def explain(cfg: ConfigConfig, overrides: list[str], config_dir: str | None = No
     key, f = wanted[0], keys[wanted[0]]
     group, _, name = key.partition(".")
     print(
-        f"{key}\n{_filled('  ', comment(f))}\n\n  type     {describe(f.type)}\n  default  {written(default_of(f))}"
+        f"{key}\n{_filled('  ', comment(f))}\n\n  type     {describe(f.type)}\n  default"
+        f"  {written(default_of(f))}"
     )
     if report:
         origin = report.origins.get(key, "the schema")
         print(
-            f"  here     {written(values[key])}, set by  {report.typed.get(key) or origin.removeprefix(f'{CONF}/')}"
+            f"  here     {written(values[key])}, set by"
+            f"  {report.typed.get(key) or origin.removeprefix(f'{CONF}/')}"
         )
     if SELECTORS.get(group) == name:
         print(
             _filled(
                 f"  choose   {group}=",
-                f"OPTION, which sets the keys that belong together: {' '.join(options('train')[group])}",
+                "OPTION, which sets the keys that belong together:"
+                f" {' '.join(options('train')[group])}",
             )
         )
     if synonyms := synonyms_of(key):
@@ -186,24 +203,27 @@ def explain(cfg: ConfigConfig, overrides: list[str], config_dir: str | None = No
 
 
 def every_key() -> dict[str, Field]:
-    """Of all verbs; before those of a small one stands its name."""
-    found = {key: f for verb in ("train", *OWN_NODES) for key, f in flatten(PRIMARY[verb]).items()}
-    return found | {
+    """The keys of all verbs; those of a small verb begin with its name."""
+    keys = {key: f for verb in ("train", *OWN_NODES) for key, f in flatten(PRIMARY[verb]).items()}
+    return keys | {
         f"{verb}.{key}": f for verb, cls in SMALL.items() for key, f in flatten(cls).items()
     }
 
 
-def keys_meant(asked: str | None, keys: dict[str, Field]) -> list[str]:
-    """Of `keys` what `config key=ASKED` explains: a key, what lies in a group, all of a last name, or what another program's name is here."""
-    wanted = [key for key in keys if asked in (None, key) or key.startswith(f"{asked}.")]
-    wanted = wanted or [key for key in keys if key.split(".")[-1] == asked]
-    answer = Answer() if wanted else known_elsewhere(str(asked)) or Answer()
+def keys_meant(name: str | None, keys: dict[str, Field]) -> list[str]:
+    """The keys that `config key=NAME` explains.
+
+    name: a key, a group, the last part of keys, or another program's name for one.
+    """
+    wanted = [key for key in keys if name in (None, key) or key.startswith(f"{name}.")]
+    wanted = wanted or [key for key in keys if key.split(".")[-1] == name]
+    answer = Answer() if wanted else known_elsewhere(str(name)) or Answer()
     meant = answer.meant.split("=")[0]
     wanted = wanted or [key for key in keys if key == meant or key.startswith(f"{meant}.")]
     if not wanted:
         raise UserError(
             "no such key",
-            [Problem(f"key={asked}", why_unknown(str(asked), None, keys, dict.fromkeys(GROUPS)))],
+            [Problem(f"key={name}", why_unknown(str(name), None, keys, dict.fromkeys(GROUPS)))],
         )
     return wanted
 
@@ -223,7 +243,7 @@ def _filled(head: str, text: str) -> str:
 
 
 def recipes(cfg: RecipesConfig, config_dir: str | None = None) -> int:
-    """`fsdp-trainer recipes`: what each is for, on what hardware, and how to start it; the smallest first."""
+    """Print the verb `recipes`: purpose, hardware and command of each, the smallest first."""
     for name, head in recipe_heads(config_dir).items():
         file = find_file(f"recipe/{name}", config_dir)
         print(name if file == CONF / f"recipe/{name}.yaml" else f"{name}  (your own: {file})")
@@ -241,7 +261,7 @@ def recipes(cfg: RecipesConfig, config_dir: str | None = None) -> int:
 
 HELP = """\
 fsdp-trainer [VERB] [+recipe=NAME] [group=option] [key=value] …
-fsdp-trainer -m [+recipe=NAME] [+sweep=NAME] [key=value,value] …     one training per combination of values
+fsdp-trainer -m [+recipe=NAME] [+sweep=NAME] [key=value,value] …     one training per combination
 torchrun … -m fsdp_trainer [+recipe=NAME] …
 
 verbs (train, if none is given)
@@ -251,7 +271,7 @@ options
   --help, VERB --help            this page; what a verb takes
   --cfg job                      print the composed configuration instead of running
   --info defaults                where it comes from (also: searchpath, defaults-tree, config)
-  FILE.yaml                      a recipe of your own, in place of +recipe=NAME (also --config FILE.yaml)
+  FILE.yaml                      a recipe of your own for +recipe=NAME (also --config FILE.yaml)
   --config-dir DIR               a folder with more groups and recipes (DIR/recipe/NAME.yaml)
   -sc install=bash               shell completion:  eval "$(fsdp-trainer -sc install=bash)"
   --version
@@ -269,28 +289,34 @@ fsdp-trainer config key=optim.lr  explains a key; docs/configuration.md has them
 
 
 def help_text(verb: str | None, config_dir: str | None) -> str:
-    """`--help`, and `VERB --help`."""
-    found = options("train", config_dir)
+    """The text of `--help`, and of `VERB --help`."""
+    names = options("train", config_dir)
     recipes = "\n".join(
         f"  {name:22} {does}" for name, (does, *_) in recipe_heads(config_dir).items()
     )
-    groups = "\n".join(f"  {group:22} {' '.join(found[group])}" for group in GROUPS)
+    groups = "\n".join(f"  {group:22} {' '.join(names[group])}" for group in GROUPS)
     if verb is None:
         verbs = "\n".join(f"  {name:13}{_first_line(cls)}" for name, cls in PRIMARY.items())
         sweeps = "\n".join(
-            f"  {name:22} {_head(f'sweep/{name}', config_dir)[0]}" for name in found["sweep"]
+            f"  {name:22} {_head(f'sweep/{name}', config_dir)[0]}" for name in names["sweep"]
         )
         return HELP.format(verbs=verbs, groups=groups, recipes=recipes, sweeps=sweeps)
     cls: Any = PRIMARY[verb]
     usage = f"{_first_line(cls)}\n\nfsdp-trainer {verb} "
     if not issubclass(cls, TrainConfig):
-        return f"{usage}{'key=value …' if fields(cls) else ''}\n\n{textwrap.indent(yaml_block(cls), '  ')}".rstrip()
+        return (
+            f"{usage}{'key=value …' if fields(cls) else ''}\n\n"
+            f"{textwrap.indent(yaml_block(cls), '  ')}"
+        ).rstrip()
     keys = [key.partition(".")[::2] for key in flatten(cls)]
     nodes = "\n".join(
         f"  {f.name:22} {' '.join(name or comment(f) for node, name in keys if node == f.name)}"
         for f in fields(cls)
     )
-    return f"{usage}[+recipe=NAME] [group=option] [key=value] …\n\nkeys\n{nodes}\n\ngroups\n{groups}\n\nrecipes\n{recipes}"
+    return (
+        f"{usage}[+recipe=NAME] [group=option] [key=value] …\n\nkeys\n{nodes}\n\ngroups\n"
+        f"{groups}\n\nrecipes\n{recipes}"
+    )
 
 
 def _first_line(cls: type) -> str:
@@ -298,7 +324,7 @@ def _first_line(cls: type) -> str:
 
 
 class RecipeHead(NamedTuple):
-    """What the head of a recipe's file says; None: nothing. memory: of one GPU."""
+    """The head of a recipe's file; None: it has no such line. memory: of one GPU."""
 
     does: str
     hardware: str
@@ -316,8 +342,8 @@ def recipe_heads(config_dir: str | None = None) -> dict[str, RecipeHead]:
         lines = _head(f"recipe/{name}", config_dir)
 
         def find(pattern: str, text: str = text) -> str | None:
-            found = re.search(f"(?m){pattern}", text)
-            return found[1].strip() if found else None
+            match = re.search(f"(?m){pattern}", text)
+            return match[1].strip() if match else None
 
         size = float(find(r"^# Disk +([\d.]+) GiB a checkpoint") or 0)
         sizes[name] = "override /adapter" in text, size
@@ -334,7 +360,7 @@ def recipe_heads(config_dir: str | None = None) -> dict[str, RecipeHead]:
 
 
 def _start(name: str, command: str | None, config_dir: str | None) -> str:
-    """The command line that starts a recipe: of a packaged one what its head says."""
+    """The command line that starts a recipe; of a packaged one the one in its head."""
     if find_file(f"recipe/{name}", config_dir) != CONF / f"recipe/{name}.yaml":
         return f"fsdp-trainer --config-dir {shlex.quote(str(config_dir))} +recipe={name}"
     if not command:
@@ -343,7 +369,7 @@ def _start(name: str, command: str | None, config_dir: str | None) -> str:
 
 
 def recipes_page(text: str) -> str:
-    """docs/recipes.md with its table as the recipes have it. text: the page as it is."""
+    """The page docs/recipes.md with the current table. text: the page so far."""
     titles = ("recipe", "what it does", "hardware", "memory a GPU", "a step", "speed", "start")
     rows: list = [titles, ["---"] * len(titles)]
     rows += [

@@ -9,11 +9,14 @@ def moments_format(optim: Optim, master_dtype: str) -> str:
 
 
 def rounds(optim: Optim, master_dtype: str) -> bool:
-    """Whether an update ends in bfloat16 anywhere, so that optim.rounding counts."""
+    """Return True if an update ends in bfloat16 anywhere, so that optim.rounding counts."""
     return "bfloat16" in (master_dtype, moments_format(optim, master_dtype))
 
 
 def is_compact(optim: Optim, master_dtype: str) -> bool:
-    """Whether torch's own AdamW lacks the formats: it has moments of the weights' own only, and rounds to nearest."""
+    """Return True if torch's own AdamW cannot do it.
+
+    It has moments in the weights' format only, and rounds to nearest.
+    """
     stochastic = optim.rounding == "stochastic" and rounds(optim, master_dtype)
     return stochastic or moments_format(optim, master_dtype) != master_dtype

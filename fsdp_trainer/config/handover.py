@@ -1,4 +1,4 @@
-"""The composed configuration on its way from the process that starts ranks to the ranks, which need not compose it again."""
+"""The composed configuration on its way to the ranks, which need not compose it again."""
 
 import json
 import os
@@ -8,11 +8,15 @@ from typing import IO, Any
 
 from fsdp_trainer.config.check import Report, build
 
-DESCRIPTOR = "FSDP_TRAINER_CONFIGURATION"  # set by our own launcher: the open file in which a rank finds its configuration
+# set by our own launcher: the open file in which a rank finds its configuration
+DESCRIPTOR = "FSDP_TRAINER_CONFIGURATION"
 
 
 def hand_over(cfg: Any) -> IO[bytes]:
-    """A file without a name that holds `cfg`, for ranks to inherit; not their environment, where a long prompt has no room."""
+    """A file without a name that holds `cfg`, for ranks to inherit.
+
+    Their environment has no room for a long prompt.
+    """
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     file.write(json.dumps(asdict(cfg)).encode())
     file.flush()
@@ -20,7 +24,10 @@ def hand_over(cfg: Any) -> IO[bytes]:
 
 
 def take_over(cls: Any) -> Any:
-    """The `cls` that the process that started this one handed over, types and bounds checked again; None if it handed over none."""
+    """The configuration `cls` that the starting process handed over; None without one.
+
+    Types and bounds are checked again.
+    """
     if DESCRIPTOR not in os.environ:
         return None
     file = int(os.environ.pop(DESCRIPTOR))  # what this rank may start is no rank

@@ -66,8 +66,8 @@ def _lines(path: str) -> list[tuple[str, str]]:
     try:
         text = Path(path).expanduser().read_text()
     except OSError as error:
-        why = f"is no file that can be read ({error.strerror}). One host is written  [{path}]"
-        raise ValueError(why) from None
+        reason = f"is no file that can be read ({error.strerror}). One host is written  [{path}]"
+        raise ValueError(reason) from None
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     return [(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line]
 

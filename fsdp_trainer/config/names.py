@@ -1,7 +1,4 @@
-"""What somebody meant who typed a name that does not exist: other trainers' names, then spelling.
-
-The names of other trainers stand in `names.yaml` beside this file.
-"""
+"""Names that do not exist here, and what they mean: other trainers' names, then spelling."""
 
 from collections.abc import Collection, Iterable, Iterator
 from difflib import get_close_matches
@@ -18,10 +15,7 @@ SURE = 0.85  # this much alike, it is a slip of the finger
 
 
 class Answer(NamedTuple):
-    """What a name stands for: a key, a group or a whole override (`meant`), else a sentence.
-
-    missing: the sentence says that this version does not have it.
-    """
+    """The meaning of a name: a key, a group or a whole override (`meant`), else a sentence."""
 
     meant: str = ""
     sentence: str = ""
@@ -99,9 +93,12 @@ def _first_match(names: list[str], patterns: list[tuple[str, Answer]]) -> Answer
 
 
 ENTRY_SYNONYMS = {
-    "file": "path", "files": "path", "dataset": "path", "data": "path", "dataset_path": "path", "source": "path", "url": "path",
-    "weights": "weight", "ratio": "weight", "share": "weight", "prob": "weight", "probability": "weight", "proportion": "weight",
-    "epochs": "repeat", "repeats": "repeat", "times": "repeat", "upsample": "repeat", "num_epochs": "repeat", "type": "format",
+    "file": "path", "files": "path", "dataset": "path", "data": "path", "dataset_path": "path",
+    "source": "path", "url": "path",
+    "weights": "weight", "ratio": "weight", "share": "weight", "prob": "weight",
+    "probability": "weight", "proportion": "weight",
+    "epochs": "repeat", "repeats": "repeat", "times": "repeat", "upsample": "repeat",
+    "num_epochs": "repeat", "type": "format",
     "columns": "fields", "label": "name",
 }  # fmt: skip
 """Of the parts of an entry of data.path."""
@@ -158,7 +155,8 @@ OPTION_SYNONYMS = {
 }
 
 VALUE_SYNONYMS = {
-    "gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "half": "float16", "float": "float32", "adam": "adamw",
+    "gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "fp16": "float16",
+    "half": "float16", "float": "float32", "adam": "adamw",
     "int8": "8bit", "best-fit": "best_fit", "bestfit": "best_fit", "greedy": "best_fit",
     "int4": "nf4", "4bit": "nf4", "fp4": "nf4", "float32": "fp32",
     "chatml": "messages", "openai": "messages", "jsonl": "auto",

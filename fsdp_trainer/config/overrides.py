@@ -1,4 +1,7 @@
-"""The command line's overrides, checked before Hydra sees them: Hydra stops at the first mistake, and lets `+` add keys that nobody reads."""
+"""Checks of the command line's overrides, before Hydra sees them.
+
+Hydra stops at the first mistake, and lets `+` add keys that nobody reads.
+"""
 
 import re
 import shlex
@@ -9,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from fsdp_trainer.config.check import (
@@ -34,34 +37,26 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem
 
 LAID_OVER = ("recipe", "sweep")  # chosen with a plus, several at once if need be
-PROSE = (
-    "data",
-    "prompt",
-    "system",
-)  # keys of `generate` whose text is taken as it is, commas and all
+PROSE = ("data", "prompt", "system")  # keys whose text is taken as it is, commas and all
 _OF_TRAINING = flatten(TrainConfig)
 HYDRA_ALLOWED = re.compile(r"hydra/launcher$|hydra/sweeper(/\w+)*$|hydra\.(launcher|sweeper)\.")
 
 
 @dataclass
 class CommandLine:
-    """What the overrides ask for."""
+    """The overrides of a command line, and their problems."""
 
     hydra: list[str] = field(default_factory=list)  # what Hydra is given
     typed: dict[str, str] = field(default_factory=dict)  # key → as the user wrote it
-    prose: dict[str, str] = field(
-        default_factory=dict
-    )  # key → text that Hydra's grammar must not see
+    prose: dict[str, str] = field(default_factory=dict)  # key → text that Hydra must not parse
     recipes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    settled: set[str] = field(
-        default_factory=set
-    )  # keys with a problem: what follows from it is not told
+    settled: set[str] = field(default_factory=set)  # keys with a problem: report no other
     whole: bool = True  # no recipe or group option is missing
 
-    def refuse(self, argument: str, why: str, *keys: str) -> None:
-        """Leave an argument out and say why."""
-        self.problems.append(Problem(argument, why))
+    def refuse(self, argument: str, reason: str, *keys: str) -> None:
+        """Leave an argument out, and report the reason."""
+        self.problems.append(Problem(argument, reason))
         self.settled |= {argument.lstrip("+~").split("=")[0], *keys}
 
 
@@ -72,9 +67,10 @@ def read_overrides(
     *,
     sweeping: bool = False,
 ) -> CommandLine:
-    """Check every argument by itself. `keys`: the primary configuration's; `options`: the names in each group, `recipe` and `sweep` among them.
+    """Check every argument by itself.
 
-    sweeping: these belong to a whole sweep, not to one run.
+    keys: the primary configuration's; options: the names in each group, `recipe` and `sweep` among
+    them; sweeping: the arguments are for a whole sweep, not for one run.
     """
     line = CommandLine()
     parser = OverridesParser.create()
@@ -89,30 +85,9 @@ def read_overrides(
             line.refuse(argument, why_unparsable(argument, parser, keys, options))
             continue
         key = override.key_or_group + (f"@{override.package}" if override.package else "")
-        if override.is_delete():
-            line.refuse(
-                argument,
-                "keys are not deleted. To switch something off write  key=null  or choose another option of its group",
-            )
-        elif override.is_sweep_override():
-            line.refuse(
-                argument,
-                _why_no_sweep(
-                    argument, keys.get(key), key in _OF_TRAINING if key in keys else bool(options)
-                ),
-            )
-        elif key == "sweep" and key in options and not sweeping:
-            line.refuse(
-                argument,
-                f"says what a sweep varies, and this is one run. Start a sweep with  fsdp-trainer -m {argument} …",
-            )
-        elif why := why_forbidden(key, override.value()):
-            line.refuse(argument, why)
-        elif re.match(r"hydra\.sweeper\.params\b", key):
-            line.refuse(
-                argument,
-                "is for sweep files. What varies is written on the command line itself:  fsdp-trainer -m key=a,b …",
-            )
+        refusal = _why_refused(argument, override, key, keys, options, sweeping)
+        if refusal:
+            line.refuse(argument, refusal)
         elif key in options:
             _choose(line, argument, key, override.value(), options)
         else:
@@ -120,14 +95,54 @@ def read_overrides(
     return line
 
 
+def _why_refused(
+    argument: str,
+    override: Override,
+    key: str,
+    keys: Mapping[str, Any],
+    options: Mapping[str, list[str]],
+    sweeping: bool,
+) -> str | None:
+    """The reason why no key may be set in this way; None if it may."""
+    if override.is_delete():
+        return (
+            "keys are not deleted. To switch something off write  key=null  or choose another"
+            " option of its group"
+        )
+    if override.is_sweep_override():
+        sweeps = key in _OF_TRAINING if key in keys else bool(options)
+        return _why_no_sweep(argument, keys.get(key), sweeps)
+    if key == "sweep" and key in options and not sweeping:
+        return (
+            "says what a sweep varies, and this is one run. Start a sweep with"
+            f"  fsdp-trainer -m {argument} …"
+        )
+    forbidden = why_forbidden(key, override.value())
+    if not forbidden and re.match(r"hydra\.sweeper\.params\b", key):
+        return (
+            "is for sweep files. What varies is written on the command line itself:"
+            "  fsdp-trainer -m key=a,b …"
+        )
+    return forbidden
+
+
 def why_forbidden(key: str, value: Any) -> str | None:
-    """Why neither the command line nor a file may set `key`: of Hydra's own settings objects are made, by the name of their class."""
+    """The reason why neither the command line nor a file may set `key`; None if they may.
+
+    Hydra makes objects from its own settings, by the name of their class.
+    """
     if re.match(r"hydra\b", key) and not HYDRA_ALLOWED.match(key):
-        return "hydra.* is closed: only hydra/launcher=NAME, hydra/sweeper=NAME, hydra.launcher.KEY=value and hydra.sweeper.KEY=value may be set"
+        return (
+            "hydra.* is closed: only hydra/launcher=NAME, hydra/sweeper=NAME,"
+            " hydra.launcher.KEY=value and hydra.sweeper.KEY=value may be set"
+        )
     if key.startswith("hydra.sweeper.custom_search_space"):
         return "a configuration cannot run code, and this names a function to call"
     if key.startswith("hydra") and "${" in str(value):
-        return "a configuration cannot run code, and in hydra.* an interpolation could: write the value itself"
+        return (
+            "a configuration cannot run code, and in hydra.* an interpolation could:"
+            " write the value itself"
+        )
     if "_target_" in key.split(".") or has_target(value):
         return "a configuration cannot run code: _target_ is refused everywhere"
     if re.search(r"\$\{(now|hydra)\b", str(value)):
@@ -136,7 +151,7 @@ def why_forbidden(key: str, value: Any) -> str | None:
 
 
 def has_target(value: Any) -> bool:
-    """Whether anything within `value` names a class to make an object of."""
+    """Return True if anything within `value` names a class to make an object of."""
     if isinstance(value, dict):
         return "_target_" in value or any(map(has_target, value.values()))
     return isinstance(value, list) and any(map(has_target, value))
@@ -145,9 +160,9 @@ def has_target(value: Any) -> bool:
 def why_unknown(
     key: str, text: str | None, keys: Mapping[str, Any], groups: Mapping[str, Any]
 ) -> str:
-    """Why `key` is refused: the nearest real one, with the value's `text`, and what its group has.
+    """The reason why `key` is refused: the nearest real one, and the keys of its group.
 
-    groups: the options of each. A value is suggested only where it would be taken.
+    text: the value; it is suggested only for a key that takes it. groups: the options of each.
     """
     answer = meant_by(key, keys, groups) or Answer()
     by_other_name = answer.meant and known_elsewhere(key) == answer
@@ -161,7 +176,7 @@ def why_unknown(
 
 
 def _meant(suggestion: str, text: str | None, keys: Mapping[str, Any]) -> str:
-    """A question for the suggested key or override; with `text` as its value where it takes that."""
+    """A question for the suggested key or override; with `text` as its value if it takes that."""
     if not suggestion:
         return ""
     if text is None or "=" in suggestion:
@@ -193,14 +208,13 @@ def takes(f: Field, text: str) -> bool:
 
 
 def contents(node: str, keys: Mapping[str, Any]) -> str:
-    """What can be set under a group or node; the groups themselves if it is neither."""
-    if names := [key.removeprefix(f"{node}.") for key in keys if key.startswith(f"{node}.")]:
+    """The keys of a group or node; the groups themselves if it is neither."""
+    if not keys:
+        return "this verb takes no keys"
+    names = [key.removeprefix(f"{node}.") for key in keys if key.startswith(f"{node}.")]
+    if names:
         return listed(f"{node} has:", names)
-    return (
-        listed("the first part is one of:", dict.fromkeys(key.split(".")[0] for key in keys))
-        if keys
-        else "this verb takes no keys"
-    )
+    return listed("the first part is one of:", dict.fromkeys(key.split(".")[0] for key in keys))
 
 
 def listed(head: str, names: Iterable[str]) -> str:
@@ -235,38 +249,35 @@ def _set(
     keys: Mapping[str, Any],
     groups: Mapping[str, Any],
 ) -> None:
+    """Set a key, if there is one of that name."""
     text = argument.partition("=")[2]
-    owner = owner_of(key, keys)
     if HYDRA_ALLOWED.match(key):
         line.hydra.append(argument if "/" in key else f"++{key}={text}")
-    elif owner is None and any(k.startswith(f"{key}.") for k in keys):
-        line.refuse(
-            argument,
-            f"{key} is a group of keys: set one of them, as  {key}.KEY=value\n{contents(key, keys)}",
-        )
-    elif owner is None:
-        line.refuse(
-            argument,
-            why_unknown(key, text, keys, groups),
-            (meant_by(key, keys, groups) or Answer()).meant.split("=")[0],
-        )
-    elif option := option_meant(key, value, keys, groups):
+        return
+    owner = owner_of(key, keys)
+    if owner is None and any(k.startswith(f"{key}.") for k in keys):
+        reason = f"{key} is a group of keys: set one of them, as  {key}.KEY=value"
+        line.refuse(argument, f"{reason}\n{contents(key, keys)}")
+        return
+    if owner is None:
+        meant = (meant_by(key, keys, groups) or Answer()).meant.split("=")[0]
+        line.refuse(argument, why_unknown(key, text, keys, groups), meant)
+        return
+    option = option_meant(key, value, keys, groups)
+    if option:
         line.refuse(argument, f"{show(value)} is an option of a group. Write  {option}")
-    else:
-        if (
-            isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and takes_text(keys[owner].type)
-        ):
-            text = f'"{text}"'  # run.name=1e3 is a name
-        line.typed[key] = argument
-        line.hydra.append(f"++{key}={text}")
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and takes_text(keys[owner].type):
+        text = f'"{text}"'  # run.name=1e3 is a name
+    line.typed[key] = argument
+    line.hydra.append(f"++{key}={text}")
 
 
 def option_meant(
     key: str, value: Any, keys: Mapping[str, Any], groups: Mapping[str, Any]
 ) -> str | None:
-    """Return GROUP=OPTION where a group's name is given an option's that is no value of it: adapter.name=qlora."""
+    """GROUP=OPTION if a group's name is given the name of an option: adapter.name=qlora."""
     group, _, name = key.partition(".")
     if name != "name" or value not in groups.get(group, ()):
         return None
@@ -276,23 +287,18 @@ def option_meant(
 def _choose(
     line: CommandLine, argument: str, group: str, chosen: Any, options: Mapping[str, list[str]]
 ) -> None:
+    """Choose an option of a group, if there is one of that name."""
     laid_over = group in LAID_OVER
     names = chosen if laid_over and isinstance(chosen, list) else [chosen]
     unknown = [name for name in names if name not in options[group]]
     if laid_over and not argument.startswith("+"):
         line.refuse(argument, f"a {group} is laid over the configuration: write  +{argument}")
     elif any(o.lstrip("+").startswith(f"{group}=") for o in line.hydra):
-        line.refuse(
-            argument,
-            f"{group} is chosen twice" + (f": write  +{group}=[first,second]" if laid_over else ""),
-        )
+        advice = f": write  +{group}=[first,second]" if laid_over else ""
+        line.refuse(argument, f"{group} is chosen twice{advice}")
     elif unknown:
-        line.refuse(
-            argument,
-            _why_no_option(group, unknown[0], options),
-            f"{group}.path",
-            f"{group}.init_from",
-        )
+        reason = _why_no_option(group, unknown[0], options)
+        line.refuse(argument, reason, f"{group}.path", f"{group}.init_from")
     else:
         line.recipes += names if group == "recipe" else []
         line.hydra.append(argument if laid_over else argument.lstrip("+"))
@@ -301,25 +307,29 @@ def _choose(
 
 
 def _why_no_option(group: str, name: Any, options: Mapping[str, list[str]]) -> str:
-    text, synonyms = show(name), OPTION_SYNONYMS.get(group, {})
+    """The reason why a group has no option of this name, and the one that was meant."""
+    text = show(name)
     choices = listed(f"{group}s:" if group in LAID_OVER else f"{group} has:", options[group])
     if isinstance(name, dict | list) or name is None:
-        return f"{group} is a group: choose an option, or set its keys one by one, as  {group}.KEY=value\n{choices}"
+        reason = f"{group} is a group: choose an option, or set its keys one by one, as"
+        return f"{reason}  {group}.KEY=value\n{choices}"
     if group in LAID_OVER and re.search(r"[/.]", text):
         return f"{_why_no_file(group, text)}\n{choices}"
-    if (
-        group in ("model", "data", "tokenizer")
-        and re.search(r"[/.:]", text)
-        and text not in synonyms
-    ):
-        meant = f"{group}.{'init_from' if group == 'model' else 'path'}={text}"
-    elif text.lower() not in synonyms and absent(text):
+    synonyms = OPTION_SYNONYMS.get(group, {})
+    meant = "" if text in synonyms else _path_meant(group, text)
+    if not meant and text.lower() not in synonyms and absent(text):
         return f"{filled(f'{group} has no option {text}: {absent(text)}')}\n{choices}"
-    elif close := synonyms.get(text.lower()) or nearest(text, options[group]):
+    close = synonyms.get(text.lower()) or nearest(text, options[group])
+    if not meant and close:
         meant = f"{'+' if group in LAID_OVER else ''}{group}={close}"
-    else:
-        meant = ""
     return f"{group} has no option {text}.{f' Did you mean  {meant} ?' if meant else ''}\n{choices}"
+
+
+def _path_meant(group: str, text: str) -> str:
+    """The override that sets a group's path, if the text looks like one; else ""."""
+    if group not in ("model", "data", "tokenizer") or not re.search(r"[/.:]", text):
+        return ""
+    return f"{group}.{'init_from' if group == 'model' else 'path'}={text}"
 
 
 def _why_no_file(group: str, text: str) -> str:
@@ -329,7 +339,10 @@ def _why_no_file(group: str, text: str) -> str:
     if group == "recipe" and with_suffix.is_file():
         return f"is a file: write  +recipe={with_suffix}"
     if file.suffix not in (".yaml", ".yml") or group == "sweep":
-        return f"{group} has no option {text}: one of your own is  --config-dir DIR +{group}=NAME  for  DIR/{group}/NAME.yaml"
+        return (
+            f"{group} has no option {text}: one of your own is"
+            f"  --config-dir DIR +{group}=NAME  for  DIR/{group}/NAME.yaml"
+        )
     names = [f.name for f in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
     close = nearest(file.name, names)
     meant = f" Did you mean  {file.parent / close} ?" if close else ""
@@ -339,7 +352,7 @@ def _why_no_file(group: str, text: str) -> str:
 def why_unparsable(
     argument: str, parser: OverridesParser, keys: Mapping[str, Any], groups: Mapping[str, Any]
 ) -> str:
-    """Why Hydra's grammar refuses an argument, and how to write it."""
+    """The reason why Hydra's grammar refuses an argument, and how to write it."""
     key, equals, value = argument.partition("=")
     if argument.startswith("-"):
         name = key.lstrip("-").replace("-", "_")
@@ -347,27 +360,30 @@ def why_unparsable(
     if not equals:
         meant = without_key(argument, keys, groups)
         return f"is neither a verb nor key=value{f'. Did you mean  {meant} ?' if meant else ''}"
-    if re.fullmatch(r"\[.*\{.*\]", value):  # texts of mappings in it
-        quoted = re.sub(
-            r"(?<=: )([^\s,{}\[\]\"'][^,{}\"']*)", lambda found: _quote_text(found[0]), value
-        )
-    elif re.fullmatch(r"\{.*\}", value):  # names in it take no quotes, and brackets a backslash
-        quoted = re.sub(r"['\"]?([^\s'\"{},:]+)['\"]?(?=:)", unquoted, value)
-    elif value[:1] == "(" and key in keys and not takes_text(keys[key].type):
-        quoted = f"[{value.strip('()')}]"
-    else:
-        quoted = (
-            f"[{','.join(_quote(item) for item in value[1:-1].split(','))}]"
-            if re.fullmatch(r"\[.*\]", value)
-            else _quote(value)
-        )
+    is_tuple = value[:1] == "(" and key in keys and not takes_text(keys[key].type)
+    setting = f"{key}=[{value.strip('()')}]" if is_tuple else f"{key}={_with_quotes(value)}"
     try:
-        parser.parse_override(f"{key}={quoted}")
+        parser.parse_override(setting)
     except HydraException:
         return (
             "cannot be read. A setting is  key=value , a list  key=[1,2] , a mapping  'key={a: b}'"
         )
-    return f"has characters that must be quoted, for Hydra and for the shell. Write  {shlex.quote(f'{key}={quoted}')}"
+    return (
+        "has characters that must be quoted, for Hydra and for the shell."
+        f" Write  {shlex.quote(setting)}"
+    )
+
+
+def _with_quotes(value: str) -> str:
+    """A value with the quotes and backslashes that Hydra's grammar asks for."""
+    if re.fullmatch(r"\[.*\{.*\]", value):  # texts of mappings in it
+        texts = r"(?<=: )([^\s,{}\[\]\"'][^,{}\"']*)"
+        return re.sub(texts, lambda match: _quote_text(match[0]), value)
+    if re.fullmatch(r"\{.*\}", value):  # names in it take no quotes, and brackets a backslash
+        return re.sub(r"['\"]?([^\s'\"{},:]+)['\"]?(?=:)", unquoted, value)
+    if re.fullmatch(r"\[.*\]", value):
+        return f"[{','.join(_quote(item) for item in value[1:-1].split(','))}]"
+    return _quote(value)
 
 
 def unquoted(name: re.Match[str]) -> str:
@@ -388,13 +404,17 @@ def _why_no_dashes(
 
 
 def without_key(word: str, keys: Mapping[str, Any], groups: Mapping[str, Any]) -> str:
-    """What a word that is no override should have been: a key without a value, a recipe's name, or the value of what the verb asks for first."""
+    """The setting that was meant by a word without `=`.
+
+    A key without a value, a recipe's name, or the value of the verb's first key.
+    """
     name = word.lstrip("+")
     if name in keys or name in groups:
         return f"{name}=VALUE"
     if name in groups.get("recipe", ()):
         return f"+recipe={name}"
-    if len(choosing := [key for key, f in keys.items() if word in f.metadata["choices"]]) == 1:
+    choosing = [key for key, f in keys.items() if word in f.metadata["choices"]]
+    if len(choosing) == 1:
         return f"{choosing[0]}={word}"
     if "data.path" in keys:
         return f"data.path={word}" if re.search(r"[/.]", word) else ""
@@ -402,21 +422,21 @@ def without_key(word: str, keys: Mapping[str, Any], groups: Mapping[str, Any]) -
 
 
 def _why_no_sweep(argument: str, f: Field | None, sweeps: bool) -> str:
-    """What was meant by commas, as the key allows; None: a group, or no key at all. sweeps: it may vary in a sweep."""
+    """The reason why commas are refused, and how the key is written.
+
+    f: the key's field; None for a group, or no key at all. sweeps: it may vary in a sweep.
+    """
     key, _, text = argument.lstrip("+").partition("=")
-    lists = f is not None and any(
-        get_origin(member) is list for member in (f.type, *get_args(f.type))
-    )
+    kinds = (f.type, *get_args(f.type)) if f else ()
+    lists = any(get_origin(kind) is list for kind in kinds)
     texts = f is not None and takes_text(f.type) and not f.metadata["choices"]
-    ways = (
-        [f"a list is written  {key}=[{','.join(map(str.strip, text.split(',')))}]"] if lists else []
-    )
-    ways += [f"a text with commas  {shlex.quote(f'{key}={_quote(text)}')}"] if texts else []
-    ways += (
-        [f"one run per value is  fsdp-trainer -m {argument} …"]
-        if sweeps and (texts or not lists)
-        else []
-    )
+    ways = []
+    if lists:
+        ways.append(f"a list is written  {key}=[{','.join(map(str.strip, text.split(',')))}]")
+    if texts:
+        ways.append(f"a text with commas  {shlex.quote(f'{key}={_quote(text)}')}")
+    if sweeps and (texts or not lists):
+        ways.append(f"one run per value is  fsdp-trainer -m {argument} …")
     return "\n".join(["commas mean a sweep, and this is one run:", *(ways or ["choose one value"])])
 
 

@@ -1,4 +1,7 @@
-"""What a path given as `source` or `model.init_from` is: a Hugging Face folder, a checkpoint, or a run that holds checkpoints."""
+"""Kinds of paths given as `source` or `model.init_from`.
+
+A Hugging Face folder, a checkpoint, or a run that holds checkpoints.
+"""
 
 import json
 import os
@@ -11,7 +14,7 @@ from fsdp_trainer.config.schema import TrainConfig
 
 MANIFEST = "MANIFEST.json"
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
-LAG_SECONDS = 60.0  # until what one node has written to shared storage is seen by the others: NFS keeps for so long that a file is not there
+LAG_SECONDS = 60.0  # until other nodes see a new file: NFS caches for so long that it is absent
 ADAPTER_CONFIG = "adapter_config.json"
 TRAINER_STATE = "trainer.json"
 MODEL_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -29,7 +32,10 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoint_folders(run: str | Path) -> list[Path]:
-    """The folders of a run that are named as checkpoints are, oldest first; one without a manifest has been damaged."""
+    """The folders of a run that are named as checkpoints, oldest first.
+
+    One without a manifest has been damaged.
+    """
     return sorted(
         f
         for f in (Path(run) / "checkpoints").glob("step-*")
@@ -43,7 +49,7 @@ def committed_checkpoints(run: str | Path) -> list[Path]:
 
 
 def find_checkpoint(path: str | Path) -> Path | None:
-    """The checkpoint that `path` is, or the newest one of the run that it is; None if it is neither."""
+    """The checkpoint at `path`, or the newest one of the run there; None if it is neither."""
     path = Path(path).expanduser()
     if (path / MANIFEST).is_file():
         return path
@@ -135,12 +141,11 @@ def downloaded(hub_id: str) -> Path:
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether `path` can only be the name of a model on the hub: `org/name`, and no such folder here."""
+    """Return True if `path` can only be a model on the hub: `org/name`, and no folder here."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith((".", "~")):
         return False
-    return (
-        not Path(path).exists() and not Path(path).parent.is_dir()
-    )  # runs/typo is a folder that is not there
+    # with a folder runs, runs/typo is a missing folder
+    return not Path(path).exists() and not Path(path).parent.is_dir()
 
 
 def run_folder(cfg: TrainConfig) -> Path:
@@ -149,14 +154,12 @@ def run_folder(cfg: TrainConfig) -> Path:
 
 
 def compile_cache(cfg: TrainConfig) -> Path:
-    """compile.cache, else what the environment says, else a folder beside the runs, which a restart in a new container still finds."""
+    """The folder of compiled code: compile.cache, else the environment's, else one beside the runs.
+
+    A restart in a new container still finds that one.
+    """
     named = cfg.compile.cache or os.environ.get(COMPILE_CACHE)
-    if (
-        named
-        and Path(named).parent == Path(tempfile.gettempdir())
-        and Path(named).name.startswith("torchinductor_")
-    ):
-        named = (
-            cfg.compile.cache
-        )  # torch's own default, which it puts into the environment of notebooks
+    path = Path(named or "")
+    if path.parent == Path(tempfile.gettempdir()) and path.name.startswith("torchinductor_"):
+        named = cfg.compile.cache  # torch's own default, which it sets in notebooks
     return Path(named or Path(cfg.run.root) / ".compile").expanduser().resolve()

@@ -27,7 +27,7 @@ HEADER = re.compile(r"(?m)^#\s*@package\s+_global_\s*$")
 YAML_FILE = re.compile(r"[^=+~-][^=]*\.ya?ml")
 
 OWN: dict[str, Path] = {}
-"""The recipes of this command line that Hydra finds in none of its folders, by its name for them."""
+"""Recipes of this command line that are in none of Hydra's folders, by the name given to Hydra."""
 
 
 class YamlFile(NamedTuple):
@@ -200,7 +200,10 @@ def _why_wrong(file: Path, entry: Any, options: Mapping[str, list[str]]) -> str:
     if option not in options[group]:
         return f"{typed}  {_why_no_option(group, option, options[group])}"
     if str(name) != f"override /{group}":
-        return f"{typed}  a recipe chooses an option with override and a slash:\n- override /{group}: {option}"
+        return (
+            f"{typed}  a recipe chooses an option with override and a slash:\n- override"
+            f" /{group}: {option}"
+        )
     return ""
 
 
@@ -220,8 +223,8 @@ def _why_no_base(file: Path, name: str, options: Mapping[str, list[str]]) -> str
     groups = [group for group in GROUPS if name in options[group]]
     if groups:
         return f"- {name}  is an option of a group:\n- override /{groups[0]}: {name}"
-    beside = sorted(f.stem for f in file.parent.glob("*.yaml") if f != file)
-    close = nearest(name, [*options["recipe"], *beside])
+    siblings = sorted(f.stem for f in file.parent.glob("*.yaml") if f != file)
+    close = nearest(name, [*options["recipe"], *siblings])
     meant = f" Did you mean  - {close} ?" if close else ""
     packaged = [recipe for recipe in options["recipe"] if recipe not in OWN]
     return f"- {name}  there is no such recipe to build on.{meant}\n{listed('recipes:', packaged)}"

@@ -1,8 +1,4 @@
-"""What must hold between keys of the configuration. No torch.
-
-A rule is a small function that yields what is broken: a key, and why with what to type instead.
-The rules are in files by topic; RULES lists them in the order in which problems are reported.
-"""
+"""Rules between keys of the configuration. No torch."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,8 +114,8 @@ def check_rules(cfg: Any, report: Report) -> None:
     settle_length(cfg.train, report)
     settle_adapter(cfg, report)
     for rule in RULES:
-        for key, why in rule(cfg, report):
-            report.add(key, value_of(cfg, key), why)
+        for key, reason in rule(cfg, report):
+            report.add(key, value_of(cfg, key), reason)
     # what follows from a wrong key is not reported
     if not any(key.startswith(("model.", "batch.seq_len")) for key in report.settled):
         report.problems += model_problems(cfg)
@@ -133,8 +129,8 @@ def settle_length(train: Train, report: Report) -> None:
     if len(typed) == 1:
         setattr(train, "epochs" if typed == ["steps"] else "steps", None)
     else:
-        why = "train.steps and train.epochs are both set: keep one, as in  train.steps=null"
-        report.add("train.epochs", train.epochs, why)
+        reason = "train.steps and train.epochs are both set: keep one, as in  train.steps=null"
+        report.add("train.epochs", train.epochs, reason)
 
 
 def expand_home(cfg: Any, key: str) -> None:

@@ -38,9 +38,9 @@ def settle_adapter(cfg: TrainConfig, report: Report) -> None:
     gone = not Path(cfg.adapter.init_from).exists()
     if gone and own and cfg.checkpoint.resume == "auto":
         cfg.adapter.init_from = str(own)  # the run goes on with adapters of its own
-    why = unusable(cfg.adapter.init_from)
-    if why:
-        report.add("adapter.init_from", cfg.adapter.init_from, why)
+    reason = unusable(cfg.adapter.init_from)
+    if reason:
+        report.add("adapter.init_from", cfg.adapter.init_from, reason)
         return
     try:
         kind, scaling, base = described(Path(cfg.adapter.init_from))

@@ -84,8 +84,8 @@ def share_held_out(cfg: TrainConfig, report: Report) -> Broken:
     """A share for validation lies between 0 and 1."""
     share = cfg.data.validation
     if isinstance(share, float) and not 0 < share < 1:
-        why = "a share lies between 0 and 1, e.g.  data.validation=0.02 ; null: none"
-        yield "data.validation", why
+        reason = "a share lies between 0 and 1, e.g.  data.validation=0.02 ; null: none"
+        yield "data.validation", reason
 
 
 def entries_of_a_list(cfg: TrainConfig, report: Report) -> Broken:
@@ -99,19 +99,19 @@ def entries_of_a_list(cfg: TrainConfig, report: Report) -> Broken:
             continue
         for item in listed:
             if isinstance(item, dict):
-                yield from ((key, why) for why in _wrong_parts(item))
+                yield from ((key, reason) for reason in _wrong_parts(item))
         if key not in report.settled:
-            why = _wrong_mixture(key, entries(listed))
-            if why:
-                yield key, why
+            reason = _wrong_mixture(key, entries(listed))
+            if reason:
+                yield key, reason
 
 
 def _wrong_parts(item: dict[str, Any]) -> Iterator[str]:
     """Yield what is wrong with the parts of an entry, each by itself; convert the others."""
     for name, value in item.items():
-        why = _wrong_part(item, name)
-        if why:
-            yield f"{name}: {show(value)}  {why}"
+        reason = _wrong_part(item, name)
+        if reason:
+            yield f"{name}: {show(value)}  {reason}"
     if item.get("path") is None:
         yield f"{show(item)}  lacks a path, as in  {{path: chats.jsonl, weight: 0.7}}"
 

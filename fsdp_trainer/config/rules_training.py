@@ -204,10 +204,14 @@ def profiled_steps(cfg: TrainConfig, report: Report) -> Broken:
 def durations(cfg: TrainConfig, report: Report) -> Broken:
     """Durations are longer than nothing."""
     for key in DURATIONS:
-        why = _wrong_duration(value_of(cfg, key))
-        if why:
-            off = "; null: no limit" if key == "train.time_limit" and why.startswith("must") else ""
-            yield key, why + off
+        reason = _wrong_duration(value_of(cfg, key))
+        if reason:
+            off = (
+                "; null: no limit"
+                if key == "train.time_limit" and reason.startswith("must")
+                else ""
+            )
+            yield key, reason + off
 
 
 def _wrong_duration(text: Any) -> str:

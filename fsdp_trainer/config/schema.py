@@ -1,7 +1,8 @@
 """The configuration: one dataclass per group, one documented field per key.
 
-The text of a field is the comment in `conf/`, the line in `docs/configuration.md`, the answer of `fsdp-trainer config key=…` and a part of
-every error about it. This file imports nothing heavy: a mistake must be answered before torch is.
+The text of a field is the comment in `conf/`, the line in `docs/configuration.md`, the answer of
+`fsdp-trainer config key=…` and a part of every error about it. This file imports nothing heavy: a
+mistake must be answered before torch is.
 """
 
 from dataclasses import MISSING, dataclass, field
@@ -19,7 +20,11 @@ def key(
     above: float | None = None,
     maximum: float | None = None,
 ) -> Any:
-    """A documented key. `minimum` and `maximum` are inclusive, `above` is not; bounds and choices hold for every element of a list."""
+    """A documented key.
+
+    `minimum` and `maximum` are inclusive, `above` is not; bounds and choices hold for every element
+    of a list.
+    """
     metadata = {
         "text": text,
         "choices": choices,
@@ -46,7 +51,10 @@ def default_of(f: Any) -> Any:
 
 @dataclass
 class Run:
-    """Where a run lives. The folder is the same on every rank and at every restart: there is no time stamp in it."""
+    """The folder of a run.
+
+    It is the same on every rank and at every restart: it has no time stamp.
+    """
 
     name: str | None = key(None, "the run lives in root/name; null: the recipe's name, else `run`")
     root: str = key("runs", "folder that holds the runs")
@@ -58,7 +66,7 @@ class Run:
 
 @dataclass
 class Batch:
-    """How much one optimizer step sees. Independent of the number of ranks."""
+    """The size of one optimizer step, independent of the number of ranks."""
 
     seq_len: int = key(1024, "tokens in a packed row", minimum=16)
     rows: int = key(32, "rows per optimizer step, over the whole world", minimum=1)
@@ -69,12 +77,13 @@ class Batch:
 
 @dataclass
 class Train:
-    """How long to train, and what to do on the way."""
+    """The length of training, and the work between its steps."""
 
     steps: int | None = key(None, "optimizer steps in all; null: train.epochs decides", minimum=0)
     epochs: int | None = key(
         None,
-        "passes over the data, the last partial step included; null: train.steps decides (both null: 1 epoch)",
+        "passes over the data, the last partial step included; null: train.steps decides"
+        " (both null: 1 epoch)",
         minimum=1,
     )
     freeze: list[str] = key(
@@ -89,7 +98,8 @@ class Train:
     )
     validate_first: bool | None = key(
         None,
-        "validate before the first step too: how good the model was; null: where there is data.validation",
+        "validate before the first step too: how good the model was; null: where there is"
+        " data.validation",
     )
     sample_prompts: list[str] = key(
         [], "what to ask the model at each validation; its answers go to samples.jsonl"
@@ -102,11 +112,13 @@ class Train:
     )
     time_limit: str | None = key(
         None,
-        "commit a checkpoint and exit 75 within this long, as far as the longest step and save so far tell: `90s`, `30m`, `1h30m` or plain seconds; null: no limit",
+        "commit a checkpoint and exit 75 within this long, as far as the longest step and"
+        " save so far tell: `90s`, `30m`, `1h30m` or plain seconds; null: no limit",
     )
     early_stop: int | None = key(
         None,
-        "end after this many validations in a row without a lower loss, with exit code 0; null: train to the end",
+        "end after this many validations in a row without a lower loss, with exit code 0;"
+        " null: train to the end",
         minimum=1,
     )
     early_stop_delta: float = key(
@@ -114,22 +126,27 @@ class Train:
     )
     gc_every: int | None = key(
         100,
-        "optimizer steps between Python's garbage collections, so that all ranks pause in the same step; null: whenever Python likes",
+        "optimizer steps between Python's garbage collections, so that all ranks pause in the"
+        " same step; null: whenever Python likes",
         minimum=1,
     )
     max_skipped: int = key(
         10,
-        "steps skipped in a row for a non-finite loss or gradient before the run stops with exit code 1",
+        "steps skipped in a row for a non-finite loss or gradient before the run stops with"
+        " exit code 1",
         minimum=1,
     )
     on_spike: str = key(
         "warn",
-        "what a loss or gradient norm far above the steps before leads to: `warn`; `skip`: no update in that step; `rewind`: back to the checkpoint before, and on past these rows",
+        "what a loss or gradient norm far above the steps before leads to: `warn`; `skip`: no"
+        " update in that step; `rewind`: back to the checkpoint before, and on past these"
+        " rows",
         choices=("ignore", "warn", "skip", "rewind"),
     )
     spike_score: float = key(
         10.0,
-        "how far above the median that is, in robust standard deviations (median absolute deviation)",
+        "how far above the median that is, in robust standard deviations (median absolute"
+        " deviation)",
         above=0,
     )
     spike_window: int = key(
@@ -139,7 +156,8 @@ class Train:
     )
     rewind_margin: int = key(
         1,
-        "on_spike=rewind: steps before and after the spike's whose rows are left out too; PaLM: 100",
+        "on_spike=rewind: steps before and after the spike's whose rows are left out too;"
+        " PaLM: 100",
         minimum=0,
     )
     max_rewinds: int = key(
@@ -147,19 +165,24 @@ class Train:
     )
     check_every: int | None = key(
         None,
-        "look for silent data corruption every so many steps: compute a micro-batch twice, compare replicas bit by bit, also before a checkpoint; null: never",
+        "look for silent data corruption every so many steps: compute a micro-batch twice,"
+        " compare replicas bit by bit, also before a checkpoint; null: never",
         minimum=1,
     )
     deterministic: bool = key(
         False,
-        "on a GPU, take kernels that give the same bits every time, so that a resumed run ends with "
+        "on a GPU, take kernels that give the same bits every time, so that a resumed run"
+        " ends with "
         "bitwise the same weights; slower, above all attention's backward",
     )
 
 
 @dataclass
 class Loss:
-    """What is minimised: cross-entropy, and what may be added. `loss` in metrics.jsonl stays the plain negative log-likelihood."""
+    """The minimised sum: cross-entropy, and what may be added.
+
+    `loss` in metrics.jsonl stays the plain negative log-likelihood.
+    """
 
     label_smoothing: float = key(
         0.0, "share of each target that is spread evenly over the vocabulary", minimum=0, maximum=1
@@ -171,39 +194,51 @@ class Loss:
     )
     chunk_mib: int | None = key(
         None,
-        "MiB of float32 logits that exist at once; few make small matrix products; null: those of 256 tokens on a CPU, of 2048 on a GPU",
+        "MiB of float32 logits that exist at once; few make small matrix products; null:"
+        " those of 256 tokens on a CPU, of 2048 on a GPU",
         minimum=1,
     )
 
 
 @dataclass
 class Profile:
-    """Where time and memory go, for a few steps: a table of their phases, and traces for Perfetto or chrome://tracing, in the run's profile/ folder."""
+    """Records of where time and memory go, for a few steps.
+
+    A table of the steps' phases, and traces for Perfetto or chrome://tracing, in the run's profile/
+    folder.
+    """
 
     steps: str | None = key(
         None,
-        "which optimizer steps, both included: `10..12`, or one; the first ones are slower than the rest; null: none",
+        "which optimizer steps, both included: `10..12`, or one; the first ones are slower"
+        " than the rest; null: none",
     )
     ranks: list[int] | None = key(
         None, "which ranks write one; null: those of the first node, 8 at most", minimum=0
     )
     memory: bool = key(
         False,
-        "on a GPU also a snapshot of every allocation, for pytorch.org/memory_viz; without steps: of the whole run, written where it runs out of memory",
+        "on a GPU also a snapshot of every allocation, for pytorch.org/memory_viz; without"
+        " steps: of the whole run, written where it runs out of memory",
     )
 
 
 @dataclass
 class Model:
-    """The architecture, and where its weights come from. Keys left null come from init_from's config.json, else from the tiny model."""
+    """The architecture, and where its weights come from.
+
+    Keys left null come from init_from's config.json, else from the tiny model.
+    """
 
     name: str = key(
         "auto",
-        "label of the named size; `auto`: the architecture of init_from, without one the tiny model's",
+        "label of the named size; `auto`: the architecture of init_from, without one the tiny"
+        " model's",
     )
     init_from: str | None = key(
         None,
-        "weights at the start: a Hugging Face folder or hub id, a run or a checkpoint; null: random",
+        "weights at the start: a Hugging Face folder or hub id, a run or a checkpoint; null:"
+        " random",
     )
     family: str | None = key(
         None,
@@ -212,12 +247,14 @@ class Model:
     )
     vocab_size: int | None = key(
         None,
-        "tokens that the embedding knows; null: the tokenizer's (random weights) or config.json's; more than config.json's: new ones start as the mean of the others",
+        "tokens that the embedding knows; null: the tokenizer's (random weights) or"
+        " config.json's; more than config.json's: new ones start as the mean of the others",
         minimum=1,
     )
     vocab_multiple: int = key(
         1,
-        "pad the embedding's rows to a multiple of this, e.g. 64 × ranks: even shards; the padding is in no loss and no export",
+        "pad the embedding's rows to a multiple of this, e.g. 64 × ranks: even shards; the"
+        " padding is in no loss and no export",
         minimum=1,
     )
     hidden_size: int | None = key(None, "width of the residual stream", minimum=1)
@@ -236,7 +273,9 @@ class Model:
     rope_theta: float | None = key(None, "base of the rotary position embedding", above=0)
     rope_scaling: dict[str, Any] | None = key(
         None,
-        "longer context: {rope_type: llama3, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings}, {rope_type: yarn, factor, original_max_position_embeddings}, linear or longrope",
+        "longer context: {rope_type: llama3, factor, low_freq_factor, high_freq_factor,"
+        " original_max_position_embeddings}, {rope_type: yarn, factor,"
+        " original_max_position_embeddings}, linear or longrope",
     )
     rope_local_theta: float | None = key(
         None, "gemma3_text: base of the rotary embedding in blocks with a window", above=0
@@ -252,7 +291,8 @@ class Model:
     mlp_bias: bool | None = key(None, "llama: feed-forward projections have a bias")
     sliding_window: int | None = key(
         None,
-        "tokens that a token sees, itself included, in the blocks of a family with windows; null: all before it",
+        "tokens that a token sees, itself included, in the blocks of a family with windows;"
+        " null: all before it",
         minimum=1,
     )
     query_pre_attn_scalar: float | None = key(
@@ -265,28 +305,34 @@ class Model:
     initializer_range: float | None = key(None, "standard deviation of random weights", above=0)
     initializer: str = key(
         "plain",
-        "random weights of what adds to the residual stream: as all others, divided by √(2 · blocks), or by √(2 · the block's own number)",
+        "random weights of what adds to the residual stream: as all others, divided by √(2 ·"
+        " blocks), or by √(2 · the block's own number)",
         choices=("plain", "depth", "layer"),
     )
     attention: str = key(
         "auto",
-        "`documents`: kernel calls shared by documents of like length; `mask`: one call per row under a block mask, cost by row²; `varlen`, `flex`: one call over all documents (GPU); `auto` picks by GPU, model and rows, and says why",
+        "`documents`: kernel calls shared by documents of like length; `mask`: one call per"
+        " row under a block mask, cost by row²; `varlen`, `flex`: one call over all documents"
+        " (GPU); `auto` picks by GPU, model and rows, and says why",
         choices=("auto", "documents", "mask", "varlen", "flex"),
     )
     attention_kernel: str = key(
         "auto",
-        "on a GPU, which kernel is tried first; fa3, fa4: FlashAttention 3 and 4, where installed; `auto`: cuDNN on Hopper, FlashAttention elsewhere",
+        "on a GPU, which kernel is tried first; fa3, fa4: FlashAttention 3 and 4, where"
+        " installed; `auto`: cuDNN on Hopper, FlashAttention elsewhere",
         choices=("auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4"),
     )
 
 
 @dataclass
 class Data:
-    """What to train on."""
+    """The data to train on."""
 
     path: str | list[str | dict[str, Any]] | None = key(
         None,
-        "a file, folder, glob, or a list of them, perhaps a mixture: [{path: a.jsonl, weight: 0.7}, {path: b.jsonl, weight: 0.3}]; `demo:backwards` is a small task generated on the spot",
+        "a file, folder, glob, or a list of them, perhaps a mixture: [{path: a.jsonl, weight:"
+        " 0.7}, {path: b.jsonl, weight: 0.3}]; `demo:backwards` is a small task generated on"
+        " the spot",
     )
     format: str = key(
         "auto",
@@ -299,15 +345,18 @@ class Data:
     )
     template: str | None = key(
         None,
-        "chat template: chatml, gemma, llama2, llama3, mistral, olmo2, phi3, phi4, qwen3, plain, or a .jinja file; null: the tokenizer's own, else plain",
+        "chat template: chatml, gemma, llama2, llama3, mistral, olmo2, phi3, phi4, qwen3,"
+        " plain, or a .jinja file; null: the tokenizer's own, else plain",
     )
     template_args: dict[str, Any] | None = key(
         None,
-        "what the template is told besides, e.g. {enable_thinking: true}; the exported template takes it as its default; null: nothing",
+        "what the template is told besides, e.g. {enable_thinking: true}; the exported"
+        " template takes it as its default; null: nothing",
     )
     template_date: str | None = key(
         None,
-        "the day that a template is told which asks for today's, as 2025-01-31; null: 2024-07-26, on whatever day",
+        "the day that a template is told which asks for today's, as 2025-01-31; null:"
+        " 2024-07-26, on whatever day",
     )
     loss_on: str = key(
         "assistant",
@@ -316,12 +365,14 @@ class Data:
     )
     too_long: str = key(
         "drop",
-        "samples longer than batch.seq_len: leave out, cut at the end, or split into pieces, no token lost (text)",
+        "samples longer than batch.seq_len: leave out, cut at the end, or split into pieces,"
+        " no token lost (text)",
         choices=("drop", "truncate", "split"),
     )
     max_lost: float = key(
         0.2,
-        "largest share of the tokens that may be dropped or cut for their length; a run that would lose more stops before it starts",
+        "largest share of the tokens that may be dropped or cut for their length; a run that"
+        " would lose more stops before it starts",
         minimum=0,
         maximum=1,
     )
@@ -332,34 +383,40 @@ class Data:
     )
     packing: str = key(
         "best_fit",
-        "fill rows with whole samples that never see each other; `none`: one sample a row, padded; `stream`: texts one after another, cut where a row ends",
+        "fill rows with whole samples that never see each other; `none`: one sample a row,"
+        " padded; `stream`: texts one after another, cut where a row ends",
         choices=("best_fit", "none", "stream"),
     )
     pad_to_multiple: int | None = key(
         None,
-        "packing=none: a micro-batch is as long as its longest sample, up to the next multiple of this; null: batch.seq_len",
+        "packing=none: a micro-batch is as long as its longest sample, up to the next"
+        " multiple of this; null: batch.seq_len",
         minimum=1,
     )
     shuffle: bool = key(True, "a new order every epoch, from run.seed")
     validation: float | str | list[str | dict[str, Any]] | None = key(
         None,
-        "a path like data.path, or a share of the samples such as 0.02, chosen by their content; null: none",
+        "a path like data.path, or a share of the samples such as 0.02, chosen by their"
+        " content; null: none",
     )
     cache: str | None = key(
         None, "folder for tokenised data, shared by all ranks and runs; null: run.root/.data"
     )
     streaming: bool = key(
         False,
-        "for data too large to store: rows are tokenised and packed while training reads them, nothing is kept; needs train.steps",
+        "for data too large to store: rows are tokenised and packed while training reads"
+        " them, nothing is kept; needs train.steps",
     )
     workers: int | None = key(
         None,
-        "processes that tokenise, of each rank with data.streaming; null: one for each core that may be used; 1: none besides this one",
+        "processes that tokenise, of each rank with data.streaming; null: one for each core"
+        " that may be used; 1: none besides this one",
         minimum=1,
     )
     prefetch: int | None = key(
         None,
-        "micro-batches that a thread assembles and copies to the device ahead; 0: none, no thread; null: 2 on a GPU, 0 on a CPU",
+        "micro-batches that a thread assembles and copies to the device ahead; 0: none, no"
+        " thread; null: 2 on a GPU, 0 on a CPU",
         minimum=0,
     )
 
@@ -370,21 +427,28 @@ class Tokenizer:
 
     path: str | None = key(
         None,
-        "a tokenizer.json, a .model of SentencePiece or tiktoken, or a folder with either or with vocab.json and merges.txt; `demo:bytes` is made on the spot; null: model.init_from's",
+        "a tokenizer.json, a .model of SentencePiece or tiktoken, or a folder with either or"
+        " with vocab.json and merges.txt; `demo:bytes` is made on the spot; null:"
+        " model.init_from's",
     )
     add_tokens: list[str] = key(
         [],
-        "special tokens that it lacks, e.g. ['<|im_start|>','<|im_end|>'] for data.template=chatml; the model's vocabulary grows with them",
+        "special tokens that it lacks, e.g. ['<|im_start|>','<|im_end|>'] for"
+        " data.template=chatml; the model's vocabulary grows with them",
     )
 
 
 @dataclass
 class Adapter:
-    """Small matrices that are trained beside the model's frozen weights (LoRA, DoRA; QLoRA: on weights of 4 bits)."""
+    """Small matrices that are trained beside the model's frozen weights.
+
+    LoRA, DoRA; QLoRA: on weights of 4 bits.
+    """
 
     name: str = key(
         "none",
-        "`lora`: W + scale · B·A for each adapted matrix W; `dora`: with a trained length for each row of that sum; `none`: all weights are trained",
+        "`lora`: W + scale · B·A for each adapted matrix W; `dora`: with a trained length for"
+        " each row of that sum; `none`: all weights are trained",
         choices=("none", "lora", "dora"),
     )
     rank: int = key(16, "rows of A and columns of B", minimum=1)
@@ -396,7 +460,8 @@ class Adapter:
     )
     targets: str | list[str] = key(
         "all",
-        "adapted linear layers: `all` of the blocks, or names as [q_proj,v_proj], or patterns as ['model.layers.[0-3].*']",
+        "adapted linear layers: `all` of the blocks, or names as [q_proj,v_proj], or patterns"
+        " as ['model.layers.[0-3].*']",
     )
     also: list[str] = key(
         [],
@@ -404,7 +469,8 @@ class Adapter:
     )
     base: str = key(
         "auto",
-        "number format in which frozen weights are kept: `auto`: precision.param_dtype; `nf4`: the blocks' matrices in 4 bits, all else as with auto",
+        "number format in which frozen weights are kept: `auto`: precision.param_dtype;"
+        " `nf4`: the blocks' matrices in 4 bits, all else as with auto",
         choices=("auto", "bf16", "fp32", "nf4"),
     )
     rank_pattern: dict[str, int] = key(
@@ -413,39 +479,44 @@ class Adapter:
     alpha_pattern: dict[str, float] = key({}, "other alphas for some of the targets")
     init_from: str | None = key(
         None,
-        "a PEFT folder, or a run with an adapter, to go on from; it decides kind, rank, alpha, scaling and targets",
+        "a PEFT folder, or a run with an adapter, to go on from; it decides kind, rank,"
+        " alpha, scaling and targets",
     )
 
 
 @dataclass
 class ObjectiveChoice:
-    """What is minimised."""
+    """The objective: the loss that is minimised."""
 
     name: str = key(
         "sft",
-        "`sft`: the loss of supervised tokens (see the keys of loss); or one that your own code registers (--import)",
+        "`sft`: the loss of supervised tokens (see the keys of loss); or one that your own"
+        " code registers (--import)",
     )
 
 
 @dataclass
 class Sharding:
-    """Who holds which part of parameters, gradients and optimizer state."""
+    """The distribution of parameters, gradients and optimizer state over ranks."""
 
     strategy: str = key(
         "fsdp",
-        "`fsdp`: fully_shard over all ranks; `hsdp`: shard within groups, replicate across them; `ddp`: every rank holds all",
+        "`fsdp`: fully_shard over all ranks; `hsdp`: shard within groups, replicate across"
+        " them; `ddp`: every rank holds all",
         choices=("fsdp", "hsdp", "ddp"),
     )
     replicas: int = key(1, "hsdp: how many groups; must divide the number of ranks", minimum=1)
     tensor: int = key(
         1,
-        "ranks that share each block's heads and feed-forward channels, and the rows' tokens between blocks; neighbours, inside a node",
+        "ranks that share each block's heads and feed-forward channels, and the rows' tokens"
+        " between blocks; neighbours, inside a node",
         minimum=1,
     )
     context: int = key(1, "ranks that share each row's tokens; not in this version: 1", minimum=1)
     reshard_after_forward: bool | Literal["auto"] = key(
         "auto",
-        "free a unit's gathered parameters after forward and gather again in backward; `auto`: true",
+        "free a unit's gathered parameters after forward and gather again in backward;"
+        " `auto`: true",
     )
     blocks_per_unit: int = key(
         1, "decoder blocks gathered together: larger messages, more memory", minimum=1
@@ -456,21 +527,27 @@ class Sharding:
     cpu_offload: bool = key(False, "keep parameters, gradients and optimizer state in host memory")
     accumulate: str = key(
         "sharded",
-        "between micro-batches: `sharded` reduces each one's gradient (hsdp's all-reduce waits for the last); `unsharded` reduces once, but every rank holds the whole gradient",
+        "between micro-batches: `sharded` reduces each one's gradient (hsdp's all-reduce"
+        " waits for the last); `unsharded` reduces once, but every rank holds the whole"
+        " gradient",
         choices=("sharded", "unsharded"),
     )
     messages: str = key(
         "ordinary",
-        "memory that gathered and reduced messages lie in: `ordinary`; `registered` with NCCL, which may then leave out a copy; `symmetric`, the same address on all GPUs (torch 2.12)",
+        "memory that gathered and reduced messages lie in: `ordinary`; `registered` with"
+        " NCCL, which may then leave out a copy; `symmetric`, the same address on all GPUs"
+        " (torch 2.12)",
         choices=("ordinary", "registered", "symmetric"),
     )
     separate_reduce_scatter: bool = key(
         False,
-        "reduce gradients over a process group of their own, so that backward's all-gathers need not wait for them (torch 2.13)",
+        "reduce gradients over a process group of their own, so that backward's all-gathers"
+        " need not wait for them (torch 2.13)",
     )
     reduce_scatter_buffers: int = key(
         1,
-        "gradient messages on their way at a time; 2 lets backward go on while one is late, and holds one more (torch 2.13)",
+        "gradient messages on their way at a time; 2 lets backward go on while one is late,"
+        " and holds one more (torch 2.13)",
         minimum=1,
     )
 
@@ -481,13 +558,16 @@ class ActivationCheckpoint:
 
     mode: str = key(
         "none",
-        "what backward computes again. `full`: whole blocks; `selective`: what activation_checkpoint.save does not keep; `budget`: what the compiler finds cheapest",
+        "what backward computes again. `full`: whole blocks; `selective`: what"
+        " activation_checkpoint.save does not keep; `budget`: what the compiler finds"
+        " cheapest",
         choices=("none", "full", "selective", "budget"),
     )
     every: int = key(1, "full and selective: only every n-th block is computed again", minimum=1)
     save: list[str] = key(
         ["attention", "second_matmul"],
-        "selective: results that are kept; second_matmul keeps every second matrix product of a block",
+        "selective: results that are kept; second_matmul keeps every second matrix product of"
+        " a block",
         choices=("attention", "matmul", "second_matmul"),
     )
     budget: float = key(
@@ -498,7 +578,8 @@ class ActivationCheckpoint:
     )
     offload: bool = key(
         False,
-        "what blocks keep for backward goes to pinned host memory, and comes back before it is needed",
+        "what blocks keep for backward goes to pinned host memory, and comes back before it"
+        " is needed",
     )
 
 
@@ -517,7 +598,9 @@ class Precision:
     )
     float8: str | None = key(
         None,
-        "matrix products of large linear layers in float8 on GPUs that can (extra: ao): one scale for a matrix, or for each row; the last computes weight gradients in bfloat16; null: none",
+        "matrix products of large linear layers in float8 on GPUs that can (extra: ao): one"
+        " scale for a matrix, or for each row; the last computes weight gradients in"
+        " bfloat16; null: none",
         choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
     )
 
@@ -528,16 +611,19 @@ class Compile:
 
     enabled: bool = key(
         False,
-        "compile each decoder block; without a C++ compiler (CPU) or Triton and a C compiler (GPU) the run says so and goes on",
+        "compile each decoder block; without a C++ compiler (CPU) or Triton and a C compiler"
+        " (GPU) the run says so and goes on",
     )
     mode: str = key(
         "default",
-        "`max-autotune-no-cudagraphs` also times variants of each kernel first, which takes minutes; the others record CUDA graphs, which sharded weights do not allow",
+        "`max-autotune-no-cudagraphs` also times variants of each kernel first, which takes"
+        " minutes; the others record CUDA graphs, which sharded weights do not allow",
         choices=("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"),
     )
     cache: str | None = key(
         None,
-        "folder for what was compiled, shared by ranks, restarts and runs; null: TORCHINDUCTOR_CACHE_DIR, else run.root/.compile",
+        "folder for what was compiled, shared by ranks, restarts and runs; null:"
+        " TORCHINDUCTOR_CACHE_DIR, else run.root/.compile",
     )
 
 
@@ -548,17 +634,21 @@ class Optim:
     name: str = key("adamw", "which optimizer", choices=("adamw",))
     implementation: str = key(
         "auto",
-        "torch's `fused` kernel; or its `foreach`, one operation at a time over all parameters and a wait for the device each step; `auto`: fused, or this program's own where torch lacks the number formats",
+        "torch's `fused` kernel; or its `foreach`, one operation at a time over all"
+        " parameters and a wait for the device each step; `auto`: fused, or this program's"
+        " own where torch lacks the number formats",
         choices=("auto", "fused", "foreach"),
     )
     state_dtype: str | None = key(
         None,
-        "number format of the two moments; `8bit`: blocks of up to 256 numbers share a scale; null: precision.master_dtype",
+        "number format of the two moments; `8bit`: blocks of up to 256 numbers share a scale;"
+        " null: precision.master_dtype",
         choices=("float32", "bfloat16", "8bit"),
     )
     rounding: str = key(
         "stochastic",
-        "of weights and mean squares that are kept in bfloat16: `stochastic` is right on average, `nearest` loses updates below 1/256 of a number",
+        "of weights and mean squares that are kept in bfloat16: `stochastic` is right on"
+        " average, `nearest` loses updates below 1/256 of a number",
         choices=("stochastic", "nearest"),
     )
     lr: float = key(1e-5, "peak learning rate", minimum=0)
@@ -569,7 +659,8 @@ class Optim:
     eps: float = key(1e-8, "added to the root of the mean square", above=0)
     lr_scaling: str | None = key(
         None,
-        "scale lr with the batch: by (batch.rows × batch.seq_len / lr_batch_tokens), its root (the usual rule for Adam), or not (null)",
+        "scale lr with the batch: by (batch.rows × batch.seq_len / lr_batch_tokens), its root"
+        " (the usual rule for Adam), or not (null)",
         choices=("sqrt", "linear"),
     )
     lr_batch_tokens: int | None = key(
@@ -611,27 +702,32 @@ class Checkpoint:
     keep: int = key(2, "how many committed checkpoints stay; older ones are deleted", minimum=1)
     best: bool = key(
         False,
-        "also save at every new lowest validation loss, and keep that checkpoint beside the newest; checkpoints/best names it",
+        "also save at every new lowest validation loss, and keep that checkpoint beside the"
+        " newest; checkpoints/best names it",
     )
     mode: str = key(
         "sync",
-        "`sync`: training waits for the write; `async`: only for a copy in host memory, which a thread writes",
+        "`sync`: training waits for the write; `async`: only for a copy in host memory, which"
+        " a thread writes",
         choices=("sync", "async"),
     )
     patience: str = key(
         "10m",
-        "how long the last checkpoint of a run is tried again where it cannot be written, as on a full disk",
+        "how long the last checkpoint of a run is tried again where it cannot be written, as"
+        " on a full disk",
     )
     make_room: bool = key(
         False, "delete the oldest checkpoint where there is no room for the last one"
     )
     export_hf: bool = key(
         False,
-        "also write the run's hf/ folder at the end, of a run with an adapter adapter/: of the newest checkpoint, or with checkpoint.best the best one",
+        "also write the run's hf/ folder at the end, of a run with an adapter adapter/: of"
+        " the newest checkpoint, or with checkpoint.best the best one",
     )
     export_dtype: str | None = key(
         None,
-        "number format of that export; null: as the weights were imported, else precision.param_dtype",
+        "number format of that export; null: as the weights were imported, else"
+        " precision.param_dtype",
         choices=("float32", "bfloat16", "float16"),
     )
     merge: bool = key(
@@ -640,7 +736,8 @@ class Checkpoint:
     )
     resume: str = key(
         "auto",
-        "`auto`: go on from the newest good checkpoint if what is trained is the same; `never`; or a path",
+        "`auto`: go on from the newest good checkpoint if what is trained is the same;"
+        " `never`; or a path",
     )
     allow_changes: list[str] = key(
         [], "keys that may differ from the checkpoint's, e.g. [optim.lr]"
@@ -649,11 +746,12 @@ class Checkpoint:
 
 @dataclass
 class Logging:
-    """What is written down while training."""
+    """The records that a run writes."""
 
     every: int | None = key(
         None,
-        "optimizer steps between writes; each step has its own line all the same; null: 1 on CPU, 10 on GPU",
+        "optimizer steps between writes; each step has its own line all the same; null: 1 on"
+        " CPU, 10 on GPU",
         minimum=1,
     )
     wandb: str = key(
@@ -671,24 +769,30 @@ class Logging:
     )
     command: str | None = key(
         None,
-        "a program that gets the lines of metrics.jsonl and events.jsonl on its standard input; typed, never in a file",
+        "a program that gets the lines of metrics.jsonl and events.jsonl on its standard"
+        " input; typed, never in a file",
     )
     stragglers: str | None = key(
         "60s",
-        "how often to compare what ranks do outside collectives, and name one that the others wait for; null: never",
+        "how often to compare what ranks do outside collectives, and name one that the others"
+        " wait for; null: never",
     )
 
 
 @dataclass
 class Launch:
-    """How ranks start and wait. Under torchrun, or in an srun step of several tasks, their number is the launcher's."""
+    """The start of ranks, and their waits.
+
+    Under torchrun, or in an srun step of several tasks, the launcher decides the number of ranks.
+    """
 
     nproc_per_node: int | Literal["auto"] = key(
         "auto", "ranks to start when no launcher did; `auto`: every visible GPU, else 1", minimum=1
     )
     nodes: int = key(
         1,
-        "how many nodes are given the same command; each starts its own ranks. Slurm says so itself",
+        "how many nodes are given the same command; each starts its own ranks. Slurm says so"
+        " itself",
         minimum=1,
     )
     rendezvous: str | None = key(
@@ -696,7 +800,8 @@ class Launch:
     )
     hosts: str | list[str] | None = key(
         None,
-        "start the nodes of all these hosts from here, over ssh: [node0,node1], also `user@name` and `name:port`; "
+        "start the nodes of all these hosts from here, over ssh: [node0,node1], also"
+        " `user@name` and `name:port`; "
         "or a file with lines such as `node0 slots=8`. The first has rank 0",
     )
     device: str = key(
@@ -710,19 +815,23 @@ class Launch:
     )
     data_timeout: str = key(
         "24h",
-        "longest silence in which the other ranks wait for data preparation and downloads, where tokenising gives signs of life, and for the files of a stream",
+        "longest silence in which the other ranks wait for data preparation and downloads,"
+        " where tokenising gives signs of life, and for the files of a stream",
     )
     watchdog: bool = key(
         True,
-        "a process on each node finds ranks that died, were stopped or do not go on, keeps their stacks and kills them",
+        "a process on each node finds ranks that died, were stopped or do not go on, keeps"
+        " their stacks and kills them",
     )
     stall: str = key(
         "10s",
-        "how long no rank of a node may get on before the one that holds them up is killed; never less than 5 times the phase's median",
+        "how long no rank of a node may get on before the one that holds them up is killed;"
+        " never less than 5 times the phase's median",
     )
     env: dict[str, str] = key(
         {},
-        "environment variables of the ranks; what the environment sets already stays, e.g. {NCCL_DEBUG: INFO}",
+        "environment variables of the ranks; what the environment sets already stays, e.g."
+        " {NCCL_DEBUG: INFO}",
     )
 
 

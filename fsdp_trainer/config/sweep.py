@@ -1,4 +1,7 @@
-"""From a command line with several values to the overrides of each job: Hydra's sweeper says which, nothing of Hydra runs a job."""
+"""The overrides of each job of a sweep, from a command line with several values.
+
+Hydra's sweeper makes them; nothing of Hydra runs a job.
+"""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -22,9 +25,9 @@ from fsdp_trainer.config.compose import (
     check_files,
     config_flag,
     hydra,
+    hydra_message,
     options,
     own_recipes_compose,
-    told_by_hydra,
 )
 from fsdp_trainer.config.overrides import has_target, read_overrides, why_unknown, why_unparsable
 from fsdp_trainer.config.recipe_files import as_override, label, take_files
@@ -35,15 +38,26 @@ from fsdp_trainer.errors import Problem, UserError
 PLACE = ("run.name", "run.root")
 ONE_PLACE = "names the sweep's folder, in which each job has one of its own: it takes one value"
 
-ENDLESS = "has no end of values: Hydra's own sweeper takes  a,b  choice(a,b)  range(start,stop,step)  glob(pattern*)"
+ENDLESS = (
+    "has no end of values: Hydra's own sweeper takes  a,b  choice(a,b)  range(start,stop,step)"
+    "  glob(pattern*)"
+)
+EXTRAS = {  # sweeper or launcher → the package that it needs
+    "optuna": ("optuna", "optuna is not installed:  pip install 'fsdp_trainer[optuna]'"),
+    "slurm": ("submitit", "submitit is not installed:  pip install 'fsdp_trainer[slurm]'"),
+}
 
 RunBatch = Callable[[Sequence[Sequence[str]]], list[float]]
-"""Runs one job for each list of overrides; gives their objectives, NaN where there is none."""
+"""Runs one job for each list of overrides. Returns their objectives, NaN for a job without one."""
 
 
 @dataclass
 class Space:
-    """What a search may choose from. varied: by key, as on the command line; whole: whether a key takes whole numbers only; fixed: other overrides."""
+    """The values that a search may choose from.
+
+    varied: by key, as on the command line; whole: True for keys that take whole numbers only;
+    fixed: other overrides.
+    """
 
     fixed: list[str]
     varied: dict[str, Override]
@@ -51,28 +65,23 @@ class Space:
 
 
 class SweepLine:
-    """A sweep's command line: how it varies (`+sweep`, hydra.*), what it varies, and what all jobs have in common."""
+    """A sweep's command line: its sweeper and launcher, what varies, and what all jobs share."""
 
     def __init__(self, words: list[str], config_dir: str | None = None):
-        """Raises UserError for words that cannot be read, and for what is wrong with the sweep itself."""
+        """Raise UserError for words that cannot be read, and for problems of the sweep itself."""
         self.config_dir, self.groups = config_dir, options("train", config_dir)
         self.config_flag = config_flag(config_dir)
         parsed = self._parse([as_override(word) for word in words])
         how = [o for o in parsed if o.key_or_group == "sweep" or o.key_or_group.startswith("hydra")]
-        self.settings = [
-            (o, str(o.input_line).lstrip("+") if o.key_or_group != "recipe" else str(o.input_line))
-            for o in parsed
-            if o not in how
-        ]
+        self.settings = [(o, _word(o)) for o in parsed if o not in how]
         self.swept = {o.key_or_group: word for o, word in self.settings if o.is_sweep_override()}
-        self._refuse_wrong_sweeps([str(o.input_line) for o in how])
-        root, name = self._set_up([str(o.input_line) for o in how])
-        recipes = [
-            r
-            for o, _ in self.settings
-            if o.key_or_group == "recipe" and not o.is_sweep_override()
-            for r in _listed(o.value())
-        ]
+        sweep_words = [str(o.input_line) for o in how]
+        self._refuse_wrong_sweeps(sweep_words)
+        root, name = self._set_up(sweep_words)
+        recipes: list[str] = []
+        for o, _ in self.settings:
+            if o.key_or_group == "recipe" and not o.is_sweep_override():
+                recipes += _listed(o.value())
         self.root = Path(root).expanduser()
         self.name = str(name or (label(recipes[-1]) if recipes else "sweep"))
 
@@ -82,36 +91,30 @@ class SweepLine:
         try:
             self._hydras.sweep([word for _, word in self.settings])
         except (HydraException, OmegaConfBaseException) as error:
-            raise UserError(
-                "the sweep cannot be set up", [Problem("composing", told_by_hydra(error))]
-            ) from None
+            problem = Problem("composing", hydra_message(error))
+            raise UserError("the sweep cannot be set up", [problem]) from None
         finally:
             self._nowhere.cleanup()
 
     def _launch(self, batch: Any) -> list[float]:
-        return self._run_batch(batch)  # told later than Hydra wants to know it
+        return self._run_batch(batch)  # set by `run`, after Hydra asks for a function
 
     def _parse(self, words: list[str]) -> list[Override]:
-        parser, found, problems = OverridesParser.create(), [], []
+        parser, overrides, problems = OverridesParser.create(), [], []
+        keys = flatten(PRIMARY["train"])
         for word in words:
             try:
-                found.append(parser.parse_override(word))
+                overrides.append(parser.parse_override(word))
             except HydraException:
-                problems.append(
-                    Problem(
-                        word, why_unparsable(word, parser, flatten(PRIMARY["train"]), self.groups)
-                    )
-                )
+                reason = why_unparsable(word, parser, keys, self.groups)
+                problems.append(Problem(word, reason))
         if problems:
             raise UserError("the command line cannot be read", problems)
-        return found
+        return overrides
 
     def _refuse_wrong_sweeps(self, how: list[str]) -> None:
-        report = Report(
-            {},
-            read_overrides(how, flatten(PRIMARY["train"]), self.groups, sweeping=True).problems,
-            set(),
-        )
+        line = read_overrides(how, flatten(PRIMARY["train"]), self.groups, sweeping=True)
+        report = Report({}, line.problems, set())
         report.problems += [
             Problem(word, ONE_PLACE) for key, word in self.swept.items() if key in PLACE
         ]
@@ -125,25 +128,24 @@ class SweepLine:
         report.close()
 
     def _set_up(self, how: list[str]) -> tuple[str, str | None]:
-        """Read how it is swept. Returns run.root and run.name of the configuration that all jobs start from."""
+        """Compose the sweep's settings.
+
+        Returns run.root and run.name of the configuration that all jobs start from.
+        """
         fixed = [word for o, word in self.settings if not o.is_sweep_override()]
         words = take_files([*fixed, *how], self.config_dir)
         groups = options("train", self.config_dir)
-        line = read_overrides(
-            words, flatten(PRIMARY["train"]), groups, sweeping=True
-        )  # each job tells its problems itself
+        # each job reports the problems of its words itself
+        line = read_overrides(words, flatten(PRIMARY["train"]), groups, sweeping=True)
         report = Report(line.typed, [], set())
         own_recipes_compose("train", line.hydra, self.config_dir, report)
         report.close()
-        self._nowhere = tempfile.TemporaryDirectory(
-            prefix="fsdp_trainer-"
-        )  # for the file that Hydra's sweepers leave
-        launcher = (
-            [] if any("hydra/launcher=" in word for word in how) else ["hydra/launcher=local"]
-        )
-        with hydra(
-            [*line.hydra, *launcher, f"hydra.sweep.dir={self._nowhere.name}"], self.config_dir
-        ) as given:
+        # a folder for the file that Hydra's sweepers write
+        self._nowhere = tempfile.TemporaryDirectory(prefix="fsdp_trainer-")
+        line.hydra.append(f"hydra.sweep.dir={self._nowhere.name}")
+        if not any("hydra/launcher=" in word for word in how):
+            line.hydra.append("hydra/launcher=local")
+        with hydra(line.hydra, self.config_dir) as given:
             check_files("train", given, self.config_dir, report)
             report.close()
             whole = GlobalHydra.instance().hydra
@@ -155,69 +157,58 @@ class SweepLine:
                 self._hydras = Plugins.instance().instantiate_sweeper(
                     hydra_context=context, task_function=self._launch, config=cfg
                 )
-                self._hydras.validate_batch_is_legal = lambda batch: None  # type: ignore[method-assign]  # one bad value must not stop the others
+                # one bad value must not stop the others
+                self._hydras.validate_batch_is_legal = lambda batch: None  # type: ignore
             return cfg.run.root, cfg.run.name
 
     def _check_composed(self, settings: Any, report: Report) -> None:
-        """Refuse what only shows once Hydra's settings are composed. Before objects are made of them: that runs code."""
-        self.launcher, self.sweeper = (
-            settings.runtime.choices[f"hydra/{name}"] for name in ("launcher", "sweeper")
-        )
+        """Check Hydra's composed settings, before objects are made of them: that runs code."""
+        chosen = settings.runtime.choices
+        self.launcher, self.sweeper = chosen["hydra/launcher"], chosen["hydra/sweeper"]
         plain: dict[str, Any] = {
             name: OmegaConf.to_container(settings[name], resolve=True)
             for name in ("launcher", "sweeper")
         }
         for name, node in plain.items():
             if any(map(has_target, node.values())):
-                why = "a configuration cannot run code: _target_ is refused below  hydra.launcher  and  hydra.sweeper"
-                report.problems.append(Problem(f"hydra.{name}", why))
+                reason = (
+                    "a configuration cannot run code: _target_ is refused below  hydra.launcher"
+                    "  and  hydra.sweeper"
+                )
+                report.problems.append(Problem(f"hydra.{name}", reason))
         self.params = plain["sweeper"].get("params") or {}
         for key, value in self.params.items():
             if key.lstrip("+") in PLACE:
                 report.add(f"hydra.sweeper.params.{key}", value, ONE_PLACE)
         if self.sweeper == "basic":
-            for name in plain["sweeper"].keys() - {"_target_", "max_batch_size", "params"}:
-                report.add(
-                    f"hydra.sweeper.{name}",
-                    plain["sweeper"][name],
-                    "is no key of Hydra's own sweeper. To search, add  hydra/sweeper=optuna",
-                )
-            report.problems += [
-                Problem(word, f"{ENDLESS}\nhydra/sweeper=optuna  chooses from it")
-                for o, word in self.settings
-                if o.is_interval_sweep()
-            ]
-        if self.sweeper == "optuna" and not find_spec("optuna"):
-            report.problems.append(
-                Problem(
-                    "hydra/sweeper=optuna",
-                    "optuna is not installed:  pip install 'fsdp_trainer[optuna]'",
-                )
-            )
-        if self.launcher == "slurm" and not find_spec("submitit"):
-            report.problems.append(
-                Problem(
-                    "hydra/launcher=slurm",
-                    "submitit is not installed:  pip install 'fsdp_trainer[slurm]'",
-                )
-            )
-        self.launcher_settings = _read_settings(
-            LAUNCHERS[self.launcher], plain["launcher"], "hydra.launcher.", report
-        )
+            self._check_basic(plain["sweeper"], report)
+        _check_extra("hydra/sweeper", self.sweeper, report)
+        _check_extra("hydra/launcher", self.launcher, report)
+        launcher = LAUNCHERS[self.launcher]
+        self.launcher_settings = _read_settings(launcher, plain["launcher"], "launcher", report)
         if self.sweeper in SWEEPERS:
-            self.sweeper_settings = _read_settings(
-                SWEEPERS[self.sweeper], plain["sweeper"], "hydra.sweeper.", report
-            )
+            sweeper = SWEEPERS[self.sweeper]
+            self.sweeper_settings = _read_settings(sweeper, plain["sweeper"], "sweeper", report)
         report.close()
+
+    def _check_basic(self, node: dict[str, Any], report: Report) -> None:
+        """Check the settings and values of Hydra's own sweeper."""
+        for name in node.keys() - {"_target_", "max_batch_size", "params"}:
+            reason = "is no key of Hydra's own sweeper. To search, add  hydra/sweeper=optuna"
+            report.add(f"hydra.sweeper.{name}", node[name], reason)
+        for override, word in self.settings:
+            if override.is_interval_sweep():
+                reason = f"{ENDLESS}\nhydra/sweeper=optuna  chooses from it"
+                report.problems.append(Problem(word, reason))
 
     @property
     def metric(self) -> str | None:
-        """What of metrics.jsonl a job is judged by."""
+        """The figure of metrics.jsonl by which jobs are judged; None: the default."""
         return self.sweeper_settings.metric if self.sweeper in SWEEPERS else None
 
     @property
     def best(self) -> str:
-        """Which objective is."""
+        """`lowest` or `highest`: the better end of the objectives."""
         return (
             "highest"
             if self.sweeper in SWEEPERS and self.sweeper_settings.direction == "maximize"
@@ -225,18 +216,21 @@ class SweepLine:
         )
 
     def space(self) -> Space:
-        """For sweepers of ours. Raises UserError if nothing varies, or values cannot be read."""
+        """The values to choose from, for sweepers of ours.
+
+        Raises UserError if nothing varies, or if values cannot be read.
+        """
         of_files = [f"{key}={show(value)}" for key, value in self.params.items()]
-        by_key = {
-            o.get_key_element(): o
-            for o in self._parse([*of_files, *(word for _, word in self.settings)])
-        }
+        parsed = self._parse([*of_files, *(word for _, word in self.settings)])
+        by_key = {o.get_key_element(): o for o in parsed}
         varied = {key: o for key, o in by_key.items() if o.is_sweep_override()}
         if not varied:
-            why = "nothing varies. Write a key with values to choose from, as  'optim.lr=tag(log,interval(1e-6,1e-4))'  or  batch.rows=16,32"
-            raise UserError(
-                "the sweep cannot be set up", [Problem(f"hydra/sweeper={self.sweeper}", why)]
+            reason = (
+                "nothing varies. Write a key with values to choose from, as"
+                "  'optim.lr=tag(log,interval(1e-6,1e-4))'  or  batch.rows=16,32"
             )
+            problem = Problem(f"hydra/sweeper={self.sweeper}", reason)
+            raise UserError("the sweep cannot be set up", [problem])
         self.swept |= {o.key_or_group: str(o.input_line) for o in varied.values()}
         keys = flatten(PRIMARY["train"])
         whole = {
@@ -251,14 +245,29 @@ class SweepLine:
         return Space(fixed, varied, whole)
 
 
+def _word(override: Override) -> str:
+    """An override as it was typed, without the plus of keys that Hydra would add."""
+    word = str(override.input_line)
+    return word if override.key_or_group == "recipe" else word.lstrip("+")
+
+
+def _check_extra(group: str, name: str, report: Report) -> None:
+    """Check that the package of a sweeper or launcher is installed."""
+    package, reason = EXTRAS.get(name, ("hydra", ""))
+    if not find_spec(package):
+        report.problems.append(Problem(f"{group}={name}", reason))
+
+
 def _listed(value: Any) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list) else [str(value)]
 
 
-def _read_settings(cls: Any, node: dict[str, Any], prefix: str, report: Report) -> Any:
-    """`cls` from what was composed of it."""
+def _read_settings(cls: Any, node: dict[str, Any], name: str, report: Report) -> Any:
+    """The dataclass `cls` from the composed hydra.NAME."""
+    prefix = f"hydra.{name}."
     keys = flatten(cls, prefix)
-    for name, value in node.items():
-        if prefix + name not in keys and name != "_target_":
-            report.add(prefix + name, value, why_unknown(prefix + name, show(value), keys, {}))
+    for leaf, value in node.items():
+        key = prefix + leaf
+        if key not in keys and leaf != "_target_":
+            report.add(key, value, why_unknown(key, show(value), keys, {}))
     return build(cls, node, report, prefix)

@@ -1,4 +1,4 @@
-"""How a sweep is run: the keys of `hydra.launcher` and `hydra.sweeper`, by the names that these are chosen with."""
+"""The keys of `hydra.launcher` and `hydra.sweeper`, by the names that choose them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +16,14 @@ class Local:
 
     jobs: int | None = key(
         None,
-        "jobs at once, each with GPUs of its own; null: as many as there are GPUs for, without GPUs 1",
+        "jobs at once, each with GPUs of its own; null: as many as there are GPUs for,"
+        " without GPUs 1",
         minimum=1,
     )
     memory_gib: float | None = key(
         None,
-        "a job that needs more memory on a GPU, by `plan`, is not started; null: what GPU 0 of this node has, without GPUs no limit",
+        "a job that needs more memory on a GPU, by `plan`, is not started; null: what GPU 0 of"
+        " this node has, without GPUs no limit",
         above=0,
     )
 
@@ -37,14 +39,16 @@ class Optuna:
     )
     metric: str | None = key(
         None,
-        "what of metrics.jsonl a job is judged by, at the last step that has it; null: the validation loss, without validation the loss",
+        "what of metrics.jsonl a job is judged by, at the last step that has it; null: the"
+        " validation loss, without validation the loss",
     )
     direction: str = key(
         "minimize", "whether less of it is better, or more", choices=("minimize", "maximize")
     )
     sampler: str = key(
         "tpe",
-        "how values are chosen: `tpe` (Bergstra et al. 2011) learns from jobs before, `random` does not",
+        "how values are chosen: `tpe` (Bergstra et al. 2011) learns from jobs before, `random`"
+        " does not",
         choices=("tpe", "random"),
     )
     startup_trials: int = key(
@@ -54,7 +58,9 @@ class Optuna:
     )
     pruner: str = key(
         "none",
-        "what ends jobs early: `median`, if worse than half of those before at that step; `asha`, `hyperband` (Li et al. 2018): if not among the best quarter, third, at steps ever further apart",
+        "what ends jobs early: `median`, if worse than half of those before at that step; `asha`,"
+        " `hyperband` (Li et al. 2018): if not among the best quarter, third, at steps ever"
+        " further apart",
         choices=("none", "median", "asha", "hyperband"),
     )
     prune_from: int = key(1, "the first step at which a job may be ended", minimum=1)
@@ -63,7 +69,8 @@ class Optuna:
     )
     seed: int = key(
         0,
-        "of the sampler: with one job at a time the same seed chooses the same values, however often the sweep is stopped",
+        "of the sampler: with one job at a time the same seed chooses the same values, however"
+        " often the sweep is stopped",
         minimum=0,
     )
     params: dict[str, Any] = key({}, "in sweep files: what varies")

@@ -19,10 +19,11 @@ def parse_duration(text: str) -> float:
 
 def parse_steps(text: str) -> tuple[int, int]:
     """First and last step in `10..12` (or `10-12`), or in `10`. Raises ValueError."""
-    found = re.fullmatch(r"(\d+)(?:(?:-|\.\.)(\d+))?", text.strip())
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    match = re.fullmatch(r"(\d+)(?:(?:-|\.\.)(\d+))?", text.strip())
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
         raise ValueError(
-            f"{text!r} is neither a step nor a range of steps: write 10 or 10..12; the first step is 1"
+            f"{text!r} is neither a step nor a range of steps: write 10 or 10..12; the first"
+            " step is 1"
         )
     return first, last

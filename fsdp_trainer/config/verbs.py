@@ -1,4 +1,4 @@
-"""The verbs' own configurations: those that share training's groups add a node of their name, the others are small."""
+"""The configurations of verbs: training's groups and a node of the verb's name, or a few keys."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from fsdp_trainer.config.sweeping import CORES_A_GPU
 
 @dataclass
 class Preview:
-    """What `preview` shows."""
+    """The rows that `preview` shows."""
 
     format: str = key(
         "text",
@@ -28,20 +28,23 @@ class PreviewConfig(TrainConfig):
 
 @dataclass
 class Plan:
-    """What a run is planned for."""
+    """The device, the world and the data of a plan."""
 
     gpu: str | list[str] | None = key(
         None,
-        "a GPU of the table: h100, h200, b200, a100, l40s, mi300x …, or several to compare: [h100,l40s]; null: the one in this machine",
+        "a GPU of the table: h100, h200, b200, a100, l40s, mi300x …, or several to compare:"
+        " [h100,l40s]; null: the one in this machine",
     )
     memory_gib: float | None = key(
         None,
-        "memory of a device in GiB, in place of the table's; enough without plan.gpu, but then times need plan.tflops",
+        "memory of a device in GiB, in place of the table's; enough without plan.gpu, but"
+        " then times need plan.tflops",
         above=0,
     )
     world_size: int | list[int] | None = key(
         None,
-        "ranks, or several worlds to compare: [8,16,64]; null: those that launch would start, without a GPU here 8",
+        "ranks, or several worlds to compare: [8,16,64]; null: those that launch would start,"
+        " without a GPU here 8",
         minimum=1,
     )
     format: str = key(
@@ -57,7 +60,8 @@ class Plan:
     )
     tflops: float | None = key(
         None,
-        "dense bfloat16 TFLOP/s of a device, in place of the table's; with plan.memory_gib enough for a GPU that the table does not have",
+        "dense bfloat16 TFLOP/s of a device, in place of the table's; with plan.memory_gib"
+        " enough for a GPU that the table does not have",
         above=0,
     )
     network_gbps: float | None = key(
@@ -66,25 +70,30 @@ class Plan:
     disk: float = key(2.0, "GB/s that each node writes to run.root", above=0)
     tokens: float | None = key(
         None,
-        "tokens of the data: how long train.epochs over them take, 1 where train.steps is the limit; null: as train.steps say",
+        "tokens of the data: how long train.epochs over them take, 1 where train.steps is the"
+        " limit; null: as train.steps say",
         above=0,
     )
 
 
 @dataclass
 class PlanConfig(TrainConfig):
-    """Says whether a run fits, how fast it would be, and what would make it fit; needs no GPU, data, tokenizer or weights."""
+    """Says whether a run fits, how fast it would be, and what would make it fit.
+
+    Needs no GPU, data, tokenizer or weights.
+    """
 
     plan: Plan = field(default_factory=Plan)
 
 
 @dataclass
 class Prepare:
-    """What `prepare` tokenises."""
+    """The part of the work that `prepare` does."""
 
     shard: str | None = key(
         None,
-        "`i/n`: of the work, what falls to machine i of n, from 0/n on; who is last puts all together; null: all of it",
+        "`i/n`: of the work, what falls to machine i of n, from 0/n on; who is last puts all"
+        " together; null: all of it",
     )
 
 
@@ -97,14 +106,15 @@ class PrepareConfig(TrainConfig):
 
 @dataclass
 class Doctor:
-    """How thoroughly `doctor` looks, and how it tells."""
+    """The measurements of `doctor`, and the form of its report."""
 
     format: str = key(
         "text", "`text` for people; `json`: one finding a line", choices=("text", "json")
     )
     measure: bool = key(
         True,
-        "also measure devices, network and disk; false: only what `train` looks at when it starts, and the settings",
+        "also measure devices, network and disk; false: only what `train` looks at when it"
+        " starts, and the settings",
     )
     slow: float = key(
         0.7,
@@ -126,11 +136,12 @@ class DoctorConfig(TrainConfig):
 
 @dataclass
 class LaunchFiles:
-    """For what `launch-files` writes files."""
+    """The kind of launch files, and their settings."""
 
     kind: str | None = key(
         None,
-        "`slurm`: a batch script; `kubernetes`: a PyTorchJob; `docker`: a command; `skypilot`: a task",
+        "`slurm`: a batch script; `kubernetes`: a PyTorchJob; `docker`: a command;"
+        " `skypilot`: a task",
         choices=("slurm", "kubernetes", "docker", "skypilot"),
     )
     out: str | None = key(None, "the folder to write to; null: launch/NAME of the run")
@@ -147,11 +158,13 @@ class LaunchFiles:
     restarts: int = key(3, "how often a run that failed is started again within the job", minimum=0)
     image: str = key(
         "fsdp_trainer",
-        "kubernetes, docker: the container's; examples/launch/Dockerfile builds one. skypilot: one of a registry",
+        "kubernetes, docker: the container's; examples/launch/Dockerfile builds one."
+        " skypilot: one of a registry",
     )
     claim: str | None = key(
         "shared",
-        "kubernetes: the claim on storage that all pods write to; skypilot: the volume, null: none. It is /shared",
+        "kubernetes: the claim on storage that all pods write to; skypilot: the volume, null:"
+        " none. It is /shared",
     )
 
 
@@ -173,12 +186,14 @@ class ExportConfig:
     )
     form: str = key(
         "merged",
-        "`merged`: a whole model, with a run's adapter merged into it; `adapter`: the adapter alone, as PEFT stores it",
+        "`merged`: a whole model, with a run's adapter merged into it; `adapter`: the adapter"
+        " alone, as PEFT stores it",
         choices=("merged", "adapter"),
     )
     merge_into: str = key(
         "original",
-        "of an adapter beside 4-bit weights: `original`: merged into the weights as they were before; `trained`: into what 4 bits hold of them",
+        "of an adapter beside 4-bit weights: `original`: merged into the weights as they were"
+        " before; `trained`: into what 4 bits hold of them",
         choices=("original", "trained"),
     )
     shard_gib: float = key(4.0, "largest safetensors file, in GiB", above=0)
@@ -220,7 +235,7 @@ class GenerateConfig:
 
 @dataclass
 class ReportConfig:
-    """Shows what happened in one run or many: a page that needs no network, and a summary at the terminal."""
+    """Shows what happened in one run or many: a page without network, a summary in text."""
 
     source: str | list[str] | None = key(
         None, "a run, a sweep, a folder of runs, or a list of them, e.g. [runs/a,runs/b]"
@@ -230,7 +245,8 @@ class ReportConfig:
     )
     format: str = key(
         "text",
-        "`text`: the page, and a summary for people; `json`: the summary's figures, and a page only with out",
+        "`text`: the page, and a summary for people; `json`: the summary's figures, and a"
+        " page only with out",
         choices=("text", "json"),
     )
 
@@ -257,7 +273,9 @@ class QuickstartConfig:
 
 
 PRIMARY: dict[str, type] = {
-    "train": TrainConfig, "plan": PlanConfig, "preview": PreviewConfig, "prepare": PrepareConfig, "doctor": DoctorConfig, "export": ExportConfig,
-    "verify": VerifyConfig, "generate": GenerateConfig, "report": ReportConfig, "recipes": RecipesConfig, "config": ConfigConfig,
+    "train": TrainConfig, "plan": PlanConfig, "preview": PreviewConfig,
+    "prepare": PrepareConfig, "doctor": DoctorConfig, "export": ExportConfig,
+    "verify": VerifyConfig, "generate": GenerateConfig, "report": ReportConfig,
+    "recipes": RecipesConfig, "config": ConfigConfig,
     "quickstart": QuickstartConfig, "launch-files": LaunchFilesConfig,
 }  # fmt: skip

@@ -23,7 +23,7 @@ from fsdp_trainer import phases, slots
 from fsdp_trainer.cli import main
 from fsdp_trainer.launch.hangs import (
     Durations,
-    Seen,
+    RankStatus,
     judge,
     look,
     standing,
@@ -81,7 +81,7 @@ def seen(
         f"Current thread 0x{0xABC:016x} (most recent call first):\n  File "
         f'"/lib/torch/_ops.py", line 2 in op\n  File "{file}", line 3 in f\n'
     )
-    return Seen(slot, state, standing=standing, allowed=allowed, stacks=stacks, **more)
+    return RankStatus(slot, state, standing=standing, allowed=allowed, stacks=stacks, **more)
 
 
 # --- whose fault it is --------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_a_rank_that_skipped_a_collective_is_named_with_where():
     ranks = [seen(0, phase="agree"), seen(1, phase="forward", step=9, skipped_in=(8, "agree"))]
     verdict = judge(ranks, 2, 1800)
     assert [s.rank for s in verdict.ranks] == [1]
-    assert "agree of step 8" in verdict.why
+    assert "agree of step 8" in verdict.reason
     assert verdict.kill
 
 

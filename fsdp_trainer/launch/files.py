@@ -1,9 +1,12 @@
-"""The verb `launch-files`: ready files that start the composed run under Slurm, on Kubernetes, in Docker or by SkyPilot. Needs no torch."""
+"""The verb `launch-files`: files that start the composed run.
+
+Under Slurm, on Kubernetes, in Docker or by SkyPilot. Needs no torch.
+"""
 
 import math
 import re
 import shlex
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 
 import jinja2
@@ -47,15 +50,21 @@ WRITTEN = {"partition": NAME, "account": NAME, "claim": NAME, "gpu": NAME, "out"
 
 
 def launch_files(cfg: LaunchFilesConfig, words: list[str]) -> int:
-    """Write the file of `cfg.kind`. words: what `cfg` was composed from. Raises UserError for what no such job can be."""
+    """Write the file of `cfg.kind`. words: what `cfg` was composed from.
+
+    Raises UserError for what no such job can be.
+    """
     kind = checked(cfg)
     name = re.sub(r"[^\w.-]+", "-", str(cfg.run.name))
     file = Path(cfg.out or f"launch/{name}") / FILES[kind]
     text = render(cfg, kind, name, file, words)
     try:
         if file.exists() and file.read_text() != text:
-            why = "is there with other contents, perhaps your own changes: delete it, or write elsewhere with  out=FOLDER"
-            raise UserError("nothing was written", [Problem(str(file), why)])
+            reason = (
+                "is there with other contents, perhaps your own changes: delete it, or write"
+                " elsewhere with  out=FOLDER"
+            )
+            raise UserError("nothing was written", [Problem(str(file), reason)])
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     except OSError as error:
@@ -69,49 +78,46 @@ def launch_files(cfg: LaunchFilesConfig, words: list[str]) -> int:
 
 
 def checked(cfg: LaunchFilesConfig) -> str:
-    """The kind. Raises UserError with all that does not go together."""
+    """The kind. Raises UserError with all settings that do not go together."""
     report = Report({}, [], set())
     require_training_inputs(cfg, report)
     if cfg.kind is None:
         report.add("kind", None, f"say for what:  {'  '.join(f'kind={kind}' for kind in FILES)}")
     for f in fields(LaunchFiles):
-        value = getattr(cfg, f.name)
-        if cfg.kind not in (None, *ONLY.get(f.name, FILES)) and value != default_of(f):
-            report.add(
-                f.name,
-                value,
-                f"only counts with  {'  or  '.join(f'kind={kind}' for kind in ONLY[f.name])}",
-            )
-        if value is not None and f.name in WRITTEN and not re.fullmatch(WRITTEN[f.name], value):
-            report.add(
-                f.name,
-                value,
-                "must be a name, of letters, digits and  _ . , : @ / + -"
-                if f.name != "out"
-                else "must be one line",
-            )
+        _check_field(cfg, f, report)
     if cfg.kind == "kubernetes" and cfg.claim is None:
-        report.add(
-            "claim", None, "name one: all pods must see the runs' folder, e.g.  claim=shared"
-        )
+        reason = "name one: all pods must see the runs' folder, e.g.  claim=shared"
+        report.add("claim", None, reason)
     if cfg.launch.hosts:
-        why = "the files say where nodes run. How many there are is  nodes=2"
-        report.add("launch.hosts", cfg.launch.hosts, why)
+        reason = "the files say where nodes run. How many there are is  nodes=2"
+        report.add("launch.hosts", cfg.launch.hosts, reason)
     if cfg.launch.nodes > 1:
-        report.add(
-            "launch.nodes",
-            cfg.launch.nodes,
-            f"the files say where nodes meet. How many there are is  nodes={cfg.launch.nodes}",
-        )
+        count = cfg.launch.nodes
+        reason = f"the files say where nodes meet. How many there are is  nodes={count}"
+        report.add("launch.nodes", count, reason)
     if cfg.checkpoint.resume != "auto" and cfg.kind != "docker":
-        why = "the job is started again after a fault, and is to go on then. Leave it out; weights to begin with are  model.init_from=…"
-        report.add("checkpoint.resume", cfg.checkpoint.resume, why)
+        reason = (
+            "the job is started again after a fault, and is to go on then. Leave it out; weights"
+            " to begin with are  model.init_from=…"
+        )
+        report.add("checkpoint.resume", cfg.checkpoint.resume, reason)
     try:
         parse_duration(cfg.time)
     except ValueError as error:
         report.add("time", cfg.time, str(error))
     report.close()
     return str(cfg.kind)
+
+
+def _check_field(cfg: LaunchFilesConfig, f: Field, report: Report) -> None:
+    """Check that a setting goes with the kind, and that its text can be written into a file."""
+    value = getattr(cfg, f.name)
+    if cfg.kind not in (None, *ONLY.get(f.name, FILES)) and value != default_of(f):
+        kinds = "  or  ".join(f"kind={kind}" for kind in ONLY[f.name])
+        report.add(f.name, value, f"only counts with  {kinds}")
+    if value is not None and f.name in WRITTEN and not re.fullmatch(WRITTEN[f.name], value):
+        reason = "must be a name, of letters, digits and  _ . , : @ / + -"
+        report.add(f.name, value, "must be one line" if f.name == "out" else reason)
 
 
 def render(cfg: LaunchFilesConfig, kind: str, name: str, file: Path, words: list[str]) -> str:
@@ -150,7 +156,10 @@ def render(cfg: LaunchFilesConfig, kind: str, name: str, file: Path, words: list
 
 
 def outside(cfg: LaunchFilesConfig) -> list[str]:
-    """Folders with an absolute path that the run reads or writes; of files, those in which they lie."""
+    """Folders with an absolute path that the run reads or writes.
+
+    Of files the folders that hold them.
+    """
     data = [
         entry.path for where in (cfg.data.path, cfg.data.validation) for entry in entries(where)
     ]

@@ -114,16 +114,16 @@ def start_on_hosts(cfg: TrainConfig, overrides: list[str], verb: str = "train") 
 
 def refuse_other_launchers(env: Mapping[str, str]) -> None:
     """Raise UserError where torchrun or Slurm start the ranks."""
-    why = ""
+    reason = ""
     if "RANK" in env:
-        why = "torchrun starts the ranks here: leave launch.hosts out, or torchrun"
+        reason = "torchrun starts the ranks here: leave launch.hosts out, or torchrun"
     elif "SLURM_JOB_ID" in env:
-        why = (
+        reason = (
             "in a Slurm job srun starts the nodes, and without launch.hosts:\n"
             "srun --ntasks-per-node=1 fsdp-trainer …"
         )
-    if why:
-        raise UserError("the nodes cannot be started", [Problem("launch.hosts", why)])
+    if reason:
+        raise UserError("the nodes cannot be started", [Problem("launch.hosts", reason)])
 
 
 def node_on(host: Host, number: int) -> "NodeOfHost":
@@ -131,8 +131,8 @@ def node_on(host: Host, number: int) -> "NodeOfHost":
     if host.user is None and host.port is None and owns(host.name):
         return LocalNode(host, number)
     if shutil.which("ssh") is None:
-        why = "there is no ssh on this machine: install OpenSSH's client"
-        raise UserError("the nodes cannot be started", [Problem(str(host), why)])
+        reason = "there is no ssh on this machine: install OpenSSH's client"
+        raise UserError("the nodes cannot be started", [Problem(str(host), reason)])
     return SshNode(host, number)
 
 
@@ -140,10 +140,10 @@ def words_of_nodes(
     cfg: TrainConfig, overrides: list[str], nodes: Sequence["NodeOfHost"]
 ) -> list[str]:
     """Return the overrides that all nodes are given."""
-    kept = [word for word in overrides if word.lstrip("+~").partition("=")[0] not in SET_HERE]
+    words = [word for word in overrides if word.lstrip("+~").partition("=")[0] not in SET_HERE]
     where = meeting_point(cfg.launch, nodes) if len(nodes) > 1 else "null"
     return [
-        *kept,
+        *words,
         f"run.name={quoted(str(cfg.run.name))}",
         "launch.hosts=null",
         f"launch.nodes={len(nodes)}",

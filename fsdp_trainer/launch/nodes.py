@@ -1,7 +1,8 @@
-"""Nodes that were given the same command meet at `launch.rendezvous`, and hear of one another's end. Needs no torch.
+"""Meeting point of nodes that were given the same command; they hear of one another's end.
 
-The host that owns the address serves it. Plain sockets and lines of JSON: a torch TCPStore waits for ever where something else listens, and
-does not tell when a node dies; here the kernel closes its connection.
+The host that owns `launch.rendezvous` serves it. Plain sockets and lines of JSON: a torch TCPStore
+waits for ever if something else listens, and does not report that a node died; here the kernel
+closes its connection. Needs no torch.
 """
 
 import contextlib
@@ -31,60 +32,63 @@ IN_ORDER = (0, 75)  # nobody ends because another node ended like that
 
 
 class Meeting(socketserver.ThreadingTCPServer):
-    """The serving node's part. Every node says who it is, is told its place when all are there, and in the end each one's exit code."""
+    """The serving node's part.
 
-    allow_reuse_address, daemon_threads, block_on_close, request_queue_size = (
-        True,
-        True,
-        False,
-        1024,
-    )
+    Every node says who it is, gets its place when all are there, and in the end each other's exit
+    code.
+    """
+
+    allow_reuse_address = True
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 1024
 
     def __init__(self, port: int, run: str, nodes: int):
         self.run, self.nodes = run, nodes
-        self.there: list[
-            tuple[dict[str, Any], Any]
-        ] = []  # what each node said, and where to write to it
+        self.there: list[tuple[dict[str, Any], Any]] = []
+        """The first line of each node, and the file to write to it."""
         self.full, self.over, self.changed = False, False, threading.Condition()
         super().__init__(("", port), Visit)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def come(self, said: dict[str, Any], out: Any) -> str:
-        """Take a node in. Why not, if not."""
+        """Accept a node. Returns the reason if it is refused, else ""."""
         with self.changed:
-            twin = next(
-                (
-                    one
-                    for one, _ in self.there
-                    if said["devices"] and one["devices"] == said["devices"]
-                ),
-                None,
-            )
+            nodes = [node for node, _ in self.there]
+            same_devices = [node for node in nodes if node["devices"] == said["devices"]]
+            twin = said["devices"] and same_devices
             if said["run"] != self.run:
-                return f"is where the run {self.run} meets, not {said['run']}. Use another port, or the same  run.name  on all nodes"
-            if said["nodes"] != self.nodes:
-                return f"is where launch.nodes={self.nodes} meet, not {said['nodes']}: give the same command on all nodes"
-            if self.full or twin:
-                why = (
-                    f"{said['host']} is there already"
-                    if twin
-                    else f"all {self.nodes} nodes are there"
+                return (
+                    f"is where the run {self.run} meets, not {said['run']}. Use another port, or"
+                    " the same  run.name  on all nodes"
                 )
-                return f"{why} ({', '.join(one['host'] for one, _ in self.there)}): the command was given twice"
+            if said["nodes"] != self.nodes:
+                return (
+                    f"is where launch.nodes={self.nodes} meet, not {said['nodes']}: give the same"
+                    " command on all nodes"
+                )
+            if self.full or twin:
+                problem = f"all {self.nodes} nodes are there"
+                if twin:
+                    problem = f"{said['host']} is there already"
+                hosts = ", ".join(node["host"] for node in nodes)
+                return f"{problem} ({hosts}): the command was given twice"
             self.there.append((said, out))
-            self.tell(here=[one["host"] for one, _ in self.there])
+            self.tell(here=[node["host"] for node, _ in self.there])
             self.full = len(self.there) == self.nodes
             if self.full:
-                self.there.sort(
-                    key=lambda node: (not node[0]["serves"], node[0]["order"])
-                )  # stable: else in order of arrival
-                ranks, port = [one["ranks"] for one, _ in self.there], self.there[0][0]["serves"]
-                for node, (_, to) in enumerate(self.there):
-                    write(to, node=node, first=sum(ranks[:node]), size=sum(ranks), port=port)
+                self.assign_places()
         return ""
 
+    def assign_places(self) -> None:
+        """Send every node its place: the serving one first, the others by order, then arrival."""
+        self.there.sort(key=lambda node: (not node[0]["serves"], node[0]["order"]))
+        ranks, port = [node["ranks"] for node, _ in self.there], self.there[0][0]["serves"]
+        for number, (_, to) in enumerate(self.there):
+            write(to, node=number, first=sum(ranks[:number]), size=sum(ranks), port=port)
+
     def go(self, said: dict[str, Any], code: int | None) -> None:
-        """A node ended with `code`; None: without a word."""
+        """Note that a node ended with `code`; None: its connection broke."""
         with self.changed:
             self.there = [node for node in self.there if node[0] is not said]
             if self.full:
@@ -93,7 +97,7 @@ class Meeting(socketserver.ThreadingTCPServer):
             self.changed.notify_all()
 
     def tell(self, **what: Any) -> None:
-        """All that are there."""
+        """Send a line to all nodes that are there."""
         for _, to in self.there:
             write(to, **what)
 
@@ -104,16 +108,14 @@ class Visit(socketserver.StreamRequestHandler):
     server: Meeting
 
     def handle(self) -> None:
-        """From its first word to its last."""
+        """Serve a node from its first line to its last."""
         keep_alive(self.connection)
         code = None
         try:
             said = json.loads(self.rfile.readline())
-            refused = (
-                self.server.come(said, self.wfile)
-                if said.pop("hello") == HELLO
-                else "speaks another language"
-            )
+            refused = "speaks another language"
+            if said.pop("hello") == HELLO:
+                refused = self.server.come(said, self.wfile)
         except (ValueError, KeyError, TypeError, AttributeError, OSError):
             return  # a port scanner, a web browser
         if refused:
@@ -125,19 +127,23 @@ class Visit(socketserver.StreamRequestHandler):
 
 
 class Node:
-    """This node among the others: node of nodes; its ranks are `first` and those after it, of size in all; rank 0 listens at address:port."""
+    """This node among the others.
+
+    It is node `node` of `nodes`; its ranks are `first` and those after it, of `size` in all; rank 0
+    listens at address:port.
+    """
 
     def __init__(self, launch: Launch, run: str, ranks: int, devices: str, env: Mapping[str, str]):
-        """Meet the others. devices: what no other node may use, too. Raises UserError, RunFailed, and Stopped at a signal, which are blocked."""
+        """Meet the other nodes. devices: those that no other node may use, too.
+
+        Raises UserError, RunFailed, and Stopped at a signal, which are blocked.
+        """
         self.nodes, where = where_to_meet(launch, env)
         self.address, _, port = where.rpartition(":")
-        self.where, self._deadline = (
-            f"launch.rendezvous={where}",
-            time.monotonic() + parse_duration(launch.timeout),
-        )
-        self.heard: tuple[int, str] | None = (
-            None  # the first failure of another node: its code, and told in words
-        )
+        self.where = f"launch.rendezvous={where}"
+        self._deadline = time.monotonic() + parse_duration(launch.timeout)
+        self.heard: tuple[int, str] | None = None
+        """The first failure of another node: its exit code, and a sentence."""
         self._left = False
         self._run = run
         self._host = env.get(HOST)
@@ -169,7 +175,7 @@ class Node:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def environment(self) -> dict[str, str]:
-        """What torchrun would tell every rank of this node."""
+        """The variables that torchrun would set for every rank of this node."""
         of_node = {
             "GROUP_RANK": self.node,
             "GROUP_WORLD_SIZE": self.nodes,
@@ -182,10 +188,14 @@ class Node:
         }
 
     def leave(self, code: int) -> None:
-        """Tell the others how it ended here; the serving node waits a little until all have told."""
+        """Report to the others how this node ended.
+
+        The serving node waits a little until all have reported.
+        """
         self._left = True
         write(self._connection.makefile("wb"), code=code)
-        if meeting := self._meeting:
+        meeting = self._meeting
+        if meeting:
             with meeting.changed:
                 meeting.changed.wait_for(lambda: not meeting.there, LINGER_SECONDS)
         self._close()
@@ -203,88 +213,87 @@ class Node:
             if self._host == "0" if self._host else owns(self.address):
                 return Meeting(port, self._run, self.nodes)
         except OSError as error:
-            if (
-                error.errno != errno.EADDRINUSE
-            ):  # if it is: another node of this run on the same host, or whoever will be found out
+            # in use: by another node of this run on the same host, or by a process found out later
+            if error.errno != errno.EADDRINUSE:
                 raise self._wrong(f"cannot be listened on: {error}") from None
         return None
 
     def _connect(self, port: int) -> None:
-        """Serve the Meeting, if it is for this host to do, and reach it."""
-        began, told = time.monotonic(), False
+        """Serve the Meeting, if that is for this host to do, and connect to it."""
+        began, printed = time.monotonic(), False
         while True:
             self._meeting = self._meeting or self._serve(port)
             try:
-                self._connection, self._rest = (
-                    socket.create_connection((self.address, port), timeout=5),
-                    b"",
-                )
+                self._connection = socket.create_connection((self.address, port), timeout=5)
+                self._rest = b""
                 keep_alive(self._connection)
                 self._connection.settimeout(MOMENT)
                 return
             except OSError as error:
                 self._silent_since = None
-                why, nameless = (
-                    unreachable(self.address, port, error),
-                    isinstance(error, socket.gaierror),
-                )
+                reason = unreachable(self.address, port, error)
+                nameless = isinstance(error, socket.gaierror)
             waited = time.monotonic() - began
             if nameless and waited > NAME_SECONDS:
-                raise self._wrong(why)
+                raise self._wrong(reason)
             if time.monotonic() > self._deadline:
-                raise RunFailed(f"{self.where}: {why}")
-            if not told and waited > 3:
-                print(f"waiting: {why}", flush=True)
-                told = True
+                raise RunFailed(f"{self.where}: {reason}")
+            if not printed and waited > 3:
+                print(f"waiting: {reason}", flush=True)
+                printed = True
             self._pause(MOMENT)
 
     def _place(self) -> dict[str, Any] | None:
-        """What the Meeting says when all have come; None: it is over, and another one is to come."""
+        """The place of this node, once all have come; None if another Meeting follows."""
         here: list[str] = []
         self._silent_since = self._silent_since or time.monotonic()
         while True:
             self._pause(0)
-            told = self._hear()
-            if not (here or told) and time.monotonic() > self._silent_since + ANSWER_SECONDS:
+            lines = self._hear()
+            if not (here or lines) and time.monotonic() > self._silent_since + ANSWER_SECONDS:
                 raise self._wrong(
-                    "something that is not fsdp-trainer answers: the port is in use (ss -ltnp says by whom).\nTake another"
+                    "something that is not fsdp-trainer answers: the port is in use (ss -ltnp"
+                    " says by whom).\nTake another"
                 )
-            if (
-                not here and told is None
-            ):  # a Meeting that closes just now says nothing; another one follows
-                self._close_connection()
+            if not here and lines is None:
+                self._wait_for_next()  # a Meeting that is just closing says nothing
                 return None
-            if told is None:
+            if lines is None:
                 raise RunFailed(
                     f"{self.where}: the node that serves it left before all {self.nodes} had come"
                 )
-            for line in told:
+            for line in lines:
                 if "over" in line and time.monotonic() < self._deadline:
                     self._silent_since = None
-                    self._close_connection()
+                    self._wait_for_next()
                     return None
                 if "refused" in line:
                     raise self._wrong(line["refused"])
                 if "node" in line:
                     return line
                 here = line.get("here", here)
-                if self._meeting and len(here) < self.nodes:
-                    print(
-                        f"{len(here)} of {self.nodes} nodes have come: {', '.join(here)}",
-                        flush=True,
-                    )
+                self._print_nodes(here)
             if time.monotonic() > self._deadline:
-                came = f"{len(here)} of {self.nodes} nodes came within launch.timeout: {', '.join(here)}"
-                raise RunFailed(f"{self.where}: {came}. Give the same command on the others, too")
+                came = f"{len(here)} of {self.nodes} nodes came within launch.timeout:"
+                raise RunFailed(
+                    f"{self.where}: {came} {', '.join(here)}."
+                    " Give the same command on the others, too"
+                )
 
-    def _close_connection(self) -> None:
+    def _print_nodes(self, here: list[str]) -> None:
+        if self._meeting and len(here) < self.nodes:
+            hosts = ", ".join(here)
+            print(f"{len(here)} of {self.nodes} nodes have come: {hosts}", flush=True)
+
+    def _wait_for_next(self) -> None:
+        """Close the connection, and wait a moment for the next Meeting."""
         self._connection.close()
         self._pause(MOMENT)
 
     def _listen(self) -> None:
         ended = False
-        while (told := self._hear()) is not None:
-            for line in told:
+        while (lines := self._hear()) is not None:
+            for line in lines:
                 ended = True
                 if line["code"] not in IN_ORDER:
                     how = "was lost" if line["lost"] else f"ended with {line['code']}"
@@ -293,7 +302,7 @@ class Node:
             self.heard = self.heard or (1, f"the node that serves {self.where} was lost")
 
     def _hear(self) -> list[dict[str, Any]] | None:
-        """What was said, after a moment at most; None: the connection is closed, or it is no Meeting."""
+        """Lines that came within a moment; None if the connection is closed, or to no Meeting."""
         try:
             more = self._connection.recv(2**16)
             *lines, self._rest = (self._rest + more).split(b"\n")
@@ -304,28 +313,35 @@ class Node:
             return None
 
     def _pause(self, seconds: float) -> None:
-        if at := signal.sigtimedwait((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), seconds):
-            raise Stopped(signal.Signals(at.si_signo).name)
+        received = signal.sigtimedwait((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), seconds)
+        if received:
+            raise Stopped(signal.Signals(received.si_signo).name)
 
-    def _wrong(self, why: str) -> UserError:
-        return UserError("the nodes cannot meet", [Problem(self.where, why)])
+    def _wrong(self, reason: str) -> UserError:
+        return UserError("the nodes cannot meet", [Problem(self.where, reason)])
 
 
 def where_to_meet(launch: Launch, env: Mapping[str, str]) -> tuple[int, str]:
-    """How many nodes, and where they meet: as configured, else as a Slurm step with one task on each of several nodes has it."""
+    """The number of nodes, and where they meet.
+
+    As configured, else by a Slurm step with one task on each of several nodes.
+    """
     if launch.nodes > 1 and launch.rendezvous:
         return launch.nodes, launch.rendezvous
-    if slurm := nodes_of_step(env):
-        return (
-            slurm,
-            launch.rendezvous or f"{first_host(env['SLURM_STEP_NODELIST'])}:{port_of_job(env)}",
-        )
-    why = "where do they meet? Name one of them, and a free port there:  launch.rendezvous=HOST:29500  (the same on all)"
-    raise UserError("the nodes cannot meet", [Problem(f"launch.nodes={launch.nodes}", why)])
+    nodes = nodes_of_step(env)
+    if nodes and launch.rendezvous:
+        return nodes, launch.rendezvous
+    if nodes:
+        return nodes, f"{first_host(env['SLURM_STEP_NODELIST'])}:{port_of_job(env)}"
+    reason = (
+        "where do they meet? Name one of them, and a free port there:"
+        "  launch.rendezvous=HOST:29500  (the same on all)"
+    )
+    raise UserError("the nodes cannot meet", [Problem(f"launch.nodes={launch.nodes}", reason)])
 
 
 def nodes_of_step(env: Mapping[str, str]) -> int:
-    """How many nodes a Slurm step has that gives each of several nodes one task; else 0."""
+    """The number of nodes of a Slurm step with one task on each of several nodes; else 0."""
     nodes = int(env.get("SLURM_STEP_NUM_NODES", "1"))
     return nodes if nodes == int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1 else 0
 
@@ -343,22 +359,28 @@ def port_of_job(env: Mapping[str, str]) -> int:
 
 
 def unreachable(address: str, port: int, error: OSError | None = None) -> str:
-    """Why nothing is to be had from a port, in words; empty where it answers. error: what an attempt gave, if there was one."""
+    """The reason why nothing answers at a port; "" if it answers.
+
+    error: of an earlier attempt; None: make one.
+    """
     if error is None:
         try:
             socket.create_connection((address, port), timeout=5).close()
             return ""
-        except OSError as found:
-            error = found
+        except OSError as raised:
+            error = raised
     if isinstance(error, socket.gaierror):
         return f"{address} resolves to no address here: use one, or mend DNS or /etc/hosts"
     if isinstance(error, ConnectionRefusedError):
         return f"nobody listens on {address}:{port}: rank 0 is not there, or another host is meant"
-    return f"{address}:{port} cannot be reached ({error}): a firewall, or an address of another network"
+    return (
+        f"{address}:{port} cannot be reached ({error}): a firewall, or an address of another"
+        " network"
+    )
 
 
 def owns(address: str) -> bool:
-    """Whether `address` is this host's."""
+    """Return True if `address` is this host's."""
     try:
         with socket.socket() as s:
             s.bind((socket.gethostbyname(address), 0))
@@ -368,13 +390,14 @@ def owns(address: str) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on; where there are such, one that the system hands out to nobody until rank 0 comes."""
-    told = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    first = int(told.read_text().split()[0]) if told.exists() else 0
-    for port in (
-        *(random.SystemRandom().sample(range(10_000, first), 50) if first > 20_000 else ()),
-        0,
-    ):
+    """A TCP port of this machine that nobody listens on.
+
+    If possible one that the system gives to nobody else before rank 0 comes.
+    """
+    range_file = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first = int(range_file.read_text().split()[0]) if range_file.exists() else 0
+    reserved = random.SystemRandom().sample(range(10_000, first), 50) if first > 20_000 else []
+    for port in (*reserved, 0):
         with contextlib.suppress(OSError), socket.socket() as s:
             s.bind(("", port))
             return s.getsockname()[1]
@@ -382,14 +405,17 @@ def free_port() -> int:
 
 
 def write(to: Any, **what: Any) -> None:
-    """A line; one who does not hear it has gone."""
+    """Send a line; a receiver that has gone is ignored."""
     with contextlib.suppress(OSError, ValueError):
         to.write(json.dumps(what).encode() + b"\n")
         to.flush()
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """A host without power closes nothing: let the kernel ask whether it is there, and give it up after half a minute."""
+    """Let the kernel test the connection, and drop it after half a minute without an answer.
+
+    A host without power closes no connection.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):

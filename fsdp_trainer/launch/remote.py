@@ -1,7 +1,6 @@
-"""What runs on a host whose node another process starts, over ssh or beside it (launch/hosts.py).
+"""The process on a host whose node another process starts (launch/hosts.py).
 
-That process speaks over standard input: first what to start, then numbers of signals, and between
-them empty lines as signs of life. Its end, and a long silence, end the node. Needs no torch.
+Over ssh, or on the same machine.
 """
 
 import json
@@ -33,7 +32,7 @@ def start_when_told() -> NoReturn:
 
 
 def obey_starter() -> None:
-    """From now on raise the signals that the starter sends, and end when it has gone.
+    """Raise the signals that the starter sends, and end when it has gone.
 
     The ranks end with this process (process.die_with_parent).
     """

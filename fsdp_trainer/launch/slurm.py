@@ -1,4 +1,7 @@
-"""hydra/launcher=slurm: every job of a sweep is a Slurm job, submitted and watched by submitit. Needs no torch."""
+"""hydra/launcher=slurm: every job of a sweep is a Slurm job, submitted and watched by submitit.
+
+Needs no torch.
+"""
 
 import os
 import shlex
@@ -28,26 +31,32 @@ class Shown(Exception):
 
 
 class OnSlurm:
-    """hydra/launcher=slurm: submits jobs, and finds those again that an earlier command of the same sweep has submitted."""
+    """The place of `hydra/launcher=slurm`: submits jobs.
+
+    It finds those again that an earlier command of the same sweep has submitted.
+    """
 
     def __init__(self, settings: Slurm, cfg: TrainConfig):
         """Raises UserError where there is no Slurm."""
         if not settings.dry_run and not (shutil.which("sbatch") and shutil.which("srun")):
-            why = "there is no sbatch and srun here: start the sweep where jobs are submitted, or look at the script with"
+            reason = (
+                "there is no sbatch and srun here: start the sweep where jobs are submitted, or"
+                " look at the script with"
+            )
             raise UserError(
                 "the sweep cannot be started",
-                [Problem("hydra/launcher=slurm", f"{why}  hydra.launcher.dry_run=true")],
+                [Problem("hydra/launcher=slurm", f"{reason}  hydra.launcher.dry_run=true")],
             )
         from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
 
         self.settings, self.at_once = settings, settings.jobs
         self.running: list[SlurmRunning] = []
-        self.job: Any = type(
-            "Job", (SlurmJob,), {"watcher": SlurmInfoWatcher(delay_s=ASK_SECONDS)}
-        )  # who asks once, for all jobs
+        # a watcher that asks Slurm once, for all jobs
+        watcher = SlurmInfoWatcher(delay_s=ASK_SECONDS)
+        self.job: Any = type("Job", (SlurmJob,), {"watcher": watcher})
 
     def memory_gib(self) -> float | None:
-        """What was set."""
+        """The memory that was configured."""
         return self.settings.memory_gib
 
     def world(self, cfg: TrainConfig) -> int:
@@ -58,19 +67,22 @@ class OnSlurm:
         )
 
     def has_room(self, cfg: TrainConfig) -> bool:
-        """As many jobs as are allowed wait in the queue or run."""
+        """Return True if fewer jobs than allowed wait in the queue or run."""
         self.running = [job for job in self.running if job.poll() is None]
         return len(self.running) < self.at_once
 
     def start(self, cfg: TrainConfig, words: list[str], output: Path) -> "SlurmRunning":
-        """Submit a training, unless it is queued or runs. Raises Shown for a dry run, RunFailed if Slurm refuses it."""
+        """Submit a training, unless it is queued or runs.
+
+        Raises Shown for a dry run, RunFailed if Slurm refuses it.
+        """
         folder = output.parents[2] / "slurm" / output.parent.name
         submitted = folder / "job_id"
         if submitted.exists() and not self.settings.dry_run:
-            found = self.job(folder, submitted.read_text())
-            if not found.done(force_check=True):
-                print(f"found again: Slurm job {found.job_id}", flush=True)
-                self.running.append(SlurmRunning(found))
+            earlier = self.job(folder, submitted.read_text())
+            if not earlier.done(force_check=True):
+                print(f"found again: Slurm job {earlier.job_id}", flush=True)
+                self.running.append(SlurmRunning(earlier))
                 return self.running[-1]
         import submitit
 
@@ -83,7 +95,8 @@ class OnSlurm:
         slurm.update_parameters(**parameters(self.settings, output.parent.name))
         if self.settings.dry_run:
             print(
-                f"# every job is submitted like this one, which does\n#   {shlex.join(['fsdp-trainer', 'train', *words])}"
+                "# every job is submitted like this one, which does\n#"
+                f"   {shlex.join(['fsdp-trainer', 'train', *words])}"
             )
             print(slurm._make_submission_file_text(slurm._submitit_command_str, "dry"))
             raise Shown
@@ -99,7 +112,7 @@ class OnSlurm:
 
 
 def parameters(settings: Slurm, job: str) -> dict[str, Any]:
-    """What submitit is told. One task a node: it starts the ranks of its node itself."""
+    """The settings for submitit: one task a node, which starts the ranks of its node itself."""
     cores = settings.cpus_per_task or CORES_A_GPU * settings.gpus_per_node or None
     more = {"signal": f"USR1@{settings.signal_seconds}", "requeue": settings.requeue or None}
     given = {
@@ -146,7 +159,7 @@ class SlurmRunning:
         return self._code
 
     def signal(self, signum: int) -> None:
-        """One that waits in the queue is cancelled, one that runs asked to stop, and not to be queued again."""
+        """Cancel a job that waits; ask one that runs to stop, and not to be queued again."""
         ends = signum == signal.SIGKILL or self._job.watcher.get_state(self.id, mode="force") in (
             "PENDING",
             "REQUEUED",
@@ -161,23 +174,25 @@ class SlurmRunning:
 
 @dataclass
 class Training:
-    """What submitit runs, once on every node of a job. Gives the run's exit code."""
+    """The function that submitit runs, once on every node of a job. Returns the run's exit code."""
 
     words: list[str]
     output: str
     requeue: bool
 
     def __call__(self) -> int:
-        """Train; a run that stopped in order, but not because somebody wants it to (SIGTERM), goes back into the queue."""
+        """Train.
+
+        A run that stopped in order goes back into the queue, unless a person stopped it (SIGTERM).
+        """
         received: list[int] = []
 
         def pass_on(signum: int, _frame: object) -> None:
             received.append(signum)
             process.send_signal(signum)
 
-        blocked = signal.pthread_sigmask(
-            signal.SIG_BLOCK, SIGNALS
-        )  # the run listens as soon as it can answer
+        # the run inherits the mask, and unblocks signals once it can handle them
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         with open(self.output, "ab") as shown:
             process = subprocess.Popen(
                 [sys.executable, "-m", "fsdp_trainer", "train", *self.words],

@@ -149,7 +149,7 @@ def start_process(
 
 
 class Child(Protocol):
-    """What was started, as subprocess.Popen has it."""
+    """A started process, with the methods of subprocess.Popen."""
 
     def poll(self) -> int | None:
         """Return its exit code, below 0 if a signal killed it; None while it runs."""
@@ -209,8 +209,8 @@ class RankProcesses:
         """Return the code of a rank that failed, or of another node, and limit the others' time."""
         code = next(iter(failed.values()), 0)
         if not code and self.node and self.node.heard:
-            code, why = self.node.heard
-            print(f"fsdp-trainer: {why}", file=sys.stderr)
+            code, reason = self.node.heard
+            print(f"fsdp-trainer: {reason}", file=sys.stderr)
             self._explained = True  # whatever ends here ends for that
             self.end_within(GRACE_SECONDS)
         elif code not in (0, STOPPED):  # ranks that stop in order may still close their trackers

@@ -1,4 +1,7 @@
-"""A process beside the ranks of a node that finds those which died, were stopped or do not go on, and ends them. Imports no torch."""
+"""A process beside the ranks of a node that ends those which died, were stopped or are stuck.
+
+Imports no torch.
+"""
 
 import faulthandler
 import json
@@ -22,7 +25,7 @@ from fsdp_trainer import slots
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.launch.hangs import (
     Durations,
-    Seen,
+    RankStatus,
     Verdict,
     judge,
     look,
@@ -44,7 +47,8 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.25
 GRACE_SECONDS = 3.0  # for the others to notice and to leave by themselves; then they are blocked
 DISK_SECONDS = 3.0
-STACKS_SECONDS = 3.0  # a machine under load is slow to show them, and a rank whose stacks are not seen would be blamed
+# a machine under load is slow to show them, and a rank whose stacks are not seen would be blamed
+STACKS_SECONDS = 3.0
 PAUSE_SECONDS = 5.0  # between two looks: the watchdog itself was stopped, or starved
 SHOW_STACKS = signal.SIGUSR2
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -55,9 +59,11 @@ _flight_settings: dict[str, str] = {}
 
 @dataclass
 class Watch:
-    """What the watchdog is told. board: the file that the ranks share; stall and timeout in seconds; on_device: they compute on GPUs.
+    """The watchdog's settings.
 
-    alone: one rank that no launcher started, and none would start again: perhaps a notebook, whose process is more than the run.
+    board: the file that the ranks share; stall and timeout in seconds; on_device: they compute on
+    GPUs; alone: one rank that no launcher started, and none would start again: perhaps a notebook,
+    whose process is more than the run.
     """
 
     board: str
@@ -69,14 +75,14 @@ class Watch:
     alone: bool = False
 
 
-# --- in a rank ---------------------------------------------------------------------------------------------------------------------
+# --- in a rank ---
 
 
 def watched(cfg: "Launch", run: Path, world: "World") -> "Watched | None":
-    """This rank under the watchdog's eyes, from its place in the world on; None with launch.watchdog=false, or on a system without /proc.
+    """Put this rank under the watchdog, from its place in the world on.
 
-    None too where it cannot be: memory or processes are short, this rank's container is another than that of the node's first, or that has
-    come and gone meanwhile.
+    None with launch.watchdog=false, on a system without /proc, and if it fails: memory or processes
+    are short, the node's first rank is in another container, or it has ended meanwhile.
     """
     if not cfg.watchdog or not Path("/proc/self/stat").exists():
         return None
@@ -85,9 +91,8 @@ def watched(cfg: "Launch", run: Path, world: "World") -> "Watched | None":
     if on_device:
         record_flights(board)
     alone = world.size == 1 and "RANK" not in os.environ
-    longest = (
-        parse_duration(cfg.timeout) + GRACE_SECONDS
-    )  # collectives that end after launch.timeout come first, and their ranks leave by themselves
+    # collectives that end after launch.timeout come first, and their ranks leave by themselves
+    longest = parse_duration(cfg.timeout) + GRACE_SECONDS
     watch = Watch(
         board, str(run.absolute()), world.size, parse_duration(cfg.stall), longest, on_device, alone
     )
@@ -99,7 +104,10 @@ def watched(cfg: "Launch", run: Path, world: "World") -> "Watched | None":
 
 
 class Watched:
-    """A rank that shows where it is, and its stacks when asked. The node's first one starts the watchdog."""
+    """A rank that shows where it is, and its stacks on request.
+
+    The node's first one starts the watchdog.
+    """
 
     def __init__(self, watch: Watch, rank: int, local_rank: int):
         self._stacks: IO[str] | None = None
@@ -121,7 +129,7 @@ class Watched:
             start_watchdog(watch)
 
     def close(self) -> None:
-        """This rank leaves in order."""
+        """Leave in order."""
         slots.leave()
         if self._stacks:
             faulthandler.unregister(SHOW_STACKS)
@@ -129,7 +137,10 @@ class Watched:
 
 
 def board_of(world: "World") -> str:
-    """A file that all ranks of the node share in this attempt, in memory where there is such a folder; its first rank names it."""
+    """A file that all ranks of the node share in this attempt, in memory if possible.
+
+    The node's first rank names it.
+    """
     key = f"watchdog of node {world.node}"
     if world.local_rank == 0:
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
@@ -141,12 +152,15 @@ def board_of(world: "World") -> str:
 
 
 def stacks_of(board: str, rank: int) -> str:
-    """Where a rank writes its stacks."""
+    """The file to which a rank writes its stacks."""
     return f"{board}.rank-{rank}.stacks"
 
 
 def record_flights(board: str) -> None:
-    """Before NCCL is initialised: have torch's flight recorder write its last collectives when something is written to a pipe."""
+    """Let torch's flight recorder write its last collectives when a pipe is written to.
+
+    Must come before NCCL is initialised.
+    """
     for name, value in {
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{board}.flight-",
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
@@ -157,45 +171,42 @@ def record_flights(board: str) -> None:
 
 
 def start_watchdog(watch: Watch) -> None:
-    """In a session of its own, so that what is meant for the ranks does not end it; it ends with them."""
+    """Start the watchdog in a session of its own.
+
+    A signal to the ranks' group does not end it; it ends with them.
+    """
     root = Path(__file__).parents[2]
-    code = f"import sys; sys.path.insert(0, {str(root)!r}); from fsdp_trainer.launch.watchdog import main; main(sys.argv[1])"
+    code = (
+        f"import sys; sys.path.insert(0, {str(root)!r}); from fsdp_trainer.launch.watchdog import"
+        " main; main(sys.argv[1])"
+    )
     # without site-packages: 30 ms, and it reads no code but the standard library's and ours
     words = [sys.executable, "-I", "-S", "-c", code, json.dumps(asdict(watch))]
-    env = {
-        name: value for name, value in os.environ.items() if name not in RANK_VARIABLES
-    }  # it is no rank
-    _started[:] = [
-        earlier for earlier in _started if earlier.poll() is None
-    ]  # of runs before in this process, which lives on
+    # it is no rank
+    env = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    # earlier runs in this process may have started others
+    _started[:] = [earlier for earlier in _started if earlier.poll() is None]
+    null = subprocess.DEVNULL
     _started.append(
-        subprocess.Popen(
-            words,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        subprocess.Popen(words, env=env, stdin=null, stdout=null, start_new_session=True)
     )
 
 
-# --- the process -------------------------------------------------------------------------------------------------------------------
+# --- the process ---
 
 
-def main(told: str) -> None:
+def main(settings: str) -> None:
     """Watch until the last rank has gone."""
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
-    watch = Watch(**json.loads(told))
+    watch = Watch(**json.loads(settings))
     watchdog = Watchdog(watch)
     try:
         watchdog.run()
         watchdog.keep_flights()
     finally:
-        for file in (
-            Path(watch.board),
-            *Path(watch.board).parent.glob(Path(watch.board).name + ".*"),
-        ):
+        board = Path(watch.board)
+        for file in (board, *board.parent.glob(f"{board.name}.*")):
             file.unlink(missing_ok=True)
 
 
@@ -206,124 +217,131 @@ class Watchdog:
         self.watch, self.kill, self.host = watch, kill, socket.gethostname()
         self.durations = Durations()
         self.stopped_since: dict[int, float] = {}
-        self.starved: dict[
-            int, tuple[int, float]
-        ] = {}  # by rank: the phase's number, seconds without a processor when it began
+        self.starved: dict[int, tuple[int, float]] = {}
+        """By rank: the phase's number, and the seconds without a processor when it began."""
         self.pid_namespace = pid_namespace()
         self.killed: set[int] = set()
         self.copied: set[Path] = set()
         """Files with the last collectives of a rank that are in the run's hangs/ already."""
-        self.told: set[int] = set()
+        self.reported: set[int] = set()
         self.ends_at = float("inf")  # when ranks that have not left by themselves are ended
         self.quiet_until = 0.0
         self.counts_from = self.looked = time.monotonic()
 
     def run(self) -> None:
-        """Until all ranks have gone."""
+        """Look at the ranks until all have gone."""
         while True:
             ranks = self.look()
-            if not any(seen.state is not None and not seen.slot.closed for seen in ranks):
-                self.tell_dead(ranks)
+            if not any(status.state is not None and not status.slot.closed for status in ranks):
+                self.report_dead(ranks)
                 return
             self.act(ranks)
             time.sleep(LOOK_SECONDS)
 
-    def look(self) -> list[Seen]:
-        """All ranks of the node that have come so far."""
+    def look(self) -> list[RankStatus]:
+        """The status of all ranks of the node that have come so far."""
         now = time.monotonic()
         here = self.slots()
         self.durations.note(here)
         ranks = [look(slot) for slot in here]
-        if any(seen.died for seen in ranks):  # or has left since we looked where it is
+        if any(status.died for status in ranks):  # or has left since we looked where it is
             closed = {slot.pid for slot in self.slots() if slot.closed}
             ranks = [
-                replace(seen, slot=replace(seen.slot, closed=seen.slot.pid in closed))
-                for seen in ranks
+                replace(status, slot=replace(status.slot, closed=status.slot.pid in closed))
+                for status in ranks
             ]
-        whole = len(ranks) == self.watch.world_size and all(
-            seen.state == "T" for seen in ranks
-        )  # somebody wants the machine for himself
-        if (
-            whole
-            or now - self.looked > PAUSE_SECONDS
-            or any(seen.traced or suspended(seen) for seen in ranks)
-        ):
+        if now - self.looked > PAUSE_SECONDS or self.paused_on_purpose(ranks):
             self.counts_from, self.stopped_since = now, {}
         self.looked = now
-        for seen in ranks:
-            if seen.state is None:
+        for status in ranks:
+            if status.state is None:
                 continue
-            seen.standing = min(seen.standing, now - self.counts_from) - self.starved_for(seen)
-            seen.allowed = self.durations.allowed(
-                seen.slot, seen.state, self.watch.stall, self.watch.timeout
+            status.standing = min(status.standing, now - self.counts_from) - self.starved_for(
+                status
             )
-            if seen.state != "T" or self.counts_from == now:
-                self.stopped_since.pop(seen.rank, None)
+            status.allowed = self.durations.allowed(
+                status.slot, status.state, self.watch.stall, self.watch.timeout
+            )
+            if status.state != "T" or self.counts_from == now:
+                self.stopped_since.pop(status.rank, None)
             else:
-                seen.stopped = now - self.stopped_since.setdefault(seen.rank, now)
+                status.stopped = now - self.stopped_since.setdefault(status.rank, now)
         return ranks
 
+    def paused_on_purpose(self, ranks: list[RankStatus]) -> bool:
+        """Return True if the whole world is stopped, or a rank is debugged or suspended."""
+        whole_world = len(ranks) == self.watch.world_size
+        if whole_world and all(status.state == "T" for status in ranks):
+            return True
+        return any(status.traced or suspended(status) for status in ranks)
+
     def slots(self) -> list[slots.RankSlot]:
-        """Of the ranks whose process ids are those that we see."""
+        """The slots of the ranks whose process ids are those that this process sees."""
         return [
             slot
             for slot in slots.read_slots(Path(self.watch.board).read_bytes())
             if slot.pid_namespace == self.pid_namespace
         ]
 
-    def starved_for(self, seen: Seen) -> float:
+    def starved_for(self, status: RankStatus) -> float:
         """Seconds of its phase in which a rank had no processor to go on with."""
-        total, entered = starved(seen.slot.pid), seen.place.entered
-        if self.starved.get(seen.rank, (None, 0.0))[0] != entered:
-            self.starved[seen.rank] = entered, total
-        return total - self.starved[seen.rank][1]
+        total, entered = starved(status.slot.pid), status.place.entered
+        if self.starved.get(status.rank, (None, 0.0))[0] != entered:
+            self.starved[status.rank] = entered, total
+        return total - self.starved[status.rank][1]
 
-    def act(self, ranks: list[Seen]) -> None:
-        """Tell what there is to tell, and end what has to end."""
+    def act(self, ranks: list[RankStatus]) -> None:
+        """Report what there is to report, and end the ranks that have to end."""
         now = time.monotonic()
-        self.tell_dead(ranks)
+        self.report_dead(ranks)
         if now > self.ends_at:
-            self.end([seen for seen in ranks if seen.trains])
+            self.end([status for status in ranks if status.trains])
         if self.ends_at < float("inf") or now < self.quiet_until:
             return
-        verdict = stopped(ranks)
-        if (
-            not verdict
-            and standing(ranks)
-            and not any(reads_disk(seen.slot.pid) for seen in ranks if self.within_timeout(seen))
-        ):
-            self.ask_for_stacks(ranks)
-            if not unchanged(ranks, self.look()):
-                return  # what the stacks show is out of date, or missing because a rank was stopped
-            verdict = judge(ranks, self.watch.world_size, self.watch.timeout, self.watch.on_device)
+        verdict = stopped(ranks) or self.judge_standing(ranks)
         if verdict:
             verdict.kill = verdict.kill and not self.watch.alone
             self.carry_out(verdict, ranks)
             self.looked = time.monotonic()  # what that took is no pause
 
-    def within_timeout(self, seen: Seen) -> bool:
-        """Whether a rank has not been in its phase for launch.timeout."""
-        return seen.trains and seen.standing <= self.watch.timeout
+    def judge_standing(self, ranks: list[RankStatus]) -> Verdict | None:
+        """A verdict if all ranks stand for longer than allowed; None if not."""
+        reading = (reads_disk(status.slot.pid) for status in ranks if self.within_timeout(status))
+        if not standing(ranks) or any(reading):
+            return None
+        self.ask_for_stacks(ranks)
+        if not unchanged(ranks, self.look()):
+            return None  # the stacks are out of date, or missing because a rank was stopped
+        return judge(ranks, self.watch.world_size, self.watch.timeout, self.watch.on_device)
 
-    def tell_dead(self, ranks: list[Seen]) -> None:
-        """Ranks that ended without leaving. The others find out by themselves where a connection breaks; not so on a device."""
+    def within_timeout(self, status: RankStatus) -> bool:
+        """Return True if a rank has been in its phase for less than launch.timeout."""
+        return status.trains and status.standing <= self.watch.timeout
+
+    def report_dead(self, ranks: list[RankStatus]) -> None:
+        """Report ranks that ended without leaving.
+
+        The others notice where a connection breaks; not so on a device.
+        """
         dead = [
-            seen
-            for seen in ranks
-            if seen.died and seen.slot.pid not in self.killed and seen.rank not in self.told
+            status
+            for status in ranks
+            if status.died
+            and status.slot.pid not in self.killed
+            and status.rank not in self.reported
         ]
         if dead:
-            self.told |= {seen.rank for seen in dead}
+            self.reported |= {status.rank for status in dead}
             self.record(Verdict("dead", dead, "died", kill=False), {}, [])
             self.ends_at = min(self.ends_at, time.monotonic() + GRACE_SECONDS)
 
-    def carry_out(self, verdict: Verdict, ranks: list[Seen]) -> None:
-        """Keep what shows why, then end the ranks whose fault it is."""
+    def carry_out(self, verdict: Verdict, ranks: list[RankStatus]) -> None:
+        """Keep the evidence, then end the ranks at fault."""
         if verdict.what == "stopped":
             self.ask_for_stacks(ranks)
         self.record(
             verdict,
-            {f"rank-{seen.rank}.txt": described(seen) for seen in ranks},
+            {f"rank-{status.rank}.txt": described(status) for status in ranks},
             self.ask_for_flights(ranks),
         )
         if verdict.kill:
@@ -332,55 +350,60 @@ class Watchdog:
         else:
             self.quiet_until = time.monotonic() + max(60.0, 10 * self.watch.stall)
 
-    def end(self, ranks: list[Seen]) -> None:
-        """At once, also if stopped: a rank that is blocked would take the launcher's whole grace."""
-        for seen in ranks:
-            self.killed.add(seen.slot.pid)
+    def end(self, ranks: list[RankStatus]) -> None:
+        """Kill ranks at once: a blocked or stopped one would take the launcher's whole grace."""
+        for status in ranks:
+            self.killed.add(status.slot.pid)
             with suppress(OSError):
-                self.kill(seen.slot.pid, signal.SIGKILL)
+                self.kill(status.slot.pid, signal.SIGKILL)
 
-    def ask_for_stacks(self, ranks: list[Seen]) -> None:
-        """Of all threads of all ranks, into Seen.stacks; what the system knows of those that cannot answer."""
-        asked = {}
-        for seen in (seen for seen in ranks if seen.state is not None and not seen.slot.closed):
-            file = Path(stacks_of(self.watch.board, seen.rank))
-            if seen.state != "T" and file.exists():
-                asked[seen.rank] = file, file.stat().st_size
+    def ask_for_stacks(self, ranks: list[RankStatus]) -> None:
+        """Read the stacks of all threads of all ranks, into RankStatus.stacks."""
+        files = {}
+        for status in ranks:
+            file = Path(stacks_of(self.watch.board, status.rank))
+            can_answer = status.state not in (None, "T") and not status.slot.closed
+            if can_answer and file.exists():
+                files[status.rank] = file, file.stat().st_size
                 with suppress(OSError):
-                    self.kill(seen.slot.pid, SHOW_STACKS)
-        deadline, pending = (
-            time.monotonic() + STACKS_SECONDS,
-            [seen for seen in ranks if seen.rank in asked],
-        )
+                    self.kill(status.slot.pid, SHOW_STACKS)
+        deadline = time.monotonic() + STACKS_SECONDS
+        pending = [status for status in ranks if status.rank in files]
         while pending and time.monotonic() < deadline:
             time.sleep(0.05)
-            for seen in [*pending]:
-                file, size = asked[seen.rank]
-                before, seen.stacks = seen.stacks, file.read_bytes()[size:].decode(errors="replace")
-                if seen.stacks and seen.stacks == before:  # nothing has been added
-                    pending.remove(seen)
+            pending = [status for status in pending if not self.has_stacks(status, files)]
 
-    def ask_for_flights(self, ranks: list[Seen]) -> list[Path]:
-        """torch looks at its pipes once a second, and writes the last collectives of each rank into a file."""
-        asked = []
-        for seen in ranks:
-            pipe = Path(f"{self.watch.board}.flight-{seen.rank}.pipe")
-            if seen.state in (None, "T") or not pipe.exists():
+    def has_stacks(self, status: RankStatus, files: dict[int, tuple[Path, int]]) -> bool:
+        """Read a rank's stacks. Returns True if there are some, and nothing has been added."""
+        file, size = files[status.rank]
+        before = status.stacks
+        status.stacks = file.read_bytes()[size:].decode(errors="replace")
+        return bool(status.stacks) and status.stacks == before
+
+    def ask_for_flights(self, ranks: list[RankStatus]) -> list[Path]:
+        """Ask torch for the last collectives of each rank. Returns the files that it wrote.
+
+        torch looks at its pipes once a second.
+        """
+        files = []
+        for status in ranks:
+            pipe = Path(f"{self.watch.board}.flight-{status.rank}.pipe")
+            if status.state in (None, "T") or not pipe.exists():
                 continue
             try:
                 descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
                 os.write(descriptor, b"1\0")
                 os.close(descriptor)
-                asked.append(Path(f"{self.watch.board}.flight-{seen.rank}"))
+                files.append(Path(f"{self.watch.board}.flight-{status.rank}"))
             except OSError:
                 continue
         deadline = time.monotonic() + 3.0
-        while time.monotonic() < deadline and not all(file.exists() for file in asked):
+        while time.monotonic() < deadline and not all(file.exists() for file in files):
             time.sleep(0.1)
-        return [file for file in asked if file.exists()]
+        return [file for file in files if file.exists()]
 
     def copy_flights(self, flights: list[Path], folder: Path) -> None:
-        """Raises OSError."""
+        """Copy files with the last collectives. Raises OSError."""
         for flight in flights:
             shutil.copy(flight, folder / flight.name.rpartition(".")[2])
             self.copied.add(flight)
@@ -405,28 +428,35 @@ class Watchdog:
             say(f"fsdp-trainer: the last collectives before NCCL gave up are in {folder}")
 
     def folder_of_hang(self) -> Path:
-        """Return where what is known of a hang is kept."""
+        """The folder for the evidence of a hang."""
         return Path(self.watch.run) / "hangs" / f"{time.strftime('%Y%m%dT%H%M%S')}-{self.host}"
 
     def record(self, verdict: Verdict, files: dict[str, str], flights: list[Path]) -> None:
-        """On stderr, in the run's hangs/, and in events.jsonl unless the run has said its last word. A disk that hangs too is not waited for."""
+        """Report a verdict on stderr, in the run's hangs/, and in events.jsonl.
+
+        Not in events.jsonl if the run has ended in order. A disk that hangs too is not waited for.
+        """
         folder = self.folder_of_hang() if files else None
-        told = []
-        for seen in verdict.ranks:
-            place, seconds = seen.place, round(seen.stopped or seen.standing, 1)
-            line = f"fsdp-trainer: rank {seen.rank} on {self.host}: {verdict.why}, in {place.phase} of step {place.step}, {seconds} s"
+        events = []
+        for status in verdict.ranks:
+            place, seconds = status.place, round(status.stopped or status.standing, 1)
+            line = (
+                f"fsdp-trainer: rank {status.rank} on {self.host}: {verdict.reason}, in"
+                f" {place.phase}"
+                f" of step {place.step}, {seconds} s"
+            )
             say(line + "; killed" * verdict.kill + (f"; stacks in {folder}" if folder else ""))
             where = {
-                "rank": seen.rank,
+                "rank": status.rank,
                 "host": self.host,
                 "phase": place.phase,
                 "step": place.step,
                 "seconds": seconds,
             }
-            told.append(
+            events.append(
                 {
                     "what": verdict.what,
-                    "why": verdict.why,
+                    "why": verdict.reason,
                     **where,
                     "killed": verdict.kill,
                     "files": str(folder) if folder else None,
@@ -442,7 +472,7 @@ class Watchdog:
                     self.copy_flights(flights, folder)
                 records = Records(Path(self.watch.run), say)
                 if records.last_event().get("event") != "end":
-                    for details in told:
+                    for details in events:
                         records.event("hang", **details)
             except OSError as error:
                 say(f"fsdp-trainer: cannot record that: {error}")
@@ -457,25 +487,26 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def described(seen: Seen) -> str:
-    """A rank for people: where it is, what the system says about its threads, its stacks."""
-    place, behind = seen.place, seen.slot.background
+def described(status: RankStatus) -> str:
+    """A rank for people: its phase, its state and its stacks."""
+    place, behind = status.place, status.slot.background
     lines = [
-        f"rank {seen.rank}, process {seen.slot.pid}, state {seen.state or 'ended'}",
-        f"{place.phase} of step {place.step} for {seen.standing:.1f} s of {seen.allowed:.0f} allowed, {place.collectives} collectives before it",
+        f"rank {status.rank}, process {status.slot.pid}, state {status.state or 'ended'}",
+        f"{place.phase} of step {place.step} for {status.standing:.1f} s of {status.allowed:.0f}"
+        f" allowed, {place.collectives} collectives before it",
         f"checkpoint thread: {behind.phase} of step {behind.step}"
         if behind.entered
         else "no checkpoint thread",
         "",
-        seen.stacks or "it did not show its stacks; what the system says of its threads:",
+        status.stacks or "it did not show its stacks; what the system says of its threads:",
     ]
-    if not seen.stacks:
-        lines += threads_of(seen.slot.pid)
+    if not status.stacks:
+        lines += threads_of(status.slot.pid)
     return "\n".join(lines) + "\n"
 
 
 def threads_of(pid: int) -> list[str]:
-    """Name, state and where in the kernel each thread is, as far as it may be read."""
+    """Name, state and place in the kernel of each thread, as far as it may be read."""
     lines = []
     for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
         facts = []

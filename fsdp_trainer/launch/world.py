@@ -280,12 +280,12 @@ def unusable_gpus(device: str) -> UserError:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
     count = torch.cuda.device_count()
-    why = (
+    reason = (
         f"the driver has {count}, and this torch, built for CUDA {torch.version.cuda}, cannot use "
         f"them: {reason}\nInstall a newer driver, or a torch for an older CUDA; to train on the "
         "CPU:  launch.device=cpu"
     )
-    return UserError("the GPUs cannot be used", [Problem(f"launch.device={device}", why)])
+    return UserError("the GPUs cannot be used", [Problem(f"launch.device={device}", reason)])
 
 
 def rendezvous(store: dist.Store, rank: int, size: int, timeout: float) -> str:

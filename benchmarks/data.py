@@ -7,6 +7,7 @@
 - chats: tokens and the mask of what is learnt. The other side is `datasets.map` over `apply_chat_template(return_assistant_tokens_mask=True)`,
   as TRL does it. Both must give the same tokens and the same mask.
 - chats, long template: the same with a template that has the habits of long ones (benchmarks/long_template.jinja).
+- chats of six answers, long template: the same with three times as many turns.
 - pack: best fit for ten million samples, and the whole plan of an epoch.
 - deliver: how many micro-batches are made while the tiny model needs one, forward and backward.
 - balance: what attention costs the slowest of 2 and of 8 ranks, over the mean, as rows are dealt to them.
@@ -59,11 +60,13 @@ TEMPLATES = {
     "texts": (None, None),
     "chats": ("chatml", CHATML),
     "chats, long template": (str(LONG_TEMPLATE), LONG_TEMPLATE.read_text()),
+    "chats of six answers, long template": (str(LONG_TEMPLATE), LONG_TEMPLATE.read_text()),
 }
 """By what is tokenised: our data.template, and its text for transformers."""
 SIZES = {
     "texts": 30e6,
     "chats": 2e6,
+    "six_answers": 2e6,
 }  # bytes of what is made; in a small text most words are new, which they are not in a corpus
 PACKED, RESUMED = 10_000_000, 2_000_000
 
@@ -90,15 +93,14 @@ def make_inputs(folder: Path) -> None:
     def text(mean: float) -> str:
         return " ".join(sentence() for _ in range(max(1, int(draw.lognormal(np.log(mean), 0.8)))))
 
+    def chat(answers: int) -> dict:
+        turns = answers * (("user", 1), ("assistant", 3))
+        return {"messages": [{"role": role, "content": text(mean)} for role, mean in turns]}
+
     makers: dict[str, Callable[[], dict]] = {
         "texts": lambda: {"text": text(15)},
-        "chats": lambda: {
-            "messages": [
-                {"role": r, "content": text(m)}
-                for _ in range(2)
-                for r, m in (("user", 1), ("assistant", 3))
-            ]
-        },
+        "chats": partial(chat, 2),
+        "six_answers": partial(chat, 6),
     }
     for name, maker in makers.items():
         with open(folder / f"{name}.jsonl", "w") as file:
@@ -398,7 +400,8 @@ def main() -> None:
         make_inputs(folder)
         tokenizer = options.tokenizer or str(folder / "tokenizer")
         for what in TEMPLATES:
-            kind, given = ("texts", options.text) if what == "texts" else ("chats", options.chats)
+            given = options.text if what == "texts" else options.chats
+            kind = "six_answers" if "six" in what else what.partition(",")[0]
             args = (what, given or str(folder / f"{kind}.jsonl"), tokenizer)
             runs = in_turn(
                 {way: partial(in_a_process, way, *args) for way in ("ours", "theirs")},

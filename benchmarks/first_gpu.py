@@ -8,7 +8,7 @@ after every step: machine and versions, then each step's commands, exit codes, s
 of their output, and what was computed from the runs. The exit code is 1 if a step failed.
 
 --device cpu: the same steps with tiny models, which only shows that they run: the tests of a GPU
-are skipped, and the file is runs/first-gpu-on-a-cpu.json.
+are skipped, the steps may take eight times as long, and the file is runs/first-gpu-on-a-cpu.json.
 """
 
 import json
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ from fsdp_trainer.devices import has_gpus
 ROOT = Path(__file__).parent.parent
 MACHINE_SECONDS = 30
 """To find out what machine this is: a GPU whose driver hangs must not end the rest."""
+CPU_LIMITS = 8
+"""Times the limit of each step on a CPU, which compiles slowly and which others may use."""
 TAIL = 20_000  # characters of a command's output that are kept
 TRAIN = ("-m", "fsdp_trainer")
 TESTS = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "--durations=5", "-m", "gpu")
@@ -356,6 +358,8 @@ def main() -> None:
         if given.device == "cpu":  # says nothing about a GPU, and is no result
             path = ROOT / "runs" / "first-gpu-on-a-cpu.json"
         table = steps(given.device, folder)
+        if given.device == "cpu":
+            table = [replace(step, limit=CPU_LIMITS * step.limit) for step in table]
         if given.only:
             table = [table[int(number) - 1] for number in given.only.split(",")]
         passed = run_steps(table, folder, about, path)

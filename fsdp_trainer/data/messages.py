@@ -19,6 +19,7 @@ from fsdp_trainer.data.sources import RowError
 
 Message = dict[str, Any]
 TOOL_CALL_ROLES = ("function_call", "tool_call")
+PLAIN_KEYS, PLAIN_ROLES = {"role", "content"}, ("system", "user", "assistant")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 FLAGS = {"train": False, "training": False, "loss": False, "loss_scale": False, "masked": True}
 """Keys of a turn that is not learnt, in data of Axolotl, ms-swift and torchtune: true or false."""
@@ -47,6 +48,8 @@ def read_turns(value: Any, column: str = "messages") -> list[Message]:
 
 def _turn(turn: Any, column: str) -> list[Message]:
     """Return the message that an element of a list of turns is; two if it is a pair."""
+    if _is_plain(turn):  # most are: what follows takes ten times as long
+        return [{"role": turn["role"], "content": turn["content"]}]
     if isinstance(turn, list) and len(turn) == 2:
         turn = {"user": turn[0], "assistant": turn[1]}
     if not isinstance(turn, dict):
@@ -71,6 +74,16 @@ def _turn(turn: Any, column: str) -> list[Message]:
         )
     content = next((turn[key] for key in TEXT_KEYS if turn.get(key) is not None), None)
     return [_message(turn, role, content)]
+
+
+def _is_plain(turn: Any) -> bool:
+    """Return True for a turn in the form of templates that holds nothing but a text."""
+    return (
+        isinstance(turn, dict)
+        and turn.keys() == PLAIN_KEYS
+        and turn["role"] in PLAIN_ROLES
+        and isinstance(turn["content"], str)
+    )
 
 
 def turns_or_text(value: Any, role: str, name: str) -> list[Message]:

@@ -291,7 +291,7 @@ class SampleBuilder:
                 self.count("no_end", text.where)
         for start, end, weight in text.spans:
             first = encoding.first_reaching(start + 1)
-            in_front = first < len(encoding.ids) and encoding.starts[first] < start
+            in_front = first < len(encoding.ids) and encoding.start_of(first) < start
             if weight and in_front and not sample.weights[first]:
                 self.count("shared_token", text.where)
             if EMPTY_THINK.search(text.text, start, end):

@@ -57,7 +57,9 @@ class GenerationTag(Extension):
         )
 
 
-def environment(today: date = DEFAULT_DATE) -> ImmutableSandboxedEnvironment:
+def environment(
+    today: date = DEFAULT_DATE, kind: type[ChatEnvironment] = ChatEnvironment
+) -> ChatEnvironment:
     """Return the environment of chat templates. today: what `strftime_now` tells them."""
 
     def raise_exception(message: str) -> None:
@@ -79,7 +81,7 @@ def environment(today: date = DEFAULT_DATE) -> ImmutableSandboxedEnvironment:
         )
 
     strftime_now: Callable[[str], str] = datetime(today.year, today.month, today.day).strftime
-    jinja_environment = ChatEnvironment(
+    jinja_environment = kind(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     jinja_environment.filters["tojson"] = tojson
@@ -87,9 +89,9 @@ def environment(today: date = DEFAULT_DATE) -> ImmutableSandboxedEnvironment:
     return jinja_environment
 
 
-def compile_template(source: str, today: date) -> jinja2.Template:
+def compile_template(source: str, jinja_environment: ChatEnvironment) -> jinja2.Template:
     """Compile a template. Raises jinja2.TemplateSyntaxError."""
-    compiled = environment(today).from_string(source)
+    compiled = jinja_environment.from_string(source)
     # a chain of dictionaries takes half of a rendering's time to go through
     compiled.globals = dict(compiled.globals)
     return compiled

@@ -13,12 +13,12 @@ from fsdp_trainer.data.template_forms import Forms, hand_over
 from fsdp_trainer.data.template_language import (
     DEFAULT_DATE,
     RESERVED,
-    compile_template,
     mentions,
     variables,
     with_defaults,
 )
 from fsdp_trainer.data.template_probes import ANSWER, ASK, find_forms
+from fsdp_trainer.data.template_traces import Renderer
 from fsdp_trainer.data.tokenizer import DEFAULT, TOOL_USE, TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 
@@ -50,10 +50,8 @@ class RowTemplate:
     forms: those in which it reads what a turn holds.
     """
 
-    def __init__(
-        self, name: str, compiled: jinja2.Template, values: Mapping[str, Any], with_tools: bool
-    ):
-        self.name, self._compiled, self._values = name, compiled, values
+    def __init__(self, name: str, renderer: Renderer, values: Mapping[str, Any], with_tools: bool):
+        self.name, self._renderer, self._values = name, renderer, values
         self.forms: Forms = find_forms(self.render, with_tools)
         self.closing: str = self._closing()
         """What it writes behind the last turn, but not between turns: Phi-3's an eos_token."""
@@ -71,13 +69,7 @@ class RowTemplate:
         A template is a program: it may raise anything.
         """
         try:
-            return self._compiled.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._values,
-            )
+            return self._renderer.render(messages, tools, add_generation_prompt)
         except Exception as e:
             raise RowError(
                 f"the chat template ({self.name}) cannot render this conversation: {e}"
@@ -151,8 +143,9 @@ class Template:
         self._special, self._args, self._today = special, dict(args or {}), today
         self.source = self.sources.get(DEFAULT) or next(iter(self.sources.values()))
         """The text for rows without tools."""
-        self._compiled = {
-            name: compile_template(text, today) for name, text in self.sources.items()
+        self._values = {**special, **self._args}
+        self._renderers = {
+            name: Renderer(text, today, self._values) for name, text in self.sources.items()
         }
         self._for_rows: dict[bool, RowTemplate] = {}
 
@@ -177,9 +170,9 @@ class Template:
         with_tools = bool(tools)
         if with_tools not in self._for_rows:
             named = TOOL_USE if with_tools and TOOL_USE in self.sources else DEFAULT
-            compiled = self._compiled.get(named) or next(iter(self._compiled.values()))
-            values = {**self._special, **self._args}
-            self._for_rows[with_tools] = RowTemplate(self.name, compiled, values, with_tools)
+            renderer = self._renderers.get(named) or next(iter(self._renderers.values()))
+            row_template = RowTemplate(self.name, renderer, self._values, with_tools)
+            self._for_rows[with_tools] = row_template
         return self._for_rows[with_tools]
 
     def render(

@@ -66,6 +66,10 @@ class Encoding:
         """Return the place of the first token that ends at this character or behind it."""
         return int(np.searchsorted(self.ends, end))
 
+    def start_of(self, token: int) -> int:
+        """Return the character at which one token starts."""
+        return int(self.starts[token])
+
 
 def encoding_of(encoded: Any) -> Encoding:
     """Return what a backend's `encode` gives as arrays."""
@@ -193,6 +197,12 @@ class EncodedWords:
             return len(self.ids)
         encoded = self._words.encoding(self._texts[word])
         return int(self._first_tokens[word]) + encoded.first_reaching(end - int(self._edges[word]))
+
+    def start_of(self, token: int) -> int:
+        """Return the character at which one token starts."""
+        word = int(np.searchsorted(self._first_tokens, token, "right")) - 1
+        encoded = self._words.encoding(self._texts[word])
+        return int(self._edges[word]) + encoded.start_of(token - int(self._first_tokens[word]))
 
 
 def _edges(lengths: np.ndarray) -> np.ndarray:

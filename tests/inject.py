@@ -67,6 +67,7 @@ POINTS = {
     "checksum": "fsdp_trainer.checkpoint.files:checksum",
     "commit": "fsdp_trainer.checkpoint.files:commit",
     "export_write": "fsdp_trainer.checkpoint.safetensors_file:write",
+    "export_threads": "fsdp_trainer.checkpoint.export:in_threads",
     # records and trackers
     "records_write": "fsdp_trainer.observe.records:Records.write",
     "event": "fsdp_trainer.observe.records:Records.event",

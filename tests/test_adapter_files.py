@@ -4,13 +4,16 @@ import json
 import shutil
 import warnings
 
+import inject
 import pytest
 import torch
+from memory_of_a_step import LiveBytes
 from safetensors.torch import save_file
 from stored import assert_byte_equal, tensors
 from zoo import HF, make_folder
 
 from fsdp_trainer.checkpoint.base import weights_on_disk
+from fsdp_trainer.checkpoint.export import export_checkpoint
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.checkpoint.merge import read_whole
 from fsdp_trainer.errors import UserError
@@ -423,6 +426,11 @@ def test_verify_compares_with_peft_and_computes_the_loss(train, world, tmp_path,
     assert "loss " in out
     out = world.command("generate", f"source={run / 'adapter'}", "prompt=a", "max_tokens=2")[0].out
     assert out
+    out = world.command("report", f"source={run}")[0].out
+    assert "2 of 2" in out
+    assert (run / "report.html").is_file()
+    err = world.command("report", f"source={run / 'adapter'}", code=2)[0].err
+    assert f"source={run}\n" in err
 
 
 def test_a_merged_row_does_not_depend_on_the_rows_that_are_read_with_it(tmp_path):
@@ -433,6 +441,31 @@ def test_a_merged_row_does_not_depend_on_the_rows_that_are_read_with_it(tmp_path
     whole = read_whole(weight, 0, 150)
     for first, last in ((0, 1), (63, 65), (64, 150), (149, 150)):
         assert torch.equal(read_whole(weight, first, last), whole[first:last])
+
+
+def one_after_the_other(_real, work, jobs, buffer_bytes):
+    """Do what threads would, where LiveBytes sees it."""
+    buffer = torch.empty(buffer_bytes, dtype=torch.uint8)
+    return [work(job, buffer) for job in jobs]
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_memory_of_merging_does_not_grow_with_the_model(tmp_path, kind):
+    peaks = []
+    for blocks in (1, 4):
+        folder = tmp_path / str(blocks)
+        base = make_folder(folder / "base", num_hidden_layers=blocks, intermediate_size=512)
+        make_adapter(base, folder / "adapter", use_dora=kind == "dora")
+        with (
+            inject.setting("tensor_piece_bytes", 2**12),
+            inject.around("export_threads", one_after_the_other),
+            LiveBytes() as memory,
+        ):
+            export_checkpoint(folder / "adapter", folder / "out", shard_gib=2**-13)
+        peaks.append(memory.peak)
+    files = list((folder / "out").glob("*.safetensors"))
+    assert len(files) > 4
+    assert peaks[0] == peaks[1] < sum(file.stat().st_size for file in files) / 4
 
 
 def test_an_adapter_beside_4_bit_weights_is_merged_in_both_ways(train, world, tmp_path, chats):

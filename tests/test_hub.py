@@ -28,8 +28,10 @@ def hub(monkeypatch, tmp_path):
     load_tokenizer("demo:bytes").save(tmp_path / "theirs")
     asked = []
 
-    def snapshot_download(name, allow_patterns):
+    def snapshot_download(name, allow_patterns=None, local_files_only=False):
         assert name == "org/tiny", f"no such model: {name}"
+        if local_files_only:
+            return str(max(tmp_path.glob("fetched-*"), key=lambda path: path.stat().st_mtime_ns))
         asked.append(allow_patterns)
         fetched = tmp_path / f"fetched-{len(asked)}"
         shutil.copytree(
@@ -84,6 +86,29 @@ def test_training_starts_from_a_hub_models_weights(hub, tmp_path):
         for name in ("hub", "folder")
     ]
     assert losses[0] == losses[1]
+
+
+def test_a_hub_models_adapter_names_it_and_finds_it_again(hub, tmp_path, capsys):
+    shared = [
+        "data.path=demo:backwards",
+        "batch.seq_len=64",
+        "batch.rows=2",
+        "precision=fp32",
+        "launch.device=cpu",
+        "checkpoint.export_hf=true",
+    ]
+    start = ["model.init_from=org/tiny", "adapter=lora", "adapter.rank=4", "run.name=hub"]
+    assert main([*start, *shared, "train.steps=1"]) == 0
+    for fetched in tmp_path.glob("fetched-*"):
+        shutil.rmtree(fetched)  # it is not kept for ever
+    assert main([*start, *shared, "train.steps=2"]) == 0
+    adapter = tmp_path / "runs" / "hub" / "adapter"
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "org/tiny"
+    assert main(["export", f"source={adapter}", f"out={tmp_path / 'merged'}"]) == 0
+    assert main(["verify", f"source={adapter}", f"hf={tmp_path / 'merged'}"]) == 0
+    assert main([f"adapter.init_from={adapter}", "run.name=again", *shared, "train.steps=1"]) == 0
+    assert "from org/tiny" in capsys.readouterr().out
 
 
 def test_a_model_that_cannot_be_fetched_is_named(hub, capsys):

@@ -110,7 +110,9 @@ def read_sources(sources: list[str]) -> list[RecordedRun]:
             problems.append(Problem(f"source={source}", str(error)))
             continue
         if not below:
-            problems.append(Problem(f"source={source}", HOLDS_NO_RUN))
+            inside = is_run(Path(source).resolve().parent)
+            meant = f"\nUse  source={Path(source).parent}" if inside else ""
+            problems.append(Problem(f"source={source}", HOLDS_NO_RUN + meant))
         names |= {folder.resolve(): (name, job) for folder, name, job in below}
     if problems:
         raise UserError("there is nothing to report on", problems)

@@ -296,7 +296,16 @@ def _adapt(linear: Any, rank: int, scale: float, kind: str, dtype: torch.dtype) 
 
 def _lora_forward(self: Any, x: Tensor) -> Tensor:
     """Return W x + scale · B(A x), and the bias."""
-    return type(self).forward(self, x) + self.lora_B(self.lora_A(x)) * self.lora_scale
+    rows = x.flatten(0, -2)
+    return _add_adapter(self, rows, type(self).forward(self, rows)).view(*x.shape[:-1], -1)
+
+
+def _add_adapter(self: Any, rows: Tensor, out: Tensor) -> Tensor:
+    """Return out + scale · B(A x): [rows, out].
+
+    A x is scaled and the product added as it is made: nothing else of the output's size.
+    """
+    return torch.addmm(out, self.lora_A(rows) * self.lora_scale, self.lora_B.weight.t())
 
 
 def _dora_forward(self: Any, x: Tensor) -> Tensor:
@@ -307,11 +316,14 @@ def _dora_forward(self: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         lengths = row_lengths(self)
     factor = (self.lora_magnitude_vector.float() / lengths).to(x.dtype)
-    out = type(self).forward(self, x)
+    rows = x.flatten(0, -2)
+    out = type(self).forward(self, rows)
     if self.bias is not None:
         out = out - self.bias
-    out = factor * (out + self.lora_B(self.lora_A(x)) * self.lora_scale)
-    return out if self.bias is None else out + self.bias
+    out = factor * _add_adapter(self, rows, out)
+    if self.bias is not None:
+        out = out + self.bias
+    return out.view(*x.shape[:-1], -1)
 
 
 def row_lengths(linear: Any) -> Tensor:

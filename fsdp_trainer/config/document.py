@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from fsdp_trainer.config.check import describe, flatten, limits, show
 from fsdp_trainer.config.compose import CONF, compose_and_tell, find_file, options
-from fsdp_trainer.config.names import Answer, known_elsewhere, synonyms_of
+from fsdp_trainer.config.names import KnownName, known_elsewhere, synonyms_of
 from fsdp_trainer.config.overrides import why_unknown
 from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig, default_of
 from fsdp_trainer.config.verbs import PRIMARY, ConfigConfig, LaunchFiles, RecipesConfig
@@ -217,7 +217,7 @@ def keys_meant(name: str | None, keys: dict[str, Field]) -> list[str]:
     """
     wanted = [key for key in keys if name in (None, key) or key.startswith(f"{name}.")]
     wanted = wanted or [key for key in keys if key.split(".")[-1] == name]
-    answer = Answer() if wanted else known_elsewhere(str(name)) or Answer()
+    answer = KnownName() if wanted else known_elsewhere(str(name)) or KnownName()
     meant = answer.meant.split("=")[0]
     wanted = wanted or [key for key in keys if key == meant or key.startswith(f"{meant}.")]
     if not wanted:

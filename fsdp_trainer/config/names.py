@@ -14,7 +14,7 @@ ANYWHERE = 0.82  # and of one elsewhere: `tensor_parallel` is like `tensorboard`
 SURE = 0.85  # this much alike, it is a slip of the finger
 
 
-class Answer(NamedTuple):
+class KnownName(NamedTuple):
     """The meaning of a name: a key, a group or a whole override (`meant`), else a sentence."""
 
     meant: str = ""
@@ -25,8 +25,8 @@ class Answer(NamedTuple):
 class ForeignNames(NamedTuple):
     """The names of other trainers. patterns: those with a `*`, in the order of the file."""
 
-    exact: dict[str, Answer]
-    patterns: list[tuple[str, Answer]]
+    exact: dict[str, KnownName]
+    patterns: list[tuple[str, KnownName]]
 
 
 @cache
@@ -34,8 +34,8 @@ def table() -> ForeignNames:
     """Read names.yaml, once it is needed: a right command line does without."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     tree = yaml.load(Path(__file__).with_name("names.yaml").read_text(), loader)
-    exact: dict[str, Answer] = {}
-    patterns: list[tuple[str, Answer]] = []
+    exact: dict[str, KnownName] = {}
+    patterns: list[tuple[str, KnownName]] = []
     for names, answer in _entries(tree):
         for name in names.split():
             if "*" in name:
@@ -45,17 +45,17 @@ def table() -> ForeignNames:
     return ForeignNames(exact, patterns)
 
 
-def _entries(tree: dict[str, Any]) -> Iterator[tuple[str, Answer]]:
+def _entries(tree: dict[str, Any]) -> Iterator[tuple[str, KnownName]]:
     for kind in ("keys", "overrides"):
         for meant, names in tree[kind].items():
-            yield names, Answer(meant=meant)
+            yield names, KnownName(meant=meant)
     for entry in tree["instead"]:
-        yield entry["names"], Answer(sentence=entry["say"])
+        yield entry["names"], KnownName(sentence=entry["say"])
     for entry in tree["missing"].values():
-        yield entry["names"], Answer(sentence=entry["say"], missing=True)
+        yield entry["names"], KnownName(sentence=entry["say"], missing=True)
 
 
-def known_elsewhere(name: str) -> Answer | None:
+def known_elsewhere(name: str) -> KnownName | None:
     """Return what another trainer's name stands for here; None where no trainer has it."""
     return _by_path(_parts(name)) or _by_section_or_leaf(_parts(name))
 
@@ -70,12 +70,12 @@ def _parts(name: str) -> list[str]:
     return name.lower().replace("-", "_").replace("/", ".").split(".")
 
 
-def _by_path(parts: list[str]) -> Answer | None:
+def _by_path(parts: list[str]) -> KnownName | None:
     exact = table().exact
     return exact.get(".".join(parts)) or exact.get("_".join(parts))
 
 
-def _by_section_or_leaf(parts: list[str]) -> Answer | None:
+def _by_section_or_leaf(parts: list[str]) -> KnownName | None:
     sections = [(p, answer) for p, answer in table().patterns if "." in p]
     plain = [(p, answer) for p, answer in table().patterns if "." not in p]
     return (
@@ -85,7 +85,7 @@ def _by_section_or_leaf(parts: list[str]) -> Answer | None:
     )
 
 
-def _first_match(names: list[str], patterns: list[tuple[str, Answer]]) -> Answer | None:
+def _first_match(names: list[str], patterns: list[tuple[str, KnownName]]) -> KnownName | None:
     for pattern, answer in patterns:
         if any(fnmatchcase(name, pattern) for name in names):
             return answer
@@ -191,7 +191,7 @@ def synonyms_of(key: str) -> list[str]:
     return [name for name, answer in names if answer.meant.split("=")[0] == key and "." not in name]
 
 
-def meant_by(key: str, keys: Collection[str], groups: Collection[str]) -> Answer | None:
+def meant_by(key: str, keys: Collection[str], groups: Collection[str]) -> KnownName | None:
     """Return what `key` should have been, or None: by another trainer's name, else by spelling."""
     for answer in _candidates(key, keys, groups):
         target = answer.meant.split("=")[0]
@@ -200,7 +200,7 @@ def meant_by(key: str, keys: Collection[str], groups: Collection[str]) -> Answer
     return None
 
 
-def _candidates(key: str, keys: Collection[str], groups: Collection[str]) -> Iterator[Answer]:
+def _candidates(key: str, keys: Collection[str], groups: Collection[str]) -> Iterator[KnownName]:
     """Yield what `key` may have been, the likeliest first; it may not exist for this verb."""
     parts = _parts(key)
     leaf = parts[-1]
@@ -212,17 +212,17 @@ def _candidates(key: str, keys: Collection[str], groups: Collection[str]) -> Ite
     def spelt(names: Iterable[str], cutoff: float) -> str:
         return nearest(leaf, names, cutoff) or ""
 
-    def key_of(name: str, where: dict[str, str]) -> Answer:
-        return Answer(meant=where.get(name, ""))
+    def key_of(name: str, where: dict[str, str]) -> KnownName:
+        return KnownName(meant=where.get(name, ""))
 
-    yield _by_path(parts) or Answer()
+    yield _by_path(parts) or KnownName()
     yield key_of(spelt(siblings, SURE), siblings)
-    yield _by_section_or_leaf(parts) or Answer()
+    yield _by_section_or_leaf(parts) or KnownName()
     yield key_of(spelt(siblings, SAME_NODE), siblings)
     if same_leaf:
-        yield Answer(meant=nearest(key, same_leaf) or same_leaf[0])
+        yield KnownName(meant=nearest(key, same_leaf) or same_leaf[0])
     slip = spelt([*table().exact, *leaves], SURE)
-    yield table().exact.get(slip, Answer())
+    yield table().exact.get(slip, KnownName())
     yield key_of(slip, leaves)
     yield key_of(spelt(leaves, ANYWHERE), leaves)
-    yield Answer(meant=nearest(key, keys, ANYWHERE) or "")
+    yield KnownName(meant=nearest(key, keys, ANYWHERE) or "")

@@ -26,7 +26,7 @@ from fsdp_trainer.config.check import (
 )
 from fsdp_trainer.config.names import (
     OPTION_SYNONYMS,
-    Answer,
+    KnownName,
     absent,
     choice_meant,
     known_elsewhere,
@@ -164,7 +164,7 @@ def why_unknown(
 
     text: the value; it is suggested only for a key that takes it. groups: the options of each.
     """
-    answer = meant_by(key, keys, groups) or Answer()
+    answer = meant_by(key, keys, groups) or KnownName()
     by_other_name = answer.meant and known_elsewhere(key) == answer
     sentence = ("" if by_other_name else absent(text or "")) or answer.sentence
     if sentence:
@@ -260,7 +260,7 @@ def _set(
         line.refuse(argument, f"{reason}\n{contents(key, keys)}")
         return
     if owner is None:
-        meant = (meant_by(key, keys, groups) or Answer()).meant.split("=")[0]
+        meant = (meant_by(key, keys, groups) or KnownName()).meant.split("=")[0]
         line.refuse(argument, why_unknown(key, text, keys, groups), meant)
         return
     option = option_meant(key, value, keys, groups)
@@ -396,7 +396,9 @@ def _why_no_dashes(
 ) -> str:
     """Return how an option of another program, `--name=value`, is written here."""
     known = name in keys or name in groups
-    answer = Answer(meant=name) if known else meant_by(name, keys, groups) or Answer(meant="key")
+    answer = (
+        KnownName(meant=name) if known else meant_by(name, keys, groups) or KnownName(meant="key")
+    )
     if answer.sentence:
         return filled(f"settings are written without dashes; {answer.sentence}")
     setting = answer.meant if "=" in answer.meant else f"{answer.meant}={value or 'VALUE'}"

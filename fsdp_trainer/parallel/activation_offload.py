@@ -113,7 +113,7 @@ class Moved:
             self.device = self.copies.to_device(self.host)
 
 
-class Part(NamedTuple):
+class OffloadedPart(NamedTuple):
     """A saved tensor: a view of moved bytes."""
 
     moved: Moved
@@ -140,7 +140,7 @@ class SavedByBlock:
         self.fetched: Any = None
         self.is_fetched = False
 
-    def pack(self, tensor: Tensor) -> Tensor | Part:
+    def pack(self, tensor: Tensor) -> Tensor | OffloadedPart:
         """Begin to move a tensor that autograd saves; return it if it stays.
 
         Detached: an operator that saved its own output would be kept alive by it.
@@ -154,9 +154,9 @@ class SavedByBlock:
             self.moved.add(moved)
         _, moved = self.on_device[storage._cdata]
         offset = int(tensor.storage_offset())
-        return Part(moved, tensor.dtype, tensor.size(), tensor.stride(), offset)
+        return OffloadedPart(moved, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
-    def unpack(self, saved: Tensor | Part) -> Tensor:
+    def unpack(self, saved: Tensor | OffloadedPart) -> Tensor:
         """Return a saved tensor on the device, and begin to fetch what the block before saved."""
         if isinstance(saved, Tensor):
             return saved

@@ -18,7 +18,7 @@ from fsdp_trainer.plan.suggest import Suggestion
 WIDE = 115  # characters: room for a change and its figures beside the others
 
 
-class Row(NamedTuple):
+class GpuRow(NamedTuple):
     """The cells of one GPU and world. change: what to type, the peak then and its cost; empty if it
     fits."""
 
@@ -47,7 +47,7 @@ def show_gpus(cfg: PlanConfig, config: ModelConfig, answers: list[Answer]) -> No
         console.print(changes_of(changes))
 
 
-def row_of(plan: RunPlan, suggestions: list[Suggestion]) -> Row:
+def row_of(plan: RunPlan, suggestions: list[Suggestion]) -> GpuRow:
     """Return the row of one plan. The first suggestion is the best."""
     rate = plan.tokens / plan.seconds / plan.world_size
     figures: list[str | Text] = [
@@ -62,10 +62,10 @@ def row_of(plan: RunPlan, suggestions: list[Suggestion]) -> Row:
         change = [Text(best.override, "bold"), peak, told_cost(best.cost)]
     elif not plan.fits:
         change = [Text("nothing that a key changes", "dim")]
-    return Row(f"{plan.world_size:,} × {plan.device.name}", figures, change)
+    return GpuRow(f"{plan.world_size:,} × {plan.device.name}", figures, change)
 
 
-def table_of(rows: list[Row], with_changes: bool) -> Table:
+def table_of(rows: list[GpuRow], with_changes: bool) -> Table:
     """Return the table, with what would make a run fit or without."""
     table = Table("GPUs", "peak, GiB", "fits", "tokens/s\na GPU", box=box.SIMPLE_HEAD)
     for column in table.columns[1:]:
@@ -77,7 +77,7 @@ def table_of(rows: list[Row], with_changes: bool) -> Table:
     return table
 
 
-def changes_of(rows: list[Row]) -> Table:
+def changes_of(rows: list[GpuRow]) -> Table:
     """Return a table of what would make each run fit."""
     table = Table("GPUs", box=box.SIMPLE_HEAD)
     table.columns[0].no_wrap = True

@@ -483,6 +483,37 @@ def test_a_conversation_may_begin_with_an_answer_where_the_template_wants_a_ques
     assert learnt(tokenizer, sample) == ["Welcome<|im_end|>", "b<|im_end|>"]
 
 
+def test_the_header_of_a_first_answer_is_not_learnt_where_only_a_last_turn_has_the_prompt(
+    tokenizer,
+):
+    source = (
+        "{{- bos_token }}{%- for m in messages %}"
+        + PLAIN
+        + "{%- if loop.last %}"
+        + PROMPT
+        + "{%- endif %}{%- endfor %}"
+    )
+    chat = [turn("assistant", "Welcome"), ASK, ANSWER]
+    template = Template("OLMo's way", source, tokenizer.special)
+    (sample,), _ = samples_of(tokenizer, row_of(chat), template)
+    assert sample.tokens.tolist() == rendered(tokenizer, source, chat)[1]
+    assert learnt(tokenizer, sample) == ["Welcome<|im_end|>", "Grey.<|im_end|>"]
+
+
+def test_a_header_behind_a_result_that_ends_otherwise_in_prompts_is_not_learnt(tokenizer):
+    result = (
+        "{{- '<|im_start|>tool\\n' + m.content }}"
+        "{{- '' if loop.last else '\\n' }}{{- '<|im_end|>' }}"
+    )
+    source = template_of(("m.role == 'tool'", result), ("m.tool_calls", written(CALL)))
+    chat = [ASK, CALLING, RESULT, ANSWER]
+    template = Template("Hermes' way", source, tokenizer.special)
+    (sample,), builder = samples_of(tokenizer, row_of(chat), template)
+    assert sample.tokens.tolist() == rendered(tokenizer, source, chat)[1]
+    assert learnt(tokenizer, sample)[-1] == "Grey.<|im_end|>"
+    assert builder.counts["prompt_differs"] == 1
+
+
 def test_a_turn_whose_beginning_cannot_be_told_is_refused_with_a_remedy(tokenizer):
     source = (
         "{% if not add_generation_prompt %}{{ messages[-1].content | length }}{% endif %}"

@@ -78,10 +78,14 @@ class TurnFinder:
         except RowError:  # no turn before it, say
             return full, self._start_of_plain_answers(k, full), False
         if full.startswith(prompt):
-            return full, len(prompt), True
+            return full, len(prompt) + self._header_beyond(k, prompt, full), True
         last, behind = self._last_said(k, prompt)
         start = common_start(prompt, full)
         if start >= behind > 0:
+            rest = full[start:].lstrip()
+            header = prompt[start:].lstrip()
+            if header and rest.startswith(header):  # only white space before it differs (Hermes)
+                return full, len(full) - len(rest) + len(header), False
             half = HALF_A_TAG.search(full, behind, start)
             return full, half.start() if half else start, False
         # turns before are written otherwise now that this one is there (their reasoning is dropped,
@@ -89,6 +93,16 @@ class TurnFinder:
         if behind and full.count(prompt[last:]) == 1:
             return prompt + full.partition(prompt[last:])[2], len(prompt), True
         return full, self._start_of_plain_answers(k, full), False
+
+    def _header_beyond(self, k: int, prompt: str, full: str) -> int:
+        """Return the length of a header that no prompt of an empty conversation has.
+
+        Some templates write it behind the last turn (OLMo's), and there is none before the first.
+        """
+        header = self.template.generation_prompt
+        if k or prompt.endswith(header) or not full.startswith(header, len(prompt)):
+            return 0
+        return len(header)
 
     def _last_said(self, k: int, prompt: str) -> tuple[int, int]:
         """Return where in the prompt of turn k the text of the turn before begins and ends.

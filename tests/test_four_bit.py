@@ -132,7 +132,7 @@ slow = pytest.mark.slow
         pytest.param(2, "llama", "fp32", ["sharding.cpu_offload=true"], marks=slow),
         pytest.param(3, "llama", "bf16", ["adapter=dora", FULL], marks=slow),
         pytest.param(2, "llama", "bf16", ["activation_checkpoint=selective"], marks=slow),
-        pytest.param(2, "llama", "bf16", ["compile"], marks=slow),
+        pytest.param(1, "llama", "bf16", ["compile"], marks=slow),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -154,8 +154,11 @@ def test_training_is_bitwise_that_on_the_decoded_weights(
     assert run.column("loss") == expected.column("loss")
     assert_bitwise_equal(stored(newest(run)), stored(newest(expected)))
     assert run.column("loss")[-1] < run.column("loss")[0]
-    other = train("other", *common, f"model.init_from={folder}", ranks=ranks, base=base)
-    assert run.column("loss") != other.column("loss"), "4 bits must differ, else this shows little"
+    name = "model.layers.0.self_attn.q_proj.weight"
+    if family == "phi3":
+        name = name.replace("q_proj", "qkv_proj")
+    before, after = (load_file(f / "model.safetensors")[name] for f in (folder, decoded))
+    assert (before - after).norm() > 0.05 * before.norm(), "4 bits must differ"
 
 
 def digests(run):

@@ -1,4 +1,7 @@
-"""What a part of the model takes of memory in one micro-batch: traced, by computing it forward and backward on tensors without storage."""
+"""The memory of a part of the model in one micro-batch.
+
+It is traced: computed forward and backward on tensors without storage.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -28,7 +31,7 @@ UNREAD_LEFT_OUT = 0.5
 of 2024 gained all of it, those of 2025 and 2026 none."""
 
 
-class Traced(NamedTuple):
+class TracedPart(NamedTuple):
     """Bytes, weights and what all blocks share left out; an input is counted as long as the part holds it.
 
     forward: at forward's peak; kept: from forward to backward; backward: at backward's peak, `kept` and the gradients of its weights
@@ -40,9 +43,9 @@ class Traced(NamedTuple):
     backward: int
     gradients: int
 
-    def less(self, saving: int) -> "Traced":
+    def less(self, saving: int) -> "TracedPart":
         """Return the same where `saving` bytes fewer stay from forward to backward."""
-        return Traced(
+        return TracedPart(
             self.forward - saving, self.kept - saving, self.backward - saving, self.gradients
         )
 
@@ -63,7 +66,10 @@ class Input:
 
 
 class Storages(TorchDispatchMode):
-    """Which storages operators make, and when they go. events: (number of the storage, bytes), negative where it goes."""
+    """Records which storages operators make, and when they end.
+
+    events: (number of the storage, bytes), negative where it ends.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +101,7 @@ class Storages(TorchDispatchMode):
         return max(self.live(count))
 
     def number(self, tensor: Tensor) -> int | None:
-        """Of the storage of `tensor`."""
+        """Bytes of the storage of `tensor`."""
         return self.numbers.get(tensor.untyped_storage()._cdata)
 
 
@@ -104,7 +110,7 @@ def trace(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     input_gradient: bool = True,
-) -> Traced:
+) -> TracedPart:
     """Trace a module whose first input, and output, has this shape and dtype.
 
     make: the module, on the meta device, and its other inputs. input_gradient: False if nothing in
@@ -123,7 +129,7 @@ def trace(
             del x
             end = len(storages.events)
             if not out.requires_grad:
-                return Traced(storages.most(end), 0, 0, 0)
+                return TracedPart(storages.most(end), 0, 0, 0)
             edge = torch.autograd.graph.get_gradient_edge(out * 2.0)
             del out
             middle = len(storages.events)
@@ -133,12 +139,12 @@ def trace(
         live = storages.live(stop)
         peak = max(range(middle, stop), key=live.__getitem__)
         gradients = sum(size for number, size in storages.events[: peak + 1] if number in own)
-    return Traced(storages.most(end), live[middle - 1], live[peak], gradients)
+    return TracedPart(storages.most(end), live[middle - 1], live[peak], gradients)
 
 
 def trace_block(
     block: nn.Module, config: ModelConfig, of: Input, recomputed: ActivationCheckpoint
-) -> Traced:
+) -> TracedPart:
     """Trace a decoder block as training computes it, with its adapters.
 
     Rows are traced as two documents each: how many there are hardly counts.
@@ -187,7 +193,7 @@ def trace_block(
 
 
 def compiled_saving(
-    config: ModelConfig, of: Input, recomputed: ActivationCheckpoint, eager: Traced, ranks: int
+    config: ModelConfig, of: Input, recomputed: ActivationCheckpoint, eager: TracedPart, ranks: int
 ) -> int:
     """Return the bytes that a compiled block keeps less than the traced one, from forward to
     backward. ranks: of all its adapters together.
@@ -217,7 +223,7 @@ def compiled_saving(
     return max(0, eager.kept - kept)
 
 
-def trace_norm(norm: nn.Module, config: ModelConfig, tokens: int, dtype: str) -> Traced:
+def trace_norm(norm: nn.Module, config: ModelConfig, tokens: int, dtype: str) -> TracedPart:
     """Trace the norm before the head, over the supervised tokens."""
     norm = deepcopy(norm).to(getattr(torch, dtype))
     return trace(lambda: (norm, ()), (tokens, config.hidden_size), getattr(torch, dtype))

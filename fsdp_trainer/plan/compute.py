@@ -81,7 +81,7 @@ class Flops(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """Of one micro-batch. The head does all of its work forward."""
+    """The work of one micro-batch. The head does all of its work forward."""
 
     forward: float
     backward: float
@@ -136,7 +136,7 @@ def _at_efficiency(
 
 
 class WeightSeconds(NamedTuple):
-    """What each micro-batch takes for weights, however many tokens it has."""
+    """Traffic for weights in each micro-batch, however many tokens it has."""
 
     forward: float
     backward: float

@@ -1,6 +1,6 @@
-"""How much memory a rank takes at each moment of a step: the order in which FSDP2 works, walked through over blocks that are traced once.
+"""The memory of a rank at each moment of a step.
 
-docs/plan.md says how right it is.
+The order in which FSDP2 works is walked through over blocks that are traced once.
 """
 
 import math
@@ -21,7 +21,7 @@ from fsdp_trainer.parallel.activation_offload import SMALLEST
 from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.plan.blocks import (
     Input,
-    Traced,
+    TracedPart,
     compiled_saving,
     remembered,
     trace_block,
@@ -105,10 +105,12 @@ def memory(cfg: TrainConfig, config: ModelConfig, world: int, device: str = "cud
 
 
 class Step:
-    """The last micro-batch of a step, and the update. What the attributes say is in bytes, and changes on the way.
+    """The last micro-batch of a step, and the update.
 
-    gradients: sharded ones; gathered: whole parameters that stay; waiting: whole gradients that no message has taken; kept: activations
-    for backward; flying: messages of gradients.
+    What the attributes say is in bytes, and changes on the way.
+
+    gradients: sharded ones; gathered: whole parameters that stay; waiting: whole gradients that no
+    message has taken; kept: activations for backward; flying: messages of gradients.
     """
 
     def __init__(self, cfg: TrainConfig, config: ModelConfig, world: int, device: str):
@@ -167,7 +169,9 @@ class Step:
         self.sharded = 0.0 if self.whole else self.gradients  # of the gradients
         self.gathered, self.waiting, self.kept = 0.0, 0.0, float(shared)
         self.flying: deque[float] = deque()
-        self.reduced = 0.0  # messages of replicas, which stay until the end of backward where a copy becomes the gradient
+        # messages of replicas, which stay until the end of backward where a copy becomes the
+        # gradient
+        self.reduced = 0.0
         self.most_fetched = 0.0
         self.phases: dict[str, tuple[float, str, dict[str, float], float]] = {}
         """By name: total, when, bytes by category, and bytes that lie idle in streams' pools, less
@@ -202,7 +206,7 @@ class Step:
             self.phases[phase] = total, when, held, idle
 
     def moments(self) -> tuple[Moment, ...]:
-        """Of each phase the largest."""
+        """The largest moment of each phase."""
         moments = []
         most_fetched = self.most_fetched if self.device == "cuda" else 0.0
         for phase, (_, when, held, idle) in self.phases.items():
@@ -298,7 +302,7 @@ class Step:
             self._send(self.last, whole, fetched, "head")
 
     def backward(self) -> None:
-        """Of the blocks, last ones first, and of the embedding."""
+        """Backward of the blocks, last ones first, and of the embedding."""
         done = len(self.traced)
         for i, unit in reversed([*enumerate(self.units)]):
             if done <= self.parts.backward_from:
@@ -380,7 +384,7 @@ class Step:
 
 
 def moved_bytes(
-    cfg: TrainConfig, config: ModelConfig, traced: list[Traced], device: str
+    cfg: TrainConfig, config: ModelConfig, traced: list[TracedPart], device: str
 ) -> list[int]:
     """Return for each block the bytes that activation_checkpoint.offload moves to the host.
 
@@ -399,8 +403,10 @@ def pinned_bytes(moved: float, stream: float) -> float:
     return PINNED * moved
 
 
-def trace_blocks(cfg: TrainConfig, config: ModelConfig, device: str) -> tuple[list[Traced], float]:
-    """Of every block, and bytes that all blocks share: rotations and masks."""
+def trace_blocks(
+    cfg: TrainConfig, config: ModelConfig, device: str
+) -> tuple[list[TracedPart], float]:
+    """The traces of every block, and the bytes that all blocks share: rotations and masks."""
     length, rows, precision, recompute = (
         cfg.batch.seq_len,
         cfg.batch.micro_rows,
@@ -419,9 +425,9 @@ def trace_blocks(cfg: TrainConfig, config: ModelConfig, device: str) -> tuple[li
     )
     layout = choose(cfg.model.attention, cfg.model.attention_kernel, context).layout
     parts = model_parts(config, cfg)
-    known: dict[tuple, Traced] = {}
+    known: dict[tuple, TracedPart] = {}
 
-    def trace(i: int, mode: str) -> Traced:
+    def trace(i: int, mode: str) -> TracedPart:
         has_gradient = parts.input_has_gradient(i)
         key = (parts.kind_of[i], windows[i], has_gradient, mode)
         if key not in known:
@@ -432,10 +438,10 @@ def trace_blocks(cfg: TrainConfig, config: ModelConfig, device: str) -> tuple[li
             known[key] = _traced(parts.kinds[parts.kind_of[i]], of, mode)
         return known[key]
 
-    def _traced(kind: BlockKind, of: Input, mode: str) -> Traced:
+    def _traced(kind: BlockKind, of: Input, mode: str) -> TracedPart:
         saved = ActivationCheckpoint(mode=mode, save=recompute.save)
         arguments = (kind.signature, cfg.adapter.name, of, saved)
-        traced: Traced = remembered(
+        traced: TracedPart = remembered(
             "block", config, arguments, lambda: trace_block(kind.block, config, of, saved)
         )
         if cfg.compile.enabled:
@@ -443,10 +449,10 @@ def trace_blocks(cfg: TrainConfig, config: ModelConfig, device: str) -> tuple[li
             traced = traced.less(compiled_saving(config, of, saved, traced, ranks))
         return traced
 
-    def block(i: int) -> Traced:
+    def block(i: int) -> TracedPart:
         if recompute.mode == "budget":
             none, full = trace(i, "none"), trace(i, "full")
-            return Traced(
+            return TracedPart(
                 *(round(f + recompute.budget * (n - f)) for n, f in zip(none, full, strict=True))
             )
         return trace(i, recompute.mode if i % recompute.every == 0 else "none")
@@ -468,11 +474,11 @@ def trace_blocks(cfg: TrainConfig, config: ModelConfig, device: str) -> tuple[li
     ) + masks
 
 
-def norm_traced(parts: ModelParts, tokens: int, dtype: str) -> Traced:
+def norm_traced(parts: ModelParts, tokens: int, dtype: str) -> TracedPart:
     """Return what the norm before the head takes."""
     norm, config = parts.norm, parts.model.config
     arguments = (signature_of(norm), tokens, dtype)
-    traced: Traced = remembered(
+    traced: TracedPart = remembered(
         "norm", config, arguments, lambda: trace_norm(norm, config, tokens, dtype)
     )
     return traced

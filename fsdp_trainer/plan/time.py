@@ -32,17 +32,23 @@ class Group(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Of a gathered or reduced message, what each rank sends: (n - 1) / n, in a ring as in all that sends nothing twice."""
+        """The share of a gathered or reduced message that each rank sends: (n - 1) / n.
+
+        In a ring, as in every algorithm that sends nothing twice.
+        """
         return (self.ranks - 1) / self.ranks
 
     @property
     def across(self) -> float:
-        """Of it, what leaves the node through each rank's share of the network cards."""
+        """The share of it that leaves the node through each rank's part of the network cards."""
         nodes = self.ranks / self.beside
         return (nodes - 1) / nodes / self.beside
 
     def seconds(self, size: float, device: Device, efficiency: float) -> float:
-        """To gather or reduce a message of `size` bytes: on the slower of the links within and between nodes."""
+        """Seconds to gather or reduce a message of `size` bytes.
+
+        On the slower of the links within and between nodes.
+        """
         within = size * self.sent / device.link if self.beside > 1 else 0.0
         return (
             max(within, size * self.across / device.network) / efficiency if self.ranks > 1 else 0.0
@@ -50,7 +56,10 @@ class Group(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """What a rank sends in one step over one dimension of the mesh, in bytes, and how much of that leaves its node."""
+    """Bytes that a rank sends in one step over one dimension of the mesh.
+
+    Also: how many of them leave its node.
+    """
 
     ranks: int
     gathered: float
@@ -59,7 +68,7 @@ class Wire(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of one step. exposed: of the communication, what no computation hides."""
+    """Seconds of one step. exposed: of the communication that no computation hides."""
 
     compute: float
     communication: float
@@ -68,12 +77,12 @@ class Times(NamedTuple):
 
     @property
     def step(self) -> float:
-        """From one step to the next."""
+        """Seconds from one step to the next."""
         return self.compute + self.exposed + self.optimizer
 
 
 def micro_batches(cfg: TrainConfig, world: int) -> int:
-    """Of one step on each rank; where rows do not divide, some of their rows are empty."""
+    """The micro-batches of one step on each rank; if rows do not divide, some of them are empty."""
     return ceil(cfg.batch.rows / (cfg.batch.micro_rows * world))
 
 
@@ -87,7 +96,10 @@ def groups(sharding: Sharding, world: int, per_node: int) -> tuple[Group, Group]
 
 
 def wire(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> dict[str, Wire]:
-    """Bytes of one step by dimension of the mesh. All-gathers forward and, of blocks that were freed, backward; reductions of each gradient."""
+    """Bytes of one step by dimension of the mesh.
+
+    All-gathers forward and, of blocks that were freed, backward; reductions of each gradient.
+    """
     shard, replicate = groups(cfg.sharding, world, device.per_node)
     parts, count = model_parts(config, cfg), micro_batches(cfg, world)
     units = parts.units(cfg, shard.ranks)
@@ -123,7 +135,7 @@ def float8_share(cfg: TrainConfig) -> float:
 
 
 def times(cfg: TrainConfig, config: ModelConfig, world: int, device: Device, best: bool) -> Times:
-    """One step, at the upper or the lower end of what is reached of arithmetic and links."""
+    """The times of one step, at the upper or the lower end of measured arithmetic and links."""
     shard, replicate = groups(cfg.sharding, world, device.per_node)
     parts = model_parts(config, cfg)
     units = parts.units(cfg, shard.ranks)
@@ -189,7 +201,10 @@ def moving_seconds(
 
 
 def _optimizer_seconds(cfg: TrainConfig, numbers: float, device: Device) -> float:
-    """Norm, clipping and AdamW of `numbers` trained parameters, each of which is read from and written to memory."""
+    """Seconds of norm, clipping and AdamW of `numbers` trained parameters.
+
+    Each of them is read from and written to memory.
+    """
     stored = BYTES[cfg.precision.master_dtype]
     state = state_bytes(cfg.optim, cfg.precision.master_dtype)
     moved = numbers * (

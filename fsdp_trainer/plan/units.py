@@ -1,4 +1,4 @@
-"""What `fully_shard` gathers and reduces together, in bytes, and what of it is trained.
+"""Units: parameters that `fully_shard` gathers and reduces together, in bytes.
 
 Read from the model that would be trained, with its adapters and 4-bit matrices, on the meta device.
 """
@@ -74,7 +74,7 @@ def number_sizes(cfg: TrainConfig) -> Sizes:
 
 
 class AdapterCounts(NamedTuple):
-    """What adapters and 4-bit matrices add to the arithmetic of blocks.
+    """Work that adapters and 4-bit matrices add to blocks.
 
     numbers: of A and B; ranks: of all together; adapted, encoded: numbers of the matrices that have
     adapters, and of those in 4 bits; inputs, outputs: widths of the adapted layers together.
@@ -117,12 +117,12 @@ class BlockKind:
 
     @cached_property
     def counts(self) -> AdapterCounts:
-        """What adapters and 4-bit matrices add."""
+        """Work that adapters and 4-bit matrices add."""
         return AdapterCounts.of(self.block)
 
     @cached_property
     def is_trained(self) -> bool:
-        """Whether any parameter is trained."""
+        """True if any parameter is trained."""
         return any(parameter.requires_grad for parameter in self.block.parameters())
 
 

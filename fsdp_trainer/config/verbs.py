@@ -52,6 +52,11 @@ class Plan:
         "`text` for people; `json`: one object, of a list of GPUs a list of them",
         choices=("text", "json"),
     )
+    search: bool = key(
+        False,
+        "list the layouts that fit, fastest first, with what to type: sharding, micro_rows,"
+        " activation_checkpoint",
+    )
     efficiency: float | None = key(
         None,
         "share of the GPU's peak that arithmetic reaches; null: a range, from published trainings",

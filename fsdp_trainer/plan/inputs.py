@@ -109,6 +109,24 @@ def each_gpu(cfg: PlanConfig) -> list[PlanConfig]:
     return [replace(cfg, plan=replace(cfg.plan, gpu=name)) for name in names] or [cfg]
 
 
+def only_target(cfg: PlanConfig) -> tuple[int, Device]:
+    """Return the world and the device that layouts are searched for.
+
+    Raises UserError for several of them: a search compares what one cluster can do.
+    """
+    # replicas are searched, and need not divide the world as they are
+    worlds = world_sizes(replace(cfg, sharding=replace(cfg.sharding, replicas=1)))
+    problems = []
+    for key, values in (("world_size", worlds), ("gpu", gpu_names(cfg.plan.gpu))):
+        if len(values) > 1:
+            typed = f"plan.{key}=[{','.join(map(str, values))}]"
+            why = f"plan.search looks at one cluster.\nUse  plan.{key}={values[-1]}"
+            problems.append(Problem(typed, why))
+    if problems:
+        raise UserError("a search is for one cluster", problems)
+    return worlds[0], target(cfg, worlds[0])
+
+
 def target(cfg: PlanConfig, world: int) -> Device:
     """What each of `world` ranks computes on. Raises UserError where nothing says."""
     asked, found = cfg.plan, None

@@ -11,6 +11,9 @@ from fsdp_trainer.parallel.memory_check import checkpoint_bytes
 from fsdp_trainer.plan.memory import GIB, Memory, memory
 from fsdp_trainer.plan.time import Times, Wire, micro_batches, times, wire
 
+HOST_GIB = 1024
+"""Memory of a node beyond which many do not have it."""
+
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -47,6 +50,11 @@ class RunPlan:
     def host_bytes_per_node(self) -> float:
         """What all ranks of a node hold of its memory together."""
         return self.memory.host * min(self.world_size, self.device.per_node)
+
+    @property
+    def host_fits(self) -> bool:
+        """Whether most nodes have that much."""
+        return self.host_bytes_per_node <= HOST_GIB * GIB
 
     @property
     def empty_share(self) -> float:

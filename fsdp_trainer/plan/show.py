@@ -12,11 +12,9 @@ from fsdp_trainer.observe.console import duration, short
 from fsdp_trainer.observe.terminal import Terminal
 from fsdp_trainer.parallel.memory_check import gib
 from fsdp_trainer.plan.answer import Answer
-from fsdp_trainer.plan.plan import GIB, RunPlan
+from fsdp_trainer.plan.plan import GIB, HOST_GIB, RunPlan
 from fsdp_trainer.plan.suggest import Suggestion
 
-HOST_GIB = 1024
-"""Memory of a node beyond which many do not have it."""
 BAR = 32  # characters for the whole of the device's memory
 NARROW = 110  # characters
 UNTIMED = "its speed is not in the table: plan.tflops=N tells it"
@@ -57,7 +55,7 @@ def one_world(
         },
         "host_gib": round(plan.memory.host / GIB, 3),
         "host_gib_per_node": round(plan.host_bytes_per_node / GIB, 3),
-        "host_fits": plan.host_bytes_per_node <= HOST_GIB * GIB,
+        "host_fits": plan.host_fits,
         "empty_rows_share": round(plan.empty_share, 4),
         "micro_batches": plan.micro_batches,
         "bytes_per_step": round(sum(wire.gathered + wire.reduced for wire in plan.wire.values())),
@@ -213,7 +211,7 @@ def categories(plan: RunPlan) -> Table:
 def host_line(plan: RunPlan) -> str:
     """Return what the ranks of a node hold of its memory, and a warning where that is much."""
     held = f"of the host's memory, each rank: {plan.host_bytes_per_node / GIB:,.0f} GiB a node"
-    if plan.host_bytes_per_node <= HOST_GIB * GIB:
+    if plan.host_fits:
         return held
     return f"{held}, pinned: more than {HOST_GIB:,} GiB, which many nodes do not have"
 

@@ -1,9 +1,13 @@
 """`fsdp-trainer plan`: from the same overrides as training, whether it fits, how fast it is, and what to change."""
 
 import json
+from typing import TYPE_CHECKING
 
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.devices import has_gpus, nothing_to_plan_for
+
+if TYPE_CHECKING:  # it imports torch
+    from fsdp_trainer.models.config import ModelConfig
 
 DOES_NOT_FIT = 3
 
@@ -23,6 +27,8 @@ def plan(cfg: PlanConfig) -> int:
     from fsdp_trainer.plan.show_gpus import show_gpus
 
     config, assumed = architecture(cfg)
+    if cfg.plan.search:
+        return search(cfg, config, assumed)
     answers = [answer_for(one, config, assumed) for one in each_gpu(cfg)]
     if cfg.plan.format == "json":
         objects = [as_json(cfg, answer) for answer in answers]
@@ -34,3 +40,22 @@ def plan(cfg: PlanConfig) -> int:
         show(cfg, config, answers[0])
     fits = any(plan.fits for answer in answers for plan in answer.plans)
     return 0 if fits else DOES_NOT_FIT
+
+
+def search(cfg: PlanConfig, config: "ModelConfig", assumed: list[str]) -> int:
+    """Print the layouts that fit, fastest first. Returns 0 if there is any, else 3.
+
+    Raises UserError for several GPUs or worlds.
+    """
+    from fsdp_trainer.plan.inputs import only_target
+    from fsdp_trainer.plan.search import Search
+    from fsdp_trainer.plan.show_layouts import layouts_as_json, show_layouts
+
+    world, device = only_target(cfg)
+    found = Search(cfg, config, world, device)
+    assumed = [*assumed, *filter(None, [device.remark])]
+    if cfg.plan.format == "json":
+        print(json.dumps(layouts_as_json(cfg, found, assumed), allow_nan=False))
+    else:
+        show_layouts(cfg, config, found, assumed)
+    return 0 if found.layouts else DOES_NOT_FIT

@@ -1,0 +1,86 @@
+"""The layouts that a search found, as people read them, and as scripts do."""
+
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from fsdp_trainer.config.verbs import PlanConfig
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.observe.console import short
+from fsdp_trainer.observe.terminal import Terminal
+from fsdp_trainer.plan.plan import GIB
+from fsdp_trainer.plan.search import Layout, Search, peak
+from fsdp_trainer.plan.show import UNTIMED, one_world, show_head
+
+SHOWN = 15
+"""Layouts in the table: a screen of them."""
+FIGURES = (
+    "tokens_per_second", "tokens_per_second_per_gpu", "step_seconds", "mfu_palm", "peak_gib",
+    "host_gib_per_node", "micro_batches", "empty_rows_share", "bytes_per_step",
+)  # fmt: skip
+"""Of a layout's plan, under the names that a single plan has."""
+
+
+def layouts_as_json(cfg: PlanConfig, search: Search, assumed: list[str]) -> dict[str, Any]:
+    """Return the layouts, fastest first; nearest: of a search without any, that of least memory."""
+    nearest = None
+    if search.nearest and not search.layouts:
+        nearest = layout_as_json(cfg, search.nearest)
+    return {
+        "layouts": [layout_as_json(cfg, layout) for layout in search.layouts],
+        "nearest": nearest,
+        "tried": search.tried,
+        "gpu": search.device.name,
+        "memory_gib": round(search.device.memory_gib, 2),
+        "world_size": search.world,
+        "assumed": assumed,
+    }
+
+
+def layout_as_json(cfg: PlanConfig, layout: Layout) -> dict[str, Any]:
+    """Return what to type and the figures that its plan would print."""
+    figures = one_world(cfg, layout.plan, [], None)
+    return {"overrides": layout.overrides} | {name: figures[name] for name in FIGURES}
+
+
+def show_layouts(cfg: PlanConfig, config: ModelConfig, search: Search, assumed: list[str]) -> None:
+    """Print the fastest layouts with what to type, or how much memory the nearest would need."""
+    console = Terminal()
+    show_head(console, cfg, config, assumed)
+    device = search.device
+    where = f"{search.world:,} × {device.name}, {device.memory_gib:,.1f} GiB each"
+    found = f"{len(search.layouts)} of {search.tried} layouts fit {where}"
+    console.print(Text(found, "bold green" if search.layouts else "bold red"))
+    if search.layouts:
+        console.print(table_of(search.layouts[:SHOWN]))
+        if len(search.layouts) > SHOWN:
+            console.print(f"{len(search.layouts) - SHOWN} slower ones:  plan.format=json")
+        if device.flops is None:
+            console.print(f"{UNTIMED}; they are sorted as on an H100")
+    elif search.nearest:
+        needed = f"{peak(search.nearest) / GIB:,.1f} GiB with  {typed(search.nearest)}"
+        console.print(f"The nearest needs {needed}")
+
+
+def typed(layout: Layout) -> str:
+    """Return what to type."""
+    return " ".join(layout.overrides)
+
+
+def table_of(layouts: list[Layout]) -> Table:
+    """Return a row for each layout. host: of a node."""
+    columns = ["overrides", "peak", "host", "tokens/s", "a GPU", "micro-\nbatches"]
+    table = Table(*columns, box=box.SIMPLE_HEAD)
+    table.columns[0].overflow = "fold"  # they are to be typed
+    for column in table.columns[1:]:
+        column.justify, column.no_wrap = "right", True
+    for layout in layouts:
+        plan = layout.plan
+        rate = plan.tokens / plan.seconds
+        rates = (short(rate), short(rate / plan.world_size)) if plan.step_seconds else ("–", "–")
+        host = f"{plan.host_bytes_per_node / GIB:,.0f} GiB" if plan.memory.host else ""
+        memory = f"{peak(layout) / GIB:,.1f} GiB"
+        table.add_row(typed(layout), memory, host, *rates, f"{plan.micro_batches:,}")
+    return table

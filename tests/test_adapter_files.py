@@ -248,6 +248,30 @@ def test_a_run_that_began_from_an_adapter_goes_on_without_it(train, tmp_path):
     assert run.column("step") == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("origin", ["peft", "run"])
+def test_frozen_matrices_of_an_adapter_are_those_that_it_began_from(train, tmp_path, origin):
+    base = make_folder(tmp_path / "base")
+    source = tmp_path / "adapter"
+    if origin == "peft":
+        make_adapter(base, source, modules_to_save=["lm_head"])
+    else:
+        also = [*RUN, "adapter=lora", "adapter.also=[lm_head]", f"model.init_from={base}"]
+        source = train("first", *also, base=HF).folder
+    options = [*RUN[:-1], f"adapter.init_from={source}", "train.freeze=['*.lora_A.*','lm_head.*']"]
+    train("run", *options, "train.steps=1", "checkpoint.export_hf=false", base=HF)
+    run = train("run", *options, base=HF, ranks=2)
+    before = tensors(source if origin == "peft" else source / "adapter")
+    after = tensors(run.folder / "adapter")
+    for name, tensor in after.items():
+        assert torch.equal(tensor, before[name]) == (".lora_B." not in name), name
+    expected = logits(peft_model(base, run.folder / "adapter"))
+    for path in (run.folder, run.folder / "adapter"):
+        torch.testing.assert_close(logits(load_model(path)), expected, atol=LOGITS, rtol=1e-4)
+    source.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="does not hold the frozen parts of the adapter"):
+        load_model(run.folder)
+
+
 def test_a_model_begins_from_merged_weights(train, tmp_path):
     base = make_folder(tmp_path / "base")
     theirs = make_adapter(base, tmp_path / "adapter")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fsdp_trainer.checkpoint.base import (
     Base,
+    is_of_adapter,
     read_base,
     unmerged_weights,
     weights_on_disk,
@@ -115,7 +116,12 @@ def export_adapter(checkpoint: Path, out: Path, dtype: str | None = None) -> Non
             if file.name not in NOT_COPIED:
                 shutil.copyfile(file, partial / file.name)
         write_json(partial / ADAPTER_CONFIG, files.config)
-        recorded = {"base": {"dtype": base.dtype, "digests": base.digests}}
+        of_base = {
+            name: digest
+            for name, digest in base.digests.items()
+            if not is_of_adapter(name, base.adapters)
+        }
+        recorded = {"base": {"dtype": base.dtype, "digests": of_base}}
         write_json(partial / ORIGIN, origin(checkpoint, dtype) | recorded)
         with (partial / WEIGHTS_FILE).open("wb", 0) as handle:
             places = write_header(handle, tensors, files.metadata)

@@ -61,7 +61,8 @@ class Base:
     source: a Hugging Face folder or a checkpoint; "": they are random, from `seed`. hub_id: the
     name under which that folder was fetched, or "". dtype: the number format in which they are
     kept in training; digests: of each frozen weight in that format, or of its 4-bit codes, by name.
-    adapters: those that are trained beside them.
+    adapters: those that are trained beside them; adapter_source: the PEFT folder or checkpoint that
+    frozen parts of these were read from, "": none was.
     """
 
     source: str
@@ -70,6 +71,7 @@ class Base:
     dtype: str
     digests: dict[str, str]
     adapters: AdapterSpec | None = None
+    adapter_source: str = ""
 
 
 @dataclass
@@ -118,7 +120,10 @@ def base_of_new_run(
     hub_id = named if is_hub_id(named) else ""
     base = Base(source, hub_id, cfg.run.seed, dtype, digests(model, frozen, dtype), adapters)
     if cfg.adapter.init_from:
-        require_base_of_adapter(base, Path(cfg.adapter.init_from))
+        adapter = Path(cfg.adapter.init_from)
+        require_base_of_adapter(base, adapter)
+        if any(is_of_adapter(name, adapters) for name in frozen):
+            base.adapter_source = str((find_checkpoint(adapter) or adapter).resolve())
     return base
 
 
@@ -298,8 +303,13 @@ def adapter_on_disk(
     spec = read_base(checkpoint).adapters
     assert spec
     weights = unmerged_weights(config, checkpoint)
-    trained = {n: t for n, t in weights.items() if ".lora_" in n or n in spec.also}
+    trained = {name: tensor for name, tensor in weights.items() if is_of_adapter(name, spec)}
     return replace(spec, base=base), trained
+
+
+def is_of_adapter(name: str, spec: AdapterSpec | None) -> bool:
+    """Return whether a parameter is in an adapter's folder: its matrices and `adapter.also`."""
+    return spec is not None and (".lora_" in name or name in spec.also)
 
 
 def number_formats(config: ModelConfig, source: Path) -> dict[str, str]:
@@ -351,15 +361,35 @@ def base_weights(model: Decoder, base: Base) -> dict[str, TensorOnDisk]:
 
     Raises UserError if their folder is gone.
     """
+    of_adapter = frozen_in_adapter(model.config, base)
     drawn = [name for name in base.digests if not base.source or ".lora_" in name]
+    drawn = [name for name in drawn if name not in of_adapter]
     encoded_later = [name for name in drawn if is_of_codes(base.digests[name])]
     dense = adapted_model(model.config, base.adapters)
     weights = random_weights(dense, drawn, base.seed, getattr(torch, base.dtype))
-    weights |= random_weights(dense, encoded_later, base.seed)
+    weights |= random_weights(dense, encoded_later, base.seed) | of_adapter
     if base.source:
         everything = weights_on_disk(model.config, _locate(base))
         weights |= {name: everything[name] for name in base.digests if name not in weights}
     return weights
+
+
+def frozen_in_adapter(config: ModelConfig, base: Base) -> dict[str, TensorOnDisk]:
+    """Return the frozen weights that were read from an adapter (adapter.init_from), by name.
+
+    Raises UserError if its folder is gone.
+    """
+    if not base.adapter_source or base.adapters is None:
+        return {}
+    source = Path(base.adapter_source)
+    if not source.is_dir():
+        text = (
+            "is not there, and the checkpoint does not hold the frozen parts of the adapter "
+            "(train.freeze)\nthat are in it. Put it back, or a symbolic link to where it is now"
+        )
+        raise UserError("the frozen weights are not there", [Problem(str(source), text)])
+    _, tensors = adapter_on_disk(config, source, base.adapters.base)
+    return {name: tensors[name] for name in base.digests if name in tensors}
 
 
 def random_weights(
@@ -445,6 +475,8 @@ def _require_same(base: Base, actual: dict[str, str]) -> None:
         "\nback as it was, or begin a new run:  run.name=NEW"
     )
     what = base.source or f"random weights of run.seed={base.seed}"
+    if base.adapter_source and is_of_adapter(changed[0], base.adapters):
+        what = base.adapter_source
     raise UserError("the frozen weights have changed", [Problem(what, text)])
 
 

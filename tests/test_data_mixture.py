@@ -22,7 +22,7 @@ from fsdp_trainer.data.mixture import Component, Mixture, Turns
 from fsdp_trainer.data.order import RowOrder
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.training.batches import Batches, StepPlan, count_steps, row_ranges
-from fsdp_trainer.training.build import attention_cost_share, last_row
+from fsdp_trainer.training.build import last_row
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.resume import describe_data_change, resume_data
 
@@ -273,7 +273,7 @@ def test_the_cost_of_attention_is_looked_up_in_one_epoch_of_each_source():
     """At a start: a small source with a large weight has thousands."""
     small, large = text_component("small", [16], 0.9), text_component("large", [8, 8] * 100, 0.1)
     mixture = Mixture([small, large], weighted=True)
-    share = attention_cost_share(mixture, SimpleNamespace())
+    share = mixture.attention_cost_share(np.square)
     assert share == pytest.approx(mixture.totals(0, 5000)[3] / (5000 * 16**2), abs=1e-3)
     small, large = text_component("small", [16], 0.9), text_component("large", [8, 8] * 100, 0.1)
     fresh = Mixture([small, large], weighted=True)
@@ -284,7 +284,7 @@ def test_the_cost_of_attention_is_looked_up_in_one_epoch_of_each_source():
         return plan(order, epoch)
 
     with inject.around("plan_epoch", noted):
-        attention_cost_share(fresh, SimpleNamespace())
+        fresh.attention_cost_share(np.square)
     assert len(epochs) == 2
 
 

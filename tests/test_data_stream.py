@@ -387,7 +387,10 @@ def test_another_number_of_rows_is_other_data(train):
         "checkpoint.allow_changes=[batch.rows,data.fingerprint]",
     )
     anew = train("anew", *how, "batch.rows=5")
-    assert "the streams begin anew" in allowed.out
+    assert "data   no file has changed" in allowed.out
+    assert "data   the streams begin anew" in allowed.out
+    stored = train("run", *how[1:], "data.streaming=false", "train.steps=5", code=2).err
+    assert "has other content" not in stored
     assert (
         np.diff(allowed.column("tokens")[1:]).tolist()
         == np.diff([0, *anew.column("tokens")]).tolist()

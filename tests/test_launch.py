@@ -23,7 +23,7 @@ from fsdp_trainer.cli import main
 from fsdp_trainer.config.compose import compose
 from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.launch.nodes import first_host, free_port
-from fsdp_trainer.launch.start import RankProcesses, how_to_go_on, ranks_to_start
+from fsdp_trainer.launch.start import RankProcesses, advice_after_kill, ranks_to_start
 from fsdp_trainer.launch.world import environment_of_ranks, rendezvous
 from fsdp_trainer.process import cores
 from fsdp_trainer.training.run_lock import RunLock
@@ -158,13 +158,16 @@ def test_a_rank_that_ends_before_the_first_one_is_seen_and_named(capsys):
 def test_after_a_killed_rank_the_launcher_says_how_to_go_on(inputs, tmp_path):
     words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), "run.name=run"]
     cfg = compose("train", [*words, f"run.root={tmp_path}"])
-    assert how_to_go_on(cfg, "doctor") == ""
-    assert "begins anew" in how_to_go_on(cfg, "train")
+    assert advice_after_kill(cfg, "doctor") == ""
+    assert "begins anew" in advice_after_kill(cfg, "train")
     for step in (4, 10):
         folder = tmp_path / "run" / "checkpoints" / f"step-{step:08}"
         folder.mkdir(parents=True)
         (folder / "MANIFEST.json").touch()
-    assert how_to_go_on(cfg, "train") == "The same command goes on after step 10"
+    assert advice_after_kill(cfg, "train") == "The same command goes on after step 10"
+    cfg.checkpoint.resume = "never"
+    advice = "Go on after step 10 with  checkpoint.resume=auto"
+    assert advice_after_kill(cfg, "train") == advice
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ from fsdp_trainer.models.adapter_spec import AdapterSpec
 from fsdp_trainer.models.adapters import NF4, adapted_layers, frozen_dtype
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder
+from fsdp_trainer.models.four_bit import is_encoded
 from fsdp_trainer.models.freeze import frozen_parameters
 from fsdp_trainer.models.initialize import initialize_part
 
@@ -507,7 +508,7 @@ def digests(model: Decoder, names: list[str], dtype: str, alone: bool = False) -
     totals = torch.stack(sums)
     if not alone and dist.get_world_size() > 1:
         dist.all_reduce(totals)
-    in_codes = [model.get_parameter(name).dtype == torch.uint8 for name in names]
+    in_codes = [is_encoded(model.get_parameter(name)) for name in names]
     texts = map(_as_text, totals, in_codes)
     return dict(zip(names, texts, strict=True))
 

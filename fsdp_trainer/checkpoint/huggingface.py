@@ -25,6 +25,7 @@ from fsdp_trainer.distributed import local_part, local_slice, whole_slice
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
+from fsdp_trainer.models.four_bit import is_encoded
 
 MAX_SHOWN_PROBLEMS = 40
 INDEX = "model.safetensors.index.json"
@@ -280,7 +281,7 @@ def _require_fitting(model: Decoder, folder: Path, vocab_size: int) -> dict[str,
 def _pieces(model: Decoder, name: str, source: TensorOnDisk) -> Iterator[ImportPiece]:
     """Yield what this rank reads of a parameter."""
     parameter = model.get_parameter(name)
-    if parameter.dtype == torch.uint8:
+    if is_encoded(parameter):
         source = encoded(source)
     local = local_part(parameter)
     rows, *columns = local_slice(parameter)

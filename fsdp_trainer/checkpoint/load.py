@@ -30,10 +30,21 @@ def load_model(
     that was kept in 4 bits, into what it was trained beside, or into the `original`.
     Raises UserError and RunFailed.
     """
-    path = Path(path).expanduser()
     checkpoint = find_checkpoint(path)
     if checkpoint:
         require_undamaged(checkpoint)
+    return read_model(path, device, dtype, merge_into)
+
+
+def read_model(
+    path: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    merge_into: str = "trained",
+) -> Decoder:
+    """Return what `load_model` does, without the checksums of a checkpoint's files."""
+    path = Path(path).expanduser()
+    checkpoint = find_checkpoint(path)
     model = meta_decoder(model_config(path)).to(dtype)
     model.to_empty(device=device)
     model.tie_weights()

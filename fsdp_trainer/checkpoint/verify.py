@@ -14,7 +14,7 @@ from fsdp_trainer.checkpoint.base import base_folder, kept_in_four_bits
 from fsdp_trainer.checkpoint.digest import weights_digest
 from fsdp_trainer.checkpoint.files import damage, named_checkpoint, newest_whole, read_manifest
 from fsdp_trainer.checkpoint.huggingface import check_tensors, read_headers
-from fsdp_trainer.checkpoint.load import load_model
+from fsdp_trainer.checkpoint.load import read_model
 from fsdp_trainer.checkpoint.origin import read_origin
 from fsdp_trainer.config.paths import find_checkpoint, is_adapter, model_folder, tokenizer_folder
 from fsdp_trainer.config.schema import Batch, Data
@@ -65,10 +65,10 @@ def compare(source: Path, folder: Path) -> int:
     adapter = is_adapter(folder)
     auto = _require_transformers(folder)
     if adapter:
-        ours = load_model(source, merge_into="original")
+        ours = read_model(source, merge_into="original")
         theirs = peft_model(auto, folder)
     else:
-        ours = load_model(source, merge_into=read_origin(folder).get("merge_into", "original"))
+        ours = read_model(source, merge_into=read_origin(folder).get("merge_into", "original"))
         stored, problems = read_headers(folder)
         problems = problems or check_tensors(ours, stored, ours.config.vocab_size)
         if problems:
@@ -135,7 +135,7 @@ def show_losses(source: Path, data: str) -> None:
     store = tokenised(source, data)
     tokens = int(sum(store.supervised))
     for way in ways:
-        loss = mean_loss(load_model(source, merge_into=way), store)
+        loss = mean_loss(read_model(source, merge_into=way), store)
         how = f", {MERGES[way]}" if len(ways) > 1 else ""
         print(f"loss {loss:.4f} on {tokens:,} tokens of {data}{how}")
 

@@ -252,6 +252,18 @@ class Mixture:
         )
         return sum(weight), sum(tokens), sum(supervised), sum(attention_cost)
 
+    def attention_cost_share(self, cost: Callable[[np.ndarray], np.ndarray]) -> float:
+        """Return what attention costs, as a share of what it would if every row were one document.
+
+        cost: of documents' lengths, as the components were built with.
+        """
+        # of one epoch: small sources have thousands
+        per_row = [
+            order.totals(0, order.rows_per_epoch)[3] / order.rows_per_epoch for order in self.orders
+        ]
+        of_rows = sum(share * row for share, row in zip(self.shares, per_row, strict=True))
+        return of_rows / self.seq_len**2
+
     def where(self, index: int) -> list[str]:
         """Return FILE:LINE of what is in row `index`."""
         return [store.where(sample) for store, sample in self.samples_of(index)]

@@ -151,6 +151,13 @@ class StreamedData:
         """As of a Mixture; but what rows hold is known when they are there."""
         return 0.0, 0, 0, 0
 
+    def attention_cost_share(self, cost: Callable[[np.ndarray], np.ndarray]) -> float:
+        """Return what attention costs in the samples looked at, as a share of that of whole rows.
+
+        cost: of documents' lengths.
+        """
+        return cost(self.lengths).sum() / (self.lengths.sum() * self.seq_len)
+
     def started_at(self, row: int, starts: Sequence[tuple[int, int]]) -> "StreamedData":
         """Return this data with `row` as the running index of its first row."""
         return replace(self, start=row)

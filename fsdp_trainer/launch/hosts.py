@@ -28,7 +28,7 @@ from fsdp_trainer.errors import Problem, Stopped, UserError
 from fsdp_trainer.extensions import IMPORTS
 from fsdp_trainer.launch.nodes import free_port, owns
 from fsdp_trainer.launch.remote import READY
-from fsdp_trainer.launch.start import RankProcesses, how_to_go_on, passing_on_signals
+from fsdp_trainer.launch.start import RankProcesses, advice_after_kill, passing_on_signals
 from fsdp_trainer.process import HOST, PARENT, SIGNALS, STOPPED
 from fsdp_trainer.version import __version__
 
@@ -98,7 +98,7 @@ def start_on_hosts(cfg: TrainConfig, overrides: list[str], verb: str = "train") 
             common = words_of_nodes(cfg, overrides, nodes)
             for node in nodes:
                 node.start([verb, *common, *words_of_host(cfg.launch, node.host)])
-            processes = NodeProcesses(nodes, partial(how_to_go_on, cfg, verb))
+            processes = NodeProcesses(nodes, partial(advice_after_kill, cfg, verb))
             with passing_on_signals(processes):
                 return processes.wait()
     except Stopped as stopped:

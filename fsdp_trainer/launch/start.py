@@ -75,7 +75,7 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], verb: str = "train") -> 
             obey_starter()
         node = meet_nodes(cfg, count)
         processes = start_processes(cfg, [verb, *overrides], count, node)
-        ranks = RankProcesses(processes, node, partial(how_to_go_on, cfg, verb))
+        ranks = RankProcesses(processes, node, partial(advice_after_kill, cfg, verb))
         with passing_on_signals(ranks) as received:
             code = ranks.wait()
             if node:
@@ -94,16 +94,23 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], verb: str = "train") -> 
     return code
 
 
-def how_to_go_on(cfg: TrainConfig, verb: str) -> str:
+def how_to_go_on(cfg: TrainConfig, step: int | None = None) -> str:
+    """Return what to type for the run to go on; step: of its newest checkpoint, to be named."""
+    after = "" if step is None else f" after step {step:,}"
+    if cfg.checkpoint.resume == "auto":
+        return f"the same command goes on{after}"
+    return f"go on{after} with  checkpoint.resume=auto"
+
+
+def advice_after_kill(cfg: TrainConfig, verb: str) -> str:
     """Return what to type after ranks of this verb were killed; nothing where that is plain."""
     if verb != "train":
         return ""
     committed = committed_checkpoints(run_folder(cfg))
     if not committed:
         return "No checkpoint was committed: the same command begins anew"
-    if cfg.checkpoint.resume != "auto":
-        return f"Go on after step {step_of(committed[-1]):,} with  checkpoint.resume=auto"
-    return f"The same command goes on after step {step_of(committed[-1]):,}"
+    line = how_to_go_on(cfg, step_of(committed[-1]))
+    return line[0].upper() + line[1:]
 
 
 def meet_nodes(cfg: TrainConfig, ranks: int) -> Node | None:

@@ -42,6 +42,11 @@ def encoded_columns(columns: int) -> int:
     return -(-columns // 2) + 2 * -(-columns // BLOCK)
 
 
+def is_encoded(weight: Tensor) -> bool:
+    """Return whether a weight is codes and scales, as `encode` gives them."""
+    return weight.dtype == torch.uint8
+
+
 def encode(numbers: Tensor) -> Tensor:
     """Return the nearest codes and the scales of a matrix: [rows, encoded_columns] uint8.
 

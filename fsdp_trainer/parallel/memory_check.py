@@ -17,6 +17,7 @@ from fsdp_trainer.config.schema import Optim, Precision, Sharding
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters import AdapterSpec, frozen_dtype
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.four_bit import is_encoded
 from fsdp_trainer.optim.footprint import state_bytes
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -50,7 +51,7 @@ def least_memory(model: Decoder, setup: Setup) -> list[MemoryItem]:
     computed = getattr(torch, precision.param_dtype).itemsize
     kept_frozen = getattr(torch, frozen_dtype(precision, adapters)).itemsize
     parameters = list(model.parameters())
-    encoded = sum(p.numel() for p in parameters if p.dtype == torch.uint8)
+    encoded = sum(p.numel() for p in parameters if is_encoded(p))
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     frozen = sum(p.numel() for p in parameters) - trained - encoded
 
@@ -92,7 +93,7 @@ def block_units(model: Decoder, sharding: Sharding) -> list[list[nn.Module]]:
 def gathered_bytes(modules: Iterable[nn.Module], computed: int) -> int:
     """Return the bytes of gathered modules; computed: of a number but those in 4 bits."""
     parameters = [p for module in modules for p in module.parameters()]
-    return sum(p.numel() * (1 if p.dtype == torch.uint8 else computed) for p in parameters)
+    return sum(p.numel() * (1 if is_encoded(p) else computed) for p in parameters)
 
 
 def total(items: list[MemoryItem]) -> float:

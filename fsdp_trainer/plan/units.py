@@ -6,7 +6,7 @@ Read from the model that would be trained, with its adapters and 4-bit matrices,
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.models.adapters import adapted_layers, frozen_dtype
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.four_bit import Linear4, is_encoded
 from fsdp_trainer.models.freeze import model_to_train
 from fsdp_trainer.optim.footprint import state_bytes
 from fsdp_trainer.rounding import round_up
@@ -91,8 +92,7 @@ class AdapterCounts(NamedTuple):
     def of(cls, block: nn.Module) -> "AdapterCounts":
         """Count them in one block."""
         layers = adapted_layers(block).values()
-        modules: list[Any] = list(block.modules())
-        encoded = [m for m in modules if is_encoded(getattr(m, "weight", None))]
+        encoded = [m for m in block.modules() if isinstance(m, Linear4)]
         return cls(
             numbers=sum(m.lora_A.weight.numel() + m.lora_B.weight.numel() for m in layers),
             ranks=sum(m.lora_A.out_features for m in layers),
@@ -101,11 +101,6 @@ class AdapterCounts(NamedTuple):
             outputs=sum(m.out_features for m in layers),
             encoded=sum(m.in_features * m.out_features for m in encoded),
         )
-
-
-def is_encoded(weight: Any) -> bool:
-    """Return whether a weight is codes and scales of 4 bits, by the byte."""
-    return isinstance(weight, Tensor) and weight.dtype == torch.uint8
 
 
 @dataclass(frozen=True)

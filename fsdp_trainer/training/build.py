@@ -119,7 +119,7 @@ def build(
     if inputs.data.validation:
         held_out = validation_order(cfg, inputs.data.validation, config.attention_cost)
     start, order = find_where_to_start(cfg, store, observer, order, held_out)
-    share = attention_cost_share(order, config)
+    share = order.attention_cost_share(config.attention_cost)
     attention = choose_attention(cfg, config, share, device, compiled)
     data, validation = build_data(
         cfg, config, order, held_out, attention, dims, world, start.progress, signals, observer
@@ -226,7 +226,7 @@ def choose_attention(
 ) -> AttentionChoice:
     """Settle for this process how attention is computed. Raises UserError for what cannot be.
 
-    share: see `attention_cost_share`.
+    share: see Mixture.attention_cost_share.
     """
     context = replace(
         describe_device(device),
@@ -243,19 +243,6 @@ def choose_attention(
     dtype = getattr(torch, cfg.precision.param_dtype)
     set_kernel_priority(choice, config, dtype, device, asked=kernel != "auto")
     return choice
-
-
-def attention_cost_share(order: Order, config: ModelConfig) -> float:
-    """Return what attention costs, as a share of what it would if every row were one document."""
-    if isinstance(order, StreamedData):
-        cost = config.attention_cost(order.lengths).sum()
-        return cost / (order.lengths.sum() * order.seq_len)
-    # of one epoch: small sources have thousands
-    per_row = [
-        part.totals(0, part.rows_per_epoch)[3] / part.rows_per_epoch for part in order.orders
-    ]
-    cost = sum(share * row for share, row in zip(order.shares, per_row, strict=True))
-    return cost / order.seq_len**2
 
 
 # --- data
@@ -280,8 +267,6 @@ def find_where_to_start(
     validation = held_out.fingerprint if held_out else None
     progress = Progress.for_data(stored, order.fingerprint, validation)
     order, progress, notes = resume_data(order, progress, stored["data"])
-    if stored["data"] != order.fingerprint and isinstance(order, StreamedData):
-        notes.append("data   the streams begin anew: samples may be seen a second time")
     listed = store.listed()
     # not a checkpoint of another run, nor one that was left aside
     own = checkpoint.resolve() in [path.resolve() for path in listed]

@@ -57,6 +57,7 @@ OLDER = "the checkpoint is from a version that named data otherwise: it may be t
 NEW_STREAM = (
     "another list of files, other content, or another tokenizer: a stream begins anew with them"
 )
+STREAMS_BEGIN_ANEW = "the streams begin anew: samples may be seen a second time"
 OTHER_CONTENT, NEW, LEFT_OUT = "has other content", "is new", "is left out"
 REORDERED = "the same sources are in another order, or mixed otherwise"
 
@@ -150,10 +151,10 @@ def describe_data_change(order: Order, segments: list[dict[str, Any]] | None) ->
     """Return lines about how the data differs from that of a checkpoint with these segments."""
     if not segments:
         return [OLDER if order.components else NEW_STREAM]
-    if not order.components:
-        return [NEW_STREAM, *describe_changed_files(segments[-1], order.digests)]
     matches = match_components(order.components, segments)
     lines = [f"{m.name} {m.change}" for m in matches if m.change] or [REORDERED]
+    if not order.components:
+        lines = [NEW_STREAM]
     return lines + changed_files(matches, segments, order)
 
 
@@ -161,8 +162,12 @@ def changed_files(
     matches: Sequence["Match"], segments: list[dict[str, Any]], order: Order
 ) -> list[str]:
     """Return lines that name the files that have changed since the last of these segments."""
+    # the digests of streamed files are of their ends alone
+    streamed = not order.components
+    if not segments or bool(segments[-1]["sources"]) == streamed:
+        return []
     content_changes = {OTHER_CONTENT, NEW, LEFT_OUT}
-    if not segments or all(match.change not in content_changes for match in matches):
+    if not streamed and all(match.change not in content_changes for match in matches):
         return []  # other weights, or another order
     return describe_changed_files(segments[-1], order.digests)
 
@@ -256,6 +261,8 @@ def resume_data(
     if not segments and progress.rows:
         segments = [{**order.state(0), "key": fingerprint, "start": 0, "sources": []}]
         notes = [f"{OLDER}: its rows begin anew, in another order; what was seen may come again"]
+    if not order.components:
+        notes.append(STREAMS_BEGIN_ANEW)
     starts = [match.start for match in matches[: len(order.components)]]
     order = order.started_at(progress.rows, starts)
     # only the last segment is compared with, see describe_data_change

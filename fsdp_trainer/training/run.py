@@ -37,6 +37,7 @@ from fsdp_trainer.extensions import RunInfo
 from fsdp_trainer.folders import NewFolders
 from fsdp_trainer.hub import fetch
 from fsdp_trainer.launch.facts import preflight
+from fsdp_trainer.launch.start import how_to_go_on
 from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import ELASTIC, World, connect, environment_of_ranks, join
 from fsdp_trainer.models.config import ModelConfig
@@ -292,13 +293,6 @@ def pids_of_node(world: World) -> dict[int, int]:
     here = (world.node, pid_namespace())
     places = enumerate(gather((here, os.getpid())))
     return {rank: pid for rank, (place, pid) in places if place == here}
-
-
-def how_to_go_on(cfg: TrainConfig) -> str:
-    """Return what to type after a stop."""
-    if cfg.checkpoint.resume == "auto":
-        return "the same command goes on"
-    return "go on with  checkpoint.resume=auto"
 
 
 def earlier_attempt(run: Path, launchers: list[str]) -> tuple[int, int | None]:

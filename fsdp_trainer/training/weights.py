@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import torch
-
 from fsdp_trainer.checkpoint.base import (
     adapter_on_disk,
     load_weights,
@@ -36,6 +34,7 @@ from fsdp_trainer.models.adapters import (
 )
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, meta_decoder
+from fsdp_trainer.models.four_bit import is_encoded
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.optim.base import TrainerOptimizer
 from fsdp_trainer.parallel.materialize import grow_vocabulary
@@ -65,7 +64,7 @@ def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, 
 def draw_weights(model: Decoder, seed: int) -> None:
     """Draw all weights; those of 4 bits are encoded a few rows at a time."""
     parameters = dict(model.named_parameters())
-    encoded = [name for name, p in parameters.items() if p.dtype == torch.uint8]
+    encoded = [name for name, p in parameters.items() if is_encoded(p)]
     read_parameters(model, random_weights(meta_decoder(model.config), encoded, seed))
     others = {name: p for name, p in parameters.items() if name not in encoded}
     initialize_weights(model, seed, others)

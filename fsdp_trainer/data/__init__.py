@@ -1,1 +1,4 @@
-"""The data room: sources → conversations → tokens and mask → token store → packing plan → global order. Knows no model and no torch."""
+"""The data room: sources → conversations → tokens and mask → store → packing → global order.
+
+Knows no model and no torch.
+"""

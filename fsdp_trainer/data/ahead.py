@@ -1,4 +1,7 @@
-"""The verb `prepare`: tokenises ahead of training, into the folder where `train` with the same keys looks."""
+"""The verb `prepare`: tokenises ahead of training.
+
+The result lies in the folder where `train` with the same keys looks.
+"""
 
 import re
 
@@ -35,7 +38,8 @@ def _prepare(cfg: PrepareConfig, shard: tuple[int, int] | None) -> int:
         if missing:
             others = " ".join(f"prepare.shard={i}/{of}" for i in missing)
             console.say(
-                f"done: {index}/{of}. The last of these, or train, puts the parts together: {others}"
+                f"done: {index}/{of}. The last of these, or train, puts the parts together:"
+                f" {others}"
             )
             return 0
     prepared = prepare(*data)
@@ -52,8 +56,11 @@ def parse_shard(shard: str | None) -> tuple[int, int] | None:
         return None
     found = re.fullmatch(r"(\d+)/(\d+)", shard)
     if not found or not int(found[1]) < int(found[2]):
-        why = "is not one of the machines, counted from 0, and their number: with eight of them  prepare.shard=0/8  to  prepare.shard=7/8"
+        reason = (
+            "is not one of the machines, counted from 0, and their number: with eight of them"
+            "  prepare.shard=0/8  to  prepare.shard=7/8"
+        )
         raise UserError(
-            "the configuration cannot be used", [Problem(f"prepare.shard={shard}", why)]
+            "the configuration cannot be used", [Problem(f"prepare.shard={shard}", reason)]
         )
     return int(found[1]), int(found[2])

@@ -1,4 +1,4 @@
-"""From the configuration to tokenizer, template and prepared data."""
+"""Tokenizer, template and prepared data of a configuration."""
 
 import math
 from dataclasses import replace
@@ -21,10 +21,13 @@ def tokenizer_path(cfg: TrainConfig) -> str:
     if cfg.tokenizer.path:
         return cfg.tokenizer.path
     if not cfg.model.init_from:
-        why = "random weights need one: a SentencePiece .model, a tokenizer.json, or a folder with either.\nTo try the trainer out:  "
+        reason = (
+            "random weights need one: a SentencePiece .model, a tokenizer.json, or a folder with"
+            " either.\nTo try the trainer out:  "
+        )
         raise UserError(
             "there is no tokenizer",
-            [Problem("tokenizer.path=null", why + "tokenizer.path=demo:bytes")],
+            [Problem("tokenizer.path=null", reason + "tokenizer.path=demo:bytes")],
         )
     return str(tokenizer_folder(fetch(cfg.model.init_from, weights=False)))
 
@@ -47,8 +50,11 @@ def renumbered(cfg: TrainConfig, tokenizer: TextTokenizer, init_from: Path | Non
         for vocabulary in (known, tokenizer.backend.get_vocab())
     )
     others = sum(own.get(id, text) != text for id, text in given.items())
-    why = f"{others:,} of {len(given):,} ids are other tokens than in {cfg.model.init_from}, whose weights know those. Leave  tokenizer.path  out"
-    return [why] if others else []
+    reason = (
+        f"{others:,} of {len(given):,} ids are other tokens than in {cfg.model.init_from}, whose"
+        " weights know those. Leave  tokenizer.path  out"
+    )
+    return [reason] if others else []
 
 
 ROUND_TRIP = "Natalia sold 48 clips to her friends in April,\nand half as many in May (24)."
@@ -68,7 +74,8 @@ def require_most_tokens(data: Data, prepared: Prepared) -> None:
     if share > data.max_lost:
         text = (
             f"{share:.1%} of the tokens would be lost: {left_out(prepared.train)}.\n"
-            f"Use a larger batch.seq_len, or  data.max_lost={math.ceil(share * 100) / 100:g}  to accept it"
+            f"Use a larger batch.seq_len, or  data.max_lost={math.ceil(share * 100) / 100:g}"
+            "  to accept it"
         )
         raise UserError(
             "too much of the data would be lost",

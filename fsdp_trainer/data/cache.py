@@ -1,4 +1,4 @@
-"""Who may write into the cache: a folder for what is being made, held by a lock, so that it is made once and what a crash leaves is used."""
+"""Locked folders of the cache: each part is made once, and what a crash left is used."""
 
 import fcntl
 import os
@@ -48,9 +48,9 @@ def held(folder: Path, shared: bool, waits: Callable[[], None]) -> Iterator[bool
                 and str(error.filename) == str(folder / LOCK)
             ):
                 continue  # who held it has just finished
-            why = f"the tokenised data cannot be kept there: {error}.\nUse  data.cache=FOLDER"
+            reason = f"the tokenised data cannot be kept there: {error}.\nUse  data.cache=FOLDER"
             raise UserError(
-                "the data cannot be prepared", [Problem(f"data.cache={folder.parent}", why)]
+                "the data cannot be prepared", [Problem(f"data.cache={folder.parent}", reason)]
             ) from None
         with lock:
             while (locked := _locked(lock, shared)) is False:

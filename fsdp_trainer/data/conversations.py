@@ -41,9 +41,13 @@ FORMS_REMEMBERED = 1000  # different sets of columns in one file
 
 @dataclass
 class Conversation:
-    """Turns of a chat: `role` (system, user, assistant, tool) and `content`, perhaps `reasoning_content`, `tool_calls` and `weight`.
+    """Turns of a chat:
 
-    A weight of 0 is not learnt. `text` of a turn is what its tool calls look like for a template that knows none.
+    `role` (system, user, assistant, tool) and `content`, perhaps `reasoning_content`, `tool_calls`
+    and `weight`.
+
+    A weight of 0 is not learnt. `text` of a turn is what its tool calls look like for a template
+    that knows none.
     """
 
     messages: list[Message]
@@ -261,11 +265,14 @@ def _refuse_judged(columns: dict[str, Any], file: str) -> None:
         return
     format, _ = find_format(columns, {}) or ("text", {})
     if format not in ("text", "tokens"):
-        why = f"has a label of true or false ({str(label).lower()} in its first row): unpaired preferences, and false ones would be learnt as well.\n"
+        reason = (
+            f"has a label of true or false ({str(label).lower()} in its first row): unpaired"
+            " preferences, and false ones would be learnt as well.\n"
+        )
         raise _unusable(
             file,
-            why
-            + "Keep the rows that are true, or say that the label means something else with  data.format=…",
+            reason + "Keep the rows that are true, or say that the label means something else with"
+            "  data.format=…",
         )
 
 
@@ -290,15 +297,15 @@ def _unknown_fields(fields: dict[str, str]) -> UserError:
         for name, meanings in FIELDS.items()
     ]
     shown = ", ".join(f"{meaning}: {column}" for meaning, column in fields.items())
-    why = "no format has these meanings. Each format's own (those in brackets may be left out):"
-    return _unusable(f"data.fields={{{shown}}}", "\n".join([why, *known]))
+    reason = "no format has these meanings. Each format's own (those in brackets may be left out):"
+    return _unusable(f"data.fields={{{shown}}}", "\n".join([reason, *known]))
 
 
 def _unknown_format(columns: dict[str, Any], file: str) -> UserError:
-    why = f"no known format has its columns: {' '.join(columns) or 'none'}\n"
+    reason = f"no known format has its columns: {' '.join(columns) or 'none'}\n"
     hints = "  or  ".join(f"'data.fields={{{hint}}}'" for hint in field_hints(columns))
     advice = f"Say what they mean:  {hints}" if hints else "None of them holds text or turns"
-    return _unusable(file, why + advice)
+    return _unusable(file, reason + advice)
 
 
 def _read_chat(values: Values, meaning: str) -> Conversation:
@@ -387,7 +394,8 @@ def _read_segments(values: Values) -> Segments:
     for segment in segments:
         if not isinstance(segment, dict) or not isinstance(segment.get("label"), bool | int):
             raise RowError(
-                f"{name!r} needs a text and a label of true or false, it holds {shown_value(segment)}"
+                f"{name!r} needs a text and a label of true or false, it holds"
+                f" {shown_value(segment)}"
             )
     texts = [text_of(segment.get("text"), f"{name}.text") for segment in segments]
     return Segments(texts, [bool(segment["label"]) for segment in segments], values.where)
@@ -404,5 +412,5 @@ READERS: dict[str, Callable[[Values], Readable]] = {
 }
 
 
-def _unusable(what: str, why: str) -> UserError:
-    return UserError("the data cannot be used", [Problem(what, why)])
+def _unusable(what: str, reason: str) -> UserError:
+    return UserError("the data cannot be used", [Problem(what, reason)])

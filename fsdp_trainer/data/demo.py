@@ -1,4 +1,4 @@
-"""A task and a tokenizer made on the spot: what the quickstart trains on, with nothing to download."""
+"""A task and a tokenizer made on the spot, for the quickstart: nothing is downloaded."""
 
 import hashlib
 from functools import lru_cache
@@ -38,7 +38,10 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def byte_tokenizer() -> tuple[Tokenizer, dict[str, str], set[int], str]:
-    """One token a byte, and ChatML: (tokenizer, special tokens by name, stop ids, chat template)."""
+    """One token a byte, and ChatML:
+
+    (tokenizer, special tokens by name, stop ids, chat template).
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: id for id, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,4 +1,7 @@
-"""What decides the tokens of a component: its files' content, tokenizer, template, options, and the code that turns one into the other."""
+"""Fingerprints of components: all that decides their tokens.
+
+The files' content, tokenizer, template, options, and the version of the code.
+"""
 
 import hashlib
 import json
@@ -17,7 +20,8 @@ from fsdp_trainer.data.sources import content_hash
 
 HASHES = "hashes.json"
 LOOK_SECONDS = 0.2
-SETTLED_SECONDS = 2.0  # a file that was changed just now may be changed again within one tick of its file system's clock
+# a file that was changed just now may be changed again within one tick of its file system's clock
+SETTLED_SECONDS = 2.0
 TOKENS_VERSION = 1
 """Raised by every change of code that changes the tokens or weights of a row, or the files that hold
 them; a test compares those of a fixed corpus."""
@@ -27,7 +31,7 @@ LIBRARIES = ("tokenizers", "jinja2")
 
 @dataclass(frozen=True)
 class Content:
-    """What a file held when it had this stamp, of `units.stamp`."""
+    """The digest of a file when it had this stamp, of `units.stamp`."""
 
     digest: str
     stamp: tuple[int, int] | None
@@ -36,7 +40,10 @@ class Content:
 def contents(
     files: Iterable[str], root: Path, tick: Callable[[], None] = lambda: None
 ) -> dict[str, Content]:
-    """By file. A file that has the size, the times and the inode that it had when it was hashed last is not read again."""
+    """The content of each file.
+
+    A file with the size, times and inode of its last hash is not read again.
+    """
     kept = _kept(root)
     marks = {file: _marks(file) for file in dict.fromkeys(files)}
     digests = {

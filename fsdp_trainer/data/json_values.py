@@ -25,7 +25,8 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return columns
 
 
-# NaN and Infinity, which Python writes and JSON does not have, are what is missing: as in pandas, which writes them
+# NaN and Infinity, which Python writes and JSON does not have, are what is missing: as in pandas,
+# which writes them
 DECODER = json.JSONDecoder(object_pairs_hook=_without_twins, parse_constant=lambda _: None)
 
 
@@ -53,7 +54,10 @@ def _row(value: Any, where: tuple[str, int]) -> Row:
 
 def _beyond(error: Exception) -> str:
     """JSON that Python does not read: a number of thousands of digits, or lists within lists."""
-    return f"is not JSON that can be read: {'it is nested too deeply' if isinstance(error, RecursionError) else error}"
+    return (
+        "is not JSON that can be read:"
+        f" {'it is nested too deeply' if isinstance(error, RecursionError) else error}"
+    )
 
 
 def read_list(file: BinaryIO, name: str) -> Iterator[Row]:
@@ -115,7 +119,8 @@ class _Values:
         self._counted = self._column = (
             0  # how far `line` has been counted; characters of that line that are gone from `text`
         )
-        # bytes that are no UTF-8 become lone surrogates, which are found in the element that holds them
+        # bytes that are no UTF-8 become lone surrogates, which are found in the element that holds
+        # them
         self._decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
 
     def line_of(self, position: int) -> int:
@@ -129,7 +134,10 @@ class _Values:
         self.line, self._counted = self.line_of(self.position), self.position
 
     def _more(self) -> bool:
-        """Read on, as much again as there is: a long element is tried anew few times. False at the end."""
+        """Read on, as much again as there is: a long element is tried anew few times.
+
+        False at the end.
+        """
         self._count()
         self._column = self.column_of(self.position) - 1
         left = len(self.text) - self.position

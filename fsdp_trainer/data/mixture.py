@@ -1,4 +1,7 @@
-"""The rows of all components as one running index: whose row n is, and which of its rows, is a pure function of n and the shares."""
+"""The rows of all components as one running index.
+
+The component of row n, and its row there, are a pure function of n and the shares.
+"""
 
 import hashlib
 import json
@@ -20,8 +23,13 @@ from fsdp_trainer.data.store import TokenStore
 from fsdp_trainer.errors import Problem, UserError
 
 REPEATED = 4
-OFTEN = f"more than {REPEATED} passes over the same text teach less and less (Muennighoff et al. 2023, Scaling Data-Constrained Language Models)"
-VERSION = 1  # raise it when a row comes to hold other documents: runs that go on then begin their data anew, and say so
+OFTEN = (
+    f"more than {REPEATED} passes over the same text teach less and less (Muennighoff et al."
+    " 2023, Scaling Data-Constrained Language Models)"
+)
+# raise it when a row comes to hold other documents: runs that go on then begin their data anew, and
+# say so
+VERSION = 1
 PARTS = 1 << 40  # weights in whole numbers; 10⁹ rows are not off by a thousandth of one
 LEAST = 1e-6  # of all rows; what it takes to find a turn grows with the inverse
 
@@ -29,17 +37,22 @@ LEAST = 1e-6  # of all rows; what it takes to find a turn grows with the inverse
 class Turns:
     """Who has the n-th turn, where component i has `parts[i]` of every Σ parts.
 
-    After any n turns each has had n · share of them to less than one: the j-th turn of a component lies within [⌊j / share⌋, ⌈(j + 1) / share⌉),
-    which the earliest deadline first keeps for all (Baruah et al. 1996, Proportionate progress). That order would have to be followed from
-    the first turn on; so it begins anew in every block of turns. The counts at a block's edge are those that it leads to from the edge before,
-    where the turns that can have been taken or not had been by those with the earliest deadlines: from such counts all deadlines can be met,
-    and where everybody has a turn in a block, any two edges can be joined (Hall's condition for intervals).
+    After any n turns each has had n · share of them to less than one: the j-th turn of a component
+    lies within [⌊j / share⌋, ⌈(j + 1) / share⌉), which the earliest deadline first keeps for all
+    (Baruah et al. 1996, Proportionate progress). That order would have to be followed from the
+    first turn on; so it begins anew in every block of turns. The counts at a block's edge are those
+    that it leads to from the edge before, where the turns that can have been taken or not had been
+    by those with the earliest deadlines: from such counts all deadlines can be met, and where
+    everybody has a turn in a block, any two edges can be joined (Hall's condition for intervals).
     """
 
     def __init__(self, parts: Sequence[int]):
         self.parts, self.whole = [int(part) for part in parts], sum(map(int, parts))
         self.span = max(1024, -(-self.whole // min(part for part in self.parts if part)))
-        """Turns in a block. Everybody has one in it, or counts at two edges could contradict each other."""
+        """Turns in a block.
+
+        Everybody has one in it, or counts at two edges could contradict each other.
+        """
         self.edge, self.block = lru_cache(maxsize=8)(self._edge), lru_cache(maxsize=3)(self._block)
 
     def taken(self, n: int) -> np.ndarray:
@@ -112,7 +125,10 @@ class Turns:
 
 @dataclass
 class Component:
-    """What is packed and ordered by itself. key: of all that decides its rows; asked: its weight or repeat."""
+    """A part of the data that is packed and ordered by itself.
+
+    key: a hash of all that decides its rows; asked: its weight or repeat.
+    """
 
     name: str
     order: RowOrder
@@ -133,9 +149,10 @@ class Component:
 class Mixture:
     """Rows of all components over all epochs, by one running index.
 
-    weighted: `asked` are shares of the tokens; rows are shared out so, as full as those of each component are on average. An epoch has as
-    many rows as all components have. Else they are repeats: an epoch holds exactly so many times the rows of each.
-    digests: of the files' content, by path, for a checkpoint to keep.
+    weighted: `asked` are shares of the tokens; rows are shared out so, as full as those of each
+    component are on average. An epoch has as many rows as all components have. Else they are
+    repeats: an epoch holds exactly so many times the rows of each. digests: of the files' content,
+    by path, for a checkpoint to keep.
     """
 
     def __init__(
@@ -212,7 +229,7 @@ class Mixture:
         ]
 
     def locate(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of each row, int64: its component, and its index there."""
+        """Two int64 arrays: the component of each row, and its index there."""
         turns = np.asarray(indices, np.int64) - self.start
         who, ordinal = (
             self.turns.at(turns) if len(self.orders) > 1 else (np.zeros_like(turns), turns)
@@ -275,7 +292,7 @@ class Mixture:
         return [(order.store, sample) for sample, _, _ in order.row(row)]
 
     def state(self, index: int) -> dict[str, Any]:
-        """Where each component stands before row `index`, as a checkpoint keeps it: a segment of the run."""
+        """The position of each component before row `index`, as a checkpoint stores it."""
         sources = [
             {
                 "name": c.name,
@@ -300,7 +317,7 @@ class Mixture:
         }
 
     def plan(self, last: int) -> list[str]:
-        """What a run up to row `last` will have seen of each component; nothing where there is but one."""
+        """Lines on how much of each component a run to row `last` reads; [] for one component."""
         if len(self.components) == 1:
             return []
         epoch = (
@@ -309,19 +326,24 @@ class Mixture:
             else "every source as often as its repeat says"
         )
         lines = [
-            f"mixed by {'weights' if self.weighted else 'repeats'}; an epoch is {epoch}. In this run:"
+            f"mixed by {'weights' if self.weighted else 'repeats'}; an epoch is {epoch}. In"
+            " this run:"
         ]
         for c, share, rows in zip(self.components, self.shares, self.taken(last), strict=True):
             tokens, epochs = share * c.order.fill / self.fill, rows / c.order.rows_per_epoch
             lines.append(
-                f"    {c.name}: {tokens:.2%} of the tokens, {share:.2%} of the rows, {epochs:.2f} epochs of {c.order.rows_per_epoch:,} rows"
+                f"    {c.name}: {tokens:.2%} of the tokens, {share:.2%} of the rows,"
+                f" {epochs:.2f} epochs of {c.order.rows_per_epoch:,} rows"
             )
             if epochs > REPEATED:
                 lines.append(f"        {OFTEN}")
         return lines
 
     def report(self, index: int) -> list[dict[str, Any]]:
-        """Of each component up to row `index`: the share of tokens that was asked for, the one it got, its tokens and epochs so far."""
+        """Figures of each component up to row `index`.
+
+        The requested share of tokens, the actual one, its tokens and epochs so far.
+        """
         rows = self.taken(index)
         got = [c.tokens(n) - c.start_tokens for c, n in zip(self.components, rows, strict=True)]
         asked = [
@@ -346,7 +368,10 @@ def build_order(
     prepared: Prepared,
     attention_cost: Callable[[np.ndarray], np.ndarray] = np.square,
 ) -> Mixture:
-    """The rows of training, in their order. attention_cost: see RowOrder. Raises UserError for a mixture that cannot be."""
+    """The rows of training, in their order. attention_cost: see RowOrder.
+
+    Raises UserError for a mixture that cannot be.
+    """
     named = entries(cfg.data.path)
     weighted = any(entry.weight is not None for entry in named)
     given = [entry.weight if weighted else entry.repeat for entry in named]
@@ -369,8 +394,11 @@ def build_order(
         for c, share in zip(mixture.components, mixture.shares, strict=True)
         if 0 < share < LEAST
     ]:
-        why = f"{small[0]} would have less than a millionth of the rows. Leave it out, or raise its {'weight' if weighted else 'repeat'}"
-        raise UserError("the data cannot be mixed", [Problem("data.path", why)])
+        reason = (
+            f"{small[0]} would have less than a millionth of the rows. Leave it out, or raise its"
+            f" {'weight' if weighted else 'repeat'}"
+        )
+        raise UserError("the data cannot be mixed", [Problem("data.path", reason)])
     return mixture
 
 

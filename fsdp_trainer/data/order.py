@@ -1,4 +1,7 @@
-"""The global order of rows: row i of an epoch is a pure function of (data, packing, seed, epoch), on every rank alike."""
+"""The global order of rows, equal on every rank.
+
+Row i of an epoch is a pure function of (data, packing, seed, epoch).
+"""
 
 import hashlib
 import threading
@@ -17,10 +20,15 @@ from fsdp_trainer.errors import Problem, UserError
 
 @dataclass
 class RowData:
-    """A row as training sees it. Position i is trained to predict `labels[i]`, with weight `weights[i]`."""
+    """A row as training sees it.
+
+    Position i is trained to predict `labels[i]`, with weight `weights[i]`.
+    """
 
     tokens: np.ndarray  # [seq_len] int64, zero behind the last document
-    labels: np.ndarray  # [seq_len] int64: the next token of the same document, also where that is in another row; -100: none is learnt
+    # [seq_len] int64: the next token of the same document, also where that is in another row; -100:
+    # none is learnt
+    labels: np.ndarray
     weights: np.ndarray  # [seq_len] float32: 0 where none is learnt
     documents: list[int]
     """Lengths of the documents, in order; what remains of seq_len is padding."""
@@ -76,13 +84,18 @@ class Rows:
 
 @dataclass
 class Epoch:
-    """All documents of an epoch, row by row: unsigned numbers, as small as will do. And the sums over all rows before each one."""
+    """All documents of an epoch, row by row: unsigned numbers, as small as will do.
+
+    And the sums over all rows before each one.
+    """
 
     samples: np.ndarray  # [documents]
     starts: np.ndarray  # [documents]: the first of the sample's tokens that is in this row
     lengths: np.ndarray  # [documents]
     offsets: np.ndarray  # [rows + 1]: row i holds documents [offsets[i], offsets[i + 1])
-    sums: np.ndarray  # [rows + 1, 4] float64: weight, tokens, supervised tokens, what attention costs (Σ length², less what windows leave out)
+    # [rows + 1, 4] float64: weight, tokens, supervised tokens, what attention costs (Σ length²,
+    # less what windows leave out)
+    sums: np.ndarray
 
 
 Arranged = tuple[Pieces, np.ndarray, np.ndarray]
@@ -90,10 +103,13 @@ Arranged = tuple[Pieces, np.ndarray, np.ndarray]
 
 
 class RowOrder:
-    """Rows over all epochs, by one running index. The state of a loader is that index and nothing else.
+    """Rows over all epochs, by one running index.
 
-    What is where in an epoch is made once on a node and mapped from files beside the store by all its ranks and by later runs, so that
-    a rank's memory does not grow with the data; the next epoch's in the background, from the middle of this one.
+    The state of a loader is that index and nothing else.
+
+    What is where in an epoch is made once on a node and mapped from files beside the store by all
+    its ranks and by later runs, so that a rank's memory does not grow with the data; the next
+    epoch's in the background, from the middle of this one.
     """
 
     def __init__(
@@ -131,10 +147,16 @@ class RowOrder:
         """What a user should know about where the plans are."""
         if self.shared is None or self.shared.problem is None:
             return None
-        return f"the order of the rows cannot be kept beside the data, so every rank makes its own and holds it: {self.shared.problem}"
+        return (
+            "the order of the rows cannot be kept beside the data, so every rank makes its own"
+            f" and holds it: {self.shared.problem}"
+        )
 
     def row(self, index: int) -> list[tuple[int, int, int]]:
-        """What is in row `index`, which counts over all epochs: (sample, first token, number of tokens) of each document."""
+        """What is in row `index`, which counts over all epochs:
+
+        (sample, first token, number of tokens) of each document.
+        """
         *parts, _ = self._documents([index])
         return list(zip(*(part.tolist() for part in parts), strict=True))
 
@@ -143,7 +165,10 @@ class RowOrder:
         return self.read_rows([index]).row(0)
 
     def read_rows(self, indices: Sequence[int] | np.ndarray) -> Rows:
-        """The rows of these indices, in their order. All of it is done to whole arrays: the step waits for this."""
+        """The rows of these indices, in their order.
+
+        All of it is done to whole arrays: the step waits for this.
+        """
         rows = Rows.empty(len(indices), self.seq_len)
         if not len(indices):
             return rows
@@ -304,7 +329,10 @@ class RowOrder:
         }
 
     def _checked_groups(self) -> Groups | None:
-        """Return the store's groups; None where every sample is one. UserError if one can't be kept together."""
+        """Return the store's groups; None where every sample is one.
+
+        UserError if one can't be kept together.
+        """
         if self.store.group_starts is None:
             return None
         starts, lengths = self.store.group_starts, np.asarray(self.store.lengths)
@@ -339,7 +367,8 @@ class RowOrder:
         packed = self._packing["documents"]
         shortness = narrow(self.seq_len - self._packed_lengths())
         documents = np.empty(len(packed), np.int64)
-        # The i-th longest sample gives its place to the i-th longest in an order that is random among equals.
+        # The i-th longest sample gives its place to the i-th longest in an order that is random
+        # among equals.
         order = self._random_order("samples", epoch, len(packed))
         documents[np.argsort(shortness[packed], kind="stable")] = order[
             np.argsort(shortness[order], kind="stable")
@@ -381,7 +410,10 @@ class RowOrder:
 
 
 def random_bits(key: str, n: int) -> np.ndarray:
-    """[n] uint64. Raw bits: numpy promises their stream for every version, but not that of `permutation`."""
+    """[n] uint64.
+
+    Raw bits: numpy promises their stream for every version, but not that of `permutation`.
+    """
     digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
     return np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(n)
 

@@ -45,7 +45,8 @@ def read_preference(row: Row, reader: Reader) -> Preference:
         raise RowError("chosen and rejected do not both begin with the row's own prompt")
     if not prompt and not shared:
         raise RowError(
-            "chosen and rejected share no prompt. Name its column:  'data.fields={prompt: …, chosen: …, rejected: …}'"
+            "chosen and rejected share no prompt. Name its column:  'data.fields={prompt: …,"
+            " chosen: …, rejected: …}'"
         )
     prompt = with_system(
         (prompt if chosen[0]["role"] == "assistant" else []) + chosen[:shared],
@@ -61,7 +62,8 @@ def read_preference(row: Row, reader: Reader) -> Preference:
             )
         if side[0]["role"] == "user":
             raise RowError(
-                f"{name} begins with a user's turn that is not in the other: both are to answer one prompt"
+                f"{name} begins with a user's turn that is not in the other: both are to"
+                " answer one prompt"
             )
     return Preference(
         prompt,
@@ -128,7 +130,8 @@ def preference_summary(data: Data, cache: Path, rows: int) -> list[str]:
     if pairs:  # a model that learns from pairs easily learns to be long
         chosen, rejected = (n / pairs for n in characters)
         lines.append(
-            f"{pairs:,} preference pairs; chosen answers have {chosen:,.0f} characters on average, rejected ones {rejected:,.0f}"
+            f"{pairs:,} preference pairs; chosen answers have {chosen:,.0f} characters on"
+            f" average, rejected ones {rejected:,.0f}"
         )
     return [*lines, "note: `train` does not learn from pairs yet", *shown]
 

@@ -37,7 +37,10 @@ WORTH_PROCESSES = 8 << 20  # bytes below which starting processes takes longer t
 
 @dataclass
 class Told:
-    """Who hears how far it is. progress: again and again while there is progress; say: what is worth a lasting line."""
+    """Receivers of messages.
+
+    progress: called again and again while there is progress; say: for lines that stay.
+    """
 
     progress: Callable[[str], None] = nothing
     say: Callable[[str], None] = nothing
@@ -45,7 +48,10 @@ class Told:
 
 @dataclass
 class ComponentSources:
-    """What is tokenised, packed and ordered by itself. share: of its rows, held out for validation; key: the one that names it."""
+    """The sources of a part of the data that is tokenised, packed and ordered by itself.
+
+    share: of its rows, held out for validation; key: the one that names it.
+    """
 
     name: str
     sources: list[Source]
@@ -54,7 +60,7 @@ class ComponentSources:
 
     @property
     def files(self) -> list[str]:
-        """Of all sources, in order."""
+        """The files of all sources, in order."""
         return [file for source in self.sources for file in source.files]
 
 
@@ -118,7 +124,10 @@ class Preparation:
         }
 
     def shard(self, index: int, of: int) -> list[int]:
-        """Make every `of`-th part, from `index` on, and everything when the others are there. Returns the shards with parts that are not."""
+        """Make every `of`-th part, from `index` on, and everything when the others are there.
+
+        Returns the shards with parts that are not.
+        """
         if read_whole(self.folder, self.told.say):
             return []
         tasks = self._tasks()
@@ -152,14 +161,18 @@ class Preparation:
 
     @contextmanager
     def _held(self, shared: bool) -> Iterator[bool]:
-        """Hold the folder of the parts; whether no other can. Raises RunFailed if something cannot be written."""
+        """Hold the folder of the parts; whether no other can.
+
+        Raises RunFailed if something cannot be written.
+        """
         waiting = False
 
         def waits() -> None:
             nonlocal waiting
             if not waiting:
                 self.told.say(
-                    f"data   another process prepares the same in {self.root}: this one waits for it"
+                    f"data   another process prepares the same in {self.root}: this one waits"
+                    " for it"
                 )
             waiting = True
             self.told.progress("data   waiting for another process, which prepares the same")
@@ -179,8 +192,11 @@ class Preparation:
             if not read_whole(
                 self.folder
             ):  # without locks another may have been through with it, and have tidied up
-                why = f"the tokenised data cannot be written to {self.root}: {error.strerror or error}. Use  data.cache=FOLDER"
-                raise RunFailed(why) from None
+                reason = (
+                    f"the tokenised data cannot be written to {self.root}:"
+                    f" {error.strerror or error}. Use  data.cache=FOLDER"
+                )
+                raise RunFailed(reason) from None
 
     def _part(self, i: int) -> Path:
         return self.parts / f"{i:06}"
@@ -213,7 +229,10 @@ class Preparation:
         return tasks
 
     def _tokenise(self, tasks: list[Task], wanted: range) -> dict[int, Done]:
-        """Those of the wanted parts that are not there. Raises UserError with the first bad rows, if they are to end it."""
+        """Those of the wanted parts that are not there.
+
+        Raises UserError with the first bad rows, if they are to end it.
+        """
         done = {i: found for i in wanted if (found := Done.of(self._part(i), tasks[i]))}
         pace = Pace(sum(self.bytes[i] for i in wanted), sum(self.bytes[i] for i in done), self.told)
         if done:
@@ -310,14 +329,14 @@ class Preparation:
             str(finding)
             for finding in told(meta["counts"], meta["examples"], 0, 0, self.how.seq_len)
         ]
-        why = "\n".join(
+        reason = "\n".join(
             [
                 f"no token{which} is supervised: there is nothing to learn",
                 *self._lines(meta, {}),
                 *sentences,
             ]
         )
-        raise UserError("the data cannot be used", [Problem(f"{key}={path}", why)])
+        raise UserError("the data cannot be used", [Problem(f"{key}={path}", reason)])
 
     def _unused_lines(self, meta: dict[str, Any]) -> list[str]:
         """Return a line for all files with the same columns that are not used."""
@@ -333,7 +352,7 @@ class Preparation:
         return self.component.files[numbers[0]] if len(numbers) == 1 else f"{len(numbers):,} files"
 
     def _lines(self, meta: dict[str, Any], renamed: dict[str, str]) -> list[str]:
-        """What people are told of it, with the files called as they are now."""
+        """Lines about the data for people, with the files' present names."""
         by_format: dict[str, list[tuple[int, int]]] = {}
         for number, format, rows in meta["rows"]:
             by_format.setdefault(format, []).append((number, rows))

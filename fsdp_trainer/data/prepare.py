@@ -1,4 +1,8 @@
-"""The cache: what `data` names is tokenised once, into a folder that is named by all that decides it, and found there by every run."""
+"""The cache of tokenised data.
+
+`data` is tokenised once, into a folder named by all that decides the tokens; every run finds it
+there.
+"""
 
 import tempfile
 from dataclasses import dataclass, field, replace
@@ -21,7 +25,7 @@ from fsdp_trainer.errors import Problem, UserError
 
 @dataclass
 class Prepared:
-    """What `prepare` finds or leaves behind."""
+    """The prepared data, just made or from the cache."""
 
     train: list[TokenStore]
     """One for each component: of a mixture each of its entries, else everything together."""
@@ -39,7 +43,7 @@ class Prepared:
 
     @property
     def fingerprint(self) -> str:
-        """Of all samples, those held out too."""
+        """A hash of all samples, those held out too."""
         stores = [
             *([self.streamed] if self.streamed else self.train),
             *([self.validation] if self.validation else []),
@@ -50,7 +54,10 @@ class Prepared:
 def components(
     data: Data, root: Path, told: Told
 ) -> tuple[list[ComponentSources], ComponentSources | None]:
-    """What `data` trains on, and what it names to be validated on, fetched if it lies elsewhere. UserError if there is nothing there."""
+    """The components to train on, and the one to validate on; remote files are fetched.
+
+    Raises UserError without data.
+    """
     sources, named = (
         find_sources(data.path, "data.path", root, told.say, told.progress),
         entries(data.path),
@@ -95,7 +102,10 @@ def prepare(
     root: Path,
     told: Told | None = None,
 ) -> Prepared:
-    """Tokenise what `data` names into folders of `root`, unless that is there already. UserError if the data cannot be used."""
+    """Tokenise what `data` names into folders of `root`, unless that is there already.
+
+    UserError if the data cannot be used.
+    """
     made = preparations(data, batch, tokenizer, template, Path(root), told or Told())
     opened = [one.stores() for one in made]
     report, validation = [line for one in made for line in one.report], None
@@ -106,9 +116,9 @@ def prepare(
     elif made[0].component.share:
         validation = _together(made, [stores[VALIDATION] for stores in opened], Path(root))
         if not len(validation):
-            why = "the share is so small that no sample is in it"
+            reason = "the share is so small that no sample is in it"
             raise UserError(
-                "the data cannot be used", [Problem(f"data.validation={data.validation}", why)]
+                "the data cannot be used", [Problem(f"data.validation={data.validation}", reason)]
             )
     return Prepared(
         [stores[TRAIN] for stores in opened],

@@ -171,7 +171,8 @@ def look_at_stream(cfg: PreviewConfig, tokenizer: TextTokenizer, streamed: Strea
 QUANTILES = (("shortest", 0), ("median", 50), ("90%", 90), ("99%", 99), ("longest", 100))
 NO_MARKERS = (
     "the chat template does not mark what the assistant says by {% generation %}",
-    "nothing to do here: the mask is found by rendering. Tools that ask transformers for an assistant mask need the marks",
+    "nothing to do here: the mask is found by rendering. Tools that ask transformers for an"
+    " assistant mask need the marks",
 )
 
 
@@ -189,7 +190,8 @@ def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
         ("dropped, twice", left_out(prepared.train)),
         (
             "rows an epoch",
-            f"{order.rows_per_epoch:,} of {order.seq_len:,} tokens, {order.fill:.1%} filled ({cfg.data.packing})",
+            f"{order.rows_per_epoch:,} of {order.seq_len:,} tokens, {order.fill:.1%} filled"
+            f" ({cfg.data.packing})",
         ),
         ("documents a row", f"{documents:.1f}"),
         *([("validation", f"{len(prepared.validation):,} samples")] if prepared.validation else []),
@@ -264,7 +266,8 @@ def vocabulary(cfg: PreviewConfig, tokenizer: TextTokenizer) -> list[Finding]:
     return [
         Finding(
             text,
-            "as it should be where the model's vocabulary is padded; else this is not the model's tokenizer",
+            "as it should be where the model's vocabulary is padded; else this is not the"
+            " model's tokenizer",
             is_warning=False,
         )
     ]
@@ -299,7 +302,11 @@ def shown_row(
 
 
 class TokenTexts:
-    """Text of single tokens. Decoders look at neighbours (a space at the beginning, bytes of one character), so each is decoded behind another one."""
+    """Text of single tokens.
+
+    Decoders look at neighbours (a space at the beginning, bytes of one character), so each is
+    decoded behind another one.
+    """
 
     def __init__(self, tokenizer: TextTokenizer):
         self.tokenizer = tokenizer

@@ -1,4 +1,7 @@
-"""A preview as one HTML file that needs nothing else: no network, no program. The data is text of strangers: it is escaped, and no script of its own could run."""
+"""A preview as one HTML file that needs nothing else: no network, no program.
+
+The data is text of strangers: it is escaped, and no script of its own could run.
+"""
 
 from base64 import b64encode
 from hashlib import sha256

@@ -1,4 +1,4 @@
-"""What a preview shows: rows as people read them, figures and findings."""
+"""The content of a preview: rows for people, figures and findings."""
 
 from dataclasses import dataclass, field
 
@@ -60,12 +60,18 @@ class ShownRow:
             for what in ("tokens", "supervised")
         )
         n = len(self.documents)
-        return f"row {self.index}: {n} document{'s' * (n != 1)}, {tokens:,} tokens, {supervised:,} supervised, {self.padding:,} padding"
+        return (
+            f"row {self.index}: {n} document{'s' * (n != 1)}, {tokens:,} tokens, {supervised:,}"
+            f" supervised, {self.padding:,} padding"
+        )
 
 
 @dataclass
 class Page:
-    """Everything that a preview shows, but for how it looks. A stream is not known beyond its rows."""
+    """Everything that a preview shows, but for how it looks.
+
+    A stream is not known beyond its rows.
+    """
 
     name: str
     files: list[str]

@@ -1,4 +1,4 @@
-"""A preview in the terminal, by rich. Without colour (a pipe, NO_COLOR) what is learnt stands in [[ ]]."""
+"""A preview in the terminal, by rich. Without colour (a pipe, NO_COLOR) [[ ]] marks learnt text."""
 
 from itertools import groupby
 
@@ -12,19 +12,41 @@ from fsdp_trainer.data.preview_page import SOURCE_COLUMNS, Page, ShownDocument, 
 from fsdp_trainer.observe.terminal import Terminal
 
 BAR = 30  # characters of the longest bar
+PLAIN_LEGEND = "what is learnt stands in [[ ]]; behind it the weight, where that is not 1"
 
 
 def show(page: Page, console: Console | None = None) -> None:
-    """Print it."""
+    """Print a page."""
     console = console or Terminal()
     colour = console.color_system is not None and not console.no_color
+    show_data(page, console)
+    heading(console, "what the model sees")
+    console.print(legend() if colour else PLAIN_LEGEND)
+    if page.first:
+        title = f"first sample, as the template ({page.template.name}) renders it"
+        heading(console, f"{title}: {page.first.where}")
+        console.print(body(page.first, colour), soft_wrap=True)
+    for row in page.rows:
+        heading(console, row.title)
+        for i, document in enumerate(row.documents):
+            if len(row.documents) > 1:
+                console.print(Text(edge(document, i, len(row.documents)), "dim"), soft_wrap=True)
+            console.print(body(document, colour), soft_wrap=True)
+    if page.findings or page.figures:  # of a stream only some are known
+        heading(console, "findings" if page.findings else "nothing to warn about")
+    for finding in page.findings:
+        console.print(finding_text(finding), soft_wrap=True)  # so that a place can be copied
+
+
+def show_data(page: Page, console: Console) -> None:
+    """Print the files, figures, lengths and sources."""
     heading(console, "data")
     for line in page.files:
         console.print(line, soft_wrap=True)
-    figures = Table.grid(padding=(0, 2))
-    for name, value in page.figures:
-        figures.add_row(Text(name, "dim"), value)
     if page.figures:
+        figures = Table.grid(padding=(0, 2))
+        for name, value in page.figures:
+            figures.add_row(Text(name, "dim"), value)
         console.print(figures)
     if page.histogram:
         heading(console, "lengths in tokens")
@@ -37,28 +59,6 @@ def show(page: Page, console: Console | None = None) -> None:
         for source in page.sources:
             table.add_row(*source)
         console.print(table)
-    heading(console, "what the model sees")
-    console.print(
-        legend()
-        if colour
-        else "what is learnt stands in [[ ]]; behind it the weight, where that is not 1"
-    )
-    if page.first:
-        heading(
-            console,
-            f"first sample, as the template ({page.template.name}) renders it: {page.first.where}",
-        )
-        console.print(body(page.first, colour), soft_wrap=True)
-    for row in page.rows:
-        heading(console, row.title)
-        for i, document in enumerate(row.documents):
-            if i or len(row.documents) > 1:
-                console.print(Text(edge(document, i, len(row.documents)), "dim"), soft_wrap=True)
-            console.print(body(document, colour), soft_wrap=True)
-    if page.findings or page.figures:  # of a stream only some are known
-        heading(console, "findings" if page.findings else "nothing to warn about")
-    for finding in page.findings:
-        console.print(told(finding), soft_wrap=True)  # so that a place can be copied
 
 
 def heading(console: Console, title: str) -> None:
@@ -67,29 +67,38 @@ def heading(console: Console, title: str) -> None:
     console.print(Text(title, "bold"), soft_wrap=True)
 
 
-def edge(document: ShownDocument, i: int, of: int) -> str:
+def edge(document: ShownDocument, i: int, count: int) -> str:
     """The line above a document of a row."""
     source = f", {document.source}" if document.source else ""
-    return f"──── {i + 1} of {of}: {document.where}{source}, {document.tokens:,} tokens, {document.supervised:,} supervised"
+    tokens = f"{document.tokens:,} tokens, {document.supervised:,} supervised"
+    return f"──── {i + 1} of {count}: {document.where}{source}, {tokens}"
 
 
 def bars(histogram: list[tuple[str, int]]) -> Table:
     """A bar for each range of lengths."""
-    table, most = Table.grid(padding=(0, 2)), max(n for _, n in histogram)
+    table, longest = Table.grid(padding=(0, 2)), max(n for _, n in histogram)
     table.add_column(justify="right")
     table.add_column(justify="right")
     for name, n in histogram:
-        table.add_row(name, f"{n:,}", Text("█" * round(BAR * n / most) or "▏" * bool(n), "green"))
+        bar = "█" * round(BAR * n / longest) or "▏" * bool(n)
+        table.add_row(name, f"{n:,}", Text(bar, "green"))
     return table
 
 
 def legend() -> Text:
-    """What the colours mean."""
-    return Text.assemble(("learnt", style(1, False)), "  ", ("learnt with another weight", style(0.5, False)), "  ", ("context", style(0, False)), "  ", ("special", style(0, True)), "  ", ("special, learnt", style(1, True)))  # fmt: skip
+    """A line that explains the colours."""
+    parts = [
+        ("learnt", style(1, False)),
+        ("learnt with another weight", style(0.5, False)),
+        ("context", style(0, False)),
+        ("special", style(0, True)),
+        ("special, learnt", style(1, True)),
+    ]
+    return Text("  ").join(Text(*part) for part in parts)
 
 
 def style(weight: float, special: bool) -> str:
-    """How a token looks."""
+    """The rich style of a token."""
     learnt = "black on green" if weight == 1 else "black on yellow" if weight else ""
     return f"bold {learnt}" if special and learnt else "cyan" if special else learnt or "default"
 
@@ -110,8 +119,8 @@ def body(document: ShownDocument, colour: bool) -> Text:
     return text
 
 
-def told(finding: Finding) -> Text:
-    """What was found, its fix, and where it was found first."""
+def finding_text(finding: Finding) -> Text:
+    """A finding, its fix, and the first places of it."""
     mark = ("warning ", "bold yellow") if finding.is_warning else ("note    ", "dim")
     below = [(f"→ {finding.fix}", "")] * bool(finding.fix) + [
         (place, "dim") for place in finding.places

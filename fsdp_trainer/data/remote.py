@@ -1,7 +1,8 @@
-"""Files that lie elsewhere, through fsspec: listed, and copied once into the cache that a machine's ranks and runs share.
+"""Remote files through fsspec: listed, and copied once into the cache of a machine.
 
-A copy lies in `remote/SCHEME/HOST/PATH/VERSION/NAME`, so that one of another version is another file, and a message that names it
-says where it came from. What was found last is noted down: without a network, the copies serve as they are.
+A copy lies in `remote/SCHEME/HOST/PATH/VERSION/NAME`: another version is another file, and a
+message that names it says where it came from. The last listing is stored: without a network, the
+copies serve as they are.
 """
 
 import contextlib
@@ -37,18 +38,19 @@ from fsdp_trainer.errors import Problem, UserError
 AT_ONCE = 8  # files that are fetched side by side
 BLOCK = 1 << 24  # bytes a request
 SILENT_SECONDS = 60  # of a web server, after which it is given up
-# what tells versions of a file apart, as the various stores call it; the first that is known is enough with the size
+# what tells versions of a file apart, as the various stores call it; the first that is known is
+# enough with the size
 MARKS = ("ETag", "etag", "blob_id", "md5Hash", "Content-MD5", "content_md5", "checksum", "mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")  # fmt: skip
 
 Say = Callable[[str], None]
 
 
 def nothing(line: str) -> None:
-    """For who does not listen."""
+    """Ignore a message."""
 
 
 class Unreachable(UserError):
-    """The network is at fault, or the store: what was fetched before may serve."""
+    """The network or the store failed: earlier copies may serve."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class RemoteFile:
     """Hash of size and ETag, or what else the store knows; changes with the content."""
 
     def copy_in(self, cache: Path) -> Path:
-        """Where its copy lies."""
+        """The path of its copy."""
         folders = [part for part in place(self.url).split("/") if part not in ("", ".", "..")]
         return cache.joinpath(
             "remote", urlsplit(self.url).scheme, *folders[:-1], self.version, folders[-1]
@@ -69,7 +71,10 @@ class RemoteFile:
 
 
 def list_files(url: str, key: str) -> list[RemoteFile]:
-    """The data files of a URL: a file, a folder (searched through) or a glob, in a fixed order. UserError if it cannot be read."""
+    """The data files of a URL: a file, a folder (searched through) or a glob, in a fixed order.
+
+    UserError if it cannot be read.
+    """
     with _telling(url, key):
         system, path = _system_of(url)
         system.invalidate_cache()
@@ -132,9 +137,9 @@ def _version(url: str, about: dict[str, Any]) -> str:
 def fetch(
     url: str, key: str, cache: Path, say: Say = nothing, progress: Say = nothing
 ) -> dict[str, str]:
-    """The URL of each of its files → the local copy, fetched if it is not there. UserError if it cannot be had.
+    """The local copy of each file of a URL, fetched if it is missing. Raises UserError.
 
-    say: told what is worth a lasting line; progress: told again and again how far it is.
+    say: gets lines that stay; progress: gets the state again and again.
     """
     noted = (
         cache
@@ -150,7 +155,8 @@ def fetch(
         if not (copies := _noted(noted)):
             raise
         say(
-            f"data   {shown(url)} is not asked for changes, its copy is used: {error.problems[0].why.splitlines()[0]}"
+            f"data   {shown(url)} is not asked for changes, its copy is used:"
+            f" {error.problems[0].why.splitlines()[0]}"
         )
         return copies
     copies = {file.url: str(file.copy_in(cache)) for file in files}
@@ -167,13 +173,14 @@ def fetch(
             raise _unusable(
                 url,
                 key,
-                f"{Path(copy).name} is no kind of file that is read: its name and its first bytes tell none",
+                f"{Path(copy).name} is no kind of file that is read: its name and its first"
+                " bytes tell none",
             )
     return copies
 
 
 def _noted(file: Path) -> dict[str, str]:
-    """What was found last, if the copies of all of it are there."""
+    """The copies of the last listing, if all exist."""
     try:
         copies: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -184,7 +191,8 @@ def _noted(file: Path) -> dict[str, str]:
 def _copy_all(files: list[RemoteFile], cache: Path, url: str, say: Say, progress: Say) -> None:
     total = sum(file.size or 0 for file in files)
     say(
-        f"data   fetching {len(files):,} file{'s' * (len(files) > 1)} of {shown(url)}, {total / 2**30:.2f} GiB, into {cache / 'remote'}"
+        f"data   fetching {len(files):,} file{'s' * (len(files) > 1)} of {shown(url)},"
+        f" {total / 2**30:.2f} GiB, into {cache / 'remote'}"
     )
     targets = [file.copy_in(cache) for file in files]
     leaving = _Leaving()
@@ -207,7 +215,7 @@ def _copy_all(files: list[RemoteFile], cache: Path, url: str, say: Say, progress
 
 
 class _Leaving(Callback):
-    """Ends downloads that go on in other threads: what was fetched is gone on from at the next start."""
+    """Ends downloads in other threads; the next start continues them."""
 
     now = False
 
@@ -217,7 +225,7 @@ class _Leaving(Callback):
 
 
 def _part(target: Path) -> Path:
-    """What has come of a file so far."""
+    """The file that is still incomplete."""
     return target.with_name(f".{target.name}.part")
 
 
@@ -226,7 +234,10 @@ def _bytes_of(file: Path) -> int:
 
 
 def _copy(file: RemoteFile, target: Path, leaving: _Leaving) -> None:
-    """Fetch a file, from where an earlier attempt ended on; other processes of this machine wait for it."""
+    """Fetch a file, from where an earlier attempt ended.
+
+    Other processes of this machine wait for it.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     part = _part(target)
     with open(part, "ab") as out:
@@ -250,7 +261,10 @@ def _copy(file: RemoteFile, target: Path, leaving: _Leaving) -> None:
 
 
 def _gone_on(system: AbstractFileSystem, path: str, out: BinaryIO, leaving: _Leaving) -> bool:
-    """Append what an earlier attempt did not fetch. False if the store gives files only from their beginning on."""
+    """Append what an earlier attempt did not fetch.
+
+    False if the store gives files only from their beginning on.
+    """
     try:
         with system.open(path, "rb", block_size=BLOCK, cache_type="readahead") as source:
             source.seek(out.tell())
@@ -264,7 +278,10 @@ def _gone_on(system: AbstractFileSystem, path: str, out: BinaryIO, leaving: _Lea
 
 
 def open_remote(url: str) -> BinaryIO:
-    """A remote file that is read where it lies, a range at a time; from a web server without ranges, only from its beginning on."""
+    """A remote file that is read in ranges.
+
+    From a web server without ranges it is read from its beginning only.
+    """
     with _telling(url, "data.path"):
         system, path = _system_of(url)
         block = BLOCK if _has_ranges(system, path) else 0
@@ -286,7 +303,7 @@ def _has_ranges(system: AbstractFileSystem, path: str) -> bool:
 
 
 def shown(url: str) -> str:
-    """A URL without what may be secret in it: a password, the signature behind the question mark."""
+    """A URL without its secrets: a password, the signature after the question mark."""
     parts = urlsplit(url)
     return (
         f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
@@ -297,7 +314,7 @@ def shown(url: str) -> str:
 
 @contextlib.contextmanager
 def _telling(url: str, key: str, cache: Path | None = None) -> Iterator[None]:
-    """Whatever a store or the disk of the cache raises, in one message with the URL."""
+    """Turn any error of a store or of the cache's disk into one message with the URL."""
     try:
         yield
     except UserError:
@@ -307,56 +324,69 @@ def _telling(url: str, key: str, cache: Path | None = None) -> Iterator[None]:
 
 
 def _told(url: str, key: str, cache: Path | None, error: BaseException) -> UserError:
-    if (
-        isinstance(error, FileNotFoundError) and error.__cause__
-    ):  # fsspec's for whatever keeps it from an answer
+    """The error of a store or of the cache's disk, as a message with the URL."""
+    if isinstance(error, FileNotFoundError) and error.__cause__:  # fsspec's, whatever happened
         error = error.__cause__
-    scheme, name, first = (
-        urlsplit(url).scheme,
-        type(error).__name__,
-        (str(error).splitlines() or [""])[0],
-    )
+    reason = why_url_unusable(url) or _reason(url, cache, error)
+    if reason:
+        return _unusable(url, key, reason)
+    advice = "\nWhat was fetched is kept: start again" if cache else ""
+    text = f"cannot be reached ({type(error).__name__}: {_first_line(url, error)}){advice}"
+    return Unreachable("the data cannot be used", [Problem(f"{key}={shown(url)}", text)])
+
+
+def _reason(url: str, cache: Path | None, error: BaseException) -> str:
+    """The reason why the data cannot be used; "" if the network or the store is at fault."""
+    scheme, name, first = urlsplit(url).scheme, type(error).__name__, _first_line(url, error)
+    status = _status(error)
+    if cache and _is_local(error, cache):
+        return f"cannot be kept in {cache}: {first}.\nUse  data.cache=FOLDER"
+    if isinstance(error, ImportError):
+        return f"{scheme}:// needs a package that is not installed: {first}"
+    if isinstance(error, FileNotFoundError) or status == 404 or "NotFound" in name:
+        return "there is no such file or folder there"
+    if _is_refused(error, status, first):
+        known = CREDENTIALS.get(scheme, "as fsspec's documentation of its file system says")
+        code = f"{status} " if status else ""
+        return f"may not be read ({code}{name}: {first}).\nCredentials: {known}"
+    return ""
+
+
+def _is_refused(error: BaseException, status: Any, text: str) -> bool:
+    """Return True if the store knows the data, and does not let it be read."""
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return True
+    return "Credential" in type(error).__name__ or "Forbidden" in text
+
+
+def _first_line(url: str, error: BaseException) -> str:
+    """The first line of an error's text, without the secrets of the URL."""
+    first = (str(error).splitlines() or [""])[0]
     for secret in filter(None, (urlsplit(url).query, urlsplit(url).password)):
         first = first.replace(secret, "…")
-    status = (
+    return first
+
+
+def _status(error: BaseException) -> Any:
+    """The status of an HTTP answer, by the names that libraries give it; None without one."""
+    response = getattr(error, "response", None)
+    return (
         getattr(error, "status", None)
         or getattr(error, "code", None)
-        or getattr(getattr(error, "response", None), "status_code", None)
+        or getattr(response, "status_code", None)
     )
-    local = (
-        str(getattr(error, "filename", None) or "").startswith(str(cache))
-        or getattr(error, "errno", None) in FULL
-    )
-    if why := why_url_unusable(url):
-        return _unusable(url, key, why)
-    if cache and local:
-        return _unusable(url, key, f"cannot be kept in {cache}: {first}.\nUse  data.cache=FOLDER")
-    if isinstance(error, ImportError):
-        return _unusable(url, key, f"{scheme}:// needs a package that is not installed: {first}")
-    if isinstance(error, FileNotFoundError) or status == 404 or "NotFound" in name:
-        return _unusable(url, key, "there is no such file or folder there")
-    if (
-        isinstance(error, PermissionError)
-        or status in (401, 403)
-        or "Credential" in name
-        or "Forbidden" in first
-    ):
-        known = CREDENTIALS.get(scheme, "as fsspec's documentation of its file system says")
-        return _unusable(
-            url,
-            key,
-            f"may not be read ({f'{status} ' if status else ''}{name}: {first}).\nCredentials: {known}",
-        )
-    kept = "\nWhat was fetched is kept: start again" if cache else ""
-    return Unreachable(
-        "the data cannot be used",
-        [Problem(f"{key}={shown(url)}", f"cannot be reached ({name}: {first}){kept}")],
-    )
+
+
+def _is_local(error: BaseException, cache: Path) -> bool:
+    """Return True if the cache's disk is at fault."""
+    file = str(getattr(error, "filename", None) or "")
+    return file.startswith(str(cache)) or getattr(error, "errno", None) in FULL
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the machine's role; none: FSSPEC_S3_ANON=1; another endpoint: AWS_ENDPOINT_URL",
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the machine's role; none:"
+    " FSSPEC_S3_ANON=1; another endpoint: AWS_ENDPOINT_URL",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or  gcloud auth application-default login",
     "hf": "HF_TOKEN, or  hf auth login ; a gated data set is asked for on its page",
     "http": "those in the URL itself, or in ~/.netrc",
@@ -364,5 +394,5 @@ CREDENTIALS = {
 }
 
 
-def _unusable(url: str, key: str, why: str) -> UserError:
-    return UserError("the data cannot be used", [Problem(f"{key}={shown(url)}", why)])
+def _unusable(url: str, key: str, reason: str) -> UserError:
+    return UserError("the data cannot be used", [Problem(f"{key}={shown(url)}", reason)])

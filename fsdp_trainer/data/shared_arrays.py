@@ -13,13 +13,15 @@ import numpy as np
 
 Arrays = dict[str, np.ndarray]
 UNUSED_SECONDS = 30 * 24 * 3600.0
-SHARED_FROM = 200_000  # samples or rows: for less, what an epoch takes is a few MB, made within 0.1 s in every process
+# samples or rows: for less, what an epoch takes is a few MB, made within 0.1 s in every process
+SHARED_FROM = 200_000
 
 
 class SharedArrays:
     """Groups of named arrays in `folder`, one folder for each group.
 
-    When one is made, those of it and of its neighbours go that nobody has opened for a month. Who maps them keeps them.
+    When one is made, those of it and of its neighbours go that nobody has opened for a month. Who
+    maps them keeps them.
     """
 
     def __init__(self, folder: Path):

@@ -1,4 +1,7 @@
-"""Paths to sources and their files; what a row is, which `units.py` reads from them, and what becomes of those that cannot be read."""
+"""Sources of data, and their files.
+
+Also: a row as `units.py` reads it from them, and the handling of rows that cannot be read.
+"""
 
 import hashlib
 import json
@@ -43,7 +46,10 @@ class Row:
 
 @dataclass
 class Problems:
-    """Rows that cannot be read: `fail` gathers a few, to raise them together, `skip` counts them."""
+    """Rows that cannot be read:
+
+    `fail` gathers a few, to raise them together, `skip` counts them.
+    """
 
     on_error: str
     count: int = 0
@@ -51,10 +57,10 @@ class Problems:
     listed: TextIO | None = None
     """Where all of them are written to, as JSON lines."""
 
-    def add(self, where: tuple[str, int], why: str) -> None:
+    def add(self, where: tuple[str, int], reason: str) -> None:
         """Note a bad row."""
         self.count += 1
-        shown = why.encode(
+        shown = reason.encode(
             errors="backslashreplace"
         ).decode()  # half a character can be in a row, but in no file and no terminal
         if len(self.first) < SHOWN:
@@ -79,7 +85,8 @@ class Problems:
         """Raise what was gathered, unless bad rows are to be skipped."""
         if self.will_raise:
             raise UserError(
-                "rows of the data cannot be read. Mend them, or leave them out with  data.on_error=skip",
+                "rows of the data cannot be read. Mend them, or leave them out with"
+                "  data.on_error=skip",
                 self.first,
             )
 
@@ -107,7 +114,8 @@ def find_sources(
         raise _bad(
             key,
             path,
-            f"a file, folder or glob, or a list of them, is needed. To try the trainer out:  {key}=demo:backwards",
+            "a file, folder or glob, or a list of them, is needed. To try the trainer out:"
+            f"  {key}=demo:backwards",
         )
     found: dict[str, list[str]] = {}
     copies: dict[str, str] = {}
@@ -134,7 +142,8 @@ def _told_apart(found: dict[str, list[str]], given: dict[str, Entry], key: str) 
             raise _bad(
                 key,
                 names,
-                "two sources have one name. Give each entry its own, as in  {path: a.jsonl, name: code}",
+                "two sources have one name. Give each entry its own, as in  {path: a.jsonl,"
+                " name: code}",
             )
         return [
             Source(name, files, given[at].format, given[at].fields)
@@ -207,5 +216,5 @@ def content_hash(file: str, leaving: Event | None = None) -> str:
     return digest.hexdigest()
 
 
-def _bad(key: str, value: Any, why: str) -> UserError:
-    return UserError("the data cannot be used", [Problem(f"{key}={value}", why)])
+def _bad(key: str, value: Any, reason: str) -> UserError:
+    return UserError("the data cannot be used", [Problem(f"{key}={value}", reason)])

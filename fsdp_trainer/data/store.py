@@ -28,9 +28,13 @@ class Damaged(Exception):
 
 
 class TokenStore:
-    """Samples on disk. `weights` belongs to `tokens` one to one: the weight with which that token is learnt, as a target.
+    """Samples on disk.
 
-    fingerprint: of the samples themselves, in order: whatever made the same tokens and weights, it is the same data.
+    `weights` belongs to `tokens` one to one: the weight with which that token is learnt, as a
+    target.
+
+    fingerprint: of the samples themselves, in order: whatever made the same tokens and weights, it
+    is the same data.
     """
 
     def __init__(
@@ -264,7 +268,10 @@ def _copy(source: int, target: int) -> int:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """What `write_meta` wrote last into a folder of stores. Raises Damaged if it, or a column that it counts, is not as it was."""
+    """What `write_meta` wrote last into a folder of stores.
+
+    Raises Damaged if it, or a column that it counts, is not as it was.
+    """
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         for store, about in meta["stores"].items():

@@ -1,7 +1,9 @@
-"""Rows of data that is not stored: read, tokenised and packed on the fly, by as many streams as a step has rows.
+"""Rows of data that is not stored: read, tokenised and packed on the fly.
 
-Stream s gives row s of every step. What it reads depends on the data, the seed and batch.rows, not on who reads it: the units of the
-files, in a new order every epoch, are dealt to the streams like cards, without end. So any world continues any run, from a cursor a stream.
+There are as many streams as a step has rows; stream s gives row s of every step. Its content
+depends on the data, the seed and batch.rows, not on the reader: the units of the files, in a new
+order every epoch, are dealt to the streams like cards, without end. So any world continues any run,
+from a cursor of each stream.
 """
 
 import hashlib
@@ -60,7 +62,9 @@ class StreamedRow:
     """A row without its padding."""
 
     tokens: np.ndarray  # [length] int32
-    labels: np.ndarray  # [length] int32: the next token of the same document, also where that is in another row; -100: none is learnt
+    # [length] int32: the next token of the same document, also where that is in another row; -100:
+    # none is learnt
+    labels: np.ndarray
     weights: np.ndarray  # [length] float32: 0 where none is learnt
     documents: list[int]
     sources: list[int]
@@ -105,7 +109,10 @@ class Taken:
 
 @dataclass
 class StreamedData:
-    """All there is to know about a data set that is streamed; the same on every rank. It travels to other processes."""
+    """All there is to know about a data set that is streamed; the same on every rank.
+
+    It travels to other processes.
+    """
 
     how: How
     streams: int
@@ -129,26 +136,26 @@ class StreamedData:
 
     @property
     def source_names(self) -> list[str]:
-        """As of a store."""
+        """The names of the sources, as a store has them."""
         return [source.name for source in self.sources]
 
     @property
     def seq_len(self) -> int:
-        """As of a RowOrder."""
+        """Tokens of a row, as a RowOrder has it."""
         return self.how.seq_len
 
     def first_rows(self, count: int) -> Iterator["StreamedRow"]:
-        """Of training, in order."""
+        """The first rows of training, in order."""
         streams = [self.stream(number) for number in range(min(count, self.streams))]
         yield from islice((next(stream) for stream in cycle(streams)), count)
 
     @property
     def key(self) -> str:
-        """As of a Mixture."""
+        """The fingerprint, as a Mixture has it."""
         return self.fingerprint
 
     def totals(self, start: int, stop: int) -> tuple[float, int, int, int]:
-        """As of a Mixture; but what rows hold is known when they are there."""
+        """Zeros: the content of rows is known when they are read."""
         return 0.0, 0, 0, 0
 
     def attention_cost_share(self, cost: Callable[[np.ndarray], np.ndarray]) -> float:
@@ -163,14 +170,17 @@ class StreamedData:
         return replace(self, start=row)
 
     def state(self, index: int) -> dict[str, Any]:
-        """As of a Mixture: a segment of the run. Where it stands the cursors say."""
+        """A segment of the run, as a Mixture has it; the cursors hold the positions."""
         segment = {"key": self.key, "start": self.start, "rows_per_epoch": 0, "sources": []}
         return segment | stored_files(self.digests)
 
     def stream(
         self, number: int, cursor: Sequence[int] = START, opens: Callable[[str], Any] | None = None
     ) -> "Stream":
-        """The rows of a stream from a cursor on. opens: hears of each file before it is read, and waits while the network fails."""
+        """The rows of a stream from a cursor on.
+
+        opens: called with each file before it is read; it waits while the network fails.
+        """
         return Stream(self, number, cursor, opens)
 
     def reader(self, row: Row, source: int, unused: dict[str, None]) -> Reader:
@@ -231,7 +241,10 @@ class Stream:
                     pieces, room = [], self.of.how.seq_len
 
     def _windows(self, begin: tuple[int, int, int], emitted: int) -> Iterator[StreamedRow]:
-        """Some rows' worth of samples packed together, as a small epoch of its own. Those of different streams do not end at once."""
+        """Some rows' worth of samples packed together, as a small epoch of its own.
+
+        Those of different streams do not end at once.
+        """
         held, tokens = list[Taken](), 0
         while True:
             worth = WINDOW if any(begin) else 1 + self.number % WINDOW
@@ -249,7 +262,11 @@ class Stream:
             begin, emitted, tokens = after[:3], 0, sum(len(s.tokens) for s in held)
 
     def _pack(self, held: list[Taken]) -> tuple[int, list[list[tuple[int, int, int]]]]:
-        """How many of the samples make the fullest rows: all, or a few less. And of each row the (sample, start, length)."""
+        """Pack samples into rows.
+
+        Returns the number of samples that make the fullest rows: all, or a few less; and for each
+        row the (sample, start, length) of its pieces.
+        """
         seq_len, none = self.of.how.seq_len, self.of.how.data.packing == "none"
         lengths = np.array([len(s.tokens) for s in held], np.int64)
         sums = np.cumsum(lengths)
@@ -300,7 +317,7 @@ class Stream:
         )  # fmt: skip
 
     def _samples(self, turn: int, rows: int, sample: int) -> Iterator[Taken]:
-        """From a place on, without end."""
+        """Samples from a position on, without end."""
         barren = 0
         while barren < BARREN:
             barren += 1
@@ -308,27 +325,28 @@ class Stream:
                 barren = 0
                 yield taken
             turn, rows, sample = turn + 1, 0, 0
-        why = "\n".join(
+        reason = "\n".join(
             [
                 f"nothing to learn in {barren:,} units in a row",
                 *(finding.text for finding in self.findings()),
             ]
         )
         raise UserError(
-            "the data cannot be used", [Problem(f"data.path={self.of.how.data.path}", why)]
+            "the data cannot be used", [Problem(f"data.path={self.of.how.data.path}", reason)]
         )
 
     def findings(self, samples: int = 0, tokens: int = 0) -> list[Finding]:
-        """What happened on the way to so many samples of so many tokens."""
+        """Findings on the way to so many samples of so many tokens."""
         counts = self._builder.counts | Counter(unreadable=len(self._skipped))
         return told(
             counts, {"unreadable": self._skipped[:EXAMPLES]}, samples, tokens, self.of.seq_len
         )
 
     def _samples_of_unit(self, turn: int, before: int, sample: int) -> Iterator[Taken]:
-        """Of the unit that is dealt in this turn, without its first rows, and without the first samples of the next one.
+        """The samples of the unit that is dealt in this turn.
 
-        Where the network fails, it is tried again and again: whoever waits for the row decides how long.
+        Without its first rows, and without the first samples of the row after. If the network
+        fails, it is tried again and again: the one who waits for the row decides how long.
         """
         source, unit, part = dealt(self.of, turn * self.of.streams + self.number)
         first, pause = (before, sample), 1.0
@@ -349,7 +367,8 @@ class Stream:
                 ):
                     raise
                 self.opens(
-                    f"{named(unit.file)}, tried again in {pause:.0f} s ({str(error.__cause__).splitlines()[0]})"
+                    f"{named(unit.file)}, tried again in {pause:.0f} s"
+                    f" ({str(error.__cause__).splitlines()[0]})"
                 )
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
@@ -388,11 +407,11 @@ class Stream:
             except (RowError, RecursionError) as e:
                 if number >= first[0]:
                     where = named(unit.file), row.where[1] + lines_before(unit)
-                    why = str(e) if isinstance(e, RowError) else "is nested too deeply"
+                    reason = str(e) if isinstance(e, RowError) else "is nested too deeply"
                     problems = Problems(self.of.how.data.on_error)
-                    problems.add(where, why)
+                    problems.add(where, reason)
                     problems.raise_if_failing()
-                    self._skipped.append(f"{where[0]}:{where[1]}  {why.splitlines()[0]}")
+                    self._skipped.append(f"{where[0]}:{where[1]}  {reason.splitlines()[0]}")
                 continue
             yield from (
                 (number, n, row.where[1], text)
@@ -419,7 +438,7 @@ def _order(fingerprint: str, epoch: int, n: int) -> np.ndarray:
 def stream_data(
     data: Data, batch: Batch, seed: int, tokenizer: TextTokenizer, template: Template
 ) -> StreamedData:
-    """What `data` names, looked through but not read. UserError if it cannot be used."""
+    """The streams over `data`; its files are listed, not read. Raises UserError."""
     sources = find_sources(data.path, "data.path")
     streams = batch.rows
     files = [file for source in sources for file in source.files]
@@ -473,8 +492,11 @@ def _look(streamed: StreamedData, size: int) -> tuple[list[str], str]:
         )
     )
     if counted < streamed.streams:
-        why = f"has {counted:,} rows, fewer than a step: batch.rows={streamed.streams}.\nUse  data.streaming=false , which is right for little data"
-        raise UserError("the data cannot be streamed", [Problem(f"data.path={data.path}", why)])
+        reason = (
+            f"has {counted:,} rows, fewer than a step: batch.rows={streamed.streams}.\nUse"
+            "  data.streaming=false , which is right for little data"
+        )
+        raise UserError("the data cannot be streamed", [Problem(f"data.path={data.path}", reason)])
     stream, digest = streamed.stream(0), hashlib.blake2b(digest_size=16)
     samples = [*islice(stream.samples, LOOKED_AT)]
     for sample in samples:
@@ -487,8 +509,10 @@ def _look(streamed: StreamedData, size: int) -> tuple[list[str], str]:
     files = sum(len(source.files) for source in streamed.sources)
     streamed.findings = stream.findings(len(samples), tokens)
     report = [
-        f"streamed: {files:,} file{'s' * (files != 1)} of {size / 2**20:,.1f} MiB in {len(streamed.units):,} units, by {streamed.streams:,} streams",
-        f"the first {len(samples):,} samples: {tokens:,} tokens, {100 * learnt / tokens:.1f}% learnt, longest {max(lengths):,}",
+        f"streamed: {files:,} file{'s' * (files != 1)} of {size / 2**20:,.1f} MiB in"
+        f" {len(streamed.units):,} units, by {streamed.streams:,} streams",
+        f"the first {len(samples):,} samples: {tokens:,} tokens, {100 * learnt / tokens:.1f}%"
+        f" learnt, longest {max(lengths):,}",
         *(
             (f"warning: {one.text}. {one.fix}".rstrip(". ") if one.is_warning else one.text)
             for one in streamed.findings
@@ -498,7 +522,8 @@ def _look(streamed: StreamedData, size: int) -> tuple[list[str], str]:
         report.append(f"columns not used: {', '.join(stream.unused)}")
     if streamed.parts > 1:
         report.append(
-            f"warning: each file is read {streamed.parts:,} times, for there are fewer that can be read apart than rows in a step"
+            f"warning: each file is read {streamed.parts:,} times, for there are fewer that"
+            " can be read apart than rows in a step"
         )
     return report, digest.hexdigest()
 

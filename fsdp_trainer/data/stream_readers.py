@@ -1,4 +1,7 @@
-"""Who makes the rows of streams: this process, or others beside it, each for some of the streams. Imports no torch."""
+"""Readers that make the rows of streams: this process, or workers, each for some streams.
+
+Imports no torch.
+"""
 
 import os
 import pickle
@@ -77,8 +80,11 @@ class ReadersElsewhere(Readers):
             while isinstance(message := self._connections[stream].recv(), str):
                 self.waits_for = message
         except (EOFError, OSError):
-            why = "a process that tokenises was killed, as the system does when memory runs out:  data.workers=1  needs the least"
-            raise RunFailed(why) from None
+            reason = (
+                "a process that tokenises was killed, as the system does when memory runs out:"
+                "  data.workers=1  needs the least"
+            )
+            raise RunFailed(reason) from None
         if isinstance(message, BaseException):
             raise message
         return message

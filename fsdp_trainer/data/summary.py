@@ -1,4 +1,4 @@
-"""What a data set is, in figures: two lines above a run, tables in the preview."""
+"""Figures of a data set: two lines above a run, tables in the preview."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -60,7 +60,10 @@ def findings(store: TokenStore, seq_len: int) -> list[Finding]:
 
 
 def all_findings(prepared: Prepared, seq_len: int) -> list[Finding]:
-    """Of all components of the training data, and of what `data.validation` names. The most serious first."""
+    """Of all components of the training data, and of what `data.validation` names.
+
+    The most serious first.
+    """
     every = [*zip(prepared.train, prepared.names, strict=True)]
     if prepared.validation and prepared.validation.counts:
         every.append((prepared.validation, "data.validation"))
@@ -85,7 +88,8 @@ def two_lines(prepared: Prepared, seq_len: int, order: Mixture | None = None) ->
     more = len(warnings) - 1
     others = f"{more} more warning{'s' * (more != 1)}:  fsdp-trainer preview  with the same keys"
     return [
-        f"{samples:,} samples, {tokens:,} tokens, {supervised / tokens:.1%} supervised, longest {longest:,}{packed}{held_out}",
+        f"{samples:,} samples, {tokens:,} tokens, {supervised / tokens:.1%} supervised,"
+        f" longest {longest:,}{packed}{held_out}",
         left_out(prepared.train),
         *(line.strip() for finding in warnings[:1] for line in str(finding).splitlines()),
         *([others] if more > 0 else []),
@@ -118,10 +122,14 @@ def left_out(stores: Sequence[TokenStore]) -> str:
         for key in (*DROPPED, "truncated", "duplicate", "unreadable", LOST)
     }
     named = {"too_long": "too long", "unsupervised": "without a supervised token", "empty": "empty"}
-    why = [f"{count[key]:,} {name}" for key, name in named.items() if count[key]]
+    reason = [f"{count[key]:,} {name}" for key, name in named.items() if count[key]]
     tokens = sum(int(store.lengths.sum()) for store in stores)
     parts = [
-        *([f"{sum(count[key] for key in DROPPED):,} dropped ({', '.join(why)})"] if why else []),
+        *(
+            [f"{sum(count[key] for key in DROPPED):,} dropped ({', '.join(reason)})"]
+            if reason
+            else []
+        ),
         *([f"{count['truncated']:,} cut"] if count["truncated"] else []),
         *(
             [f"{percent(count[LOST] / (tokens + count[LOST]))} of the tokens lost"]

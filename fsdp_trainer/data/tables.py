@@ -44,7 +44,8 @@ def read_csv(file: Iterable[bytes], delimiter: str) -> Iterator[Record]:
             yield (
                 start,
                 {},
-                f"is not CSV ({'a quote is not closed' if str(e) == 'unexpected end of data' else e})",
+                "is not CSV"
+                f" ({'a quote is not closed' if str(e) == 'unexpected end of data' else e})",
             )
             continue
         if not values:
@@ -78,7 +79,8 @@ def read_arrow(
             for first in range(0, batch.num_rows, BATCH):
                 for columns in batch.slice(first, BATCH).to_pylist():
                     number += 1
-                    # every struct of a column has the keys of all: those that a row does not have are null
+                    # every struct of a column has the keys of all: those that a row does not have
+                    # are null
                     yield (
                         number,
                         {name: _without_nulls(value) for name, value in columns.items()},
@@ -111,7 +113,8 @@ def rows_of_parts(file: str | BinaryIO, suffix: str) -> list[int]:
 def _parquet(file: str | BinaryIO, start: int, stop: int | None) -> Iterator[Any]:
     from pyarrow import parquet
 
-    # without pre_buffer and with a buffer, column chunks are read piecewise, not a whole row group at once
+    # without pre_buffer and with a buffer, column chunks are read piecewise, not a whole row group
+    # at once
     with parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as opened:
         yield from opened.iter_batches(BATCH, row_groups=range(opened.num_row_groups)[start:stop])
 
@@ -141,7 +144,7 @@ def _is_arrow_file(source: Any) -> bool:
 
 
 def open_zstd(file: BinaryIO) -> BinaryIO:
-    """What was compressed with zstd."""
+    """A file that was compressed with zstd, decompressed."""
     if sys.version_info >= (3, 14):
         from compression import zstd
 

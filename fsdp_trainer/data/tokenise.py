@@ -1,4 +1,7 @@
-"""Some units of files to a part of a store. Works alike in this process and in others; imports no torch."""
+"""Some units of files to a part of a store.
+
+Works alike in this process and in others; imports no torch.
+"""
 
 import hashlib
 import json
@@ -35,7 +38,10 @@ SKIPPED = (
 
 @dataclass
 class How:
-    """What decides the tokens of a row, for all units of a component. share: of its rows, by their content, held out for validation."""
+    """All that decides the tokens of a row, for all units of a component.
+
+    share: of its rows, chosen by their content, held out for validation.
+    """
 
     data: Data
     seq_len: int
@@ -61,13 +67,13 @@ Task = list[Piece]
 
 
 def pieces_of(task: Task) -> list[list[int | None]]:
-    """What tells it from other tasks over the same files."""
+    """The pieces of a task, as plain numbers that distinguish it from other tasks."""
     return [[piece.number, piece.unit.start, piece.unit.stop] for piece in task]
 
 
 @dataclass
 class Done:
-    """What is known of a task when its rows have been read."""
+    """The results of a task, known once its rows have been read."""
 
     task: list[list[int | None]] = field(default_factory=list)
     """Number of the file, start and stop of each piece."""
@@ -85,7 +91,10 @@ class Done:
 
     @classmethod
     def of(cls, part: Path, task: Task) -> "Done | None":
-        """Of a part that an earlier process has finished, of the same task: another version may have divided the work in another way."""
+        """The results of a part that an earlier process has finished; None if there are none.
+
+        Another version may have divided the work in another way.
+        """
         try:
             told = json.loads((part / "done.json").read_text(encoding="utf-8"))
             for name, by_source in told["totals"].items():
@@ -180,33 +189,42 @@ class Tokenising:
     def _texts(self, piece: Piece) -> Iterator[tuple[str, int, Rendered]]:
         """(store, line, text) for every text of a piece; after a problem that will be raised, only further problems are looked for."""
         file = piece.unit.file
-        reader: Reader | None = None
-        if piece.unit.start:
-            first = first_reader(file, piece.unit.stamp, piece.format, piece.fields)
-            reader = first.again() if first else None
+        reader = self._first_reader(piece)
         for row in read_unit(piece.unit):
             self.rows += 1
             row.where = file, row.where[1] + piece.lines_before
             try:
                 if row.error:
                     raise RowError(row.error)
-                if reader is None:
-                    reader = reader_for(
-                        self.how.data, row.columns, file, piece.format, dict(piece.fields)
-                    )
+                reader = reader or reader_for(
+                    self.how.data, row.columns, file, piece.format, dict(piece.fields)
+                )
                 read = reader.read(row)
                 texts, name = self.builder.render(read), self._store_of(read)
             except (RowError, RecursionError) as e:
-                self.problems.add(
-                    row.where, str(e) if isinstance(e, RowError) else "is nested too deeply"
-                )
+                reason = str(e) if isinstance(e, RowError) else "is nested too deeply"
+                self.problems.add(row.where, reason)
                 if self.problems.is_enough:
                     break
                 continue
             if not self.problems.will_raise:
-                yield from ((name, row.where[1], text) for text in texts)
-        if not self.rows and not piece.unit.start and piece.unit.stop is None:
-            self.problems.add((file, 1), "the file holds no rows")
+                for text in texts:
+                    yield name, row.where[1], text
+        self._note_piece(piece, reader)
+
+    def _first_reader(self, piece: Piece) -> Reader | None:
+        """The reader chosen by the file's first row, for a piece that does not begin with it."""
+        unit = piece.unit
+        if not unit.start:
+            return None
+        first = first_reader(unit.file, unit.stamp, piece.format, piece.fields)
+        return first.again() if first else None
+
+    def _note_piece(self, piece: Piece, reader: Reader | None) -> None:
+        """Note the rows and unused columns of a piece; a file without rows is a problem."""
+        whole_file = not piece.unit.start and piece.unit.stop is None
+        if not self.rows and whole_file:
+            self.problems.add((piece.unit.file, 1), "the file holds no rows")
         if self.rows or not piece.unit.start:
             self.done.rows.append((piece.number, str(reader or "of no known format"), self.rows))
         if reader and reader.unused:
@@ -219,7 +237,10 @@ class Tokenising:
 def reader_for(
     data: Data, columns: dict[str, Any], file: str, format: str, fields: dict[str, str] | None
 ) -> Reader:
-    """Of what begins with such a row. UserError if that cannot be used; RowError where data.on_error=skip goes on with the next row."""
+    """A reader for rows with these columns.
+
+    Raises UserError if they cannot be used; RowError where data.on_error=skip continues.
+    """
     try:
         reader = make_reader(columns, format, fields, file)
     except UserError as error:
@@ -231,8 +252,8 @@ def reader_for(
             "data.packing=best_fit " if data.packing == "stream" else ""
         )  # a stream of anything must be split
         use = f"Use  {beside}data.too_long=drop  or  {beside}data.too_long=truncate"
-        why = f"only text can be cut into pieces, and {file} holds conversations.\n{use}"
-        raise UserError("the data cannot be used", [Problem("data.too_long=split", why)])
+        reason = f"only text can be cut into pieces, and {file} holds conversations.\n{use}"
+        raise UserError("the data cannot be used", [Problem("data.too_long=split", reason)])
     return reader
 
 
@@ -240,7 +261,7 @@ def reader_for(
 def first_reader(
     file: str, stamp: tuple[int, int] | None, format: str, fields: tuple[tuple[str, str], ...]
 ) -> Reader | None:
-    """What the first row of a file that tells says about all of them; None if none does."""
+    """The reader chosen by the first row of a file that decides its format; None without one."""
     for row in read_rows(file):
         if not row.error:
             try:
@@ -253,7 +274,10 @@ def first_reader(
 def next_texts(
     texts: Iterator[tuple[Any, ...]], most: int, most_characters: int
 ) -> list[tuple[Any, ...]]:
-    """Those to be tokenised in one call, each a Rendered behind whatever belongs to it: how many there are bounds the memory that it takes."""
+    """The texts for one call of the tokenizer, each after what belongs to it.
+
+    Their number bounds the memory that the call takes.
+    """
     chunk, characters = [], 0
     for text in islice(texts, most):
         chunk.append(text)
@@ -264,7 +288,10 @@ def next_texts(
 
 
 def place(row: Readable) -> float:
-    """Of a row's content, evenly spread over [0, 1): which rows are held out depends on nothing else, least of all on their order."""
+    """A number in [0, 1) from a row's content, evenly spread.
+
+    Rows are held out by it alone: their order does not matter.
+    """
     if isinstance(row, Document):
         content = row.text
     elif isinstance(row, Conversation):

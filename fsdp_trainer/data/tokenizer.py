@@ -74,7 +74,10 @@ def _seam(before: Encoding, after: Encoding, start: int) -> tuple[int, int] | No
 
 
 class TextTokenizer:
-    """A tokenizer that adds nothing of its own: no bos, no eos, no padding, no truncation. Special tokens in a text are recognised."""
+    """A tokenizer that adds nothing of its own: no bos, no eos, no padding, no truncation.
+
+    Special tokens in a text are recognised.
+    """
 
     def __init__(
         self,
@@ -328,13 +331,16 @@ def _tokenizer_file(path: Path) -> Path:
         if not files:
             raise _bad(
                 path,
-                "this folder has no tokenizer.json, no .model of SentencePiece or tiktoken, and no vocab.json with merges.txt. Name one that has:  tokenizer.path=…",
+                "this folder has no tokenizer.json, no .model of SentencePiece or tiktoken,"
+                " and no vocab.json with merges.txt. Name one that has:  tokenizer.path=…",
             )
         return files[0]
     if not path.is_file():
         raise _bad(
             path,
-            "there is no such file or folder.\nUse a tokenizer.json, a .model of SentencePiece or tiktoken, a folder with either or with vocab.json and merges.txt, or  demo:bytes",
+            "there is no such file or folder.\nUse a tokenizer.json, a .model of"
+            " SentencePiece or tiktoken, a folder with either or with vocab.json and"
+            " merges.txt, or  demo:bytes",
         )
     if path.suffix not in (".model", ".json"):
         raise _bad(
@@ -386,7 +392,8 @@ def _add_tokens(backend: Tokenizer, added: dict[str, dict], path: str) -> None:
         if backend.token_to_id(token["content"]) != int(id):
             raise _bad(
                 path,
-                f"its description gives {token['content']} the id {id}, the file has {backend.token_to_id(token['content'])}",
+                f"its description gives {token['content']} the id {id}, the file has"
+                f" {backend.token_to_id(token['content'])}",
             )
 
 
@@ -417,5 +424,5 @@ def _chat_templates(folder: Path | None, config: dict) -> dict[str, str]:
     return {str(name): text for name, text in templates.items() if isinstance(text, str) and text}
 
 
-def _bad(path: Any, why: str) -> UserError:
-    return UserError("the tokenizer cannot be used", [Problem(f"tokenizer.path={path}", why)])
+def _bad(path: Any, reason: str) -> UserError:
+    return UserError("the tokenizer cannot be used", [Problem(f"tokenizer.path={path}", reason)])

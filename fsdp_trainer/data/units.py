@@ -1,7 +1,9 @@
-"""Parts of files to rows: a part can be read by itself, so that many processes share a file, and a stream goes on within one.
+"""Units of files, and the rows in them.
 
-`.json` is one array, or an object with one list; `.jsonl` has an object a line; in `.txt` blank lines separate documents, and a file
-without any in its first 16 MiB has one document a line; tables are in `tables.py`. A `.json` with an object a line is read as `.jsonl`.
+A unit can be read by itself, so that many processes share a file, and a stream can continue within
+one. `.json` is one array, or an object with one list; `.jsonl` has an object a line; in `.txt`
+blank lines separate documents, and a file without any in its first 16 MiB has one document a line;
+tables are in `tables.py`. A `.json` with an object a line is read as `.jsonl`.
 """
 
 import contextlib
@@ -47,7 +49,7 @@ class Unit:
 
 
 def stamp(file: str) -> tuple[int, int] | None:
-    """What changes when a local file does: (bytes, nanoseconds)."""
+    """(bytes, nanoseconds) of a local file, which change when the file does."""
     if file in demo.TASKS or is_url(file):
         return None
     found = os.stat(file)
@@ -55,9 +57,10 @@ def stamp(file: str) -> tuple[int, int] | None:
 
 
 def split_units(file: str, bytes_each: int, mark: tuple[int, int] | None = None) -> list[Unit]:
-    """The file as units of about so many bytes, in order; one unit where it can only be read from its beginning on.
+    """The file as units of about `bytes_each`, in order.
 
-    mark: the stamp that it had earlier, and is to have still when it is read.
+    One unit if it can be read from its beginning only. mark: an earlier stamp that it must still
+    have when it is read.
     """
     (suffix, compression), mark = kind(file), mark or stamp(file)
     edges = [0]
@@ -72,14 +75,14 @@ def split_units(file: str, bytes_each: int, mark: tuple[int, int] | None = None)
 
 
 def _size(file: str) -> int:
-    """In bytes; 0 of what cannot be read but from its beginning on."""
+    """Bytes of a file; 0 if it can be read from its beginning only."""
     with open_raw(file) as opened, contextlib.suppress(ValueError):
         return opened.seek(0, os.SEEK_END)
     return 0
 
 
 def _edges_of_parts(file: str, suffix: str, bytes_each: int) -> list[int]:
-    """Where a new unit begins, in row groups or batches."""
+    """The first row group or batch of each unit."""
     rows = rows_of_parts(_table(file, None), suffix)
     bytes_a_row = _size(file) / max(1, sum(rows))
     edges, held = [0], 0.0
@@ -91,18 +94,18 @@ def _edges_of_parts(file: str, suffix: str, bytes_each: int) -> list[int]:
 
 
 def lines_before(unit: Unit) -> int:
-    """Lines (in a table, rows) of the file before the first that begins in the unit: what `row.where` lacks."""
+    """Lines (in a table, rows) of the file before the unit's first: `row.where` lacks them."""
     return Lines().before(unit)
 
 
 class Lines:
-    """The same for many units in order: each byte is read once."""
+    """Counts the lines before many units, in order: each byte is read once."""
 
     def __init__(self) -> None:
         self._file, self._at, self._lines = "", 0, 1
 
     def before(self, unit: Unit) -> int:
-        """As `lines_before`."""
+        """The number that `lines_before` returns."""
         suffix = kind(unit.file)[0]
         if not unit.start:
             return 0
@@ -123,7 +126,10 @@ def read_rows(file: str) -> Iterator[Row]:
 
 
 def read_unit(unit: Unit) -> Iterator[Row]:
-    """The rows of a unit, in order; `row.where` counts from the unit's own first line. UserError if the file changes on the way."""
+    """The rows of a unit, in order; `row.where` counts from the unit's own first line.
+
+    UserError if the file changes on the way.
+    """
     number = 0
     try:
         _check_stamp(unit)
@@ -154,7 +160,7 @@ def _check_stamp(unit: Unit) -> None:
         raise _lost(unit, 1, "was changed while it was read")
 
 
-def _lost(unit: Unit, line: int, why: str) -> UserError:
+def _lost(unit: Unit, line: int, reason: str) -> UserError:
     try:
         place = f"{unit.file}:{lines_before(unit) + line}"
     except OSError:  # it is gone
@@ -163,7 +169,7 @@ def _lost(unit: Unit, line: int, why: str) -> UserError:
         )
     return UserError(
         "the data cannot be used",
-        [Problem(place, f"{why}.\nStart again once it can be read whole")],
+        [Problem(place, f"{reason}.\nStart again once it can be read whole")],
     )
 
 
@@ -219,12 +225,12 @@ def _seekable(file: str, compression: str | None) -> BinaryIO:
 
 
 def _table(file: str, compression: str | None) -> str | BinaryIO:
-    """What Arrow opens: a local file by its name, which it can map."""
+    """The file for Arrow: a local one by its name, which it can map."""
     return _seekable(file, compression) if compression or is_url(file) else file
 
 
 def _is_json_lines(file: str, suffix: str) -> bool:
-    """By its name, or a `.json` whose first line is an object and not the last one."""
+    """Return True for `.jsonl`, and for a `.json` whose first line is an object, not the last."""
     if suffix != ".json":
         return suffix in (".jsonl", ".ndjson")
     try:
@@ -240,7 +246,10 @@ def _is_json_lines(file: str, suffix: str) -> bool:
 
 
 def _lines(file: BinaryIO, unit: Unit) -> Iterator[tuple[int, int, str, str | None]]:
-    """(number, place in bytes, text, error) of the lines from the first that begins in the unit to the file's end: the caller stops."""
+    """(number, place in bytes, text, error) of each line, to the end of the file.
+
+    From the first line that begins in the unit; the caller stops.
+    """
     place = _first_line(file, unit)
     for number in count(1) if unit.stop is None or place < unit.stop else ():
         line, begins = file.readline(LONGEST), place
@@ -255,14 +264,20 @@ def _lines(file: BinaryIO, unit: Unit) -> Iterator[tuple[int, int, str, str | No
                 if more.endswith(b"\n"):
                     break
         elif b"\0" in line:
-            error = f"holds a NUL byte (byte {line.index(0) + 1}), as a file does that a crash has cut off, or that is no text"
+            error = (
+                f"holds a NUL byte (byte {line.index(0) + 1}), as a file does that a crash has"
+                " cut off, or that is no text"
+            )
         if begins == 0:
             line = line.removeprefix(BYTE_ORDER_MARK)
         try:
             yield number, begins, "" if error else line.decode(), error
         except UnicodeDecodeError as e:
-            why = f"is not UTF-8: byte {e.start + 1} is 0x{line[e.start]:02x}. Convert the file:  iconv -f latin1 -t utf-8"
-            yield number, begins, "", why
+            reason = (
+                f"is not UTF-8: byte {e.start + 1} is 0x{line[e.start]:02x}. Convert the file:"
+                "  iconv -f latin1 -t utf-8"
+            )
+            yield number, begins, "", reason
 
 
 def _first_line(file: BinaryIO, unit: Unit) -> int:
@@ -290,36 +305,37 @@ def _read_jsonl(unit: Unit) -> Iterator[Row]:
 
 @lru_cache
 def _is_separated(file: str, mark: tuple[int, int] | None) -> bool:
-    """Whether documents of a text are separated by blank lines."""
+    """Return True if blank lines separate the documents of a text."""
     return bool(BLANK.search(b"\n" + _first_bytes(file, HEAD).removeprefix(BYTE_ORDER_MARK)))
 
 
 def _read_text(unit: Unit) -> Iterator[Row]:
-    separated = _is_separated(unit.file, stamp(unit.file))
+    """The documents that begin in a unit: between blank lines, else one a line."""
+    if not _is_separated(unit.file, stamp(unit.file)):
+        with _open(unit.file) as file:
+            for number, place, line, error in _lines(file, unit):
+                if unit.stop is not None and place >= unit.stop:
+                    return
+                if error or line.strip():
+                    yield _finished(Row({}, (unit.file, number), error), [line])
+        return
     document: list[str] = []
-    row, before = (
-        Row({}, (unit.file, 1)),
-        separated and unit.start > 0,
-    )  # before the blank line after which the unit's own begin
+    row = Row({}, (unit.file, 1))
+    before = unit.start > 0  # before the blank line after which the unit's own documents begin
     with _open(unit.file) as file:
         for number, place, line, error in _lines(file, unit):
-            past, blank = (
-                unit.stop is not None and place >= unit.stop,
-                not error and not line.strip(),
-            )
-            if past and (blank or before or not separated):
+            blank = not error and not line.strip()
+            if unit.stop is not None and place >= unit.stop and (blank or before):
                 break
-            before = before and not blank
-            if before:
-                continue
-            if not blank:
+            if blank and document:
+                yield _finished(row, document)
+                document = []
+            elif not blank and not before:
                 row = row if document else Row({}, (unit.file, number))
                 document.append(line)
                 if error and not row.error:
                     row.error, row.where = error, (unit.file, number)
-            if document and (blank or not separated):
-                yield _finished(row, document)
-                document = []
+            before = before and not blank
     if document:
         yield _finished(row, document)
 

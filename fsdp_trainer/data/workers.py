@@ -1,4 +1,7 @@
-"""Processes that tokenise. They share nothing but files with the one that started them, import no torch, and do not outlive it."""
+"""Processes that tokenise.
+
+They share nothing but files with the one that started them, import no torch, and do not outlive it.
+"""
 
 import os
 import pickle
@@ -21,7 +24,7 @@ Job = tuple[int, Task, Path]
 
 
 def cores() -> int:
-    """That this process may use: its affinity, and what its container has been given."""
+    """The number of cores of this process: its affinity, and its container's share."""
     allowed = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -46,7 +49,10 @@ def in_this_process(
 def in_processes(
     jobs: Iterator[Job], how: How, tick: Tick, count: int
 ) -> Generator[tuple[int, Done], None, None]:
-    """The same by `count` processes, as they come. Raises RunFailed if one is killed; none is left when this ends, however it ends."""
+    """The same by `count` processes, as they come.
+
+    Raises RunFailed if one is killed; none is left when this ends, however it ends.
+    """
     workers: dict[Connection, subprocess.Popen] = {}
     try:
         for _ in range(count):
@@ -116,8 +122,14 @@ def _why_gone(workers: dict[Connection, subprocess.Popen]) -> str:
     codes = [code for process in workers.values() if (code := _code(process)) is not None]
     if -signal.SIGKILL in codes:
         use = f"  data.workers={max(1, len(workers) // 2)}  needs less"
-        return f"a process that tokenises was killed, as the system does when memory runs out:{use}. What is finished is kept"
-    return f"a process that tokenises ended with code {codes[0] if codes else 'unknown'}; what it said stands above. What is finished is kept"
+        return (
+            f"a process that tokenises was killed, as the system does when memory runs out:{use}."
+            " What is finished is kept"
+        )
+    return (
+        f"a process that tokenises ended with code {codes[0] if codes else 'unknown'}; what it"
+        " said stands above. What is finished is kept"
+    )
 
 
 def _code(process: subprocess.Popen) -> int | None:

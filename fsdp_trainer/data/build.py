@@ -90,7 +90,7 @@ def build_template(cfg: TrainConfig, tokenizer: TextTokenizer) -> Template:
 
 
 def cache_root(cfg: TrainConfig) -> Path:
-    """Where tokenised data lies."""
+    """The folder of tokenised data."""
     return Path(cfg.data.cache or Path(cfg.run.root) / ".data").expanduser()
 
 

@@ -1,4 +1,7 @@
-"""What is worth knowing about a data set before it is trained on: counted under short keys, told as sentences with their fix."""
+"""Findings about a data set before it is trained on.
+
+They are counted under short keys, and printed as sentences with their fix.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -102,7 +105,10 @@ def told(
     tokens: int,
     seq_len: int,
 ) -> list[Finding]:
-    """What was counted, as sentences, with what to do about it. samples, tokens: how many were kept."""
+    """The counts as sentences, with advice.
+
+    samples, tokens: the numbers that are trained on.
+    """
     samples += sum(counts.get(key, 0) for key in DROPPED)
     fixes = dict.fromkeys(("too_long", "truncated"), _longer_rows(counts, samples, tokens, seq_len))
     return [
@@ -131,7 +137,7 @@ def percent(share: float) -> str:
 
 
 def _longer_rows(counts: Mapping[str, int], samples: int, tokens: int, seq_len: int) -> str:
-    """What too long samples cost, and the batch.seq_len with which 99% of all samples would fit."""
+    """The cost of too long samples, and a batch.seq_len that would fit 99% of all samples."""
     left = sum(n for key, n in counts.items() if key.startswith(FITS))
     keeps = seq_len
     for longer in sorted(int(key.removeprefix(FITS)) for key in counts if key.startswith(FITS)):

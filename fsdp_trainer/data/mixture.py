@@ -35,15 +35,15 @@ LEAST = 1e-6  # of all rows; what it takes to find a turn grows with the inverse
 
 
 class Turns:
-    """Who has the n-th turn, where component i has `parts[i]` of every Σ parts.
+    """The order of turns, where component i has `parts[i]` of every Σ parts.
 
     After any n turns each has had n · share of them to less than one: the j-th turn of a component
     lies within [⌊j / share⌋, ⌈(j + 1) / share⌉), which the earliest deadline first keeps for all
     (Baruah et al. 1996, Proportionate progress). That order would have to be followed from the
-    first turn on; so it begins anew in every block of turns. The counts at a block's edge are those
-    that it leads to from the edge before, where the turns that can have been taken or not had been
-    by those with the earliest deadlines: from such counts all deadlines can be met, and where
-    everybody has a turn in a block, any two edges can be joined (Hall's condition for intervals).
+    first turn on; so it begins anew in every block of turns. The counts at a block's edge follow
+    from those at the edge before: turns that may or may not have been taken by then go to those
+    with the earliest deadlines. From such counts all deadlines can be met, and if every component
+    has a turn in a block, any two edges can be joined (Hall's condition for intervals).
     """
 
     def __init__(self, parts: Sequence[int]):
@@ -140,7 +140,7 @@ class Component:
     """In those rows."""
 
     def tokens(self, rows: int) -> int:
-        """In its first `rows` rows."""
+        """Tokens in its first `rows` rows."""
         epochs, rest = divmod(rows, self.order.rows_per_epoch)
         first = epochs * self.order.rows_per_epoch
         return epochs * len(self.order.store.tokens) + self.order.totals(first, first + rest)[1]
@@ -221,7 +221,7 @@ class Mixture:
         return started
 
     def taken(self, index: int) -> list[int]:
-        """How many rows of each component come before row `index`, in this mixture and before it."""
+        """Rows of each component before row `index`, those before the mixture included."""
         n = index - self.start
         turns = self.turns.taken(n).tolist() if len(self.orders) > 1 else [n]
         return [

@@ -144,7 +144,7 @@ class RowOrder:
 
     @property
     def note(self) -> str | None:
-        """What a user should know about where the plans are."""
+        """A message about the place of the plans; None if there is nothing to say."""
         if self.shared is None or self.shared.problem is None:
             return None
         return (
@@ -263,7 +263,10 @@ class RowOrder:
     def _documents(
         self, indices: Sequence[int] | np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Of the documents of these rows, all int64: sample, first token, number of tokens; and how many documents each row has."""
+        """Four int64 arrays about the documents of these rows.
+
+        Sample, first token and number of tokens of each; and the number of documents of each row.
+        """
         parts = []
         for plan, rows in self._by_epoch(indices):
             first = plan.offsets[rows].astype(np.int64)
@@ -428,7 +431,7 @@ def _take_rows(
 
 
 def narrow(numbers: np.ndarray) -> np.ndarray:
-    """As the smallest unsigned numbers that will do."""
+    """The numbers in the smallest unsigned type that holds them."""
     return numbers.astype(np.min_scalar_type(int(numbers.max())))
 
 

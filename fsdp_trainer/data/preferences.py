@@ -89,7 +89,10 @@ def _side(value: object, name: str) -> list[Message]:
 
 
 def preference_summary(data: Data, cache: Path, rows: int) -> list[str]:
-    """What `preview` shows of preference pairs, the first `rows` of them in full; empty if the data holds none. UserError if they are broken."""
+    """The preview of preference pairs, the first `rows` of them in full; empty without any.
+
+    Raises UserError if they are broken.
+    """
     files = [
         (source, file)
         for source in find_sources(data.path, "data.path", cache)

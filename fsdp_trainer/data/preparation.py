@@ -430,7 +430,7 @@ def _renamed(where: str, renamed: dict[str, str]) -> str:
 
 
 def read_whole(folder: Path, say: Callable[[str], None] = nothing) -> dict[str, Any] | None:
-    """What is known of a folder's stores, if they are there, and as they were written."""
+    """The description of a folder's stores, if they are there, and as they were written."""
     if not folder.exists():
         return None
     try:

@@ -79,7 +79,7 @@ def components(
 def preparations(
     data: Data, batch: Batch, tokenizer: TextTokenizer, template: Template, root: Path, told: Told
 ) -> list["Preparation"]:
-    """Of every component, the one to be validated on last if it is apart."""
+    """The prepared data of every component, that of validation last if it is separate."""
     train, apart = components(data, root, told)
     every = [*train, *([apart] if apart else [])]
     content = contents(
@@ -131,7 +131,7 @@ def prepare(
 
 
 def _together(made: list["Preparation"], stores: list[TokenStore], root: Path) -> TokenStore:
-    """What the components of a mixture hold out, as one store."""
+    """The samples that the components of a mixture hold out, as one store."""
     if len(made) == 1:
         return stores[0]
     folder = root / fingerprint([one.folder.name for one in made])

@@ -177,7 +177,7 @@ NO_MARKERS = (
 
 
 def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tuple[str, str]]:
-    """What the table says: (name, value)."""
+    """(name, value) of each figure in the table."""
     samples, tokens, supervised = amounts(prepared.train)
     documents = sum(
         share * len(of.epoch(0).samples) / of.rows_per_epoch
@@ -220,7 +220,7 @@ def sources(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
 
 
 def epochs(cfg: PreviewConfig, order: Mixture) -> list[float]:
-    """How often the run goes over each component."""
+    """Lines on how often the run goes over each component."""
     rows = (
         cfg.train.steps * cfg.batch.rows
         if cfg.train.steps is not None
@@ -232,7 +232,7 @@ def epochs(cfg: PreviewConfig, order: Mixture) -> list[float]:
 
 
 def often(cfg: PreviewConfig, order: Mixture) -> list[Finding]:
-    """What a mixture repeats too often."""
+    """Findings about components that a mixture repeats too often."""
     seen = zip(order.components, epochs(cfg, order), strict=True)
     return [
         Finding(f"{c.name} is seen {n:.1f} times in this run", OFTEN)
@@ -256,7 +256,7 @@ def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:
 
 
 def vocabulary(cfg: PreviewConfig, tokenizer: TextTokenizer) -> list[Finding]:
-    """Whether the model has a row for every token. Raises UserError where it lacks one."""
+    """Check that the model has a row for every token. Raises UserError if it lacks one."""
     if cfg.model.init_from and is_hub_id(cfg.model.init_from):
         return []  # not fetched for this
     config = resolve_with_tokenizer(cfg.model, tokenizer.vocab_size, bool(cfg.tokenizer.add_tokens))
@@ -344,7 +344,7 @@ class TokenTexts:
             start += n
 
     def text(self, ids: list[int]) -> str:
-        """Of these tokens, with control characters made visible."""
+        """The text of these tokens, with control characters made visible."""
         if (found := self.known.get(tuple(ids))) is None:
             text = self.tokenizer.decode([*self.anchor, *ids], skip_special=False)[self.before :]
             found = self.known[tuple(ids)] = CONTROL.sub(_visible, text)

@@ -39,7 +39,7 @@ def write(page: Page, file: Path) -> None:
 
 
 def _hash(content: str) -> str:
-    """As a Content-Security-Policy names what may be used."""
+    """The hash by which a Content-Security-Policy allows a script or a style."""
     return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"
 
 

@@ -19,7 +19,7 @@ class TextPiece:
     special: bool
 
     def visible(self) -> str:
-        """Its text; where it is learnt or special, line ends can be seen."""
+        """The text; line ends are made visible if it is learnt or special."""
         return self.text.replace("\n", "↵\n") if self.weight or self.special else self.text
 
 
@@ -35,12 +35,12 @@ class ShownDocument:
 
     @property
     def tokens(self) -> int:
-        """How many."""
+        """The number of tokens."""
         return sum(len(piece.ids) for piece in self.pieces)
 
     @property
     def supervised(self) -> int:
-        """How many of its tokens are learnt."""
+        """The number of its tokens that are learnt."""
         return sum(len(piece.ids) for piece in self.pieces if piece.weight)
 
 

@@ -30,7 +30,10 @@ class SharedArrays:
         """Why nothing can be kept there; every process then holds the arrays in its own memory."""
 
     def get(self, group: str, make: Callable[[], Arrays]) -> Arrays:
-        """What `make` returns, from files if any process has made it; whoever comes while another one makes it waits."""
+        """The arrays that `make` returns, from files if any process has made them.
+
+        A process that comes while another one makes them waits.
+        """
         made: Arrays | None = self._open(group)
         if made is not None:
             return made

@@ -93,7 +93,7 @@ class Problems:
 
 @dataclass
 class Source:
-    """What `loss_by_source` tells apart: an entry of a list of paths, or a file of the only one."""
+    """The names of `loss_by_source`: entries of a list of paths, or files of the only one."""
 
     name: str
     files: list[str]

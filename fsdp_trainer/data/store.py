@@ -197,7 +197,7 @@ def _digest(sample: Sample) -> int:
 
 
 def add_totals(totals: dict[str, dict[str, int]], more: dict[str, dict[str, int]]) -> None:
-    """What each source has, with what it has besides."""
+    """The totals of each source, with others added."""
     for source, found in more.items():
         mine = totals.setdefault(source, dict.fromkeys(found, 0))
         for what, n in found.items():
@@ -268,7 +268,7 @@ def _copy(source: int, target: int) -> int:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """What `write_meta` wrote last into a folder of stores.
+    """The description that `write_meta` wrote last into a folder of stores.
 
     Raises Damaged if it, or a column that it counts, is not as it was.
     """

@@ -36,7 +36,7 @@ def figures_by_source(store: TokenStore) -> list[SourceFigures]:
 
 
 def findings(store: TokenStore, seq_len: int) -> list[Finding]:
-    """What is worth knowing about a store."""
+    """Findings about a store."""
     known = told(store.counts, store.examples, len(store), int(store.lengths.sum()), seq_len)
     for i, source in enumerate(figures_by_source(store)) if len(store.source_names) > 1 else ():
         if not source.samples:
@@ -60,9 +60,9 @@ def findings(store: TokenStore, seq_len: int) -> list[Finding]:
 
 
 def all_findings(prepared: Prepared, seq_len: int) -> list[Finding]:
-    """Of all components of the training data, and of what `data.validation` names.
+    """Findings about all components of the training data, and about `data.validation`.
 
-    The most serious first.
+    The most serious come first.
     """
     every = [*zip(prepared.train, prepared.names, strict=True)]
     if prepared.validation and prepared.validation.counts:
@@ -116,7 +116,7 @@ def lost_share(prepared: Prepared) -> float:
 
 
 def left_out(stores: Sequence[TokenStore]) -> str:
-    """What of the data is not trained on, or there more than once."""
+    """Findings about data that is not trained on, or there more than once."""
     count = {
         key: sum(store.counts.get(key, 0) for store in stores)
         for key in (*DROPPED, "truncated", "duplicate", "unreadable", LOST)

@@ -93,7 +93,7 @@ def refuse_launcher(words: list[str], config_dir: str | None) -> None:
     raise UserError("the sweep cannot be started", [Problem(f"-m under {under}", reason)])
 
 
-class Search(Protocol):
+class JobSearch(Protocol):
     """Chooses the jobs of a sweep."""
 
     def ask(self, room: int) -> Sequence[Sequence[str]]:
@@ -177,7 +177,7 @@ class Jobs:
         objectives = [self.jobs[job_id(overrides)].objective for overrides in batch]
         return [math.nan if value is None else value for value in objectives]
 
-    def run(self, search: Search) -> None:
+    def run(self, search: JobSearch) -> None:
         """Run the jobs of a search, side by side while there is room, until it has no more.
 
         Raises SweepStopped after a signal.
@@ -195,7 +195,7 @@ class Jobs:
             self._wait(search)
         raise SweepStopped
 
-    def _start_waiting(self, waiting: deque[str], search: Search) -> None:
+    def _start_waiting(self, waiting: deque[str], search: JobSearch) -> None:
         """Start jobs until there is no room, or a signal came."""
         while waiting and not self.received and self._has_room(waiting[0]):
             id = waiting.popleft()
@@ -203,7 +203,7 @@ class Jobs:
             if id not in self._running:
                 search.tell(self.jobs[id])
 
-    def _accept(self, batch: Sequence[Sequence[str]], search: Search) -> list[str]:
+    def _accept(self, batch: Sequence[Sequence[str]], search: JobSearch) -> list[str]:
         """Check the jobs of a batch. Returns the ids of those that are new: a job is run once."""
         first, new = not self.jobs, list[str]()
         for overrides in batch:
@@ -223,7 +223,7 @@ class Jobs:
             self.hold()
         return new
 
-    def _wait(self, search: Search) -> None:
+    def _wait(self, search: JobSearch) -> None:
         """Wait a moment, then read the metrics of the running jobs and finish those that ended."""
         if not self._running:
             return
@@ -242,7 +242,7 @@ class Jobs:
             running = self._running.items()
             self._board.show({self._title(id): (job.cfg, job.progress) for id, job in running})
 
-    def _read_metrics(self, job: Job, started: Started, search: Search, ended: bool) -> None:
+    def _read_metrics(self, job: Job, started: Started, search: JobSearch, ended: bool) -> None:
         """Read new lines of a job's metrics each second, and at its end; end it if it is pruned."""
         now = time.monotonic()
         if now - started.last_read <= READ_SECONDS and not ended:

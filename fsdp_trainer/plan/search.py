@@ -35,8 +35,8 @@ class Dimension(NamedTuple):
     always_grows: bool = False
 
 
-class Layout(NamedTuple):
-    """What to type, and its plan."""
+class PlannedLayout(NamedTuple):
+    """Overrides, and the plan with them."""
 
     overrides: tuple[str, ...]
     plan: RunPlan
@@ -90,8 +90,8 @@ class Search:
         self.config = config
         self.world = world
         self.device = device
-        self.layouts: list[Layout] = []
-        self.nearest: Layout | None = None
+        self.layouts: list[PlannedLayout] = []
+        self.nearest: PlannedLayout | None = None
         self.tried = 0
         self._choose(cfg, (), DIMENSIONS)
         self.layouts.sort(key=lambda layout: (layout.plan.seconds, layout.plan.memory.peak.total))
@@ -124,7 +124,7 @@ class Search:
 
     def _fits(self, cfg: TrainConfig, overrides: tuple[str, ...]) -> bool:
         self.tried += 1
-        layout = Layout(overrides, make_plan(cfg, self.config, self.world, self.device))
+        layout = PlannedLayout(overrides, make_plan(cfg, self.config, self.world, self.device))
         fits = layout.plan.fits and (layout.plan.host_fits or cfg.sharding.cpu_offload)
         if fits and not refused(cfg):
             self.layouts.append(layout)
@@ -133,6 +133,6 @@ class Search:
         return fits
 
 
-def peak(layout: Layout) -> float:
+def peak(layout: PlannedLayout) -> float:
     """Return the bytes that a rank holds at most."""
     return layout.plan.memory.peak.total

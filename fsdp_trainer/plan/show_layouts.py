@@ -11,7 +11,7 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.observe.terminal import Terminal
 from fsdp_trainer.plan.plan import GIB
-from fsdp_trainer.plan.search import Layout, Search, peak
+from fsdp_trainer.plan.search import PlannedLayout, Search, peak
 from fsdp_trainer.plan.show import UNTIMED, one_world, show_head
 
 SHOWN = 15
@@ -39,7 +39,7 @@ def layouts_as_json(cfg: PlanConfig, search: Search, assumed: list[str]) -> dict
     }
 
 
-def layout_as_json(cfg: PlanConfig, layout: Layout) -> dict[str, Any]:
+def layout_as_json(cfg: PlanConfig, layout: PlannedLayout) -> dict[str, Any]:
     """Return what to type and the figures that its plan would print."""
     figures = one_world(cfg, layout.plan, [], None)
     return {"overrides": layout.overrides} | {name: figures[name] for name in FIGURES}
@@ -64,12 +64,12 @@ def show_layouts(cfg: PlanConfig, config: ModelConfig, search: Search, assumed: 
         console.print(f"The nearest needs {needed}")
 
 
-def typed(layout: Layout) -> str:
+def typed(layout: PlannedLayout) -> str:
     """Return what to type."""
     return " ".join(layout.overrides)
 
 
-def table_of(layouts: list[Layout]) -> Table:
+def table_of(layouts: list[PlannedLayout]) -> Table:
     """Return a row for each layout. host: of a node."""
     columns = ["overrides", "peak", "host", "tokens/s", "a GPU", "micro-\nbatches"]
     table = Table(*columns, box=box.SIMPLE_HEAD)

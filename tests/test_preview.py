@@ -347,7 +347,9 @@ def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.returncode == 0
+    # a busy machine takes so long to prepare that its progress is shown
+    assert all(line.startswith("data ") for line in ended.stderr.splitlines()), ended.stderr
     assert "data" in ended.stdout
 
 

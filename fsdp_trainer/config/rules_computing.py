@@ -55,10 +55,33 @@ def replicas(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def dimensions(cfg: TrainConfig, report: Report) -> Broken:
-    """Context parallelism is not there yet."""
-    for name in ("tensor", "context"):
-        if getattr(cfg.sharding, name) > 1:
-            yield f"sharding.{name}", f"is not in this version.\nUse  sharding.{name}=1"
+    """Some things cannot be shared by the ranks of a tensor group; rows have no parts of their own.
+
+    Whether a model's sizes divide is asked with the model (models/resolve.py).
+    """
+    if cfg.sharding.context > 1:
+        yield "sharding.context", "is not in this version.\nUse  sharding.context=1"
+    size = cfg.sharding.tensor
+    if size == 1:
+        return
+    together = f"together with sharding.tensor={size} is not in this version"
+    if cfg.precision.float8 is not None:
+        yield "precision.float8", f"{together}.\nUse  precision=bf16  or  sharding.tensor=1"
+    if cfg.adapter.name == "dora":
+        yield "adapter.name", f"dora {together}.\nUse  adapter=lora  or  sharding.tensor=1"
+    if cfg.adapter.name != "none" and cfg.adapter.base == "nf4":
+        yield "adapter.base", f"nf4 {together}.\nUse  adapter.base=bf16  or  sharding.tensor=1"
+    if cfg.activation_checkpoint.offload:
+        key = "activation_checkpoint.offload"
+        yield key, f"{together}.\nUse  {key}=false  or  sharding.tensor=1"
+    multiple = cfg.data.pad_to_multiple
+    if multiple is not None and multiple % size:
+        nearest = round_up(multiple, size)
+        yield (
+            "data.pad_to_multiple",
+            f"the ranks of a tensor group share a row's tokens: {size} must divide them.\n"
+            f"Use  data.pad_to_multiple={nearest}",
+        )
 
 
 def collectives(cfg: TrainConfig, report: Report) -> Broken:

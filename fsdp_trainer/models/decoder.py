@@ -93,11 +93,19 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., size]."""
+        return self.normalize(x, self.weight)
+
+    def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return x over its root mean square, times the weight: [..., size]."""
         scaled = x.float()
-        scaled = scaled * torch.rsqrt(scaled.pow(2).mean(-1, keepdim=True) + self.eps)
+        scaled = scaled * torch.rsqrt(self.mean_square(scaled) + self.eps)
         if self.in_float32:
-            return (scaled * (self.offset + self.weight.float())).to(x.dtype)
-        return self.weight * scaled.to(x.dtype)
+            return (scaled * (self.offset + weight.float())).to(x.dtype)
+        return weight * scaled.to(x.dtype)
+
+    def mean_square(self, x: Tensor) -> Tensor:
+        """Return the mean over the last dimension: [..., 1]."""
+        return x.pow(2).mean(-1, keepdim=True)
 
 
 class Attention(nn.Module):

@@ -75,6 +75,8 @@ class Head(nn.Module):
         self.weight: Tensor = nn.Parameter(torch.empty(config.embedding_rows, config.hidden_size))
         self.vocab_size = config.vocab_size
         self.softcap = config.final_logit_softcapping
+        self.columns = config.vocab_size
+        """Logits of a token that this process makes."""
         self.chunk_mib: int | None = None
         self.score: Callable = score_chunk
         self.differentiate: Callable = differentiate_chunk
@@ -89,16 +91,41 @@ class Head(nn.Module):
         Without targets, for inference: return all logits, [..., vocabulary].
         """
         if targets is None:
-            logits = F.linear(hidden, self.weight[: self.vocab_size])
-            if self.softcap is not None:
-                logits = torch.tanh(logits / self.softcap) * self.softcap
-            return logits
+            return self.logits(hidden)
         if objective is None:
             return None, self.scores(hidden, targets)
         if objective.needs_all_tokens:
             return self._all_tokens(hidden, targets, objective)
-        value, *scores = FusedLinearLoss.apply(hidden, self.weight, targets, objective, self)
+        value, *scores = FusedLinearLoss.apply(hidden, self.rows(), targets, objective, self)
         return value, Scores(*scores)
+
+    def rows(self) -> Tensor:
+        """Return the rows of the weight that this process computes with."""
+        return self.weight
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return all logits, [..., vocabulary]."""
+        logits = F.linear(hidden, self.weight[: self.vocab_size])
+        return logits if self.softcap is None else cap_logits(logits, self.softcap)
+
+    def score_logits(
+        self, product: Tensor, logits: Tensor, targets: Tensor, with_mean: bool
+    ) -> tuple[Scores, Tensor, Tensor | None]:
+        """Return a chunk's scores and what `write_gradient` needs: see score_chunk."""
+        return self.score(product, logits, targets, self.softcap, with_mean)
+
+    def write_gradient(
+        self,
+        product: Tensor,
+        logits: Tensor,
+        total: Tensor,
+        softcap_grad: Tensor | None,
+        targets: Tensor,
+        derivatives: tuple[Tensor, ...],
+    ) -> None:
+        """Write the objective's derivative in a chunk's logits into `product`."""
+        size = self.vocab_size
+        self.differentiate(product, logits, total, softcap_grad, targets, None, size, *derivatives)
 
     def _all_tokens(
         self, hidden: Tensor, targets: Tensor, objective: Objective
@@ -109,15 +136,15 @@ class Head(nn.Module):
         if not (hidden.requires_grad or self.weight.requires_grad):
             return value, scores
         linear = _Linear(derivatives, objective.needs_mean)
-        same_gradient, *_ = FusedLinearLoss.apply(hidden, self.weight, targets, linear, self)
+        same_gradient, *_ = FusedLinearLoss.apply(hidden, self.rows(), targets, linear, self)
         return value + (same_gradient - same_gradient.detach()), scores
 
     @torch.no_grad()
     def scores(self, hidden: Tensor, targets: Tensor, with_mean: bool = False) -> Scores:
         """Return the scores without a gradient."""
-        vocabulary = self.weight[: self.vocab_size]
+        vocabulary = self.rows()[: self.columns]
         parts = [
-            self.score(product, logits, targets[tokens], self.softcap, with_mean)[0]
+            self.score_logits(product, logits, targets[tokens], with_mean)[0]
             for tokens, product, logits in self.chunks(hidden, vocabulary)
         ]
         return _concatenate(parts)
@@ -129,7 +156,7 @@ class Head(nn.Module):
         a CPU allocating it takes longer than computing what is in it.
         """
         rows = self.rows_at_once(len(hidden), hidden.device.type)
-        products = buffers = hidden.new_empty(rows, self.vocab_size)
+        products = buffers = hidden.new_empty(rows, self.columns)
         if products.dtype != torch.float32:
             buffers = torch.empty_like(products, dtype=torch.float32)
         for start in range(0, max(1, len(hidden)), rows):
@@ -165,8 +192,8 @@ class Head(nn.Module):
 
             return call
 
-        self.score = compiled(score_chunk)
-        self.differentiate = compiled(differentiate_chunk)
+        self.score = compiled(self.score)
+        self.differentiate = compiled(self.differentiate)
 
 
 class FusedLinearLoss(torch.autograd.Function):
@@ -182,22 +209,22 @@ class FusedLinearLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the value and the first two scores. objective: a sum over tokens."""
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
-        vocabulary = weight[: head.vocab_size]
+        vocabulary = weight[: head.columns]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        add = None if grad_weight is None else _Accumulator(grad_weight[: head.vocab_size], weight)
+        add = None if grad_weight is None else _Accumulator(grad_weight[: head.columns], weight)
         value = torch.zeros((), dtype=torch.float32, device=hidden.device)
         parts = []
         for tokens, product, logits in head.chunks(hidden, vocabulary):
-            scores, total, softcap_grad = head.score(
-                product, logits, targets[tokens], head.softcap, objective.needs_mean
+            scores, total, softcap_grad = head.score_logits(
+                product, logits, targets[tokens], objective.needs_mean
             )
             summand, derivatives = differentiate_objective(objective, scores, tokens)
             value += summand
             parts.append(scores)
             if needs_hidden or needs_weight:
-                head.differentiate(
-                    product, logits, total, softcap_grad, targets[tokens], *derivatives
+                head.write_gradient(
+                    product, logits, total, softcap_grad, targets[tokens], derivatives
                 )
             if grad_hidden is not None:
                 torch.mm(product, vocabulary, out=grad_hidden[tokens])
@@ -223,6 +250,11 @@ class FusedLinearLoss(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = scale(grad_weight, grad_value).to(ctx.dtype)
         return grad_hidden, grad_weight, None, None, None
+
+
+def cap_logits(logits: Tensor, softcap: float) -> Tensor:
+    """Return logits within ±softcap (Gemma 2, §2)."""
+    return torch.tanh(logits / softcap) * softcap
 
 
 def score_chunk(
@@ -266,13 +298,16 @@ def differentiate_chunk(
     total: Tensor,
     softcap_grad: Tensor | None,
     targets: Tensor,
+    is_own: Tensor | None,
+    vocab_size: int,
     grad_logprob: Tensor,
     grad_logsumexp: Tensor,
     grad_mean: Tensor | None = None,
 ) -> None:
     """Write the objective's derivative in the logits into `product`.
 
-    logits: the exponentials that `score_chunk` left there.
+    logits: the exponentials that `score_chunk` left there. is_own: [rows] bool, True where the
+    target is among these columns; None: all are. vocab_size: columns of all processes.
     d log_probability = onehot - softmax,  d logsumexp = softmax,
     d mean_log_probability = 1 / vocabulary - softmax
     """
@@ -281,9 +316,10 @@ def differentiate_chunk(
         grad_softmax = grad_softmax - grad_mean
     logits.mul_(grad_softmax[:, None] / total)
     if grad_mean is not None:
-        logits.add_(grad_mean[:, None] / logits.shape[-1])
+        logits.add_(grad_mean[:, None] / vocab_size)
     # in float32: for a token that the model is sure of, onehot and softmax nearly cancel
-    logits.scatter_add_(-1, targets[:, None], grad_logprob[:, None])
+    at_target = grad_logprob if is_own is None else grad_logprob * is_own
+    logits.scatter_add_(-1, targets[:, None], at_target[:, None])
     if softcap_grad is not None:
         logits.mul_(softcap_grad)
     if logits is not product:

@@ -111,6 +111,7 @@ def _size_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
     if config.rotary_dim % 2 or not config.rotary_dim:
         reason = "must be even for rotary position embedding"
         yield Problem(f"model.head_dim={config.head_dim}", reason)
+    yield from _tensor_problems(cfg, config)
     length = cfg.batch.seq_len
     positions = config.max_position_embeddings
     if length > positions:
@@ -120,6 +121,32 @@ def _size_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
             "  with a  model.rope_scaling={…}"
         )
         yield Problem(f"batch.seq_len={length}", reason)
+
+
+def _tensor_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+    """Yield the sizes that the ranks of a tensor group cannot share evenly."""
+    ranks = cfg.sharding.tensor
+    length = cfg.batch.seq_len
+    misfits = tensor_misfits(config, length, ranks)
+    if misfits:
+        nearest = max(n for n in range(1, ranks) if not tensor_misfits(config, length, n))
+        reason = f"{'; '.join(misfits)}.\nUse  sharding.tensor={nearest}"
+        yield Problem(f"sharding.tensor={ranks}", reason)
+
+
+def tensor_misfits(config: ModelConfig, seq_len: int, ranks: int) -> list[str]:
+    """Return which sizes `ranks` ranks of a tensor group cannot share evenly, each in words."""
+    sizes = {
+        "model.num_attention_heads": config.num_attention_heads,
+        "model.intermediate_size": config.intermediate_size,
+        "batch.seq_len": seq_len,
+    }
+    misfits = [f"must divide {key}={size}" for key, size in sizes.items() if size % ranks]
+    heads = config.num_key_value_heads
+    width = heads * config.head_dim
+    if heads % ranks and (ranks % heads or width % ranks):
+        misfits.append(f"must divide model.num_key_value_heads={heads}, or be a multiple of it")
+    return misfits
 
 
 def _family_problems(model: Model, config: ModelConfig) -> Iterator[Problem]:

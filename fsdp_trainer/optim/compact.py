@@ -48,6 +48,8 @@ class CompactAdamW(TrainerOptimizer):
             for parameter, name in zip(group["params"], group["param_names"], strict=True)
         }
         self.count = torch.zeros((), device=next(iter(self.keys)).device)
+        for parameter in self.keys:
+            require_whole_blocks(parameter, self.block(parameter))
 
     def block(self, parameter: nn.Parameter) -> int:
         """Return how many numbers of a moment share a scale; 1: it is stored without."""
@@ -179,16 +181,19 @@ def write_unless(skip: Tensor, old: Tensor, new: Tensor) -> None:
     torch.where(skip, old, new, out=old)
 
 
-def zeros_like_part(parameter: Tensor, dtype: torch.dtype, block: int = 1) -> Tensor:
-    """Return zeros placed as the parameter is, one for each `block` numbers of a row.
-
-    Raises UserError if this rank's columns hold a part of a block.
-    """
-    local = local_part(parameter)
-    if local.shape[-1] % block:
-        cut = f"column shards of {local.shape[-1]} numbers would cut blocks of {block}"
+def require_whole_blocks(parameter: Tensor, block: int) -> None:
+    """Raise UserError if this rank's columns hold a part of a block."""
+    columns = local_part(parameter).shape[-1]
+    if columns % block:
+        cut = f"column shards of {columns} numbers would cut blocks of {block}"
         problem = Problem("optim.state_dtype=8bit", f"{cut}.\nUse  optim.state_dtype=bfloat16")
         raise UserError("8-bit moments do not fit this sharding", [problem])
+
+
+def zeros_like_part(parameter: Tensor, dtype: torch.dtype, block: int = 1) -> Tensor:
+    """Return zeros placed as the parameter is, one for each `block` numbers of a row."""
+    require_whole_blocks(parameter, block)
+    local = local_part(parameter)
     *rows, columns = local.shape
     zeros = torch.zeros(*rows, columns // block, dtype=dtype, device=local.device)
     if not isinstance(parameter, DTensor):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fsdp_trainer.config.dimensions import dimension_sizes
+from fsdp_trainer.config.dimensions import dimension_sizes, fsdp_ranks
 from fsdp_trainer.config.schema import Optim, Precision, Sharding
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters import AdapterSpec, frozen_dtype
@@ -46,7 +46,8 @@ class MemoryItem(NamedTuple):
 def least_memory(model: Decoder, setup: Setup) -> list[MemoryItem]:
     """Return what a rank holds at one moment, at least, without activations and temporaries."""
     sharding, precision, optim, ranks, adapters = setup
-    shards = dimension_sizes(sharding, ranks)["shard"]
+    sizes = dimension_sizes(sharding, ranks)
+    shards = fsdp_ranks(sizes) * sizes["tensor"]
     stored = getattr(torch, precision.master_dtype).itemsize
     computed = getattr(torch, precision.param_dtype).itemsize
     kept_frozen = getattr(torch, frozen_dtype(precision, adapters)).itemsize
@@ -61,7 +62,7 @@ def least_memory(model: Decoder, setup: Setup) -> list[MemoryItem]:
         return MemoryItem(name, numbers * size / shards, formula)
 
     def gathered(modules: Iterable[nn.Module], which: str) -> MemoryItem:
-        size = gathered_bytes(modules, computed)
+        size = gathered_bytes(modules, computed) / sizes["tensor"]
         formula = f"{size / computed / 1e9:.3g} G × {computed} B, {which}"
         return MemoryItem("gathered", size, formula, offloads=False)
 
@@ -73,7 +74,7 @@ def least_memory(model: Decoder, setup: Setup) -> list[MemoryItem]:
     ]
     states = [state for state in states if state.size]  # in most runs nothing is frozen
     gradients = sharded("gradients", trained, stored)
-    if shards == 1 and stored == computed:
+    if fsdp_ranks(sizes) == 1 and stored == computed:
         return [*states, gradients]  # nothing need be gathered
     units = block_units(model, sharding)
     largest = max(units, key=lambda unit: gathered_bytes(unit, computed))

@@ -25,6 +25,7 @@ from fsdp_trainer.parallel.compile import compile_blocks
 from fsdp_trainer.parallel.convert import convert_linears
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.memory_check import block_units, keeps_gathered
+from fsdp_trainer.parallel.tensor import shard_tensors
 from fsdp_trainer.torch_private import reduce_scatter_groups, set_timeout
 
 COMM_BUFFERS = {
@@ -45,7 +46,7 @@ def parallelize(
     """Turn a meta-device model into this rank's share of it; its parameters become DTensors.
 
     The order matters. A kind of parallelism is a file beside this one and a line here: a pipeline
-    cuts the model before all else, tensor and context parallelism come after the conversion.
+    cuts the model before all else, tensor and context parallelism come after adapters.
     """
     master_dtype = getattr(torch, cfg.precision.master_dtype)
     model.to(master_dtype)
@@ -58,6 +59,7 @@ def parallelize(
     for parameter in frozen_parameters(model).values():  # never updated: they need no master copy
         if parameter.is_floating_point():  # not the codes of 4-bit weights
             parameter.data = parameter.data.to(dtype)
+    shard_tensors(model, dims)
     offloader = Offloader() if cfg.activation_checkpoint.offload else None
     checkpoint_activations(model, cfg.activation_checkpoint, None if compiled else offloader)
     if compiled:

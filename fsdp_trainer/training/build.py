@@ -19,6 +19,7 @@ from fsdp_trainer import slots
 from fsdp_trainer.checkpoint.assets import write_hf_assets
 from fsdp_trainer.checkpoint.base import base_of_new_run, base_of_resumed_run
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress
+from fsdp_trainer.config.dimensions import layout_problem
 from fsdp_trainer.config.paths import model_folder, step_of
 from fsdp_trainer.config.schema import Adapter, Model, TrainConfig
 from fsdp_trainer.config.units import parse_duration
@@ -184,10 +185,13 @@ def build(
 
 
 def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
-    """Refuse number formats that the device lacks, and a model whose states cannot fit.
+    """Refuse a layout of other ranks than these, number formats that the device lacks, and a model
+    whose states cannot fit.
 
     Before data or weights are read. Raises UserError.
     """
+    if problem := layout_problem(cfg.sharding, world.size):
+        raise UserError("the mesh does not divide", [problem])
     require_float8(cfg.precision, world.device)
     config = resolve_model(fetched_model(cfg, init_from))
     adapters = resolve_adapters(cfg.adapter, config)

@@ -1,0 +1,519 @@
+"""Tensor parallelism (Shoeybi et al. 2019) with sequence parallelism (Korthikanti et al. 2022).
+
+The ranks of a tensor group share each block's heads and feed-forward channels, and the rows of the
+vocabulary. Between attention and feed-forward each holds a part of the tokens of a row: an
+all-gather in front of either brings them together, a reduce-scatter behind it sums what the ranks
+have computed and parts the tokens again.
+
+Parameters are DTensors, which fully_shard, checkpoints and the optimizer read. All computation is
+on this rank's plain tensors: torch's DTensor modules cost the host about twice as much.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+from fsdp_trainer.distributed import local_slice
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.adapter_spec import MAGNITUDE, A
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Attention, Auxiliary, Decoder, RMSNorm
+from fsdp_trainer.models.head import Head, Scores, cap_logits
+from fsdp_trainer.parallel.dims import Dims
+
+# torch 2.13 has other names for them
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+TOKENS = 1  # the dimension of [batch, length, hidden] that is parted between blocks
+Gradients = tuple[Tensor | None, ...]
+
+
+def shard_tensors(model: Any, dims: Dims) -> None:
+    """Have the ranks of a tensor group compute one model together, if there are several in one.
+
+    model: a Decoder, a TensorDecoder afterwards. After adapters and freezing, before activation
+    checkpointing, compile and fully_shard.
+    """
+    if dims.tensor_mesh is None:
+        return
+    mesh = dims.tensor_mesh
+    group = mesh.get_group()
+    ranks = TensorRanks(group, dist.get_rank(group), dist.get_world_size(group))
+    require_rows(model.config, ranks)
+    for block in model.model.layers.values():
+        attention: Any = block.self_attn
+        for name, module in list(block.named_modules()):
+            shard_module(name.rpartition(".")[2], module, ranks, mesh)
+        for reader in (attention, block.get_submodule("mlp")):
+            reader.register_forward_pre_hook(ranks.gather_first_argument)
+        few_heads(attention, model.config.num_key_value_heads, ranks)
+    turn_into(model.model.norm, PartialNorm, ranks, mesh, Replicate())
+    turn_into(model.model.embed_tokens, TensorEmbedding, ranks, mesh, Shard(0))
+    turn_into(model.lm_head, TensorHead, ranks, mesh, Shard(0))
+    model.tie_weights()
+    for table in (model.model.embed_tokens, model.lm_head):
+        table.know_rows()
+    model.__class__ = TensorDecoder
+    model.tensor_ranks = ranks
+
+
+# --- collectives ----------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class TensorRanks:
+    """The ranks of this rank's tensor group.
+
+    parts_tokens: each holds a part of the tokens between two modules; False, for inference on
+    any number of tokens: each holds all.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    parts_tokens: bool = True
+
+    def gather_tokens(self, x: Tensor) -> Tensor:
+        """Return all tokens, [batch, length, hidden], of what has this rank's part of them."""
+        return Gather.apply(x, TOKENS, self.group) if self.parts_tokens else x
+
+    def sum_and_part_tokens(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the tokens of the sum over ranks.
+
+        x: [batch, length, hidden], what this rank adds.
+        """
+        if self.parts_tokens:
+            return Scatter.apply(x, TOKENS, self.group)
+        return sum_over_ranks(x, self.group)
+
+    def gather_first_argument(self, module: nn.Module, args: tuple) -> tuple:
+        """Replace a module's input by all tokens of it: a forward_pre_hook."""
+        return (self.gather_tokens(args[0]), *args[1:])
+
+    @contextmanager
+    def whole_rows(self) -> Iterator[None]:
+        """Let each rank hold all tokens between the modules."""
+        self.parts_tokens = False
+        try:
+            yield
+        finally:
+            self.parts_tokens = True
+
+
+class Gather(torch.autograd.Function):
+    """The ranks' parts of one dimension, one after the other. Backward sums, and parts again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        """x: this rank's part."""
+        ctx.dim, ctx.group = dim, group
+        return all_gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        """gradients: each rank has a summand of the gradient of all."""
+        return reduce_scatter(gradients[0], ctx.dim, ctx.group), None, None
+
+
+class Scatter(torch.autograd.Function):
+    """This rank's part of one dimension of the sum over ranks. Backward gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        """x: this rank's summand."""
+        ctx.dim, ctx.group = dim, group
+        return reduce_scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        """gradients: of this rank's part."""
+        return all_gather(gradients[0], ctx.dim, ctx.group), None, None
+
+
+class Sum(torch.autograd.Function):
+    """The sum over ranks, forward and backward: what each rank makes of it is a part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """x: this rank's summand."""
+        ctx.group = group
+        return sum_over_ranks(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        """gradients: each rank has a summand of it."""
+        return sum_over_ranks(gradients[0], ctx.group), None
+
+
+class SumGradient(torch.autograd.Function):
+    """The same numbers. Backward sums over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """x: the same on every rank."""
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        """gradients: each rank has a summand of it."""
+        return sum_over_ranks(gradients[0], ctx.group), None
+
+
+def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the ranks' parts one after the other, contiguous. Collective."""
+    return along(dim, x, x.shape[dim] * dist.get_world_size(group), ALL_GATHER, group)
+
+
+def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part of the sum over ranks, contiguous. Collective."""
+    return along(dim, x, x.shape[dim] // dist.get_world_size(group), REDUCE_SCATTER, group)
+
+
+def along(
+    dim: int, x: Tensor, size: int, collective: Callable[..., Any], group: dist.ProcessGroup
+) -> Tensor:
+    """Return what a collective over dimension 0 makes of another one, which is then of `size`."""
+    dim %= x.ndim
+    before, after = x.shape[:dim], x.shape[dim + 1 :]
+    if before.numel() != 1:
+        moved = x.movedim(dim, 0)
+        return along(0, moved, size, collective, group).movedim(0, dim).contiguous()
+    out = torch.empty((*before, size, *after), dtype=x.dtype, device=x.device)
+    # gloo reads and writes memory that is not contiguous without a word, and wrong
+    collective(out.view(-1), x.contiguous().view(-1), group=group)
+    return out
+
+
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over ranks. Collective."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=group)
+    return x
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+def place(module: nn.Module, mesh: DeviceMesh, placement: Placement, *names: str) -> None:
+    """Turn parameters without storage into DTensors on the tensor mesh."""
+    for name in names:
+        parameter = getattr(module, name)
+        if parameter is not None:
+            # no rank sends anything: there are no numbers yet
+            placed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+            setattr(module, name, nn.Parameter(placed, parameter.requires_grad))
+
+
+def turn_into(
+    module: Any, cls: type, ranks: TensorRanks, mesh: DeviceMesh, placement: Placement
+) -> None:
+    """Give a module the forward of `cls`, and place its weight."""
+    module.__class__ = cls
+    module.tensor_ranks = ranks
+    place(module, mesh, placement, "weight")
+
+
+def local(parameter: Any) -> Tensor:
+    """Return this rank's part of a parameter, with its graph; of a replicated one, all."""
+    return parameter.to_local()
+
+
+def partial(parameter: Any, ranks: TensorRanks) -> Tensor:
+    """Return a replicated parameter, of whose gradient each rank has a summand.
+
+    DTensor's own sum (`grad_placements`) costs the host more, and torch remembers groups by the
+    shape of a mesh: a second run in one process could sum over groups of the first.
+    """
+    return SumGradient.apply(parameter.to_local(), ranks.group)
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+
+class ColumnLinear(nn.Linear):
+    """A linear layer of which each rank makes a part of the outputs, for all tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, length, in] → [batch, length, out / ranks]."""
+        return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+
+
+class RowLinear(nn.Linear):
+    """A linear layer of which each rank has a part of the inputs."""
+
+    tensor_ranks: TensorRanks
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, length, in / ranks] → [batch, length / ranks, out]."""
+        out = self.tensor_ranks.sum_and_part_tokens(F.linear(x, local(self.weight)))
+        return out if self.bias is None else out + partial(self.bias, self.tensor_ranks)
+
+
+class PartialLinear(nn.Linear):
+    """A whole linear layer. Each rank's gradient is of its tokens, or of its outputs' channels."""
+
+    tensor_ranks: TensorRanks
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, tokens, in]."""
+        return F.linear(x, partial(self.weight, self.tensor_ranks))
+
+
+class PartialNorm(RMSNorm):
+    """A norm of whole vectors. Each rank's gradient is of its tokens, heads or columns."""
+
+    tensor_ranks: TensorRanks
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., size]."""
+        return self.normalize(x, partial(self.weight, self.tensor_ranks))
+
+
+class ColumnNorm(RMSNorm):
+    """A norm of vectors of which each rank has a part."""
+
+    tensor_ranks: TensorRanks
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., size / ranks]."""
+        return self.normalize(x, local(self.weight))
+
+    def mean_square(self, x: Tensor) -> Tensor:
+        """Return the mean over the parts of all ranks: [..., 1]. Collective."""
+        ranks = self.tensor_ranks
+        total = Sum.apply(x.pow(2).sum(-1, keepdim=True), ranks.group)
+        return total / (x.shape[-1] * ranks.size)
+
+
+class TensorEmbedding(nn.Embedding):
+    """An embedding of which each rank has a part of the rows."""
+
+    tensor_ranks: TensorRanks
+
+    def know_rows(self) -> None:
+        """Find out which rows these are."""
+        rows = local_slice(self.weight)[0]
+        self.first, self.rows = rows.start, rows.stop - rows.start
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: [batch, length] int64 → [batch, length / ranks, hidden]."""
+        index = tokens - self.first
+        is_other = (index < 0) | (index >= self.rows)
+        x = F.embedding(index.clamp(0, self.rows - 1), local(self.weight))
+        return self.tensor_ranks.sum_and_part_tokens(x.masked_fill(is_other.unsqueeze(-1), 0))
+
+
+class TensorHead(Head):
+    """A head of which each rank makes a part of the logits; one collective for each chunk.
+
+    The gradient of the hidden states is this rank's summand.
+    """
+
+    tensor_ranks: TensorRanks
+
+    def know_rows(self) -> None:
+        """Find out which rows of the weight these are."""
+        rows = local_slice(self.weight)[0]
+        self.first = rows.start
+        self.columns = max(0, min(self.vocab_size, rows.stop) - rows.start)
+        self.score = score_columns
+
+    def rows(self) -> Tensor:
+        """See Head."""
+        return local(self.weight)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See Head. For inference: no gradient. Collective."""
+        logits = F.linear(hidden, local(self.weight))
+        logits = logits if self.softcap is None else cap_logits(logits, self.softcap)
+        most = -(-self.weight.shape[0] // self.tensor_ranks.size)  # of the ranks' rows
+        padded = F.pad(logits, (0, most - logits.shape[-1]))
+        return all_gather(padded, -1, self.tensor_ranks.group)[..., : self.vocab_size]
+
+    def score_logits(
+        self, product: Tensor, logits: Tensor, targets: Tensor, with_mean: bool
+    ) -> tuple[Scores, Tensor, Tensor | None]:
+        """See Head. Collective.
+
+        The ranks exchange, for each token, their largest logit, the sum of the exponentials behind
+        it, the target's logit or 0, and perhaps the sum of the logits.
+        """
+        softcap_grad = None
+        if self.columns:
+            own, is_own = self.own_targets(targets)
+            columns, softcap_grad = self.score(
+                product, logits, own, is_own, self.softcap, with_mean
+            )
+        else:  # padding alone
+            columns = logits.new_zeros(3 + with_mean, len(targets))
+            columns[0] = -torch.inf
+        ranks = self.tensor_ranks
+        gathered = all_gather(columns, 0, ranks.group).unflatten(0, (ranks.size, -1))
+        largest = gathered[:, 0].amax(0)
+        total = (gathered[:, 1] * (gathered[:, 0] - largest).exp()).sum(0)
+        logsumexp = largest + total.log()
+        log_probability = gathered[:, 2].sum(0) - logsumexp
+        mean = gathered[:, 3].sum(0) / self.vocab_size - logsumexp if with_mean else None
+        # by which this rank's exponentials are divided: infinite where they do not count
+        divisor = (logsumexp - columns[0]).exp()[:, None]
+        return Scores(log_probability, logsumexp, mean), divisor, softcap_grad
+
+    def write_gradient(
+        self,
+        product: Tensor,
+        logits: Tensor,
+        total: Tensor,
+        softcap_grad: Tensor | None,
+        targets: Tensor,
+        derivatives: tuple[Tensor, ...],
+    ) -> None:
+        """See Head."""
+        if self.columns:
+            own, is_own = self.own_targets(targets)
+            size = self.vocab_size
+            self.differentiate(
+                product, logits, total, softcap_grad, own, is_own, size, *derivatives
+            )
+
+    def own_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the targets' columns on this rank, and True where they are columns of it."""
+        index = targets - self.first
+        is_own = (index >= 0) & (index < self.columns)
+        return index.clamp(0, self.columns - 1), is_own
+
+
+class TensorDecoder(Decoder):
+    """A decoder whose modules are those above."""
+
+    tensor_ranks: TensorRanks
+
+    def hidden(self, *args: Any, **options: Any) -> tuple[Tensor, Auxiliary]:
+        """See Decoder: all tokens, on every rank."""
+        x, auxiliary = super().hidden(*args, **options)
+        return self.tensor_ranks.gather_tokens(x), auxiliary
+
+    def _continue(self, *args: Any) -> Tensor:
+        """See Decoder. The number of tokens need not divide."""
+        with self.tensor_ranks.whole_rows():
+            return super()._continue(*args)
+
+
+def score_columns(
+    product: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    is_own: Tensor,
+    softcap: float | None,
+    with_mean: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return this rank's part of a chunk's scores, [3 or 4, rows], and the softcap's derivative.
+
+    Of each token the largest logit, Σ exp(logit - largest), the target's logit or 0, and Σ logit.
+    product, logits: see models.head.score_chunk. targets: columns of this rank, where is_own.
+    """
+    if logits is not product:
+        logits.copy_(product)
+    softcap_grad = None
+    if softcap is not None:
+        logits.div_(softcap).tanh_()
+        softcap_grad = 1 - logits.square()
+        logits.mul_(softcap)
+    target_logits = torch.where(is_own, logits.gather(-1, targets[:, None])[:, 0], 0.0)
+    sums = [logits.sum(-1)] if with_mean else []
+    largest = logits.amax(-1)
+    total = logits.sub_(largest[:, None]).exp_().sum(-1)
+    return torch.stack([largest, total, target_logits, *sums]), softcap_grad
+
+
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROWS = ("o_proj", "down_proj")
+
+
+def shard_module(name: str, module: Any, ranks: TensorRanks, mesh: DeviceMesh) -> None:
+    """Turn a module of a block, which its parent calls `name`, into one of those above."""
+    if name in (*COLUMNS, *ROWS):
+        require_plain(name, module, ranks)
+    if name in COLUMNS:
+        turn_into(module, ColumnLinear, ranks, mesh, Shard(0))
+        place(module, mesh, Shard(0), "bias")
+        shard_adapter(module, PartialLinear, Replicate(), ColumnLinear, Shard(0), ranks, mesh)
+    elif name in ROWS:
+        turn_into(module, RowLinear, ranks, mesh, Shard(1))
+        place(module, mesh, Replicate(), "bias")
+        shard_adapter(module, RowLinear, Shard(1), PartialLinear, Replicate(), ranks, mesh)
+    elif isinstance(module, Attention) and module.qk_norm == "whole":
+        for norm in (module.q_norm, module.k_norm):
+            turn_into(norm, ColumnNorm, ranks, mesh, Shard(0))
+    elif type(module) is RMSNorm:
+        turn_into(module, PartialNorm, ranks, mesh, Replicate())
+
+
+def require_plain(name: str, module: nn.Module, ranks: TensorRanks) -> None:
+    """Raise UserError for a layer whose matrix cannot be cut, or whose adapter cannot."""
+    if type(module) is nn.Linear and not hasattr(module, MAGNITUDE):
+        return
+    kind = "DoRA" if hasattr(module, MAGNITUDE) else type(module).__name__
+    reason = f"{name} is {kind}, which is not cut in this version.\nUse  sharding.tensor=1"
+    problem = Problem(f"sharding.tensor={ranks.size}", reason)
+    raise UserError("this layer cannot be shared by a tensor group", [problem])
+
+
+def require_rows(config: ModelConfig, ranks: TensorRanks) -> None:
+    """Raise UserError where a rank would have no row of the vocabulary."""
+    rows = config.embedding_rows
+    if -(-rows // ranks.size) * (ranks.size - 1) < rows:
+        return
+    reason = f"a vocabulary of {rows} rows leaves a rank without one"
+    instead = f"Use  model.vocab_multiple={ranks.size}"
+    problem = Problem(f"sharding.tensor={ranks.size}", f"{reason}.\n{instead}")
+    raise UserError("the vocabulary is too small", [problem])
+
+
+def shard_adapter(
+    linear: Any,
+    a: type,
+    placement_a: Placement,
+    b: type,
+    placement_b: Placement,
+    ranks: TensorRanks,
+    mesh: DeviceMesh,
+) -> None:
+    """Turn both matrices of a linear layer's adapter, if it has one, into classes `a` and `b`."""
+    if hasattr(linear, A):
+        turn_into(linear.lora_A, a, ranks, mesh, placement_a)
+        turn_into(linear.lora_B, b, ranks, mesh, placement_b)
+        linear.forward = MethodType(lora_forward, linear)
+
+
+def lora_forward(self: Any, x: Tensor) -> Tensor:
+    """Return W x + scale · B(A x), and the bias: the matrices communicate by their forward."""
+    return type(self).forward(self, x) + self.lora_B(self.lora_A(x)) * self.lora_scale
+
+
+def few_heads(attention: Attention, heads: int, ranks: TensorRanks) -> None:
+    """Where there are fewer key heads than ranks, give each rank the one that its queries look at.
+
+    Each makes a part of a head; the parts of all are gathered. heads: of keys.
+    """
+    if heads >= ranks.size:
+        return
+    size = attention.head_dim
+    first = ranks.rank * heads // ranks.size * size
+
+    def gather(module: nn.Module, args: tuple, out: Tensor) -> Tensor:
+        return Gather.apply(out, 2, ranks.group)[..., first : first + size]
+
+    # a norm of all heads together comes before their parts are gathered
+    keys = attention.k_norm if attention.qk_norm == "whole" else attention.k_proj
+    for module in (keys, attention.v_proj):
+        module.register_forward_hook(gather)

@@ -1,0 +1,333 @@
+"""Tensor parallelism: every layout of ranks computes what one plain process does."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from stored import checkpoint, newest, stored, tensors
+from torch.distributed.tensor import DTensor
+from world import read_lines
+
+from fsdp_trainer.checkpoint.huggingface import import_weights
+from fsdp_trainer.config.schema import (
+    ActivationCheckpoint,
+    Adapter,
+    Optim,
+    Precision,
+    Sharding,
+    Train,
+    TrainConfig,
+)
+from fsdp_trainer.distributed import gather, local_part, local_slice
+from fsdp_trainer.models.adapters import resolve_adapters
+from fsdp_trainer.models.attention import DocumentAttention
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder, MicroBatch, meta_decoder
+from fsdp_trainer.models.freeze import choose_trained
+from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.optim.optimizers import build_optimizer
+from fsdp_trainer.parallel import parallelize as parallelize_module
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.materialize import allocate
+from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.training.gradients import GradientSync, clip_gradients
+from fsdp_trainer.training.objective import CrossEntropy
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+LENGTH = 32
+DOCUMENTS = ([20, 12], [7, 9, 11], [32], [5, 5, 5, 5, 5, 5])
+STEPS = 4
+
+
+def configuration(settings):
+    """settings: the layout, and what else is not as usual."""
+    return TrainConfig(
+        sharding=Sharding(**settings.get("sharding", {})),
+        activation_checkpoint=ActivationCheckpoint(**settings.get("checkpoint", {})),
+        # with the usual eps the sign of a gradient that is only rounding would count
+        optim=Optim(lr=3e-3, eps=1e-3, **settings.get("optim", {})),
+        precision=Precision(
+            **{"param_dtype": "float32", "master_dtype": "float32", **settings.get("precision", {})}
+        ),
+        adapter=Adapter(**settings.get("adapter", {})),
+        train=Train(freeze=settings.get("freeze", [])),
+    )
+
+
+def micro_batch(row, step):
+    """A row with 0 to 32 supervised tokens."""
+    generator = torch.Generator().manual_seed(10 * step + row)
+    tokens = torch.randint(SIZES["vocab_size"], (1, LENGTH), generator=generator)
+    lengths = DOCUMENTS[row]
+    positions = torch.cat([torch.arange(n) for n in lengths] + [torch.zeros(32, dtype=torch.long)])
+    count = (3, 0, 32, 17)[row]
+    index = torch.randperm(LENGTH, generator=generator)[:count].sort().values
+    padding = torch.zeros(40 - count, dtype=torch.long)
+    index = torch.cat([index, padding])
+    weights = torch.cat([torch.rand(count, generator=generator) + 0.5, torch.zeros(40 - count)])
+    targets = torch.randint(SIZES["vocab_size"], (40,), generator=generator)
+    layout = DocumentAttention([lengths], LENGTH, torch.device("cpu"))
+    return MicroBatch(tokens, positions[None, :LENGTH], layout, index, targets, weights)
+
+
+def train(model, optimizer, cfg, dims, settings):
+    """Losses, norms, the first step's gradients and the last weights; whole ones."""
+    rows = range(4) if dims is None else range(dims.batch_rank, 4, dims.batch_ranks)
+    sync = dims and GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
+    losses, norms, gradients = [], [], {}
+    for step in range(STEPS):
+        total = sum(micro_batch(row, step).weights.sum() for row in range(4))
+        loss = torch.zeros(())
+        for row in rows:
+            batch = micro_batch(row, step)
+            if sync:
+                sync.before(last=row == rows[-1])
+            loss_options = settings.get("loss", {})
+            value = model(batch, CrossEntropy(batch.weights / total, **loss_options)).value
+            value.backward()
+            loss = loss + value.detach()
+        if dims:
+            dims.sum_over_tokens(loss)
+        losses.append(loss.item())
+        if step == 0:
+            gradients = {n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
+        if dims:
+            norms.append(clip_gradients(model, dims, 0.5, None).item())
+        else:
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.set_learning_rate(3e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, gradients, {n: whole(p.detach()) for n, p in model.named_parameters()}
+
+
+def whole(tensor):
+    """By hand: torch's own way remembers groups of worlds that are gone."""
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    together = torch.full(tensor.shape, torch.nan)
+    for part, numbers in gather((local_slice(tensor), local_part(tensor))):
+        together[part] = numbers
+    return together
+
+
+def plain(sizes, settings):
+    """One process without any parallelism."""
+    torch.manual_seed(0)
+    cfg, config = configuration(settings), ModelConfig(**{**SIZES, **sizes})
+    model = Decoder(config)
+    choose_trained(model, resolve_adapters(cfg.adapter, config), cfg.train.freeze)
+    start(model)
+    first = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return first, *train(model, build_optimizer(model, cfg.optim), cfg, None, settings)
+
+
+def start(model):
+    initialize_weights(model, 1)
+    for name, p in model.named_parameters():
+        if name.endswith(("norm.weight", ".bias")) or "lora_B" in name:
+            local = p.to_local() if isinstance(p, DTensor) else p
+            with torch.no_grad():  # so that a forgotten bias would show
+                local += 0.1 * (1 + torch.arange(local.numel()).remainder(1).view(local.shape))
+
+
+def compile_quickly(model, cfg, **options):
+    torch.compiler.reset()
+    model.lm_head.compile_chunks(backend="aot_eager")
+    for block in model.blocks().values():
+        block.compile(fullgraph=True, backend="aot_eager")
+
+
+def built(config, settings):
+    """This rank's part of a model without weights, and the dimensions."""
+    dist.init_process_group("gloo")
+    cfg = configuration(settings)
+    dims = Dims(cfg.sharding, "cpu", 60)
+    model = meta_decoder(config)
+    adapters = resolve_adapters(cfg.adapter, config)
+    # inductor would take a minute
+    quick = mock.patch.object(parallelize_module, "compile_blocks", compile_quickly)
+    with quick:
+        model = parallelize(model, dims, cfg, adapters, settings.get("compiled", False))
+    allocate(model, torch.device("cpu"))
+    return model, dims
+
+
+def sharded(sizes, settings):
+    """The weights at the start, and what `train` gives."""
+    model, dims = built(ModelConfig(**{**SIZES, **sizes}), settings)
+    cfg = configuration(settings)
+    start(model)
+    first = {n: whole(p.detach()) for n, p in model.named_parameters()}
+    return first, *train(model, build_optimizer(model, cfg.optim), cfg, dims, settings)
+
+
+def compare(world, ranks, sizes, settings):
+    expected = plain(sizes, settings)
+    for got in world.call(ranks, sharded, sizes, settings):
+        for name, weight in expected[0].items():
+            assert torch.equal(got[0][name], weight), f"start of {name}"
+        assert got[1][0] == pytest.approx(expected[1][0], rel=1e-6)
+        assert got[2][0] == pytest.approx(expected[2][0], rel=1e-6)
+        assert got[3].keys() == expected[3].keys()
+        for name, gradient in expected[3].items():
+            error = (got[3][name] - gradient).abs().max() / gradient.abs().max()
+            assert error < 1e-5, f"gradient of {name}: {error:.1e}"
+        assert got[1] == pytest.approx(expected[1], rel=1e-5)
+        for name, weight in expected[4].items():
+            error = (got[4][name] - weight).abs().max()
+            # where states are rounded, one of them may be rounded to the other side
+            assert error < settings.get("tolerance", 1e-5), (
+                f"{name} after {STEPS} steps: {error:.1e}"
+            )
+
+
+OLMO2 = {"family": "olmo2"}
+GEMMA2 = {
+    "family": "gemma2", "attn_logit_softcapping": 20.0, "final_logit_softcapping": 5.0,
+    "sliding_window": 6, "tie_word_embeddings": True,
+}  # fmt: skip
+WIDE = {"intermediate_size": 512, "num_attention_heads": 64, "num_hidden_layers": 1}
+"""Half of each row is a whole block of 256 numbers."""
+TENSOR = {"sharding": {"tensor": 2}}
+CASES = {
+    "tensor": (2, {}, TENSOR),
+    "tied": (2, {"tie_word_embeddings": True}, TENSOR),
+    "olmo2": (2, OLMO2, TENSOR),
+    "gemma2": (2, GEMMA2, TENSOR),
+    "gemma3": (
+        2,
+        {"family": "gemma3_text", "sliding_window": 6, "tie_word_embeddings": True},
+        TENSOR,
+    ),
+    "qwen3": (2, {"family": "qwen3"}, TENSOR),
+    "biases": (2, {"attention_bias": True, "mlp_bias": True}, TENSOR),
+    "phi3": (2, {"family": "phi3"}, TENSOR),
+    "label smoothing": (
+        2,
+        {"final_logit_softcapping": None},
+        TENSOR | {"loss": {"label_smoothing": 0.1, "z_loss": 1e-2}},
+    ),
+    "fewer key heads": (4, {"family": "qwen3"}, {"sharding": {"tensor": 4}}),
+    "one key head, all normed": (
+        4,
+        OLMO2 | {"num_key_value_heads": 1},
+        {"sharding": {"tensor": 4}},
+    ),
+    "tensor and shard": (4, {}, TENSOR),
+    "full": (2, {}, TENSOR | {"checkpoint": {"mode": "full"}}),
+    "selective": (2, {}, TENSOR | {"checkpoint": {"mode": "selective"}}),
+    "ddp": (4, {}, {"sharding": {"tensor": 2, "strategy": "ddp"}}),
+    "hsdp": (8, {}, {"sharding": {"tensor": 2, "strategy": "hsdp", "replicas": 2}}),
+    "unsharded": (4, {}, {"sharding": {"tensor": 2, "accumulate": "unsharded"}}),
+    "offload": (2, {}, {"sharding": {"tensor": 2, "cpu_offload": True}}),
+    "frozen": (
+        2,
+        {},
+        TENSOR | {"freeze": ["model.embed_tokens.weight", "*norm.weight", "*.q_proj.weight"]},
+    ),
+    "lora": (2, {}, TENSOR | {"adapter": {"name": "lora", "rank": 2}}),
+    "8 bits": (2, WIDE, TENSOR | {"optim": {"state_dtype": "8bit"}, "tolerance": 1e-4}),
+    "bfloat16 states": (2, {}, TENSOR | {"optim": {"state_dtype": "bfloat16"}, "tolerance": 1e-4}),
+    "compiled": (2, {"family": "qwen3", "num_hidden_layers": 1}, TENSOR | {"compiled": True}),
+}
+
+
+SLOW = (
+    "qwen3", "phi3", "gemma3", "full", "offload", "unsharded", "ddp", "one key head, all normed",
+    "8 bits", "bfloat16 states",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES]
+)
+def test_every_layout_computes_what_one_process_does(world, case):
+    compare(world, *CASES[case])
+
+
+BESIDE = [
+    "schedule=constant", "checkpoint.every=1", "checkpoint.keep=9", "batch.micro_rows=1",
+    "optim.eps=1e-3", "data.validation=0.1", "train.validate_every=3", "model.vocab_size=301",
+    "train.sample_prompts=[a,bb]", "train.sample_tokens=3",
+]  # fmt: skip
+LAYOUTS = {
+    2: (2, []),
+    3: (2, ["sharding.tensor=2"]),
+    5: (4, ["sharding.tensor=2"]),
+    6: (1, []),
+}
+"""Ranks and overrides, by the step up to which they train."""
+
+
+def imported(folder):
+    """The weights of a folder as two ranks of a tensor group read them."""
+    model, _ = built(ModelConfig.from_hf(folder), {"sharding": {"tensor": 2}})
+    import_weights(model, folder)
+    return {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+def test_a_checkpoint_of_any_layout_goes_on_in_any_other(world, train, tmp_path):
+    expected = train("whole", *BESIDE, "train.steps=6", ranks=2)
+    for steps, (ranks, overrides) in LAYOUTS.items():
+        run = train("parts", *BESIDE, f"train.steps={steps}", *overrides, ranks=ranks)
+    assert run.column("loss") == pytest.approx(expected.column("loss"), rel=1e-5)
+    assert run.column("grad_norm") == pytest.approx(expected.column("grad_norm"), rel=1e-4)
+    for step in (3, 6):
+        lines = [other.metrics[step - 1]["validation_loss"] for other in (run, expected)]
+        assert lines[0] == pytest.approx(lines[1], rel=1e-5)
+    lines = [read_lines(other.folder / "samples.jsonl") for other in (run, expected)]
+    answers = [[line for line in each if line["step"] in (3, 6)] for each in lines]
+    assert answers[0]
+    assert answers[0] == answers[1]
+    weights, others = stored(newest(run)), stored(newest(expected))
+    for name in weights:
+        torch.testing.assert_close(weights[name], others[name], rtol=0, atol=1e-5)
+
+    # what a tensor group has written is exported and imported to the last bit
+    source, out = checkpoint(run, 3), tmp_path / "hf"
+    world.command("export", f"source={source}", f"out={out}")
+    exported = tensors(out)
+    assert exported["model.embed_tokens.weight"].shape[0] == 301
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, stored(source)[f"weights/{name}"]), name
+    for parts in world.call(2, imported, out):
+        for name, tensor in parts.items():
+            assert torch.equal(tensor, exported[name]), name
+    (answer,) = world.command("generate", f"source={source}", "prompt=a", "max_tokens=3")
+    assert answer.out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["sharding.tensor=3"], "Use sharding.tensor=2"),
+        (["sharding.tensor=2", "batch.seq_len=63"], "must divide batch.seq_len=63"),
+        (["sharding.tensor=2", "adapter=dora"], "Use adapter=lora or sharding.tensor=1"),
+        (["sharding.tensor=2", "data.pad_to_multiple=3"], "Use data.pad_to_multiple=4"),
+        (["sharding.context=2"], "is not in this version"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_with_what_can(train, overrides, words):
+    run = train("refused", *overrides, code=2)
+    assert words in " ".join(run.err.split())
+
+
+def test_ranks_that_tensor_groups_do_not_divide_are_refused_before_data_is_read(train):
+    run = train("refused", "sharding.tensor=2", code=2)
+    assert "must divide the number of ranks, which is 1" in " ".join(run.err.split())
+
+
+def test_ranks_of_a_tensor_group_read_one_stream_and_pass_the_check_of_computation(train):
+    how = ["data.streaming=true", "data.workers=1", "batch.rows=4", "batch.micro_rows=1"]
+    how += ["train.steps=4", "train.check_every=2", "optim.eps=1e-3", "schedule=constant"]
+    expected = train("alone", *how)
+    run = train("group", *how, "sharding.tensor=2", ranks=2)
+    assert run.column("tokens") == expected.column("tokens")
+    assert run.column("loss") == pytest.approx(expected.column("loss"), rel=1e-5)
+    assert run.event("end")[-1]["exit_code"] == 0

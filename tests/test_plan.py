@@ -95,6 +95,30 @@ def test_the_bytes_on_the_wire_are_those_that_a_real_run_sends(train, tmp_path, 
     assert sum(sent.values()) > 0
 
 
+def test_the_bytes_that_a_tensor_group_exchanges_are_those_of_a_real_run(train, tmp_path):
+    words = ["sharding.tensor=2", "train.steps=2", "batch.micro_rows=2", "model.vocab_multiple=4"]
+    train("run", *words, ranks=2, seam=counting, env={"SENT": str(tmp_path / "sent")})
+    base = [word for word in SMALL if word.split("=")[0] not in [w.split("=")[0] for w in words]]
+    told = planned(*base, "tokenizer.path=demo:bytes", "plan.gpu=h100", "plan.world_size=2", *words)
+    sent = json.loads((tmp_path / "sent").read_text())
+    tensor = told.wire["tensor"]
+    # what the head exchanges of each token is not counted
+    assert sent["shard"] == pytest.approx(2 * (tensor.gathered + tensor.reduced), rel=0.03)
+    assert tensor.across == 0
+
+
+def test_a_tensor_group_shares_states_and_activations():
+    words = ("model=llama3_70b", "plan.gpu=h100", "batch.seq_len=8192", "batch.rows=64")
+    alone = planned(*words, "plan.world_size=64")
+    shared = planned(*words, "plan.world_size=64", "sharding.tensor=8")
+    for name, least, most in (("parameters", 0.99, 1.02), ("activations", 0.12, 0.2)):
+        ratio = shared.memory.peak.bytes[name] / alone.memory.peak.bytes[name]
+        assert least < ratio < most, name
+    assert shared.micro_batches == 8 * alone.micro_batches
+    assert shared.wire["shard"].ranks == shared.wire["tensor"].ranks == 8
+    assert shared.wire["tensor"].across == 0 < shared.wire["shard"].across
+
+
 def hardware(name):
     """The device and the ranks that the head of a recipe names: `8 nodes of 8 GPUs with 80 GB`,
     `one GPU with 40 GB`."""

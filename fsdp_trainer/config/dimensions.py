@@ -24,6 +24,11 @@ def dimension_sizes(sharding: Sharding, ranks: int) -> dict[str, int]:
     }
 
 
+def batch_ranks(sizes: dict[str, int]) -> int:
+    """Return how many parts the rows of a step are read in."""
+    return sizes["replicate"] * sizes["shard"]
+
+
 def fsdp_ranks(sizes: dict[str, int]) -> int:
     """Return over how many ranks fully_shard divides what a rank of a tensor group holds."""
     return sizes["shard"] * sizes["context"]

@@ -24,6 +24,7 @@ from fsdp_trainer.models.decoder import NORMS
 from fsdp_trainer.models.four_bit import Linear4
 from fsdp_trainer.models.rope import Rope
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
+from fsdp_trainer.plan.share import part_tokens
 
 CPU = torch.device("cpu")
 UNREAD_LEFT_OUT = 0.5
@@ -54,7 +55,7 @@ class TracedPart(NamedTuple):
 class Input:
     """Of a block. dtype: of its numbers, torch's name; attention: a name of
     `models.attention.LAYOUTS`; window: None if it sees whole rows; has_gradient: False if nothing
-    in front of it is trained."""
+    in front of it is trained; tensor: ranks of a tensor group, of whose tokens it has a part."""
 
     rows: int
     length: int
@@ -63,6 +64,7 @@ class Input:
     gpu: bool = False
     window: int | None = None
     has_gradient: bool = True
+    tensor: int = 1
 
 
 class Storages(TorchDispatchMode):
@@ -154,6 +156,7 @@ def trace_block(
     for module in block.modules():
         if isinstance(module, Linear4):
             module.dtype = dtype
+    part_tokens(block, of.tensor)
     if attention == "flex":  # keeps what varlen keeps; only a compiler knows it
         attention = "varlen"
         mixer: Any = block.self_attn
@@ -168,7 +171,7 @@ def trace_block(
             layout,
         )
 
-    shape = (of.rows, of.length, config.hidden_size)
+    shape = (of.rows, of.length // of.tensor, config.hidden_size)
     traced = trace(make, shape, dtype, of.has_gradient)
     if (
         not of.gpu
@@ -219,8 +222,10 @@ def compiled_saving(
     if config.family_spec.qk_norm:
         attention += queries + keys
     stream = hidden * (3 + (norms[0] is not None) + (norms[3] is not None))
-    kept = numbers * itemsize * (stream + attention + 3 * config.intermediate_size + ranks)
-    return max(0, eager.kept - kept)
+    kept = (
+        numbers * itemsize * (stream / of.tensor + attention + 3 * config.intermediate_size + ranks)
+    )
+    return max(0, eager.kept - round(kept))
 
 
 def trace_norm(norm: nn.Module, config: ModelConfig, tokens: int, dtype: str) -> TracedPart:

@@ -231,7 +231,7 @@ def elementwise_seconds(cfg: TrainConfig, config: ModelConfig, device: Device) -
     sizes = config.projection_sizes
     heads = sizes["q_proj"] + sizes["k_proj"]
     numbers = (
-        hidden * (norms * each.norm + 2 * each.residual)
+        hidden * (norms * each.norm + 2 * each.residual) / cfg.sharding.tensor
         + heads * (each.rotation + (each.norm if family.qk_norm else 0))
         + config.intermediate_size * each.gate
     )

@@ -90,10 +90,15 @@ def world_sizes(cfg: PlanConfig) -> list[int]:
             hosts = hosts_of(launch.hosts)
             asked = sum(ranks_of(host, launch.nproc_per_node) or of_a_node for host in hosts)
     worlds = sorted(set(asked if isinstance(asked, list) else [asked]))
-    replicas = cfg.sharding.replicas
+    replicas, tensor = cfg.sharding.replicas, cfg.sharding.tensor
+    if wrong := next((world for world in worlds if world % tensor), None):
+        near = max(tensor, round(wrong / tensor) * tensor)
+        why = f"cannot be divided into groups of sharding.tensor={tensor} ranks.\nUse  plan.world_size={near}"
+        raise UserError("the mesh does not divide", [Problem(f"plan.world_size={wrong}", why)])
+    replicas *= tensor
     if odd := [world for world in worlds if world % replicas]:
         near = max(replicas, round(odd[0] / replicas) * replicas)
-        why = f"cannot be divided into sharding.replicas={replicas} groups.\nUse  plan.world_size={near}  or  sharding=fsdp"
+        why = f"cannot be divided into sharding.replicas={cfg.sharding.replicas} groups.\nUse  plan.world_size={near}  or  sharding=fsdp"
         raise UserError("the mesh does not divide", [Problem(f"plan.world_size={odd[0]}", why)])
     if not worlds:
         raise UserError(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_trainer.config.dimensions import dimension_sizes
+from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes, fsdp_ranks
 from fsdp_trainer.config.schema import ActivationCheckpoint, TrainConfig
 from fsdp_trainer.models.attention_choice import AttentionContext, choose
 from fsdp_trainer.models.config import ModelConfig
@@ -27,6 +27,7 @@ from fsdp_trainer.plan.blocks import (
     trace_block,
     trace_norm,
 )
+from fsdp_trainer.plan.share import share_of_rank
 from fsdp_trainer.plan.units import (
     BlockKind,
     FsdpUnit,
@@ -126,7 +127,8 @@ class Step:
             for dtype in (precision.param_dtype, precision.reduce_dtype, precision.master_dtype)
         )
         sizes = dimension_sizes(sharding, world)
-        self.group = sizes["shard"]
+        self.group = fsdp_ranks(sizes)
+        config = self.config = share_of_rank(config, sizes["tensor"])
         self.reshard, self.tied = not keeps_gathered(sharding), config.tie_word_embeddings
         self.parts = model_parts(config, cfg)
         model = self.parts.units(cfg, self.group)
@@ -136,7 +138,9 @@ class Step:
         self.units = [sum_of(self.blocks[i : i + size]) for i in range(0, count, size)]
         self.traced, shared = trace_blocks(cfg, config, device)
         self.tokens = cfg.batch.micro_rows * cfg.batch.seq_len
-        self.stream = self.tokens * config.hidden_size * self.compute
+        self.hidden = self.tokens * config.hidden_size * self.compute
+        """Of all tokens, as the head has them; stream: as blocks hand them on."""
+        self.stream = self.hidden / sizes["tensor"]
         self.moved = moved_bytes(cfg, config, self.traced, device)
         """Of each block what is in host memory between its forward and its backward."""
         self.crossing = 0.0  # of it, what is on the device all the same: on its way out or back
@@ -155,7 +159,7 @@ class Step:
         self.always = {} if offload else states
         self.stored = 0 if offload else self.master  # a sharded gradient's number
         self.later = (
-            math.ceil(cfg.batch.rows / (cfg.batch.micro_rows * world)) > 1
+            math.ceil(cfg.batch.rows / (cfg.batch.micro_rows * batch_ranks(sizes))) > 1
         )  # there were micro-batches before this one
         self.whole = self.later and sharding.accumulate == "unsharded"
         self.replicated = sizes["replicate"] > 1
@@ -276,8 +280,8 @@ class Step:
         logits = rows * config.vocab_size * each + (
             trained * self.compute if half and self.device == "cpu" else 0
         )
-        slopes = trained * 4 + self.stream
-        inputs = self.stream * (2 if half else 1)  # in float32 the norm keeps its input
+        slopes = trained * 4 + self.hidden
+        inputs = self.hidden * (2 if half else 1)  # in float32 the norm keeps its input
         self.at(
             "head and loss",
             "head and loss",
@@ -433,7 +437,14 @@ def trace_blocks(
         if key not in known:
             is_gpu = device == "cuda"
             of = Input(
-                rows, length, precision.param_dtype, layout, is_gpu, windows[i], has_gradient
+                rows,
+                length,
+                precision.param_dtype,
+                layout,
+                is_gpu,
+                windows[i],
+                has_gradient,
+                cfg.sharding.tensor,
             )
             known[key] = _traced(parts.kinds[parts.kind_of[i]], of, mode)
         return known[key]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.devices import DEVICES, Device
 from fsdp_trainer.models.config import ModelConfig
@@ -19,7 +20,8 @@ HOST_GIB = 1024
 class RunPlan:
     """What a run on one world would need and do.
 
-    tokens, flops (PaLM's count), rows: of a step; micro_rows: of a rank and forward;
+    tokens, flops (PaLM's count), rows: of a step; micro_rows: of a rank and forward; batch_ranks:
+    how many ranks read different rows;
     checkpoint: bytes on disk.
     """
 
@@ -35,6 +37,7 @@ class RunPlan:
     checkpoint: float
     rows: int
     micro_rows: int
+    batch_ranks: int
 
     @property
     def memory_bytes(self) -> float:
@@ -64,7 +67,7 @@ class RunPlan:
     @property
     def computed_rows(self) -> int:
         """Rows of a step that ranks compute, empty ones included."""
-        return self.micro_batches * self.micro_rows * self.world_size
+        return self.micro_batches * self.micro_rows * self.batch_ranks
 
     @property
     def seconds(self) -> float:
@@ -107,4 +110,5 @@ def make_plan(cfg: TrainConfig, config: ModelConfig, world: int, device: Device)
         checkpoint=checkpoint_bytes(trained, cfg.precision, cfg.optim),
         rows=cfg.batch.rows,
         micro_rows=cfg.batch.micro_rows,
+        batch_ranks=batch_ranks(dimension_sizes(cfg.sharding, world)),
     )

@@ -6,14 +6,15 @@ Closed forms; docs/plan.md has them in words.
 from math import ceil
 from typing import NamedTuple
 
-from fsdp_trainer.config.dimensions import dimension_sizes
+from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes, fsdp_ranks
 from fsdp_trainer.config.schema import Sharding, TrainConfig
 from fsdp_trainer.devices import Device
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.optim.footprint import state_bytes
 from fsdp_trainer.parallel.memory_check import keeps_gathered
-from fsdp_trainer.plan.compute import MEMORY, compute_seconds
+from fsdp_trainer.plan.compute import MEMORY, compute_seconds, recomputed
 from fsdp_trainer.plan.memory import moved_bytes, trace_blocks
+from fsdp_trainer.plan.share import share_of_rank
 from fsdp_trainer.plan.units import FsdpUnit, model_parts, sum_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -83,16 +84,37 @@ class Times(NamedTuple):
 
 def micro_batches(cfg: TrainConfig, world: int) -> int:
     """The micro-batches of one step on each rank; if rows do not divide, some of them are empty."""
-    return ceil(cfg.batch.rows / (cfg.batch.micro_rows * world))
+    readers = batch_ranks(dimension_sizes(cfg.sharding, world))
+    return ceil(cfg.batch.rows / (cfg.batch.micro_rows * readers))
 
 
 def groups(sharding: Sharding, world: int, per_node: int) -> tuple[Group, Group]:
-    """The shard and the replicate dimension of the mesh: neighbouring ranks share shards."""
+    """The shard and the replicate dimension of the mesh: neighbouring ranks share shards, but for
+    those of a tensor group."""
     sizes = dimension_sizes(sharding, world)
-    replicas, shards = sizes["replicate"], sizes["shard"]
-    return Group(shards, min(shards, per_node)), Group(
-        replicas, min(replicas, max(1, per_node // shards))
+    replicas, shards = sizes["replicate"], fsdp_ranks(sizes)
+    beside = max(1, per_node // sizes["tensor"])
+    return Group(shards, min(shards, beside)), Group(
+        replicas, min(replicas, max(1, beside // shards))
     )
+
+
+def tensor_group(sharding: Sharding, per_node: int) -> Group:
+    """The tensor dimension of the mesh: neighbouring ranks."""
+    return Group(sharding.tensor, min(sharding.tensor, per_node))
+
+
+def tensor_messages(cfg: TrainConfig, config: ModelConfig) -> tuple[float, float]:
+    """Return the bytes of a micro-batch's tokens, and how often a tensor group gathers or sums them.
+
+    Each block gathers and sums twice, forward and backward, and what is computed again anew; so do
+    the embedding and the head once.
+    """
+    tokens = cfg.batch.micro_rows * cfg.batch.seq_len
+    again = recomputed(cfg.activation_checkpoint).elementwise
+    reached = model_parts(config, cfg).backward_share
+    often = config.num_hidden_layers * 4 * (1 + reached * (1 + again)) + 4
+    return tokens * config.hidden_size * BYTES[cfg.precision.param_dtype], often
 
 
 def wire(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> dict[str, Wire]:
@@ -101,7 +123,11 @@ def wire(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> d
     All-gathers forward and, of blocks that were freed, backward; reductions of each gradient.
     """
     shard, replicate = groups(cfg.sharding, world, device.per_node)
+    tensor = tensor_group(cfg.sharding, device.per_node)
+    message, often = tensor_messages(cfg, config)
+    config = share_of_rank(config, tensor.ranks)
     parts, count = model_parts(config, cfg), micro_batches(cfg, world)
+    exchanged = count * often * message / 2
     units = parts.units(cfg, shard.ranks)
     reduce = BYTES[cfg.precision.reduce_dtype]
     freed = [] if keeps_gathered(cfg.sharding) else units.blocks[parts.backward_from :]
@@ -115,7 +141,7 @@ def wire(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> d
     trained = units.all.trained_padded
     reduced = trained * reduce * (count if cfg.sharding.accumulate == "sharded" else 1)
     all_reduced = 2 * trained / shard.ranks * reduce
-    return {
+    ways = {
         "shard": Wire(
             shard.ranks,
             gathered * shard.sent,
@@ -126,6 +152,10 @@ def wire(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> d
             replicate.ranks, 0.0, all_reduced * replicate.sent, all_reduced * replicate.across
         ),
     }
+    if tensor.ranks > 1:
+        sent = exchanged * tensor.sent
+        ways["tensor"] = Wire(tensor.ranks, sent, sent, 2 * exchanged * tensor.across)
+    return ways
 
 
 def float8_share(cfg: TrainConfig) -> float:
@@ -137,6 +167,9 @@ def float8_share(cfg: TrainConfig) -> float:
 def times(cfg: TrainConfig, config: ModelConfig, world: int, device: Device, best: bool) -> Times:
     """The times of one step, at the upper or the lower end of measured arithmetic and links."""
     shard, replicate = groups(cfg.sharding, world, device.per_node)
+    tensor = tensor_group(cfg.sharding, device.per_node)
+    message, often = tensor_messages(cfg, config)
+    config = share_of_rank(config, tensor.ranks)
     parts = model_parts(config, cfg)
     units = parts.units(cfg, shard.ranks)
     count, links = micro_batches(cfg, world), LINKS[best]
@@ -182,6 +215,9 @@ def times(cfg: TrainConfig, config: ModelConfig, world: int, device: Device, bes
             + ends
         )
         total += ends + middle + lasts
+    # nothing is computed meanwhile
+    waited = count * often * tensor.seconds(message, device, links)
+    exposed, total = exposed + waited, total + waited
     return Times(
         count * (forward + backward + head),
         total,

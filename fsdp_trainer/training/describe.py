@@ -50,16 +50,23 @@ def describe(
         *adapters(model),
         *(f"adapt  {line}" for line in not_followed(cfg.adapter.init_from)),
         *(f"token  {note}" for note in token_notes),
-        f"world  {world.size} × {world.device.type}, {cfg.sharding.strategy}, "
+        f"world  {world.size} × {world.device.type}, {cfg.sharding.strategy}"
+        f"{tensor_groups(dims)}, "
         f"{cfg.precision.param_dtype} ({kept} {cfg.precision.master_dtype})",
         *number_formats(cfg, model, world.device.type),
         *(f"data   {line}" for line in data.about(inputs.data, progress)),
         f"attend {attention}",
         f"head   logits of at most {at_once:,} tokens at once",
-        *step_arithmetic(cfg, dims.batch_ranks),
+        *step_arithmetic(cfg, dims),
         f"train  {data.total_steps(progress):,} steps"
         + (f", {epochs:.2f} epochs" if epochs is not None else ""),
     ]
+
+
+def tensor_groups(dims: Dims) -> str:
+    """Return what the line on the world says of tensor parallelism."""
+    size = dims.sizes["tensor"]
+    return f" over groups of {size} ranks (sharding.tensor)" if size > 1 else ""
 
 
 def adapters(model: Decoder) -> list[str]:
@@ -111,16 +118,17 @@ def number_formats(cfg: TrainConfig, model: Decoder, device_type: str) -> list[s
     return [f"       {line}" for line in lines]
 
 
-def step_arithmetic(cfg: TrainConfig, ranks: int) -> list[str]:
+def step_arithmetic(cfg: TrainConfig, dims: Dims) -> list[str]:
     """Return how the rows of a step are divided, and the learning rate where it follows its
     tokens."""
     batch, optim = cfg.batch, cfg.optim
-    slots = batch.micro_rows * ranks
+    readers = f"{dims.batch_ranks} {'ranks' if dims.same_rows == 1 else 'groups'}"
+    slots = batch.micro_rows * dims.batch_ranks
     micro_batches = math.ceil(batch.rows / slots)
     empty = micro_batches * slots - batch.rows
     lines = [
         f"step   {batch.rows} rows = {micro_batches} micro-batches × {batch.micro_rows} rows "
-        f"× {ranks} ranks" + (f", {empty} of the slots empty" if empty else "")
+        f"× {readers}" + (f", {empty} of the slots empty" if empty else "")
     ]
     if optim.lr_batch_tokens:
         lines.append(

@@ -83,7 +83,7 @@ ABSENT = {
     "mlflow=true": "logging.mlflow=true",
     "tensor_parallel=2": "Did you mean  sharding.tensor=2 ?",
     "sequence_parallel=true": "sharding.tensor=N",
-    "parallelism.context_parallel_degree=2": "no context parallelism",
+    "parallelism.context_parallel_degree=2": "Did you mean  sharding.context=2 ?",
     "deepspeed=ds.json": "sharding=fsdp",
     "data.loss=dpo": "no preference losses",
     "dpo=true": "no preference losses",

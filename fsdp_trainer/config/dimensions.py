@@ -34,6 +34,11 @@ def fsdp_ranks(sizes: dict[str, int]) -> int:
     return sizes["shard"] * sizes["context"]
 
 
+def own_length(sharding: Sharding, seq_len: int) -> int:
+    """Return how many tokens of each row a rank has, between attention's collectives."""
+    return seq_len // sharding.context
+
+
 def layout_problem(sharding: Sharding, ranks: int) -> Problem | None:
     """Return why the ranks cannot be arranged as the configuration asks; None: they can."""
     if math.prod(dimension_sizes(sharding, ranks).values()) == ranks:

@@ -16,6 +16,7 @@ from fsdp_trainer.config.rules_computing import (
     four_bits,
     moments,
     replicas,
+    shared_rows,
 )
 from fsdp_trainer.config.rules_data import (
     entries_of_a_list,
@@ -52,6 +53,7 @@ Rule = Callable[[Any, Report], Iterator[tuple[str, str]]]
 RULES: tuple[Rule, ...] = (
     replicas,
     dimensions,
+    shared_rows,
     collectives,
     activation_checkpointing,
     attention,
@@ -111,6 +113,9 @@ def check_rules(cfg: Any, report: Report) -> None:
         return
     if isinstance(cfg, PlanConfig):
         report.problems += unknown_gpus(cfg.plan.gpu)
+    if isinstance(cfg, PlanConfig) and cfg.sharding.context > 1:
+        why = "plan does not know it in this version.\nUse  sharding.context=1"
+        report.add("sharding.context", cfg.sharding.context, why)
     settle_length(cfg.train, report)
     settle_adapter(cfg, report)
     for rule in RULES:

@@ -55,12 +55,10 @@ def replicas(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def dimensions(cfg: TrainConfig, report: Report) -> Broken:
-    """Some things cannot be shared by the ranks of a tensor group; rows have no parts of their own.
+    """Some things cannot be shared by the ranks of a tensor group.
 
     Whether a model's sizes divide is asked with the model (models/resolve.py).
     """
-    if cfg.sharding.context > 1:
-        yield "sharding.context", "is not in this version.\nUse  sharding.context=1"
     size = cfg.sharding.tensor
     if size == 1:
         return
@@ -81,6 +79,35 @@ def dimensions(cfg: TrainConfig, report: Report) -> Broken:
             "data.pad_to_multiple",
             f"the ranks of a tensor group share a row's tokens: {size} must divide them.\n"
             f"Use  data.pad_to_multiple={nearest}",
+        )
+
+
+def shared_rows(cfg: TrainConfig, report: Report) -> Broken:
+    """A row's tokens divide among the ranks that share it, and all of them know its length.
+
+    The model's heads are looked at with the model (models/resolve.py).
+    """
+    sharding = cfg.sharding
+    row = cfg.batch.seq_len
+    if sharding.context == 1:
+        if "sharding.context_method" in report.typed:
+            yield "sharding.context_method", "only counts with  sharding.context=2  or more"
+        return
+    parts = sharding.context * sharding.tensor
+    if row % parts:
+        longer = round_up(row, parts)
+        shorter = f"  or  {longer - parts}" if row > parts else ""
+        by_tensor = " × sharding.tensor" if sharding.tensor > 1 else ""
+        yield (
+            "batch.seq_len",
+            f"must be a multiple of the {parts} parts (sharding.context{by_tensor}) that a row is "
+            f"cut into.\nUse  batch.seq_len={longer}{shorter}",
+        )
+    if cfg.data.pad_to_multiple is not None:
+        yield (
+            "data.pad_to_multiple",
+            "ranks that share rows need all of one length, also a rank that cannot read its "
+            "data.\nUse  data.packing=best_fit  or leave it out",
         )
 
 
@@ -192,7 +219,8 @@ def float8(cfg: TrainConfig, report: Report) -> Broken:
     """Products in float8 need a GPU, bfloat16 around them, and tokens that 16 divides."""
     if cfg.precision.float8 is None:
         return
-    tokens = cfg.batch.seq_len * cfg.batch.micro_rows
+    shares = cfg.sharding.context
+    tokens = cfg.batch.seq_len // shares * cfg.batch.micro_rows
     if cfg.launch.device == "cpu":
         yield (
             "precision.float8",
@@ -208,7 +236,8 @@ def float8(cfg: TrainConfig, report: Report) -> Broken:
         yield (
             "batch.seq_len",
             f"float8 products need a multiple of 16 tokens, not {tokens:,} (seq_len × "
-            f"micro_rows).\nUse  batch.seq_len={round_up(cfg.batch.seq_len, 16)}",
+            f"micro_rows on each rank).\n"
+            f"Use  batch.seq_len={round_up(cfg.batch.seq_len, 16 * shares)}",
         )
 
 

@@ -512,7 +512,19 @@ class Sharding:
         " between blocks; neighbours, inside a node",
         minimum=1,
     )
-    context: int = key(1, "ranks that share each row's tokens; not in this version: 1", minimum=1)
+    context: int = key(
+        1,
+        "ranks that share each row's tokens, for rows too long for one; neighbours, inside a node "
+        "if they can be",
+        minimum=1,
+    )
+    context_method: str = key(
+        "auto",
+        "how ranks that share rows attend to them. `ulysses`: with some heads each, by all-to-all; "
+        "`gathered`: with the queries of their tokens each, to everyone's keys and values; "
+        "`auto`: ulysses where the heads divide",
+        choices=("auto", "ulysses", "gathered"),
+    )
     reshard_after_forward: bool | Literal["auto"] = key(
         "auto",
         "free a unit's gathered parameters after forward and gather again in backward;"

@@ -79,6 +79,10 @@ class PackedAttention:
         """
         raise NotImplementedError
 
+    def own_positions(self) -> np.ndarray:
+        """[rows, tokens] int64: the positions of each row whose tokens this process has."""
+        return np.tile(np.arange(self.row), (len(self.lengths), 1))
+
     def document_lengths(self, positions: Tensor) -> Tensor:
         """[rows, row] int64: the length of each token's document; padding has length 1."""
         lengths = np.stack([np.repeat(row, row) for row in self.sizes(1)])

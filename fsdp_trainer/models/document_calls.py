@@ -67,7 +67,7 @@ def plan_calls(lengths: Lengths, row: int, window: int | None, device: torch.dev
     calls: list[KernelCall] = []
     for pieces, before in ((first, 0), (later, longest)):
         starts, sizes = np.array(pieces, np.int64).reshape(-1, 2).T
-        for group in _group_by_length(sizes):
+        for group in group_by_cost(sizes, sizes):
             call = _kernel_call(starts[group], sizes[group], longest, before, device)
             calls.append(call)
             width = call.queries.shape[1]
@@ -109,19 +109,28 @@ def _kernel_call(
     return KernelCall(queries, keys, mask.triu(1).tril(before))
 
 
-def _group_by_length(sizes: np.ndarray) -> list[np.ndarray]:
-    """Return groups of indices of pieces that share a call, longest first."""
+def group_by_cost(queries: np.ndarray, keys: np.ndarray) -> list[np.ndarray]:
+    """Return groups of indices of pieces that share a call, the costliest first.
+
+    queries, keys: how many each piece has.
+    """
     groups: list[list[int]] = []
-    longest = needed = 0
-    for i in np.argsort(-sizes, kind="stable").tolist():
-        cost = int(sizes[i]) ** 2
-        padded = (len(groups[-1]) + 1) * longest**2 if groups else 0
+    longest = most = needed = 0
+    for i in np.argsort(-queries * keys, kind="stable").tolist():
+        cost = int(queries[i]) * int(keys[i])
+        padded = 0
+        if groups:
+            widest = max(longest, int(queries[i])) * max(most, int(keys[i]))
+            padded = (len(groups[-1]) + 1) * widest
         if groups and padded <= PADDING_WASTE_LIMIT * (needed + cost) + CALL_COST:
             groups[-1].append(i)
+            longest = max(longest, int(queries[i]))
+            most = max(most, int(keys[i]))
             needed += cost
         else:
             groups.append([i])
-            longest = int(sizes[i])
+            longest = int(queries[i])
+            most = int(keys[i])
             needed = cost
     return [np.array(group) for group in groups]
 

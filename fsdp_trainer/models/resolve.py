@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from fsdp_trainer.config.context import context_problems
 from fsdp_trainer.config.paths import is_hub_id, model_folder
 from fsdp_trainer.config.schema import Model, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
@@ -99,7 +100,11 @@ def model_problems(cfg: TrainConfig) -> list[Problem]:
         config = resolve_model(model)
     except UserError as error:
         return error.problems
-    return [*_size_problems(cfg, config), *_family_problems(cfg.model, config)]
+    return [
+        *_size_problems(cfg, config),
+        *_family_problems(cfg.model, config),
+        *context_problems(cfg, config.num_attention_heads),
+    ]
 
 
 def _size_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:

@@ -92,6 +92,11 @@ class Dims:
         if self.sizes["tensor"] > 1:
             tensor /= self.sizes["tensor"]
 
+    def sum_over_context(self, tensor: Tensor) -> None:
+        """Sum in place over the ranks that share this rank's rows. Collective."""
+        if self.sizes["context"] > 1:
+            dist.all_reduce(tensor, group=self.group("context"))
+
     def sum_over_all(self, tensor: Tensor) -> None:
         """Sum in place over all ranks. Collective."""
         if self.ranks > 1:

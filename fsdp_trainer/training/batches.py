@@ -12,8 +12,10 @@ from torch import Tensor
 from fsdp_trainer.data.mixture import Mixture
 from fsdp_trainer.data.order import Rows
 from fsdp_trainer.distributed import to_device
-from fsdp_trainer.models.attention import LAYOUTS
+from fsdp_trainer.models.attention import LAYOUTS, PackedAttention
 from fsdp_trainer.models.decoder import MicroBatch
+from fsdp_trainer.models.document_calls import Lengths
+from fsdp_trainer.parallel.context import ContextRanks
 from fsdp_trainer.rounding import round_up
 
 INDEX_STEP = 128
@@ -48,6 +50,7 @@ class Assembler:
     sources: how many whose losses are told apart; rank, ranks: of those with different rows.
     pad_to_multiple: micro-batches are as long as their longest row, rounded up to this, at most
     seq_len. same_rows: how many ranks, neighbours, are one of `ranks`: they get the same rows.
+    context: the ranks that share this rank's rows; None: it has whole rows.
     attention: a name of `LAYOUTS`. number_documents: for an objective that is no sum over
     single tokens, see MicroBatch.documents.
     """
@@ -62,6 +65,7 @@ class Assembler:
     attention: str = "documents"
     number_documents: bool = False
     same_rows: int = 1
+    context: ContextRanks | None = None
 
     def count(self, plan: StepPlan) -> int:
         """Return the number of micro-batches per rank; surplus slots are empty rows."""
@@ -84,32 +88,40 @@ class Assembler:
         return self.assemble(Rows.empty(0, self.seq_len))
 
     def assemble(self, rows: Rows) -> MicroBatch:
-        """Return [micro_rows, length] tensors on the device; missing rows are empty."""
+        """Return [micro_rows, length] tensors on the device; missing rows are empty.
+
+        Of rows that ranks share, [micro_rows, length / ranks]: cut here, where every token has its
+        label.
+        """
         if len(rows.documents) < self.micro_rows:
             given, rows = rows, Rows.empty(self.micro_rows, self.seq_len)
             rows.put(range(len(given.documents)), given)
         length = self.length(rows)
-        index = np.flatnonzero(rows.labels[:, :length] != -100)
+        layout = self.layout(rows.documents, length)
+        own = layout.own_positions()
+        index = np.flatnonzero(np.take_along_axis(rows.labels, own, 1) != -100)
         padding = (0, round_up(max(1, len(index)), INDEX_STEP) - len(index))
 
-        def whole(values: np.ndarray) -> Tensor:
-            return to_device(np.ascontiguousarray(values[:, :length]), self.device)
+        def part(values: np.ndarray) -> Tensor:
+            return to_device(np.take_along_axis(values, own, 1), self.device)
 
         def padded(values: np.ndarray, fill: int = 0) -> Tensor:
             return to_device(np.pad(values, padding, constant_values=fill), self.device)
 
         def supervised(values: np.ndarray) -> Tensor:
-            return padded(values[:, :length].reshape(-1)[index])
+            return padded(np.take_along_axis(values, own, 1).reshape(-1)[index])
 
         documents = groups = None
         if self.number_documents:
-            numbers, group_numbers = number_documents(rows, index, length)
+            rows_before = np.arange(len(own))[:, None] * length
+            places = (own + rows_before).reshape(-1)[index]
+            numbers, group_numbers = number_documents(rows, places, length)
             documents = padded(numbers, fill=len(group_numbers))
             groups = to_device(group_numbers, self.device)
         return MicroBatch(
-            whole(rows.tokens),
-            whole(rows.positions),
-            LAYOUTS[self.attention](rows.documents, length, self.device),
+            part(rows.tokens),
+            part(rows.positions),
+            layout,
             padded(index),
             supervised(rows.labels),
             supervised(rows.weights),
@@ -117,6 +129,12 @@ class Assembler:
             documents,
             groups,
         )
+
+    def layout(self, documents: Lengths, length: int) -> PackedAttention:
+        """Return what attends to documents in rows of `length`, of which this rank has a part."""
+        if self.context:
+            return self.context.layout(self.attention, documents, length, self.device)
+        return LAYOUTS[self.attention](documents, length, self.device)
 
     def length(self, rows: Rows) -> int:
         """Return the tokens of a row of this micro-batch, padding included."""

@@ -19,6 +19,12 @@ from fsdp_trainer import slots
 from fsdp_trainer.checkpoint.assets import write_hf_assets
 from fsdp_trainer.checkpoint.base import base_of_new_run, base_of_resumed_run
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress
+from fsdp_trainer.config.context import (
+    ContextChoice,
+    attention_layout,
+    choose_context_method,
+    context_problems,
+)
 from fsdp_trainer.config.dimensions import layout_problem
 from fsdp_trainer.config.paths import model_folder, step_of
 from fsdp_trainer.config.schema import Adapter, Model, TrainConfig
@@ -41,6 +47,7 @@ from fsdp_trainer.observe.profiler import Profiler
 from fsdp_trainer.observe.step_log import StepClock, StepLog
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.parallel.compile import can_compile
+from fsdp_trainer.parallel.context import context_ranks
 from fsdp_trainer.parallel.convert import require_float8, scale_after_each_step
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
@@ -121,12 +128,26 @@ def build(
         held_out = validation_order(cfg, inputs.data.validation, config.attention_cost)
     start, order = find_where_to_start(cfg, store, observer, order, held_out)
     share = order.attention_cost_share(config.attention_cost)
-    attention = choose_attention(cfg, config, share, device, compiled)
+    heads = config.num_attention_heads // cfg.sharding.tensor
+    context = choose_context_method(cfg.sharding, heads)
+    attention = choose_attention(cfg, config, share, device, compiled, context.method)
     data, validation = build_data(
-        cfg, config, order, held_out, attention, dims, world, start.progress, signals, observer
+        cfg,
+        config,
+        order,
+        held_out,
+        attention,
+        context,
+        dims,
+        world,
+        start.progress,
+        signals,
+        observer,
     )
     if world.main:  # who alone speaks: it looks through all samples
-        lines = describe(cfg, model, data, start.progress, inputs, world, dims, attention, run)
+        lines = describe(
+            cfg, model, data, start.progress, inputs, world, dims, attention, context, run
+        )
         lines += [why_uncompiled] if why_uncompiled else []
         observer.introduce([*lines, *start.notes])
 
@@ -194,6 +215,8 @@ def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
         raise UserError("the mesh does not divide", [problem])
     require_float8(cfg.precision, world.device)
     config = resolve_model(fetched_model(cfg, init_from))
+    if problems := list(context_problems(cfg, config.num_attention_heads)):
+        raise UserError("the ranks cannot share rows like this", problems)
     adapters = resolve_adapters(cfg.adapter, config)
     setup = Setup(cfg.sharding, cfg.precision, cfg.optim, world.size, adapters)
     check_memory(
@@ -226,11 +249,16 @@ def fetched_model(cfg: TrainConfig, init_from: Path | None) -> Model:
 
 
 def choose_attention(
-    cfg: TrainConfig, config: ModelConfig, share: float, device: torch.device, compiled: bool
+    cfg: TrainConfig,
+    config: ModelConfig,
+    share: float,
+    device: torch.device,
+    compiled: bool,
+    method: str,
 ) -> AttentionChoice:
     """Settle for this process how attention is computed. Raises UserError for what cannot be.
 
-    share: see Mixture.attention_cost_share.
+    share: see Mixture.attention_cost_share. method: by which ranks attend to shared rows.
     """
     context = replace(
         describe_device(device),
@@ -243,7 +271,7 @@ def choose_attention(
         share=share,
     )
     kernel = cfg.model.attention_kernel
-    choice = choose(cfg.model.attention, kernel, context)
+    choice = choose(attention_layout(cfg, method, compiled), kernel, context)
     dtype = getattr(torch, cfg.precision.param_dtype)
     set_kernel_priority(choice, config, dtype, device, asked=kernel != "auto")
     return choice
@@ -286,6 +314,7 @@ def build_data(
     order: Order,
     held_out: Mixture | None,
     attention: AttentionChoice,
+    context: ContextChoice,
     dims: Dims,
     world: World,
     progress: Progress,
@@ -300,6 +329,7 @@ def build_data(
         "same_rows": dims.same_rows,
         "device": world.device,
         "pad_to_multiple": cfg.data.pad_to_multiple,
+        "context": context_ranks(dims, context.method, config.windows),
         "attention": attention.layout,
     }
     validation = None

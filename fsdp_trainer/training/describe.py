@@ -3,6 +3,8 @@
 import math
 from pathlib import Path
 
+from fsdp_trainer.config.context import ContextChoice
+from fsdp_trainer.config.dimensions import own_length
 from fsdp_trainer.config.paths import is_adapter
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.build import lossy, renumbered
@@ -30,6 +32,7 @@ def describe(
     world: World,
     dims: Dims,
     attention: AttentionChoice,
+    context: ContextChoice,
     run: Path,
 ) -> list[str]:
     """Return a line or more on the run, model, world, data, attention, head, step and length."""
@@ -37,7 +40,7 @@ def describe(
     origin = cfg.model.init_from or "random weights"
     token_notes = renumbered(cfg, inputs.tokenizer, inputs.init_from)
     token_notes += lossy(inputs.tokenizer)
-    tokens = cfg.batch.micro_rows * cfg.batch.seq_len
+    tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
     at_once = model.lm_head.rows_at_once(tokens, world.device.type)
     epochs = data.epochs(progress)
     trained = trained_numbers(config, cfg)
@@ -56,6 +59,7 @@ def describe(
         *number_formats(cfg, model, world.device.type),
         *(f"data   {line}" for line in data.about(inputs.data, progress)),
         f"attend {attention}",
+        *row_parts(cfg, context),
         f"head   logits of at most {at_once:,} tokens at once",
         *step_arithmetic(cfg, dims),
         f"train  {data.total_steps(progress):,} steps"
@@ -67,6 +71,15 @@ def tensor_groups(dims: Dims) -> str:
     """Return what the line on the world says of tensor parallelism."""
     size = dims.sizes["tensor"]
     return f" over groups of {size} ranks (sharding.tensor)" if size > 1 else ""
+
+
+def row_parts(cfg: TrainConfig, context: ContextChoice) -> list[str]:
+    """Return the line on ranks that share rows."""
+    size = cfg.sharding.context
+    if size == 1:
+        return []
+    tokens = own_length(cfg.sharding, cfg.batch.seq_len)
+    return [f"rows   shared by {size} ranks, {tokens:,} tokens each, {context}"]
 
 
 def adapters(model: Decoder) -> list[str]:

@@ -73,8 +73,9 @@ class ForwardBackward:
             losses.append(self._own_loss(plan, result))
             phases.enter("data")
         phases.enter("backward")  # it ends with what the ranks have in common
-        rank = self.dims.batch_rank
-        worst[0, rank], worst[1, rank] = torch.stack(losses).max(0)
+        highest = self._mean_losses(torch.stack(losses)).max(0)
+        if self.dims.coordinates["context"] == 0:  # one of those that read the same rows
+            worst[:, self.dims.batch_rank] = torch.stack([x.double() for x in highest])
         if step.data_missing:
             sums[self.metrics.position("loss")] = torch.nan
         reduced = torch.cat([sums, worst.flatten()])
@@ -106,12 +107,22 @@ class ForwardBackward:
         return result.objective, self.probe.pop(), gradients
 
     def _own_loss(self, plan: StepPlan, result: MicroBatchResult) -> Tensor:
-        """Return the micro-batch's mean loss, float64; inf if it or the gradient of its activations
-        is not finite."""
-        tiny = torch.finfo(torch.float32).tiny
-        weight = result.batch.weights.sum().clamp_min(tiny)
-        mean = (result.loss * (plan.weight or 1.0) / weight).double()
+        """Return Σ weight · loss of the micro-batch's tokens on this rank, and Σ weight: float64.
+
+        The loss is not finite where the gradient of the activations is not.
+        """
+        loss = (result.loss * (plan.weight or 1.0)).double()
         gradient = self.probe.pop()
         if gradient is not None:
-            mean = mean + 0 * gradient.sum(dtype=torch.float32)
-        return mean.nan_to_num(torch.inf, torch.inf, torch.inf)
+            loss = loss + 0 * gradient.sum(dtype=torch.float32)
+        return torch.stack([loss, result.batch.weights.sum().double()])
+
+    def _mean_losses(self, sums: Tensor) -> Tensor:
+        """Return the mean loss of each micro-batch, over the ranks that share its rows.
+
+        sums: [micro-batches, 2], see `_own_loss`. Infinite where it is not finite. Collective.
+        """
+        self.dims.sum_over_context(sums)
+        tiny = torch.finfo(torch.float32).tiny
+        means = sums[:, 0] / sums[:, 1].clamp_min(tiny)
+        return means.nan_to_num(torch.inf, torch.inf, torch.inf)

@@ -1,0 +1,219 @@
+"""Context parallelism: ranks that share each row's tokens.
+
+A rank of a context group holds the same part of every row in all blocks. Only attention needs the
+other parts: the layouts here get them, and hand whole rows to those of models/attention.py, which
+so compute packed documents, windows and soft limits as ever.
+
+ulysses (Jacobs et al. 2023): an all-to-all turns all heads of a part of the tokens into some heads
+of all tokens, another turns the results back.
+
+gathered (as in Llama 3, §3.3.2): an all-gather brings everyone's keys and values to the queries of
+this rank's tokens, which are dealt so that all ranks' queries cost the same.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_trainer.distributed import to_device
+from fsdp_trainer.models.attention import LAYOUTS, PackedAttention
+from fsdp_trainer.models.document_calls import Lengths
+from fsdp_trainer.models.sdpa import PLAIN, Scoring
+from fsdp_trainer.parallel.deal import deal_tokens, token_costs
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.own_queries import OWN_QUERIES
+
+# torch 2.13 has other names for them
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+Gradients = tuple[Tensor | None, ...]
+
+
+@dataclass(eq=False)
+class ContextRanks:
+    """The ranks that share this rank's rows, and the method by which they attend to them.
+
+    method: a name of `SHARED_LAYOUTS`. rank: this one's place among `size` ranks. windows: of each
+    block of the model, by which tokens are dealt.
+    """
+
+    method: str
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    windows: Sequence[int | None] = (None,)
+
+    def layout(
+        self, attention: str, lengths: Lengths, row: int, device: torch.device
+    ) -> PackedAttention:
+        """Return the layout of rows of which this rank holds a part. attention: of LAYOUTS."""
+        return SHARED_LAYOUTS[self.method](attention, lengths, row, device, self)
+
+
+def context_ranks(
+    dims: Dims, method: str, windows: Sequence[int | None] = (None,)
+) -> ContextRanks | None:
+    """Return the ranks that share this rank's rows; None: each rank has whole rows."""
+    group = dims.group("context")
+    if group is None:
+        return None
+    rank, size = dims.coordinates["context"], dims.sizes["context"]
+    return ContextRanks(method, group, rank, size, windows)
+
+
+class SharedRows(PackedAttention):
+    """Base class of layouts whose queries, keys and values are a part of each row's tokens.
+
+    parts: [ranks, rows, row / ranks] int64, the positions of each rank's tokens in each row.
+    """
+
+    def __init__(
+        self, attention: str, lengths: Lengths, row: int, device: torch.device, ranks: ContextRanks
+    ):
+        """See PackedAttention. attention: a name of LAYOUTS, which computes."""
+        self.attention = attention
+        self.ranks = ranks
+        self.parts = np.stack([self.deal(documents, row) for documents in lengths], 1)
+        super().__init__(lengths, row, device)
+
+    def deal(self, documents: list[int], row: int) -> np.ndarray:
+        """[ranks, row / ranks] int64: the positions of each rank's tokens in one row."""
+        return np.arange(row).reshape(self.ranks.size, -1)
+
+    def own_positions(self) -> np.ndarray:
+        """See PackedAttention."""
+        return self.parts[self.ranks.rank]
+
+    def document_lengths(self, positions: Tensor) -> Tensor:
+        """[rows, row / ranks] int64: the length of each token's document."""
+        whole = super().document_lengths(positions)
+        return whole.gather(1, to_device(self.own_positions(), whole.device))
+
+
+class Ulysses(SharedRows):
+    """Each rank attends with some of the heads to whole rows.
+
+    Key heads that the ranks do not divide are repeated first; query heads must divide.
+    """
+
+    def prepare(self) -> None:
+        """See PackedAttention."""
+        self.whole = LAYOUTS[self.attention](self.lengths, self.row, self.device)
+
+    def with_window(self, window: int | None) -> "Ulysses":
+        """See PackedAttention."""
+        windowed = super().with_window(window)
+        windowed.whole = self.whole.with_window(window)
+        return windowed
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
+        """See PackedAttention. Two collectives."""
+        size = self.ranks.size
+        repeats = size // math.gcd(k.shape[2], size)
+        if repeats > 1:
+            k = k.repeat_interleave(repeats, 2)
+            v = v.repeat_interleave(repeats, 2)
+        # one message: of each rank's heads q, k and v, [rows, part, ranks, heads, head_dim]
+        by_rank = torch.cat([x.unflatten(2, (size, -1)) for x in (q, k, v)], 3)
+        received = Exchange.apply(by_rank.permute(2, 0, 1, 3, 4), self.ranks.group)
+        heads = [x.shape[2] // size for x in (q, k, v)]
+        q, k, v = received.transpose(0, 1).flatten(1, 2).split(heads, 2)
+        mixed = self.whole.attend(q, k, v, scoring)
+        by_part = mixed.unflatten(1, (size, -1)).transpose(0, 1)
+        received = Exchange.apply(by_part, self.ranks.group)
+        return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+class Gathered(SharedRows):
+    """Each rank's queries look at everyone's keys and values."""
+
+    def prepare(self) -> None:
+        """See PackedAttention."""
+        layout = OWN_QUERIES[self.attention]
+        self.whole = layout(self.own_positions(), self.lengths, self.row, self.device)
+        starts = np.arange(len(self.lengths))[None, :, None] * self.row
+        flat = (self.parts + starts).reshape(-1)
+        self.places = to_device(flat, self.device)
+        """[tokens of all ranks] int64: where in the rows each rank's tokens belong."""
+        self.order = to_device(np.argsort(flat), self.device)
+
+    def deal(self, documents: list[int], row: int) -> np.ndarray:
+        """See SharedRows: by the cost of attention."""
+        costs = token_costs(documents, row, self.ranks.windows)
+        return deal_tokens(costs, self.ranks.size)
+
+    def with_window(self, window: int | None) -> "Gathered":
+        """See PackedAttention."""
+        windowed = super().with_window(window)
+        windowed.whole = self.whole.with_window(window)
+        return windowed
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
+        """See PackedAttention. One collective."""
+        both = torch.cat([k, v], 2)
+        whole = GatherRows.apply(both, self.order, self.places, self.ranks.group)
+        k, v = whole.chunk(2, 2)
+        return self.whole.attend(q, k, v, scoring)
+
+
+SHARED_LAYOUTS: dict[str, type[SharedRows]] = {"ulysses": Ulysses, "gathered": Gathered}
+"""By sharding.context_method."""
+
+
+class Exchange(torch.autograd.Function):
+    """An all-to-all: x[i] goes to rank i, whose part comes back in its place. Its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """x: [ranks, ...]."""
+        ctx.group = group
+        return all_to_all(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        """Send each part of the gradient back to where it came from."""
+        return all_to_all(gradients[0], ctx.group), None
+
+
+class GatherRows(torch.autograd.Function):
+    """All ranks' tokens in the order of their rows. Backward sums what the ranks have added."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, order: Tensor, places: Tensor, group: dist.ProcessGroup
+    ) -> Tensor:
+        """Return [rows, row, ...].
+
+        x: [rows, part, ...]; order: [tokens of all rows], their places among those of all ranks;
+        places: its inverse.
+        """
+        ctx.group, ctx.shape = group, x.shape
+        ctx.save_for_backward(places)
+        x = x.contiguous()
+        tokens = x.new_empty(len(order), *x.shape[2:])
+        ALL_GATHER(tokens, x.flatten(0, 1), group=group)
+        return tokens.index_select(0, order).unflatten(0, (x.shape[0], -1))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        """Return the sum over ranks, for this rank's tokens."""
+        (places,) = ctx.saved_tensors
+        by_rank = gradients[0].flatten(0, 1).index_select(0, places)
+        own = by_rank.new_empty(ctx.shape)
+        REDUCE_SCATTER(own.flatten(0, 1), by_rank, group=ctx.group)
+        return own, None, None, None
+
+
+def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return [ranks, ...] with x[i] of rank j at place j on rank i. Collective."""
+    # gloo writes wrong numbers into a strided result, and says nothing
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=group)
+    return received

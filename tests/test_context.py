@@ -1,0 +1,322 @@
+"""Context parallelism: ranks that share rows compute what one plain process does."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from stored import assert_byte_equal, tensors
+from torch.distributed.tensor import DTensor
+from world import read_lines, write_chats
+
+from fsdp_trainer.config.context import choose_context_method
+from fsdp_trainer.config.schema import (
+    ActivationCheckpoint,
+    Adapter,
+    Optim,
+    Precision,
+    Sharding,
+    TrainConfig,
+)
+from fsdp_trainer.data.order import Rows
+from fsdp_trainer.models.adapters import resolve_adapters
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.freeze import choose_trained
+from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.optim.optimizers import build_optimizer
+from fsdp_trainer.parallel.context import context_ranks
+from fsdp_trainer.parallel.deal import deal_tokens, token_costs
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.materialize import allocate
+from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.training.batches import Assembler
+from fsdp_trainer.training.gradients import GradientSync, clip_gradients
+from fsdp_trainer.training.objective import CrossEntropy
+
+CPU = torch.device("cpu")
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2,
+    "tie_word_embeddings": False, "family": "qwen3",
+}  # fmt: skip
+ROW = 32
+DOCUMENTS = ([20, 9], [7, 9, 16], [32], [5, 5, 5, 5, 5, 5])
+SUPERVISED = (range(21, 28), range(32), range(0), range(0, 32, 3))
+"""Of each row; those of the first lie all in one rank's part, the third has none."""
+STEPS = 4
+
+
+def row(number, step):
+    """A row of packed documents."""
+    random = np.random.default_rng(10 * step + number)
+    rows = Rows.empty(1, ROW)
+    rows.documents = [DOCUMENTS[number]]
+    filled = sum(DOCUMENTS[number])
+    rows.tokens[0, :filled] = random.integers(0, SIZES["vocab_size"], filled)
+    rows.positions[0, :filled] = np.concatenate([np.arange(n) for n in DOCUMENTS[number]])
+    places = [i for i in SUPERVISED[number] if i < filled]
+    rows.labels[0, places] = random.integers(0, SIZES["vocab_size"], len(places))
+    rows.weights[0, places] = random.random(len(places)) + 0.5
+    return rows
+
+
+def configuration(settings):
+    """settings: the layout, and what else is not as usual."""
+    return TrainConfig(
+        sharding=Sharding(**settings.get("sharding", {})),
+        activation_checkpoint=ActivationCheckpoint(**settings.get("checkpoint", {})),
+        # with the usual eps the sign of a gradient that is only rounding would count
+        optim=Optim(lr=3e-3, eps=1e-3),
+        precision=Precision(param_dtype="float32", master_dtype="float32"),
+        adapter=Adapter(**settings.get("adapter", {})),
+    )
+
+
+def train(model, cfg, dims, assembler):
+    """Losses, norms, the first step's gradients and the last weights: whole ones."""
+    optimizer = build_optimizer(model, cfg.optim)
+    sync = dims and GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
+    own = range(assembler.rank, len(DOCUMENTS), assembler.ranks)
+    losses, norms, gradients = [], [], {}
+    for step in range(STEPS):
+        weight = sum(row(number, step).weights.sum() for number in range(len(DOCUMENTS)))
+        loss = torch.zeros(())
+        for number in own:
+            batch = assembler.assemble(row(number, step))
+            if sync:
+                sync.before(last=number == own[-1])
+            value = model(batch, CrossEntropy(batch.weights / weight)).value
+            value.backward()
+            loss = loss + value.detach()
+        if dims:
+            dims.sum_over_tokens(loss)
+        losses.append(loss.item())
+        if step == 0:
+            gradients = {n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
+        if dims:
+            norms.append(clip_gradients(model, dims, 0.5, None).item())
+        else:
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.set_learning_rate(3e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, gradients, {n: whole(p) for n, p in model.named_parameters()}
+
+
+def whole(tensor):
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def start(model):
+    """Weights as at a run's start, and adapters that add something."""
+    initialize_weights(model, 1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            torch.nn.init.constant_(local, 0.1)
+
+
+def plain(sizes, settings):
+    """One process that has whole rows."""
+    cfg, config = configuration(settings), ModelConfig(**{**SIZES, **sizes})
+    model = Decoder(config)
+    choose_trained(model, resolve_adapters(cfg.adapter, config), [])
+    start(model)
+    first = {n: whole(p) for n, p in model.named_parameters()}
+    return first, *train(model, cfg, None, Assembler(ROW, 1, 1, 0, 1, CPU))
+
+
+def shared(sizes, settings):
+    """This rank's part."""
+    dist.init_process_group("gloo")
+    cfg, config = configuration(settings), ModelConfig(**{**SIZES, **sizes})
+    dims = Dims(cfg.sharding, "cpu", 60)
+    with torch.device("meta"):
+        model = Decoder(config)
+    adapters = resolve_adapters(cfg.adapter, config)
+    model = parallelize(model, dims, cfg, adapters, settings.get("compiled", False))
+    allocate(model, CPU)
+    start(model)
+    first = {n: whole(p) for n, p in model.named_parameters()}
+    choice = choose_context_method(cfg.sharding, config.num_attention_heads // cfg.sharding.tensor)
+    assembler = Assembler(
+        ROW, 1, 1, dims.batch_rank, dims.batch_ranks, CPU,
+        attention=settings.get("attention", "documents"),
+        same_rows=dims.same_rows, context=context_ranks(dims, choice.method, config.windows),
+    )  # fmt: skip
+    return first, *train(model, cfg, dims, assembler)
+
+
+TWO = {"sharding": {"context": 2}}
+GATHERED = {"sharding": {"context": 2, "context_method": "gathered"}}
+THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 1}
+WINDOWS = {"family": "gemma3_text", "sliding_window": 6, "tie_word_embeddings": True}
+SOFT_CAPS = {
+    "family": "gemma2", "attn_logit_softcapping": 20.0, "final_logit_softcapping": 5.0,
+    "sliding_window": 6, "tie_word_embeddings": True,
+}  # fmt: skip
+LONG_ROPE = {
+    "family": "phi3",
+    "max_position_embeddings": 64,
+    "rope_scaling": {
+        "rope_type": "longrope", "original_max_position_embeddings": 16,
+        "short_factor": [1.0, 1.0, 1.0, 1.0], "long_factor": [2.0, 3.0, 4.0, 5.0],
+    },
+}  # fmt: skip
+CASES = {
+    "two": (2, {}, TWO),
+    "four, fewer key heads": (4, {}, {"sharding": {"context": 4}}),
+    "windows, tied": (2, WINDOWS, TWO),
+    "soft caps": (2, SOFT_CAPS, TWO),
+    "norms over all heads": (2, {"family": "olmo2"}, TWO),
+    "long rope": (2, LONG_ROPE, TWO),
+    "gathered": (2, THREE_HEADS, TWO),
+    "four gathered": (4, {}, {"sharding": {"context": 4, "context_method": "gathered"}}),
+    "gathered by mask": (2, WINDOWS, GATHERED | {"attention": "mask"}),
+    "gathered, windows": (2, WINDOWS, GATHERED),
+    "gathered, soft caps": (2, SOFT_CAPS, GATHERED),
+    "gathered, long rope": (2, LONG_ROPE, GATHERED),
+    "gathered, recomputed": (2, {}, GATHERED | {"checkpoint": {"mode": "selective"}}),
+    "gathered, compiled": (2, {}, GATHERED | {"compiled": True, "attention": "mask"}),
+    "shard": (4, {}, TWO),
+    "tensor": (4, {}, {"sharding": {"context": 2, "tensor": 2}}),
+    "tensor, gathered": (
+        4,
+        {"num_key_value_heads": 4, "family": "olmo2"},
+        {"sharding": {"context": 2, "tensor": 2, "context_method": "gathered"}},
+    ),
+    "hsdp": (4, {}, {"sharding": {"context": 2, "strategy": "hsdp", "replicas": 2}}),
+    "ddp": (4, {}, {"sharding": {"context": 2, "strategy": "ddp"}}),
+    "unsharded, full recomputation": (
+        2,
+        {},
+        {
+            "sharding": {"context": 2, "accumulate": "unsharded"},
+            "checkpoint": {"mode": "full"},
+        },
+    ),
+    "selective recomputation": (2, {}, TWO | {"checkpoint": {"mode": "selective"}}),
+    "lora": (2, {}, TWO | {"adapter": {"name": "lora", "rank": 2}}),
+    "compiled": (2, {}, TWO | {"compiled": True, "attention": "mask"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_share_rows_compute_what_one_process_does(world, case):
+    ranks, sizes, settings = CASES[case]
+    expected = plain(sizes, settings)
+    for got in world.call(ranks, shared, sizes, settings):
+        for name, weight in expected[0].items():
+            assert torch.equal(got[0][name], weight), f"start of {name}"
+        assert got[1][0] == pytest.approx(expected[1][0], rel=1e-6)
+        assert got[2][0] == pytest.approx(expected[2][0], rel=1e-6)
+        assert got[3].keys() == expected[3].keys()
+        for name, gradient in expected[3].items():
+            error = (got[3][name] - gradient).abs().max() / gradient.abs().max()
+            assert error < 1e-5, f"gradient of {name}: {error:.1e}"
+        for name, weight in expected[4].items():
+            error = (got[4][name] - weight).abs().max()
+            assert error < 1e-5, f"{name} after {STEPS} steps: {error:.1e}"
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_with_rows_shared_and_not(train, tmp_path):
+    (tmp_path / "data").mkdir()
+    for name, start_at in (("a", 0), ("b", 200)):
+        write_chats(tmp_path / "data" / f"{name}.jsonl", 60, start_at)
+    how = [
+        f"data.path={tmp_path / 'data'}", "data.validation=0.1", "train.validate_every=2",
+        "train.sample_prompts=[aaa]", "train.sample_tokens=4", "schedule=constant",
+        "batch.micro_rows=2", "checkpoint.export_hf=true", "train.check_every=2",
+    ]  # fmt: skip
+    whole = train("whole", *how, "train.steps=6")
+    train("run", *how, "train.steps=2", "sharding.context=2", ranks=2)
+    train("run", *how, "train.steps=4", ranks=2)
+    run = train("run", *how, "train.steps=6", "sharding.context=2", ranks=4)
+    assert "shared by 2 ranks, 32 tokens each, by ulysses: 4 heads over 2 ranks" in run.out
+    for name in ("step", "tokens", "supervised_tokens"):
+        assert run.column(name) == whole.column(name)
+    assert run.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5)
+    assert run.column("grad_norm") == pytest.approx(whole.column("grad_norm"), rel=1e-4)
+    for ours, alone in zip(run.metrics, whole.metrics, strict=True):
+        assert ours["loss_by_source"] == pytest.approx(alone["loss_by_source"], rel=1e-5)
+    losses = [[line["loss"] for line in r.event("evaluation")] for r in (run, whole)]
+    assert len(losses[1]) == 4
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    texts = [read_lines(r.folder / "samples.jsonl") for r in (run, whole)]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 3
+
+
+def test_an_export_is_the_same_bytes_whoever_shared_the_rows(train, tmp_path, world):
+    how = ["train.steps=1", "sharding.context=2", "checkpoint.export_hf=true"]
+    run = train("run", *how, "sharding.context_method=gathered", ranks=2)
+    out = tmp_path / "out"
+    world.command("export", f"source={run.folder}", f"out={out}")
+    assert_byte_equal(tensors(run.folder / "hf"), tensors(out))
+
+
+def test_streamed_rows_are_shared(train):
+    how = ["data.streaming=true", "train.steps=3", "schedule=constant"]
+    whole = train("whole", *how)
+    run = train("run", *how, "sharding.context=2", ranks=2)
+    assert run.column("tokens") == whole.column("tokens")
+    assert run.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5)
+
+
+# --- what is dealt, and what is refused -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("lengths", "windows"),
+    [
+        ([8192], [None]),
+        ([8192], [512, 512, 512, None]),
+        ([400] * 20, [None]),
+        ([5000, 100, 3000], [None]),
+        ([8000, 64, 64], [1024, None]),
+    ],
+)
+def test_the_slowest_rank_computes_little_more_than_the_mean(ranks, lengths, windows):
+    costs = token_costs(lengths, 8192, windows)
+    parts = deal_tokens(costs, ranks)
+    assert sorted(parts.ravel()) == list(range(8192))
+    assert (np.diff(parts) > 0).all()
+    shares = costs[parts].sum(1)
+    assert shares.max() < 1.05 * shares.mean()
+
+
+def test_whole_heads_are_dealt_where_they_divide_and_else_keys_are_gathered():
+    shared = Sharding(context=4)
+    assert choose_context_method(shared, 8).method == "ulysses"
+    assert choose_context_method(shared, 14).method == "gathered"
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        (
+            ["sharding.context=3", "sharding.context_method=ulysses", "batch.seq_len=63"],
+            "must divide num_attention_heads=4.\n",
+        ),
+        (["sharding.context=3"], "Use  batch.seq_len=66  or  63"),
+        (["sharding.context=2", "data.packing=none", "data.pad_to_multiple=8"], "all of one"),
+        (["sharding.context_method=ulysses"], "only counts with  sharding.context=2"),
+        (["sharding.context=2", "sharding.context_method=ring"], "auto, ulysses, gathered"),
+        (
+            [
+                "sharding.context=2",
+                "sharding.context_method=gathered",
+                "model.attention=varlen",
+                "precision.param_dtype=bfloat16",
+            ],
+            "there are documents and mask",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_before_anything_starts(train, typed, words):
+    assert words in train("run", *typed, ranks=1, code=2).err

@@ -49,6 +49,9 @@ def counting():
             if name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
                 whole, part = sorted((args[0].nbytes, args[1].nbytes), reverse=True)
                 sent["shard"] += whole - part
+            elif name == "c10d::alltoall_base_":
+                ranks = torch.distributed.ProcessGroup.unbox(args[2]).size()
+                sent["shard"] += (ranks - 1) / ranks * args[1].nbytes
             elif name == "c10d::allreduce_" and args[0][0].numel() > 256:
                 ranks = torch.distributed.ProcessGroup.unbox(args[1]).size()
                 sent["replicate"] += 2 * (ranks - 1) / ranks * args[0][0].nbytes
@@ -117,6 +120,37 @@ def test_a_tensor_group_shares_states_and_activations():
     assert shared.micro_batches == 8 * alone.micro_batches
     assert shared.wire["shard"].ranks == shared.wire["tensor"].ranks == 8
     assert shared.wire["tensor"].across == 0 < shared.wire["shard"].across
+
+
+@pytest.mark.parametrize("method", ["ulysses", "gathered"])
+def test_the_bytes_that_ranks_exchange_which_share_rows_are_those_of_a_real_run(
+    train, tmp_path, method
+):
+    words = ["sharding.context=2", f"sharding.context_method={method}", "train.steps=2",
+             "batch.micro_rows=2", "model.vocab_multiple=4"]  # fmt: skip
+    train("run", *words, ranks=2, seam=counting, env={"SENT": str(tmp_path / "sent")})
+    base = [word for word in SMALL if word.split("=")[0] not in [w.split("=")[0] for w in words]]
+    told = planned(*base, "tokenizer.path=demo:bytes", "plan.gpu=h100", "plan.world_size=2", *words)
+    sent = json.loads((tmp_path / "sent").read_text())
+    expected = sum(wire.gathered + wire.reduced for wire in told.wire.values())
+    assert told.wire["context"].gathered > 0
+    assert sent["shard"] == pytest.approx(2 * expected, rel=0.03)
+
+
+def test_ranks_that_share_rows_share_activations_and_states():
+    words = (
+        "model=llama3_8b", "plan.gpu=h100", "batch.seq_len=65536", "batch.rows=8",
+        "model.max_position_embeddings=65536", "batch.micro_rows=1", "plan.world_size=8",
+    )  # fmt: skip
+    alone = planned(*words)
+    shared = planned(*words, "sharding.context=8")
+    gathered = planned(*words, "sharding.context=8", "sharding.context_method=gathered")
+    ratio = shared.memory.peak.bytes["activations"] / alone.memory.peak.bytes["activations"]
+    assert 0.12 < ratio < 0.14
+    assert shared.memory.peak.bytes["parameters"] == alone.memory.peak.bytes["parameters"]
+    assert gathered.memory.peak.bytes["activations"] > shared.memory.peak.bytes["activations"]
+    assert shared.micro_batches == 8 * alone.micro_batches
+    assert shared.wire["shard"].ranks == shared.wire["context"].ranks == 8
 
 
 def hardware(name):

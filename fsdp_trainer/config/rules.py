@@ -113,9 +113,6 @@ def check_rules(cfg: Any, report: Report) -> None:
         return
     if isinstance(cfg, PlanConfig):
         report.problems += unknown_gpus(cfg.plan.gpu)
-    if isinstance(cfg, PlanConfig) and cfg.sharding.context > 1:
-        why = "plan does not know it in this version.\nUse  sharding.context=1"
-        report.add("sharding.context", cfg.sharding.context, why)
     settle_length(cfg.train, report)
     settle_adapter(cfg, report)
     for rule in RULES:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fsdp_trainer.config.dimensions import own_length
 from fsdp_trainer.config.schema import ActivationCheckpoint, TrainConfig
 from fsdp_trainer.devices import Device
 from fsdp_trainer.models.config import ModelConfig
@@ -101,7 +102,7 @@ def compute_seconds(
     attention = rows * flops.attention / attention_rate(cfg, device, rate)
     elementwise = elementwise_seconds(cfg, config, device)
     weights = weight_seconds(cfg, config, device)
-    logits = rows * cfg.batch.seq_len * config.vocab_size * HEAD_BYTES
+    logits = rows * own_length(cfg.sharding, cfg.batch.seq_len) * config.vocab_size * HEAD_BYTES
     head = rows * (2 * flops.head + flops.trained_head) / rate
     spread = {True: 1 / SPREAD, False: SPREAD, None: 1.0}[best]
     reached = model_parts(config, cfg).backward_share
@@ -182,9 +183,11 @@ def recomputed(asked: ActivationCheckpoint) -> Recomputed:
 
 
 def forward_flops(cfg: TrainConfig, config: ModelConfig) -> Flops:
-    """Return the operations of one row, its attention as if the row were one document."""
-    seq_len, parts = cfg.batch.seq_len, model_parts(config, cfg)
-    attention_cost = float(config.attention_cost(np.array([seq_len]))[0])
+    """Return the operations of one row on each of the ranks that share it, its attention as if the
+    row were one document."""
+    seq_len, parts = own_length(cfg.sharding, cfg.batch.seq_len), model_parts(config, cfg)
+    whole_cost = float(config.attention_cost(np.array([cfg.batch.seq_len]))[0])
+    attention_cost = whole_cost / cfg.sharding.context
     heads_width = config.num_attention_heads * config.head_dim
     blocks = config.parameters() - replace(config, num_hidden_layers=0).parameters()
     head = 2.0 * config.embedding_rows * config.hidden_size * seq_len
@@ -205,7 +208,7 @@ def peak_rate(cfg: TrainConfig, device: Device) -> float:
 
 def product_rate(cfg: TrainConfig, config: ModelConfig, device: Device) -> float:
     """Return the FLOP/s that matrix products reach, the middle of the range."""
-    tokens = cfg.batch.micro_rows * cfg.batch.seq_len
+    tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
     least, most = TOKENS_RANGE
     by_tokens = min(most, max(least, (tokens / TOKENS) ** BY_TOKENS))
     by_width = min(WIDEST, (config.hidden_size / WIDTH) ** BY_WIDTH)
@@ -239,7 +242,7 @@ def elementwise_seconds(cfg: TrainConfig, config: ModelConfig, device: Device) -
     of_adapters = adapters.inputs * READ_BY_A + adapters.outputs * each.adapter
     if cfg.adapter.name == "dora":
         of_adapters += adapters.outputs * SCALED_BY_DORA
-    tokens = cfg.batch.micro_rows * cfg.batch.seq_len
+    tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
     wider = getattr(torch, cfg.precision.param_dtype).itemsize / torch.bfloat16.itemsize
     moved = (numbers * config.num_hidden_layers + of_adapters) * wider * tokens
     return moved / (device.memory_rate * MEMORY)

@@ -90,12 +90,14 @@ def world_sizes(cfg: PlanConfig) -> list[int]:
             hosts = hosts_of(launch.hosts)
             asked = sum(ranks_of(host, launch.nproc_per_node) or of_a_node for host in hosts)
     worlds = sorted(set(asked if isinstance(asked, list) else [asked]))
-    replicas, tensor = cfg.sharding.replicas, cfg.sharding.tensor
-    if wrong := next((world for world in worlds if world % tensor), None):
-        near = max(tensor, round(wrong / tensor) * tensor)
-        why = f"cannot be divided into groups of sharding.tensor={tensor} ranks.\nUse  plan.world_size={near}"
+    replicas, same = cfg.sharding.replicas, cfg.sharding.tensor * cfg.sharding.context
+    if wrong := next((world for world in worlds if world % same), None):
+        near = max(same, round(wrong / same) * same)
+        sizes = {name: getattr(cfg.sharding, name) for name in ("tensor", "context")}
+        named = " × ".join(f"sharding.{name}={size}" for name, size in sizes.items() if size > 1)
+        why = f"cannot be divided into groups of {named} ranks.\nUse  plan.world_size={near}"
         raise UserError("the mesh does not divide", [Problem(f"plan.world_size={wrong}", why)])
-    replicas *= tensor
+    replicas *= same
     if odd := [world for world in worlds if world % replicas]:
         near = max(replicas, round(odd[0] / replicas) * replicas)
         why = f"cannot be divided into sharding.replicas={cfg.sharding.replicas} groups.\nUse  plan.world_size={near}  or  sharding=fsdp"

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes, fsdp_ranks
+from fsdp_trainer.config.context import attention_layout, choose_context_method
+from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes, fsdp_ranks, own_length
 from fsdp_trainer.config.schema import ActivationCheckpoint, TrainConfig
 from fsdp_trainer.models.attention_choice import AttentionContext, choose
 from fsdp_trainer.models.config import ModelConfig
@@ -27,7 +28,7 @@ from fsdp_trainer.plan.blocks import (
     trace_block,
     trace_norm,
 )
-from fsdp_trainer.plan.share import share_of_rank
+from fsdp_trainer.plan.share import others_keys, share_of_rank
 from fsdp_trainer.plan.units import (
     BlockKind,
     FsdpUnit,
@@ -137,7 +138,7 @@ class Step:
         self.sizes = [min(size, count - i) for i in range(0, count, size)]  # of units, in blocks
         self.units = [sum_of(self.blocks[i : i + size]) for i in range(0, count, size)]
         self.traced, shared = trace_blocks(cfg, config, device)
-        self.tokens = cfg.batch.micro_rows * cfg.batch.seq_len
+        self.tokens = cfg.batch.micro_rows * own_length(sharding, cfg.batch.seq_len)
         self.hidden = self.tokens * config.hidden_size * self.compute
         """Of all tokens, as the head has them; stream: as blocks hand them on."""
         self.stream = self.hidden / sizes["tensor"]
@@ -395,7 +396,8 @@ def moved_bytes(
     The last block's stay. Where the device is the host, nothing is saved.
     """
     itemsize = getattr(torch, cfg.precision.param_dtype).itemsize
-    stream = cfg.batch.micro_rows * cfg.batch.seq_len * config.hidden_size * itemsize
+    tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
+    stream = tokens * config.hidden_size * itemsize
     moves = cfg.activation_checkpoint.offload and device == "cuda" and stream >= SMALLEST
     return [*(block.kept if moves else 0 for block in traced[:-1]), 0]
 
@@ -412,7 +414,7 @@ def trace_blocks(
 ) -> tuple[list[TracedPart], float]:
     """The traces of every block, and the bytes that all blocks share: rotations and masks."""
     length, rows, precision, recompute = (
-        cfg.batch.seq_len,
+        own_length(cfg.sharding, cfg.batch.seq_len),
         cfg.batch.micro_rows,
         cfg.precision,
         cfg.activation_checkpoint,
@@ -427,7 +429,9 @@ def trace_blocks(
         compiled=cfg.compile.enabled,
         selective=recompute.mode == "selective",
     )
-    layout = choose(cfg.model.attention, cfg.model.attention_kernel, context).layout
+    method = choose_context_method(cfg.sharding, config.num_attention_heads).method
+    asked = attention_layout(cfg, method, cfg.compile.enabled)
+    layout = choose(asked, cfg.model.attention_kernel, context).layout
     parts = model_parts(config, cfg)
     known: dict[tuple, TracedPart] = {}
 
@@ -458,7 +462,7 @@ def trace_blocks(
         if cfg.compile.enabled:
             ranks = kind.counts.ranks
             traced = traced.less(compiled_saving(config, of, saved, traced, ranks))
-        return traced
+        return with_others_keys(cfg, config, traced, mode)
 
     def block(i: int) -> TracedPart:
         if recompute.mode == "budget":
@@ -479,10 +483,26 @@ def trace_blocks(
             else getattr(torch, precision.param_dtype).itemsize
         )
     )
-    masks = len({None, *windows}) * rows * length**2 if layout == "mask" else 0
+    masks = len({None, *windows}) * rows * length * cfg.batch.seq_len if layout == "mask" else 0
     return [block(i) for i in range(len(windows))], rotation * (
         2 if config.rope_local_theta else 1
     ) + masks
+
+
+def with_others_keys(
+    cfg: TrainConfig, config: ModelConfig, traced: TracedPart, mode: str
+) -> TracedPart:
+    """Return a block's bytes with the keys and values that it has of ranks that share rows.
+
+    config: of a rank of a tensor group.
+    """
+    itemsize = getattr(torch, cfg.precision.param_dtype).itemsize
+    more = others_keys(cfg, config) * cfg.batch.micro_rows * itemsize
+    return traced._replace(
+        forward=traced.forward + more,
+        backward=traced.backward + more,
+        kept=traced.kept + more * (mode != "full"),
+    )
 
 
 def norm_traced(parts: ModelParts, tokens: int, dtype: str) -> TracedPart:

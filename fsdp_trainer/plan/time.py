@@ -6,7 +6,7 @@ Closed forms; docs/plan.md has them in words.
 from math import ceil
 from typing import NamedTuple
 
-from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes, fsdp_ranks
+from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes, fsdp_ranks, own_length
 from fsdp_trainer.config.schema import Sharding, TrainConfig
 from fsdp_trainer.devices import Device
 from fsdp_trainer.models.config import ModelConfig
@@ -14,7 +14,7 @@ from fsdp_trainer.optim.footprint import state_bytes
 from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.plan.compute import MEMORY, compute_seconds, recomputed
 from fsdp_trainer.plan.memory import moved_bytes, trace_blocks
-from fsdp_trainer.plan.share import share_of_rank
+from fsdp_trainer.plan.share import exchanged_numbers, share_of_rank
 from fsdp_trainer.plan.units import FsdpUnit, model_parts, sum_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -110,11 +110,44 @@ def tensor_messages(cfg: TrainConfig, config: ModelConfig) -> tuple[float, float
     Each block gathers and sums twice, forward and backward, and what is computed again anew; so do
     the embedding and the head once.
     """
-    tokens = cfg.batch.micro_rows * cfg.batch.seq_len
+    tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
     again = recomputed(cfg.activation_checkpoint).elementwise
     reached = model_parts(config, cfg).backward_share
     often = config.num_hidden_layers * 4 * (1 + reached * (1 + again)) + 4
     return tokens * config.hidden_size * BYTES[cfg.precision.param_dtype], often
+
+
+def context_group(sharding: Sharding, per_node: int) -> Group:
+    """The context dimension of the mesh: neighbours, but for the ranks of a tensor group."""
+    return Group(sharding.context, min(sharding.context, max(1, per_node // sharding.tensor)))
+
+
+class ContextTraffic(NamedTuple):
+    """What a rank sends to those that share its rows, in a micro-batch: bytes, and of those what
+    leaves its node. As much again comes in meanwhile."""
+
+    sent: float
+    across: float
+
+    def seconds(self, device: Device, efficiency: float) -> float:
+        """On the slower of the links within and between nodes; nothing is computed meanwhile."""
+        return max(self.sent / device.link, self.across / device.network) / efficiency
+
+
+def context_exchange(cfg: TrainConfig, config: ModelConfig, group: Group) -> ContextTraffic:
+    """Return what a context group exchanges in every block, forward, backward and anew in what is
+    computed again. config: of a rank of a tensor group."""
+    if group.ranks == 1:
+        return ContextTraffic(0.0, 0.0)
+    numbers, to_everyone = exchanged_numbers(cfg, config)
+    own = numbers * cfg.batch.micro_rows * BYTES[cfg.precision.param_dtype]
+    again = recomputed(cfg.activation_checkpoint).elementwise
+    reached = model_parts(config, cfg).backward_share
+    sent = own * config.num_hidden_layers * (1 + reached * (1 + again))
+    if to_everyone:
+        whole = sent * group.ranks
+        return ContextTraffic(whole * group.sent, whole * group.across)
+    return ContextTraffic(sent * group.sent, sent * (1 - group.beside / group.ranks))
 
 
 def wire(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> dict[str, Wire]:
@@ -155,6 +188,11 @@ def wire(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> d
     if tensor.ranks > 1:
         sent = exchanged * tensor.sent
         ways["tensor"] = Wire(tensor.ranks, sent, sent, 2 * exchanged * tensor.across)
+    context = context_group(cfg.sharding, device.per_node)
+    if context.ranks > 1:
+        exchange = context_exchange(cfg, config, context)
+        half = count * exchange.sent / 2
+        ways["context"] = Wire(context.ranks, half, half, count * exchange.across)
     return ways
 
 
@@ -216,7 +254,11 @@ def times(cfg: TrainConfig, config: ModelConfig, world: int, device: Device, bes
         )
         total += ends + middle + lasts
     # nothing is computed meanwhile
+    context = context_group(cfg.sharding, device.per_node)
+    exchange = context_exchange(cfg, config, context)
     waited = count * often * tensor.seconds(message, device, links)
+    if context.ranks > 1:
+        waited += count * exchange.seconds(device, links)
     exposed, total = exposed + waited, total + waited
     return Times(
         count * (forward + backward + head),

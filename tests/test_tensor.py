@@ -132,8 +132,8 @@ def start(model):
     for name, p in model.named_parameters():
         if name.endswith(("norm.weight", ".bias")) or "lora_B" in name:
             local = p.to_local() if isinstance(p, DTensor) else p
-            with torch.no_grad():  # so that a forgotten bias would show
-                local += 0.1 * (1 + torch.arange(local.numel()).remainder(1).view(local.shape))
+            with torch.no_grad():  # of zeros a missing one would not show
+                local += 0.1
 
 
 def compile_quickly(model, cfg, **options):

@@ -310,7 +310,6 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(world, train, tmp_path)
         (["sharding.tensor=2", "batch.seq_len=63"], "must divide batch.seq_len=63"),
         (["sharding.tensor=2", "adapter=dora"], "Use adapter=lora or sharding.tensor=1"),
         (["sharding.tensor=2", "data.pad_to_multiple=3"], "Use data.pad_to_multiple=4"),
-        (["sharding.context=2"], "is not in this version"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_with_what_can(train, overrides, words):

@@ -19,6 +19,7 @@ SHRUNK = [
     "tokenizer.path=demo:bytes",
     "batch.seq_len=128",
     "train.steps=2",
+    "sharding.tensor=1",
 ]
 
 
@@ -67,6 +68,7 @@ def test_the_command_line_chooses_groups_against_any_recipe(name):
         [
             f"+recipe={name}",
             "sharding=ddp",
+            "sharding.tensor=1",
             "precision=fp32",
             "activation_checkpoint=none",
             "model=auto",

@@ -345,7 +345,7 @@ def recipe_heads(config_dir: str | None = None) -> dict[str, RecipeHead]:
             match = re.search(f"(?m){pattern}", text)
             return match[1].strip() if match else None
 
-        size = float(find(r"^# Disk +([\d.]+) GiB a checkpoint") or 0)
+        size = float((find(r"^# Disk +([\d.,]+) GiB a checkpoint") or "0").replace(",", ""))
         sizes[name] = "override /adapter" in text, size
         command = find(r"^#   ((?:.*\\\n)*.*)")
         heads[name] = RecipeHead(

@@ -54,8 +54,8 @@ class Plan:
     )
     search: bool = key(
         False,
-        "list the layouts that fit, fastest first, with what to type: sharding, micro_rows,"
-        " activation_checkpoint",
+        "list the layouts that fit, fastest first, with what to type: tensor, context, sharding,"
+        " micro_rows, activation_checkpoint",
     )
     efficiency: float | None = key(
         None,

@@ -86,7 +86,11 @@ def trained_numbers(config: ModelConfig, cfg: TrainConfig) -> int:
 
     Raises UserError as `model_to_train` does.
     """
-    model = model_to_train(config, cfg)
+    return count_trained(model_to_train(config, cfg))
+
+
+def count_trained(model: Decoder) -> int:
+    """Return how many numbers of a model are trained, without the padding of the vocabulary."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rows = dict.fromkeys(VOCABULARY, model.config.vocab_size)
     return sum(rows.get(name, len(p)) * p[0].numel() for name, p in parameters.items())

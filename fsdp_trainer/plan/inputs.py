@@ -121,8 +121,9 @@ def only_target(cfg: PlanConfig) -> tuple[int, Device]:
 
     Raises UserError for several of them: a search compares what one cluster can do.
     """
-    # replicas are searched, and need not divide the world as they are
-    worlds = world_sizes(replace(cfg, sharding=replace(cfg.sharding, replicas=1)))
+    # these are searched, and need not divide the world as they are
+    sharding = replace(cfg.sharding, replicas=1, tensor=1, context=1)
+    worlds = world_sizes(replace(cfg, sharding=sharding))
     problems = []
     for key, values in (("world_size", worlds), ("gpu", gpu_names(cfg.plan.gpu))):
         if len(values) > 1:

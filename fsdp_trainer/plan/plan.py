@@ -6,11 +6,11 @@ from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.devices import DEVICES, Device
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.freeze import model_to_train, trained_numbers
-from fsdp_trainer.observe.flops import palm_flops, trained_work
+from fsdp_trainer.observe.flops import palm_flops
 from fsdp_trainer.parallel.memory_check import checkpoint_bytes
 from fsdp_trainer.plan.memory import GIB, Memory, memory
 from fsdp_trainer.plan.time import Times, Wire, micro_batches, times, wire
+from fsdp_trainer.plan.units import model_parts
 
 HOST_GIB = 1024
 """Memory of a node beyond which many do not have it."""
@@ -95,8 +95,7 @@ def make_plan(cfg: TrainConfig, config: ModelConfig, world: int, device: Device)
     """The plan of `cfg` for a model of shape `config` on `world` ranks."""
     rated = device if device.flops else DEVICES["h100"]._replace(per_node=device.per_node)
     tokens = cfg.batch.rows * cfg.batch.seq_len
-    trained = trained_numbers(config, cfg)
-    work = trained_work(model_to_train(config, cfg))
+    parts = model_parts(config, cfg)
     return RunPlan(
         world_size=world,
         device=device,
@@ -106,8 +105,8 @@ def make_plan(cfg: TrainConfig, config: ModelConfig, world: int, device: Device)
         wire=wire(cfg, config, world, rated),
         tokens=tokens,
         micro_batches=micro_batches(cfg, world),
-        flops=palm_flops(config, tokens, cfg.batch.seq_len, work),
-        checkpoint=checkpoint_bytes(trained, cfg.precision, cfg.optim),
+        flops=palm_flops(config, tokens, cfg.batch.seq_len, parts.work),
+        checkpoint=checkpoint_bytes(parts.trained_numbers, cfg.precision, cfg.optim),
         rows=cfg.batch.rows,
         micro_rows=cfg.batch.micro_rows,
         batch_ranks=batch_ranks(dimension_sizes(cfg.sharding, world)),

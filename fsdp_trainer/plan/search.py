@@ -6,15 +6,23 @@ Fixed are the model, the devices and their number, the length of rows and the ro
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from fsdp_trainer.config.dimensions import dimension_sizes
+from fsdp_trainer.config.context import context_problems
+from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes, layout_problem
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.devices import Device
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.resolve import tensor_misfits
 from fsdp_trainer.plan.plan import RunPlan, make_plan
 from fsdp_trainer.plan.suggest import changed, refused
 
-Place = tuple[TrainConfig, int, Device]
-"""What is chosen so far, the number of ranks, and the device of each."""
+
+class SearchState(NamedTuple):
+    """What is chosen so far for a model, the number of ranks, and the device of each."""
+
+    cfg: TrainConfig
+    config: ModelConfig
+    world: int
+    device: Device
 
 
 class Choice(NamedTuple):
@@ -24,27 +32,98 @@ class Choice(NamedTuple):
     keys: dict[str, Any]
 
 
-class Dimension(NamedTuple):
-    """What is chosen about a layout.
-
-    choices: those that hold least memory first. always_grows: after one that does not fit, no other
-    does; else only after one that fits.
-    """
-
-    choices: Callable[[Place], Iterator[Choice]]
-    always_grows: bool = False
-
-
 class PlannedLayout(NamedTuple):
     """Overrides, and the plan with them."""
 
     overrides: tuple[str, ...]
     plan: RunPlan
 
+    @property
+    def computes_once(self) -> bool:
+        """True if nothing is computed again, nor moved to the host."""
+        again = {"activation_checkpoint=full", "activation_checkpoint=selective", OFFLOADED}
+        return again.isdisjoint(self.overrides)
 
-def meshes(place: Place) -> Iterator[Choice]:
+
+class Dimension(NamedTuple):
+    """What is chosen about a layout.
+
+    choices: those that hold least memory first, or those that are always tried. always_grows: after
+    one that does not fit, no other does; else only after one that fits. is_needed: returns False
+    for a choice that is not worth a try after these layouts of the choices before it.
+    """
+
+    choices: Callable[[SearchState], Iterator[Choice]]
+    always_grows: bool = False
+    is_needed: Callable[[SearchState, list[PlannedLayout]], bool] = lambda state, layouts: True
+
+
+OFFLOADED = "activation_checkpoint.offload=true"
+
+
+def tensor_is_needed(state: SearchState, layouts: list[PlannedLayout]) -> bool:
+    """Return False where larger tensor groups have begun to make the fastest layout slower.
+
+    Larger ones send more; they gather less, of which the time is hidden by then. Where no layout
+    fits and gives each rank a row, they are tried all the same.
+    """
+    full = [layout for layout in layouts if not layout.plan.empty_share]
+    size = state.cfg.sharding.tensor
+    if size <= 2 or not full:
+        return True
+    fastest = min(full, key=lambda layout: layout.plan.seconds)
+    return f"sharding.tensor={size // 2}" in fastest.overrides
+
+
+def tensor_groups(state: SearchState) -> Iterator[Choice]:
+    """Powers of two up to the devices of a node, which a run would not refuse."""
+    for choice in _groups("tensor", state, state.device.per_node):
+        cfg = changed(state.cfg, choice.keys)
+        if not tensor_misfits(state.config, cfg.batch.seq_len, cfg.sharding.tensor):
+            yield choice
+
+
+def context_groups(state: SearchState) -> Iterator[Choice]:
+    """Powers of two up to the ranks, which a run would not refuse."""
+    auto = () if state.cfg.sharding.context_method == "auto" else ("sharding.context_method=auto",)
+    for words, keys in _groups("context", state, state.world):
+        keys = keys | {"sharding.context_method": "auto"}
+        heads = state.config.num_attention_heads
+        if not any(context_problems(changed(state.cfg, keys), heads)):
+            shared = keys["sharding.context"] > 1
+            yield Choice((*words, *auto) if shared else words, keys)
+
+
+def _groups(name: str, state: SearchState, largest: int) -> Iterator[Choice]:
+    """Yield 1, and the powers of two that divide the ranks and break no rule between keys."""
+    key = f"sharding.{name}"
+    typed = getattr(state.cfg.sharding, name) > 1
+    yield Choice((f"{key}=1",) if typed else (), {key: 1})
+    # what is chosen later is as it must be for any size
+    others = _sharding("fsdp", 1) | {"activation_checkpoint.offload": False}
+    cfg = changed(state.cfg, others)
+    for size in (2**i for i in range(1, largest.bit_length())):
+        shared = changed(cfg, {key: size})
+        if layout_problem(shared.sharding, state.world) is None and not refused(shared):
+            yield Choice((f"{key}={size}",), {key: size})
+
+
+def context_is_needed(state: SearchState, layouts: list[PlannedLayout]) -> bool:
+    """Return False where ranks that share rows would only send more.
+
+    Inside a node: where with longer parts of rows nothing has to be computed again or moved to the
+    host, and each rank has a row. Beyond it: where any layout fits and each rank has a row.
+    """
+    sharding = state.cfg.sharding
+    full = [layout for layout in layouts if not layout.plan.empty_share]
+    if sharding.tensor * sharding.context > state.device.per_node:
+        return not full
+    return not any(layout.computes_once for layout in full)
+
+
+def meshes(state: SearchState) -> Iterator[Choice]:
     """Shards over all ranks, over groups that replicate each other, and none."""
-    cfg, world, _ = place
+    cfg, world = state.cfg, state.world
     # the keys of other dimensions are chosen already: what is left for these two
     sizes = dimension_sizes(changed(cfg, _sharding("fsdp", 1)).sharding, world)
     ranks = sizes["replicate"] * sizes["shard"]
@@ -62,25 +141,37 @@ def _sharding(strategy: str, replicas: int) -> dict[str, Any]:
     return {"sharding.strategy": strategy, "sharding.replicas": replicas}
 
 
-def micro_rows(place: Place) -> Iterator[Choice]:
+def micro_rows(state: SearchState) -> Iterator[Choice]:
     """One row at a time, and powers of two with which no row is empty; the rest is accumulation."""
-    cfg, world, _ = place
-    sizes = dimension_sizes(cfg.sharding, world)
-    readers = sizes["replicate"] * sizes["shard"]
+    cfg = state.cfg
+    readers = batch_ranks(dimension_sizes(cfg.sharding, state.world))
     most = max(1, cfg.batch.rows // readers)
+    if cfg.sharding.context > 1:
+        most = 1  # half as many rows on half as many ranks are as many tokens and fewer messages
     for rows in (2**i for i in range(most.bit_length())):
         if rows == 1 or cfg.batch.rows % (rows * readers) == 0:
             yield Choice((f"batch.micro_rows={rows}",), {"batch.micro_rows": rows})
 
 
-def recomputation(place: Place) -> Iterator[Choice]:
+def recomputation(state: SearchState) -> Iterator[Choice]:
     """Blocks that are computed again as a whole, in part, and not at all."""
     for mode in ("full", "selective", "none"):
         yield Choice((f"activation_checkpoint={mode}",), {"activation_checkpoint.mode": mode})
 
 
-DIMENSIONS = (Dimension(meshes), Dimension(micro_rows), Dimension(recomputation, always_grows=True))
-"""In the order in which they are chosen: each sees what was chosen before it."""
+DIMENSIONS = (
+    Dimension(tensor_groups, is_needed=tensor_is_needed),
+    Dimension(context_groups, is_needed=context_is_needed),
+    Dimension(meshes),
+    Dimension(micro_rows),
+    Dimension(recomputation, always_grows=True),
+)
+"""In the order in which they are chosen: each sees what was chosen before it.
+
+Most of the time goes into tracing a block, anew for each size of a tensor group, number of tokens
+and mode of recomputation, whatever the mesh. So Llama 70B on 512 GPUs takes 40 traces: larger
+groups are not tried once they slow the step down, and rows that are shared are taken one at a time.
+"""
 
 
 class Search:
@@ -102,13 +193,16 @@ class Search:
         """Try all choices of the first dimension with all of the others. Returns if any fits."""
         if not dimensions:
             return self._offloaded(cfg, overrides)
-        (choices, always_grows), *others = dimensions
-        fits = False
-        for choice in choices((cfg, self.world, self.device)):
-            words = (*overrides, *choice.overrides)
-            if self._choose(changed(cfg, choice.keys), words, tuple(others)):
+        dimension, *others = dimensions
+        fits, before = False, len(self.layouts)
+        state = SearchState(cfg, self.config, self.world, self.device)
+        for choice in dimension.choices(state):
+            chosen = state._replace(cfg=changed(cfg, choice.keys))
+            if not dimension.is_needed(chosen, self.layouts[before:]):
+                break
+            if self._choose(chosen.cfg, (*overrides, *choice.overrides), tuple(others)):
                 fits = True
-            elif fits or always_grows:
+            elif fits or dimension.always_grows:
                 break
         return fits
 
@@ -118,9 +212,10 @@ class Search:
         typed = (f"{key}=false",) if cfg.activation_checkpoint.offload else ()
         if self._fits(changed(cfg, {key: False}), (*overrides, *typed)):
             return True
-        if self.device.name == "cpu":
+        offloaded = changed(cfg, {key: True})
+        if self.device.name == "cpu" or (cfg.sharding.tensor > 1 and refused(offloaded)):
             return False
-        return self._fits(changed(cfg, {key: True}), (*overrides, f"{key}=true"))
+        return self._fits(offloaded, (*overrides, OFFLOADED))
 
     def _fits(self, cfg: TrainConfig, overrides: tuple[str, ...]) -> bool:
         self.tried += 1

@@ -9,6 +9,7 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from fsdp_trainer.config.check import Report
+from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes
 from fsdp_trainer.config.formats import moments_format
 from fsdp_trainer.config.rules import check_rules
 from fsdp_trainer.config.schema import TrainConfig
@@ -216,6 +217,7 @@ def _sharded_more(cfg: TrainConfig, world: int) -> Iterator[Change]:
 def faster(cfg: TrainConfig, world: int, device: Device) -> Iterator[Change]:
     """Single changes that take more memory, or none, and may take less time. The numbers stay the same."""
     asked, sharding, rows = cfg.activation_checkpoint, cfg.sharding, cfg.batch.micro_rows
+    readers = batch_ranks(dimension_sizes(sharding, world))
     if device.name != "cpu" and not cfg.compile.enabled:
         yield Change(
             "compile=enabled",
@@ -234,13 +236,13 @@ def faster(cfg: TrainConfig, world: int, device: Device) -> Iterator[Change]:
         change = "activation_checkpoint.offload=false"
         why = "nothing is copied to the host and back"
         yield Change(change, {"activation_checkpoint.offload": False}, why)
-    if rows > 1 and cfg.batch.rows % (rows * world):
+    if rows > 1 and cfg.batch.rows % (rows * readers):
         fewer = [rows // 2**i for i in range(1, rows.bit_length())]
         why = "fewer rows that ranks compute are empty"
         for some in fewer:
             yield Change(f"batch.micro_rows={some}", {"batch.micro_rows": some}, why)
     for more in (2 * rows, 4 * rows):
-        if more * world <= cfg.batch.rows:
+        if more * readers <= cfg.batch.rows:
             yield Change(
                 f"batch.micro_rows={more}",
                 {"batch.micro_rows": more},

@@ -10,6 +10,7 @@ from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes, fsdp_ra
 from fsdp_trainer.config.schema import Sharding, TrainConfig
 from fsdp_trainer.devices import Device
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import NORMS
 from fsdp_trainer.optim.footprint import state_bytes
 from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.plan.compute import MEMORY, compute_seconds, recomputed
@@ -104,17 +105,31 @@ def tensor_group(sharding: Sharding, per_node: int) -> Group:
     return Group(sharding.tensor, min(sharding.tensor, per_node))
 
 
-def tensor_messages(cfg: TrainConfig, config: ModelConfig) -> tuple[float, float]:
-    """Return the bytes of a micro-batch's tokens, and how often a tensor group gathers or sums them.
+class TensorTraffic(NamedTuple):
+    """Messages of a micro-batch in a tensor group: bytes of each, with all of its tokens, and how
+    often they are gathered and summed."""
 
-    Each block gathers and sums twice, forward and backward, and what is computed again anew; so do
-    the embedding and the head once.
+    size: float
+    gathers: float
+    sums: float
+
+
+def tensor_traffic(cfg: TrainConfig, config: ModelConfig) -> TensorTraffic:
+    """Return what a tensor group sends.
+
+    Each block gathers and sums twice forward, and twice backward; so do the embedding and the head
+    once. What is computed again ends in front of the block's last sum, unless a norm follows it.
     """
     tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
     again = recomputed(cfg.activation_checkpoint).elementwise
     reached = model_parts(config, cfg).backward_share
-    often = config.num_hidden_layers * 4 * (1 + reached * (1 + again)) + 4
-    return tokens * config.hidden_size * BYTES[cfg.precision.param_dtype], often
+    summed_again = 1 if NORMS[config.family_spec.norms][3] is None else 2
+    blocks = config.num_hidden_layers
+    return TensorTraffic(
+        size=tokens * config.hidden_size * BYTES[cfg.precision.param_dtype],
+        gathers=blocks * (2 + reached * (2 + 2 * again)) + 2,
+        sums=blocks * (2 + reached * (2 + summed_again * again)) + 2,
+    )
 
 
 def context_group(sharding: Sharding, per_node: int) -> Group:
@@ -157,10 +172,9 @@ def wire(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> d
     """
     shard, replicate = groups(cfg.sharding, world, device.per_node)
     tensor = tensor_group(cfg.sharding, device.per_node)
-    message, often = tensor_messages(cfg, config)
+    traffic = tensor_traffic(cfg, config)
     config = share_of_rank(config, tensor.ranks)
     parts, count = model_parts(config, cfg), micro_batches(cfg, world)
-    exchanged = count * often * message / 2
     units = parts.units(cfg, shard.ranks)
     reduce = BYTES[cfg.precision.reduce_dtype]
     freed = [] if keeps_gathered(cfg.sharding) else units.blocks[parts.backward_from :]
@@ -186,8 +200,13 @@ def wire(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> d
         ),
     }
     if tensor.ranks > 1:
-        sent = exchanged * tensor.sent
-        ways["tensor"] = Wire(tensor.ranks, sent, sent, 2 * exchanged * tensor.across)
+        size = count * traffic.size
+        ways["tensor"] = Wire(
+            tensor.ranks,
+            size * traffic.gathers * tensor.sent,
+            size * traffic.sums * tensor.sent,
+            size * (traffic.gathers + traffic.sums) * tensor.across,
+        )
     context = context_group(cfg.sharding, device.per_node)
     if context.ranks > 1:
         exchange = context_exchange(cfg, config, context)
@@ -206,7 +225,7 @@ def times(cfg: TrainConfig, config: ModelConfig, world: int, device: Device, bes
     """The times of one step, at the upper or the lower end of measured arithmetic and links."""
     shard, replicate = groups(cfg.sharding, world, device.per_node)
     tensor = tensor_group(cfg.sharding, device.per_node)
-    message, often = tensor_messages(cfg, config)
+    traffic = tensor_traffic(cfg, config)
     config = share_of_rank(config, tensor.ranks)
     parts = model_parts(config, cfg)
     units = parts.units(cfg, shard.ranks)
@@ -256,7 +275,8 @@ def times(cfg: TrainConfig, config: ModelConfig, world: int, device: Device, bes
     # nothing is computed meanwhile
     context = context_group(cfg.sharding, device.per_node)
     exchange = context_exchange(cfg, config, context)
-    waited = count * often * tensor.seconds(message, device, links)
+    messages = count * (traffic.gathers + traffic.sums)
+    waited = messages * tensor.seconds(traffic.size, device, links)
     if context.ranks > 1:
         waited += count * exchange.seconds(device, links)
     exposed, total = exposed + waited, total + waited

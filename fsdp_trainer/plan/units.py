@@ -16,7 +16,8 @@ from fsdp_trainer.models.adapters import adapted_layers, frozen_dtype
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.four_bit import Linear4, is_encoded
-from fsdp_trainer.models.freeze import model_to_train
+from fsdp_trainer.models.freeze import count_trained, model_to_train
+from fsdp_trainer.observe.flops import TrainedWork, trained_work
 from fsdp_trainer.optim.footprint import state_bytes
 from fsdp_trainer.rounding import round_up
 
@@ -161,6 +162,16 @@ class ModelParts:
     def backward_share(self) -> float:
         """The share of the blocks that backward goes through."""
         return 1 - self.backward_from / len(self.kind_of)
+
+    @cached_property
+    def trained_numbers(self) -> int:
+        """Numbers that are trained, without the padding of the vocabulary."""
+        return count_trained(self.model)
+
+    @cached_property
+    def work(self) -> TrainedWork:
+        """The arithmetic of a step."""
+        return trained_work(self.model)
 
     def input_has_gradient(self, block: int) -> bool:
         """Return true where backward goes on in front of this block."""

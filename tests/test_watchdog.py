@@ -515,16 +515,19 @@ def test_ranks_that_leave_in_order_or_compile_are_left_alone(tmp_path, fault):
 
 @pytest.mark.slow
 def test_a_run_is_watched_unless_it_says_no(train):
-    looking = inject.at("clip", look_for_a_watchdog)
     for overrides, watched in ((["launch.watchdog=true"], True), ([], False)):
-        run = train(f"run{watched}", "train.steps=1", *overrides, seam=looking)
+        name = f"run{watched}"
+        looking = inject.at("clip", partial(look_for_a_watchdog, name))
+        run = train(name, "train.steps=1", *overrides, seam=looking)
         assert ("a watchdog is there" in run.out) == watched
         assert run.events[-1]["exit_code"] == 0
 
 
-def look_for_a_watchdog():
+def look_for_a_watchdog(run):
+    """Print whether there is one of this run: that of a run before may still be ending."""
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    if any("watchdog" in Path(f"/proc/{child}/cmdline").read_text() for child in children):
+    lines = [Path(f"/proc/{child}/cmdline").read_text() for child in children]
+    if any("watchdog" in line and f"/{run}" in line for line in lines):
         print("a watchdog is there")
 
 

@@ -12,6 +12,10 @@ from torch.distributed.tensor import DTensor
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.torch_private import local_shape_and_offset
 
+# torch 2.13 has other names for them than 2.11
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return every rank's value, on every rank. Collective."""

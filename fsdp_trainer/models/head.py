@@ -257,6 +257,18 @@ def cap_logits(logits: Tensor, softcap: float) -> Tensor:
     return torch.tanh(logits / softcap) * softcap
 
 
+def write_logits(product: Tensor, logits: Tensor, softcap: float | None) -> Tensor | None:
+    """Write a chunk's logits, capped if there is a softcap; return the softcap's derivative."""
+    if logits is not product:
+        logits.copy_(product)
+    if softcap is None:
+        return None
+    logits.div_(softcap).tanh_()
+    softcap_grad = 1 - logits.square()
+    logits.mul_(softcap)
+    return softcap_grad
+
+
 def score_chunk(
     product: Tensor, logits: Tensor, targets: Tensor, softcap: float | None, with_mean: bool
 ) -> tuple[Scores, Tensor, Tensor | None]:
@@ -265,13 +277,7 @@ def score_chunk(
     product: [rows, vocabulary]. logits: float32; the exponentials are written there, which
     divided by their sum are the softmax.
     """
-    if logits is not product:
-        logits.copy_(product)
-    softcap_grad = None
-    if softcap is not None:
-        logits.div_(softcap).tanh_()
-        softcap_grad = 1 - logits.square()
-        logits.mul_(softcap)
+    softcap_grad = write_logits(product, logits, softcap)
     target_logits = logits.gather(-1, targets[:, None])
     mean = logits.mean(-1) if with_mean else None
     largest = logits.amax(-1, keepdim=True)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_trainer.distributed import to_device
+from fsdp_trainer.distributed import ALL_GATHER, REDUCE_SCATTER, to_device
 from fsdp_trainer.models.attention import LAYOUTS, PackedAttention
 from fsdp_trainer.models.document_calls import Lengths
 from fsdp_trainer.models.sdpa import PLAIN, Scoring
@@ -29,9 +29,6 @@ from fsdp_trainer.parallel.deal import deal_tokens, token_costs
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.own_queries import OWN_QUERIES
 
-# torch 2.13 has other names for them
-ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 Gradients = tuple[Tensor | None, ...]
 
 

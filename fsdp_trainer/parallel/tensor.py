@@ -22,17 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from fsdp_trainer.distributed import local_slice
+from fsdp_trainer.distributed import ALL_GATHER, REDUCE_SCATTER, local_slice
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapter_spec import MAGNITUDE, A
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Attention, Auxiliary, Decoder, RMSNorm
-from fsdp_trainer.models.head import Head, Scores, cap_logits
+from fsdp_trainer.models.head import Head, Scores, cap_logits, write_logits
 from fsdp_trainer.parallel.dims import Dims
 
-# torch 2.13 has other names for them
-ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 TOKENS = 1  # the dimension of [batch, length, hidden] that is parted between blocks
 Gradients = tuple[Tensor | None, ...]
 
@@ -421,13 +418,7 @@ def score_columns(
     Of each token the largest logit, Σ exp(logit - largest), the target's logit or 0, and Σ logit.
     product, logits: see models.head.score_chunk. targets: columns of this rank, where is_own.
     """
-    if logits is not product:
-        logits.copy_(product)
-    softcap_grad = None
-    if softcap is not None:
-        logits.div_(softcap).tanh_()
-        softcap_grad = 1 - logits.square()
-        logits.mul_(softcap)
+    softcap_grad = write_logits(product, logits, softcap)
     target_logits = torch.where(is_own, logits.gather(-1, targets[:, None])[:, 0], 0.0)
     sums = [logits.sum(-1)] if with_mean else []
     largest = logits.amax(-1)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import assert_same, take_steps, whole
 from stored import assert_byte_equal, tensors
 from torch.distributed.tensor import DTensor
 from world import read_lines, write_chats
@@ -23,15 +24,12 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.freeze import choose_trained
 from fsdp_trainer.models.initialize import initialize_weights
-from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.parallel.context import context_ranks
 from fsdp_trainer.parallel.deal import deal_tokens, token_costs
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import parallelize
 from fsdp_trainer.training.batches import Assembler
-from fsdp_trainer.training.gradients import GradientSync, clip_gradients
-from fsdp_trainer.training.objective import CrossEntropy
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -43,7 +41,6 @@ ROW = 32
 DOCUMENTS = ([20, 9], [7, 9, 16], [32], [5, 5, 5, 5, 5, 5])
 SUPERVISED = (range(21, 28), range(32), range(0), range(0, 32, 3))
 """Of each row; those of the first lie all in one rank's part, the third has none."""
-STEPS = 4
 
 
 def row(number, step):
@@ -73,39 +70,15 @@ def configuration(settings):
 
 
 def train(model, cfg, dims, assembler):
-    """Losses, norms, the first step's gradients and the last weights: whole ones."""
-    optimizer = build_optimizer(model, cfg.optim)
-    sync = dims and GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
     own = range(assembler.rank, len(DOCUMENTS), assembler.ranks)
-    losses, norms, gradients = [], [], {}
-    for step in range(STEPS):
-        weight = sum(row(number, step).weights.sum() for number in range(len(DOCUMENTS)))
-        loss = torch.zeros(())
-        for number in own:
-            batch = assembler.assemble(row(number, step))
-            if sync:
-                sync.before(last=number == own[-1])
-            value = model(batch, CrossEntropy(batch.weights / weight)).value
-            value.backward()
-            loss = loss + value.detach()
-        if dims:
-            dims.sum_over_tokens(loss)
-        losses.append(loss.item())
-        if step == 0:
-            gradients = {n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
-        if dims:
-            norms.append(clip_gradients(model, dims, 0.5, None).item())
-        else:
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-        optimizer.set_learning_rate(3e-3)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms, gradients, {n: whole(p) for n, p in model.named_parameters()}
 
+    def weight(step):
+        return sum(row(number, step).weights.sum() for number in range(len(DOCUMENTS)))
 
-def whole(tensor):
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    def batch(number, step):
+        return assembler.assemble(row(number, step))
+
+    return take_steps(model, cfg, dims, own, batch, weight)
 
 
 def start(model):
@@ -207,17 +180,7 @@ def test_ranks_that_share_rows_compute_what_one_process_does(world, case):
     ranks, sizes, settings = CASES[case]
     expected = plain(sizes, settings)
     for got in world.call(ranks, shared, sizes, settings):
-        for name, weight in expected[0].items():
-            assert torch.equal(got[0][name], weight), f"start of {name}"
-        assert got[1][0] == pytest.approx(expected[1][0], rel=1e-6)
-        assert got[2][0] == pytest.approx(expected[2][0], rel=1e-6)
-        assert got[3].keys() == expected[3].keys()
-        for name, gradient in expected[3].items():
-            error = (got[3][name] - gradient).abs().max() / gradient.abs().max()
-            assert error < 1e-5, f"gradient of {name}: {error:.1e}"
-        for name, weight in expected[4].items():
-            error = (got[4][name] - weight).abs().max()
-            assert error < 1e-5, f"{name} after {STEPS} steps: {error:.1e}"
+        assert_same(got, expected)
 
 
 # --- runs -----------------------------------------------------------------------------------------

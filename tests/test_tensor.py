@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import assert_same, take_steps, whole
 from stored import checkpoint, newest, stored, tensors
 from torch.distributed.tensor import DTensor
 from world import read_lines
@@ -19,20 +20,16 @@ from fsdp_trainer.config.schema import (
     Train,
     TrainConfig,
 )
-from fsdp_trainer.distributed import gather, local_part, local_slice
 from fsdp_trainer.models.adapters import resolve_adapters
 from fsdp_trainer.models.attention import DocumentAttention
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch, meta_decoder
 from fsdp_trainer.models.freeze import choose_trained
 from fsdp_trainer.models.initialize import initialize_weights
-from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.parallel import parallelize as parallelize_module
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import parallelize
-from fsdp_trainer.training.gradients import GradientSync, clip_gradients
-from fsdp_trainer.training.objective import CrossEntropy
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -41,7 +38,6 @@ SIZES = {
 }  # fmt: skip
 LENGTH = 32
 DOCUMENTS = ([20, 12], [7, 9, 11], [32], [5, 5, 5, 5, 5, 5])
-STEPS = 4
 
 
 def configuration(settings):
@@ -75,45 +71,13 @@ def micro_batch(row, step):
     return MicroBatch(tokens, positions[None, :LENGTH], layout, index, targets, weights)
 
 
-def train(model, optimizer, cfg, dims, settings):
-    """Losses, norms, the first step's gradients and the last weights; whole ones."""
-    rows = range(4) if dims is None else range(dims.batch_rank, 4, dims.batch_ranks)
-    sync = dims and GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
-    losses, norms, gradients = [], [], {}
-    for step in range(STEPS):
-        total = sum(micro_batch(row, step).weights.sum() for row in range(4))
-        loss = torch.zeros(())
-        for row in rows:
-            batch = micro_batch(row, step)
-            if sync:
-                sync.before(last=row == rows[-1])
-            loss_options = settings.get("loss", {})
-            value = model(batch, CrossEntropy(batch.weights / total, **loss_options)).value
-            value.backward()
-            loss = loss + value.detach()
-        if dims:
-            dims.sum_over_tokens(loss)
-        losses.append(loss.item())
-        if step == 0:
-            gradients = {n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
-        if dims:
-            norms.append(clip_gradients(model, dims, 0.5, None).item())
-        else:
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-        optimizer.set_learning_rate(3e-3)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms, gradients, {n: whole(p.detach()) for n, p in model.named_parameters()}
+def train(model, cfg, dims, settings):
+    own = range(4) if dims is None else range(dims.batch_rank, 4, dims.batch_ranks)
 
+    def weight(step):
+        return sum(micro_batch(row, step).weights.sum() for row in range(4))
 
-def whole(tensor):
-    """By hand: torch's own way remembers groups of worlds that are gone."""
-    if not isinstance(tensor, DTensor):
-        return tensor.clone()
-    together = torch.full(tensor.shape, torch.nan)
-    for part, numbers in gather((local_slice(tensor), local_part(tensor))):
-        together[part] = numbers
-    return together
+    return take_steps(model, cfg, dims, own, micro_batch, weight, **settings.get("loss", {}))
 
 
 def plain(sizes, settings):
@@ -124,7 +88,7 @@ def plain(sizes, settings):
     choose_trained(model, resolve_adapters(cfg.adapter, config), cfg.train.freeze)
     start(model)
     first = {n: p.detach().clone() for n, p in model.named_parameters()}
-    return first, *train(model, build_optimizer(model, cfg.optim), cfg, None, settings)
+    return first, *train(model, cfg, None, settings)
 
 
 def start(model):
@@ -164,27 +128,15 @@ def sharded(sizes, settings):
     cfg = configuration(settings)
     start(model)
     first = {n: whole(p.detach()) for n, p in model.named_parameters()}
-    return first, *train(model, build_optimizer(model, cfg.optim), cfg, dims, settings)
+    return first, *train(model, cfg, dims, settings)
 
 
 def compare(world, ranks, sizes, settings):
     expected = plain(sizes, settings)
     for got in world.call(ranks, sharded, sizes, settings):
-        for name, weight in expected[0].items():
-            assert torch.equal(got[0][name], weight), f"start of {name}"
-        assert got[1][0] == pytest.approx(expected[1][0], rel=1e-6)
-        assert got[2][0] == pytest.approx(expected[2][0], rel=1e-6)
-        assert got[3].keys() == expected[3].keys()
-        for name, gradient in expected[3].items():
-            error = (got[3][name] - gradient).abs().max() / gradient.abs().max()
-            assert error < 1e-5, f"gradient of {name}: {error:.1e}"
+        # where states are rounded, one of them may be rounded to the other side
+        assert_same(got, expected, settings.get("tolerance", 1e-5))
         assert got[1] == pytest.approx(expected[1], rel=1e-5)
-        for name, weight in expected[4].items():
-            error = (got[4][name] - weight).abs().max()
-            # where states are rounded, one of them may be rounded to the other side
-            assert error < settings.get("tolerance", 1e-5), (
-                f"{name} after {STEPS} steps: {error:.1e}"
-            )
 
 
 OLMO2 = {"family": "olmo2"}

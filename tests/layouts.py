@@ -1,0 +1,73 @@
+"""A few steps of a model, whole or shared by ranks, and what they must have in common."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_trainer.distributed import gather, local_part, local_slice
+from fsdp_trainer.optim.optimizers import build_optimizer
+from fsdp_trainer.training.gradients import GradientSync, clip_gradients
+from fsdp_trainer.training.objective import CrossEntropy
+
+STEPS = 4
+
+
+def take_steps(model, cfg, dims, own, batch_of, weight_of, **loss_options):
+    """Losses, norms, the first step's gradients and the last weights: whole ones.
+
+    dims: None in one process. own: numbers of this rank's rows; batch_of(number, step): one of them
+    as a micro-batch; weight_of(step): the weight of all rows.
+    """
+    optimizer = build_optimizer(model, cfg.optim)
+    sync = dims and GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
+    losses, norms, gradients = [], [], {}
+    for step in range(STEPS):
+        weight = weight_of(step)
+        loss = torch.zeros(())
+        for number in own:
+            batch = batch_of(number, step)
+            if sync:
+                sync.before(last=number == own[-1])
+            value = model(batch, CrossEntropy(batch.weights / weight, **loss_options)).value
+            value.backward()
+            loss = loss + value.detach()
+        if dims:
+            dims.sum_over_tokens(loss)
+        losses.append(loss.item())
+        if step == 0:
+            gradients = {n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
+        if dims:
+            norms.append(clip_gradients(model, dims, 0.5, None).item())
+        else:
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.set_learning_rate(3e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, gradients, {n: whole(p) for n, p in model.named_parameters()}
+
+
+def whole(tensor):
+    """By hand: torch's own way remembers groups of worlds that are gone."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    together = torch.full(tensor.shape, torch.nan)
+    for part, numbers in gather((local_slice(tensor), local_part(tensor))):
+        together[part] = numbers
+    return together
+
+
+def assert_same(got, expected, tolerance=1e-5):
+    """got, expected: the weights at the start, and what `take_steps` gives. tolerance: of weights
+    after the steps."""
+    for name, weight in expected[0].items():
+        assert torch.equal(got[0][name], weight), f"start of {name}"
+    assert got[1][0] == pytest.approx(expected[1][0], rel=1e-6)
+    assert got[2][0] == pytest.approx(expected[2][0], rel=1e-6)
+    assert got[3].keys() == expected[3].keys()
+    for name, gradient in expected[3].items():
+        error = (got[3][name] - gradient).abs().max() / gradient.abs().max()
+        assert error < 1e-5, f"gradient of {name}: {error:.1e}"
+    for name, weight in expected[4].items():
+        error = (got[4][name] - weight).abs().max()
+        assert error < tolerance, f"{name} after {STEPS} steps: {error:.1e}"

@@ -48,6 +48,7 @@ def test_every_recipe_trains_and_ends_with_a_checkpoint(world, text, tmp_path, r
         data,
         "batch.seq_len=128",
         "train.steps=2",
+        *on_two_ranks(recipe),
         ranks=2,
         base=[],
     )
@@ -55,6 +56,13 @@ def test_every_recipe_trains_and_ends_with_a_checkpoint(world, text, tmp_path, r
     assert all(loss > 0 for loss in run.column("loss"))
     assert run.events[-1]["exit_code"] == 0
     assert run.checkpoints == ["step-00000002"]
+
+
+def on_two_ranks(recipe) -> list[str]:
+    """Return the overrides that give both ranks to the first mesh dimension that a recipe uses."""
+    sharding = recipe_as_it_is(recipe).sharding
+    used = [name for name in ("tensor", "context") if getattr(sharding, name) > 1]
+    return [f"sharding.{name}={2 if name == used[0] else 1}" for name in used]
 
 
 @pytest.mark.slow

@@ -247,3 +247,68 @@ def graph_is_kept() -> bool:
     autograd tells it only to its own code; torch >= 2.11 has it.
     """
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+# Attention
+
+
+def attention_and_logsumexp(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return attention, shaped as q, and the logarithm of each query's sum of exponentials.
+
+    q, k, v: [batch, heads, length, head_dim]; bias: added to scores, broadcast to [batch, heads,
+    queries, keys]. The second result is [batch, heads, queries] float32. A query without a key gets
+    numbers without a meaning.
+    torch's public attention keeps the logarithm for its own backward, and varlen_attn, which can
+    return it, takes no bias. On CUDA the memory-efficient kernel, which does.
+    """
+    if q.device.type == "cpu":
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    bias = _expanded(bias, q, k)
+    out, logsumexp, *_ = efficient(q, k, v, bias, True, 0.0, causal, scale=scale)
+    return out, logsumexp[..., : q.shape[2]]  # it may round the number of queries up
+
+
+def attention_gradients(
+    grad: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v.
+
+    out, logsumexp: what `attention_and_logsumexp` returns, or that merged with the results of other
+    keys: these are then the gradients through the merged result. There is no public backward.
+    """
+    if q.device.type == "cpu":
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        results = (grad, q, k, v, out, logsumexp)
+        return flash(*results, 0.0, causal, attn_mask=bias, scale=scale)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    wanted = [True, True, True, False]
+    # there is no dropout for which numbers would be drawn
+    seed = torch.empty((), dtype=torch.int64, device=q.device)
+    padded = torch.nn.functional.pad(logsumexp, (0, -logsumexp.shape[-1] % 32))
+    bias = _expanded(bias, q, k)
+    inputs = (grad, q, k, v, bias, out, padded, seed, seed)
+    return efficient(*inputs, 0.0, wanted, causal, scale=scale)[:3]
+
+
+def _expanded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Return a bias with all four dimensions, which the memory-efficient kernel wants.
+
+    Rows of it begin at multiples of 16 bytes.
+    """
+    if bias is None:
+        return None
+    keys = k.shape[2]
+    aligned = torch.nn.functional.pad(bias, (0, -keys % 8))[..., :keys]
+    return aligned.expand(*q.shape[:3], keys)

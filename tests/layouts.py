@@ -1,11 +1,14 @@
 """A few steps of a model, whole or shared by ranks, and what they must have in common."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.distributed import gather, local_part, local_slice
 from fsdp_trainer.optim.optimizers import build_optimizer
+from fsdp_trainer.parallel import parallelize as parallelize_module
 from fsdp_trainer.training.gradients import GradientSync, clip_gradients
 from fsdp_trainer.training.objective import CrossEntropy
 
@@ -44,6 +47,18 @@ def take_steps(model, cfg, dims, own, batch_of, weight_of, **loss_options):
         optimizer.step()
         optimizer.zero_grad()
     return losses, norms, gradients, {n: whole(p) for n, p in model.named_parameters()}
+
+
+def compiled_quickly():
+    """Within it blocks are compiled to the operators that they call: inductor takes a minute."""
+    return mock.patch.object(parallelize_module, "compile_blocks", compile_quickly)
+
+
+def compile_quickly(model, cfg, **options):
+    torch.compiler.reset()
+    model.lm_head.compile_chunks(backend="aot_eager")
+    for block in model.blocks().values():
+        block.compile(fullgraph=True, backend="aot_eager")
 
 
 def whole(tensor):

@@ -1,15 +1,17 @@
 """Context parallelism: ranks that share rows compute what one plain process does."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import assert_same, take_steps, whole
+from layouts import assert_same, compiled_quickly, take_steps, whole
 from stored import assert_byte_equal, tensors
 from torch.distributed.tensor import DTensor
 from world import read_lines, write_chats
 
-from fsdp_trainer.config.context import choose_context_method
+from fsdp_trainer.config.context import choose_context_method, context_method
 from fsdp_trainer.config.schema import (
     ActivationCheckpoint,
     Adapter,
@@ -108,11 +110,13 @@ def shared(sizes, settings):
     with torch.device("meta"):
         model = Decoder(config)
     adapters = resolve_adapters(cfg.adapter, config)
-    model = parallelize(model, dims, cfg, adapters, settings.get("compiled", False))
+    compiled = settings.get("compiled")
+    with compiled_quickly() if compiled == "quickly" else nullcontext():
+        model = parallelize(model, dims, cfg, adapters, bool(compiled))
     allocate(model, CPU)
     start(model)
     first = {n: whole(p) for n, p in model.named_parameters()}
-    choice = choose_context_method(cfg.sharding, config.num_attention_heads // cfg.sharding.tensor)
+    choice = context_method(cfg, config)
     assembler = Assembler(
         ROW, 1, 1, dims.batch_rank, dims.batch_ranks, CPU,
         attention=settings.get("attention", "documents"),
@@ -123,6 +127,7 @@ def shared(sizes, settings):
 
 TWO = {"sharding": {"context": 2}}
 GATHERED = {"sharding": {"context": 2, "context_method": "gathered"}}
+RING = {"sharding": {"context": 2, "context_method": "ring"}}
 THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 1}
 WINDOWS = {"family": "gemma3_text", "sliding_window": 6, "tie_word_embeddings": True}
 SOFT_CAPS = {
@@ -169,13 +174,34 @@ CASES = {
             "checkpoint": {"mode": "full"},
         },
     ),
+    "ring": (2, {}, RING),
+    "four in a ring": (4, {}, {"sharding": {"context": 4, "context_method": "ring"}}),
+    "ring, windows": (2, WINDOWS, RING),
+    "ring by mask": (2, WINDOWS, RING | {"attention": "mask"}),
+    "ring, recomputed": (2, {}, RING | {"checkpoint": {"mode": "selective"}}),
+    "ring, compiled": (
+        2,
+        {"num_hidden_layers": 1},
+        RING | {"compiled": "quickly", "attention": "mask"},
+    ),
+    "ring and shard": (4, {}, RING),
+    "tensor, ring": (
+        4,
+        {"num_key_value_heads": 4},
+        {"sharding": {"context": 2, "tensor": 2, "context_method": "ring"}},
+    ),
     "selective recomputation": (2, {}, TWO | {"checkpoint": {"mode": "selective"}}),
     "lora": (2, {}, TWO | {"adapter": {"name": "lora", "rank": 2}}),
     "compiled": (2, {}, TWO | {"compiled": True, "attention": "mask"}),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("ring by mask", "ring, recomputed", "ring and shard", "tensor, ring", "ring, compiled")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES]
+)
 def test_ranks_that_share_rows_compute_what_one_process_does(world, case):
     ranks, sizes, settings = CASES[case]
     expected = plain(sizes, settings)
@@ -253,10 +279,18 @@ def test_the_slowest_rank_computes_little_more_than_the_mean(ranks, lengths, win
     assert shares.max() < 1.05 * shares.mean()
 
 
-def test_whole_heads_are_dealt_where_they_divide_and_else_keys_are_gathered():
+@pytest.mark.parametrize(
+    ("heads", "row", "softcap", "method"),
+    [
+        (8, 131_072, False, "ulysses"),
+        (14, 8192, False, "gathered"),
+        (14, 131_072, False, "ring"),
+        (14, 131_072, True, "gathered"),
+    ],
+)
+def test_whole_heads_are_dealt_where_they_divide_and_else_keys_travel(heads, row, softcap, method):
     shared = Sharding(context=4)
-    assert choose_context_method(shared, 8).method == "ulysses"
-    assert choose_context_method(shared, 14).method == "gathered"
+    assert choose_context_method(shared, heads, row, softcap).method == method
 
 
 @pytest.mark.parametrize(
@@ -269,7 +303,16 @@ def test_whole_heads_are_dealt_where_they_divide_and_else_keys_are_gathered():
         (["sharding.context=3"], "Use  batch.seq_len=66  or  63"),
         (["sharding.context=2", "data.packing=none", "data.pad_to_multiple=8"], "all of one"),
         (["sharding.context_method=ulysses"], "only counts with  sharding.context=2"),
-        (["sharding.context=2", "sharding.context_method=ring"], "auto, ulysses, gathered"),
+        (["sharding.context=2", "sharding.context_method=star"], "gathered, ring"),
+        (
+            [
+                "sharding.context=2",
+                "sharding.context_method=ring",
+                "model.family=gemma2",
+                "model.attn_logit_softcapping=20",
+            ],
+            "Use  sharding.context_method=gathered",
+        ),
         (
             [
                 "sharding.context=2",

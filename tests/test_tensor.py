@@ -1,11 +1,9 @@
 """Tensor parallelism: every layout of ranks computes what one plain process does."""
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import assert_same, take_steps, whole
+from layouts import assert_same, compiled_quickly, take_steps, whole
 from stored import checkpoint, newest, stored, tensors
 from torch.distributed.tensor import DTensor
 from world import read_lines
@@ -26,7 +24,6 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch, meta_decoder
 from fsdp_trainer.models.freeze import choose_trained
 from fsdp_trainer.models.initialize import initialize_weights
-from fsdp_trainer.parallel import parallelize as parallelize_module
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import parallelize
@@ -100,13 +97,6 @@ def start(model):
                 local += 0.1
 
 
-def compile_quickly(model, cfg, **options):
-    torch.compiler.reset()
-    model.lm_head.compile_chunks(backend="aot_eager")
-    for block in model.blocks().values():
-        block.compile(fullgraph=True, backend="aot_eager")
-
-
 def built(config, settings):
     """This rank's part of a model without weights, and the dimensions."""
     dist.init_process_group("gloo")
@@ -114,9 +104,7 @@ def built(config, settings):
     dims = Dims(cfg.sharding, "cpu", 60)
     model = meta_decoder(config)
     adapters = resolve_adapters(cfg.adapter, config)
-    # inductor would take a minute
-    quick = mock.patch.object(parallelize_module, "compile_blocks", compile_quickly)
-    with quick:
+    with compiled_quickly():
         model = parallelize(model, dims, cfg, adapters, settings.get("compiled", False))
     allocate(model, torch.device("cpu"))
     return model, dims

@@ -1,13 +1,28 @@
 """The method by which ranks attend to rows that they share. No torch."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from fsdp_trainer.config.schema import Sharding, TrainConfig
 from fsdp_trainer.errors import Problem
 
-GATHERED_ATTENTION = ("documents", "mask")
-"""Values of model.attention that compute some tokens' queries against whole rows' keys."""
+OWN_QUERIES_ATTENTION = ("documents", "mask")
+"""Values of model.attention that compute some tokens' queries alone, as gathered and ring need."""
+RING_ROW = 32_768
+"""Tokens of a row from which `auto` prefers ring to gathered, whose masks take S² / N bytes on each
+of N ranks: 256 MiB on 4."""
+
+
+class Heads(Protocol):
+    """What the choice asks of a model's configuration."""
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads of each token."""
+
+    @property
+    def attn_logit_softcapping(self) -> float | None:
+        """The soft limit on scores."""
 
 
 class ContextChoice(NamedTuple):
@@ -20,40 +35,64 @@ class ContextChoice(NamedTuple):
         return f"by {self.method}: {self.reason}"
 
 
-def choose_context_method(sharding: Sharding, heads: int) -> ContextChoice:
-    """Choose for ranks that have so many query heads of each token.
+def choose_context_method(sharding: Sharding, heads: int, row: int, softcap: bool) -> ContextChoice:
+    """Choose for ranks that have so many query heads of each token, and rows of so many tokens.
 
-    `context_problems` says what cannot be.
+    softcap: scores have a soft limit. `context_problems` says what cannot be.
     """
     if sharding.context_method != "auto":
         return ContextChoice(sharding.context_method, "as asked")
     shared = f"{heads} heads over {sharding.context} ranks"
     if heads % sharding.context == 0:
         return ContextChoice("ulysses", f"{shared} in two messages a block")
-    return ContextChoice("gathered", f"{shared} would be uneven")
+    uneven = f"{shared} would be uneven"
+    if row < RING_ROW:
+        return ContextChoice("gathered", f"{uneven}, and rows are shorter than {RING_ROW:,} tokens")
+    if softcap:
+        return ContextChoice("gathered", f"{uneven}, and scores have a soft limit")
+    return ContextChoice("ring", f"{uneven}, and whole rows of {row:,} tokens take much memory")
+
+
+def context_method(cfg: TrainConfig, config: Heads) -> ContextChoice:
+    """Choose for a model, of which config has the heads that a rank of a tensor group computes."""
+    softcap = config.attn_logit_softcapping is not None
+    heads = config.num_attention_heads
+    return choose_context_method(cfg.sharding, heads, cfg.batch.seq_len, softcap)
 
 
 def attention_layout(cfg: TrainConfig, method: str, compiled: bool) -> str:
     """Return model.attention; in place of `auto` what can compute some tokens' queries alone."""
     attention = cfg.model.attention
-    if cfg.sharding.context == 1 or method != "gathered" or attention != "auto":
+    if cfg.sharding.context == 1 or method == "ulysses" or attention != "auto":
         return attention
     return "mask" if compiled else "documents"
 
 
-def context_problems(cfg: TrainConfig, heads: int) -> Iterator[Problem]:
-    """Yield why ranks cannot share the rows of a model with so many query heads."""
+def attention_kernel(cfg: TrainConfig, method: str, device: str) -> str:
+    """Return model.attention_kernel; with ring on a GPU the only kernel that it calls."""
+    if cfg.sharding.context > 1 and method == "ring" and device == "cuda":
+        return "efficient"
+    return cfg.model.attention_kernel
+
+
+def context_problems(cfg: TrainConfig, config: Heads) -> Iterator[Problem]:
+    """Yield why ranks cannot share the rows of a model."""
     sharding, attention = cfg.sharding, cfg.model.attention
     if sharding.context == 1:
         return
-    method = choose_context_method(sharding, heads // sharding.tensor).method
-    if method == "gathered" and attention not in ("auto", *GATHERED_ATTENTION):
-        known = " and ".join(GATHERED_ATTENTION)
+    heads = config.num_attention_heads
+    softcap = config.attn_logit_softcapping is not None
+    row = cfg.batch.seq_len
+    method = choose_context_method(sharding, heads // sharding.tensor, row, softcap).method
+    if method != "ulysses" and attention not in ("auto", *OWN_QUERIES_ATTENTION):
+        known = " and ".join(OWN_QUERIES_ATTENTION)
         reason = (
-            f"is for whole rows; with sharding.context_method=gathered there are {known}.\n"
+            f"is for whole rows; with sharding.context_method={method} there are {known}.\n"
             "Use  model.attention=auto"
         )
         yield Problem(f"model.attention={attention}", reason)
+    if method == "ring":
+        yield from ring_problems(cfg, config)
     shares = sharding.tensor * sharding.context
     if sharding.context_method == "ulysses" and heads % shares:
         of_tensor_rank = max(1, heads // sharding.tensor)
@@ -66,3 +105,21 @@ def context_problems(cfg: TrainConfig, heads: int) -> Iterator[Problem]:
             f"Use  sharding.context_method=gathered  or  sharding.context={nearest}"
         )
         yield Problem(f"sharding.context={size}", reason)
+
+
+def ring_problems(cfg: TrainConfig, config: Heads) -> Iterator[Problem]:
+    """Yield why a model's attention cannot be merged from that to the keys of each rank."""
+    if config.attn_logit_softcapping is not None:
+        reason = (
+            "ring merges results by sums that kernels return, and none with a soft limit on scores "
+            f"(attn_logit_softcapping={config.attn_logit_softcapping}) returns them.\n"
+            "Use  sharding.context_method=gathered"
+        )
+        yield Problem("sharding.context_method=ring", reason)
+    kernel = cfg.model.attention_kernel
+    if kernel not in ("auto", "efficient"):
+        reason = (
+            "ring calls memory-efficient attention alone, which takes masks and returns the sums "
+            "by which results are merged.\nUse  model.attention_kernel=auto"
+        )
+        yield Problem(f"model.attention_kernel={kernel}", reason)

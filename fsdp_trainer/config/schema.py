@@ -522,8 +522,9 @@ class Sharding:
         "auto",
         "how ranks that share rows attend to them. `ulysses`: with some heads each, by all-to-all; "
         "`gathered`: with the queries of their tokens each, to everyone's keys and values; "
-        "`auto`: ulysses where the heads divide",
-        choices=("auto", "ulysses", "gathered"),
+        "`ring`: to those of one rank after the other, merged; "
+        "`auto`: ulysses where the heads divide, else gathered, of rows from 32,768 tokens on ring",
+        choices=("auto", "ulysses", "gathered", "ring"),
     )
     reshard_after_forward: bool | Literal["auto"] = key(
         "auto",

@@ -103,7 +103,7 @@ def model_problems(cfg: TrainConfig) -> list[Problem]:
     return [
         *_size_problems(cfg, config),
         *_family_problems(cfg.model, config),
-        *context_problems(cfg, config.num_attention_heads),
+        *context_problems(cfg, config),
     ]
 
 

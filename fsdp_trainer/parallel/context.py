@@ -9,11 +9,12 @@ of all tokens, another turns the results back.
 
 gathered (as in Llama 3, §3.3.2): an all-gather brings everyone's keys and values to the queries of
 this rank's tokens, which are dealt so that all ranks' queries cost the same.
+
+ring: see ring.py.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,35 +23,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_trainer.distributed import ALL_GATHER, REDUCE_SCATTER, to_device
-from fsdp_trainer.models.attention import LAYOUTS, PackedAttention
-from fsdp_trainer.models.document_calls import Lengths
+from fsdp_trainer.models.attention import LAYOUTS
 from fsdp_trainer.models.sdpa import PLAIN, Scoring
-from fsdp_trainer.parallel.deal import deal_tokens, token_costs
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.own_queries import OWN_QUERIES
-
-Gradients = tuple[Tensor | None, ...]
-
-
-@dataclass(eq=False)
-class ContextRanks:
-    """The ranks that share this rank's rows, and the method by which they attend to them.
-
-    method: a name of `SHARED_LAYOUTS`. rank: this one's place among `size` ranks. windows: of each
-    block of the model, by which tokens are dealt.
-    """
-
-    method: str
-    group: dist.ProcessGroup
-    rank: int
-    size: int
-    windows: Sequence[int | None] = (None,)
-
-    def layout(
-        self, attention: str, lengths: Lengths, row: int, device: torch.device
-    ) -> PackedAttention:
-        """Return the layout of rows of which this rank holds a part. attention: of LAYOUTS."""
-        return SHARED_LAYOUTS[self.method](attention, lengths, row, device, self)
+from fsdp_trainer.parallel.ring import Ring
+from fsdp_trainer.parallel.shared_rows import (
+    ContextRanks,
+    DealtByCost,
+    Gradients,
+    SharedRows,
+)
 
 
 def context_ranks(
@@ -61,36 +44,7 @@ def context_ranks(
     if group is None:
         return None
     rank, size = dims.coordinates["context"], dims.sizes["context"]
-    return ContextRanks(method, group, rank, size, windows)
-
-
-class SharedRows(PackedAttention):
-    """Base class of layouts whose queries, keys and values are a part of each row's tokens.
-
-    parts: [ranks, rows, row / ranks] int64, the positions of each rank's tokens in each row.
-    """
-
-    def __init__(
-        self, attention: str, lengths: Lengths, row: int, device: torch.device, ranks: ContextRanks
-    ):
-        """See PackedAttention. attention: a name of LAYOUTS, which computes."""
-        self.attention = attention
-        self.ranks = ranks
-        self.parts = np.stack([self.deal(documents, row) for documents in lengths], 1)
-        super().__init__(lengths, row, device)
-
-    def deal(self, documents: list[int], row: int) -> np.ndarray:
-        """[ranks, row / ranks] int64: the positions of each rank's tokens in one row."""
-        return np.arange(row).reshape(self.ranks.size, -1)
-
-    def own_positions(self) -> np.ndarray:
-        """See PackedAttention."""
-        return self.parts[self.ranks.rank]
-
-    def document_lengths(self, positions: Tensor) -> Tensor:
-        """[rows, row / ranks] int64: the length of each token's document."""
-        whole = super().document_lengths(positions)
-        return whole.gather(1, to_device(self.own_positions(), whole.device))
+    return ContextRanks(SHARED_LAYOUTS[method], group, rank, size, windows)
 
 
 class Ulysses(SharedRows):
@@ -127,7 +81,7 @@ class Ulysses(SharedRows):
         return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-class Gathered(SharedRows):
+class Gathered(DealtByCost):
     """Each rank's queries look at everyone's keys and values."""
 
     def prepare(self) -> None:
@@ -139,11 +93,6 @@ class Gathered(SharedRows):
         self.places = to_device(flat, self.device)
         """[tokens of all ranks] int64: where in the rows each rank's tokens belong."""
         self.order = to_device(np.argsort(flat), self.device)
-
-    def deal(self, documents: list[int], row: int) -> np.ndarray:
-        """See SharedRows: by the cost of attention."""
-        costs = token_costs(documents, row, self.ranks.windows)
-        return deal_tokens(costs, self.ranks.size)
 
     def with_window(self, window: int | None) -> "Gathered":
         """See PackedAttention."""
@@ -159,7 +108,11 @@ class Gathered(SharedRows):
         return self.whole.attend(q, k, v, scoring)
 
 
-SHARED_LAYOUTS: dict[str, type[SharedRows]] = {"ulysses": Ulysses, "gathered": Gathered}
+SHARED_LAYOUTS: dict[str, type[SharedRows]] = {
+    "ulysses": Ulysses,
+    "gathered": Gathered,
+    "ring": Ring,
+}
 """By sharding.context_method."""
 
 

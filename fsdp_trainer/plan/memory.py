@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_trainer.config.context import attention_layout, choose_context_method
+from fsdp_trainer.config.context import attention_layout, context_method
 from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes, fsdp_ranks, own_length
 from fsdp_trainer.config.schema import ActivationCheckpoint, TrainConfig
 from fsdp_trainer.models.attention_choice import AttentionContext, choose
@@ -429,7 +429,7 @@ def trace_blocks(
         compiled=cfg.compile.enabled,
         selective=recompute.mode == "selective",
     )
-    method = choose_context_method(cfg.sharding, config.num_attention_heads).method
+    method = context_method(cfg, config).method
     asked = attention_layout(cfg, method, cfg.compile.enabled)
     layout = choose(asked, cfg.model.attention_kernel, context).layout
     parts = model_parts(config, cfg)
@@ -497,11 +497,11 @@ def with_others_keys(
     config: of a rank of a tensor group.
     """
     itemsize = getattr(torch, cfg.precision.param_dtype).itemsize
-    more = others_keys(cfg, config) * cfg.batch.micro_rows * itemsize
+    more = others_keys(cfg, config, itemsize)
     return traced._replace(
-        forward=traced.forward + more,
-        backward=traced.backward + more,
-        kept=traced.kept + more * (mode != "full"),
+        forward=traced.forward + more.forward,
+        backward=traced.backward + more.backward,
+        kept=traced.kept + more.kept * (mode != "full"),
     )
 
 

@@ -88,8 +88,7 @@ def context_groups(state: SearchState) -> Iterator[Choice]:
     auto = () if state.cfg.sharding.context_method == "auto" else ("sharding.context_method=auto",)
     for words, keys in _groups("context", state, state.world):
         keys = keys | {"sharding.context_method": "auto"}
-        heads = state.config.num_attention_heads
-        if not any(context_problems(changed(state.cfg, keys), heads)):
+        if not any(context_problems(changed(state.cfg, keys), state.config)):
             shared = keys["sharding.context"] > 1
             yield Choice((*words, *auto) if shared else words, keys)
 

@@ -2,14 +2,16 @@
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fsdp_trainer.config.context import choose_context_method
+from fsdp_trainer.config.context import context_method
 from fsdp_trainer.config.dimensions import own_length
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.models.config import ModelConfig
+
+FLOAT32 = 4  # bytes of a number
 
 
 def share_of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
@@ -50,21 +52,64 @@ def part_tokens(block: Any, ranks: int) -> None:
         writer.register_forward_hook(scatter)
 
 
-def others_keys(cfg: TrainConfig, config: ModelConfig) -> int:
-    """Return how many numbers of a row's keys and values a block keeps beside those of this rank's
-    own tokens, where ranks share rows. config: of a rank of a tensor group."""
+class OthersKeys(NamedTuple):
+    """Bytes of keys and values that a block has beside those of its rank's own tokens.
+
+    forward, backward: while it computes; kept: between them.
+    """
+
+    forward: int
+    backward: int
+    kept: int
+
+
+def others_keys(cfg: TrainConfig, config: ModelConfig, number: int) -> OthersKeys:
+    """Return what a block has of ranks that share rows. config: of a rank of a tensor group.
+
+    number: bytes of one number.
+    """
     ranks, heads = cfg.sharding.context, config.num_key_value_heads
-    own = own_length(cfg.sharding, cfg.batch.seq_len)
-    if choose_context_method(cfg.sharding, config.num_attention_heads).method == "gathered":
-        return 2 * heads * config.head_dim * (cfg.batch.seq_len - own)
-    return 2 * (math.lcm(heads, ranks) - heads) * config.head_dim * own
+    own = own_length(cfg.sharding, cfg.batch.seq_len) * cfg.batch.micro_rows
+    of_token = 2 * config.head_dim * number
+    if ranks == 1:
+        return OthersKeys(0, 0, 0)
+    method = context_method(cfg, config).method
+    if method == "ring":
+        # forward: a copy of its own, those that are here and those that come, and sums in float32;
+        # backward: of each with its gradients, of which those being added to are in float32
+        pair = heads * of_token * own
+        sums = config.num_attention_heads * config.head_dim * own * FLOAT32
+        return OthersKeys(2 * pair + sums, 4 * pair + 2 * pair // number * FLOAT32 + sums, 0)
+    if method == "gathered":
+        more = heads * of_token * own * (ranks - 1)
+    else:
+        more = (math.lcm(heads, ranks) - heads) * of_token * own
+    return OthersKeys(more, more, more)
 
 
-def exchanged_numbers(cfg: TrainConfig, config: ModelConfig) -> tuple[int, bool]:
-    """Return the numbers that a rank has to send to those that share a row, in a block's forward,
-    and True if all of them go to everyone. config: of a rank of a tensor group."""
+class KeyExchange(NamedTuple):
+    """What a rank sends to those that share its rows, in a block.
+
+    numbers: of its own tokens, in forward. messages: with all of them, in forward and in backward.
+    receivers: `each` rank gets a part, `all` get the same, or only the `next` one gets something.
+    """
+
+    numbers: int
+    forward: float
+    backward: float
+    receivers: str
+
+
+def exchanged(cfg: TrainConfig, config: ModelConfig) -> KeyExchange:
+    """Return what a rank sends to those that share a row. config: of a rank of a tensor group."""
     heads, keys = config.num_attention_heads, config.num_key_value_heads
-    own = own_length(cfg.sharding, cfg.batch.seq_len)
-    if choose_context_method(cfg.sharding, heads).method == "gathered":
-        return 2 * keys * config.head_dim * own, True
-    return 2 * (heads + math.lcm(keys, cfg.sharding.context)) * config.head_dim * own, False
+    ranks, own = cfg.sharding.context, own_length(cfg.sharding, cfg.batch.seq_len)
+    both = 2 * keys * config.head_dim * own
+    method = context_method(cfg, config).method
+    if method == "ring":
+        return KeyExchange(both, ranks - 1, 2 * (ranks - 1), "next")
+    if method == "gathered":
+        return KeyExchange(both, ranks - 1, ranks - 1, "all")
+    sent = (ranks - 1) / ranks
+    numbers = 2 * (heads + math.lcm(keys, ranks)) * config.head_dim * own
+    return KeyExchange(numbers, sent, sent, "each")

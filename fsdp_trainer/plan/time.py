@@ -15,7 +15,7 @@ from fsdp_trainer.optim.footprint import state_bytes
 from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.plan.compute import MEMORY, compute_seconds, recomputed
 from fsdp_trainer.plan.memory import moved_bytes, trace_blocks
-from fsdp_trainer.plan.share import exchanged_numbers, share_of_rank
+from fsdp_trainer.plan.share import exchanged, share_of_rank
 from fsdp_trainer.plan.units import FsdpUnit, model_parts, sum_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -154,15 +154,19 @@ def context_exchange(cfg: TrainConfig, config: ModelConfig, group: Group) -> Con
     computed again. config: of a rank of a tensor group."""
     if group.ranks == 1:
         return ContextTraffic(0.0, 0.0)
-    numbers, to_everyone = exchanged_numbers(cfg, config)
-    own = numbers * cfg.batch.micro_rows * BYTES[cfg.precision.param_dtype]
+    block = exchanged(cfg, config)
+    own = block.numbers * cfg.batch.micro_rows * BYTES[cfg.precision.param_dtype]
     again = recomputed(cfg.activation_checkpoint).elementwise
     reached = model_parts(config, cfg).backward_share
-    sent = own * config.num_hidden_layers * (1 + reached * (1 + again))
-    if to_everyone:
-        whole = sent * group.ranks
-        return ContextTraffic(whole * group.sent, whole * group.across)
-    return ContextTraffic(sent * group.sent, sent * (1 - group.beside / group.ranks))
+    messages = block.forward + reached * (block.backward + again * block.forward)
+    sent = own * config.num_hidden_layers * messages
+    others = group.ranks - group.beside
+    shares = {
+        "each": others / (group.ranks - 1),
+        "all": group.across / group.sent,
+        "next": float(others > 0),  # of the last rank of a node, for which the others wait
+    }
+    return ContextTraffic(sent, sent * shares[block.receivers])
 
 
 def wire(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> dict[str, Wire]:

@@ -21,8 +21,9 @@ from fsdp_trainer.checkpoint.base import base_of_new_run, base_of_resumed_run
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress
 from fsdp_trainer.config.context import (
     ContextChoice,
+    attention_kernel,
     attention_layout,
-    choose_context_method,
+    context_method,
     context_problems,
 )
 from fsdp_trainer.config.dimensions import layout_problem
@@ -129,7 +130,7 @@ def build(
     start, order = find_where_to_start(cfg, store, observer, order, held_out)
     share = order.attention_cost_share(config.attention_cost)
     heads = config.num_attention_heads // cfg.sharding.tensor
-    context = choose_context_method(cfg.sharding, heads)
+    context = context_method(cfg, replace(config, num_attention_heads=heads))
     attention = choose_attention(cfg, config, share, device, compiled, context.method)
     data, validation = build_data(
         cfg,
@@ -215,7 +216,7 @@ def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
         raise UserError("the mesh does not divide", [problem])
     require_float8(cfg.precision, world.device)
     config = resolve_model(fetched_model(cfg, init_from))
-    if problems := list(context_problems(cfg, config.num_attention_heads)):
+    if problems := list(context_problems(cfg, config)):
         raise UserError("the ranks cannot share rows like this", problems)
     adapters = resolve_adapters(cfg.adapter, config)
     setup = Setup(cfg.sharding, cfg.precision, cfg.optim, world.size, adapters)
@@ -270,10 +271,10 @@ def choose_attention(
         selective=cfg.activation_checkpoint.mode == "selective",
         share=share,
     )
-    kernel = cfg.model.attention_kernel
+    kernel = attention_kernel(cfg, method, device.type)
     choice = choose(attention_layout(cfg, method, compiled), kernel, context)
     dtype = getattr(torch, cfg.precision.param_dtype)
-    set_kernel_priority(choice, config, dtype, device, asked=kernel != "auto")
+    set_kernel_priority(choice, config, dtype, device, asked=cfg.model.attention_kernel != "auto")
     return choice
 
 

@@ -1,0 +1,228 @@
+"""Ring attention (Liu et al. 2023): keys and values go around, and results are merged.
+
+Each rank's queries look at the keys of one rank at a time, while those of the next are on their
+way. A kernel says beside its result the logarithm of the sum of the exponentials of its scores;
+by these the results over all ranks' keys are merged. Backward sends keys and values around again,
+and their gradients with them.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fsdp_trainer.models.sdpa import PLAIN, Scoring
+from fsdp_trainer.parallel.ring_calls import RingCall, piece_calls, whole_calls
+from fsdp_trainer.parallel.shared_rows import ContextRanks, DealtByCost, Gradients
+from fsdp_trainer.torch_private import attention_and_logsumexp, attention_gradients
+
+Steps = list[list[RingCall]]
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+class Ring(DealtByCost):
+    """Each rank's queries look at the keys and values of one rank after the other."""
+
+    def prepare(self) -> None:
+        """See PackedAttention."""
+        parts, rank = self.parts, self.ranks.rank
+        if self.attention == "mask":
+            documents = self.document_numbers(1).cpu().numpy()
+            self.steps = whole_calls(parts, rank, documents, self.window, self.device)
+        else:
+            self.steps = piece_calls(parts, rank, self.lengths, self.row, self.window, self.device)
+
+    def with_window(self, window: int | None) -> "Ring":
+        """See PackedAttention."""
+        if window == self.window:
+            return self
+        windowed = super().with_window(window)
+        windowed.prepare()
+        return windowed
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
+        """See PackedAttention. One message fewer than there are ranks."""
+        assert scoring.softcap is None, "config/context.py refuses it"
+        scale = scoring.scale or q.shape[-1] ** -0.5
+        return RingAttention.apply(q, k, v, self.steps, scale, self.ranks)
+
+
+class RingAttention(torch.autograd.Function):
+    """Attention of this rank's queries to everyone's keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float, ranks: ContextRanks
+    ) -> Tensor:
+        """Return what is shaped as q, [rows, part, heads, head_dim].
+
+        k, v: of this rank's tokens. steps: calls for the keys of each rank, this one first.
+        """
+        keys = torch.stack([k, v])
+        out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        total = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
+        for step, calls in enumerate(steps):
+            arriving = send_on(keys, ranks) if step < len(steps) - 1 else None
+            for call in calls:
+                inputs = inputs_of(call, q, keys)
+                part, logsumexp = attention_and_logsumexp(*inputs, call.causal, scale)
+                merge(out, total, call, part, logsumexp)
+            keys = keys if arriving is None else arriving.wait()
+        out = out.to(q.dtype)
+        ctx.steps, ctx.scale, ctx.ranks = steps, scale, ranks
+        ctx.save_for_backward(q, k, v, out, total)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        """Keys and values go around again. What is added to their gradients follows them home."""
+        q, k, v, out, total = ctx.saved_tensors
+        keys = torch.stack([k, v])
+        last = len(ctx.steps) - 1
+        grad_q = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        own = torch.zeros(keys.shape, dtype=torch.float32, device=q.device)
+        travelling: Arriving | None = None
+        for step, calls in enumerate(ctx.steps):
+            arriving = send_on(keys, ctx.ranks) if step < last else None
+            grad_keys = own if step == 0 else torch.zeros_like(own)
+            for call in calls:
+                inputs = inputs_of(call, q, keys)
+                part, merged, sums = results_of(call, grad, out, total)
+                gradients = attention_gradients(part, merged, sums, *inputs, call.causal, ctx.scale)
+                add_gradients(grad_q, grad_keys, call, gradients)
+            if travelling is not None:
+                grad_keys += travelling.wait()
+            if step > 0:
+                travelling = send_on(grad_keys.to(keys.dtype), ctx.ranks)
+            keys = keys if arriving is None else arriving.wait()
+        if travelling is not None:
+            own += travelling.wait()
+        grad_k, grad_v = own.to(k.dtype).unbind()
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+class Arriving:
+    """What the rank before sends. work: None where it has arrived."""
+
+    def __init__(self, received: Tensor, work: Any):
+        self.received = received
+        self.work = work
+
+    def wait(self) -> Tensor:
+        """Return it once it is here."""
+        if self.work is not None:
+            self.work.wait()
+        return self.received
+
+
+def send_on(x: Tensor, ranks: ContextRanks) -> Arriving:
+    """Send a tensor to the next rank while this one computes. Collective.
+
+    An all-to-all in which each rank has something for one other alone: NCCL sends nothing else, and
+    the compiler knows it, unlike messages between two ranks.
+    """
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    to, source = [0] * ranks.size, [0] * ranks.size
+    to[(ranks.rank + 1) % ranks.size] = len(x)
+    source[(ranks.rank - 1) % ranks.size] = len(x)
+    if torch.compiler.is_compiling():
+        dist.all_to_all_single(received, x, source, to, group=ranks.group)
+        return Arriving(received, None)
+    work = dist.all_to_all_single(received, x, source, to, group=ranks.group, async_op=True)
+    return Arriving(received, work)
+
+
+# --- pieces ---------------------------------------------------------------------------------------
+
+
+def pick(x: Tensor, places: Tensor | None) -> Tensor:
+    """Return the tokens of each piece, [n, ..., longest, head_dim].
+
+    x: [rows, tokens, ..., head_dim]; places: of RingCall.
+    """
+    if places is not None:
+        x = x.flatten(0, 1).index_select(0, places.flatten()).unflatten(0, places.shape)
+    return x.transpose(1, 2)
+
+
+def inputs_of(call: RingCall, q: Tensor, keys: Tensor) -> Inputs:
+    """Return queries, keys and values of a call, [n, heads, longest, head_dim], and its mask.
+
+    Kernels that take keys of fewer heads are others. keys: [2, rows, tokens, kv heads, head_dim].
+    """
+    repeats = q.shape[2] // keys.shape[3]
+    k, v = (pick(x, call.keys).repeat_interleave(repeats, 1) for x in keys.unbind())
+    mask = call.mask
+    if mask is not None:
+        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
+        mask = bias.masked_fill(~mask, -torch.inf)
+    return pick(q, call.queries), k, v, mask
+
+
+def merge(out: Tensor, total: Tensor, call: RingCall, part: Tensor, logsumexp: Tensor) -> None:
+    """Add a call's results to those of the keys before, in place.
+
+    out: [rows, tokens, heads, head_dim] and total: [rows, tokens, heads], the logarithm of the sum
+    so far, both float32. part, logsumexp: [n, heads, longest, head_dim] and without head_dim.
+    """
+    if call.sees is not None:
+        # the kernel's numbers for an empty row mean nothing
+        logsumexp = logsumexp.masked_fill(~call.sees, -torch.inf)
+        part = torch.where(call.sees[..., None], part, 0)
+    part, logsumexp = part.transpose(1, 2), logsumexp.transpose(1, 2)
+    if call.tokens is None or call.results is None:
+        merged, out_merged = merged_of(out, total, part, logsumexp)
+        total.copy_(merged)
+        out.copy_(out_merged)
+        return
+    part = part.flatten(0, 1).index_select(0, call.results)
+    logsumexp = logsumexp.flatten(0, 1).index_select(0, call.results)
+    flat, flat_total = out.flatten(0, 1), total.flatten(0, 1)
+    before, before_total = (x.index_select(0, call.tokens) for x in (flat, flat_total))
+    merged, out_merged = merged_of(before, before_total, part, logsumexp)
+    flat_total.index_copy_(0, call.tokens, merged)
+    flat.index_copy_(0, call.tokens, out_merged)
+
+
+def merged_of(out: Tensor, total: Tensor, part: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logarithm of both sums' sum, and the results weighted by their shares of it."""
+    merged = torch.logaddexp(total, logsumexp)
+    shares = ((x - merged).exp()[..., None] for x in (total, logsumexp))
+    of_before, of_part = shares
+    return merged, out * of_before + part * of_part
+
+
+def results_of(
+    call: RingCall, grad: Tensor, out: Tensor, total: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient, the merged result and logarithm of the sum for a call's queries."""
+    part = pick(grad, call.queries)
+    if call.real is not None:
+        part = part * call.real.transpose(1, 2)
+    logsumexp = pick(total[..., None], call.queries).squeeze(-1)
+    return part, pick(out, call.queries), logsumexp.contiguous()
+
+
+def add_gradients(
+    grad_q: Tensor, grad_keys: Tensor, call: RingCall, gradients: tuple[Tensor, ...]
+) -> None:
+    """Add a call's gradients in place. grad_keys: of keys and values, [2, rows, tokens, ...]."""
+    add(grad_q, call.queries, gradients[0])
+    for whole, gradient in zip(grad_keys.unbind(), gradients[1:], strict=True):
+        add(whole, call.keys, gradient.unflatten(1, (whole.shape[2], -1)).sum(2))
+
+
+def add(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
+    """Add pieces, [n, heads, longest, head_dim], to [rows, tokens, heads, head_dim] in place."""
+    part = part.transpose(1, 2).to(whole.dtype)
+    if places is None:
+        whole += part
+    else:
+        whole.flatten(0, 1).index_add_(0, places.flatten(), part.flatten(0, 1))

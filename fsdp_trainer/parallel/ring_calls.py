@@ -1,0 +1,184 @@
+"""Kernel calls of ring attention: this rank's queries against the keys of one rank at a time."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdp_trainer.distributed import to_device
+from fsdp_trainer.models.document_calls import LENGTH_MULTIPLE, Lengths, group_by_cost
+from fsdp_trainer.rounding import round_up
+
+
+class RingCall(NamedTuple):
+    """One kernel call over n pieces of documents.
+
+    queries: [n, longest] and keys: [n, longest] int64, places among this rank's tokens and among
+    those of the rank whose keys they are, all rows one after the other; a shorter piece repeats its
+    last. Both None: all tokens of each row.
+    mask: bool, True where a query may look, broadcast to [n, 1, queries, keys]; None: everywhere.
+    causal: a query sees keys up to its own place. sees: [n, 1, queries] bool, False where a query
+    sees none of these keys; None: all see some.
+    results: int64, where the results of pieces' own queries are among n · longest, and
+    tokens: int64, which of this rank's tokens those are.
+    real: [n, longest, 1, 1] bool, False for repeated queries; None: there are none.
+    """
+
+    mask: Tensor | None = None
+    causal: bool = False
+    sees: Tensor | None = None
+    queries: Tensor | None = None
+    keys: Tensor | None = None
+    results: Tensor | None = None
+    tokens: Tensor | None = None
+    real: Tensor | None = None
+
+
+class Runs(NamedTuple):
+    """Consecutive tokens of documents that this rank has. Arrays: [runs] int64.
+
+    place: of the first one among this rank's tokens; size: tokens; position: of the first one
+    among the tokens of all rows; start: the position of the first token that it may see.
+    """
+
+    place: np.ndarray
+    size: np.ndarray
+    position: np.ndarray
+    start: np.ndarray
+
+
+def whole_calls(
+    parts: np.ndarray, rank: int, documents: np.ndarray, window: int | None, device: torch.device
+) -> list[list[RingCall]]:
+    """Return one call under a mask for each rank of the ring, this one first: fixed shapes.
+
+    parts: [ranks, rows, tokens] int64, positions of each rank's tokens; documents: [rows, row], the
+    number of each position's document, where no padding shares one.
+    """
+    own = parts[rank]
+    numbers = np.take_along_axis(documents, own, 1)
+    steps = []
+    for source in sources(len(parts), rank):
+        keys = parts[source]
+        same = numbers[:, :, None] == np.take_along_axis(documents, keys, 1)[:, None, :]
+        distance = own[:, :, None] - keys[:, None, :]
+        visible = same & (distance >= 0)
+        if window is not None:
+            visible &= distance < window
+        mask = to_device(visible[:, None], device)
+        steps.append([RingCall(mask, sees=mask.any(-1))])
+    return steps
+
+
+def piece_calls(
+    parts: np.ndarray,
+    rank: int,
+    lengths: Lengths,
+    row: int,
+    window: int | None,
+    device: torch.device,
+) -> list[list[RingCall]]:
+    """Return the calls for the keys of each rank of the ring, this one first.
+
+    The first step begins with each token's own run, so that every token has seen itself.
+    parts: see `whole_calls`. Without a window no mask grows with queries · keys.
+    """
+    runs = find_runs(parts[rank], lengths, row, window)
+    rows = np.arange(len(lengths))[:, None] * row
+    own = (parts[rank] + rows).ravel()
+    steps = []
+    for step, source in enumerate(sources(len(parts), rank)):
+        calls = []
+        if step == 0:
+            for group in group_by_cost(runs.size, runs.size):
+                pieces = Runs(*(field[group] for field in runs))
+                calls.append(call_of(pieces, pieces.place, pieces.size, device, causal=True))
+        theirs = (parts[source] + rows).ravel()
+        first = np.searchsorted(theirs, runs.start)
+        count = np.searchsorted(theirs, runs.position) - first
+        seen_by = np.flatnonzero(count)
+        for chosen in group_by_cost(runs.size[seen_by], count[seen_by]):
+            group = seen_by[chosen]
+            pieces = Runs(*(field[group] for field in runs))
+            call = call_of(pieces, first[group], count[group], device)
+            if window is not None:
+                call = through_window(call, own, theirs, window, device)
+            calls.append(call)
+        steps.append(calls)
+    return steps
+
+
+def sources(ranks: int, rank: int) -> list[int]:
+    """Return whose keys come, step by step: each rank sends to the next."""
+    return [(rank - step) % ranks for step in range(ranks)]
+
+
+def find_runs(own: np.ndarray, lengths: Lengths, row: int, window: int | None) -> Runs:
+    """Return the runs of tokens at the positions `own`, [rows, tokens] int64, ascending in a row.
+
+    None is longer than the window, none is of padding.
+    """
+    runs = []
+    for number, documents in enumerate(lengths):
+        ends = np.cumsum(documents, dtype=np.int64)
+        document = np.searchsorted(ends, own[number], side="right")
+        last = np.flatnonzero((np.diff(own[number]) != 1) | (np.diff(document) != 0))
+        firsts = np.concatenate([[0], last + 1])
+        stops = np.concatenate([last + 1, [own.shape[1]]])
+        for first, stop in zip(firsts.tolist(), stops.tolist(), strict=True):
+            if document[first] == len(documents):
+                continue  # padding
+            start = int(ends[document[first]]) - documents[document[first]]
+            step = window or row
+            for begin in range(first, stop, step):
+                position = int(own[number, begin])
+                place = number * own.shape[1] + begin
+                visible = max(start, position + 1 - step) + number * row
+                size = min(step, stop - begin)
+                runs.append((place, size, position + number * row, visible))
+    return Runs(*np.array(runs, np.int64).reshape(-1, 4).T)
+
+
+def call_of(
+    runs: Runs, first: np.ndarray, count: np.ndarray, device: torch.device, causal: bool = False
+) -> RingCall:
+    """Return one call of all these runs.
+
+    first, count: of each run's keys, in places of the rank that has them.
+    """
+    multiple = LENGTH_MULTIPLE[device.type]
+    width = np.arange(round_up(int(runs.size.max()), multiple))
+    key_width = np.arange(round_up(int(count.max()), multiple))
+    queries = runs.place[:, None] + np.minimum(width, runs.size[:, None] - 1)
+    keys = first[:, None] + np.minimum(key_width, count[:, None] - 1)
+    real = width < runs.size[:, None]
+    mask = None
+    if not causal and (count < len(key_width)).any():
+        mask = to_device((key_width < count[:, None])[:, None, None], device)
+    return RingCall(
+        mask,
+        causal,
+        queries=to_device(queries, device),
+        keys=to_device(keys, device),
+        results=to_device(np.flatnonzero(real), device),
+        tokens=to_device(queries[real], device),
+        real=None if real.all() else to_device(real[:, :, None, None], device),
+    )
+
+
+def through_window(
+    call: RingCall, own: np.ndarray, theirs: np.ndarray, window: int, device: torch.device
+) -> RingCall:
+    """Return a call whose queries see what is less than a window before them.
+
+    own, theirs: positions of this rank's tokens and of those whose keys these are.
+    """
+    assert call.queries is not None, "a call of pieces"
+    assert call.keys is not None, "a call of pieces"
+    queries = to_device(own, device)[call.queries][:, None, :, None]
+    keys = to_device(theirs, device)[call.keys][:, None, None, :]
+    mask = queries - keys < window
+    if call.mask is not None:
+        mask &= call.mask
+    return call._replace(mask=mask, sees=mask.any(-1))

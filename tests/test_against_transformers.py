@@ -17,6 +17,7 @@ STEPS, ROWS, PEAK, WARMUP, CLIP, DECAY, FLOOR = 10, 6, 3e-3, 3, 0.5, 0.1, 0.1
 FAMILIES = (
     "llama tied",
     "qwen3",
+    "qwen3_moe",
     "mistral window",
     "qwen2",
     "gemma2",

@@ -42,6 +42,7 @@ FAMILIES = (
     "mistral window",
     "qwen2",
     "qwen3",
+    "qwen3_moe",
     "gemma2",
     "gemma3 long",
     "olmo2",
@@ -55,7 +56,7 @@ FORMATS |= {
 }
 SMALL_PIECES = inject.setting("tensor_piece_bytes", 72)
 """Not a divisor of anything, and less than a row of some tensors."""
-QUICK = ("bf16 untied sharded", "gemma3 long on 2", "phi3 on 2")
+QUICK = ("bf16 untied sharded", "gemma3 long on 2", "phi3 on 2", "qwen3_moe on 2")
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,18 @@ ZOO = {
     ),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3 untied": ("Qwen3", {"head_dim": 8, "num_key_value_heads": 4}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+        },
+    ),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
     "gemma3": ("Gemma3Text", {**GEMMA, "num_hidden_layers": 7}),
     "gemma3 long": (

@@ -218,6 +218,7 @@ def export_pieces(
 
     Of a padded vocabulary that is the rows that count. sources: all parameters.
     """
+    sources = {name: source.as_matrix() for name, source in sources.items()}
     for part in parts:
         end = part.parameter_row + part.rows
         source = sources[part.parameter]

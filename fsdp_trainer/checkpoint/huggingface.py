@@ -25,6 +25,7 @@ from fsdp_trainer.distributed import local_part, local_slice, whole_slice
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
+from fsdp_trainer.models.families import is_stacked
 from fsdp_trainer.models.four_bit import is_encoded
 
 MAX_SHOWN_PROBLEMS = 40
@@ -52,7 +53,8 @@ class HuggingFaceTensor(TensorOnDisk):
 class TensorPart:
     """Rows of a parameter that are rows of a tensor of a Hugging Face folder.
 
-    The tensor of a fused projection has several parameters; a parameter may have several tensors.
+    The tensor of a fused projection has several parameters; the matrices of experts, one parameter
+    here, are a tensor each.
     """
 
     parameter: str
@@ -75,12 +77,21 @@ class ImportPiece:
 def tensor_parts(model: Decoder, vocab_size: int) -> list[TensorPart]:
     """Return which rows of which tensor are which rows of every parameter, in order.
 
-    vocab_size: rows of embedding and head in the folder; a sharded model's may be padded.
+    Stacked matrices count as one, of all their rows. vocab_size: rows of embedding and head in the
+    folder; a sharded model's may be padded.
     """
+    family = model.config.family_spec
     parts: list[TensorPart] = []
     ends: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        tensor = model.config.family_spec.stored_name(name)
+        if is_stacked(name):
+            rows = parameter.shape[1]
+            parts += [
+                TensorPart(name, expert * rows, family.stored_expert(name, expert), 0, rows)
+                for expert in range(len(parameter))
+            ]
+            continue
+        tensor = family.stored_name(name)
         rows = vocab_size if name in VOCABULARY else len(parameter)
         parts.append(TensorPart(name, 0, tensor, ends[tensor], rows))
         ends[tensor] += rows
@@ -89,10 +100,12 @@ def tensor_parts(model: Decoder, vocab_size: int) -> list[TensorPart]:
 
 def tensor_shapes(model: Decoder, parts: list[TensorPart]) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor that the parts make up."""
-    return {
-        part.tensor: (part.tensor_row + part.rows, *model.get_parameter(part.parameter).shape[1:])
-        for part in parts
-    }
+    shapes = {}
+    for part in parts:
+        shape = model.get_parameter(part.parameter).shape
+        columns = shape[2:] if is_stacked(part.parameter) else shape[1:]
+        shapes[part.tensor] = (part.tensor_row + part.rows, *columns)
+    return shapes
 
 
 def read_headers(folder: Path) -> tuple[dict[str, HuggingFaceTensor], list[Problem]]:
@@ -245,10 +258,31 @@ def parameters_on_disk(config: ModelConfig, folder: Path) -> dict[str, TensorOnD
     model = meta_decoder(config)
     vocab_size = ModelConfig.from_hf(folder).vocab_size
     stored = _require_fitting(model, folder, vocab_size)
+    parts: dict[str, list[TensorOnDisk]] = {}
+    for part in tensor_parts(model, vocab_size):
+        rows = stored[part.tensor].whole_rows(part.tensor_row, part.rows)
+        parts.setdefault(part.parameter, []).append(rows)
     return {
-        part.parameter: stored[part.tensor].whole_rows(part.tensor_row, part.rows)
-        for part in tensor_parts(model, vocab_size)
+        name: stacked(name, parts[name]) if is_stacked(name) else parts[name][0] for name in parts
     }
+
+
+def stacked(name: str, matrices: list[TensorOnDisk]) -> TensorOnDisk:
+    """Return matrices of one shape as one tensor, [matrices, rows, columns].
+
+    Raises UserError if they are not all in one number format.
+    """
+    dtypes = {matrix.dtype for matrix in matrices}
+    if len(dtypes) > 1:
+        formats = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        problem = Problem(name, f"has experts in {formats}: convert the folder to one format")
+        raise UserError("the experts of a block differ in their number format", [problem])
+    chunks = [
+        Chunk(chunk.file, chunk.offset, (slice(i, i + 1), *chunk.part))
+        for i, matrix in enumerate(matrices)
+        for chunk in matrix.chunks
+    ]
+    return TensorOnDisk(matrices[0].dtype, (len(matrices), *matrices[0].shape), chunks)
 
 
 @torch.no_grad()
@@ -284,11 +318,26 @@ def _pieces(model: Decoder, name: str, source: TensorOnDisk) -> Iterator[ImportP
     if is_encoded(parameter):
         source = encoded(source)
     local = local_part(parameter)
+    if is_stacked(name):
+        stack, rows, *columns = local_slice(parameter)
+        matrices = source.as_matrix()
+        for matrix, into in zip(range(stack.start, stack.stop), local, strict=True):
+            first = matrix * parameter.shape[1]
+            part = slice(first + rows.start, first + rows.stop)
+            yield from _pieces_of_rows(matrices, part, columns, into)
+        return
     rows, *columns = local_slice(parameter)
-    last = min(rows.stop, source.shape[0]) if local.numel() else rows.start
+    yield from _pieces_of_rows(source, rows, columns, local)
+
+
+def _pieces_of_rows(
+    source: TensorOnDisk, rows: slice, columns: list[slice], into: Tensor
+) -> Iterator[ImportPiece]:
+    """Yield these rows of a source, as far as it has them."""
+    last = min(rows.stop, source.shape[0]) if into.numel() else rows.start
     for begin, end in row_ranges(rows.start, last, source.row_bytes):
-        into = local[begin - rows.start : end - rows.start]
-        yield ImportPiece(source, begin, tuple(columns), into)
+        part = into[begin - rows.start : end - rows.start]
+        yield ImportPiece(source, begin, tuple(columns), part)
 
 
 def _fill(piece: ImportPiece, buffer: Tensor) -> None:

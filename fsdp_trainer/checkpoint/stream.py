@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
@@ -60,6 +60,15 @@ class TensorOnDisk:
         ]
         return TensorOnDisk(self.dtype, (count, *self.shape[1:]), chunks)
 
+    def as_matrix(self) -> "TensorOnDisk":
+        """Return a tensor of stacked matrices as one matrix, of all their rows; others as they
+        are."""
+        if len(self.shape) < 3:
+            return self
+        count, rows, *columns = self.shape
+        chunks = [part for chunk in self.chunks for part in _by_matrix(chunk, self.dtype, rows)]
+        return replace(self, shape=(count * rows, *columns), chunks=chunks)
+
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
         """Read rows `first` to `last` into `buffer`, uint8; return [last - first, …] in it.
 
@@ -86,6 +95,16 @@ class TensorOnDisk:
         buffer = torch.empty(piece_bytes([self.row_bytes]), dtype=torch.uint8)
         for first, last in row_ranges(0, self.shape[0], self.row_bytes):
             yield self.read_rows(first, last, buffer)
+
+
+def _by_matrix(chunk: Chunk, dtype: torch.dtype, rows: int) -> Iterator[Chunk]:
+    """Yield what a chunk of stacked matrices has of each: a chunk of the matrix of all `rows`."""
+    stack, held, *columns = chunk.part
+    sizes = [part.stop - part.start for part in (held, *columns)]
+    for i, matrix in enumerate(range(stack.start, stack.stop)):
+        offset = chunk.offset + i * math.prod(sizes) * dtype.itemsize
+        first = matrix * rows
+        yield Chunk(chunk.file, offset, (slice(first + held.start, first + held.stop), *columns))
 
 
 def as_tensor(buffer: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fsdp_trainer.checkpoint.base import base_folder, kept_in_four_bits
 from fsdp_trainer.checkpoint.digest import weights_digest
 from fsdp_trainer.checkpoint.files import damage, named_checkpoint, newest_whole, read_manifest
-from fsdp_trainer.checkpoint.huggingface import check_tensors, read_headers
+from fsdp_trainer.checkpoint.huggingface import check_tensors, read_headers, tensor_parts
 from fsdp_trainer.checkpoint.load import read_model
 from fsdp_trainer.checkpoint.origin import read_origin
 from fsdp_trainer.config.paths import find_checkpoint, is_adapter, model_folder, tokenizer_folder
@@ -74,9 +74,9 @@ def compare(source: Path, folder: Path) -> int:
         if problems:
             print(f"{folder} holds another model: {problems[0].what} {problems[0].why}")
             return 3
-        for name, parameter in ours.named_parameters():
-            dtype = stored[ours.config.family_spec.stored_name(name)].dtype
-            parameter.copy_(parameter.to(dtype))
+        for part in tensor_parts(ours, ours.config.vocab_size):
+            parameter = ours.get_parameter(part.parameter)
+            parameter.copy_(parameter.to(stored[part.tensor].dtype))
         # its other kernels leave out what they do not know, such as Gemma 2's soft limit
         theirs = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     generator = torch.Generator().manual_seed(0)

@@ -243,7 +243,17 @@ class Model:
     family: str | None = key(
         None,
         "which family of config.json this is",
-        choices=("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "phi3"),
+        choices=(
+            "llama",
+            "mistral",
+            "qwen2",
+            "qwen3",
+            "qwen3_moe",
+            "gemma2",
+            "gemma3_text",
+            "olmo2",
+            "phi3",
+        ),
     )
     vocab_size: int | None = key(
         None,
@@ -302,6 +312,20 @@ class Model:
         None, "gemma2: soft limit on attention scores", above=0
     )
     final_logit_softcapping: float | None = key(None, "gemma2: soft limit on logits", above=0)
+    num_experts: int | None = key(
+        None, "feed-forwards side by side in a block, of which a token meets a few", minimum=1
+    )
+    num_experts_per_tok: int | None = key(None, "experts that each token is sent to", minimum=1)
+    moe_intermediate_size: int | None = key(None, "width of an expert", minimum=1)
+    norm_topk_prob: bool | None = key(
+        None, "the weights of a token's experts are divided by their sum"
+    )
+    mlp_only_layers: list[int] | None = key(
+        None, "blocks with a dense feed-forward in place of experts, from 0", minimum=0
+    )
+    decoder_sparse_step: int | None = key(
+        None, "every so many-th block has experts, the others a dense feed-forward", minimum=1
+    )
     initializer_range: float | None = key(None, "standard deviation of random weights", above=0)
     initializer: str = key(
         "plain",

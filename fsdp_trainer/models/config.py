@@ -35,6 +35,9 @@ ROPE_OPTIONS = (
     "truncate",
     "factor",
 )
+DENSE = "gated"
+EXPERTS = "experts"
+"""Feed-forwards: names of `decoder.FEED_FORWARDS`."""
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
 REFUSED_UNLESS: dict[str, tuple] = {
     "attention_dropout": (0, None),
@@ -68,6 +71,12 @@ EXTRAS = (
     "final_logit_softcapping",
     "rope_local_theta",
     "partial_rotary_factor",
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "mlp_only_layers",
+    "decoder_sparse_step",
 )
 """Keys of some families only: those that list them in `Family.options`."""
 NULL_DIFFERS_FROM_ABSENT = (
@@ -116,6 +125,16 @@ class ModelConfig:
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
     """FULL or SLIDING for each block; empty: by the family's pattern."""
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int | None = None
+    """Width of an expert; None: intermediate_size."""
+    norm_topk_prob: bool = False
+    """The weights of a token's experts are divided by their sum."""
+    mlp_only_layers: tuple[int, ...] = ()
+    """Blocks with a dense feed-forward in place of experts."""
+    decoder_sparse_step: int = 1
+    """Of the others, every so many-th has experts."""
     vocab_multiple: int = 1
     """The embedding has rows up to the next multiple; those beyond vocab_size are padding."""
     initializer: str = "plain"
@@ -156,6 +175,36 @@ class ModelConfig:
         window = None if spec.windows == "none" else self.sliding_window
         return [window if kind == SLIDING else None for kind in types]
 
+    @property
+    def feed_forwards(self) -> list[str]:
+        """The feed-forward of each block: a name of `decoder.FEED_FORWARDS`."""
+        kind = self.family_spec.feed_forward
+        if kind != EXPERTS:
+            return [kind] * self.num_hidden_layers
+        return [kind if self._has_experts(i) else DENSE for i in range(self.num_hidden_layers)]
+
+    def _has_experts(self, block: int) -> bool:
+        """Return True if a block of a family with experts has them."""
+        return block not in self.mlp_only_layers and (block + 1) % self.decoder_sparse_step == 0
+
+    @property
+    def expert_size(self) -> int:
+        """Width of an expert."""
+        return self.moe_intermediate_size or self.intermediate_size
+
+    @property
+    def normalizes_experts(self) -> bool:
+        """True if the weights of a token's experts are divided by their sum."""
+        return self.norm_topk_prob
+
+    def feed_forward_width(self, kind: str) -> int:
+        """Return the channels that a token meets inside a feed-forward of this kind."""
+        return (
+            self.num_experts_per_tok * self.expert_size
+            if kind == EXPERTS
+            else self.intermediate_size
+        )
+
     def attention_cost(self, lengths: "np.ndarray") -> "np.ndarray":
         """Return the cost of attention over documents of these lengths, shaped as `lengths`.
 
@@ -168,21 +217,39 @@ class ModelConfig:
             cost = cost + windows.count(window) / len(windows) * span * (2 * lengths - span)
         return cost
 
-    def parameters(self) -> int:
-        """Return the number of weights; a tied head is counted once, padding not at all."""
+    def parameters(self, active: bool = False) -> int:
+        """Return the number of weights; a tied head is counted once, padding not at all.
+
+        active: only those that a token meets: of the experts, the chosen ones.
+        """
         hidden = self.hidden_size
-        inner = self.intermediate_size
+        embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * hidden
+        mixers = self.num_hidden_layers * (self._mixer_parameters() + self._norm_parameters())
+        fed = sum(self._feed_forward_parameters(kind, active) for kind in self.feed_forwards)
+        return mixers + fed + embeddings + hidden
+
+    def _mixer_parameters(self) -> int:
+        """Return the number of attention's weights in one block, its norms included."""
         sizes = self.projection_sizes
         queries = sizes["q_proj"]
         keys = sizes["k_proj"]
-        spec = self.family_spec
-        matrices = 2 * hidden * (queries + keys) + 3 * hidden * inner
         biases = sum(size for name, size in sizes.items() if self.has_bias(name))
-        biases += self.mlp_bias * (2 * inner + hidden)
-        norms = (4 if spec.norms == "around" else 2) * hidden
-        norms += {None: 0, "head": 2 * self.head_dim, "whole": queries + keys}[spec.qk_norm]
-        embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * hidden
-        return self.num_hidden_layers * (matrices + biases + norms) + embeddings + hidden
+        norms = {None: 0, "head": 2 * self.head_dim, "whole": queries + keys}
+        matrices = 2 * self.hidden_size * (queries + keys)
+        return matrices + biases + norms[self.family_spec.qk_norm]
+
+    def _norm_parameters(self) -> int:
+        """Return the number of weights of a block's norms."""
+        return (4 if self.family_spec.norms == "around" else 2) * self.hidden_size
+
+    def _feed_forward_parameters(self, kind: str, active: bool) -> int:
+        """Return the number of weights of one block's feed-forward."""
+        hidden = self.hidden_size
+        inner = self.intermediate_size
+        if kind == EXPERTS:
+            experts = self.num_experts_per_tok if active else self.num_experts
+            return self.num_experts * hidden + experts * 3 * hidden * self.expert_size
+        return 3 * hidden * inner + self.mlp_bias * (2 * inner + hidden)
 
     @classmethod
     def from_hf(cls, folder: str | Path) -> "ModelConfig":
@@ -216,7 +283,6 @@ class ModelConfig:
 
         bos_id, eos_ids: written where there is no source, unless eos_ids is None.
         """
-        aliases = self.family_spec.key_aliases
         exported: Json = {
             **self.source,
             "architectures": [self.family_spec.architecture],
@@ -224,7 +290,7 @@ class ModelConfig:
         }
         options = filter(self._is_exported, self.family_spec.options)
         for name in (*SIZES, *COMMON, "hidden_act", *options):
-            exported[aliases.get(name, name)] = getattr(self, name)
+            exported[self._exported_name(name)] = _as_json(getattr(self, name))
         exported |= self._export_windows() | self._export_rope()
         exported |= {"torch_dtype": dtype, "dtype": dtype, "use_cache": True}
         if not self.source and eos_ids is not None:
@@ -232,9 +298,17 @@ class ModelConfig:
             exported["eos_token_id"] = eos_ids[0] if len(eos_ids) == 1 else eos_ids
         return exported
 
+    def _exported_name(self, name: str) -> str:
+        """Return config.json's name of a key: the source's, where the family has several."""
+        spec = self.family_spec
+        names = (spec.key_aliases.get(name, name), *spec.other_names.get(name, ()))
+        return next((known for known in names if known in self.source), names[0])
+
     def _is_exported(self, option: str) -> bool:
         """Return True if config.json needs this key, which only some families have."""
-        return option in self.source or getattr(self, option) != getattr(ModelConfig, option)
+        return self._exported_name(option) in self.source or getattr(self, option) != getattr(
+            ModelConfig, option
+        )
 
     def _export_windows(self) -> Json:
         """Return the keys of config.json that say which blocks have a window."""
@@ -290,8 +364,14 @@ def _read_values(raw: Json, spec: Family) -> Json:
     """Return the keys but windows and RoPE by our names, with defaults for what is absent."""
     names = (*SIZES, *COMMON, "hidden_act", *spec.options)
     keys = {name: spec.key_aliases.get(name, name) for name in names}
+    keys |= {
+        name: other
+        for name, others in spec.other_names.items()
+        for other in others
+        if keys[name] not in raw and other in raw
+    }
     given = {
-        name: raw[key]
+        name: tuple(raw[key]) if isinstance(raw[key], list) else raw[key]
         for name, key in keys.items()
         if raw.get(key) is not None or (key in raw and name in NULL_DIFFERS_FROM_ABSENT)
     }
@@ -359,6 +439,11 @@ def _local_rope(raw: Json) -> Json:
     return (raw.get("rope_parameters") or {}).get(SLIDING) or {}
 
 
+def _as_json(value: Any) -> Any:
+    """Return a value as json.loads gives it back."""
+    return list(value) if isinstance(value, tuple) else value
+
+
 # --- checking config.json -------------------------------------------------------------------------
 
 
@@ -391,7 +476,7 @@ def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
     architectures = raw.get("architectures") or [spec.architecture]
     if architectures != [spec.architecture]:
         yield Problem(f"architectures={architectures}", f"only {spec.architecture} is trained")
-    for name, allowed in REFUSED_UNLESS.items():
+    for name, allowed in (REFUSED_UNLESS | spec.refused_unless).items():
         if raw.get(name, allowed[0]) not in allowed:
             yield Problem(f"{name}={raw[name]}", f"only {allowed[0]} is computed")
     activation = _read_values(raw, spec)["hidden_act"]

@@ -1,19 +1,19 @@
-"""One decoder for the dense families. Module names are Hugging Face's, so that state dicts need no
+"""One decoder for all families. Module names are Hugging Face's, so that state dicts need no
 adapter. Knows no parallelism."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_trainer.models.attention import Cache, OneDocument, PackedAttention
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.feed_forward import MLP
 from fsdp_trainer.models.head import Head, Objective, Scores
+from fsdp_trainer.models.moe import MixtureOfExperts
 from fsdp_trainer.models.rope import Rope, rotate
 from fsdp_trainer.models.sdpa import Scoring
 
@@ -21,11 +21,6 @@ CosSin = tuple[Tensor, Tensor]
 Auxiliary = dict[str, Tensor]
 """Scalars that a block returns besides its output, by name. One whose name ends in `_loss` is
 minimised along with the objective; all are metrics."""
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-}
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 """Parameters with a row for each token."""
 NORMS: dict[str, tuple[str | None, ...]] = {
@@ -158,27 +153,12 @@ class Attention(nn.Module):
         return self.o_proj(mixed.flatten(-2))
 
 
-class MLP(nn.Module):
-    """Gated feed-forward (Shazeer 2020)."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        width = config.hidden_size
-        inner = config.intermediate_size
-        bias = config.mlp_bias
-        self.gate_proj = nn.Linear(width, inner, bias=bias)
-        self.up_proj = nn.Linear(width, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, width, bias=bias)
-        self.activation = ACTIVATIONS[config.hidden_act]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, length, hidden]."""
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-
-
 MIXERS: dict[str, Callable[[ModelConfig], nn.Module]] = {"attention": Attention}
 """What mixes tokens in a block, by `Family.mixer`; called as `Attention` is."""
-FEED_FORWARDS: dict[str, Callable[[ModelConfig], nn.Module]] = {"gated": MLP}
+FEED_FORWARDS: dict[str, Callable[[ModelConfig], nn.Module]] = {
+    "gated": MLP,
+    "experts": MixtureOfExperts,
+}
 """What a block does to each token, by `Family.feed_forward`; called as `MLP` is. An entry of
 either table returns a tensor, or a tensor and an `Auxiliary`, whose names it has in a class
 attribute `auxiliary_names`."""
@@ -188,11 +168,11 @@ class Block(nn.Module):
     """Mixer, then feed-forward, each added to the residual stream; normalised before, after, or
     both."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, number: int):
         super().__init__()
         family = config.family_spec
         self.self_attn = MIXERS[family.mixer](config)
-        self.mlp = FEED_FORWARDS[family.feed_forward](config)
+        self.mlp = FEED_FORWARDS[config.feed_forwards[number]](config)
         self.norms = NORMS[family.norms]
         for name in filter(None, self.norms):
             self.add_module(name, RMSNorm(config))
@@ -222,7 +202,7 @@ class Backbone(nn.Module):
         self.embed_tokens = nn.Embedding(config.embedding_rows, config.hidden_size)
         # a dictionary: a pipeline stage that holds some of the blocks keeps their names
         self.layers = nn.ModuleDict(
-            {str(i): Block(config) for i in range(config.num_hidden_layers)}
+            {str(i): Block(config, i) for i in range(config.num_hidden_layers)}
         )
         self.norm = RMSNorm(config)
 

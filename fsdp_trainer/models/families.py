@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+EXPERTS = ".mlp.experts."
+"""Between a block's name and that of a stacked parameter of its experts."""
 
 
 def layer_pattern(layers: int, period: int) -> list[str]:
@@ -56,6 +58,13 @@ class Family:
     """Values where neither config.json nor the configuration has the key."""
     hf_defaults: dict[str, Any] = field(default_factory=dict)
     """Values of config.json's other keys where it lacks them."""
+    refused_unless: dict[str, tuple] = field(default_factory=dict)
+    """Keys of config.json that change the computation in a way that the decoder does not know, and
+    their values that do not; beside those of all families."""
+    other_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Further names of our keys in folders, read where the first is absent."""
+    expert_matrix: str = "mlp.experts.{expert}.{projection}.weight"
+    """Name of one expert's matrix in a block's part of a Hugging Face folder."""
 
     def stored_name(self, name: str) -> str:
         """Return the matrix of a Hugging Face folder that holds a parameter, its own or a fused."""
@@ -65,6 +74,16 @@ class Family:
                 if name.endswith(f".{module}.{part}.weight"):
                     return f"{name.removesuffix(f'{module}.{part}.weight')}{whole}.weight"
         return name
+
+    def stored_expert(self, name: str, expert: int) -> str:
+        """Return the matrix of a Hugging Face folder that holds one expert's of a stacked one."""
+        block, projection = name.split(EXPERTS)
+        return f"{block}.{self.expert_matrix.format(expert=expert, projection=projection)}"
+
+
+def is_stacked(name: str) -> bool:
+    """Return True for the name of a parameter that holds the matrices of all experts."""
+    return EXPERTS in name
 
 
 GEMMA: dict[str, Any] = {
@@ -85,6 +104,14 @@ GEMMA_HF_DEFAULTS: dict[str, Any] = {
     "query_pre_attn_scalar": 256,
     "tie_word_embeddings": True,
     "sliding_window": 4096,
+}
+EXPERT_OPTIONS = ("num_experts", "num_experts_per_tok", "norm_topk_prob")
+SPARSE_OPTIONS = ("mlp_only_layers", "decoder_sparse_step")
+EXPERT_NAMES: dict[str, tuple[str, ...]] = {"num_experts": ("num_local_experts",)}
+TINY_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
 }
 
 FAMILIES = {
@@ -122,6 +149,22 @@ FAMILIES = {
             "head_dim": 128,
             "max_position_embeddings": 32_768,
             "sliding_window": 4096,
+        },
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        feed_forward="experts",
+        qk_norm="head",
+        refused_unless={"use_sliding_window": (False, None)},
+        options=("attention_bias", *EXPERT_OPTIONS, "moe_intermediate_size", *SPARSE_OPTIONS),
+        other_names=EXPERT_NAMES,
+        defaults=TINY_EXPERTS,
+        hf_defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
         },
     ),
     "gemma2": Family(

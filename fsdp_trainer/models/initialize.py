@@ -14,6 +14,10 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder
 
 BLOCK = 1 << 16  # elements drawn from one generator
+ADDS_TO_STREAM = re.compile(
+    r"model\.layers\.(\d+)\."
+    r"(self_attn\.o_proj\.weight|mlp\.down_proj\.weight|mlp\.experts\.down_proj)"
+)
 Draw = Callable[..., Tensor]
 """`torch.randn`, or what else draws so many numbers by a generator."""
 
@@ -110,7 +114,7 @@ def init_std(config: ModelConfig, name: str) -> float:
     `depth` scales all of them by 1/√(2·blocks) (GPT-2, §2.3), `layer` those of block i, counted
     from 1, by 1/√(2·i) (as in OLMo and torchtitan).
     """
-    adds = re.fullmatch(r"model\.layers\.(\d+)\.(self_attn\.o_proj|mlp\.down_proj)\.weight", name)
+    adds = ADDS_TO_STREAM.fullmatch(name)
     if adds is None or config.initializer == "plain":
         return config.initializer_range
     blocks = config.num_hidden_layers if config.initializer == "depth" else int(adds[1]) + 1

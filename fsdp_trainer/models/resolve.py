@@ -8,7 +8,7 @@ from fsdp_trainer.config.context import context_problems
 from fsdp_trainer.config.paths import is_hub_id, model_folder
 from fsdp_trainer.config.schema import Model, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.config import EXTRAS, ModelConfig, rope_problems
+from fsdp_trainer.models.config import EXPERTS, EXTRAS, ModelConfig, rope_problems
 from fsdp_trainer.models.families import FAMILIES
 
 CONTEXT_KEYS = ("max_position_embeddings", "rope_theta", "rope_scaling")
@@ -40,6 +40,7 @@ def _keys_set(model: Model) -> dict[str, Any]:
     """Return the architecture's keys that are not null."""
     names = [field.name for field in dataclasses.fields(ModelConfig)]
     values = {name: getattr(model, name, None) for name in names}
+    values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -116,6 +117,7 @@ def _size_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
     if config.rotary_dim % 2 or not config.rotary_dim:
         reason = "must be even for rotary position embedding"
         yield Problem(f"model.head_dim={config.head_dim}", reason)
+    yield from _expert_problems(cfg, config)
     yield from _tensor_problems(cfg, config)
     length = cfg.batch.seq_len
     positions = config.max_position_embeddings
@@ -126,6 +128,24 @@ def _size_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
             "  with a  model.rope_scaling={…}"
         )
         yield Problem(f"batch.seq_len={length}", reason)
+
+
+def _expert_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+    """Yield what is wrong with a model's experts, and what cannot be together with them."""
+    if EXPERTS not in config.feed_forwards:
+        return
+    chosen = config.num_experts_per_tok
+    if chosen > config.num_experts:
+        reason = f"must not be more than num_experts={config.num_experts}"
+        yield Problem(f"model.num_experts_per_tok={chosen}", reason)
+    for key in ("tensor", "context"):
+        ranks = getattr(cfg.sharding, key)
+        if ranks > 1:
+            reason = (
+                "together with experts is not in this version.\n"
+                f"Use  sharding.{key}=1: fully sharded, each rank keeps a share of the experts"
+            )
+            yield Problem(f"sharding.{key}={ranks}", reason)
 
 
 def _tensor_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:

@@ -12,10 +12,11 @@ from fsdp_trainer.models.decoder import Decoder
 def matmul_parameters(config: ModelConfig) -> int:
     """Count the weights that take part in a matrix product for every token.
 
-    These are all but the input embedding; a tied embedding is the head's.
+    These are all but the input embedding and the experts that a token is not sent to; a tied
+    embedding is the head's.
     """
     embedding = config.vocab_size * config.hidden_size
-    return config.parameters() - embedding * (not config.tie_word_embeddings)
+    return config.parameters(active=True) - embedding * (not config.tie_word_embeddings)
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,9 @@ def trained_work(model: Decoder) -> TrainedWork:
 
 
 def count_numbers(module: nn.Module) -> tuple[int, int]:
-    """Return how many numbers a module's weights have, and how many of them are trained.
+    """Return how many numbers of a module's weights a token meets, and how many are trained.
 
-    A matrix counts by its sides, however it is stored.
+    A matrix counts by its sides, however it is stored; experts by the share that is chosen.
     """
     whole = trained = 0
     child: Any
@@ -64,6 +65,7 @@ def count_numbers(module: nn.Module) -> tuple[int, int]:
         for name, parameter in child.named_parameters(recurse=False):
             matrix = name == "weight" and hasattr(child, "in_features")
             count: int = child.in_features * child.out_features if matrix else parameter.numel()
+            count = round(count * getattr(child, "active_share", 1))
             whole += count
             trained += count * parameter.requires_grad
     return whole, trained

@@ -25,7 +25,15 @@ ATTENTION = (
     "aten::_scaled_dot_product_fused_attention_overrideable",
     "torch_attn::_varlen_attn",
 )
-MATMUL = ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::_scaled_mm")
+MATMUL = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::linear",
+    "aten::_scaled_mm",
+    "aten::_grouped_mm",
+    "fsdp_trainer::grouped_linear",
+)
 
 
 def checkpoint_activations(

@@ -195,11 +195,23 @@ def trace_block(
     )
 
 
+def fed_numbers(block: Any, config: ModelConfig) -> int:
+    """Return the numbers of each token that go into and out of the products of a feed-forward."""
+    if not hasattr(block.mlp, "experts"):
+        return 3 * config.intermediate_size
+    return config.num_experts_per_tok * (3 * config.expert_size + 2 * config.hidden_size)
+
+
 def compiled_saving(
-    config: ModelConfig, of: Input, recomputed: ActivationCheckpoint, eager: TracedPart, ranks: int
+    config: ModelConfig,
+    of: Input,
+    recomputed: ActivationCheckpoint,
+    eager: TracedPart,
+    ranks: int,
+    fed: int,
 ) -> int:
     """Return the bytes that a compiled block keeps less than the traced one, from forward to
-    backward. ranks: of all its adapters together.
+    backward. ranks: of all its adapters together; fed: see `fed_numbers`.
 
     torch's partitioner (`min_cut_rematerialization_partition`) keeps inputs and outputs of matrix
     products and of attention, and computes the elementwise operators between them again. Where
@@ -222,9 +234,7 @@ def compiled_saving(
     if config.family_spec.qk_norm:
         attention += queries + keys
     stream = hidden * (3 + (norms[0] is not None) + (norms[3] is not None))
-    kept = (
-        numbers * itemsize * (stream / of.tensor + attention + 3 * config.intermediate_size + ranks)
-    )
+    kept = numbers * itemsize * (stream / of.tensor + attention + fed + ranks)
     return max(0, eager.kept - round(kept))
 
 

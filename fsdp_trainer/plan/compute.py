@@ -189,13 +189,14 @@ def forward_flops(cfg: TrainConfig, config: ModelConfig) -> Flops:
     whole_cost = float(config.attention_cost(np.array([cfg.batch.seq_len]))[0])
     attention_cost = whole_cost / cfg.sharding.context
     heads_width = config.num_attention_heads * config.head_dim
-    blocks = config.parameters() - replace(config, num_hidden_layers=0).parameters()
+    ends = replace(config, num_hidden_layers=0).parameters()
+    blocks = config.parameters(active=True) - ends
     head = 2.0 * config.embedding_rows * config.hidden_size * seq_len
     return Flops(
         products=2.0 * (blocks + parts.adapters.numbers) * seq_len,
         attention=2.0 * config.num_hidden_layers * heads_width * attention_cost,
         head=head,
-        trained=2.0 * parts.units(cfg, 1).all_blocks.trained * seq_len,
+        trained=2.0 * parts.trained_active * seq_len,
         trained_head=head * parts.head.requires_grad,
     )
 
@@ -233,10 +234,11 @@ def elementwise_seconds(cfg: TrainConfig, config: ModelConfig, device: Device) -
     norms = sum(name is not None for name in NORMS[family.norms])
     sizes = config.projection_sizes
     heads = sizes["q_proj"] + sizes["k_proj"]
+    inner = sum(map(config.feed_forward_width, config.feed_forwards)) / config.num_hidden_layers
     numbers = (
         hidden * (norms * each.norm + 2 * each.residual) / cfg.sharding.tensor
         + heads * (each.rotation + (each.norm if family.qk_norm else 0))
-        + config.intermediate_size * each.gate
+        + inner * each.gate
     )
     adapters = model_parts(config, cfg).adapters
     of_adapters = adapters.inputs * READ_BY_A + adapters.outputs * each.adapter

@@ -24,6 +24,7 @@ from fsdp_trainer.plan.blocks import (
     Input,
     TracedPart,
     compiled_saving,
+    fed_numbers,
     remembered,
     trace_block,
     trace_norm,
@@ -461,7 +462,8 @@ def trace_blocks(
         )
         if cfg.compile.enabled:
             ranks = kind.counts.ranks
-            traced = traced.less(compiled_saving(config, of, saved, traced, ranks))
+            fed = fed_numbers(kind.block, config)
+            traced = traced.less(compiled_saving(config, of, saved, traced, ranks, fed))
         return with_others_keys(cfg, config, traced, mode)
 
     def block(i: int) -> TracedPart:

@@ -17,7 +17,7 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.four_bit import Linear4, is_encoded
 from fsdp_trainer.models.freeze import count_trained, model_to_train
-from fsdp_trainer.observe.flops import TrainedWork, trained_work
+from fsdp_trainer.observe.flops import TrainedWork, count_numbers, trained_work
 from fsdp_trainer.optim.footprint import state_bytes
 from fsdp_trainer.rounding import round_up
 
@@ -167,6 +167,12 @@ class ModelParts:
     def trained_numbers(self) -> int:
         """Numbers that are trained, without the padding of the vocabulary."""
         return count_trained(self.model)
+
+    @cached_property
+    def trained_active(self) -> int:
+        """Trained numbers of the blocks that a token meets."""
+        each = [count_numbers(kind.block)[1] for kind in self.kinds]
+        return sum(each[kind] for kind in self.kind_of)
 
     @cached_property
     def work(self) -> TrainedWork:

@@ -1,0 +1,33 @@
+"""The dense feed-forward of a block."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp_trainer.models.config import ModelConfig
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+class MLP(nn.Module):
+    """Gated feed-forward (Shazeer 2020). inner: its width; None: intermediate_size."""
+
+    def __init__(self, config: ModelConfig, inner: int | None = None):
+        super().__init__()
+        width = config.hidden_size
+        inner = inner or config.intermediate_size
+        bias = config.mlp_bias
+        self.gate_proj = nn.Linear(width, inner, bias=bias)
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
+        self.activation = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, length, hidden]."""
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

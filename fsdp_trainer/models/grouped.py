@@ -1,0 +1,94 @@
+"""Products of groups of rows, each group with a matrix of its own."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ALIGNED = 8
+"""Numbers in bfloat16 of 16 bytes, a multiple of which grouped_mm's kernels take as a width."""
+
+
+def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Return [rows, out]: each group of rows times its own matrix.
+
+    rows: [rows, in]; weights: [groups, out, in]; ends: [groups] int32, ascending; the last is the
+    number of rows, since what lies behind it would be left undefined.
+    """
+    aligned = weights.shape[1] % ALIGNED == 0 == weights.shape[2] % ALIGNED
+    if rows.dtype == torch.bfloat16 and aligned:
+        return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    # torch computes these too, but knows no shapes of them (2.13: "Expected inputs of BF16 type"),
+    # which the compiler and the plan of memory need
+    return grouped_forward(rows, weights, ends)
+
+
+@torch.library.custom_op("fsdp_trainer::grouped_linear", mutates_args=())
+def grouped_forward(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Return `grouped_linear`."""
+    return _product(rows, weights.transpose(1, 2), ends)
+
+
+@torch.library.custom_op("fsdp_trainer::grouped_gradient_of_rows", mutates_args=())
+def grouped_backward(grad: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Return the gradient of the rows: [rows, in]. grad: of the product, [rows, out]."""
+    return _product(grad.contiguous(), weights, ends)
+
+
+@torch.library.custom_op("fsdp_trainer::grouped_gradient_of_weights", mutates_args=())
+def grouped_outer(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    """Return the gradient of the weights: [groups, out, in]."""
+    grad = grad.contiguous()
+    if _has_kernel(grad, rows):
+        return F.grouped_mm(grad.T, rows, offs=ends)
+    sums = [part.T @ rows[first:last] for first, last, part in _groups(grad, ends)]
+    return torch.stack(sums)
+
+
+def _product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Return each group of rows times its own matrix [in, out]."""
+    if _has_kernel(rows, matrices):
+        return F.grouped_mm(rows, matrices, offs=ends)
+    groups = zip(_groups(rows, ends), matrices, strict=True)
+    return torch.cat([part @ matrix for (_, _, part), matrix in groups])
+
+
+def _has_kernel(*tensors: Tensor) -> bool:
+    """Return True where torch computes grouped products: everywhere on a CPU."""
+    return not tensors[0].is_cuda
+
+
+def _groups(rows: Tensor, ends: Tensor) -> list[tuple[int, int, Tensor]]:
+    """Return the first row of each group, the one behind its last, and its rows."""
+    lasts = ends.tolist()
+    firsts = [0, *lasts[:-1]]
+    return [(first, last, rows[first:last]) for first, last in zip(firsts, lasts, strict=True)]
+
+
+@grouped_forward.register_fake
+def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[1])
+
+
+@grouped_backward.register_fake
+def _(grad: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return grad.new_empty(grad.shape[0], weights.shape[2])
+
+
+@grouped_outer.register_fake
+def _(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    return grad.new_empty(ends.shape[0], grad.shape[1], rows.shape[1])
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    rows, weights, ends = ctx.saved_tensors
+    needed = ctx.needs_input_grad
+    of_rows = grouped_backward(grad, weights, ends) if needed[0] else None
+    of_weights = grouped_outer(grad, rows, ends) if needed[1] else None
+    return of_rows, of_weights, None
+
+
+grouped_forward.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,122 @@
+"""Mixture of experts: a router sends each token to a few of many feed-forwards (Shazeer et al.
+2017). No token is dropped."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.feed_forward import ACTIVATIONS
+from fsdp_trainer.models.grouped import grouped_linear
+
+
+class Routing(NamedTuple):
+    """The experts of each token and their weights, [tokens, k]; logits: [tokens, experts]."""
+
+    experts: Tensor
+    weights: Tensor
+    logits: Tensor
+
+
+class Router(nn.Module):
+    """Chooses each token's experts. Not a `Linear`: no adapter, no 4-bit or 8-bit format."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.chosen = config.num_experts_per_tok
+        self.normalizes = config.normalizes_experts
+
+    def forward(self, x: Tensor) -> Routing:
+        """x: [tokens, hidden]."""
+        logits = F.linear(x, self.weight)
+        probabilities = logits.softmax(-1, dtype=torch.float32)
+        weights, experts = probabilities.topk(self.chosen, dim=-1)
+        if self.normalizes:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return Routing(experts, weights.to(x.dtype), logits)
+
+
+class Experts(nn.Module):
+    """Gated feed-forwards side by side: a matrix [out, in] for each expert, stacked."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        count = config.num_experts
+        width = config.hidden_size
+        inner = config.expert_size
+        self.gate_proj = nn.Parameter(torch.empty(count, inner, width))
+        self.up_proj = nn.Parameter(torch.empty(count, inner, width))
+        self.down_proj = nn.Parameter(torch.empty(count, width, inner))
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.active_share = config.num_experts_per_tok / count
+        """Share of the weights that a token meets."""
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Return [rows, hidden], each row computed by its expert.
+
+        rows: [rows, hidden], those of an expert together, in the experts' order; ends: [experts]
+        int32, the row behind each expert's last. An expert may have no rows.
+        """
+        gate = grouped_linear(rows, self.gate_proj, ends)
+        up = grouped_linear(rows, self.up_proj, ends)
+        return grouped_linear(self.activation(gate) * up, self.down_proj, ends)
+
+
+class MixtureOfExperts(nn.Module):
+    """Router and experts, in place of a dense feed-forward."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = Experts(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, length, hidden]."""
+        tokens = x.flatten(0, -2)
+        routing = self.gate(tokens)
+        return self.mix(tokens, routing).view_as(x)
+
+    def mix(self, tokens: Tensor, routing: Routing) -> Tensor:
+        """Return the weighted sum of what each token's experts compute: [tokens, hidden]."""
+        count = self.gate.weight.shape[0]
+        chosen = routing.experts.shape[-1]
+        flat = routing.experts.flatten()
+        by_expert, order = flat.sort(stable=True)
+        every = torch.arange(count, device=flat.device)
+        ends = torch.searchsorted(by_expert, every, right=True, out_int32=True)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        rows = Rearranged.apply(tokens, order, back, chosen)
+        computed = Rearranged.apply(self.experts(rows, ends), back, order, 1)
+        each = computed.unflatten(0, (-1, chosen))
+        return (each * routing.weights.unsqueeze(-1)).sum(1)
+
+
+class Rearranged(torch.autograd.Function):
+    """Rows in another order, each as often as asked.
+
+    Its gradient is gathered and summed in a fixed order; that of torch's own indexing is scattered
+    by atomic additions, whose order varies.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
+        """Return [rows · copies, width]: copy `order[i]` of all copies, each row's side by side.
+
+        back: the inverse permutation of `order`.
+        """
+        ctx.save_for_backward(back)
+        ctx.copies = copies
+        return rows.index_select(0, order // copies if copies > 1 else order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of `rows`."""
+        (back,) = ctx.saved_tensors
+        grad = grad.index_select(0, back)
+        if ctx.copies > 1:
+            grad = grad.unflatten(0, (-1, ctx.copies)).sum(1)
+        return grad, None, None, None

@@ -1,0 +1,248 @@
+"""Mixtures of experts: every layout, recomputed, compiled and continued, computes what one process
+does with a plain loop over the experts."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from layouts import assert_same, take_steps, whole
+
+from fsdp_trainer.config.schema import (
+    ActivationCheckpoint,
+    Adapter,
+    Optim,
+    Precision,
+    Sharding,
+    TrainConfig,
+)
+from fsdp_trainer.models import moe
+from fsdp_trainer.models.adapters import resolve_adapters
+from fsdp_trainer.models.attention import LAYOUTS
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.freeze import choose_trained
+from fsdp_trainer.models.grouped import grouped_linear
+from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.models.moe import Experts, MixtureOfExperts
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.materialize import allocate
+from fsdp_trainer.parallel.parallelize import parallelize
+
+CPU = torch.device("cpu")
+QWEN = {
+    "family": "qwen3_moe", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "initializer_range": 0.2, "tie_word_embeddings": False, "num_experts": 5,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True,
+}  # fmt: skip
+ROW = 24
+DOCUMENTS = ([9, 7], [24], [5, 5, 5, 5], [1, 20])
+
+
+# --- the parts ------------------------------------------------------------------------------------
+
+
+def by_loop(rows, weights, ends):
+    """What `grouped_linear` computes, one group after another."""
+    starts = [0, *ends.tolist()[:-1]]
+    parts = [
+        F.linear(rows[start:end], weight)
+        for start, end, weight in zip(starts, ends.tolist(), weights, strict=True)
+    ]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [[3, 0, 5, 1], [0, 0, 9, 0], [0, 0, 0, 0]], ids=str)
+def test_groups_of_any_size_are_multiplied_as_by_a_loop(sizes, dtype):
+    torch.manual_seed(0)
+    rows = torch.randn(sum(sizes), 8, dtype=dtype)
+    weights = torch.randn(len(sizes), 16, 8, dtype=dtype)
+    ends = torch.tensor(sizes).cumsum(0, dtype=torch.int32)
+    found = []
+    for way in (grouped_linear, by_loop):
+        leaves = [tensor.clone().requires_grad_() for tensor in (rows, weights)]
+        out = way(*leaves, ends)
+        gradients = torch.autograd.grad(out, leaves, torch.ones_like(out).cumsum(0))
+        found.append((out, *gradients))
+    for ours, loop in zip(*found, strict=True):
+        torch.testing.assert_close(ours, loop)
+
+
+def mixture(**sizes):
+    torch.manual_seed(0)
+    module = MixtureOfExperts(ModelConfig(**{**QWEN, **sizes}))
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return module
+
+
+def each_token_by_itself(module, x):
+    """Σ weight · expert(token) over the chosen experts, token by token."""
+    experts = module.experts
+    out = torch.zeros_like(x)
+    for i, token in enumerate(x):
+        chosen, weights, _ = (part[0] for part in module.gate(token[None]))
+        for expert, weight in zip(chosen.tolist(), weights, strict=True):
+            gate = F.silu(experts.gate_proj[expert] @ token)
+            inside = gate * (experts.up_proj[expert] @ token)
+            out[i] = out[i] + weight * (experts.down_proj[expert] @ inside)
+    return out
+
+
+@pytest.mark.parametrize("chosen", [1, 2, 5])
+def test_no_token_is_dropped_whichever_experts_it_goes_to(chosen):
+    module = mixture(num_experts_per_tok=chosen)
+    x = torch.randn(13, 32)
+    with torch.no_grad():
+        module.gate.weight[0] = 0.3 * x.sum(0)  # most go to one expert
+    results = []
+    for way in (lambda x: module(x[None])[0], lambda x: each_token_by_itself(module, x)):
+        leaf = x.clone().requires_grad_()
+        out = way(leaf)
+        gradients = torch.autograd.grad(out.square().sum(), [leaf, *module.parameters()])
+        results.append((out, *gradients))
+    for ours, alone in zip(*results, strict=True):
+        torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_are_the_same_bits_each_time():
+    module = mixture()
+    x = torch.randn(1, 50, 32)
+    found = []
+    for _ in range(2):
+        leaf = x.clone().requires_grad_()
+        found.append(torch.autograd.grad(module(leaf).sum(), [leaf, *module.parameters()]))
+    assert all(map(torch.equal, *found))
+
+
+# --- layouts --------------------------------------------------------------------------------------
+
+
+def batch_of(number, step):
+    """A row of packed documents, with targets for some of its tokens."""
+    random = torch.Generator().manual_seed(10 * step + number)
+    lengths = DOCUMENTS[number]
+    filled = sum(lengths)
+    tokens = torch.zeros(1, ROW, dtype=torch.int64)
+    tokens[0, :filled] = torch.randint(97, (filled,), generator=random)
+    positions = torch.zeros_like(tokens)
+    positions[0, :filled] = torch.cat([torch.arange(n) for n in lengths])
+    index = torch.arange(number, filled, 2)
+    targets = torch.randint(97, index.shape, generator=random)
+    layout = LAYOUTS["mask"]([lengths], ROW, CPU)
+    return MicroBatch(tokens, positions, layout, index, targets, torch.ones(len(index)))
+
+
+def weight_of(step):
+    return float(sum(len(batch_of(number, step).index) for number in range(len(DOCUMENTS))))
+
+
+def configuration(settings):
+    return TrainConfig(
+        sharding=Sharding(**settings.get("sharding", {})),
+        activation_checkpoint=ActivationCheckpoint(**settings.get("checkpoint", {})),
+        # with the usual eps the sign of a gradient that is only rounding would count
+        optim=Optim(lr=3e-3, eps=1e-3, **settings.get("optim", {})),
+        precision=Precision(param_dtype="float32", master_dtype="float32"),
+        adapter=Adapter(**settings.get("adapter", {})),
+    )
+
+
+def start(model):
+    """Weights as at a run's start, and adapters that add something."""
+    initialize_weights(model, 1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            torch.nn.init.constant_(local, 0.1)
+
+
+def alone(sizes, settings):
+    """One process; products of experts by a loop."""
+    cfg, config = configuration(settings), ModelConfig(**{**QWEN, **sizes})
+    model = Decoder(config)
+    choose_trained(model, resolve_adapters(cfg.adapter, config), [])
+    start(model)
+    first = {n: whole(p) for n, p in model.named_parameters()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe, "grouped_linear", by_loop)
+        rows = range(len(DOCUMENTS))
+        return first, *take_steps(model, cfg, None, rows, batch_of, weight_of)
+
+
+def shared(sizes, settings):
+    """This rank's part."""
+    dist.init_process_group("gloo")
+    cfg, config = configuration(settings), ModelConfig(**{**QWEN, **sizes})
+    dims = Dims(cfg.sharding, "cpu", 60)
+    with torch.device("meta"):
+        model = Decoder(config)
+    adapters = resolve_adapters(cfg.adapter, config)
+    model = parallelize(model, dims, cfg, adapters, settings.get("compiled", False))
+    allocate(model, CPU)
+    start(model)
+    first = {n: whole(p) for n, p in model.named_parameters()}
+    own = range(dims.batch_rank, len(DOCUMENTS), dims.batch_ranks)
+    return first, *take_steps(model, cfg, dims, own, batch_of, weight_of)
+
+
+CASES = {
+    "fsdp": (2, {}, {}),
+    "fewer experts than ranks": (4, {"num_experts": 3}, {}),
+    "some blocks dense": (2, {"mlp_only_layers": (0,), "num_hidden_layers": 3}, {}),
+    "hsdp": (4, {}, {"sharding": {"strategy": "hsdp", "replicas": 2}}),
+    "ddp": (2, {}, {"sharding": {"strategy": "ddp"}}),
+    "recomputed": (2, {}, {"checkpoint": {"mode": "full"}}),
+    "some recomputed": (2, {}, {"checkpoint": {"mode": "selective"}}),
+    "lora on attention": (2, {}, {"adapter": {"name": "lora", "rank": 2}}),
+    "compiled": (2, {}, {"compiled": True}),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=pytest.mark.slow) if i else name for i, name in enumerate(CASES)],
+)
+def test_every_layout_computes_what_one_process_does(world, case):
+    ranks, sizes, settings = CASES[case]
+    expected = alone(sizes, settings)
+    for got in world.call(ranks, shared, sizes, settings):
+        assert_same(got, expected)
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+SMALL = ["model.family=qwen3_moe", "model.num_experts=5", "model.num_hidden_layers=2"]
+
+
+def test_a_run_goes_on_on_other_ranks_and_exports_what_it_holds(train, world, tmp_path):
+    how = [*SMALL, "schedule=constant"]
+    whole_run = train("whole", *how, "train.steps=4")
+    train("run", *how, "train.steps=2", ranks=2)
+    run = train("run", *how, "train.steps=4", "checkpoint.export_hf=true", ranks=1)
+    assert run.column("loss") == pytest.approx(whole_run.column("loss"), rel=1e-5)
+    assert run.column("grad_norm") == pytest.approx(whole_run.column("grad_norm"), rel=1e-4)
+    assert "whole" in world.command("verify", f"source={run.folder}", f"hf={run.folder}/hf")[0].out
+    described = json.loads((run.folder / "hf" / "config.json").read_text())
+    assert described["num_experts"] == 5
+    assert described["architectures"] == ["Qwen3MoeForCausalLM"]
+    told = world.command("generate", f"source={run.folder}", "prompt=aa", "max_tokens=4")[0]
+    assert told.out
+
+
+def test_a_token_counts_for_the_experts_that_it_meets():
+    config = ModelConfig(**QWEN)
+    idle = 2 * 3 * 3 * 32 * 12  # in each block three of five experts, three matrices each
+    assert config.parameters() - config.parameters(active=True) == idle
+    experts = Experts(config)
+    assert experts.active_share == 2 / 5
+
+
+@pytest.mark.parametrize("key", ["tensor", "context"])
+def test_what_cannot_be_together_with_experts_is_refused(train, key):
+    told = train("run", *SMALL, f"sharding.{key}=2", code=2).err
+    assert f"sharding.{key}=2" in told
+    assert "together with experts" in told

@@ -137,6 +137,7 @@ SETTINGS = {
     "tracker_close_seconds": ["fsdp_trainer.observe.trackers:CLOSE_SECONDS"],
     "tracker_waiting": ["fsdp_trainer.observe.trackers:WAITING"],
     "report_read_bytes": ["fsdp_trainer.report.read:READ_BYTES"],
+    "compile_backend": ["fsdp_trainer.parallel.compile:BACKEND"],
     "float8_emulated": ["fsdp_trainer.parallel.convert:EMULATED"],
     "launch_grace_seconds": ["fsdp_trainer.launch.start:GRACE_SECONDS"],
     "node_answer_seconds": ["fsdp_trainer.launch.nodes:ANSWER_SECONDS"],
@@ -249,6 +250,11 @@ def setting(name: str, value: Any):
         for place in SETTINGS[name]:
             stack.enter_context(replace(place, value))
         yield
+
+
+def no_kernels() -> Fault:
+    """Compile without writing kernels, which is most of the time: for tests of what is computed."""
+    return setting("compile_backend", "aot_eager_decomp_partition")
 
 
 @fault

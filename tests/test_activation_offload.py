@@ -168,6 +168,7 @@ def test_small_tensors_stay():
     assert copies.moved == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [WAYS[0], *(pytest.param(way, marks=pytest.mark.slow) for way in (WAYS[1], WAYS[3]))],
@@ -189,6 +190,7 @@ def small_tensors_too():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -257,6 +259,7 @@ def test_crossing_to_the_host_takes_time_where_nothing_hides_it():
     assert planned(*full, offload).seconds == planned(*full).seconds
 
 
+@pytest.mark.slow
 def test_on_a_cpu_nothing_is_saved():
     words = ["model=smollm2_135m", "launch.device=cpu", "plan.world_size=2"]
     offload = "activation_checkpoint.offload=true"

@@ -85,6 +85,7 @@ def adapter_config(folder):
 # --- out ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options", "how"),
     [
@@ -140,6 +141,7 @@ def test_peft_loads_our_adapter_and_gives_our_logits(train, tmp_path, family, op
     assert adapter_config(adapter)["base_model_name_or_path"] == str(base)
 
 
+@pytest.mark.slow
 def test_exports_do_not_depend_on_the_number_of_ranks(train, tmp_path):
     base = make_folder(tmp_path / "base", "phi3")
     options = [*RUN, "adapter=dora", "adapter.also=[head]", "checkpoint.merge=true"]
@@ -225,6 +227,7 @@ def test_a_run_goes_on_from_a_peft_folder(train, tmp_path, family, ranks):
     assert config["base_model_name_or_path"] == str(base)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_our_adapter_comes_back_as_it_was(train, tmp_path, family):
     base = make_folder(tmp_path / "base", family)
@@ -238,6 +241,7 @@ def test_our_adapter_comes_back_as_it_was(train, tmp_path, family):
         assert configs[0] == configs[1]
 
 
+@pytest.mark.slow
 def test_a_run_that_began_from_an_adapter_goes_on_without_it(train, tmp_path):
     base = make_folder(tmp_path / "base")
     make_adapter(base, tmp_path / "adapter")
@@ -248,6 +252,7 @@ def test_a_run_that_began_from_an_adapter_goes_on_without_it(train, tmp_path):
     assert run.column("step") == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("origin", ["peft", "run"])
 def test_frozen_matrices_of_an_adapter_are_those_that_it_began_from(train, tmp_path, origin):
     base = make_folder(tmp_path / "base")
@@ -272,6 +277,7 @@ def test_frozen_matrices_of_an_adapter_are_those_that_it_began_from(train, tmp_p
         load_model(run.folder)
 
 
+@pytest.mark.slow
 def test_a_model_begins_from_merged_weights(train, tmp_path):
     base = make_folder(tmp_path / "base")
     theirs = make_adapter(base, tmp_path / "adapter")
@@ -398,6 +404,7 @@ def test_a_base_model_is_looked_for_beside_the_adapter(tmp_path):
     torch.testing.assert_close(logits(load_model(adapter)), expected, atol=LOGITS, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_wrong_base_and_a_second_merge_are_refused(train, world, tmp_path):
     base = make_folder(tmp_path / "base")
     merge = ["adapter=lora", "checkpoint.merge=true", f"model.init_from={base}"]
@@ -419,6 +426,7 @@ def test_a_wrong_base_and_a_second_merge_are_refused(train, world, tmp_path):
     assert "merged into it already" in err
 
 
+@pytest.mark.slow
 def test_keys_that_contradict_the_adapter_are_refused(train, world, tmp_path):
     base = make_folder(tmp_path / "base")
     make_adapter(base, tmp_path / "adapter")
@@ -439,6 +447,7 @@ def test_keys_that_contradict_the_adapter_are_refused(train, world, tmp_path):
 # --- what computes with them ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_verify_compares_with_peft_and_computes_the_loss(train, world, tmp_path, chats):
     base = make_folder(tmp_path / "base")
     merge = ["adapter=dora", "checkpoint.merge=true", f"model.init_from={base}"]
@@ -492,6 +501,7 @@ def test_memory_of_merging_does_not_grow_with_the_model(tmp_path, kind):
     assert peaks[0] == peaks[1] < sum(file.stat().st_size for file in files) / 4
 
 
+@pytest.mark.slow
 def test_an_adapter_beside_4_bit_weights_is_merged_in_both_ways(train, world, tmp_path, chats):
     base = make_folder(tmp_path / "base")
     run = train("run", *RUN, "adapter=qlora", f"model.init_from={base}", base=HF).folder

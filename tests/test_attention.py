@@ -366,6 +366,7 @@ def test_a_kernel_stays_preferred_until_the_next_run():
     assert _cur_sdpa_kernel_backends(with_priority=True) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "says"),
     [

@@ -159,6 +159,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bad", [inject.bad_gradient(), inject.bad_loss(), inject.infinite_gradient()], ids=str
 )
@@ -192,6 +193,7 @@ def test_a_skipped_step_tells_the_rank_and_the_lines_of_the_file(train, chats):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_run_that_learns_nothing_names_the_last_good_checkpoint_however_rarely_it_looks(
     train, mode
@@ -237,6 +239,7 @@ def spiky(world, inputs, tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_a_warning_changes_nothing_of_training_and_names_the_rows(spiky, chats):
     warned, ignored = spiky("warn"), spiky("ignore")
     (event,) = warned.event("spike")
@@ -336,6 +339,7 @@ def test_a_run_that_is_stopped_before_it_has_read_of_a_spike_is_taken_back_too(t
     assert_bitwise_equal(stored(newest(run)), stored(newest(whole)))
 
 
+@pytest.mark.slow
 def test_what_a_rewind_left_aside_stays_until_as_many_new_checkpoints_are_there_as_are_kept(train):
     how = [*SPIKY, LONG, "train.on_spike=rewind", "train.rewind_margin=3", "checkpoint.keep=2"]
     after_18_again = inject.failed(step=19, nth=2)
@@ -359,6 +363,7 @@ def test_without_a_checkpoint_to_go_back_to_the_update_is_left_out_instead(train
     assert_bitwise_equal(stored(newest(run)), stored(newest(skipped)))
 
 
+@pytest.mark.slow
 def test_a_run_is_not_taken_back_for_ever(train):
     run = train(
         "run",
@@ -450,6 +455,7 @@ def wrong_once():
 CHECKED = ["train.steps=8", "train.check_every=6", "checkpoint.every=2", "batch.micro_rows=2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.faults)])
 def test_a_rank_that_computes_differently_the_second_time_is_named_and_nothing_of_it_is_learnt(
     train, ranks
@@ -479,6 +485,7 @@ def never_the_same(rank=None):
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("only_rank", "ranks"), [(None, [0]), (None, [0, 1]), pytest.param(1, [1], id="one of two")]
 )

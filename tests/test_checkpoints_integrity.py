@@ -152,6 +152,7 @@ DAMAGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "damage"),
     DAMAGES,
@@ -204,6 +205,7 @@ def a_lost_sector(real, path):
     return real(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", [another_content, a_lost_sector])
 def test_what_one_rank_alone_sees_as_damaged_is_so_to_all(train, two_checkpoints, tmp_path, reads):
     shutil.copytree(two_checkpoints.folder, tmp_path / "run")
@@ -230,6 +232,7 @@ def is_own_manifest(path):
     return is_manifest(path) and path.parts[-4] == "own"
 
 
+@pytest.mark.slow
 def test_all_ranks_go_on_from_where_rank_0_sees_that_the_run_stands(train, two_checkpoints):
     how = ["schedule=constant", f"checkpoint.resume={two_checkpoints.folder}"]
     train("own", *how, "train.steps=5", ranks=2)

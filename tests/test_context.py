@@ -196,11 +196,11 @@ CASES = {
 }
 
 
-SLOW = ("ring by mask", "ring, recomputed", "ring and shard", "tensor, ring", "ring, compiled")
+QUICK = ("two", "gathered")
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES]
+    "case", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES]
 )
 def test_ranks_that_share_rows_compute_what_one_process_does(world, case):
     ranks, sizes, settings = CASES[case]
@@ -212,6 +212,7 @@ def test_ranks_that_share_rows_compute_what_one_process_does(world, case):
 # --- runs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_rows_shared_and_not(train, tmp_path):
     (tmp_path / "data").mkdir()
     for name, start_at in (("a", 0), ("b", 200)):
@@ -240,6 +241,7 @@ def test_a_run_goes_on_with_rows_shared_and_not(train, tmp_path):
     assert len(texts[0]) == 3
 
 
+@pytest.mark.slow
 def test_an_export_is_the_same_bytes_whoever_shared_the_rows(train, tmp_path, world):
     how = ["train.steps=1", "sharding.context=2", "checkpoint.export_hf=true"]
     run = train("run", *how, "sharding.context_method=gathered", ranks=2)
@@ -248,6 +250,7 @@ def test_an_export_is_the_same_bytes_whoever_shared_the_rows(train, tmp_path, wo
     assert_byte_equal(tensors(run.folder / "hf"), tensors(out))
 
 
+@pytest.mark.slow
 def test_streamed_rows_are_shared(train):
     how = ["data.streaming=true", "train.steps=3", "schedule=constant"]
     whole = train("whole", *how)

@@ -110,6 +110,7 @@ ROWS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(ROWS)
 @settings(max_examples=400, deadline=None)
 def test_any_value_in_any_field_is_read_or_an_error_of_the_row(formatted):
@@ -309,6 +310,7 @@ def test_what_is_only_unusual_is_read(tmp_path, name, content):
     assert TOKENIZER.decode(made.train[0].read(0)[0].tolist()).startswith("good")
 
 
+@pytest.mark.slow
 def test_a_line_and_a_document_of_50_megabytes_are_read_in_bounded_memory(tmp_path):
     """Whatever the number of units: each byte is looked at once or twice, and the text is held a
     few times."""

@@ -415,6 +415,7 @@ def test_a_mixture_trains_alike_on_any_number_of_ranks_and_tells_what_it_gave(tr
     assert f"asked for 40.00%; {b['tokens']:,} tokens, {b['epochs']:.2f} epochs" in runs[0].out
 
 
+@pytest.mark.slow
 def test_weights_in_other_numbers_are_the_same_mixture_and_another_order_is_not(train, sources):
     how = ["train.steps=2", "schedule=constant"]
     train("run", by("weight", sources, 0.6, 0.4), *how)
@@ -423,6 +424,7 @@ def test_weights_in_other_numbers_are_the_same_mixture_and_another_order_is_not(
     assert "the same sources are in another order, or mixed otherwise" in refused.err
 
 
+@pytest.mark.slow
 def test_a_version_that_orders_rows_otherwise_begins_anew_and_says_so(train):
     train("run", "train.steps=2", "schedule=constant")
     told = "is the same, in other rows or another order: begins at the first row of what it is now"

@@ -285,6 +285,7 @@ def test_preview_text_marks_what_is_learnt(tmp_path, capsys):
     assert "<|im_end|>]]\n" in shown
 
 
+@pytest.mark.slow
 def test_padding_to_a_multiple_makes_micro_batches_shorter_and_changes_no_loss(train, planned):
     order = Mixture([Component("", planned(packing="none"))])
     whole, cut = (

@@ -116,6 +116,7 @@ def test_processes_that_tokenise_import_no_torch():
     assert subprocess.run([sys.executable, "-c", what], timeout=600).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_first_bad_rows_are_told_whichever_process_finds_them(
     tmp_path, data, many_parts, count
@@ -136,6 +137,7 @@ def test_the_first_bad_rows_are_told_whichever_process_finds_them(
     assert skipped.examples["unreadable"][0].endswith("a.jsonl:61")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "interrupted"])
 def test_what_is_finished_when_a_process_dies_is_not_done_again(tmp_path, data, many_parts, how):
     whole = made(str(data), tmp_path / "whole")

@@ -319,6 +319,7 @@ def test_the_program_trains_on_a_url(train, tmp_path, chats):
     assert len([*(tmp_path / "cache" / "remote").rglob("chats.jsonl")]) == 1
 
 
+@pytest.mark.slow
 def test_the_program_streams_from_a_web_server_that_gives_no_parts_of_a_file(web, train):
     url, files = web
     (files / "plain" / "a.jsonl").write_bytes(lines(*(f"text {i}" for i in range(100))))

@@ -114,6 +114,7 @@ FULL = "activation_checkpoint=full"
 slow = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "family", "dtype", "how"),
     [
@@ -143,14 +144,14 @@ def test_training_is_bitwise_that_on_the_decoded_weights(
     folder = make_folder(tmp_path / "hf", family, torch_dtype, **WIDE)
     also = "o_proj" if "adapter.also=[o_proj]" in how else ""
     decoded = decoded_folder(folder, tmp_path / "decoded", torch_dtype, also)
+    kernels = {"seam": inject.no_kernels()} if how == ["compile"] else {}
     how = [*compiled, FULL] if how == ["compile"] else how
     kind = [] if "adapter=dora" in how else ["adapter=lora"]
     common = [*COMMON, *kind, *how]
     base = hf(f"precision={dtype}")
-    run = train(
-        "run", *common, "adapter.base=nf4", f"model.init_from={folder}", ranks=ranks, base=base
-    )
-    expected = train("expected", *common, f"model.init_from={decoded}", ranks=ranks, base=base)
+    options = {"ranks": ranks, "base": base, **kernels}
+    run = train("run", *common, "adapter.base=nf4", f"model.init_from={folder}", **options)
+    expected = train("expected", *common, f"model.init_from={decoded}", **options)
     assert run.column("loss") == expected.column("loss")
     assert_bitwise_equal(stored(newest(run)), stored(newest(expected)))
     assert run.column("loss")[-1] < run.column("loss")[0]
@@ -165,6 +166,7 @@ def digests(run):
     return read_progress(newest(run))["frozen"]["digests"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "begin", ["from a folder", pytest.param("from random weights", marks=slow)]
 )
@@ -199,6 +201,7 @@ def recorded(file):
         file.write_text(json.dumps([sum(held), sum(gathered)]))
 
 
+@pytest.mark.slow
 def test_a_rank_holds_and_gathers_codes_in_place_of_numbers(train, tmp_path):
     folder = make_folder(tmp_path / "hf", **WIDE)
     how = [*COMMON, f"model.init_from={folder}", "train.steps=1", "adapter=lora"]
@@ -216,6 +219,7 @@ def test_a_rank_holds_and_gathers_codes_in_place_of_numbers(train, tmp_path):
     assert gathered - gathered_of_codes == 2 * (numbers - codes)
 
 
+@pytest.mark.slow
 def test_encoding_needs_a_few_pieces_beside_what_it_gives(tmp_path):
     rows, columns = 2048, 2048
     file = tmp_path / "numbers"
@@ -234,6 +238,7 @@ def folder(tmp_path):
     return make_folder(tmp_path / "hf", dtype=torch.bfloat16, **WIDE)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bitwise_and_on_other_ranks(train, folder):
     how = [*COMMON, "adapter=qlora", f"model.init_from={folder}", "checkpoint.every=2"]
     expected = train("whole", *how, ranks=2, base=hf("precision=bf16"))
@@ -246,6 +251,7 @@ def test_a_run_goes_on_bitwise_and_on_other_ranks(train, folder):
     assert digests(on_more) == digests(expected)
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_from_a_base_that_has_changed(train, folder):
     how = [*COMMON, "adapter=qlora", f"model.init_from={folder}", "checkpoint.every=2"]
     train("run", *how, "train.steps=2", base=HF)

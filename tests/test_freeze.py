@@ -3,6 +3,7 @@
 import json
 import math
 
+import inject
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -71,6 +72,7 @@ def test_to_freeze_everything_is_refused():
         freeze(decoder(), ["*"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "how"),
     [
@@ -104,7 +106,7 @@ def test_a_frozen_run_is_the_same_however_it_is_sharded(train, ranks, how):
 def test_compiled_blocks_know_what_is_frozen(train, compiled, patterns):
     common = ["schedule=constant", "train.steps=4", patterns]
     expected = train("plain", *common, ranks=2)
-    run = train("compiled", *common, *compiled, ranks=2)
+    run = train("compiled", *common, *compiled, ranks=2, seam=inject.no_kernels())
     assert run.column("loss") == pytest.approx(expected.column("loss"), rel=1e-5)
     assert "compiled again" not in run.out
 
@@ -126,6 +128,7 @@ def begin_from(base):
     return ["model=auto", f"model.init_from={base.folder}", "tokenizer.path=demo:bytes"]
 
 
+@pytest.mark.slow
 def test_a_frozen_weight_is_no_part_of_a_checkpoint_and_is_exported_as_it_was(train, base):
     common = [*begin_from(base), "train.steps=3", "checkpoint.export_hf=true"]
     how = {"ranks": 2, "base": ["batch.seq_len=128", "precision=bf16"]}
@@ -147,6 +150,7 @@ def test_a_frozen_weight_is_no_part_of_a_checkpoint_and_is_exported_as_it_was(tr
     assert numbers < 0.8 * sum(tensor.numel() for tensor in stored(newest(whole)).values())
 
 
+@pytest.mark.slow
 def test_a_frozen_run_that_goes_on_ends_bitwise_where_one_without_a_stop_does(train, base):
     common = [*begin_from(base), SOME, "checkpoint.every=3", "schedule=constant"]
     how = {"ranks": 2, "base": ["batch.seq_len=128", "precision=bf16"]}
@@ -158,6 +162,7 @@ def test_a_frozen_run_that_goes_on_ends_bitwise_where_one_without_a_stop_does(tr
     assert on_more.column("step") == list(range(1, 8))
 
 
+@pytest.mark.slow
 def test_random_weights_that_are_frozen_are_drawn_again(train, world, tmp_path):
     common = [SOME, "checkpoint.every=3", "sharding=ddp"]
     expected = train("whole", *common, "train.steps=6", "checkpoint.export_hf=true", ranks=2)
@@ -170,6 +175,7 @@ def test_random_weights_that_are_frozen_are_drawn_again(train, world, tmp_path):
         assert torch.equal(loaded[name][: len(tensor)].to(tensor.dtype), tensor), name
 
 
+@pytest.mark.slow
 def test_a_base_that_is_gone_or_has_changed_is_named(train, world, base, tmp_path):
     common = [*begin_from(base), SOME]
     small = ["batch.seq_len=128"]
@@ -203,6 +209,7 @@ def test_a_base_that_is_gone_or_has_changed_is_named(train, world, base, tmp_pat
     train("run", *go_on, base=small, ranks=2)
 
 
+@pytest.mark.slow
 def test_a_run_begins_from_a_frozen_run_and_its_base(train, base):
     small = ["batch.seq_len=128"]
     middle = train("middle", *begin_from(base), SOME, "train.steps=2", base=small, ranks=2)
@@ -212,6 +219,7 @@ def test_a_run_begins_from_a_frozen_run_and_its_base(train, base):
         assert torch.equal(tensor, second[name]) == (".layers." in name), name
 
 
+@pytest.mark.slow
 def test_what_is_frozen_changes_only_where_that_is_allowed(train):
     run = train("run", SOME, "train.steps=2")
     err = train("run", EMBEDDING, "train.steps=4", code=2).err
@@ -226,6 +234,7 @@ def test_what_is_frozen_changes_only_where_that_is_allowed(train):
     assert f"model.init_from={run.folder}" in err
 
 
+@pytest.mark.slow
 def test_new_tokens_need_a_trained_embedding(train, base):
     tokens = "tokenizer.add_tokens=['<new>']"
     err = train("run", *begin_from(base), EMBEDDING, tokens, base=["batch.seq_len=128"], code=2).err

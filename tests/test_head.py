@@ -259,6 +259,7 @@ def gathers_told():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_sharded_and_in_many_chunks_it_gives_the_same_and_is_gathered_as_often_as_in_one(
     train, tied
@@ -284,6 +285,7 @@ def test_sharded_and_in_many_chunks_it_gives_the_same_and_is_gathered_as_often_a
     assert many.out.count("gathered") == one.out.count("gathered") > 0
 
 
+@pytest.mark.slow
 def test_the_loss_that_is_told_stays_the_plain_one(train):
     how = ["train.steps=2", "optim.lr=0", "data.validation=0.2"]
     plain, z, double = (train(f"z{z}", *how, f"loss.z_loss={z}") for z in ("0", "1e-2", "2e-2"))

@@ -237,6 +237,7 @@ def test_a_header_of_nonsense_is_told(tmp_path, text):
     assert "model.safetensors" in problems[0].what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_pieces_smaller_than_a_tensor_and_not_of_its_size_come_together(
     train, export, tmp_path, ranks
@@ -275,6 +276,7 @@ def disk_of_one_rank_fails():
     return patch.object(stream.os, "preadv", preadv)
 
 
+@pytest.mark.slow
 def test_weights_that_one_rank_cannot_read_end_the_run_with_that_message(train, tmp_path):
     folder = make_folder(tmp_path / "in")
     told = train(

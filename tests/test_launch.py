@@ -287,6 +287,7 @@ def say_that_it_leaves():
     print("leaves", file=sys.stderr)
 
 
+@pytest.mark.slow
 def test_a_failed_run_prints_its_error_before_it_leaves_and_waits_for_no_collective(train):
     never_ends = inject.fails("destroy_groups", AssertionError("waits for a rank that failed"))
     fault = inject.together(inject.failed(step=2), inject.at("end", say_that_it_leaves), never_ends)

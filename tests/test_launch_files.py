@@ -56,6 +56,7 @@ def trainer_words(command: list[str]) -> list[str]:
     return command[start:] if start > 0 else command[command.index("fsdp-trainer") + 1 :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

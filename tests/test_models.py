@@ -256,6 +256,7 @@ def every_block_balanced():
         yield
 
 
+@pytest.mark.slow
 def test_losses_of_blocks_are_learnt_alike_however_the_blocks_are_sharded(train):
     how = ["train.steps=3", "batch.rows=4", "batch.micro_rows=2", "loss.z_loss=1e-9"]
     variants = ["sharding=fsdp", "activation_checkpoint=full", "sharding=ddp"]
@@ -270,6 +271,7 @@ def test_losses_of_blocks_are_learnt_alike_however_the_blocks_are_sharded(train)
             assert run.column(name) == pytest.approx(runs[0].column(name), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["checkpointed", "compiled"])
 def test_what_blocks_return_besides_is_the_same_recomputed_and_compiled(balanced, how):
     make, batch = balanced

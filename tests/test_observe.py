@@ -187,6 +187,7 @@ def test_a_progress_line_fits_the_terminal():
     )
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_validations_checkpoints_and_the_end_on_lines_of_their_own(
     tmp_path,
 ):
@@ -359,6 +360,7 @@ def profiled(world, inputs, tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 def test_a_profile_holds_exactly_the_steps_asked_for_with_their_phases_blocks_and_operators(
     profiled, train
 ):

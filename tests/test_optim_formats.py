@@ -368,6 +368,7 @@ def test_eight_bit_moments_are_torchaos():
     assert (ours.weight - theirs.weight).norm() < 0.05 * (theirs.weight - exact.weight).norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -411,6 +412,7 @@ def test_a_checkpoint_in_the_background_holds_eight_bit_moments_too(train):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [FOREACH, pytest.param(EIGHT_BIT, marks=pytest.mark.slow)], ids=str)
 def test_a_bad_gradient_on_one_rank_skips_the_step_everywhere_in_every_format(train, how):
     common = ["train.steps=4", "checkpoint.every=1", "checkpoint.keep=9", "batch.micro_rows=1"]

@@ -43,8 +43,11 @@ def alone(world, inputs, tmp_path_factory):
 def same(train, alone):
     """A training on `ranks` with `how` has the reference's losses and norms."""
 
-    def check(ranks: int, *how: str, common: tuple[str, ...] = (), steps: int = 8) -> None:
-        run = train("other", *COMMON, f"train.steps={steps}", *common, *how, ranks=ranks)
+    def check(
+        ranks: int, *how: str, common: tuple[str, ...] = (), steps: int = 8, **options
+    ) -> None:
+        how = (*COMMON, f"train.steps={steps}", *common, *how)
+        run = train("other", *how, ranks=ranks, **options)
         loss, norm = alone(*common)
         assert run.column("step") == list(range(1, steps + 1))
         assert run.column("loss") == pytest.approx(loss[:steps], rel=1e-5)
@@ -64,6 +67,7 @@ def test_any_number_of_ranks(same, ranks):
     )  # with one micro-batch of 6 rows the other ranks have nothing but empty rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "micro_rows"),
     [
@@ -112,6 +116,7 @@ MORE_WAYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "how"),
     [
@@ -127,6 +132,7 @@ def test_every_way_of_sharding_and_recomputing(same, ranks, how):
     same(ranks, "batch.micro_rows=1", *how, common=("batch.rows=7",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_untied_model(same, ranks):
     # the embedding, a unit of its own, is not gathered in backward
@@ -248,7 +254,8 @@ def test_pure_bf16_trains_with_states_of_two_bytes_and_is_near_fp32(train, alone
     ids=lambda how: " ".join(how),
 )
 def test_compiled_as_eager(same, compiled, how):
-    same(2, *compiled, *how, steps=3)
+    kernels = {"seam": inject.no_kernels()} if how else {}
+    same(2, *compiled, *how, steps=3, **kernels)
 
 
 @pytest.mark.slow

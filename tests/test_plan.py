@@ -100,6 +100,7 @@ def test_the_bytes_on_the_wire_are_those_that_a_real_run_sends(train, tmp_path, 
     assert sum(sent.values()) > 0
 
 
+@pytest.mark.slow
 def test_the_bytes_that_a_tensor_group_exchanges_are_those_of_a_real_run(train, tmp_path):
     words = ["sharding.tensor=2", "train.steps=2", "batch.micro_rows=2", "model.vocab_multiple=4"]
     train("run", *words, ranks=2, seam=counting, env={"SENT": str(tmp_path / "sent")})
@@ -124,9 +125,8 @@ def test_a_tensor_group_shares_states_and_activations():
     assert shared.wire["tensor"].across == 0 < shared.wire["shard"].across
 
 
-@pytest.mark.parametrize(
-    "method", ["ulysses", "gathered", pytest.param("ring", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ulysses", "gathered", "ring"])
 def test_the_bytes_that_ranks_exchange_which_share_rows_are_those_of_a_real_run(
     train, tmp_path, method
 ):
@@ -170,12 +170,14 @@ def hardware(name):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*RECIPES} - {"quickstart"}))
 def test_every_recipe_fits_the_hardware_that_its_head_names(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert planned(f"+recipe={name}", *hardware(name)).fits
 
 
+@pytest.mark.slow
 def test_what_is_suggested_fits_when_it_is_typed():
     cfg = compose("plan", list(DOES_NOT_FIT), inputs=False)
     config, gpu = architecture(cfg)[0], target(cfg, 8)
@@ -210,6 +212,7 @@ def test_what_is_suggested_fits_when_it_is_typed():
     assert 0.05 < selective.cost < full.cost
 
 
+@pytest.mark.slow
 def test_adapters_are_suggested_last_for_a_fine_tuning_that_does_not_fit():
     words = ["+recipe=llama8b_sft", "plan.gpu=l4", "plan.world_size=1"]
     cfg = compose("plan", words, inputs=False)
@@ -229,6 +232,7 @@ def test_adapters_are_suggested_last_for_a_fine_tuning_that_does_not_fit():
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_names_the_least_memory_that_would_do(capsys):
     words = ["model=llama3_8b", "plan.gpu=h100", "plan.world_size=1", "batch.rows=8"]
     assert main(["plan", *words, "plan.memory_gib=1", "plan.format=json"]) == 3
@@ -334,6 +338,7 @@ def test_json_is_one_object_and_the_exit_code_says_whether_it_fits(capsys):
 COMPARED = "plan.gpu=[h100,a100_40gb,l40s]"
 
 
+@pytest.mark.slow
 def test_several_gpus_are_compared_in_one_table(capsys, monkeypatch):
     words = ["plan", *DOES_NOT_FIT[:3], COMPARED, "plan.world_size=[8,16]"]
     for columns in (80, 120):
@@ -373,6 +378,7 @@ def test_several_gpus_without_brackets_are_told_how_a_list_is_written(capsys):
     assert "Did you mean  plan.gpu=l40s ?" in error
 
 
+@pytest.mark.slow
 def test_a_plan_for_people_fits_a_narrow_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["plan", *DOES_NOT_FIT]) == 3
@@ -497,6 +503,7 @@ def seconds(*words):
     return planned(*last.values()).slow.compute
 
 
+@pytest.mark.slow
 def test_speed_depends_on_what_bounds_it():
     assert seconds("precision=fp8") == seconds(), "casts are not compiled"
     compiled = seconds("compile=enabled")

@@ -147,6 +147,7 @@ def blocked_read(nth):
     over.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ahead", "nth", "step"), [(0, 5, 1), (2, 5, 1), pytest.param(2, 9, 2, marks=pytest.mark.slow)]
 )
@@ -179,6 +180,7 @@ def slow_tokenising():
     )
 
 
+@pytest.mark.slow
 def test_a_signal_while_another_rank_tokenises_ends_all_and_leaves_nothing_half_made(
     train, tmp_path
 ):
@@ -257,6 +259,7 @@ def test_a_run_stops_early_enough_to_save_within_its_limit(train):
     assert len(run.metrics) == 3
 
 
+@pytest.mark.slow
 def test_a_run_stops_before_its_slurm_job_is_over_unless_told_not_to(train):
     env = {"SLURM_JOB_END_TIME": str(int(time.time()) + 3)}
     run = train("run", "train.steps=100000", ranks=2, env=env, code=75)

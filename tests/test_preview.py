@@ -141,6 +141,7 @@ def test_every_finding_has_a_case_here():
     assert set(FINDINGS) == set(KINDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", FINDINGS)
 def test_what_is_wrong_is_told_with_its_place_and_its_fix(key, preview, tmp_path):
     rows, keys, severity, line = FINDINGS[key]
@@ -337,6 +338,7 @@ def test_json_stays_alone_on_stdout_beside_a_page(preview, tmp_path):
     assert (tmp_path / "p.html").stat().st_size
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path):
     command = (
         f"{sys.executable} -m fsdp_trainer preview data.path=demo:backwards "

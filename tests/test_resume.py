@@ -135,6 +135,7 @@ def test_a_time_limit_exits_75_with_a_checkpoint(train, ranks):
 # --- another world ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "worlds",
     [

@@ -121,6 +121,7 @@ def test_a_row_that_one_rank_cannot_read_ends_the_run_on_all_in_its_own_step(tra
     assert "rank 1 cannot read" in run.events[-1]["reason"]
 
 
+@pytest.mark.slow
 def test_the_run_ends_with_the_last_row_whatever_is_made_ahead(train):
     run = train("run", "train.epochs=1", "data.prefetch=8")
     plain = train("plain", "train.epochs=1")
@@ -197,6 +198,7 @@ def gathered(run):
     )
 
 
+@pytest.mark.slow
 def test_backward_gathers_the_blocks_but_not_the_embedding(train):
     run = train(
         "run",
@@ -228,6 +230,7 @@ def told_groups():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(TORCH < (2, 13), reason="needs torch 2.13")
 @pytest.mark.parametrize(
     ("ranks", "how", "groups"),

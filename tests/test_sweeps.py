@@ -172,6 +172,7 @@ def test_the_command_line_wins_over_a_sweep_and_a_folder_adds_its_own(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_wrong_itself_is_refused(tmp_path, capsys):
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep/bare.yaml").write_text("hydra: {sweeper: {params: {optim.lr: '1,2'}}}\n")
@@ -301,6 +302,7 @@ def test_a_sweep_inside_a_launcher_is_refused_with_the_command_to_type(
 # --- what becomes of them -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_job_has_a_stable_folder_and_a_line(sweep, tmp_path):
     lines = sweep("optim.lr=2,1", "train.steps=2")
     assert states(lines) == ["finished"] * 2
@@ -394,6 +396,7 @@ def test_a_signal_ends_the_check_of_many_jobs(sweep, enter):
     assert not sweep.trained
 
 
+@pytest.mark.slow
 def test_a_mistake_of_all_jobs_is_told_once_and_starts_nothing(sweep, tmp_path):
     assert sweep("optim.learning_rate=1,2", "batch.row=3", code=2) == []
     assert not list(tmp_path.iterdir())
@@ -595,6 +598,7 @@ def test_a_job_that_others_beat_is_ended_early(sweep):
     assert "pruner=median" in pruned["reason"]
 
 
+@pytest.mark.slow
 def test_what_is_refused_or_failed_has_no_result_for_optuna(sweep):
     sweep.endings = {2.0: 1}
     words = [
@@ -629,6 +633,7 @@ def test_what_does_not_fit_is_not_started(sweep, enter):
     )
 
 
+@pytest.mark.slow
 def test_a_search_that_is_wrong_itself_is_refused_before_anything_starts(sweep, tmp_path, enter):
     wrong = {
         "hydra.sweeper.n_trial=3": "Did you mean  hydra.sweeper.n_trials=3 ?",

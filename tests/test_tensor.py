@@ -178,14 +178,11 @@ CASES = {
 }
 
 
-SLOW = (
-    "qwen3", "phi3", "gemma3", "full", "offload", "unsharded", "ddp", "one key head, all normed",
-    "8 bits", "bfloat16 states",
-)  # fmt: skip
+QUICK = ("tensor", "lora")
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES]
+    "case", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES]
 )
 def test_every_layout_computes_what_one_process_does(world, case):
     compare(world, *CASES[case])
@@ -212,6 +209,7 @@ def imported(folder):
     return {name: whole(p.detach()) for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_any_layout_goes_on_in_any_other(world, train, tmp_path):
     expected = train("whole", *BESIDE, "train.steps=6", ranks=2)
     for steps, (ranks, overrides) in LAYOUTS.items():
@@ -262,6 +260,7 @@ def test_ranks_that_tensor_groups_do_not_divide_are_refused_before_data_is_read(
     assert "must divide the number of ranks, which is 1" in " ".join(run.err.split())
 
 
+@pytest.mark.slow
 def test_ranks_of_a_tensor_group_read_one_stream_and_pass_the_check_of_computation(train):
     how = ["data.streaming=true", "data.workers=1", "batch.rows=4", "batch.micro_rows=1"]
     how += ["train.steps=4", "train.check_every=2", "optim.eps=1e-3", "schedule=constant"]

@@ -22,6 +22,8 @@ from fsdp_trainer.torch_private import (
     on_compilation,
 )
 
+BACKEND = "inductor"  # tests of gradients take one that writes no kernels
+
 
 def can_compile(cfg: TrainConfig, device: torch.device) -> tuple[bool, str | None]:
     """Return whether blocks are compiled, and a note if they should be and cannot. Collective.
@@ -68,8 +70,9 @@ def compile_blocks(model: Decoder, cfg: Compile, forward_alone: bool = False) ->
     """
     # the compiler limits the graphs of one function, and an earlier run in this process had some
     torch.compiler.reset()
-    model.lm_head.compile_chunks(mode=cfg.mode)
-    options: dict[str, Any] = {"fullgraph": True, "mode": cfg.mode}
+    options: dict[str, Any] = {"mode": cfg.mode, "backend": BACKEND}
+    model.lm_head.compile_chunks(**options)
+    options["fullgraph"] = True
     for block in model.model.layers.values():
         if forward_alone:
             method: Any = block.forward

@@ -22,7 +22,7 @@ from fsdp_trainer.data.mixture import Component, Mixture, Turns
 from fsdp_trainer.data.order import RowOrder
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.training.batches import Batches, StepPlan, count_steps, row_ranges
-from fsdp_trainer.training.build import last_row
+from fsdp_trainer.training.data_source import last_row
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.resume import describe_data_change, resume_data
 

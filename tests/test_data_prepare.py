@@ -21,7 +21,7 @@ from world import alive, wait_until
 
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data import fingerprint
-from fsdp_trainer.data.preparation import Told
+from fsdp_trainer.data.preparation import Reporter
 from fsdp_trainer.data.prepare import preparations, prepare
 from fsdp_trainer.data.templates import load_template
 from fsdp_trainer.data.tokenizer import load_tokenizer
@@ -63,7 +63,7 @@ def write(path, start, stop):
 
 
 def made(path, root, said=None, template=None, **options):
-    told = Told(say=said.append if said is not None else lambda line: None)
+    told = Reporter(say=said.append if said is not None else lambda line: None)
     return prepare(
         Data(path=path, **options),
         Batch(seq_len=64),
@@ -110,7 +110,7 @@ def test_files_beside_the_user_are_no_modules_of_the_processes(
 
 def test_processes_that_tokenise_import_no_torch():
     what = (
-        "import sys, fsdp_trainer.data.workers; sys.exit(any(name in sys.modules for name in "
+        "import sys, fsdp_trainer.data.preparation; sys.exit(any(name in sys.modules for name in "
         "('torch', 'pyarrow', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", what], timeout=600).returncode == 0
@@ -143,15 +143,15 @@ def test_what_is_finished_when_a_process_dies_is_not_done_again(tmp_path, data, 
     whole = made(str(data), tmp_path / "whole")
     given = []
 
-    def next_task(real, connection, jobs):
-        given.append(connection)
+    def next_task(real, pool, worker, jobs):
+        given.append(worker)
         if len(given) == 6 and how == "interrupted":
             raise KeyboardInterrupt
         if len(given) == 6:
             # all: of one alone the last answer may be on its way, and nothing more be asked of it
             for child in children(os.getpid()):
                 os.kill(child, signal.SIGKILL)
-        return real(connection, jobs)
+        return real(pool, worker, jobs)
 
     error, says = (RunFailed, "memory") if how == "killed" else (KeyboardInterrupt, None)
     with inject.around("worker_task", next_task), pytest.raises(error, match=says):
@@ -246,7 +246,7 @@ def test_a_part_that_is_damaged_or_of_other_rows_is_made_anew(
         TOKENIZER,
         load_template(None, TOKENIZER),
         tmp_path / "c",
-        Told(),
+        Reporter(),
     )
     assert preparations(*how)[0].shard(0, 2) == [1]
     what(enter, next((tmp_path / "c").glob(".*/000002")))
@@ -261,7 +261,7 @@ def test_a_shard_that_fails_leaves_what_the_others_have_made(tmp_path, data, man
         TOKENIZER,
         load_template(None, TOKENIZER),
         tmp_path / "c",
-        Told(),
+        Reporter(),
     )
     assert preparations(*how)[0].shard(0, 2) == [1]
     parts = sorted((tmp_path / "c").glob(".*/[0-9]*"))
@@ -421,7 +421,7 @@ def test_a_stop_does_not_wait_until_a_large_file_is_hashed(tmp_path, monkeypatch
             TOKENIZER,
             load_template(None, TOKENIZER),
             tmp_path / "c",
-            Told(stopped),
+            Reporter(stopped),
         )
     assert time.monotonic() - start < 100, "of a quarter of an hour"
 

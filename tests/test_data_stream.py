@@ -25,8 +25,8 @@ from stored import assert_bitwise_equal, stored
 from world import SPIKY, write_chats
 
 from fsdp_trainer.config.schema import Batch, Data
-from fsdp_trainer.data.stream import dealt, stream_data
-from fsdp_trainer.data.stream_readers import Readers, ReadersElsewhere
+from fsdp_trainer.data.stream import stream_data, unit_at
+from fsdp_trainer.data.stream_readers import Readers, WorkerReaders
 from fsdp_trainer.data.templates import load_template
 from fsdp_trainer.data.tokenizer import load_tokenizer
 from fsdp_trainer.errors import RunFailed, UserError
@@ -119,7 +119,7 @@ def test_every_sample_is_dealt_exactly_once_an_epoch_to_some_stream(
         lines = []
         for place in range(epoch * per_epoch, (epoch + 1) * per_epoch):
             turn, number = divmod(place, rows)
-            source, unit, part = dealt(data, place)
+            source, unit, part = unit_at(data, place)
             taken = [*data.stream(number)._samples_of_unit(turn, 0, 0)]
             lines += [sample.tokens.tobytes() for sample in taken]
             assert all(sample.source == source == 0 and part < data.parts for sample in taken)
@@ -154,13 +154,13 @@ def test_windows_are_filled_as_well_as_an_epoch(files):
 def test_processes_give_the_same_rows_and_import_no_torch(files):
     data = streamed(files["chats"], rows=3)
     starts = dict.fromkeys(range(3), (0, 0, 0, 0))
-    here, elsewhere = Readers(data, starts), ReadersElsewhere(data, starts, 2)
+    here, elsewhere = Readers(data, starts), WorkerReaders(data, starts, 2)
     try:
         for _ in range(30):
             for number in range(3):
                 assert content(here.next(number)) == content(elsewhere.next(number))
         assert elsewhere.waits_for == str(files["chats"])
-        elsewhere._processes[0].kill()
+        next(iter(elsewhere.pool.processes.values())).kill()
         with pytest.raises(RunFailed, match="was killed"):
             for _ in range(10_000):
                 elsewhere.next(0)

@@ -8,7 +8,7 @@ import re
 from fsdp_trainer.config.verbs import PrepareConfig
 from fsdp_trainer.data.build import build_template, build_tokenizer, cache_root
 from fsdp_trainer.data.cache import removed_if_refused
-from fsdp_trainer.data.prepare import Told, preparations, prepare
+from fsdp_trainer.data.prepare import Reporter, preparations, prepare
 from fsdp_trainer.data.summary import two_lines
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.console import Console
@@ -30,7 +30,7 @@ def _prepare(cfg: PrepareConfig, shard: tuple[int, int] | None) -> int:
         tokenizer,
         build_template(cfg, tokenizer),
         cache_root(cfg),
-        Told(console.paced(), console.say),
+        Reporter(console.paced(), console.say),
     )
     if shard:
         index, of = shard

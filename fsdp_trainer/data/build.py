@@ -7,7 +7,7 @@ from pathlib import Path
 from fsdp_trainer.config.paths import tokenizer_folder
 from fsdp_trainer.config.schema import Data, TrainConfig
 from fsdp_trainer.data.cache import removed_if_refused
-from fsdp_trainer.data.prepare import Prepared, Told, prepare
+from fsdp_trainer.data.prepare import Prepared, Reporter, prepare
 from fsdp_trainer.data.stream import stream_data
 from fsdp_trainer.data.summary import left_out, lost_share
 from fsdp_trainer.data.templates import Template, load_template
@@ -95,21 +95,23 @@ def cache_root(cfg: TrainConfig) -> Path:
 
 
 def build_data(
-    cfg: TrainConfig, told: Told | None = None
+    cfg: TrainConfig, reporter: Reporter | None = None
 ) -> tuple[TextTokenizer, Template, Prepared]:
     """Tokenizer, template and data: tokenised, from `data.cache` if the same was prepared before, or with data.streaming looked through."""
     with removed_if_refused(cache_root(cfg)):
-        return _build_data(cfg, told)
+        return _build_data(cfg, reporter)
 
 
-def _build_data(cfg: TrainConfig, told: Told | None) -> tuple[TextTokenizer, Template, Prepared]:
+def _build_data(
+    cfg: TrainConfig, reporter: Reporter | None
+) -> tuple[TextTokenizer, Template, Prepared]:
     tokenizer = build_tokenizer(cfg)
     template = build_template(cfg, tokenizer)
     if not cfg.data.streaming:
         return (
             tokenizer,
             template,
-            prepare(cfg.data, cfg.batch, tokenizer, template, cache_root(cfg), told),
+            prepare(cfg.data, cfg.batch, tokenizer, template, cache_root(cfg), reporter),
         )
     streamed, report, validation = (
         stream_data(cfg.data, cfg.batch, cfg.run.seed, tokenizer, template),
@@ -118,7 +120,7 @@ def _build_data(cfg: TrainConfig, told: Told | None) -> tuple[TextTokenizer, Tem
     )
     if cfg.data.validation is not None and not isinstance(cfg.data.validation, float):
         apart = replace(cfg.data, path=cfg.data.validation, validation=None, streaming=False)
-        held_out = prepare(apart, cfg.batch, tokenizer, template, cache_root(cfg), told)
+        held_out = prepare(apart, cfg.batch, tokenizer, template, cache_root(cfg), reporter)
         validation, report = (
             held_out.train[0],
             [f"validation on {len(held_out.train[0]):,} samples"],

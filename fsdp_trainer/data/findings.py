@@ -98,7 +98,7 @@ class Finding:
         )
 
 
-def told(
+def list_findings(
     counts: Mapping[str, int],
     examples: Mapping[str, list[str]],
     samples: int,

@@ -1,4 +1,7 @@
-"""One component's stores: split into tasks, tokenised into parts, and merged into a folder of the cache."""
+"""The stores of one component of the data.
+
+It is split into tasks, tokenised into parts, and merged into a folder of the cache.
+"""
 
 import os
 import shutil
@@ -8,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -15,28 +19,36 @@ from typing import Any
 import numpy as np
 
 from fsdp_trainer.data.cache import clear_leftovers, held
-from fsdp_trainer.data.findings import told
+from fsdp_trainer.data.findings import list_findings
 from fsdp_trainer.data.fingerprint import Content, fingerprint
+from fsdp_trainer.data.pipeline import TokenizeOptions
 from fsdp_trainer.data.remote import nothing
 from fsdp_trainer.data.samples import EXAMPLES
 from fsdp_trainer.data.sources import SHOWN, Problems, Source
 from fsdp_trainer.data.store import Damaged, TokenStore, add_totals, merge, read_meta, write_meta
-from fsdp_trainer.data.tokenise import SKIPPED, TRAIN, VALIDATION, Done, How, Piece, Task
+from fsdp_trainer.data.tokenise import (
+    SKIPPED,
+    TRAIN,
+    VALIDATION,
+    Job,
+    Task,
+    TaskResult,
+    TaskUnit,
+    do_job,
+    read_result,
+)
 from fsdp_trainer.data.units import Lines, split_units
-from fsdp_trainer.data.workers import Job, cores, in_processes, in_this_process
+from fsdp_trainer.data.workers import cores, do_jobs
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.observe.console import duration, short
 
-SMALLEST, LARGEST, FEWEST = (
-    4 << 20,
-    256 << 20,
-    512,
-)  # bytes of a task, and how many a large data set has
+SMALLEST, LARGEST, FEWEST = 4 << 20, 256 << 20, 512
+"""Bytes of a task, at least and at most, and how many tasks a large data set has."""
 WORTH_PROCESSES = 8 << 20  # bytes below which starting processes takes longer than they save
 
 
 @dataclass
-class Told:
+class Reporter:
     """Receivers of messages.
 
     progress: called again and again while there is progress; say: for lines that stay.
@@ -70,12 +82,13 @@ class Preparation:
     def __init__(
         self,
         component: ComponentSources,
-        how: How,
+        options: TokenizeOptions,
         content: dict[str, Content],
         root: Path,
-        told: Told,
+        reporter: Reporter,
     ):
-        self.component, self.how, self.root, self.told = component, how, root, told
+        self.component, self.options, self.root = component, options, root
+        self.reporter = reporter
         self.stamps = {file: content[file].stamp for file in component.files}
         self.digests = {file: content[file].digest for file in component.files}
         self.meta: dict[str, Any] = {}
@@ -83,59 +96,49 @@ class Preparation:
         """Short lines for people."""
         self.unused: list[str] = []
         """Lines that name the columns of each file that are not used."""
-        data = how.data
         read = [
             [source.format, source.fields, [content[file].digest for file in source.files]]
             for source in component.sources
         ]
-        options = [
-            data.format,
-            data.fields,
-            data.loss_on,
-            data.too_long,
-            data.on_error,
-            how.seq_len,
-            how.share,
-        ]
-        name = fingerprint([read, options, how.tokenizer.fingerprint, how.template.decides])
+        data = options.data
+        keys = [data.format, data.fields, data.loss_on, data.too_long, data.on_error]
+        decisive = [read, [*keys, options.seq_len, options.share]]
+        name = fingerprint([*decisive, options.tokenizer.fingerprint, options.template.decides])
         self.folder, self.parts = root / name, root / f".{name}"
 
     def stores(self) -> dict[str, TokenStore]:
         """Open the stores, after they have been made if they are not there, or not whole."""
-        while not (meta := read_whole(self.folder, self.told.say)):
+        while not (meta := read_whole(self.folder, self.reporter.say)):
             self._make()
         self.meta, files = meta, self.component.files
         renamed = dict(zip(meta["files"], files, strict=True))
         examples = {
-            what: [_renamed(where, renamed) for where in places]
-            for what, places in meta["examples"].items()
+            key: [_renamed(where, renamed) for where in places]
+            for key, places in meta["examples"].items()
         }
-        found = {
-            TRAIN: (meta["counts"], examples)
-        }  # what is held out is so few that it is told with the rest
         self.report = self._lines(meta, renamed)
         self.unused = self._unused_lines(meta)
-        names = [source.name for source in self.component.sources]
-        return {
-            name: TokenStore(
-                self.folder / name, about["fingerprint"], names, files, *found.get(name, ())
-            )
-            for name, about in meta["stores"].items()
-        }
+        sources = [source.name for source in self.component.sources]
+        stores = {}
+        for name, about in meta["stores"].items():
+            # few rows are held out: they are counted with the rest
+            counted = (meta["counts"], examples) if name == TRAIN else ()
+            folder = self.folder / name
+            stores[name] = TokenStore(folder, about["fingerprint"], sources, files, *counted)
+        return stores
 
-    def shard(self, index: int, of: int) -> list[int]:
-        """Make every `of`-th part, from `index` on, and everything when the others are there.
+    def shard(self, index: int, count: int) -> list[int]:
+        """Make every part of shard `index` of `count`, and everything when the others are there.
 
-        Returns the shards with parts that are not.
+        Returns the shards with parts that are missing.
         """
-        if read_whole(self.folder, self.told.say):
+        if read_whole(self.folder, self.reporter.say):
             return []
         tasks = self._tasks()
         with self._held(shared=True):
-            self._tokenise(tasks, range(index, len(tasks), of))
-        missing = sorted(
-            {i % of for i, task in enumerate(tasks) if Done.of(self._part(i), task) is None}
-        )
+            self._tokenise(tasks, range(index, len(tasks), count))
+        done = [read_result(self._part(i), task) for i, task in enumerate(tasks)]
+        missing = sorted({i % count for i, result in enumerate(done) if result is None})
         if not missing or read_whole(self.folder):
             self.stores()
             return []
@@ -144,11 +147,10 @@ class Preparation:
     def _make(self) -> None:
         tasks = self._tasks()
         with self._held(shared=False) as alone:
-            if not read_whole(
-                self.folder, self.told.say
-            ):  # another may have made it while this one waited
-                for left in self.parts.glob("tmp-*") if alone else ():
-                    shutil.rmtree(left, ignore_errors=True)
+            # another process may have made it while this one waited
+            if not read_whole(self.folder, self.reporter.say):
+                for leftover in self.parts.glob("tmp-*") if alone else ():
+                    shutil.rmtree(leftover, ignore_errors=True)
                 clear_leftovers(self.root, self.parts)
                 done = self._tokenise(tasks, range(len(tasks)))
                 whole = Path(tempfile.mkdtemp(prefix="tmp-", dir=self.parts))
@@ -161,7 +163,7 @@ class Preparation:
 
     @contextmanager
     def _held(self, shared: bool) -> Iterator[bool]:
-        """Hold the folder of the parts; whether no other can.
+        """Hold the folder of the parts; gives True if no other process can.
 
         Raises RunFailed if something cannot be written.
         """
@@ -170,12 +172,12 @@ class Preparation:
         def waits() -> None:
             nonlocal waiting
             if not waiting:
-                self.told.say(
+                self.reporter.say(
                     f"data   another process prepares the same in {self.root}: this one waits"
                     " for it"
                 )
             waiting = True
-            self.told.progress("data   waiting for another process, which prepares the same")
+            self.reporter.progress("data   waiting for another process, which prepares the same")
 
         try:
             with held(self.parts, shared, waits) as alone:
@@ -183,15 +185,13 @@ class Preparation:
                     yield alone
                 except BaseException as error:
                     # other data, or other options, make other parts
-                    if alone and (
-                        isinstance(error, UserError) or not any(self.parts.glob("[0-9]*"))
-                    ):
+                    useless = isinstance(error, UserError) or not any(self.parts.glob("[0-9]*"))
+                    if alone and useless:
                         shutil.rmtree(self.parts, ignore_errors=True)
                     raise
         except OSError as error:
-            if not read_whole(
-                self.folder
-            ):  # without locks another may have been through with it, and have tidied up
+            # without locks another process may have finished it, and deleted the parts
+            if not read_whole(self.folder):
                 reason = (
                     f"the tokenised data cannot be written to {self.root}:"
                     f" {error.strerror or error}. Use  data.cache=FOLDER"
@@ -202,141 +202,127 @@ class Preparation:
         return self.parts / f"{i:06}"
 
     def _tasks(self) -> list[Task]:
-        """All files in pieces of about one size, which depends on the files alone."""
-        data, sizes = (
-            self.how.data,
-            {file: stamp[0] if stamp else 0 for file, stamp in self.stamps.items()},
-        )
+        """Return all files in tasks of about one size, which depends on the files alone."""
+        sizes = {file: stamp[0] if stamp else 0 for file, stamp in self.stamps.items()}
         each = min(max(sum(sizes.values()) // FEWEST, SMALLEST), LARGEST)
         tasks: list[Task] = []
         self.bytes: list[float] = []
         number, room = 0, 0.0
         for place, source in enumerate(self.component.sources):
+            format, fields = source.columns(self.options.data)
             for file in source.files:
                 units = split_units(file, each, self.stamps[file])
+                size = sizes[file] / len(units)
                 for unit in units:
                     if room <= 0 or unit.start:
                         tasks.append([])
                         self.bytes.append(0.0)
                         room = float(each)
-                    fields = tuple((source.fields or data.fields or {}).items())
-                    tasks[-1].append(
-                        Piece(unit, place, number, 0, source.format or data.format, fields)
-                    )
-                    size = sizes[file] / len(units)
+                    items = tuple((fields or {}).items())
+                    tasks[-1].append(TaskUnit(unit, place, number, 0, format, items))
                     self.bytes[-1], room = self.bytes[-1] + size, room - size
                 number += 1
         return tasks
 
-    def _tokenise(self, tasks: list[Task], wanted: range) -> dict[int, Done]:
-        """Those of the wanted parts that are not there.
+    def _tokenise(self, tasks: list[Task], wanted: range) -> dict[int, TaskResult]:
+        """Make those of the wanted parts that are not there, and return the results of all.
 
         Raises UserError with the first bad rows, if they are to end it.
         """
-        done = {i: found for i in wanted if (found := Done.of(self._part(i), tasks[i]))}
-        pace = Pace(sum(self.bytes[i] for i in wanted), sum(self.bytes[i] for i in done), self.told)
-        if done:
-            self.told.say(f"data   {len(done):,} of {len(wanted):,} parts are there already")
+        stored = {i: read_result(self._part(i), tasks[i]) for i in wanted}
+        done = {i: result for i, result in stored.items() if result}
         missing = [i for i in wanted if i not in done]
-        count = min(self.how.data.workers or cores(), len(missing))
-        last = [len(tasks)]  # a task behind this one need not be begun
+        if done:
+            self.reporter.say(f"data   {len(done):,} of {len(wanted):,} parts are there already")
+        total, before = (sum(self.bytes[i] for i in these) for these in (wanted, done))
+        pace = Pace(total, before, self.reporter)
+        on_error, last = self.options.data.on_error, len(tasks)
 
         def jobs() -> Iterator[Job]:
             lines = Lines()
-            for i in takewhile(lambda i: i <= last[0], missing):
-                yield (
-                    i,
-                    [replace(piece, lines_before=lines.before(piece.unit)) for piece in tasks[i]],
-                    self._part(i),
-                )
+            for i in takewhile(lambda i: i <= last, missing):
+                task = [replace(one, lines_before=lines.before(one.unit)) for one in tasks[i]]
+                yield i, task, self._part(i)
 
-        several = count > 1 and sum(self.bytes[i] for i in missing) >= WORTH_PROCESSES
-        ends = (
-            in_processes(jobs(), self.how, pace.tick, count)
-            if several
-            else in_this_process(jobs(), self.how, pace.tick)
-        )
-        with closing(ends):  # at once, whatever comes
-            for i, found in ends:
-                done[i] = found
+        workers = 1
+        if sum(self.bytes[i] for i in missing) >= WORTH_PROCESSES:
+            workers = min(self.options.data.workers or cores(), len(missing))
+        handler = partial(do_job, self.options)
+        results = do_jobs(jobs(), handler, pace.tick, workers, ". What is finished is kept")
+        with closing(results):  # ends the workers at once, also on an error
+            for i, result in results:
+                done[i] = result
                 pace.finished(self.bytes[i])
-                if found.bad_rows and self.how.data.on_error == "fail":
-                    last[0] = min(last[0], _last_of_file(tasks, i))
-        read = [done[i] for i in sorted(done) if i <= last[0]]
-        problems = [problem for one in read for problem in one.problems][:SHOWN]
-        Problems(
-            self.how.data.on_error, sum(one.bad_rows for one in read), problems
-        ).raise_if_failing()
+                if result.bad_rows and on_error == "fail":  # tasks behind need not be begun
+                    last = min(last, _last_of_file(tasks, i))
+        read = [done[i] for i in sorted(done) if i <= last]
+        problems = [problem for result in read for problem in result.problems][:SHOWN]
+        bad_rows = sum(result.bad_rows for result in read)
+        Problems(on_error, bad_rows, problems).raise_if_failing()
         return done
 
-    def _merge(self, done: list[Done], into: Path) -> None:
-        """All parts as one, and last of all what is known of them."""
+    def _merge(self, done: list[TaskResult], into: Path) -> None:
+        """Write all parts as one, and last the description of it."""
         parts = [self._part(i) for i in range(len(done))]
-        tick = lambda: self.told.progress("data   merging the parts")  # noqa: E731
-        stores = {
-            name: {"fingerprint": merge([part / name for part in parts], into / name, tick)}
-            for name in done[0].totals
-        }
+        stores = {}
+        for name in done[0].totals:
+            folders = [part / name for part in parts]
+            digest = merge(folders, into / name, self._report_merging)
+            totals: dict[str, dict[str, int]] = {}
+            for result in done:
+                add_totals(totals, result.totals[name])
+            stores[name] = {"fingerprint": digest, "totals": totals}
+        meta = self._description(done, into) | {"stores": stores}
+        if not stores[TRAIN]["totals"]:
+            self._refuse(meta)
+        if meta["problems"] and self.options.data.on_error == "skip":
+            with open(into / SKIPPED, "wb") as out:
+                out.writelines((part / SKIPPED).read_bytes() for part in parts)
+        write_meta(into, meta)
+
+    def _report_merging(self) -> None:
+        self.reporter.progress("data   merging the parts")
+
+    def _description(self, done: list[TaskResult], merged: Path) -> dict[str, Any]:
+        """Return what is known of the rows of all parts, and of the samples merged from them."""
         rows: Counter[tuple[int, str]] = Counter()
         counts: Counter[str] = Counter()
         examples: dict[str, list[str]] = {}
-        totals: dict[str, dict[str, dict[str, int]]] = {name: {} for name in stores}
         unused: dict[int, dict[str, None]] = {}
-        for one in done:
-            for number, names in one.unused:
+        for result in done:
+            for number, names in result.unused:
                 unused.setdefault(number, {}).update(dict.fromkeys(names))
-            counts.update(one.counts)
-            for what, places in one.examples.items():
-                examples[what] = [*examples.get(what, []), *places][:EXAMPLES]
-            for number, format, n in one.rows:
+            counts.update(result.counts)
+            for key, places in result.examples.items():
+                examples[key] = [*examples.get(key, []), *places][:EXAMPLES]
+            for number, format, n in result.rows:
                 rows[number, format] += n
-            for name, found in one.totals.items():
-                add_totals(totals[name], found)
-        problems = [problem for one in done for problem in one.problems][:SHOWN]
-        if bad := sum(one.bad_rows for one in done):
-            counts["unreadable"], examples["unreadable"] = (
-                bad,
-                [problem.what for problem in problems[:EXAMPLES]],
-            )
-        train = TokenStore(into / TRAIN, "", files=self.component.files)
+        problems = [problem for result in done for problem in result.problems][:SHOWN]
+        if bad := sum(result.bad_rows for result in done):
+            counts["unreadable"] = bad
+            examples["unreadable"] = [problem.what for problem in problems[:EXAMPLES]]
+        train = TokenStore(merged / TRAIN, "", files=self.component.files)
         if len(again := _duplicates(train.digests)):
-            counts["duplicate"], examples["duplicate"] = (
-                len(again),
-                [train.where(i) for i in again[:EXAMPLES].tolist()],
-            )
-        meta = {
+            counts["duplicate"] = len(again)
+            examples["duplicate"] = [train.where(i) for i in again[:EXAMPLES].tolist()]
+        return {
             "files": self.component.files,
             "rows": [[number, format, n] for (number, format), n in sorted(rows.items())],
             "unused": [[number, list(names)] for number, names in sorted(unused.items())],
             "problems": [asdict(problem) for problem in problems],
             "counts": dict(counts),
             "examples": examples,
-            "stores": {name: about | {"totals": totals[name]} for name, about in stores.items()},
         }
-        if not totals[TRAIN]:
-            self._refuse(meta)
-        if bad and self.how.data.on_error == "skip":
-            with open(into / SKIPPED, "wb") as out:
-                out.writelines((part / SKIPPED).read_bytes() for part in parts)
-        write_meta(into, meta)
 
     def _refuse(self, meta: dict[str, Any]) -> None:
-        """Nothing is left to learn: say what became of the rows. Raises UserError."""
-        key, name = self.component.key, self.component.name
-        path = self.how.data.path if key == "data.path" else self.how.data.validation
+        """Raise UserError: nothing can be learnt. It says what became of the rows."""
+        key, name, data = self.component.key, self.component.name, self.options.data
+        path = data.path if key == "data.path" else data.validation
         which = f" of {name}" if name not in (TRAIN, VALIDATION, path) else ""
-        sentences = [
-            str(finding)
-            for finding in told(meta["counts"], meta["examples"], 0, 0, self.how.seq_len)
-        ]
-        reason = "\n".join(
-            [
-                f"no token{which} is supervised: there is nothing to learn",
-                *self._lines(meta, {}),
-                *sentences,
-            ]
-        )
-        raise UserError("the data cannot be used", [Problem(f"{key}={path}", reason)])
+        findings = list_findings(meta["counts"], meta["examples"], 0, 0, self.options.seq_len)
+        lines = [f"no token{which} is supervised: there is nothing to learn"]
+        lines += [*self._lines(meta, {}), *map(str, findings)]
+        raise UserError("the data cannot be used", [Problem(f"{key}={path}", "\n".join(lines))])
 
     def _unused_lines(self, meta: dict[str, Any]) -> list[str]:
         """Return a line for all files with the same columns that are not used."""
@@ -352,85 +338,84 @@ class Preparation:
         return self.component.files[numbers[0]] if len(numbers) == 1 else f"{len(numbers):,} files"
 
     def _lines(self, meta: dict[str, Any], renamed: dict[str, str]) -> list[str]:
-        """Lines about the data for people, with the files' present names."""
+        """Return lines about the data for people, with the files' present names."""
         by_format: dict[str, list[tuple[int, int]]] = {}
         for number, format, rows in meta["rows"]:
             by_format.setdefault(format, []).append((number, rows))
         lines = []
-        for format, found in by_format.items():
-            named = self._files_called([number for number, _ in found])
-            lines.append(f"{named}: {sum(rows for _, rows in found):,} rows, {format}")
+        for format, counted in by_format.items():
+            files = self._files_called([number for number, _ in counted])
+            lines.append(f"{files}: {sum(rows for _, rows in counted):,} rows, {format}")
         if bad := meta["counts"].get("unreadable"):
-            listed = (
-                f", listed in {self.folder / SKIPPED}" if (self.folder / SKIPPED).exists() else ""
-            )
+            skipped = self.folder / SKIPPED
+            listed = f", listed in {skipped}" if skipped.exists() else ""
             lines.append(f"skipped {bad:,} rows that cannot be read{listed}:")
             lines += [
-                f"    {_renamed(p['what'], renamed)}  {p['why'].splitlines()[0]}"
-                for p in meta["problems"]
+                f"    {_renamed(problem['what'], renamed)}  {problem['why'].splitlines()[0]}"
+                for problem in meta["problems"]
             ]
         return lines
 
 
 class Pace:
-    """The line that tells how far it is, and how long it will take."""
+    """The line that tells how far it is, and how long it will take.
 
-    def __init__(self, total: float, before: float, told: Told):
-        self.total, self.done, self.before, self.told = total, before, before, told
+    total, before: bytes of the files, and of those that were done before.
+    """
+
+    def __init__(self, total: float, before: float, reporter: Reporter):
+        self.total, self.done, self.before, self.reporter = total, before, before, reporter
         self.rows = self.tokens = 0
         self.began = time.monotonic()
 
     def tick(self, rows: int, tokens: int) -> None:
-        """So many more were read and written."""
+        """Add rows that were read, and tokens that were written."""
         self.rows, self.tokens = self.rows + rows, self.tokens + tokens
-        self.told.progress(str(self))
+        self.reporter.progress(str(self))
 
     def finished(self, size: float) -> None:
-        """So many more bytes of the files."""
+        """Add bytes of the files."""
         self.done += size
-        self.told.progress(str(self))
+        self.reporter.progress(str(self))
 
     def __str__(self) -> str:
         seconds = max(time.monotonic() - self.began, 1e-3)
+        size = f"{self.total / 2**20:.1f} MiB"
+        if self.total >= 2**30:
+            size = f"{self.total / 2**30:,.1f} GiB"
         parts = [
             f"{self.rows:,} rows",
             f"{short(self.tokens)} tokens",
             f"{short(self.tokens / seconds)} tok/s",
+            f"{self.done / max(1.0, self.total):.0%} of {size}",
         ]
-        size = (
-            f"{self.total / 2**30:,.1f} GiB"
-            if self.total >= 2**30
-            else f"{self.total / 2**20:.1f} MiB"
-        )
-        parts.append(f"{self.done / max(1.0, self.total):.0%} of {size}")
         if self.done > self.before:
-            parts.append(
-                f"eta {duration(seconds * (self.total - self.done) / (self.done - self.before))}"
-            )
+            remaining = seconds * (self.total - self.done) / (self.done - self.before)
+            parts.append(f"eta {duration(remaining)}")
         return "data   " + "  ".join(parts)
 
 
 def _last_of_file(tasks: list[Task], i: int) -> int:
-    """The last task with a piece of the file that task i ends with."""
+    """Return the last task with a unit of the file that task i ends with."""
     file = tasks[i][-1].number
     return max(k for k in range(i, len(tasks)) if tasks[k][0].number <= file)
 
 
 def _duplicates(digests: np.ndarray) -> np.ndarray:
-    """Samples that are the same as one before, in order."""
+    """Return the samples that equal an earlier one, in order."""
     order = np.argsort(digests, kind="stable")
     alike = digests[order[1:]] == digests[order[:-1]]
     return np.sort(order[1:][alike])
 
 
 def _renamed(where: str, renamed: dict[str, str]) -> str:
-    """FILE:LINE, with the file as it is called now."""
+    """Return FILE:LINE, with the file as it is called now."""
     file, _, line = where.rpartition(":")
     return f"{renamed.get(file, file)}:{line}"
 
 
 def read_whole(folder: Path, say: Callable[[str], None] = nothing) -> dict[str, Any] | None:
-    """The description of a folder's stores, if they are there, and as they were written."""
+    """Return the description of a folder's stores; None unless they are whole."""
     if not folder.exists():
         return None
     try:
@@ -441,6 +426,7 @@ def read_whole(folder: Path, say: Callable[[str], None] = nothing) -> dict[str, 
 
 
 def commit(aside: Path, folder: Path) -> None:
+    """Rename a finished folder, unless another process was faster."""
     try:
         os.replace(aside, folder)
     except OSError:

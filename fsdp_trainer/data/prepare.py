@@ -13,12 +13,19 @@ import numpy as np
 from fsdp_trainer.config.data_files import entries, is_mixture
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.fingerprint import contents, fingerprint
-from fsdp_trainer.data.preparation import ComponentSources, Preparation, Told, commit, read_whole
+from fsdp_trainer.data.pipeline import TokenizeOptions
+from fsdp_trainer.data.preparation import (
+    ComponentSources,
+    Preparation,
+    Reporter,
+    commit,
+    read_whole,
+)
 from fsdp_trainer.data.sources import find_sources
 from fsdp_trainer.data.store import TokenStore, add_totals, merge, read_meta, write_meta
 from fsdp_trainer.data.stream import StreamedData
 from fsdp_trainer.data.templates import Template
-from fsdp_trainer.data.tokenise import TRAIN, VALIDATION, How
+from fsdp_trainer.data.tokenise import TRAIN, VALIDATION
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 
@@ -52,14 +59,14 @@ class Prepared:
 
 
 def components(
-    data: Data, root: Path, told: Told
+    data: Data, root: Path, reporter: Reporter
 ) -> tuple[list[ComponentSources], ComponentSources | None]:
     """The components to train on, and the one to validate on; remote files are fetched.
 
     Raises UserError without data.
     """
     sources, named = (
-        find_sources(data.path, "data.path", root, told.say, told.progress),
+        find_sources(data.path, "data.path", root, reporter.say, reporter.progress),
         entries(data.path),
     )
     share = data.validation if isinstance(data.validation, int | float) else 0.0
@@ -71,25 +78,30 @@ def components(
         return train, None
     return train, ComponentSources(
         VALIDATION,
-        find_sources(data.validation, "data.validation", root, told.say, told.progress),
+        find_sources(data.validation, "data.validation", root, reporter.say, reporter.progress),
         key="data.validation",
     )
 
 
 def preparations(
-    data: Data, batch: Batch, tokenizer: TextTokenizer, template: Template, root: Path, told: Told
+    data: Data,
+    batch: Batch,
+    tokenizer: TextTokenizer,
+    template: Template,
+    root: Path,
+    reporter: Reporter,
 ) -> list["Preparation"]:
     """The prepared data of every component, that of validation last if it is separate."""
-    train, apart = components(data, root, told)
+    train, apart = components(data, root, reporter)
     every = [*train, *([apart] if apart else [])]
     content = contents(
         [file for component in every for file in component.files],
         root,
-        lambda: told.progress("data   hashing files"),
+        lambda: reporter.progress("data   hashing files"),
     )
-    how = How(data, batch.seq_len, 0.0, tokenizer, template)
+    options = TokenizeOptions(data, batch.seq_len, 0.0, tokenizer, template)
     return [
-        Preparation(component, replace(how, share=component.share), content, root, told)
+        Preparation(component, replace(options, share=component.share), content, root, reporter)
         for component in every
     ]
 
@@ -100,13 +112,13 @@ def prepare(
     tokenizer: TextTokenizer,
     template: Template,
     root: Path,
-    told: Told | None = None,
+    reporter: Reporter | None = None,
 ) -> Prepared:
     """Tokenise what `data` names into folders of `root`, unless that is there already.
 
     UserError if the data cannot be used.
     """
-    made = preparations(data, batch, tokenizer, template, Path(root), told or Told())
+    made = preparations(data, batch, tokenizer, template, Path(root), reporter or Reporter())
     opened = [one.stores() for one in made]
     report, validation = [line for one in made for line in one.report], None
     unused = [line for one in made for line in one.unused]

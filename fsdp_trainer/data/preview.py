@@ -15,7 +15,7 @@ from fsdp_trainer.data.findings import Finding
 from fsdp_trainer.data.mixture import OFTEN, REPEATED, Mixture, build_order
 from fsdp_trainer.data.order import RowData
 from fsdp_trainer.data.preferences import preference_summary
-from fsdp_trainer.data.preparation import Told
+from fsdp_trainer.data.preparation import Reporter
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.preview_page import Page, ShownDocument, ShownRow, TextPiece
 from fsdp_trainer.data.store import TokenStore
@@ -54,7 +54,7 @@ def preview(cfg: PreviewConfig) -> int:
         print(CONTROL.sub("", "\n".join(pairs)))
         return 0
     console = Console(quiet=False, stream=sys.stderr)
-    tokenizer, template, prepared = build_data(cfg, Told(console.paced(), console.say))
+    tokenizer, template, prepared = build_data(cfg, Reporter(console.paced(), console.say))
     streamed, n = prepared.streamed, cfg.preview.rows
     if cfg.preview.format == "json":
         rows: Iterable[RowData | StreamedRow] = (
@@ -154,7 +154,7 @@ def look_at_stream(cfg: PreviewConfig, tokenizer: TextTokenizer, streamed: Strea
     return Page(
         str(cfg.run.name),
         streamed.report,
-        streamed.how.template,
+        streamed.options.template,
         [
             shown_row(i, row, row.places, names, seq_len, pieces)
             for i, row in enumerate(streamed.first_rows(cfg.preview.rows))

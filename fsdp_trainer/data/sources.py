@@ -22,6 +22,7 @@ from fsdp_trainer.config.data_files import (
     place,
     stem,
 )
+from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data import demo
 from fsdp_trainer.data.remote import Say, fetch, list_files, nothing
 from fsdp_trainer.errors import Problem, UserError
@@ -100,6 +101,10 @@ class Source:
     format: str | None = None
     """As data.format, for this source; null: as that says."""
     fields: dict[str, Any] | None = None
+
+    def columns(self, data: Data) -> tuple[str, dict[str, Any] | None]:
+        """Return the format and fields of its files: its own, else those of `data`."""
+        return self.format or data.format, self.fields or data.fields
 
 
 def find_sources(

@@ -25,14 +25,19 @@ from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data import demo
 from fsdp_trainer.data.conversations import Reader
 from fsdp_trainer.data.file_changes import stored_files
-from fsdp_trainer.data.findings import Finding, told
+from fsdp_trainer.data.findings import Finding, list_findings
 from fsdp_trainer.data.order import random_bits
-from fsdp_trainer.data.packing import Packing, best_fit, one_per_row, pieces_of
+from fsdp_trainer.data.packing import best_fit, one_per_row, pieces_of
+from fsdp_trainer.data.pipeline import (
+    TokenizeOptions,
+    choose_reader,
+    read_texts,
+    tokenize_in_chunks,
+)
 from fsdp_trainer.data.remote import list_files, shown
-from fsdp_trainer.data.samples import EXAMPLES, Rendered, SampleBuilder
-from fsdp_trainer.data.sources import Problems, Row, RowError, Source, content_hash, find_sources
+from fsdp_trainer.data.samples import EXAMPLES, Rendered
+from fsdp_trainer.data.sources import Problems, Row, Source, content_hash, find_sources
 from fsdp_trainer.data.templates import Template
-from fsdp_trainer.data.tokenise import How, next_texts, reader_for
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.data.units import Unit, lines_before, open_raw, read_unit, split_units
 from fsdp_trainer.errors import Problem, UserError
@@ -41,39 +46,47 @@ VERSION = 1  # raise it when a cursor means another place, or a window other row
 WINDOW = 32  # rows' worth of samples that are packed together
 CHUNK_TEXTS, CHUNK_CHARACTERS = 64, 1 << 18  # at most, of a call of the tokenizer
 UNIT_BYTES = 1 << 12, 1 << 22
-UNITS = 100_000  # of very large data the units are larger: each process has a list of them
-UNITS_A_STREAM = 8  # in an epoch, where files can be cut
-BARREN = 64  # units in a row without a sample: there are none
+MAX_UNITS = 100_000  # of very large data the units are larger: each process has a list of them
+UNITS_PER_STREAM = 8  # in an epoch, where files can be cut
+MAX_BARREN_UNITS = 64  # in a row without a sample, after which there are none
 LOOKED_AT = 64  # samples
 AT_ONCE = 16  # files that are looked at, which may lie elsewhere
 LONGEST_PAUSE = 60.0  # seconds until a file that cannot be reached is tried again
-FOR_GOOD = FileNotFoundError, PermissionError, ImportError
+PERMANENT_ERRORS = FileNotFoundError, PermissionError, ImportError
 ENDS = 1 << 16  # bytes at either end of a file by which it is known
 
 Cursor = tuple[int, int, int, int]
-"""Where a stream stands: how many units it has left behind, of the next one how many rows, of the next one how many samples; and behind those,
-how many tokens of the next one (packing=stream), or how many rows of the window that begins there."""
+"""Where a stream stands: (units that it has finished, rows of the next unit, samples of the next
+row, rest). The rest is the tokens of the next sample with packing=stream, else the rows of the
+window that begins there."""
 
 START: Cursor = (0, 0, 0, 0)
+Place = tuple[int, int, int]
+"""A cursor without its rest."""
+FilePlace = tuple[str, int, int]
+"""Where a document is: the file, where its unit begins, and its line, counted from there."""
+Piece = tuple["StreamSample", int, int]
+"""Tokens [start, start + length) of a sample."""
 
 
 @dataclass
 class StreamedRow:
-    """A row without its padding."""
+    """A row without its padding.
 
-    tokens: np.ndarray  # [length] int32
-    # [length] int32: the next token of the same document, also where that is in another row; -100:
-    # none is learnt
+    tokens: [length] int32. labels: [length] int32, the next token of the same document, also where
+    that is in another row; -100 where none is supervised. weights: [length] float32, 0 where none
+    is supervised. documents: their lengths; sources, where: of each document. cursor: of its
+    stream, behind the row. skipped: rows of the data before it that could not be read.
+    """
+
+    tokens: np.ndarray
     labels: np.ndarray
-    weights: np.ndarray  # [length] float32: 0 where none is learnt
+    weights: np.ndarray
     documents: list[int]
     sources: list[int]
-    where: list[tuple[str, int, int]]
-    """Of each document: the file, where its unit begins, and the line, counted from there."""
+    where: list[FilePlace]
     cursor: Cursor
-    """Where its stream stands behind it."""
     skipped: list[str]
-    """Rows of the data that could not be read on the way to it, and were left out."""
 
     @property
     def places(self) -> list[str]:
@@ -81,58 +94,56 @@ class StreamedRow:
         return [place_of(where) for where in self.where]
 
 
-def place_of(where: tuple[str, int, int]) -> str:
-    """FILE:LINE of a place as StreamedRow has it."""
+def place_of(where: FilePlace) -> str:
+    """Return FILE:LINE."""
     file, start, line = where
     return f"{named(file)}:{line + lines_before(Unit(file, start))}"
 
 
 def named(file: str) -> str:
-    """A file as people may see it: without the secrets of a URL."""
+    """Return a file as people may see it: without the secrets of a URL."""
     return shown(file) if is_url(file) else file
 
 
 @dataclass
-class Taken:
+class StreamSample:
     """A sample, and where its stream stands before it."""
 
     tokens: np.ndarray
     weights: np.ndarray
     source: int
-    where: tuple[str, int, int]
-    place: tuple[int, int, int]
+    where: FilePlace
+    place: Place
 
     @property
-    def after(self) -> tuple[int, int, int]:
+    def after(self) -> Place:
+        """Where its stream stands behind it."""
         return (*self.place[:2], self.place[2] + 1)
 
 
 @dataclass
 class StreamedData:
-    """All there is to know about a data set that is streamed; the same on every rank.
+    """A data set that is streamed; the same on every rank. It travels to other processes.
 
-    It travels to other processes.
+    units: (source, unit). parts: with fewer units than streams, each unit is read by so many
+    streams; part p takes every parts-th row, from row p on. lengths: of some samples. findings: on
+    the way to them. start: the running index of its first row; other data gave those before.
+    digests: hashes of the files' sizes and ends, by path.
     """
 
-    how: How
+    options: TokenizeOptions
     streams: int
     sources: list[Source]
     units: list[tuple[int, Unit]]
-    """Source and unit."""
     parts: int
-    """Each unit counts as so many, of which each has every so manieth row: where there are fewer units than streams."""
-    fingerprint: str
-    report: list[str]
-    lengths: np.ndarray
-    """Of some samples: what to expect."""
-    findings: list[Finding]
-    """On the way to them."""
+    digests: dict[str, str]
+    fingerprint: str = ""
+    report: list[str] = field(default_factory=list)
+    lengths: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    findings: list[Finding] = field(default_factory=list)
     start: int = 0
-    """The running index of its first row: what came before was other data's."""
-    digests: dict[str, str] = field(default_factory=dict)
-    """Hashes of the files' sizes and ends, by path."""
     components: tuple = ()
-    """None that are mixed."""
+    """Empty: streams are not mixed."""
 
     @property
     def source_names(self) -> list[str]:
@@ -142,10 +153,10 @@ class StreamedData:
     @property
     def seq_len(self) -> int:
         """Tokens of a row, as a RowOrder has it."""
-        return self.how.seq_len
+        return self.options.seq_len
 
-    def first_rows(self, count: int) -> Iterator["StreamedRow"]:
-        """The first rows of training, in order."""
+    def first_rows(self, count: int) -> Iterator[StreamedRow]:
+        """Yield the first rows of training, in order."""
         streams = [self.stream(number) for number in range(min(count, self.streams))]
         yield from islice((next(stream) for stream in cycle(streams)), count)
 
@@ -153,10 +164,6 @@ class StreamedData:
     def key(self) -> str:
         """The fingerprint, as a Mixture has it."""
         return self.fingerprint
-
-    def totals(self, start: int, stop: int) -> tuple[float, int, int, int]:
-        """Zeros: the content of rows is known when they are read."""
-        return 0.0, 0, 0, 0
 
     def attention_cost_share(self, cost: Callable[[np.ndarray], np.ndarray]) -> float:
         """Return what attention costs in the samples looked at, as a share of that of whole rows.
@@ -170,32 +177,32 @@ class StreamedData:
         return replace(self, start=row)
 
     def state(self, index: int) -> dict[str, Any]:
-        """A segment of the run, as a Mixture has it; the cursors hold the positions."""
+        """Return a segment of the run, as a Mixture has it; the cursors hold the positions."""
         segment = {"key": self.key, "start": self.start, "rows_per_epoch": 0, "sources": []}
         return segment | stored_files(self.digests)
 
     def stream(
         self, number: int, cursor: Sequence[int] = START, opens: Callable[[str], Any] | None = None
-    ) -> "Stream":
-        """The rows of a stream from a cursor on.
+    ) -> "StreamIterator":
+        """Return the rows of a stream from a cursor on.
 
-        opens: called with each file before it is read; it waits while the network fails.
+        opens: called with each file before it is read; with it, a network that fails is waited for.
         """
-        return Stream(self, number, cursor, opens)
+        return StreamIterator(self, number, cursor, opens)
 
     def reader(self, row: Row, source: int, unused: dict[str, None]) -> Reader:
         """Return the reader of a unit that begins with this row; it adds columns to `unused`.
 
         UserError if its columns are of no format that is read.
         """
-        of, data = self.sources[source], self.how.data
-        format, fields = of.format or data.format, of.fields or data.fields
-        reader = reader_for(data, row.columns, row.where[0], format, fields)
+        data = self.options.data
+        format, fields = self.sources[source].columns(data)
+        reader = choose_reader(data, row.columns, row.where[0], format, fields)
         reader.unused = unused
         return reader
 
 
-class Stream:
+class StreamIterator:
     """An endless iterator over the rows of one stream. UserError for data that cannot be used."""
 
     def __init__(
@@ -205,18 +212,17 @@ class Stream:
         cursor: Sequence[int],
         opens: Callable[[str], Any] | None,
     ):
-        self.of, self.number, self.opens = data, number, opens
+        self.data, self.number, self.opens = data, number, opens
         self._skipped: list[str] = []
         self.unused: dict[str, None] = {}
         """Columns of the rows read so far that are not used."""
-        self._builder = SampleBuilder(
-            data.how.data, data.how.seq_len, data.how.tokenizer, data.how.template
-        )
-        *place, more = cursor
-        self.samples = self._samples(*place)
-        self._rows = (self._cut if data.how.data.packing == "stream" else self._windows)(
-            (place[0], place[1], place[2]), more
-        )
+        self._builder = data.options.builder()
+        turn, row, sample, rest = cursor
+        self.samples = self._samples(turn, row, sample)
+        if data.options.data.packing == "stream":
+            self._rows = self._cut_rows(rest)
+        else:
+            self._rows = self._window_rows((turn, row, sample), rest)
 
     def __iter__(self) -> Iterator[StreamedRow]:
         return self
@@ -224,207 +230,186 @@ class Stream:
     def __next__(self) -> StreamedRow:
         return next(self._rows)
 
-    def _cut(self, begin: tuple[int, int, int], offset: int) -> Iterator[StreamedRow]:
-        """Texts one after another, cut where a row is full."""
-        pieces: list[tuple[Taken, int, int]] = []
-        room = self.of.how.seq_len
-        for taken in self.samples:
-            start, offset, length = offset, 0, len(taken.tokens)
+    def _cut_rows(self, offset: int) -> Iterator[StreamedRow]:
+        """Yield texts one after another, cut where a row is full.
+
+        offset: tokens of the first that were in earlier rows.
+        """
+        pieces: list[Piece] = []
+        room = self.data.seq_len
+        for sample in self.samples:
+            start, offset, length = offset, 0, len(sample.tokens)
             while start < length:
                 n = min(room, length - start)
-                pieces.append((taken, start, n))
+                pieces.append((sample, start, n))
                 start, room = start + n, room - n
                 if not room:
-                    yield self._row(
-                        pieces, (*taken.place, start) if start < length else (*taken.after, 0)
-                    )
-                    pieces, room = [], self.of.how.seq_len
+                    cursor = (*sample.place, start) if start < length else (*sample.after, 0)
+                    yield self._row(pieces, cursor)
+                    pieces, room = [], self.data.seq_len
 
-    def _windows(self, begin: tuple[int, int, int], emitted: int) -> Iterator[StreamedRow]:
-        """Some rows' worth of samples packed together, as a small epoch of its own.
+    def _window_rows(self, begin: Place, emitted: int) -> Iterator[StreamedRow]:
+        """Pack some rows' worth of samples at a time, as a small epoch of its own.
 
-        Those of different streams do not end at once.
+        Windows of different streams do not end at once. begin: of the first window; emitted: its
+        rows that are not to be given again.
         """
-        held, tokens = list[Taken](), 0
+        pending, tokens = list[StreamSample](), 0
         while True:
-            worth = WINDOW if any(begin) else 1 + self.number % WINDOW
-            while tokens < worth * self.of.how.seq_len:
-                held.append(next(self.samples))
-                tokens += len(held[-1].tokens)
-            taken, packed = self._pack(held)
-            window, held = held[:taken], held[taken:]
+            rows = WINDOW if any(begin) else 1 + self.number % WINDOW
+            while tokens < rows * self.data.seq_len:
+                pending.append(next(self.samples))
+                tokens += len(pending[-1].tokens)
+            count, packed = self._pack(pending)
+            window, pending = pending[:count], pending[count:]
             after = (*window[-1].after, 0)
             for i, pieces in list(enumerate(packed, 1))[emitted:]:
-                yield self._row(
-                    [(window[k], start, n) for k, start, n in pieces],
-                    (*begin, i) if i < len(packed) else after,
-                )
-            begin, emitted, tokens = after[:3], 0, sum(len(s.tokens) for s in held)
+                row = [(window[k], start, n) for k, start, n in pieces]
+                yield self._row(row, (*begin, i) if i < len(packed) else after)
+            begin, emitted, tokens = after[:3], 0, sum(len(s.tokens) for s in pending)
 
-    def _pack(self, held: list[Taken]) -> tuple[int, list[list[tuple[int, int, int]]]]:
+    def _pack(self, samples: list[StreamSample]) -> tuple[int, list[list[tuple[int, int, int]]]]:
         """Pack samples into rows.
 
         Returns the number of samples that make the fullest rows: all, or a few less; and for each
         row the (sample, start, length) of its pieces.
         """
-        seq_len, none = self.of.how.seq_len, self.of.how.data.packing == "none"
-        lengths = np.array([len(s.tokens) for s in held], np.int64)
+        seq_len, data = self.data.seq_len, self.data.options.data
+        lengths = np.array([len(sample.tokens) for sample in samples], np.int64)
         sums = np.cumsum(lengths)
-        tried = (
-            [len(held)]
-            if none
-            else [n for n in range(len(held), 0, -1) if sums[n - 1] > sums[-1] - 2 * seq_len][:8]
-        )
-
-        def packed(n: int) -> Packing:
-            pieces = pieces_of(lengths[:n], seq_len).lengths
-            return one_per_row(pieces) if none else best_fit(pieces, seq_len)
-
-        n, packing = max(
-            ((n, packed(n)) for n in tried),
-            key=lambda found: sums[found[0] - 1] / (len(found[1].offsets) - 1),
-        )
-        pieces = pieces_of(lengths[:n], seq_len)
+        counts = [len(samples)]
+        if data.packing != "none":
+            least = sums[-1] - 2 * seq_len
+            counts = [n for n in range(len(samples), 0, -1) if sums[n - 1] > least][:8]
+        packings = []
+        for n in counts:
+            parts = pieces_of(lengths[:n], seq_len).lengths
+            packed = one_per_row(parts) if data.packing == "none" else best_fit(parts, seq_len)
+            packings.append((sums[n - 1] / (len(packed.offsets) - 1), n, packed))
+        _, n, packing = max(packings, key=lambda candidate: candidate[0])
         rows = [np.sort(row).tolist() for row in np.split(packing.documents, packing.offsets[1:-1])]
         rows.sort()
-        if self.of.how.data.shuffle:
-            order = np.argsort(
-                random_bits(f"{self.of.fingerprint}/{self.number}/{held[0].place}", len(rows)),
-                kind="stable",
-            )
+        if data.shuffle:
+            seed = f"{self.data.fingerprint}/{self.number}/{samples[0].place}"
+            order = np.argsort(random_bits(seed, len(rows)), kind="stable")
             rows = [rows[i] for i in order]
+        pieces = pieces_of(lengths[:n], seq_len)
         columns = np.stack([pieces.samples, pieces.starts, pieces.lengths], 1).tolist()
         return n, [[tuple(columns[i]) for i in row] for row in rows]
 
-    def _row(self, pieces: list[tuple[Taken, int, int]], cursor: Cursor) -> StreamedRow:
+    def _row(self, pieces: list[Piece], cursor: Cursor) -> StreamedRow:
         tokens, labels, weights = [], [], []
-        for taken, start, n in pieces:
-            learnt, following = np.zeros(n, np.float32), np.zeros(n, np.int32)
-            there = slice(
-                start + 1, start + n + 1
-            )  # a document that is cut here goes on with its next token
-            learnt[: len(taken.weights[there])], following[: len(taken.tokens[there])] = (
-                taken.weights[there],
-                taken.tokens[there],
-            )
-            tokens.append(taken.tokens[start : start + n])
-            labels.append(np.where(learnt > 0, following, -100))
-            weights.append(learnt)
-        taken_of, skipped, self._skipped = [taken for taken, _, _ in pieces], self._skipped, []
+        for sample, start, n in pieces:
+            # a document that is cut here goes on with its next token
+            following = slice(start + 1, start + n + 1)
+            targets, target_weights = np.zeros(n, np.int32), np.zeros(n, np.float32)
+            count = len(sample.tokens[following])
+            targets[:count] = sample.tokens[following]
+            target_weights[:count] = sample.weights[following]
+            tokens.append(sample.tokens[start : start + n])
+            labels.append(np.where(target_weights > 0, targets, -100))
+            weights.append(target_weights)
+        skipped, self._skipped = self._skipped, []
         return StreamedRow(
-            np.concatenate(tokens), np.concatenate(labels), np.concatenate(weights),
-            [n for _, _, n in pieces], [taken.source for taken in taken_of], [taken.where for taken in taken_of], cursor, skipped,
-        )  # fmt: skip
+            np.concatenate(tokens),
+            np.concatenate(labels),
+            np.concatenate(weights),
+            documents=[n for _, _, n in pieces],
+            sources=[sample.source for sample, _, _ in pieces],
+            where=[sample.where for sample, _, _ in pieces],
+            cursor=cursor,
+            skipped=skipped,
+        )
 
-    def _samples(self, turn: int, rows: int, sample: int) -> Iterator[Taken]:
-        """Samples from a position on, without end."""
+    def _samples(self, turn: int, rows: int, sample: int) -> Iterator[StreamSample]:
+        """Yield samples from a position on, without end."""
         barren = 0
-        while barren < BARREN:
+        while barren < MAX_BARREN_UNITS:
             barren += 1
-            for taken in self._samples_of_unit(turn, rows, sample):
+            for one in self._samples_of_unit(turn, rows, sample):
                 barren = 0
-                yield taken
+                yield one
             turn, rows, sample = turn + 1, 0, 0
-        reason = "\n".join(
-            [
-                f"nothing to learn in {barren:,} units in a row",
-                *(finding.text for finding in self.findings()),
-            ]
-        )
-        raise UserError(
-            "the data cannot be used", [Problem(f"data.path={self.of.how.data.path}", reason)]
-        )
+        lines = [finding.text for finding in self.findings()]
+        reason = "\n".join([f"nothing to learn in {barren:,} units in a row", *lines])
+        path = self.data.options.data.path
+        raise UserError("the data cannot be used", [Problem(f"data.path={path}", reason)])
 
     def findings(self, samples: int = 0, tokens: int = 0) -> list[Finding]:
-        """Findings on the way to so many samples of so many tokens."""
+        """Return findings on the way to so many samples of so many tokens."""
         counts = self._builder.counts | Counter(unreadable=len(self._skipped))
-        return told(
-            counts, {"unreadable": self._skipped[:EXAMPLES]}, samples, tokens, self.of.seq_len
-        )
+        examples = {"unreadable": self._skipped[:EXAMPLES]}
+        return list_findings(counts, examples, samples, tokens, self.data.seq_len)
 
-    def _samples_of_unit(self, turn: int, before: int, sample: int) -> Iterator[Taken]:
-        """The samples of the unit that is dealt in this turn.
+    def _samples_of_unit(self, turn: int, rows: int, sample: int) -> Iterator[StreamSample]:
+        """Yield the samples of the unit that is dealt in this turn.
 
-        Without its first rows, and without the first samples of the row after. If the network
-        fails, it is tried again and again: the one who waits for the row decides how long.
+        rows, samples: how many rows, and samples of the row behind them, to leave out. If the
+        network fails, it is tried again and again: whoever waits for the row decides how long.
         """
-        source, unit, part = dealt(self.of, turn * self.of.streams + self.number)
-        first, pause = (before, sample), 1.0
+        source, unit, part = unit_at(self.data, turn * self.data.streams + self.number)
+        first, pause = (rows, sample), 1.0
         while True:
             if self.opens:
                 self.opens(named(unit.file))
             try:
-                for taken in self._tokenised(turn, source, unit, part, first):
-                    first, pause = taken.after[1:], 1.0
-                    yield taken
+                for one in self._tokenised(turn, source, unit, part, first):
+                    first, pause = one.after[1:], 1.0
+                    yield one
                 return
             except UserError as error:
-                if (
-                    not self.opens
-                    or not is_url(unit.file)
-                    or not error.__cause__
-                    or isinstance(error.__cause__, FOR_GOOD)
-                ):
+                cause = error.__cause__
+                is_network = is_url(unit.file) and cause and not isinstance(cause, PERMANENT_ERRORS)
+                if not (self.opens and is_network):
                     raise
-                self.opens(
-                    f"{named(unit.file)}, tried again in {pause:.0f} s"
-                    f" ({str(error.__cause__).splitlines()[0]})"
-                )
+                text = str(cause).splitlines()[0]
+                self.opens(f"{named(unit.file)}, tried again in {pause:.0f} s ({text})")
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
 
     def _tokenised(
         self, turn: int, source: int, unit: Unit, part: int, first: tuple[int, int]
-    ) -> Iterator[Taken]:
+    ) -> Iterator[StreamSample]:
         texts = self._texts(source, unit, part, first)
-        while chunk := next_texts(texts, CHUNK_TEXTS, CHUNK_CHARACTERS):
-            for (row, n, line, _), made in zip(
-                chunk, self._builder.tokenize([text for *_, text in chunk]), strict=True
-            ):
-                for one in made:  # at most one of each text
-                    yield Taken(
-                        one.tokens,
-                        one.weights,
-                        source,
-                        (unit.file, unit.start, line),
-                        (turn, row, n),
-                    )
+        for chunk in tokenize_in_chunks(texts, self._builder, CHUNK_TEXTS, CHUNK_CHARACTERS):
+            for (row, n, line), samples in chunk:
+                where, place = (unit.file, unit.start, line), (turn, row, n)
+                for one in samples:  # at most one of each text
+                    yield StreamSample(one.tokens, one.weights, source, where, place)
 
     def _texts(
         self, source: int, unit: Unit, part: int, first: tuple[int, int]
-    ) -> Iterator[tuple[int, int, int, Rendered]]:
-        """(row, which of its texts, line, text), from `first` on."""
+    ) -> Iterator[tuple[tuple[int, int, int], Rendered]]:
+        """Yield ((row, which of its texts, line), text), from `first` on."""
         reader: Reader | None = None
-        for number, row in enumerate(islice(read_unit(unit), part, None, self.of.parts)):
-            try:
-                if row.error:
-                    raise RowError(row.error)
-                # of the unit's first row, also if it goes on in the midst
-                reader = reader or self.of.reader(row, source, self.unused)
-                if number < first[0]:
-                    continue
-                texts = self._builder.render(reader.read(row))
-            except (RowError, RecursionError) as e:
-                if number >= first[0]:
-                    where = named(unit.file), row.where[1] + lines_before(unit)
-                    reason = str(e) if isinstance(e, RowError) else "is nested too deeply"
-                    problems = Problems(self.of.how.data.on_error)
-                    problems.add(where, reason)
-                    problems.raise_if_failing()
-                    self._skipped.append(f"{where[0]}:{where[1]}  {reason.splitlines()[0]}")
-                continue
-            yield from (
-                (number, n, row.where[1], text)
-                for n, text in enumerate(texts)
-                if (number, n) >= first
-            )
+
+        def reader_of(row: Row) -> Reader:
+            # chosen by the unit's first row, also where the stream goes on behind it
+            nonlocal reader
+            reader = reader or self.data.reader(row, source, self.unused)
+            return reader
+
+        def refuse(row: Row, reason: str) -> None:
+            where = named(unit.file), row.where[1] + lines_before(unit)
+            problems = Problems(self.data.options.data.on_error)
+            problems.add(where, reason)
+            problems.raise_if_failing()
+            self._skipped.append(f"{where[0]}:{where[1]}  {reason.splitlines()[0]}")
+
+        rows = islice(read_unit(unit), part, None, self.data.parts)
+        for number, row, texts in read_texts(
+            rows, reader_of, self._builder.render, refuse, first[0]
+        ):
+            for n, text in enumerate(texts):
+                if (number, n) >= first:
+                    yield (number, n, row.where[1]), text
 
 
-def dealt(data: StreamedData, place: int) -> tuple[int, Unit, int]:
-    """(source, unit, part) of a place in the endless deal: all of an epoch, then all of the next."""
+def unit_at(data: StreamedData, place: int) -> tuple[int, Unit, int]:
+    """Return (source, unit, part) at a place in the endless sequence of epochs."""
     n = len(data.units) * data.parts
     epoch, i = divmod(place, n)
-    if data.how.data.shuffle:
+    if data.options.data.shuffle:
         i = int(_order(data.fingerprint, epoch, n)[i])
     unit, part = divmod(i, data.parts)
     return *data.units[unit], part
@@ -438,86 +423,69 @@ def _order(fingerprint: str, epoch: int, n: int) -> np.ndarray:
 def stream_data(
     data: Data, batch: Batch, seed: int, tokenizer: TextTokenizer, template: Template
 ) -> StreamedData:
-    """The streams over `data`; its files are listed, not read. Raises UserError."""
+    """Return the streams over `data`; its files are listed, not read. Raises UserError."""
     sources = find_sources(data.path, "data.path")
     streams = batch.rows
     files = [file for source in sources for file in source.files]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        known = dict(zip(files, pool.map(_identity, files), strict=True))
-    size = sum(size for size, _ in known.values())
-    each = max(UNIT_BYTES[0], min(UNIT_BYTES[1], size // (UNITS_A_STREAM * streams)), size // UNITS)
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        cut = dict(zip(files, pool.map(partial(split_units, bytes_each=each), files), strict=True))
+        identities = dict(zip(files, pool.map(_identity, files), strict=True))
+        size = sum(size for size, _ in identities.values())
+        wanted = size // (UNITS_PER_STREAM * streams)
+        each = max(UNIT_BYTES[0], min(UNIT_BYTES[1], wanted), size // MAX_UNITS)
+        split = pool.map(partial(split_units, bytes_each=each), files)
+        units_of = dict(zip(files, split, strict=True))
     units = [
-        (i, unit) for i, source in enumerate(sources) for file in source.files for unit in cut[file]
+        (i, unit)
+        for i, source in enumerate(sources)
+        for file in source.files
+        for unit in units_of[file]
     ]
-    parts = -(-streams // len(units))
-    streamed = StreamedData(
-        How(data, batch.seq_len, 0.0, tokenizer, template),
-        streams,
-        sources,
-        units,
-        parts,
-        "",
-        [],
-        np.empty(0, np.int64),
-        [],
-    )
-    streamed.digests = {
+    digests = {
         named(file): hashlib.blake2b(repr(identity).encode(), digest_size=8).hexdigest()
-        for file, identity in known.items()
+        for file, identity in identities.items()
     }
-    streamed.report, seen = _look(streamed, size)
-    options = [data.format, data.fields, data.loss_on, data.too_long, data.packing, data.shuffle]
+    parts = -(-streams // len(units))
+    options = TokenizeOptions(data, batch.seq_len, 0.0, tokenizer, template)
+    streamed = StreamedData(options, streams, sources, units, parts, digests)
+    looked_at = _look(streamed, size)
+    keys = [data.format, data.fields, data.loss_on, data.too_long, data.packing, data.shuffle]
     numbers = [VERSION, batch.seq_len, streams, seed, each, parts]
     content = [
-        [source.name if len(sources) > 1 else "", [known[file] for file in source.files]]
+        [source.name if len(sources) > 1 else "", [identities[file] for file in source.files]]
         for source in sources
     ]
-    decides = [numbers, options, content, tokenizer.fingerprint, template.decides, seen]
-    streamed.fingerprint = hashlib.blake2b(
-        json.dumps(decides, sort_keys=True).encode(), digest_size=10
-    ).hexdigest()
-    return streamed
+    tokens = looked_at.pop("tokens")
+    decisive = [numbers, keys, content, tokenizer.fingerprint, template.decides, tokens]
+    text = json.dumps(decisive, sort_keys=True)
+    fingerprint = hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
+    return replace(streamed, fingerprint=fingerprint, **looked_at)
 
 
-def _look(streamed: StreamedData, size: int) -> tuple[list[str], str]:
-    """The first rows: lines about them for people, and a hash of their tokens, which are what a resume must meet again."""
-    data = streamed.how.data
-    counted = sum(
-        1
-        for _ in islice(
-            (row for _, unit in streamed.units for row in read_unit(unit) if not row.error),
-            streamed.streams,
-        )
-    )
-    if counted < streamed.streams:
-        reason = (
-            f"has {counted:,} rows, fewer than a step: batch.rows={streamed.streams}.\nUse"
-            "  data.streaming=false , which is right for little data"
-        )
-        raise UserError("the data cannot be streamed", [Problem(f"data.path={data.path}", reason)])
+def _look(streamed: StreamedData, size: int) -> dict[str, Any]:
+    """Return what the first samples show: the fields `lengths`, `findings` and `report`.
+
+    tokens: a hash of their tokens, which a resume must meet again.
+    """
+    _require_a_step(streamed)
     stream, digest = streamed.stream(0), hashlib.blake2b(digest_size=16)
     samples = [*islice(stream.samples, LOOKED_AT)]
     for sample in samples:
-        digest.update(
-            sample.tokens.astype(np.int32).tobytes() + sample.weights.astype(np.float32).tobytes()
-        )
+        digest.update(sample.tokens.astype(np.int32).tobytes())
+        digest.update(sample.weights.astype(np.float32).tobytes())
     lengths = [len(sample.tokens) for sample in samples]
-    streamed.lengths = np.minimum(lengths, streamed.how.seq_len)
-    tokens, learnt = sum(lengths), sum(np.count_nonzero(sample.weights) for sample in samples)
+    tokens = sum(lengths)
+    supervised = sum(np.count_nonzero(sample.weights) for sample in samples)
     files = sum(len(source.files) for source in streamed.sources)
-    streamed.findings = stream.findings(len(samples), tokens)
+    findings = stream.findings(len(samples), tokens)
     report = [
         f"streamed: {files:,} file{'s' * (files != 1)} of {size / 2**20:,.1f} MiB in"
         f" {len(streamed.units):,} units, by {streamed.streams:,} streams",
-        f"the first {len(samples):,} samples: {tokens:,} tokens, {100 * learnt / tokens:.1f}%"
-        f" learnt, longest {max(lengths):,}",
-        *(
-            (f"warning: {one.text}. {one.fix}".rstrip(". ") if one.is_warning else one.text)
-            for one in streamed.findings
-        ),
+        f"the first {len(samples):,} samples: {tokens:,} tokens,"
+        f" {100 * supervised / tokens:.1f}% learnt, longest {max(lengths):,}",
     ]
+    for one in findings:
+        line = f"warning: {one.text}. {one.fix}".rstrip(". ") if one.is_warning else one.text
+        report.append(line)
     if stream.unused:
         report.append(f"columns not used: {', '.join(stream.unused)}")
     if streamed.parts > 1:
@@ -525,11 +493,32 @@ def _look(streamed: StreamedData, size: int) -> tuple[list[str], str]:
             f"warning: each file is read {streamed.parts:,} times, for there are fewer that"
             " can be read apart than rows in a step"
         )
-    return report, digest.hexdigest()
+    return {
+        "lengths": np.minimum(lengths, streamed.seq_len),
+        "findings": findings,
+        "report": report,
+        "tokens": digest.hexdigest(),
+    }
+
+
+def _require_a_step(streamed: StreamedData) -> None:
+    """Raise UserError if there are fewer rows than streams."""
+    rows = (row for _, unit in streamed.units for row in read_unit(unit) if not row.error)
+    count = sum(1 for _ in islice(rows, streamed.streams))
+    if count < streamed.streams:
+        reason = (
+            f"has {count:,} rows, fewer than a step: batch.rows={streamed.streams}.\nUse"
+            "  data.streaming=false , which is right for little data"
+        )
+        path = streamed.options.data.path
+        raise UserError("the data cannot be streamed", [Problem(f"data.path={path}", reason)])
 
 
 def _identity(file: str) -> tuple[int, str]:
-    """Bytes of a file, and a hash by which it is known wherever it lies: of its kind and both its ends."""
+    """Return the bytes of a file, and a hash of its kind and both its ends.
+
+    They are the same wherever the file lies.
+    """
     if file in demo.TASKS:
         return 0, content_hash(file)
     digest = hashlib.blake2b(repr(kind(file)).encode(), digest_size=16)
@@ -541,9 +530,8 @@ def _identity(file: str) -> tuple[int, str]:
                 opened.seek(max(0, size - ENDS))
                 digest.update(opened.read(ENDS))
             except ValueError:  # a web server that gives files only from their beginning on
-                size = sum(found.size or 0 for found in list_files(file, "data.path"))
+                size = sum(remote.size or 0 for remote in list_files(file, "data.path"))
     except OSError as error:
-        raise UserError(
-            "the data cannot be used", [Problem(file, f"cannot be read: {error}")]
-        ) from None
+        reason = f"cannot be read: {error}"
+        raise UserError("the data cannot be used", [Problem(file, reason)]) from None
     return size, digest.hexdigest()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fsdp_trainer.data.findings import DROPPED, Finding, percent, told
+from fsdp_trainer.data.findings import DROPPED, Finding, list_findings, percent
 from fsdp_trainer.data.mixture import Mixture
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.samples import LOST
@@ -37,7 +37,9 @@ def figures_by_source(store: TokenStore) -> list[SourceFigures]:
 
 def findings(store: TokenStore, seq_len: int) -> list[Finding]:
     """Findings about a store."""
-    known = told(store.counts, store.examples, len(store), int(store.lengths.sum()), seq_len)
+    known = list_findings(
+        store.counts, store.examples, len(store), int(store.lengths.sum()), seq_len
+    )
     for i, source in enumerate(figures_by_source(store)) if len(store.source_names) > 1 else ():
         if not source.samples:
             known.append(

@@ -1,6 +1,6 @@
-"""Some units of files to a part of a store.
+"""Tasks of tokenisation: some units of files become a part of a store.
 
-Works alike in this process and in others; imports no torch.
+Works alike in this process and in workers; imports no torch.
 """
 
 import hashlib
@@ -11,48 +11,34 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.conversations import Conversation, Document, Readable, Reader, make_reader
-from fsdp_trainer.data.samples import Rendered, Sample, SampleBuilder
-from fsdp_trainer.data.sources import Problems, RowError
+from fsdp_trainer.data.pipeline import (
+    TokenizeOptions,
+    choose_reader,
+    read_texts,
+    tokenize_in_chunks,
+)
+from fsdp_trainer.data.samples import Rendered, Sample
+from fsdp_trainer.data.sources import Problems, Row
 from fsdp_trainer.data.store import Damaged, StoreWriter, check_columns
-from fsdp_trainer.data.templates import Template
-from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.data.units import Unit, read_rows, read_unit
 from fsdp_trainer.errors import Problem, UserError
 
-CHUNK, CHARACTERS = (
-    1000,
-    1 << 22,
-)  # texts and characters of one call of the tokenizer, whichever is reached first
+CHUNK, CHARACTERS = 1000, 1 << 22  # texts and characters of one call of the tokenizer, at most
 TRAIN, VALIDATION = "train", "validation"
-CAN_BE_CUT = ("text", "tokens")  # formats whose samples may go on in another row
-SKIPPED = (
-    "skipped.jsonl"  # in the folder of the cache: each row that data.on_error=skip has left out
-)
-
-
-@dataclass
-class How:
-    """All that decides the tokens of a row, for all units of a component.
-
-    share: of its rows, chosen by their content, held out for validation.
-    """
-
-    data: Data
-    seq_len: int
-    share: float
-    tokenizer: TextTokenizer
-    template: Template
+SKIPPED = "skipped.jsonl"
+"""In the folder of the cache: each row that data.on_error=skip has left out."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A unit with the places of its source and its file, and the lines of the file before it; format and fields: as data.format, data.fields."""
+class TaskUnit:
+    """A unit of a task.
+
+    source, number: the places of its source and of its file; lines_before: of the file, before the
+    unit; format, fields: as data.format and data.fields.
+    """
 
     unit: Unit
     source: int
@@ -62,233 +48,202 @@ class Piece:
     fields: tuple[tuple[str, str], ...]
 
 
-Task = list[Piece]
+Task = list[TaskUnit]
 """What one part is made of: a part of a large file, or several small files."""
 
 
-def pieces_of(task: Task) -> list[list[int | None]]:
-    """The pieces of a task, as plain numbers that distinguish it from other tasks."""
-    return [[piece.number, piece.unit.start, piece.unit.stop] for piece in task]
+def task_key(task: Task) -> list[list[int | None]]:
+    """Return (number of the file, start, stop) of each unit: they tell a task from others."""
+    return [[one.number, one.unit.start, one.unit.stop] for one in task]
 
 
 @dataclass
-class Done:
-    """The results of a task, known once its rows have been read."""
+class TaskResult:
+    """What is known of a task once its rows have been read."""
 
     task: list[list[int | None]] = field(default_factory=list)
-    """Number of the file, start and stop of each piece."""
+    """The task_key."""
     rows: list[tuple[int, str, int]] = field(default_factory=list)
-    """(number of the file, format, rows) of each piece."""
+    """(number of the file, format, rows) of each unit."""
     unused: list[tuple[int, list[str]]] = field(default_factory=list)
-    """(number of the file, columns that are not read) of each piece that has any."""
+    """(number of the file, columns that are not read) of each unit that has any."""
     bad_rows: int = 0
     problems: list[Problem] = field(default_factory=list)
-    """The first few of them."""
+    """The first few of the bad rows."""
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
     totals: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
-    """Of each store, of each source (its place, as text): samples, tokens, supervised, longest."""
+    """By store and source (its place, as text): samples, tokens, supervised, longest."""
 
-    @classmethod
-    def of(cls, part: Path, task: Task) -> "Done | None":
-        """The results of a part that an earlier process has finished; None if there are none.
 
-        Another version may have divided the work in another way.
-        """
-        try:
-            told = json.loads((part / "done.json").read_text(encoding="utf-8"))
-            for name, by_source in told["totals"].items():
-                check_columns(part / name, by_source)
-            if told["task"] != pieces_of(task):
-                return None
-            return cls(**told | {"problems": [Problem(**problem) for problem in told["problems"]]})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, Damaged):
+def read_result(part: Path, task: Task) -> TaskResult | None:
+    """Return the result of a part that an earlier process has finished; None if there is none.
+
+    Another version may have divided the work in another way.
+    """
+    try:
+        stored = json.loads((part / "done.json").read_text(encoding="utf-8"))
+        for name, by_source in stored["totals"].items():
+            check_columns(part / name, by_source)
+        if stored["task"] != task_key(task):
             return None
+        problems = [Problem(**problem) for problem in stored["problems"]]
+        return TaskResult(**stored | {"problems": problems})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, Damaged):
+        return None
 
 
 Tick = Callable[[int, int], None]
 """Called with the rows read and the tokens written since the last time."""
+Job = tuple[int, Task, Path]
+"""The place of a task, the task, and the folder of its part."""
 
 
-def tokenise(task: Task, part: Path, how: How, tick: Tick) -> Done:
-    """Write the samples of a task into the folder `part`, which appears when it is whole; not at all if bad rows are to end it."""
+def do_job(options: TokenizeOptions, job: Job, tick: Tick) -> tuple[int, TaskResult]:
+    """Return a task's place and its result, after its part is written."""
+    place, task, part = job
+    return place, tokenise(task, part, options, tick)
+
+
+def tokenise(task: Task, part: Path, options: TokenizeOptions, tick: Tick) -> TaskResult:
+    """Write the samples of a task into the folder `part`, which appears when it is whole.
+
+    It does not appear if data.on_error=fail and there are bad rows.
+    """
     aside = Path(tempfile.mkdtemp(prefix="tmp-", dir=part.parent))
     try:
-        done = Tokenising(task, aside, how, tick).run()
-        if not (done.bad_rows and how.data.on_error == "fail"):
-            (aside / "done.json").write_text(
-                json.dumps(asdict(done), ensure_ascii=False), encoding="utf-8"
-            )
+        result = TaskTokenizer(task, aside, options, tick).run()
+        if not (result.bad_rows and options.data.on_error == "fail"):
+            text = json.dumps(asdict(result), ensure_ascii=False)
+            (aside / "done.json").write_text(text, encoding="utf-8")
             aside.chmod(0o755)  # mkdtemp's folder is for its owner only, the cache is shared
             try:
                 os.replace(aside, part)
             except OSError:
-                if (
-                    Done.of(part, task) is None
-                ):  # else another process was faster, with the same content
+                # else another process was faster, with the same content
+                if read_result(part, task) is None:
                     shutil.rmtree(part, ignore_errors=True)
                     os.replace(aside, part)
-        return done
+        return result
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-class Tokenising:
+class TaskTokenizer:
     """One pass over a task: rows → conversations → samples → files, in bounded memory."""
 
-    def __init__(self, task: Task, folder: Path, how: How, tick: Tick):
-        self.task, self.how, self.tick = task, how, tick
-        self.writers = {
-            name: StoreWriter(folder / name)
-            for name in ((TRAIN, VALIDATION) if how.share else (TRAIN,))
-        }
-        self.builder = SampleBuilder(how.data, how.seq_len, how.tokenizer, how.template)
-        listed = (
-            open(folder / SKIPPED, "w", encoding="utf-8")  # noqa: SIM115 - lives as long as this
-            if how.data.on_error == "skip"
-            else None
-        )
-        self.problems = Problems(how.data.on_error, listed=listed)
-        self.done = Done(pieces_of(task))
+    def __init__(self, task: Task, folder: Path, options: TokenizeOptions, tick: Tick):
+        self.task, self.options, self.tick = task, options, tick
+        names = (TRAIN, VALIDATION) if options.share else (TRAIN,)
+        self.writers = {name: StoreWriter(folder / name) for name in names}
+        self.builder = options.builder()
+        on_error, listed = options.data.on_error, None
+        if on_error == "skip":
+            listed = open(folder / SKIPPED, "w", encoding="utf-8")  # noqa: SIM115 - run() closes it
+        self.problems = Problems(on_error, listed=listed)
+        self.result = TaskResult(task_key(task))
 
-    def run(self) -> Done:
-        """Everything is written."""
-        for piece in self.task:
-            self._read(piece)
-            if self.problems.will_raise:  # those of the first file that has any are told
+    def run(self) -> TaskResult:
+        """Read and write everything, and return what is known of it."""
+        for unit in self.task:
+            self._tokenise_unit(unit)
+            if self.problems.will_raise:  # the message names rows of one file
                 break
         for writer in self.writers.values():
             writer.close()
         if self.problems.listed:
             self.problems.listed.close()
-        done = self.done
-        done.bad_rows, done.problems = self.problems.count, self.problems.first
-        done.counts, done.examples = dict(self.builder.counts), self.builder.examples
-        done.totals = {name: writer.totals for name, writer in self.writers.items()}
-        return done
+        result = self.result
+        result.bad_rows, result.problems = self.problems.count, self.problems.first
+        result.counts, result.examples = dict(self.builder.counts), self.builder.examples
+        result.totals = {name: writer.totals for name, writer in self.writers.items()}
+        return result
 
-    def _read(self, piece: Piece) -> None:
-        self.rows, told = 0, 0
-        texts = self._texts(piece)
-        while chunk := next_texts(texts, CHUNK, CHARACTERS):
+    def _tokenise_unit(self, unit: TaskUnit) -> None:
+        self.rows, reported = 0, 0
+        for chunk in tokenize_in_chunks(self._texts(unit), self.builder, CHUNK, CHARACTERS):
             samples: dict[str, list[Sample]] = {name: [] for name in self.writers}
             lines: dict[str, list[int]] = {name: [] for name in self.writers}
-            for (name, line, _), made in zip(
-                chunk, self.builder.tokenize([text for *_, text in chunk]), strict=True
-            ):
-                samples[name] += made
-                lines[name] += [line] * len(made)
+            for (name, line), text_samples in chunk:
+                samples[name] += text_samples
+                lines[name] += [line] * len(text_samples)
             for name, writer in self.writers.items():
-                writer.write(samples[name], piece.source, piece.number, lines[name])
-            self.tick(
-                self.rows - told,
-                sum(len(sample.tokens) for made in samples.values() for sample in made),
-            )
-            told = self.rows
+                writer.write(samples[name], unit.source, unit.number, lines[name])
+            tokens = sum(len(sample.tokens) for one in samples.values() for sample in one)
+            self.tick(self.rows - reported, tokens)
+            reported = self.rows
 
-    def _texts(self, piece: Piece) -> Iterator[tuple[str, int, Rendered]]:
-        """(store, line, text) for every text of a piece; after a problem that will be raised, only further problems are looked for."""
-        file = piece.unit.file
-        reader = self._first_reader(piece)
-        for row in read_unit(piece.unit):
-            self.rows += 1
-            row.where = file, row.where[1] + piece.lines_before
-            try:
-                if row.error:
-                    raise RowError(row.error)
-                reader = reader or reader_for(
-                    self.how.data, row.columns, file, piece.format, dict(piece.fields)
-                )
-                read = reader.read(row)
-                texts, name = self.builder.render(read), self._store_of(read)
-            except (RowError, RecursionError) as e:
-                reason = str(e) if isinstance(e, RowError) else "is nested too deeply"
-                self.problems.add(row.where, reason)
-                if self.problems.is_enough:
-                    break
-                continue
+    def _texts(self, unit: TaskUnit) -> Iterator[tuple[tuple[str, int], Rendered]]:
+        """Yield ((store, line), text) for every text of a unit.
+
+        After a problem that will be raised, only further problems are looked for.
+        """
+        self.reader = self._reader_of_file(unit)
+
+        def reader_of(row: Row) -> Reader:
+            if self.reader is None:
+                fields = dict(unit.fields)
+                file, data = unit.unit.file, self.options.data
+                self.reader = choose_reader(data, row.columns, file, unit.format, fields)
+            return self.reader
+
+        def refuse(row: Row, reason: str) -> None:
+            self.problems.add(row.where, reason)
+
+        for _, row, (name, texts) in read_texts(self._rows(unit), reader_of, self._render, refuse):
             if not self.problems.will_raise:
                 for text in texts:
-                    yield name, row.where[1], text
-        self._note_piece(piece, reader)
+                    yield (name, row.where[1]), text
+        self._note_unit(unit)
 
-    def _first_reader(self, piece: Piece) -> Reader | None:
-        """The reader chosen by the file's first row, for a piece that does not begin with it."""
-        unit = piece.unit
-        if not unit.start:
+    def _render(self, row: Readable) -> tuple[str, list[Rendered]]:
+        """Return the store that a row belongs to, and its texts."""
+        texts, share = self.builder.render(row), self.options.share
+        return VALIDATION if share and content_place(row) < share else TRAIN, texts
+
+    def _rows(self, unit: TaskUnit) -> Iterator[Row]:
+        for row in read_unit(unit.unit):
+            self.rows += 1
+            row.where = unit.unit.file, row.where[1] + unit.lines_before
+            yield row
+            if self.problems.is_enough:
+                return
+
+    def _reader_of_file(self, unit: TaskUnit) -> Reader | None:
+        """Return the reader chosen by the file's first row, where the unit begins behind it."""
+        if not unit.unit.start:
             return None
-        first = first_reader(unit.file, unit.stamp, piece.format, piece.fields)
+        first = first_reader(unit.unit.file, unit.unit.stamp, unit.format, unit.fields)
         return first.again() if first else None
 
-    def _note_piece(self, piece: Piece, reader: Reader | None) -> None:
-        """Note the rows and unused columns of a piece; a file without rows is a problem."""
-        whole_file = not piece.unit.start and piece.unit.stop is None
-        if not self.rows and whole_file:
-            self.problems.add((piece.unit.file, 1), "the file holds no rows")
-        if self.rows or not piece.unit.start:
-            self.done.rows.append((piece.number, str(reader or "of no known format"), self.rows))
+    def _note_unit(self, unit: TaskUnit) -> None:
+        """Note the rows and unused columns of a unit; a file without rows is a problem."""
+        file, start, stop = unit.unit.file, unit.unit.start, unit.unit.stop
+        reader = self.reader
+        if not (self.rows or start or stop is not None):
+            self.problems.add((file, 1), "the file holds no rows")
+        if self.rows or not start:
+            self.result.rows.append((unit.number, str(reader or "of no known format"), self.rows))
         if reader and reader.unused:
-            self.done.unused.append((piece.number, list(reader.unused)))
-
-    def _store_of(self, row: Readable) -> str:
-        return VALIDATION if self.how.share and place(row) < self.how.share else TRAIN
-
-
-def reader_for(
-    data: Data, columns: dict[str, Any], file: str, format: str, fields: dict[str, str] | None
-) -> Reader:
-    """A reader for rows with these columns.
-
-    Raises UserError if they cannot be used; RowError where data.on_error=skip continues.
-    """
-    try:
-        reader = make_reader(columns, format, fields, file)
-    except UserError as error:
-        if data.on_error == "fail":
-            raise
-        raise RowError(error.problems[0].why.splitlines()[0]) from None
-    if data.too_long == "split" and reader.format not in CAN_BE_CUT:
-        beside = (
-            "data.packing=best_fit " if data.packing == "stream" else ""
-        )  # a stream of anything must be split
-        use = f"Use  {beside}data.too_long=drop  or  {beside}data.too_long=truncate"
-        reason = f"only text can be cut into pieces, and {file} holds conversations.\n{use}"
-        raise UserError("the data cannot be used", [Problem("data.too_long=split", reason)])
-    return reader
+            self.result.unused.append((unit.number, list(reader.unused)))
 
 
 @lru_cache(maxsize=64)
 def first_reader(
     file: str, stamp: tuple[int, int] | None, format: str, fields: tuple[tuple[str, str], ...]
 ) -> Reader | None:
-    """The reader chosen by the first row of a file that decides its format; None without one."""
+    """Return the reader that a file's first readable row decides; None without one."""
     for row in read_rows(file):
         if not row.error:
             try:
                 return make_reader(row.columns, format, dict(fields), file)
-            except UserError:  # who has the beginning of the file says so
+            except UserError:  # the task with the beginning of the file reports it
                 continue
     return None
 
 
-def next_texts(
-    texts: Iterator[tuple[Any, ...]], most: int, most_characters: int
-) -> list[tuple[Any, ...]]:
-    """The texts for one call of the tokenizer, each after what belongs to it.
-
-    Their number bounds the memory that the call takes.
-    """
-    chunk, characters = [], 0
-    for text in islice(texts, most):
-        chunk.append(text)
-        characters += text[-1].size
-        if characters >= most_characters:
-            break
-    return chunk
-
-
-def place(row: Readable) -> float:
-    """A number in [0, 1) from a row's content, evenly spread.
+def content_place(row: Readable) -> float:
+    """Return a number in [0, 1) from a row's content, evenly spread.
 
     Rows are held out by it alone: their order does not matter.
     """

@@ -3,12 +3,9 @@
 Collective: every rank builds its part.
 """
 
-import math
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from fractions import Fraction
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,6 @@ from fsdp_trainer.checkpoint.assets import write_hf_assets
 from fsdp_trainer.checkpoint.base import base_of_new_run, base_of_resumed_run
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress
 from fsdp_trainer.config.context import (
-    ContextChoice,
     attention_kernel,
     attention_layout,
     context_method,
@@ -54,10 +50,9 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.memory_check import Alternative, Setup, check_memory
 from fsdp_trainer.parallel.parallelize import parallelize
-from fsdp_trainer.training.batches import Assembler, Batches
 from fsdp_trainer.training.compilations import CompilationLog
 from fsdp_trainer.training.corruption import Corruption
-from fsdp_trainer.training.data_source import DataSource, StoredRows
+from fsdp_trainer.training.data_source import DataSource, SourceContext, StoredRows
 from fsdp_trainer.training.describe import describe
 from fsdp_trainer.training.gradients import GradientSync
 from fsdp_trainer.training.guard import EmbeddingGradProbe, Guard
@@ -73,6 +68,9 @@ from fsdp_trainer.training.stop import StopSignals
 from fsdp_trainer.training.streaming import StreamedRows
 from fsdp_trainer.training.trainer import Trainer
 from fsdp_trainer.training.weights import fill, restore
+
+SOURCES: dict[type, type[DataSource]] = {Mixture: StoredRows, StreamedData: StreamedRows}
+"""Where micro-batches come from, by what orders the rows."""
 
 
 @dataclass
@@ -132,19 +130,26 @@ def build(
     heads = config.num_attention_heads // cfg.sharding.tensor
     context = context_method(cfg, replace(config, num_attention_heads=heads))
     attention = choose_attention(cfg, config, share, device, compiled, context.method)
-    data, validation = build_data(
+    context_of_rows = SourceContext(
         cfg,
-        config,
-        order,
-        held_out,
-        attention,
-        context,
+        {
+            "micro_rows": cfg.batch.micro_rows,
+            "rank": dims.batch_rank,
+            "ranks": dims.batch_ranks,
+            "same_rows": dims.same_rows,
+            "device": device,
+            "pad_to_multiple": cfg.data.pad_to_multiple,
+            "context": context_ranks(dims, context.method, config.windows),
+            "attention": attention.layout,
+        },
         dims,
-        world,
-        start.progress,
+        min(8, cores() * world.nodes // world.size),
+        config.attention_cost,
         signals,
         observer,
     )
+    data = SOURCES[type(order)].build(order, start.progress, context_of_rows)
+    validation = StoredRows.validation(held_out, context_of_rows) if held_out else None
     if world.main:  # who alone speaks: it looks through all samples
         lines = describe(
             cfg, model, data, start.progress, inputs, world, dims, attention, context, run
@@ -307,60 +312,6 @@ def find_where_to_start(
         progress.forget_validation()
     progress.forget_missing_best([step_of(path) for path in listed])
     return Start(checkpoint, progress, progress.step if own else -1, changes, notes), order
-
-
-def build_data(
-    cfg: TrainConfig,
-    config: ModelConfig,
-    order: Order,
-    held_out: Mixture | None,
-    attention: AttentionChoice,
-    context: ContextChoice,
-    dims: Dims,
-    world: World,
-    progress: Progress,
-    signals: StopSignals,
-    observer: Observer,
-) -> tuple[DataSource, StoredRows | None]:
-    """Return where micro-batches of training and of validation come from."""
-    options: dict[str, Any] = {
-        "micro_rows": cfg.batch.micro_rows,
-        "rank": dims.batch_rank,
-        "ranks": dims.batch_ranks,
-        "same_rows": dims.same_rows,
-        "device": world.device,
-        "pad_to_multiple": cfg.data.pad_to_multiple,
-        "context": context_ranks(dims, context.method, config.windows),
-        "attention": attention.layout,
-    }
-    validation = None
-    if held_out:
-        validation = StoredRows(cfg, Batches(held_out, **options), None, signals)
-    if isinstance(order, StreamedData):
-        assembler = Assembler(order.seq_len, len(order.source_names), **options)
-        processes = cfg.data.workers or min(8, cores() * world.nodes // world.size)
-        cost = config.attention_cost
-        streamed = StreamedRows(cfg, order, assembler, dims, cost, processes, signals, observer)
-        return streamed, validation
-    end = None
-    if cfg.train.steps is None:
-        end = last_row(cfg.train.epochs or 1, order.rows_per_epoch, progress.segments)
-    return StoredRows(cfg, Batches(order, **options), end, signals), validation
-
-
-def last_row(epochs: float, rows_per_epoch: int, segments: list[dict[str, Any]]) -> int:
-    """Return the row at which train.epochs end.
-
-    What earlier data has done of them, measured in its own epochs, is done. segments: see
-    Mixture.state.
-    """
-    measured = [(one, following) for one, following in pairwise(segments) if one["rows_per_epoch"]]
-    done = [
-        Fraction(following["start"] - one["start"], one["rows_per_epoch"])
-        for one, following in measured
-    ]
-    start = segments[-1]["start"] if segments else 0
-    return start + max(0, math.ceil((epochs - sum(done)) * rows_per_epoch))
 
 
 def write_assets(

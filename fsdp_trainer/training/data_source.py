@@ -1,15 +1,23 @@
 """The source of a trainer's micro-batches: a protocol, and stored rows as its first
 implementation."""
 
+import math
 from collections.abc import Callable, Iterator
-from itertools import islice
-from typing import Any, Protocol
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import islice, pairwise
+from typing import Any, Protocol, Self
+
+import numpy as np
 
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.data.mixture import Mixture
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.summary import two_lines
 from fsdp_trainer.models.decoder import MicroBatch
+from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepReport
+from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.batches import (
     Batches,
     StepPlan,
@@ -22,6 +30,23 @@ from fsdp_trainer.training.stop import StopSignals
 
 LeaveTogether = Callable[[], None]
 """Called on all ranks where one of them has no data for a step: raises what they leave with."""
+
+
+@dataclass
+class SourceContext:
+    """What a source is built with besides its rows.
+
+    assembler: options of Assembler; workers: to start where data.workers does not say how many;
+    attention_cost: of documents' lengths.
+    """
+
+    cfg: TrainConfig
+    assembler: dict[str, Any]
+    dims: Dims
+    workers: int
+    attention_cost: Callable[[np.ndarray], np.ndarray]
+    signals: StopSignals
+    observer: Observer
 
 
 class DataSource(Protocol):
@@ -37,6 +62,10 @@ class DataSource(Protocol):
     """The files or data sets whose losses are told apart."""
     first_row: int
     """The number of its first row: those before were other data's."""
+
+    @classmethod
+    def build(cls, order: Any, progress: Progress, context: SourceContext) -> Self:
+        """Return the source of the rows of `order`."""
 
     def total_steps(self, progress: Progress) -> int:
         """Return the number of optimizer steps of the whole run."""
@@ -79,6 +108,19 @@ class StoredRows:
         self.prefetch, self.signals = cfg.data.prefetch, signals
         self.source_names = self.order.source_names
         self.fingerprint, self.first_row = self.order.fingerprint, self.order.start
+
+    @classmethod
+    def build(cls, order: Mixture, progress: Progress, context: SourceContext) -> "StoredRows":
+        """Return the source of the rows of a mixture."""
+        cfg, end = context.cfg, None
+        if cfg.train.steps is None:
+            end = last_row(cfg.train.epochs or 1, order.rows_per_epoch, progress.segments)
+        return cls(cfg, Batches(order, **context.assembler), end, context.signals)
+
+    @classmethod
+    def validation(cls, order: Mixture, context: SourceContext) -> "StoredRows":
+        """Return the source of rows that are read from beginning to end, as by `open_all`."""
+        return cls(context.cfg, Batches(order, **context.assembler), None, context.signals)
 
     def total_steps(self, progress: Progress) -> int:
         """Return train.steps, or how many steps the rows up to last_row make."""
@@ -144,3 +186,18 @@ class StoredRows:
         if self.last_row:
             return self.last_row
         return progress.rows + (self.total_steps(progress) - progress.step) * self.rows
+
+
+def last_row(epochs: float, rows_per_epoch: int, segments: list[dict[str, Any]]) -> int:
+    """Return the row at which train.epochs end.
+
+    What earlier data has done of them, measured in its own epochs, is done. segments: see
+    Mixture.state.
+    """
+    measured = [(one, following) for one, following in pairwise(segments) if one["rows_per_epoch"]]
+    done = [
+        Fraction(following["start"] - one["start"], one["rows_per_epoch"])
+        for one, following in measured
+    ]
+    start = segments[-1]["start"] if segments else 0
+    return start + max(0, math.ceil((epochs - sum(done)) * rows_per_epoch))

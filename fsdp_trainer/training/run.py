@@ -30,7 +30,7 @@ from fsdp_trainer.config.paths import (
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.build import build_data, require_most_tokens
-from fsdp_trainer.data.preparation import Told
+from fsdp_trainer.data.preparation import Reporter
 from fsdp_trainer.distributed import gather, run_on_rank_0
 from fsdp_trainer.errors import RunFailed, Stopped, UserError, report
 from fsdp_trainer.extensions import RunInfo
@@ -193,7 +193,7 @@ class Rank:
         init_from = fetch(cfg.model.init_from) if cfg.model.init_from else None
         if world.local_rank == 0:  # all hear its answer; what is free changes from moment to moment
             check_room(cfg, init_from, world)
-        report = Told(beating(self.console, world), self.console.say)
+        report = Reporter(beating(self.console, world), self.console.say)
         inputs = RunInputs(*build_data(cfg, report), init_from)
         require_most_tokens(cfg.data, inputs.data)
         return inputs

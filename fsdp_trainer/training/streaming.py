@@ -20,7 +20,7 @@ from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.order import Rows
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.stream import START, Cursor, StreamedData, StreamedRow, place_of
-from fsdp_trainer.data.stream_readers import Readers, ReadersElsewhere
+from fsdp_trainer.data.stream_readers import Readers, WorkerReaders
 from fsdp_trainer.distributed import gather
 from fsdp_trainer.errors import Stopped
 from fsdp_trainer.models.decoder import MicroBatch
@@ -35,7 +35,7 @@ from fsdp_trainer.training.batches import (
     ranks_with_highest,
     row_ranges,
 )
-from fsdp_trainer.training.data_source import LeaveTogether
+from fsdp_trainer.training.data_source import LeaveTogether, SourceContext
 from fsdp_trainer.training.feed import Feed, StepBatches
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.stop import StopSignals
@@ -77,8 +77,8 @@ class StreamedRows:
     dims: Dims
     attention_cost: Callable[[np.ndarray], np.ndarray]
     """Of documents' lengths."""
-    processes: int
-    """Number of those that make rows; 1: this one alone."""
+    workers: int
+    """Processes that make rows; 1: this one alone."""
     signals: StopSignals
     observer: Observer
     cursors: dict[int, dict[int, Cursor]] = field(default_factory=dict)
@@ -92,6 +92,17 @@ class StreamedRows:
         """Seconds after which a rank that waits for its files gives up."""
         self.source_names = self.data.source_names
         self.fingerprint, self.first_row = self.data.fingerprint, self.data.start
+
+    @classmethod
+    def build(
+        cls, order: StreamedData, progress: Progress, context: SourceContext
+    ) -> "StreamedRows":
+        """Return the source of the rows of streams."""
+        cfg, dims = context.cfg, context.dims
+        assembler = Assembler(order.seq_len, len(order.source_names), **context.assembler)
+        workers = cfg.data.workers or context.workers
+        cost, signals = context.attention_cost, context.signals
+        return cls(cfg, order, assembler, dims, cost, workers, signals, context.observer)
 
     def total_steps(self, progress: Progress) -> int:
         """Return train.steps: streams have no end."""
@@ -180,10 +191,10 @@ class StreamFeed(Feed):
         self._streams = [*chain(*self._slots)]
         starts: Sequence[Sequence[int]] = progress.streams or [START] * source.data.streams
         cursors = {stream: starts[stream] for stream in self._streams}
-        processes = min(source.processes, len(cursors))
+        workers = min(source.workers, len(cursors))
         self._readers = (
-            ReadersElsewhere(source.data, cursors, processes)
-            if processes > 1
+            WorkerReaders(source.data, cursors, workers)
+            if workers > 1
             else Readers(source.data, cursors)
         )
         self._shown_skipped = 0

@@ -1,0 +1,111 @@
+"""The way from rows to samples, which stored data and streams share."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+from fsdp_trainer.config.schema import Data
+from fsdp_trainer.data.conversations import Readable, Reader, make_reader
+from fsdp_trainer.data.samples import Rendered, Sample, SampleBuilder
+from fsdp_trainer.data.sources import Row, RowError
+from fsdp_trainer.data.templates import Template
+from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.errors import Problem, UserError
+
+T = TypeVar("T")
+CAN_BE_CUT = ("text", "tokens")  # formats whose samples may go on in another row
+
+
+@dataclass
+class TokenizeOptions:
+    """What decides the tokens of a row, for all units of a component.
+
+    share: of its rows, chosen by their content, held out for validation.
+    """
+
+    data: Data
+    seq_len: int
+    share: float
+    tokenizer: TextTokenizer
+    template: Template
+
+    def builder(self) -> SampleBuilder:
+        """Return what renders and tokenises rows by these options."""
+        return SampleBuilder(self.data, self.seq_len, self.tokenizer, self.template)
+
+
+def read_texts(
+    rows: Iterable[Row],
+    reader_of: Callable[[Row], Reader],
+    render: Callable[[Readable], T],
+    refuse: Callable[[Row, str], None],
+    first: int = 0,
+) -> Iterator[tuple[int, Row, T]]:
+    """Yield (number, row, what `render` returns for it), from the row with number `first` on.
+
+    refuse: called with each row that cannot be read, and the reason. The reader of the rows is
+    chosen by the first row that can be read, also where that comes before `first`.
+    """
+    for number, row in enumerate(rows):
+        try:
+            if row.error:
+                raise RowError(row.error)
+            reader = reader_of(row)
+            if number < first:
+                continue
+            rendered = render(reader.read(row))
+        except (RowError, RecursionError) as error:
+            if number >= first:
+                refuse(row, str(error) if isinstance(error, RowError) else "is nested too deeply")
+        else:
+            yield number, row, rendered
+
+
+def tokenize_in_chunks(
+    texts: Iterator[tuple[Any, Rendered]],
+    builder: SampleBuilder,
+    max_texts: int,
+    max_characters: int,
+) -> Iterator[Iterator[tuple[Any, list[Sample]]]]:
+    """Yield chunks of (key, samples) from (key, text): each chunk is one call of the tokenizer.
+
+    The limits bound the memory that a call takes.
+    """
+    while chunk := _next_chunk(texts, max_texts, max_characters):
+        samples = builder.tokenize([text for _, text in chunk])
+        yield zip((key for key, _ in chunk), samples, strict=True)
+
+
+def _next_chunk(
+    texts: Iterator[tuple[Any, Rendered]], max_texts: int, max_characters: int
+) -> list[tuple[Any, Rendered]]:
+    chunk, characters = [], 0
+    for key, text in islice(texts, max_texts):
+        chunk.append((key, text))
+        characters += text.size
+        if characters >= max_characters:
+            break
+    return chunk
+
+
+def choose_reader(
+    data: Data, columns: dict[str, Any], file: str, format: str, fields: dict[str, Any] | None
+) -> Reader:
+    """Return a reader for rows with these columns.
+
+    Raises UserError if they cannot be used; RowError where data.on_error=skip continues.
+    """
+    try:
+        reader = make_reader(columns, format, fields, file)
+    except UserError as error:
+        if data.on_error == "fail":
+            raise
+        raise RowError(error.problems[0].why.splitlines()[0]) from None
+    if data.too_long == "split" and reader.format not in CAN_BE_CUT:
+        # packing=stream needs too_long=split
+        packing = "data.packing=best_fit " if data.packing == "stream" else ""
+        use = f"Use  {packing}data.too_long=drop  or  {packing}data.too_long=truncate"
+        reason = f"only text can be cut into pieces, and {file} holds conversations.\n{use}"
+        raise UserError("the data cannot be used", [Problem("data.too_long=split", reason)])
+    return reader

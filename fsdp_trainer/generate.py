@@ -1,5 +1,6 @@
-"""The verb `generate`: an answer, or a chat at the terminal."""
+"""The verb `generate`: answers to prompts, or a chat at the terminal."""
 
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template, load_template
 from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.generation.generate import generate_tokens, stream_tokens
+from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.decoding import continue_tokens
 
 
 @dataclass
@@ -37,40 +39,107 @@ class Speaker:
 
     def answer(self, messages: list[dict], cfg: GenerateConfig) -> Iterator[str]:
         """Yield the next assistant turn, in pieces of text."""
+        return self.say(self.ask(messages), cfg)
+
+    def ask(self, messages: list[dict]) -> str:
+        """Return a conversation as text that ends where the answer begins. Raises UserError."""
         try:
-            text = self.template.ask(messages)
+            return self.template.ask(messages)
         except RowError as error:
             problem = Problem(messages[-1]["content"][:60], str(error))
             raise UserError("the conversation cannot be rendered", [problem]) from None
-        return self.say(text, cfg)
 
     def say(self, text: str, cfg: GenerateConfig) -> Iterator[str]:
         """Yield the continuation of `text`, in pieces; a piece never ends within a character."""
         tokens = []
         length = 0
-        prompt = self.tokenizer.encode(text)
+        prompt = self.encode(text)
         stop_ids = self.tokenizer.stop_ids
-        for token in continue_tokens(self.model, prompt, stop_ids, cfg):
+        for token in stream_tokens(self.model, prompt, stop_ids, sampling_of(cfg)):
             tokens.append(token)
             whole = self.tokenizer.decode(tokens)
             if not whole.endswith("\ufffd"):
                 yield whole[length:]
                 length = len(whole)
 
+    def say_all(self, texts: list[str], cfg: GenerateConfig) -> list[list[str]]:
+        """Return the continuations of each text, cfg.samples of it, computed together."""
+        prompts = [self.encode(text) for text in texts]
+        stop_ids = self.tokenizer.stop_ids
+        answers = generate_tokens(self.model, prompts, stop_ids, sampling_of(cfg), rows=cfg.rows)
+        return [[self.tokenizer.decode(tokens) for tokens in each] for each in answers]
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a prompt. Raises UserError if there are none, or too many."""
+        tokens = self.tokenizer.encode(text)
+        context = self.model.config.max_position_embeddings
+        if not tokens:
+            problem = Problem(f"prompt={text!r}", "has no tokens: there is nothing to continue")
+            raise UserError("the prompt is empty", [problem])
+        if len(tokens) >= context:
+            reason = f"has {len(tokens):,} tokens, the model's context {context:,}: use a shorter"
+            raise UserError("the prompt is too long", [Problem(f"prompt={text[:60]}…", reason)])
+        return tokens
+
+
+def sampling_of(cfg: GenerateConfig) -> Sampling:
+    """Return how the configuration wants prompts to be continued."""
+    return Sampling(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.seed, cfg.samples)
+
 
 def generate(cfg: GenerateConfig) -> int:
-    """Run the verb: answer `prompt=`, or chat at the terminal."""
+    """Run the verb: answer `prompt=` or the prompts of a file, or chat at the terminal."""
     device = cfg.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    prompts = read_prompts(cfg)
     speaker = Speaker.load(str(cfg.source), device, getattr(torch, cfg.dtype))
-    if cfg.prompt is None:
+    if not prompts:
         return chat(speaker, cfg)
-    if cfg.raw:
-        show(speaker.say(cfg.prompt, cfg))
-    else:
-        show(speaker.answer([*system_turn(cfg), {"role": "user", "content": cfg.prompt}], cfg))
+    texts = prompts if cfg.raw else [speaker.ask(conversation(cfg, prompt)) for prompt in prompts]
+    if len(texts) == cfg.samples == 1 and cfg.format == "text":
+        show(speaker.say(texts[0], cfg))
+        return 0
+    for prompt, answers in zip(prompts, speaker.say_all(texts, cfg), strict=True):
+        show_answers(prompt, answers, cfg.format)
     return 0
+
+
+def read_prompts(cfg: GenerateConfig) -> list[str]:
+    """Return the prompts of the command line and of the file. Raises UserError."""
+    given = [cfg.prompt] if isinstance(cfg.prompt, str) else cfg.prompt or []
+    if cfg.prompts is None:
+        return list(given)
+    file = Path(cfg.prompts)
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        as_json = file.suffix in (".jsonl", ".json")
+        read = [json.loads(line)["prompt"] if as_json else line for line in lines if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        problem = Problem(f"prompts={file}", f"cannot be read: {error}")
+        raise UserError("there are no prompts", [problem]) from None
+    except (ValueError, KeyError, TypeError):
+        reason = 'a line is no JSON object with a text "prompt".\nUse a .txt file of one a line'
+        raise UserError("a prompt cannot be read", [Problem(f"prompts={file}", reason)]) from None
+    return [*given, *map(str, read)]
+
+
+def conversation(cfg: GenerateConfig, prompt: str) -> list[dict]:
+    """Return the messages of a conversation that the prompt begins."""
+    return [*system_turn(cfg), {"role": "user", "content": prompt}]
+
+
+def show_answers(prompt: str, answers: list[str], form: str) -> None:
+    """Print the answers to one prompt: for people, or an object a line."""
+    if form == "json":
+        for sample, text in enumerate(answers):
+            line = {"prompt": prompt, "sample": sample, "text": text}
+            print(json.dumps(line, ensure_ascii=False))
+        return
+    print(f"> {prompt}")
+    for text in answers:
+        print(text)
+    print()
 
 
 def chat(speaker: Speaker, cfg: GenerateConfig) -> int:

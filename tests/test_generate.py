@@ -1,5 +1,6 @@
 """Text from a model: greedy as transformers, sampled by seed, through the command line."""
 
+import json
 import shutil
 
 import pytest
@@ -7,8 +8,11 @@ import torch
 from world import read_lines
 
 from fsdp_trainer.config.verbs import GenerateConfig
+from fsdp_trainer.errors import UserError
 from fsdp_trainer.generate import Speaker
-from fsdp_trainer.models.decoding import continue_tokens, sample
+from fsdp_trainer.generation.generate import generate_tokens, stream_tokens
+from fsdp_trainer.generation.ranks import OwnPrompts, SamePrompts
+from fsdp_trainer.generation.sampling import Sampling, choose, random_numbers
 
 
 @pytest.fixture(scope="module")
@@ -21,11 +25,15 @@ def run(world, inputs, tmp_path_factory):
     ).folder
 
 
-def test_greedy_generation_is_that_of_transformers_and_of_full_recomputation(run):
+@pytest.fixture(scope="module")
+def speaker(run):
+    return Speaker.load(run)
+
+
+def test_greedy_generation_is_that_of_transformers_and_of_full_recomputation(run, speaker):
     transformers = pytest.importorskip("transformers")
-    speaker = Speaker.load(run)
     prompt = speaker.tokenizer.encode("<|im_start|>user\nabc")
-    ours = list(continue_tokens(speaker.model, prompt, set(), GenerateConfig(max_tokens=40)))
+    ours = list(stream_tokens(speaker.model, prompt, (), Sampling(max_tokens=40)))
     model = transformers.AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
     theirs = model.generate(
         torch.tensor([prompt]),
@@ -41,34 +49,139 @@ def test_greedy_generation_is_that_of_transformers_and_of_full_recomputation(run
     assert ours == again[len(prompt) :] == theirs
 
 
-def test_generation_ends_at_a_stop_token_and_at_the_context(run):
-    speaker = Speaker.load(run)
+def test_generation_ends_at_a_stop_token_and_at_the_context(speaker):
     prompt = speaker.tokenizer.encode("abc")
-    free = list(continue_tokens(speaker.model, prompt, set(), GenerateConfig(max_tokens=30)))
-    assert (
-        list(continue_tokens(speaker.model, prompt, {free[5]}, GenerateConfig(max_tokens=30)))
-        == free[: free.index(free[5])]
-    )
-    room = speaker.model.config.max_position_embeddings - 2000
-    assert (
-        len(
-            list(
-                continue_tokens(
-                    speaker.model, prompt * 700, set(), GenerateConfig(max_tokens=10_000)
-                )
-            )
-        )
-        < room
-    )
+    free = list(stream_tokens(speaker.model, prompt, (), Sampling(max_tokens=30)))
+    stopped = list(stream_tokens(speaker.model, prompt, {free[5]}, Sampling(max_tokens=30)))
+    assert stopped == free[: free.index(free[5])]
+    long = prompt * 680
+    room = speaker.model.config.max_position_embeddings - len(long)
+    assert 0 < room < 50
+    [[tokens]] = generate_tokens(speaker.model, [long], (), Sampling(max_tokens=10_000))
+    assert len(tokens) == room
+    full = (prompt * 700)[: speaker.model.config.max_position_embeddings]
+    assert generate_tokens(speaker.model, [full], (), Sampling()) == [[[]]]
 
 
-def test_sampling_depends_on_the_seed_and_keeps_to_the_nucleus():
-    logits = torch.tensor([2.0, 1.0, 0.0, -9.0])
-    draws = [sample(logits, 1.0, 0.9, torch.Generator().manual_seed(i)) for i in range(200)]
-    assert set(draws) == {0, 1, 2} - ({2} if torch.softmax(logits, -1)[:2].sum() >= 0.9 else set())
-    assert draws == [sample(logits, 1.0, 0.9, torch.Generator().manual_seed(i)) for i in range(200)]
-    assert {sample(logits, 1.0, 0.01, torch.Generator().manual_seed(i)) for i in range(50)} == {0}
-    assert sample(logits, 0, 1.0, torch.Generator()) == 0
+SAMPLING = Sampling(max_tokens=12, temperature=1.0, top_p=0.95, seed=3, samples=3)
+
+
+def encoded(speaker, *texts):
+    return [speaker.tokenizer.encode(text) for text in texts]
+
+
+def test_samples_depend_on_seed_prompt_and_number_alone(speaker):
+    prompts = encoded(speaker, "abc", "a longer prompt", "x")
+    stop_ids = speaker.tokenizer.stop_ids
+    together = generate_tokens(speaker.model, prompts, stop_ids, SAMPLING)
+    assert all(len({tuple(answer) for answer in answers}) == 3 for answers in together)
+    for rows in (1, 2, 5):
+        assert generate_tokens(speaker.model, prompts, stop_ids, SAMPLING, rows=rows) == together
+    for prompt, answers in zip(prompts[::-1], together[::-1], strict=True):
+        assert generate_tokens(speaker.model, [prompt], stop_ids, SAMPLING) == [answers]
+    [[first]] = generate_tokens(
+        speaker.model, prompts[:1], stop_ids, Sampling(12, 1.0, 0.95, seed=3)
+    )
+    assert first == together[0][0]
+    other = generate_tokens(speaker.model, prompts, stop_ids, Sampling(12, 1.0, 0.95, 4, 3))
+    assert other != together
+
+
+def test_the_samples_of_a_prompt_share_its_prefill(speaker, monkeypatch):
+    sizes = []
+    next_logits = speaker.model.next_logits
+    monkeypatch.setattr(
+        speaker.model, "next_logits", lambda *a: sizes.append(a[0].numel()) or next_logits(*a)
+    )
+    prompts = encoded(speaker, "abcdef", "xyz")
+    generate_tokens(speaker.model, prompts, (), Sampling(4, 1.0, samples=5))
+    assert sizes == [len(prompts[0]) + len(prompts[1]), 10, 10, 10]
+
+
+def test_a_cache_shrinks_when_half_of_the_answers_are_done(speaker, monkeypatch):
+    model = speaker.model
+    prompts = encoded(speaker, "a", "bb bb", "abcabc", "d d d d", "e", "fff")
+    whole = generate_tokens(model, prompts, (), Sampling(max_tokens=24))
+    sizes = []
+    next_logits = model.next_logits
+    monkeypatch.setattr(model, "next_logits", lambda *a: sizes.append(len(a[0])) or next_logits(*a))
+    stop_ids = {answers[0][2 * i] for i, answers in enumerate(whole[:5])}
+    stopped = generate_tokens(model, prompts, stop_ids, Sampling(max_tokens=24))
+    for [answer], [free] in zip(stopped, whole, strict=True):
+        ends = [i for i, token in enumerate(free) if token in stop_ids]
+        assert answer == free[: ends[0] if ends else None]
+    assert sizes[1:] == sorted(sizes[1:], reverse=True)
+    assert sizes[-1] < 6
+
+
+def test_sampling_depends_on_the_number_and_keeps_to_the_nucleus():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -9.0]])
+    numbers = torch.linspace(0, 1, 201, dtype=torch.float64)[:-1, None]
+
+    def shares(top_p, temperature=1.0):
+        sampling = Sampling(temperature=temperature, top_p=top_p)
+        tokens = choose(logits.expand(200, -1), numbers, sampling)
+        return torch.bincount(tokens, minlength=4) / 200
+
+    torch.testing.assert_close(shares(1.0), logits[0].softmax(-1), atol=0.01, rtol=0)
+    nucleus = torch.cat([logits[0, :2].softmax(-1), torch.zeros(2)])
+    torch.testing.assert_close(shares(0.9), nucleus, atol=0.01, rtol=0)
+    assert shares(0.01).tolist() == [1, 0, 0, 0]
+    assert shares(1.0, temperature=0).tolist() == [1, 0, 0, 0]
+    assert (random_numbers(0, [1, 2], 0, 5)[:3] == random_numbers(0, [1, 2], 0, 3)).all()
+    assert random_numbers(0, [1, 2], 1, 1) != random_numbers(0, [1, 2], 0, 1)
+
+
+def own_share(folder):
+    """Texts of this rank's prompts, of which rank 1 has none, and forwards of each rank."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    speaker = Speaker.load(folder)
+    calls = []
+    next_logits = speaker.model.next_logits
+    speaker.model.next_logits = lambda *a: calls.append(1) or next_logits(*a)
+    rank = dist.get_rank()
+    prompts = encoded(speaker, *(["abc", "a longer prompt", "x"] if rank != 1 else []))[rank:]
+    device = torch.device("cpu")
+    own = generate_tokens(speaker.model, prompts, {1}, SAMPLING, rows=2, ranks=OwnPrompts(device))
+    forwards = len(calls)
+    same = generate_tokens(
+        speaker.model, encoded(speaker, "abc"), {1}, SAMPLING, ranks=SamePrompts()
+    )
+    return own, forwards, same
+
+
+def test_ranks_with_their_own_prompts_make_as_many_forwards_and_the_same_answers(
+    run, speaker, world
+):
+    results = world.call(3, own_share, run)
+    expected = generate_tokens(
+        speaker.model, encoded(speaker, "abc", "a longer prompt", "x"), {1}, SAMPLING
+    )
+    assert [own for own, _, _ in results] == [expected, [], expected[2:]]
+    assert len({forwards for _, forwards, _ in results}) == 1
+    assert all(same == expected[:1] for _, _, same in results)
+
+
+def test_the_command_answers_many_prompts_with_several_samples(run, world, tmp_path):
+    (tmp_path / "more.jsonl").write_text('{"prompt": "b, c"}\n\n{"prompt": "d"}\n')
+    command = [
+        "generate", f"source={run}", "prompt=['aaa','b, c']", f"prompts={tmp_path}/more.jsonl",
+        "samples=2", "temperature=1", "max_tokens=9",
+    ]  # fmt: skip
+    lines = [
+        json.loads(line) for line in world.command(*command, "format=json")[0].out.split("\n")[:-1]
+    ]
+    assert [(line["prompt"], line["sample"]) for line in lines] == [
+        (prompt, sample) for prompt in ("aaa", "b, c", "b, c", "d") for sample in (0, 1)
+    ]
+    assert lines[2:4] == lines[4:6]
+    assert lines[0]["text"] != lines[1]["text"]
+    text = world.command(*command)[0].out
+    assert text.startswith(f"> aaa\n{lines[0]['text']}\n{lines[1]['text']}\n\n> b, c\n")
+    refused = world.command("generate", f"source={run}", "prompts=none.txt", code=2)[0].err
+    assert "prompts=none.txt" in refused
 
 
 def test_the_command_answers_the_same_from_run_checkpoint_and_export(run, world):
@@ -109,6 +222,13 @@ def test_no_source_and_a_wrong_one_are_refused(world, tmp_path):
         "source" in world.command("generate", f"source={tmp_path}/none", "prompt=x", code=2)[0].err
     )
     assert world.command("generate", f"source={tmp_path}", "prompt=x", code=2)[0].err
+
+
+def test_a_prompt_without_tokens_or_without_room_is_refused(speaker):
+    with pytest.raises(UserError, match="prompt is empty"):
+        speaker.encode("")
+    with pytest.raises(UserError, match="prompt is too long"):
+        speaker.encode("abc" * 1000)
 
 
 def test_a_system_turn_reaches_a_template_that_knows_none(run):
@@ -181,11 +301,11 @@ def test_samples_in_training_are_what_generate_says_of_the_checkpoint_and_change
             if "train.sample_raw=true" in how
             else speaker.template.ask([{"role": "user", "content": line["prompt"]}])
         )
-        tokens = continue_tokens(
+        tokens = stream_tokens(
             speaker.model,
             speaker.tokenizer.encode(prompt),
             speaker.tokenizer.stop_ids,
-            GenerateConfig(max_tokens=9),
+            Sampling(max_tokens=9),
         )
         assert line["text"] == speaker.tokenizer.decode(list(tokens))
     assert any(line["text"] for line in taken)

@@ -31,7 +31,7 @@ LAYERS = [
     ),
     ("observe",),
     ("data", "optim"),
-    ("checkpoint", "parallel"),
+    ("checkpoint", "parallel", "generation"),
     ("plan",),
     ("launch",),
     ("training",),

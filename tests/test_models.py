@@ -17,6 +17,8 @@ import fsdp_trainer
 from fsdp_trainer.checkpoint.huggingface import tensor_parts
 from fsdp_trainer.config.schema import ActivationCheckpoint
 from fsdp_trainer.errors import UserError
+from fsdp_trainer.generation.generate import generate_tokens, stream_tokens
+from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.models.attention import LAYOUTS, DocumentAttention, MaskedAttention
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import FEED_FORWARDS, MLP, Decoder, MicroBatch
@@ -145,16 +147,32 @@ def test_an_empty_row_gives_every_parameter_a_gradient_of_zero(pair):
     assert all(p.grad is not None and not p.grad.any() for p in ours.parameters())
 
 
-def test_the_cache_gives_what_recomputing_gives(pair):
-    ours, _ = pair
-    tokens, caches = random_tokens(2, 30), ours.new_caches()
+def test_prompts_in_one_batch_continue_as_each_alone_and_as_in_transformers(pair):
+    ours, theirs = pair
+    prompts = [random_tokens(length).tolist() for length in (3, 20, 1, 11)]
+    sampling = Sampling(max_tokens=14)
+    together = [answers[0] for answers in generate_tokens(ours, prompts, (), sampling)]
+    assert together == [list(stream_tokens(ours, prompt, (), sampling)) for prompt in prompts]
+    assert together == [greedily_recomputed(ours, prompt, 14) for prompt in prompts]
+    theirs.generation_config.eos_token_id = None
+    for prompt, tokens in zip(prompts, together, strict=True):
+        given = torch.tensor([prompt])
+        expected = theirs.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=14,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        assert tokens == expected[0, len(prompt) :].tolist()
+
+
+def greedily_recomputed(model, prompt, count):
+    tokens = list(prompt)
     with torch.no_grad():
-        whole = ours.logits(tokens)
-        assert (ours.next_logits(tokens[:, :20], caches) - whole[:, 19]).abs().max() <= 1e-4
-        for i in range(20, 30):
-            assert (
-                ours.next_logits(tokens[:, i : i + 1], caches) - whole[:, i]
-            ).abs().max() <= 1e-4
+        for _ in range(count):
+            tokens.append(int(model.logits(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
 
 
 def test_attention_costs_what_the_masks_let_through(pair):

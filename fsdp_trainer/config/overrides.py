@@ -38,6 +38,7 @@ from fsdp_trainer.errors import Problem
 
 LAID_OVER = ("recipe", "sweep")  # chosen with a plus, several at once if need be
 PROSE = ("data", "prompt", "system")  # keys whose text is taken as it is, commas and all
+QUOTED = re.compile(r"""null$|\[?\s*['"]""")  # null, a text or a list of texts in quotes
 _OF_TRAINING = flatten(TrainConfig)
 HYDRA_ALLOWED = re.compile(r"hydra/launcher$|hydra/sweeper(/\w+)*$|hydra\.(launcher|sweeper)\.")
 
@@ -76,7 +77,7 @@ def read_overrides(
     parser = OverridesParser.create()
     for argument in arguments:
         name, _, text = argument.partition("=")
-        if name in PROSE and name in keys and text != "null" and text[:1] not in ("'", '"'):
+        if name in PROSE and name in keys and not QUOTED.match(text):
             line.prose[name] = line.typed[name] = text
             continue
         try:

@@ -220,10 +220,17 @@ class VerifyConfig:
 
 @dataclass
 class GenerateConfig:
-    """Answers a prompt, or chats at the terminal."""
+    """Answers a prompt or many at once, or chats at the terminal."""
 
     source: str | None = key(None, "a run, a checkpoint or a Hugging Face folder")
-    prompt: str | None = key(None, "what the user says; null: a chat at the terminal")
+    prompt: str | list[str] | None = key(
+        None,
+        'what the user says, or a list, e.g. \'["Who are you?","Count to 3."]\'; null: a chat at'
+        " the terminal",
+    )
+    prompts: str | None = key(
+        None, "a file of prompts: one a line, or .jsonl with a `prompt` in each line"
+    )
     system: str | None = key(None, "a system turn before it")
     raw: bool = key(False, "continue the prompt as plain text, without the chat template")
     max_tokens: int = key(256, "longest answer in tokens", minimum=1)
@@ -232,6 +239,13 @@ class GenerateConfig:
         1.0, "sample from the smallest set of tokens with this probability", above=0, maximum=1
     )
     seed: int = key(0, "of the sampling", minimum=0)
+    samples: int = key(1, "answers to each prompt; at temperature 0 all are the same", minimum=1)
+    rows: int = key(32, "answers that are computed at the same time", minimum=1)
+    format: str = key(
+        "text",
+        "`text` for people; `json`: an object a line, with prompt, sample and text",
+        choices=("text", "json"),
+    )
     device: str = key(
         "auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda")
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from copy import copy
 from functools import lru_cache, partial
 from inspect import signature
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -25,26 +25,14 @@ PADDING_DOCUMENT = 128
 """Padding is computed as documents of at most this many tokens: its output must be finite."""
 
 
-class Cache:
-    """Keys and values of one block during generation, each [batch, tokens, kv heads, head_dim].
+class Cache(Protocol):
+    """Keys and values of one block during generation."""
 
-    Not a dataclass: fully_shard may copy those on their way into a block, and lose what is added.
-    """
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values, and return those that the new queries look at.
 
-    def __init__(self) -> None:
-        self.stored: tuple[Tensor, ...] = ()
-
-    @property
-    def length(self) -> int:
-        """Tokens in the cache."""
-        return self.stored[0].shape[1] if self.stored else 0
-
-    def append(self, *new: Tensor) -> tuple[Tensor, ...]:
-        """Add new keys and values, and return all of them."""
-        if self.stored:
-            new = tuple(torch.cat(pair, 1) for pair in zip(self.stored, new, strict=True))
-        self.stored = new
-        return new
+        All are [batch, tokens, kv heads, head_dim].
+        """
 
 
 class PackedAttention:
@@ -52,7 +40,7 @@ class PackedAttention:
 
     lengths: for each row its documents' lengths in order; the rest of the row is padding.
     row: tokens in a row; window: how many tokens a token sees, itself included; None: all before.
-    Not a dataclass, for the same reason as Cache.
+    Not a dataclass: fully_shard may copy those on their way into a block.
     """
 
     def __init__(self, lengths: Lengths, row: int, device: torch.device):
@@ -110,9 +98,9 @@ class PackedAttention:
 
 
 class OneDocument(PackedAttention):
-    """Rows that are one document each, for inference: the queries are its last tokens.
+    """Rows that are one document each, for inference.
 
-    length: tokens of the document so far, those in a cache included.
+    length: tokens of the document.
     """
 
     def __init__(self, length: int):
@@ -121,18 +109,13 @@ class OneDocument(PackedAttention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
         """See PackedAttention. Builds no mask where the kernel needs none."""
-        queries = q.shape[1]
-        keys = k.shape[1]
-        windowed = self.window is not None and self.window < keys
-        if not windowed and queries in (1, keys):
-            return sdpa(q, k, v, None, scoring, is_causal=queries == keys)
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
-        if self.window is not None:
-            mask = mask.triu(keys - queries + 1 - self.window)
-        return sdpa(q, k, v, mask, scoring)
+        if self.window is None or self.window >= self.length:
+            return sdpa(q, k, v, None, scoring)
+        mask = torch.ones(self.length, self.length, dtype=torch.bool, device=q.device)
+        return sdpa(q, k, v, mask.tril().triu(1 - self.window), scoring)
 
     def document_lengths(self, positions: Tensor) -> Tensor:
-        """[batch, new tokens] int64: the length of the document."""
+        """[batch, length] int64: the length of the document."""
         return torch.full_like(positions, self.length)
 
 

@@ -4,7 +4,7 @@ adapter. Knows no parallelism."""
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -283,27 +283,31 @@ class Decoder(nn.Module):
 
         For inference on an unsharded model; each row is one document.
         """
-        return self.lm_head(self.model.norm(self._continue(tokens, {})))
-
-    def new_caches(self) -> dict[str, Cache]:
-        """Return an empty cache for each block."""
-        return {name: Cache() for name in self.blocks()}
+        length = tokens.shape[1]
+        positions = torch.arange(length, device=tokens.device).expand_as(tokens)
+        hidden = self.inference_hidden(tokens, positions, OneDocument(length))
+        return self.lm_head(self.model.norm(hidden))
 
     @torch.no_grad()
-    def next_logits(self, tokens: Tensor, caches: dict[str, Cache]) -> Tensor:
-        """Return [batch, vocabulary] after `tokens` [batch, new], which follow the cached ones.
+    def next_logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        layout: PackedAttention,
+        index: Tensor,
+        caches: Mapping[str, Cache] = MappingProxyType({}),
+    ) -> Tensor:
+        """Return [index, vocabulary]: the logits of the tokens after some of `tokens`.
 
-        Calls norm and head by their forward: where they are sharded together, both must run.
+        tokens, positions: [rows, length]; index: int64, flat positions. Calls norm and head by
+        their forward: where they are sharded together, both must run.
         """
-        last = self._continue(tokens, caches)[:, -1]
-        return self.lm_head(self.model.norm(last))
+        hidden = self.inference_hidden(tokens, positions, layout, caches)
+        return self.lm_head(self.model.norm(hidden.flatten(0, 1).index_select(0, index)))
 
-    def _continue(self, tokens: Tensor, caches: dict[str, Cache]) -> Tensor:
-        """Return the residual stream of tokens that follow the cached ones."""
-        cached = max((cache.length for cache in caches.values()), default=0)
-        length = cached + tokens.shape[1]
-        positions = torch.arange(cached, length, device=tokens.device).expand_as(tokens)
-        return self.hidden(tokens, positions, OneDocument(length), caches)[0]
+    def inference_hidden(self, *args: Any) -> Tensor:
+        """Return the residual stream after the last block; arguments are those of `hidden`."""
+        return self.hidden(*args)[0]
 
 
 def meta_decoder(config: ModelConfig) -> Decoder:

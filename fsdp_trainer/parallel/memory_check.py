@@ -194,6 +194,14 @@ def device_bytes(device: torch.device) -> float:
     return host_bytes(os.environ)
 
 
+def free_bytes(device: torch.device) -> float:
+    """Return the memory that this rank can still allocate where it computes."""
+    if device.type != "cuda":
+        return host_bytes(os.environ)
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def host_bytes(
     env: Mapping[str, str], meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP
 ) -> float:

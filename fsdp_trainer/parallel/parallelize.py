@@ -1,8 +1,11 @@
 """Turn a decoder on the meta device into this rank's share of it, in one visible list."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -24,7 +27,12 @@ from fsdp_trainer.parallel.activation_offload import Offloader, offload_activati
 from fsdp_trainer.parallel.compile import compile_blocks
 from fsdp_trainer.parallel.convert import convert_linears
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.parallel.memory_check import block_units, keeps_gathered
+from fsdp_trainer.parallel.memory_check import (
+    block_units,
+    free_bytes,
+    gathered_bytes,
+    keeps_gathered,
+)
 from fsdp_trainer.parallel.tensor import shard_tensors
 from fsdp_trainer.torch_private import reduce_scatter_groups, set_timeout
 
@@ -174,3 +182,30 @@ def reshard(model: nn.Module) -> None:
     """Free gathered parameters that stay after a forward that no backward follows."""
     for module in fsdp_modules(model):
         module.reshard()
+
+
+@contextmanager
+def stay_gathered(model: Decoder, cfg: Sharding, device: torch.device) -> Iterator[None]:
+    """Gather a model once for many forwards without a backward, if every rank has the memory.
+
+    It takes at most half of what is free. The caller reshards the model. Collective.
+    """
+    computed = max(p.element_size() for p in model.parameters())
+    fits = torch.tensor(gathered_bytes([model], computed) <= free_bytes(device) / 2, device=device)
+    dist.all_reduce(fits, dist.ReduceOp.MIN)
+    modules = resharded_modules(model, cfg) if fits else []
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_reshard_after_forward(True, recurse=False)
+
+
+def resharded_modules(model: Decoder, cfg: Sharding) -> list[Any]:
+    """Return the modules whose parameters are freed after each forward."""
+    if keeps_gathered(cfg):
+        return []
+    units: list[Any] = [unit[0] for unit in block_units(model, cfg)]
+    return units if model.config.tie_word_embeddings else [model.model.embed_tokens, *units]

@@ -399,10 +399,10 @@ class TensorDecoder(Decoder):
         x, auxiliary = super().hidden(*args, **options)
         return self.tensor_ranks.gather_tokens(x), auxiliary
 
-    def _continue(self, *args: Any) -> Tensor:
+    def inference_hidden(self, *args: Any) -> Tensor:
         """See Decoder. The number of tokens need not divide."""
         with self.tensor_ranks.whole_rows():
-            return super()._continue(*args)
+            return super().inference_hidden(*args)
 
 
 def score_columns(

@@ -4,17 +4,17 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.config.verbs import GenerateConfig
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.generation.generate import generate_tokens
+from fsdp_trainer.generation.ranks import SamePrompts
+from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.decoding import continue_tokens
+from fsdp_trainer.parallel.parallelize import stay_gathered
 
 
 class Samples:
@@ -33,8 +33,9 @@ class Samples:
         Raises UserError for a prompt that cannot be rendered or leaves no room for an answer.
         """
         self.tokenizer, self.device = tokenizer, device
-        self.generation = GenerateConfig(max_tokens=cfg.train.sample_tokens)
+        self.sampling = Sampling(max_tokens=cfg.train.sample_tokens)
         self.compiled = cfg.compile.enabled
+        self.sharding = cfg.sharding
         raw = cfg.train.sample_raw
         self.prompts = [
             (prompt, self._encode(prompt, None if raw else template, context))
@@ -61,31 +62,19 @@ class Samples:
     def generate(self, model: Decoder, check: Callable[[], None]) -> list[tuple[str, str]]:
         """Return each prompt with its answer. Collective.
 
-        check: called before each prompt; may raise, on all ranks alike.
+        check: called before each batch of prompts; may raise, on all ranks alike.
         """
         # a compiled model would be compiled again for every length
         eager = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
-        answers = []
-        with eager:
-            for prompt, tokens in self.prompts:
-                check()
-                answer = continue_tokens(
-                    model,
-                    tokens,
-                    self.tokenizer.stop_ids,
-                    self.generation,
-                    self.device,
-                    logits_of_rank_0,
-                )
-                answers.append((prompt, self.tokenizer.decode(list(answer))))
-        return answers
-
-
-def logits_of_rank_0(logits: Tensor) -> Tensor:
-    """Return rank 0's logits on every rank.
-
-    Ranks that chose different tokens would stop at different times, and wait for each other.
-    """
-    logits = logits.contiguous()
-    dist.broadcast(logits, 0)
-    return logits
+        with eager, stay_gathered(model, self.sharding, self.device):
+            answers = generate_tokens(
+                model,
+                [tokens for _, tokens in self.prompts],
+                self.tokenizer.stop_ids,
+                self.sampling,
+                device=self.device,
+                ranks=SamePrompts(),
+                check=check,
+            )
+        texts = [self.tokenizer.decode(tokens) for [tokens] in answers]
+        return [(prompt, text) for (prompt, _), text in zip(self.prompts, texts, strict=True)]

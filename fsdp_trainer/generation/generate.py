@@ -1,0 +1,214 @@
+"""Continuations of many prompts at once, with a cache of keys and values."""
+
+from collections.abc import Callable, Collection, Iterator
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdp_trainer.distributed import to_device
+from fsdp_trainer.generation.cache import KeyValueCache, Prompts
+from fsdp_trainer.generation.ranks import OneRank, Ranks
+from fsdp_trainer.generation.sampling import Sampling, choose, random_numbers
+from fsdp_trainer.models.decoder import Decoder
+
+ROWS = 32
+"""Answers that are generated at the same time by default."""
+IDLE_PROMPT = [0]
+"""The prompt of a rank that computes for the sake of the others."""
+
+
+class Continuation:
+    """The continuation of a prompt: `tokens`, without the stop token that ended it.
+
+    room: the most tokens that it may have; place: its prompt and sample, to find it again.
+    """
+
+    def __init__(
+        self, prompt: list[int], sampling: Sampling, room: int, place: tuple[int, int] = (0, 0)
+    ):
+        self.prompt = prompt
+        self.place = place
+        self.room = min(sampling.max_tokens, room)
+        self.tokens: list[int] = []
+        self.is_done = self.room <= 0
+        self.numbers = None
+        if sampling.temperature > 0:
+            numbers = random_numbers(sampling.seed, prompt, place[1], max(1, self.room))
+            self.numbers = numbers
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and the answer."""
+        return len(self.prompt) + len(self.tokens)
+
+    def number(self) -> float:
+        """Return the random number of the next token; of an answer that is done, of the last."""
+        assert self.numbers is not None
+        return float(self.numbers[min(len(self.tokens), len(self.numbers) - 1)])
+
+    def add(self, token: int, stop_ids: Collection[int]) -> None:
+        """Take the next token, or end."""
+        if self.is_done:
+            return
+        if token in stop_ids:
+            self.is_done = True
+            return
+        self.tokens.append(token)
+        self.is_done = len(self.tokens) == self.room
+
+
+class Generation:
+    """Answers that grow together, by a token with every forward.
+
+    Every step is one forward, whatever the answers: ranks that take as many steps make as many
+    forwards.
+    """
+
+    def __init__(self, model: Decoder, sampling: Sampling, device: torch.device):
+        self.model = model
+        self.sampling = sampling
+        self.device = device
+        scaling = model.config.rope_scaling or {}
+        is_long = scaling.get("rope_type") == "longrope"
+        # past this length keys are rotated otherwise, those in the cache too
+        self.long_from = scaling["original_max_position_embeddings"] if is_long else None
+
+    def run(
+        self, answers: list[Continuation], stop_ids: Collection[int], ranks: Ranks
+    ) -> Iterator[list[Continuation]]:
+        """Continue the answers until all ranks' are done; yield them after every step."""
+        rows = answers
+        logits = self.start(rows)
+        while True:
+            chosen = ranks.tokens(choose(logits, self.random_column(rows), self.sampling))
+            for answer, token in zip(rows, chosen.tolist(), strict=True):
+                answer.add(token, stop_ids)
+            yield answers
+            unfinished = [i for i, answer in enumerate(rows) if not answer.is_done]
+            if not ranks.most(len(unfinished)):
+                return
+            if len(unfinished) <= len(rows) // 2:
+                kept = unfinished or [0]
+                self.cache.keep(kept)
+                rows = [rows[i] for i in kept]
+                chosen = chosen[kept]
+            logits = self.step(rows, chosen, is_idle=not unfinished)
+
+    def start(self, rows: list[Continuation]) -> Tensor:
+        """Fill the cache with the rows' tokens, and return the logits of the next: [rows, …].
+
+        Rows with the same tokens are computed once.
+        """
+        texts = [(*answer.prompt, *answer.tokens) for answer in rows]
+        different = list(dict.fromkeys(texts))
+        number = {text: i for i, text in enumerate(different)}
+        lengths = [len(text) for text in different]
+        ends = list(accumulate(lengths))
+        width = max(lengths)
+        capacity = width + max(answer.room - len(answer.tokens) for answer in rows)
+        names = list(self.model.blocks())
+        row_lengths = [len(text) for text in texts]
+        self.cache = KeyValueCache(names, row_lengths, capacity, self.device)
+        firsts = [ends[number[text]] - len(text) for text in texts]
+        columns = self.cache.prompt_columns(firsts)
+        for block in self.cache.blocks.values():
+            block.columns = columns
+        tokens = np.concatenate([np.array(text, np.int64) for text in different])
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        last = [ends[number[text]] - 1 for text in texts]
+        return self.model.next_logits(
+            to_device(tokens[None], self.device),
+            to_device(positions[None], self.device),
+            Prompts(lengths, self.device),
+            to_device(np.array(last, np.int64), self.device),
+            self.cache.blocks,
+        )
+
+    def step(self, rows: list[Continuation], chosen: Tensor, is_idle: bool) -> Tensor:
+        """Return the logits after one more token in each row: [rows, vocabulary].
+
+        is_idle: all rows are done; other ranks' are not.
+        """
+        if is_idle:
+            return self.start([Continuation(IDLE_PROMPT, self.sampling, 1)])
+        if any(row.length - 1 == self.long_from for row in rows if not row.is_done):
+            return self.start(rows)
+        layout = self.cache.next_layout()
+        index = torch.arange(len(rows), device=self.device)
+        caches = self.cache.blocks
+        return self.model.next_logits(chosen[:, None], layout.positions, layout, index, caches)
+
+    def random_column(self, rows: list[Continuation]) -> Tensor | None:
+        """Return the rows' random numbers, [rows, 1] float64; None where none is needed."""
+        if self.sampling.temperature == 0:
+            return None
+        return to_device(np.array([[answer.number()] for answer in rows]), self.device)
+
+
+def stream_tokens(
+    model: Decoder,
+    prompt: list[int],
+    stop_ids: Collection[int] = (),
+    sampling: Sampling | None = None,
+) -> Iterator[int]:
+    """Yield the tokens that follow one prompt, as they come."""
+    sampling = sampling or Sampling()
+    device = model.lm_head.weight.device
+    answer = Continuation(prompt, sampling, room_behind(model, prompt))
+    if answer.is_done:
+        return
+    generation = Generation(model, sampling, device)
+    count = 0
+    for _ in generation.run([answer], stop_ids, OneRank()):
+        yield from answer.tokens[count:]
+        count = len(answer.tokens)
+
+
+def generate_tokens(
+    model: Decoder,
+    prompts: list[list[int]],
+    stop_ids: Collection[int] = (),
+    sampling: Sampling | None = None,
+    *,
+    rows: int = ROWS,
+    device: torch.device | None = None,
+    ranks: Ranks | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> list[list[list[int]]]:
+    """Return for each prompt its answers, each a list of tokens.
+
+    rows: answers that are generated at the same time; they do not depend on it but for rounding.
+    device: where the model computes, if not where its weights are. check: called before each
+    batch; may raise, on all ranks alike. Collective where `ranks` says so.
+    """
+    sampling = sampling or Sampling()
+    ranks = ranks or OneRank()
+    device = device or model.lm_head.weight.device
+    answers = [
+        Continuation(prompt, sampling, room_behind(model, prompt), (number, sample))
+        for number, prompt in enumerate(prompts)
+        for sample in range(sampling.samples)
+    ]
+    # those of a batch are about as long
+    waiting = sorted((a for a in answers if not a.is_done), key=lambda answer: -answer.length)
+    batches = [waiting[i : i + rows] for i in range(0, len(waiting), rows)]
+    generation = Generation(model, sampling, device)
+    for number in range(ranks.most(len(batches))):
+        check()
+        batch = (
+            batches[number] if number < len(batches) else [Continuation(IDLE_PROMPT, sampling, 1)]
+        )
+        for _ in generation.run(batch, stop_ids, ranks):
+            pass
+    results: list[list[list[int]]] = [[] for _ in prompts]
+    for answer in answers:
+        results[answer.place[0]].append(answer.tokens)
+    return results
+
+
+def room_behind(model: Decoder, prompt: list[int]) -> int:
+    """Return how many tokens the model's context has behind a prompt."""
+    assert prompt, "a prompt needs a token to begin with"
+    return model.config.max_position_embeddings - len(prompt)

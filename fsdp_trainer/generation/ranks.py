@@ -1,0 +1,55 @@
+"""Agreement between ranks that generate with one sharded model: each forward is collective."""
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Ranks(Protocol):
+    """Decisions that all ranks must take alike."""
+
+    def tokens(self, chosen: Tensor) -> Tensor:
+        """Return the tokens that the rows continue with: [rows] int64."""
+
+    def most(self, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
+
+
+class OneRank:
+    """One process, or ranks whose models know nothing of each other."""
+
+    def tokens(self, chosen: Tensor) -> Tensor:
+        """See Ranks."""
+        return chosen
+
+    def most(self, number: int) -> int:
+        """See Ranks."""
+        return number
+
+
+class SamePrompts(OneRank):
+    """Ranks that all continue the same prompts, with rank 0's tokens.
+
+    Ranks that chose different tokens would stop at different times, and wait for each other.
+    """
+
+    def tokens(self, chosen: Tensor) -> Tensor:
+        """See Ranks. Collective."""
+        chosen = chosen.contiguous()
+        dist.broadcast(chosen, 0)
+        return chosen
+
+
+class OwnPrompts(OneRank):
+    """Ranks that continue their own prompts: who is done goes on until all are."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def most(self, number: int) -> int:
+        """See Ranks. Collective."""
+        largest = torch.tensor(number, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)

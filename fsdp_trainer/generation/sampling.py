@@ -1,0 +1,59 @@
+"""The choice of the next token, from logits and one random number for each row."""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The way to continue prompts.
+
+    temperature: 0: always the likeliest token. top_p: nucleus sampling (Holtzman et al. 2020).
+    samples: answers to each prompt.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    samples: int = 1
+
+
+def random_numbers(seed: int, prompt: list[int], sample: int, count: int) -> np.ndarray:
+    """Return numbers in [0, 1), one for each place of an answer: [count] float64.
+
+    They depend on these arguments alone: not on other prompts, the batch, the ranks or `count`.
+    """
+    digest = hashlib.blake2b(f"{seed}/{sample}/{prompt}".encode(), digest_size=16).digest()
+    generator = np.random.Philox(key=int.from_bytes(digest, "little"))
+    return np.random.Generator(generator).random(count)
+
+
+def choose(logits: Tensor, numbers: Tensor | None, sampling: Sampling) -> Tensor:
+    """Return a token for each row, [rows] int64, by the inverse of the distribution function.
+
+    logits: [rows, vocabulary]; numbers: [rows, 1] float64 in [0, 1), unused at temperature 0.
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    assert numbers is not None
+    probabilities = torch.softmax(logits.double() / sampling.temperature, -1)
+    if sampling.top_p == 1:
+        return drawn(probabilities, numbers)
+    probabilities, tokens = probabilities.sort(descending=True, stable=True)
+    # the token that crosses top_p stays
+    before = probabilities.cumsum(-1) - probabilities
+    probabilities = probabilities.masked_fill(before >= sampling.top_p, 0)
+    return tokens.gather(1, drawn(probabilities, numbers)[:, None])[:, 0]
+
+
+def drawn(probabilities: Tensor, numbers: Tensor) -> Tensor:
+    """Return the column of each row in which its number falls; a column of 0 is never drawn."""
+    below = probabilities.cumsum(-1)
+    column = torch.searchsorted(below, numbers * below[:, -1:], right=True)[:, 0]
+    last = (probabilities > 0).int().cumsum(-1).argmax(-1)
+    return torch.minimum(column, last)

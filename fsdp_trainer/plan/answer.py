@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.plan.changes import Candidate
 from fsdp_trainer.plan.inputs import target, world_sizes
-from fsdp_trainer.plan.plan import RunPlan, make_plan
-from fsdp_trainer.plan.suggest import Suggestion, least, suggest
+from fsdp_trainer.plan.plan import RunPlan
+from fsdp_trainer.plan.suggest import Suggestion, least_memory, suggest
 
 LIKELY = (0.2, 0.65)
 """Shares of a GPU's peak that trainings of language models reach, from published runs."""
@@ -16,13 +17,13 @@ LIKELY = (0.2, 0.65)
 class Answer:
     """The plans of one kind of device, smallest world first.
 
-    suggestions: for each plan what makes it fit, or faster; least: for each that does not fit
-    the changes with which a rank holds least, else None.
+    suggestions: for each plan what makes it fit, or faster; least_memory: for each that does not
+    fit the changes with which a rank holds least, else None.
     """
 
     plans: list[RunPlan]
     suggestions: list[list[Suggestion]]
-    least: list[Suggestion | None]
+    least_memory: list[Suggestion | None]
     assumed: list[str]
 
     @property
@@ -33,11 +34,9 @@ class Answer:
 
 def answer_for(cfg: PlanConfig, config: ModelConfig, assumed: list[str]) -> Answer:
     """Return the answer for the device that `cfg` names. Raises UserError where it names none."""
-    worlds = world_sizes(cfg)
-    devices = [target(cfg, world) for world in worlds]
-    on_devices = list(zip(worlds, devices, strict=True))
-    plans = [make_plan(cfg, config, world, device) for world, device in on_devices]
-    remarks = sorted({device.remark for device in devices if device.remark})
+    runs = [Candidate(cfg, config, world, target(cfg, world)) for world in world_sizes(cfg)]
+    plans = [run.plan() for run in runs]
+    remarks = sorted({run.device.remark for run in runs if run.device.remark})
     if cfg.plan.efficiency and not LIKELY[0] <= cfg.plan.efficiency <= LIKELY[1]:
         remarks.append(
             f"plan.efficiency={cfg.plan.efficiency:g}, though published trainings reach "
@@ -45,7 +44,10 @@ def answer_for(cfg: PlanConfig, config: ModelConfig, assumed: list[str]) -> Answ
         )
     return Answer(
         plans=plans,
-        suggestions=[suggest(cfg, config, world, device) for world, device in on_devices],
-        least=[None if plan.fits else least(cfg, config, plan) for plan in plans],
+        suggestions=[suggest(*run) for run in runs],
+        least_memory=[
+            None if plan.fits else least_memory(run, plan)
+            for run, plan in zip(runs, plans, strict=True)
+        ],
         assumed=assumed + remarks,
     )

@@ -7,22 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from fsdp_trainer.config.context import context_problems
-from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes, layout_problem
+from fsdp_trainer.config.dimensions import layout_problem
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.devices import Device
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.resolve import tensor_misfits
-from fsdp_trainer.plan.plan import RunPlan, make_plan
-from fsdp_trainer.plan.suggest import changed, refused
-
-
-class SearchState(NamedTuple):
-    """What is chosen so far for a model, the number of ranks, and the device of each."""
-
-    cfg: TrainConfig
-    config: ModelConfig
-    world: int
-    device: Device
+from fsdp_trainer.plan.changes import Candidate
+from fsdp_trainer.plan.plan import RunPlan
 
 
 class Choice(NamedTuple):
@@ -53,79 +44,78 @@ class Dimension(NamedTuple):
     for a choice that is not worth a try after these layouts of the choices before it.
     """
 
-    choices: Callable[[SearchState], Iterator[Choice]]
+    choices: Callable[[Candidate], Iterator[Choice]]
     always_grows: bool = False
-    is_needed: Callable[[SearchState, list[PlannedLayout]], bool] = lambda state, layouts: True
+    is_needed: Callable[[Candidate, list[PlannedLayout]], bool] = lambda run, layouts: True
 
 
 OFFLOADED = "activation_checkpoint.offload=true"
 
 
-def tensor_is_needed(state: SearchState, layouts: list[PlannedLayout]) -> bool:
+def tensor_is_needed(run: Candidate, layouts: list[PlannedLayout]) -> bool:
     """Return False where larger tensor groups have begun to make the fastest layout slower.
 
     Larger ones send more; they gather less, of which the time is hidden by then. Where no layout
     fits and gives each rank a row, they are tried all the same.
     """
     full = [layout for layout in layouts if not layout.plan.empty_share]
-    size = state.cfg.sharding.tensor
+    size = run.cfg.sharding.tensor
     if size <= 2 or not full:
         return True
     fastest = min(full, key=lambda layout: layout.plan.seconds)
     return f"sharding.tensor={size // 2}" in fastest.overrides
 
 
-def tensor_groups(state: SearchState) -> Iterator[Choice]:
+def tensor_groups(run: Candidate) -> Iterator[Choice]:
     """Powers of two up to the devices of a node, which a run would not refuse."""
-    for choice in _groups("tensor", state, state.device.per_node):
-        cfg = changed(state.cfg, choice.keys)
-        if not tensor_misfits(state.config, cfg.batch.seq_len, cfg.sharding.tensor):
+    for choice in _groups("tensor", run, run.device.per_node):
+        size = choice.keys["sharding.tensor"]
+        if not tensor_misfits(run.config, run.cfg.batch.seq_len, size):
             yield choice
 
 
-def context_groups(state: SearchState) -> Iterator[Choice]:
+def context_groups(run: Candidate) -> Iterator[Choice]:
     """Powers of two up to the ranks, which a run would not refuse."""
-    auto = () if state.cfg.sharding.context_method == "auto" else ("sharding.context_method=auto",)
-    for words, keys in _groups("context", state, state.world):
+    auto = () if run.cfg.sharding.context_method == "auto" else ("sharding.context_method=auto",)
+    for overrides, keys in _groups("context", run, run.world):
         keys = keys | {"sharding.context_method": "auto"}
-        if not any(context_problems(changed(state.cfg, keys), state.config)):
-            shared = keys["sharding.context"] > 1
-            yield Choice((*words, *auto) if shared else words, keys)
+        if not any(context_problems(run.changed(keys).cfg, run.config)):
+            shares_rows = keys["sharding.context"] > 1
+            yield Choice((*overrides, *auto) if shares_rows else overrides, keys)
 
 
-def _groups(name: str, state: SearchState, largest: int) -> Iterator[Choice]:
+def _groups(name: str, run: Candidate, largest: int) -> Iterator[Choice]:
     """Yield 1, and the powers of two that divide the ranks and break no rule between keys."""
     key = f"sharding.{name}"
-    typed = getattr(state.cfg.sharding, name) > 1
+    typed = getattr(run.cfg.sharding, name) > 1
     yield Choice((f"{key}=1",) if typed else (), {key: 1})
     # what is chosen later is as it must be for any size
     others = _sharding("fsdp", 1) | {"activation_checkpoint.offload": False}
-    cfg = changed(state.cfg, others)
+    other = run.changed(others)
     for size in (2**i for i in range(1, largest.bit_length())):
-        shared = changed(cfg, {key: size})
-        if layout_problem(shared.sharding, state.world) is None and not refused(shared):
+        grouped = other.changed({key: size})
+        if layout_problem(grouped.cfg.sharding, run.world) is None and not grouped.is_refused():
             yield Choice((f"{key}={size}",), {key: size})
 
 
-def context_is_needed(state: SearchState, layouts: list[PlannedLayout]) -> bool:
+def context_is_needed(run: Candidate, layouts: list[PlannedLayout]) -> bool:
     """Return False where ranks that share rows would only send more.
 
     Inside a node: where with longer parts of rows nothing has to be computed again or moved to the
     host, and each rank has a row. Beyond it: where any layout fits and each rank has a row.
     """
-    sharding = state.cfg.sharding
+    sharding = run.cfg.sharding
     full = [layout for layout in layouts if not layout.plan.empty_share]
-    if sharding.tensor * sharding.context > state.device.per_node:
+    if sharding.tensor * sharding.context > run.device.per_node:
         return not full
     return not any(layout.computes_once for layout in full)
 
 
-def meshes(state: SearchState) -> Iterator[Choice]:
+def meshes(run: Candidate) -> Iterator[Choice]:
     """Shards over all ranks, over groups that replicate each other, and none."""
-    cfg, world = state.cfg, state.world
-    # the keys of other dimensions are chosen already: what is left for these two
-    sizes = dimension_sizes(changed(cfg, _sharding("fsdp", 1)).sharding, world)
-    ranks = sizes["replicate"] * sizes["shard"]
+    cfg = run.cfg
+    # the sizes of other dimensions are chosen already: these two have the remaining ranks
+    ranks = run.changed(_sharding("fsdp", 1)).readers
     one = ("sharding.replicas=1",) if cfg.sharding.replicas > 1 else ()
     yield Choice(("sharding=fsdp", *one), _sharding("fsdp", 1))
     for replicas in range(2, ranks):
@@ -140,19 +130,18 @@ def _sharding(strategy: str, replicas: int) -> dict[str, Any]:
     return {"sharding.strategy": strategy, "sharding.replicas": replicas}
 
 
-def micro_rows(state: SearchState) -> Iterator[Choice]:
+def micro_rows(run: Candidate) -> Iterator[Choice]:
     """One row at a time, and powers of two with which no row is empty; the rest is accumulation."""
-    cfg = state.cfg
-    readers = batch_ranks(dimension_sizes(cfg.sharding, state.world))
-    most = max(1, cfg.batch.rows // readers)
-    if cfg.sharding.context > 1:
-        most = 1  # half as many rows on half as many ranks are as many tokens and fewer messages
-    for rows in (2**i for i in range(most.bit_length())):
-        if rows == 1 or cfg.batch.rows % (rows * readers) == 0:
+    batch = run.cfg.batch
+    largest = max(1, batch.rows // run.readers)
+    if run.cfg.sharding.context > 1:
+        largest = 1  # half the rows on half the ranks: as many tokens, and fewer messages
+    for rows in (2**i for i in range(largest.bit_length())):
+        if rows == 1 or batch.rows % (rows * run.readers) == 0:
             yield Choice((f"batch.micro_rows={rows}",), {"batch.micro_rows": rows})
 
 
-def recomputation(state: SearchState) -> Iterator[Choice]:
+def recomputation(run: Candidate) -> Iterator[Choice]:
     """Blocks that are computed again as a whole, in part, and not at all."""
     for mode in ("full", "selective", "none"):
         yield Choice((f"activation_checkpoint={mode}",), {"activation_checkpoint.mode": mode})
@@ -177,50 +166,49 @@ class Search:
     """Tries layouts. layouts: those that fit, fastest first; nearest: of all the least memory."""
 
     def __init__(self, cfg: TrainConfig, config: ModelConfig, world: int, device: Device):
-        self.config = config
         self.world = world
         self.device = device
         self.layouts: list[PlannedLayout] = []
         self.nearest: PlannedLayout | None = None
         self.tried = 0
-        self._choose(cfg, (), DIMENSIONS)
-        self.layouts.sort(key=lambda layout: (layout.plan.seconds, layout.plan.memory.peak.total))
+        self._choose(Candidate(cfg, config, world, device), (), DIMENSIONS)
+        self.layouts.sort(key=lambda layout: (layout.plan.seconds, peak(layout)))
 
     def _choose(
-        self, cfg: TrainConfig, overrides: tuple[str, ...], dimensions: tuple[Dimension, ...]
+        self, run: Candidate, overrides: tuple[str, ...], dimensions: tuple[Dimension, ...]
     ) -> bool:
         """Try all choices of the first dimension with all of the others. Returns if any fits."""
         if not dimensions:
-            return self._offloaded(cfg, overrides)
+            return self._try_with_offload(run, overrides)
         dimension, *others = dimensions
         fits, before = False, len(self.layouts)
-        state = SearchState(cfg, self.config, self.world, self.device)
-        for choice in dimension.choices(state):
-            chosen = state._replace(cfg=changed(cfg, choice.keys))
+        for choice in dimension.choices(run):
+            chosen = run.changed(choice.keys)
             if not dimension.is_needed(chosen, self.layouts[before:]):
                 break
-            if self._choose(chosen.cfg, (*overrides, *choice.overrides), tuple(others)):
+            if self._choose(chosen, (*overrides, *choice.overrides), tuple(others)):
                 fits = True
             elif fits or dimension.always_grows:
                 break
         return fits
 
-    def _offloaded(self, cfg: TrainConfig, overrides: tuple[str, ...]) -> bool:
+    def _try_with_offload(self, run: Candidate, overrides: tuple[str, ...]) -> bool:
         """Try a layout, and where it does not fit the same with activations in host memory."""
         key = "activation_checkpoint.offload"
-        typed = (f"{key}=false",) if cfg.activation_checkpoint.offload else ()
-        if self._fits(changed(cfg, {key: False}), (*overrides, *typed)):
+        typed = (f"{key}=false",) if run.cfg.activation_checkpoint.offload else ()
+        if self._try(run.changed({key: False}), (*overrides, *typed)):
             return True
-        offloaded = changed(cfg, {key: True})
-        if self.device.name == "cpu" or (cfg.sharding.tensor > 1 and refused(offloaded)):
+        offloaded = run.changed({key: True})
+        if not run.on_gpu or (run.cfg.sharding.tensor > 1 and offloaded.is_refused()):
             return False
-        return self._fits(offloaded, (*overrides, OFFLOADED))
+        return self._try(offloaded, (*overrides, OFFLOADED))
 
-    def _fits(self, cfg: TrainConfig, overrides: tuple[str, ...]) -> bool:
+    def _try(self, run: Candidate, overrides: tuple[str, ...]) -> bool:
+        """Plan a layout and add it if it fits. Returns True if it does."""
         self.tried += 1
-        layout = PlannedLayout(overrides, make_plan(cfg, self.config, self.world, self.device))
-        fits = layout.plan.fits and (layout.plan.host_fits or cfg.sharding.cpu_offload)
-        if fits and not refused(cfg):
+        layout = PlannedLayout(overrides, run.plan())
+        fits = layout.plan.fits and (layout.plan.host_fits or run.cfg.sharding.cpu_offload)
+        if fits and not run.is_refused():
             self.layouts.append(layout)
         if not self.nearest or peak(layout) < peak(self.nearest):
             self.nearest = layout

@@ -26,7 +26,7 @@ def as_json(cfg: PlanConfig, answer: Answer) -> dict[str, Any]:
 
     Of several worlds the smallest that fits, else the largest, with all of them under `worlds`.
     """
-    each = zip(answer.plans, answer.suggestions, answer.least, strict=True)
+    each = zip(answer.plans, answer.suggestions, answer.least_memory, strict=True)
     worlds = [one_world(cfg, *one) for one in each]
     fitting = [plan.world_size for plan in answer.plans if plan.fits]
     several = {"smallest": min(fitting, default=None), "worlds": worlds} if len(worlds) > 1 else {}
@@ -115,7 +115,7 @@ def show(cfg: PlanConfig, config: ModelConfig, answer: Answer) -> None:
             "Nothing that a configuration can change makes it fit: a smaller model, or a device "
             "with more memory, is what is left."
         )
-    if smallest := answer.least[answer.chosen]:
+    if smallest := answer.least_memory[answer.chosen]:
         with_changes = f" with  {smallest.override}" if smallest.override else ""
         memory = f"{smallest.peak_bytes / GIB:,.1f} GiB"
         console.print(f"The least memory of a device that would do here: {memory}{with_changes}")

@@ -1,0 +1,325 @@
+"""Changes of a configuration that may take less memory, or less time: what to type, and why.
+
+`SMALLER`, `FASTER` and `FINE_TUNING` are tables of functions that yield the changes a run has
+not made yet. A new one is a function and a line in its table.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import replace
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from fsdp_trainer.config.check import Report
+from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes
+from fsdp_trainer.config.formats import moments_format
+from fsdp_trainer.config.rules import check_rules
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.devices import Device
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.parallel.memory_check import keeps_gathered
+from fsdp_trainer.plan.plan import RunPlan, make_plan
+
+SMALLEST_CHUNK_MIB = 128
+SHORTEST_ROW = 512
+"""Tokens: shorter rows are not suggested."""
+
+
+class Effect(IntEnum):
+    """What a change alters. From COMPUTATION on the run may learn something else."""
+
+    TIME = 0
+    MOMENTS = 1
+    """The format that the optimizer keeps its moments in."""
+    WORLD = 2
+    """How many ranks there are."""
+    COMPUTATION = 3
+    """The format that is computed in."""
+    ADAPTER = 4
+    """Which weights are trained."""
+    ROWS = 5
+    """How much text a row has."""
+
+
+class Change(NamedTuple):
+    """What to type, the keys that it sets, a reason for people, and what else it alters."""
+
+    override: str
+    keys: dict[str, Any]
+    why: str
+    effect: Effect = Effect.TIME
+
+
+NO_CHANGE = Change("", {}, "")
+
+
+class Candidate(NamedTuple):
+    """A run that could be planned: configuration, architecture, ranks, and the device of each."""
+
+    cfg: TrainConfig
+    config: ModelConfig
+    world: int
+    device: Device
+
+    @property
+    def on_gpu(self) -> bool:
+        """False where the ranks compute on the host."""
+        return self.device.name != "cpu"
+
+    @property
+    def readers(self) -> int:
+        """Ranks that read different rows."""
+        return batch_ranks(dimension_sizes(self.cfg.sharding, self.world))
+
+    def changed(self, keys: dict[str, Any]) -> "Candidate":
+        """Return it with other values, e.g. {"optim.state_dtype": "8bit"}."""
+        cfg = self.cfg
+        for key, value in keys.items():
+            node, name = key.split(".")
+            cfg = replace(cfg, **{node: replace(getattr(cfg, node), **{name: value})})
+        return self._replace(cfg=cfg)
+
+    def plan(self) -> RunPlan:
+        """Return its plan. Raises UserError if an adapter does not fit the model."""
+        return make_plan(*self)
+
+    def is_refused(self) -> bool:
+        """Return True if training would refuse it, since keys contradict each other."""
+        report = Report({}, [], set())
+        check_rules(deepcopy(self.cfg), report)
+        return bool(report.problems)
+
+
+def together(*changes: Change) -> Change | None:
+    """Return one change for several; None if two of them set the same key."""
+    keys = {key: value for change in changes for key, value in change.keys.items()}
+    if len(keys) < sum(len(change.keys) for change in changes):
+        return None
+    return Change(
+        override=" ".join(change.override for change in changes if change.override),
+        keys=keys,
+        why="; ".join(change.why for change in changes if change.why),
+        effect=max(change.effect for change in changes),
+    )
+
+
+def set_key(key: str, value: Any, why: str, effect: Effect = Effect.TIME) -> Change:
+    """Return the change of one key, which is typed as it is called."""
+    typed = str(value).lower() if isinstance(value, bool) else value
+    return Change(f"{key}={typed}", {key: value}, why, effect)
+
+
+def recompute_more(run: Candidate) -> Iterator[Change]:
+    """Activation checkpointing that keeps less."""
+    key, mode = "activation_checkpoint.mode", run.cfg.activation_checkpoint.mode
+    if mode not in ("full", "selective"):
+        why = "all but attention and every second product is computed again"
+        yield Change("activation_checkpoint=selective", {key: "selective"}, why)
+    if mode != "full":
+        why = "blocks are computed again in backward"
+        yield Change("activation_checkpoint=full", {key: "full"}, why)
+    if run.cfg.activation_checkpoint.every > 1:
+        yield set_key("activation_checkpoint.every", 1, "every block is computed again")
+
+
+def offload_activations(run: Candidate) -> Iterator[Change]:
+    """Activations in host memory."""
+    if run.on_gpu and not run.cfg.activation_checkpoint.offload:
+        why = "what blocks keep for backward waits in host memory"
+        yield set_key("activation_checkpoint.offload", True, why)
+
+
+def fewer_rows(run: Candidate) -> Iterator[Change]:
+    """Smaller micro-batches."""
+    for rows in sorted(halves(run.cfg.batch.micro_rows)):
+        yield set_key("batch.micro_rows", rows, "more micro-batches, more communication")
+
+
+def halves(number: int) -> list[int]:
+    """Return number ÷ 2, ÷ 4 … down to 1, rounded down."""
+    return [number // 2**i for i in range(1, number.bit_length())]
+
+
+def share_states(run: Candidate) -> Iterator[Change]:
+    """One copy of the states over all ranks."""
+    sharding = run.cfg.sharding
+    if sharding.strategy != "fsdp" and run.world > 1:
+        override = "sharding=fsdp" + (" sharding.replicas=1" if sharding.replicas > 1 else "")
+        keys = {"sharding.strategy": "fsdp", "sharding.replicas": 1}
+        yield Change(override, keys, "all ranks share one copy of the states")
+
+
+def gather_less(run: Candidate) -> Iterator[Change]:
+    """Fewer gathered parameters and whole gradients at a time."""
+    sharding = run.cfg.sharding
+    if sharding.strategy != "ddp" and keeps_gathered(sharding):
+        why = "blocks are gathered again in backward"
+        yield set_key("sharding.reshard_after_forward", True, why)
+    if sharding.prefetch > 1:
+        yield set_key("sharding.prefetch", 1, "fewer blocks are gathered ahead")
+    if sharding.blocks_per_unit > 1:
+        yield set_key("sharding.blocks_per_unit", 1, "blocks are gathered one at a time")
+    if sharding.accumulate == "unsharded":
+        why = "every micro-batch reduces its gradients"
+        yield set_key("sharding.accumulate", "sharded", why)
+
+
+def offload_states(run: Candidate) -> Iterator[Change]:
+    """Weights and the optimizer's state in host memory."""
+    sharding = run.cfg.sharding
+    if run.on_gpu and sharding.strategy != "ddp" and not sharding.cpu_offload:
+        yield set_key("sharding.cpu_offload", True, "the host holds and updates the states")
+
+
+def smaller_head_chunks(run: Candidate) -> Iterator[Change]:
+    """Logits of fewer tokens at a time."""
+    if run.on_gpu and (run.cfg.loss.chunk_mib or math.inf) > SMALLEST_CHUNK_MIB:
+        why = "the head's products are smaller; the time that this costs is not counted"
+        yield set_key("loss.chunk_mib", SMALLEST_CHUNK_MIB, why)
+
+
+def smaller_moments(run: Candidate) -> Iterator[Change]:
+    """Formats of the optimizer's moments."""
+    key, stored = "optim.state_dtype", moments_format(run.cfg.optim, run.cfg.precision.master_dtype)
+    if stored == "float32":
+        why = "moments are kept in bfloat16"
+        yield Change("optim=adamw_bf16", {key: "bfloat16"}, why, Effect.MOMENTS)
+    if stored != "8bit":
+        why = "moments are kept in 8 bits"
+        yield Change("optim=adamw_8bit", {key: "8bit"}, why, Effect.MOMENTS)
+
+
+def shorter_numbers(run: Candidate) -> Iterator[Change]:
+    """Formats that weights and gradients are computed and kept in."""
+    precision = run.cfg.precision
+    mixed = {
+        "precision.param_dtype": "bfloat16",
+        "precision.reduce_dtype": "float32",
+        "precision.master_dtype": "float32",
+    }
+    if precision.param_dtype == "float32":
+        why = "forward and backward compute in bfloat16: other numbers"
+        yield Change("precision=bf16", mixed, why, Effect.COMPUTATION)
+    if precision.master_dtype == "float32":
+        pure = mixed | {"precision.master_dtype": "bfloat16", "precision.float8": None}
+        why = (
+            "weights, gradients and moments are kept in bfloat16: other numbers, "
+            "which may learn less"
+        )
+        yield Change("precision=pure_bf16", pure, why, Effect.COMPUTATION)
+    if precision.reduce_dtype == "float32" and run.world > 1:
+        why = "gradients are summed over ranks in bfloat16: other numbers"
+        yield set_key("precision.reduce_dtype", "bfloat16", why, Effect.COMPUTATION)
+
+
+def shorter_rows(run: Candidate) -> Iterator[Change]:
+    """A half and a quarter of the tokens in a row."""
+    for length in (run.cfg.batch.seq_len // 2, run.cfg.batch.seq_len // 4):
+        if length >= SHORTEST_ROW:
+            why = "fewer tokens a step: another training"
+            yield set_key("batch.seq_len", length, why, Effect.ROWS)
+
+
+def compile_blocks(run: Candidate) -> Iterator[Change]:
+    """Compiled blocks."""
+    if run.on_gpu and not run.cfg.compile.enabled:
+        why = "blocks are compiled, which takes a minute or so first"
+        yield Change("compile=enabled", {"compile.enabled": True}, why)
+
+
+def recompute_less(run: Candidate) -> Iterator[Change]:
+    """Activation checkpointing that keeps more."""
+    key, mode = "activation_checkpoint.mode", run.cfg.activation_checkpoint.mode
+    if mode != "none":
+        why = "backward computes nothing again"
+        yield Change("activation_checkpoint=none", {key: "none"}, why)
+    if mode not in ("none", "selective"):
+        why = "backward computes less again"
+        yield Change("activation_checkpoint=selective", {key: "selective"}, why)
+
+
+def keep_activations(run: Candidate) -> Iterator[Change]:
+    """Activations on the device."""
+    if run.cfg.activation_checkpoint.offload:
+        why = "nothing is copied to the host and back"
+        yield set_key("activation_checkpoint.offload", False, why)
+
+
+def other_rows(run: Candidate) -> Iterator[Change]:
+    """Micro-batches without empty rows, and larger ones."""
+    batch, readers = run.cfg.batch, run.readers
+    if batch.rows % (batch.micro_rows * readers):
+        for rows in halves(batch.micro_rows):
+            yield set_key("batch.micro_rows", rows, "fewer rows that ranks compute are empty")
+    for rows in (2 * batch.micro_rows, 4 * batch.micro_rows):
+        if rows * readers <= batch.rows:
+            yield set_key("batch.micro_rows", rows, "fewer micro-batches, less communication")
+
+
+def gather_more(run: Candidate) -> Iterator[Change]:
+    """Shards over fewer ranks, or gathered for longer."""
+    sharding, per_node = run.cfg.sharding, run.device.per_node
+    if run.world == 1 or sharding.strategy != "fsdp":
+        return
+    why = "nothing is gathered; every rank holds all"
+    yield Change("sharding=ddp", {"sharding.strategy": "ddp"}, why)
+    if not keeps_gathered(sharding):
+        why = "blocks stay gathered until backward"
+        yield set_key("sharding.reshard_after_forward", False, why)
+    nodes, rest = divmod(run.world, per_node)
+    if nodes > 1 and not rest:
+        override = f"sharding=hsdp sharding.replicas={nodes}"
+        keys = {"sharding.strategy": "hsdp", "sharding.replicas": nodes}
+        yield Change(override, keys, "blocks are gathered inside nodes")
+
+
+def adapters(run: Candidate) -> Iterator[Change]:
+    """An adapter in place of all weights, and frozen weights of 4 bits in place of 16."""
+    cfg = run.cfg
+    if cfg.model.init_from is None or cfg.train.freeze:
+        return
+    four_bits = {"adapter.base": "nf4"}
+    if cfg.adapter.name == "none":
+        why = (
+            "low-rank matrices are trained, the weights are frozen; optim.lr about 10 times as high"
+        )
+        lora = {"adapter.name": "lora"}
+        yield Change("adapter=lora", lora, why, Effect.ADAPTER)
+        why = f"{why}, on weights of 4 bits"
+        yield Change("adapter=qlora", lora | four_bits, why, Effect.ADAPTER)
+    elif cfg.adapter.base != "nf4":
+        why = "frozen weights are kept in 4 bits"
+        yield Change("adapter.base=nf4", four_bits, why, Effect.ADAPTER)
+
+
+Table = tuple[Callable[[Candidate], Iterator[Change]], ...]
+
+SMALLER: Table = (
+    recompute_more,
+    offload_activations,
+    fewer_rows,
+    share_states,
+    gather_less,
+    offload_states,
+    smaller_head_chunks,
+    smaller_moments,
+    shorter_numbers,
+    shorter_rows,
+)
+"""Less memory on the same devices."""
+FASTER: Table = (
+    compile_blocks,
+    recompute_less,
+    keep_activations,
+    other_rows,
+    gather_more,
+)
+"""As much memory or more, and less time perhaps. The computed numbers stay the same."""
+FINE_TUNING: Table = (adapters,)
+"""Less memory to train weights that exist."""
+
+
+def changes_of(run: Candidate, table: Table) -> list[Change]:
+    """Return the changes of a table that are possible for a run."""
+    return [change for changes in table for change in changes(run)]

@@ -78,6 +78,19 @@ ZOO = {
             "mlp_only_layers": [1],
         },
     ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "num_hidden_layers": 3,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "head_dim": 16}),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": None}),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
     "gemma3": ("Gemma3Text", {**GEMMA, "num_hidden_layers": 7}),
     "gemma3 long": (

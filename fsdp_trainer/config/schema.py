@@ -249,6 +249,9 @@ class Model:
             "qwen2",
             "qwen3",
             "qwen3_moe",
+            "qwen2_moe",
+            "mixtral",
+            "olmoe",
             "gemma2",
             "gemma3_text",
             "olmo2",
@@ -317,6 +320,9 @@ class Model:
     )
     num_experts_per_tok: int | None = key(None, "experts that each token is sent to", minimum=1)
     moe_intermediate_size: int | None = key(None, "width of an expert", minimum=1)
+    shared_expert_intermediate_size: int | None = key(
+        None, "qwen2_moe: width of what every token meets besides its experts", minimum=1
+    )
     norm_topk_prob: bool | None = key(
         None, "the weights of a token's experts are divided by their sum"
     )

@@ -74,6 +74,7 @@ EXTRAS = (
     "num_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
+    "shared_expert_intermediate_size",
     "norm_topk_prob",
     "mlp_only_layers",
     "decoder_sparse_step",
@@ -129,6 +130,8 @@ class ModelConfig:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int | None = None
     """Width of an expert; None: intermediate_size."""
+    shared_expert_intermediate_size: int = 0
+    """Width of what every token meets besides its experts."""
     norm_topk_prob: bool = False
     """The weights of a token's experts are divided by their sum."""
     mlp_only_layers: tuple[int, ...] = ()
@@ -195,15 +198,18 @@ class ModelConfig:
     @property
     def normalizes_experts(self) -> bool:
         """True if the weights of a token's experts are divided by their sum."""
-        return self.norm_topk_prob
+        return self.norm_topk_prob or self.family_spec.normalizes_experts
+
+    @property
+    def shared_size(self) -> int:
+        """Width of the feed-forward that every token meets besides its experts; 0: none."""
+        return self.shared_expert_intermediate_size if self.family_spec.shared_expert else 0
 
     def feed_forward_width(self, kind: str) -> int:
         """Return the channels that a token meets inside a feed-forward of this kind."""
-        return (
-            self.num_experts_per_tok * self.expert_size
-            if kind == EXPERTS
-            else self.intermediate_size
-        )
+        if kind != EXPERTS:
+            return self.intermediate_size
+        return self.num_experts_per_tok * self.expert_size + self.shared_size
 
     def attention_cost(self, lengths: "np.ndarray") -> "np.ndarray":
         """Return the cost of attention over documents of these lengths, shaped as `lengths`.
@@ -248,7 +254,9 @@ class ModelConfig:
         inner = self.intermediate_size
         if kind == EXPERTS:
             experts = self.num_experts_per_tok if active else self.num_experts
-            return self.num_experts * hidden + experts * 3 * hidden * self.expert_size
+            shared = 3 * hidden * self.shared_size
+            shared += hidden * self.family_spec.gates_shared_expert
+            return self.num_experts * hidden + experts * 3 * hidden * self.expert_size + shared
         return 3 * hidden * inner + self.mlp_bias * (2 * inner + hidden)
 
     @classmethod

@@ -63,11 +63,20 @@ class Family:
     their values that do not; beside those of all families."""
     other_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Further names of our keys in folders, read where the first is absent."""
-    expert_matrix: str = "mlp.experts.{expert}.{projection}.weight"
-    """Name of one expert's matrix in a block's part of a Hugging Face folder."""
+    feed_forward_name: str = "mlp"
+    """Name of the feed-forward in a block's part of a Hugging Face folder."""
+    expert_matrices: dict[str, str] = field(default_factory=dict)
+    """Other names of an expert's matrices there, by ours."""
+    normalizes_experts: bool = False
+    """The weights of a token's experts are divided by their sum, whatever config.json says."""
+    shared_expert: str = ""
+    """Name of a dense feed-forward that every token meets besides its experts; "": there is none"""
+    gates_shared_expert: bool = False
+    """What it computes is multiplied by a number that a router gives each token."""
 
     def stored_name(self, name: str) -> str:
         """Return the matrix of a Hugging Face folder that holds a parameter, its own or a fused."""
+        name = name.replace(".mlp.", f".{self.feed_forward_name}.")
         for whole, parts in self.fused:
             module = whole.rpartition(".")[0]
             for part in parts:
@@ -78,7 +87,8 @@ class Family:
     def stored_expert(self, name: str, expert: int) -> str:
         """Return the matrix of a Hugging Face folder that holds one expert's of a stacked one."""
         block, projection = name.split(EXPERTS)
-        return f"{block}.{self.expert_matrix.format(expert=expert, projection=projection)}"
+        matrix = self.expert_matrices.get(projection, projection)
+        return f"{block}.{self.feed_forward_name}.experts.{expert}.{matrix}.weight"
 
 
 def is_stacked(name: str) -> bool:
@@ -165,6 +175,63 @@ FAMILIES = {
             "num_experts": 128,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
+        },
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        feed_forward="experts",
+        biased=("q_proj", "k_proj", "v_proj"),
+        shared_expert="shared_expert",
+        gates_shared_expert=True,
+        refused_unless={"use_sliding_window": (False, None), "qkv_bias": (True, None)},
+        options=(
+            *EXPERT_OPTIONS,
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            *SPARSE_OPTIONS,
+        ),
+        other_names=EXPERT_NAMES,
+        defaults=TINY_EXPERTS | {"shared_expert_intermediate_size": 192},
+        hf_defaults={
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 32_768,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        feed_forward="experts",
+        feed_forward_name="block_sparse_moe",
+        expert_matrices={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+        normalizes_experts=True,
+        windows="all",
+        refused_unless={"router_jitter_noise": (0, None)},
+        options=("num_experts", "num_experts_per_tok"),
+        key_aliases={"num_experts": "num_local_experts"},
+        other_names={"num_experts": ("num_experts",)},
+        defaults={"num_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6},
+        hf_defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        feed_forward="experts",
+        qk_norm="whole",
+        refused_unless={"clip_qkv": (None,)},
+        options=("attention_bias", *EXPERT_OPTIONS),
+        other_names=EXPERT_NAMES,
+        defaults={"num_experts": 8, "num_experts_per_tok": 2},
+        hf_defaults={
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
         },
     ),
     "gemma2": Family(

@@ -16,7 +16,8 @@ from fsdp_trainer.models.decoder import VOCABULARY, Decoder
 BLOCK = 1 << 16  # elements drawn from one generator
 ADDS_TO_STREAM = re.compile(
     r"model\.layers\.(\d+)\."
-    r"(self_attn\.o_proj\.weight|mlp\.down_proj\.weight|mlp\.experts\.down_proj)"
+    r"(self_attn\.o_proj\.weight|mlp\.down_proj\.weight|mlp\.experts\.down_proj"
+    r"|mlp\.shared_experts?\.down_proj\.weight)"
 )
 Draw = Callable[..., Tensor]
 """`torch.randn`, or what else draws so many numbers by a generator."""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.feed_forward import ACTIVATIONS
+from fsdp_trainer.models.feed_forward import ACTIVATIONS, MLP
 from fsdp_trainer.models.grouped import grouped_linear
 
 
@@ -65,19 +65,43 @@ class Experts(nn.Module):
         return grouped_linear(self.activation(gate) * up, self.down_proj, ends)
 
 
+class Gate(nn.Module):
+    """Gives each token a number between 0 and 1. Not a `Linear`, as `Router`."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, config.hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [tokens, 1]. x: [tokens, hidden]."""
+        return F.linear(x, self.weight).sigmoid()
+
+
 class MixtureOfExperts(nn.Module):
-    """Router and experts, in place of a dense feed-forward."""
+    """Router and experts, in place of a dense feed-forward; in some families a dense one beside
+    them, which every token meets."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gate = Router(config)
         self.experts = Experts(config)
+        family = config.family_spec
+        self.shared = family.shared_expert
+        if self.shared:
+            self.add_module(self.shared, MLP(config, config.shared_size))
+        self.gates_shared = family.gates_shared_expert
+        if self.gates_shared:
+            self.shared_expert_gate = Gate(config)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, length, hidden]."""
         tokens = x.flatten(0, -2)
         routing = self.gate(tokens)
-        return self.mix(tokens, routing).view_as(x)
+        out = self.mix(tokens, routing)
+        if self.shared:
+            of_all = getattr(self, self.shared)(tokens)
+            out = out + (self.shared_expert_gate(tokens) * of_all if self.gates_shared else of_all)
+        return out.view_as(x)
 
     def mix(self, tokens: Tensor, routing: Routing) -> Tensor:
         """Return the weighted sum of what each token's experts compute: [tokens, hidden]."""

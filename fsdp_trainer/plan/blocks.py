@@ -199,7 +199,8 @@ def fed_numbers(block: Any, config: ModelConfig) -> int:
     """Return the numbers of each token that go into and out of the products of a feed-forward."""
     if not hasattr(block.mlp, "experts"):
         return 3 * config.intermediate_size
-    return config.num_experts_per_tok * (3 * config.expert_size + 2 * config.hidden_size)
+    of_one = 3 * config.expert_size + 2 * config.hidden_size
+    return config.num_experts_per_tok * of_one + 3 * config.shared_size
 
 
 def compiled_saving(

@@ -392,7 +392,7 @@ WRONG_DEFAULTS = {
     "- precision: fp32": "- override /precision: fp32",
     "- override precision: fp32": "- override /precision: fp32",
     "- override /schedule: lin": "- override /schedule: linear ?",
-    "- override /optim: muon": "AdamW alone",
+    "- override /optim: shampoo": "Muon with AdamW beside it",
     "- override /precison: fp32": "- override /precision: fp32 ?",
     "- recipe: llama8b_sft": "by its name alone: - llama8b_sft",
     "- /recipe: maths": "by its name alone: - maths",

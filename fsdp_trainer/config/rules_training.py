@@ -39,6 +39,15 @@ SET_BY_LAUNCHER = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
+OPTIMIZER_KEYS = {
+    "momentum": ("muon",),
+    "nesterov": ("muon",),
+    "ns_steps": ("muon",),
+    "ns_dtype": ("muon",),
+    "ns_coefficients": ("muon",),
+    "scale": ("muon",),
+}
+"""Keys of optim that not every optimizer reads, and those that do."""
 DURATIONS = (
     "train.time_limit",
     "launch.timeout",
@@ -91,6 +100,31 @@ def momentum(cfg: TrainConfig, report: Report) -> Broken:
     """Adam has two decays below 1."""
     if len(cfg.optim.betas) != 2 or max(cfg.optim.betas) >= 1:
         yield "optim.betas", "two numbers below 1, e.g.  optim.betas=[0.9,0.95]"
+    if cfg.optim.momentum >= 1:
+        yield "optim.momentum", "a number below 1, e.g.  optim.momentum=0.95"
+
+
+def optimizer(cfg: TrainConfig, report: Report) -> Broken:
+    """Keys that only some optimizers read are set with one of them; Muon needs whole matrices."""
+    for name, optimizers in OPTIMIZER_KEYS.items():
+        key = f"optim.{name}"
+        if key in report.typed and cfg.optim.name not in optimizers:
+            ways = "  or  ".join(f"optim={optimizer}" for optimizer in optimizers)
+            yield key, f"only counts with  {ways}"
+    if cfg.optim.name != "muon":
+        return
+    if cfg.adapter.name != "none":
+        yield (
+            "optim.name",
+            "muon is for matrices that are trained whole, not for the low-rank ones of "
+            f"adapter={cfg.adapter.name}.\nUse  optim=adamw  or  adapter=none",
+        )
+    if cfg.sharding.cpu_offload:
+        yield (
+            "sharding.cpu_offload",
+            "the host would compute muon's matrix products.\n"
+            "Use  optim=adamw  or  sharding.cpu_offload=false",
+        )
 
 
 def registered_objective(cfg: TrainConfig, report: Report) -> Broken:

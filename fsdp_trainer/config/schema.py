@@ -674,7 +674,11 @@ class Compile:
 class Optim:
     """The optimizer. Weight decay never applies to norms and biases."""
 
-    name: str = key("adamw", "which optimizer", choices=("adamw",))
+    name: str = key(
+        "adamw",
+        "which optimizer; `muon`: for the matrices of the blocks, and AdamW for all else",
+        choices=("adamw", "muon"),
+    )
     implementation: str = key(
         "auto",
         "torch's `fused` kernel; or its `foreach`, one operation at a time over all"
@@ -684,7 +688,7 @@ class Optim:
     )
     state_dtype: str | None = key(
         None,
-        "number format of the two moments; `8bit`: blocks of up to 256 numbers share a scale;"
+        "number format of the moments; `8bit`: blocks of up to 256 numbers share a scale;"
         " null: precision.master_dtype",
         choices=("float32", "bfloat16", "8bit"),
     )
@@ -700,6 +704,32 @@ class Optim:
         [0.9, 0.95], "decay of the running mean and mean square", minimum=0, maximum=1
     )
     eps: float = key(1e-8, "added to the root of the mean square", above=0)
+    momentum: float = key(
+        0.95, "muon: decay of the running mean of gradients", minimum=0, maximum=1
+    )
+    nesterov: bool = key(True, "muon: look ahead by the gradient of this step")
+    ns_steps: int = key(
+        5, "muon: steps of Newton-Schulz, which makes updates orthogonal", minimum=1
+    )
+    ns_dtype: str = key(
+        "bfloat16",
+        "muon: number format of Newton-Schulz and of the messages to and from the rank that"
+        " computes it; in `float32` weights do not depend on the number of ranks",
+        choices=("bfloat16", "float32"),
+    )
+    ns_coefficients: str = key(
+        "quintic",
+        "muon: polynomials of Newton-Schulz; `quintic`: Keller Jordan's, the same in each step;"
+        " `polar_express`: one for each step, closer to orthogonal",
+        choices=("quintic", "polar_express"),
+    )
+    scale: str = key(
+        "adamw",
+        "muon: factor of an orthogonal update. `adamw`: 0.2 · √max(rows, columns), for the lr"
+        " and weight decay of AdamW (Moonlight); `keller`: √max(1, rows / columns), for an lr"
+        " of about 0.02",
+        choices=("adamw", "keller"),
+    )
     lr_scaling: str | None = key(
         None,
         "scale lr with the batch: by (batch.rows × batch.seq_len / lr_batch_tokens), its root"

@@ -32,6 +32,7 @@ from fsdp_trainer.launch.facts import (
 )
 from fsdp_trainer.launch.machines import HostFacts
 from fsdp_trainer.launch.world import World
+from fsdp_trainer.models.decoder import meta_decoder
 from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.parallel.memory_check import checkpoint_bytes
@@ -164,7 +165,7 @@ def space(cfg: DoctorConfig, run: Path) -> Iterator[Check]:
         yield Check("problem", "model", "\n".join([error.title, *problems]))
         return
     parameters = config.parameters()
-    size = checkpoint_bytes(parameters, cfg.precision, cfg.optim)
+    size = checkpoint_bytes(meta_decoder(config), cfg.precision, cfg.optim)
     text = f"\n{short(parameters)} parameters × {size / parameters:.3g} B"
     if not config.vocab_size:
         text += ", without the embedding: no tokenizer is configured"

@@ -1,6 +1,8 @@
-"""AdamW whose weights or moments take fewer bits than its arithmetic, which is in float32."""
+"""Optimizers whose weights or moments take fewer bits than their arithmetic, in float32."""
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,33 +16,78 @@ from fsdp_trainer.optim.footprint import CHUNKS, block_size
 from fsdp_trainer.optim.rounding import element_numbers, key_of, random_bits, round_to_bfloat16
 from fsdp_trainer.torch_private import dtensor_like
 
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # and whether they have a sign
+
+class MomentKind(NamedTuple):
+    """A running mean. signed: it may be negative; stochastic: in bfloat16 it is rounded as weights
+    are, else to nearest, which is enough where its steps are large."""
+
+    signed: bool
+    stochastic: bool
 
 
-class CompactAdamW(TrainerOptimizer):
-    """AdamW (Loshchilov & Hutter 2019) over float32 or bfloat16 weights.
+@dataclass
+class NumberChunk:
+    """Numbers of a parameter that are updated together: [blocks, block] each.
 
-    Its moments are in float32, bfloat16 or 8 bits.
+    numbers: which of the parameter's blocks on this rank they are. What is written stays as it was,
+    to the last bit, where `skip`.
+    """
 
-    What is stored in bfloat16 is rounded stochastically or to nearest (the mean always to nearest:
-    its steps are large enough), with bits that depend on seed, step, parameter and element, so that
-    neither the layout nor a restart changes them. All parameters share one count of steps, and are
-    expected to have a gradient in each.
+    numbers: slice
+    weight: Tensor
+    gradient: Tensor
+    state: dict[str, Tensor]
+    moments: dict[str, MomentKind]
+    bits: Tensor | None
+    skip: Tensor
+
+    def load(self, name: str) -> Tensor:
+        """Return a moment in float32."""
+        if name in self.state:
+            return self.state[name].float()
+        codes, scale = self.state[f"{name}_codes"], self.state[f"{name}_scale"]
+        return decode(codes, scale, self.moments[name].signed)
+
+    def store(self, name: str, moment: Tensor) -> None:
+        """Write a moment in the format that it is kept in. Before `write`."""
+        kind = self.moments[name]
+        if name in self.state:
+            bits = self.bits >> 16 if kind.stochastic and self.bits is not None else None
+            new = rounded(moment, self.state[name].dtype, bits)
+            write_unless(self.skip, self.state[name], new)
+            return
+        codes, scale = encode(moment, kind.signed)
+        write_unless(self.skip, self.state[f"{name}_codes"], codes)
+        write_unless(self.skip, self.state[f"{name}_scale"], scale)
+
+    def write(self, new: Tensor) -> None:
+        """Write the weight. new: float32, overwritten."""
+        write_unless(self.skip, self.weight, rounded(new, self.weight.dtype, self.bits))
+
+
+class CompactOptimizer(TrainerOptimizer):
+    """An optimizer over float32 or bfloat16 weights, with moments in float32, bfloat16 or 8 bits.
+
+    What is stored in bfloat16 is rounded stochastically or to nearest, with bits that depend on
+    seed, step, parameter and element, so that neither the layout nor a restart changes them. All
+    parameters share one count of steps, and are expected to have a gradient in each.
     """
 
     skips_on_device = True
+    moments: ClassVar[dict[str, MomentKind]]
+    """What is remembered of each number, by name."""
 
     def __init__(
         self,
         groups: list[dict[str, Any]],
-        moments: str,
+        state_format: str,
         stochastic: bool,
         seed: int,
         **defaults: Any,
     ):
-        """groups: with names; moments: float32, bfloat16 or 8bit; defaults: lr, betas, eps."""
+        """groups: with names; state_format: float32, bfloat16 or 8bit; defaults: lr and others."""
         super().__init__(groups, {"weight_decay": 0.0, **defaults})
-        self.moments = moments
+        self.state_format = state_format
         self.stochastic = stochastic
         self.keys = {
             parameter: key_of(seed, name)
@@ -53,18 +100,18 @@ class CompactAdamW(TrainerOptimizer):
 
     def block(self, parameter: nn.Parameter) -> int:
         """Return how many numbers of a moment share a scale; 1: it is stored without."""
-        return block_size(parameter.shape) if self.moments == "8bit" else 1
+        return block_size(parameter.shape) if self.state_format == "8bit" else 1
 
     def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return zero moments, placed as the parameter is; in 8 bits, codes and their scales."""
         block = self.block(parameter)
-        dtype = torch.bfloat16 if self.moments == "bfloat16" else torch.float32
+        dtype = torch.bfloat16 if self.state_format == "bfloat16" else torch.float32
         formats = {"": (dtype, 1)}
         if block > 1:
             formats = {"_codes": (torch.uint8, 1), "_scale": (torch.float32, block)}
         return {"step": self.count} | {
             name + suffix: zeros_like_part(parameter, *format_)
-            for name in MOMENTS
+            for name in self.moments
             for suffix, format_ in formats.items()
         }
 
@@ -74,99 +121,51 @@ class CompactAdamW(TrainerOptimizer):
         found_inf = torch.zeros(()) if self.found_inf is None else self.found_inf
         skip = found_inf.to(self.count.device) != 0
         count = self.count + 1
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group, count, skip)
+        self.update(count, skip)
         write_unless(skip, self.count, count)
 
-    def _update(
-        self,
-        parameter: nn.Parameter,
-        gradient: Tensor,
-        group: dict[str, Any],
-        count: Tensor,
-        skip: Tensor,
-    ) -> None:
-        """Update one parameter chunk by chunk: a number, in 8 bits a block, needs no other."""
+    def update(self, count: Tensor, skip: Tensor) -> None:
+        """Update every parameter that has a gradient, chunk by chunk, or none where `skip`.
+
+        count: of this step, 1 is the first; a scalar on the device.
+        """
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                for chunk in self.chunks(parameter, count, skip):
+                    self.update_chunk(chunk, group, count)
+
+    def update_chunk(self, chunk: NumberChunk, group: dict[str, Any], count: Tensor) -> None:
+        """Update numbers of a parameter that need no others."""
+        raise NotImplementedError
+
+    def chunks(self, parameter: nn.Parameter, count: Tensor, skip: Tensor) -> Iterator[NumberChunk]:
+        """Yield this rank's part of a parameter; nothing where it has no gradient."""
+        if parameter.grad is None:
+            return
         if not self.state[parameter]:
             self.state[parameter] = self.empty_state(parameter)
         block = self.block(parameter)
         part = local_slice(parameter)
         weights = local_part(parameter).view(-1, block)
-        gradients = local_part(gradient).reshape(-1, block)
+        gradients = local_part(parameter.grad).reshape(-1, block)
         state = {
             name: local_part(tensor).view(-1, 1 if name.endswith("_scale") else block)
             for name, tensor in self.state[parameter].items()
-            if name != "step"
+            if name.startswith(tuple(self.moments))
         }
         size = CHUNKS[weights.device.type] // block
         for start in range(0, len(weights), size):
-            chunk = slice(start, start + size)
-            weight = weights[chunk]
-            moments = {name: t[chunk] for name, t in state.items()}
+            numbers = slice(start, start + size)
+            weight = weights[numbers]
             bits = None
             if self.stochastic:
                 first = start * block
-                numbers = element_numbers(
+                elements = element_numbers(
                     part, parameter.shape, first, weight.numel(), weight.device
                 )
-                bits = random_bits(self.keys[parameter], count, numbers.view_as(weight))
-            mean = load(moments, "exp_avg")
-            square = load(moments, "exp_avg_sq")
-            new, mean, square = adamw(
-                weight.float(),
-                gradients[chunk].float(),
-                mean,
-                square,
-                group,
-                count,
-            )
-            store(moments, "exp_avg", mean, None, skip)
-            store(moments, "exp_avg_sq", square, None if bits is None else bits >> 16, skip)
-            write_unless(skip, weight, rounded(new, weight.dtype, bits))
-
-
-def adamw(
-    weight: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    group: dict[str, Any],
-    count: Tensor,
-) -> tuple[Tensor, ...]:
-    """Return the new weight, mean and mean square, float32, of any shape.
-
-    count: of this step, 1 is the first; a scalar on the device.
-    """
-    beta1, beta2 = group["betas"]
-    lr = group["lr"]
-    # in float32 only four digits of the corrections would be left at first
-    bias1, bias2 = (1 - beta ** count.double() for beta in (beta1, beta2))
-    mean = torch.lerp(mean, gradient, 1 - beta1)
-    square = (square * beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    root = (square / bias2).sqrt_().add_(group["eps"])
-    step = (mean / root).mul_(lr / bias1)
-    return (weight * (1 - lr * group["weight_decay"])).sub_(step), mean, square
-
-
-def load(state: dict[str, Tensor], name: str) -> Tensor:
-    """Return a moment: [blocks, block] float32."""
-    if name in state:
-        return state[name].float()
-    return decode(state[f"{name}_codes"], state[f"{name}_scale"], MOMENTS[name])
-
-
-def store(
-    state: dict[str, Tensor], name: str, moment: Tensor, bits: Tensor | None, skip: Tensor
-) -> None:
-    """Write a moment in the format it is stored in, unless `skip`."""
-    if name in state:
-        write_unless(skip, state[name], rounded(moment, state[name].dtype, bits))
-        return
-    codes, scale = encode(moment, MOMENTS[name])
-    write_unless(skip, state[f"{name}_codes"], codes)
-    write_unless(skip, state[f"{name}_scale"], scale)
+                bits = random_bits(self.keys[parameter], count, elements.view_as(weight))
+            own = {name: t[numbers] for name, t in state.items()}
+            yield NumberChunk(numbers, weight, gradients[numbers], own, self.moments, bits, skip)
 
 
 def rounded(numbers: Tensor, dtype: torch.dtype, bits: Tensor | None) -> Tensor:

@@ -1,15 +1,19 @@
 """Optimizers over sharded parameters, by optim.name."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from fsdp_trainer.config.formats import is_compact, moments_format
+from fsdp_trainer.config.formats import is_compact, moments_format, rounds
 from fsdp_trainer.config.schema import Optim
+from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.optim.base import TrainerOptimizer
-from fsdp_trainer.optim.compact import CompactAdamW
+from fsdp_trainer.optim.elementwise import CompactAdamW
+from fsdp_trainer.optim.footprint import is_block_matrix
+from fsdp_trainer.optim.muon import Muon
 
 
 class TorchAdamW(TrainerOptimizer, AdamW):
@@ -50,13 +54,47 @@ def parameter_groups(model: nn.Module, cfg: Optim) -> list[dict[str, Any]]:
 def build_adamw(groups: list[dict[str, Any]], cfg: Optim, seed: int) -> TrainerOptimizer:
     """Return AdamW (Loshchilov & Hutter 2019), torch's own where it has the number formats."""
     options: dict[str, Any] = {"lr": cfg.lr, "betas": tuple(cfg.betas), "eps": cfg.eps}
-    _, parameter = groups[0]["params"][0]
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    if is_compact(cfg, dtype):
-        stochastic = cfg.rounding == "stochastic"
-        return CompactAdamW(groups, moments_format(cfg, dtype), stochastic, seed, **options)
+    if is_compact(cfg, master_dtype(groups)):
+        return CompactAdamW(groups, *formats(groups, cfg, seed), **options)
     return TorchAdamW(groups, "foreach" if cfg.implementation == "foreach" else "fused", **options)
 
 
-OPTIMIZERS = {"adamw": build_adamw}
+def build_muon(groups: list[dict[str, Any]], cfg: Optim, seed: int) -> TrainerOptimizer:
+    """Return Muon for the matrices of the blocks, with AdamW for everything else."""
+    matrices, others = split(groups, lambda name, p: is_block_matrix(name, p.ndim))
+    if not matrices:
+        text = "train.freeze leaves no matrix of a block to train.\nUse  optim=adamw"
+        raise UserError("there is nothing for Muon", [Problem("optim.name=muon", text)])
+    adamw = build_adamw(others, cfg, seed) if others else None
+    return Muon(matrices, adamw, cfg, *formats(groups, cfg, seed))
+
+
+def split(
+    groups: list[dict[str, Any]], belongs: Callable[[str, Tensor], bool]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the groups of parameters for which `belongs(name, parameter)`, and of all others."""
+    parts: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+    for group in groups:
+        for part, wanted in zip(parts, (True, False), strict=True):
+            chosen = [named for named in group["params"] if belongs(*named) == wanted]
+            if chosen:
+                part.append({**group, "params": chosen})
+    return parts
+
+
+def master_dtype(groups: list[dict[str, Any]]) -> str:
+    """Return the number format of the weights, as precision.master_dtype names it."""
+    _, parameter = groups[0]["params"][0]
+    return str(parameter.dtype).removeprefix("torch.")
+
+
+def formats(groups: list[dict[str, Any]], cfg: Optim, seed: int) -> tuple[str, bool, int]:
+    """Return what a CompactOptimizer keeps moments in, whether it rounds stochastically, and the
+    seed of that."""
+    dtype = master_dtype(groups)
+    stochastic = cfg.rounding == "stochastic" and rounds(cfg, dtype)
+    return moments_format(cfg, dtype), stochastic, seed
+
+
+OPTIMIZERS = {"adamw": build_adamw, "muon": build_muon}
 """By optim.name. A new one: a file, a line here, and a line in `footprint.FOOTPRINTS`."""

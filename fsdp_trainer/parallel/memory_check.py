@@ -18,7 +18,8 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters import AdapterSpec, frozen_dtype
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.four_bit import is_encoded
-from fsdp_trainer.optim.footprint import state_bytes
+from fsdp_trainer.models.freeze import count_trained
+from fsdp_trainer.optim.footprint import is_block_matrix, state_bytes
 
 CGROUP = Path("/sys/fs/cgroup")
 MAX_TIMES_RANKS = 2**19  # while looking for how many ranks would do
@@ -70,7 +71,7 @@ def least_memory(model: Decoder, setup: Setup) -> list[MemoryItem]:
         sharded("weights", trained, stored),
         sharded("frozen", frozen, kept_frozen),
         sharded("in 4 bits", encoded, 1),
-        sharded("moments", trained, state_bytes(optim, precision.master_dtype)),
+        sharded("moments", trained, mean_state_bytes(model, precision, optim)),
     ]
     states = [state for state in states if state.size]  # in most runs nothing is frozen
     gradients = sharded("gradients", trained, stored)
@@ -102,10 +103,23 @@ def total(items: list[MemoryItem]) -> float:
     return sum(item.size for item in items)
 
 
-def checkpoint_bytes(parameters: int, precision: Precision, optim: Optim) -> float:
-    """Return the size of a checkpoint: weights and optimizer states. Its other files are small."""
+def mean_state_bytes(model: nn.Module, precision: Precision, optim: Optim) -> float:
+    """Return the bytes of optimizer state for a trained number, at least, on average."""
+    total, numbers = 0.0, 0
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            in_block = is_block_matrix(name, parameter.ndim)
+            each = state_bytes(optim, precision.master_dtype, in_block=in_block)
+            total += parameter.numel() * each
+            numbers += parameter.numel()
+    return total / max(1, numbers)
+
+
+def checkpoint_bytes(model: Decoder, precision: Precision, optim: Optim) -> float:
+    """Return the size of a checkpoint: trained weights and optimizer states. Its other files are
+    small. The model may be on the meta device."""
     stored = getattr(torch, precision.master_dtype).itemsize
-    return parameters * (stored + state_bytes(optim, precision.master_dtype))
+    return count_trained(model) * (stored + mean_state_bytes(model, precision, optim))
 
 
 def keeps_gathered(sharding: Sharding) -> bool:

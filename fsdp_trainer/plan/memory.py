@@ -17,7 +17,7 @@ from fsdp_trainer.config.schema import ActivationCheckpoint, TrainConfig
 from fsdp_trainer.models.attention_choice import AttentionContext, choose
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.head import Head
-from fsdp_trainer.optim.footprint import update_bytes
+from fsdp_trainer.optim.footprint import Update, is_block_matrix, update_bytes
 from fsdp_trainer.parallel.activation_offload import SMALLEST
 from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.plan.blocks import (
@@ -130,6 +130,7 @@ class Step:
         )
         sizes = dimension_sizes(sharding, world)
         self.group = fsdp_ranks(sizes)
+        self.ranks, self.matrices = world, matrix_numbers(cfg, config)
         config = self.config = share_of_rank(config, sizes["tensor"])
         self.reshard, self.tied = not keeps_gathered(sharding), config.tie_word_embeddings
         self.parts = model_parts(config, cfg)
@@ -384,9 +385,19 @@ class Step:
         self.sharded = self.gradients
         units = (self.first, self.last, *self.blocks)
         largest = max(unit.trained_padded for unit in units) / self.group
-        master = self.cfg.precision.master_dtype
-        needs = update_bytes(self.cfg.optim, master, self.device, largest, self.gradients)
+        update = Update(
+            self.device, largest, self.gradients, *self.matrices, self.ranks, self.group
+        )
+        needs = update_bytes(self.cfg.optim, self.cfg.precision.master_dtype, update)
         self.at("update", "optimizer step", needs)
+
+
+def matrix_numbers(cfg: TrainConfig, config: ModelConfig) -> tuple[int, int]:
+    """Return the numbers of the largest matrix of a block that is trained, and of all of them."""
+    named = model_parts(config, cfg).model.named_parameters()
+    trained = [p for name, p in named if p.requires_grad and is_block_matrix(name, p.ndim)]
+    largest = max((p.shape[-2:].numel() for p in trained), default=0)
+    return largest, sum(p.numel() for p in trained)
 
 
 def moved_bytes(

@@ -106,7 +106,7 @@ def make_plan(cfg: TrainConfig, config: ModelConfig, world: int, device: Device)
         tokens=tokens,
         micro_batches=micro_batches(cfg, world),
         flops=palm_flops(config, tokens, cfg.batch.seq_len, parts.work),
-        checkpoint=checkpoint_bytes(parts.trained_numbers, cfg.precision, cfg.optim),
+        checkpoint=checkpoint_bytes(parts.model, cfg.precision, cfg.optim),
         rows=cfg.batch.rows,
         micro_rows=cfg.batch.micro_rows,
         batch_ranks=batch_ranks(dimension_sizes(cfg.sharding, world)),

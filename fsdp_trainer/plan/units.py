@@ -16,7 +16,7 @@ from fsdp_trainer.models.adapters import adapted_layers, frozen_dtype
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.four_bit import Linear4, is_encoded
-from fsdp_trainer.models.freeze import count_trained, model_to_train
+from fsdp_trainer.models.freeze import model_to_train
 from fsdp_trainer.observe.flops import TrainedWork, count_numbers, trained_work
 from fsdp_trainer.optim.footprint import state_bytes
 from fsdp_trainer.rounding import round_up
@@ -45,21 +45,25 @@ class FsdpUnit(NamedTuple):
     state: float = 0
 
     @classmethod
-    def of(cls, parameters: Iterable[Tensor], cfg: TrainConfig, group: int) -> "FsdpUnit":
-        """group: ranks that share each parameter out by its rows."""
+    def of(
+        cls, parameters: Iterable[Tensor], cfg: TrainConfig, group: int, in_block: bool = False
+    ) -> "FsdpUnit":
+        """group: ranks that share each parameter out by its rows; in_block: they are a block's."""
         sizes = number_sizes(cfg)
-        units = [_of_one(parameter, cfg, sizes, group) for parameter in parameters]
+        units = [_of_one(parameter, cfg, sizes, group, in_block) for parameter in parameters]
         return sum_of(units)
 
 
-def _of_one(parameter: Tensor, cfg: TrainConfig, sizes: Sizes, group: int) -> FsdpUnit:
+def _of_one(
+    parameter: Tensor, cfg: TrainConfig, sizes: Sizes, group: int, in_block: bool
+) -> FsdpUnit:
     padded = round_up(len(parameter), group) * parameter[0].numel()
     encoded = is_encoded(parameter)
     gathered = padded * (1 if encoded else sizes.compute)
     if not parameter.requires_grad:
         return FsdpUnit(gathered=gathered, frozen=padded * (1 if encoded else sizes.frozen))
-    state = state_bytes(cfg.optim, cfg.precision.master_dtype, parameter.shape) * padded / group
-    return FsdpUnit(parameter.numel(), padded, gathered, state=state)
+    each = state_bytes(cfg.optim, cfg.precision.master_dtype, parameter.shape, in_block)
+    return FsdpUnit(parameter.numel(), padded, gathered, state=each * padded / group)
 
 
 def sum_of(units: Sequence[FsdpUnit]) -> FsdpUnit:
@@ -164,11 +168,6 @@ class ModelParts:
         return 1 - self.backward_from / len(self.kind_of)
 
     @cached_property
-    def trained_numbers(self) -> int:
-        """Numbers that are trained, without the padding of the vocabulary."""
-        return count_trained(self.model)
-
-    @cached_property
     def trained_active(self) -> int:
         """Trained numbers of the blocks that a token meets."""
         each = [count_numbers(kind.block)[1] for kind in self.kinds]
@@ -187,7 +186,10 @@ class ModelParts:
         """Return the units on `group` ranks that share each parameter out."""
         key = f"{group} {number_sizes(cfg)} {cfg.precision.master_dtype} {cfg.optim}"
         if key not in self._units:
-            kinds = [FsdpUnit.of(kind.block.parameters(), cfg, group) for kind in self.kinds]
+            kinds = [
+                FsdpUnit.of(kind.block.parameters(), cfg, group, in_block=True)
+                for kind in self.kinds
+            ]
             blocks = tuple(kinds[kind] for kind in self.kind_of)
             last = FsdpUnit.of(self.last, cfg, group)
             first = last if self.tied else FsdpUnit.of(self.first, cfg, group)

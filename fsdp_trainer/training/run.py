@@ -41,7 +41,7 @@ from fsdp_trainer.launch.start import how_to_go_on
 from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import ELASTIC, World, connect, environment_of_ranks, join
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.freeze import trained_numbers
+from fsdp_trainer.models.freeze import model_to_train
 from fsdp_trainer.observe.console import Console, throttled, time_line
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.records import Records
@@ -203,8 +203,7 @@ class Rank:
     ) -> None:
         """Compare the ranks and check the disk, before anything is built. Raises UserError."""
         cfg = self.cfg
-        trained = trained_numbers(config, cfg)
-        checkpoint = checkpoint_bytes(trained, cfg.precision, cfg.optim)
+        checkpoint = checkpoint_bytes(model_to_train(config, cfg), cfg.precision, cfg.optim)
         claim_of_main = world.from_main("claim", lambda: claim, self.patience)
         shared = claim_of_main.is_visible_in(self.run_folder, self.timeout / 2)
         fingerprint = inputs.data.fingerprint

@@ -1,0 +1,49 @@
+"""Optimizers in which a number's update depends on that number's gradients alone."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fsdp_trainer.optim.compact import CompactOptimizer, MomentKind, NumberChunk
+
+
+class CompactAdamW(CompactOptimizer):
+    """AdamW (Loshchilov & Hutter 2019). Group options: lr, betas, eps, weight_decay."""
+
+    moments: ClassVar = {
+        "exp_avg": MomentKind(signed=True, stochastic=False),
+        "exp_avg_sq": MomentKind(signed=False, stochastic=True),
+    }
+
+    def update_chunk(self, chunk: NumberChunk, group: dict[str, Any], count: Tensor) -> None:
+        """Update the moments, and the weight by their quotient."""
+        mean, square = chunk.load("exp_avg"), chunk.load("exp_avg_sq")
+        weight, gradient = chunk.weight.float(), chunk.gradient.float()
+        new, mean, square = adamw(weight, gradient, mean, square, group, count)
+        chunk.store("exp_avg", mean)
+        chunk.store("exp_avg_sq", square)
+        chunk.write(new)
+
+
+def adamw(
+    weight: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    group: dict[str, Any],
+    count: Tensor,
+) -> tuple[Tensor, ...]:
+    """Return the new weight, mean and mean square, float32, of any shape.
+
+    count: of this step, 1 is the first; a scalar on the device.
+    """
+    beta1, beta2 = group["betas"]
+    lr = group["lr"]
+    # in float32 only four digits of the corrections would be left at first
+    bias1, bias2 = (1 - beta ** count.double() for beta in (beta1, beta2))
+    mean = torch.lerp(mean, gradient, 1 - beta1)
+    square = (square * beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    root = (square / bias2).sqrt_().add_(group["eps"])
+    step = (mean / root).mul_(lr / bias1)
+    return (weight * (1 - lr * group["weight_decay"])).sub_(step), mean, square

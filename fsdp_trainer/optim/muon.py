@@ -1,0 +1,99 @@
+"""Muon (Jordan 2024): matrices of the blocks are moved by orthogonal matrices."""
+
+import math
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_trainer.config.schema import Optim
+from fsdp_trainer.distributed import local_part
+from fsdp_trainer.optim.base import TrainerOptimizer
+from fsdp_trainer.optim.compact import CompactOptimizer, MomentKind
+from fsdp_trainer.optim.newton_schulz import orthogonalize
+from fsdp_trainer.optim.owners import Round, deal, stack_shape
+
+SCALES = {
+    # Liu et al. 2025 (arXiv 2502.16982, §2.2): the update's root mean square is that of AdamW
+    "adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    # Jordan 2024
+    "keller": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+}
+"""By optim.scale, the factor of an orthogonal matrix."""
+
+
+class Muon(CompactOptimizer):
+    """Muon over matrices and stacks of them; `others` updates all other parameters.
+
+    The momentum is sharded as its weight is. Both optimizers share `param_groups` and `state`, and
+    are one to all who use them.
+    """
+
+    moments: ClassVar = {"momentum_buffer": MomentKind(signed=True, stochastic=True)}
+
+    def __init__(
+        self,
+        matrices: list[dict[str, Any]],
+        others: TrainerOptimizer | None,
+        cfg: Optim,
+        *formats: Any,
+    ):
+        """matrices: groups with names; formats: as for CompactOptimizer. Collective."""
+        super().__init__(matrices, *formats, lr=cfg.lr)
+        self.cfg = cfg
+        self.others = others
+        self.orthogonalize = partial(orthogonalize, name=cfg.ns_coefficients, steps=cfg.ns_steps)
+        self.ns_dtype = getattr(torch, cfg.ns_dtype)
+        self.group_of = {p: group for group in self.param_groups for p in group["params"]}
+        self.rounds = deal(list(self.group_of))
+        if others is not None:
+            self.skips_on_device = others.skips_on_device
+            self.param_groups += others.param_groups
+            self.state = others.state
+
+    def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return zero momentum, or what `others` remembers of a parameter."""
+        if self.others is not None and parameter not in self.group_of:
+            return self.others.empty_state(parameter)
+        return super().empty_state(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter, or none where `found_inf` is not 0. Collective."""
+        super().step()
+        if self.others is not None:
+            self.others.found_inf = self.found_inf
+            self.others.step()
+
+    def update(self, count: Tensor, skip: Tensor) -> None:
+        """Update all matrices, a round at a time."""
+        for matrices in self.rounds:
+            self.update_round(matrices, count, skip)
+
+    def update_round(self, matrices: Round, count: Tensor, skip: Tensor) -> None:
+        """Update the momentum, orthogonalise what it says, and move the weights by it."""
+        directions = [self.direction(p, count, skip) for p in matrices.parameters]
+        results = matrices.compute(directions, self.orthogonalize)
+        for parameter, result in zip(matrices.parameters, results, strict=True):
+            group = self.group_of[parameter]
+            _, rows, columns = stack_shape(parameter.shape)
+            step = group["lr"] * SCALES[self.cfg.scale](rows, columns)
+            kept = 1 - group["lr"] * group["weight_decay"]
+            flat = result.view(-1, self.block(parameter))
+            for chunk in self.chunks(parameter, count, skip):
+                moved = flat[chunk.numbers].float()
+                chunk.write((chunk.weight.float() * kept).sub_(moved, alpha=step))
+
+    def direction(self, parameter: nn.Parameter, count: Tensor, skip: Tensor) -> Tensor:
+        """Update the momentum; return this rank's part of what is to be orthogonalised."""
+        momentum = self.cfg.momentum
+        local = local_part(parameter)
+        direction = torch.zeros(local.shape, dtype=self.ns_dtype, device=local.device)
+        flat = direction.view(-1, self.block(parameter))
+        for chunk in self.chunks(parameter, count, skip):
+            gradient = chunk.gradient.float()
+            mean = torch.lerp(chunk.load("momentum_buffer"), gradient, 1 - momentum)
+            flat[chunk.numbers] = gradient.lerp(mean, momentum) if self.cfg.nesterov else mean
+            chunk.store("momentum_buffer", mean)
+        return direction

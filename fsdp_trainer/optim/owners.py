@@ -1,0 +1,261 @@
+"""Whole matrices out of shards: which rank computes with which matrix, and who sends it what.
+
+Each matrix has an owner, reached by one all-to-all and answered by another. Matrices are dealt over
+all ranks, also those that hold the same shards (replicas, ddp): none repeats another's work.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_trainer.distributed import gather, local_slice
+from fsdp_trainer.optim.footprint import ROUND
+
+Range = tuple[int, int]
+"""The first number, and the one behind the last."""
+Part = tuple[Range, Range, Range]
+"""Ranges of matrices, rows and columns of a stack of matrices."""
+
+
+class MatrixPiece(NamedTuple):
+    """Part of a matrix that one rank holds. parameter: its place in a round; matrix: in its
+    stack."""
+
+    parameter: int
+    matrix: int
+    rows: Range
+    columns: Range
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return length(self.rows), length(self.columns)
+
+
+Pieces = list[list[MatrixPiece]]
+
+
+class ShardLayout:
+    """Which part of a parameter each rank holds. shape: matrices, rows, columns."""
+
+    def __init__(self, shape: Sequence[int], parts: Sequence[Part]):
+        """parts: by rank."""
+        self.shape, self.parts = tuple(shape), list(parts)
+
+    @cached_property
+    def holders(self) -> dict[Part, list[int]]:
+        """The ranks that hold each part; empty parts are left out."""
+        holders: dict[Part, list[int]] = {}
+        for rank, part in enumerate(self.parts):
+            if all(length(piece) for piece in part):
+                holders.setdefault(part, []).append(rank)
+        return holders
+
+    def sender(self, part: Part, owner: int) -> int:
+        """Return which of the ranks that hold a part sends it to `owner`.
+
+        Of several replicas it is the owner's own, so that nothing is sent between them.
+        """
+        beside = self.holders.get(self.parts[owner], [owner])
+        ranks = self.holders[part]
+        return ranks[beside.index(owner) % len(ranks)]
+
+    def piece(self, parameter: int, matrix: int, rank: int) -> MatrixPiece | None:
+        """Return what `rank` holds of a matrix, if it holds anything."""
+        part = self.parts[rank]
+        (start, stop), rows, columns = part
+        if part in self.holders and start <= matrix < stop:
+            return MatrixPiece(parameter, matrix, rows, columns)
+        return None
+
+
+class Round:
+    """Parameters whose matrices are computed with at the same time, by their owners.
+
+    own: this rank's matrices by their shape, as (place of the parameter, place in its stack).
+    to_owners, from_holders, to_holders, from_owners: pieces by the rank at the other end.
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], layouts: list[ShardLayout], first: int, rank: int
+    ):
+        """first: the rank to which the first matrix is dealt."""
+        ranks = len(layouts[0].parts)
+        self.parameters = parameters
+        self.starts = [layout.parts[rank][0][0] for layout in layouts]
+        self.own: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self.to_owners: Pieces = [[] for _ in range(ranks)]
+        self.from_holders: Pieces = [[] for _ in range(ranks)]
+        self.to_holders: Pieces = [[] for _ in range(ranks)]
+        self.from_owners: Pieces = [[] for _ in range(ranks)]
+        owner = first
+        for parameter, layout in enumerate(layouts):
+            for matrix in range(layout.shape[0]):
+                self._part_with(parameter, matrix, layout, owner, rank)
+                if owner == rank:
+                    self._own(parameter, matrix, layout, owner)
+                owner = (owner + 1) % ranks
+        self.next = owner
+
+    def _part_with(
+        self, parameter: int, matrix: int, layout: ShardLayout, owner: int, rank: int
+    ) -> None:
+        piece = layout.piece(parameter, matrix, rank)
+        if piece:
+            self.from_owners[owner].append(piece)
+            if layout.sender(layout.parts[rank], owner) == rank:
+                self.to_owners[owner].append(piece)
+
+    def _own(self, parameter: int, matrix: int, layout: ShardLayout, owner: int) -> None:
+        _, rows, columns = layout.shape
+        self.own.setdefault((rows, columns), []).append((parameter, matrix))
+        for rank, part in enumerate(layout.parts):
+            piece = layout.piece(parameter, matrix, rank)
+            if piece:
+                self.to_holders[rank].append(piece)
+                if layout.sender(part, owner) == rank:
+                    self.from_holders[rank].append(piece)
+
+    def compute(
+        self,
+        parts: list[Tensor],
+        function: Callable[[Tensor], Tensor],
+        group: dist.ProcessGroup | None = None,
+    ) -> list[Tensor]:
+        """Return this rank's parts of what `function` makes of whole matrices. Collective.
+
+        parts: of each parameter what this rank holds, of one number format. function: of
+        [count, rows, columns], matrices of one shape.
+        """
+        outgoing = [self._local(parts, piece) for pieces in self.to_owners for piece in pieces]
+        incoming = exchange(outgoing, self.to_owners, self.from_holders, parts[0], group)
+        wholes: dict[tuple[int, int], Tensor] = {}
+        for shape, own in self.own.items():
+            matrices = parts[0].new_empty(len(own), *shape)
+            wholes |= dict(zip(own, matrices, strict=True))
+        for piece, numbers in incoming:
+            place(wholes[piece.parameter, piece.matrix], piece).copy_(numbers)
+        for own in self.own.values():
+            orthogonal = function(torch.stack([wholes.pop(matrix) for matrix in own]))
+            wholes |= dict(zip(own, orthogonal, strict=True))
+        answers = [
+            place(wholes[piece.parameter, piece.matrix], piece)
+            for pieces in self.to_holders
+            for piece in pieces
+        ]
+        results = [torch.empty_like(part) for part in parts]
+        for piece, numbers in exchange(answers, self.to_holders, self.from_owners, parts[0], group):
+            self._local(results, piece).copy_(numbers)
+        return results
+
+    def _local(self, parts: list[Tensor], piece: MatrixPiece) -> Tensor:
+        """Return this rank's piece of a matrix: all rows and columns that it holds."""
+        stack = stacked(parts[piece.parameter])
+        return stack[piece.matrix - self.starts[piece.parameter]]
+
+
+def exchange(
+    outgoing: list[Tensor],
+    sent: Pieces,
+    received: Pieces,
+    like: Tensor,
+    group: dist.ProcessGroup | None,
+) -> Iterable[tuple[MatrixPiece, Tensor]]:
+    """Send pieces to all ranks, and yield those that come from them. Collective.
+
+    outgoing: the numbers of `sent`. like: of the number format, on the device.
+    """
+    sizes_out, sizes_in = (
+        [sum(numbers_of(piece.shape) for piece in pieces) for pieces in lists]
+        for lists in (sent, received)
+    )
+    flat = [numbers.reshape(-1) for numbers in outgoing]
+    message = torch.cat(flat) if flat else like.new_empty(0)
+    if len(sent) > 1:
+        arrived = message.new_empty(sum(sizes_in))
+        dist.all_to_all_single(arrived, message, sizes_in, sizes_out, group=group)
+        message = arrived
+    pieces = [piece for some in received for piece in some]
+    numbers = message.split([numbers_of(piece.shape) for piece in pieces])
+    return zip(pieces, [n.view(p.shape) for p, n in zip(pieces, numbers, strict=True)], strict=True)
+
+
+def deal(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None) -> list[Round]:
+    """Deal the matrices of parameters over the ranks, the largest first. Collective.
+
+    parameters: [rows, columns] or stacks [matrices, rows, columns], the same on every rank.
+    """
+    layouts = layouts_of(parameters, group)
+    ranks = len(layouts[0].parts)
+    rank = dist.get_rank(group) if ranks > 1 else 0
+    order = sorted(range(len(layouts)), key=lambda i: layouts[i].shape[1:], reverse=True)
+    order.sort(key=lambda i: work(layouts[i]), reverse=True)
+    rounds: list[Round] = []
+    first, chosen, matrices, numbers = 0, [], 0, 0
+    for i in order:
+        chosen.append(i)
+        matrices += layouts[i].shape[0]
+        numbers += parameters[i].numel()
+        if i == order[-1] or (matrices >= ranks and numbers >= ROUND * ranks):
+            some = [parameters[i] for i in chosen], [layouts[i] for i in chosen]
+            rounds.append(Round(*some, first, rank))
+            first, chosen, matrices, numbers = rounds[-1].next, [], 0, 0
+    return rounds
+
+
+def layouts_of(parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[ShardLayout]:
+    """Return which rank holds what of each parameter. Collective.
+
+    Parameters that are placed alike are asked about once.
+    """
+    kinds = [(tuple(p.shape), str(getattr(p, "placements", ""))) for p in parameters]
+    own = {kind: part_of(p) for kind, p in zip(kinds, parameters, strict=True)}
+    everyone = gather(own, group) if dist.is_initialized() else [own]
+    known = {
+        kind: ShardLayout(stack_shape(kind[0]), [parts[kind] for parts in everyone]) for kind in own
+    }
+    return [known[kind] for kind in kinds]
+
+
+def part_of(parameter: Tensor) -> Part:
+    """Return the part of a stack of matrices that this rank holds."""
+    ranges = [(piece.start, piece.stop) for piece in local_slice(parameter)]
+    matrices, rows, columns = ranges if len(ranges) == 3 else [(0, 1), *ranges]
+    return matrices, rows, columns
+
+
+def stack_shape(shape: Sequence[int]) -> tuple[int, int, int]:
+    """Return matrices, rows and columns of a parameter."""
+    matrices, rows, columns = shape if len(shape) == 3 else (1, *shape)
+    return matrices, rows, columns
+
+
+def stacked(part: Tensor) -> Tensor:
+    """Return a part of a parameter as matrices: [matrices, rows, columns]."""
+    return part if part.ndim == 3 else part[None]
+
+
+def place(whole: Tensor, piece: MatrixPiece) -> Tensor:
+    """Return a piece's place in the whole matrix."""
+    return whole[slice(*piece.rows), slice(*piece.columns)]
+
+
+def work(layout: ShardLayout) -> int:
+    """Return what Newton-Schulz costs a matrix, up to a factor."""
+    _, rows, columns = layout.shape
+    few = min(rows, columns)
+    return few * few * (2 * max(rows, columns) + few)
+
+
+def length(piece: Range) -> int:
+    """Return how many numbers a range has."""
+    return max(0, piece[1] - piece[0])
+
+
+def numbers_of(shape: tuple[int, int]) -> int:
+    """Return how many numbers a matrix has."""
+    return shape[0] * shape[1]

@@ -15,12 +15,14 @@ from fsdp_trainer.training.objective import CrossEntropy
 STEPS = 4
 
 
-def take_steps(model, cfg, dims, own, batch_of, weight_of, **loss_options):
+def take_steps(model, cfg, dims, own, batch_of, weight_of, pipeline=None, **loss_options):
     """Losses, norms, the first step's gradients and the last weights: whole ones.
 
     dims: None in one process. own: numbers of this rank's rows; batch_of(number, step): one of them
-    as a micro-batch; weight_of(step): the weight of all rows.
+    as a micro-batch; weight_of(step): the weight of all rows. pipeline: computes all of them.
     """
+    if pipeline:
+        return pipelined_steps(model, cfg, dims, own, batch_of, weight_of, pipeline)
     optimizer = build_optimizer(model, cfg.optim)
     sync = dims and GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
     losses, norms, gradients = [], [], {}
@@ -56,9 +58,44 @@ def compiled_quickly():
 
 def compile_quickly(model, cfg, **options):
     torch.compiler.reset()
-    model.lm_head.compile_chunks(backend="aot_eager")
+    if model.lm_head is not None:
+        model.lm_head.compile_chunks(backend="aot_eager")
     for block in model.blocks().values():
         block.compile(fullgraph=True, backend="aot_eager")
+
+
+def pipelined_steps(model, cfg, dims, own, batch_of, weight_of, pipeline):
+    """See take_steps."""
+    optimizer = build_optimizer(model, cfg.optim)
+    losses, norms, gradients = [], [], {}
+    for step in range(STEPS):
+        weight = weight_of(step)
+        batches = [batch_of(number, step) for number in own]
+        computed = pipeline.train(batches, [CrossEntropy(b.weights / weight) for b in batches])
+        loss = sum((value for value, _ in computed), torch.zeros(()))
+        dims.sum_over_tokens(loss)
+        losses.append(loss.item())
+        if step == 0:
+            trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+            gradients = of_all_stages(trained)
+        norms.append(clip_gradients(model, dims, 0.5, None).item())
+        optimizer.set_learning_rate(3e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, gradients, of_all_stages(dict(model.named_parameters()))
+
+
+def of_all_stages(tensors):
+    """Tensors by name of all ranks' stages: whole ones. Copies of one must be alike."""
+    together = {}
+    own = {n: (t.shape, local_slice(t), local_part(t.detach())) for n, t in tensors.items()}
+    for stage in gather(own):
+        for name, (shape, part, numbers) in stage.items():
+            one = together.setdefault(name, torch.full(shape, torch.nan))
+            known = one[part].clone()
+            one[part] = numbers
+            assert known.isnan().any() or torch.equal(known, numbers), f"copies of {name}"
+    return together
 
 
 def whole(tensor):

@@ -23,16 +23,17 @@ from fsdp_trainer.torch_private import reduce_scatter_groups
 from fsdp_trainer.training.gradients import clip_gradients
 
 INNER = {"context": 1, "tensor": 1}
+OUTER = {"pipeline": 1}
 STRATEGIES = {
-    "fsdp": (Sharding(), {"replicate": 1, "shard": 4, **INNER}, ("shard",)),
+    "fsdp": (Sharding(), {**OUTER, "replicate": 1, "shard": 4, **INNER}, ("shard",)),
     "hsdp": (
         Sharding(strategy="hsdp", replicas=2),
-        {"replicate": 2, "shard": 2, **INNER},
+        {**OUTER, "replicate": 2, "shard": 2, **INNER},
         ("replicate", "shard"),
     ),
     "ddp": (
         Sharding(strategy="ddp"),
-        {"replicate": 4, "shard": 1, **INNER},
+        {**OUTER, "replicate": 4, "shard": 1, **INNER},
         ("replicate", "shard"),
     ),
 }

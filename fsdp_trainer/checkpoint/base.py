@@ -110,7 +110,7 @@ def base_of_new_run(
 
     init_from: model.init_from, fetched.
     """
-    frozen = list(frozen_parameters(model))
+    frozen = list(frozen_parameters(model.whole))
     dtype = frozen_dtype(cfg.precision, adapters)
     if not frozen:
         return None
@@ -161,7 +161,7 @@ def base_of_resumed_run(
     are now, perhaps with another scale.
     """
     base = read_base(checkpoint)
-    frozen = list(frozen_parameters(model))
+    frozen = list(frozen_parameters(model.whole))
     if not base.digests or not frozen:
         return None
     dtype = frozen_dtype(cfg.precision, adapters)
@@ -177,7 +177,7 @@ def names_in_base(model: Decoder, checkpoint: Path, stored: set[str]) -> set[str
 
     stored: those that it holds. Raises UserError if one of them is frozen now.
     """
-    trained_before = [name for name in frozen_parameters(model) if name in stored]
+    trained_before = [name for name in frozen_parameters(model.whole) if name in stored]
     if trained_before:
         text = (
             f"freezes what this run has trained before, such as {trained_before[0]}."
@@ -198,7 +198,7 @@ def require_trained_rows(model: Decoder, known: int) -> None:
 
     known: rows that the weights of the start have.
     """
-    frozen = [name for name in VOCABULARY if name in frozen_parameters(model)]
+    frozen = [name for name in VOCABULARY if name in frozen_parameters(model.whole)]
     count = model.config.vocab_size - known
     if frozen and count > 0:
         text = (
@@ -235,7 +235,8 @@ def load_weights(
     _clear_padding(model, base)
     exact = {getattr(torch, base.dtype), torch.float32}  # other formats have lost digits
     formats = {name: {torch.uint8} if is_of_codes(d) else exact for name, d in base.digests.items()}
-    names = [name for name in formats if model.get_parameter(name).dtype in formats[name]]
+    whole = dict(model.whole.named_parameters())
+    names = [name for name in formats if whole[name].dtype in formats[name]]
     _require_same(base, digests(model, names, base.dtype, alone))
 
 
@@ -488,8 +489,9 @@ def _known_rows(model: Decoder, name: str) -> int:
 
 @torch.no_grad()
 def _clear_padding(model: Decoder, base: Base) -> None:
-    for name in set(VOCABULARY) & base.digests.keys():
-        parameter = model.get_parameter(name)
+    own = dict(model.named_parameters())  # a stage of a pipeline need not have them
+    for name in set(VOCABULARY) & base.digests.keys() & own.keys():
+        parameter = own[name]
         first = local_slice(parameter)[0].start
         local_part(parameter)[max(0, model.config.vocab_size - first) :] = 0
 
@@ -504,13 +506,32 @@ def digests(model: Decoder, names: list[str], dtype: str, alone: bool = False) -
     """
     if not names:
         return {}
-    sums = [_parameter_digest(model, name, getattr(torch, dtype)) for name in names]
-    totals = torch.stack(sums)
+    own = held_first(model)
+    device = local_part(next(model.parameters())).device
+    none = torch.zeros((), dtype=torch.int64, device=device)
+    totals = torch.stack(
+        [
+            _parameter_digest(model, name, getattr(torch, dtype)) if name in own else none
+            for name in names
+        ]
+    )
     if not alone and dist.get_world_size() > 1:
         dist.all_reduce(totals)
-    in_codes = [is_encoded(model.get_parameter(name)) for name in names]
+    in_codes = [is_encoded(model.whole.get_parameter(name)) for name in names]
     texts = map(_as_text, totals, in_codes)
     return dict(zip(names, texts, strict=True))
+
+
+def held_first(model: Decoder) -> set[str]:
+    """Return the parameters of which this rank's stage has the copy that counts.
+
+    Without a pipeline these are all. Of a tied embedding it is the first stage's.
+    """
+    own = {name for name, _ in model.named_parameters()}
+    is_copy = model.whole is not model and model.lm_head is not None
+    if is_copy and model.config.tie_word_embeddings:
+        own -= set(VOCABULARY)
+    return own
 
 
 def is_of_codes(digest: str) -> bool:

@@ -290,9 +290,12 @@ def read_parameters(model: Decoder, sources: dict[str, TensorOnDisk]) -> None:
     """Fill parameters, sharded or not; rows that their source does not have stay as they are.
 
     A source of a 4-bit parameter is the matrix that it stands for: it is encoded as it is read.
-    Raises OSError when a file cannot be read.
+    Of a model in stages only those of this rank are read. Raises OSError when a file cannot be
+    read.
     """
-    pieces = [piece for name in sources for piece in _pieces(model, name, sources[name])]
+    own = dict(model.named_parameters())
+    names = [name for name in sources if name in own]
+    pieces = [piece for name in names for piece in _pieces(model, name, sources[name])]
     pieces.sort(key=lambda piece: (piece.source.chunks, piece.first))
     buffer_bytes = piece_bytes(piece.source.row_bytes for piece in pieces)
     in_threads(_fill, pieces, buffer_bytes, pinned=any(piece.into.is_cuda for piece in pieces))

@@ -11,12 +11,13 @@ def dimension_sizes(sharding: Sharding, ranks: int) -> dict[str, int]:
 
     Neighbouring ranks differ in the last. Ranks that differ in `replicate` hold the same part of
     the model's states, those that differ in another dimension another part. Those that differ in
-    `context` or `tensor` read the same rows. Where the sizes do not divide the ranks they multiply
-    to fewer.
+    `pipeline`, `context` or `tensor` read the same rows. Where the sizes do not divide the ranks
+    they multiply to fewer.
     """
-    readers = max(1, ranks // (sharding.context * sharding.tensor))
+    readers = max(1, ranks // (sharding.pipeline * sharding.context * sharding.tensor))
     replicas = {"fsdp": 1, "hsdp": sharding.replicas, "ddp": readers}[sharding.strategy]
     return {
+        "pipeline": sharding.pipeline,
         "replicate": replicas,
         "shard": max(1, readers // replicas),
         "context": sharding.context,
@@ -44,7 +45,10 @@ def layout_problem(sharding: Sharding, ranks: int) -> Problem | None:
     if math.prod(dimension_sizes(sharding, ranks).values()) == ranks:
         return None
     rest = ranks
-    for name, what in (("tensor", "ranks"), ("context", "groups of sharding.tensor ranks")):
+    inner = sharding.context * sharding.tensor
+    stage = "ranks" if inner == 1 else "groups of sharding.context × sharding.tensor ranks"
+    whats = {"tensor": "ranks", "context": "groups of sharding.tensor ranks", "pipeline": stage}
+    for name, what in whats.items():
         size = getattr(sharding, name)
         if rest % size:
             nearest = max(n for n in range(1, size) if rest % n == 0)

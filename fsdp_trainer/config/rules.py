@@ -17,6 +17,7 @@ from fsdp_trainer.config.rules_computing import (
     moments,
     replicas,
     shared_rows,
+    stages,
 )
 from fsdp_trainer.config.rules_data import (
     entries_of_a_list,
@@ -55,6 +56,7 @@ RULES: tuple[Rule, ...] = (
     replicas,
     dimensions,
     shared_rows,
+    stages,
     collectives,
     activation_checkpointing,
     attention,

@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdp_trainer.config.check import Report, show
 from fsdp_trainer.config.formats import is_compact, moments_format, rounds
+from fsdp_trainer.config.pipeline import SCHEDULES
 from fsdp_trainer.config.rules_training import Broken
 from fsdp_trainer.config.schema import NEEDS_NCCL, Sharding, TrainConfig
 from fsdp_trainer.models.attention_choice import AttentionContext, attention_problems
@@ -26,6 +27,8 @@ CHECKPOINTING_MODES = {
     "budget": ("budget",),
 }
 """Keys of activation_checkpoint, and the modes that read them."""
+PIPELINE = (2, 13)
+"""The first torch whose stages take the shapes of what they pass on beforehand."""
 FOUR_BITS = (2, 12)
 """The first torch whose FSDP2 leaves integers as they are in an all-gather."""
 WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
@@ -108,6 +111,42 @@ def shared_rows(cfg: TrainConfig, report: Report) -> Broken:
             "data.pad_to_multiple",
             "ranks that share rows need all of one length, also a rank that cannot read its "
             "data.\nUse  data.packing=best_fit  or leave it out",
+        )
+
+
+def stages(cfg: TrainConfig, report: Report) -> Broken:
+    """Some things cannot be divided into stages.
+
+    Blocks are counted with the model (models/resolve.py), micro-batches with the ranks.
+    """
+    sharding = cfg.sharding
+    if sharding.pipeline == 1:
+        if "sharding.pipeline_schedule" in report.typed:
+            yield "sharding.pipeline_schedule", "only counts with  sharding.pipeline=2  or more"
+        return
+    torch = version("torch")
+    if is_older(torch, PIPELINE):
+        needed = f"needs torch {PIPELINE[0]}.{PIPELINE[1]}; installed is {torch}"
+        yield "sharding.pipeline", f"{needed}.\nUse  sharding.pipeline=1"
+    if cfg.data.pad_to_multiple is not None:
+        yield (
+            "data.pad_to_multiple",
+            "stages pass on rows of one length.\nUse  data.packing=best_fit  or leave it out",
+        )
+    together = f"together with sharding.pipeline={sharding.pipeline} is not in this version"
+    if cfg.precision.float8 is not None:
+        yield "precision.float8", f"{together}.\nUse  precision=bf16  or  sharding.pipeline=1"
+    for key, is_set in {
+        "activation_checkpoint.offload": cfg.activation_checkpoint.offload,
+        "sharding.cpu_offload": sharding.cpu_offload,
+    }.items():
+        if is_set:
+            yield key, f"{together}.\nUse  {key}=false  or  sharding.pipeline=1"
+    if SCHEDULES[sharding.pipeline_schedule].splits and cfg.compile.enabled:
+        yield (
+            "sharding.pipeline_schedule",
+            "computes the gradients of weights apart, which torch cannot do in compiled blocks.\n"
+            "Use  compile=disabled  or  sharding.pipeline_schedule=interleaved",
         )
 
 

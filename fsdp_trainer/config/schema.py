@@ -556,10 +556,23 @@ class Sharding:
         "`auto`: ulysses where the heads divide, else gathered, of rows from 32,768 tokens on ring",
         choices=("auto", "ulysses", "gathered", "ring"),
     )
+    pipeline: int = key(
+        1,
+        "ranks among which the blocks are divided, one stage after the other; the outermost"
+        " dimension, between nodes (torch 2.13)",
+        minimum=1,
+    )
+    pipeline_schedule: str = key(
+        "1f1b",
+        "order of the micro-batches in a pipeline. `1f1b`; `gpipe`: all forwards, then all"
+        " backwards; `interleaved`: two stages a rank, half the idle time, twice the messages;"
+        " `zbv`, `dualpipev`: two stages a rank, and the gradients of weights fill idle time",
+        choices=("1f1b", "gpipe", "interleaved", "zbv", "dualpipev"),
+    )
     reshard_after_forward: bool | Literal["auto"] = key(
         "auto",
         "free a unit's gathered parameters after forward and gather again in backward;"
-        " `auto`: true",
+        " `auto`: true, in a pipeline false",
     )
     blocks_per_unit: int = key(
         1, "decoder blocks gathered together: larger messages, more memory", minimum=1

@@ -2,6 +2,7 @@
 adapter. Knows no parallelism."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -199,12 +200,12 @@ class Backbone(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.embedding_rows, config.hidden_size)
+        self.embed_tokens: Any = nn.Embedding(config.embedding_rows, config.hidden_size)
         # a dictionary: a pipeline stage that holds some of the blocks keeps their names
         self.layers = nn.ModuleDict(
             {str(i): Block(config, i) for i in range(config.num_hidden_layers)}
         )
-        self.norm = RMSNorm(config)
+        self.norm: Any = RMSNorm(config)
 
 
 class Decoder(nn.Module):
@@ -215,7 +216,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.model = Backbone(config)
-        self.lm_head = Head(config)
+        self.lm_head: Any = Head(config)
+        """None, as embedding and norm, in a part that a pipeline has left without it."""
         self.tie_weights()
         # by whether they are local; made at the first forward, and not buffers: to_empty would
         # wipe them
@@ -224,8 +226,16 @@ class Decoder(nn.Module):
     def tie_weights(self) -> None:
         """Make a tied head and the embedding one parameter; again after to_empty, which parts
         them."""
-        if self.config.tie_word_embeddings:
+        if self.config.tie_word_embeddings and self.lm_head is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    @property
+    def whole(self) -> "Decoder":
+        """Return the model that this one is a part of: itself, unless a pipeline has cut it.
+
+        Of a part it has parameters without storage, as they are before ranks share them.
+        """
+        return self.__dict__.get("uncut", self)
 
     def blocks(self) -> dict[str, nn.Module]:
         """Return the blocks that this model holds, by name: "0", "1", ..."""
@@ -259,24 +269,51 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Auxiliary]:
         """Return the residual stream after the last block, [batch, length, hidden], and the sums
         of the blocks' auxiliary values. caches: by the blocks' names."""
+        x = self.embed(tokens)
+        x, auxiliary = self.run_blocks(x, positions, layout, self.blocks(), caches)
+        return self.all_tokens(x), auxiliary
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the residual stream in front of the first block."""
         x = self.model.embed_tokens(tokens)
         if self.config.family_spec.scaled_embedding:
             # the factor is rounded as the weights are
             scale = self.config.hidden_size**0.5
             x = x * torch.full((), scale, dtype=x.dtype, device=x.device)
+        return x
+
+    def run_blocks(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        layout: PackedAttention,
+        blocks: Mapping[str, nn.Module],
+        caches: Mapping[str, Cache] = MappingProxyType({}),
+    ) -> tuple[Tensor, Auxiliary]:
+        """Return the residual stream behind these blocks, which follow each other, and the sums of
+        their auxiliary values. blocks, caches: by name."""
         has_local = self.config.rope_local_theta is not None
         windows = self.config.windows
         self.ropes = self.ropes or {local: Rope(self.config, local) for local in {False, has_local}}
         cos_sins = {local: rope(positions, x.dtype, layout) for local, rope in self.ropes.items()}
         layouts = {window: layout.with_window(window) for window in set(windows)}
         sums: Auxiliary = {}
-        for name, block in self.blocks().items():
+        for name, block in blocks.items():
             window = windows[int(name)]
             cos_sin = cos_sins[has_local and window is not None]
             x, auxiliary = block(x, cos_sin, layouts[window], caches.get(name))
             for key, scalar in auxiliary.items():
                 sums[key] = sums.get(key, 0.0) + scalar
         return x, sums
+
+    def all_tokens(self, x: Tensor) -> Tensor:
+        """Return the residual stream of all tokens; of ranks that hold a part each, see
+        parallel.tensor."""
+        return x
+
+    def inference(self) -> AbstractContextManager[None]:
+        """Return what surrounds a forward of any number of tokens."""
+        return nullcontext()
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return [batch, length, vocabulary] for tokens [batch, length] int64.
@@ -307,7 +344,8 @@ class Decoder(nn.Module):
 
     def inference_hidden(self, *args: Any) -> Tensor:
         """Return the residual stream after the last block; arguments are those of `hidden`."""
-        return self.hidden(*args)[0]
+        with self.inference():
+            return self.hidden(*args)[0]
 
 
 def meta_decoder(config: ModelConfig) -> Decoder:

@@ -6,6 +6,7 @@ from typing import Any
 
 from fsdp_trainer.config.context import context_problems
 from fsdp_trainer.config.paths import is_hub_id, model_folder
+from fsdp_trainer.config.pipeline import SCHEDULES, stage_count
 from fsdp_trainer.config.schema import Model, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import EXPERTS, EXTRAS, ModelConfig, rope_problems
@@ -119,6 +120,7 @@ def _size_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
         yield Problem(f"model.head_dim={config.head_dim}", reason)
     yield from _expert_problems(cfg, config)
     yield from _tensor_problems(cfg, config)
+    yield from _stage_problems(cfg, config)
     length = cfg.batch.seq_len
     positions = config.max_position_embeddings
     if length > positions:
@@ -157,6 +159,26 @@ def _tensor_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]
         nearest = max(n for n in range(1, ranks) if not tensor_misfits(config, length, n))
         reason = f"{'; '.join(misfits)}.\nUse  sharding.tensor={nearest}"
         yield Problem(f"sharding.tensor={ranks}", reason)
+
+
+def _stage_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+    """Yield stages of a pipeline that would have no block."""
+    blocks, stages = config.num_hidden_layers, stage_count(cfg.sharding)
+    if blocks < stages:
+        ranks = cfg.sharding.pipeline
+        nearest = max(1, blocks * ranks // stages)
+        reason = (
+            f"with sharding.pipeline_schedule={cfg.sharding.pipeline_schedule} makes {stages} "
+            f"stages, each of at least one of {blocks} blocks.\nUse  sharding.pipeline={nearest}"
+        )
+        yield Problem(f"sharding.pipeline={ranks}", reason)
+    schedule = cfg.sharding.pipeline_schedule
+    if stages > 1 and config.tie_word_embeddings and SCHEDULES[schedule].in_v:
+        reason = (
+            "gives one rank the embedding and the head, of which there are two copies where they "
+            "are tied.\nUse  sharding.pipeline_schedule=interleaved"
+        )
+        yield Problem(f"sharding.pipeline_schedule={schedule}", reason)
 
 
 def tensor_misfits(config: ModelConfig, seq_len: int, ranks: int) -> list[str]:

@@ -113,15 +113,17 @@ def comparing(
     host: str,
     optimizer: Optimizer,
     report: Callable[[Straggler, int], None],
+    alike: list[list[int]],
 ) -> Iterator[None]:
     """Compare the ranks every so many seconds, outside any collective, while the block runs.
 
+    alike: ranks that do the same work, as those of a stage of a pipeline do.
     report: called on rank 0 with a straggler and the last step of the comparison.
     """
     if every is None or size == 1:
         yield
         return
-    sampler = Sampler(every, store, rank, size, host, report)
+    sampler = Sampler(every, store, rank, size, host, report, alike)
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     hooks = sampler.time_on_device(optimizer) if any(p.is_cuda for p in parameters) else []
     threading.Thread(target=sampler.run, name="stragglers", daemon=True).start()
@@ -143,6 +145,7 @@ class Sampler:
     size: int
     host: str
     report: Callable[[Straggler, int], None]
+    alike: list[list[int]]
     watched: int = field(default_factory=threading.get_ident)
     ended: threading.Event = field(default_factory=threading.Event)
     device_seconds: list[float] = field(default_factory=list)
@@ -197,7 +200,9 @@ class Sampler:
         if not self.store.check(keys):
             return
         paces = [RankPace(**json.loads(pace)) for pace in self.store.multi_get(keys)]
-        straggler = slowest(dict(enumerate(paces)))
+        groups = [{rank: paces[rank] for rank in group} for group in self.alike if len(group) > 1]
+        stragglers = [straggler for straggler in map(slowest, groups) if straggler]
+        straggler = max(stragglers, key=lambda each: each.lost, default=None)
         name = (straggler.rank, straggler.phase) if straggler else None
         if straggler and name != self.reported:
             self.report(straggler, step)

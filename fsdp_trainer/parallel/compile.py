@@ -71,7 +71,8 @@ def compile_blocks(model: Decoder, cfg: Compile, forward_alone: bool = False) ->
     # the compiler limits the graphs of one function, and an earlier run in this process had some
     torch.compiler.reset()
     options: dict[str, Any] = {"mode": cfg.mode, "backend": BACKEND}
-    model.lm_head.compile_chunks(**options)
+    if model.lm_head is not None:
+        model.lm_head.compile_chunks(**options)
     options["fullgraph"] = True
     for block in model.model.layers.values():
         if forward_alone:

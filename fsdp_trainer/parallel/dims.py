@@ -28,7 +28,8 @@ class Dims:
     all-reduce over it; a shard dimension of size 1 turns it into plain replication (ddp).
     tensor_mesh: the ranks that share each matrix; None: each rank computes with whole ones.
     batch_rank, batch_ranks: which part of each step's rows this rank reads, of how many parts;
-    same_rows: how many ranks, which are neighbours, read the same part.
+    same_rows: how many ranks of a stage, which are neighbours, read the same part. Ranks of other
+    stages of the pipeline read it too.
     """
 
     def __init__(self, sharding: Sharding, device_type: str, timeout: float):
@@ -44,9 +45,10 @@ class Dims:
         batch_place = tuple(self.coordinates[name] for name in BATCH)
         self.batch_ranks = math.prod(batch_sizes)
         self.batch_rank = int(np.ravel_multi_index(batch_place, batch_sizes))
-        self.same_rows = self.ranks // self.batch_ranks
+        self.same_rows = self.sizes["context"] * self.sizes["tensor"]
 
         lengths = {
+            "pipeline": self.sizes["pipeline"],
             "replicate": self.sizes["replicate"],
             "shard": fsdp_ranks(self.sizes),
             "tensor": self.sizes["tensor"],
@@ -58,17 +60,24 @@ class Dims:
         self.tensor_mesh: DeviceMesh | None = None
         self._groups = dict(zip(names, dense.get_all_groups(), strict=True))
         if "tensor" in names:
-            self.mesh, self.tensor_mesh = dense[names[:-1]], dense["tensor"]
+            self.tensor_mesh = dense["tensor"]
+        if names[-1] == "tensor" or names[0] == "pipeline":
+            self.mesh = dense[tuple(n for n in names if n in ("replicate", "shard"))]
         if self.sizes["context"] > 1:
             members = self.groups_along("context")
             self._groups["context"] = dist.new_subgroups_by_enumeration(members, self.timeout)[0]
         for group in self._groups.values():
             set_timeout(group, self.timeout)
 
+    @property
+    def reads_first(self) -> bool:
+        """Return whether this rank has the first part of its rows, in the first stage."""
+        return self.coordinates["context"] == self.coordinates["pipeline"] == 0
+
     def group(self, name: str) -> dist.ProcessGroup | None:
         """Return the ranks that differ from this one in dimension `name` alone.
 
-        name: `context` or `tensor`; None where the dimension has one rank.
+        name: `pipeline`, `context` or `tensor`; None where the dimension has one rank.
         """
         return self._groups.get(name)
 
@@ -79,23 +88,30 @@ class Dims:
         the sums are the same on every rank to the last bit.
         """
         self.sum_over_all(tensor)
-        if self.same_rows > 1:
-            tensor /= self.same_rows
+        readers = self.ranks // self.batch_ranks
+        if readers > 1:
+            tensor /= readers
 
     def sum_over_tokens(self, tensor: Tensor) -> None:
         """Sum in place over the ranks that compute different tokens: losses. Collective.
 
         Ranks of a tensor group have the same numbers, of which the mean is taken; those of a
-        context group have other tokens of the same rows.
+        context group have other tokens of the same rows. In a pipeline the last stage has the
+        numbers and the others have 0.
         """
         self.sum_over_all(tensor)
         if self.sizes["tensor"] > 1:
             tensor /= self.sizes["tensor"]
 
     def sum_over_context(self, tensor: Tensor) -> None:
-        """Sum in place over the ranks that share this rank's rows. Collective."""
+        """Sum in place over the ranks that have other tokens of this rank's rows. Collective."""
         if self.sizes["context"] > 1:
             dist.all_reduce(tensor, group=self.group("context"))
+
+    def sum_over_stages(self, tensor: Tensor) -> None:
+        """Sum in place over the ranks of this rank's pipeline. Collective."""
+        if self.sizes["pipeline"] > 1:
+            dist.all_reduce(tensor, group=self.group("pipeline"))
 
     def sum_over_all(self, tensor: Tensor) -> None:
         """Sum in place over all ranks. Collective."""
@@ -103,11 +119,15 @@ class Dims:
             dist.all_reduce(tensor)
 
     def replication_factor(self, parameter: Tensor) -> int:
-        """Return how many ranks hold each number of a parameter: sums over all count it so."""
+        """Return how many ranks of a stage hold each number of a parameter.
+
+        Sums over all ranks count it so.
+        """
+        ranks = self.ranks // self.sizes["pipeline"]
         if not isinstance(parameter, DTensor):
-            return self.ranks
+            return ranks
         sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-        return self.ranks // math.prod(size for size, place in sizes if not place.is_replicate())
+        return ranks // math.prod(size for size, place in sizes if not place.is_replicate())
 
     def groups_along(self, name: str) -> list[list[int]]:
         """Return groups of ranks, each of which differ in dimension `name` alone."""
@@ -115,14 +135,18 @@ class Dims:
         axis = list(self.sizes).index(name)
         return ranks.movedim(axis, -1).reshape(-1, self.sizes[name]).tolist()
 
+    def stages(self) -> list[list[int]]:
+        """Return the ranks of each stage of the pipeline: they do the same work."""
+        return torch.arange(self.ranks).view(self.sizes["pipeline"], -1).tolist()
+
     def collective_counter(self) -> Callable[[], int]:
         """Return a function that counts the collectives this rank has begun, in less than 1 µs.
 
-        Ranks whose counts differ are in different collectives.
+        Ranks whose counts differ are in different collectives. The stages of a pipeline differ in
+        those within a stage: of these none counts.
         """
-        groups = {
-            group.group_name: group for group in (dist.group.WORLD, *self._groups.values()) if group
-        }
+        own = () if self.sizes["pipeline"] > 1 else self._groups.values()
+        groups = {group.group_name: group for group in (dist.group.WORLD, *own) if group}
         kinds = {"cpu", self.mesh.device_type}
         counts = [sequence_number(group, kind) for group in groups.values() for kind in kinds]
         return lambda: sum(count() for count in counts)

@@ -48,7 +48,7 @@ def least_memory(model: Decoder, setup: Setup) -> list[MemoryItem]:
     """Return what a rank holds at one moment, at least, without activations and temporaries."""
     sharding, precision, optim, ranks, adapters = setup
     sizes = dimension_sizes(sharding, ranks)
-    shards = fsdp_ranks(sizes) * sizes["tensor"]
+    shards = fsdp_ranks(sizes) * sizes["tensor"] * sizes["pipeline"]
     stored = getattr(torch, precision.master_dtype).itemsize
     computed = getattr(torch, precision.param_dtype).itemsize
     kept_frozen = getattr(torch, frozen_dtype(precision, adapters)).itemsize
@@ -62,8 +62,8 @@ def least_memory(model: Decoder, setup: Setup) -> list[MemoryItem]:
         formula = f"{numbers / 1e9:.3g} G × {size:.3g} B {among}"
         return MemoryItem(name, numbers * size / shards, formula)
 
-    def gathered(modules: Iterable[nn.Module], which: str) -> MemoryItem:
-        size = gathered_bytes(modules, computed) / sizes["tensor"]
+    def gathered(modules: Iterable[nn.Module], which: str, parts: int = 1) -> MemoryItem:
+        size = gathered_bytes(modules, computed) / sizes["tensor"] / parts
         formula = f"{size / computed / 1e9:.3g} G × {computed} B, {which}"
         return MemoryItem("gathered", size, formula, offloads=False)
 
@@ -81,13 +81,17 @@ def least_memory(model: Decoder, setup: Setup) -> list[MemoryItem]:
     largest = max(units, key=lambda unit: gathered_bytes(unit, computed))
     moments = [[gradients, gathered(largest, "the largest unit of blocks")]]
     if keeps_gathered(sharding):  # there are no gradients yet
-        moments.append([gathered([model], "all units after forward")])
+        moments.append([gathered([model], "all units after forward", sizes["pipeline"])])
     return [*states, *max(moments, key=total)]
 
 
 def block_units(model: Decoder, sharding: Sharding) -> list[list[nn.Module]]:
     """Return the blocks that `fully_shard` takes together, in order."""
-    blocks = list(model.blocks().values())
+    return grouped_blocks(list(model.blocks().values()), sharding)
+
+
+def grouped_blocks(blocks: list[nn.Module], sharding: Sharding) -> list[list[nn.Module]]:
+    """Return blocks in groups of sharding.blocks_per_unit."""
     size = sharding.blocks_per_unit
     return [blocks[i : i + size] for i in range(0, len(blocks), size)]
 
@@ -125,7 +129,7 @@ def checkpoint_bytes(model: Decoder, precision: Precision, optim: Optim) -> floa
 def keeps_gathered(sharding: Sharding) -> bool:
     """Return whether units stay gathered from forward to backward."""
     if sharding.reshard_after_forward == "auto":
-        return sharding.strategy == "ddp"
+        return sharding.strategy == "ddp" or sharding.pipeline > 1
     return not sharding.reshard_after_forward
 
 

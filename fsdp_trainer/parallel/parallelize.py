@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,10 @@ from fsdp_trainer.parallel.memory_check import (
     block_units,
     free_bytes,
     gathered_bytes,
+    grouped_blocks,
     keeps_gathered,
 )
+from fsdp_trainer.parallel.pipeline import Stage, cut_into_stages, stages_of
 from fsdp_trainer.parallel.tensor import shard_tensors
 from fsdp_trainer.torch_private import reduce_scatter_groups, set_timeout
 
@@ -54,8 +56,24 @@ def parallelize(
     """Turn a meta-device model into this rank's share of it; its parameters become DTensors.
 
     The order matters. A kind of parallelism is a file beside this one and a line here: a pipeline
-    cuts the model before all else, tensor and context parallelism come after adapters.
+    cuts a model whose adapters and number formats are known, then a tensor group shares its blocks.
     """
+    prepare(model, dims, cfg, adapters)
+    cut_into_stages(model, cfg.sharding, dims)
+    shard_tensors(model, dims)
+    offloader = Offloader() if cfg.activation_checkpoint.offload else None
+    checkpoint_activations(model, cfg.activation_checkpoint, None if compiled else offloader)
+    if compiled:
+        # before fully_shard: its hooks stay out of the graph, and so do those that offload
+        compile_blocks(model, cfg.compile, forward_alone=offloader is not None)
+    if offloader is not None:
+        offload_activations(model, offloader)
+    shard(model, dims, cfg.sharding, cfg.precision)
+    return model
+
+
+def prepare(model: Decoder, dims: Dims, cfg: TrainConfig, adapters: AdapterSpec | None) -> None:
+    """Give a whole model its number formats and adapters, and choose what is trained."""
     master_dtype = getattr(torch, cfg.precision.master_dtype)
     model.to(master_dtype)
     convert_linears(model, cfg.precision)
@@ -67,16 +85,6 @@ def parallelize(
     for parameter in frozen_parameters(model).values():  # never updated: they need no master copy
         if parameter.is_floating_point():  # not the codes of 4-bit weights
             parameter.data = parameter.data.to(dtype)
-    shard_tensors(model, dims)
-    offloader = Offloader() if cfg.activation_checkpoint.offload else None
-    checkpoint_activations(model, cfg.activation_checkpoint, None if compiled else offloader)
-    if compiled:
-        # before fully_shard: its hooks stay out of the graph, and so do those that offload
-        compile_blocks(model, cfg.compile, forward_alone=offloader is not None)
-    if offloader is not None:
-        offload_activations(model, offloader)
-    shard(model, dims, cfg.sharding, cfg.precision)
-    return model
 
 
 def shard(model: Decoder, dims: Dims, cfg: Sharding, precision: Precision) -> None:
@@ -95,24 +103,8 @@ def shard(model: Decoder, dims: Dims, cfg: Sharding, precision: Precision) -> No
     options: dict[str, Any] = {"mesh": dims.mesh, "mp_policy": policy}
     if cfg.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=dims.mesh.device_type == "cuda")
-    reshard = not keeps_gathered(cfg)
-
-    ends: list[nn.Module] = [model.model.norm, model.lm_head]
-    if model.config.tie_word_embeddings:
-        ends = [model.model.embed_tokens, *ends]
-    else:
-        embedding = fully_shard(model.model.embed_tokens, reshard_after_forward=reshard, **options)
-        # its gradient needs tokens and the stream's gradient alone: no second all-gather
-        embedding.set_unshard_in_backward(False)
-    fully_shard(ends, reshard_after_forward=False, **options)
-    units = block_units(model, cfg)
-    for unit in units:
-        fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard, **options)
-    fully_shard(model, reshard_after_forward=False, **options)
-    for frozen in units_in_front(model, units):
-        frozen.set_unshard_in_backward(False)
-    # samples in training begin as a forward does: after the optimizer's last write
-    register_fsdp_forward_method(model, "next_logits")
+    for part in parts_of(model):
+        shard_part(part, cfg, options)
 
     for module in fsdp_modules(model):
         # the loss is divided by the step's global weight already
@@ -120,17 +112,75 @@ def shard(model: Decoder, dims: Dims, cfg: Sharding, precision: Precision) -> No
         # gloo has no pre-multiplied sum; NCCL's symmetric reduction is a sum
         module.set_force_sum_reduction_for_comms(True)
     choose_communication(model, cfg, dims)
+
+
+class ShardedPart(NamedTuple):
+    """A model, or a stage of it, whose forward gathers what it needs.
+
+    embedding: where it is a unit of its own. ends: one unit that stays gathered after forward. In
+    front of the blocks nothing is trained if `is_frozen_before`.
+    inference: the name of its other forward.
+    """
+
+    root: nn.Module
+    embedding: nn.Module | None
+    blocks: list[nn.Module]
+    ends: list[nn.Module]
+    is_frozen_before: bool
+    inference: str
+
+
+def parts_of(model: Decoder) -> list[ShardedPart]:
+    """Return this rank's stages, or the whole model. Tied weights are in one unit."""
+    whole = model.whole
+    tied = model.config.tie_word_embeddings
+    is_frozen = not whole.model.embed_tokens.weight.requires_grad
+    if stages := stages_of(model):
+        return [part_of_stage(stage, tied, is_frozen) for stage in stages]
+    embedding: nn.Module = model.model.embed_tokens
+    ends: list[nn.Module] = [model.model.norm, model.lm_head]
+    blocks = list(model.blocks().values())
+    if tied:
+        return [ShardedPart(model, None, blocks, [embedding, *ends], is_frozen, "next_logits")]
+    return [ShardedPart(model, embedding, blocks, ends, is_frozen, "next_logits")]
+
+
+def part_of_stage(stage: Stage, tied: bool, is_frozen: bool) -> ShardedPart:
+    """Return a stage of a pipeline. tied: the last one has the embedding too."""
+    ends: list[nn.Module] = [stage.norm, stage.lm_head] if stage.is_last else []
+    if tied and stage.is_last:
+        ends.insert(0, stage.embed_tokens)
+    embedding = stage.embed_tokens if stage.is_first else None
+    blocks = list(stage.layers.values())
+    return ShardedPart(stage, embedding, blocks, ends, is_frozen and stage.is_first, "advance")
+
+
+def shard_part(part: ShardedPart, cfg: Sharding, options: dict[str, Any]) -> None:
+    """Apply fully_shard to a part's units, then to the part itself. options: fully_shard's."""
+    reshard = not keeps_gathered(cfg)
+    if part.embedding is not None:
+        embedding: Any = fully_shard(part.embedding, reshard_after_forward=reshard, **options)
+        # its gradient needs tokens and the stream's gradient alone: no second all-gather
+        embedding.set_unshard_in_backward(False)
+    if part.ends:
+        fully_shard(part.ends, reshard_after_forward=False, **options)
+    units = grouped_blocks(part.blocks, cfg)
+    for unit in units:
+        fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard, **options)
+    fully_shard(part.root, reshard_after_forward=False, **options)
+    for frozen in units_in_front(units) if part.is_frozen_before else []:
+        frozen.set_unshard_in_backward(False)
+    # samples in training begin as a forward does: after the optimizer's last write
+    register_fsdp_forward_method(part.root, part.inference)
     prefetch([unit[0] for unit in units], cfg.prefetch)
 
 
-def units_in_front(model: Decoder, units: list[list[nn.Module]]) -> list[Any]:
+def units_in_front(units: list[list[nn.Module]]) -> list[Any]:
     """Return the first module of each unit in front of all that is trained.
 
     Backward does not reach them. FSDP2 would gather the last of them all the same, ahead of a
     backward that never comes.
     """
-    if model.model.embed_tokens.weight.requires_grad:
-        return []
     in_front = []
     for unit in units:
         if any(p.requires_grad for block in unit for p in block.parameters()):
@@ -148,13 +198,13 @@ def choose_communication(model: Decoder, cfg: Sharding, dims: Dims) -> None:
     instead = "Use  sharding.messages=ordinary"
     if cfg.messages != "ordinary" and dims.mesh.device_type != "cuda":
         raise UserError("there is no NCCL", [Problem(key, f"{NEEDS_NCCL}.\n{instead}")])
-    root: Any = model
-    if cfg.separate_reduce_scatter:
+    roots: list[Any] = [part.root for part in parts_of(model)]
+    for root in roots if cfg.separate_reduce_scatter else []:
         root.set_separate_reduce_scatter_group(True)
-        for module in fsdp_modules(model):
+        for module in fsdp_modules(root):
             for group in reduce_scatter_groups(module):
                 set_timeout(group, dims.timeout)
-    if cfg.reduce_scatter_buffers > 1:
+    for root in roots if cfg.reduce_scatter_buffers > 1 else []:
         root.set_reduce_scatter_max_input_buffers(cfg.reduce_scatter_buffers)
     try:
         for module in fsdp_modules(model):
@@ -174,8 +224,10 @@ def prefetch(units: list[Any], ahead: int) -> None:
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """Return every module that fully_shard manages, the root first."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    """Return every module that fully_shard manages, the root first; of stages all of theirs."""
+    roots: list[nn.Module] = [*stages_of(model)] or [model]
+    modules = dict.fromkeys(module for root in roots for module in root.modules())
+    return [module for module in modules if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
@@ -208,4 +260,7 @@ def resharded_modules(model: Decoder, cfg: Sharding) -> list[Any]:
     if keeps_gathered(cfg):
         return []
     units: list[Any] = [unit[0] for unit in block_units(model, cfg)]
-    return units if model.config.tie_word_embeddings else [model.model.embed_tokens, *units]
+    embedding = model.model.embed_tokens  # a stage of a pipeline need not have it
+    if embedding is None or model.config.tie_word_embeddings:
+        return units
+    return [embedding, *units]

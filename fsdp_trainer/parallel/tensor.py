@@ -10,7 +10,7 @@ on this rank's plain tensors: torch's DTensor modules cost the host about twice 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -26,7 +26,7 @@ from fsdp_trainer.distributed import ALL_GATHER, REDUCE_SCATTER, local_slice
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapter_spec import MAGNITUDE, A
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Attention, Auxiliary, Decoder, RMSNorm
+from fsdp_trainer.models.decoder import Attention, Decoder, RMSNorm
 from fsdp_trainer.models.head import Head, Scores, cap_logits, write_logits
 from fsdp_trainer.parallel.dims import Dims
 
@@ -53,11 +53,15 @@ def shard_tensors(model: Any, dims: Dims) -> None:
         for reader in (attention, block.get_submodule("mlp")):
             reader.register_forward_pre_hook(ranks.gather_first_argument)
         few_heads(attention, model.config.num_key_value_heads, ranks)
-    turn_into(model.model.norm, PartialNorm, ranks, mesh, Replicate())
-    turn_into(model.model.embed_tokens, TensorEmbedding, ranks, mesh, Shard(0))
-    turn_into(model.lm_head, TensorHead, ranks, mesh, Shard(0))
+    # a stage of a pipeline need not have them all
+    if model.model.norm is not None:
+        turn_into(model.model.norm, PartialNorm, ranks, mesh, Replicate())
+    tables = {TensorEmbedding: model.model.embed_tokens, TensorHead: model.lm_head}
+    tables = {kind: table for kind, table in tables.items() if table is not None}
+    for kind, table in tables.items():
+        turn_into(table, kind, ranks, mesh, Shard(0))
     model.tie_weights()
-    for table in (model.model.embed_tokens, model.lm_head):
+    for table in tables.values():
         table.know_rows()
     model.__class__ = TensorDecoder
     model.tensor_ranks = ranks
@@ -394,15 +398,13 @@ class TensorDecoder(Decoder):
 
     tensor_ranks: TensorRanks
 
-    def hidden(self, *args: Any, **options: Any) -> tuple[Tensor, Auxiliary]:
-        """See Decoder: all tokens, on every rank."""
-        x, auxiliary = super().hidden(*args, **options)
-        return self.tensor_ranks.gather_tokens(x), auxiliary
+    def all_tokens(self, x: Tensor) -> Tensor:
+        """See Decoder: gathered from all ranks, on every rank."""
+        return self.tensor_ranks.gather_tokens(x)
 
-    def inference_hidden(self, *args: Any) -> Tensor:
+    def inference(self) -> AbstractContextManager[None]:
         """See Decoder. The number of tokens need not divide."""
-        with self.tensor_ranks.whole_rows():
-            return super().inference_hidden(*args)
+        return self.tensor_ranks.whole_rows()
 
 
 def score_columns(

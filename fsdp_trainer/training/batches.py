@@ -49,7 +49,8 @@ class Assembler:
 
     sources: how many whose losses are told apart; rank, ranks: of those with different rows.
     pad_to_multiple: micro-batches are as long as their longest row, rounded up to this, at most
-    seq_len. same_rows: how many ranks, neighbours, are one of `ranks`: they get the same rows.
+    seq_len. same_rows: how many ranks, neighbours, are one of `ranks`: they get the same rows;
+    stages: how many times that is so, in a pipeline.
     context: the ranks that share this rank's rows; None: it has whole rows.
     attention: a name of `LAYOUTS`. number_documents: for an objective that is no sum over
     single tokens, see MicroBatch.documents.
@@ -65,6 +66,7 @@ class Assembler:
     attention: str = "documents"
     number_documents: bool = False
     same_rows: int = 1
+    stages: int = 1
     context: ContextRanks | None = None
 
     def count(self, plan: StepPlan) -> int:
@@ -77,7 +79,13 @@ class Assembler:
 
         ranks: as in `rank`.
         """
-        readers = [rank * self.same_rows + i for rank in ranks for i in range(self.same_rows)]
+        size = self.ranks * self.same_rows  # of a stage
+        readers = [
+            stage * size + rank * self.same_rows + i
+            for rank in ranks
+            for stage in range(self.stages)
+            for i in range(self.same_rows)
+        ]
         different = [*dict.fromkeys(samples)]
         event = {"ranks": readers[:MAX_SUSPECTS], "samples": different[:MAX_SUSPECTS]}
         more = len(different) - MAX_SUSPECTS

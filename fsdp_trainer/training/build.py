@@ -24,6 +24,7 @@ from fsdp_trainer.config.context import (
 )
 from fsdp_trainer.config.dimensions import layout_problem
 from fsdp_trainer.config.paths import model_folder, step_of
+from fsdp_trainer.config.pipeline import micro_batches, pipeline_problem
 from fsdp_trainer.config.schema import Adapter, Model, TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.mixture import Mixture, build_order, validation_order
@@ -50,6 +51,7 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.memory_check import Alternative, Setup, check_memory
 from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.parallel.pipeline import Pipeline
 from fsdp_trainer.training.compilations import CompilationLog
 from fsdp_trainer.training.corruption import Corruption
 from fsdp_trainer.training.data_source import DataSource, SourceContext, StoredRows
@@ -57,8 +59,9 @@ from fsdp_trainer.training.describe import describe
 from fsdp_trainer.training.gradients import GradientSync
 from fsdp_trainer.training.guard import EmbeddingGradProbe, Guard
 from fsdp_trainer.training.inputs import RunInputs
-from fsdp_trainer.training.metrics import step_metrics
+from fsdp_trainer.training.metrics import Metrics, step_metrics
 from fsdp_trainer.training.objective import build_objective, differs_from_loss
+from fsdp_trainer.training.pipeline_step import PipelineForwardBackward
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.resume import Order, check_unchanged, find_start, resume_data
 from fsdp_trainer.training.samples import Samples
@@ -112,7 +115,8 @@ def build(
     model.lm_head.chunk_mib = cfg.loss.chunk_mib
     adapters = resolve_adapters(cfg.adapter, config)
     model = parallelize(model, dims, cfg, adapters, compiled)
-    observer.work = trained_work(model)
+    whole = model.whole
+    observer.work = trained_work(whole)
 
     store = CheckpointStore(
         run,
@@ -137,6 +141,7 @@ def build(
             "rank": dims.batch_rank,
             "ranks": dims.batch_ranks,
             "same_rows": dims.same_rows,
+            "stages": dims.sizes["pipeline"],
             "device": device,
             "pad_to_multiple": cfg.data.pad_to_multiple,
             "context": context_ranks(dims, context.method, config.windows),
@@ -152,7 +157,7 @@ def build(
     validation = StoredRows.validation(held_out, context_of_rows) if held_out else None
     if world.main:  # who alone speaks: it looks through all samples
         lines = describe(
-            cfg, model, data, start.progress, inputs, world, dims, attention, context, run
+            cfg, whole, data, start.progress, inputs, world, dims, attention, context, run
         )
         lines += [why_uncompiled] if why_uncompiled else []
         observer.introduce([*lines, *start.notes])
@@ -170,20 +175,13 @@ def build(
 
     differs = differs_from_loss(cfg.objective.name, cfg.loss)
     clock, progress = StepClock(), start.progress
-    metrics = step_metrics(data.source_names, differs, model.auxiliary_names, device)
+    metrics = step_metrics(data.source_names, differs, whole.auxiliary_names, device)
     trainer = Trainer(
         cfg=cfg,
         model=model,
         dims=dims,
         optimizer=optimizer,
-        forward_backward=ForwardBackward(
-            model,
-            build_objective(cfg.objective.name, cfg.loss),
-            metrics,
-            GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1),
-            dims,
-            EmbeddingGradProbe(model),
-        ),
+        forward_backward=build_step(cfg, model, metrics, dims, world),
         guard=Guard(cfg.train, model_device, progress.recent, progress.spikes_in_a_row),
         corruption=Corruption(
             cfg.train.check_every, observer.event, dims.groups_along("replicate")
@@ -211,6 +209,19 @@ def build(
     return trainer, start
 
 
+def build_step(
+    cfg: TrainConfig, model: Decoder, metrics: Metrics, dims: Dims, world: World
+) -> ForwardBackward:
+    """Return what runs a step's micro-batches. Collective."""
+    objective = build_objective(cfg.objective.name, cfg.loss)
+    probe = EmbeddingGradProbe(model)
+    if cfg.sharding.pipeline == 1:
+        sync = GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
+        return ForwardBackward(model, objective, metrics, dims, probe, sync)
+    pipeline = Pipeline(model, dims, cfg, micro_batches(cfg, world.size), world.device)
+    return PipelineForwardBackward(model, objective, metrics, dims, probe, pipeline=pipeline)
+
+
 def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
     """Refuse a layout of other ranks than these, number formats that the device lacks, and a model
     whose states cannot fit.
@@ -219,6 +230,8 @@ def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
     """
     if problem := layout_problem(cfg.sharding, world.size):
         raise UserError("the mesh does not divide", [problem])
+    if problem := pipeline_problem(cfg, world.size):
+        raise UserError("a step is too small for the pipeline", [problem])
     require_float8(cfg.precision, world.device)
     config = resolve_model(fetched_model(cfg, init_from))
     if problems := list(context_problems(cfg, config)):

@@ -118,7 +118,8 @@ class Corruption:
         by_rank = gather(mine)
         group = next(group for group in self.replicas if odd[0] in group)
         differ = [len(set(values)) > 1 for values in zip(*(by_rank[r] for r in group), strict=True)]
-        first, *others = compress(state, differ)
+        # in a pipeline other stages hold other weights
+        first, *others = compress(gather(list(state))[group[0]], differ)
         more = f" and {len(others)} more" if others else ""
         how = f"held other bits than the replicas after step {step:,}: {first}{more}"
         self._fail(step, odd, how)

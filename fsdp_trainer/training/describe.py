@@ -6,6 +6,7 @@ from pathlib import Path
 from fsdp_trainer.config.context import ContextChoice
 from fsdp_trainer.config.dimensions import own_length
 from fsdp_trainer.config.paths import is_adapter
+from fsdp_trainer.config.pipeline import idle_share, micro_batches
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.build import lossy, renumbered
 from fsdp_trainer.launch.world import World
@@ -18,6 +19,7 @@ from fsdp_trainer.observe.console import short
 from fsdp_trainer.optim.schedules import peak_learning_rate
 from fsdp_trainer.parallel.convert import float8_layers
 from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.pipeline import blocks_by_stage
 from fsdp_trainer.training.data_source import DataSource
 from fsdp_trainer.training.inputs import RunInputs
 from fsdp_trainer.training.progress import Progress
@@ -60,6 +62,7 @@ def describe(
         *(f"data   {line}" for line in data.about(inputs.data, progress)),
         f"attend {attention}",
         *row_parts(cfg, context),
+        *stages(cfg, model, world),
         f"head   logits of at most {at_once:,} tokens at once",
         *step_arithmetic(cfg, dims),
         f"train  {data.total_steps(progress):,} steps"
@@ -80,6 +83,19 @@ def row_parts(cfg: TrainConfig, context: ContextChoice) -> list[str]:
         return []
     tokens = own_length(cfg.sharding, cfg.batch.seq_len)
     return [f"rows   shared by {size} ranks, {tokens:,} tokens each, {context}"]
+
+
+def stages(cfg: TrainConfig, model: Decoder, world: World) -> list[str]:
+    """Return the line on the stages of a pipeline. model: whole."""
+    sharding = cfg.sharding
+    if sharding.pipeline == 1:
+        return []
+    blocks = [f"{part[0]}-{part[-1]}" for part in blocks_by_stage(model, sharding)]
+    idle = idle_share(sharding, micro_batches(cfg, world.size))
+    return [
+        f"stages {', '.join(blocks)} (blocks) on {sharding.pipeline} ranks in a row, "
+        f"{sharding.pipeline_schedule}: idle {idle:.0%} of a step if all take equally long"
+    ]
 
 
 def adapters(model: Decoder) -> list[str]:

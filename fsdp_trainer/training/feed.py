@@ -98,6 +98,10 @@ class StepBatches:
     def __iter__(self) -> Iterator[MicroBatch]:
         return (self._feed.next_micro_batch() for _ in range(self.count))
 
+    def empty(self) -> MicroBatch:
+        """Return a micro-batch without a token."""
+        return self._feed.assembler.empty()
+
     @property
     def data_missing(self) -> bool:
         """Return whether this rank lacked its rows."""

@@ -1,6 +1,7 @@
 """Gradient synchronisation, norm and clipping on sharded gradients."""
 
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from fsdp_trainer.distributed import local_part
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.parallelize import fsdp_modules
+from fsdp_trainer.parallel.pipeline import stages_that_hold
 
 
 class GradientSync:
@@ -27,7 +29,7 @@ class GradientSync:
 
 @torch.no_grad()
 def clip_gradients(
-    model: nn.Module, dims: Dims, max_norm: float | None, max_value: float | None
+    model: Any, dims: Dims, max_norm: float | None, max_value: float | None
 ) -> Tensor:
     """Clip in place: every element to ±max_value, then the global norm to max_norm. Collective.
 
@@ -35,11 +37,12 @@ def clip_gradients(
     rank.
     """
     parts: dict[int, list[Tensor]] = {}  # by replication factor
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             # operators on DTensors would cost the host ten times as much
             part = local_part(parameter.grad)
-            parts.setdefault(dims.replication_factor(parameter), []).append(part)
+            factor = dims.replication_factor(parameter) * stages_that_hold(name, model)
+            parts.setdefault(factor, []).append(part)
     all_parts = list(chain(*parts.values()))
     norm = clipped_norm = global_norm(parts, dims)
     if max_value is not None:
@@ -56,15 +59,14 @@ def clip_gradients(
 def global_norm(parts: dict[int, list[Tensor]], dims: Dims) -> Tensor:
     """Return the 2-norm of what all ranks hold together, float32. Collective.
 
-    parts: this rank's tensors by replication factor, in the same order on every rank. Summed over
-    all ranks, replicas included, so that the norm is the same on every rank to the last bit and a
-    number that is not finite on one rank is known to all.
+    parts: this rank's tensors by replication factor. Summed over all ranks, replicas included, so
+    that the norm is the same on every rank to the last bit and a number that is not finite on one
+    rank is known to all.
     """
-    squares = torch.stack(
-        [
-            torch.stack(torch._foreach_norm(tensors, 2, torch.float32)).double().square().sum()
-            for tensors in parts.values()
-        ]
-    )
-    dims.sum_over_all(squares)
-    return sum(s / factor for s, factor in zip(squares, parts, strict=True)).sqrt().float()
+    squares = [
+        torch.stack(torch._foreach_norm(tensors, 2, torch.float32)).double().square().sum() / factor
+        for factor, tensors in parts.items()
+    ]
+    total = torch.stack(squares).sum()
+    dims.sum_over_all(total)
+    return total.sqrt().float()

@@ -136,7 +136,8 @@ class EmbeddingGradProbe:
 
     def __init__(self, model: Decoder):
         self._gradient: Tensor | None = None
-        model.model.embed_tokens.register_forward_hook(self._hook_output)
+        if model.model.embed_tokens is not None:  # a stage of a pipeline need not have it
+            model.model.embed_tokens.register_forward_hook(self._hook_output)
 
     def _hook_output(self, _module: object, _inputs: object, output: Tensor) -> None:
         if output.requires_grad:

@@ -417,6 +417,7 @@ def comparing_ranks(trainer: Trainer, world: World):
         socket.gethostname(),
         trainer.optimizer,
         partial(report_straggler, trainer.observer),
+        trainer.dims.stages(),
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -59,16 +60,19 @@ class Samples:
         return tokens
 
     @torch.no_grad()
-    def generate(self, model: Decoder, check: Callable[[], None]) -> list[tuple[str, str]]:
+    def generate(
+        self, model: Decoder, check: Callable[[], None], decoder: Any = None
+    ) -> list[tuple[str, str]]:
         """Return each prompt with its answer. Collective.
 
-        check: called before each batch of prompts; may raise, on all ranks alike.
+        check: called before each batch of prompts; may raise, on all ranks alike. decoder: makes
+        the logits; None: the model.
         """
         # a compiled model would be compiled again for every length
         eager = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
         with eager, stay_gathered(model, self.sharding, self.device):
             answers = generate_tokens(
-                model,
+                decoder or model,
                 [tokens for _, tokens in self.prompts],
                 self.tokenizer.stop_ids,
                 self.sampling,

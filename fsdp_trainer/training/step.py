@@ -1,8 +1,8 @@
 """Forward and backward of a step's micro-batches, and what the ranks then know of it together."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from fsdp_trainer import phases
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
-from fsdp_trainer.models.head import Objective
+from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.batches import StepPlan
 from fsdp_trainer.training.feed import StepBatches
@@ -39,18 +39,16 @@ class StepResult(NamedTuple):
 
 @dataclass
 class ForwardBackward:
-    """Runs micro-batches one after another.
-
-    A pipeline schedule is another class with the same `run`.
-    """
+    """Runs micro-batches one after another. A pipeline's schedule: see PipelineForwardBackward."""
 
     model: Decoder
     objective: Callable[[Tensor], Objective]
     """From a micro-batch's weights."""
     metrics: Metrics
-    gradient_sync: GradientSync
     dims: Dims
     probe: EmbeddingGradProbe
+    gradient_sync: GradientSync | None = None
+    """None: a pipeline's stages see to it."""
 
     def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
         """Leave the step's gradients sharded and summed over ranks. Collective.
@@ -62,19 +60,22 @@ class ForwardBackward:
         micro_batches: those of `step`. Where this rank lacked its rows the loss is NaN on every
         rank, and none updates its weights.
         """
-        plan = step.plan
         sums = self.metrics.zeros()
-        worst = sums.new_zeros(2, self.dims.batch_ranks)
         losses: list[Tensor] = []
         for i, batch in enumerate(micro_batches):
-            self.gradient_sync.before(last=i == step.count - 1)
-            result = self.compute(plan, batch)
+            self._before_backward(last=i == step.count - 1)
+            result = self.compute(step.plan, batch)
             self.metrics.add(sums, result)
-            losses.append(self._own_loss(plan, result))
+            losses.append(self._own_loss(step.plan, result) + self._own_check())
             phases.enter("data")
         phases.enter("backward")  # it ends with what the ranks have in common
-        highest = self._mean_losses(torch.stack(losses)).max(0)
-        if self.dims.coordinates["context"] == 0:  # one of those that read the same rows
+        return self._together(step, sums, torch.stack(losses))
+
+    def _together(self, step: StepBatches, sums: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `run` does. Collective. losses: [micro-batches, 2], see `_own_loss`."""
+        worst = sums.new_zeros(2, self.dims.batch_ranks)
+        highest = self._mean_losses(losses).max(0)
+        if self.dims.reads_first:  # one of those that read the same rows
             worst[:, self.dims.batch_rank] = torch.stack([x.double() for x in highest])
         if step.data_missing:
             sums[self.metrics.position("loss")] = torch.nan
@@ -92,6 +93,22 @@ class ForwardBackward:
         loss = negative_log_likelihood(scores, weights)
         return MicroBatchResult(batch, scores, loss, value.detach(), auxiliary)
 
+    def scores(
+        self, step: StepBatches, before: Callable[[], None]
+    ) -> Iterator[tuple[MicroBatch, Scores]]:
+        """Yield the scores of the step's micro-batches, without a gradient. Collective.
+
+        before: called before each, on all ranks alike; may raise.
+        """
+        for batch in step:
+            before()
+            yield batch, self.model(batch).scores
+
+    @property
+    def decoder(self) -> Any:
+        """Return what continues prompts."""
+        return self.model
+
     def compute_apart(
         self, plan: StepPlan, batch: MicroBatch, optimizer: Optimizer
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
@@ -100,22 +117,25 @@ class ForwardBackward:
 
         Returns the objective's value, the gradient of the embedding's output, and the parameters'.
         """
-        self.gradient_sync.before(last=True)
+        self._before_backward(last=True)
         result = self.compute(plan, batch)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         optimizer.zero_grad(set_to_none=True)
         return result.objective, self.probe.pop(), gradients
 
-    def _own_loss(self, plan: StepPlan, result: MicroBatchResult) -> Tensor:
-        """Return Σ weight · loss of the micro-batch's tokens on this rank, and Σ weight: float64.
+    def _before_backward(self, last: bool) -> None:
+        if self.gradient_sync is not None:
+            self.gradient_sync.before(last)
 
-        The loss is not finite where the gradient of the activations is not.
-        """
+    def _own_loss(self, plan: StepPlan, result: MicroBatchResult) -> Tensor:
+        """Return Σ weight · loss of the tokens on this rank, and Σ weight: float64."""
         loss = (result.loss * (plan.weight or 1.0)).double()
-        gradient = self.probe.pop()
-        if gradient is not None:
-            loss = loss + 0 * gradient.sum(dtype=torch.float32)
         return torch.stack([loss, result.batch.weights.sum().double()])
+
+    def _own_check(self) -> Tensor | float:
+        """Return 0; not finite where the last gradient of the embedding's output is not."""
+        gradient = self.probe.pop()
+        return 0.0 if gradient is None else 0 * gradient.sum(dtype=torch.float32).double()
 
     def _mean_losses(self, sums: Tensor) -> Tensor:
         """Return the mean loss of each micro-batch, over the ranks that share its rows.
@@ -123,6 +143,7 @@ class ForwardBackward:
         sums: [micro-batches, 2], see `_own_loss`. Infinite where it is not finite. Collective.
         """
         self.dims.sum_over_context(sums)
+        self.dims.sum_over_stages(sums)
         tiny = torch.finfo(torch.float32).tiny
         means = sums[:, 0] / sums[:, 1].clamp_min(tiny)
         return means.nan_to_num(torch.inf, torch.inf, torch.inf)

@@ -202,7 +202,7 @@ class Trainer:
         """
         seconds = self.checkpoints.store.longest_save
         if not seconds:
-            size = sum(p.numel() * p.element_size() for p in self.model.parameters())
+            size = sum(p.numel() * p.element_size() for p in self.model.whole.parameters())
             seconds = size * 3 / self.dims.ranks / SLOW_DISK
         saves = 2 if self.cfg.checkpoint.mode == "async" else 1  # one may be on its way
         return self.step_log.longest_interval + 1.25 * saves * seconds + 2.0
@@ -281,9 +281,8 @@ class Trainer:
             try:
                 with closing(validation.open_all()) as feed:
                     step = feed.next_step(1)
-                    for batch in step:
-                        self.sync_during("validation")
-                        scores = self.model(batch).scores
+                    before = partial(self.sync_during, "validation")
+                    for batch, scores in self.forward_backward.scores(step, before):
                         part = negative_log_likelihood(scores, batch.weights)
                         metrics.add(sums, MicroBatchResult(batch, scores, part, part))
             finally:
@@ -313,7 +312,8 @@ class Trainer:
         phases.enter("samples")
         with self.step_log.clock.excluded():
             try:
-                answers = self.samples.generate(self.model, partial(self.sync_during, "samples"))
+                check = partial(self.sync_during, "samples")
+                answers = self.samples.generate(self.model, check, self.forward_backward.decoder)
             finally:
                 reshard(self.model)
             self.observer.sampled(self.progress.step, answers)

@@ -142,7 +142,7 @@ def require_shapes(model: Decoder, checkpoint: Path) -> None:
     in_base = names_in_base(model, checkpoint, set(stored))
     ours = {
         name: parameter.shape
-        for name, parameter in stored_parameters(model).items()
+        for name, parameter in stored_parameters(model.whole).items()
         if name not in in_base
     }
     different = [name for name in sorted({*stored, *ours}) if stored.get(name) != ours.get(name)]

@@ -1,0 +1,339 @@
+"""Pipeline parallelism: each rank has one or two stages, which are some of the blocks in a row."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_trainer.config.dimensions import own_length
+from fsdp_trainer.config.pipeline import (
+    divide_blocks,
+    in_rounds,
+    rank_of_stage,
+    schedule_of,
+    stage_count,
+    stages_of_rank,
+)
+from fsdp_trainer.config.schema import Sharding, TrainConfig
+from fsdp_trainer.distributed import local_part
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.attention import Cache, PackedAttention
+from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.head import Objective, Scores
+from fsdp_trainer.parallel.dims import Dims
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class Stage(nn.Module):
+    """Some blocks in a row: with the embedding in the first stage, with norm and head in the last.
+
+    number, count: of the stages. scores: of each micro-batch of the last forwards, in the last
+    stage.
+    """
+
+    def __init__(self, model: Decoder, number: int, count: int, names: Sequence[str]):
+        """model: shares its modules with its stages. names: of the blocks."""
+        super().__init__()
+        self.number, self.count = number, count
+        self.scores: list[Scores] = []
+        self.__dict__["decoder"] = model  # not a module of this one
+        self.layers = nn.ModuleDict({name: model.model.layers[name] for name in names})
+        if self.is_first or (self.is_last and model.config.tie_word_embeddings):
+            self.embed_tokens = model.model.embed_tokens
+        if self.is_last:
+            self.norm, self.lm_head = model.model.norm, model.lm_head
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this stage has the embedding."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether this stage has norm and head."""
+        return self.number == self.count - 1
+
+    def forward(self, x: Tensor, batch: MicroBatch, objective: Objective | None = None) -> Tensor:
+        """x: the tokens in the first stage, else the residual stream, [batch, length, hidden].
+
+        Returns the stream; the last stage the objective's value, a scalar, 0 without an objective.
+        """
+        decoder: Decoder = self.__dict__["decoder"]
+        x = decoder.embed(x) if self.is_first else ContiguousGradient.apply(x)
+        x, _ = decoder.run_blocks(x, batch.positions, batch.layout, dict(self.layers.items()))
+        if not self.is_last:
+            return x.contiguous()
+        hidden = decoder.all_tokens(x).flatten(0, 1).index_select(0, batch.index)
+        value, scores = self.lm_head(self.norm(hidden), batch.targets, objective)
+        self.scores.append(scores)
+        return hidden.new_zeros((), dtype=torch.float32) if value is None else value
+
+    def advance(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        layout: PackedAttention,
+        index: Tensor,
+        caches: Mapping[str, Cache],
+    ) -> Tensor:
+        """Return the residual stream; the last stage some tokens' logits, [index, vocabulary].
+
+        For inference. x: as in `forward`; the others: see Decoder.next_logits.
+        """
+        decoder: Decoder = self.__dict__["decoder"]
+        with decoder.inference():
+            x = decoder.embed(x) if self.is_first else x
+            x, _ = decoder.run_blocks(x, positions, layout, dict(self.layers.items()), caches)
+            x = decoder.all_tokens(x)
+        if not self.is_last:
+            return x.contiguous()
+        return self.lm_head(self.norm(x.flatten(0, 1).index_select(0, index)))
+
+
+class ContiguousGradient(torch.autograd.Function):
+    """The same numbers. Their gradient is sent to another rank: it must lie in one piece."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """x: the residual stream."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """gradients: of the stream."""
+        return gradients[0].contiguous()
+
+
+# --- a model in stages
+
+
+def stages_of(model: nn.Module) -> list[Stage]:
+    """Return this rank's stages of a model; none, where no pipeline has cut it."""
+    return model.__dict__.get("stages", [])
+
+
+def block_costs(model: Decoder) -> tuple[list[int], int]:
+    """Return how many numbers each block has, and the head: what a token costs there."""
+    costs = [sum(p.numel() for p in block.parameters()) for block in model.blocks().values()]
+    return costs, model.lm_head.weight.numel()
+
+
+def blocks_by_stage(model: Decoder, sharding: Sharding) -> list[list[int]]:
+    """Return the numbers of the blocks of each stage. model: whole."""
+    costs, head = block_costs(model)
+    return divide_blocks(costs, head, stage_count(sharding))
+
+
+def cut_into_stages(model: Any, sharding: Sharding, dims: Dims) -> None:
+    """Leave of a whole model on the meta device what this rank's stages have, if there are several.
+
+    Names stay. A tied embedding stays in the first stage and the last. Raises UserError where a
+    rank would have nothing to train.
+    """
+    if sharding.pipeline == 1:
+        return
+    require_no_auxiliary(model, sharding)
+    whole = copy.deepcopy(model)
+    parts = blocks_by_stage(whole, sharding)
+    numbers = stages_of_rank(sharding, dims.coordinates["pipeline"])
+    names = {number: [str(i) for i in parts[number]] for number in numbers}
+    own = {name for stage in names.values() for name in stage}
+    for name in set(model.blocks()) - own:
+        del model.model.layers[name]
+    last = len(parts) - 1
+    is_tied = model.config.tie_word_embeddings
+    if 0 not in numbers and not (is_tied and last in numbers):
+        model.model.embed_tokens = None
+    if last not in numbers:
+        model.model.norm = model.lm_head = None
+    model.__dict__["uncut"] = whole
+    model.__dict__["stages"] = [Stage(model, n, len(parts), names[n]) for n in numbers]
+    require_training(whole, sharding, parts)
+
+
+def require_no_auxiliary(model: Decoder, sharding: Sharding) -> None:
+    """Raise UserError if blocks return more than their output, which stages do not pass on."""
+    if model.auxiliary_names:
+        values = ", ".join(model.auxiliary_names)
+        reason = f"blocks that return {values} are not divided in this version.\n"
+        key = f"sharding.pipeline={sharding.pipeline}"
+        problem = Problem(key, f"{reason}Use  sharding.pipeline=1")
+        raise UserError("this model cannot be cut into stages", [problem])
+
+
+def require_training(whole: Decoder, sharding: Sharding, parts: list[list[int]]) -> None:
+    """Raise UserError if a rank's stages have no parameter that is trained."""
+    trained = {name for name, p in whole.named_parameters() if p.requires_grad}
+    for rank in range(sharding.pipeline):
+        numbers = stages_of_rank(sharding, rank)
+        prefixes = [f"model.layers.{i}." for number in numbers for i in parts[number]]
+        prefixes += ["model.embed_tokens."] if 0 in numbers else []
+        prefixes += ["model.norm.", "lm_head."] if len(parts) - 1 in numbers else []
+        if not any(name.startswith(tuple(prefixes)) for name in trained):
+            blocks = f"{parts[numbers[0]][0]} to {parts[numbers[0]][-1]}"
+            reason = (
+                f"leaves rank {rank} of the pipeline, with blocks {blocks}, nothing to train.\n"
+                "Train some of it, or use  sharding.pipeline=1"
+            )
+            problem = Problem(f"sharding.pipeline={sharding.pipeline}", reason)
+            raise UserError("a stage has nothing to train", [problem])
+
+
+def stages_that_hold(name: str, model: Decoder) -> int:
+    """Return how many stages hold a parameter: two a tied embedding, one each other."""
+    is_copied = name == EMBEDDING and model.config.tie_word_embeddings
+    return 2 if is_copied and stages_of(model) else 1
+
+
+# --- a step
+
+
+class Pipeline:
+    """This rank's stages and the schedule in which they compute.
+
+    count: of the micro-batches that it takes at a time. after_backward: called on the rank of the
+    first stage with the number of each micro-batch whose backward has come to its end.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        dims: Dims,
+        cfg: TrainConfig,
+        micro_batches: int,
+        device: torch.device,
+    ):
+        """micro_batches: of a step. Collective."""
+        # imported late: importing it takes a second, and torch before 2.13 has another
+        from fsdp_trainer.parallel import pipeline_runtime as runtime
+
+        sharding = cfg.sharding
+        self.model, self.dims, self.sharding, self.device = model, dims, sharding, device
+        self.config = model.config
+        self.group = dims.group("pipeline")
+        self.count = in_rounds(sharding, micro_batches)
+        self.after_backward: Callable[[int], None] = lambda number: None
+        self.own = {stage.number: stage for stage in stages_of(model)}
+        self.stage_count = stage_count(sharding)
+        self.dtype = getattr(torch, cfg.precision.param_dtype)
+        tokens = own_length(sharding, cfg.batch.seq_len) // sharding.tensor
+        shape = (cfg.batch.micro_rows, tokens, self.config.hidden_size)
+        stream = torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
+        eager = sharding.accumulate == "sharded" and not schedule_of(sharding).splits
+        kind = runtime.EagerStage if eager else runtime.LeanStage
+        self.stages = [
+            kind(
+                stage,
+                number,
+                self.stage_count,
+                device,
+                stream,
+                self.group,
+                self._reached_input if number == 0 else lambda number: None,
+            )
+            for number, stage in self.own.items()
+        ]
+        single = schedule_of(sharding).stages == 1
+        self.schedule = runtime.SCHEDULES[sharding.pipeline_schedule](
+            self.stages[0] if single else self.stages,
+            self.count,
+            loss_fn=lambda output, target: output,
+            scale_grads=False,
+        )
+        self.run_schedule = runtime.run_schedule
+        self.ends = self._group_of_ends() if self.config.tie_word_embeddings else None
+
+    def _group_of_ends(self) -> dist.ProcessGroup | None:
+        """Return the group of the ranks that have the first and the last stage. Collective."""
+        last = rank_of_stage(self.sharding, self.stage_count - 1)
+        members = [[group[0], group[last]] for group in self.dims.groups_along("pipeline")]
+        return dist.new_subgroups_by_enumeration(members, self.dims.timeout)[0]
+
+    def _reached_input(self, number: int) -> None:
+        self.after_backward(number)
+
+    @property
+    def last(self) -> Stage | None:
+        """Return the last stage, on the ranks that have it."""
+        return self.own.get(self.stage_count - 1)
+
+    def train(
+        self, batches: Sequence[MicroBatch], objectives: Sequence[Objective]
+    ) -> list[tuple[Tensor, Scores]]:
+        """Leave the gradients of `count` micro-batches, sharded and summed. Collective.
+
+        Returns the value of each one's objective and its scores, on ranks without the last stage
+        nothing.
+        """
+        values = self._run(batches, objectives, train=True)
+        self._add_gradients_of_ends()
+        scores = self._pop_scores()
+        return [(value.detach(), each) for value, each in zip(values, scores, strict=True)]
+
+    @torch.no_grad()
+    def score(self, batches: Sequence[MicroBatch]) -> list[Scores]:
+        """Return the scores of `count` micro-batches, on ranks without the last stage nothing.
+
+        Collective.
+        """
+        self._run(batches, [None] * len(batches), train=False)
+        return self._pop_scores()
+
+    def _run(
+        self, batches: Sequence[MicroBatch], objectives: Sequence[Objective | None], train: bool
+    ) -> list[Tensor]:
+        inputs = [(batch.tokens,) for batch in batches]
+        pairs = zip(batches, objectives, strict=True)
+        options = [{"batch": batch, "objective": objective} for batch, objective in pairs]
+        self._pop_scores()
+        return self.run_schedule(self.schedule, self.stages, inputs, options, train)
+
+    def _pop_scores(self) -> list[Scores]:
+        if self.last is None:
+            return []
+        scores, self.last.scores = self.last.scores, []
+        return scores
+
+    @torch.no_grad()
+    def _add_gradients_of_ends(self) -> None:
+        """Add up the gradients of a tied embedding's two copies, so that both stay alike."""
+        if self.ends is None or not {0, self.stage_count - 1} & self.own.keys():
+            return
+        gradient = self.model.get_parameter(EMBEDDING).grad
+        if gradient is not None:
+            dist.all_reduce(local_part(gradient), group=self.ends)
+
+    # --- inference
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """Return the blocks of this rank by name."""
+        return self.model.blocks()
+
+    @torch.no_grad()
+    def next_logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        layout: PackedAttention,
+        index: Tensor,
+        caches: Mapping[str, Cache] = MappingProxyType({}),
+    ) -> Tensor:
+        """See Decoder. One stage after the other, with the same result on each rank. Collective."""
+        x = tokens
+        for number in range(self.stage_count):
+            if number in self.own:
+                x = self.own[number].advance(x, positions, layout, index, caches).contiguous()
+            else:
+                shape = (*tokens.shape, self.config.hidden_size)
+                if number == self.stage_count - 1:
+                    shape = (len(index), self.config.vocab_size)
+                x = torch.empty(shape, dtype=self.dtype, device=tokens.device)
+            owner = rank_of_stage(self.sharding, number)
+            assert self.group
+            dist.broadcast(x, dist.get_global_rank(self.group, owner), group=self.group)
+        return x

@@ -1,0 +1,91 @@
+"""Forward and backward of a step's micro-batches by a pipeline's schedule."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fsdp_trainer import phases
+from fsdp_trainer.models.decoder import MicroBatch
+from fsdp_trainer.models.head import Scores
+from fsdp_trainer.parallel.pipeline import Pipeline
+from fsdp_trainer.training.batches import StepPlan
+from fsdp_trainer.training.feed import StepBatches
+from fsdp_trainer.training.metrics import MicroBatchResult
+from fsdp_trainer.training.objective import negative_log_likelihood
+from fsdp_trainer.training.step import ForwardBackward
+
+
+@dataclass(kw_only=True)
+class PipelineForwardBackward(ForwardBackward):
+    """Runs all micro-batches of a step through the stages.
+
+    The last stage has the losses, and the first one the gradient of the embedding's output.
+    """
+
+    pipeline: Pipeline
+    checks: dict[int, Tensor | float] = field(default_factory=dict)
+    """Of each micro-batch whose backward has come to its end: see `_own_check`."""
+
+    def __post_init__(self) -> None:
+        self.pipeline.after_backward = self._check
+
+    def _check(self, number: int) -> None:
+        """Take note of the gradient in front of the first block, on the rank that has it."""
+        self.checks[number] = self._own_check()
+
+    def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
+        """See ForwardBackward."""
+        batches = list(micro_batches)
+        filling = [step.empty() for _ in range(self.pipeline.count - len(batches))]
+        results = self._train(step.plan, batches + filling)[: step.count]
+        phases.enter("backward")
+        sums = self.metrics.zeros()
+        losses = sums.new_zeros(step.count, 2)
+        for i, result in enumerate(results):
+            self.metrics.add(sums, result)
+            losses[i] = self._own_loss(step.plan, result)
+        for i in range(step.count):
+            losses[i] += self.checks.get(i, 0.0)
+        return self._together(step, sums, losses)
+
+    def _train(self, plan: StepPlan, batches: list[MicroBatch]) -> list[MicroBatchResult]:
+        """Return the results of all batches on ranks with the last stage, elsewhere none."""
+        self.checks.clear()
+        weights = [batch.weights / (plan.weight or 1.0) for batch in batches]
+        computed = self.pipeline.train(batches, [self.objective(each) for each in weights])
+        return [
+            MicroBatchResult(batch, scores, negative_log_likelihood(scores, own), value)
+            for batch, own, (value, scores) in zip(batches, weights, computed, strict=False)
+        ]
+
+    def scores(
+        self, step: StepBatches, before: Callable[[], None]
+    ) -> Iterator[tuple[MicroBatch, Scores]]:
+        """See ForwardBackward. Without the last stage a rank has none."""
+        following = iter(step)
+        while batches := list(islice(following, self.pipeline.count)):
+            before()
+            filling = [step.empty() for _ in range(self.pipeline.count - len(batches))]
+            scores = self.pipeline.score(batches + filling)
+            yield from zip(batches, scores, strict=False)
+
+    @property
+    def decoder(self) -> Any:
+        """See ForwardBackward."""
+        return self.pipeline
+
+    def compute_apart(
+        self, plan: StepPlan, batch: MicroBatch, optimizer: Optimizer
+    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """See ForwardBackward. Of its stages, on each rank; with others that learn nothing."""
+        others = replace(batch, weights=torch.zeros_like(batch.weights))
+        results = self._train(plan, [batch] + [others] * (self.pipeline.count - 1))
+        value = results[0].objective if results else batch.weights.new_zeros(())
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        optimizer.zero_grad(set_to_none=True)
+        return value, None, gradients

@@ -1,0 +1,335 @@
+"""Pipeline parallelism: stages compute what one plain process does."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import assert_same, compiled_quickly, of_all_stages, take_steps
+from stored import checkpoint, newest, stored, tensors
+from torch.distributed.tensor import DTensor
+from world import read_lines
+
+from fsdp_trainer.checkpoint.huggingface import import_weights
+from fsdp_trainer.config.context import choose_context_method
+from fsdp_trainer.config.pipeline import SCHEDULES, divide_blocks, rank_of_stage, stages_of_rank
+from fsdp_trainer.config.schema import (
+    ActivationCheckpoint,
+    Adapter,
+    Batch,
+    Optim,
+    Precision,
+    Sharding,
+    Train,
+    TrainConfig,
+)
+from fsdp_trainer.data.order import Rows
+from fsdp_trainer.models.adapters import initialize_magnitudes, resolve_adapters
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder, meta_decoder
+from fsdp_trainer.models.freeze import choose_trained
+from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.parallel.context import context_ranks
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.materialize import allocate
+from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.parallel.pipeline import Pipeline
+from fsdp_trainer.training.batches import Assembler
+
+CPU = torch.device("cpu")
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2,
+    "tie_word_embeddings": False, "family": "qwen3",
+}  # fmt: skip
+ROW = 32
+ROWS = 8
+DOCUMENTS = ([20, 9], [7, 9, 16], [32], [5, 5, 5, 5, 5, 5])
+SUPERVISED = (range(21, 28), range(32), range(0), range(0, 32, 3))
+"""Of each row in four; the third has none."""
+
+
+def row(number, step):
+    """A row of packed documents."""
+    random = np.random.default_rng(10 * step + number)
+    rows, kind = Rows.empty(1, ROW), number % 4
+    rows.documents = [DOCUMENTS[kind]]
+    filled = sum(DOCUMENTS[kind])
+    rows.tokens[0, :filled] = random.integers(0, SIZES["vocab_size"], filled)
+    rows.positions[0, :filled] = np.concatenate([np.arange(n) for n in DOCUMENTS[kind]])
+    places = [i for i in SUPERVISED[kind] if i < filled]
+    rows.labels[0, places] = random.integers(0, SIZES["vocab_size"], len(places))
+    rows.weights[0, places] = random.random(len(places)) + 0.5
+    return rows
+
+
+def configuration(settings):
+    """settings: the layout, and what else is not as usual."""
+    return TrainConfig(
+        batch=Batch(seq_len=ROW, rows=ROWS, micro_rows=1),
+        sharding=Sharding(**settings.get("sharding", {})),
+        activation_checkpoint=ActivationCheckpoint(**settings.get("checkpoint", {})),
+        # with the usual eps the sign of a gradient that is only rounding would count
+        optim=Optim(lr=3e-3, eps=1e-3, **settings.get("optim", {})),
+        precision=Precision(param_dtype="float32", master_dtype="float32"),
+        adapter=Adapter(**settings.get("adapter", {})),
+        train=Train(freeze=settings.get("freeze", [])),
+    )
+
+
+def train(model, cfg, dims, assembler, pipeline=None):
+    own = range(assembler.rank, ROWS, assembler.ranks)
+
+    def weight(step):
+        return sum(row(number, step).weights.sum() for number in range(ROWS))
+
+    def batch(number, step):
+        return assembler.assemble(row(number, step))
+
+    return take_steps(model, cfg, dims, own, batch, weight, pipeline)
+
+
+def start(model):
+    """Weights as at a run's start, and adapters that add something."""
+    initialize_weights(model, 1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            torch.nn.init.constant_(local, 0.1)
+    initialize_magnitudes(model)
+
+
+def plain(sizes, settings):
+    """One process that has the whole model."""
+    cfg, config = configuration(settings), ModelConfig(**{**SIZES, **sizes})
+    model = Decoder(config)
+    choose_trained(model, resolve_adapters(cfg.adapter, config), cfg.train.freeze)
+    start(model)
+    first = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return first, *train(model, cfg, None, Assembler(ROW, 1, 1, 0, 1, CPU))
+
+
+def staged(sizes, settings):
+    """This rank's part."""
+    dist.init_process_group("gloo")
+    cfg, config = configuration(settings), ModelConfig(**{**SIZES, **sizes})
+    dims = Dims(cfg.sharding, "cpu", 60)
+    adapters = resolve_adapters(cfg.adapter, config)
+    compiled = settings.get("compiled", False)
+    with compiled_quickly():
+        model = parallelize(meta_decoder(config), dims, cfg, adapters, compiled)
+    allocate(model, CPU)
+    start(model)
+    first = of_all_stages(dict(model.named_parameters()))
+    heads = config.num_attention_heads // cfg.sharding.tensor
+    choice = choose_context_method(cfg.sharding, heads, ROW, softcap=False)
+    assembler = Assembler(
+        ROW, 1, 1, dims.batch_rank, dims.batch_ranks, CPU,
+        attention=settings.get("attention", "documents"),
+        same_rows=dims.same_rows, context=context_ranks(dims, choice.method, config.windows),
+    )  # fmt: skip
+    pipeline = Pipeline(model, dims, cfg, ROWS // dims.batch_ranks, CPU)
+    return first, *train(model, cfg, dims, assembler, pipeline)
+
+
+def layout(**options):
+    return {"sharding": {"pipeline": 2, **options}}
+
+
+WINDOWS = {"family": "gemma3_text", "sliding_window": 6, "tie_word_embeddings": True}
+CASES = {
+    "1f1b": (2, {}, layout()),
+    "gpipe": (2, {}, layout(pipeline_schedule="gpipe")),
+    "interleaved": (2, {}, layout(pipeline_schedule="interleaved")),
+    "zbv": (2, {}, layout(pipeline_schedule="zbv")),
+    "dualpipev": (2, {}, layout(pipeline_schedule="dualpipev")),
+    "zbv, shard and tensor": (8, {}, layout(pipeline_schedule="zbv", tensor=2)),
+    "dualpipev, shard and context": (8, {}, layout(pipeline_schedule="dualpipev", context=2)),
+    "zbv, full": (
+        2,
+        {},
+        layout(pipeline_schedule="zbv") | {"checkpoint": {"mode": "full"}},
+    ),
+    "zbv, lora": (
+        2,
+        {},
+        layout(pipeline_schedule="zbv") | {"adapter": {"name": "lora", "rank": 2}},
+    ),
+    "four stages": (4, {}, layout(pipeline=4)),
+    "unequal stages, tied": (2, {"num_hidden_layers": 3, "tie_word_embeddings": True}, layout()),
+    "tied, four stages": (4, WINDOWS, layout(pipeline=4)),
+    "interleaved, tied": (2, WINDOWS, layout(pipeline_schedule="interleaved")),
+    "shard": (4, {}, layout()),
+    "shard, interleaved": (4, {}, layout(pipeline_schedule="interleaved")),
+    "shard, tied": (4, {"tie_word_embeddings": True}, layout()),
+    "unsharded": (4, {}, layout(accumulate="unsharded")),
+    "ddp": (4, {}, layout(strategy="ddp")),
+    "hsdp": (8, {}, layout(strategy="hsdp", replicas=2)),
+    "tensor": (4, {"tie_word_embeddings": True}, layout(tensor=2)),
+    "context": (4, {}, layout(context=2)),
+    "context and tensor": (8, {}, layout(context=2, tensor=2)),
+    "shard and tensor, interleaved": (
+        8,
+        {},
+        layout(tensor=2, pipeline_schedule="interleaved"),
+    ),
+    "full": (2, {}, layout() | {"checkpoint": {"mode": "full"}}),
+    "selective": (2, {}, layout() | {"checkpoint": {"mode": "selective"}}),
+    "lora": (2, {}, layout() | {"adapter": {"name": "lora", "rank": 2}}),
+    "compiled": (2, {}, layout() | {"compiled": True}),
+    "compiled, interleaved": (
+        2,
+        {},
+        layout(pipeline_schedule="interleaved") | {"compiled": True},
+    ),
+    "dora": (2, {}, layout() | {"adapter": {"name": "dora", "rank": 2}}),
+    "bfloat16 states": (
+        2,
+        {"tie_word_embeddings": True},
+        layout() | {"optim": {"state_dtype": "bfloat16"}, "tolerance": 1e-4},
+    ),
+    "frozen in front": (2, {}, layout() | {"freeze": ["*embed_tokens*", "model.layers.0.*"]}),
+}
+
+
+QUICK = ("1f1b", "interleaved, tied")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c in QUICK else [pytest.mark.slow]) for c in CASES]
+)
+def test_stages_compute_what_one_process_does(world, case):
+    ranks, sizes, settings = CASES[case]
+    expected = plain(sizes, settings)
+    for got in world.call(ranks, staged, sizes, settings):
+        # where states are rounded, one of them may be rounded to the other side
+        assert_same(got, expected, settings.get("tolerance", 1e-5))
+
+
+# --- division -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_stage_has_one_rank(schedule):
+    sharding = Sharding(pipeline=4, pipeline_schedule=schedule)
+    numbers = {rank: stages_of_rank(sharding, rank) for rank in range(4)}
+    count = 4 * SCHEDULES[schedule].stages
+    assert sorted(n for own in numbers.values() for n in own) == list(range(count))
+    for rank, own in numbers.items():
+        assert [rank_of_stage(sharding, n) for n in own] == [rank] * len(own)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "head", "stages", "sizes"),
+    [
+        (8, 0, 4, [2, 2, 2, 2]),
+        (8, 2, 4, [1, 3, 3, 1]),
+        (5, 1, 2, [3, 2]),
+        (126, 1, 16, [7, *[8] * 14, 7]),
+        (3, 9, 3, [1, 1, 1]),
+    ],
+)
+def test_blocks_are_divided_by_cost_and_the_head_counts(blocks, head, stages, sizes):
+    parts = divide_blocks([1] * blocks, head, stages)
+    assert [number for part in parts for number in part] == list(range(blocks))
+    assert [len(part) for part in parts] == sizes
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+BESIDE = [
+    "schedule=constant", "checkpoint.every=1", "checkpoint.keep=9", "batch.micro_rows=1",
+    "model.num_hidden_layers=4", "optim.eps=1e-3", "data.validation=0.1",
+    "train.validate_every=3", "train.sample_prompts=[a,bb]", "train.sample_tokens=3",
+    "train.check_every=2",
+]  # fmt: skip
+LAYOUTS = {
+    2: (2, []),
+    3: (2, ["sharding.pipeline=2"]),
+    5: (4, ["sharding.pipeline=2", "sharding.pipeline_schedule=interleaved"]),
+    6: (1, []),
+}
+"""Ranks and overrides, by the step up to which they train."""
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_any_layout_goes_on_in_any_other(world, train, tmp_path):
+    expected = train("whole", *BESIDE, "train.steps=6", ranks=2)
+    for steps, (ranks, overrides) in LAYOUTS.items():
+        run = train("parts", *BESIDE, f"train.steps={steps}", *overrides, ranks=ranks)
+    for name in ("step", "tokens", "supervised_tokens"):
+        assert run.column(name) == expected.column(name)
+    assert run.column("loss") == pytest.approx(expected.column("loss"), rel=1e-5)
+    assert run.column("grad_norm") == pytest.approx(expected.column("grad_norm"), rel=1e-4)
+    for step in (3, 6):
+        lines = [other.metrics[step - 1]["validation_loss"] for other in (run, expected)]
+        assert lines[0] == pytest.approx(lines[1], rel=1e-5)
+    lines = [read_lines(other.folder / "samples.jsonl") for other in (run, expected)]
+    answers = [[line for line in each if line["step"] in (3, 6)] for each in lines]
+    assert answers[0]
+    assert answers[0] == answers[1]
+    weights, others = stored(newest(run)), stored(newest(expected))
+    assert weights.keys() == others.keys()
+    for name in weights:
+        torch.testing.assert_close(weights[name], others[name], rtol=0, atol=1e-5)
+
+    # what the stages have written is exported and imported to the last bit
+    source, out = checkpoint(run, 3), tmp_path / "hf"
+    world.command("export", f"source={source}", f"out={out}")
+    exported = tensors(out)
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, stored(source)[f"weights/{name}"]), name
+    for parts in world.call(2, imported, out):
+        assert parts.keys() == exported.keys()
+        for name, tensor in parts.items():
+            assert torch.equal(tensor, exported[name]), name
+
+
+def imported(folder):
+    """The weights of a folder as two stages read them."""
+    dist.init_process_group("gloo")
+    cfg = configuration(layout())
+    dims = Dims(cfg.sharding, "cpu", 60)
+    model = parallelize(meta_decoder(ModelConfig.from_hf(folder)), dims, cfg)
+    allocate(model, CPU)
+    import_weights(model, folder)
+    return of_all_stages(dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["sharding.pipeline=3"], "2 blocks. Use sharding.pipeline=2"),
+        (
+            ["sharding.pipeline=2", "sharding.pipeline_schedule=interleaved"],
+            "makes 4 stages, each of at least one of 2 blocks. Use sharding.pipeline=1",
+        ),
+        (
+            ["sharding.pipeline=2", "sharding.pipeline_schedule=zbv", "compile=enabled"],
+            "Use compile=disabled or sharding.pipeline_schedule=interleaved",
+        ),
+        (
+            [
+                "sharding.pipeline=2",
+                "sharding.pipeline_schedule=zbv",
+                "model.num_hidden_layers=4",
+                "model.tie_word_embeddings=true",
+            ],
+            "Use sharding.pipeline_schedule=interleaved",
+        ),
+        (["sharding.pipeline_schedule=gpipe"], "only counts with sharding.pipeline=2"),
+        (
+            ["sharding.pipeline=2", "data.packing=none", "data.pad_to_multiple=8"],
+            "stages pass on rows of one length",
+        ),
+        (["sharding.pipeline=2", "sharding.cpu_offload=true"], "Use sharding.cpu_offload=false"),
+        (["sharding.pipeline=2"], "must divide the number of ranks, which is 1"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_with_what_can(train, overrides, words):
+    assert words in " ".join(train("refused", *overrides, code=2).err.split())
+
+
+def test_a_step_with_too_few_micro_batches_is_refused_with_enough(train):
+    run = train("refused", "sharding.pipeline=2", "batch.micro_rows=6", ranks=2, code=2)
+    assert "Use batch.rows=12 or batch.micro_rows=3" in " ".join(run.err.split())

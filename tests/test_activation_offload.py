@@ -233,6 +233,7 @@ def test_the_plan_counts_the_bytes_that_are_moved(small, way):
 LONG = ("model=llama3_8b", "batch.seq_len=131072", "batch.rows=8", "plan.world_size=8")
 
 
+@pytest.mark.slow
 def test_offloading_is_suggested_where_it_makes_a_run_fit():
     words = [*LONG, "plan.gpu=h100", "activation_checkpoint=full"]
     cfg = compose("plan", words, inputs=False)
@@ -251,6 +252,7 @@ def test_offloading_is_suggested_where_it_makes_a_run_fit():
     assert typed.host_bytes_per_node == 8 * 31 * inputs
 
 
+@pytest.mark.slow
 def test_crossing_to_the_host_takes_time_where_nothing_hides_it():
     words = ["model=llama3_8b", "batch.seq_len=8192", "plan.world_size=8", "plan.gpu=l40s"]
     offload = "activation_checkpoint.offload=true"

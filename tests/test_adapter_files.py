@@ -152,6 +152,7 @@ def test_exports_do_not_depend_on_the_number_of_ranks(train, tmp_path):
         assert_byte_equal(tensors(one / part), tensors(two / part))
 
 
+@pytest.mark.slow
 def test_only_a_merged_run_leaves_a_whole_model(train, world, tmp_path):
     base = make_folder(tmp_path / "base")
     run = train("run", *RUN, "adapter=lora", f"model.init_from={base}", base=HF)
@@ -212,6 +213,7 @@ def test_a_peft_folder_gives_the_logits_that_peft_computes(tmp_path, family, bas
             torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "ranks"), [("llama", 1), ("phi3", 2)])
 def test_a_run_goes_on_from_a_peft_folder(train, tmp_path, family, ranks):
     base = make_folder(tmp_path / "base", family)
@@ -482,6 +484,7 @@ def one_after_the_other(_real, work, jobs, buffer_bytes):
     return [work(job, buffer) for job in jobs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_memory_of_merging_does_not_grow_with_the_model(tmp_path, kind):
     peaks = []

@@ -385,6 +385,7 @@ def test_a_run_that_cannot_attend_as_asked_does_not_begin(train, how, says):
     assert "Traceback" not in run.err
 
 
+@pytest.mark.slow
 def test_the_start_tells_how_attention_is_computed_and_why(train):
     assert "attend by documents: cost by Σ length²" in train("run", "train.steps=1").out
     assert (

@@ -175,6 +175,7 @@ def test_one_bad_number_on_one_rank_leaves_every_byte_of_every_format(train, nam
     assert [e["step"] for e in run.event("skipped")] == [3]
 
 
+@pytest.mark.slow
 def test_a_skipped_step_tells_the_rank_and_the_lines_of_the_file(train, chats):
     run = train(
         "run",

@@ -37,6 +37,7 @@ def assert_best_is_kept(run):
     return best, last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 def test_the_best_checkpoint_stays_beside_the_newest_and_is_what_is_exported(train, mode):
     how = [*HOW, "checkpoint.best=true", f"checkpoint={mode}", "checkpoint.export_hf=true"]
@@ -102,6 +103,7 @@ def test_training_stops_after_so_many_validations_without_a_lower_loss(train):
     assert more.checkpoints == ["step-00000014"], "no longer asked to keep the best"
 
 
+@pytest.mark.slow
 def test_patience_and_its_delta_are_remembered_by_a_resume(train):
     how = [*HOW, "train.early_stop=3", "train.early_stop_delta=100"]
     train("run", *how, "train.steps=4")
@@ -178,6 +180,7 @@ def test_another_branch_that_ends_at_the_same_step_is_exported_again(train):
 # --- what a resume tells, and what it clears up -------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_resume_tells_what_is_not_as_it_was(train):
     train("run", "train.steps=2", "schedule=constant", ranks=2)
     same = train(
@@ -200,6 +203,7 @@ def test_a_resume_tells_what_is_not_as_it_was(train):
         assert line in same.out, line
 
 
+@pytest.mark.slow
 def test_a_key_that_is_younger_than_the_checkpoint_had_its_default(train):
     run = train("run", "train.steps=2", "schedule=constant")
     config, manifest = newest(run) / "config.yaml", newest(run) / "MANIFEST.json"

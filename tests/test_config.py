@@ -636,6 +636,7 @@ def test_every_key_is_explained(capsys):
         ), asked
 
 
+@pytest.mark.slow
 def test_a_key_is_explained_with_what_a_recipe_makes_of_it(capsys, own):
     assert main(["config", "key=optim.lr", "+recipe=quickstart"]) == 0
     assert "here     0.001, set by  recipe/quickstart.yaml" in capsys.readouterr().out

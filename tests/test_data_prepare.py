@@ -89,6 +89,7 @@ def visible(root):
     return sorted(p.name for p in root.iterdir() if p.name != "hashes.json")
 
 
+@pytest.mark.slow
 def test_any_number_of_processes_writes_the_same_bytes(tmp_path, data, many_parts):
     one, several = (made(str(data), tmp_path / f"c{n}", workers=n, validation=0.2) for n in (1, 3))
     assert content(one) == content(several)

@@ -151,6 +151,7 @@ def test_the_tokenizer_is_found_with_the_weights(tmp_path):
         assert tokenizer_path(cfg) == str(tmp_path / found)
 
 
+@pytest.mark.slow
 def test_the_demo_is_learnable_and_held_out(tmp_path):
     train, heldout = (
         {row["messages"][0]["content"] for row in demo.rows(name)} for name in demo.TASKS

@@ -151,6 +151,7 @@ def test_windows_are_filled_as_well_as_an_epoch(files):
     assert all(row.documents and len(row.tokens) <= 256 for row in rows)
 
 
+@pytest.mark.slow
 def test_processes_give_the_same_rows_and_import_no_torch(files):
     data = streamed(files["chats"], rows=3)
     starts = dict.fromkeys(range(3), (0, 0, 0, 0))
@@ -332,6 +333,7 @@ def one_file_gone_and_one_that_hangs():
     over.set()
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_a_file_once_another_rank_has_failed(train):
     run = train(
         "run",
@@ -347,6 +349,7 @@ def test_nobody_waits_for_a_file_once_another_rank_has_failed(train):
     assert "rank 1" not in run.err
 
 
+@pytest.mark.slow
 def test_what_streaming_cannot_do_is_refused(train, files, tmp_path):
     few = write_chats(tmp_path / "few.jsonl", 3)
     assert (
@@ -372,6 +375,7 @@ def test_what_streaming_cannot_do_is_refused(train, files, tmp_path):
         streamed(files["chats"], seq_len=8)
 
 
+@pytest.mark.slow
 def test_another_number_of_rows_is_other_data(train):
     how = [*STREAMED, "train.steps=2"]
     train("run", *how)
@@ -460,6 +464,7 @@ TWO_STEPS_LEFT_OUT = inject.together(
 )
 
 
+@pytest.mark.slow
 def test_rows_that_a_rewind_leaves_out_are_jumped_over(train):
     plain = train("plain", *STREAMED, "train.steps=8")
     jumps = train("jumps", *STREAMED, "train.steps=6", seam=TWO_STEPS_LEFT_OUT)
@@ -497,6 +502,7 @@ def test_a_rewind_takes_the_streams_back_and_where_it_cannot_they_go_on(train, e
         assert again == each
 
 
+@pytest.mark.slow
 def test_a_bad_step_names_the_lines_that_were_streamed(train, files):
     run = train(
         "run", *STREAMED, "train.steps=3", "data.packing=none", ranks=2, seam=inject.bad_gradient()

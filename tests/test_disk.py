@@ -68,6 +68,7 @@ def assert_the_same(run, undisturbed):
     assert_bitwise_equal(stored(newest(run)), stored(newest(undisturbed)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint_and_no_line(
     train, undisturbed, small_disk, tmp_path, mode
@@ -111,6 +112,7 @@ def test_a_run_that_is_started_again_on_a_full_disk_goes_on(
     assert run.event("checkpoint_failed")[0]["step"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [errno.EIO, pytest.param(errno.EROFS, marks=pytest.mark.slow)])
 def test_writes_that_fail_for_two_steps_cost_one_checkpoint_and_no_line(train, undisturbed, error):
     run = train("run", *HOW, ranks=2, seam=inject.broken_writes((4, 5), error))
@@ -135,6 +137,7 @@ def remount(folder, how):
     subprocess.run(["mount", "-o", f"remount,{how}", folder], check=True)
 
 
+@pytest.mark.slow
 def test_a_folder_that_turns_read_only_costs_one_checkpoint(
     train, undisturbed, small_disk, tmp_path
 ):

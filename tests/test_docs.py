@@ -98,6 +98,7 @@ def build(root: Path, site: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=root, timeout=300, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_the_site_is_built_and_fetches_nothing(tmp_path):
     built = build(REPO, tmp_path)
     assert built.returncode == 0, built.stderr
@@ -111,6 +112,7 @@ def test_the_site_is_built_and_fetches_nothing(tmp_path):
         assert shown == len(BLOCK.findall(page.read_text())), page.name
 
 
+@pytest.mark.slow
 def test_a_broken_link_fails_the_build(tmp_path):
     shutil.copytree(REPO / "docs", tmp_path / "docs")
     shutil.copy(REPO / "mkdocs.yml", tmp_path)

@@ -218,6 +218,7 @@ def test_every_layout_computes_what_one_process_does(world, case):
 SMALL = ["model.family=qwen3_moe", "model.num_experts=5", "model.num_hidden_layers=2"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_other_ranks_and_exports_what_it_holds(train, world, tmp_path):
     how = [*SMALL, "schedule=constant"]
     whole_run = train("whole", *how, "train.steps=4")

@@ -58,6 +58,7 @@ def test_callbacks_see_steps_figures_validations_checkpoints_and_the_end(words, 
     assert diary[-1] == "finished, exit code 0"
 
 
+@pytest.mark.slow
 def test_a_metric_and_an_objective_of_ones_own_are_in_every_line(words, tmp_path):
     modules = ["--import", "metric", "--import", "objective"]
     assert main([*modules, *words, "objective.name=focal"]) == 0
@@ -66,12 +67,14 @@ def test_a_metric_and_an_objective_of_ones_own_are_in_every_line(words, tmp_path
     assert all(0 < line["objective"] < line["loss"] for line in lines)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_started_import_the_module_too(words, tmp_path):
     ranks = ["launch.nproc_per_node=2", "--import", "callback"]
     assert main([*words, *ranks]) == 0
     assert "2 ranks" in (tmp_path / "run" / "diary.txt").read_text()
 
 
+@pytest.mark.slow
 def test_an_object_as_a_callback_is_called_in_one_rank_alone(words):
     done = []
 
@@ -133,6 +136,7 @@ def test_a_name_is_registered_once():
         fsdp_trainer.register("optimizer", "mine", object)
 
 
+@pytest.mark.slow
 def test_a_program_gets_every_line_and_a_recipe_cannot_name_one(words, tmp_path, capsys):
     copy = f"logging.command=tee {tmp_path / 'copy.jsonl'}"
     assert main([*words, copy]) == 0
@@ -153,6 +157,7 @@ def test_a_program_that_fails_stops_no_run(words, tmp_path, capfd):
     assert "command" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_mlflow_gets_every_step_and_a_restart_goes_on_in_the_same_run(words, tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())

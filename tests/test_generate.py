@@ -152,6 +152,7 @@ def own_share(folder):
     return own, forwards, same
 
 
+@pytest.mark.slow
 def test_ranks_with_their_own_prompts_make_as_many_forwards_and_the_same_answers(
     run, speaker, world
 ):
@@ -258,6 +259,7 @@ ASKED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "how"),
     [
@@ -312,6 +314,7 @@ def test_samples_in_training_are_what_generate_says_of_the_checkpoint_and_change
     assert "sample aaa →" in run.out
 
 
+@pytest.mark.slow
 def test_a_resume_cuts_the_samples_of_steps_that_it_does_again(train):
     run = train("run", "train.steps=8", *ASKED)
     before = read_lines(run.folder / "samples.jsonl")

@@ -310,6 +310,7 @@ def test_weights_of_tokens_are_not_rounded_in_bfloat16(train):
     assert run.column("objective") == pytest.approx(run.column("loss"), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_another_objective_but_with_another_chunk(train):
     train("run", "train.steps=1", "schedule=constant")
     refused = train("run", "train.steps=2", "schedule=constant", "loss.z_loss=1e-3", code=2)

@@ -432,6 +432,7 @@ def test_an_export_that_is_killed_leaves_nothing_that_looks_like_one(train, expo
     assert not [p for p in tmp_path.iterdir() if "partial" in p.name]
 
 
+@pytest.mark.slow
 def test_an_export_overwrites_nothing_and_reads_nothing_damaged(train, world, export, tmp_path):
     run = train("run", "train.steps=0")
     (tmp_path / "used").mkdir()

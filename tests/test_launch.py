@@ -366,6 +366,7 @@ def test_a_refused_preparation_leaves_no_folder(world, tmp_path, shard):
     assert [path.name for path in tmp_path.iterdir()] == ["broken.jsonl"]
 
 
+@pytest.mark.slow
 def test_a_refused_start_keeps_a_folder_that_was_there_and_records_its_end(train, tmp_path):
     (tmp_path / "broken.jsonl").write_text(BROKEN)
     wrong = [f"data.path={tmp_path / 'broken.jsonl'}", "train.steps=1"]

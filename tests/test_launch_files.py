@@ -144,6 +144,7 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_what_is_started_is_the_run_that_was_composed(write, tmp_path, kind):
     storage = ["claim=null"] if kind == "skypilot" else []

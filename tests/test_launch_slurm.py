@@ -51,6 +51,7 @@ def ended(job):
     return code
 
 
+@pytest.mark.slow
 def test_a_job_gives_its_exit_code_and_prints_into_its_folder(place, tmp_path):
     output = tmp_path / "runs/s/jobs/a/output.log"
     assert ended(place.start(None, ["optim.lrr=1"], output)) == 2

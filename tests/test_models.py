@@ -447,6 +447,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, name):
     ) in said
 
 
+@pytest.mark.slow
 def test_what_transformers_would_not_compute_is_ignored_in_a_folder_and_refused_when_asked_for(
     tmp_path, train
 ):

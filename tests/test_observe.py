@@ -54,6 +54,7 @@ FIELDS = {
 }
 
 
+@pytest.mark.slow
 def test_metrics_and_events_have_the_contracts_fields(train):
     run = train(
         "run",
@@ -122,6 +123,7 @@ def test_the_time_of_a_run_is_that_of_its_phases(train):
     assert sum(sum(of.values()) for of in (first, last, end)) < wall
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_rows_without_padding(train, world, inputs):
     run = train("run", "train.steps=2")
     out = world.command(
@@ -389,6 +391,7 @@ def test_a_profile_holds_exactly_the_steps_asked_for_with_their_phases_blocks_an
     assert not (plain.folder / "profile").exists()
 
 
+@pytest.mark.slow
 def test_what_one_rank_is_late_by_is_gradient_sync_that_the_other_waits_in(profiled):
     told = json.loads((profiled.folder / "profile" / "steps-2-3-phases.json").read_text())
     fast, slow = told["ranks"]["0"], told["ranks"]["1"]
@@ -518,6 +521,7 @@ def test_a_profile_that_a_run_cuts_short_is_written_and_the_rest_by_the_next(tra
     ]
 
 
+@pytest.mark.slow
 def test_a_profile_of_steps_or_ranks_that_are_not_there_is_refused(train):
     assert "write 10 or 10..12" in train("run", "profile.steps=3-2", code=2).err
     assert (

@@ -111,6 +111,7 @@ def test_a_skipped_step_leaves_weights_moments_and_counts():
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", ["gradient", "loss"])
 @pytest.mark.parametrize(
     ("ranks", "how"),

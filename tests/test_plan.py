@@ -257,6 +257,7 @@ def test_an_efficiency_that_nobody_reaches_is_told(capsys):
     assert "published trainings" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_formats_of_moments_are_suggested_before_those_that_change_what_is_computed():
     cfg = compose("plan", ["+recipe=llama70b_sft", "plan.gpu=h100"], inputs=False)
     words = [s.override for s in suggest(cfg, architecture(cfg)[0], 16, target(cfg, 16))]
@@ -277,6 +278,7 @@ def test_the_world_is_what_launch_would_start(enter):
     assert worlds("launch.device=cpu", "plan.gpu=h100") == [8]
 
 
+@pytest.mark.slow
 def test_what_fits_is_told_what_makes_it_faster(capsys):
     words = [
         "plan",
@@ -297,6 +299,7 @@ def test_what_fits_is_told_what_makes_it_faster(capsys):
     )
 
 
+@pytest.mark.slow
 def test_json_is_one_object_and_the_exit_code_says_whether_it_fits(capsys):
     small = ["plan", "model=smollm2_135m", "plan.format=json"]
     assert main([*small, "plan.memory_gib=0.1", "plan.world_size=1"]) == 3

@@ -18,6 +18,7 @@ def searched(capsys, *words, code=0):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_typing_a_layout_plans_the_same_figures(capsys):
     cluster = [*CLUSTER, "plan.gpu=a100_40gb"]
     layouts = searched(capsys, *cluster)["layouts"]
@@ -60,6 +61,7 @@ def test_405b_on_512_gpus_has_layouts():
     assert "sharding.tensor=" in layouts[0].overrides[0]
 
 
+@pytest.mark.slow
 def test_ranks_without_rows_are_given_parts_of_rows(capsys):
     words = ["model=llama3_2_1b", "batch.rows=4", "plan.world_size=16", "plan.gpu=h100"]
     layouts = searched(capsys, *words)["layouts"]
@@ -68,6 +70,7 @@ def test_ranks_without_rows_are_given_parts_of_rows(capsys):
     assert any(layout["empty_rows_share"] == 0 for layout in layouts)
 
 
+@pytest.mark.slow
 def test_what_a_run_would_refuse_is_not_listed(capsys):
     words = ["model=tiny", "plan.gpu=h100", "plan.world_size=8", "batch.rows=2"]
     layouts = searched(capsys, *words, "precision=fp8", "compile=enabled")["layouts"]

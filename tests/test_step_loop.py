@@ -80,6 +80,7 @@ def test_the_thread_ends_however_the_loop_is_left():
     assert not workers()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_making_ahead_changes_nothing_and_a_run_goes_on_bitwise(train, ranks):
     how = ["batch.micro_rows=2", "batch.rows=7", "schedule=constant"]

@@ -497,6 +497,7 @@ def test_jobs_side_by_side_share_the_devices_out(monkeypatch, tmp_path):
     assert places.OnThisNode(Local(jobs=4), cfg).world(cfg) == 1
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_leaves_those_beside_it_alone_and_each_is_told_on(sweep):
     sweep.endings, sweep.losses = {2.0: 1}, lambda cfg: [cfg.optim.lr] * 9
     lines = sweep("optim.lr=1,2,3,4", "hydra.launcher.jobs=2", code=1)
@@ -576,6 +577,7 @@ def test_a_journal_that_was_cut_is_gone_on_with_and_one_that_is_none_is_told(tmp
         study()
 
 
+@pytest.mark.slow
 def test_a_job_that_others_beat_is_ended_early(sweep):
     sweep.endings = {2.0: "never"}
     sweep.losses = lambda cfg: [cfg.optim.lr] * 40

@@ -33,12 +33,12 @@ def _prepare(cfg: PrepareConfig, shard: tuple[int, int] | None) -> int:
         Reporter(console.paced(), console.say),
     )
     if shard:
-        index, of = shard
-        missing = sorted({i for one in preparations(*data) for i in one.shard(index, of)})
+        index, count = shard
+        missing = sorted({i for one in preparations(*data) for i in one.shard(index, count)})
         if missing:
-            others = " ".join(f"prepare.shard={i}/{of}" for i in missing)
+            others = " ".join(f"prepare.shard={i}/{count}" for i in missing)
             console.say(
-                f"done: {index}/{of}. The last of these, or train, puts the parts together:"
+                f"done: {index}/{count}. The last of these, or train, puts the parts together:"
                 f" {others}"
             )
             return 0
@@ -54,8 +54,8 @@ def parse_shard(shard: str | None) -> tuple[int, int] | None:
     """`0/8` as numbers. Raises UserError."""
     if shard is None:
         return None
-    found = re.fullmatch(r"(\d+)/(\d+)", shard)
-    if not found or not int(found[1]) < int(found[2]):
+    numbers = re.fullmatch(r"(\d+)/(\d+)", shard)
+    if not numbers or not int(numbers[1]) < int(numbers[2]):
         reason = (
             "is not one of the machines, counted from 0, and their number: with eight of them"
             "  prepare.shard=0/8  to  prepare.shard=7/8"
@@ -63,4 +63,4 @@ def parse_shard(shard: str | None) -> tuple[int, int] | None:
         raise UserError(
             "the configuration cannot be used", [Problem(f"prepare.shard={shard}", reason)]
         )
-    return int(found[1]), int(found[2])
+    return int(numbers[1]), int(numbers[2])

@@ -17,7 +17,7 @@ from fsdp_trainer.hub import fetch
 
 
 def tokenizer_path(cfg: TrainConfig) -> str:
-    """`tokenizer.path`, else what `model.init_from` carries: a Hugging Face folder or hub id, or the hf/ of a run or checkpoint."""
+    """Return `tokenizer.path`, else the folder with the tokenizer of `model.init_from`."""
     if cfg.tokenizer.path:
         return cfg.tokenizer.path
     if not cfg.model.init_from:
@@ -38,7 +38,7 @@ def build_tokenizer(cfg: TrainConfig) -> TextTokenizer:
 
 
 def renumbered(cfg: TrainConfig, tokenizer: TextTokenizer, init_from: Path | None) -> list[str]:
-    """A note where ids of `tokenizer.path` are other tokens in the tokenizer beside the weights, which know them as those."""
+    """Return a note if ids of `tokenizer.path` are other tokens in the weights' own tokenizer."""
     if not cfg.tokenizer.path or init_from is None:
         return []
     try:
@@ -97,7 +97,10 @@ def cache_root(cfg: TrainConfig) -> Path:
 def build_data(
     cfg: TrainConfig, reporter: Reporter | None = None
 ) -> tuple[TextTokenizer, Template, Prepared]:
-    """Tokenizer, template and data: tokenised, from `data.cache` if the same was prepared before, or with data.streaming looked through."""
+    """Return tokenizer, template and data.
+
+    The data is tokenised, or found in `data.cache`; with data.streaming its beginning is looked at.
+    """
     with removed_if_refused(cache_root(cfg)):
         return _build_data(cfg, reporter)
 
@@ -108,21 +111,13 @@ def _build_data(
     tokenizer = build_tokenizer(cfg)
     template = build_template(cfg, tokenizer)
     if not cfg.data.streaming:
-        return (
-            tokenizer,
-            template,
-            prepare(cfg.data, cfg.batch, tokenizer, template, cache_root(cfg), reporter),
-        )
-    streamed, report, validation = (
-        stream_data(cfg.data, cfg.batch, cfg.run.seed, tokenizer, template),
-        list[str](),
-        None,
-    )
+        prepared = prepare(cfg.data, cfg.batch, tokenizer, template, cache_root(cfg), reporter)
+        return tokenizer, template, prepared
+    streamed = stream_data(cfg.data, cfg.batch, cfg.run.seed, tokenizer, template)
+    report, validation = streamed.report, None
     if cfg.data.validation is not None and not isinstance(cfg.data.validation, float):
-        apart = replace(cfg.data, path=cfg.data.validation, validation=None, streaming=False)
-        held_out = prepare(apart, cfg.batch, tokenizer, template, cache_root(cfg), reporter)
-        validation, report = (
-            held_out.train[0],
-            [f"validation on {len(held_out.train[0]):,} samples"],
-        )
-    return tokenizer, template, Prepared([], [], validation, [*streamed.report, *report], streamed)
+        data = replace(cfg.data, path=cfg.data.validation, validation=None, streaming=False)
+        prepared = prepare(data, cfg.batch, tokenizer, template, cache_root(cfg), reporter)
+        validation = prepared.train[0]
+        report = [*report, f"validation on {len(validation):,} samples"]
+    return tokenizer, template, Prepared([], [], validation, report, streamed)

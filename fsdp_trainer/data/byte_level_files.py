@@ -1,4 +1,4 @@
-"""Byte-level BPE that is kept without a tokenizer.json: tiktoken's `.model`, vocab.json + merges.txt.
+"""Byte-level BPE without a tokenizer.json: tiktoken's `.model`, vocab.json with merges.txt.
 
 Both become a `tokenizers.Tokenizer` in the way transformers builds it from these files.
 """
@@ -40,7 +40,7 @@ DEFAULTS = {
     "RobertaTokenizer": ROBERTA,
     "Qwen2Tokenizer": dict.fromkeys(("eos_token", "pad_token", "unk_token"), END_OF_TEXT),
 }
-"""Classes of transformers that read vocab.json and merges.txt as here, with their special tokens."""
+"""Classes of transformers that read vocab.json and merges.txt so, with their special tokens."""
 MODEL_TYPES = {"qwen": "Qwen2Tokenizer", "roberta": "RobertaTokenizer", "bart": "BartTokenizer"}
 """Beginnings of config.json's model_type, where no class is named; GPT-2's is that of others."""
 
@@ -71,7 +71,7 @@ def read_tiktoken(path: Path, described: bool = False) -> tuple[Tokenizer, dict[
         if token[:i] in ranks and token[i:] in ranks
     ]
     vocabulary = {text_of[token]: rank for token, rank in ranks.items()}
-    pairs = [(left, right) for *_, left, right in sorted(merges)]
+    pairs = [(first, second) for *_, first, second in sorted(merges)]
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, fuse_unk=False, ignore_merges=True))
     _cut_as(tokenizer, LLAMA_3)
     if described or len(ranks) != LLAMA_3_RANKS:

@@ -20,7 +20,7 @@ OLD_SECONDS = 24 * 3600.0
 
 @contextmanager
 def removed_if_refused(root: Path) -> Iterator[None]:
-    """Delete the cache again if it was made for data that is refused, and holds nothing but files' hashes."""
+    """Delete a cache that was made for data that is refused, if it holds files' hashes alone."""
     new = NewFolders(root, root / "remote")
     try:
         yield
@@ -33,9 +33,10 @@ def removed_if_refused(root: Path) -> Iterator[None]:
 
 @contextmanager
 def held(folder: Path, shared: bool, waits: Callable[[], None]) -> Iterator[bool]:
-    """Hold `folder`, which is made if need be: with others that share it, or alone. waits: called again and again while another holds it.
+    """Hold `folder`, which is made if need be: with others that share it, or alone.
 
-    Gives whether this one is alone with it. Where the file system knows no locks all go ahead: what they make is the same, and appears by rename.
+    Gives True if this process is alone with it. Where the file system has no locks all go ahead:
+    they write the same, and by rename. waits: called again and again while another holds it.
     """
     while True:
         try:
@@ -85,7 +86,7 @@ def _is_there(lock: TextIO, path: Path) -> bool:
 
 
 def clear_leftovers(root: Path, but: Path) -> None:
-    """Delete what runs that were killed have left in the cache, and nobody went on with for a day."""
+    """Delete unfinished parts of runs that were killed, and that were not resumed for a day."""
     for lock in root.glob(f".*/{LOCK}"):
         folder = lock.parent
         try:

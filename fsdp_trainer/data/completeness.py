@@ -1,4 +1,4 @@
-"""What of a conversation's turns a template has left out of its text."""
+"""Checks for the parts of a conversation that a template leaves out of its text."""
 
 import json
 from collections.abc import Iterator
@@ -39,9 +39,9 @@ def left_out_of_context(messages: list[Message], text: str) -> bool:
         content = message["content"].strip()
         if message["role"] == "assistant" or not content:
             continue
-        found = text.find(content, place)
-        if found >= 0:
-            place = found + len(content)
+        start = text.find(content, place)
+        if start >= 0:
+            place = start + len(content)
         elif not shows(text, content):
             return True
     return False

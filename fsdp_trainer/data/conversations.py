@@ -205,7 +205,8 @@ def _system_text(value: Any) -> Any:
     return value
 
 
-PREFERENCE = """holds preference pairs (%s, %s): `preview` shows and checks them, no objective learns from them yet.
+PREFERENCE = """holds preference pairs (%s, %s): `preview` shows and checks them, no objective \
+learns from them yet.
 To train on the better answers alone:  'data.fields={%s}'"""
 
 
@@ -348,7 +349,7 @@ def _read_document(values: Values) -> Document:
 
 
 def _read_tokens(values: Values) -> Pretokenised:
-    """Return tokens; `labels` of -100 and a `loss_mask` of 0 are not learnt, padding is left out."""
+    """Return tokens without padding; `labels` of -100 and a `loss_mask` of 0 are not learnt."""
     lists = {key: _numbers(values, key) for key in FORMATS["tokens"]}
     tokens = lists["input_ids"] or []
     size = len(tokens)

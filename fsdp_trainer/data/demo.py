@@ -15,13 +15,14 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 @lru_cache
 def words() -> list[str]:
     """4,200 different words of 3 to 6 letters, the same on every machine."""
-    found: dict[str, None] = {}
+    unique: dict[str, None] = {}
     i = 0
-    while len(found) < 4200:
+    while len(unique) < 4200:
         length, *letters = hashlib.blake2b(str(i).encode(), digest_size=7).digest()
-        found["".join(chr(ord("a") + letter % 26) for letter in letters[: 3 + length % 4])] = None
+        word = "".join(chr(ord("a") + letter % 26) for letter in letters[: 3 + length % 4])
+        unique[word] = None
         i += 1
-    return list(found)
+    return list(unique)
 
 
 def rows(name: str) -> list[dict[str, Any]]:

@@ -20,64 +20,125 @@ DROPPED = ("unsupervised", "too_long", "empty")
 
 @dataclass(frozen=True)
 class Kind:
-    """How what was counted is told. `{n}` in the text is the count, `{s}` the plural's s, `{seq_len}` batch.seq_len."""
+    """The sentence for a key of the counts.
+
+    text: `{n}` is the count, `{s}` the plural's s, `{seq_len}` batch.seq_len. warns_from: a warning
+    where more than this share of the samples has it, else a note; None: always a note.
+    """
 
     text: str
     fix: str = ""
     warns_from: float | None = 0.0
-    """A warning where more than this share of the samples has it, below it a note; None: always a note."""
 
 
 KINDS = {
     "unsupervised": Kind(
         "{n} sample{s} dropped: without a supervised token",
-        "a conversation needs an answer of the assistant with a weight above 0 before batch.seq_len ends; data.loss_on=all learns everything",
+        "a conversation needs an answer of the assistant with a weight above 0 before "
+        "batch.seq_len ends; data.loss_on=all learns everything",
     ),
     "no_end": Kind(
         "{n} assistant turn{s} whose end is not supervised: the model does not learn to stop",
-        "the template must close a turn with a special token of the tokenizer: data.template=chatml, with tokenizer.add_tokens if it lacks them",
+        "the template must close a turn with a special token of the tokenizer: "
+        "data.template=chatml, with tokenizer.add_tokens if it lacks them",
     ),
-    "two_bos": Kind("{n} sample{s} with two bos tokens at the beginning", "take the bos out of the data: the template writes its own"),
+    "two_bos": Kind(
+        "{n} sample{s} with two bos tokens at the beginning",
+        "take the bos out of the data: the template writes its own",
+    ),
     "special_in_text": Kind(
-        "{n} conversation{s} or document{s} with special tokens in their own text, which become control tokens",
-        "take them out of the data; if a template was laid over it before, undo that: give turns, not rendered text",
+        "{n} conversation{s} or document{s} with special tokens in their own text, which become "
+        "control tokens",
+        "take them out of the data; if a template was laid over it before, undo that: give "
+        "turns, not rendered text",
     ),
     "empty_think": Kind(
         "{n} assistant turn{s} learnt with an empty <think> block: the model learns not to think",
-        "if that is not meant: give the turns reasoning_content, or take a template that writes no empty block, as  data.template=chatml",
+        "if that is not meant: give the turns reasoning_content, or take a template that writes "
+        "no empty block, as  data.template=chatml",
     ),
     "shared_token": Kind(
-        "{n} answer{s} whose first word shares a token with the prompt before it: that word is not learnt, and generation begins after a token that training never had",
-        "let the template's generation prompt end without a space, or in a special token:  data.template=FILE.jinja",
+        "{n} answer{s} whose first word shares a token with the prompt before it: that word is "
+        "not learnt, and generation begins after a token that training never had",
+        "let the template's generation prompt end without a space, or in a special token:  "
+        "data.template=FILE.jinja",
     ),
     "prompt_differs": Kind(
-        "{n} assistant turn{s} that do not begin as the generation prompt of inference does (an opened <think>?)",
-        "a template of your own, whose finished turns begin with its generation prompt:  data.template=FILE.jinja",
+        "{n} assistant turn{s} that do not begin as the generation prompt of inference does (an "
+        "opened <think>?)",
+        "a template of your own, whose finished turns begin with its generation prompt:  "
+        "data.template=FILE.jinja",
     ),
-    "too_long": Kind("{n} sample{s} dropped: longer than batch.seq_len={seq_len}", warns_from=0.01),
-    "truncated": Kind("{n} sample{s} cut at the end: longer than batch.seq_len={seq_len}", warns_from=0.01),
-    "duplicate": Kind("{n} duplicate{s} of other samples", "remove them, or mean it: each is learnt as often as it is there", warns_from=0.01),
-    "unreadable": Kind("{n} row{s} skipped that cannot be read", "data.on_error=fail  stops at them and says why", warns_from=0.01),
-    "empty": Kind("{n} empty document{s} dropped", warns_from=0.01),
-    "reasoning_left_out": Kind("{n} conversation{s} with reasoning, which the template leaves out", "a template that shows it, as  data.template=qwen3"),
+    "too_long": Kind(
+        "{n} sample{s} dropped: longer than batch.seq_len={seq_len}",
+        warns_from=0.01,
+    ),
+    "truncated": Kind(
+        "{n} sample{s} cut at the end: longer than batch.seq_len={seq_len}",
+        warns_from=0.01,
+    ),
+    "duplicate": Kind(
+        "{n} duplicate{s} of other samples",
+        "remove them, or mean it: each is learnt as often as it is there",
+        warns_from=0.01,
+    ),
+    "unreadable": Kind(
+        "{n} row{s} skipped that cannot be read",
+        "data.on_error=fail  stops at them and says why",
+        warns_from=0.01,
+    ),
+    "empty": Kind(
+        "{n} empty document{s} dropped",
+        warns_from=0.01,
+    ),
+    "reasoning_left_out": Kind(
+        "{n} conversation{s} with reasoning, which the template leaves out",
+        "a template that shows it, as  data.template=qwen3",
+    ),
     "calls_left_out": Kind(
         "{n} conversation{s} with a tool call that the template leaves out of its text",
-        "a template that shows every call, also beside text or another call, as  data.template=qwen3",
+        "a template that shows every call, also beside text or another call, as  "
+        "data.template=qwen3",
     ),
     "text_left_out": Kind(
         "{n} conversation{s} with the text of a turn that the template leaves out",
         "a template that shows it, also beside a tool call, as  data.template=chatml",
     ),
-    "split": Kind("{n} document{s} longer than batch.seq_len={seq_len}, cut into pieces: no token is lost", warns_from=None),
-    "rewritten": Kind("{n} conversation{s} made into {samples} samples with {times} times the tokens: the template rewrites earlier turns", warns_from=None),
-    "tools_not_shown": Kind("{n} conversation{s} with tools, which the template does not show: the model does not see their descriptions", warns_from=None),
-    "calls_as_text": Kind("{n} conversation{s} with tool calls, which the template does not know: they are written as JSON text", warns_from=None),
-    "results_as_user": Kind("{n} conversation{s} with tool results, which the template does not know: they are user turns", warns_from=None),
-    "system_in_user": Kind("{n} conversation{s} with system turns, which the template does not know: they stand before the user's", warns_from=None),
-    "reasoning_as_text": Kind(
-        "{n} conversation{s} with reasoning, which the template does not know: it stands in <think> … </think> before the answer", warns_from=None
+    "split": Kind(
+        "{n} document{s} longer than batch.seq_len={seq_len}, cut into pieces: no token is lost",
+        warns_from=None,
     ),
-}  # fmt: skip
+    "rewritten": Kind(
+        "{n} conversation{s} made into {samples} samples with {times} times the tokens: the "
+        "template rewrites earlier turns",
+        warns_from=None,
+    ),
+    "tools_not_shown": Kind(
+        "{n} conversation{s} with tools, which the template does not show: the model does not "
+        "see their descriptions",
+        warns_from=None,
+    ),
+    "calls_as_text": Kind(
+        "{n} conversation{s} with tool calls, which the template does not know: they are written "
+        "as JSON text",
+        warns_from=None,
+    ),
+    "results_as_user": Kind(
+        "{n} conversation{s} with tool results, which the template does not know: they are user "
+        "turns",
+        warns_from=None,
+    ),
+    "system_in_user": Kind(
+        "{n} conversation{s} with system turns, which the template does not know: they stand "
+        "before the user's",
+        warns_from=None,
+    ),
+    "reasoning_as_text": Kind(
+        "{n} conversation{s} with reasoning, which the template does not know: it stands in "
+        "<think> … </think> before the answer",
+        warns_from=None,
+    ),
+}
 """In the order in which they are told."""
 
 
@@ -138,21 +199,19 @@ def percent(share: float) -> str:
 
 def _longer_rows(counts: Mapping[str, int], samples: int, tokens: int, seq_len: int) -> str:
     """The cost of too long samples, and a batch.seq_len that would fit 99% of all samples."""
-    left = sum(n for key, n in counts.items() if key.startswith(FITS))
+    longer_samples = sum(n for key, n in counts.items() if key.startswith(FITS))
     keeps = seq_len
     for longer in sorted(int(key.removeprefix(FITS)) for key in counts if key.startswith(FITS)):
-        if left <= 0.01 * samples:
+        if longer_samples <= 0.01 * samples:
             break
-        keeps, left = longer, left - counts[f"{FITS}{longer}"]
+        keeps, longer_samples = longer, longer_samples - counts[f"{FITS}{longer}"]
     lost = counts.get(LOST, 0) / max(1, tokens + counts.get(LOST, 0))
     advice = (
         f"batch.seq_len={keeps} would hold 99% of the samples"
         if keeps > seq_len
         else "more than 99% of the samples fit"
     )
-    cut = (
-        ""
-        if counts.get("truncated")
-        else "; data.too_long=truncate keeps their start, of documents  data.too_long=split  keeps all"
-    )
+    cut = "; data.too_long=truncate keeps their start, of documents  data.too_long=split  keeps all"
+    if counts.get("truncated"):
+        cut = ""
     return f"{percent(lost)} of the tokens are lost; {advice}{cut}"

@@ -23,8 +23,8 @@ LOOK_SECONDS = 0.2
 # a file that was changed just now may be changed again within one tick of its file system's clock
 SETTLED_SECONDS = 2.0
 TOKENS_VERSION = 1
-"""Raised by every change of code that changes the tokens or weights of a row, or the files that hold
-them; a test compares those of a fixed corpus."""
+"""Raised by every change of code that changes the tokens or weights of a row, or the files that
+hold them; a test compares those of a fixed corpus."""
 LIBRARIES = ("tokenizers", "jinja2")
 """Packages whose versions decide the tokens too."""
 
@@ -44,12 +44,12 @@ def contents(
 
     A file with the size, times and inode of its last hash is not read again.
     """
-    kept = _kept(root)
+    known = _read_hashes(root)
     marks = {file: _marks(file) for file in dict.fromkeys(files)}
     digests = {
-        file: kept[file][-1]
+        file: known[file][-1]
         for file, mark in marks.items()
-        if mark and kept.get(file, [None])[:-1] == mark
+        if mark and known.get(file, [None])[:-1] == mark
     }
     settled, leaving = (time.time() - SETTLED_SECONDS) * 1e9, Event()
     with ThreadPoolExecutor(8) as threads:
@@ -65,13 +65,13 @@ def contents(
             leaving.set()
             threads.shutdown(cancel_futures=True)
     digests |= {file: one.result() for file, one in hashed.items()}
-    worth_keeping = {
-        file: [*mark, digests[file]]
-        for file in hashed
-        if (mark := marks[file]) and mark[2] < settled
-    }
-    if worth_keeping:
-        _keep(root, _kept(root) | worth_keeping)
+    new = {}
+    for file in hashed:
+        mark = marks[file]
+        if mark and mark[2] < settled:
+            new[file] = [*mark, digests[file]]
+    if new:
+        _write_hashes(root, _read_hashes(root) | new)
     return {
         file: Content(digests[file], (mark[0], mark[1]) if mark else None)
         for file, mark in marks.items()
@@ -79,29 +79,27 @@ def contents(
 
 
 def _marks(file: str) -> list[Any] | None:
-    """Nobody can set the third, the time at which anything about a file was changed, as `cp -p` and rsync set the second."""
+    """Return a file's bytes, times, inode and path; None if it is no file of this machine.
+
+    `cp -p` and rsync set the second, the time of the last write; nothing sets the third.
+    """
     try:
-        found = os.stat(file)
+        about = os.stat(file)
     except OSError:  # it is no file of this machine
         return None
-    return [
-        found.st_size,
-        found.st_mtime_ns,
-        found.st_ctime_ns,
-        found.st_ino,
-        os.path.abspath(file),
-    ]
+    times = [about.st_mtime_ns, about.st_ctime_ns]
+    return [about.st_size, *times, about.st_ino, os.path.abspath(file)]
 
 
-def _kept(root: Path) -> dict[str, list[Any]]:
+def _read_hashes(root: Path) -> dict[str, list[Any]]:
     try:
-        kept = json.loads((root / HASHES).read_text(encoding="utf-8"))
-        return {file: entry for file, entry in kept.items() if isinstance(entry, list)}
+        hashes = json.loads((root / HASHES).read_text(encoding="utf-8"))
+        return {file: entry for file, entry in hashes.items() if isinstance(entry, list)}
     except (OSError, ValueError, AttributeError):
         return {}
 
 
-def _keep(root: Path, hashes: dict[str, list[Any]]) -> None:
+def _write_hashes(root: Path, hashes: dict[str, list[Any]]) -> None:
     aside = root / f".{HASHES}.{os.getpid()}"
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,10 @@ def _beyond(error: Exception) -> str:
 
 
 def read_list(file: BinaryIO, name: str) -> Iterator[Row]:
-    """Elements of the file's array, or of the one list in its object, each with the line on which it starts. `file` can seek."""
+    """Yield the elements of the file's array, or of the one list in its object, as rows.
+
+    file: can seek.
+    """
     values = _Values(file)
     try:
         opening = values.peek()
@@ -140,12 +143,12 @@ class _Values:
         """
         self._count()
         self._column = self.column_of(self.position) - 1
-        left = len(self.text) - self.position
-        if left > LONGEST:
+        rest = len(self.text) - self.position
+        if rest > LONGEST:
             raise json.JSONDecodeError(
                 f"more than {LONGEST >> 20} MiB in one value", self.text, self.position
             )
-        block = self.file.read(max(CHUNK, left))
+        block = self.file.read(max(CHUNK, rest))
         self.text = self.text[self.position :] + self._decode(block, not block)
         self.position = self._counted = 0
         return bool(block)
@@ -158,7 +161,10 @@ class _Values:
                 return self.text[self.position : self.position + 1]
 
     def elements(self) -> Iterator[Any]:
-        """The values of the list that begins here, a RowError for one that is to be left out; ends on its bracket."""
+        """Yield the values of the list that begins here, a RowError for one that cannot be used.
+
+        Ends on the list's bracket.
+        """
         self._expect("[")
         while self.peek() != "]":
             self._count()
@@ -170,7 +176,10 @@ class _Values:
                 self._expect(",")
 
     def members(self) -> Iterator[tuple[str, bool]]:
-        """(key, whether its value is a list) of the object that begins here, while standing at that value."""
+        """Yield (key, True if its value is a list) of the object that begins here.
+
+        The place is at the value while its key is given.
+        """
         self._expect("{")
         while self.peek() != "}":
             key = self.value()
@@ -192,7 +201,7 @@ class _Values:
         self.position += 1
 
     def value(self) -> Any:
-        """The value that begins here, whatever it is; RowError if it is whole and still cannot be used."""
+        """Return the value that begins here; RowError if it is complete and cannot be used."""
         self.peek()
         while True:
             try:
@@ -219,7 +228,7 @@ class _Values:
             return value
 
     def _is_cut(self, error: json.JSONDecodeError) -> bool:
-        """Whether the error may be no more than the end of the piece that is in memory."""
+        """Return True if the error may come from the end of the piece that is in memory."""
         return error.msg.startswith("Unterminated string") or error.pos + len("-Infinity") >= len(
             self.text.rstrip()
         )

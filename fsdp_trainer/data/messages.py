@@ -28,7 +28,8 @@ WEIGHTS = ("weight", "loss_weight", "loss_scale")
 PARTS = {
     "text": "text", "output_text": "text", "input_text": "text",
     "thinking": "reasoning", "reasoning": "reasoning", "reasoning_content": "reasoning",
-    "tool_call": "tool_call", "tool_calls": "tool_call", "function_call": "tool_call", "tool_use": "tool_call",
+    "tool_call": "tool_call", "tool_calls": "tool_call", "function_call": "tool_call",
+    "tool_use": "tool_call",
 }  # fmt: skip
 """Types of content parts, and what they are; any other (an image, say) is refused."""
 

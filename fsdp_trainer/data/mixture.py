@@ -98,7 +98,10 @@ class Turns:
     def _deal(
         self, first: int, before: Sequence[int] | np.ndarray, until: Sequence[int] | np.ndarray
     ) -> np.ndarray:
-        """[span] int64: who has the turns from `first` on, where component i has had before[i], and may get to until[i]."""
+        """Return the components that have the turns from `first` on: [span] int64.
+
+        before, until: how many turns each component has had, and may have had at the end.
+        """
         releases, deadlines, owners = [], [], []
         for i, part in enumerate(self.parts):
             had, rest = divmod(first * part, self.whole)
@@ -127,13 +130,13 @@ class Turns:
 class Component:
     """A part of the data that is packed and ordered by itself.
 
-    key: a hash of all that decides its rows; asked: its weight or repeat.
+    key: a hash of all that decides its rows; requested: its weight or repeat.
     """
 
     name: str
     order: RowOrder
     key: str = ""
-    asked: float = 1.0
+    requested: float = 1.0
     start: int = 0
     """How many of its rows were taken before the mixture's first."""
     start_tokens: int = 0
@@ -149,7 +152,7 @@ class Component:
 class Mixture:
     """Rows of all components over all epochs, by one running index.
 
-    weighted: `asked` are shares of the tokens; rows are shared out so, as full as those of each
+    weighted: `requested` are shares of the tokens; rows are shared out so, as full as those of each
     component are on average. An epoch has as many rows as all components have. Else they are
     repeats: an epoch holds exactly so many times the rows of each. digests: of the files' content,
     by path, for a checkpoint to keep.
@@ -165,14 +168,14 @@ class Mixture:
         self.digests = digests or {}
         self.orders = [component.order for component in self.components]
         rows = [order.rows_per_epoch for order in self.orders]
-        asked = [component.asked for component in self.components]
+        requested = [component.requested for component in self.components]
         if weighted:
-            shares = np.array(asked) / [order.fill for order in self.orders]
+            shares = np.array(requested) / [order.fill for order in self.orders]
             parts = [max(1, round(share * PARTS)) for share in (shares / shares.sum()).tolist()]
         else:
             parts = [
                 max(1, round(times * each)) if times else 0
-                for times, each in zip(asked, rows, strict=True)
+                for times, each in zip(requested, rows, strict=True)
             ]
         self.shares = [part / sum(parts) for part in parts]
         """Of the rows."""
@@ -199,11 +202,11 @@ class Mixture:
         """The running index of its first row: what came before was another mixture's."""
 
     def _hash(self, alone: str, each: list[str]) -> str:
-        if len(each) == 1 and self.components[0].asked == 1:
+        if len(each) == 1 and self.components[0].requested == 1:
             return alone
         parts = [
             self.weighted,
-            [*zip(each, (component.asked for component in self.components), strict=True)],
+            [*zip(each, (component.requested for component in self.components), strict=True)],
         ]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=10).hexdigest()
 
@@ -262,7 +265,10 @@ class Mixture:
         return costs
 
     def totals(self, start: int, stop: int) -> tuple[float, int, int, int]:
-        """(Σ weight, tokens, supervised tokens, Σ of what attention costs) of rows [start, stop), without reading one."""
+        """Return sums over rows [start, stop), without reading one.
+
+        Weight, tokens, supervised tokens, and what attention costs.
+        """
         ranges = zip(self.orders, self.taken(start), self.taken(stop), strict=True)
         weight, tokens, supervised, attention_cost = zip(
             *(order.totals(first, end) for order, first, end in ranges), strict=True
@@ -297,7 +303,7 @@ class Mixture:
             {
                 "name": c.name,
                 "key": c.key,
-                "asked": c.asked,
+                "asked": c.requested,
                 "rows_per_epoch": c.order.rows_per_epoch,
             }
             | {
@@ -346,14 +352,14 @@ class Mixture:
         """
         rows = self.taken(index)
         got = [c.tokens(n) - c.start_tokens for c, n in zip(self.components, rows, strict=True)]
-        asked = [
+        requested = [
             share * order.fill / self.fill
             for share, order in zip(self.shares, self.orders, strict=True)
         ]
         return [
             {
                 "name": c.name,
-                "share_asked": round(asked[i], 6),
+                "share_asked": round(requested[i], 6),
                 "share": round(got[i] / max(1, sum(got)), 6),
                 "tokens": c.start_tokens + got[i],
                 "rows": rows[i],
@@ -375,12 +381,12 @@ def build_order(
     named = entries(cfg.data.path)
     weighted = any(entry.weight is not None for entry in named)
     given = [entry.weight if weighted else entry.repeat for entry in named]
-    asked = [1.0 if times is None else times for times in given]
+    requested = [1.0 if times is None else times for times in given]
     if len(prepared.train) == 1:
-        asked, weighted = [1.0 if weighted else asked[0]], False
+        requested, weighted = [1.0 if weighted else requested[0]], False
     if weighted:
-        asked = [round(weight / sum(asked), 12) for weight in asked]
-    stores = zip(prepared.names, prepared.train, asked, strict=False)
+        requested = [round(weight / sum(requested), 12) for weight in requested]
+    stores = zip(prepared.names, prepared.train, requested, strict=False)
     mixture = Mixture(
         [
             _component(cfg, name, store, cfg.data.shuffle, attention_cost, times)
@@ -417,14 +423,9 @@ def _component(
     store: TokenStore,
     shuffle: bool,
     attention_cost: Callable[[np.ndarray], np.ndarray],
-    asked: float = 1.0,
+    requested: float = 1.0,
 ) -> Component:
-    order = RowOrder(
-        store, cfg.batch.seq_len, cfg.data.packing, shuffle, cfg.run.seed, attention_cost
-    )
-    return Component(
-        name,
-        order,
-        f"{store.fingerprint}/{cfg.data.packing}/{cfg.batch.seq_len}/{cfg.run.seed}/{shuffle}/{VERSION}",
-        asked,
-    )
+    packing, seq_len, seed = cfg.data.packing, cfg.batch.seq_len, cfg.run.seed
+    order = RowOrder(store, seq_len, packing, shuffle, seed, attention_cost)
+    parts = [store.fingerprint, packing, seq_len, seed, shuffle, VERSION]
+    return Component(name, order, "/".join(map(str, parts)), requested)

@@ -153,9 +153,9 @@ class RowOrder:
         )
 
     def row(self, index: int) -> list[tuple[int, int, int]]:
-        """What is in row `index`, which counts over all epochs:
+        """Return (sample, first token, number of tokens) of each document of row `index`.
 
-        (sample, first token, number of tokens) of each document.
+        The index counts over all epochs.
         """
         *parts, _ = self._documents([index])
         return list(zip(*(part.tolist() for part in parts), strict=True))
@@ -228,7 +228,10 @@ class RowOrder:
         return plan
 
     def totals(self, start: int, stop: int) -> tuple[float, int, int, int]:
-        """(Σ weight, tokens, supervised tokens, Σ of what attention costs) of rows [start, stop), without reading one."""
+        """Return sums over rows [start, stop), without reading one.
+
+        Weight, tokens, supervised tokens, and what attention costs.
+        """
         sums = np.zeros(4)
         while start < stop:
             epoch, i = divmod(start, self.rows_per_epoch)
@@ -240,7 +243,7 @@ class RowOrder:
         return weight, int(tokens), int(supervised), int(attention_cost)
 
     def _by_epoch(self, indices: Sequence[int] | np.ndarray) -> Iterator[tuple[Epoch, np.ndarray]]:
-        """The plan of every epoch that these rows are in, and their places in it, in the order of the indices."""
+        """Yield the plan of each epoch that these rows are in, and their places in it."""
         epochs, rows = np.divmod(np.asarray(indices, np.int64), self.rows_per_epoch)
         for part in (
             np.split(np.arange(len(epochs)), np.flatnonzero(np.diff(epochs)) + 1)
@@ -279,7 +282,7 @@ class RowOrder:
         return samples, starts, lengths, counts
 
     def _plan_key(self) -> str:
-        """Of everything that decides the files of this order, the code that makes them included."""
+        """Return a hash of all that decides the files of this order, its code included."""
         costs = np.asarray(self.attention_cost(np.arange(1, self.seq_len + 1)), np.float64)
         code = b"".join(Path(file).read_bytes() for file in (__file__, packing_module.__file__))
         parts = (self._key.encode(), b"shuffled" if self.shuffle else b"", costs.tobytes(), code)
@@ -366,7 +369,10 @@ class RowOrder:
         return pieces_of(np.asarray(self.store.lengths), self.seq_len)
 
     def _shuffled(self, epoch: int) -> Arranged:
-        """Samples of one length change places, which leaves every row as full as it was; then the rows change places."""
+        """Return an epoch in which samples of one length change places, and then the rows do.
+
+        Every row is as full as before.
+        """
         packed = self._packing["documents"]
         shortness = narrow(self.seq_len - self._packed_lengths())
         documents = np.empty(len(packed), np.int64)
@@ -389,7 +395,10 @@ class RowOrder:
         )
 
     def _streamed(self, epoch: int) -> Arranged:
-        """Texts in a new order, which cuts them at other places; then the rows change places, so that a book is not read in one go."""
+        """Return an epoch of texts in a new order, which cuts them at other places.
+
+        Then the rows change places, so that a book is not read in one go.
+        """
         lengths = np.asarray(self.store.lengths)
         order = (
             self._random_order("samples", epoch, len(lengths))

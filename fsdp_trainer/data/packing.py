@@ -55,7 +55,7 @@ class Groups:
 
 
 def stream(lengths: np.ndarray, order: np.ndarray, capacity: int) -> tuple[Pieces, np.ndarray]:
-    """The samples in the given order one after another, cut where a row is full; and the offsets of the rows, as in Packing."""
+    """Return the samples in the given order, cut where a row is full, and the rows' offsets."""
     ends = np.cumsum(lengths[order])
     begins = ends - lengths[order]
     rows = np.arange(0, ends[-1], capacity)
@@ -72,10 +72,11 @@ def one_per_row(lengths: np.ndarray) -> Packing:
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
-    """Best-fit decreasing: the longest sample first, each into the fullest row that still has room for it; equal lengths by index.
+    """Pack by best-fit decreasing: the longest sample first, each into the fullest row with room.
 
-    Samples of one length are placed at once: a row with `free` room takes `free // length` of them before another row gets any, as it
-    would one by one. So the work grows with the number of different lengths, not of samples.
+    Equal lengths are placed by index, all at once: a row with `free` room takes `free // length` of
+    them before another row gets any, as it would one by one. So the work grows with the number of
+    different lengths, not of samples.
     """
     assert len(lengths) == 0 or 0 < lengths.min() <= lengths.max() <= capacity
     by_length = np.argsort((capacity - lengths).astype(np.min_scalar_type(capacity)), kind="stable")
@@ -123,7 +124,7 @@ class Room:
             self._rows.setdefault(free, []).append(rows)
 
     def take(self, free: int, wanted: int) -> np.ndarray | None:
-        """At most `wanted` of the rows with `free` room, the first added first; None: there are none."""
+        """Return at most `wanted` of the rows with `free` room, the first added first, or None."""
         if free not in self._rows:
             return None
         self._sizes.remove(free)

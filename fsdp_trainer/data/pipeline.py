@@ -19,7 +19,7 @@ CAN_BE_CUT = ("text", "tokens")  # formats whose samples may go on in another ro
 
 @dataclass
 class TokenizeOptions:
-    """What decides the tokens of a row, for all units of a component.
+    """All that decides the tokens of a row, for all units of a component.
 
     share: of its rows, chosen by their content, held out for validation.
     """

@@ -1,4 +1,4 @@
-"""Preference pairs: a better and a worse answer to one prompt, read and checked for an objective that learns from them."""
+"""Preference pairs: a better and a worse answer to one prompt, read and checked."""
 
 import re
 from dataclasses import dataclass
@@ -29,7 +29,11 @@ class Preference:
 
 
 def read_preference(row: Row, reader: Reader) -> Preference:
-    """RowError if a side is missing, both are equal, they answer different prompts, or one does not end with the assistant's turn."""
+    """Return the pair of a row.
+
+    RowError if a side is missing, both are equal, they answer different prompts, or one does not
+    end with the assistant's turn.
+    """
     values = reader.values(row)
     names = {meaning: meaning for meaning in values} | reader.columns_of(row)
     chosen, rejected = (_side(values[name], names[name]) for name in ("chosen", "rejected"))

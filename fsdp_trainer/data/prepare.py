@@ -92,8 +92,8 @@ def preparations(
     reporter: Reporter,
 ) -> list["Preparation"]:
     """The prepared data of every component, that of validation last if it is separate."""
-    train, apart = components(data, root, reporter)
-    every = [*train, *([apart] if apart else [])]
+    train, held_out = components(data, root, reporter)
+    every = [*train, *([held_out] if held_out else [])]
     content = contents(
         [file for component in every for file in component.files],
         root,
@@ -118,15 +118,17 @@ def prepare(
 
     UserError if the data cannot be used.
     """
-    made = preparations(data, batch, tokenizer, template, Path(root), reporter or Reporter())
-    opened = [one.stores() for one in made]
-    report, validation = [line for one in made for line in one.report], None
-    unused = [line for one in made for line in one.unused]
-    if made[-1].component.key == "data.validation":
+    preparing = preparations(data, batch, tokenizer, template, Path(root), reporter or Reporter())
+    opened = [one.stores() for one in preparing]
+    report, validation = [line for one in preparing for line in one.report], None
+    unused = [line for one in preparing for line in one.unused]
+    if preparing[-1].component.key == "data.validation":
         validation = opened.pop()[TRAIN]
-        made.pop()
-    elif made[0].component.share:
-        validation = _together(made, [stores[VALIDATION] for stores in opened], Path(root))
+        preparing.pop()
+    elif preparing[0].component.share:
+        validation = _merge_held_out(
+            preparing, [stores[VALIDATION] for stores in opened], Path(root)
+        )
         if not len(validation):
             reason = "the share is so small that no sample is in it"
             raise UserError(
@@ -134,19 +136,21 @@ def prepare(
             )
     return Prepared(
         [stores[TRAIN] for stores in opened],
-        [one.component.name for one in made],
+        [one.component.name for one in preparing],
         validation,
         report,
-        digests={file: digest for one in made for file, digest in one.digests.items()},
+        digests={file: digest for one in preparing for file, digest in one.digests.items()},
         unused=unused,
     )
 
 
-def _together(made: list["Preparation"], stores: list[TokenStore], root: Path) -> TokenStore:
+def _merge_held_out(
+    preparing: list["Preparation"], stores: list[TokenStore], root: Path
+) -> TokenStore:
     """The samples that the components of a mixture hold out, as one store."""
-    if len(made) == 1:
+    if len(preparing) == 1:
         return stores[0]
-    folder = root / fingerprint([one.folder.name for one in made])
+    folder = root / fingerprint([one.folder.name for one in preparing])
     if not read_whole(folder):
         with tempfile.TemporaryDirectory(
             prefix=".together-", dir=root, ignore_cleanup_errors=True
@@ -154,7 +158,7 @@ def _together(made: list["Preparation"], stores: list[TokenStore], root: Path) -
             whole = Path(aside) / "whole"
             whole.mkdir()
             of_samples = merge([store.folder for store in stores], whole / VALIDATION, lambda: None)
-            firsts = np.cumsum([0, *(len(one.component.files) for one in made)])
+            firsts = np.cumsum([0, *(len(one.component.files) for one in preparing)])
             for column, values in {
                 "sources": [np.full(len(store), i, np.int32) for i, store in enumerate(stores)],
                 "files": [
@@ -164,15 +168,15 @@ def _together(made: list["Preparation"], stores: list[TokenStore], root: Path) -
             }.items():
                 np.concatenate(values).astype(np.int32).tofile(whole / VALIDATION / f"{column}.bin")
             totals: dict[str, dict[str, int]] = {}
-            for i, one in enumerate(made):
-                for found in one.meta["stores"][VALIDATION]["totals"].values():
-                    add_totals(totals, {str(i): found})
+            for i, one in enumerate(preparing):
+                for source_totals in one.meta["stores"][VALIDATION]["totals"].values():
+                    add_totals(totals, {str(i): source_totals})
             write_meta(
                 whole, {"stores": {VALIDATION: {"fingerprint": of_samples, "totals": totals}}}
             )
             commit(whole, folder)
-    files = [file for one in made for file in one.component.files]
+    files = [file for one in preparing for file in one.component.files]
     about = read_meta(folder)["stores"][VALIDATION]
     return TokenStore(
-        folder / VALIDATION, about["fingerprint"], [one.component.name for one in made], files
+        folder / VALIDATION, about["fingerprint"], [one.component.name for one in preparing], files
     )

@@ -1,4 +1,4 @@
-"""The verb `preview`: what a data set is, what is wrong with it, and its first rows as the model sees them."""
+"""The verb `preview`: a data set's figures, faults, and first rows as the model sees them."""
 
 import json
 import re
@@ -82,7 +82,7 @@ def preview(cfg: PreviewConfig) -> int:
 
 
 def as_json(index: int, row: RowData | StreamedRow) -> dict:
-    """The row without its padding; `weights` only where a learnt position has another weight than 1."""
+    """Return the row without its padding; `weights` if a learnt position has another than 1."""
     n = sum(row.documents)
     labels, weights = row.labels[:n], row.weights[:n]
     shown = {
@@ -180,8 +180,8 @@ def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
     """(name, value) of each figure in the table."""
     samples, tokens, supervised = amounts(prepared.train)
     documents = sum(
-        share * len(of.epoch(0).samples) / of.rows_per_epoch
-        for share, of in zip(order.shares, order.orders, strict=True)
+        share * len(one.epoch(0).samples) / one.rows_per_epoch
+        for share, one in zip(order.shares, order.orders, strict=True)
     )
     return [
         ("samples", f"{samples:,}"),
@@ -220,29 +220,29 @@ def sources(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
 
 
 def epochs(cfg: PreviewConfig, order: Mixture) -> list[float]:
-    """Lines on how often the run goes over each component."""
-    rows = (
-        cfg.train.steps * cfg.batch.rows
-        if cfg.train.steps is not None
-        else (cfg.train.epochs or 1) * order.rows_per_epoch
-    )
-    return [
-        taken / of.rows_per_epoch for taken, of in zip(order.taken(rows), order.orders, strict=True)
-    ]
+    """Return how often the run goes over each component."""
+    rows = (cfg.train.epochs or 1) * order.rows_per_epoch
+    if cfg.train.steps is not None:
+        rows = cfg.train.steps * cfg.batch.rows
+    counts = zip(order.taken(rows), order.orders, strict=True)
+    return [count / one.rows_per_epoch for count, one in counts]
 
 
 def often(cfg: PreviewConfig, order: Mixture) -> list[Finding]:
     """Findings about components that a mixture repeats too often."""
-    seen = zip(order.components, epochs(cfg, order), strict=True)
+    repeats = zip(order.components, epochs(cfg, order), strict=True)
     return [
         Finding(f"{c.name} is seen {n:.1f} times in this run", OFTEN)
-        for c, n in seen
+        for c, n in repeats
         if n > REPEATED and len(order.components) > 1
     ]
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:
-    """Samples by length, between 1, 1.5, 2, 3, 4, 6 … tokens; where that gives many bars, between powers of two."""
+    """Count samples by length, between 1, 2, 3, 4, 6, 8 … tokens.
+
+    Where that gives more than 13 bars, between powers of two.
+    """
     edges = sorted({*(2**n for n in range(40)), *(3 * 2**n for n in range(40))})
     low, high = np.searchsorted(edges, [lengths.min(), lengths.max()], side="right")
     edges = edges[low - 1 : high + 1]
@@ -345,10 +345,11 @@ class TokenTexts:
 
     def text(self, ids: list[int]) -> str:
         """The text of these tokens, with control characters made visible."""
-        if (found := self.known.get(tuple(ids))) is None:
+        key = tuple(ids)
+        if key not in self.known:
             text = self.tokenizer.decode([*self.anchor, *ids], skip_special=False)[self.before :]
-            found = self.known[tuple(ids)] = CONTROL.sub(_visible, text)
-        return found
+            self.known[key] = CONTROL.sub(_visible, text)
+        return self.known[key]
 
 
 def _visible(match: re.Match[str]) -> str:

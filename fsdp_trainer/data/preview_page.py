@@ -54,7 +54,7 @@ class ShownRow:
 
     @property
     def title(self) -> str:
-        """What is in it."""
+        """Return a line on its content."""
         tokens, supervised = (
             sum(getattr(document, what) for document in self.documents)
             for what in ("tokens", "supervised")

@@ -40,7 +40,10 @@ BLOCK = 1 << 24  # bytes a request
 SILENT_SECONDS = 60  # of a web server, after which it is given up
 # what tells versions of a file apart, as the various stores call it; the first that is known is
 # enough with the size
-MARKS = ("ETag", "etag", "blob_id", "md5Hash", "Content-MD5", "content_md5", "checksum", "mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")  # fmt: skip
+MARKS = (
+    "ETag", "etag", "blob_id", "md5Hash", "Content-MD5", "content_md5", "checksum", "mtime",
+    "LastModified", "last_modified", "Last-Modified", "updated", "created",
+)  # fmt: skip
 
 Say = Callable[[str], None]
 
@@ -79,27 +82,13 @@ def list_files(url: str, key: str) -> list[RemoteFile]:
         system, path = _system_of(url)
         system.invalidate_cache()
         is_web = urlsplit(url).scheme in ("http", "https")  # tells no folder from a file
-        if has_magic(url):
-            found = {
-                p: about
-                for p, about in system.glob(path, detail=True).items()
-                if about["type"] == "file"
-            }
-        elif not path.endswith("/") if is_web else system.isfile(path):
-            found = {path: system.info(path)}
-        else:
-            found = system.find(path, detail=True)
-            if not found:
-                raise FileNotFoundError(url)
-            found = {
-                p: about for p, about in found.items() if is_data(p.removeprefix(path).strip("/"))
-            }
-        address = {p: url if p == path else _address(url, p) for p in found}
+        listed = _list(system, path, url, is_web)
+        address = {p: url if p == path else _address(url, p) for p in listed}
         try:
             chosen = choose_files(sorted(address.values()), url)
         except ValueError as error:
             raise _unusable(url, key, str(error)) from None
-        about = {address[p]: about for p, about in found.items()}
+        about = {address[p]: about for p, about in listed.items()}
         if is_web:  # whose listings are bare
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 about = dict(zip(chosen, pool.map(system.info, chosen), strict=True))
@@ -107,6 +96,20 @@ def list_files(url: str, key: str) -> list[RemoteFile]:
             RemoteFile(file, about[file].get("size"), _version(file, about[file]))
             for file in chosen
         ]
+
+
+def _list(system: AbstractFileSystem, path: str, url: str, is_web: bool) -> dict[str, Any]:
+    """Return what the store says of each file of a URL, by path."""
+    if has_magic(url):
+        paths = system.glob(path, detail=True).items()
+        return {p: about for p, about in paths if about["type"] == "file"}
+    is_file = not path.endswith("/") if is_web else system.isfile(path)
+    if is_file:
+        return {path: system.info(path)}
+    paths = system.find(path, detail=True).items()
+    if not paths:
+        raise FileNotFoundError(url)
+    return {p: about for p, about in paths if is_data(p.removeprefix(path).strip("/"))}
 
 
 def _system_of(url: str) -> tuple[AbstractFileSystem, str]:

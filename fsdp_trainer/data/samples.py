@@ -29,7 +29,7 @@ Span = tuple[int, int, float]
 """Characters [start, end) of a text and the weight with which their tokens are learnt."""
 EXAMPLES = 3
 FITS = "fits_"
-"""Begins the keys that count samples too long for a row, by the length that would hold them: fits_1536."""
+"""Begins the keys that count samples too long for a row, by a length that holds them: fits_1536."""
 LOST = "lost_tokens"
 """Key of the tokens that were dropped or cut off with them."""
 REWRITTEN_SAMPLES, REWRITTEN_TOKENS, LAST_TOKENS = "of_rewritten", "of_rewritten_tokens", "of_last"
@@ -44,7 +44,7 @@ EMPTY_THINK = re.compile(r"<think>\s*</think>")
 
 @dataclass
 class Sample:
-    """What is stored: `weights[i]` is the weight with which `tokens[i]` is learnt, as a target."""
+    """Tokens as they are stored; `weights[i]` is that of `tokens[i]` as a target."""
 
     tokens: np.ndarray  # [length] int32
     weights: np.ndarray  # [length] float32
@@ -54,7 +54,10 @@ class Sample:
 
 @dataclass
 class Rendered:
-    """A text before tokenisation. A document is framed by bos and eos, a conversation has what its template wrote."""
+    """A text before tokenisation.
+
+    A document is framed by bos and eos; a conversation has what its template wrote.
+    """
 
     text: str
     spans: list[Span]
@@ -252,7 +255,7 @@ class SampleBuilder:
         return spans
 
     def tokenize(self, texts: list[Rendered]) -> Iterator[list[Sample]]:
-        """For every text its sample, or none where it is left out."""
+        """Yield for every text its sample, or none where it is left out."""
         plain = [text.text for text in texts if text.is_document]
         weighed = [text.text for text in texts if not text.is_document and text.sample is None]
         documents = iter(self.tokenizer.encode_plain(plain))
@@ -264,7 +267,7 @@ class SampleBuilder:
                 sample = self._frame(next(documents))
             else:
                 sample = self._weigh(next(chats), text)
-            yield [kept for piece in self._fit(sample, text) for kept in self._keep(piece, text)]
+            yield [one for piece in self._fit(sample, text) for one in self._keep(piece, text)]
 
     def _frame(self, ids: np.ndarray) -> Sample:
         bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
@@ -275,10 +278,10 @@ class SampleBuilder:
         return Sample(tokens, np.ones(len(tokens), np.float32))
 
     def _weigh(self, encoding: Encoding | EncodedWords, text: Rendered) -> Sample:
-        number, of = text.place
-        if of > 1:
+        number, count = text.place
+        if count > 1:
             self.counts[REWRITTEN_TOKENS] += len(encoding.ids)
-            self.counts[LAST_TOKENS] += len(encoding.ids) * (number == of)
+            self.counts[LAST_TOKENS] += len(encoding.ids) * (number == count)
         self._leave_out_stripped(encoding, text.text)
         sample = Sample(encoding.ids, token_weights(encoding, text))
         for end in text.ends:

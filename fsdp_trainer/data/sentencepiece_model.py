@@ -138,11 +138,11 @@ def _merges(model: ModelProto) -> list[tuple[str, str]]:
     for text, (score, _) in rank.items():
         splits = ((text[:i], text[i:]) for i in range(1, len(text)))
         merges += [
-            (score, rank[left], rank[right], left, right)
-            for left, right in splits
-            if left in rank and right in rank
+            (score, rank[first], rank[second], first, second)
+            for first, second in splits
+            if first in rank and second in rank
         ]
-    return [(left, right) for *_, left, right in sorted(merges)]
+    return [(first, second) for *_, first, second in sorted(merges)]
 
 
 def _put_spaces(tokenizer: Tokenizer, spec: Any, prefix_space: bool, legacy: bool) -> None:

@@ -1,4 +1,7 @@
-"""Arrays that the processes of a node share: made by one of them, written aside, renamed when whole, and then mapped from files."""
+"""Arrays that the processes of a node share.
+
+One of them writes the files, which appear when they are whole; all map them.
+"""
 
 import fcntl
 import os
@@ -13,15 +16,15 @@ import numpy as np
 
 Arrays = dict[str, np.ndarray]
 UNUSED_SECONDS = 30 * 24 * 3600.0
-# samples or rows: for less, what an epoch takes is a few MB, made within 0.1 s in every process
+# samples or rows: for less, what an epoch takes is a few MB, arrays within 0.1 s in every process
 SHARED_FROM = 200_000
 
 
 class SharedArrays:
     """Groups of named arrays in `folder`, one folder for each group.
 
-    When one is made, those of it and of its neighbours go that nobody has opened for a month. Who
-    maps them keeps them.
+    When one is made, groups are deleted that nobody has opened for a month: also those of other
+    folders beside this one. A process that maps them keeps them.
     """
 
     def __init__(self, folder: Path):
@@ -30,27 +33,28 @@ class SharedArrays:
         """Why nothing can be kept there; every process then holds the arrays in its own memory."""
 
     def get(self, group: str, make: Callable[[], Arrays]) -> Arrays:
-        """The arrays that `make` returns, from files if any process has made them.
+        """Return the arrays that `make` returns, from files if any process has written them.
 
         A process that comes while another one makes them waits.
         """
-        made: Arrays | None = self._open(group)
-        if made is not None:
-            return made
+        arrays: Arrays | None = self._open(group)
+        if arrays is not None:
+            return arrays
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / "lock", "w") as lock:
                 with suppress(OSError):  # where there are no locks, several make the same
                     fcntl.flock(lock, fcntl.LOCK_EX)
-                if (found := self._open(group)) is not None:
-                    return found
-                made = make()
-                self._write(group, made)
+                stored = self._open(group)
+                if stored is not None:
+                    return stored
+                arrays = make()
+                self._write(group, arrays)
                 self._clear_up()
-            return self._open(group) or made
+            return self._open(group) or arrays
         except OSError as error:
             self.problem = error
-            return made or make()
+            return arrays or make()
 
     def _open(self, group: str) -> Arrays | None:
         try:

@@ -110,9 +110,11 @@ class Source:
 def find_sources(
     path: Any, key: str, cache: Path | None = None, say: Say = nothing, progress: Say = nothing
 ) -> list[Source]:
-    """Data files of a path: a file, a folder (searched through), a glob, a URL of any of these, a `demo:` name, or a list; in a fixed order.
+    """Return the data files of a path, in a fixed order.
 
-    cache: where remote files are copied to, which then stand for them; None: their URLs are the files. say, progress: told of downloads.
+    path: a file, a folder (searched through), a glob, a URL of any of these, a `demo:` name, or a
+    list. cache: where remote files are copied to, which then stand for them; None: their URLs are
+    the files. say, progress: told of downloads.
     """
     paths = [entry.path for entry in entries(path)]
     if not paths:
@@ -122,26 +124,29 @@ def find_sources(
             "a file, folder or glob, or a list of them, is needed. To try the trainer out:"
             f"  {key}=demo:backwards",
         )
-    found: dict[str, list[str]] = {}
+    files_of: dict[str, list[str]] = {}
     copies: dict[str, str] = {}
     for p in paths:
         if is_url(p) and cache:
             copies |= (of_url := fetch(p, key, cache, say, progress))
-            found.setdefault(place(p), []).extend(of_url)
+            files_of.setdefault(place(p), []).extend(of_url)
         else:
-            found.setdefault(place(p), []).extend(_files_of(p, key))
-    sources = _told_apart(found, {place(entry.path): entry for entry in entries(path)}, key)
+            files_of.setdefault(place(p), []).extend(_files_of(p, key))
+    sources = _name_sources(files_of, {place(entry.path): entry for entry in entries(path)}, key)
     return [
         replace(source, files=[copies.get(file, file) for file in source.files])
         for source in sources
     ]
 
 
-def _told_apart(found: dict[str, list[str]], given: dict[str, Entry], key: str) -> list[Source]:
-    """The sources that the files of each entry are, by names that differ."""
-    if len(found) > 1 or any(entry.name for entry in given.values()):
+def _name_sources(
+    files_of: dict[str, list[str]], given: dict[str, Entry], key: str
+) -> list[Source]:
+    """Return the sources that the files of each entry are, with names that differ."""
+    if len(files_of) > 1 or any(entry.name for entry in given.values()):
         names = [
-            given[at].name or name for at, name in zip(found, _names(list(found)), strict=True)
+            given[at].name or name
+            for at, name in zip(files_of, _names(list(files_of)), strict=True)
         ]
         if len(set(names)) < len(names):
             raise _bad(
@@ -152,9 +157,9 @@ def _told_apart(found: dict[str, list[str]], given: dict[str, Entry], key: str) 
             )
         return [
             Source(name, files, given[at].format, given[at].fields)
-            for name, (at, files) in zip(names, found.items(), strict=True)
+            for name, (at, files) in zip(names, files_of.items(), strict=True)
         ]
-    ((path, files),) = found.items()
+    ((path, files),) = files_of.items()
     how = given[path].format, given[path].fields
     by_set: dict[str, list[str]] = {}
     for file in files:
@@ -171,9 +176,10 @@ def _told_apart(found: dict[str, list[str]], given: dict[str, Entry], key: str) 
 
 
 def _names(paths: list[str]) -> list[str]:
-    """The shortest end of each absolute path that tells it from the others, with its suffix only where it takes that.
+    """Return the shortest end of each absolute path that no other has.
 
-    Nothing of where the folder lies that holds them all: the same data elsewhere is the same data.
+    It has its suffix only where it needs that, and nothing of the folder that holds them all: the
+    same data elsewhere is the same data.
     """
     shared = os.path.commonpath([Path(path).parent for path in paths])
     ends = [_ends(Path(path).relative_to(shared)) for path in paths]
@@ -206,7 +212,10 @@ def _files_of(path: str, key: str) -> list[str]:
 
 
 def content_hash(file: str, leaving: Event | None = None) -> str:
-    """Hash of what a file holds, not of its name: a moved file is the same data. leaving: ends it, in whatever thread it is."""
+    """Return a hash of a file's content, not of its name: a moved file is the same data.
+
+    leaving: ends it, from another thread.
+    """
     if file in demo.TASKS:
         return hashlib.blake2b(json.dumps(demo.rows(file)).encode(), digest_size=16).hexdigest()
     digest = hashlib.blake2b(repr(kind(file)).encode(), digest_size=16)

@@ -15,8 +15,9 @@ from fsdp_trainer.data.samples import Sample
 from fsdp_trainer.data.shared_arrays import SHARED_FROM, SharedArrays
 
 COLUMNS = {
-    "tokens": np.int32, "weights": np.float32, "lengths": np.int64, "weight_sums": np.float64, "supervised": np.int64, "sources": np.int32,
-    "files": np.int32, "lines": np.int64, "digests": np.uint64,
+    "tokens": np.int32, "weights": np.float32, "lengths": np.int64, "weight_sums": np.float64,
+    "supervised": np.int64, "sources": np.int32, "files": np.int32,
+    "lines": np.int64, "digests": np.uint64,
 }  # fmt: skip
 PER_TOKEN = ("tokens", "weights")
 GROUP_STARTS = "group_starts"  # [samples] bool, a column that is there only if a group has several
@@ -46,12 +47,8 @@ class TokenStore:
         counts: dict[str, int] | None = None,
         examples: dict[str, list[str]] | None = None,
     ):
-        self.folder, self.fingerprint, self.source_names, self.file_names = (
-            folder,
-            fingerprint,
-            list(source_names),
-            list(files),
-        )
+        self.folder, self.fingerprint = folder, fingerprint
+        self.source_names, self.file_names = list(source_names), list(files)
         self.counts: dict[str, int] = counts or {}
         """What happened while it was made, and how often: see SampleBuilder.counts."""
         self.examples: dict[str, list[str]] = examples or {}
@@ -65,31 +62,28 @@ class TokenStore:
         self.sources: np.ndarray = columns["sources"]  # [samples] int32, places in source_names
         self.files: np.ndarray = columns["files"]  # [samples] int32, places in file_names
         self.lines: np.ndarray = columns["lines"]  # [samples] int64, from 1; in a table the row
-        self.digests: np.ndarray = columns[
-            "digests"
-        ]  # [samples] uint64: of a sample's tokens and weights, to find duplicates by
+        # [samples] uint64: of a sample's tokens and weights, to find duplicates by
+        self.digests: np.ndarray = columns["digests"]
         self.group_starts: np.ndarray | None = None
         if _has_groups(folder):
             self.group_starts = _map(folder / f"{GROUP_STARTS}.bin", np.bool_)
         """[samples]: False where a sample shares the row of the one before it; None: none does."""
         for column in (self.tokens, self.weights):
-            if isinstance(
-                column.base, mmap
-            ):  # shuffled samples lie all over the file: what is read ahead behind each is read for nothing
+            # shuffled samples lie all over the file: nothing is to be read ahead behind each
+            if isinstance(column.base, mmap):
                 column.base.madvise(MADV_RANDOM)
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """[samples + 1] int64: where the tokens of each begin, and where those of the last one end."""
+        """The first token of each sample, and the end of the last one: [samples + 1] int64."""
 
         def make() -> dict[str, np.ndarray]:
             return {"offsets": np.concatenate([[0], np.cumsum(self.lengths)])}
 
         large = len(self) >= SHARED_FROM
-        made = (
-            SharedArrays(self.folder / "plans" / "store").get("offsets", make) if large else make()
-        )
-        return made["offsets"]
+        if not large:
+            return make()["offsets"]
+        return SharedArrays(self.folder / "plans" / "store").get("offsets", make)["offsets"]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -103,7 +97,7 @@ class TokenStore:
         return self.tokens[part], self.weights[part]
 
     def fetch(self, firsts: np.ndarray, counts: np.ndarray) -> None:
-        """Have the disk begin with all these stretches of tokens at once; touched one after another, each would be waited for by itself."""
+        """Have the disk begin to read all these stretches of tokens at once, not one by one."""
         for column in (self.tokens, self.weights):
             if isinstance(column.base, mmap):
                 begins, ends = (
@@ -144,12 +138,15 @@ class StoreWriter:
         self._files = {name: open(folder / f"{name}.bin", "wb") for name in COLUMNS}  # noqa: SIM115
         self._folder, self._group_starts = folder, bytearray()
         self.totals: dict[str, dict[str, int]] = {}
-        """By source (its place, as text): samples, tokens, supervised tokens, the longest sample."""
+        """By source (its place, as text): samples, tokens, supervised tokens, longest sample."""
 
     def write(
         self, samples: list[Sample], source: int = 0, file: int = 0, lines: Sequence[int] | int = 0
     ) -> None:
-        """Append, in order. source, file: places among their names; lines: of the file, one for each sample."""
+        """Append samples in order.
+
+        source, file: places among their names; lines: of the file, one for each sample.
+        """
         if not samples:
             return
         lengths = np.array([len(s.tokens) for s in samples])
@@ -171,13 +168,13 @@ class StoreWriter:
                 np.ascontiguousarray(columns[name], dtype).data
             )  # unlike tofile it says when the disk is full
         self._group_starts += bytes(sample.starts_group for sample in samples)
-        found = {
+        totals = {
             "samples": len(samples),
             "tokens": lengths.sum(),
             "supervised": columns["supervised"].sum(),
             "longest": lengths.max(),
         }
-        add_totals(self.totals, {str(source): {what: int(n) for what, n in found.items()}})
+        add_totals(self.totals, {str(source): {what: int(n) for what, n in totals.items()}})
 
     def close(self) -> None:
         """All of it is with the system."""
@@ -197,22 +194,21 @@ def _digest(sample: Sample) -> int:
 
 
 def add_totals(totals: dict[str, dict[str, int]], more: dict[str, dict[str, int]]) -> None:
-    """The totals of each source, with others added."""
-    for source, found in more.items():
-        mine = totals.setdefault(source, dict.fromkeys(found, 0))
-        for what, n in found.items():
+    """Add to the totals of each source."""
+    for source, added in more.items():
+        mine = totals.setdefault(source, dict.fromkeys(added, 0))
+        for what, n in added.items():
             mine[what] = max(mine[what], n) if what == "longest" else mine[what] + n
 
 
 def check_columns(folder: Path, totals: dict[str, dict[str, int]]) -> None:
     """Raise Damaged unless the columns hold just what was counted."""
-    samples, tokens = (sum(of[what] for of in totals.values()) for what in ("samples", "tokens"))
+    samples = sum(one["samples"] for one in totals.values())
+    tokens = sum(one["tokens"] for one in totals.values())
     columns = COLUMNS | ({GROUP_STARTS: np.bool_} if _has_groups(folder) else {})
     for column, dtype in columns.items():
-        file, expected = (
-            folder / f"{column}.bin",
-            np.dtype(dtype).itemsize * (tokens if column in PER_TOKEN else samples),
-        )
+        file = folder / f"{column}.bin"
+        expected = np.dtype(dtype).itemsize * (tokens if column in PER_TOKEN else samples)
         try:
             size = file.stat().st_size
         except OSError as error:
@@ -222,7 +218,10 @@ def check_columns(folder: Path, totals: dict[str, dict[str, int]]) -> None:
 
 
 def merge(parts: Sequence[Path], into: Path, tick: Callable[[], None]) -> str:
-    """The columns of `parts`, one after another, on disk; memory is bounded. tick: called while it goes on. Returns the fingerprint."""
+    """Write the columns of `parts`, one after another; return the fingerprint.
+
+    Memory is bounded. tick: called while it goes on.
+    """
     into.mkdir()
     for column in COLUMNS:
         with open(into / f"{column}.bin", "wb") as whole:
@@ -253,7 +252,10 @@ def _group_starts(folder: Path) -> bytes:
 
 
 def _copy(source: int, target: int) -> int:
-    """Up to BLOCK bytes from where one file stands to where the other does: by the kernel, where it can, which may only note that they are shared."""
+    """Copy up to BLOCK bytes from one file's position to the other's; return how many.
+
+    The kernel does it where it can, and may only note that both share them.
+    """
     if hasattr(os, "copy_file_range"):
         try:
             if copied := os.copy_file_range(source, target, BLOCK):
@@ -261,9 +263,9 @@ def _copy(source: int, target: int) -> int:
         except OSError:  # not between these file systems; what else is wrong, writing tells
             pass
     block = os.read(source, BLOCK)
-    left = memoryview(block)
-    while left:
-        left = left[os.write(target, left) :]
+    rest = memoryview(block)
+    while rest:
+        rest = rest[os.write(target, rest) :]
     return len(block)
 
 

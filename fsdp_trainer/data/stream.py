@@ -117,13 +117,13 @@ class StreamSample:
 
     @property
     def after(self) -> Place:
-        """Where its stream stands behind it."""
+        """The place of its stream behind it."""
         return (*self.place[:2], self.place[2] + 1)
 
 
 @dataclass
 class StreamedData:
-    """A data set that is streamed; the same on every rank. It travels to other processes.
+    """Data that is streamed; the same on every rank. It travels to other processes.
 
     units: (source, unit). parts: with fewer units than streams, each unit is read by so many
     streams; part p takes every parts-th row, from row p on. lengths: of some samples. findings: on
@@ -279,8 +279,8 @@ class StreamIterator:
         sums = np.cumsum(lengths)
         counts = [len(samples)]
         if data.packing != "none":
-            least = sums[-1] - 2 * seq_len
-            counts = [n for n in range(len(samples), 0, -1) if sums[n - 1] > least][:8]
+            enough = sums[-1] - 2 * seq_len
+            counts = [n for n in range(len(samples), 0, -1) if sums[n - 1] > enough][:8]
         packings = []
         for n in counts:
             parts = pieces_of(lengths[:n], seq_len).lengths

@@ -30,7 +30,7 @@ def figures_by_source(store: TokenStore) -> list[SourceFigures]:
         for weights in (None, store.lengths, store.supervised)
     ]
     return [
-        SourceFigures(name, *(int(of[i]) for of in sums))
+        SourceFigures(name, *(int(one[i]) for one in sums))
         for i, name in enumerate(store.source_names)
     ]
 

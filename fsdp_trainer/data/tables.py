@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 Record = tuple[int, dict[str, Any], str | None]
-"""(number, columns, error) of a row; a number is a line of a CSV file, else it counts rows from 1."""
+"""(number, columns, error) of a row: the number of its line in CSV, else of the row, from 1."""
 
 BATCH = 256  # rows: those of a pretraining set may be books
 
@@ -65,9 +65,9 @@ def read_csv(file: Iterable[bytes], delimiter: str) -> Iterator[Record]:
 def read_arrow(
     file: str | BinaryIO, suffix: str, start: int = 0, stop: int | None = None
 ) -> Iterator[Record]:
-    """Rows of a Parquet file, or of Arrow's own file and stream formats, the one that `datasets` saves.
+    """Yield the rows of a Parquet file, or of Arrow's file and stream formats.
 
-    start, stop: row groups of Parquet, batches of an Arrow file.
+    `datasets` saves the latter. start, stop: row groups of Parquet, batches of an Arrow file.
     """
     import pyarrow
 
@@ -93,7 +93,10 @@ def read_arrow(
 
 
 def rows_of_parts(file: str | BinaryIO, suffix: str) -> list[int]:
-    """Rows of each row group or batch that can be read by itself; none of a stream, nor of what cannot be read."""
+    """Return the rows of each row group or batch that can be read by itself.
+
+    Empty for a stream, and for what cannot be read.
+    """
     import pyarrow
     from pyarrow import parquet
 

@@ -1,4 +1,4 @@
-"""Jinja, set up as `transformers` sets it up, so that a template writes the same text here as there."""
+"""Jinja, set up as in `transformers`: a template writes the same text."""
 
 import json
 import re
@@ -30,7 +30,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     """
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return `obj.attribute` as the sandbox does: an attribute, else an item, else undefined."""
+        """Return `obj.attribute` as the sandbox does: attribute, else item, else undefined."""
         if type(obj) is dict and attribute not in DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if type(obj) is str and attribute in TEXT_METHODS:

@@ -1,4 +1,4 @@
-"""What a chat template can do, found out by small conversations that it is asked to render."""
+"""Capabilities of a chat template, read off the small conversations that it renders."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -63,7 +63,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be found out: the first probe that succeeds tells, else `otherwise` holds."""
+    """A question to a template: the first probe that succeeds answers it, else `otherwise`."""
 
     probes: tuple[Probe, ...]
     otherwise: dict[str, Any]

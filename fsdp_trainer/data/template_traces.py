@@ -169,10 +169,10 @@ class TracingEnvironment(ChatEnvironment):
         for name, test in of_texts.items():
             self.tests[name] = _true_of_texts(test)
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, first: Any, second: Any) -> Any:
         """Compute all operators but +, without traced texts."""
-        _check(operator, left, right)
-        return super().call_binop(context, operator, left, right)
+        _check(operator, first, second)
+        return super().call_binop(context, operator, first, second)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Return what the sandbox returns; of a traced text, methods that it notes."""

@@ -262,14 +262,14 @@ def _check_args(template: Template, args: Mapping[str, Any]) -> None:
     for name, value in args.items():
         shown = f"data.template_args={{{name}: {value}}}"
         if name in RESERVED:
-            why = "the program itself gives this to the template. Leave it out"
+            reason = "the program itself gives this to the template. Leave it out"
         elif any(mentions(text, name) for text in texts):
             continue
         else:
             known = sorted({known for text in texts for known in variables(text)})
             has = f"it has:  {'  '.join(known)}" if known else "it has none"
-            why = f"the chat template ({template.name}) has no such variable; {has}"
-        raise UserError("the chat template cannot be used", [Problem(shown, why)])
+            reason = f"the chat template ({template.name}) has no such variable; {has}"
+        raise UserError("the chat template cannot be used", [Problem(shown, reason)])
 
 
 def _date(today: str | None) -> date:
@@ -294,5 +294,5 @@ def _read(path: str) -> str:
         raise _bad(path, f"cannot be read: {error}") from None
 
 
-def _bad(name: str, why: str) -> UserError:
-    return UserError("the chat template cannot be used", [Problem(f"data.template={name}", why)])
+def _bad(name: str, reason: str) -> UserError:
+    return UserError("the chat template cannot be used", [Problem(f"data.template={name}", reason)])

@@ -59,7 +59,7 @@ def task_key(task: Task) -> list[list[int | None]]:
 
 @dataclass
 class TaskResult:
-    """What is known of a task once its rows have been read."""
+    """Counts and problems of a task, known once its rows have been read."""
 
     task: list[list[int | None]] = field(default_factory=list)
     """The task_key."""

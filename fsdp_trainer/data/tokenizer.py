@@ -1,4 +1,4 @@
-"""Text to tokens and back, for every tokenizer that a Hugging Face folder or a SentencePiece model can hold."""
+"""Text to tokens and back, by any tokenizer of a Hugging Face folder or SentencePiece model."""
 
 import hashlib
 import json
@@ -26,7 +26,8 @@ from fsdp_trainer.data.words import (
 from fsdp_trainer.errors import Problem, UserError
 
 FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
@@ -60,7 +61,10 @@ LONG, OVERLAP = 1 << 18, 1 << 11  # characters of a piece, and those it shares w
 
 
 def _seam(before: Encoding, after: Encoding, start: int) -> tuple[int, int] | None:
-    """The first token that both encodings have, its place in either, in the middle of what they share from `start` on."""
+    """Return the places of a token that both encodings have, in the middle of what they share.
+
+    start: of the shared text.
+    """
     for here in range(
         *np.searchsorted(before.starts, (start + OVERLAP // 4, start + OVERLAP // 2))
     ):
@@ -152,7 +156,7 @@ class TextTokenizer:
         )
 
     def encode_plain(self, texts: list[str]) -> list[np.ndarray]:
-        """Tokens alone, [tokens] int32 of each text: where no place is asked for, it takes less time."""
+        """Return the tokens of each text, [tokens] int32, without their places: that is faster."""
         by_word = self._words.plain if self._words else list
         whole = self.backend.encode_batch_fast
         return self._encode(
@@ -165,7 +169,7 @@ class TextTokenizer:
         )
 
     def _encode(self, texts: list[str], by_word: Callable, whole: Callable, long: Callable) -> list:
-        """Each text in the way that costs it least; where there are several, they give the same tokens."""
+        """Encode each text in the way that is fastest for it; all give the same tokens."""
         ways = [
             by_word
             if self._words and has_spaces(text)
@@ -175,7 +179,9 @@ class TextTokenizer:
             for text in texts
         ]
         some = {
-            way: iter(way([text for text, of in zip(texts, ways, strict=True) if of is way]))
+            way: iter(
+                way([text for text, chosen in zip(texts, ways, strict=True) if chosen is way])
+            )
             for way in (by_word, whole)
         }
         return [
@@ -184,22 +190,25 @@ class TextTokenizer:
         ]
 
     def _encode_long(self, text: str) -> Encoding:
-        """Piece by piece: what the backend says of each token takes some hundred times the memory of its character."""
-        found: list[Encoding] = []
+        """Encode a text piece by piece.
+
+        The backend's description of a token takes about 100 times the memory of its characters.
+        """
+        pieces: list[Encoding] = []
         for start in range(0, len(text), LONG):
             piece = encoding_of(
                 self.backend.encode(text[start : start + LONG + OVERLAP], add_special_tokens=False)
             )
             piece = Encoding(piece.ids, piece.starts + start, piece.ends + start)
-            if found:
-                seam = _seam(found[-1], piece, start)
+            if pieces:
+                seam = _seam(pieces[-1], piece, start)
                 if seam is None:
                     return encoding_of(self.backend.encode(text, add_special_tokens=False))
-                found[-1], piece = found[-1].cut(stop=seam[0]), piece.cut(start=seam[1])
-            found.append(piece)
+                pieces[-1], piece = pieces[-1].cut(stop=seam[0]), piece.cut(start=seam[1])
+            pieces.append(piece)
         return Encoding(
             *(
-                np.concatenate([getattr(piece, name) for piece in found])
+                np.concatenate([getattr(piece, name) for piece in pieces])
                 for name in ("ids", "starts", "ends")
             )
         )
@@ -288,25 +297,30 @@ def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
     except Exception as e:  # tokenizers raises bare Exception
         raise _bad(path, f"{file.name} cannot be read: {e}") from None
     if file.suffix == ".model" or file.name == VOCABULARY:
-        later = _json(folder, "added_tokens.json").items()
-        added = {str(id): {"content": text} for text, id in later}
-        _add_tokens(backend, added | config.get("added_tokens_decoder", {}), path)
+        _add_later_tokens(backend, folder, config, path)
     stop_ids = generation.get("eos_token_id") or []
+    stop_ids = stop_ids if isinstance(stop_ids, list) else [stop_ids]
     own = {} if file.name == VOCABULARY else {"tokenizer" + file.suffix: file}
     files = own | {name: folder / name for name in FILES if folder and (folder / name).is_file()}
     if _add_special(backend, add_tokens):
-        files = {
-            name: kept
-            for name, kept in files.items()
-            if name not in ("tokenizer.json", "added_tokens.json")
-        }  # written anew
+        for name in ("tokenizer.json", "added_tokens.json"):
+            files.pop(name, None)  # written anew
     return TextTokenizer(
         backend,
         special=_special_tokens(backend, special, special_map, config),
-        stop_ids=set(stop_ids if isinstance(stop_ids, list) else [stop_ids]),
+        stop_ids=set(stop_ids),
         chat_template=_chat_templates(folder, config),
         files=files,
     )
+
+
+def _add_later_tokens(
+    backend: Tokenizer, folder: Path | None, config: dict[str, Any], path: str
+) -> None:
+    """Add the tokens that files beside a model name."""
+    later = _json(folder, "added_tokens.json").items()
+    added = {str(id): {"content": text} for text, id in later}
+    _add_tokens(backend, added | config.get("added_tokens_decoder", {}), path)
 
 
 def _read_backend(file: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
@@ -362,7 +376,10 @@ def _json(folder: Path | None, name: str) -> dict:
 
 
 def _special_tokens(backend: Tokenizer, *sources: dict) -> dict[str, str]:
-    """bos_token, eos_token …: the last source counts; a token is its text or an object with `content`. Without any: the usual ones."""
+    """Return bos_token, eos_token … by the last source that names any, else the usual ones.
+
+    A token is its text, or an object with `content`.
+    """
     given = {name: source[name] for source in sources for name in SPECIAL if source.get(name)}
     texts_of = {
         name: token.get("content") if isinstance(token, dict) else token

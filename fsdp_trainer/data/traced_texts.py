@@ -46,9 +46,9 @@ class Trace:
 
     def values(self, function: Callable, text: "Traced", *args: Any) -> Sequence["Traced"]:
         """Return texts made of another; further conversations have to give as many."""
-        made = function(text.plain, *args)
-        self.steps.append((function, _base(text.parts), args, len(made)))
-        return type(made)(self.source(one) for one in made)
+        texts = function(text.plain, *args)
+        self.steps.append((function, _base(text.parts), args, len(texts)))
+        return type(texts)(self.source(one) for one in texts)
 
     def end(self, rendered: str) -> None:
         """Keep the rendered text. Nothing is noted afterwards."""
@@ -81,7 +81,7 @@ def _base(parts: tuple[Part, ...]) -> int | tuple[Part, ...]:
 
 
 def _join(parts: Iterable[Part], values: list[str]) -> str:
-    return "".join([part if type(part) is str else values[part] for part in parts])  # type: ignore[index]
+    return "".join([part if isinstance(part, str) else values[part] for part in parts])
 
 
 class Traced(str):
@@ -96,9 +96,9 @@ class Traced(str):
     parts: tuple[Part, ...]
 
     def __new__(cls, value: str, trace: Trace, parts: tuple[Part, ...]) -> "Traced":
-        made = super().__new__(cls, value)
-        made.trace, made.plain, made.parts = trace, value, parts
-        return made
+        traced = super().__new__(cls, value)
+        traced.trace, traced.plain, traced.parts = trace, value, parts
+        return traced
 
     def __str__(self) -> str:
         return self

@@ -1,4 +1,4 @@
-"""Where in a rendered conversation the assistant's turns stand: what the model writes.
+"""The assistant's turns in a rendered conversation: the text that the model writes.
 
 What it writes in a turn is what the finished text has beyond the prompt of inference. Nothing is
 searched for in the text, so that it holds for any template.

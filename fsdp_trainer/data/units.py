@@ -35,9 +35,11 @@ BYTE_ORDER_MARK, UTF_16 = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 
 @dataclass(frozen=True)
 class Unit:
-    """Part of a file: bytes of a text that is not compressed, row groups of Parquet, batches of an Arrow file; else all of it.
+    """Part of a file that can be read by itself.
 
-    A row belongs to the unit in which it begins, a document between blank lines to that in which the blank line before it begins.
+    start, stop: bytes of a text that is not compressed, row groups of Parquet, batches of an Arrow
+    file; other files are one unit. A row belongs to the unit in which it begins, a document between
+    blank lines to that in which the blank line before it begins.
     """
 
     file: str
@@ -52,8 +54,8 @@ def stamp(file: str) -> tuple[int, int] | None:
     """(bytes, nanoseconds) of a local file, which change when the file does."""
     if file in demo.TASKS or is_url(file):
         return None
-    found = os.stat(file)
-    return found.st_size, found.st_mtime_ns
+    about = os.stat(file)
+    return about.st_size, about.st_mtime_ns
 
 
 def split_units(file: str, bytes_each: int, mark: tuple[int, int] | None = None) -> list[Unit]:
@@ -217,11 +219,11 @@ def _seekable(file: str, compression: str | None) -> BinaryIO:
     """The same where one can go back: what was compressed is unpacked into a nameless file."""
     if not compression:
         return open_raw(file)
-    beside = tempfile.TemporaryFile()  # noqa: SIM115
+    unpacked = tempfile.TemporaryFile()  # noqa: SIM115
     with _open(file) as opened:
-        shutil.copyfileobj(opened, beside, 1 << 22)
-    beside.seek(0)
-    return cast(BinaryIO, beside)
+        shutil.copyfileobj(opened, unpacked, 1 << 22)
+    unpacked.seek(0)
+    return cast(BinaryIO, unpacked)
 
 
 def _table(file: str, compression: str | None) -> str | BinaryIO:

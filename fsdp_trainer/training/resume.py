@@ -225,8 +225,8 @@ def take_first(sources: list[dict[str, Any]], field: str, value: str) -> dict[st
 def continued(component: Component, source: dict[str, Any]) -> Match:
     """Return the match of a component whose rows are those of a checkpoint's source."""
     change = ""
-    if source["asked"] != component.asked:
-        change = f"was asked for {source['asked']:g}, is for {component.asked:g}"
+    if source["asked"] != component.requested:
+        change = f"was asked for {source['asked']:g}, is for {component.requested:g}"
     rows_per_epoch = component.order.rows_per_epoch
     epoch, row = divmod(source["rows"], rows_per_epoch)
     where = f"goes on at epoch {epoch + 1}, row {row:,} of {rows_per_epoch:,}"

@@ -69,6 +69,7 @@ def test_a_group_is_never_split_and_keeps_its_order(
             assert sorted(rows) == members
 
 
+@settings(deadline=None)
 @given(GROUPS)
 def test_groups_take_as_few_rows_as_documents_of_their_lengths(groups):
     lengths = np.array([length for group in groups for length in group])

@@ -82,7 +82,7 @@ def test_any_cut_into_parts_shards_and_interruptions_gives_the_same_samples(
             BYTES,
             load_template("chatml", BYTES),
             folder / "parts",
-            preparation.Told(),
+            preparation.Reporter(),
         )
         try:
             for i in draw.draw(st.permutations(range(shards)))[: draw.draw(st.integers(0, shards))]:

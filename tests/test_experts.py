@@ -2,6 +2,7 @@
 does with a plain loop over the experts."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from fsdp_trainer.config.schema import (
 from fsdp_trainer.models import moe
 from fsdp_trainer.models.adapters import resolve_adapters
 from fsdp_trainer.models.attention import LAYOUTS
+from fsdp_trainer.models.balance import Balance
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.freeze import choose_trained
@@ -29,6 +31,7 @@ from fsdp_trainer.models.moe import Experts, MixtureOfExperts
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.training.objective import CrossEntropy
 
 CPU = torch.device("cpu")
 QWEN = {
@@ -247,3 +250,107 @@ def test_what_cannot_be_together_with_experts_is_refused(train, key):
     told = train("run", *SMALL, f"sharding.{key}=2", code=2).err
     assert f"sharding.{key}=2" in told
     assert "together with experts" in told
+
+
+# --- balance --------------------------------------------------------------------------------------
+
+
+def watched(**weights):
+    """A model of one block whose losses have these weights, and a micro-batch."""
+    config = ModelConfig(**{**QWEN, "num_hidden_layers": 1})
+    model = Decoder(config)
+    initialize_weights(model, 1)
+    model.balance = Balance(config, **{"load_balancing": 0.0, "z_loss": 0.0, **weights})
+    batch = batch_of(1, 0)  # a row without padding
+    return model, replace(batch, token_share=torch.full((1, ROW), 1 / ROW))
+
+
+def objective(batch):
+    return CrossEntropy(batch.weights)
+
+
+def test_the_load_balancing_loss_is_that_of_transformers_of_one_block_and_micro_batch():
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.models.qwen3_moe.modeling_qwen3_moe.load_balancing_loss_func
+    model, batch = watched(load_balancing=1.0)
+    logits = []
+    router = model.model.layers["0"].mlp.gate
+    router.register_forward_hook(lambda module, args, out: logits.append(out.logits))
+    counts = model(batch, objective(batch)).auxiliary["expert_load"]
+    assert counts.sum() == 2 * ROW
+    model.balance.update(counts.double().flatten(), ROW)  # the load of this very batch
+    plain = model(batch, objective(batch))
+    expected = theirs((logits[-1],), 5, 2)
+    assert plain.auxiliary["load_balancing_loss"].item() == pytest.approx(expected.item(), rel=1e-6)
+    weight = router.weight
+    ours = torch.autograd.grad(plain.value, weight, retain_graph=True)[0]
+    nll = -(plain.scores.log_probability * batch.weights).sum()
+    assert plain.value.item() == pytest.approx((nll + expected).item(), rel=1e-6)
+    model.balance.load_balancing = 0.0
+    without = torch.autograd.grad(model(batch, objective(batch)).value, weight)[0]
+    of_loss = torch.autograd.grad(expected, weight)[0]
+    torch.testing.assert_close(ours - without, of_loss, rtol=1e-3, atol=1e-5)
+
+
+def test_the_routers_z_loss_is_the_mean_square_of_their_normalizers():
+    model, batch = watched(z_loss=0.1)
+    logits = []
+    router = model.model.layers["0"].mlp.gate
+    router.register_forward_hook(lambda module, args, out: logits.append(out.logits))
+    value = model(batch, objective(batch)).auxiliary["router_z_loss"]
+    expected = 0.1 * logits[0].logsumexp(-1).square().mean()
+    assert value.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_a_step_of_which_tokens_are_missing_does_not_change_the_load():
+    model, _ = watched(load_balancing=1.0)
+    before = model.balance.load.clone()
+    model.balance.update(torch.tensor([3.0, 1, 0, 0, 0]).double(), ROW)
+    model.balance.update(torch.zeros(5).double(), 0)
+    assert torch.equal(model.balance.load, before)
+
+
+def test_padding_goes_to_no_expert_that_is_counted():
+    model, batch = watched(load_balancing=1.0)
+    share = batch.token_share.clone()
+    share[:, 10:] = 0
+    batch = replace(batch, token_share=share)
+    assert model(batch, objective(batch)).auxiliary["expert_load"].sum() == 20
+
+
+def test_balancing_does_not_depend_on_ranks_micro_batches_recomputation_or_a_restart(train):
+    how = [
+        *SMALL, "schedule=constant", "loss.load_balancing=0.1", "loss.router_z_loss=0.01",
+        "batch.rows=4", "checkpoint.every=2", "optim.lr=1e-2",
+    ]  # fmt: skip
+    runs = [
+        train("one", *how, "train.steps=4", "batch.micro_rows=4"),
+        train("two", *how, "train.steps=4", "batch.micro_rows=1", ranks=2),
+        train("again", *how, "train.steps=4", "activation_checkpoint=full", "batch.micro_rows=2"),
+    ]
+    train("parted", *how, "train.steps=2", "batch.micro_rows=2")
+    runs.append(train("parted", *how, "train.steps=4", "batch.micro_rows=2", ranks=2))
+    losses = ("loss", "objective", "grad_norm", "load_balancing_loss", "router_z_loss")
+    for run in runs[1:]:
+        for name in (*losses, "expert_load_max", "expert_load_entropy"):
+            expected = runs[0].column(name)
+            assert run.column(name) == pytest.approx(expected, rel=1e-4), name
+        assert run.column("experts_unused") == runs[0].column("experts_unused")
+    added = [sum(run) for run in zip(*(runs[0].column(name) for name in losses[3:]), strict=True)]
+    objectives = [a - b for a, b in zip(*(runs[0].column(n) for n in losses[1::-1]), strict=True)]
+    assert objectives == pytest.approx(added, rel=1e-4)
+    assert runs[0].column("load_balancing_loss")[0] == pytest.approx(0.2), "even before the first"
+
+
+def test_losses_of_experts_are_refused_where_there_are_none(train):
+    told = train("run", "loss.load_balancing=0.1", code=2).err
+    assert "loss.load_balancing=0.1" in told
+    assert "has no experts" in told
+
+
+@pytest.mark.slow
+def test_balancing_is_the_same_compiled(train, compiled):
+    how = [*SMALL, "loss.load_balancing=0.1", "train.steps=3", "batch.micro_rows=2"]
+    plain, other = train("plain", *how), train("compiled", *compiled, *how)
+    for name in ("objective", "grad_norm", "load_balancing_loss", "expert_load_max"):
+        assert other.column(name) == pytest.approx(plain.column(name), rel=1e-4), name

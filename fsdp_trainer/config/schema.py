@@ -192,6 +192,17 @@ class Loss:
         "weight of logsumexp² of each token's logits, which keeps them from drifting; PaLM: 1e-4",
         minimum=0,
     )
+    load_balancing: float = key(
+        0.0,
+        "of a model with experts: weight of a loss that draws tokens to experts with few, see"
+        " docs/experts.md; Mixtral: 0.001, OLMoE: 0.01",
+        minimum=0,
+    )
+    router_z_loss: float = key(
+        0.0,
+        "of a model with experts: weight of logsumexp² of the routers' logits; ST-MoE: 1e-3",
+        minimum=0,
+    )
     chunk_mib: int | None = key(
         None,
         "MiB of float32 logits that exist at once; few make small matrix products; null:"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_trainer.models.attention import Cache, OneDocument, PackedAttention
+from fsdp_trainer.models.balance import Balance, Balancing
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.feed_forward import MLP
 from fsdp_trainer.models.head import Head, Objective, Scores
@@ -20,8 +21,8 @@ from fsdp_trainer.models.sdpa import Scoring
 
 CosSin = tuple[Tensor, Tensor]
 Auxiliary = dict[str, Tensor]
-"""Scalars that a block returns besides its output, by name. One whose name ends in `_loss` is
-minimised along with the objective; all are metrics."""
+"""Values that a block returns besides its output, by name. Scalars are summed over the blocks,
+others stacked. A scalar whose name ends in `_loss` is minimised along with the objective."""
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 """Parameters with a row for each token."""
 NORMS: dict[str, tuple[str | None, ...]] = {
@@ -49,6 +50,8 @@ class MicroBatch:
     rows; padding behind the last target has the number of documents. groups: [documents] int64,
     the group of documents that belong together, in the order of the data. Both are None where the
     objective needs neither.
+    token_share: [rows, length] float32, for each token 1 / the tokens of the whole step, for
+    padding 0; None where no experts are watched. Undivided until the step is known.
     """
 
     tokens: Tensor
@@ -60,13 +63,14 @@ class MicroBatch:
     sources: Tensor | None = None
     documents: Tensor | None = None
     groups: Tensor | None = None
+    token_share: Tensor | None = None
 
 
 class DecoderOutput(NamedTuple):
     """value: a scalar, the objective and the blocks' auxiliary losses; None without an objective.
 
     scores: of the supervised tokens, in the order of `batch.index`, without a gradient.
-    auxiliary: sums over the blocks, without a gradient.
+    auxiliary: of all blocks together, without a gradient.
     """
 
     value: Tensor | None
@@ -179,14 +183,20 @@ class Block(nn.Module):
             self.add_module(name, RMSNorm(config))
 
     def forward(
-        self, x: Tensor, cos_sin: CosSin, layout: PackedAttention, cache: Cache | None = None
+        self,
+        x: Tensor,
+        cos_sin: CosSin,
+        layout: PackedAttention,
+        cache: Cache | None = None,
+        balancing: Balancing | None = None,
     ) -> tuple[Tensor, Auxiliary]:
-        """x: [batch, length, hidden]."""
+        """x: [batch, length, hidden]; balancing: for a block with experts."""
         before_mixer, after_mixer, before_mlp, after_mlp = self.norms
         mixed = self.self_attn(self._norm(before_mixer, x), cos_sin, layout, cache)
         mixed, auxiliary = mixed if isinstance(mixed, tuple) else (mixed, {})
         x = x + self._norm(after_mixer, mixed)
-        fed = self.mlp(self._norm(before_mlp, x))
+        x_fed = self._norm(before_mlp, x)
+        fed = self.mlp(x_fed) if balancing is None else self.mlp(x_fed, balancing)
         fed, more = fed if isinstance(fed, tuple) else (fed, {})
         return x + self._norm(after_mlp, fed), auxiliary | more
 
@@ -222,6 +232,8 @@ class Decoder(nn.Module):
         # by whether they are local; made at the first forward, and not buffers: to_empty would
         # wipe them
         self.ropes: dict[bool, Rope] = {}
+        self.balance: Balance | None = None
+        """Set by a training that watches the load of experts."""
 
     def tie_weights(self) -> None:
         """Make a tied head and the embedding one parameter; again after to_empty, which parts
@@ -250,7 +262,10 @@ class Decoder(nn.Module):
 
     def forward(self, batch: MicroBatch, objective: Objective | None = None) -> DecoderOutput:
         """Compute the objective and the scores of the micro-batch's supervised tokens."""
-        hidden, auxiliary = self.hidden(batch.tokens, batch.positions, batch.layout)
+        share = batch.token_share if objective else None  # a validation minimises nothing
+        hidden, auxiliary = self.hidden(
+            batch.tokens, batch.positions, batch.layout, token_share=share
+        )
         # only supervised positions pay for norm and head
         hidden = hidden.flatten(0, 1).index_select(0, batch.index)
         value, scores = self.lm_head(self.model.norm(hidden), batch.targets, objective)
@@ -266,11 +281,12 @@ class Decoder(nn.Module):
         positions: Tensor,
         layout: PackedAttention,
         caches: Mapping[str, Cache] = MappingProxyType({}),
+        token_share: Tensor | None = None,
     ) -> tuple[Tensor, Auxiliary]:
-        """Return the residual stream after the last block, [batch, length, hidden], and the sums
-        of the blocks' auxiliary values. caches: by the blocks' names."""
+        """Return the residual stream after the last block, [batch, length, hidden], and the
+        blocks' auxiliary values. caches: by the blocks' names; token_share: as in MicroBatch."""
         x = self.embed(tokens)
-        x, auxiliary = self.run_blocks(x, positions, layout, self.blocks(), caches)
+        x, auxiliary = self.run_blocks(x, positions, layout, self.blocks(), caches, token_share)
         return self.all_tokens(x), auxiliary
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -289,22 +305,25 @@ class Decoder(nn.Module):
         layout: PackedAttention,
         blocks: Mapping[str, nn.Module],
         caches: Mapping[str, Cache] = MappingProxyType({}),
+        token_share: Tensor | None = None,
     ) -> tuple[Tensor, Auxiliary]:
-        """Return the residual stream behind these blocks, which follow each other, and the sums of
-        their auxiliary values. blocks, caches: by name."""
+        """Return the residual stream behind these blocks, which follow each other, and their
+        auxiliary values. blocks, caches: by name; token_share: as in MicroBatch."""
         has_local = self.config.rope_local_theta is not None
         windows = self.config.windows
         self.ropes = self.ropes or {local: Rope(self.config, local) for local in {False, has_local}}
         cos_sins = {local: rope(positions, x.dtype, layout) for local, rope in self.ropes.items()}
         layouts = {window: layout.with_window(window) for window in set(windows)}
-        sums: Auxiliary = {}
+        values: list[Auxiliary] = []
         for name, block in blocks.items():
             window = windows[int(name)]
             cos_sin = cos_sins[has_local and window is not None]
-            x, auxiliary = block(x, cos_sin, layouts[window], caches.get(name))
-            for key, scalar in auxiliary.items():
-                sums[key] = sums.get(key, 0.0) + scalar
-        return x, sums
+            inputs: list[Any] = [x, cos_sin, layouts[window], caches.get(name)]
+            if self.balance is not None and token_share is not None:
+                inputs.append(self.balance.of_block(int(name), token_share))
+            x, auxiliary = block(*inputs)
+            values.append(auxiliary)
+        return x, together(values)
 
     def all_tokens(self, x: Tensor) -> Tensor:
         """Return the residual stream of all tokens; of ranks that hold a part each, see
@@ -346,6 +365,16 @@ class Decoder(nn.Module):
         """Return the residual stream after the last block; arguments are those of `hidden`."""
         with self.inference():
             return self.hidden(*args)[0]
+
+
+def together(blocks: list[Auxiliary]) -> Auxiliary:
+    """Return the blocks' auxiliary values as one: scalars summed, others stacked."""
+    names = dict.fromkeys(name for values in blocks for name in values)
+    stacks = {name: [values[name] for values in blocks if name in values] for name in names}
+    return {
+        name: torch.stack(stack) if stack[0].ndim else sum(stack[1:], start=stack[0])
+        for name, stack in stacks.items()
+    }
 
 
 def meta_decoder(config: ModelConfig) -> Decoder:

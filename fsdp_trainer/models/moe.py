@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp_trainer.models.balance import Balancing, block_figures
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.feed_forward import ACTIVATIONS, MLP
 from fsdp_trainer.models.grouped import grouped_linear
@@ -93,15 +94,22 @@ class MixtureOfExperts(nn.Module):
         if self.gates_shared:
             self.shared_expert_gate = Gate(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, length, hidden]."""
+    def forward(
+        self, x: Tensor, balancing: Balancing | None = None
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """Return [batch, length, hidden], and auxiliary values where `balancing` is given.
+
+        x: [batch, length, hidden].
+        """
         tokens = x.flatten(0, -2)
         routing = self.gate(tokens)
         out = self.mix(tokens, routing)
         if self.shared:
             of_all = getattr(self, self.shared)(tokens)
             out = out + (self.shared_expert_gate(tokens) * of_all if self.gates_shared else of_all)
-        return out.view_as(x)
+        if balancing is None:
+            return out.view_as(x)
+        return out.view_as(x), block_figures(routing.experts, routing.logits, balancing)
 
     def mix(self, tokens: Tensor, routing: Routing) -> Tensor:
         """Return the weighted sum of what each token's experts compute: [tokens, hidden]."""

@@ -135,7 +135,17 @@ def _size_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
 def _expert_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
     """Yield what is wrong with a model's experts, and what cannot be together with them."""
     if EXPERTS not in config.feed_forwards:
+        for key in ("load_balancing", "router_z_loss"):
+            if value := getattr(cfg.loss, key):
+                having = ", ".join(n for n, s in FAMILIES.items() if s.feed_forward == EXPERTS)
+                reason = f"this model has no experts; {having} have: drop it"
+                yield Problem(f"loss.{key}={value}", reason)
         return
+    if cfg.sharding.pipeline > 1:
+        for key in ("load_balancing", "router_z_loss"):
+            if value := getattr(cfg.loss, key):
+                reason = "not with stages in this version.\nUse  sharding.pipeline=1  or drop it"
+                yield Problem(f"loss.{key}={value}", reason)
     chosen = config.num_experts_per_tok
     if chosen > config.num_experts:
         reason = f"must not be more than num_experts={config.num_experts}"

@@ -4,6 +4,8 @@ const state = { x: "steps", smooth: 0.5, range: null, hidden: new Set(), quiet: 
 const TITLES = {
   loss: "Loss", objective: "Objective (what was minimised)", validation_loss: "Validation loss", grad_norm: "Gradient norm, before clipping", lr: "Learning rate",
   tokens_per_second: "Tokens per second", step_seconds: "Seconds a step", memory_gib: "Memory at the peak, GiB", mfu_palm: "MFU (6N + 12LHDT)", mfu_causal: "MFU, causal",
+  load_balancing_loss: "Load-balancing loss, weighted", router_z_loss: "Routers' z-loss, weighted", expert_load_max: "Largest load of an expert, over the even load",
+  expert_load_entropy: "Entropy of the experts' load, 1: even", experts_unused: "Experts without a token",
   "loss_by_source/": "Loss by source", "validation_loss_by_source/": "Validation loss by source",
 };
 const SMOOTHED = ["loss", "objective", "loss_by_source/", "grad_norm", "tokens_per_second"], LOG = ["loss", "objective", "validation_loss", "grad_norm", "lr", "step_seconds"];

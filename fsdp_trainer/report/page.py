@@ -37,6 +37,11 @@ LINES = (
     "memory_gib",
     "mfu_palm",
     "mfu_causal",
+    "load_balancing_loss",
+    "router_z_loss",
+    "expert_load_max",
+    "expert_load_entropy",
+    "experts_unused",
 )
 OF_SOURCES = ("loss_by_source/", "validation_loss_by_source/")
 GROUPS = {  # phases in the order of a step, as they are stacked

@@ -53,7 +53,7 @@ class Assembler:
     stages: how many times that is so, in a pipeline.
     context: the ranks that share this rank's rows; None: it has whole rows.
     attention: a name of `LAYOUTS`. number_documents: for an objective that is no sum over
-    single tokens, see MicroBatch.documents.
+    single tokens, see MicroBatch.documents. mark_tokens: see MicroBatch.token_share.
     """
 
     seq_len: int
@@ -65,6 +65,7 @@ class Assembler:
     pad_to_multiple: int | None = None
     attention: str = "documents"
     number_documents: bool = False
+    mark_tokens: bool = False
     same_rows: int = 1
     stages: int = 1
     context: ContextRanks | None = None
@@ -136,6 +137,7 @@ class Assembler:
             supervised(rows.sources) if self.sources > 1 else None,
             documents,
             groups,
+            part(tokens_of_documents(rows.documents, length)) if self.mark_tokens else None,
         )
 
     def layout(self, documents: Lengths, length: int) -> PackedAttention:
@@ -207,6 +209,12 @@ class Batches(Assembler):
         rows = self.assign_rows_to_ranks(plan)
         own = [row for rank in ranks for row in rows[int(micro_batches[rank]), rank]]
         return [where for row in own if row >= 0 for where in self.order.where(int(row))]
+
+
+def tokens_of_documents(documents: Lengths, length: int) -> np.ndarray:
+    """Return [rows, length] float32: 1 for a token of a document, 0 for padding."""
+    filled = np.array([sum(row) for row in documents])
+    return (np.arange(length) < filled[:, None]).astype(np.float32)
 
 
 def number_documents(rows: Rows, index: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -35,7 +35,8 @@ from fsdp_trainer.launch.world import World
 from fsdp_trainer.models.adapters import resolve_adapters
 from fsdp_trainer.models.attention_choice import AttentionChoice, choose
 from fsdp_trainer.models.attention_kernels import describe_device, set_kernel_priority
-from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.balance import new_balance
+from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.freeze import model_to_train
 from fsdp_trainer.models.resolve import resolve_model, resolve_with_tokenizer
@@ -143,6 +144,7 @@ def build(
             "same_rows": dims.same_rows,
             "stages": dims.sizes["pipeline"],
             "device": device,
+            "mark_tokens": EXPERTS in config.feed_forwards,
             "pad_to_multiple": cfg.data.pad_to_multiple,
             "context": context_ranks(dims, context.method, config.windows),
             "attention": attention.layout,
@@ -163,6 +165,7 @@ def build(
         observer.introduce([*lines, *start.notes])
 
     allocate(model, model_device)
+    model.balance = balance = new_balance(config, cfg, device)
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed)
     scale_after_each_step(model, optimizer, cfg.precision)
     if start.checkpoint:
@@ -175,7 +178,7 @@ def build(
 
     differs = differs_from_loss(cfg.objective.name, cfg.loss)
     clock, progress = StepClock(), start.progress
-    metrics = step_metrics(data.source_names, differs, whole.auxiliary_names, device)
+    metrics = step_metrics(data.source_names, differs, whole.auxiliary_names, device, balance)
     trainer = Trainer(
         cfg=cfg,
         model=model,

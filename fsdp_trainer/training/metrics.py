@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fsdp_trainer.extensions import METRICS
+from fsdp_trainer.models.balance import LOAD, Balance
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.observe.step_log import finite_or_none
@@ -109,6 +111,50 @@ class AuxiliaryMean:
         return {self.name: finite_or_none(sums[0] / sums[1])}
 
 
+@dataclass
+class AuxiliaryTotal:
+    """A named loss of the blocks that is a sum over the step's tokens."""
+
+    name: str
+    size: int = 1
+
+    def part(self, result: MicroBatchResult) -> Tensor:
+        """Return the micro-batch's share."""
+        return result.auxiliary[self.name]
+
+    def written(self, sums: list[float]) -> dict[str, Any]:
+        """Return the sum under its name."""
+        return {self.name: finite_or_none(sums[0])}
+
+
+class ExpertLoad:
+    """The tokens at each expert of each block."""
+
+    def __init__(self, blocks: int, experts: int):
+        self.shape = (blocks, experts)
+        self.size = blocks * experts
+
+    def part(self, result: MicroBatchResult) -> Tensor:
+        """Return [blocks · experts]."""
+        return result.auxiliary[LOAD].flatten()
+
+    def written(self, sums: list[float]) -> dict[str, Any]:
+        """Return the largest load over the even one, the entropy of the load as a share of the
+        largest that there is, as a mean over the blocks, and the experts without a token."""
+        counts = np.array(sums).reshape(self.shape)
+        total = counts.sum(1, keepdims=True)
+        if not total.all():
+            return {}
+        shares = counts / total
+        logs = np.log(np.where(shares > 0, shares, 1))
+        entropy = -(shares * logs).sum(1).mean() / np.log(max(2, self.shape[1]))
+        return {
+            "expert_load_max": float(shares.max() * self.shape[1]),
+            "expert_load_entropy": float(entropy),
+            "experts_unused": int((counts == 0).sum()),
+        }
+
+
 class Metrics:
     """Metrics side by side in one float64 tensor, so that one collective reduces them all."""
 
@@ -134,6 +180,10 @@ class Metrics:
         """Return where in the sums the first number of a metric is."""
         return self._slices[name].start
 
+    def of(self, name: str, sums: Tensor) -> Tensor:
+        """Return a metric's part of the sums."""
+        return sums[self._slices[name]]
+
     def written(self, sums: list[float]) -> dict[str, Any]:
         """Return all that metrics.jsonl says of a step's sums."""
         lines = (metric.written(sums[self._slices[name]]) for name, metric in self.metrics.items())
@@ -145,13 +195,18 @@ def step_metrics(
     objective_differs: bool,
     auxiliary_names: Sequence[str],
     device: torch.device,
+    balance: Balance | None = None,
 ) -> Metrics:
     """Return the metrics of a training step.
 
     objective_differs: whether what is minimised is another figure than the loss.
     """
     objective = StepTotal("objective", is_written=objective_differs)
-    auxiliary = {name: AuxiliaryMean(name) for name in auxiliary_names}
+    auxiliary: dict[str, Metric] = {name: AuxiliaryMean(name) for name in auxiliary_names}
+    if balance is not None:
+        objective.is_written = objective_differs or bool(balance.loss_names)
+        auxiliary |= {name: AuxiliaryTotal(name) for name in balance.loss_names}
+        auxiliary[LOAD] = ExpertLoad(*balance.load.shape)
     registered = {name: build() for name, build in METRICS.items()}
     metrics = {"objective": objective, **loss_metrics(source_names), **auxiliary, **registered}
     return Metrics(metrics, device)

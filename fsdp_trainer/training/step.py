@@ -1,7 +1,7 @@
 """Forward and backward of a step's micro-batches, and what the ranks then know of it together."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fsdp_trainer import phases
+from fsdp_trainer.models.balance import LOAD
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.parallel.dims import Dims
@@ -81,12 +82,16 @@ class ForwardBackward:
             sums[self.metrics.position("loss")] = torch.nan
         reduced = torch.cat([sums, worst.flatten()])
         self.dims.sum_over_tokens(reduced)
+        if self.model.balance is not None:
+            self.model.balance.update(self.metrics.of(LOAD, reduced), step.plan.tokens)
         return reduced[: len(sums)], reduced[len(sums) :]
 
     def compute(self, plan: StepPlan, batch: MicroBatch) -> MicroBatchResult:
         """Run forward and backward of one micro-batch."""
         phases.enter("forward")
         weights = batch.weights / (plan.weight or 1.0)  # a step may have no target
+        if batch.token_share is not None:
+            batch = replace(batch, token_share=batch.token_share / max(plan.tokens, 1))
         value, scores, auxiliary = self.model(batch, self.objective(weights))
         phases.enter("backward")
         value.backward()

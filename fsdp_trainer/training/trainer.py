@@ -407,8 +407,10 @@ class Trainer:
         return min(total, (step // every + 1) * every)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds: weights and optimizer state."""
-        return weights(self.model) | optimizer_state(self.model, self.optimizer)
+        """Return what a checkpoint holds: weights, optimizer state, the load of experts."""
+        tensors = weights(self.model) | optimizer_state(self.model, self.optimizer)
+        balance = self.model.balance
+        return tensors | (balance.state() if balance else {})
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides tensors. Collective."""

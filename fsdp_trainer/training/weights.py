@@ -126,7 +126,11 @@ def restore(model: Decoder, optimizer: TrainerOptimizer, checkpoint: Path) -> No
     """
     require_shapes(model, checkpoint)
     prepare_optimizer(model, optimizer, str(checkpoint))
-    load_weights(model, checkpoint, optimizer_state(model, optimizer))
+    state = optimizer_state(model, optimizer)
+    if model.balance:
+        stored = StoredTensors(checkpoint).shapes
+        state |= {name: load for name, load in model.balance.state().items() if name in stored}
+    load_weights(model, checkpoint, state)
 
 
 def require_shapes(model: Decoder, checkpoint: Path) -> None:

@@ -1,0 +1,107 @@
+"""Losses that keep the experts of a block evenly loaded, and the load that they are made from."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.models.config import EXPERTS, ModelConfig
+
+LOAD = "expert_load"
+LOAD_BALANCING, ROUTER_Z = "load_balancing_loss", "router_z_loss"
+"""Names of a block's auxiliary values."""
+
+
+class Balancing(NamedTuple):
+    """Inputs of a block's losses.
+
+    token_share: [rows, length] float32, for each token 1 / the tokens of the whole step, for
+    padding 0. load: [experts] float32, for each expert its share of the tokens of the step before.
+    load_balancing, z_loss: weights of the losses, already divided by the number of blocks.
+    """
+
+    token_share: Tensor
+    load: Tensor
+    load_balancing: float
+    z_loss: float
+
+
+def block_figures(experts: Tensor, logits: Tensor, given: Balancing) -> dict[str, Tensor]:
+    """Return a block's auxiliary values: the number of tokens at each expert, and the losses.
+
+    experts: [tokens, k] int64; logits: [tokens, experts]. Each loss is a sum over tokens, so that
+    it does not matter which rank and which micro-batch they are in.
+    """
+    share = given.token_share.flatten()
+    is_token = (share > 0).long().unsqueeze(-1).expand_as(experts)
+    counts = torch.zeros_like(given.load, dtype=torch.int64)
+    # whole numbers: their sum is the same in any order
+    counts = counts.index_add(0, experts.flatten(), is_token.flatten())
+    figures = {LOAD: counts}
+    if given.load_balancing:
+        probabilities = logits.softmax(-1, dtype=torch.float32)
+        expected = share @ probabilities
+        factor = given.load_balancing * len(given.load)
+        figures[LOAD_BALANCING] = factor * (expected * given.load).sum()
+    if given.z_loss:
+        normalizer = logits.float().logsumexp(-1)
+        figures[ROUTER_Z] = given.z_loss * (share * normalizer.square()).sum()
+    return figures
+
+
+def new_balance(config: ModelConfig, cfg: TrainConfig, device: torch.device) -> "Balance | None":
+    """Return what watches the experts of a model at a run's start.
+
+    None: it has none, or is cut into stages, which return no auxiliary values.
+    """
+    if EXPERTS not in config.feed_forwards or cfg.sharding.pipeline > 1:
+        return None
+    balance = Balance(config, cfg.loss.load_balancing, cfg.loss.router_z_loss)
+    balance.load = balance.load.to(device)
+    return balance
+
+
+class Balance:
+    """State of a training that watches its experts: the load of each, over the last whole step.
+
+    load: [blocks with experts, experts] float32, of each expert the share of the tokens; sums to
+    the experts per token. Even before the first step.
+    """
+
+    def __init__(self, config: ModelConfig, load_balancing: float, z_loss: float):
+        """load_balancing, z_loss: weights of the losses' means over the blocks."""
+        self.numbers = [i for i, kind in enumerate(config.feed_forwards) if kind == EXPERTS]
+        self.chosen = config.num_experts_per_tok
+        self.load_balancing = load_balancing
+        self.z_loss = z_loss
+        even = self.chosen / config.num_experts
+        self.load = torch.full((len(self.numbers), config.num_experts), even)
+
+    @property
+    def loss_names(self) -> list[str]:
+        """Return the names of the losses that are minimised."""
+        weights = {LOAD_BALANCING: self.load_balancing, ROUTER_Z: self.z_loss}
+        return [name for name, weight in weights.items() if weight]
+
+    def of_block(self, number: int, token_share: Tensor) -> Balancing | None:
+        """Return what a block needs; None: it has no experts."""
+        if number not in self.numbers:
+            return None
+        blocks = len(self.numbers)
+        load = self.load[self.numbers.index(number)]
+        return Balancing(token_share, load, self.load_balancing / blocks, self.z_loss / blocks)
+
+    def update(self, counts: Tensor, tokens: int) -> None:
+        """Take the load from a step's counts [blocks · experts], summed over ranks.
+
+        A step of which tokens are missing leaves it as it was.
+        """
+        counts = counts.view_as(self.load)
+        complete = counts.sum(-1, keepdim=True) == tokens * self.chosen
+        load = (counts / max(tokens, 1)).to(self.load.dtype)
+        self.load.copy_(torch.where(complete & (tokens > 0), load, self.load))
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a checkpoint holds, by name: nothing where the load is not used."""
+        return {f"balance/{LOAD}": self.load} if self.load_balancing else {}

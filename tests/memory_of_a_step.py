@@ -12,12 +12,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from fsdp_trainer.config.pipeline import micro_batches
 from fsdp_trainer.models.adapters import resolve_adapters
 from fsdp_trainer.models.attention import DocumentAttention
-from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.decoder import Decoder, MicroBatch, meta_decoder
+from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.parallel.pipeline import Pipeline
 from fsdp_trainer.training.gradients import GradientSync, clip_gradients
 from fsdp_trainer.training.guard import EmbeddingGradProbe
 from fsdp_trainer.training.objective import CrossEntropy
@@ -112,11 +116,41 @@ def peak(cfg, config, ranks, by):
 
 
 def micro_step(model, cfg):
+    batch = whole_batch(cfg)
+    model(batch, CrossEntropy(batch.weights))[0].backward()
+
+
+def whole_batch(cfg):
+    """All of whose tokens are supervised."""
     rows, length = cfg.batch.micro_rows, cfg.batch.seq_len
     lengths = [[length - length // 4, length // 4]] * rows
     layout = DocumentAttention(lengths, length, torch.device("cpu"))
     places = torch.zeros(rows, length, dtype=torch.int64)
-    batch = MicroBatch(
+    return MicroBatch(
         places, places, layout, places.flatten(), places.flatten(), torch.ones(rows * length)
     )
-    model(batch, CrossEntropy(batch.weights))[0].backward()
+
+
+def peak_of_stages(cfg, config):
+    """The bytes of live storages of this rank of a pipeline, at most, in a step and clipping."""
+    dist.init_process_group("gloo")
+    cpu = torch.device("cpu")
+    dims = Dims(cfg.sharding, "cpu", timeout=60)
+    model = parallelize(meta_decoder(config), dims, cfg)
+    allocate(model, cpu)
+    initialize_weights(model, 0)
+    optimizer = build_optimizer(model, cfg.optim)
+    count = micro_batches(cfg, dist.get_world_size())
+    pipeline = Pipeline(model, dims, cfg, count, cpu)
+    batch = whole_batch(cfg)
+    objectives = [CrossEntropy(batch.weights)] * count
+    pipeline.train([batch] * count, objectives)
+    optimizer.step()
+    optimizer.zero_grad()
+    with LiveBytes() as measure:
+        for parameter in model.parameters():
+            for tensor in (parameter.detach(), *optimizer.state[parameter].values()):
+                measure.add(tensor)
+        pipeline.train([batch] * count, objectives)
+        clip_gradients(model, dims, 1.0, None)
+    return measure.peak

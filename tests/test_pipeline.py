@@ -5,13 +5,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import assert_same, compiled_quickly, of_all_stages, take_steps
+from schedules import followed
 from stored import checkpoint, newest, stored, tensors
 from torch.distributed.tensor import DTensor
 from world import read_lines
 
 from fsdp_trainer.checkpoint.huggingface import import_weights
 from fsdp_trainer.config.context import choose_context_method
-from fsdp_trainer.config.pipeline import SCHEDULES, divide_blocks, rank_of_stage, stages_of_rank
+from fsdp_trainer.config.pipeline import (
+    SCHEDULES,
+    divide_blocks,
+    idle_share,
+    in_flight,
+    rank_of_stage,
+    stages_of_rank,
+)
 from fsdp_trainer.config.schema import (
     ActivationCheckpoint,
     Adapter,
@@ -234,6 +242,16 @@ def test_blocks_are_divided_by_cost_and_the_head_counts(blocks, head, stages, si
     assert [len(part) for part in parts] == sizes
 
 
+@pytest.mark.parametrize("name", ["gpipe", "interleaved", "zbv", "dualpipev"])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (4, 16), (8, 64)])
+def test_torchs_schedules_wait_and_hold_as_long_as_is_said(name, ranks, count):
+    """Where forward and both halves of backward take equally long."""
+    sharding = Sharding(pipeline=ranks, pipeline_schedule=name)
+    idle, held = followed(name, ranks, count)
+    assert idle == pytest.approx(idle_share(sharding, count))
+    assert held == [in_flight(sharding, rank, count) for rank in range(ranks)]
+
+
 # --- runs -----------------------------------------------------------------------------------------
 
 
@@ -322,6 +340,7 @@ def imported(folder):
             ["sharding.pipeline=2", "data.packing=none", "data.pad_to_multiple=8"],
             "stages pass on rows of one length",
         ),
+        (["sharding.pipeline=2", "optim=muon"], "Use optim=adamw"),
         (["sharding.pipeline=2", "sharding.cpu_offload=true"], "Use sharding.cpu_offload=false"),
         (["sharding.pipeline=2"], "must divide the number of ranks, which is 1"),
     ],

@@ -10,7 +10,7 @@ from pathlib import Path
 import inject
 import pytest
 import torch
-from memory_of_a_step import LiveBytes, peaks
+from memory_of_a_step import LiveBytes, peak_of_stages, peaks
 
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.models.config import ModelConfig
@@ -318,3 +318,15 @@ def test_the_plan_is_what_a_real_training_holds(train, tmp_path, ranks, model, k
         assert without_allowance(memory(cfg, config, ranks, "cpu").peak) == pytest.approx(
             held, rel=0.1
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_stages_hold_what_the_plan_says(world, schedule):
+    """Of two ranks the one that holds more."""
+    keys = {"sharding.pipeline": 2, "sharding.pipeline_schedule": schedule}
+    cfg = configured(1, 6, **keys, batch__micro_rows=1, precision__param_dtype="float32")
+    measured = max(world.call(2, peak_of_stages, cfg, MODEL))
+    with only_tensors():
+        planned = without_allowance(memory(cfg, MODEL, 2, "cpu").peak)
+    assert planned == pytest.approx(measured, rel=0.1)

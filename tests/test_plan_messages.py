@@ -3,13 +3,18 @@
 from dataclasses import replace
 
 import pytest
-from messages_of_a_step import Message, messages_of
+from messages_of_a_step import Message, messages_of, messages_of_stages
 
 from fsdp_trainer.config.compose import compose
 from fsdp_trainer.devices import DEVICES
 from fsdp_trainer.plan.inputs import architecture
 from fsdp_trainer.plan.time import tensor_traffic, wire
 
+STAGES = (
+    "model=tiny", "model.num_hidden_layers=5", "plan.world_size=4", "sharding.pipeline=2",
+    "model.tie_word_embeddings=false", "batch.seq_len=64", "batch.rows=12", "batch.micro_rows=1",
+    "precision=fp32",
+)  # fmt: skip
 RANKS, TENSOR = 512, 8
 LLAMA_70B = ("model=llama3_70b", "model.num_hidden_layers=2", f"plan.world_size={RANKS}")
 ROWS = ("batch.seq_len=1024", f"batch.rows={RANKS // TENSOR}", "batch.micro_rows=1")
@@ -37,3 +42,18 @@ def test_512_ranks_issue_the_messages_that_the_plan_counts(world):
             gathered = size[Message(way.ranks, gathers=True)] * sent
             reduced = size[Message(way.ranks, gathers=False)] * sent
             assert (gathered, reduced) == pytest.approx((way.gathered, way.reduced)), kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_stages_send_the_messages_that_the_plan_counts(world, schedule):
+    words = [*STAGES, f"sharding.pipeline_schedule={schedule}"]
+    cfg = compose("plan", words, inputs=False)
+    config = architecture(cfg)[0]
+    planned = wire(cfg, config, 4, DEVICES["h100"])
+    counted = world.call(4, messages_of_stages, cfg, config)
+    most = max(counted, key=sum)
+    way = planned["pipeline"]
+    assert most[0] == way.gathered + way.reduced
+    way = planned["shard"]
+    assert (2 * most[1], 2 * most[2]) == (2 * 2 * way.gathered, 2 * 2 * way.reduced)

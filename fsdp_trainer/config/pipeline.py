@@ -145,5 +145,32 @@ def idle_share(sharding: Sharding, count: int) -> float:
     count: of micro-batches. A pipeline of p ranks fills up and empties in the time of p - 1
     micro-batches, 1/v of that with v stages a rank (Narayanan et al. 2021, §2.2).
     """
-    waits = (sharding.pipeline - 1) / schedule_of(sharding).stages
+    waits = idle_micro_batches(sharding)
     return waits / (count + waits)
+
+
+def idle_micro_batches(sharding: Sharding) -> float:
+    """Return for how long a rank waits in a step, in times that a micro-batch takes it.
+
+    Where backward is split, a third of it: forward, and the gradients of activations and of weights
+    count as equally long.
+    """
+    order = schedule_of(sharding)
+    return (sharding.pipeline - 1) / order.stages / (3 if order.splits else 1)
+
+
+def in_flight(sharding: Sharding, rank: int, count: int) -> int:
+    """Return how many forwards of a stage a rank holds the activations of, at most.
+
+    rank: its place in the pipeline. count: of micro-batches in a step.
+    """
+    ranks = sharding.pipeline
+    most = {
+        "1f1b": ranks - rank,
+        "gpipe": count,
+        # a round of the first stage, and of the second those that other ranks have begun
+        "interleaved": count // max(1, count // ranks) + 2 * (ranks - 1 - rank) + 1,
+        "zbv": 2 * ranks,
+        "dualpipev": 2 * ranks + 1,
+    }
+    return min(most[sharding.pipeline_schedule], count * schedule_of(sharding).stages)

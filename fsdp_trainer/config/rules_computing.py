@@ -136,6 +136,8 @@ def stages(cfg: TrainConfig, report: Report) -> Broken:
     together = f"together with sharding.pipeline={sharding.pipeline} is not in this version"
     if cfg.precision.float8 is not None:
         yield "precision.float8", f"{together}.\nUse  precision=bf16  or  sharding.pipeline=1"
+    if cfg.optim.name == "muon":
+        yield "optim.name", f"muon {together}.\nUse  optim=adamw  or  sharding.pipeline=1"
     for key, is_set in {
         "activation_checkpoint.offload": cfg.activation_checkpoint.offload,
         "sharding.cpu_offload": sharding.cpu_offload,

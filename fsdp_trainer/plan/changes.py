@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from fsdp_trainer.config.check import Report
 from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes
 from fsdp_trainer.config.formats import moments_format
+from fsdp_trainer.config.pipeline import pipeline_problem
 from fsdp_trainer.config.rules import check_rules
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.devices import Device
@@ -88,7 +89,7 @@ class Candidate(NamedTuple):
         """Return True if training would refuse it, since keys contradict each other."""
         report = Report({}, [], set())
         check_rules(deepcopy(self.cfg), report)
-        return bool(report.problems)
+        return bool(report.problems) or pipeline_problem(self.cfg, self.world) is not None
 
 
 def together(*changes: Change) -> Change | None:

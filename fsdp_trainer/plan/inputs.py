@@ -10,6 +10,7 @@ import torch
 from fsdp_trainer.config.compose import compose, find_file, options
 from fsdp_trainer.config.hosts import hosts_of, ranks_of
 from fsdp_trainer.config.paths import model_folder
+from fsdp_trainer.config.pipeline import pipeline_problem
 from fsdp_trainer.config.schema import Model, Sharding, TrainConfig
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.data import demo
@@ -104,6 +105,9 @@ def world_sizes(cfg: PlanConfig) -> list[int]:
         reason = "name at least one, e.g.  plan.world_size=[8,16,64]"
         raise UserError("there is nothing to plan", [Problem("plan.world_size=[]", reason)])
     check_mesh(cfg.sharding, worlds)
+    problems = [pipeline_problem(cfg, world) for world in worlds]
+    if any(problems):
+        raise UserError("a step is too small for the pipeline", [p for p in problems if p][-1:])
     return worlds
 
 
@@ -122,7 +126,9 @@ def started_ranks(cfg: PlanConfig) -> int:
 
 def check_mesh(sharding: Sharding, worlds: list[int]) -> None:
     """Raise UserError for the first number of ranks that the mesh does not divide."""
-    sizes = {f"sharding.{name}": getattr(sharding, name) for name in ("tensor", "context")}
+    sizes = {
+        f"sharding.{name}": getattr(sharding, name) for name in ("pipeline", "tensor", "context")
+    }
     shared = " × ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
     same_rows, replicas = math.prod(sizes.values()), sharding.replicas
     rules = (
@@ -150,7 +156,7 @@ def only_target(cfg: PlanConfig) -> tuple[int, Device]:
     Raises UserError for several of them: a search compares what one cluster can do.
     """
     # these are searched, and need not divide the world as they are
-    sharding = replace(cfg.sharding, replicas=1, tensor=1, context=1)
+    sharding = replace(cfg.sharding, replicas=1, pipeline=1, tensor=1, context=1)
     worlds = world_sizes(replace(cfg, sharding=sharding))
     problems = []
     for key, values in (("world_size", worlds), ("gpu", gpu_names(cfg.plan.gpu))):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fsdp_trainer.config.context import attention_layout, context_method
 from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes, fsdp_ranks, own_length
+from fsdp_trainer.config.pipeline import schedule_of
 from fsdp_trainer.config.schema import ActivationCheckpoint, TrainConfig
 from fsdp_trainer.models.attention_choice import AttentionContext, choose
 from fsdp_trainer.models.config import ModelConfig
@@ -30,6 +31,13 @@ from fsdp_trainer.plan.blocks import (
     trace_norm,
 )
 from fsdp_trainer.plan.share import others_keys, share_of_rank
+from fsdp_trainer.plan.stages import (
+    StageShare,
+    fetched_units,
+    reduces_once,
+    stage_shares,
+    units_of,
+)
 from fsdp_trainer.plan.units import (
     BlockKind,
     FsdpUnit,
@@ -99,12 +107,21 @@ def memory(cfg: TrainConfig, config: ModelConfig, world: int, device: str = "cud
     Compiled blocks keep what torch's partitioner would; activation_checkpoint=budget counts as a
     share between none and full.
     """
-    step = Step(cfg, config, world, device)
-    step.forward()
-    step.head()
-    step.backward()
-    step.update()
-    return Memory(step.moments(), step.host)
+    shares = stage_shares(cfg, config, world)
+    steps = [Step(cfg, config, world, device, share) for share in shares]
+    for step in steps:
+        step.forward()
+        step.head()
+        step.backward()
+        step.update()
+    moments = [moment for step in steps for moment in step.moments()]
+    phases = dict.fromkeys(moment.phase for moment in moments)
+    largest = [
+        max((m for m in moments if m.phase == phase), key=lambda moment: moment.total)
+        for phase in PHASES
+        if phase in phases
+    ]
+    return Memory(tuple(largest), max(step.host for step in steps))
 
 
 class Step:
@@ -116,7 +133,9 @@ class Step:
     message has taken; kept: activations for backward; flying: messages of gradients.
     """
 
-    def __init__(self, cfg: TrainConfig, config: ModelConfig, world: int, device: str):
+    def __init__(
+        self, cfg: TrainConfig, config: ModelConfig, world: int, device: str, share: StageShare
+    ):
         self.cfg, self.config, self.device, sharding, precision = (
             cfg,
             config,
@@ -132,14 +151,20 @@ class Step:
         self.group = fsdp_ranks(sizes)
         self.ranks, self.matrices = world, matrix_numbers(cfg, config)
         config = self.config = share_of_rank(config, sizes["tensor"])
-        self.reshard, self.tied = not keeps_gathered(sharding), config.tie_word_embeddings
+        self.reshard, self.share = not keeps_gathered(sharding), share
         self.parts = model_parts(config, cfg)
-        model = self.parts.units(cfg, self.group)
-        self.first, self.last, self.blocks = model.first, model.last, model.blocks
+        model = units_of(share, cfg, config, self.group)
+        self.tied = model.tied
+        fetched = fetched_units(model, cfg)
+        self.staged = model.all.gathered - fetched.all.gathered
+        """Gathered from the step's first micro-batch on."""
+        self.first, self.last, self.blocks = fetched.first, fetched.last, fetched.blocks
         count, size = len(self.blocks), sharding.blocks_per_unit
         self.sizes = [min(size, count - i) for i in range(0, count, size)]  # of units, in blocks
         self.units = [sum_of(self.blocks[i : i + size]) for i in range(0, count, size)]
-        self.traced, shared = trace_blocks(cfg, config, device)
+        traced, shared = trace_blocks(cfg, config, device)
+        self.traced = share.of(traced)
+        self.backward_from = share.is_first * self.parts.backward_from
         self.tokens = cfg.batch.micro_rows * own_length(sharding, cfg.batch.seq_len)
         self.hidden = self.tokens * config.hidden_size * self.compute
         """Of all tokens, as the head has them; stream: as blocks hand them on."""
@@ -164,7 +189,7 @@ class Step:
         self.later = (
             math.ceil(cfg.batch.rows / (cfg.batch.micro_rows * batch_ranks(sizes))) > 1
         )  # there were micro-batches before this one
-        self.whole = self.later and sharding.accumulate == "unsharded"
+        self.whole = self.later and reduces_once(cfg)
         self.replicated = sizes["replicate"] > 1
         before = (
             whole.trained * self.reduce
@@ -174,7 +199,8 @@ class Step:
         self.gradients = float(before) if self.later else 0.0
         self.most_sharded = self.trained * self.stored
         self.sharded = 0.0 if self.whole else self.gradients  # of the gradients
-        self.gathered, self.waiting, self.kept = 0.0, 0.0, float(shared)
+        self.gathered, self.waiting = self.staged, 0.0
+        self.kept = float(shared) + self._waiting(share, shared)
         self.flying: deque[float] = deque()
         # messages of replicas, which stay until the end of backward where a copy becomes the
         # gradient
@@ -183,6 +209,17 @@ class Step:
         self.phases: dict[str, tuple[float, str, dict[str, float], float]] = {}
         """By name: total, when, bytes by category, and bytes that lie idle in streams' pools, less
         what is added to all moments: the largest message of parameters."""
+
+    def _waiting(self, share: StageShare, shared: float) -> float:
+        """Return the activations of a pipeline's forwards that wait for their backward.
+
+        Each keeps what its blocks do, and what it has sent on; one more comes in and one goes out.
+        """
+        if self.cfg.sharding.pipeline == 1:
+            return 0.0
+        stages = schedule_of(self.cfg.sharding).stages
+        kept = sum(block.kept for block in self.traced) / stages
+        return share.waiting * (kept + shared + self.stream) + 2 * self.stream
 
     def at(
         self,
@@ -269,6 +306,8 @@ class Step:
 
     def head(self) -> None:
         """Final norm, head and loss: gradients are made with the logits, that of the weight in float32. Backward returns scaled copies."""
+        if not self.share.is_last:
+            return
         config, half = self.config, self.compute < 4
         mine = 0 if self.tied else self.last.gathered
         if not self.tied:
@@ -312,7 +351,7 @@ class Step:
         """Backward of the blocks, last ones first, and of the embedding."""
         done = len(self.traced)
         for i, unit in reversed([*enumerate(self.units)]):
-            if done <= self.parts.backward_from:
+            if done <= self.backward_from:
                 break  # nothing in front of here is trained
             mine, whole = unit.gathered, 0.0
             fetched = (
@@ -344,9 +383,10 @@ class Step:
                 whole += self.blocks[done - 1].trained * self.compute
                 done -= 1
             self._send(unit, whole, fetched, f"block {done + 1}")
-        whole = self.trained_table(self.parts.embedding) * self.compute
+        embedding = self.trained_table(self.parts.embedding) if self.share.is_first else 0
+        whole = embedding * self.compute
         self.at("backward", "backward of the embedding", self.kept + self.stream, whole)
-        self.gathered = self.waiting = 0.0
+        self.gathered, self.waiting = self.staged, 0.0
         self._send(self.first, whole, 0.0, "embedding")
 
     def trained_table(self, table: Tensor) -> int:
@@ -381,6 +421,7 @@ class Step:
     def update(self) -> None:
         """The optimizer's step."""
         self.flying.clear()
+        self.gathered, self.kept = 0.0, 0.0
         self.reduced, self.gradients = 0.0, self.trained * self.stored
         self.sharded = self.gradients
         units = (self.first, self.last, *self.blocks)

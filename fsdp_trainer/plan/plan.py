@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 
 from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes
+from fsdp_trainer.config.pipeline import micro_batches
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.devices import DEVICES, Device
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.flops import palm_flops
 from fsdp_trainer.parallel.memory_check import checkpoint_bytes
 from fsdp_trainer.plan.memory import GIB, Memory, memory
-from fsdp_trainer.plan.time import Times, Wire, micro_batches, times, wire
+from fsdp_trainer.plan.time import Times, Wire, times, wire
 from fsdp_trainer.plan.units import model_parts
 
 HOST_GIB = 1024

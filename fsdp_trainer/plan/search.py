@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from fsdp_trainer.config.context import context_problems
 from fsdp_trainer.config.dimensions import layout_problem
+from fsdp_trainer.config.pipeline import pipeline_problem
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.devices import Device
 from fsdp_trainer.models.config import ModelConfig
@@ -58,12 +59,30 @@ def tensor_is_needed(run: Candidate, layouts: list[PlannedLayout]) -> bool:
     Larger ones send more; they gather less, of which the time is hidden by then. Where no layout
     fits and gives each rank a row, they are tried all the same.
     """
+    return _still_grows("tensor", run, layouts)
+
+
+def pipeline_is_needed(run: Candidate, layouts: list[PlannedLayout]) -> bool:
+    """Return False where longer pipelines have begun to make the fastest layout slower.
+
+    Nor are any tried where communication holds up that layout for less than a quarter of a step:
+    they would rather wait for each other.
+    """
+    full = [layout.plan for layout in layouts if not layout.plan.empty_share]
+    if run.cfg.sharding.pipeline > 1 and full:
+        fastest = min(full, key=lambda plan: plan.seconds)
+        if fastest.slow.exposed < fastest.slow.step / 4:
+            return False
+    return _still_grows("pipeline", run, layouts)
+
+
+def _still_grows(name: str, run: Candidate, layouts: list[PlannedLayout]) -> bool:
     full = [layout for layout in layouts if not layout.plan.empty_share]
-    size = run.cfg.sharding.tensor
+    size = getattr(run.cfg.sharding, name)
     if size <= 2 or not full:
         return True
     fastest = min(full, key=lambda layout: layout.plan.seconds)
-    return f"sharding.tensor={size // 2}" in fastest.overrides
+    return f"sharding.{name}={size // 2}" in fastest.overrides
 
 
 def tensor_groups(run: Candidate) -> Iterator[Choice]:
@@ -72,6 +91,11 @@ def tensor_groups(run: Candidate) -> Iterator[Choice]:
         size = choice.keys["sharding.tensor"]
         if not tensor_misfits(run.config, run.cfg.batch.seq_len, size):
             yield choice
+
+
+def pipelines(run: Candidate) -> Iterator[Choice]:
+    """Powers of two up to the nodes, which a run would not refuse: between nodes little is sent."""
+    yield from _groups("pipeline", run, max(1, run.world // run.device.per_node))
 
 
 def context_groups(run: Candidate) -> Iterator[Choice]:
@@ -90,7 +114,7 @@ def _groups(name: str, run: Candidate, largest: int) -> Iterator[Choice]:
     typed = getattr(run.cfg.sharding, name) > 1
     yield Choice((f"{key}=1",) if typed else (), {key: 1})
     # what is chosen later is as it must be for any size
-    others = _sharding("fsdp", 1) | {"activation_checkpoint.offload": False}
+    others = _sharding("fsdp", 1) | {"activation_checkpoint.offload": False, "batch.micro_rows": 1}
     other = run.changed(others)
     for size in (2**i for i in range(1, largest.bit_length())):
         grouped = other.changed({key: size})
@@ -137,8 +161,10 @@ def micro_rows(run: Candidate) -> Iterator[Choice]:
     if run.cfg.sharding.context > 1:
         largest = 1  # half the rows on half the ranks: as many tokens, and fewer messages
     for rows in (2**i for i in range(largest.bit_length())):
-        if rows == 1 or batch.rows % (rows * run.readers) == 0:
-            yield Choice((f"batch.micro_rows={rows}",), {"batch.micro_rows": rows})
+        choice = Choice((f"batch.micro_rows={rows}",), {"batch.micro_rows": rows})
+        fills = rows == 1 or batch.rows % (rows * run.readers) == 0
+        if fills and pipeline_problem(run.changed(choice.keys).cfg, run.world) is None:
+            yield choice
 
 
 def recomputation(run: Candidate) -> Iterator[Choice]:
@@ -150,6 +176,7 @@ def recomputation(run: Candidate) -> Iterator[Choice]:
 DIMENSIONS = (
     Dimension(tensor_groups, is_needed=tensor_is_needed),
     Dimension(context_groups, is_needed=context_is_needed),
+    Dimension(pipelines, is_needed=pipeline_is_needed),
     Dimension(meshes),
     Dimension(micro_rows),
     Dimension(recomputation, always_grows=True),
@@ -199,7 +226,9 @@ class Search:
         if self._try(run.changed({key: False}), (*overrides, *typed)):
             return True
         offloaded = run.changed({key: True})
-        if not run.on_gpu or (run.cfg.sharding.tensor > 1 and offloaded.is_refused()):
+        sharding = run.cfg.sharding
+        is_shared = sharding.tensor > 1 or sharding.pipeline > 1
+        if not run.on_gpu or (is_shared and offloaded.is_refused()):
             return False
         return self._try(offloaded, (*overrides, OFFLOADED))
 

@@ -231,6 +231,8 @@ def figures(cfg: PlanConfig, plan: RunPlan, compares: bool) -> Table:
             for fast, slow in [timed, *zip(plan.fast, plan.slow, strict=True)]
         )
         told = "compute {}, communication {} (exposed {})".format(*parts)
+        if plan.slow.idle:
+            told += f", idle {parts[-1]}"
         rows.append(("step", f"{whole} {unit}: {told}, optimizer {size * plan.slow.optimizer:.2f}"))
         slow, fast = (plan.tokens / seconds for seconds in timed[::-1])
         rates = f"{slow / plan.world_size:,.0f} – {fast / plan.world_size:,.0f} tokens/s a GPU, {short(slow)} – {short(fast)} in all"

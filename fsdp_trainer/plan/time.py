@@ -6,7 +6,8 @@ Closed forms; docs/plan.md has them in words.
 from math import ceil
 from typing import NamedTuple
 
-from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes, fsdp_ranks, own_length
+from fsdp_trainer.config.dimensions import dimension_sizes, fsdp_ranks, own_length
+from fsdp_trainer.config.pipeline import idle_micro_batches, micro_batches, schedule_of
 from fsdp_trainer.config.schema import Sharding, TrainConfig
 from fsdp_trainer.devices import Device
 from fsdp_trainer.models.config import ModelConfig
@@ -16,7 +17,14 @@ from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.plan.compute import MEMORY, compute_seconds, recomputed
 from fsdp_trainer.plan.memory import moved_bytes, trace_blocks
 from fsdp_trainer.plan.share import exchanged, share_of_rank
-from fsdp_trainer.plan.units import FsdpUnit, model_parts, sum_of
+from fsdp_trainer.plan.stages import (
+    StageShare,
+    reduces_once,
+    stage_shares,
+    stays_gathered,
+    units_of,
+)
+from fsdp_trainer.plan.units import FsdpUnit, ModelUnits, model_parts, sum_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
 LINKS = (0.5, 0.85)
@@ -70,23 +78,21 @@ class Wire(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of one step. exposed: of the communication that no computation hides."""
+    """Seconds of one step. exposed: of the communication that no computation hides.
+
+    idle: those in which a rank of a pipeline waits for its first micro-batch or for others' last.
+    """
 
     compute: float
     communication: float
     exposed: float
     optimizer: float
+    idle: float = 0.0
 
     @property
     def step(self) -> float:
         """Seconds from one step to the next."""
-        return self.compute + self.exposed + self.optimizer
-
-
-def micro_batches(cfg: TrainConfig, world: int) -> int:
-    """The micro-batches of one step on each rank; if rows do not divide, some of them are empty."""
-    readers = batch_ranks(dimension_sizes(cfg.sharding, world))
-    return ceil(cfg.batch.rows / (cfg.batch.micro_rows * readers))
+        return self.compute + self.exposed + self.optimizer + self.idle
 
 
 def groups(sharding: Sharding, world: int, per_node: int) -> tuple[Group, Group]:
@@ -114,8 +120,10 @@ class TensorTraffic(NamedTuple):
     sums: float
 
 
-def tensor_traffic(cfg: TrainConfig, config: ModelConfig) -> TensorTraffic:
-    """Return what a tensor group sends.
+def tensor_traffic(
+    cfg: TrainConfig, config: ModelConfig, share: StageShare | None = None
+) -> TensorTraffic:
+    """Return what a tensor group sends. share: of a pipeline's stages; None: all of them.
 
     Each block gathers and sums twice forward, and twice backward; so do the embedding and the head
     once. What is computed again ends in front of the block's last sum, unless a norm follows it.
@@ -124,11 +132,12 @@ def tensor_traffic(cfg: TrainConfig, config: ModelConfig) -> TensorTraffic:
     again = recomputed(cfg.activation_checkpoint).elementwise
     reached = model_parts(config, cfg).backward_share
     summed_again = 1 if NORMS[config.family_spec.norms][3] is None else 2
-    blocks = config.num_hidden_layers
+    blocks = len(share.blocks) if share else config.num_hidden_layers
+    ends = share.is_first + share.is_last if share else 2
     return TensorTraffic(
         size=tokens * config.hidden_size * BYTES[cfg.precision.param_dtype],
-        gathers=blocks * (2 + reached * (2 + 2 * again)) + 2,
-        sums=blocks * (2 + reached * (2 + summed_again * again)) + 2,
+        gathers=blocks * (2 + reached * (2 + 2 * again)) + ends,
+        sums=blocks * (2 + reached * (2 + summed_again * again)) + ends,
     )
 
 
@@ -169,28 +178,69 @@ def context_exchange(cfg: TrainConfig, config: ModelConfig, group: Group) -> Con
     return ContextTraffic(sent, sent * shares[block.receivers])
 
 
-def wire(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> dict[str, Wire]:
-    """Bytes of one step by dimension of the mesh.
+class Hops(NamedTuple):
+    """What a rank of a pipeline passes on in a micro-batch: bytes of one message, and how many go
+    on to the next stage and back to the one before.
 
-    All-gathers forward and, of blocks that were freed, backward; reductions of each gradient.
+    leaves: the neighbours in the pipeline are on other nodes.
     """
+
+    size: float
+    forward: int
+    backward: int
+    leaves: bool
+
+    def seconds(self, device: Device, efficiency: float) -> float:
+        """In both directions; what comes in comes meanwhile. Nothing is computed."""
+        most = 2 * max(self.forward, self.backward)
+        return most * self.size / ((device.network if self.leaves else device.link) * efficiency)
+
+
+def hops(
+    cfg: TrainConfig, config: ModelConfig, world: int, device: Device, share: StageShare
+) -> Hops:
+    """Return what a rank with these stages passes on: its part of the tokens' residual stream."""
+    sharding = cfg.sharding
+    if sharding.pipeline == 1:
+        return Hops(0.0, 0, 0, False)
+    tokens = cfg.batch.micro_rows * own_length(sharding, cfg.batch.seq_len) / sharding.tensor
+    stages = schedule_of(sharding).stages - share.turns
+    size = tokens * config.hidden_size * BYTES[cfg.precision.param_dtype]
+    leaves = world // sharding.pipeline >= device.per_node
+    return Hops(size, stages - share.is_last, stages - share.is_first, leaves)
+
+
+def wire(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> dict[str, Wire]:
+    """Bytes of one step by dimension of the mesh, of the rank of a pipeline that sends most.
+
+    All-gathers forward and, of blocks that were freed, backward; reductions of each gradient. In a
+    pipeline weights are gathered once a step, and the residual stream is sent on and back.
+    """
+    shares = stage_shares(cfg, config, world)
+    ways = [_wire_of(share, cfg, config, world, device) for share in shares]
+    return max(ways, key=lambda way: sum(one.gathered + one.reduced for one in way.values()))
+
+
+def _wire_of(
+    share: StageShare, cfg: TrainConfig, config: ModelConfig, world: int, device: Device
+) -> dict[str, Wire]:
     shard, replicate = groups(cfg.sharding, world, device.per_node)
     tensor = tensor_group(cfg.sharding, device.per_node)
-    traffic = tensor_traffic(cfg, config)
+    traffic = tensor_traffic(cfg, config, share)
     config = share_of_rank(config, tensor.ranks)
-    parts, count = model_parts(config, cfg), micro_batches(cfg, world)
-    units = parts.units(cfg, shard.ranks)
+    count = micro_batches(cfg, world)
+    units = units_of(share, cfg, config, shard.ranks)
     reduce = BYTES[cfg.precision.reduce_dtype]
-    freed = [] if keeps_gathered(cfg.sharding) else units.blocks[parts.backward_from :]
-    again = sum_of(freed).gathered
+    again = sum_of(freed_blocks(share, units, cfg, config)).gathered
     ends = units.all.gathered - units.all_blocks.gathered
-    gathered = count * ((units.all_blocks.gathered + again) * float8_share(cfg) + ends)
-    if cfg.sharding.accumulate == "unsharded" and count > 1 and not units.tied:
+    gathers = 1 if stays_gathered(cfg) else count
+    gathered = gathers * ((units.all_blocks.gathered + again) * float8_share(cfg) + ends)
+    if cfg.sharding.accumulate == "unsharded" and gathers > 1 and not units.tied:
         # FSDP2 prefetches it once too often: it forgets which unit comes next only when gradients
         # are reduced
         gathered += units.last.gathered
     trained = units.all.trained_padded
-    reduced = trained * reduce * (count if cfg.sharding.accumulate == "sharded" else 1)
+    reduced = trained * reduce * (1 if reduces_once(cfg) else count)
     all_reduced = 2 * trained / shard.ranks * reduce
     ways = {
         "shard": Wire(
@@ -214,9 +264,25 @@ def wire(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> d
     context = context_group(cfg.sharding, device.per_node)
     if context.ranks > 1:
         exchange = context_exchange(cfg, config, context)
-        half = count * exchange.sent / 2
-        ways["context"] = Wire(context.ranks, half, half, count * exchange.across)
+        times = count * share.of_blocks(config)
+        half = times * exchange.sent / 2
+        ways["context"] = Wire(context.ranks, half, half, times * exchange.across)
+    if cfg.sharding.pipeline > 1:
+        passed = hops(cfg, config, world, device, share)
+        on, back = (count * passed.size * sent for sent in (passed.forward, passed.backward))
+        across = (on + back) * passed.leaves
+        ways["pipeline"] = Wire(cfg.sharding.pipeline, on, back, across)
     return ways
+
+
+def freed_blocks(
+    share: StageShare, units: ModelUnits, cfg: TrainConfig, config: ModelConfig
+) -> list[FsdpUnit]:
+    """Return the blocks that backward gathers again. config: of a rank of a tensor group."""
+    if keeps_gathered(cfg.sharding):
+        return []
+    first = model_parts(config, cfg).backward_from
+    return [unit for i, unit in zip(share.blocks, units.blocks, strict=True) if i >= first]
 
 
 def float8_share(cfg: TrainConfig) -> float:
@@ -226,13 +292,24 @@ def float8_share(cfg: TrainConfig) -> float:
 
 
 def times(cfg: TrainConfig, config: ModelConfig, world: int, device: Device, best: bool) -> Times:
-    """The times of one step, at the upper or the lower end of measured arithmetic and links."""
+    """The times of one step, at the upper or the lower end of measured arithmetic and links.
+
+    In a pipeline they are those of the slowest rank, for which the others wait.
+    """
+    shares = stage_shares(cfg, config, world)
+    each = [_times_of(share, cfg, config, world, device, best) for share in shares]
+    return max(each, key=lambda times: times.step)
+
+
+def _times_of(
+    share: StageShare, cfg: TrainConfig, config: ModelConfig, world: int, device: Device, best: bool
+) -> Times:
     shard, replicate = groups(cfg.sharding, world, device.per_node)
     tensor = tensor_group(cfg.sharding, device.per_node)
-    traffic = tensor_traffic(cfg, config)
+    traffic = tensor_traffic(cfg, config, share)
+    passed = hops(cfg, config, world, device, share)
     config = share_of_rank(config, tensor.ranks)
-    parts = model_parts(config, cfg)
-    units = parts.units(cfg, shard.ranks)
+    units = units_of(share, cfg, config, shard.ranks)
     count, links = micro_batches(cfg, world), LINKS[best]
     stored = BYTES[cfg.precision.master_dtype]
     from_host = 1 / shard.ranks / device.host_link if cfg.sharding.cpu_offload else 0.0
@@ -252,19 +329,21 @@ def times(cfg: TrainConfig, config: ModelConfig, world: int, device: Device, bes
     first, last = gather(units.first), gather(separate_last)
     blocks = gather(all_blocks, float8_share(cfg))
     unit = 1 / ceil(
-        config.num_hidden_layers / cfg.sharding.blocks_per_unit
+        len(share.blocks) / cfg.sharding.blocks_per_unit
     )  # whose share of the blocks nothing hides: the one at an end
     forward, backward, head = compute_seconds(cfg, config, device, best)
+    own = share.of_blocks(config)
+    forward, backward, head = own * forward, own * backward, share.is_last * head
+    gathers = 1 if stays_gathered(cfg) else count
 
     moving = moving_seconds(cfg, config, device, links)
     exposed = count * (max(0.0, moving - forward) + max(0.0, moving - backward))
-    exposed += count * (first + blocks * unit + max(0.0, blocks * (1 - unit) + last - forward))
-    freed = [] if keeps_gathered(cfg.sharding) else units.blocks[parts.backward_from :]
-    again = gather(sum_of(freed), float8_share(cfg))
-    total = count * (first + blocks + last + again + 2 * moving)
+    exposed += gathers * (first + blocks * unit + max(0.0, blocks * (1 - unit) + last - forward))
+    again = gather(sum_of(freed_blocks(share, units, cfg, config)), float8_share(cfg))
+    total = gathers * (first + blocks + last + again) + count * 2 * moving
     for i in range(count):
         is_last = i == count - 1
-        reduces = is_last or cfg.sharding.accumulate == "sharded"
+        reduces = is_last or not reduces_once(cfg)
         ends, middle, lasts = (
             reduce(unit, is_last) if reduces else 0.0
             for unit in (units.first, all_blocks, separate_last)
@@ -281,14 +360,17 @@ def times(cfg: TrainConfig, config: ModelConfig, world: int, device: Device, bes
     exchange = context_exchange(cfg, config, context)
     messages = count * (traffic.gathers + traffic.sums)
     waited = messages * tensor.seconds(traffic.size, device, links)
+    waited += count * passed.seconds(device, links)
     if context.ranks > 1:
-        waited += count * exchange.seconds(device, links)
+        waited += count * own * exchange.seconds(device, links)
     exposed, total = exposed + waited, total + waited
+    compute = count * (forward + backward + head)
     return Times(
-        count * (forward + backward + head),
+        compute,
         total,
         exposed,
         _optimizer_seconds(cfg, units.all.trained_padded / shard.ranks, device),
+        idle_micro_batches(cfg.sharding) * (compute + exposed) / count,
     )
 
 

@@ -1,0 +1,95 @@
+"""What one rank of a pipeline has, for the arithmetic of a plan."""
+
+from typing import NamedTuple, TypeVar
+
+from fsdp_trainer.config.pipeline import in_flight, micro_batches, schedule_of, stages_of_rank
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.parallel.memory_check import keeps_gathered
+from fsdp_trainer.parallel.pipeline import blocks_by_stage
+from fsdp_trainer.plan.units import FsdpUnit, ModelUnits, model_parts
+
+T = TypeVar("T")
+
+
+class StageShare(NamedTuple):
+    """The stages of a rank: their blocks, and whether the first or the last is among them.
+
+    waiting: forwards of a stage that have not come back when another one begins, at most.
+    turns: one stage follows the other, so that nothing is sent between them.
+    """
+
+    blocks: tuple[int, ...]
+    is_first: bool = True
+    is_last: bool = True
+    waiting: int = 0
+    turns: bool = False
+
+    def of(self, blocks: list[T]) -> list[T]:
+        """Return this rank's blocks of all."""
+        return [blocks[i] for i in self.blocks]
+
+    def of_blocks(self, config: ModelConfig) -> float:
+        """Return the share of the model's blocks."""
+        return len(self.blocks) / config.num_hidden_layers
+
+
+def stage_shares(cfg: TrainConfig, config: ModelConfig, world: int) -> list[StageShare]:
+    """Return what the ranks of a pipeline have, each kind once; without one, the whole model."""
+    sharding = cfg.sharding
+    if sharding.pipeline == 1:
+        return [StageShare(tuple(range(config.num_hidden_layers)))]
+    whole = model_parts(config, cfg)
+    parts = blocks_by_stage(whole.model, sharding)
+    count = micro_batches(cfg, world)
+    shares = []
+    for rank in range(sharding.pipeline):
+        numbers = stages_of_rank(sharding, rank)
+        blocks = tuple(i for number in numbers for i in parts[number])
+        waiting = in_flight(sharding, rank, count) - 1
+        ends = 0 in numbers, len(parts) - 1 in numbers
+        turns = len(numbers) > 1 and numbers[1] == numbers[0] + 1
+        shares.append(StageShare(blocks, *ends, waiting, turns))
+    return distinct(shares, whole.kind_of)
+
+
+def distinct(shares: list[StageShare], kind_of: list[int]) -> list[StageShare]:
+    """Return the shares that differ in more than which of equal blocks they have."""
+    kinds = {
+        (tuple(kind_of[i] for i in share.blocks), *share[1:]): share for share in reversed(shares)
+    }
+    return list(kinds.values())[::-1]
+
+
+def units_of(share: StageShare, cfg: TrainConfig, config: ModelConfig, group: int) -> ModelUnits:
+    """Return the units of a rank's stages. A tied embedding is a unit of the first one too.
+
+    config: of a rank of a tensor group. group: ranks that share each parameter out.
+    """
+    parts = model_parts(config, cfg)
+    units = parts.units(cfg, group)
+    if cfg.sharding.pipeline == 1:
+        return units
+    first = FsdpUnit.of([parts.embedding], cfg, group) if share.is_first else FsdpUnit()
+    last = units.last if share.is_last else FsdpUnit()
+    return ModelUnits(first, tuple(units.blocks[i] for i in share.blocks), last, tied=False)
+
+
+def fetched_units(units: ModelUnits, cfg: TrainConfig) -> ModelUnits:
+    """Return the units with the bytes that a micro-batch gathers: 0 where they stay gathered."""
+    if not stays_gathered(cfg):
+        return units
+    first, last, *blocks = (
+        unit._replace(gathered=0.0) for unit in (units.first, units.last, *units.blocks)
+    )
+    return ModelUnits(first, tuple(blocks), last, units.tied)
+
+
+def stays_gathered(cfg: TrainConfig) -> bool:
+    """Return whether weights stay gathered from a step's first micro-batch to its last."""
+    return cfg.sharding.pipeline > 1 and keeps_gathered(cfg.sharding)
+
+
+def reduces_once(cfg: TrainConfig) -> bool:
+    """Return whether a step's gradients are reduced behind its last micro-batch alone."""
+    return cfg.sharding.accumulate == "unsharded" or schedule_of(cfg.sharding).splits

@@ -103,7 +103,8 @@ def whole(tensor):
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor.clone()
-    together = torch.full(tensor.shape, torch.nan)
+    nothing = torch.nan if tensor.is_floating_point() else 0
+    together = torch.full(tensor.shape, nothing, dtype=tensor.dtype)
     for part, numbers in gather((local_slice(tensor), local_part(tensor))):
         together[part] = numbers
     return together

@@ -25,7 +25,7 @@ WIDE = [
 FLOAT8 = [*WIDE, "precision.float8=tensorwise"]
 
 
-def every_linear(_real, module, _recipe):
+def every_linear(_real, module, *_recipe_and_shares):
     return isinstance(module, nn.Linear)
 
 
@@ -52,6 +52,7 @@ def test_the_loss_is_near_that_of_bfloat16(train, recipe):
         ["sharding=hsdp", "sharding.replicas=2"],
         ["activation_checkpoint=selective"],
         ["optim=adamw_8bit"],
+        ["sharding.tensor=2"],
         ["precision.master_dtype=bfloat16"],
         ["checkpoint=async"],
         ["sharding.accumulate=unsharded", "sharding.blocks_per_unit=2"],

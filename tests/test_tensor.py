@@ -1,10 +1,14 @@
 """Tensor parallelism: every layout of ranks computes what one plain process does."""
 
+from contextlib import ExitStack
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from layouts import assert_same, compiled_quickly, take_steps, whole
 from stored import checkpoint, newest, stored, tensors
+from torch import nn
 from torch.distributed.tensor import DTensor
 from world import read_lines
 
@@ -18,15 +22,21 @@ from fsdp_trainer.config.schema import (
     Train,
     TrainConfig,
 )
-from fsdp_trainer.models.adapters import resolve_adapters
+from fsdp_trainer.models.adapters import (
+    four_bit_weights,
+    initialize_magnitudes,
+    resolve_adapters,
+)
 from fsdp_trainer.models.attention import DocumentAttention
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch, meta_decoder
+from fsdp_trainer.models.four_bit import quantize_linears
 from fsdp_trainer.models.freeze import choose_trained
-from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.parallel import activation_offload, convert
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.training.weights import draw_weights
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -81,15 +91,17 @@ def plain(sizes, settings):
     """One process without any parallelism."""
     torch.manual_seed(0)
     cfg, config = configuration(settings), ModelConfig(**{**SIZES, **sizes})
-    model = Decoder(config)
-    choose_trained(model, resolve_adapters(cfg.adapter, config), cfg.train.freeze)
+    model, adapters = Decoder(config), resolve_adapters(cfg.adapter, config)
+    quantize_linears(model, four_bit_weights(model, adapters), torch.float32)
+    choose_trained(model, adapters, cfg.train.freeze)
     start(model)
     first = {n: p.detach().clone() for n, p in model.named_parameters()}
     return first, *train(model, cfg, None, settings)
 
 
 def start(model):
-    initialize_weights(model, 1)
+    draw_weights(model, 1)
+    initialize_magnitudes(model)
     for name, p in model.named_parameters():
         if name.endswith(("norm.weight", ".bias")) or "lora_B" in name:
             local = p.to_local() if isinstance(p, DTensor) else p
@@ -112,11 +124,19 @@ def built(config, settings):
 
 def sharded(sizes, settings):
     """The weights at the start, and what `train` gives."""
-    model, dims = built(ModelConfig(**{**SIZES, **sizes}), settings)
-    cfg = configuration(settings)
-    start(model)
-    first = {n: whole(p.detach()) for n, p in model.named_parameters()}
-    return first, *train(model, cfg, dims, settings)
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(activation_offload, "SMALLEST", 256))
+        patches.enter_context(mock.patch.object(convert, "EMULATED", True))
+        patches.enter_context(mock.patch.object(convert, "worth_float8", is_linear))
+        model, dims = built(ModelConfig(**{**SIZES, **sizes}), settings)
+        cfg = configuration(settings)
+        start(model)
+        first = {n: whole(p.detach()) for n, p in model.named_parameters()}
+        return first, *train(model, cfg, dims, settings)
+
+
+def is_linear(module, *_):
+    return isinstance(module, nn.Linear)
 
 
 def compare(world, ranks, sizes, settings):
@@ -135,6 +155,9 @@ GEMMA2 = {
 WIDE = {"intermediate_size": 512, "num_attention_heads": 64, "num_hidden_layers": 1}
 """Half of each row is a whole block of 256 numbers."""
 TENSOR = {"sharding": {"tensor": 2}}
+BIASED = {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 1}
+BLOCKS_OF_64 = {"head_dim": 32, "intermediate_size": 128, "num_hidden_layers": 1}
+"""Half of each row of o and down is whole blocks."""
 CASES = {
     "tensor": (2, {}, TENSOR),
     "tied": (2, {"tie_word_embeddings": True}, TENSOR),
@@ -172,6 +195,13 @@ CASES = {
         TENSOR | {"freeze": ["model.embed_tokens.weight", "*norm.weight", "*.q_proj.weight"]},
     ),
     "lora": (2, {}, TENSOR | {"adapter": {"name": "lora", "rank": 2}}),
+    "dora": (4, BIASED, TENSOR | {"adapter": {"name": "dora", "rank": 2}}),
+    "4 bits": (4, BLOCKS_OF_64, TENSOR | {"adapter": {"name": "lora", "base": "nf4", "rank": 2}}),
+    "offloaded": (
+        2,
+        {},
+        TENSOR | {"checkpoint": {"mode": "selective", "offload": True}},
+    ),
     "8 bits": (2, WIDE, TENSOR | {"optim": {"state_dtype": "8bit"}, "tolerance": 1e-4}),
     "bfloat16 states": (2, {}, TENSOR | {"optim": {"state_dtype": "bfloat16"}, "tolerance": 1e-4}),
     "compiled": (2, {"family": "qwen3", "num_hidden_layers": 1}, TENSOR | {"compiled": True}),
@@ -186,6 +216,26 @@ QUICK = ("tensor", "lora")
 )
 def test_every_layout_computes_what_one_process_does(world, case):
     compare(world, *CASES[case])
+
+
+WIDTHS_OF_16 = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
+FLOAT8 = {"param_dtype": "bfloat16", "float8": "tensorwise"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [{"param_dtype": "bfloat16"}, FLOAT8], ids=str)
+def test_in_fewer_bits_gradients_are_as_near_to_float32_as_without_tensor_groups(world, precision):
+    if "float8" in precision:
+        pytest.importorskip("torchao")
+    exact = plain(WIDTHS_OF_16, {})
+    usual, got = (
+        world.call(2, sharded, WIDTHS_OF_16, {"sharding": layout, "precision": precision})[0]
+        for layout in ({}, {"tensor": 2})
+    )
+    assert got[1] == pytest.approx(exact[1], rel=0.03)
+    for name, gradient in exact[3].items():
+        errors = [(run[3][name] - gradient).norm() / gradient.norm() for run in (usual, got)]
+        assert errors[1] < 1.5 * errors[0], name
 
 
 BESIDE = [
@@ -246,7 +296,20 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(world, train, tmp_path)
     [
         (["sharding.tensor=3"], "Use sharding.tensor=2"),
         (["sharding.tensor=2", "batch.seq_len=63"], "must divide batch.seq_len=63"),
-        (["sharding.tensor=2", "adapter=dora"], "Use adapter=lora or sharding.tensor=1"),
+        (
+            ["sharding.tensor=2", "optim=adamw_8bit", "model.intermediate_size=64"],
+            "cuts blocks of 64. Use optim.state_dtype=bfloat16",
+        ),
+        (["sharding.tensor=2", "adapter=qlora"], "cuts blocks of 64. Use adapter.base=bf16"),
+        (
+            [
+                "sharding.tensor=4",
+                "model.num_attention_heads=4",
+                "model.vocab_size=9",
+                "model.vocab_multiple=1",
+            ],
+            "Use model.vocab_multiple=4",
+        ),
         (["sharding.tensor=2", "data.pad_to_multiple=3"], "Use data.pad_to_multiple=4"),
     ],
 )

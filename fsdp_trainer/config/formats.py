@@ -1,6 +1,22 @@
 """Number formats that follow from several keys. No torch."""
 
+from collections.abc import Sequence
+
 from fsdp_trainer.config.schema import Optim
+
+BLOCK = 256  # numbers of a moment that share a scale in 8 bits, at most
+MIN_BLOCK = 64  # a scale for fewer numbers would cost more than it saves
+FOUR_BIT_BLOCK = 64  # numbers of a matrix in 4 bits that share a scale
+
+
+def block_size(shape: Sequence[int]) -> int:
+    """Return how many numbers of a parameter share a scale in 8 bits; 1: it stays in float32.
+
+    It is the largest power of two that divides a row, so that a block never crosses rows.
+    """
+    row = shape[-1] if len(shape) > 1 else 0
+    block = min(row & -row, BLOCK)
+    return block if block >= MIN_BLOCK else 1
 
 
 def moments_format(optim: Optim, master_dtype: str) -> str:

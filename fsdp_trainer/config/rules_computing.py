@@ -65,16 +65,6 @@ def dimensions(cfg: TrainConfig, report: Report) -> Broken:
     size = cfg.sharding.tensor
     if size == 1:
         return
-    together = f"together with sharding.tensor={size} is not in this version"
-    if cfg.precision.float8 is not None:
-        yield "precision.float8", f"{together}.\nUse  precision=bf16  or  sharding.tensor=1"
-    if cfg.adapter.name == "dora":
-        yield "adapter.name", f"dora {together}.\nUse  adapter=lora  or  sharding.tensor=1"
-    if cfg.adapter.name != "none" and cfg.adapter.base == "nf4":
-        yield "adapter.base", f"nf4 {together}.\nUse  adapter.base=bf16  or  sharding.tensor=1"
-    if cfg.activation_checkpoint.offload:
-        key = "activation_checkpoint.offload"
-        yield key, f"{together}.\nUse  {key}=false  or  sharding.tensor=1"
     multiple = cfg.data.pad_to_multiple
     if multiple is not None and multiple % size:
         nearest = round_up(multiple, size)

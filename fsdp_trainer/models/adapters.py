@@ -15,8 +15,10 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.config.check import show
 from fsdp_trainer.config.names import nearest
@@ -327,19 +329,26 @@ def _dora_forward(self: Any, x: Tensor) -> Tensor:
 
 
 def row_lengths(linear: Any) -> Tensor:
-    """Return the length of each row of W + scale · B·A: [out] float32.
+    """Return the length of each row of W + scale · B·A: [out] float32."""
+    squares = row_squares(linear, linear.weight, linear.lora_A.weight, linear.lora_B.weight)
+    return squares.clamp_min(0).sqrt()
 
-    |W|² + 2 s Σ (W Aᵀ) ∘ B + s² Σ (B A Aᵀ) ∘ B: no second matrix of W's size is made.
+
+def row_squares(linear: Any, rows: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return the squared length of each row of W + scale · B·A: [out] float32.
+
+    |W|² + 2 s Σ (W Aᵀ) ∘ B + s² Σ (B A Aᵀ) ∘ B: no second matrix of W's size is made. Sums over
+    columns: of parts of them, each with its part of A, their sum is that of the whole.
+    rows: of the layer's weight; a, b: matrices of its adapter.
     """
-    weight = dense_rows(linear, linear.weight)
-    a = linear.lora_A.weight.float()
-    b = linear.lora_B.weight.float()
+    weight = dense_rows(linear, rows)
+    projected = F.linear(weight.to(a.dtype), a)
+    a, b = a.float(), b.float()
     squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32) ** 2
-    projected = F.linear(weight.to(linear.lora_A.weight.dtype), linear.lora_A.weight)
     mixed = (projected.float() * b).sum(1)
     own = ((b @ (a @ a.T)) * b).sum(1)
     scale = linear.lora_scale
-    return (squares + 2 * scale * mixed + scale**2 * own).clamp_min(0).sqrt()
+    return squares + 2 * scale * mixed + scale**2 * own
 
 
 def dense_rows(linear: Any, rows: Tensor) -> Tensor:
@@ -363,9 +372,23 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def initialize_magnitudes(model: nn.Module) -> None:
     """Set DoRA's magnitudes to the lengths of the rows of W: the adapted model is W at first.
 
-    Each rank for the rows that it holds; the weights must be there.
+    Each rank for the rows that it holds; the weights must be there. Collective.
     """
     for linear in adapted_layers(model).values():
         if hasattr(linear, MAGNITUDE):
             rows = dense_rows(linear, local_part(linear.weight)).float()
-            local_part(linear.lora_magnitude_vector).copy_(torch.linalg.vector_norm(rows, dim=1))
+            # in float64 every layout rounds to the same float32
+            lengths = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+            for group in groups_of_columns(linear.weight):
+                squares = lengths.square()
+                dist.all_reduce(squares, group=group)
+                lengths = squares.sqrt()
+            local_part(linear.lora_magnitude_vector).copy_(lengths)
+
+
+def groups_of_columns(matrix: Tensor) -> list[dist.ProcessGroup]:
+    """Return the groups of ranks that hold other columns of the same rows."""
+    if not isinstance(matrix, DTensor):
+        return []
+    placements = enumerate(matrix.placements)
+    return [matrix.device_mesh.get_group(i) for i, place in placements if place.is_shard(1)]

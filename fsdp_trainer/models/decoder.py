@@ -25,6 +25,10 @@ Auxiliary = dict[str, Tensor]
 others stacked. A scalar whose name ends in `_loss` is minimised along with the objective."""
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 """Parameters with a row for each token."""
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROWS = ("o_proj", "down_proj")
+"""A block's matrices of which a rank of a tensor group makes a part of the outputs, and those of
+which it has a part of the inputs."""
 NORMS: dict[str, tuple[str | None, ...]] = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),

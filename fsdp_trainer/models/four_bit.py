@@ -1,7 +1,8 @@
 """Frozen matrices in 4 bits a number: NF4 (Dettmers et al. 2023, QLoRA).
 
 Blocks of 64 numbers of a row share a scale in bfloat16, so that a number takes 4.25 bits. Blocks
-lie within rows: every sharding by rows has the same codes.
+lie within rows, each scale in front of its codes: shards of rows, and of whole blocks of columns,
+have the same bytes.
 """
 
 from collections.abc import Iterable
@@ -11,7 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-BLOCK = 64  # numbers that share a scale
+from fsdp_trainer.config.formats import FOUR_BIT_BLOCK as BLOCK
+
+SCALE = 2  # bytes of a scale
+BLOCK_BYTES = SCALE + BLOCK // 2
 LEVELS = (
     -1.0,
     -0.6961928009986877,
@@ -38,8 +42,8 @@ _tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # filled by keep_l
 
 
 def encoded_columns(columns: int) -> int:
-    """Return the bytes of a row of so many numbers: two codes a byte, then two bytes a scale."""
-    return -(-columns // 2) + 2 * -(-columns // BLOCK)
+    """Return the bytes of a row of so many numbers: two codes a byte, and two bytes a scale."""
+    return -(-columns // 2) + SCALE * -(-columns // BLOCK)
 
 
 def is_encoded(weight: Tensor) -> bool:
@@ -62,7 +66,10 @@ def encode(numbers: Tensor) -> Tensor:
     for middle in MIDDLES:  # three times as fast as a search for each number
         codes += shares > middle
     pairs = (codes[:, ::2] << 4) | codes[:, 1::2]
-    return torch.cat([pairs[:, : -(-columns // 2)], scales.view(torch.uint8)], 1)
+    of_blocks = pairs.view(len(numbers), -1, BLOCK // 2)
+    scale_bytes = scales.unsqueeze(2).view(torch.uint8)
+    whole = torch.cat([scale_bytes, of_blocks], 2).flatten(1)
+    return whole[:, : encoded_columns(columns)].contiguous()
 
 
 def decode(encoded: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
@@ -70,18 +77,17 @@ def decode(encoded: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
 
     Levels and scales are rounded to `dtype` and multiplied in it.
     """
-    codes, scales = encoded.tensor_split([-(-columns // 2)], 1)
-    aligned = scales.clone(memory_format=torch.contiguous_format)
+    if columns % BLOCK:
+        encoded = F.pad(encoded, (0, -encoded.shape[1] % BLOCK_BYTES))
+    blocks = encoded.view(len(encoded), -1, BLOCK_BYTES)
+    aligned = blocks[:, :, :SCALE].clone(memory_format=torch.contiguous_format)
     scales = aligned.view(torch.bfloat16).to(dtype)
     table = _tables.get((dtype, encoded.device))
     if table is None:
         table = pairs_of_levels(dtype, encoded.device)
-    numbers = F.embedding(codes.int(), table)
-    if columns % BLOCK == 0:
-        blocks = numbers.view(len(encoded), -1, BLOCK)
-        return blocks.mul_(scales.unsqueeze(2)).view(len(encoded), columns)
-    of_each = scales.repeat_interleave(BLOCK, 1)[:, :columns]
-    return numbers.flatten(1)[:, :columns] * of_each
+    codes = blocks[:, :, SCALE:].int()
+    numbers = F.embedding(codes, table).flatten(2)
+    return numbers.mul_(scales).flatten(1)[:, :columns].contiguous()
 
 
 def pairs_of_levels(dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fsdp_trainer.config.context import context_problems
+from fsdp_trainer.config.formats import FOUR_BIT_BLOCK, block_size, moments_format
 from fsdp_trainer.config.paths import is_hub_id, model_folder
 from fsdp_trainer.config.pipeline import SCHEDULES, stage_count
 from fsdp_trainer.config.schema import Model, TrainConfig
@@ -119,7 +120,7 @@ def _size_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
         reason = "must be even for rotary position embedding"
         yield Problem(f"model.head_dim={config.head_dim}", reason)
     yield from _expert_problems(cfg, config)
-    yield from _tensor_problems(cfg, config)
+    yield from tensor_problems(cfg, config)
     yield from _stage_problems(cfg, config)
     length = cfg.batch.seq_len
     positions = config.max_position_embeddings
@@ -160,7 +161,7 @@ def _expert_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]
             yield Problem(f"sharding.{key}={ranks}", reason)
 
 
-def _tensor_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+def tensor_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
     """Yield the sizes that the ranks of a tensor group cannot share evenly."""
     ranks = cfg.sharding.tensor
     length = cfg.batch.seq_len
@@ -169,6 +170,47 @@ def _tensor_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]
         nearest = max(n for n in range(1, ranks) if not tensor_misfits(config, length, n))
         reason = f"{'; '.join(misfits)}.\nUse  sharding.tensor={nearest}"
         yield Problem(f"sharding.tensor={ranks}", reason)
+        return
+    if config.vocab_size:  # else it is the tokenizer's
+        yield from vocabulary_problems(config, ranks)
+    yield from _cut_blocks(cfg, config)
+
+
+def vocabulary_problems(config: ModelConfig, ranks: int) -> Iterator[Problem]:
+    """Yield the problem of a vocabulary that leaves a rank of a tensor group without a row."""
+    rows = config.embedding_rows
+    if -(-rows // ranks) * (ranks - 1) >= rows:
+        reason = f"{rows} rows of the vocabulary leave a rank without one"
+        instead = f"Use  model.vocab_multiple={ranks}"
+        yield Problem(f"sharding.tensor={ranks}", f"{reason}.\n{instead}")
+
+
+def _cut_blocks(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+    """Yield formats whose blocks of numbers a part of the rows of o and down would cut."""
+    ranks, adapter = cfg.sharding.tensor, cfg.adapter
+    if ranks == 1:
+        return
+    widths = {
+        "num_attention_heads × head_dim": config.num_attention_heads * config.head_dim,
+        "intermediate_size": config.intermediate_size,
+    }
+    in_four_bits = adapter.name != "none" and adapter.base == "nf4"
+    # a part of the layers is looked at when their optimizer is built
+    all_trained = adapter.name == "none" and not cfg.train.freeze
+    in_eight_bits = all_trained and moments_format(cfg.optim, cfg.precision.master_dtype) == "8bit"
+    for what, width in widths.items():
+        part = width // ranks
+        start = f"{what}={width:,} leaves each of {ranks} ranks {part:,} numbers of a row"
+        if in_four_bits and part % FOUR_BIT_BLOCK:
+            reason = (
+                f"{start}, which cuts blocks of {FOUR_BIT_BLOCK}.\n"
+                "Use  adapter.base=bf16  or fewer ranks"
+            )
+            yield Problem("adapter.base=nf4", reason)
+        block = block_size((1, width))
+        if in_eight_bits and part % block:
+            reason = f"{start}, which cuts blocks of {block}.\nUse  optim.state_dtype=bfloat16"
+            yield Problem("optim.state_dtype=8bit", reason)
 
 
 def _stage_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:

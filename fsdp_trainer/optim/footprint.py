@@ -3,11 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fsdp_trainer.config.formats import is_compact, moments_format
+from fsdp_trainer.config.formats import BLOCK, block_size, is_compact, moments_format
 from fsdp_trainer.config.schema import Optim
 
-BLOCK = 256  # numbers that share a scale in 8 bits, at most
-MIN_BLOCK = 64  # a scale for fewer numbers would cost more than it saves
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 CHUNKS = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Numbers that CompactOptimizer updates at a time: few for a CPU's caches, many for launches."""
@@ -63,16 +61,6 @@ def is_block_matrix(name: str, dimensions: int) -> bool:
     Embedding and head are matrices too, whose rows are moved one by one: they are told by name.
     """
     return name.startswith("model.layers.") and dimensions >= 2
-
-
-def block_size(shape: Sequence[int]) -> int:
-    """Return how many numbers of a parameter share a scale in 8 bits; 1: it stays in float32.
-
-    It is the largest power of two that divides a row, so that a block never crosses rows.
-    """
-    row = shape[-1] if len(shape) > 1 else 0
-    block = min(row & -row, BLOCK)
-    return block if block >= MIN_BLOCK else 1
 
 
 def moment_bytes(optim: Optim, master_dtype: str, shape: Sequence[int] | None) -> float:

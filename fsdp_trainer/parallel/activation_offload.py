@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter
 
+from fsdp_trainer.distributed import local_part
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.torch_private import replace_saved_results
 
@@ -206,7 +207,8 @@ def is_moved(tensor: Tensor, stays: set[int]) -> bool:
 
 def storages_that_stay(block: nn.Module, shared: Any) -> set[int]:
     """Return the storages of a block's parameters, and of tensors that all blocks are given."""
-    tensors = [*block.parameters(), *(t for t in tree_iter(shared) if isinstance(t, Tensor))]
+    own = map(local_part, block.parameters())
+    tensors = [*own, *(t for t in tree_iter(shared) if isinstance(t, Tensor))]
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 

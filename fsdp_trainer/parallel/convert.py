@@ -4,14 +4,17 @@ Their weights stay what they were.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_trainer.config.schema import Precision
+from fsdp_trainer.distributed import local_part
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.decoder import ROWS, Decoder
 
 CAPABILITY = (8, 9)  # Ada; the first GPUs with float8 matrix products
 EMULATED = False  # compute what float8 would give in wider products, on any device: for tests
@@ -33,8 +36,10 @@ def require_float8(precision: Precision, device: torch.device) -> None:
     raise UserError("there is no float8 on this device", [problem])
 
 
-def convert_linears(model: Decoder, precision: Precision) -> None:
+def convert_linears(model: Decoder, precision: Precision, tensor: int = 1) -> None:
     """Replace the blocks' linear layers that are faster in float8; embedding, norms and head stay.
+
+    tensor: ranks that share each matrix.
 
     With one scale for a whole matrix (`tensorwise`) the weights are gathered in float8 too: half
     the bytes of bfloat16. Raises UserError if no layer is faster.
@@ -52,7 +57,9 @@ def convert_linears(model: Decoder, precision: Precision) -> None:
     convert_to_float8_training(
         model.model.layers,
         config=config,
-        module_filter_fn=lambda module, name: worth_float8(module, recipe),
+        module_filter_fn=lambda module, name: worth_float8(
+            module, recipe, *share_of(name.rpartition(".")[2], tensor)
+        ),
     )
     if not float8_layers(model):
         reason = "no matrix of this model is large enough to gain by float8, or divisible by 16"
@@ -60,15 +67,23 @@ def convert_linears(model: Decoder, precision: Precision) -> None:
         raise UserError("there is nothing for float8 to do", [problem])
 
 
-def worth_float8(module: nn.Module, recipe: str) -> bool:
+def share_of(name: str, ranks: int) -> tuple[int, int]:
+    """Return by what the rows and the columns of a matrix are divided where ranks share it."""
+    return (1, ranks) if name in ROWS else (ranks, 1)
+
+
+def worth_float8(module: nn.Module, recipe: str, by_rows: int = 1, by_columns: int = 1) -> bool:
     """Return whether a linear layer is faster than in bfloat16, casts included.
 
+    by_rows, by_columns: in how many parts ranks share its matrix.
     As measured on H100 by torchao's authors (float8/README.md, and the thresholds of its own
     filter). The hardware wants sizes that 16 divides.
     """
-    if not isinstance(module, nn.Linear) or any(size % 16 for size in module.weight.shape):
+    if not isinstance(module, nn.Linear):
         return False
-    rows, columns = module.weight.shape
+    rows, columns = module.out_features // by_rows, module.in_features // by_columns
+    if rows % 16 or columns % 16:
+        return False
     if recipe == "tensorwise":
         return columns > 4096 or rows > 1024
     return rows > 2048 and columns > 1024 and (rows > 4096 or columns > 2048)
@@ -76,7 +91,21 @@ def worth_float8(module: nn.Module, recipe: str) -> bool:
 
 def float8_layers(model: nn.Module) -> int:
     """Return how many linear layers compute in float8."""
-    return sum(type(module).__name__ == "Float8Linear" for module in model.modules())
+    return sum(map(is_float8, model.modules()))
+
+
+def is_float8(module: nn.Module) -> bool:
+    """Return whether a module is torchao's linear layer, which is not imported to ask."""
+    return any(cls.__name__ == "Float8Linear" for cls in type(module).__mro__)
+
+
+def float8_product(linear: Any, x: Tensor, weight: Tensor) -> Tensor:
+    """Return x Wᵀ in float8 as torchao's layer computes it. weight: its part, perhaps in float8."""
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+
+    return matmul_with_hp_or_float8_args.apply(
+        x, weight.t(), linear.linear_mm_config, linear.config
+    )
 
 
 def scale_after_each_step(model: Decoder, optimizer: Optimizer, precision: Precision) -> None:
@@ -93,4 +122,30 @@ def precompute_float8_scales(model: Decoder, precision: Precision) -> None:
     if precision.float8 == "tensorwise":
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-        precompute_float8_dynamic_scale_for_fsdp(model)
+        if hasattr(model, "tensor_ranks"):
+            share_scales(model)
+        else:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+@torch.no_grad()
+def share_scales(model: Decoder) -> None:
+    """Give every part of a matrix the scale of the whole, for its next all-gather. Collective.
+
+    torchao's own function takes one all-reduce for each dimension of the mesh, and warns of it.
+    """
+    from torchao.float8.float8_utils import EPS
+
+    layers: list[Any] = [module for module in model.modules() if is_float8(module)]
+    weights: list[Any] = [local_part(layer.weight) for layer in layers]
+    largest = torch.stack([largest_of(weight._tensor) for weight in weights])
+    dist.all_reduce(largest, dist.ReduceOp.MAX)  # replicas have the same
+    dtype = layers[0].config.cast_config_weight.target_dtype
+    scales = torch.finfo(dtype).max / largest.clamp_min(EPS).double()
+    for weight, scale in zip(weights, scales.float(), strict=True):
+        weight._precomputed_scale = scale
+
+
+def largest_of(part: Tensor) -> Tensor:
+    """Return the largest absolute value, 0 of a part without numbers: float32."""
+    return part.abs().amax().float() if part.numel() else part.new_zeros((), dtype=torch.float32)

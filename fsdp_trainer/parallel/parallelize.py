@@ -76,7 +76,7 @@ def prepare(model: Decoder, dims: Dims, cfg: TrainConfig, adapters: AdapterSpec 
     """Give a whole model its number formats and adapters, and choose what is trained."""
     master_dtype = getattr(torch, cfg.precision.master_dtype)
     model.to(master_dtype)
-    convert_linears(model, cfg.precision)
+    convert_linears(model, cfg.precision, cfg.sharding.tensor)
     param_dtype = getattr(torch, cfg.precision.param_dtype)
     quantize_linears(model, four_bit_weights(model, adapters), param_dtype)
     keep_levels(param_dtype, dims.mesh.device_type)

@@ -12,6 +12,7 @@ on this rank's plain tensors: torch's DTensor modules cost the host about twice 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MethodType
 from typing import Any
 
@@ -23,11 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from fsdp_trainer.distributed import ALL_GATHER, REDUCE_SCATTER, local_slice
-from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapter_spec import MAGNITUDE, A
-from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Attention, Decoder, RMSNorm
+from fsdp_trainer.models.adapters import row_squares
+from fsdp_trainer.models.decoder import COLUMNS, ROWS, Attention, Decoder, RMSNorm
+from fsdp_trainer.models.four_bit import DecodedProduct, Linear4
 from fsdp_trainer.models.head import Head, Scores, cap_logits, write_logits
+from fsdp_trainer.parallel.convert import float8_product, is_float8
 from fsdp_trainer.parallel.dims import Dims
 
 TOKENS = 1  # the dimension of [batch, length, hidden] that is parted between blocks
@@ -45,7 +47,6 @@ def shard_tensors(model: Any, dims: Dims) -> None:
     mesh = dims.tensor_mesh
     group = mesh.get_group()
     ranks = TensorRanks(group, dist.get_rank(group), dist.get_world_size(group))
-    require_rows(model.config, ranks)
     for block in model.model.layers.values():
         attention: Any = block.self_attn
         for name, module in list(block.named_modules()):
@@ -219,9 +220,16 @@ def turn_into(
     module: Any, cls: type, ranks: TensorRanks, mesh: DeviceMesh, placement: Placement
 ) -> None:
     """Give a module the forward of `cls`, and place its weight."""
-    module.__class__ = cls
+    kind: Any = type(module)
+    module.__class__ = cls if issubclass(cls, kind) else both(cls, kind)
     module.tensor_ranks = ranks
     place(module, mesh, placement, "weight")
+
+
+@lru_cache
+def both(cls: type, kind: type) -> type:
+    """Return a class with the forward of `cls`, and all else of a kind of linear layer."""
+    return type(f"{cls.__name__}{kind.__name__}", (cls, kind), {})
 
 
 def local(parameter: Any) -> Tensor:
@@ -241,33 +249,76 @@ def partial(parameter: Any, ranks: TensorRanks) -> Tensor:
 # --- modules --------------------------------------------------------------------------------------
 
 
-class ColumnLinear(nn.Linear):
-    """A linear layer of which each rank makes a part of the outputs, for all tokens."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, length, in] → [batch, length, out / ranks]."""
-        return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
-
-
-class RowLinear(nn.Linear):
-    """A linear layer of which each rank has a part of the inputs."""
+class SharedLinear(nn.Module):
+    """Base class of linear layers, of torch's kind, in float8 or in 4 bits, that ranks share."""
 
     tensor_ranks: TensorRanks
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, length, in / ranks] → [batch, length / ranks, out]."""
-        out = self.tensor_ranks.sum_and_part_tokens(F.linear(x, local(self.weight)))
-        return out if self.bias is None else out + partial(self.bias, self.tensor_ranks)
-
-
-class PartialLinear(nn.Linear):
-    """A whole linear layer. Each rank's gradient is of its tokens, or of its outputs' channels."""
-
-    tensor_ranks: TensorRanks
+    weight: Tensor
+    bias: Tensor | None
+    lora_A: Any
+    lora_B: Any
+    lora_magnitude_vector: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, tokens, in]."""
-        return F.linear(x, partial(self.weight, self.tensor_ranks))
+        out = self.multiplied(x)
+        return out if self.bias is None else out + self.own(self.bias)
+
+    def multiplied(self, x: Tensor) -> Tensor:
+        """Return the product with the matrix."""
+        return product(self, x, local(self.weight))
+
+    def own(self, parameter: Tensor) -> Tensor:
+        """Return, of a vector of the outputs' channels, what this rank's outputs need."""
+        return local(parameter)
+
+    def row_squares(self) -> Tensor:
+        """Return the squared length of each row, adapter included, that the outputs need: [out]."""
+        a, b = (local(matrix.weight) for matrix in (self.lora_A, self.lora_B))
+        return row_squares(self, local(self.weight), a, b)
+
+
+class ColumnLinear(SharedLinear):
+    """A linear layer of which each rank makes a part of the outputs, for all tokens.
+
+    [batch, length, in] → [batch, length, out / ranks].
+    """
+
+
+class RowLinear(SharedLinear):
+    """A linear layer of which each rank has a part of the inputs.
+
+    [batch, length, in / ranks] → [batch, length / ranks, out].
+    """
+
+    def multiplied(self, x: Tensor) -> Tensor:
+        """See SharedLinear. Collective."""
+        return self.tensor_ranks.sum_and_part_tokens(super().multiplied(x))
+
+    def own(self, parameter: Tensor) -> Tensor:
+        """See SharedLinear."""
+        return partial(parameter, self.tensor_ranks)
+
+    def row_squares(self) -> Tensor:
+        """See SharedLinear. Collective."""
+        return sum_over_ranks(super().row_squares(), self.tensor_ranks.group)
+
+
+class PartialLinear(SharedLinear):
+    """A whole linear layer. Each rank's gradient is of its tokens, or of its outputs' channels."""
+
+    def multiplied(self, x: Tensor) -> Tensor:
+        """See SharedLinear."""
+        return product(self, x, partial(self.weight, self.tensor_ranks))
+
+
+def product(linear: Any, x: Tensor, weight: Tensor) -> Tensor:
+    """Return x Wᵀ with this rank's part of a linear layer's matrix, as that layer computes it."""
+    if isinstance(linear, Linear4):
+        return DecodedProduct.apply(x, weight, None)
+    if is_float8(linear):
+        return float8_product(linear, x, weight)
+    return F.linear(x, weight)
 
 
 class PartialNorm(RMSNorm):
@@ -428,48 +479,27 @@ def score_columns(
     return torch.stack([largest, total, target_logits, *sums]), softcap_grad
 
 
-COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-ROWS = ("o_proj", "down_proj")
-
-
 def shard_module(name: str, module: Any, ranks: TensorRanks, mesh: DeviceMesh) -> None:
     """Turn a module of a block, which its parent calls `name`, into one of those above."""
-    if name in (*COLUMNS, *ROWS):
-        require_plain(name, module, ranks)
     if name in COLUMNS:
         turn_into(module, ColumnLinear, ranks, mesh, Shard(0))
         place(module, mesh, Shard(0), "bias")
         shard_adapter(module, PartialLinear, Replicate(), ColumnLinear, Shard(0), ranks, mesh)
+        if hasattr(module, MAGNITUDE):
+            place(module, mesh, Shard(0), MAGNITUDE)
     elif name in ROWS:
         turn_into(module, RowLinear, ranks, mesh, Shard(1))
         place(module, mesh, Replicate(), "bias")
         shard_adapter(module, RowLinear, Shard(1), PartialLinear, Replicate(), ranks, mesh)
+        if hasattr(module, MAGNITUDE):
+            place(module, mesh, Replicate(), MAGNITUDE)
+        if isinstance(module, Linear4):
+            module.in_features //= ranks.size
     elif isinstance(module, Attention) and module.qk_norm == "whole":
         for norm in (module.q_norm, module.k_norm):
             turn_into(norm, ColumnNorm, ranks, mesh, Shard(0))
     elif type(module) is RMSNorm:
         turn_into(module, PartialNorm, ranks, mesh, Replicate())
-
-
-def require_plain(name: str, module: nn.Module, ranks: TensorRanks) -> None:
-    """Raise UserError for a layer whose matrix cannot be cut, or whose adapter cannot."""
-    if type(module) is nn.Linear and not hasattr(module, MAGNITUDE):
-        return
-    kind = "DoRA" if hasattr(module, MAGNITUDE) else type(module).__name__
-    reason = f"{name} is {kind}, which is not cut in this version.\nUse  sharding.tensor=1"
-    problem = Problem(f"sharding.tensor={ranks.size}", reason)
-    raise UserError("this layer cannot be shared by a tensor group", [problem])
-
-
-def require_rows(config: ModelConfig, ranks: TensorRanks) -> None:
-    """Raise UserError where a rank would have no row of the vocabulary."""
-    rows = config.embedding_rows
-    if -(-rows // ranks.size) * (ranks.size - 1) < rows:
-        return
-    reason = f"a vocabulary of {rows} rows leaves a rank without one"
-    instead = f"Use  model.vocab_multiple={ranks.size}"
-    problem = Problem(f"sharding.tensor={ranks.size}", f"{reason}.\n{instead}")
-    raise UserError("the vocabulary is too small", [problem])
 
 
 def shard_adapter(
@@ -485,12 +515,22 @@ def shard_adapter(
     if hasattr(linear, A):
         turn_into(linear.lora_A, a, ranks, mesh, placement_a)
         turn_into(linear.lora_B, b, ranks, mesh, placement_b)
-        linear.forward = MethodType(lora_forward, linear)
+        forward = dora_forward if hasattr(linear, MAGNITUDE) else lora_forward
+        linear.forward = MethodType(forward, linear)
 
 
 def lora_forward(self: Any, x: Tensor) -> Tensor:
     """Return W x + scale · B(A x), and the bias: the matrices communicate by their forward."""
     return type(self).forward(self, x) + self.lora_B(self.lora_A(x)) * self.lora_scale
+
+
+def dora_forward(self: Any, x: Tensor) -> Tensor:
+    """Return what models.adapters computes for DoRA. Collective, of o and down also the lengths."""
+    with torch.no_grad():
+        lengths = self.row_squares().clamp_min(0).sqrt()
+    factor = (self.own(self.lora_magnitude_vector).float() / lengths).to(x.dtype)
+    out = self.multiplied(x) + self.lora_B(self.lora_A(x)) * self.lora_scale
+    return factor * out if self.bias is None else factor * out + self.own(self.bias)
 
 
 def few_heads(attention: Attention, heads: int, ranks: TensorRanks) -> None:

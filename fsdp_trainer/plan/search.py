@@ -12,7 +12,7 @@ from fsdp_trainer.config.pipeline import pipeline_problem
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.devices import Device
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.resolve import tensor_misfits
+from fsdp_trainer.models.resolve import tensor_problems
 from fsdp_trainer.plan.changes import Candidate
 from fsdp_trainer.plan.plan import RunPlan
 
@@ -88,8 +88,7 @@ def _still_grows(name: str, run: Candidate, layouts: list[PlannedLayout]) -> boo
 def tensor_groups(run: Candidate) -> Iterator[Choice]:
     """Powers of two up to the devices of a node, which a run would not refuse."""
     for choice in _groups("tensor", run, run.device.per_node):
-        size = choice.keys["sharding.tensor"]
-        if not tensor_misfits(run.config, run.cfg.batch.seq_len, size):
+        if not any(tensor_problems(run.changed(choice.keys).cfg, run.config)):
             yield choice
 
 
@@ -227,8 +226,9 @@ class Search:
             return True
         offloaded = run.changed({key: True})
         sharding = run.cfg.sharding
+        # larger groups part activations at less cost; a pipeline refuses it
         is_shared = sharding.tensor > 1 or sharding.pipeline > 1
-        if not run.on_gpu or (is_shared and offloaded.is_refused()):
+        if not run.on_gpu or is_shared:
             return False
         return self._try(offloaded, (*overrides, OFFLOADED))
 

@@ -39,7 +39,12 @@ from fsdp_trainer.models.balance import new_balance
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.freeze import model_to_train
-from fsdp_trainer.models.resolve import resolve_model, resolve_with_tokenizer
+from fsdp_trainer.models.resolve import (
+    resolve_model,
+    resolve_with_tokenizer,
+    tensor_problems,
+    vocabulary_problems,
+)
 from fsdp_trainer.observe.flops import trained_work
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.profiler import Profiler
@@ -47,7 +52,11 @@ from fsdp_trainer.observe.step_log import StepClock, StepLog
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.parallel.compile import can_compile
 from fsdp_trainer.parallel.context import context_ranks
-from fsdp_trainer.parallel.convert import require_float8, scale_after_each_step
+from fsdp_trainer.parallel.convert import (
+    precompute_float8_scales,
+    require_float8,
+    scale_after_each_step,
+)
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.memory_check import Alternative, Setup, check_memory
@@ -175,6 +184,9 @@ def build(
     else:
         dtypes = fill(model, cfg, inputs.init_from)
         base = base_of_new_run(model, cfg, inputs.init_from, adapters)
+    if cfg.sharding.tensor > 1:
+        # else the first step would have a scale for each rank's part of a matrix
+        precompute_float8_scales(model, cfg.precision)
 
     differs = differs_from_loss(cfg.objective.name, cfg.loss)
     clock, progress = StepClock(), start.progress
@@ -237,8 +249,8 @@ def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
         raise UserError("a step is too small for the pipeline", [problem])
     require_float8(cfg.precision, world.device)
     config = resolve_model(fetched_model(cfg, init_from))
-    if problems := list(context_problems(cfg, config)):
-        raise UserError("the ranks cannot share rows like this", problems)
+    if problems := [*tensor_problems(cfg, config), *context_problems(cfg, config)]:
+        raise UserError("the ranks cannot share the model and its rows like this", problems)
     adapters = resolve_adapters(cfg.adapter, config)
     setup = Setup(cfg.sharding, cfg.precision, cfg.optim, world.size, adapters)
     check_memory(
@@ -262,7 +274,10 @@ def adapted_models(cfg: TrainConfig, config: ModelConfig) -> list[Alternative]:
 def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:
     """Return the model's configuration, checked against the tokenizer. Raises UserError."""
     model, grows = fetched_model(cfg, inputs.init_from), bool(cfg.tokenizer.add_tokens)
-    return resolve_with_tokenizer(model, inputs.tokenizer.vocab_size, grows)
+    config = resolve_with_tokenizer(model, inputs.tokenizer.vocab_size, grows)
+    if problems := list(vocabulary_problems(config, cfg.sharding.tensor)):
+        raise UserError("the vocabulary is too small", problems)
+    return config
 
 
 def fetched_model(cfg: TrainConfig, init_from: Path | None) -> Model:

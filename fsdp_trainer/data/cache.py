@@ -39,20 +39,9 @@ def held(folder: Path, shared: bool, waits: Callable[[], None]) -> Iterator[bool
     they write the same, and by rename. waits: called again and again while another holds it.
     """
     while True:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = open(folder / LOCK, "a+")  # noqa: SIM115
-        except OSError as error:
-            if (
-                isinstance(error, FileNotFoundError)
-                and folder.parent.is_dir()
-                and str(error.filename) == str(folder / LOCK)
-            ):
-                continue  # who held it has just finished
-            reason = f"the tokenised data cannot be kept there: {error}.\nUse  data.cache=FOLDER"
-            raise UserError(
-                "the data cannot be prepared", [Problem(f"data.cache={folder.parent}", reason)]
-            ) from None
+        lock = _open_lock(folder)
+        if lock is None:
+            continue  # the process that held it has just finished
         with lock:
             while (locked := _locked(lock, shared)) is False:
                 waits()
@@ -65,6 +54,20 @@ def held(folder: Path, shared: bool, waits: Callable[[], None]) -> Iterator[bool
                         shutil.rmtree(folder, ignore_errors=True)
                     raise
                 return
+
+
+def _open_lock(folder: Path) -> TextIO | None:
+    """Return the folder's open lock file; None if the folder was deleted meanwhile."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return open(folder / LOCK, "a+")
+    except OSError as error:
+        is_deleted = isinstance(error, FileNotFoundError) and folder.parent.is_dir()
+        if is_deleted and str(error.filename) == str(folder / LOCK):
+            return None
+        reason = f"the tokenised data cannot be kept there: {error}.\nUse  data.cache=FOLDER"
+        problem = Problem(f"data.cache={folder.parent}", reason)
+        raise UserError("the data cannot be prepared", [problem]) from None
 
 
 def _locked(lock: TextIO, shared: bool) -> bool | None:

@@ -210,6 +210,16 @@ learns from them yet.
 To train on the better answers alone:  'data.fields={%s}'"""
 
 
+def _require_fields_of(format: str, fields: dict[str, str]) -> None:
+    """Raise UserError for a field that the format does not have."""
+    unknown = sorted(set(fields) - set(FORMATS[format]))
+    if unknown:
+        raise _unusable(
+            f"data.fields={{{unknown[0]}: {fields[unknown[0]]}}}",
+            f"format {format} has only: {' '.join(FORMATS[format])}",
+        )
+
+
 def make_reader(
     columns: dict[str, Any],
     format: str | None,
@@ -227,16 +237,12 @@ def make_reader(
         if automatic:
             _refuse_judged(columns, file)
             _refuse_single_turns(columns, file)
-        format, matched = find_format(columns, fields) or (None, {})
-        if not format:
+        detected = find_format(columns, fields)
+        if detected is None:
             raise _unknown_fields(fields) if fields else _unknown_format(columns, file)
+        format, matched = detected
     else:
-        unknown = sorted(set(fields) - set(FORMATS[str(format)]))
-        if unknown:
-            raise _unusable(
-                f"data.fields={{{unknown[0]}: {fields[unknown[0]]}}}",
-                f"format {format} has only: {' '.join(FORMATS[str(format)])}",
-            )
+        _require_fields_of(str(format), fields)
         matched = match(str(format), columns, fields, by_value=False)
     if format == "preference" and not pairs:
         raise _unusable(file, _pairs_refused(matched))
@@ -358,21 +364,26 @@ def _read_tokens(values: Values) -> Pretokenised:
             name, ids = values.name(key), values.name("input_ids")
             raise RowError(f"{name!r} has {len(numbers)} numbers, {ids!r} has {size}")
     labels = lists["labels"] or tokens
+    _require_labels(values, tokens, labels)
+    mask = lists["loss_mask"] or [1] * size
+    attended = lists["attention_mask"] or [1] * size
+    columns = zip(tokens, labels, mask, attended, strict=True)
+    real = [
+        (token, label != NOT_LEARNT and bool(learnt))
+        for token, label, learnt, one in columns
+        if one
+    ]
+    return Pretokenised([token for token, _ in real], [learnt for _, learnt in real], values.where)
+
+
+def _require_labels(values: Values, tokens: list[int], labels: list[int]) -> None:
+    """Raise RowError for a label that is neither its token nor NOT_LEARNT."""
     for place, (token, label) in enumerate(zip(tokens, labels, strict=True)):
         if label not in (token, NOT_LEARNT):
             raise RowError(
                 f"{values.name('labels')!r} has {label} at place {place}, where the token is "
                 f"{token}: a label is the token of its own place, or {NOT_LEARNT}"
             )
-    learnt = [label != NOT_LEARNT for label in labels]
-    mask = lists["loss_mask"] or [1] * size
-    learnt = [one and bool(counts) for one, counts in zip(learnt, mask, strict=True)]
-    attended = lists["attention_mask"] or [1] * size
-    return Pretokenised(
-        [token for token, real in zip(tokens, attended, strict=True) if real],
-        [one for one, real in zip(learnt, attended, strict=True) if real],
-        values.where,
-    )
 
 
 def _numbers(values: Values, meaning: str) -> list[int] | None:

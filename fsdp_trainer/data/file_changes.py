@@ -32,18 +32,10 @@ def describe_changed_files(stored: Mapping[str, Any], digests: Mapping[str, str]
         return []
     then: dict[str, str] = stored["files"]
     now = {file: digest[:DIGEST_CHARACTERS] for file, digest in digests.items()}
-    gone = {file: digest for file, digest in then.items() if file not in now}
-    new = {file: digest for file, digest in now.items() if file not in then}
-    renamed = set(gone.values()) & set(new.values())
-    gone = {file: digest for file, digest in gone.items() if digest not in renamed}
-    new = {file: digest for file, digest in new.items() if digest not in renamed}
-    moved = moved_files(gone, new)
-    changed = [file for file in now if then.get(file, now[file]) != now[file]]
-    lines = [f"{file} has other content" for file in [*changed, *moved.values()]]
-    lines += [f"{file} is left out" for file in gone if file not in moved]
+    lines, new = _compare(then, now)
     not_compared = stored["file_count"] - len(then)
     if not not_compared:  # else files that are not in the list need not be new
-        lines += [f"{file} is new" for file in new if file not in moved.values()]
+        lines += [f"{file} is new" for file in new]
     elif stored["file_count"] != len(now):
         lines.append(f"there are {len(now):,} files, there were {stored['file_count']:,}")
     if len(lines) > MAX_LINES:
@@ -54,6 +46,20 @@ def describe_changed_files(stored: Mapping[str, Any], digests: Mapping[str, str]
             f"first {MAX_FILES:,}"
         )
     return lines or [SAME_FILES]
+
+
+def _compare(then: Mapping[str, str], now: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Return lines on files that have changed or are missing, and the files that are new."""
+    gone = {file: digest for file, digest in then.items() if file not in now}
+    new = {file: digest for file, digest in now.items() if file not in then}
+    renamed = set(gone.values()) & set(new.values())
+    gone = {file: digest for file, digest in gone.items() if digest not in renamed}
+    new = {file: digest for file, digest in new.items() if digest not in renamed}
+    moved = moved_files(gone, new)
+    changed = [file for file in now if then.get(file, now[file]) != now[file]]
+    lines = [f"{file} has other content" for file in [*changed, *moved.values()]]
+    lines += [f"{file} is left out" for file in gone if file not in moved]
+    return lines, [file for file in new if file not in moved.values()]
 
 
 def moved_files(gone: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str]:

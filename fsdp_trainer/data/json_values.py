@@ -205,27 +205,26 @@ class _Values:
         self.peek()
         while True:
             try:
-                value, end, wrong = *DECODER.raw_decode(self.text, self.position), None
+                value, end = self._parse()
             except json.JSONDecodeError as e:
                 if self._is_cut(e) and self._more():
                     continue
                 raise
-            except RowError as e:  # found before the value's end was
-                wrong = e
-                try:
-                    value, end = json.JSONDecoder().raw_decode(self.text, self.position)
-                except json.JSONDecodeError as cut:
-                    if self._is_cut(cut) and self._more():
-                        continue
-                    raise
-            if end == len(self.text) and self._more():  # a number may go on
-                continue
-            text, self.position = self.text[self.position : end], end
-            if wrong:
-                raise wrong
-            if not text.isascii() and LOST.search(text):
-                raise RowError("is not UTF-8. Convert the file:  iconv -f latin1 -t utf-8")
-            return value
+            if end < len(self.text) or not self._more():  # else a number may go on
+                break
+        text, self.position = self.text[self.position : end], end
+        if isinstance(value, RowError):
+            raise value
+        if not text.isascii() and LOST.search(text):
+            raise RowError("is not UTF-8. Convert the file:  iconv -f latin1 -t utf-8")
+        return value
+
+    def _parse(self) -> tuple[Any, int]:
+        """Return a value, or the RowError in place of one, and where it ends."""
+        try:
+            return DECODER.raw_decode(self.text, self.position)
+        except RowError as error:  # raised before the end was known
+            return error, json.JSONDecoder().raw_decode(self.text, self.position)[1]
 
     def _is_cut(self, error: json.JSONDecodeError) -> bool:
         """Return True if the error may come from the end of the piece that is in memory."""

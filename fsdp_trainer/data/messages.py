@@ -47,14 +47,20 @@ def read_turns(value: Any, column: str = "messages") -> list[Message]:
     return [message for turn in value for message in _turn(parsed(turn), column)]
 
 
+def _as_object(turn: Any, column: str) -> dict:
+    """Return a turn, or a pair of a question and an answer, as an object."""
+    if isinstance(turn, list) and len(turn) == 2:
+        return {"user": turn[0], "assistant": turn[1]}
+    if not isinstance(turn, dict):
+        raise RowError(f"{column!r} should be a list of turns, it holds {shown_value(turn)}")
+    return turn
+
+
 def _turn(turn: Any, column: str) -> list[Message]:
     """Return the message that an element of a list of turns is; two if it is a pair."""
     if _is_plain(turn):  # most are: what follows takes ten times as long
         return [{"role": turn["role"], "content": turn["content"]}]
-    if isinstance(turn, list) and len(turn) == 2:
-        turn = {"user": turn[0], "assistant": turn[1]}
-    if not isinstance(turn, dict):
-        raise RowError(f"{column!r} should be a list of turns, it holds {shown_value(turn)}")
+    turn = _as_object(turn, column)
     pair = pair_keys(turn)
     if role_key(turn) is None and pair:
         ask, reply = pair
@@ -177,11 +183,17 @@ def content_of(
     for part in content if isinstance(content, list) else [content]:
         kind, value = ("text", part) if isinstance(part, str) else _part(part, what)
         parts[kind].append(value)
-    for kind, name in (("text", what), ("reasoning", "the reasoning of a turn")):
-        wrong = [value for value in parts[kind] if not isinstance(value, str)]
-        if wrong:
-            raise RowError(f"{name} should be text, it is {shown_value(wrong[0])}")
-    return "".join(parts["text"]), "".join(parts["reasoning"]), parts["tool_call"]
+    text = _joined(parts["text"], what)
+    reasoning = _joined(parts["reasoning"], "the reasoning of a turn")
+    return text, reasoning, parts["tool_call"]
+
+
+def _joined(texts: list, what: str) -> str:
+    """Return the texts as one. RowError if one is none; what: names it."""
+    for text in texts:
+        if not isinstance(text, str):
+            raise RowError(f"{what} should be text, it is {shown_value(text)}")
+    return "".join(texts)
 
 
 def _part(part: Any, what: str) -> tuple[str, Any]:

@@ -1,6 +1,8 @@
 """Preference pairs: a better and a worse answer to one prompt, read and checked."""
 
 import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -39,43 +41,47 @@ def read_preference(row: Row, reader: Reader) -> Preference:
     chosen, rejected = (_side(values[name], names[name]) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise RowError("chosen and rejected are the same")
-    shared = len(
-        list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
-    )
+    turns = zip(chosen, rejected, strict=False)
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], turns))
     prompt = turns_or_text(values["prompt"], "user", names["prompt"]) if values["prompt"] else []
     if prompt and values["input"]:
         prompt[-1]["content"] += f"\n{values['input']}"
-    if prompt and chosen[0]["role"] != "assistant" and prompt[-1] not in chosen[:shared]:
+    begins_with_prompt = chosen[0]["role"] != "assistant"
+    _require_prompt(prompt, chosen[:shared], begins_with_prompt)
+    before = chosen[:shared] if begins_with_prompt else prompt + chosen[:shared]
+    for name, side in (("chosen", chosen[shared:]), ("rejected", rejected[shared:])):
+        _require_answer(name, side)
+    return Preference(
+        with_system(before, values, names["system"]),
+        chosen[shared:],
+        rejected[shared:],
+        tools_of(values["tools"], names["tools"]),
+        row.where,
+    )
+
+
+def _require_prompt(prompt: list[Message], shared: list[Message], in_sides: bool) -> None:
+    """Raise RowError unless both sides answer one prompt. shared: the turns that both have."""
+    if prompt and in_sides and prompt[-1] not in shared:
         raise RowError("chosen and rejected do not both begin with the row's own prompt")
     if not prompt and not shared:
         raise RowError(
             "chosen and rejected share no prompt. Name its column:  'data.fields={prompt: …,"
             " chosen: …, rejected: …}'"
         )
-    prompt = with_system(
-        (prompt if chosen[0]["role"] == "assistant" else []) + chosen[:shared],
-        values,
-        names["system"],
-    )
-    for name, side in (("chosen", chosen[shared:]), ("rejected", rejected[shared:])):
-        if not side or side[-1]["role"] != "assistant":
-            raise RowError(
-                f"{name} does not end with a turn of the assistant"
-                if side
-                else f"{name} is the beginning of the other"
-            )
-        if side[0]["role"] == "user":
-            raise RowError(
-                f"{name} begins with a user's turn that is not in the other: both are to"
-                " answer one prompt"
-            )
-    return Preference(
-        prompt,
-        chosen[shared:],
-        rejected[shared:],
-        tools_of(values["tools"], names["tools"]),
-        row.where,
-    )
+
+
+def _require_answer(name: str, turns: list[Message]) -> None:
+    """Raise RowError unless the turns of one side alone are an answer."""
+    if not turns:
+        raise RowError(f"{name} is the beginning of the other")
+    if turns[-1]["role"] != "assistant":
+        raise RowError(f"{name} does not end with a turn of the assistant")
+    if turns[0]["role"] == "user":
+        raise RowError(
+            f"{name} begins with a user's turn that is not in the other: both are to"
+            " answer one prompt"
+        )
 
 
 def _side(value: object, name: str) -> list[Message]:
@@ -104,52 +110,72 @@ def preference_summary(data: Data, cache: Path, rows: int) -> list[str]:
     ]
     if not _holds_pairs(data, *files[0]):
         return []
-    lines, shown, problems, pairs, characters = [], [], Problems(data.on_error), 0, [0, 0]
+    lines, shown, problems = list[str](), list[str](), Problems(data.on_error)
+    totals: Counter[str] = Counter()
     for source, file in files:
-        reader, of_file = None, 0
-        for row in read_rows(file):
-            try:
-                if row.error:
-                    raise RowError(row.error)
-                fields = source.fields or data.fields
-                reader = reader or make_reader(row.columns, "preference", fields, file, pairs=True)
-                pair = read_preference(row, reader)
-            except RowError as error:
-                problems.add(row.where, str(error))
-                if problems.is_enough:
-                    break
-                continue
-            of_file, pairs = of_file + 1, pairs + 1
-            characters = [
-                n + sum(len(t["content"]) for t in side)
-                for n, side in zip(characters, (pair.chosen, pair.rejected), strict=True)
-            ]
-            shown += _shown(pair) if pairs <= rows else []
+        pairs, count = PairFile(data, source, file, problems), 0
+        for pair in pairs:
+            count += 1
+            totals["pairs"] += 1
+            totals["chosen"] += sum(len(turn["content"]) for turn in pair.chosen)
+            totals["rejected"] += sum(len(turn["content"]) for turn in pair.rejected)
+            if totals["pairs"] <= rows:
+                shown += _shown(pair)
         problems.raise_if_failing()
-        lines.append(f"{file}: {of_file:,} pairs, {reader or 'of no known format'}")
-        if reader and reader.unused:
-            lines.append(f"{file}: columns not used: {', '.join(reader.unused)}")
+        lines.append(f"{file}: {count:,} pairs, {pairs.reader or 'of no known format'}")
+        if pairs.reader and pairs.reader.unused:
+            lines.append(f"{file}: columns not used: {', '.join(pairs.reader.unused)}")
+    return [*lines, *_totals_lines(problems, totals), *shown]
+
+
+def _totals_lines(problems: Problems, totals: Mapping[str, int]) -> list[str]:
+    """Return lines on the pairs of all files."""
+    lines = []
     if problems.count:
-        lines += [
-            f"skipped {problems.count:,} rows that cannot be read:",
-            *(f"    {p.what}  {p.why.splitlines()[0]}" for p in problems.first),
-        ]
-    if pairs:  # a model that learns from pairs easily learns to be long
-        chosen, rejected = (n / pairs for n in characters)
+        lines.append(f"skipped {problems.count:,} rows that cannot be read:")
+        lines += [f"    {p.what}  {p.why.splitlines()[0]}" for p in problems.first]
+    if n := totals["pairs"]:  # a model that learns from pairs easily learns to be long
         lines.append(
-            f"{pairs:,} preference pairs; chosen answers have {chosen:,.0f} characters on"
-            f" average, rejected ones {rejected:,.0f}"
+            f"{n:,} preference pairs; chosen answers have {totals['chosen'] / n:,.0f} characters on"
+            f" average, rejected ones {totals['rejected'] / n:,.0f}"
         )
-    return [*lines, "note: `train` does not learn from pairs yet", *shown]
+    return [*lines, "note: `train` does not learn from pairs yet"]
+
+
+class PairFile:
+    """The pairs of a file. problems: gets its bad rows; reader: known when rows are read."""
+
+    def __init__(self, data: Data, source: Source, file: str, problems: Problems):
+        self.file, self.problems = file, problems
+        self.fields = source.columns(data)[1]
+        self.reader: Reader | None = None
+
+    def __iter__(self) -> Iterator[Preference]:
+        for row in read_rows(self.file):
+            try:
+                yield self._pair(row)
+            except RowError as error:
+                self.problems.add(row.where, str(error))
+                if self.problems.is_enough:
+                    return
+
+    def _pair(self, row: Row) -> Preference:
+        if row.error:
+            raise RowError(row.error)
+        if self.reader is None:
+            columns = row.columns
+            self.reader = make_reader(columns, "preference", self.fields, self.file, pairs=True)
+        return read_preference(row, self.reader)
 
 
 def _holds_pairs(data: Data, source: Source, file: str) -> bool:
-    if (source.format or data.format) != "auto":
-        return (source.format or data.format) == "preference"
+    format, given = source.columns(data)
+    if format != "auto":
+        return format == "preference"
     columns = next((row.columns for row in read_rows(file) if not row.error), {})
-    fields = {meaning: str(name) for meaning, name in (source.fields or data.fields or {}).items()}
-    format, _ = find_format(columns, fields) or ("text", {})
-    return format == "preference"
+    fields = {meaning: str(name) for meaning, name in (given or {}).items()}
+    detected = find_format(columns, fields)
+    return detected is not None and detected[0] == "preference"
 
 
 def _shown(pair: Preference) -> list[str]:

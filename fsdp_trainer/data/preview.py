@@ -34,51 +34,51 @@ LONGEST_CHARACTER = 4  # tokens: a byte each
 
 def preview(cfg: PreviewConfig) -> int:
     """Print `preview.rows` rows in the order of training; returns the exit code."""
-    if cfg.preview.html and not Path(cfg.preview.html).expanduser().parent.is_dir():
-        raise UserError(
-            "the preview cannot be written",
-            [Problem(f"preview.html={cfg.preview.html}", "there is no such folder")],
-        )
-    if cfg.preview.format == "text" and (
-        pairs := preference_summary(cfg.data, cache_root(cfg), cfg.preview.rows)
-    ):
-        if cfg.preview.html:
-            raise UserError(
-                "the preview cannot be written",
-                [
-                    Problem(
-                        f"preview.html={cfg.preview.html}", "pairs are shown in the terminal only"
-                    )
-                ],
-            )
-        print(CONTROL.sub("", "\n".join(pairs)))
-        return 0
+    html, n = cfg.preview.html, cfg.preview.rows
+    if html and not Path(html).expanduser().parent.is_dir():
+        raise _cannot_write(html, "there is no such folder")
+    if cfg.preview.format == "text":
+        pairs = preference_summary(cfg.data, cache_root(cfg), n)
+        if pairs:
+            if html:
+                raise _cannot_write(html, "pairs are shown in the terminal only")
+            print(CONTROL.sub("", "\n".join(pairs)))
+            return 0
     console = Console(quiet=False, stream=sys.stderr)
     tokenizer, template, prepared = build_data(cfg, Reporter(console.paced(), console.say))
-    streamed, n = prepared.streamed, cfg.preview.rows
     if cfg.preview.format == "json":
-        rows: Iterable[RowData | StreamedRow] = (
-            streamed.first_rows(n) if streamed else map(build_order(cfg, prepared).read, range(n))
-        )
-        for index, row in enumerate(rows):
-            print(json.dumps(as_json(index, row)))
-    if cfg.preview.format == "json" and not cfg.preview.html:
-        return 0
-    page = (
-        look_at_stream(cfg, tokenizer, streamed)
-        if streamed
-        else look(cfg, tokenizer, template, prepared, build_order(cfg, prepared))
-    )
+        _print_json(cfg, prepared)
+        if not html:
+            return 0
+    if prepared.streamed:
+        page = look_at_stream(cfg, tokenizer, prepared.streamed)
+    else:
+        page = look(cfg, tokenizer, template, prepared, build_order(cfg, prepared))
     if cfg.preview.format == "text":
         from fsdp_trainer.data.preview_text import show  # rich takes a while
 
         show(page)
-    if cfg.preview.html:
+    if html:
         from fsdp_trainer.data.preview_html import write
 
-        write(page, Path(cfg.preview.html).expanduser())
-        print(f"\nwritten to {cfg.preview.html}", file=sys.stderr)
+        write(page, Path(html).expanduser())
+        print(f"\nwritten to {html}", file=sys.stderr)
     return 0
+
+
+def _cannot_write(html: str, reason: str) -> UserError:
+    return UserError("the preview cannot be written", [Problem(f"preview.html={html}", reason)])
+
+
+def _print_json(cfg: PreviewConfig, prepared: Prepared) -> None:
+    """Print the first rows, one object a line."""
+    rows: Iterable[RowData | StreamedRow]
+    if prepared.streamed:
+        rows = prepared.streamed.first_rows(cfg.preview.rows)
+    else:
+        rows = map(build_order(cfg, prepared).read, range(cfg.preview.rows))
+    for index, row in enumerate(rows):
+        print(json.dumps(as_json(index, row)))
 
 
 def as_json(index: int, row: RowData | StreamedRow) -> dict:

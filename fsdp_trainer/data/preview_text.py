@@ -15,6 +15,16 @@ BAR = 30  # characters of the longest bar
 PLAIN_LEGEND = "what is learnt stands in [[ ]]; behind it the weight, where that is not 1"
 
 
+def show_rows(page: Page, console: Console, colour: bool) -> None:
+    """Print the rows of a page."""
+    for row in page.rows:
+        heading(console, row.title)
+        for i, document in enumerate(row.documents):
+            if len(row.documents) > 1:
+                console.print(Text(edge(document, i, len(row.documents)), "dim"), soft_wrap=True)
+            console.print(body(document, colour), soft_wrap=True)
+
+
 def show(page: Page, console: Console | None = None) -> None:
     """Print a page."""
     console = console or Terminal()
@@ -26,12 +36,7 @@ def show(page: Page, console: Console | None = None) -> None:
         title = f"first sample, as the template ({page.template.name}) renders it"
         heading(console, f"{title}: {page.first.where}")
         console.print(body(page.first, colour), soft_wrap=True)
-    for row in page.rows:
-        heading(console, row.title)
-        for i, document in enumerate(row.documents):
-            if len(row.documents) > 1:
-                console.print(Text(edge(document, i, len(row.documents)), "dim"), soft_wrap=True)
-            console.print(body(document, colour), soft_wrap=True)
+    show_rows(page, console, colour)
     if page.findings or page.figures:  # of a stream only some are known
         heading(console, "findings" if page.findings else "nothing to warn about")
     for finding in page.findings:

@@ -302,20 +302,29 @@ def match(
     fields: columns that are given, whatever they hold. by_value: others must fit their meaning;
     else the name of a required one is enough.
     """
-    names = columns_by_name(columns)
     matched = {key: column for key, column in fields.items() if key in FORMATS[format]}
+    names = columns_by_name(columns)
     for key, meaning in FORMATS[format].items():
-        loose = meaning.required and not by_value
-        candidates = meaning.certain or meaning.names if loose else meaning.names
-        for name in _with_inner(candidates, names) if key not in matched else ():
-            column = names[name]
-            certain = loose or (name in (meaning.certain or ()) and not meaning.required)
-            value = column_value(columns, column)
-            fits = certain or value is None or meaning.fits(value)
-            if fits and not any(_overlap(column, other) for other in matched.values()):
+        if key in matched:
+            continue
+        for column in _fitting(meaning, columns, names, by_value):
+            if not any(_overlap(column, other) for other in matched.values()):
                 matched[key] = column
                 break
     return matched
+
+
+def _fitting(
+    meaning: Meaning, columns: Mapping[str, Any], names: Mapping[str, str], by_value: bool
+) -> Iterator[str]:
+    """Yield the columns that may have a meaning, best first. names: see columns_by_name."""
+    any_value = meaning.required and not by_value
+    candidates = (any_value and meaning.certain) or meaning.names
+    for name in _with_inner(candidates, names):
+        certain = any_value or (name in (meaning.certain or ()) and not meaning.required)
+        value = column_value(columns, names[name])
+        if certain or value is None or meaning.fits(value):
+            yield names[name]
 
 
 def is_complete(format: str, matched: Mapping[str, str]) -> bool:

@@ -284,6 +284,13 @@ class SampleBuilder:
             self.counts[LAST_TOKENS] += len(encoding.ids) * (number == count)
         self._leave_out_stripped(encoding, text.text)
         sample = Sample(encoding.ids, token_weights(encoding, text))
+        self._count_turns(encoding, text, sample)
+        return sample
+
+    def _count_turns(
+        self, encoding: Encoding | EncodedWords, text: Rendered, sample: Sample
+    ) -> None:
+        """Count the ends and beginnings of turns that are not learnt as they should be."""
         for end in text.ends:
             at = encoding.first_reaching(end)
             if (
@@ -299,7 +306,6 @@ class SampleBuilder:
                 self.count("shared_token", text.where)
             if EMPTY_THINK.search(text.text, start, end):
                 self.count("empty_think", text.where)
-        return sample
 
     def _leave_out_stripped(self, encoding: Encoding | EncodedWords, text: str) -> None:
         """Let special tokens that swallow white space (Phi-3's) cover their own characters only."""

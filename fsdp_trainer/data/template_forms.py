@@ -45,6 +45,11 @@ class Forms:
     inline_thinking: bool = True
     """`<think>` within the content is shown."""
 
+    @property
+    def needs_ids(self) -> bool:
+        """True where calls or results are shown with ids."""
+        return bool(self.call_ids) or self.results in ("ids", "names")
+
 
 def hand_over(
     messages: list[Message], forms: Forms, note: Callable[[str], Any] = lambda key: None
@@ -54,7 +59,7 @@ def hand_over(
     What the template has no form for becomes text. note: called with a key of `findings.KINDS`
     for each thing of that sort.
     """
-    if forms.call_ids or forms.results in ("ids", "names"):
+    if forms.needs_ids:
         messages = list(_with_ids(messages, forms))
     handed: list[Message] = []
     for message in messages:
@@ -64,10 +69,13 @@ def hand_over(
         elif role == "tool" and not forms.results:
             note("results_as_user")
             message = {**message, "role": "user"}
-        if role == "user" and forms.system == "user" and handed and handed[-1]["role"] == "system":
+        follows_system = bool(handed) and handed[-1]["role"] == "system"
+        if role == "user" and forms.system == "user" and follows_system:
             message = _after_system(handed.pop(), message, note)
         handed.append(message)
-    return [_in_parts(message) for message in handed] if forms.parts else handed
+    if forms.parts:
+        handed = list(map(_in_parts, handed))
+    return handed
 
 
 def _after_system(system: Message, message: Message, note: Callable[[str], Any]) -> Message:
@@ -78,6 +86,13 @@ def _after_system(system: Message, message: Message, note: Callable[[str], Any])
     return {**message, "content": system["content"] + "\n\n" + message["content"]}
 
 
+def _with_empty_content(message: Message, forms: Forms) -> Message:
+    """Return a call with the content that the template wants where there is none."""
+    if message["content"] or forms.empty_content is not None:
+        return message
+    return {**message, "content": None}
+
+
 def _answer(message: Message, forms: Forms, note: Callable[[str], Any]) -> Message:
     calls = message.get("tool_calls")
     if calls:
@@ -86,10 +101,8 @@ def _answer(message: Message, forms: Forms, note: Callable[[str], Any]) -> Messa
         message = _without_inline_thinking(message)
     reasoning = message.get("reasoning_content")
     if not reasoning:
-        content = message["content"]
-        if calls and forms.arguments and not content and forms.empty_content is None:
-            return {**message, "content": None}
-        return message
+        is_call = calls and forms.arguments
+        return _with_empty_content(message, forms) if is_call else message
     key = forms.call_reasoning if "tool_calls" in message else forms.reasoning
     if key == "reasoning_content" and (message["content"] or forms.empty_content == ""):
         return message

@@ -221,24 +221,30 @@ class Renderer:
 
     def render(self, messages: list[Message], tools: list[dict] | None, is_prompt: bool) -> str:
         """Return the text of turns in the template's forms. It may raise anything."""
-        if tools is not None or not (self._tries or self._traces):
-            return self._plain(self._compiled, messages, tools, is_prompt)
         contents: list[str] = []
-        shape = shape_of(messages, is_prompt, contents)
+        shape = None
+        if tools is None and (self._tries or self._traces):
+            shape = shape_of(messages, is_prompt, contents)
         if shape is None:
             return self._plain(self._compiled, messages, tools, is_prompt)
         for trace in self._traces.get(shape, ()):
             text = trace.text(contents)
-            if text is not None and trace.uses >= CHECKS:
-                return text
             if text is not None:
+                if trace.uses >= CHECKS:
+                    return text
                 return self._checked(trace, text, messages, is_prompt)
         text = self._plain(self._compiled, messages, tools, is_prompt)
+        self._note_miss(shape, text, messages, contents, is_prompt)
+        return text
+
+    def _note_miss(
+        self, shape: Any, text: str, messages: list[Message], contents: list[str], is_prompt: bool
+    ) -> None:
+        """Trace the template for a shape of conversation that comes again and has no trace."""
         if self._tries and (shape in self._missed or len(self._missed) < SHAPES):
             self._missed[shape] += 1
             if 1 < self._missed[shape] <= 1 + TRACES:
                 self._follow(shape, text, messages, contents, is_prompt)
-        return text
 
     def _checked(self, trace: Trace, text: str, messages: list[Message], is_prompt: bool) -> str:
         """Return what the template renders. Traces are given up if theirs is another text."""

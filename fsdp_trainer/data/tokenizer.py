@@ -298,20 +298,31 @@ def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
         raise _bad(path, f"{file.name} cannot be read: {e}") from None
     if file.suffix == ".model" or file.name == VOCABULARY:
         _add_later_tokens(backend, folder, config, path)
-    stop_ids = generation.get("eos_token_id") or []
-    stop_ids = stop_ids if isinstance(stop_ids, list) else [stop_ids]
-    own = {} if file.name == VOCABULARY else {"tokenizer" + file.suffix: file}
-    files = own | {name: folder / name for name in FILES if folder and (folder / name).is_file()}
+    files = _files_to_copy(file, folder)
     if _add_special(backend, add_tokens):
         for name in ("tokenizer.json", "added_tokens.json"):
             files.pop(name, None)  # written anew
     return TextTokenizer(
         backend,
         special=_special_tokens(backend, special, special_map, config),
-        stop_ids=set(stop_ids),
+        stop_ids=_stop_ids(generation),
         chat_template=_chat_templates(folder, config),
         files=files,
     )
+
+
+def _stop_ids(generation: dict[str, Any]) -> set[int]:
+    """Return the ids at which a generation_config.json ends an answer."""
+    ids = generation.get("eos_token_id") or []
+    return set(ids if isinstance(ids, list) else [ids])
+
+
+def _files_to_copy(file: Path, folder: Path | None) -> dict[str, Path]:
+    """Return the files of a tokenizer that are saved as they are, by the name to save them as."""
+    files = {} if file.name == VOCABULARY else {"tokenizer" + file.suffix: file}
+    if folder:
+        files |= {name: folder / name for name in FILES if (folder / name).is_file()}
+    return files
 
 
 def _add_later_tokens(

@@ -9,6 +9,7 @@ tables are in `tables.py`. A `.json` with an object a line is read as `.jsonl`.
 import contextlib
 import gzip
 import json
+import math
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import count
 from typing import BinaryIO, cast
 
@@ -48,6 +49,11 @@ class Unit:
     """None: to the end."""
     stamp: tuple[int, int] | None = None
     """`stamp` of the file when it was cut into units: reading notices when it has changed since."""
+
+    @cached_property
+    def end(self) -> float:
+        """The place behind the unit: infinite for one that ends with its file."""
+        return math.inf if self.stop is None else self.stop
 
 
 def stamp(file: str) -> tuple[int, int] | None:
@@ -247,39 +253,54 @@ def _is_json_lines(file: str, suffix: str) -> bool:
         return False
 
 
-def _lines(file: BinaryIO, unit: Unit) -> Iterator[tuple[int, int, str, str | None]]:
-    """(number, place in bytes, text, error) of each line, to the end of the file.
+Line = tuple[int, int, str, str | None]
+"""(number, place, text, error) of a line.
 
-    From the first line that begins in the unit; the caller stops.
-    """
+number: from 1, at the unit's first; place: in bytes of the file; text: empty with an error."""
+
+
+def _lines(file: BinaryIO, unit: Unit) -> Iterator[Line]:
+    """Yield each line from the first that begins in the unit, to the end of the file."""
     place = _first_line(file, unit)
-    for number in count(1) if unit.stop is None or place < unit.stop else ():
-        line, begins = file.readline(LONGEST), place
-        if not line:
+    for number in count(1) if place < unit.end else ():
+        content, begins = file.readline(LONGEST), place
+        if not content:
             return
-        place += len(line)
-        error = None
-        if len(line) == LONGEST and not line.endswith(b"\n"):
-            error = f"is longer than {LONGEST >> 20} MiB"
-            while more := file.readline(LONGEST):
-                place += len(more)
-                if more.endswith(b"\n"):
-                    break
-        elif b"\0" in line:
-            error = (
-                f"holds a NUL byte (byte {line.index(0) + 1}), as a file does that a crash has"
-                " cut off, or that is no text"
-            )
-        if begins == 0:
-            line = line.removeprefix(BYTE_ORDER_MARK)
-        try:
-            yield number, begins, "" if error else line.decode(), error
-        except UnicodeDecodeError as e:
-            reason = (
-                f"is not UTF-8: byte {e.start + 1} is 0x{line[e.start]:02x}. Convert the file:"
-                "  iconv -f latin1 -t utf-8"
-            )
-            yield number, begins, "", reason
+        place += len(content)
+        if len(content) == LONGEST and not content.endswith(b"\n"):
+            place += _skip_line(file)
+            yield number, begins, "", f"is longer than {LONGEST >> 20} MiB"
+        else:
+            text, error = _decoded(content, is_first=begins == 0)
+            yield number, begins, text, error
+
+
+def _skip_line(file: BinaryIO) -> int:
+    """Read to the end of the line; return how many bytes that is."""
+    size = 0
+    while piece := file.readline(LONGEST):
+        size += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return size
+
+
+def _decoded(content: bytes, is_first: bool) -> tuple[str, str | None]:
+    """Return the text of a line, or "" and the reason why it is none."""
+    if b"\0" in content:
+        return "", (
+            f"holds a NUL byte (byte {content.index(0) + 1}), as a file does that a crash has"
+            " cut off, or that is no text"
+        )
+    if is_first:
+        content = content.removeprefix(BYTE_ORDER_MARK)
+    try:
+        return content.decode(), None
+    except UnicodeDecodeError as e:
+        return "", (
+            f"is not UTF-8: byte {e.start + 1} is 0x{content[e.start]:02x}. Convert the file:"
+            "  iconv -f latin1 -t utf-8"
+        )
 
 
 def _first_line(file: BinaryIO, unit: Unit) -> int:
@@ -287,22 +308,28 @@ def _first_line(file: BinaryIO, unit: Unit) -> int:
     if not unit.start:
         return 0
     place = file.seek(unit.start - 1)
-    while (piece := file.readline(1 << 20)) and (unit.stop is None or place < unit.stop):
+    while (piece := file.readline(1 << 20)) and place < unit.end:
         place += len(piece)
         if piece.endswith(b"\n"):
             break
     return place
 
 
-def _read_jsonl(unit: Unit) -> Iterator[Row]:
+def _own_lines(unit: Unit) -> Iterator[Line]:
+    """Yield the lines that begin in the unit, without blank ones."""
     with _open(unit.file) as file:
-        for number, place, line, error in _lines(file, unit):
-            if unit.stop is not None and place >= unit.stop:
+        for line in _lines(file, unit):
+            _, place, text, error = line
+            if place >= unit.end:
                 return
-            if error:
-                yield Row({}, (unit.file, number), error)
-            elif line.strip():
-                yield parse_object(line, (unit.file, number))
+            if error or text.strip():
+                yield line
+
+
+def _read_jsonl(unit: Unit) -> Iterator[Row]:
+    for number, _, text, error in _own_lines(unit):
+        where = unit.file, number
+        yield Row({}, where, error) if error else parse_object(text, where)
 
 
 @lru_cache
@@ -312,37 +339,37 @@ def _is_separated(file: str, mark: tuple[int, int] | None) -> bool:
 
 
 def _read_text(unit: Unit) -> Iterator[Row]:
-    """The documents that begin in a unit: between blank lines, else one a line."""
-    if not _is_separated(unit.file, stamp(unit.file)):
-        with _open(unit.file) as file:
-            for number, place, line, error in _lines(file, unit):
-                if unit.stop is not None and place >= unit.stop:
-                    return
-                if error or line.strip():
-                    yield _finished(Row({}, (unit.file, number), error), [line])
-        return
-    document: list[str] = []
-    row = Row({}, (unit.file, 1))
-    before = unit.start > 0  # before the blank line after which the unit's own documents begin
+    """Yield the documents that begin in a unit: between blank lines, else one a line."""
+    if _is_separated(unit.file, stamp(unit.file)):
+        yield from (_document(unit.file, lines) for lines in _paragraphs(unit))
+    else:
+        yield from (_document(unit.file, [line]) for line in _own_lines(unit))
+
+
+def _paragraphs(unit: Unit) -> Iterator[list[Line]]:
+    """Yield the lines between blank lines, behind the first blank line of the unit."""
+    lines: list[Line] = []
+    is_own = not unit.start
     with _open(unit.file) as file:
-        for number, place, line, error in _lines(file, unit):
-            blank = not error and not line.strip()
-            if unit.stop is not None and place >= unit.stop and (blank or before):
+        for line in _lines(file, unit):
+            _, place, text, error = line
+            is_blank = not error and not text.strip()
+            if place >= unit.end and (is_blank or not is_own):
                 break
-            if blank and document:
-                yield _finished(row, document)
-                document = []
-            elif not blank and not before:
-                row = row if document else Row({}, (unit.file, number))
-                document.append(line)
-                if error and not row.error:
-                    row.error, row.where = error, (unit.file, number)
-            before = before and not blank
-    if document:
-        yield _finished(row, document)
+            if is_blank and lines:
+                yield lines
+                lines = []
+            elif is_own and not is_blank:
+                lines.append(line)
+            is_own |= is_blank
+    if lines:
+        yield lines
 
 
-def _finished(row: Row, document: list[str]) -> Row:
-    if not row.error:
-        row.columns = {"text": "".join(document).replace("\r\n", "\n").rstrip("\n")}
-    return row
+def _document(file: str, lines: list[Line]) -> Row:
+    """Return the document of some lines; its error is that of the first line that has one."""
+    for number, _, _, error in lines:
+        if error:
+            return Row({}, (file, number), error)
+    text = "".join([text for _, _, text, _ in lines]).replace("\r\n", "\n").rstrip("\n")
+    return Row({"text": text}, (file, lines[0][0]))

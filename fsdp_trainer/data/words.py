@@ -128,19 +128,21 @@ def has_spaces(text: str) -> bool:
 
 
 def _cuts_at_spaces(pre: dict[str, Any] | None) -> bool:
-    steps = (pre or {}).get("pretokenizers", [pre] if pre else [])
+    if pre is None:
+        return False
+    steps = pre.get("pretokenizers", [pre])
     if not steps or steps[-1]["type"] != "ByteLevel" or steps[-1]["add_prefix_space"]:
         return False
     if len(steps) == 1:
         return steps[0]["use_regex"]
-    split = steps[0]
-    known = (
-        split["type"] == "Split"
-        and split["pattern"].get("Regex") in PATTERNS
-        and split["behavior"] == "Isolated"
-        and not split["invert"]
-    )
-    return len(steps) == 2 and known and not steps[1]["use_regex"]
+    return len(steps) == 2 and _is_known_split(steps[0]) and not steps[1]["use_regex"]
+
+
+def _is_known_split(step: dict[str, Any]) -> bool:
+    """Return True for a step that cuts a text by one of PATTERNS."""
+    if step["type"] != "Split" or step["behavior"] != "Isolated":
+        return False
+    return step["pattern"].get("Regex") in PATTERNS and not step["invert"]
 
 
 class EncodedWords:

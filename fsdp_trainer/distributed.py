@@ -1,5 +1,6 @@
 """Small collectives between hosts, and tensors between devices: helpers that any room may use."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,6 +77,14 @@ def to_device_of(tensor: Tensor, other: Tensor) -> Tensor:
     on_host.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensor.device).record_event().synchronize()
     return on_host
+
+
+def replication_factor(parameter: Tensor, ranks: int) -> int:
+    """Return how many of `ranks` ranks hold each number of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return ranks
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return ranks // math.prod(size for size, place in sizes if not place.is_replicate())
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -229,6 +229,7 @@ def test_a_bad_number_on_one_rank_skips_the_step_of_all_matrices(train):
     [
         (["optim=muon", "adapter=lora", "model.init_from=hf"], "low-rank"),
         (["optim=muon", "sharding.cpu_offload=true"], "sharding.cpu_offload=false"),
+        (["optim=muon", "sharding.pipeline=2"], "sharding.pipeline=1"),
         (["optim.ns_steps=4"], "optim=muon"),
         (["optim=muon", "optim.momentum=1"], "optim.momentum=0.95"),
     ],

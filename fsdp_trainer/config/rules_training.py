@@ -40,14 +40,19 @@ SET_BY_LAUNCHER = (
     "MASTER_PORT",
 )
 OPTIMIZER_KEYS = {
-    "momentum": ("muon",),
-    "nesterov": ("muon",),
+    "implementation": ("adamw", "muon"),
+    "betas": ("adamw", "muon", "lion", "lamb"),
+    "eps": ("adamw", "muon", "lamb"),
+    "momentum": ("muon", "sgd"),
+    "nesterov": ("muon", "sgd"),
     "ns_steps": ("muon",),
     "ns_dtype": ("muon",),
     "ns_coefficients": ("muon",),
     "scale": ("muon",),
 }
 """Keys of optim that not every optimizer reads, and those that do."""
+WHOLE_MATRICES = ("muon", "lamb")
+"""Optimizers that all ranks step together."""
 DURATIONS = (
     "train.time_limit",
     "launch.timeout",
@@ -111,6 +116,12 @@ def optimizer(cfg: TrainConfig, report: Report) -> Broken:
         if key in report.typed and cfg.optim.name not in optimizers:
             ways = "  or  ".join(f"optim={optimizer}" for optimizer in optimizers)
             yield key, f"only counts with  {ways}"
+    if cfg.optim.name in WHOLE_MATRICES and cfg.sharding.pipeline > 1:
+        yield (
+            "sharding.pipeline",
+            f"{cfg.optim.name} needs whole matrices, over all ranks, and each stage has others: "
+            "not in this version.\nUse  optim=adamw  or  sharding.pipeline=1",
+        )
     if cfg.optim.name != "muon":
         return
     if cfg.adapter.name != "none":

@@ -701,7 +701,7 @@ class Optim:
     name: str = key(
         "adamw",
         "which optimizer; `muon`: for the matrices of the blocks, and AdamW for all else",
-        choices=("adamw", "muon"),
+        choices=("adamw", "muon", "lion", "sgd", "lamb"),
     )
     implementation: str = key(
         "auto",
@@ -725,13 +725,17 @@ class Optim:
     lr: float = key(1e-5, "peak learning rate", minimum=0)
     weight_decay: float = key(0.0, "decoupled weight decay", minimum=0)
     betas: list[float] = key(
-        [0.9, 0.95], "decay of the running mean and mean square", minimum=0, maximum=1
+        [0.9, 0.95],
+        "decay of the running mean and mean square; lion: of the mean as it is used, and as it is"
+        " kept",
+        minimum=0,
+        maximum=1,
     )
     eps: float = key(1e-8, "added to the root of the mean square", above=0)
     momentum: float = key(
-        0.95, "muon: decay of the running mean of gradients", minimum=0, maximum=1
+        0.95, "muon, sgd: decay of the running sum of gradients", minimum=0, maximum=1
     )
-    nesterov: bool = key(True, "muon: look ahead by the gradient of this step")
+    nesterov: bool = key(True, "muon, sgd: look ahead by the gradient of this step")
     ns_steps: int = key(
         5, "muon: steps of Newton-Schulz, which makes updates orthogonal", minimum=1
     )

@@ -47,3 +47,39 @@ def adamw(
     root = (square / bias2).sqrt_().add_(group["eps"])
     step = (mean / root).mul_(lr / bias1)
     return (weight * (1 - lr * group["weight_decay"])).sub_(step), mean, square
+
+
+class Lion(CompactOptimizer):
+    """Lion (Chen et al. 2023, arXiv 2302.06675). Group options: lr, betas, weight_decay."""
+
+    moments: ClassVar = {"exp_avg": MomentKind(signed=True, stochastic=True)}
+
+    def update_chunk(self, chunk: NumberChunk, group: dict[str, Any], count: Tensor) -> None:
+        """Move every number by lr, in the direction of a mean of mean and gradient."""
+        beta1, beta2 = group["betas"]
+        mean, gradient = chunk.load("exp_avg"), chunk.gradient.float()
+        direction = torch.lerp(mean, gradient, 1 - beta1).sign_()
+        kept = 1 - group["lr"] * group["weight_decay"]
+        new = (chunk.weight.float() * kept).sub_(direction, alpha=group["lr"])
+        chunk.store("exp_avg", torch.lerp(mean, gradient, 1 - beta2))
+        chunk.write(new)
+
+
+class Sgd(CompactOptimizer):
+    """Stochastic gradient descent. Group options: lr, momentum, nesterov, weight_decay.
+
+    Momentum is torch's: a sum of gradients, each step's times `momentum`. Weight decay is not part
+    of it.
+    """
+
+    moments: ClassVar = {"momentum_buffer": MomentKind(signed=True, stochastic=True)}
+
+    def update_chunk(self, chunk: NumberChunk, group: dict[str, Any], count: Tensor) -> None:
+        """Update the sum, and move the weight by it."""
+        momentum, gradient = group["momentum"], chunk.gradient.float()
+        total = chunk.load("momentum_buffer") * momentum + gradient
+        direction = gradient + total * momentum if group["nesterov"] else total
+        kept = 1 - group["lr"] * group["weight_decay"]
+        new = (chunk.weight.float() * kept).sub_(direction, alpha=group["lr"])
+        chunk.store("momentum_buffer", total)
+        chunk.write(new)

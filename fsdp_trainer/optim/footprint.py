@@ -104,7 +104,22 @@ def muon_update_bytes(optim: Optim, master_dtype: str, update: Update) -> float:
     return max(2 * shards + OWNED_COPIES * owned, chunk + shards)
 
 
+def lion_state_bytes(
+    optim: Optim, master_dtype: str, shape: Sequence[int] | None, in_block: bool
+) -> float:
+    """Return the bytes of the one moment."""
+    return moment_bytes(optim, master_dtype, shape)
+
+
+def chunked_update_bytes(optim: Optim, master_dtype: str, update: Update) -> float:
+    """Return the bytes of a CompactOptimizer's arithmetic."""
+    return COMPACT_UPDATE_BYTES * min(CHUNKS[update.device], update.largest)
+
+
 FOOTPRINTS = {
     "adamw": Footprint(adamw_state_bytes, adamw_update_bytes),
+    "lamb": Footprint(adamw_state_bytes, chunked_update_bytes),
+    "lion": Footprint(lion_state_bytes, chunked_update_bytes),
+    "sgd": Footprint(lion_state_bytes, chunked_update_bytes),
     "muon": Footprint(muon_state_bytes, muon_update_bytes),
 }

@@ -11,8 +11,9 @@ from fsdp_trainer.config.formats import is_compact, moments_format, rounds
 from fsdp_trainer.config.schema import Optim
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.optim.base import TrainerOptimizer
-from fsdp_trainer.optim.elementwise import CompactAdamW
+from fsdp_trainer.optim.elementwise import CompactAdamW, Lion, Sgd
 from fsdp_trainer.optim.footprint import is_block_matrix
+from fsdp_trainer.optim.lamb import Lamb
 from fsdp_trainer.optim.muon import Muon
 
 
@@ -69,6 +70,23 @@ def build_muon(groups: list[dict[str, Any]], cfg: Optim, seed: int) -> TrainerOp
     return Muon(matrices, adamw, cfg, *formats(groups, cfg, seed))
 
 
+def build_lion(groups: list[dict[str, Any]], cfg: Optim, seed: int) -> TrainerOptimizer:
+    """Return Lion (Chen et al. 2023)."""
+    return Lion(groups, *formats(groups, cfg, seed), lr=cfg.lr, betas=tuple(cfg.betas))
+
+
+def build_sgd(groups: list[dict[str, Any]], cfg: Optim, seed: int) -> TrainerOptimizer:
+    """Return stochastic gradient descent with momentum."""
+    options: dict[str, Any] = {"lr": cfg.lr, "momentum": cfg.momentum, "nesterov": cfg.nesterov}
+    return Sgd(groups, *formats(groups, cfg, seed), **options)
+
+
+def build_lamb(groups: list[dict[str, Any]], cfg: Optim, seed: int) -> TrainerOptimizer:
+    """Return LAMB (You et al. 2020)."""
+    options: dict[str, Any] = {"lr": cfg.lr, "betas": tuple(cfg.betas), "eps": cfg.eps}
+    return Lamb(groups, *formats(groups, cfg, seed), **options)
+
+
 def split(
     groups: list[dict[str, Any]], belongs: Callable[[str, Tensor], bool]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -96,5 +114,11 @@ def formats(groups: list[dict[str, Any]], cfg: Optim, seed: int) -> tuple[str, b
     return moments_format(cfg, dtype), stochastic, seed
 
 
-OPTIMIZERS = {"adamw": build_adamw, "muon": build_muon}
+OPTIMIZERS = {
+    "adamw": build_adamw,
+    "lamb": build_lamb,
+    "lion": build_lion,
+    "muon": build_muon,
+    "sgd": build_sgd,
+}
 """By optim.name. A new one: a file, a line here, and a line in `footprint.FOOTPRINTS`."""

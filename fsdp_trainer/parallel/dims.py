@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.config.dimensions import dimension_sizes, fsdp_ranks, layout_problem
 from fsdp_trainer.config.schema import Sharding
+from fsdp_trainer.distributed import replication_factor
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.torch_private import sequence_number, set_timeout
 
@@ -123,11 +123,7 @@ class Dims:
 
         Sums over all ranks count it so.
         """
-        ranks = self.ranks // self.sizes["pipeline"]
-        if not isinstance(parameter, DTensor):
-            return ranks
-        sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-        return ranks // math.prod(size for size, place in sizes if not place.is_replicate())
+        return replication_factor(parameter, self.ranks // self.sizes["pipeline"])
 
     def groups_along(self, name: str) -> list[list[int]]:
         """Return groups of ranks, each of which differ in dimension `name` alone."""

@@ -187,11 +187,12 @@ def suggestions(fits: Callable[[Setup], bool], setup: Setup, cuda: bool) -> list
     shards = replace(sharding, strategy="fsdp", replicas=1)
     sharded = setup._replace(sharding=shards)
     bfloat16 = replace(precision, param_dtype="bfloat16", master_dtype="bfloat16")
+    in_8_bits = "optim=adamw_8bit" if optim.name == "adamw" else "optim.state_dtype=8bit"
     others = {
         "sharding=fsdp": sharded,
-        "optim=adamw_8bit": setup._replace(optim=replace(optim, state_dtype="8bit")),
+        in_8_bits: setup._replace(optim=replace(optim, state_dtype="8bit")),
     }
-    if cuda:
+    if cuda and optim.name != "muon":  # whose products the host would compute
         offloaded = replace(shards, cpu_offload=True)
         others["sharding.cpu_offload=true"] = setup._replace(sharding=offloaded)
     overrides = [override for override, other in others.items() if fits(other)]

@@ -183,12 +183,13 @@ def smaller_head_chunks(run: Candidate) -> Iterator[Change]:
 def smaller_moments(run: Candidate) -> Iterator[Change]:
     """Formats of the optimizer's moments."""
     key, stored = "optim.state_dtype", moments_format(run.cfg.optim, run.cfg.precision.master_dtype)
+    is_adamw = run.cfg.optim.name == "adamw"
     if stored == "float32":
-        why = "moments are kept in bfloat16"
-        yield Change("optim=adamw_bf16", {key: "bfloat16"}, why, Effect.MOMENTS)
+        words = "optim=adamw_bf16" if is_adamw else f"{key}=bfloat16"
+        yield Change(words, {key: "bfloat16"}, "moments are kept in bfloat16", Effect.MOMENTS)
     if stored != "8bit":
-        why = "moments are kept in 8 bits"
-        yield Change("optim=adamw_8bit", {key: "8bit"}, why, Effect.MOMENTS)
+        words = "optim=adamw_8bit" if is_adamw else f"{key}=8bit"
+        yield Change(words, {key: "8bit"}, "moments are kept in 8 bits", Effect.MOMENTS)
 
 
 def shorter_numbers(run: Candidate) -> Iterator[Change]:

@@ -8,7 +8,7 @@ from layouts import assert_same, compiled_quickly, of_all_stages, take_steps
 from schedules import followed
 from stored import checkpoint, newest, stored, tensors
 from torch.distributed.tensor import DTensor
-from world import read_lines
+from world import read_lines, write_chats
 
 from fsdp_trainer.checkpoint.huggingface import import_weights
 from fsdp_trainer.config.context import choose_context_method
@@ -303,6 +303,22 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(world, train, tmp_path)
             assert torch.equal(tensor, exported[name]), name
 
 
+@pytest.mark.slow
+def test_a_step_with_fewer_micro_batches_is_filled_up(train, tmp_path):
+    how = [
+        f"data.path={write_chats(tmp_path / 'few.jsonl', 30)}", "data.packing=none",
+        "batch.rows=8", "batch.micro_rows=1", "optim.eps=1e-3", "schedule=constant",
+        "train.epochs=1", "train.steps=null", "model.num_hidden_layers=4",
+    ]  # fmt: skip
+    expected = train("whole", *how)
+    assert expected.column("step")[-1] == 4  # of 30 rows, the last six
+    stages = ["sharding.pipeline=2", "sharding.pipeline_schedule=interleaved"]
+    run = train("stages", *how, *stages, ranks=2)
+    assert run.column("tokens") == expected.column("tokens")
+    assert run.column("loss") == pytest.approx(expected.column("loss"), rel=1e-5)
+    assert run.column("grad_norm") == pytest.approx(expected.column("grad_norm"), rel=1e-4)
+
+
 def imported(folder):
     """The weights of a folder as two stages read them."""
     dist.init_process_group("gloo")
@@ -339,6 +355,10 @@ def imported(folder):
         (
             ["sharding.pipeline=2", "data.packing=none", "data.pad_to_multiple=8"],
             "stages pass on rows of one length",
+        ),
+        (
+            ["sharding.pipeline=2", "model.family=mixtral", "model.num_experts=2"],
+            "a model with experts has no stages in this version. Use sharding.pipeline=1",
         ),
         (["sharding.pipeline=2", "optim=muon"], "Use optim=adamw"),
         (["sharding.pipeline=2", "sharding.cpu_offload=true"], "Use sharding.cpu_offload=false"),

@@ -224,6 +224,9 @@ def _stage_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
             f"stages, each of at least one of {blocks} blocks.\nUse  sharding.pipeline={nearest}"
         )
         yield Problem(f"sharding.pipeline={ranks}", reason)
+    if stages > 1 and EXPERTS in config.feed_forwards:
+        reason = "a model with experts has no stages in this version.\nUse  sharding.pipeline=1"
+        yield Problem(f"sharding.pipeline={cfg.sharding.pipeline}", reason)
     schedule = cfg.sharding.pipeline_schedule
     if stages > 1 and config.tie_word_embeddings and SCHEDULES[schedule].in_v:
         reason = (

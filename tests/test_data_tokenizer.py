@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import SHARED
+from texts import SHARED, made_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from fsdp_trainer.data.byte_level_files import BYTE_TEXTS
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template, load_template
+from fsdp_trainer.data.token_bytes import token_bytes
 from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.data.words import LLAMA_3, PATTERNS, encoding_of, separator_of
 from fsdp_trainer.errors import UserError
@@ -540,3 +541,19 @@ def test_a_vocabulary_that_is_no_byte_level_bpe_is_refused(tmp_path):
     (tmp_path / "merges.txt").unlink()
     with pytest.raises(UserError, match=r"merges\.txt"):
         load_tokenizer(str(tmp_path / "vocab.json"))
+
+
+def test_the_bytes_of_tokens_add_up_to_those_of_the_text(sentencepiece_file):
+    text = "Grüße, 世界 — an emoji 🎈, a tab\tand the small cells"
+    byte_level = TextTokenizer(made_tokenizer(), {}, set(), None)
+    for tokenizer in (byte_level, load_tokenizer("demo:bytes")):
+        sizes = token_bytes(tokenizer, tokenizer.vocab_size + 3)
+        assert len(sizes) == tokenizer.vocab_size + 3
+        assert sizes[tokenizer.encode(text)].sum() == len(text.encode())
+        assert not sizes[list(tokenizer.special_tokens.values())].any()
+        assert not sizes[tokenizer.vocab_size :].any()
+    tokenizer = load_tokenizer(str(sentencepiece_file))
+    plain = "the small cells é"
+    sizes = token_bytes(tokenizer, tokenizer.vocab_size)
+    # SentencePiece puts a space in front
+    assert sizes[tokenizer.encode(plain)].sum() == len(f" {plain}".encode())

@@ -2,6 +2,7 @@
 micro-batches, rows and recomputation."""
 
 import json
+import math
 
 import inject
 import pytest
@@ -309,14 +310,23 @@ def test_the_validation_loss_is_the_mean_over_exactly_the_validation_set(
         "data.shuffle=false",
         f"data.cache={inputs['data.cache']}",
     )[0].out
-    model, total, count = fsdp_trainer.load_model(runs[0].folder), 0.0, 0
+    model, total, count, nats = fsdp_trainer.load_model(runs[0].folder), 0.0, 0, 0.0
+    text = []
     for row in map(json.loads, shown.splitlines()):
         labels = torch.tensor(row["labels"])
-        total += F.cross_entropy(
-            model.logits(torch.tensor([row["tokens"]]))[0], labels, reduction="sum"
-        ).item()
+        each = F.cross_entropy(
+            model.logits(torch.tensor([row["tokens"]]))[0], labels, reduction="none"
+        )
+        total += each.sum().item()
         count += int((labels != -100).sum())
+        is_text = (labels >= 0) & (labels < 256)  # of demo:bytes; special tokens come behind
+        nats += each[is_text].sum().item()
+        text += labels[is_text].tolist()
     assert losses[0][-1] == pytest.approx(total / count, rel=1e-5)
+    bits = [run.metrics[-1]["validation_bits_per_byte"] for run in runs]
+    assert bits == pytest.approx([nats / math.log(2) / len(text)] * 3, rel=1e-5)
+    assert runs[0].event("evaluation")[-1]["bits_per_byte"] == bits[0]
+    assert "bits/byte" in runs[0].out
 
 
 @pytest.mark.slow

@@ -136,12 +136,13 @@ def by_source(losses: dict[str, float | None]) -> str:
 def validation_line(
     step: int,
     loss: float | None,
+    bits_per_byte: float | None,
     lowest: tuple[int | None, float | None],
     losses: dict[str, float | None],
 ) -> str:
     """Return the line of a validation. lowest: step and loss of the lowest so far.
 
-    valid  after step 40: loss 1.8342, the lowest so far  (maths 1.8312, code 0.9021)
+    valid  after step 40: loss 1.8342, the lowest so far  0.7213 bits/byte  (maths 1.8312, code …)
     """
     when = f"after step {step:,}" if step else "before the first step"
     best_step, best = lowest
@@ -150,7 +151,8 @@ def validation_line(
         is_best = best_step == step
         compared = ", the lowest so far" if is_best else f", lowest {best:.4f} after {best_step:,}"
     text = f"valid  {when}: loss {_finite(loss, '.4f')}{compared}"
-    return "  ".join(filter(None, (text, by_source(losses))))
+    bits = "" if bits_per_byte is None else f"{bits_per_byte:.4f} bits/byte"
+    return "  ".join(filter(None, (text, bits, by_source(losses))))
 
 
 def _finite(value: float | None, form: str) -> str:

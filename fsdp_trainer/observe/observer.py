@@ -186,14 +186,17 @@ class Observer:
         self,
         step: int,
         loss: float | None,
+        bits_per_byte: float | None,
         lowest: tuple[int | None, float | None],
         by_source: dict[str, float | None],
         seconds: float,
     ) -> None:
         """Record and show a validation. lowest: step and loss of the lowest so far."""
-        losses = {"losses": by_source} if by_source else {}
-        self.event("evaluation", step=step, loss=loss, **losses, seconds=round(seconds, 3))
-        self.say(validation_line(step, loss, lowest, by_source))
+        details: dict[str, Any] = {"loss": loss, "bits_per_byte": bits_per_byte}
+        if by_source:
+            details["losses"] = by_source
+        self.event("evaluation", step=step, **details, seconds=round(seconds, 3))
+        self.say(validation_line(step, loss, bits_per_byte, lowest, by_source))
         self.call("validation", step, loss)
 
     def checkpoint_committed(self, step: int, path: str, seconds: float, **details: Any) -> None:

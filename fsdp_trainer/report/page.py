@@ -30,6 +30,7 @@ LINES = (
     "loss",
     "objective",
     "validation_loss",
+    "validation_bits_per_byte",
     "lr",
     "grad_norm",
     "tokens_per_second",

@@ -103,6 +103,9 @@ class Summary:
         if best:
             lowest_at = f"lowest {short(best[1])} after step {best[0]:,}"
             facts.append(("validation", f"{short(run.last('validation_loss'))}, {lowest_at}"))
+        bits = run.last("validation_bits_per_byte")
+        if bits is not None:
+            facts.append(("bits per byte", short(bits)))
         return facts
 
     def _world_and_speed(self) -> list[tuple[str, str]]:
@@ -125,6 +128,7 @@ class Summary:
             "tokens",
             "loss",
             "validation_loss",
+            "validation_bits_per_byte",
             "tokens_per_second",
             "memory_gib",
             "mfu_palm",

@@ -29,6 +29,7 @@ from fsdp_trainer.config.schema import Adapter, Model, TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.mixture import Mixture, build_order, validation_order
 from fsdp_trainer.data.stream import StreamedData
+from fsdp_trainer.data.token_bytes import token_bytes
 from fsdp_trainer.data.workers import cores
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch.world import World
@@ -203,6 +204,7 @@ def build(
         ),
         data=data,
         validation=validation,
+        token_bytes=torch.from_numpy(token_bytes(inputs.tokenizer, config.vocab_size)).to(device),
         samples=Samples(
             cfg, inputs.tokenizer, inputs.template, device, config.max_position_embeddings
         ),

@@ -3,6 +3,7 @@
 A new metric is a class and a line in `step_metrics`; a user's own is registered (extensions.py).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -92,6 +93,33 @@ class LossBySource:
             if weight
         }
         return {"loss_by_source": means}
+
+
+class BitsPerByte:
+    """The loss in bits for each byte of supervised text: comparable between tokenizers.
+
+    Σ nats of the targets / (ln 2 · their bytes). Special tokens, which have no bytes, are left out
+    of both, and weights do not count. Sums: nats, bytes.
+    """
+
+    size = 2
+
+    def __init__(self, token_bytes: Tensor):
+        """token_bytes: [vocabulary] on the device."""
+        self.token_bytes = token_bytes
+
+    def part(self, result: MicroBatchResult) -> Tensor:
+        """Return [2] float64."""
+        batch = result.batch
+        sizes = self.token_bytes[batch.targets].double() * (batch.weights > 0)
+        nats = -result.scores.log_probability.double()
+        # a logit of -inf must not turn what is left out into NaN
+        return torch.stack([nats.masked_fill(sizes == 0, 0).sum(), sizes.sum()])
+
+    def written(self, sums: list[float]) -> dict[str, Any]:
+        """Return `bits_per_byte`; null where it is not finite or no text is supervised."""
+        nats, size = sums
+        return {"bits_per_byte": finite_or_none(nats / (math.log(2) * size)) if size else None}
 
 
 @dataclass
@@ -212,9 +240,14 @@ def step_metrics(
     return Metrics(metrics, device)
 
 
-def validation_metrics(source_names: Sequence[str], device: torch.device) -> Metrics:
-    """Return the metrics of a validation, whose weights are not divided."""
-    return Metrics(loss_metrics(source_names), device)
+def validation_metrics(source_names: Sequence[str], token_bytes: Tensor) -> Metrics:
+    """Return the metrics of a validation, whose weights are not divided.
+
+    token_bytes: [vocabulary] on the device, the bytes of each token.
+    """
+    metrics = loss_metrics(source_names)
+    metrics["bits_per_byte"] = BitsPerByte(token_bytes)
+    return Metrics(metrics, token_bytes.device)
 
 
 def loss_metrics(source_names: Sequence[str]) -> dict[str, Metric]:

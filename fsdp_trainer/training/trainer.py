@@ -73,6 +73,8 @@ class Trainer:
     corruption: Corruption
     data: DataSource
     validation: StoredRows | None
+    token_bytes: Tensor
+    """[vocabulary] int64: the bytes of each token."""
     samples: Samples
     progress: Progress
     checkpoints: CheckpointManager
@@ -274,7 +276,7 @@ class Trainer:
         ranks."""
         validation = self.validation
         assert validation
-        metrics = validation_metrics(validation.source_names, self.observer.device)
+        metrics = validation_metrics(validation.source_names, self.token_bytes)
         phases.enter("validation")
         sums = metrics.zeros()
         with self.step_log.clock.excluded() as seconds:
@@ -299,8 +301,9 @@ class Trainer:
         progress, value = self.progress, finite_or_none(loss)
         lowest = progress.best_step, progress.best_loss
         by_source = written.get("loss_by_source") or {}
-        self.observer.validated(progress.step, value, lowest, by_source, seconds)
-        line: dict[str, Any] = {"validation_loss": value}
+        bits = written["bits_per_byte"]
+        self.observer.validated(progress.step, value, bits, lowest, by_source, seconds)
+        line: dict[str, Any] = {"validation_loss": value, "validation_bits_per_byte": bits}
         if by_source:
             line["validation_loss_by_source"] = by_source
         # a stop had the step's line written before the validation; step 0 has none

@@ -42,6 +42,7 @@ VERBS = {
     "export": Verb("fsdp_trainer.checkpoint.export:export"),
     "verify": Verb("fsdp_trainer.checkpoint.verify:verify"),
     "generate": Verb("fsdp_trainer.generate:generate"),
+    "evaluate": Verb("fsdp_trainer.evaluation.verb:evaluate", ("words",), False, starts_ranks=True),
     "quickstart": Verb("fsdp_trainer.quickstart:quickstart"),
     "report": Verb("fsdp_trainer.report.verb:report"),
     "recipes": Verb("fsdp_trainer.config.document:recipes", ("config_dir",)),

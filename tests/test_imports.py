@@ -34,6 +34,7 @@ LAYERS = [
     ("checkpoint", "parallel", "generation"),
     ("plan",),
     ("launch",),
+    ("evaluation",),
     ("training",),
     ("report", "generate", "quickstart"),
     ("cli", "api"),

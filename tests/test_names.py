@@ -22,7 +22,7 @@ TEXT = (Path(__file__).parent / "other_trainers.txt").read_text()
 SECTIONS = re.findall(r"(?m)^\[(.+?)\].*\n((?:.+\n)+)", TEXT)
 OPTIONS = {trainer: names.split() for trainer, names in SECTIONS}
 OF_OTHER_VERBS = {
-    key for verb in ("plan", "export", "generate") for key in flatten(PRIMARY[verb])
+    key for verb in ("plan", "export", "generate", "evaluate") for key in flatten(PRIMARY[verb])
 } - KEYS.keys()
 DEMO = ["data.path=demo:backwards", "tokenizer.path=demo:bytes"]
 
@@ -127,6 +127,9 @@ def test_config_key_answers_as_the_command_line_does(capsys):
 
 
 def test_a_verb_of_another_trainer_is_answered(capsys):
-    for word, said in {"evaluate": "no benchmarks", "preprocess": "fsdp-trainer prepare"}.items():
+    for word, said in {
+        "lm_eval": "fsdp-trainer evaluate",
+        "preprocess": "fsdp-trainer prepare",
+    }.items():
         assert main([word]) == 2
         assert said in capsys.readouterr().err

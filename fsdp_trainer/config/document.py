@@ -21,7 +21,13 @@ from fsdp_trainer.config.compose import CONF, compose_and_tell, find_file, optio
 from fsdp_trainer.config.names import KnownName, known_elsewhere, synonyms_of
 from fsdp_trainer.config.overrides import why_unknown
 from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig, default_of
-from fsdp_trainer.config.verbs import PRIMARY, ConfigConfig, LaunchFiles, RecipesConfig
+from fsdp_trainer.config.verbs import (
+    PRIMARY,
+    ConfigConfig,
+    Evaluate,
+    LaunchFiles,
+    RecipesConfig,
+)
 from fsdp_trainer.errors import Problem, UserError
 
 WIDTH = 140
@@ -33,8 +39,8 @@ OWN_NODES = [
 """Verbs with training's groups and a node of their own name."""
 SMALL: dict[str, Any] = {
     verb: cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)
-} | {"launch-files": LaunchFiles}
-"""The keys of the other verbs; `launch-files` has training's groups beside them."""
+} | {"launch-files": LaunchFiles, "evaluate": Evaluate}
+"""The keys of the other verbs; `launch-files` and `evaluate` have training's groups beside them."""
 
 
 def written(value: Any) -> str:

@@ -253,6 +253,39 @@ class GenerateConfig:
 
 
 @dataclass
+class Evaluate:
+    """The model and the tasks of an evaluation."""
+
+    source: str | None = key(
+        None, "a run, a checkpoint, an adapter of PEFT's or a Hugging Face folder"
+    )
+    tasks: list[str] = key(
+        [], "names of lm-evaluation-harness's tasks, or paths of their YAML files"
+    )
+    limit: int | None = key(None, "only the first so many items of each task; null: all", minimum=1)
+    fewshot: int | None = key(
+        None, "examples before each question; null: as the task says", minimum=0
+    )
+    chat: bool = key(False, "ask through the chat template, examples as turns before")
+    template: str | None = key(
+        None, "chat template, as data.template; null: the tokenizer's own, else plain"
+    )
+    rows: int = key(32, "requests that a rank computes at the same time", minimum=1)
+    format: str = key(
+        "text",
+        "`text`: a table; `json`: one object, {task: {metric: value}}",
+        choices=("text", "json"),
+    )
+    out: str | None = key(None, "also write the object to this file")
+    dtype: str = key("float32", "number format of the weights", choices=("float32", "bfloat16"))
+
+
+@dataclass
+class EvaluateConfig(TrainConfig, Evaluate):
+    """Says how good a model is at tasks of lm-evaluation-harness, on any number of ranks."""
+
+
+@dataclass
 class ReportConfig:
     """Shows what happened in one run or many: a page without network, a summary in text."""
 
@@ -294,7 +327,8 @@ class QuickstartConfig:
 PRIMARY: dict[str, type] = {
     "train": TrainConfig, "plan": PlanConfig, "preview": PreviewConfig,
     "prepare": PrepareConfig, "doctor": DoctorConfig, "export": ExportConfig,
-    "verify": VerifyConfig, "generate": GenerateConfig, "report": ReportConfig,
+    "verify": VerifyConfig, "generate": GenerateConfig, "evaluate": EvaluateConfig,
+    "report": ReportConfig,
     "recipes": RecipesConfig, "config": ConfigConfig,
     "quickstart": QuickstartConfig, "launch-files": LaunchFilesConfig,
 }  # fmt: skip

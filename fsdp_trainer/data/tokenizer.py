@@ -213,6 +213,10 @@ class TextTokenizer:
             )
         )
 
+    def as_published(self) -> Tokenizer:
+        """Return the tokenizer as it came, which may add bos and eos of its own."""
+        return Tokenizer.from_str(self._saved)
+
     def encode(self, text: str) -> list[int]:
         """Token ids."""
         return self.backend.encode(text, add_special_tokens=False).ids

@@ -19,6 +19,15 @@ IDLE_PROMPT = [0]
 """The prompt of a rank that computes for the sake of the others."""
 
 
+IsOver = Callable[[list[int]], bool]
+"""Called with an answer's tokens after each new one: whether it ends here."""
+
+
+def never(tokens: list[int]) -> bool:
+    """Let an answer go on."""
+    return False
+
+
 class Continuation:
     """The continuation of a prompt: `tokens`, without the stop token that ended it.
 
@@ -48,7 +57,7 @@ class Continuation:
         assert self.numbers is not None
         return float(self.numbers[min(len(self.tokens), len(self.numbers) - 1)])
 
-    def add(self, token: int, stop_ids: Collection[int]) -> None:
+    def add(self, token: int, stop_ids: Collection[int], is_over: IsOver) -> None:
         """Take the next token, or end."""
         if self.is_done:
             return
@@ -56,7 +65,7 @@ class Continuation:
             self.is_done = True
             return
         self.tokens.append(token)
-        self.is_done = len(self.tokens) == self.room
+        self.is_done = len(self.tokens) == self.room or is_over(self.tokens)
 
 
 class Generation:
@@ -76,7 +85,11 @@ class Generation:
         self.long_from = scaling["original_max_position_embeddings"] if is_long else None
 
     def run(
-        self, answers: list[Continuation], stop_ids: Collection[int], ranks: Ranks
+        self,
+        answers: list[Continuation],
+        stop_ids: Collection[int],
+        ranks: Ranks,
+        is_over: IsOver = never,
     ) -> Iterator[list[Continuation]]:
         """Continue the answers until all ranks' are done; yield them after every step."""
         rows = answers
@@ -84,7 +97,7 @@ class Generation:
         while True:
             chosen = ranks.tokens(choose(logits, self.random_column(rows), self.sampling))
             for answer, token in zip(rows, chosen.tolist(), strict=True):
-                answer.add(token, stop_ids)
+                answer.add(token, stop_ids, is_over)
             yield answers
             unfinished = [i for i, answer in enumerate(rows) if not answer.is_done]
             if not ranks.most(len(unfinished)):
@@ -176,12 +189,14 @@ def generate_tokens(
     device: torch.device | None = None,
     ranks: Ranks | None = None,
     check: Callable[[], None] = lambda: None,
+    is_over: IsOver = never,
 ) -> list[list[list[int]]]:
     """Return for each prompt its answers, each a list of tokens.
 
     rows: answers that are generated at the same time; they do not depend on it but for rounding.
     device: where the model computes, if not where its weights are. check: called before each
-    batch; may raise, on all ranks alike. Collective where `ranks` says so.
+    batch; may raise, on all ranks alike. is_over: ends an answer, its last token included.
+    Collective where `ranks` says so.
     """
     sampling = sampling or Sampling()
     ranks = ranks or OneRank()
@@ -200,7 +215,7 @@ def generate_tokens(
         batch = (
             batches[number] if number < len(batches) else [Continuation(IDLE_PROMPT, sampling, 1)]
         )
-        for _ in generation.run(batch, stop_ids, ranks):
+        for _ in generation.run(batch, stop_ids, ranks, is_over):
             pass
     results: list[list[list[int]]] = [[] for _ in prompts]
     for answer in answers:

@@ -1,0 +1,36 @@
+"""The verb `evaluate`: starts ranks, or evaluates as one of them, and imports no torch before."""
+
+import importlib.util
+import os
+
+from fsdp_trainer.config.verbs import EvaluateConfig
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.launch.start import start_ranks, starts_ranks
+
+
+def evaluate(cfg: EvaluateConfig, overrides: list[str]) -> int:
+    """Evaluate a model on tasks, on as many ranks as `launch` says. Returns the exit code."""
+    require_tasks(cfg)
+    if starts_ranks(cfg.launch, os.environ):
+        return start_ranks(cfg, overrides, verb="evaluate")
+    for name, value in cfg.launch.env.items():
+        os.environ.setdefault(name, value)
+    from fsdp_trainer.evaluation.rank import evaluate_as_rank
+
+    return evaluate_as_rank(cfg)
+
+
+def require_tasks(cfg: EvaluateConfig) -> None:
+    """Raise UserError where there is nothing to evaluate, or the harness is not installed."""
+    problems = []
+    if not cfg.tasks:
+        reason = "say which: names of lm-evaluation-harness's or YAML files, as  tasks=[arc_easy]"
+        problems.append(Problem("tasks=[]", reason))
+    for name in cfg.tasks:
+        if name.endswith((".yaml", ".yml")) and not os.path.isfile(name):
+            problems.append(Problem(f"tasks=[{name}]", "there is no such file"))
+    if importlib.util.find_spec("lm_eval") is None:
+        reason = "lm-evaluation-harness is not installed:  pip install 'fsdp_trainer[eval]'"
+        problems.append(Problem("evaluate", reason))
+    if problems:
+        raise UserError("there is nothing to evaluate", problems)

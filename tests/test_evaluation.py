@@ -1,0 +1,183 @@
+"""Tasks of lm-evaluation-harness on our decoder: the same numbers as with transformers."""
+
+import json
+
+import pytest
+import torch
+from world import read_lines
+from zoo import make_folder
+
+pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.slow
+
+TASK = """task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {items}
+    train: {items}
+test_split: test
+fewshot_split: train
+{more}
+"""
+MORE = {
+    "choice": """output_type: multiple_choice
+doc_to_text: '{{question}}'
+doc_to_choice: '{{choices}}'
+doc_to_target: answer
+metric_list:
+  - metric: acc
+  - metric: acc_norm""",
+    "likelihood": """output_type: loglikelihood
+doc_to_text: '{{question}} '
+doc_to_target: '{{choices[0]}}'
+metric_list:
+  - metric: perplexity
+  - metric: acc""",
+    "rolling": """output_type: loglikelihood_rolling
+doc_to_text: ''
+doc_to_target: '{{text}}'
+metric_list:
+  - metric: bits_per_byte
+  - metric: word_perplexity""",
+    "answer": """output_type: generate_until
+doc_to_text: 'Q: {{question}} A:'
+doc_to_target: '{{text}}'
+generation_kwargs:
+  until: ['q', '7']
+  max_gen_toks: 12
+metric_list:
+  - metric: bleu""",
+}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """Paths of YAML files; one task has texts longer than the context."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rows = [
+        {
+            "question": f"What is {i} plus {i % 7}?",
+            "choices": [str(i + i % 7), str(i + 3), "seven", "I do not know at all"],
+            "answer": i % 4,
+            "text": f"line {i} of text é " * (1 + i % 9),
+        }
+        for i in range(14)
+    ]
+    items = folder / "items.jsonl"
+    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = []
+    for name, more in MORE.items():
+        paths.append(folder / f"{name}.yaml")
+        paths[-1].write_text(TASK.format(name=name, items=items, more=more))
+    return [str(path) for path in paths]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("model") / "hf")
+
+
+def with_transformers(folder, tasks, **options):
+    """What the harness finds with its own model class."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    from fsdp_trainer.evaluation.tasks import metrics_of
+
+    model = HFLM(str(folder), device="cpu", dtype="float32", batch_size=4)
+    results = simple_evaluate(
+        model,
+        tasks=[load_yaml(task, resolve_func=True) for task in tasks],
+        task_manager=TaskManager(include_defaults=False),
+        bootstrap_iters=0,
+        log_samples=False,
+        **options,
+    )
+    return metrics_of(results["results"])
+
+
+def without_errors(metrics):
+    return {
+        task: {name: value for name, value in values.items() if "_stderr" not in name}
+        for task, values in metrics.items()
+    }
+
+
+def evaluate(world, folder, tasks, *options, ranks=1):
+    told = world.command(
+        "evaluate", f"source={folder}", f"tasks=[{','.join(tasks)}]", "format=json",
+        "launch.device=cpu", "launch.timeout=120s", *options,
+        ranks=ranks, env={"HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert all(rank.out == "" for rank in told[1:])
+    return without_errors(json.loads(told[0].out))
+
+
+def test_the_metrics_are_those_of_transformers_on_any_number_of_ranks(world, folder, tasks):
+    theirs = with_transformers(folder, tasks)
+    assert theirs.keys() == MORE.keys()
+    for ranks in (1, 3):
+        ours = evaluate(world, folder, tasks, ranks=ranks)
+        assert ours.keys() == theirs.keys()
+        for task, values in theirs.items():
+            assert ours[task] == pytest.approx(values, rel=1e-6), (task, ranks)
+
+
+def test_limit_and_examples_are_the_harness_own(world, folder, tasks):
+    theirs = with_transformers(folder, tasks[:2], limit=5, num_fewshot=1)
+    ours = evaluate(world, folder, tasks[:2], "limit=5", "fewshot=1", "rows=3")
+    for task, values in theirs.items():
+        assert ours[task] == pytest.approx(values, rel=1e-6)
+
+
+def test_each_generated_text_is_that_of_transformers(folder):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from fsdp_trainer.checkpoint.load import load_model
+    from fsdp_trainer.data.templates import load_template
+    from fsdp_trainer.data.tokenizer import load_tokenizer
+    from fsdp_trainer.evaluation.harness import HarnessModel
+
+    tokenizer = load_tokenizer(str(folder))
+    template = load_template(None, tokenizer)
+    ours = HarnessModel(load_model(folder), tokenizer, template, 4, torch.device("cpu"))
+    theirs = HFLM(str(folder), device="cpu", dtype="float32", batch_size=2)
+    prompts = ["abc", "a longer question?", "x" * 150]
+    options = [{"until": ["q", "7"], "max_gen_toks": 20}, {"until": [], "max_gen_toks": 9}]
+    requests = [
+        Instance("generate_until", {}, (prompt, dict(each)), i)
+        for i, (prompt, each) in enumerate((p, o) for o in options for p in prompts)
+    ]
+    texts = ours.generate_until(requests)
+    assert texts == theirs.generate_until(requests)
+    assert any(texts)
+
+
+def test_a_run_keeps_its_evaluations(train, world, tasks, tmp_path):
+    run = train("run", "train.steps=2", "checkpoint.export_hf=true")
+    metrics = evaluate(world, run.folder, tasks[:1], f"out={tmp_path}/results.json")
+    [line] = read_lines(run.folder / "evaluations.jsonl")
+    assert line["step"] == 2
+    assert without_errors(line["tasks"]) == metrics
+    assert without_errors(json.loads((tmp_path / "results.json").read_text())) == metrics
+    exported = evaluate(world, run.folder / "hf", tasks[:1])
+    assert exported["choice"] == pytest.approx(metrics["choice"], rel=1e-6)
+    table = world.command(
+        "evaluate", f"source={run.folder}", f"tasks=[{tasks[0]}]", "chat=true",
+        "launch.device=cpu", env={"HF_HUB_OFFLINE": "1"},
+    )[0].out  # fmt: skip
+    assert table.startswith("choice  acc ")
+    assert "±" in table
+
+
+def test_what_cannot_be_evaluated_is_refused_by_name(world, folder, tmp_path):
+    def refused(*words):
+        return world.command("evaluate", f"source={folder}", *words, code=2)[0].err
+
+    assert "tasks=[arc_easy]" in refused()
+    assert "there is no such file" in refused(f"tasks=[{tmp_path}/none.yaml]")
+    assert "no such task" in refused("tasks=[no_task_of_this_name]", "launch.device=cpu")

@@ -7,6 +7,8 @@
   and `out of memory` for these on one H100.
 - ladder: Llama-3.2-1B in rows of 8,192 tokens packed with documents of 1,000 in the mean: from plain to everything, one technique at a time, and
   a Hugging Face Trainer on the same documents, padded to the longest of a batch. Both at a learning rate of 0: their mean losses must agree.
+- several: on all GPUs of this machine, the bytes per second of each collective, and eight blocks of Llama-3.1-8B's shape by layout: sharded, in
+  tensor groups, and with shared rows by each method. Not among the parts unless asked for; says so where there is one GPU.
 - mfu: eight blocks of Llama-3.1-8B's shape, one document a row of 8,192 tokens.
 
 Needs no network; the Trainer's line needs transformers and accelerate. --small 1: tiny models, which only shows that the benchmark runs.
@@ -22,12 +24,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness import arguments, finish, spread
+from benchmarks.harness import arguments, finish, run_ranks, spread, tell
 from benchmarks.train_step import documents, padded
 from fsdp_trainer.config.compose import compose
+from fsdp_trainer.distributed import ALL_GATHER, REDUCE_SCATTER
 from fsdp_trainer.models.resolve import resolve_model
 
 STEPS, WARM, EVERY = 16, 8, 4  # optimizer steps in all, of those not timed, and between writes
@@ -47,14 +51,16 @@ PLAIN = [
     "activation_checkpoint=full",
     "precision=bf16",
 ]
-SIZE = {"sft": "qwen3_0_6b", "ladder": "llama3_2_1b", "mfu": "llama3_8b"}
-VOCABULARY = {"sft": 151_936, "ladder": 128_256, "mfu": 128_256}
+SIZE = {"sft": "qwen3_0_6b", "ladder": "llama3_2_1b", "mfu": "llama3_8b", "several": "llama3_8b"}
+VOCABULARY = {"sft": 151_936, "ladder": 128_256, "mfu": 128_256, "several": 128_256}
 DOCUMENTS_AT_ONCE = 8  # of the Trainer's batch
 
 
 def main() -> None:
     """Measure what was asked for, print, write down."""
-    given = arguments(__doc__, repeat=1, parts="ceilings,sft,ladder,mfu", small=0, task="")
+    given = arguments(__doc__, repeat=1, parts="ceilings,sft,ladder,mfu", small=0, task="", links=0)
+    if given.links:
+        return tell_links(bool(given.small))
     if given.task:
         return print(json.dumps(train_with_trainer(json.loads(Path(given.task).read_text()))))
     if not CUDA and not given.small:
@@ -72,7 +78,7 @@ def main() -> None:
         f"{part}: {name}: mfu_palm": run["mfu_palm"]
         for part in SIZE
         for name, run in result.get(part, {}).items()
-        if run.get("mfu_palm")
+        if isinstance(run, dict) and run.get("mfu_palm")
     }
     if given.small:
         return
@@ -173,8 +179,75 @@ def mfu(folder: Path, small: bool) -> dict[str, Any]:
     }
 
 
+def several(folder: Path, small: bool) -> dict[str, Any]:
+    """What all GPUs of this machine reach together; with `small` two ranks on the CPU."""
+    ranks = 2 if small else torch.cuda.device_count()
+    if ranks < 2:
+        return {"missing": f"layouts need 2 GPUs or more, here is {ranks}"}
+    shape = ["activation_checkpoint=full"]
+    shape += [] if small else ["model.num_hidden_layers=8"]
+    layouts = {"sharded": [], f"tensor {ranks}": [f"sharding.tensor={ranks}"]} | {
+        f"context {ranks}, {method}": [
+            f"sharding.context={ranks}",
+            f"sharding.context_method={method}",
+        ]
+        for method in ("ulysses", "gathered", "ring")
+    }
+    row = 256 if small else 8192
+    links = run_ranks("benchmarks.gpu", ranks, "--links", "1", "--small", str(int(small)))
+    return {
+        "ranks": ranks,
+        "gigabytes_per_second": links[0],
+        "layouts": {
+            name: run(folder, "several", small, row, [row] * 64, [*shape, *how], ranks)
+            for name, how in layouts.items()
+        },
+    }
+
+
+def tell_links(small: bool) -> None:
+    """Print, on the first rank, the GB that each rank sends in a second by each collective."""
+    dist.init_process_group("nccl" if CUDA else "gloo")
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    device = torch.device("cuda", rank) if CUDA else torch.device("cpu")
+    if CUDA:
+        torch.cuda.set_device(device)
+    size = 2**16 if small else 2**28
+    part = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+    whole = torch.zeros(ranks * len(part), dtype=torch.bfloat16, device=device)
+    same = torch.zeros_like(part)
+    sent, came = [0] * ranks, [0] * ranks
+    sent[(rank + 1) % ranks] = came[(rank - 1) % ranks] = len(part)
+    calls = {
+        "all-gather": (lambda: ALL_GATHER(whole, part), (ranks - 1) * part.nbytes),
+        "reduce-scatter": (lambda: REDUCE_SCATTER(part, whole), (ranks - 1) * part.nbytes),
+        "all-to-all": (
+            lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
+            (ranks - 1) * part.nbytes,
+        ),
+        "to the next rank": (
+            lambda: dist.all_to_all_single(same, part, came, sent),
+            part.nbytes,
+        ),
+    }
+    rates_by_call = {
+        name: spread([rate / 1e-3 for rate in rates(call, sent_bytes)])
+        for name, (call, sent_bytes) in calls.items()
+    }
+    if rank == 0:
+        tell(rates_by_call)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def run(
-    folder: Path, part: str, small: bool, row: int, lengths: list[int], how: list[str]
+    folder: Path,
+    part: str,
+    small: bool,
+    row: int,
+    lengths: list[int],
+    how: list[str],
+    ranks: int = 1,
 ) -> dict[str, Any]:
     """One training of random weights on random letters: what it records, or why it failed."""
     letters = np.random.default_rng(1).integers(97, 123, sum(lengths), np.uint8).tobytes().decode()
@@ -186,7 +259,7 @@ def run(
         "".join(json.dumps({"text": text}) + "\n" for text in texts)
     )
     given = [
-        *data(folder, part, row),
+        *data(folder, part, row, ranks),
         *model(part, small),
         f"train.steps={STEPS}",
         "schedule=constant",
@@ -201,7 +274,7 @@ def run(
         f"logging.every={EVERY}",
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "fsdp_trainer", *given, *place, "launch.nproc_per_node=1"],
+        [sys.executable, "-m", "fsdp_trainer", *given, *place, f"launch.nproc_per_node={ranks}"],
         capture_output=True,
         text=True,
     )
@@ -231,13 +304,13 @@ def run(
     return found
 
 
-def data(folder: Path, part: str, row: int) -> list[str]:
+def data(folder: Path, part: str, row: int, rows: int = 1) -> list[str]:
     """What training and its preview have in common."""
     return [
         f"data.path={folder}/{part}.jsonl",
         "tokenizer.path=demo:bytes",
         f"batch.seq_len={row}",
-        "batch.rows=1",
+        f"batch.rows={rows}",
         "batch.micro_rows=1",
     ]
 
@@ -333,7 +406,7 @@ def train_with_trainer(task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-PARTS = {"ceilings": ceilings, "sft": sft, "ladder": ladder, "mfu": mfu}
+PARTS = {"ceilings": ceilings, "sft": sft, "ladder": ladder, "mfu": mfu, "several": several}
 
 if __name__ == "__main__":
     main()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import harness
+from benchmarks import gpu, harness
 
 ROOT = Path(__file__).parent.parent
 
@@ -64,3 +64,18 @@ def test_the_gpu_benchmark_runs_where_there_is_none_with_tiny_models():
     assert told.returncode == 0, told.stderr
     assert '"tokens_per_second"' in told.stdout
     assert '"mean_loss"' in told.stdout
+
+
+@pytest.mark.slow
+def test_what_several_gpus_would_show_runs_on_ranks_of_the_cpu(tmp_path):
+    [rates] = harness.run_ranks("benchmarks.gpu", 2, "--links", "1", "--small", "1")
+    assert all(rate["median"] > 0 for rate in rates.values())
+    shared = gpu.run(tmp_path, "several", True, 256, [256] * 64, ["sharding.tensor=2"], ranks=2)
+    assert shared["tokens_per_second"] > 0
+
+
+def test_one_gpu_shows_nothing_of_layouts_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert gpu.several(tmp_path, small=False) == {
+        "missing": "layouts need 2 GPUs or more, here is 1"
+    }

@@ -12,6 +12,8 @@ from fsdp_trainer.config.handover import DESCRIPTOR, hand_over, take_over
 from fsdp_trainer.config.schema import SELECTORS, TrainConfig
 from fsdp_trainer.errors import UserError
 
+DENSE = ["loss.load_balancing=0", "loss.router_z_loss=0"]
+"""For models without experts."""
 SHRUNK = [
     "model=tiny",
     "model.init_from=null",
@@ -20,6 +22,7 @@ SHRUNK = [
     "batch.seq_len=128",
     "train.steps=2",
     "sharding.tensor=1",
+    *DENSE,
 ]
 
 
@@ -69,6 +72,7 @@ def test_the_command_line_chooses_groups_against_any_recipe(name):
             f"+recipe={name}",
             "sharding=ddp",
             "sharding.tensor=1",
+            *DENSE,
             "precision=fp32",
             "activation_checkpoint=none",
             "model=auto",

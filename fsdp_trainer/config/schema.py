@@ -105,7 +105,10 @@ class Train:
         [], "what to ask the model at each validation; its answers go to samples.jsonl"
     )
     sample_tokens: int = key(
-        64, "longest answer to them, in tokens; each gathers the sharded weights once", minimum=1
+        64,
+        "longest answer to them, in tokens; sharded weights are gathered once for all if they"
+        " fit, else for each",
+        minimum=1,
     )
     sample_raw: bool = key(
         False, "continue sample_prompts as plain text, without the chat template"

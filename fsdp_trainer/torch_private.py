@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map
@@ -126,6 +127,24 @@ def reduce_scatter_groups(module: Any) -> list[dist.ProcessGroup]:
     FSDP2 makes them with torch's default timeout and has no public way to them. torch 2.13.
     """
     return [group.mesh_info.reduce_scatter_process_group for group in _fsdp_groups(module)]
+
+
+def placement_on(mesh: DeviceMesh) -> Callable[[Shard], Any]:
+    """Return a function for fully_shard's shard_placement_fn: a shard on another mesh.
+
+    mesh: [shard] or [replicate, shard]. Parameters of one unit on two meshes have no public names
+    in torch 2.13, and are not in 2.11. All parameters of a mesh need the same description of it.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        FSDPMeshInfo,
+        HSDPMeshInfo,
+        ShardPlacementResult,
+    )
+
+    info = FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    if mesh.ndim > 1:
+        info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return lambda shard: ShardPlacementResult(shard, info)
 
 
 def _fsdp_groups(module: Any) -> list[Any]:

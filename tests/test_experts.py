@@ -245,13 +245,6 @@ def test_a_token_counts_for_the_experts_that_it_meets():
     assert experts.active_share == 2 / 5
 
 
-@pytest.mark.parametrize("key", ["tensor", "context"])
-def test_what_cannot_be_together_with_experts_is_refused(train, key):
-    told = train("run", *SMALL, f"sharding.{key}=2", code=2).err
-    assert f"sharding.{key}=2" in told
-    assert "together with experts" in told
-
-
 # --- balance --------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,18 @@ def dimension_sizes(sharding: Sharding, ranks: int) -> dict[str, int]:
     }
 
 
+def expert_sizes(sharding: Sharding, ranks: int) -> dict[str, int]:
+    """Return the sizes of the dimensions in which experts see the ranks, outermost first.
+
+    Ranks that differ in `expert` hold other experts, those that differ in `eshard` other parts of
+    the same ones. Where the sizes do not divide the ranks they multiply to fewer.
+    """
+    sizes = dimension_sizes(sharding, ranks)
+    shards = max(1, fsdp_ranks(sizes) * sizes["tensor"] // sharding.expert)
+    outer = {name: sizes[name] for name in ("pipeline", "replicate")}
+    return outer | {"eshard": shards, "expert": sharding.expert}
+
+
 def batch_ranks(sizes: dict[str, int]) -> int:
     """Return how many parts the rows of a step are read in."""
     return sizes["replicate"] * sizes["shard"]
@@ -43,7 +55,7 @@ def own_length(sharding: Sharding, seq_len: int) -> int:
 def layout_problem(sharding: Sharding, ranks: int) -> Problem | None:
     """Return why the ranks cannot be arranged as the configuration asks; None: they can."""
     if math.prod(dimension_sizes(sharding, ranks).values()) == ranks:
-        return None
+        return _expert_problem(sharding, ranks)
     rest = ranks
     inner = sharding.context * sharding.tensor
     stage = "ranks" if inner == 1 else "groups of sharding.context × sharding.tensor ranks"
@@ -59,3 +71,15 @@ def layout_problem(sharding: Sharding, ranks: int) -> Problem | None:
     if rest < ranks:
         rule = f"must divide the ranks that read different rows, which are {rest} of {ranks}"
     return Problem(f"sharding.replicas={sharding.replicas}", rule)
+
+
+def _expert_problem(sharding: Sharding, ranks: int) -> Problem | None:
+    """Return why experts cannot be divided among the ranks of a replica; None: they can."""
+    size = sharding.expert
+    sizes = dimension_sizes(sharding, ranks)
+    replica = fsdp_ranks(sizes) * sizes["tensor"]
+    if replica % size == 0:
+        return None
+    nearest = max(n for n in range(1, size) if replica % n == 0)
+    rule = f"must divide the ranks of a replica (shard × context × tensor), which are {replica}"
+    return Problem(f"sharding.expert={size}", f"{rule}.\nUse  sharding.expert={nearest}")

@@ -562,6 +562,12 @@ class Sharding:
         "if they can be",
         minimum=1,
     )
+    expert: int = key(
+        1,
+        "ranks that divide the experts of a mixture among them; tokens go to them by all-to-all;"
+        " divides shard × context × tensor; neighbours, inside a node",
+        minimum=1,
+    )
     context_method: str = key(
         "auto",
         "how ranks that share rows attend to them. `ulysses`: with some heads each, by all-to-all; "

@@ -30,9 +30,13 @@ class Router(nn.Module):
         self.chosen = config.num_experts_per_tok
         self.normalizes = config.normalizes_experts
 
+    def matrix(self) -> Tensor:
+        """Return [experts, hidden], what the router multiplies with."""
+        return self.weight
+
     def forward(self, x: Tensor) -> Routing:
         """x: [tokens, hidden]."""
-        logits = F.linear(x, self.weight)
+        logits = F.linear(x, self.matrix())
         probabilities = logits.softmax(-1, dtype=torch.float32)
         weights, experts = probabilities.topk(self.chosen, dim=-1)
         if self.normalizes:
@@ -55,15 +59,19 @@ class Experts(nn.Module):
         self.active_share = config.num_experts_per_tok / count
         """Share of the weights that a token meets."""
 
+    def matrix(self, name: str) -> Tensor:
+        """Return the matrices that this process multiplies with, [experts, out, in]."""
+        return getattr(self, name)
+
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Return [rows, hidden], each row computed by its expert.
 
         rows: [rows, hidden], those of an expert together, in the experts' order; ends: [experts]
         int32, the row behind each expert's last. An expert may have no rows.
         """
-        gate = grouped_linear(rows, self.gate_proj, ends)
-        up = grouped_linear(rows, self.up_proj, ends)
-        return grouped_linear(self.activation(gate) * up, self.down_proj, ends)
+        gate = grouped_linear(rows, self.matrix("gate_proj"), ends)
+        up = grouped_linear(rows, self.matrix("up_proj"), ends)
+        return grouped_linear(self.activation(gate) * up, self.matrix("down_proj"), ends)
 
 
 class Gate(nn.Module):

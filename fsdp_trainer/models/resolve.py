@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
 from fsdp_trainer.config.context import context_problems
@@ -10,9 +11,11 @@ from fsdp_trainer.config.paths import is_hub_id, model_folder
 from fsdp_trainer.config.pipeline import SCHEDULES, stage_count
 from fsdp_trainer.config.schema import Model, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.config import EXPERTS, EXTRAS, ModelConfig, rope_problems
+from fsdp_trainer.models.config import DENSE, EXPERTS, EXTRAS, ModelConfig, rope_problems
 from fsdp_trainer.models.families import FAMILIES
 
+TWO_MESHES = (2, 13)
+"""The first torch whose FSDP2 takes parameters of one unit on two meshes."""
 CONTEXT_KEYS = ("max_position_embeddings", "rope_theta", "rope_scaling")
 OURS = ("vocab_multiple", "initializer", "initializer_range")
 """Keys that are no part of an architecture: free with every init_from."""
@@ -119,7 +122,7 @@ def _size_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
     if config.rotary_dim % 2 or not config.rotary_dim:
         reason = "must be even for rotary position embedding"
         yield Problem(f"model.head_dim={config.head_dim}", reason)
-    yield from _expert_problems(cfg, config)
+    yield from expert_problems(cfg, config)
     yield from tensor_problems(cfg, config)
     yield from _stage_problems(cfg, config)
     length = cfg.batch.seq_len
@@ -133,32 +136,62 @@ def _size_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
         yield Problem(f"batch.seq_len={length}", reason)
 
 
-def _expert_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
-    """Yield what is wrong with a model's experts, and what cannot be together with them."""
+def expert_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+    """Yield what is wrong with a model's experts, and why ranks cannot divide them."""
+    size = cfg.sharding.expert
+    yield from _balance_problems(cfg, config)
     if EXPERTS not in config.feed_forwards:
-        for key in ("load_balancing", "router_z_loss"):
-            if value := getattr(cfg.loss, key):
-                having = ", ".join(n for n, s in FAMILIES.items() if s.feed_forward == EXPERTS)
-                reason = f"this model has no experts; {having} have: drop it"
-                yield Problem(f"loss.{key}={value}", reason)
+        if size > 1:
+            reason = f"{config.family} has no experts.\nUse  sharding.expert=1"
+            yield Problem(f"sharding.expert={size}", reason)
         return
-    if cfg.sharding.pipeline > 1:
-        for key in ("load_balancing", "router_z_loss"):
-            if value := getattr(cfg.loss, key):
-                reason = "not with stages in this version.\nUse  sharding.pipeline=1  or drop it"
-                yield Problem(f"loss.{key}={value}", reason)
     chosen = config.num_experts_per_tok
     if chosen > config.num_experts:
         reason = f"must not be more than num_experts={config.num_experts}"
         yield Problem(f"model.num_experts_per_tok={chosen}", reason)
-    for key in ("tensor", "context"):
-        ranks = getattr(cfg.sharding, key)
-        if ranks > 1:
-            reason = (
-                "together with experts is not in this version.\n"
-                f"Use  sharding.{key}=1: fully sharded, each rank keeps a share of the experts"
-            )
-            yield Problem(f"sharding.{key}={ranks}", reason)
+    if config.num_experts % size:
+        nearest = max(n for n in range(1, size) if config.num_experts % n == 0)
+        reason = f"must divide num_experts={config.num_experts}.\nUse  sharding.expert={nearest}"
+        yield Problem(f"sharding.expert={size}", reason)
+    for key in ("expert", "tensor"):
+        if getattr(cfg.sharding, key) > 1:
+            yield from _separate_expert_problems(cfg, config, key)
+            return
+
+
+def _balance_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+    """Yield weights of experts' losses where these cannot be."""
+    reason = None
+    if EXPERTS not in config.feed_forwards:
+        having = ", ".join(n for n, s in FAMILIES.items() if s.feed_forward == EXPERTS)
+        reason = f"this model has no experts; {having} have: drop it"
+    elif cfg.sharding.pipeline > 1:
+        reason = "not with stages in this version.\nUse  sharding.pipeline=1  or drop it"
+    for key in ("load_balancing", "router_z_loss"):
+        value = getattr(cfg.loss, key)
+        if reason and value:
+            yield Problem(f"loss.{key}={value}", reason)
+
+
+def _separate_expert_problems(cfg: TrainConfig, config: ModelConfig, key: str) -> Iterator[Problem]:
+    """Yield what cannot be where experts are on a mesh of their own, because of sharding.`key`."""
+    because = f"sharding.{key}={getattr(cfg.sharding, key)}"
+    torch = version("torch")
+    if tuple(map(int, torch.split(".")[:2])) < TWO_MESHES:
+        needed = ".".join(map(str, TWO_MESHES))
+        yield Problem(
+            because,
+            f"with experts needs torch {needed}; installed is {torch}.\nUse  sharding.{key}=1",
+        )
+    tensor = cfg.sharding.tensor
+    if tensor > 1 and config.family_spec.shared_expert:
+        reason = f"{config.family} has a shared expert, which is not cut in this version"
+        yield Problem(f"sharding.tensor={tensor}", f"{reason}.\nUse  sharding.tensor=1")
+    if cfg.compile.enabled:
+        reason = (
+            f"together with experts and {because} is not in this version.\nUse  compile=disabled"
+        )
+        yield Problem("compile.enabled=true", reason)
 
 
 def tensor_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
@@ -243,6 +276,8 @@ def tensor_misfits(config: ModelConfig, seq_len: int, ranks: int) -> list[str]:
         "model.intermediate_size": config.intermediate_size,
         "batch.seq_len": seq_len,
     }
+    if DENSE not in config.feed_forwards:
+        del sizes["model.intermediate_size"]  # experts are divided as a whole
     misfits = [f"must divide {key}={size}" for key, size in sizes.items() if size % ranks]
     heads = config.num_key_value_heads
     width = heads * config.head_dim

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -10,7 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_trainer.config.dimensions import dimension_sizes, fsdp_ranks, layout_problem
+from fsdp_trainer.config.dimensions import (
+    dimension_sizes,
+    expert_sizes,
+    fsdp_ranks,
+    layout_problem,
+)
 from fsdp_trainer.config.schema import Sharding
 from fsdp_trainer.distributed import replication_factor
 from fsdp_trainer.errors import UserError
@@ -27,6 +33,7 @@ class Dims:
     `shard` and `context`. A replicate dimension of size 1 is left out, because fully_shard would
     all-reduce over it; a shard dimension of size 1 turns it into plain replication (ddp).
     tensor_mesh: the ranks that share each matrix; None: each rank computes with whole ones.
+    expert_sizes: of each dimension of the view that experts have of the same ranks.
     batch_rank, batch_ranks: which part of each step's rows this rank reads, of how many parts;
     same_rows: how many ranks of a stage, which are neighbours, read the same part. Ranks of other
     stages of the pipeline read it too.
@@ -39,6 +46,7 @@ class Dims:
         self.sizes = dimension_sizes(sharding, self.ranks)
         if problem := layout_problem(sharding, self.ranks):
             raise UserError("the mesh does not divide", [problem])
+        self.expert_sizes = expert_sizes(sharding, self.ranks)
         places = np.unravel_index(dist.get_rank(), tuple(self.sizes.values()))
         self.coordinates = dict(zip(self.sizes, map(int, places), strict=True))
         batch_sizes = tuple(self.sizes[name] for name in BATCH)
@@ -47,6 +55,7 @@ class Dims:
         self.batch_rank = int(np.ravel_multi_index(batch_place, batch_sizes))
         self.same_rows = self.sizes["context"] * self.sizes["tensor"]
 
+        self.device_type = device_type
         lengths = {
             "pipeline": self.sizes["pipeline"],
             "replicate": self.sizes["replicate"],
@@ -73,6 +82,26 @@ class Dims:
     def reads_first(self) -> bool:
         """Return whether this rank has the first part of its rows, in the first stage."""
         return self.coordinates["context"] == self.coordinates["pipeline"] == 0
+
+    @property
+    def parts_experts(self) -> bool:
+        """True if experts are on another mesh than the rest of a block."""
+        return self.expert_sizes["expert"] > 1 or self.sizes["tensor"] > 1
+
+    @cached_property
+    def expert_mesh(self) -> DeviceMesh:
+        """All ranks as experts see them: [pipeline, replicate, eshard, expert], without sizes of 1.
+
+        `eshard` always remains: fully_shard divides over it what a rank of `expert` holds. The
+        first time it is read is collective.
+        """
+        names = tuple(n for n, size in self.expert_sizes.items() if n == "eshard" or size > 1)
+        shape = tuple(self.expert_sizes[name] for name in names)
+        mesh = init_device_mesh(self.device_type, shape, mesh_dim_names=names)
+        for name, group in zip(names, mesh.get_all_groups(), strict=True):
+            set_timeout(group, self.timeout)
+            self._groups[f"experts/{name}"] = group
+        return mesh
 
     def group(self, name: str) -> dist.ProcessGroup | None:
         """Return the ranks that differ from this one in dimension `name` alone.

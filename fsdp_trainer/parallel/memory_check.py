@@ -19,6 +19,7 @@ from fsdp_trainer.models.adapters import AdapterSpec, frozen_dtype
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.four_bit import is_encoded
 from fsdp_trainer.models.freeze import count_trained
+from fsdp_trainer.models.moe import Experts
 from fsdp_trainer.optim.footprint import is_block_matrix, state_bytes
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -63,7 +64,10 @@ def least_memory(model: Decoder, setup: Setup) -> list[MemoryItem]:
         return MemoryItem(name, numbers * size / shards, formula)
 
     def gathered(modules: Iterable[nn.Module], which: str, parts: int = 1) -> MemoryItem:
-        size = gathered_bytes(modules, computed) / sizes["tensor"] / parts
+        modules = list(modules)
+        of_experts = gathered_bytes(expert_modules(modules), computed)
+        rest = gathered_bytes(modules, computed) - of_experts
+        size = (of_experts / sharding.expert + rest / sizes["tensor"]) / parts
         formula = f"{size / computed / 1e9:.3g} G × {computed} B, {which}"
         return MemoryItem("gathered", size, formula, offloads=False)
 
@@ -100,6 +104,11 @@ def gathered_bytes(modules: Iterable[nn.Module], computed: int) -> int:
     """Return the bytes of gathered modules; computed: of a number but those in 4 bits."""
     parameters = [p for module in modules for p in module.parameters()]
     return sum(p.numel() * (1 if is_encoded(p) else computed) for p in parameters)
+
+
+def expert_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the experts of modules, which an expert group divides."""
+    return [part for module in modules for part in module.modules() if isinstance(part, Experts)]
 
 
 def total(items: list[MemoryItem]) -> float:

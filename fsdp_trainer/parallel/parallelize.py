@@ -27,6 +27,7 @@ from fsdp_trainer.parallel.activation_offload import Offloader, offload_activati
 from fsdp_trainer.parallel.compile import compile_blocks
 from fsdp_trainer.parallel.convert import convert_linears
 from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.experts import expert_placement, share_experts
 from fsdp_trainer.parallel.memory_check import (
     block_units,
     free_bytes,
@@ -56,11 +57,13 @@ def parallelize(
     """Turn a meta-device model into this rank's share of it; its parameters become DTensors.
 
     The order matters. A kind of parallelism is a file beside this one and a line here: a pipeline
-    cuts a model whose adapters and number formats are known, then a tensor group shares its blocks.
+    cuts a model whose adapters and number formats are known, then a tensor group shares its blocks
+    and an expert group its experts.
     """
     prepare(model, dims, cfg, adapters)
     cut_into_stages(model, cfg.sharding, dims)
     shard_tensors(model, dims)
+    share_experts(model, dims)
     offloader = Offloader() if cfg.activation_checkpoint.offload else None
     checkpoint_activations(model, cfg.activation_checkpoint, None if compiled else offloader)
     if compiled:
@@ -103,8 +106,9 @@ def shard(model: Decoder, dims: Dims, cfg: Sharding, precision: Precision) -> No
     options: dict[str, Any] = {"mesh": dims.mesh, "mp_policy": policy}
     if cfg.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=dims.mesh.device_type == "cuda")
+    of_blocks = options | {"shard_placement_fn": expert_placement(model, dims)}
     for part in parts_of(model):
-        shard_part(part, cfg, options)
+        shard_part(part, cfg, options, of_blocks)
 
     for module in fsdp_modules(model):
         # the loss is divided by the step's global weight already
@@ -155,8 +159,13 @@ def part_of_stage(stage: Stage, tied: bool, is_frozen: bool) -> ShardedPart:
     return ShardedPart(stage, embedding, blocks, ends, is_frozen and stage.is_first, "advance")
 
 
-def shard_part(part: ShardedPart, cfg: Sharding, options: dict[str, Any]) -> None:
-    """Apply fully_shard to a part's units, then to the part itself. options: fully_shard's."""
+def shard_part(
+    part: ShardedPart, cfg: Sharding, options: dict[str, Any], of_blocks: dict[str, Any]
+) -> None:
+    """Apply fully_shard to a part's units, then to the part itself.
+
+    options: fully_shard's; of_blocks: those for units of blocks.
+    """
     reshard = not keeps_gathered(cfg)
     if part.embedding is not None:
         embedding: Any = fully_shard(part.embedding, reshard_after_forward=reshard, **options)
@@ -166,7 +175,7 @@ def shard_part(part: ShardedPart, cfg: Sharding, options: dict[str, Any]) -> Non
         fully_shard(part.ends, reshard_after_forward=False, **options)
     units = grouped_blocks(part.blocks, cfg)
     for unit in units:
-        fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard, **options)
+        fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard, **of_blocks)
     fully_shard(part.root, reshard_after_forward=False, **options)
     for frozen in units_in_front(units) if part.is_frozen_before else []:
         frozen.set_unshard_in_backward(False)

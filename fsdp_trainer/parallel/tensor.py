@@ -9,11 +9,11 @@ Parameters are DTensors, which fully_shard, checkpoints and the optimizer read. 
 on this rank's plain tensors: torch's DTensor modules cost the host about twice as much.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -26,9 +26,11 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from fsdp_trainer.distributed import ALL_GATHER, REDUCE_SCATTER, local_slice
 from fsdp_trainer.models.adapter_spec import MAGNITUDE, A
 from fsdp_trainer.models.adapters import row_squares
-from fsdp_trainer.models.decoder import COLUMNS, ROWS, Attention, Decoder, RMSNorm
+from fsdp_trainer.models.attention import Cache, PackedAttention
+from fsdp_trainer.models.decoder import COLUMNS, ROWS, Attention, Auxiliary, Decoder, RMSNorm
 from fsdp_trainer.models.four_bit import DecodedProduct, Linear4
 from fsdp_trainer.models.head import Head, Scores, cap_logits, write_logits
+from fsdp_trainer.models.moe import MixtureOfExperts, Router
 from fsdp_trainer.parallel.convert import float8_product, is_float8
 from fsdp_trainer.parallel.dims import Dims
 
@@ -48,12 +50,8 @@ def shard_tensors(model: Any, dims: Dims) -> None:
     group = mesh.get_group()
     ranks = TensorRanks(group, dist.get_rank(group), dist.get_world_size(group))
     for block in model.model.layers.values():
-        attention: Any = block.self_attn
-        for name, module in list(block.named_modules()):
-            shard_module(name.rpartition(".")[2], module, ranks, mesh)
-        for reader in (attention, block.get_submodule("mlp")):
-            reader.register_forward_pre_hook(ranks.gather_first_argument)
-        few_heads(attention, model.config.num_key_value_heads, ranks)
+        shard_block(block, ranks, mesh)
+        few_heads(block.self_attn, model.config.num_key_value_heads, ranks)
     # a stage of a pipeline need not have them all
     if model.model.norm is not None:
         turn_into(model.model.norm, PartialNorm, ranks, mesh, Replicate())
@@ -169,6 +167,20 @@ class SumGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         """gradients: each rank has a summand of it."""
         return sum_over_ranks(gradients[0], ctx.group), None
+
+
+class SumValue(torch.autograd.Function):
+    """The sum over ranks. Backward gives each rank the gradient of its summand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """x: this rank's summand."""
+        return sum_over_ranks(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        """gradients: the same on every rank."""
+        return gradients[0], None
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -321,6 +333,16 @@ def product(linear: Any, x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
+class PartialRouter(Router):
+    """A router of this rank's tokens."""
+
+    tensor_ranks: TensorRanks
+
+    def matrix(self) -> Tensor:
+        """See Router."""
+        return partial(self.weight, self.tensor_ranks)
+
+
 class PartialNorm(RMSNorm):
     """A norm of whole vectors. Each rank's gradient is of its tokens, heads or columns."""
 
@@ -457,6 +479,23 @@ class TensorDecoder(Decoder):
         """See Decoder. The number of tokens need not divide."""
         return self.tensor_ranks.whole_rows()
 
+    def run_blocks(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        layout: PackedAttention,
+        blocks: Mapping[str, nn.Module],
+        caches: Mapping[str, Cache] = MappingProxyType({}),
+        token_share: Tensor | None = None,
+    ) -> tuple[Tensor, Auxiliary]:
+        """See Decoder. Auxiliary values are sums over the tokens of all ranks, on every rank."""
+        ranks = self.tensor_ranks
+        if token_share is not None:
+            token_share = token_share.chunk(ranks.size, TOKENS)[ranks.rank]
+        x, auxiliary = super().run_blocks(x, positions, layout, blocks, caches, token_share)
+        sums = {name: SumValue.apply(value, ranks.group) for name, value in auxiliary.items()}
+        return x, sums
+
 
 def score_columns(
     product: Tensor,
@@ -477,6 +516,22 @@ def score_columns(
     largest = logits.amax(-1)
     total = logits.sub_(largest[:, None]).exp_().sum(-1)
     return torch.stack([largest, total, target_logits, *sums]), softcap_grad
+
+
+def shard_block(block: Any, ranks: TensorRanks, mesh: DeviceMesh) -> None:
+    """Turn a block's modules into those above. Each rank sends its own tokens to experts, which
+    are on a mesh of theirs."""
+    readers = [block.self_attn, block.mlp]
+    mixture = set()
+    if isinstance(block.mlp, MixtureOfExperts):
+        turn_into(block.mlp.gate, PartialRouter, ranks, mesh, Replicate())
+        readers.remove(block.mlp)
+        mixture = set(block.mlp.modules())
+    for name, module in list(block.named_modules()):
+        if module not in mixture:
+            shard_module(name.rpartition(".")[2], module, ranks, mesh)
+    for reader in readers:
+        reader.register_forward_pre_hook(ranks.gather_first_argument)
 
 
 def shard_module(name: str, module: Any, ranks: TensorRanks, mesh: DeviceMesh) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from fsdp_trainer.config.compose import compose, find_file, options
+from fsdp_trainer.config.dimensions import layout_problem
 from fsdp_trainer.config.hosts import hosts_of, ranks_of
 from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.config.pipeline import pipeline_problem
@@ -50,7 +51,10 @@ def architecture(cfg: TrainConfig) -> tuple[ModelConfig, list[str]]:
     if model.init_from is None and model.vocab_size is None:
         tokens, reason = _vocabulary(cfg, model.name)
         assumed.append(f"{tokens:,} tokens in the vocabulary, {reason}")
-    return resolve_model(model, tokens), assumed
+    config = resolve_model(model, tokens)
+    if config.num_experts and max(cfg.sharding.expert, cfg.sharding.tensor) > 1:
+        assumed.append("each rank gathers all experts: sharding.expert is not planned yet")
+    return config, assumed
 
 
 def _named_size(model: Model) -> tuple[Model, str]:
@@ -142,6 +146,9 @@ def check_mesh(sharding: Sharding, worlds: list[int]) -> None:
                 reason = f"cannot be divided into {groups}.\nUse  plan.world_size={near}{instead}"
                 problem = Problem(f"plan.world_size={world}", reason)
                 raise UserError("the mesh does not divide", [problem])
+    for world in worlds:
+        if misfit := layout_problem(sharding, world):
+            raise UserError("the mesh does not divide", [misfit])
 
 
 def each_gpu(cfg: PlanConfig) -> list[PlanConfig]:
@@ -156,7 +163,7 @@ def only_target(cfg: PlanConfig) -> tuple[int, Device]:
     Raises UserError for several of them: a search compares what one cluster can do.
     """
     # these are searched, and need not divide the world as they are
-    sharding = replace(cfg.sharding, replicas=1, pipeline=1, tensor=1, context=1)
+    sharding = replace(cfg.sharding, replicas=1, pipeline=1, tensor=1, context=1, expert=1)
     worlds = world_sizes(replace(cfg, sharding=sharding))
     problems = []
     for key, values in (("world_size", worlds), ("gpu", gpu_names(cfg.plan.gpu))):

@@ -10,6 +10,7 @@ from fsdp_trainer.config.context import context_method
 from fsdp_trainer.config.dimensions import own_length
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.moe import MixtureOfExperts
 
 FLOAT32 = 4  # bytes of a number
 
@@ -46,9 +47,13 @@ def part_tokens(block: Any, ranks: int) -> None:
     def scatter(module: nn.Module, args: tuple, out: Tensor) -> Tensor:
         return out[:, : out.shape[1] // ranks].clone()
 
-    for reader in (block.self_attn, block.mlp):
+    readers, writers = [block.self_attn], [block.self_attn.o_proj]
+    if not isinstance(block.mlp, MixtureOfExperts):  # which each rank sends its own tokens to
+        readers.append(block.mlp)
+        writers.append(block.mlp.down_proj)
+    for reader in readers:
         reader.register_forward_pre_hook(gather)
-    for writer in (block.self_attn.o_proj, block.mlp.down_proj):
+    for writer in writers:
         writer.register_forward_hook(scatter)
 
 

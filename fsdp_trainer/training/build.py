@@ -41,6 +41,7 @@ from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.freeze import model_to_train
 from fsdp_trainer.models.resolve import (
+    expert_problems,
     resolve_model,
     resolve_with_tokenizer,
     tensor_problems,
@@ -119,13 +120,13 @@ def build(
     model_device = torch.device("cpu") if cfg.sharding.cpu_offload else device
     timeout = parse_duration(cfg.launch.timeout)
     dims = Dims(cfg.sharding, device.type, timeout)
-    slots.count_collectives(dims.collective_counter())
     compiled, why_uncompiled = can_compile(cfg, device)
     with torch.device("meta"):
         model = Decoder(config)
     model.lm_head.chunk_mib = cfg.loss.chunk_mib
     adapters = resolve_adapters(cfg.adapter, config)
     model = parallelize(model, dims, cfg, adapters, compiled)
+    slots.count_collectives(dims.collective_counter())  # of all groups that there are now
     whole = model.whole
     observer.work = trained_work(whole)
 
@@ -253,6 +254,8 @@ def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
     config = resolve_model(fetched_model(cfg, init_from))
     if problems := [*tensor_problems(cfg, config), *context_problems(cfg, config)]:
         raise UserError("the ranks cannot share the model and its rows like this", problems)
+    if problems := list(expert_problems(cfg, config)):
+        raise UserError("the ranks cannot divide experts like this", problems)
     adapters = resolve_adapters(cfg.adapter, config)
     setup = Setup(cfg.sharding, cfg.precision, cfg.optim, world.size, adapters)
     check_memory(

@@ -71,9 +71,11 @@ def describe(
 
 
 def tensor_groups(dims: Dims) -> str:
-    """Return what the line on the world says of tensor parallelism."""
+    """Return what the line on the world says of groups that divide matrices and experts."""
     size = dims.sizes["tensor"]
-    return f" over groups of {size} ranks (sharding.tensor)" if size > 1 else ""
+    tensor = f" over groups of {size} ranks (sharding.tensor)" if size > 1 else ""
+    size = dims.expert_sizes["expert"]
+    return tensor + (f", experts divided by {size} ranks (sharding.expert)" if size > 1 else "")
 
 
 def row_parts(cfg: TrainConfig, context: ContextChoice) -> list[str]:

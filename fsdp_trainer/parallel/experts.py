@@ -1,0 +1,166 @@
+"""Expert parallelism (Lepikhin et al. 2021): the ranks of an expert group divide a block's experts.
+
+Each rank routes its own tokens. An all-to-all brings every row to the rank that has its expert, and
+another brings the results back; no row is dropped, and any number of them may go anywhere.
+
+Experts are on a view of the mesh of their own: what a rank of a group holds of them, fully_shard
+divides further over the ranks that hold the same ones. That view takes the ranks of `shard`,
+`context` and `tensor` alike, since all of them have other tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fsdp_trainer.models.config import EXPERTS as FEED_FORWARD
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.moe import Experts, MixtureOfExperts, Rearranged
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.torch_private import placement_on
+
+EXPERTS = 0  # the dimension of [experts, out, in] that an expert group divides
+ROWS = 1  # the one that fully_shard divides where there are more ranks than experts
+
+
+def share_experts(model: Decoder, dims: Dims) -> None:
+    """Have the ranks of an expert group compute a part of the experts each, if there are several.
+
+    After adapters and freezing, before activation checkpointing, compile and fully_shard.
+    """
+    size = dims.expert_sizes["expert"]
+    if size == 1:
+        return
+    mesh = dims.expert_mesh["expert"]
+    ranks = ExpertRanks(mesh.get_group(), size)
+    for experts in all_experts(model):
+        experts.__class__ = SharedExperts
+        experts.expert_ranks = ranks
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            # no rank sends anything: there are no numbers yet
+            placed = distribute_tensor(
+                parameter.detach(), mesh, [Shard(EXPERTS)], src_data_rank=None
+            )
+            setattr(experts, name, nn.Parameter(placed, parameter.requires_grad))
+
+
+def expert_placement(model: Decoder, dims: Dims) -> Callable[[nn.Parameter], Any] | None:
+    """Return what tells fully_shard of a block's parameters which mesh, and which dimension.
+
+    Experts are divided over the ranks that hold the same ones. None: all are on one mesh.
+    """
+    if FEED_FORWARD not in model.config.feed_forwards or not dims.parts_experts:
+        return None
+    # on all stages of a pipeline, also those without experts: the mesh is made by all ranks
+    mesh = dims.expert_mesh
+    names = [name for name in mesh.mesh_dim_names or () if name in ("replicate", "eshard")]
+    experts = {id(p): p for module in all_experts(model) for p in module.parameters()}
+    place = placement_on(mesh[tuple(names)])
+    shards = dims.expert_sizes["eshard"]
+
+    def placement(parameter: nn.Parameter) -> Any:
+        if id(parameter) not in experts:
+            return None
+        own = parameter.shape[EXPERTS] // dims.expert_sizes["expert"]
+        # FSDP2 divides no other dimension than the first unevenly
+        divides = parameter.ndim > ROWS and parameter.shape[ROWS] % shards == 0
+        return place(Shard(ROWS if own < shards and divides else EXPERTS))
+
+    return placement
+
+
+def all_experts(model: nn.Module) -> list[Any]:
+    """Return the experts of each block that has some."""
+    return [module.experts for module in model.modules() if isinstance(module, MixtureOfExperts)]
+
+
+@dataclass(eq=False)
+class ExpertRanks:
+    """The ranks that divide a block's experts among them: each has as many, one after the other."""
+
+    group: dist.ProcessGroup
+    size: int
+
+
+class SharedExperts(Experts):
+    """Experts of which each rank has some."""
+
+    expert_ranks: ExpertRanks
+
+    def matrix(self, name: str) -> Tensor:
+        """Return those of this rank's experts, [experts / ranks, out, in], with their graph."""
+        return getattr(self, name).to_local()
+
+    @torch.compiler.disable
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """See Experts: of all experts, the rows of this rank's tokens. Collective.
+
+        The host waits for the numbers of rows.
+        """
+        ranks = self.expert_ranks
+        counts = torch.diff(ends, prepend=ends.new_zeros(1)).view(ranks.size, -1)
+        received = exchange_counts(counts, ranks.group)
+        sent_to, received_from = row_numbers(counts, received)
+        # from each rank come the rows of one expert after the other
+        experts = torch.arange(counts.shape[1], device=rows.device).repeat(ranks.size)
+        of_rows = experts.repeat_interleave(received.flatten(), output_size=sum(received_from))
+        order = of_rows.argsort(stable=True)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        own_ends = received.sum(0).cumsum(0, dtype=torch.int32)
+
+        arrived = ExchangeRows.apply(rows, sent_to, received_from, ranks.group)
+        computed = super().forward(Rearranged.apply(arrived, order, back, 1), own_ends)
+        computed = Rearranged.apply(computed, back, order, 1)
+        return ExchangeRows.apply(computed, received_from, sent_to, ranks.group)
+
+
+def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return how many rows come from each rank for each of this rank's experts. Collective.
+
+    counts: [ranks, experts of a rank], of the rows that go to each.
+    """
+    counts = counts.long().contiguous()
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts, group=group)
+    return received
+
+
+def row_numbers(counts: Tensor, received: Tensor) -> list[list[int]]:
+    """Return how many rows go to each rank, and how many come from each. The host waits for them.
+
+    counts, received: [ranks, experts of a rank].
+    """
+    return torch.stack([counts.sum(1), received.sum(1)]).tolist()
+
+
+class ExchangeRows(torch.autograd.Function):
+    """An all-to-all of rows, as many as there are for each rank. Its own transpose."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, to: list[int], come: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        """Return [Σ come, width], those of rank 0 first.
+
+        rows: [Σ to, width], those for rank 0 first; to, come: by rank.
+        """
+        ctx.to, ctx.come, ctx.group = to, come, group
+        return exchange_rows(rows, to, come, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Send each row of the gradient back to where the row came from."""
+        return exchange_rows(gradients[0], ctx.come, ctx.to, ctx.group), None, None, None
+
+
+def exchange_rows(rows: Tensor, to: list[int], come: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Return the rows that come, [Σ come, width], contiguous. Collective."""
+    received = rows.new_empty(sum(come), *rows.shape[1:])
+    # gloo writes wrong numbers where memory is not contiguous, and says nothing
+    dist.all_to_all_single(received, rows.contiguous(), come, to, group=group)
+    return received

@@ -1,0 +1,274 @@
+"""Expert parallelism: ranks that divide experts compute what one plain process does."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import assert_same, take_steps, whole
+from stored import checkpoint, newest, stored, tensors
+
+from fsdp_trainer.checkpoint.huggingface import import_weights
+from fsdp_trainer.config.context import context_method
+from fsdp_trainer.config.schema import (
+    ActivationCheckpoint,
+    Adapter,
+    Optim,
+    Precision,
+    Sharding,
+    TrainConfig,
+)
+from fsdp_trainer.data.order import Rows
+from fsdp_trainer.distributed import local_part, local_slice
+from fsdp_trainer.models.adapters import resolve_adapters
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder, meta_decoder
+from fsdp_trainer.models.freeze import choose_trained
+from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.parallel.context import context_ranks
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.materialize import allocate
+from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.training.batches import Assembler
+
+CPU = torch.device("cpu")
+QWEN = {
+    "family": "qwen3_moe", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "initializer_range": 0.2, "tie_word_embeddings": False, "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True,
+}  # fmt: skip
+ROW = 32
+DOCUMENTS = ([20, 9], [7, 9, 16], [32], [5, 5, 5, 5, 5, 5])
+SUPERVISED = (range(21, 28), range(32), range(0), range(0, 32, 3))
+"""Of each row; the third has none."""
+
+
+def row(number, step):
+    """A row of packed documents."""
+    random = np.random.default_rng(10 * step + number)
+    rows = Rows.empty(1, ROW)
+    rows.documents = [DOCUMENTS[number]]
+    filled = sum(DOCUMENTS[number])
+    rows.tokens[0, :filled] = random.integers(0, QWEN["vocab_size"], filled)
+    rows.positions[0, :filled] = np.concatenate([np.arange(n) for n in DOCUMENTS[number]])
+    places = [i for i in SUPERVISED[number] if i < filled]
+    rows.labels[0, places] = random.integers(0, QWEN["vocab_size"], len(places))
+    rows.weights[0, places] = random.random(len(places)) + 0.5
+    return rows
+
+
+def configuration(settings):
+    """settings: the layout, and what else is not as usual."""
+    return TrainConfig(
+        sharding=Sharding(**settings.get("sharding", {})),
+        activation_checkpoint=ActivationCheckpoint(**settings.get("checkpoint", {})),
+        # with the usual eps the sign of a gradient that is only rounding would count
+        optim=Optim(lr=3e-3, eps=1e-3, **settings.get("optim", {})),
+        precision=Precision(param_dtype="float32", master_dtype="float32"),
+        adapter=Adapter(**settings.get("adapter", {})),
+    )
+
+
+def train(model, cfg, dims, assembler):
+    own = range(assembler.rank, len(DOCUMENTS), assembler.ranks)
+
+    def weight(step):
+        return sum(row(number, step).weights.sum() for number in range(len(DOCUMENTS)))
+
+    def batch(number, step):
+        return assembler.assemble(row(number, step))
+
+    return take_steps(model, cfg, dims, own, batch, weight)
+
+
+@torch.no_grad()
+def start(model, one_rank):
+    """Weights as at a run's start, and adapters that add something.
+
+    one_rank: all tokens go to the first two experts, and so to one rank.
+    """
+    initialize_weights(model, 1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.constant_(local_part(parameter), 0.1)
+        if one_rank and name.endswith("mlp.gate.weight"):
+            first = local_slice(parameter)[0].start
+            line = torch.linspace(-1, 1, parameter.shape[1])
+            for i, values in enumerate(local_part(parameter), first):
+                values.copy_(line * (1, -1, *[0] * 6)[i])
+
+
+def plain(sizes, settings):
+    """One process that has all experts."""
+    cfg, config = configuration(settings), ModelConfig(**{**QWEN, **sizes})
+    model = Decoder(config)
+    choose_trained(model, resolve_adapters(cfg.adapter, config), [])
+    start(model, settings.get("one_rank"))
+    first = {n: whole(p) for n, p in model.named_parameters()}
+    return first, *train(model, cfg, None, Assembler(ROW, 1, 1, 0, 1, CPU))
+
+
+def built(cfg, config):
+    """This rank's part of a model without weights, and the dimensions."""
+    dist.init_process_group("gloo")
+    dims = Dims(cfg.sharding, "cpu", 60)
+    model = meta_decoder(config)
+    model = parallelize(model, dims, cfg, resolve_adapters(cfg.adapter, config))
+    allocate(model, CPU)
+    return model, dims
+
+
+def shared(sizes, settings):
+    """This rank's part."""
+    cfg, config = configuration(settings), ModelConfig(**{**QWEN, **sizes})
+    model, dims = built(cfg, config)
+    start(model, settings.get("one_rank"))
+    first = {n: whole(p) for n, p in model.named_parameters()}
+    choice = context_method(cfg, config)
+    assembler = Assembler(
+        ROW, 1, 1, dims.batch_rank, dims.batch_ranks, CPU,
+        same_rows=dims.same_rows, context=context_ranks(dims, choice.method, config.windows),
+    )  # fmt: skip
+    return first, *train(model, cfg, dims, assembler)
+
+
+EXPERT = {"sharding": {"expert": 2}}
+TOP_1 = {"num_experts_per_tok": 1, "norm_topk_prob": False}
+WIDE = {
+    "hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 1,
+    "initializer_range": 0.05,
+}  # fmt: skip
+"""A row of each matrix is a whole block of 256 numbers."""
+CASES = {
+    "two": (2, {}, EXPERT),
+    "shard": (4, {}, EXPERT),
+    "four": (4, {}, {"sharding": {"expert": 4}}),
+    "parts of an expert": (4, {"num_experts": 2}, EXPERT),
+    "uneven parts": (4, {"num_experts": 6}, EXPERT),
+    "all tokens to one rank": (4, TOP_1, EXPERT | {"one_rank": True}),
+    "tensor alone": (4, {}, {"sharding": {"tensor": 2}}),
+    "tensor": (4, {"mlp_only_layers": (0,)}, {"sharding": {"expert": 4, "tensor": 2}}),
+    "context": (4, {}, {"sharding": {"expert": 4, "context": 2}}),
+    "context alone": (2, {}, {"sharding": {"context": 2}}),
+    "ddp": (4, {}, {"sharding": {"expert": 2, "context": 2, "strategy": "ddp"}}),
+    "hsdp": (
+        8,
+        {},
+        {"sharding": {"expert": 2, "tensor": 2, "strategy": "hsdp", "replicas": 2}},
+    ),
+    "recomputed": (2, {}, EXPERT | {"checkpoint": {"mode": "full"}}),
+    "some recomputed": (2, {}, EXPERT | {"checkpoint": {"mode": "selective"}}),
+    "unsharded, units of two": (
+        4,
+        {},
+        {"sharding": {"expert": 2, "accumulate": "unsharded", "blocks_per_unit": 2}},
+    ),
+    "kept gathered, offloaded": (
+        2,
+        {},
+        {
+            "sharding": {"expert": 2, "reshard_after_forward": False, "cpu_offload": True},
+            "checkpoint": {"offload": True},
+        },
+    ),
+    "bfloat16 states": (
+        2,
+        {},
+        EXPERT | {"optim": {"state_dtype": "bfloat16"}, "tolerance": 1e-4},
+    ),
+    "lora": (2, {}, EXPERT | {"adapter": {"name": "lora", "rank": 2}}),
+    "8 bits": (4, WIDE, EXPERT | {"optim": {"state_dtype": "8bit"}, "tolerance": 1e-4}),
+}
+QUICK = ("two",)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES]
+)
+def test_every_layout_computes_what_one_process_does(world, case):
+    ranks, sizes, settings = CASES[case]
+    expected = plain(sizes, settings)
+    for got in world.call(ranks, shared, sizes, settings):
+        assert_same(got, expected, settings.get("tolerance", 1e-5))
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+SMALL = ["model.family=qwen3_moe", "model.num_experts=4", "model.num_hidden_layers=2"]
+LAYOUTS = {
+    2: (4, ["sharding.expert=2"]),
+    3: (2, ["sharding.tensor=2", "sharding.expert=2"]),
+    4: (4, ["sharding.expert=4", "sharding.context=2"]),
+    5: (4, ["sharding.expert=2", "sharding=hsdp", "sharding.replicas=2"]),
+    6: (1, []),
+}
+"""Ranks and overrides, by the step up to which they train."""
+
+
+def imported(folder):
+    """The weights of a folder as two ranks that divide experts read them."""
+    cfg = configuration(EXPERT)
+    model, _ = built(cfg, ModelConfig.from_hf(folder))
+    import_weights(model, folder)
+    return {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_any_expert_degree_goes_on_in_any_other(world, train, tmp_path):
+    how = [
+        *SMALL,
+        "schedule=constant",
+        "optim.eps=1e-3",
+        "batch.micro_rows=1",
+        "checkpoint.every=1",
+    ]
+    how += ["checkpoint.every=1", "checkpoint.keep=9"]
+    how += ["train.sample_prompts=[a,bb]", "train.sample_tokens=3"]
+    expected = train("whole", *how, "train.steps=6")
+    for steps, (ranks, overrides) in LAYOUTS.items():
+        run = train("parts", *how, f"train.steps={steps}", *overrides, ranks=ranks)
+    assert run.column("loss") == pytest.approx(expected.column("loss"), rel=1e-5)
+    assert run.column("grad_norm") == pytest.approx(expected.column("grad_norm"), rel=1e-4)
+    weights, others = stored(newest(run)), stored(newest(expected))
+    for name in weights:
+        torch.testing.assert_close(weights[name], others[name], rtol=0, atol=1e-5)
+
+    # what an expert group has written is exported and imported to the last bit
+    source, out = checkpoint(run, 2), tmp_path / "hf"
+    world.command("export", f"source={source}", f"out={out}")
+    exported = tensors(out)
+    experts = [name for name in exported if ".mlp.experts.1.up_proj" in name]
+    assert len(experts) == 2
+    for name in experts:
+        stacked = stored(source)[f"weights/{name.replace('.1.up_proj.weight', '.up_proj')}"]
+        assert torch.equal(exported[name], stacked[1])
+    [first, second] = world.call(2, imported, out)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, stored(source)[f"weights/{name}"]), name
+        assert torch.equal(tensor, second[name]), name
+
+
+@pytest.mark.slow
+def test_losses_of_experts_and_their_load_are_those_of_one_process(train):
+    how = [*SMALL, "schedule=constant", "loss.load_balancing=0.1", "loss.router_z_loss=0.01"]
+    how += ["train.steps=3", "batch.rows=4", "batch.micro_rows=1", "optim.lr=1e-2"]
+    one = train("one", *how)
+    four = train("four", *how, "sharding.expert=2", "sharding.tensor=2", ranks=4)
+    names = ("objective", "grad_norm", "load_balancing_loss", "router_z_loss", "expert_load_max")
+    for name in names:
+        assert four.column(name) == pytest.approx(one.column(name), rel=1e-4), name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["sharding.expert=3"], "must divide num_experts=4. Use sharding.expert=2"),
+        (["sharding.expert=2"], "(shard × context × tensor), which are 1. Use sharding.expert=1"),
+        (["sharding.expert=2", "model.family=qwen3"], "qwen3 has no experts"),
+        (["sharding.expert=2", "compile=enabled"], "Use compile=disabled"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_with_what_can(train, overrides, words):
+    family = [] if "model.family=qwen3" in overrides else SMALL
+    run = train("refused", *family, *overrides, code=2)
+    assert words in " ".join(run.err.split())

@@ -91,7 +91,7 @@ def compare(run: dict[str, Any]) -> Comparison:
     logits = tokens * config.vocab_size
     less = 0.0
     if "block_bytes" in run:
-        ours = sum(block.kept for block in trace_blocks(cfg, config, "cuda")[0])
+        ours = sum(block.saved for block in trace_blocks(cfg, config, "cuda")[0])
         stream = tokens * config.hidden_size * config.num_hidden_layers
         less = ours - run["block_bytes"] * stream
     return Comparison(

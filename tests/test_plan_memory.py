@@ -112,7 +112,7 @@ def test_offloaded_states_are_the_hosts():
 def test_a_block_that_is_computed_again_keeps_its_input_alone():
     config, stream = MODEL, 512 * 512 * 2
     kept = [
-        plan.trace_blocks(configured(**keys), config, "cpu")[0][0].kept
+        plan.trace_blocks(configured(**keys), config, "cpu")[0][0].saved
         for keys in (
             FULL,
             {"activation_checkpoint.mode": "selective"},
@@ -124,7 +124,7 @@ def test_a_block_that_is_computed_again_keeps_its_input_alone():
     assert kept == sorted(kept)
     assert len(set(kept)) == 4
     every = [
-        block.kept
+        block.saved
         for block in plan.trace_blocks(
             configured(**FULL, activation_checkpoint__every=2), config, "cpu"
         )[0]
@@ -132,7 +132,7 @@ def test_a_block_that_is_computed_again_keeps_its_input_alone():
     assert every == [kept[0], kept[3]] * 2
     half = plan.trace_blocks(configured(**{"activation_checkpoint.mode": "budget"}), config, "cpu")[
         0
-    ][0].kept
+    ][0].saved
     assert half == (kept[0] + kept[3]) / 2
 
 
@@ -148,8 +148,8 @@ def test_a_mask_costs_the_rows_length_squared():
 
     (blocks, shared), (longer, more) = (kept(length, "mask") for length in (512, 1024))
     assert more - 2 * shared == 2 * 512**2
-    assert longer[0].kept > 2 * blocks[0].kept + 2 * 512**2
-    assert kept(1024, "documents")[0][0].kept < 2.01 * kept(512, "documents")[0][0].kept
+    assert longer[0].saved > 2 * blocks[0].saved + 2 * 512**2
+    assert kept(1024, "documents")[0][0].saved < 2.01 * kept(512, "documents")[0][0].saved
 
 
 LIVE = {

@@ -1,4 +1,4 @@
-"""What a plan answers about one kind of device: each world, what to change, what was assumed."""
+"""The answer of a plan for one kind of device: each world, what to change, what was assumed."""
 
 from dataclasses import dataclass
 

@@ -33,27 +33,27 @@ of 2024 gained all of it, those of 2025 and 2026 none."""
 
 
 class TracedPart(NamedTuple):
-    """Bytes, weights and what all blocks share left out; an input is counted as long as the part holds it.
+    """Bytes of a part without its weights and what all blocks share; its input while it holds it.
 
-    forward: at forward's peak; kept: from forward to backward; backward: at backward's peak, `kept` and the gradients of its weights
-    included, of which there are `gradients` then.
+    forward: at forward's peak; saved: from forward to backward; backward: at backward's peak, with
+    `saved` and the gradients of its weights, of which there are `gradients` then.
     """
 
     forward: int
-    kept: int
+    saved: int
     backward: int
     gradients: int
 
     def less(self, saving: int) -> "TracedPart":
         """Return the same where `saving` bytes fewer stay from forward to backward."""
         return TracedPart(
-            self.forward - saving, self.kept - saving, self.backward - saving, self.gradients
+            self.forward - saving, self.saved - saving, self.backward - saving, self.gradients
         )
 
 
 @dataclass(frozen=True)
 class Input:
-    """Of a block. dtype: of its numbers, torch's name; attention: a name of
+    """Input of a block. dtype: of its numbers, torch's name; attention: a name of
     `models.attention.LAYOUTS`; window: None if it sees whole rows; has_gradient: False if nothing
     in front of it is trained; tensor: ranks of a tensor group, of whose tokens it has a part."""
 
@@ -145,36 +145,37 @@ def trace(
 
 
 def trace_block(
-    block: nn.Module, config: ModelConfig, of: Input, recomputed: ActivationCheckpoint
+    block: nn.Module, config: ModelConfig, given: Input, recomputed: ActivationCheckpoint
 ) -> TracedPart:
     """Trace a decoder block as training computes it, with its adapters.
 
     Rows are traced as two documents each: how many there are hardly counts.
     """
-    dtype, attention = getattr(torch, of.dtype), of.attention
+    dtype, attention = getattr(torch, given.dtype), given.attention
     block = deepcopy(block).to(dtype)
     for module in block.modules():
         if isinstance(module, Linear4):
             module.dtype = dtype
-    part_tokens(block, of.tensor)
+    part_tokens(block, given.tensor)
     if attention == "flex":  # keeps what varlen keeps; only a compiler knows it
         attention = "varlen"
         mixer: Any = block.self_attn
         mixer.scoring = mixer.scoring._replace(softcap=None)
-    checkpoint_activations(SimpleNamespace(model=SimpleNamespace(layers={"0": block})), recomputed)  # type: ignore[arg-type]
+    decoder: Any = SimpleNamespace(model=SimpleNamespace(layers={"0": block}))
+    checkpoint_activations(decoder, recomputed)
 
     def make() -> tuple[nn.Module, tuple]:
-        lengths = [[of.length - of.length // 4, of.length // 4]] * of.rows
-        layout = LAYOUTS[attention](lengths, of.length, CPU).with_window(of.window)
+        lengths = [[given.length - given.length // 4, given.length // 4]] * given.rows
+        layout = LAYOUTS[attention](lengths, given.length, CPU).with_window(given.window)
         return block, (
-            Rope(config)(torch.zeros(of.rows, of.length, dtype=torch.int64), dtype, layout),
+            Rope(config)(torch.zeros(given.rows, given.length, dtype=torch.int64), dtype, layout),
             layout,
         )
 
-    shape = (of.rows, of.length // of.tensor, config.hidden_size)
-    traced = trace(make, shape, dtype, of.has_gradient)
+    shape = (given.rows, given.length // given.tensor, config.hidden_size)
+    traced = trace(make, shape, dtype, given.has_gradient)
     if (
-        not of.gpu
+        not given.gpu
         or config.num_attention_heads == config.num_key_value_heads
         or not (attention == "mask" or dtype == torch.float32)
     ):
@@ -182,8 +183,8 @@ def trace_block(
     # `attention.sdpa` repeats keys and values there
     more = (
         2
-        * of.rows
-        * of.length
+        * given.rows
+        * given.length
         * (config.num_attention_heads - config.num_key_value_heads)
         * config.head_dim
         * dtype.itemsize
@@ -191,7 +192,7 @@ def trace_block(
     return traced._replace(
         forward=traced.forward + more,
         backward=traced.backward + more,
-        kept=traced.kept + more * (recomputed.mode != "full"),
+        saved=traced.saved + more * (recomputed.mode != "full"),
     )
 
 
@@ -205,7 +206,7 @@ def fed_numbers(block: Any, config: ModelConfig) -> int:
 
 def compiled_saving(
     config: ModelConfig,
-    of: Input,
+    given: Input,
     recomputed: ActivationCheckpoint,
     eager: TracedPart,
     ranks: int,
@@ -221,8 +222,8 @@ def compiled_saving(
     """
     norms = NORMS[config.family_spec.norms]
     hidden, sizes = config.hidden_size, config.projection_sizes
-    numbers = of.rows * of.length
-    itemsize = getattr(torch, of.dtype).itemsize
+    numbers = given.rows * given.length
+    itemsize = getattr(torch, given.dtype).itemsize
     if recomputed.mode == "full":
         return 0
     if recomputed.mode == "selective":
@@ -230,13 +231,13 @@ def compiled_saving(
         unread = numbers * hidden * itemsize if saves_last and norms[3] is None else 0
         return round(UNREAD_LEFT_OUT * unread)
     queries, keys = sizes["q_proj"], sizes["k_proj"]
-    repeated = of.gpu and (of.attention == "mask" or of.dtype == "float32")
+    repeated = given.gpu and (given.attention == "mask" or given.dtype == "float32")
     attention = 2 * queries + 2 * (queries if repeated else keys)
     if config.family_spec.qk_norm:
         attention += queries + keys
     stream = hidden * (3 + (norms[0] is not None) + (norms[3] is not None))
-    kept = numbers * itemsize * (stream / of.tensor + attention + fed + ranks)
-    return max(0, eager.kept - round(kept))
+    saved = numbers * itemsize * (stream / given.tensor + attention + fed + ranks)
+    return max(0, eager.saved - round(saved))
 
 
 def trace_norm(norm: nn.Module, config: ModelConfig, tokens: int, dtype: str) -> TracedPart:

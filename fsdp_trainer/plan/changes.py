@@ -28,7 +28,7 @@ SHORTEST_ROW = 512
 
 
 class Effect(IntEnum):
-    """What a change alters. From COMPUTATION on the run may learn something else."""
+    """The things that a change may alter. From COMPUTATION on the run may learn something else."""
 
     TIME = 0
     MOMENTS = 1
@@ -44,11 +44,11 @@ class Effect(IntEnum):
 
 
 class Change(NamedTuple):
-    """What to type, the keys that it sets, a reason for people, and what else it alters."""
+    """An override, the keys that it sets, a reason for people, and what else it alters."""
 
     override: str
     keys: dict[str, Any]
-    why: str
+    reason: str
     effect: Effect = Effect.TIME
 
 
@@ -100,26 +100,26 @@ def together(*changes: Change) -> Change | None:
     return Change(
         override=" ".join(change.override for change in changes if change.override),
         keys=keys,
-        why="; ".join(change.why for change in changes if change.why),
+        reason="; ".join(change.reason for change in changes if change.reason),
         effect=max(change.effect for change in changes),
     )
 
 
-def set_key(key: str, value: Any, why: str, effect: Effect = Effect.TIME) -> Change:
+def set_key(key: str, value: Any, reason: str, effect: Effect = Effect.TIME) -> Change:
     """Return the change of one key, which is typed as it is called."""
     typed = str(value).lower() if isinstance(value, bool) else value
-    return Change(f"{key}={typed}", {key: value}, why, effect)
+    return Change(f"{key}={typed}", {key: value}, reason, effect)
 
 
 def recompute_more(run: Candidate) -> Iterator[Change]:
     """Activation checkpointing that keeps less."""
     key, mode = "activation_checkpoint.mode", run.cfg.activation_checkpoint.mode
     if mode not in ("full", "selective"):
-        why = "all but attention and every second product is computed again"
-        yield Change("activation_checkpoint=selective", {key: "selective"}, why)
+        reason = "all but attention and every second product is computed again"
+        yield Change("activation_checkpoint=selective", {key: "selective"}, reason)
     if mode != "full":
-        why = "blocks are computed again in backward"
-        yield Change("activation_checkpoint=full", {key: "full"}, why)
+        reason = "blocks are computed again in backward"
+        yield Change("activation_checkpoint=full", {key: "full"}, reason)
     if run.cfg.activation_checkpoint.every > 1:
         yield set_key("activation_checkpoint.every", 1, "every block is computed again")
 
@@ -127,8 +127,8 @@ def recompute_more(run: Candidate) -> Iterator[Change]:
 def offload_activations(run: Candidate) -> Iterator[Change]:
     """Activations in host memory."""
     if run.on_gpu and not run.cfg.activation_checkpoint.offload:
-        why = "what blocks keep for backward waits in host memory"
-        yield set_key("activation_checkpoint.offload", True, why)
+        reason = "what blocks keep for backward waits in host memory"
+        yield set_key("activation_checkpoint.offload", True, reason)
 
 
 def fewer_rows(run: Candidate) -> Iterator[Change]:
@@ -155,15 +155,15 @@ def gather_less(run: Candidate) -> Iterator[Change]:
     """Fewer gathered parameters and whole gradients at a time."""
     sharding = run.cfg.sharding
     if sharding.strategy != "ddp" and keeps_gathered(sharding):
-        why = "blocks are gathered again in backward"
-        yield set_key("sharding.reshard_after_forward", True, why)
+        reason = "blocks are gathered again in backward"
+        yield set_key("sharding.reshard_after_forward", True, reason)
     if sharding.prefetch > 1:
         yield set_key("sharding.prefetch", 1, "fewer blocks are gathered ahead")
     if sharding.blocks_per_unit > 1:
         yield set_key("sharding.blocks_per_unit", 1, "blocks are gathered one at a time")
     if sharding.accumulate == "unsharded":
-        why = "every micro-batch reduces its gradients"
-        yield set_key("sharding.accumulate", "sharded", why)
+        reason = "every micro-batch reduces its gradients"
+        yield set_key("sharding.accumulate", "sharded", reason)
 
 
 def offload_states(run: Candidate) -> Iterator[Change]:
@@ -176,8 +176,8 @@ def offload_states(run: Candidate) -> Iterator[Change]:
 def smaller_head_chunks(run: Candidate) -> Iterator[Change]:
     """Logits of fewer tokens at a time."""
     if run.on_gpu and (run.cfg.loss.chunk_mib or math.inf) > SMALLEST_CHUNK_MIB:
-        why = "the head's products are smaller; the time that this costs is not counted"
-        yield set_key("loss.chunk_mib", SMALLEST_CHUNK_MIB, why)
+        reason = "the head's products are smaller; the time that this costs is not counted"
+        yield set_key("loss.chunk_mib", SMALLEST_CHUNK_MIB, reason)
 
 
 def smaller_moments(run: Candidate) -> Iterator[Change]:
@@ -201,51 +201,51 @@ def shorter_numbers(run: Candidate) -> Iterator[Change]:
         "precision.master_dtype": "float32",
     }
     if precision.param_dtype == "float32":
-        why = "forward and backward compute in bfloat16: other numbers"
-        yield Change("precision=bf16", mixed, why, Effect.COMPUTATION)
+        reason = "forward and backward compute in bfloat16: other numbers"
+        yield Change("precision=bf16", mixed, reason, Effect.COMPUTATION)
     if precision.master_dtype == "float32":
         pure = mixed | {"precision.master_dtype": "bfloat16", "precision.float8": None}
-        why = (
+        reason = (
             "weights, gradients and moments are kept in bfloat16: other numbers, "
             "which may learn less"
         )
-        yield Change("precision=pure_bf16", pure, why, Effect.COMPUTATION)
+        yield Change("precision=pure_bf16", pure, reason, Effect.COMPUTATION)
     if precision.reduce_dtype == "float32" and run.world > 1:
-        why = "gradients are summed over ranks in bfloat16: other numbers"
-        yield set_key("precision.reduce_dtype", "bfloat16", why, Effect.COMPUTATION)
+        reason = "gradients are summed over ranks in bfloat16: other numbers"
+        yield set_key("precision.reduce_dtype", "bfloat16", reason, Effect.COMPUTATION)
 
 
 def shorter_rows(run: Candidate) -> Iterator[Change]:
     """A half and a quarter of the tokens in a row."""
     for length in (run.cfg.batch.seq_len // 2, run.cfg.batch.seq_len // 4):
         if length >= SHORTEST_ROW:
-            why = "fewer tokens a step: another training"
-            yield set_key("batch.seq_len", length, why, Effect.ROWS)
+            reason = "fewer tokens a step: another training"
+            yield set_key("batch.seq_len", length, reason, Effect.ROWS)
 
 
 def compile_blocks(run: Candidate) -> Iterator[Change]:
     """Compiled blocks."""
     if run.on_gpu and not run.cfg.compile.enabled:
-        why = "blocks are compiled, which takes a minute or so first"
-        yield Change("compile=enabled", {"compile.enabled": True}, why)
+        reason = "blocks are compiled, which takes a minute or so first"
+        yield Change("compile=enabled", {"compile.enabled": True}, reason)
 
 
 def recompute_less(run: Candidate) -> Iterator[Change]:
     """Activation checkpointing that keeps more."""
     key, mode = "activation_checkpoint.mode", run.cfg.activation_checkpoint.mode
     if mode != "none":
-        why = "backward computes nothing again"
-        yield Change("activation_checkpoint=none", {key: "none"}, why)
+        reason = "backward computes nothing again"
+        yield Change("activation_checkpoint=none", {key: "none"}, reason)
     if mode not in ("none", "selective"):
-        why = "backward computes less again"
-        yield Change("activation_checkpoint=selective", {key: "selective"}, why)
+        reason = "backward computes less again"
+        yield Change("activation_checkpoint=selective", {key: "selective"}, reason)
 
 
 def keep_activations(run: Candidate) -> Iterator[Change]:
     """Activations on the device."""
     if run.cfg.activation_checkpoint.offload:
-        why = "nothing is copied to the host and back"
-        yield set_key("activation_checkpoint.offload", False, why)
+        reason = "nothing is copied to the host and back"
+        yield set_key("activation_checkpoint.offload", False, reason)
 
 
 def other_rows(run: Candidate) -> Iterator[Change]:
@@ -264,11 +264,11 @@ def gather_more(run: Candidate) -> Iterator[Change]:
     sharding, per_node = run.cfg.sharding, run.device.per_node
     if run.world == 1 or sharding.strategy != "fsdp":
         return
-    why = "nothing is gathered; every rank holds all"
-    yield Change("sharding=ddp", {"sharding.strategy": "ddp"}, why)
+    reason = "nothing is gathered; every rank holds all"
+    yield Change("sharding=ddp", {"sharding.strategy": "ddp"}, reason)
     if not keeps_gathered(sharding):
-        why = "blocks stay gathered until backward"
-        yield set_key("sharding.reshard_after_forward", False, why)
+        reason = "blocks stay gathered until backward"
+        yield set_key("sharding.reshard_after_forward", False, reason)
     nodes, rest = divmod(run.world, per_node)
     if nodes > 1 and not rest:
         override = f"sharding=hsdp sharding.replicas={nodes}"
@@ -283,16 +283,16 @@ def adapters(run: Candidate) -> Iterator[Change]:
         return
     four_bits = {"adapter.base": "nf4"}
     if cfg.adapter.name == "none":
-        why = (
+        reason = (
             "low-rank matrices are trained, the weights are frozen; optim.lr about 10 times as high"
         )
         lora = {"adapter.name": "lora"}
-        yield Change("adapter=lora", lora, why, Effect.ADAPTER)
-        why = f"{why}, on weights of 4 bits"
-        yield Change("adapter=qlora", lora | four_bits, why, Effect.ADAPTER)
+        yield Change("adapter=lora", lora, reason, Effect.ADAPTER)
+        reason = f"{reason}, on weights of 4 bits"
+        yield Change("adapter=qlora", lora | four_bits, reason, Effect.ADAPTER)
     elif cfg.adapter.base != "nf4":
-        why = "frozen weights are kept in 4 bits"
-        yield Change("adapter.base=nf4", four_bits, why, Effect.ADAPTER)
+        reason = "frozen weights are kept in 4 bits"
+        yield Change("adapter.base=nf4", four_bits, reason, Effect.ADAPTER)
 
 
 Table = tuple[Callable[[Candidate], Iterator[Change]], ...]

@@ -170,15 +170,15 @@ class Recomputed(NamedTuple):
     elementwise: float
 
 
-def recomputed(asked: ActivationCheckpoint) -> Recomputed:
+def recomputed(cfg: ActivationCheckpoint) -> Recomputed:
     """Return what activation checkpointing computes again."""
-    if asked.mode == "none":
+    if cfg.mode == "none":
         return Recomputed(0.0, 0.0, 0.0)
-    if asked.mode == "budget":  # at most: the compiler begins with what costs least
-        return Recomputed(*[1 - asked.budget] * 3)
-    saved = asked.save if asked.mode == "selective" else []
+    if cfg.mode == "budget":  # at most: the compiler begins with what costs least
+        return Recomputed(*[1 - cfg.budget] * 3)
+    saved = cfg.save if cfg.mode == "selective" else []
     products = 0.0 if "matmul" in saved else 0.5 if "second_matmul" in saved else 1.0
-    every = asked.every
+    every = cfg.every
     return Recomputed(products / every, ("attention" not in saved) / every, 1 / every)
 
 
@@ -210,8 +210,8 @@ def peak_rate(cfg: TrainConfig, device: Device) -> float:
 def product_rate(cfg: TrainConfig, config: ModelConfig, device: Device) -> float:
     """Return the FLOP/s that matrix products reach, the middle of the range."""
     tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
-    least, most = TOKENS_RANGE
-    by_tokens = min(most, max(least, (tokens / TOKENS) ** BY_TOKENS))
+    slowest, fastest = TOKENS_RANGE
+    by_tokens = min(fastest, max(slowest, (tokens / TOKENS) ** BY_TOKENS))
     by_width = min(WIDEST, (config.hidden_size / WIDTH) ** BY_WIDTH)
     return peak_rate(cfg, device) * PRODUCTS * device.reach * by_tokens * by_width
 

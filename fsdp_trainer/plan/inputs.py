@@ -42,9 +42,8 @@ def architecture(cfg: TrainConfig) -> tuple[ModelConfig, list[str]]:
     model, assumed = cfg.model, []
     if model.init_from and not (model_folder(model.init_from) / "config.json").is_file():
         model, source = _named_size(model)
-        assumed.append(
-            f"{cfg.model.init_from} is not on this disk: its sizes are taken to be those of {source}"
-        )
+        sizes = f"its sizes are taken to be those of {source}"
+        assumed.append(f"{cfg.model.init_from} is not on this disk: {sizes}")
         if model.init_from:
             return architecture(replace(cfg, model=model))
     tokens = None
@@ -169,15 +168,15 @@ def only_target(cfg: PlanConfig) -> tuple[int, Device]:
     for key, values in (("world_size", worlds), ("gpu", gpu_names(cfg.plan.gpu))):
         if len(values) > 1:
             typed = f"plan.{key}=[{','.join(map(str, values))}]"
-            why = f"plan.search looks at one cluster.\nUse  plan.{key}={values[-1]}"
-            problems.append(Problem(typed, why))
+            reason = f"plan.search looks at one cluster.\nUse  plan.{key}={values[-1]}"
+            problems.append(Problem(typed, reason))
     if problems:
         raise UserError("a search is for one cluster", problems)
     return worlds[0], target(cfg, worlds[0])
 
 
 def target(cfg: PlanConfig, world: int) -> Device:
-    """Return the device that each of `world` ranks computes on. Raises UserError if none is known."""
+    """Return the device of each of `world` ranks. Raises UserError if none is known."""
     chosen = chosen_device(cfg, world)
     if cfg.precision.float8 and chosen.name.startswith(("A100", "A800")):
         reason = (

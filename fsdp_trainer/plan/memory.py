@@ -60,9 +60,10 @@ CATEGORIES = (
 PHASES = ("forward", "head and loss", "backward", "update")
 GIB = 2**30
 BESIDE = {"cuda": 1.0 * GIB, "cpu": 0.45 * GIB}
-"""What a process takes before it holds a tensor. cuda: context, NCCL's channels, cuBLAS's workspaces: an assumption; cpu: measured, Python with torch."""
+"""Bytes of a process without tensors. cuda: context, NCCL's channels, cuBLAS's workspaces, an
+assumption; cpu: Python with torch, measured."""
 ROUNDING = {"cuda": 0.03, "cpu": 0.02}
-"""Of what is held, lost between it: an assumption on a GPU."""
+"""Share of the tensors' bytes lost between them: an assumption on a GPU."""
 
 PINNED = 4 / 3
 """Host memory over what is moved there: torch's allocator of pinned memory rounds each tensor up to
@@ -89,7 +90,8 @@ class Moment(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """moments: of each phase of a step the one at which most is held. host: bytes in the host's memory, where the device is a GPU."""
+    """moments: the largest of each phase of a step. host: bytes that a GPU's rank has in host
+    memory."""
 
     moments: tuple[Moment, ...]
     host: float
@@ -136,13 +138,8 @@ class Step:
     def __init__(
         self, cfg: TrainConfig, config: ModelConfig, world: int, device: str, share: StageShare
     ):
-        self.cfg, self.config, self.device, sharding, precision = (
-            cfg,
-            config,
-            device,
-            cfg.sharding,
-            cfg.precision,
-        )
+        self.cfg, self.device = cfg, device
+        sharding, precision = cfg.sharding, cfg.precision
         self.compute, self.reduce, self.master = (
             getattr(torch, dtype).itemsize
             for dtype in (precision.param_dtype, precision.reduce_dtype, precision.master_dtype)
@@ -186,9 +183,8 @@ class Step:
         self.host += sum(pinned_bytes(moved, self.stream) for moved in self.moved)
         self.always = {} if offload else states
         self.stored = 0 if offload else self.master  # a sharded gradient's number
-        self.later = (
-            math.ceil(cfg.batch.rows / (cfg.batch.micro_rows * batch_ranks(sizes))) > 1
-        )  # there were micro-batches before this one
+        # there were micro-batches before this one
+        self.later = cfg.batch.rows > cfg.batch.micro_rows * batch_ranks(sizes)
         self.whole = self.later and reduces_once(cfg)
         self.replicated = sizes["replicate"] > 1
         before = (
@@ -218,8 +214,8 @@ class Step:
         if self.cfg.sharding.pipeline == 1:
             return 0.0
         stages = schedule_of(self.cfg.sharding).stages
-        kept = sum(block.kept for block in self.traced) / stages
-        return share.waiting * (kept + shared + self.stream) + 2 * self.stream
+        saved = sum(block.saved for block in self.traced) / stages
+        return share.waiting * (saved + shared + self.stream) + 2 * self.stream
 
     def at(
         self,
@@ -231,7 +227,11 @@ class Step:
         sent: float = 0,
         logits: float = 0,
     ):
-        """A moment. gathered: beside what stays so; fetched, sent: messages of parameters and of gradients."""
+        """Record a moment, if it is the largest of its phase.
+
+        gathered: in addition to what stays gathered; fetched, sent: messages of parameters and of
+        gradients.
+        """
         held = {
             "gradients": self.gradients,
             "gathered": self.gathered + self.waiting + gathered,
@@ -300,52 +300,51 @@ class Step:
                     fetched,
                 )
                 self.crossing = self.moved[done]
-                self.kept += self.traced[done].kept - self.moved[done]
+                self.kept += self.traced[done].saved - self.moved[done]
                 done += 1
             self.gathered += 0 if self.reshard else mine
 
     def head(self) -> None:
-        """Final norm, head and loss: gradients are made with the logits, that of the weight in float32. Backward returns scaled copies."""
+        """Final norm, head and loss, forward and backward.
+
+        Gradients are made with the logits, that of the weight in float32. Backward returns scaled
+        copies.
+        """
         if not self.share.is_last:
             return
-        config, half = self.config, self.compute < 4
-        mine = 0 if self.tied else self.last.gathered
+        phase, half = "head and loss", self.compute < 4
         if not self.tied:
-            activations = self.kept + self.stream
-            own, before = self.message(self.last), self.message(self.units[-1])
-            when = "gathering before the head"
-            self.at("head and loss", when, activations, mine, own, before)
-        fetched = self.message(self.units[-1] if self.tied else self.last)
-        rows = rows_at_once(self.cfg, config, self.tokens, self.device)
-        each = self.compute + (4 if half else 0) + (8 if config.final_logit_softcapping else 0)
+            self._gather_head()
+        mine = 0 if self.tied else self.last.gathered
         trained = self.trained_table(self.parts.head)
-        logits = rows * config.vocab_size * each + (
-            trained * self.compute if half and self.device == "cpu" else 0
-        )
         slopes = trained * 4 + self.hidden
         inputs = self.hidden * (2 if half else 1)  # in float32 the norm keeps its input
-        self.at(
-            "head and loss",
-            "head and loss",
-            self.kept + self.norm.kept + inputs,
-            mine,
-            fetched,
-            logits=slopes + logits,
-        )
+        before = self.kept + self.norm.saved
+        fetched = self.message(self.units[-1] if self.tied else self.last)
+        logits = slopes + self._logits(trained)
+        self.at(phase, "head and loss", before + inputs, mine, fetched, logits=logits)
         fetched = self.message(self.units[-1]) if self.reshard else 0.0
         whole = trained * self.compute
-        self.at(
-            "head and loss",
-            "backward of the head",
-            self.kept + self.norm.kept,
-            mine + (whole if half else 0),
-            fetched,
-            logits=slopes,
-        )
+        copied = whole if half else 0
+        self.at(phase, "backward of the head", before, mine + copied, fetched, logits=slopes)
         if self.tied:
             self.waiting = whole
         else:
             self._send(self.last, whole, fetched, "head")
+
+    def _gather_head(self) -> None:
+        """The moment in which the head's own unit is gathered."""
+        when, activations = "gathering before the head", self.kept + self.stream
+        message, before = self.message(self.last), self.message(self.units[-1])
+        self.at("head and loss", when, activations, self.last.gathered, message, before)
+
+    def _logits(self, trained: int) -> float:
+        """Return the bytes of a chunk's logits. trained: numbers of the head's matrix."""
+        config, half = self.config, self.compute < 4
+        rows = rows_at_once(self.cfg, config, self.tokens, self.device)
+        each = self.compute + (4 if half else 0) + (8 if config.final_logit_softcapping else 0)
+        copy = trained * self.compute if half and self.device == "cpu" else 0
+        return rows * config.vocab_size * each + copy
 
     def backward(self) -> None:
         """Backward of the blocks, last ones first, and of the embedding."""
@@ -370,7 +369,7 @@ class Step:
             )
             for _ in range(self.sizes[i]):
                 traced = self.traced[done - 1]
-                self.kept -= traced.kept - self.moved[done - 1]
+                self.kept -= traced.saved - self.moved[done - 1]
                 self.crossing = self.moved[done - 2] if done > 1 else 0.0
                 activations = self.kept + traced.backward - traced.gradients
                 self.at(
@@ -394,11 +393,12 @@ class Step:
         return table.numel() if table.requires_grad else 0
 
     def _send(self, unit: FsdpUnit, whole: float, fetched: float, name: str) -> None:
-        """Whole gradients become a message, which stays until the next unit's; what is reduced of it is this rank's gradient."""
-        phase, when = (
-            "head and loss" if name == "head" else "backward",
-            f"reduction of the gradient of {name}",
-        )
+        """Send whole gradients as a message, which stays until the next unit's.
+
+        Reduced, it is this rank's gradient.
+        """
+        phase = "head and loss" if name == "head" else "backward"
+        when = f"reduction of the gradient of {name}"
         if not unit.trained:
             return  # and the message before stays until the next one
         while len(self.flying) >= self.cfg.sharding.reduce_scatter_buffers:
@@ -408,9 +408,8 @@ class Step:
         self.flying.append(message)
         self.at(phase, when, self.kept + self.stream, 0 if self.whole else whole, fetched)
         self.gradients -= unit.trained * self.reduce if self.whole else 0
-        again = (
-            message if self.group == 1 else self.copy(message)
-        )  # FSDP2 divides by 1.0 what it does not send
+        # FSDP2 divides by 1.0 what it does not send
+        again = message if self.group == 1 else self.copy(message)
         self.at(phase, when, self.kept + self.stream, 0, fetched, again + out)
         if self.replicated and self.reduce != self.master:
             self.reduced += out
@@ -452,7 +451,7 @@ def moved_bytes(
     tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
     stream = tokens * config.hidden_size * itemsize
     moves = cfg.activation_checkpoint.offload and device == "cuda" and stream >= SMALLEST
-    return [*(block.kept if moves else 0 for block in traced[:-1]), 0]
+    return [*(block.saved if moves else 0 for block in traced[:-1]), 0]
 
 
 def pinned_bytes(moved: float, stream: float) -> float:
@@ -483,8 +482,8 @@ def trace_blocks(
         selective=recompute.mode == "selective",
     )
     method = context_method(cfg, config).method
-    asked = attention_layout(cfg, method, cfg.compile.enabled)
-    layout = choose(asked, cfg.model.attention_kernel, context).layout
+    preferred = attention_layout(cfg, method, cfg.compile.enabled)
+    layout = choose(preferred, cfg.model.attention_kernel, context).layout
     parts = model_parts(config, cfg)
     known: dict[tuple, TracedPart] = {}
 
@@ -493,7 +492,7 @@ def trace_blocks(
         key = (parts.kind_of[i], windows[i], has_gradient, mode)
         if key not in known:
             is_gpu = device == "cuda"
-            of = Input(
+            given = Input(
                 rows,
                 length,
                 precision.param_dtype,
@@ -503,19 +502,19 @@ def trace_blocks(
                 has_gradient,
                 cfg.sharding.tensor,
             )
-            known[key] = _traced(parts.kinds[parts.kind_of[i]], of, mode)
+            known[key] = _traced(parts.kinds[parts.kind_of[i]], given, mode)
         return known[key]
 
-    def _traced(kind: BlockKind, of: Input, mode: str) -> TracedPart:
+    def _traced(kind: BlockKind, given: Input, mode: str) -> TracedPart:
         saved = ActivationCheckpoint(mode=mode, save=recompute.save)
-        arguments = (kind.signature, cfg.adapter.name, of, saved)
+        arguments = (kind.signature, cfg.adapter.name, given, saved)
         traced: TracedPart = remembered(
-            "block", config, arguments, lambda: trace_block(kind.block, config, of, saved)
+            "block", config, arguments, lambda: trace_block(kind.block, config, given, saved)
         )
         if cfg.compile.enabled:
             ranks = kind.counts.ranks
             fed = fed_numbers(kind.block, config)
-            traced = traced.less(compiled_saving(config, of, saved, traced, ranks, fed))
+            traced = traced.less(compiled_saving(config, given, saved, traced, ranks, fed))
         return with_others_keys(cfg, config, traced, mode)
 
     def block(i: int) -> TracedPart:
@@ -555,7 +554,7 @@ def with_others_keys(
     return traced._replace(
         forward=traced.forward + more.forward,
         backward=traced.backward + more.backward,
-        kept=traced.kept + more.kept * (mode != "full"),
+        saved=traced.saved + more.saved * (mode != "full"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Whether a run fits a device and how fast it would be. Nothing is allocated; hundreds of tries take a second."""
+"""The plan of a run: memory, time and messages. Nothing is allocated; hundreds take a second."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ HOST_GIB = 1024
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run on one world would need and do.
+    """A run on one world: what it needs, and how long a step takes.
 
     tokens, flops (PaLM's count), rows: of a step; micro_rows: of a rank and forward; batch_ranks:
     how many ranks read different rows;
@@ -42,22 +42,22 @@ class RunPlan:
 
     @property
     def memory_bytes(self) -> float:
-        """What the device has."""
+        """Bytes that a device has."""
         return self.device.memory_gib * GIB
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is no more than that."""
+        """True if a device has enough for the peak."""
         return self.memory.peak.total <= self.memory_bytes
 
     @property
     def host_bytes_per_node(self) -> float:
-        """What all ranks of a node hold of its memory together."""
+        """Bytes of the host that all ranks of a node hold together."""
         return self.memory.host * min(self.world_size, self.device.per_node)
 
     @property
     def host_fits(self) -> bool:
-        """Whether most nodes have that much."""
+        """True if most nodes have that much."""
         return self.host_bytes_per_node <= HOST_GIB * GIB
 
     @property
@@ -72,24 +72,26 @@ class RunPlan:
 
     @property
     def seconds(self) -> float:
-        """Of a step, the middle of the range; where the device's speed is not known an H100's, to compare overrides by."""
+        """Seconds of a step, the middle of the range.
+
+        On an H100 if the device's speed is not known, to compare overrides by.
+        """
         return (self.slow.step + self.fast.step) / 2
 
     @property
     def step_seconds(self) -> tuple[float, float] | None:
-        """The shortest and the longest that a step may take; None where the device's speed is not known."""
+        """The shortest and the longest time of a step; None if the device's speed is not known."""
         return (self.fast.step, self.slow.step) if self.device.flops else None
 
     def mfu(self, seconds: float) -> float:
-        """Of all devices, if a step takes `seconds`: by PaLM's count, of the dense bfloat16 peak."""
+        """Return PaLM's FLOPs over all devices' bfloat16 peak, if a step takes this long."""
         return self.flops / seconds / self.world_size / (self.device.flops or 1.0)
 
     @property
     def checkpoint_seconds(self) -> float:
         """To write a checkpoint, all nodes together."""
-        return self.checkpoint / (
-            self.device.disk * max(1, self.world_size // self.device.per_node)
-        )
+        nodes = max(1, self.world_size // self.device.per_node)
+        return self.checkpoint / (self.device.disk * nodes)
 
 
 def make_plan(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> RunPlan:

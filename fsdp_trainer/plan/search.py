@@ -18,7 +18,7 @@ from fsdp_trainer.plan.plan import RunPlan
 
 
 class Choice(NamedTuple):
-    """What to type, and the keys that this sets."""
+    """Overrides, and the keys that they set."""
 
     overrides: tuple[str, ...]
     keys: dict[str, Any]
@@ -38,7 +38,7 @@ class PlannedLayout(NamedTuple):
 
 
 class Dimension(NamedTuple):
-    """What is chosen about a layout.
+    """One thing that is chosen about a layout.
 
     choices: those that hold least memory first, or those that are always tried. always_grows: after
     one that does not fit, no other does; else only after one that fits. is_needed: returns False

@@ -1,4 +1,4 @@
-"""What one rank of a tensor or a context group has, for the arithmetic of a plan."""
+"""The part that one rank of a tensor or a context group has, for the arithmetic of a plan."""
 
 import math
 from dataclasses import replace
@@ -60,12 +60,12 @@ def part_tokens(block: Any, ranks: int) -> None:
 class OthersKeys(NamedTuple):
     """Bytes of keys and values that a block has beside those of its rank's own tokens.
 
-    forward, backward: while it computes; kept: between them.
+    forward, backward: while it computes; saved: between them.
     """
 
     forward: int
     backward: int
-    kept: int
+    saved: int
 
 
 def others_keys(cfg: TrainConfig, config: ModelConfig, number: int) -> OthersKeys:
@@ -93,7 +93,7 @@ def others_keys(cfg: TrainConfig, config: ModelConfig, number: int) -> OthersKey
 
 
 class KeyExchange(NamedTuple):
-    """What a rank sends to those that share its rows, in a block.
+    """The messages of a rank to those that share its rows, in a block.
 
     numbers: of its own tokens, in forward. messages: with all of them, in forward and in backward.
     receivers: `each` rank gets a part, `all` get the same, or only the `next` one gets something.

@@ -36,7 +36,10 @@ def as_json(cfg: PlanConfig, answer: Answer) -> dict[str, Any]:
 def one_world(
     cfg: PlanConfig, plan: RunPlan, suggestions: list[Suggestion], needs: Suggestion | None
 ) -> dict[str, Any]:
-    """GiB, seconds and bytes of one rank; tokens of all. Times are null where the device's speed is not known."""
+    """Return the figures of one world: GiB, seconds and bytes of a rank, tokens of all ranks.
+
+    Times are null where the device's speed is not known.
+    """
     peak, timed = plan.memory.peak, plan.step_seconds
     steps, per_gpu = steps_of(cfg, plan), plan.tokens / plan.world_size
     return {
@@ -76,7 +79,7 @@ def one_world(
         "checkpoint_gib": round(plan.checkpoint / GIB, 3),
         "checkpoint_seconds": round(plan.checkpoint_seconds, 2),
         "least_memory": suggestion_json(needs) if needs else None,
-        "suggestions": [suggestion_json(s) | {"why": s.why} for s in suggestions],
+        "suggestions": [suggestion_json(s) | {"why": s.reason} for s in suggestions],
     }
 
 
@@ -172,39 +175,32 @@ def worlds(plans: list[RunPlan]) -> Table:
 
 
 def verdict(plan: RunPlan) -> Text:
-    """Whether it fits, in one line."""
-    where = {
-        "any": f"{plan.world_size:,} devices",
-        "cpu": f"{plan.world_size:,} ranks on this machine",
-    }
-    told = Text()
-    told.append("fits" if plan.fits else "does not fit", "bold green" if plan.fits else "bold red")
-    told.append(
-        f": {plan.memory.peak.total / GIB:,.1f} of {plan.device.memory_gib:,.1f} GiB on each of {where.get(plan.device.name, f'{plan.world_size:,} × {plan.device.name}')}"
-    )
-    return told
+    """Return one line that says if it fits, on which devices."""
+    ranks = f"{plan.world_size:,}"
+    devices = {"any": f"{ranks} devices", "cpu": f"{ranks} ranks on this machine"}
+    where = devices.get(plan.device.name, f"{ranks} × {plan.device.name}")
+    peak = f"{plan.memory.peak.total / GIB:,.1f} of {plan.device.memory_gib:,.1f} GiB"
+    answer, style = ("fits", "bold green") if plan.fits else ("does not fit", "bold red")
+    return Text.assemble((answer, style), f": {peak} on each of {where}")
 
 
 def categories(plan: RunPlan) -> Table:
-    """The peak by category."""
+    """Return a bar for each category of the peak."""
     peak = plan.memory.peak
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     small = peak.total - peak.bytes["allowance"] < GIB
 
-    def told(size: float, style: str = "") -> Text:
-        return Text(
-            f"{size / 2**20:,.1f} MiB" if small else f"{size / GIB:,.2f} GiB",
-            style,
-            justify="right",
-        )
+    def size_text(size: float, style: str = "") -> Text:
+        text = f"{size / 2**20:,.1f} MiB" if small else f"{size / GIB:,.2f} GiB"
+        return Text(text, style, justify="right")
 
     for name, size in peak.bytes.items():
         bar = round(BAR * size / max(plan.memory_bytes, peak.total))
-        table.add_row(f"  {name}", told(size), Text("━" * bar, "cyan"))
-    table.add_row("  peak", told(peak.total, "bold"), Text(peak.when, "dim"))
+        table.add_row(f"  {name}", size_text(size), Text("━" * bar, "cyan"))
+    table.add_row("  peak", size_text(peak.total, "bold"), Text(peak.when, "dim"))
     if plan.memory.host:
-        table.add_row("  host", told(plan.memory.host), Text(host_line(plan), "dim"))
+        table.add_row("  host", size_text(plan.memory.host), Text(host_line(plan), "dim"))
     return table
 
 
@@ -230,14 +226,11 @@ def figures(cfg: PlanConfig, plan: RunPlan, compares: bool) -> Table:
             f"{size * fast:.2f} – {size * slow:.2f}"
             for fast, slow in [timed, *zip(plan.fast, plan.slow, strict=True)]
         )
-        told = "compute {}, communication {} (exposed {})".format(*parts)
+        text = "compute {}, communication {} (exposed {})".format(*parts)
         if plan.slow.idle:
-            told += f", idle {parts[-1]}"
-        rows.append(("step", f"{whole} {unit}: {told}, optimizer {size * plan.slow.optimizer:.2f}"))
-        slow, fast = (plan.tokens / seconds for seconds in timed[::-1])
-        rates = f"{slow / plan.world_size:,.0f} – {fast / plan.world_size:,.0f} tokens/s a GPU, {short(slow)} – {short(fast)} in all"
-        rows.append(("speed", f"{rates}; MFU {plan.mfu(timed[1]):.0%} – {plan.mfu(timed[0]):.0%}"))
-        rows.append(("run", length(cfg, plan)))
+            text += f", idle {parts[-1]}"
+        rows.append(("step", f"{whole} {unit}: {text}, optimizer {size * plan.slow.optimizer:.2f}"))
+        rows += [("speed", speed(plan, *timed)), ("run", length(cfg, plan))]
     else:
         rows.append(("step", UNTIMED + COMPARED * compares))
     rows.append(("checkpoint", checkpoints(cfg, plan)))
@@ -246,21 +239,28 @@ def figures(cfg: PlanConfig, plan: RunPlan, compares: bool) -> Table:
     return table
 
 
+def speed(plan: RunPlan, shortest: float, longest: float) -> str:
+    """Return tokens per second and MFU. shortest, longest: seconds of a step."""
+    slow, fast = plan.tokens / longest, plan.tokens / shortest
+    each = f"{slow / plan.world_size:,.0f} – {fast / plan.world_size:,.0f} tokens/s a GPU"
+    mfu = f"MFU {plan.mfu(longest):.0%} – {plan.mfu(shortest):.0%}"
+    return f"{each}, {short(slow)} – {short(fast)} in all; {mfu}"
+
+
 def wires(plan: RunPlan) -> str:
-    """What a rank sends, by dimension of the mesh."""
-    told = []
+    """Return the bytes that a rank sends, by dimension of the mesh."""
+    parts = []
     for name, wire in plan.wire.items():
         if wire.ranks > 1:
+            sent = gib(wire.gathered + wire.reduced)
             gathered = f" ({gib(wire.gathered)} gathered)" if wire.gathered else ""
             across = f", {gib(wire.across)} between nodes" if wire.across else ""
-            told.append(
-                f"{name} × {wire.ranks}: {gib(wire.gathered + wire.reduced)}{gathered}{across}"
-            )
-    return "; ".join(told) or "nothing"
+            parts.append(f"{name} × {wire.ranks}: {sent}{gathered}{across}")
+    return "; ".join(parts) or "nothing"
 
 
 def length(cfg: PlanConfig, plan: RunPlan) -> str:
-    """How long the run takes."""
+    """Return a sentence about how long the run takes."""
     steps = steps_of(cfg, plan)
     if steps is None or plan.step_seconds is None:
         return "as long as the data is: plan.tokens=N or train.steps=N says"
@@ -270,19 +270,20 @@ def length(cfg: PlanConfig, plan: RunPlan) -> str:
 
 
 def checkpoints(cfg: PlanConfig, plan: RunPlan) -> str:
-    """Their size, and what they cost."""
-    told = f"{gib(plan.checkpoint)}, {plan.checkpoint_seconds:,.0f} s at {plan.device.disk / 1e9:g} GB/s a node"
+    """Return their size, and the time that writing them takes."""
+    rate = f"{plan.device.disk / 1e9:g} GB/s a node"
+    size = f"{gib(plan.checkpoint)}, {plan.checkpoint_seconds:,.0f} s at {rate}"
     every = cfg.checkpoint.every
     if not every or plan.step_seconds is None:
-        return told
+        return size
     if cfg.checkpoint.mode == "async":
-        return f"{told}, behind training, every {every:,} steps"
+        return f"{size}, behind training, every {every:,} steps"
     lost = plan.checkpoint_seconds / (every * plan.seconds + plan.checkpoint_seconds)
-    return f"{told}, every {every:,} steps: {lost:.1%} of the time"
+    return f"{size}, every {every:,} steps: {lost:.1%} of the time"
 
 
 def table_of(suggestions: list[Suggestion], narrow: bool) -> Table:
-    """Overrides with their peak and cost; why stands beside them, or in a narrow terminal below."""
+    """Return overrides with peak, cost and reason; in a narrow terminal the reason is below."""
     table = Table(
         "override",
         "peak",
@@ -294,16 +295,16 @@ def table_of(suggestions: list[Suggestion], narrow: bool) -> Table:
     table.columns[0].overflow = "fold"  # it is to be typed
     for column in table.columns[1:3]:
         column.justify, column.no_wrap = "right", True
-    for found in suggestions:
-        words, why = Text(found.override, "bold"), Text(found.why, "dim")
-        figures = f"{found.peak_bytes / GIB:,.1f} GiB", told_cost(found.cost)
+    for option in suggestions:
+        override, reason = Text(option.override, "bold"), Text(option.reason, "dim")
+        figures = f"{option.peak_bytes / GIB:,.1f} GiB", cost_text(option.cost)
         if narrow:
-            table.add_row(Text("\n").join([words, why]), *figures)
+            table.add_row(Text("\n").join([override, reason]), *figures)
         else:
-            table.add_row(words, *figures, why)
+            table.add_row(override, *figures, reason)
     return table
 
 
-def told_cost(cost: float) -> str:
+def cost_text(cost: float) -> str:
     """0.25 → +25%: how much more time of GPUs a token takes."""
     return f"{cost:+.0%}" if abs(cost) >= 0.005 else "same"

@@ -12,7 +12,7 @@ from fsdp_trainer.observe.console import short
 from fsdp_trainer.observe.terminal import Terminal
 from fsdp_trainer.plan.answer import Answer
 from fsdp_trainer.plan.plan import GIB, RunPlan
-from fsdp_trainer.plan.show import show_head, told_cost, yes_or_no
+from fsdp_trainer.plan.show import cost_text, show_head, yes_or_no
 from fsdp_trainer.plan.suggest import Suggestion
 
 WIDE = 115  # characters: room for a change and its figures beside the others
@@ -59,7 +59,7 @@ def row_of(plan: RunPlan, suggestions: list[Suggestion]) -> GpuRow:
     if not plan.fits and suggestions:
         best = suggestions[0]
         peak = f"{best.peak_bytes / GIB:,.1f} GiB"
-        change = [Text(best.override, "bold"), peak, told_cost(best.cost)]
+        change = [Text(best.override, "bold"), peak, cost_text(best.cost)]
     elif not plan.fits:
         change = [Text("nothing that a key changes", "dim")]
     return GpuRow(f"{plan.world_size:,} × {plan.device.name}", figures, change)

@@ -51,8 +51,8 @@ def show_layouts(cfg: PlanConfig, config: ModelConfig, search: Search, assumed: 
     show_head(console, cfg, config, assumed)
     device = search.device
     where = f"{search.world:,} × {device.name}, {device.memory_gib:,.1f} GiB each"
-    found = f"{len(search.layouts)} of {search.tried} layouts fit {where}"
-    console.print(Text(found, "bold green" if search.layouts else "bold red"))
+    summary = f"{len(search.layouts)} of {search.tried} layouts fit {where}"
+    console.print(Text(summary, "bold green" if search.layouts else "bold red"))
     if search.layouts:
         console.print(table_of(search.layouts[:SHOWN]))
         if len(search.layouts) > SHOWN:

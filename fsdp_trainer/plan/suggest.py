@@ -45,7 +45,7 @@ class Suggestion(NamedTuple):
     override: str
     peak_bytes: float
     cost: float
-    why: str
+    reason: str
     effect: Effect = Effect.TIME
 
 
@@ -114,21 +114,21 @@ def best_of_each(options: Iterable[Suggestion]) -> list[Suggestion]:
 
 
 def larger_world(run: Candidate, plan: RunPlan) -> list[Suggestion]:
-    """Return the smallest world that fits, with as few usual changes as it takes, if there is one."""
+    """Return the smallest world that fits, with few usual changes; nothing if there is none."""
     for usual in usual_changes(run):
         changed = run.changed(usual.keys)
         world = None if changed.is_refused() else smallest_world(changed)
         if world is None:
             continue
         units = "GPUs" if run.on_gpu else "ranks"
-        why = "; ".join(filter(None, [f"{world} {units} instead of {run.world}", usual.why]))
+        reason = "; ".join(filter(None, [f"{world} {units} instead of {run.world}", usual.reason]))
         new = changed._replace(world=world).plan()
         if new.empty_share:
-            why += (
+            reason += (
                 f"; {new.empty_share:.0%} of their rows are empty: batch.rows={new.computed_rows}"
             )
         override = f"plan.world_size={world} {usual.override}".strip()
-        return [Suggestion(override, peak(new), cost(new, plan), why, Effect.WORLD)]
+        return [Suggestion(override, peak(new), cost(new, plan), reason, Effect.WORLD)]
     return []
 
 
@@ -188,7 +188,7 @@ def least_memory(run: Candidate, plan: RunPlan) -> Suggestion:
         if peak(new) > (1 - SAVING) * peak(smallest):
             break
         chosen, smallest = change, new
-    return Suggestion(chosen.override, peak(smallest), cost(smallest, plan), chosen.why)
+    return Suggestion(chosen.override, peak(smallest), cost(smallest, plan), chosen.reason)
 
 
 def suggestion(change: Change, run: Candidate, plan: RunPlan) -> Suggestion | None:
@@ -199,11 +199,11 @@ def suggestion(change: Change, run: Candidate, plan: RunPlan) -> Suggestion | No
     new = plan_with(change, run)
     if new is None:
         return None
-    why = change.why
+    reason = change.reason
     if new.memory.host and not plan.memory.host:
         of_rank, of_node = new.memory.host / GIB, new.host_bytes_per_node / GIB
-        why += f" ({of_rank:,.0f} GiB a rank, {of_node:,.0f} a node)"
-    return Suggestion(change.override, peak(new), cost(new, plan), why, change.effect)
+        reason += f" ({of_rank:,.0f} GiB a rank, {of_node:,.0f} a node)"
+    return Suggestion(change.override, peak(new), cost(new, plan), reason, change.effect)
 
 
 def plan_with(change: Change, run: Candidate, must_fit: bool = True) -> RunPlan | None:

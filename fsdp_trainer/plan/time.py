@@ -38,7 +38,7 @@ class Group(NamedTuple):
     """Ranks that communicate: how many, and how many of them are on one node."""
 
     ranks: int
-    beside: int
+    on_node: int
 
     @property
     def sent(self) -> float:
@@ -51,15 +51,15 @@ class Group(NamedTuple):
     @property
     def across(self) -> float:
         """The share of it that leaves the node through each rank's part of the network cards."""
-        nodes = self.ranks / self.beside
-        return (nodes - 1) / nodes / self.beside
+        nodes = self.ranks / self.on_node
+        return (nodes - 1) / nodes / self.on_node
 
     def seconds(self, size: float, device: Device, efficiency: float) -> float:
         """Seconds to gather or reduce a message of `size` bytes.
 
         On the slower of the links within and between nodes.
         """
-        within = size * self.sent / device.link if self.beside > 1 else 0.0
+        within = size * self.sent / device.link if self.on_node > 1 else 0.0
         return (
             max(within, size * self.across / device.network) / efficiency if self.ranks > 1 else 0.0
         )
@@ -100,10 +100,9 @@ def groups(sharding: Sharding, world: int, per_node: int) -> tuple[Group, Group]
     those of a tensor group."""
     sizes = dimension_sizes(sharding, world)
     replicas, shards = sizes["replicate"], fsdp_ranks(sizes)
-    beside = max(1, per_node // sizes["tensor"])
-    return Group(shards, min(shards, beside)), Group(
-        replicas, min(replicas, max(1, beside // shards))
-    )
+    on_node = max(1, per_node // sizes["tensor"])
+    shard = Group(shards, min(shards, on_node))
+    return shard, Group(replicas, min(replicas, max(1, on_node // shards)))
 
 
 def tensor_group(sharding: Sharding, per_node: int) -> Group:
@@ -147,14 +146,14 @@ def context_group(sharding: Sharding, per_node: int) -> Group:
 
 
 class ContextTraffic(NamedTuple):
-    """What a rank sends to those that share its rows, in a micro-batch: bytes, and of those what
-    leaves its node. As much again comes in meanwhile."""
+    """Bytes that a rank sends to those that share its rows in a micro-batch, and how many of them
+    leave its node. As many come in meanwhile."""
 
     sent: float
     across: float
 
     def seconds(self, device: Device, efficiency: float) -> float:
-        """On the slower of the links within and between nodes; nothing is computed meanwhile."""
+        """Return the seconds on the slower of the links. Nothing is computed meanwhile."""
         return max(self.sent / device.link, self.across / device.network) / efficiency
 
 
@@ -169,7 +168,7 @@ def context_exchange(cfg: TrainConfig, config: ModelConfig, group: Group) -> Con
     reached = model_parts(config, cfg).backward_share
     messages = block.forward + reached * (block.backward + again * block.forward)
     sent = own * config.num_hidden_layers * messages
-    others = group.ranks - group.beside
+    others = group.ranks - group.on_node
     shares = {
         "each": others / (group.ranks - 1),
         "all": group.across / group.sent,

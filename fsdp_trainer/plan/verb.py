@@ -1,4 +1,4 @@
-"""`fsdp-trainer plan`: from the same overrides as training, whether it fits, how fast it is, and what to change."""
+"""`fsdp-trainer plan`: memory, speed and what to change, from the same overrides as training."""
 
 import json
 from typing import TYPE_CHECKING
@@ -52,10 +52,10 @@ def search(cfg: PlanConfig, config: "ModelConfig", assumed: list[str]) -> int:
     from fsdp_trainer.plan.show_layouts import layouts_as_json, show_layouts
 
     world, device = only_target(cfg)
-    found = Search(cfg, config, world, device)
+    layouts = Search(cfg, config, world, device)
     assumed = [*assumed, *filter(None, [device.remark])]
     if cfg.plan.format == "json":
-        print(json.dumps(layouts_as_json(cfg, found, assumed), allow_nan=False))
+        print(json.dumps(layouts_as_json(cfg, layouts, assumed), allow_nan=False))
     else:
-        show_layouts(cfg, config, found, assumed)
-    return 0 if found.layouts else DOES_NOT_FIT
+        show_layouts(cfg, config, layouts, assumed)
+    return 0 if layouts.layouts else DOES_NOT_FIT

@@ -180,7 +180,7 @@ def plan(trainer: Trainer, world: World, total: int) -> Planned:
     suggestions = []
     for suggestion in suggest(cfg, config, world.size, device)[:MAX_SUGGESTIONS]:
         time = f", {suggestion.cost:+.0%} time" if known else ""
-        reason = f"{gib(suggestion.peak_bytes)}{time}; {suggestion.why}"
+        reason = f"{gib(suggestion.peak_bytes)}{time}; {suggestion.reason}"
         suggestions.append((override_for_training(suggestion.override), reason))
     return Planned(peak.bytes, f"planned: the peak, {peak.when}", suggestions)
 

@@ -46,7 +46,7 @@ def gradients(attention: Callable[[], Tensor], inputs: list[Tensor], grad: Tenso
 
 def seconds(first: AttentionChoice, run: Callable[[], object], device: torch.device) -> float:
     """Of one forward and backward with the kernel of that choice."""
-    set_kernel_priority(first, CONFIGS[device.type], DTYPES[device.type], device, asked=False)
+    set_kernel_priority(first, CONFIGS[device.type], DTYPES[device.type], device, required=False)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     begin = time.perf_counter()
@@ -117,7 +117,7 @@ def measure(
                 partial(gradients, lambda: cut_out(*inputs, sizes), inputs, grad),
             )
     for name, (first, run) in ways.items():
-        set_kernel_priority(first, config, dtype, device, asked=False)
+        set_kernel_priority(first, config, dtype, device, required=False)
         for mine, wanted in zip(run(), right, strict=True):
             assert (
                 name == "whole row" or (mine - wanted).norm() <= TOLERANCE[dtype] * wanted.norm()

@@ -104,7 +104,11 @@ def _dispatch(argv: list[str] | None) -> int:
 
         print(help_text(typed, flags.config_dir))
         return 0
-    verb = typed or "train"
+    return _run_or_show(typed or "train", overrides, flags)
+
+
+def _run_or_show(verb: str, overrides: list[str], flags: argparse.Namespace) -> int:
+    """Run the verb, once or as a sweep, or print its configuration as flags ask."""
     overrides = _with_recipe_files(verb, overrides)
     if flags.multirun and (flags.info or flags.cfg):
         raise _unreadable("-m", "--cfg and --info show one run: leave one of them out")

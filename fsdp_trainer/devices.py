@@ -133,9 +133,9 @@ def device(name: str) -> Device:
     completed = [key for key in DEVICES if typed < _parts(key)]
     # 3090 for rtx3090, a100-40 for a100_40gb
     abbreviated = [key for key in completed if _parts(key) - typed <= {"rtx", "x", "gb"}]
-    found = abbreviated if len(abbreviated) == 1 else contained
-    if found:  # the longest: a100_40gb rather than a100 for A100-SXM4-40GB
-        return DEVICES[max(found, key=lambda key: len(_parts(key)))]
+    matching = abbreviated if len(abbreviated) == 1 else contained
+    if matching:  # the longest: a100_40gb rather than a100 for A100-SXM4-40GB
+        return DEVICES[max(matching, key=lambda key: len(_parts(key)))]
     close = completed or [key for key in [nearest(name.lower(), DEVICES)] if key]
     meant = f" Did you mean  plan.gpu={' or '.join(close)} ?" if close else ""
     reason = (

@@ -1,4 +1,4 @@
-"""What a user's own code adds to runs: callbacks, metrics and objectives. Imports no torch.
+"""A user's own code in a run: callbacks, metrics and objectives. Imports no torch.
 
 Code is named on the command line (`--import my_module`) or registered from Python, never by a
 configuration file.

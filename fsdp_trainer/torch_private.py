@@ -166,19 +166,19 @@ def replace_saved_results(
     dictionaries in it, 2.11 has lists.
     """
 
-    def packed(kept: Any) -> Any:
-        if isinstance(kept, _VersionWrapper) and isinstance(kept.val, Tensor):
-            return PackedResult(pack(kept.val), unpack)
-        return kept
+    def packed(result: Any) -> Any:
+        if isinstance(result, _VersionWrapper) and isinstance(result.val, Tensor):
+            return PackedResult(pack(result.val), unpack)
+        return result
 
     for results in context.storage.values():
         items = results.items() if isinstance(results, dict) else enumerate(results)
-        for i, kept in list(items):
-            results[i] = tree_map(packed, kept)
+        for i, result in list(items):
+            results[i] = tree_map(packed, result)
 
 
 class PackedResult:
-    """A kept result, asked for as torch's own `_VersionWrapper` is."""
+    """A saved result, asked for as torch's own `_VersionWrapper` is."""
 
     def __init__(self, content: Any, unpack: Callable[[Any], Tensor]):
         self.content = content

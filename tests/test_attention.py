@@ -351,17 +351,17 @@ def test_a_kernel_that_is_asked_for_is_taken():
 def test_a_kernel_stays_preferred_until_the_next_run():
     config, before = ModelConfig(vocab_size=8), _cur_sdpa_kernel_backends(with_priority=True)
     set_kernel_priority(
-        AttentionChoice("documents", "math", ""), config, torch.float32, CPU, asked=True
+        AttentionChoice("documents", "math", ""), config, torch.float32, CPU, required=True
     )
     order = _cur_sdpa_kernel_backends(with_priority=True)
     assert order[0] == SDPBackend.MATH
     assert SDPBackend.CUDNN_ATTENTION not in order, "it may be wrong under a mask"
     with pytest.raises(UserError, match=r"(?s)cudnn.*does not compute.*attention_kernel=auto"):
         set_kernel_priority(
-            AttentionChoice("documents", "cudnn", ""), config, torch.float32, CPU, asked=True
+            AttentionChoice("documents", "cudnn", ""), config, torch.float32, CPU, required=True
         )
     set_kernel_priority(
-        AttentionChoice("documents", None, ""), config, torch.float32, CPU, asked=False
+        AttentionChoice("documents", None, ""), config, torch.float32, CPU, required=False
     )
     assert _cur_sdpa_kernel_backends(with_priority=True) == before
 
@@ -427,14 +427,14 @@ def test_every_layout_and_kernel_is_near_float32_on_the_cpu(rows, window, layout
         config,
         torch.bfloat16,
         device,
-        asked=False,
+        required=False,
     )
     given = inputs(lengths, row, head_dim=64)
     there = [x.detach().to(device, torch.bfloat16).requires_grad_(x.requires_grad) for x in given]
     found = results(LAYOUTS[layout](lengths, row, device), *there, window, softcap)
     wanted = results(DocumentAttention(lengths, row, CPU), *given, window, softcap)
     set_kernel_priority(
-        AttentionChoice(layout, None, ""), config, torch.bfloat16, device, asked=False
+        AttentionChoice(layout, None, ""), config, torch.bfloat16, device, required=False
     )
     for mine, right in zip(found, wanted, strict=True):
         assert (mine.float().cpu() - right).norm() <= 0.02 * right.norm()

@@ -91,7 +91,7 @@ class RowLengths(TensorOnDisk):
 
 @dataclass
 class PeftFiles:
-    """What is written: adapter_config.json, the tensors by name, and the file's metadata."""
+    """The content of the folder: adapter_config.json, tensors by name, the file's metadata."""
 
     config: dict[str, Any]
     tensors: dict[str, TensorOnDisk]
@@ -145,33 +145,41 @@ def peft_files(config: ModelConfig, checkpoint: Path, base: Base) -> PeftFiles:
     layout = model_layout(config)
     weights = unmerged_weights(config, checkpoint)
     saved = saved_parameters(spec, layout)
-    whole = weights_on_disk(config, checkpoint) if saved else {}
-    modules = {}
-    for module, (_, parts) in layout.linears.items():
-        if any(part.layer in spec.layers for part in parts) and f"{module}.weight" not in saved:
-            modules[module] = parts
     tensors: dict[str, TensorOnDisk] = {}
     ranks: dict[str, tuple[int, float]] = {}
     fused_ranks: dict[str, int] = {}
-    for module, parts in modules.items():
+    for module, (shape, parts) in layout.linears.items():
         adapted = [part.layer for part in parts if part.layer in spec.layers]
-        own = {layer: spec.layers[layer][0] for layer in adapted}
-        fused_ranks |= own if len(parts) > 1 else {}
-        ranks[module] = module_rank(spec, list(own))
-        shape = layout.linears[module][0]
+        if not adapted or f"{module}.weight" in saved:
+            continue
+        if len(parts) > 1:
+            fused_ranks |= {layer: spec.layers[layer][0] for layer in adapted}
+        ranks[module] = module_rank(spec, adapted)
         tensors |= module_tensors(module, parts, shape, spec, weights)
-    for name, (shape, parts) in saved.items():
-        kind = name.rpartition(".")[2]
-        placed = [Placed(whole[f"{part.layer}.{kind}"], part.first) for part in parts]
-        tensors[name] = Assembled(placed[0].tensor.dtype, shape, [], placed)
-    if layout.tied and EMBEDDING in tensors:
-        # PEFT makes a copy of each of both modules, and reads each
-        tensors[HEAD] = tensors[EMBEDDING]
+    if saved:
+        tensors |= saved_tensors(saved, weights_on_disk(config, checkpoint), layout.tied)
     if not ranks:
         text = "trains parts of all adapted matrices in full.\nUse  form=merged"
         raise UserError("the adapter cannot be written", [Problem("adapter.also", text)])
     metadata = {FUSED_RANKS: json.dumps(fused_ranks)} if fused_ranks else {}
     return PeftFiles(adapter_config(spec, ranks, tensors, layout, base), tensors, metadata)
+
+
+def saved_tensors(
+    saved: dict[str, tuple[tuple[int, ...], list[Part]]],
+    weights: dict[str, TensorOnDisk],
+    tied: bool,
+) -> dict[str, TensorOnDisk]:
+    """Return parameters of the base's folder, each made of the weights of its parts."""
+    tensors: dict[str, TensorOnDisk] = {}
+    for name, (shape, parts) in saved.items():
+        kind = name.rpartition(".")[2]
+        placed = [Placed(weights[f"{part.layer}.{kind}"], part.first) for part in parts]
+        tensors[name] = Assembled(placed[0].tensor.dtype, shape, [], placed)
+    if tied and EMBEDDING in tensors:
+        # PEFT makes a copy of each of both modules, and reads each
+        tensors[HEAD] = tensors[EMBEDDING]
+    return tensors
 
 
 def saved_parameters(

@@ -103,7 +103,7 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1) -> list[Problem]:
 
 
 def require_undamaged(checkpoint: Path) -> None:
-    """Raise UserError naming a checkpoint's damaged files, and the newest whole one beside it."""
+    """Raise UserError naming a checkpoint's damaged files, and the newest whole one of its run."""
     problems = damage(checkpoint)
     if problems:
         problems[-1].why += f"\n{newest_whole(checkpoint)}"
@@ -112,8 +112,8 @@ def require_undamaged(checkpoint: Path) -> None:
 
 def newest_whole(damaged: Path) -> str:
     """Return what to say of the newest whole checkpoint of the same run."""
-    beside = [path for path in committed_checkpoints(damaged.parent.parent) if path != damaged]
-    whole = next((path for path in reversed(beside) if not damage(path)), None)
+    others = [path for path in committed_checkpoints(damaged.parent.parent) if path != damaged]
+    whole = next((path for path in reversed(others) if not damage(path)), None)
     if whole is None:
         return "No other checkpoint of this run is whole"
     return f"The newest whole one is  source={whole}"

@@ -14,7 +14,7 @@ of N ranks: 256 MiB on 4."""
 
 
 class Heads(Protocol):
-    """What the choice asks of a model's configuration."""
+    """The part of a model's configuration that the choice depends on."""
 
     @property
     def num_attention_heads(self) -> int:

@@ -48,13 +48,13 @@ def set_kernel_priority(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    asked: bool,
+    required: bool,
 ) -> None:
     """Have torch try the choice's kernel first, and the others where it cannot compute.
 
     cuDNN is tried only where it is the choice: with a mask its backward can give NaN
     (pytorch#196678), and it computes nothing that the others do not.
-    asked: the user named the kernel: raise UserError if it cannot compute this model at all.
+    required: raise UserError if it cannot compute this model at all.
     """
     _priority.close()  # the priority of an earlier run in this process
     if choice.kernel is None:
@@ -67,7 +67,7 @@ def set_kernel_priority(
     others = (backend for name, backend in BACKENDS.items() if name != "cudnn")
     order = list(dict.fromkeys([first, *others]))
     _priority.enter_context(sdpa_kernel(order, set_priority=True))
-    if asked and choice.layout != "varlen":
+    if required and choice.layout != "varlen":
         _try(choice, first, config, dtype, device)
 
 

@@ -115,22 +115,22 @@ def group_by_cost(queries: np.ndarray, keys: np.ndarray) -> list[np.ndarray]:
     queries, keys: how many each piece has.
     """
     groups: list[list[int]] = []
-    longest = most = needed = 0
+    most_queries = most_keys = needed = 0
     for i in np.argsort(-queries * keys, kind="stable").tolist():
         cost = int(queries[i]) * int(keys[i])
         padded = 0
         if groups:
-            widest = max(longest, int(queries[i])) * max(most, int(keys[i]))
+            widest = max(most_queries, int(queries[i])) * max(most_keys, int(keys[i]))
             padded = (len(groups[-1]) + 1) * widest
         if groups and padded <= PADDING_WASTE_LIMIT * (needed + cost) + CALL_COST:
             groups[-1].append(i)
-            longest = max(longest, int(queries[i]))
-            most = max(most, int(keys[i]))
+            most_queries = max(most_queries, int(queries[i]))
+            most_keys = max(most_keys, int(keys[i]))
             needed += cost
         else:
             groups.append([i])
-            longest = int(queries[i])
-            most = int(keys[i])
+            most_queries = int(queries[i])
+            most_keys = int(keys[i])
             needed = cost
     return [np.array(group) for group in groups]
 

@@ -354,9 +354,9 @@ class _Accumulator:
             else:
                 self.buffer = torch.empty_like(total, dtype=weight.dtype)
 
-    def __call__(self, left: Tensor, right: Tensor) -> None:
-        """total [vocabulary, hidden] += left.T @ right."""
+    def __call__(self, slopes: Tensor, hidden: Tensor) -> None:
+        """total [vocabulary, hidden] += slopes.T @ hidden."""
         if self.buffer is not None:
-            self.total += torch.mm(left.T, right, out=self.buffer)
+            self.total += torch.mm(slopes.T, hidden, out=self.buffer)
         else:
-            torch.addmm(self.total, left.T, right, out=self.total, **self.options)
+            torch.addmm(self.total, slopes.T, hidden, out=self.total, **self.options)

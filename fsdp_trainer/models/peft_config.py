@@ -442,11 +442,12 @@ def fully_trained(
 ) -> tuple[list[str], list[tuple[str, str]]]:
     """Return the parameters that modules_to_save trains, and tensors that must be equal."""
     also: list[str] = []
+    tied = {EMBEDDING, HEAD} & tensors.keys() if layout.tied else set()
     for name, shape in tensors.items():
-        if layout.tied and name == HEAD and EMBEDDING in tensors:
+        if name == HEAD and tied:  # the same parameter as the embedding
             continue
-        if name not in layout.parameters or (layout.tied and name == HEAD):
-            problems.append(Problem(name, _why_no_parameter(name, layout)))
+        if name not in layout.parameters:
+            problems.append(Problem(name, "is not part of this model"))
             continue
         expected, parts = layout.parameters[name]
         if shape != expected:
@@ -456,20 +457,16 @@ def fully_trained(
         for part in parts:
             also.append(f"{part.layer}.{kind}")
             sources[also[-1]] = PeftRows(name, part.first, part.rows)
-    if layout.tied and EMBEDDING in tensors and HEAD not in tensors:
-        text = (
-            "was trained apart from the head, which this model has tied to it"
-            " (tie_word_embeddings).\nSave both in the adapter, or untie them in the base model"
-        )
-        problems.append(Problem(EMBEDDING, text))
-    both = layout.tied and EMBEDDING in tensors and HEAD in tensors
-    return also, [(EMBEDDING, HEAD)] if both else []
+    if len(tied) == 1:
+        problems.append(_trained_apart(*tied))
+    return also, [(EMBEDDING, HEAD)] if len(tied) == 2 else []
 
 
-def _why_no_parameter(name: str, layout: Layout) -> str:
-    if layout.tied and name == HEAD:
-        return (
-            "was trained apart from the embedding, which this model has tied to it"
-            " (tie_word_embeddings).\nSave both in the adapter, or untie them in the base model"
-        )
-    return "is not part of this model"
+def _trained_apart(name: str) -> Problem:
+    """Return the problem of an adapter that has one of two tied matrices."""
+    other = "head" if name == EMBEDDING else "embedding"
+    text = (
+        f"was trained apart from the {other}, which this model has tied to it"
+        " (tie_word_embeddings).\nSave both in the adapter, or untie them in the base model"
+    )
+    return Problem(name, text)

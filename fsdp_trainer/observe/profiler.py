@@ -39,8 +39,9 @@ class Profiler:
         ranks: in the world; node_ranks: of one node, whose traces are enough by default.
         """
         if missing := [r for r in cfg.ranks or [] if r >= ranks]:
-            why = f"there is no rank {missing[0]}: the last of {ranks} is {ranks - 1}"
-            raise UserError("no such rank to profile", [Problem(f"profile.ranks={cfg.ranks}", why)])
+            reason = f"there is no rank {missing[0]}: the last of {ranks} is {ranks - 1}"
+            problem = Problem(f"profile.ranks={cfg.ranks}", reason)
+            raise UserError("no such rank to profile", [problem])
         self.first, self.last = parse_steps(cfg.steps) if cfg.steps else (0, -1)
         self.folder, self.rank = run / "profile", rank
         self.observer, self.clock = observer, clock

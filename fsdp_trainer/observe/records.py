@@ -53,8 +53,8 @@ class LineFile:
             self._write(durable)
         except OSError as error:
             if not self._failing:
-                kept = "Its lines are kept until it can be; training goes on"
-                self._say(f"{self.path} cannot be written: {error}. {kept}")
+                consequence = "Its lines are kept until it can be; training goes on"
+                self._say(f"{self.path} cannot be written: {error}. {consequence}")
             self._failing = True
             return not self.unwritten
         if self._failing:

@@ -41,7 +41,7 @@ class Copies(Protocol):
 
 
 class CopiesOnHost:
-    """Where the device is the host: another buffer, and no streams."""
+    """Copies on a device that is the host itself: another buffer, and no streams."""
 
     def to_host(self, storage: torch.UntypedStorage) -> Tensor:
         """See Copies."""
@@ -125,7 +125,7 @@ class OffloadedPart(NamedTuple):
 
 
 class SavedByBlock:
-    """What one block saved in one forward, and where it is.
+    """The tensors that one block saved in one forward, and where they are.
 
     stays: storages that are not moved, the block's parameters and what all blocks share. before:
     the same of the block before, which backward needs next.

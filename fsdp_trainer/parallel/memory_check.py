@@ -172,22 +172,28 @@ def check_memory(
 
     if fits(setup):
         return
-    items = least_memory(model, setup)
     available = f"{gib(memory)} {'on the GPU' if cuda else 'for each rank on this machine'}"
     if setup.sharding.cpu_offload and cuda:
         available += f" and {gib(host)} of the host's"
-    lines = [
+    lines = arithmetic(least_memory(model, setup), available)
+    overrides = suggestions(fits, setup, cuda)
+    overrides += [  # after what trains the same
+        other.override
+        for other in alternatives()
+        if fits(setup._replace(adapters=other.adapters), other.model)
+    ]
+    lines.append(f"Use  {'  or  '.join(overrides)}" if overrides else "Use a smaller model")
+    problem = Problem(f"{setup.ranks} × {device.type}", "\n".join(lines))
+    raise UserError("the model's states cannot fit", [problem])
+
+
+def arithmetic(items: list[MemoryItem], available: str) -> list[str]:
+    """Return a line for each thing that a rank holds, and for their sum."""
+    return [
         "each rank holds at least",
         *(f"{item.name:12}{gib(item.size):>12}   {item.formula}" for item in items),
         f"{'in all':12}{gib(total(items)):>12}   of {available}",
     ]
-    overrides = suggestions(fits, setup, cuda)
-    for other in alternatives():  # after what trains the same
-        if fits(setup._replace(adapters=other.adapters), other.model):
-            overrides.append(other.override)
-    lines.append(f"Use  {'  or  '.join(overrides)}" if overrides else "Use a smaller model")
-    problem = Problem(f"{setup.ranks} × {device.type}", "\n".join(lines))
-    raise UserError("the model's states cannot fit", [problem])
 
 
 def suggestions(fits: Callable[[Setup], bool], setup: Setup, cuda: bool) -> list[str]:

@@ -108,7 +108,7 @@ class RingAttention(torch.autograd.Function):
 
 
 class Arriving:
-    """What the rank before sends. work: None where it has arrived."""
+    """A message from the rank before. work: None where it has arrived."""
 
     def __init__(self, received: Tensor, work: Any):
         self.received = received

@@ -410,8 +410,8 @@ class TensorHead(Head):
         """See Head. For inference: no gradient. Collective."""
         logits = F.linear(hidden, local(self.weight))
         logits = logits if self.softcap is None else cap_logits(logits, self.softcap)
-        most = -(-self.weight.shape[0] // self.tensor_ranks.size)  # of the ranks' rows
-        padded = F.pad(logits, (0, most - logits.shape[-1]))
+        largest = -(-self.weight.shape[0] // self.tensor_ranks.size)  # of the ranks' rows
+        padded = F.pad(logits, (0, largest - logits.shape[-1]))
         return all_gather(padded, -1, self.tensor_ranks.group)[..., : self.vocab_size]
 
     def score_logits(
@@ -589,7 +589,7 @@ def dora_forward(self: Any, x: Tensor) -> Tensor:
 
 
 def few_heads(attention: Attention, heads: int, ranks: TensorRanks) -> None:
-    """Where there are fewer key heads than ranks, give each rank the one that its queries look at.
+    """Give each rank the key head that its queries look at, of fewer heads than ranks.
 
     Each makes a part of a head; the parts of all are gathered. heads: of keys.
     """

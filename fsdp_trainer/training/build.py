@@ -315,7 +315,9 @@ def choose_attention(
     kernel = attention_kernel(cfg, method, device.type)
     choice = choose(attention_layout(cfg, method, compiled), kernel, context)
     dtype = getattr(torch, cfg.precision.param_dtype)
-    set_kernel_priority(choice, config, dtype, device, asked=cfg.model.attention_kernel != "auto")
+    set_kernel_priority(
+        choice, config, dtype, device, required=cfg.model.attention_kernel != "auto"
+    )
     return choice
 
 

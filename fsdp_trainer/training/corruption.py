@@ -128,11 +128,11 @@ class Corruption:
         """Record and raise what was found. ranks: one of them did it; none: it may be any."""
         hosts = gather(socket.gethostname())
         names = " or ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
-        why = f"{names or 'some rank, or the network,'} {how}"
-        self.record("corruption", step=step, ranks=ranks, why=why)
+        fault = f"{names or 'some rank, or the network,'} {how}"
+        self.record("corruption", step=step, ranks=ranks, why=fault)
         dist.barrier()  # it is on record before any rank ends the world
         raise RunFailed(
-            f"{why}.\nA processor, memory or link gave wrong bits without an error. No checkpoint "
-            "was written of it; leave that machine out, and the same command goes on from the "
-            "checkpoint before"
+            f"{fault}.\nA processor, memory or link gave wrong bits without an error. No "
+            "checkpoint was written of it; leave that machine out, and the same command goes on "
+            "from the checkpoint before"
         )

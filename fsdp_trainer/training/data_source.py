@@ -34,7 +34,7 @@ LeaveTogether = Callable[[], None]
 
 @dataclass
 class SourceContext:
-    """What a source is built with besides its rows.
+    """The arguments of every source besides its rows.
 
     assembler: options of Assembler; workers: to start where data.workers does not say how many;
     attention_cost: of documents' lengths.

@@ -46,7 +46,7 @@ def describe(
     at_once = model.lm_head.rows_at_once(tokens, world.device.type)
     epochs = data.epochs(progress)
     trained = trained_numbers(config, cfg)
-    kept = "trained weights" if frozen_parameters(model) else "weights"
+    stored = "trained weights" if frozen_parameters(model) else "weights"
     frozen = f" ({short(trained)} trained)" if trained != config.parameters() else ""
     return [
         f"run    {run}",
@@ -57,7 +57,7 @@ def describe(
         *(f"token  {note}" for note in token_notes),
         f"world  {world.size} × {world.device.type}, {cfg.sharding.strategy}"
         f"{tensor_groups(dims)}, "
-        f"{cfg.precision.param_dtype} ({kept} {cfg.precision.master_dtype})",
+        f"{cfg.precision.param_dtype} ({stored} {cfg.precision.master_dtype})",
         *number_formats(cfg, model, world.device.type),
         *(f"data   {line}" for line in data.about(inputs.data, progress)),
         f"attend {attention}",
@@ -110,10 +110,10 @@ def adapters(model: Decoder) -> list[str]:
     scales = sorted({round(layer.lora_scale, 4) for layer in layers.values()})
     names = dict.fromkeys(name.rpartition(".")[2] for name in layers)
     formats = dict.fromkeys(str(p.dtype)[6:] for p in frozen_parameters(model).values())
-    kept = " and ".join("4 bits" if name == "uint8" else name for name in formats)
+    frozen = " and ".join("4 bits" if name == "uint8" else name for name in formats)
     return [
         f"adapt  {kind} on {len(layers)} layers ({', '.join(names)}), "
-        f"rank {one_or_range(ranks)}, scale {one_or_range(scales)}; frozen weights in {kept}"
+        f"rank {one_or_range(ranks)}, scale {one_or_range(scales)}; frozen weights in {frozen}"
     ]
 
 

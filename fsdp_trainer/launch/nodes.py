@@ -1,8 +1,8 @@
 """Meeting point of nodes that were given the same command; they hear of one another's end.
 
 The host that owns `launch.rendezvous` serves it. Plain sockets and lines of JSON: a torch TCPStore
-waits for ever if something else listens, and does not report that a node died; here the kernel
-closes its connection. Needs no torch.
+(2.13) waits far beyond its timeout if something else listens there and says nothing, and does not
+report that a node died; here the kernel closes its connection. Imports no torch.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What one rank of a pipeline has, for the arithmetic of a plan."""
+"""The part that one rank of a pipeline has, for the arithmetic of a plan."""
 
 from typing import NamedTuple, TypeVar
 

@@ -178,8 +178,8 @@ def context_exchange(cfg: TrainConfig, config: ModelConfig, group: Group) -> Con
 
 
 class Hops(NamedTuple):
-    """What a rank of a pipeline passes on in a micro-batch: bytes of one message, and how many go
-    on to the next stage and back to the one before.
+    """Messages that a rank of a pipeline passes on in a micro-batch: bytes of each, and how many
+    go on to the next stage and back to the one before.
 
     leaves: the neighbours in the pipeline are on other nodes.
     """
@@ -190,9 +190,11 @@ class Hops(NamedTuple):
     leaves: bool
 
     def seconds(self, device: Device, efficiency: float) -> float:
-        """In both directions; what comes in comes meanwhile. Nothing is computed."""
-        most = 2 * max(self.forward, self.backward)
-        return most * self.size / ((device.network if self.leaves else device.link) * efficiency)
+        """Return the seconds in both directions. What comes in comes meanwhile; nothing is computed."""
+        messages = 2 * max(self.forward, self.backward)
+        return (
+            messages * self.size / ((device.network if self.leaves else device.link) * efficiency)
+        )
 
 
 def hops(

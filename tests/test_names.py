@@ -89,7 +89,7 @@ ABSENT = {
     "dpo=true": "no preference losses",
     "optim=adafactor": "Muon with AdamW beside it",
     "optimizer=shampoo": "Muon with AdamW beside it",
-    "model=mixtral_8x7b": "no mixture of experts",
+    "model=mixtral": "model=qwen3_30b_a3b",
     "callbacks=mine.py": "--import my_module",
     "objective=dpo": "no preference losses",
     "neftune_noise_alpha=5": "adds no noise",

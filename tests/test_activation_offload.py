@@ -243,7 +243,7 @@ def test_offloading_is_suggested_where_it_makes_a_run_fit():
     typed = planned(*words, "activation_checkpoint.offload=true")
     assert typed.fits
     assert typed.memory.peak.total == found.peak_bytes
-    assert re.search(r"\d+ GiB a rank, \d+ a node", found.why)
+    assert re.search(r"\d+ GiB a rank, \d+ a node", found.reason)
     before = planned(*words)
     inputs = 131072 * 4096 * 2
     saved = before.memory.peak.total - typed.memory.peak.total

@@ -552,7 +552,8 @@ def test_completion_offers_recipes_of_ones_own_and_leaves_folders_to_the_shell(
 ):
     folder = own(recipe__mine="# @package _global_")
     for line, offered in (
-        (f"--config-dir {folder} +recipe=mi", "+recipe=mine +recipe=mistral7b_sft"),
+        (f"--config-dir {folder} +recipe=mis", "+recipe=mistral7b_sft"),
+        (f"--config-dir {folder} +recipe=min", "+recipe=mine"),
         ("--config-dir ", ""),
     ):
         monkeypatch.setenv("COMP_LINE", f"fsdp-trainer {line}")

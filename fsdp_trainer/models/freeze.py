@@ -93,7 +93,7 @@ def count_trained(model: Decoder) -> int:
     """Return how many numbers of a model are trained, without the padding of the vocabulary."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rows = dict.fromkeys(VOCABULARY, model.config.vocab_size)
-    return sum(rows.get(name, len(p)) * p[0].numel() for name, p in parameters.items())
+    return sum(rows.get(name, len(p)) * p.shape[1:].numel() for name, p in parameters.items())
 
 
 def _suggest(pattern: str, names: Sequence[str] | dict[str, nn.Parameter]) -> str:

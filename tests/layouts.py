@@ -2,10 +2,12 @@
 
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp_trainer.data.order import Rows
 from fsdp_trainer.distributed import gather, local_part, local_slice
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.parallel import parallelize as parallelize_module
@@ -13,6 +15,38 @@ from fsdp_trainer.training.gradients import GradientSync, clip_gradients
 from fsdp_trainer.training.objective import CrossEntropy
 
 STEPS = 4
+VOCABULARY = 97
+ROW = 32
+DOCUMENTS = ([20, 9], [7, 9, 16], [32], [5, 5, 5, 5, 5, 5])
+SUPERVISED = (range(21, 28), range(32), range(0), range(0, 32, 3))
+"""Of each row in four; those of the first lie all in one part of two, the third has none."""
+
+
+def packed_row(number, step):
+    """A row of packed documents, [1, ROW]."""
+    random = np.random.default_rng(10 * step + number)
+    rows, kind = Rows.empty(1, ROW), number % len(DOCUMENTS)
+    rows.documents = [DOCUMENTS[kind]]
+    filled = sum(DOCUMENTS[kind])
+    rows.tokens[0, :filled] = random.integers(0, VOCABULARY, filled)
+    rows.positions[0, :filled] = np.concatenate([np.arange(n) for n in DOCUMENTS[kind]])
+    places = [i for i in SUPERVISED[kind] if i < filled]
+    rows.labels[0, places] = random.integers(0, VOCABULARY, len(places))
+    rows.weights[0, places] = random.random(len(places)) + 0.5
+    return rows
+
+
+def take_steps_on_rows(model, cfg, dims, assembler, rows=4, pipeline=None):
+    """See take_steps. rows: packed ones of a step, dealt over the ranks of the assembler."""
+    own = range(assembler.rank, rows, assembler.ranks)
+
+    def weight(step):
+        return sum(packed_row(number, step).weights.sum() for number in range(rows))
+
+    def batch(number, step):
+        return assembler.assemble(packed_row(number, step))
+
+    return take_steps(model, cfg, dims, own, batch, weight, pipeline)
 
 
 def take_steps(model, cfg, dims, own, batch_of, weight_of, pipeline=None, **loss_options):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import assert_same, compiled_quickly, take_steps, whole
+from layouts import ROW, VOCABULARY, assert_same, compiled_quickly, take_steps_on_rows, whole
 from stored import assert_byte_equal, tensors
 from torch.distributed.tensor import DTensor
 from world import read_lines, write_chats
@@ -20,7 +20,6 @@ from fsdp_trainer.config.schema import (
     Sharding,
     TrainConfig,
 )
-from fsdp_trainer.data.order import Rows
 from fsdp_trainer.models.adapters import resolve_adapters
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
@@ -35,28 +34,10 @@ from fsdp_trainer.training.batches import Assembler
 
 CPU = torch.device("cpu")
 SIZES = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2,
     "tie_word_embeddings": False, "family": "qwen3",
 }  # fmt: skip
-ROW = 32
-DOCUMENTS = ([20, 9], [7, 9, 16], [32], [5, 5, 5, 5, 5, 5])
-SUPERVISED = (range(21, 28), range(32), range(0), range(0, 32, 3))
-"""Of each row; those of the first lie all in one rank's part, the third has none."""
-
-
-def row(number, step):
-    """A row of packed documents."""
-    random = np.random.default_rng(10 * step + number)
-    rows = Rows.empty(1, ROW)
-    rows.documents = [DOCUMENTS[number]]
-    filled = sum(DOCUMENTS[number])
-    rows.tokens[0, :filled] = random.integers(0, SIZES["vocab_size"], filled)
-    rows.positions[0, :filled] = np.concatenate([np.arange(n) for n in DOCUMENTS[number]])
-    places = [i for i in SUPERVISED[number] if i < filled]
-    rows.labels[0, places] = random.integers(0, SIZES["vocab_size"], len(places))
-    rows.weights[0, places] = random.random(len(places)) + 0.5
-    return rows
 
 
 def configuration(settings):
@@ -69,18 +50,6 @@ def configuration(settings):
         precision=Precision(param_dtype="float32", master_dtype="float32"),
         adapter=Adapter(**settings.get("adapter", {})),
     )
-
-
-def train(model, cfg, dims, assembler):
-    own = range(assembler.rank, len(DOCUMENTS), assembler.ranks)
-
-    def weight(step):
-        return sum(row(number, step).weights.sum() for number in range(len(DOCUMENTS)))
-
-    def batch(number, step):
-        return assembler.assemble(row(number, step))
-
-    return take_steps(model, cfg, dims, own, batch, weight)
 
 
 def start(model):
@@ -99,7 +68,7 @@ def plain(sizes, settings):
     choose_trained(model, resolve_adapters(cfg.adapter, config), [])
     start(model)
     first = {n: whole(p) for n, p in model.named_parameters()}
-    return first, *train(model, cfg, None, Assembler(ROW, 1, 1, 0, 1, CPU))
+    return first, *take_steps_on_rows(model, cfg, None, Assembler(ROW, 1, 1, 0, 1, CPU))
 
 
 def shared(sizes, settings):
@@ -122,7 +91,7 @@ def shared(sizes, settings):
         attention=settings.get("attention", "documents"),
         same_rows=dims.same_rows, context=context_ranks(dims, choice.method, config.windows),
     )  # fmt: skip
-    return first, *train(model, cfg, dims, assembler)
+    return first, *take_steps_on_rows(model, cfg, dims, assembler)
 
 
 TWO = {"sharding": {"context": 2}}

@@ -1,10 +1,9 @@
 """Expert parallelism: ranks that divide experts compute what one plain process does."""
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import assert_same, take_steps, whole
+from layouts import ROW, VOCABULARY, assert_same, take_steps_on_rows, whole
 from stored import checkpoint, newest, stored, tensors
 
 from fsdp_trainer.checkpoint.huggingface import import_weights
@@ -17,7 +16,6 @@ from fsdp_trainer.config.schema import (
     Sharding,
     TrainConfig,
 )
-from fsdp_trainer.data.order import Rows
 from fsdp_trainer.distributed import local_part, local_slice
 from fsdp_trainer.models.adapters import resolve_adapters
 from fsdp_trainer.models.config import ModelConfig
@@ -32,29 +30,11 @@ from fsdp_trainer.training.batches import Assembler
 
 CPU = torch.device("cpu")
 QWEN = {
-    "family": "qwen3_moe", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
+    "family": "qwen3_moe", "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "initializer_range": 0.2, "tie_word_embeddings": False, "num_experts": 8,
     "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True,
 }  # fmt: skip
-ROW = 32
-DOCUMENTS = ([20, 9], [7, 9, 16], [32], [5, 5, 5, 5, 5, 5])
-SUPERVISED = (range(21, 28), range(32), range(0), range(0, 32, 3))
-"""Of each row; the third has none."""
-
-
-def row(number, step):
-    """A row of packed documents."""
-    random = np.random.default_rng(10 * step + number)
-    rows = Rows.empty(1, ROW)
-    rows.documents = [DOCUMENTS[number]]
-    filled = sum(DOCUMENTS[number])
-    rows.tokens[0, :filled] = random.integers(0, QWEN["vocab_size"], filled)
-    rows.positions[0, :filled] = np.concatenate([np.arange(n) for n in DOCUMENTS[number]])
-    places = [i for i in SUPERVISED[number] if i < filled]
-    rows.labels[0, places] = random.integers(0, QWEN["vocab_size"], len(places))
-    rows.weights[0, places] = random.random(len(places)) + 0.5
-    return rows
 
 
 def configuration(settings):
@@ -67,18 +47,6 @@ def configuration(settings):
         precision=Precision(param_dtype="float32", master_dtype="float32"),
         adapter=Adapter(**settings.get("adapter", {})),
     )
-
-
-def train(model, cfg, dims, assembler):
-    own = range(assembler.rank, len(DOCUMENTS), assembler.ranks)
-
-    def weight(step):
-        return sum(row(number, step).weights.sum() for number in range(len(DOCUMENTS)))
-
-    def batch(number, step):
-        return assembler.assemble(row(number, step))
-
-    return take_steps(model, cfg, dims, own, batch, weight)
 
 
 @torch.no_grad()
@@ -105,7 +73,7 @@ def plain(sizes, settings):
     choose_trained(model, resolve_adapters(cfg.adapter, config), [])
     start(model, settings.get("one_rank"))
     first = {n: whole(p) for n, p in model.named_parameters()}
-    return first, *train(model, cfg, None, Assembler(ROW, 1, 1, 0, 1, CPU))
+    return first, *take_steps_on_rows(model, cfg, None, Assembler(ROW, 1, 1, 0, 1, CPU))
 
 
 def built(cfg, config):
@@ -129,7 +97,7 @@ def shared(sizes, settings):
         ROW, 1, 1, dims.batch_rank, dims.batch_ranks, CPU,
         same_rows=dims.same_rows, context=context_ranks(dims, choice.method, config.windows),
     )  # fmt: skip
-    return first, *train(model, cfg, dims, assembler)
+    return first, *take_steps_on_rows(model, cfg, dims, assembler)
 
 
 EXPERT = {"sharding": {"expert": 2}}

@@ -1,10 +1,16 @@
 """Pipeline parallelism: stages compute what one plain process does."""
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import assert_same, compiled_quickly, of_all_stages, take_steps
+from layouts import (
+    ROW,
+    VOCABULARY,
+    assert_same,
+    compiled_quickly,
+    of_all_stages,
+    take_steps_on_rows,
+)
 from schedules import followed
 from stored import checkpoint, newest, stored, tensors
 from torch.distributed.tensor import DTensor
@@ -30,7 +36,6 @@ from fsdp_trainer.config.schema import (
     Train,
     TrainConfig,
 )
-from fsdp_trainer.data.order import Rows
 from fsdp_trainer.models.adapters import initialize_magnitudes, resolve_adapters
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, meta_decoder
@@ -45,29 +50,11 @@ from fsdp_trainer.training.batches import Assembler
 
 CPU = torch.device("cpu")
 SIZES = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2,
     "tie_word_embeddings": False, "family": "qwen3",
 }  # fmt: skip
-ROW = 32
 ROWS = 8
-DOCUMENTS = ([20, 9], [7, 9, 16], [32], [5, 5, 5, 5, 5, 5])
-SUPERVISED = (range(21, 28), range(32), range(0), range(0, 32, 3))
-"""Of each row in four; the third has none."""
-
-
-def row(number, step):
-    """A row of packed documents."""
-    random = np.random.default_rng(10 * step + number)
-    rows, kind = Rows.empty(1, ROW), number % 4
-    rows.documents = [DOCUMENTS[kind]]
-    filled = sum(DOCUMENTS[kind])
-    rows.tokens[0, :filled] = random.integers(0, SIZES["vocab_size"], filled)
-    rows.positions[0, :filled] = np.concatenate([np.arange(n) for n in DOCUMENTS[kind]])
-    places = [i for i in SUPERVISED[kind] if i < filled]
-    rows.labels[0, places] = random.integers(0, SIZES["vocab_size"], len(places))
-    rows.weights[0, places] = random.random(len(places)) + 0.5
-    return rows
 
 
 def configuration(settings):
@@ -82,18 +69,6 @@ def configuration(settings):
         adapter=Adapter(**settings.get("adapter", {})),
         train=Train(freeze=settings.get("freeze", [])),
     )
-
-
-def train(model, cfg, dims, assembler, pipeline=None):
-    own = range(assembler.rank, ROWS, assembler.ranks)
-
-    def weight(step):
-        return sum(row(number, step).weights.sum() for number in range(ROWS))
-
-    def batch(number, step):
-        return assembler.assemble(row(number, step))
-
-    return take_steps(model, cfg, dims, own, batch, weight, pipeline)
 
 
 def start(model):
@@ -113,7 +88,7 @@ def plain(sizes, settings):
     choose_trained(model, resolve_adapters(cfg.adapter, config), cfg.train.freeze)
     start(model)
     first = {n: p.detach().clone() for n, p in model.named_parameters()}
-    return first, *train(model, cfg, None, Assembler(ROW, 1, 1, 0, 1, CPU))
+    return first, *take_steps_on_rows(model, cfg, None, Assembler(ROW, 1, 1, 0, 1, CPU), ROWS)
 
 
 def staged(sizes, settings):
@@ -136,7 +111,7 @@ def staged(sizes, settings):
         same_rows=dims.same_rows, context=context_ranks(dims, choice.method, config.windows),
     )  # fmt: skip
     pipeline = Pipeline(model, dims, cfg, ROWS // dims.batch_ranks, CPU)
-    return first, *train(model, cfg, dims, assembler, pipeline)
+    return first, *take_steps_on_rows(model, cfg, dims, assembler, ROWS, pipeline)
 
 
 def layout(**options):

@@ -1,11 +1,13 @@
 """A few steps of a model, whole or shared by ranks, and what they must have in common."""
 
+import pickle
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from world import pack
 
 from fsdp_trainer.data.order import Rows
 from fsdp_trainer.distributed import gather, local_part, local_slice
@@ -14,7 +16,7 @@ from fsdp_trainer.parallel import parallelize as parallelize_module
 from fsdp_trainer.training.gradients import GradientSync, clip_gradients
 from fsdp_trainer.training.objective import CrossEntropy
 
-STEPS = 4
+STEPS = 2
 VOCABULARY = 97
 ROW = 32
 DOCUMENTS = ([20, 9], [7, 9, 16], [32], [5, 5, 5, 5, 5, 5])
@@ -74,7 +76,7 @@ def take_steps(model, cfg, dims, own, batch_of, weight_of, pipeline=None, **loss
             dims.sum_over_tokens(loss)
         losses.append(loss.item())
         if step == 0:
-            gradients = {n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
+            gradients = whole({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
         if dims:
             norms.append(clip_gradients(model, dims, 0.5, None).item())
         else:
@@ -82,7 +84,7 @@ def take_steps(model, cfg, dims, own, batch_of, weight_of, pipeline=None, **loss
         optimizer.set_learning_rate(3e-3)
         optimizer.step()
         optimizer.zero_grad()
-    return losses, norms, gradients, {n: whole(p) for n, p in model.named_parameters()}
+    return losses, norms, gradients, whole(dict(model.named_parameters()))
 
 
 def compiled_quickly():
@@ -120,28 +122,30 @@ def pipelined_steps(model, cfg, dims, own, batch_of, weight_of, pipeline):
 
 
 def of_all_stages(tensors):
-    """Tensors by name of all ranks' stages: whole ones. Copies of one must be alike."""
-    together = {}
+    """Tensors by name of all ranks' parts and stages: whole ones, on every rank. Copies of one must
+    be alike.
+
+    By hand: torch's own way remembers groups of worlds that are gone.
+    """
     own = {n: (t.shape, local_slice(t), local_part(t.detach())) for n, t in tensors.items()}
-    for stage in gather(own):
-        for name, (shape, part, numbers) in stage.items():
-            one = together.setdefault(name, torch.full(shape, torch.nan))
-            known = one[part].clone()
-            one[part] = numbers
-            assert known.isnan().any() or torch.equal(known, numbers), f"copies of {name}"
-    return together
+    together = {}
+    for parts in map(pickle.loads, gather(pack(own))):
+        for name, (shape, part, numbers) in parts.items():
+            if name not in together:
+                nothing = torch.empty(shape, dtype=numbers.dtype)
+                together[name] = nothing, torch.zeros(shape, dtype=torch.bool)
+            one, known = together[name]
+            assert torch.equal(one[part][known[part]], numbers[known[part]]), f"copies of {name}"
+            one[part], known[part] = numbers, True
+    assert all(known.all() for _, known in together.values())
+    return {name: one for name, (one, _) in together.items()}
 
 
-def whole(tensor):
-    """By hand: torch's own way remembers groups of worlds that are gone."""
-    tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return tensor.clone()
-    nothing = torch.nan if tensor.is_floating_point() else 0
-    together = torch.full(tensor.shape, nothing, dtype=tensor.dtype)
-    for part, numbers in gather((local_slice(tensor), local_part(tensor))):
-        together[part] = numbers
-    return together
+def whole(tensors):
+    """Tensors by name, as one process has them, which a world of ranks or none shares."""
+    if dist.is_initialized():
+        return of_all_stages(tensors)
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def assert_same(got, expected, tolerance=1e-5):

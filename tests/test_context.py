@@ -67,7 +67,7 @@ def plain(sizes, settings):
     model = Decoder(config)
     choose_trained(model, resolve_adapters(cfg.adapter, config), [])
     start(model)
-    first = {n: whole(p) for n, p in model.named_parameters()}
+    first = whole(dict(model.named_parameters()))
     return first, *take_steps_on_rows(model, cfg, None, Assembler(ROW, 1, 1, 0, 1, CPU))
 
 
@@ -84,7 +84,7 @@ def shared(sizes, settings):
         model = parallelize(model, dims, cfg, adapters, bool(compiled))
     allocate(model, CPU)
     start(model)
-    first = {n: whole(p) for n, p in model.named_parameters()}
+    first = whole(dict(model.named_parameters()))
     choice = context_method(cfg, config)
     assembler = Assembler(
         ROW, 1, 1, dims.batch_rank, dims.batch_ranks, CPU,

@@ -72,7 +72,7 @@ def plain(sizes, settings):
     model = Decoder(config)
     choose_trained(model, resolve_adapters(cfg.adapter, config), [])
     start(model, settings.get("one_rank"))
-    first = {n: whole(p) for n, p in model.named_parameters()}
+    first = whole(dict(model.named_parameters()))
     return first, *take_steps_on_rows(model, cfg, None, Assembler(ROW, 1, 1, 0, 1, CPU))
 
 
@@ -91,7 +91,7 @@ def shared(sizes, settings):
     cfg, config = configuration(settings), ModelConfig(**{**QWEN, **sizes})
     model, dims = built(cfg, config)
     start(model, settings.get("one_rank"))
-    first = {n: whole(p) for n, p in model.named_parameters()}
+    first = whole(dict(model.named_parameters()))
     choice = context_method(cfg, config)
     assembler = Assembler(
         ROW, 1, 1, dims.batch_rank, dims.batch_ranks, CPU,
@@ -178,7 +178,7 @@ def imported(folder):
     cfg = configuration(EXPERT)
     model, _ = built(cfg, ModelConfig.from_hf(folder))
     import_weights(model, folder)
-    return {name: whole(p.detach()) for name, p in model.named_parameters()}
+    return whole(dict(model.named_parameters()))
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ def alone(sizes, settings):
     model = Decoder(config)
     choose_trained(model, resolve_adapters(cfg.adapter, config), [])
     start(model)
-    first = {n: whole(p) for n, p in model.named_parameters()}
+    first = whole(dict(model.named_parameters()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe, "grouped_linear", by_loop)
         rows = range(len(DOCUMENTS))
@@ -187,7 +187,7 @@ def shared(sizes, settings):
     model = parallelize(model, dims, cfg, adapters, settings.get("compiled", False))
     allocate(model, CPU)
     start(model)
-    first = {n: whole(p) for n, p in model.named_parameters()}
+    first = whole(dict(model.named_parameters()))
     own = range(dims.batch_rank, len(DOCUMENTS), dims.batch_ranks)
     return first, *take_steps(model, cfg, dims, own, batch_of, weight_of)
 

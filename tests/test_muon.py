@@ -159,7 +159,7 @@ def moved(layout, **options):
     state = dict(model.named_parameters())
     for name, parameter in model.named_parameters():
         state |= {f"{name} {key}": value for key, value in optimizer.state[parameter].items()}
-    return {name: whole(tensor) for name, tensor in state.items()}
+    return whole(state)
 
 
 def largest_difference(some, others):

@@ -61,7 +61,7 @@ def steps(name, layout=None, count=4, skipped=(2,), **formats):
     for key, parameter in model.items():
         state |= {f"{key} {name}": t for name, t in optimizer.state[parameter].items()}
         assert set(optimizer.empty_state(parameter)) == set(optimizer.state[parameter])
-    return {key: whole(t) for key, t in state.items()}
+    return whole(state)
 
 
 def lion(weight, gradient, state, _step):

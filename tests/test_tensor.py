@@ -131,7 +131,7 @@ def sharded(sizes, settings):
         model, dims = built(ModelConfig(**{**SIZES, **sizes}), settings)
         cfg = configuration(settings)
         start(model)
-        first = {n: whole(p.detach()) for n, p in model.named_parameters()}
+        first = whole(dict(model.named_parameters()))
         return first, *train(model, cfg, dims, settings)
 
 
@@ -256,7 +256,7 @@ def imported(folder):
     """The weights of a folder as two ranks of a tensor group read them."""
     model, _ = built(ModelConfig.from_hf(folder), {"sharding": {"tensor": 2}})
     import_weights(model, folder)
-    return {name: whole(p.detach()) for name, p in model.named_parameters()}
+    return whole(dict(model.named_parameters()))
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -182,7 +184,7 @@ class World:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             }
-            pipe.send((pickle.dumps((function, args)), place | (env or {})))
+            pipe.send((pack((function, args)), place | (env or {})))
         answers: dict[int, tuple[str, Any]] = {}
         deadline = time.monotonic() + timeout
         while len(answers) < ranks and time.monotonic() < deadline:
@@ -190,7 +192,7 @@ class World:
             for pipe in multiprocessing.connection.wait(list(waiting), timeout=0.5):
                 rank = waiting[pipe]
                 try:
-                    answers[rank] = pipe.recv()
+                    answers[rank] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     answers[rank] = ("died", workers[rank][0].exitcode)
                 if answers[rank][0] != "done":
@@ -250,6 +252,7 @@ def work(pipe) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    await_stores()
     jobs, signals = 0, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before, handlers = dict(os.environ), [signal.getsignal(s) for s in signals]
     while True:
@@ -259,8 +262,8 @@ def work(pipe) -> None:
             return
         os.environ.update(env)
         jobs += 1
-        # a run leaves its sockets and files to the garbage collector, nearly thirty of them
-        if jobs % 20 == 0 or len(os.listdir("/proc/self/fd")) > 150:
+        if jobs % 20 == 0 or crowded():
+            gc.unfreeze()  # else what a job has left since it was frozen stays for good
             gc.collect()
         # as after a rank's imports: a run's own collections would go through all that torch has,
         # for a third of a small run
@@ -276,7 +279,66 @@ def work(pipe) -> None:
         os.environ.update(before)
         for s, handler in zip(signals, handlers, strict=True):
             signal.signal(s, handler)
-        pipe.send(answer)
+        pipe.send_bytes(pack(answer))
+
+
+def crowded() -> bool:
+    """Whether jobs have left many sockets and threads to the garbage collector. Each group of ranks
+    has a thread that wakes a hundred times a second until then."""
+    return len(os.listdir("/proc/self/fd")) > 150 or len(os.listdir("/proc/self/task")) > 40
+
+
+class Packer(pickle.Pickler):
+    """Writes tensors as their bytes: multiprocessing opens a file of shared memory for each, and
+    torch.save takes ten times as long."""
+
+    def reducer_override(self, value):
+        torch = sys.modules.get("torch")
+        if torch is None or type(value) is not torch.Tensor:
+            return NotImplemented
+        if value.requires_grad or value.layout != torch.strided or value.device.type != "cpu":
+            return NotImplemented
+        flat = value.reshape(-1).contiguous().view(torch.uint8)
+        return unpack_tensor, (flat.numpy().tobytes(), value.dtype, value.shape)
+
+
+def unpack_tensor(data: bytes, dtype: Any, shape: Any) -> Any:
+    """The tensor that a Packer has written."""
+    import torch
+
+    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.view(shape)
+
+
+def pack(value: Any) -> bytes:
+    """A value for `pickle.loads`."""
+    file = io.BytesIO()
+    Packer(file).dump(value)
+    return file.getvalue()
+
+
+def await_stores() -> None:
+    """From now on connect to the store of rank 0 once it listens: torch tries at once, and again
+    after half a second."""
+    import torch.distributed as dist
+
+    class Store(dist.TCPStore):
+        def __init__(self, host_name, port, world_size=None, is_master=False, *rest, **options):
+            if not is_master:
+                await_port(host_name, port)
+            super().__init__(host_name, port, world_size, is_master, *rest, **options)
+
+    dist.TCPStore = dist.rendezvous.TCPStore = Store
+
+
+def await_port(host: str, port: int) -> None:
+    """Wait until something listens there; after a second torch may wait."""
+    for _ in range(100):
+        try:
+            socket.create_connection((host, port)).close()
+            return
+        except OSError:
+            time.sleep(0.01)
 
 
 def compose_once(argv: tuple[str, ...]) -> Any:

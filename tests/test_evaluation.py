@@ -2,6 +2,7 @@
 
 import json
 
+import inject
 import pytest
 import torch
 from world import read_lines
@@ -85,7 +86,7 @@ def with_transformers(folder, tasks, **options):
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    from fsdp_trainer.evaluation.tasks import metrics_of
+    from fsdp_trainer.evaluation.harness_tasks import metrics_of
 
     model = HFLM(str(folder), device="cpu", dtype="float32", batch_size=4)
     results = simple_evaluate(
@@ -119,8 +120,8 @@ def evaluate(world, folder, tasks, *options, ranks=1):
 def test_the_metrics_are_those_of_transformers_on_any_number_of_ranks(world, folder, tasks):
     theirs = with_transformers(folder, tasks)
     assert theirs.keys() == MORE.keys()
-    for ranks in (1, 3):
-        ours = evaluate(world, folder, tasks, ranks=ranks)
+    for options, ranks in (([], 1), ([], 2), (["sharded=true"], 3)):
+        ours = evaluate(world, folder, tasks, *options, ranks=ranks)
         assert ours.keys() == theirs.keys()
         for task, values in theirs.items():
             assert ours[task] == pytest.approx(values, rel=1e-6), (task, ranks)
@@ -141,10 +142,12 @@ def test_each_generated_text_is_that_of_transformers(folder):
     from fsdp_trainer.data.templates import load_template
     from fsdp_trainer.data.tokenizer import load_tokenizer
     from fsdp_trainer.evaluation.harness import HarnessModel
+    from fsdp_trainer.evaluation.scoring import Scorer
 
     tokenizer = load_tokenizer(str(folder))
     template = load_template(None, tokenizer)
-    ours = HarnessModel(load_model(folder), tokenizer, template, 4, torch.device("cpu"))
+    scorer = Scorer(load_model(folder), 4, torch.device("cpu"))
+    ours = HarnessModel(scorer, tokenizer, template)
     theirs = HFLM(str(folder), device="cpu", dtype="float32", batch_size=2)
     prompts = ["abc", "a longer question?", "x" * 150]
     options = [{"until": ["q", "7"], "max_gen_toks": 20}, {"until": [], "max_gen_toks": 9}]
@@ -181,3 +184,57 @@ def test_what_cannot_be_evaluated_is_refused_by_name(world, folder, tmp_path):
     assert "tasks=[arc_easy]" in refused()
     assert "there is no such file" in refused(f"tasks=[{tmp_path}/none.yaml]")
     assert "no such task" in refused("tasks=[no_task_of_this_name]", "launch.device=cpu")
+
+
+AT_STEPS = ["evaluation.limit=5", "train.steps=4", "train.evaluate_every=2", "checkpoint.every=2"]
+
+
+def evaluations(run):
+    """Steps and metrics of a run's evaluations, as its events tell them."""
+    return [(event["step"], without_errors(event["tasks"])) for event in run.event("tasks")]
+
+
+def test_a_run_that_was_stopped_amid_an_evaluation_neither_loses_nor_repeats_it(
+    train, world, tasks
+):
+    chosen = [f"evaluation.tasks=[{tasks[0]},{tasks[3]}]", *AT_STEPS]
+    whole = train("whole", *chosen, ranks=2)
+    assert [step for step, _ in evaluations(whole)] == [2, 4]
+    assert "tasks  after step 4: choice acc " in whole.out
+    for line, (_, metrics) in zip(whole.metrics[1::2], evaluations(whole), strict=True):
+        assert line["tasks"] == {
+            f"{task}/{name}": value
+            for task, values in metrics.items()
+            for name, value in values.items()
+        }
+    by_verb = evaluate(world, whole.folder, [tasks[0], tasks[3]], "limit=5")
+    assert by_verb == {
+        task: pytest.approx(values, rel=1e-5) for task, values in evaluations(whole)[-1][1].items()
+    }
+
+    seam = inject.signalled("evaluation", 1, 2)
+    stopped = train("run", *chosen, ranks=2, seam=seam, code=75)
+    assert stopped.column("step") == [1, 2]
+    assert evaluations(stopped) == []
+    run = train("run", *chosen, ranks=2)
+    assert evaluations(run) == evaluations(whole)
+    assert [line.get("tasks") for line in run.metrics] == [
+        line.get("tasks") for line in whole.metrics
+    ]
+
+
+def test_tasks_in_training_give_the_same_numbers_however_ranks_share_the_model(train, tasks):
+    chosen = [f"evaluation.tasks=[{tasks[0]},{tasks[3]}]", "evaluation.limit=5"]
+    still = ["train.steps=1", "optim.lr=0", "batch.micro_rows=1", "launch.timeout=120s"]
+    [(_, alone)] = evaluations(train("alone", *chosen, *still))
+    for name in ("tensor", "context", "pipeline"):
+        layout = f"sharding.{name}=2"
+        [(_, shared)] = evaluations(train(name, *chosen, *still, layout, ranks=2))
+        for task, values in alone.items():
+            assert shared[task] == pytest.approx(values, rel=1e-5), name
+
+
+def test_tasks_of_a_training_are_checked_before_it_begins(train, tmp_path):
+    refused = train("run", f"evaluation.tasks=[{tmp_path}/none.yaml]", code=2)
+    assert "there is no such file" in refused.err
+    assert "evaluation.tasks=[arc_easy]" in train("run", "train.evaluate_every=2", code=2).err

@@ -44,17 +44,25 @@ def read_model(
 ) -> Decoder:
     """Return what `load_model` does, without the checksums of a checkpoint's files."""
     path = Path(path).expanduser()
-    checkpoint = find_checkpoint(path)
     model = meta_decoder(model_config(path)).to(dtype)
     model.to_empty(device=device)
     model.tie_weights()
+    read_into(model, path, merge_into, alone=True)
+    return model.eval().requires_grad_(False)
+
+
+def read_into(model: Decoder, path: Path, merge_into: str = "trained", alone: bool = False) -> None:
+    """Fill a model, sharded or not, with what `path` holds.
+
+    Collective, unless this process is `alone` in it. Raises UserError and RunFailed.
+    """
+    checkpoint = find_checkpoint(path)
     try:
         if checkpoint and not read_base(checkpoint).adapters:
-            load_weights(model, checkpoint, {}, alone=True)
+            load_weights(model, checkpoint, {}, alone=alone)
         else:
             if checkpoint or is_adapter(path):
                 require_unchanged(model.config, checkpoint or path)
             read_parameters(model, weights_on_disk(model.config, checkpoint or path, merge_into))
     except OSError as error:
         raise RunFailed(f"cannot read the weights: {error}") from None
-    return model.eval().requires_grad_(False)

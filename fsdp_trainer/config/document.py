@@ -104,7 +104,7 @@ def documented_files(conf: Path) -> dict[Path, str]:
     }
     classes |= {conf / f"{verb}.yaml": cls for verb, cls in SMALL.items()}
     texts = {path: yaml_file(path.read_text(), cls) for path, cls in classes.items()}
-    plain = {"train": ("run", "batch", "train", "loss", "profile")} | {
+    plain = {"train": ("run", "batch", "train", "loss", "evaluation", "profile")} | {
         verb: (verb,) for verb in OWN_NODES
     }
     for verb, nodes in plain.items():

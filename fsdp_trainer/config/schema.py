@@ -96,6 +96,11 @@ class Train:
         "optimizer steps between validations, and between samples; null: only at the end",
         minimum=1,
     )
+    evaluate_every: int | None = key(
+        None,
+        "optimizer steps between evaluations on evaluation.tasks; null: only at the end",
+        minimum=1,
+    )
     validate_first: bool | None = key(
         None,
         "validate before the first step too: how good the model was; null: where there is"
@@ -212,6 +217,21 @@ class Loss:
         " those of 256 tokens on a CPU, of 2048 on a GPU",
         minimum=1,
     )
+
+
+@dataclass
+class Evaluation:
+    """The tasks that the model in training is evaluated on, as the verb evaluate has them."""
+
+    tasks: list[str] = key(
+        [], "names of lm-evaluation-harness's tasks, or paths of their YAML files"
+    )
+    limit: int | None = key(None, "only the first so many items of each task; null: all", minimum=1)
+    fewshot: int | None = key(
+        None, "examples before each question; null: as the task says", minimum=0
+    )
+    chat: bool = key(False, "ask through the chat template, examples as turns before")
+    rows: int = key(32, "requests that a rank computes at the same time", minimum=1)
 
 
 @dataclass
@@ -953,6 +973,7 @@ class TrainConfig:
     batch: Batch = field(default_factory=Batch)
     train: Train = field(default_factory=Train)
     loss: Loss = field(default_factory=Loss)
+    evaluation: Evaluation = field(default_factory=Evaluation)
     profile: Profile = field(default_factory=Profile)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)

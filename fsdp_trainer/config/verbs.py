@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from fsdp_trainer.config.schema import TrainConfig, key
+from fsdp_trainer.config.schema import Evaluation, TrainConfig, key
 from fsdp_trainer.config.sweeping import CORES_A_GPU
 
 
@@ -253,24 +253,20 @@ class GenerateConfig:
 
 
 @dataclass
-class Evaluate:
+class Evaluate(Evaluation):
     """The model and the tasks of an evaluation."""
 
     source: str | None = key(
         None, "a run, a checkpoint, an adapter of PEFT's or a Hugging Face folder"
     )
-    tasks: list[str] = key(
-        [], "names of lm-evaluation-harness's tasks, or paths of their YAML files"
-    )
-    limit: int | None = key(None, "only the first so many items of each task; null: all", minimum=1)
-    fewshot: int | None = key(
-        None, "examples before each question; null: as the task says", minimum=0
-    )
-    chat: bool = key(False, "ask through the chat template, examples as turns before")
     template: str | None = key(
         None, "chat template, as data.template; null: the tokenizer's own, else plain"
     )
-    rows: int = key(32, "requests that a rank computes at the same time", minimum=1)
+    sharded: bool | None = key(
+        None,
+        "the ranks hold parts of one model, not whole copies; null: where a rank has no room for"
+        " all of it",
+    )
     format: str = key(
         "text",
         "`text`: a table; `json`: one object, {task: {metric: value}}",

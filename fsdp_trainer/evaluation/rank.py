@@ -1,4 +1,5 @@
-"""One rank of an evaluation: it holds the whole model and computes a share of the requests."""
+"""One rank of an evaluation: it holds the model, or a part of it, and computes a share of the
+requests."""
 
 import json
 import os
@@ -9,14 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.config.paths import find_checkpoint, step_of, tokenizer_folder
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.config.verbs import EvaluateConfig
 from fsdp_trainer.data.templates import load_template
 from fsdp_trainer.data.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError, report
+from fsdp_trainer.evaluation.models import build_scorer
+from fsdp_trainer.evaluation.scoring import Metrics
+from fsdp_trainer.evaluation.tasks import Tasks
 from fsdp_trainer.launch.world import connect, environment_of_ranks, join
+from fsdp_trainer.observe.console import error_name, without_errors
 
 RESULTS = "evaluations.jsonl"
 
@@ -25,7 +29,6 @@ def evaluate_as_rank(cfg: EvaluateConfig) -> int:
     """Evaluate with the other ranks; rank 0 prints the results. Returns the exit code."""
     timeout = parse_duration(cfg.launch.timeout)
     world = join(environment_of_ranks(os.environ) or os.environ, cfg.launch.device, timeout)
-    os.environ["DISABLE_MULTIPROC"] = "1"  # the harness would fork a process for each core
     if not world.main:
         os.environ["TQDM_DISABLE"] = "1"
     if world.size > 1:
@@ -45,20 +48,14 @@ def evaluate_as_rank(cfg: EvaluateConfig) -> int:
     return 0
 
 
-def evaluate_model(cfg: EvaluateConfig, device: torch.device) -> dict[str, dict[str, float]]:
+def evaluate_model(cfg: EvaluateConfig, device: torch.device) -> Metrics:
     """Return {task: {metric: value}}. Collective."""
-    # heavy optional packages
-    from fsdp_trainer.evaluation.harness import HarnessModel
-    from fsdp_trainer.evaluation.tasks import run_tasks
-
-    source = str(cfg.source)
-    model = load_model(source, device, getattr(torch, cfg.dtype))
-    tokenizer = load_tokenizer(str(tokenizer_folder(source)))
-    template = load_template(cfg.template, tokenizer)
-    return run_tasks(HarnessModel(model, tokenizer, template, cfg.rows, device), cfg)
+    tokenizer = load_tokenizer(str(tokenizer_folder(str(cfg.source))))
+    tasks = Tasks(cfg, tokenizer, load_template(cfg.template, tokenizer))
+    return tasks.run(build_scorer(cfg, device))
 
 
-def record(cfg: EvaluateConfig, metrics: dict[str, dict[str, float]]) -> None:
+def record(cfg: EvaluateConfig, metrics: Metrics) -> None:
     """Add a line to the evaluations of a run, and write the file that was asked for."""
     source = Path(str(cfg.source))
     checkpoint = find_checkpoint(source)
@@ -73,7 +70,7 @@ def record(cfg: EvaluateConfig, metrics: dict[str, dict[str, float]]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def show(cfg: EvaluateConfig, metrics: dict[str, dict[str, float]]) -> None:
+def show(cfg: EvaluateConfig, metrics: Metrics) -> None:
     """Print the results: a table, or one object."""
     if cfg.format == "json":
         print(json.dumps(metrics))
@@ -81,17 +78,10 @@ def show(cfg: EvaluateConfig, metrics: dict[str, dict[str, float]]) -> None:
     rows = [
         (task, name, value, values.get(error_name(name)))
         for task, values in metrics.items()
-        for name, value in values.items()
-        if "_stderr" not in name
+        for name, value in without_errors(values).items()
     ]
     width = max((len(task) for task, *_ in rows), default=4)
     metric_width = max((len(name) for _, name, *_ in rows), default=6)
     for task, name, value, error in rows:
         spread = "" if error is None else f"  ± {error:.4f}"
         print(f"{task:{width}}  {name:{metric_width}}  {value:8.4f}{spread}")
-
-
-def error_name(metric: str) -> str:
-    """Return the name of a metric's standard error."""
-    name, comma, filters = metric.partition(",")
-    return f"{name}_stderr{comma}{filters}"

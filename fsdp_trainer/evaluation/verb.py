@@ -3,6 +3,7 @@
 import importlib.util
 import os
 
+from fsdp_trainer.config.schema import Evaluation
 from fsdp_trainer.config.verbs import EvaluateConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.start import start_ranks, starts_ranks
@@ -10,7 +11,7 @@ from fsdp_trainer.launch.start import start_ranks, starts_ranks
 
 def evaluate(cfg: EvaluateConfig, overrides: list[str]) -> int:
     """Evaluate a model on tasks, on as many ranks as `launch` says. Returns the exit code."""
-    require_tasks(cfg)
+    require_tasks(cfg, "")
     if starts_ranks(cfg.launch, os.environ):
         return start_ranks(cfg, overrides, verb="evaluate")
     for name, value in cfg.launch.env.items():
@@ -20,17 +21,22 @@ def evaluate(cfg: EvaluateConfig, overrides: list[str]) -> int:
     return evaluate_as_rank(cfg)
 
 
-def require_tasks(cfg: EvaluateConfig) -> None:
-    """Raise UserError where there is nothing to evaluate, or the harness is not installed."""
+def require_tasks(cfg: Evaluation, node: str) -> None:
+    """Raise UserError where there is nothing to evaluate, or the harness is not installed.
+
+    node: in front of the keys, `evaluation.` in training.
+    """
     problems = []
     if not cfg.tasks:
-        reason = "say which: names of lm-evaluation-harness's or YAML files, as  tasks=[arc_easy]"
-        problems.append(Problem("tasks=[]", reason))
+        reason = (
+            f"say which: names of lm-evaluation-harness's or YAML files, as  {node}tasks=[arc_easy]"
+        )
+        problems.append(Problem(f"{node}tasks=[]", reason))
     for name in cfg.tasks:
         if name.endswith((".yaml", ".yml")) and not os.path.isfile(name):
-            problems.append(Problem(f"tasks=[{name}]", "there is no such file"))
+            problems.append(Problem(f"{node}tasks=[{name}]", "there is no such file"))
     if importlib.util.find_spec("lm_eval") is None:
         reason = "lm-evaluation-harness is not installed:  pip install 'fsdp_trainer[eval]'"
-        problems.append(Problem("evaluate", reason))
+        problems.append(Problem(f"{node}tasks", reason))
     if problems:
         raise UserError("there is nothing to evaluate", problems)

@@ -16,6 +16,7 @@ PLAIN_NAMES = {
     "read": "device",
     "update": "optimizer",
     "samples": "validation",
+    "evaluation": "validation",
 }
 PLAIN_NAMES |= dict.fromkeys(CHECKPOINT, "checkpoint")
 """Names for people of phases that go by another one."""
@@ -153,6 +154,28 @@ def validation_line(
     text = f"valid  {when}: loss {_finite(loss, '.4f')}{compared}"
     bits = "" if bits_per_byte is None else f"{bits_per_byte:.4f} bits/byte"
     return "  ".join(filter(None, (text, bits, by_source(losses))))
+
+
+def tasks_line(step: int, metrics: dict[str, dict[str, float]]) -> str:
+    """Return the line of an evaluation: `tasks  after step 40: arc_easy acc 0.2512 ± 0.0089`."""
+    parts = []
+    for task, values in metrics.items():
+        for name, value in without_errors(values).items():
+            error = values.get(error_name(name))
+            spread = "" if error is None else f" ± {error:.4f}"
+            parts.append(f"{task} {name} {value:.4f}{spread}")
+    return f"tasks  after step {step:,}: {', '.join(parts)}"
+
+
+def without_errors(values: dict[str, float]) -> dict[str, float]:
+    """Return a task's metrics without their standard errors."""
+    return {name: value for name, value in values.items() if "_stderr" not in name}
+
+
+def error_name(metric: str) -> str:
+    """Return the name of a metric's standard error."""
+    name, comma, filters = metric.partition(",")
+    return f"{name}_stderr{comma}{filters}"
 
 
 def _finite(value: float | None, form: str) -> str:

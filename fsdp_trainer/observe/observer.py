@@ -13,7 +13,13 @@ from fsdp_trainer.config.schema import Logging
 from fsdp_trainer.devices import peak_flops
 from fsdp_trainer.extensions import CALLBACKS, RunInfo
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.observe.console import Console, progress_line, shortened, validation_line
+from fsdp_trainer.observe.console import (
+    Console,
+    progress_line,
+    shortened,
+    tasks_line,
+    validation_line,
+)
 from fsdp_trainer.observe.flops import TrainedWork, causal_flops, palm_flops
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.step_log import StepReport, finite_or_none
@@ -198,6 +204,11 @@ class Observer:
         self.event("evaluation", step=step, **details, seconds=round(seconds, 3))
         self.say(validation_line(step, loss, bits_per_byte, lowest, by_source))
         self.call("validation", step, loss)
+
+    def evaluated(self, step: int, metrics: dict[str, dict[str, float]], seconds: float) -> None:
+        """Record and show what tasks gave. metrics: by task and name, with standard errors."""
+        self.event("tasks", step=step, tasks=metrics, seconds=round(seconds, 3))
+        self.say(tasks_line(step, metrics))
 
     def checkpoint_committed(self, step: int, path: str, seconds: float, **details: Any) -> None:
         """Record and show a committed checkpoint."""

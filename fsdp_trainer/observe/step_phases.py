@@ -33,6 +33,7 @@ ROW_OF = {
     "update": "optimizer",
     "read": "log",
     "samples": "validation",
+    "evaluation": "validation",
     "check": "other",
     "profile": "other",
     "compile": "other",

@@ -14,7 +14,7 @@ from fsdp_trainer.report.read import RecordedRun
 PARTS = {
     "training": "steps that count",
     "data": "waiting for data",
-    "validation": "validation and samples",
+    "validation": "validation, samples and tasks",
     "checkpoint": "training stands still for a checkpoint",
     "compile": "compiling",
     "startup": "the first start, until the first step",
@@ -31,6 +31,7 @@ OF_PHASE = (
         "rewind": "restart",
         "validation": "validation",
         "samples": "validation",
+        "evaluation": "validation",
     }
     | dict.fromkeys(("forward", "backward", "clip", "update", "read"), "training")
     | dict.fromkeys(CHECKPOINT, "checkpoint")

@@ -1,16 +1,16 @@
 "use strict";
 const find = id => document.getElementById(id), data = JSON.parse(find("data").textContent), runs = data.runs, root = document.documentElement;
-const state = { x: "steps", smooth: 0.5, range: null, hidden: new Set(), quiet: new Set(["data", "evaluation", ...(runs.length > 1 ? ["start", "end", "checkpoint"] : [])]), log: new Set(["grad_norm"]), run: 0 };
+const state = { x: "steps", smooth: 0.5, range: null, hidden: new Set(), quiet: new Set(["data", "evaluation", "tasks", ...(runs.length > 1 ? ["start", "end", "checkpoint"] : [])]), log: new Set(["grad_norm"]), run: 0 };
 const TITLES = {
   loss: "Loss", objective: "Objective (what was minimised)", validation_loss: "Validation loss", grad_norm: "Gradient norm, before clipping", lr: "Learning rate",
   tokens_per_second: "Tokens per second", step_seconds: "Seconds a step", memory_gib: "Memory at the peak, GiB", mfu_palm: "MFU (6N + 12LHDT)", mfu_causal: "MFU, causal",
   load_balancing_loss: "Load-balancing loss, weighted", router_z_loss: "Routers' z-loss, weighted", expert_load_max: "Largest load of an expert, over the even load",
   expert_load_entropy: "Entropy of the experts' load, 1: even", experts_unused: "Experts without a token",
-  "loss_by_source/": "Loss by source", "validation_loss_by_source/": "Validation loss by source",
+  "loss_by_source/": "Loss by source", "validation_loss_by_source/": "Validation loss by source", "tasks/": "Tasks",
 };
 const SMOOTHED = ["loss", "objective", "loss_by_source/", "grad_norm", "tokens_per_second"], LOG = ["loss", "objective", "validation_loss", "grad_norm", "lr", "step_seconds"];
 const BAD = ["skipped", "spike", "rewind", "hang", "straggler", "corruption", "not_deterministic", "checkpoint_failed", "checkpoint_waited", "damaged", "out_of_memory", "signal"];
-const MINOR = ["checkpoint", "evaluation", "compile", "data", "profile", "export"];
+const MINOR = ["checkpoint", "evaluation", "tasks", "compile", "data", "profile", "export"];
 let charts = [], scatters = [], active = null;
 
 const css = name => getComputedStyle(root).getPropertyValue(name).trim();
@@ -152,7 +152,7 @@ function draw(parent, title, name, shown, more = {}) {
   }
   figure.append(head);
   // lines that the table of runs does not name: one for each source of the data
-  const sources = name.includes("by_source") ? shown.filter(s => !s.faint) : [];
+  const sources = name.endsWith("/") ? shown.filter(s => !s.faint) : [];
   if (sources.length) {
     const legend = make("div");
     legend.className = "legend";
@@ -166,7 +166,7 @@ function draw(parent, title, name, shown, more = {}) {
     cursor: { sync: { key: "x", scales: ["x", null], filters: { pub: type => !["mousedown", "mouseup", "dblclick"].includes(type) } }, drag: { x: true, y: false, setScale: false, dist: 6 }, dataIdx: nearest, y: false, bind: { dblclick: () => null }, points: { size: 7 } },
     scales: { x: { time: false, auto: false, min, max }, y: { distr: state.log.has(name) ? 3 : 1, ...(state.log.has(name) ? { range: (_, low, high) => [low * 0.9, high * 1.1] } : {}), ...more.scale } },
     axes: [{ ...axis, size: 32, values: (_, ticks) => ticks.map(place), ...(state.x === "time" ? { incrs: SECONDS, space: 70 } : {}) }, { ...axis, size: 62, values: (_, ticks) => ticks.map(v => tick(v, state.log.has(name))) }],
-    series: [{}, ...shown.map(s => ({ stroke: s.colour, width: s.faint ? 1 : 1.75, alpha: s.faint ? 0.35 : 1, dash: s.dash, spanGaps: true, points: { show: s.ys.length < 40 || name.startsWith("validation"), size: 5, fill: s.colour }, ...s.more }))],
+    series: [{}, ...shown.map(s => ({ stroke: s.colour, width: s.faint ? 1 : 1.75, alpha: s.faint ? 0.35 : 1, dash: s.dash, spanGaps: true, points: { show: s.ys.length < 40 || name.startsWith("validation") || name === "tasks/", size: 5, fill: s.colour }, ...s.more }))],
     hooks: { draw: [markers], setCursor: [tell], setSelect: [u => { const { left, width } = u.select; if (width) { zoom([u.posToVal(left, "x"), u.posToVal(left + width, "x")]); u.setSelect({ width: 0 }, false); } }] },
   }, uPlot.join(shown.map(s => [s.xs, s.ys])), figure);
   u.title = title; u.shown = shown; u.name = name;

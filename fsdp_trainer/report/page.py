@@ -44,14 +44,15 @@ LINES = (
     "expert_load_entropy",
     "experts_unused",
 )
-OF_SOURCES = ("loss_by_source/", "validation_loss_by_source/")
+GROUPED = ("loss_by_source/", "validation_loss_by_source/", "tasks/")
+"""Columns that share a chart, by the beginning of their names."""
 GROUPS = {  # phases in the order of a step, as they are stacked
     "data": ("data",),
     "forward": ("forward",),
     "backward": ("backward",),
     "clip, update": ("clip", "update"),
     "waiting for the device": ("read",),
-    "validation, samples": ("validation", "samples"),
+    "validation, samples": ("validation", "samples", "evaluation"),
     "checkpoint": CHECKPOINT,
     "compile": ("compile",),
 }  # and all others
@@ -118,7 +119,7 @@ def page_data(summaries: list[Summary]) -> dict[str, Any]:
 
 def run_data(run: RecordedRun, max_rows: int) -> dict[str, Any]:
     """A run's curves, each of about `max_rows` points, its smallest and greatest among them."""
-    names = [name for name in run.metrics if name in LINES or name.startswith(OF_SOURCES)]
+    names = [name for name in run.metrics if name in LINES or name.startswith(GROUPED)]
     began = beginning(run)
     seconds = np.fmax.accumulate(run.column("time")) - began
     rows = thinned({name: run.metrics[name] for name in names}, run.lines, max_rows)

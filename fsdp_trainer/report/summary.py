@@ -106,6 +106,8 @@ class Summary:
         bits = run.last("validation_bits_per_byte")
         if bits is not None:
             facts.append(("bits per byte", short(bits)))
+        tasks = [name for name in run.metrics if name.startswith("tasks/")]
+        facts += [(name.removeprefix("tasks/"), short(run.last(name))) for name in tasks]
         return facts
 
     def _world_and_speed(self) -> list[tuple[str, str]]:

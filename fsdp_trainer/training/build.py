@@ -81,6 +81,7 @@ from fsdp_trainer.training.saving import CheckpointManager
 from fsdp_trainer.training.step import ForwardBackward
 from fsdp_trainer.training.stop import StopSignals
 from fsdp_trainer.training.streaming import StreamedRows
+from fsdp_trainer.training.tasks import TrainingTasks
 from fsdp_trainer.training.trainer import Trainer
 from fsdp_trainer.training.weights import fill, restore
 
@@ -209,6 +210,7 @@ def build(
         samples=Samples(
             cfg, inputs.tokenizer, inputs.template, device, config.max_position_embeddings
         ),
+        tasks=TrainingTasks(cfg, inputs, dims, device),
         progress=progress,
         checkpoints=CheckpointManager(store, observer, clock, start.newest, not progress.pending),
         dtypes=dtypes,

@@ -23,7 +23,8 @@ class Progress:
     The order of the data is a function of `rows`, or when streaming of `streams`.
 
     step, rows, tokens, supervised_tokens: done so far.
-    pending: work due after this step that a stop interrupted: `validate`, `sample`.
+    pending: work due after this step that a stop interrupted: `validate`, `sample`,
+    `evaluate`.
     first_validation, last_validation: losses before the first step, and the last one; None: there
     was none, or it was not finite.
     best_loss: the lowest validation loss, after best_step; best_before: the same before that one.

@@ -46,6 +46,7 @@ from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.saving import CheckpointManager
 from fsdp_trainer.training.step import ForwardBackward, StepResult
 from fsdp_trainer.training.stop import DataLost, Stop, StopSignals
+from fsdp_trainer.training.tasks import TrainingTasks, flat_metrics
 
 Outcome = tuple[str, int]
 """Why training ended, and the exit code."""
@@ -76,6 +77,7 @@ class Trainer:
     token_bytes: Tensor
     """[vocabulary] int64: the bytes of each token."""
     samples: Samples
+    tasks: TrainingTasks
     progress: Progress
     checkpoints: CheckpointManager
     dtypes: dict[str, str]
@@ -213,10 +215,13 @@ class Trainer:
 
     def work_due(self) -> list[str]:
         """Return the methods that are due after this step and that a stop may interrupt."""
-        if not self.is_due(self.cfg.train.validate_every):
-            return []
-        work = {"validate": self.validation, "sample": self.samples.prompts}
-        return [name for name, wanted in work.items() if wanted]
+        train = self.cfg.train
+        work = {
+            "validate": (train.validate_every, self.validation),
+            "sample": (train.validate_every, self.samples.prompts),
+            "evaluate": (train.evaluate_every, self.tasks.names),
+        }
+        return [name for name, (every, wanted) in work.items() if wanted and self.is_due(every)]
 
     @property
     def validates_first(self) -> bool:
@@ -306,9 +311,16 @@ class Trainer:
         line: dict[str, Any] = {"validation_loss": value, "validation_bits_per_byte": bits}
         if by_source:
             line["validation_loss_by_source"] = by_source
-        # a stop had the step's line written before the validation; step 0 has none
-        if progress.step and not self.step_log.annotate(line):
-            self.observer.amend(progress.step, line)
+        self.add_to_line(line)
+
+    def add_to_line(self, more: dict[str, Any]) -> None:
+        """Add to the line of the step that was done last; step 0 has none.
+
+        A stop had it written before work that was still due after the step.
+        """
+        step = self.progress.step
+        if step and not self.step_log.annotate(more):
+            self.observer.amend(step, more)
 
     def sample(self) -> None:
         """Record what the model says to train.sample_prompts now."""
@@ -320,6 +332,18 @@ class Trainer:
             finally:
                 reshard(self.model)
             self.observer.sampled(self.progress.step, answers)
+
+    def evaluate(self) -> None:
+        """Record how good the model is at evaluation.tasks now."""
+        phases.enter("evaluation")
+        with self.step_log.clock.excluded() as seconds:
+            try:
+                check = partial(self.sync_during, "evaluation")
+                metrics = self.tasks.run(self.model, check, self.forward_backward.decoder)
+            finally:
+                reshard(self.model)
+            self.observer.evaluated(self.progress.step, metrics, seconds())
+            self.add_to_line({"tasks": flat_metrics(metrics)})
 
     def log(self, last: bool = False) -> None:
         """At a logging step, read the device and write all steps since the last one. Collective.
@@ -337,7 +361,7 @@ class Trainer:
         losses = [report.sums[metrics.position("loss")] for report in reports]
         with self.step_log.clock.excluded():
             spike = self.guard.review(reports, losses, self.data.suspects, self.observer)
-            incomplete = "validate" in self.progress.pending
+            incomplete = not {"validate", "evaluate"}.isdisjoint(self.progress.pending)
             self.observer.write(
                 reports, metrics.written, seconds, self.total_steps, last, incomplete
             )

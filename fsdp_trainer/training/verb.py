@@ -14,6 +14,7 @@ from pathlib import Path
 from fsdp_trainer.config.paths import COMPILE_CACHE, compile_cache, run_folder
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import UserError
+from fsdp_trainer.evaluation.verb import require_tasks
 from fsdp_trainer.folders import NewFolders
 from fsdp_trainer.launch.hosts import start_on_hosts
 from fsdp_trainer.launch.start import start_ranks, starts_ranks
@@ -42,6 +43,9 @@ def train(cfg: TrainConfig, overrides: list[str]) -> int:
 
 def start(cfg: TrainConfig, overrides: list[str], new_folders: NewFolders) -> int:
     """Do what `train` does. new_folders: those that were not there when the command began."""
+    if cfg.evaluation.tasks or cfg.train.evaluate_every:
+        require_tasks(cfg.evaluation, "evaluation.")
+        os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's progress bars
     # signals stay pending until a handler is installed
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:

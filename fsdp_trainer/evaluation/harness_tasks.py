@@ -1,0 +1,93 @@
+"""Tasks of lm-evaluation-harness: found by name or file, run, and their metrics. Import it late."""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from fsdp_trainer.config.schema import Evaluation
+from fsdp_trainer.data.templates import Template
+from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.evaluation.harness import HarnessModel
+from fsdp_trainer.evaluation.scoring import Metrics, Scorer
+
+RESAMPLES = 1000
+"""For the standard errors of metrics that have no formula."""
+
+
+class LoadedTasks(TaskManager):
+    """Tasks that are loaded already, whatever names are asked for: they need no network again."""
+
+    def __init__(self, specs: list[Any], include_defaults: bool):
+        super().__init__(include_defaults=include_defaults)
+        unknown = [name for name in specs if isinstance(name, str) and not self.match_tasks([name])]
+        if unknown:
+            reason = (
+                "there is no such task: use the path of a YAML file, or a name of  lm-eval ls tasks"
+            )
+            raise UserError("a task cannot be run", [Problem(name, reason) for name in unknown])
+        self.loaded = super().load(specs)
+
+    def load(self, task_list: Any) -> Any:
+        """Return the loaded tasks."""
+        return self.loaded
+
+
+class HarnessTasks:
+    """Some of the harness's tasks. What it prints goes to stderr."""
+
+    def __init__(self, cfg: Evaluation, names: list[str]):
+        """Load the tasks. Raises UserError for one that is not there."""
+        os.environ["DISABLE_MULTIPROC"] = "1"  # the harness would fork a process for each core
+        self.cfg = cfg
+        self.specs: list[Any] = [
+            load_yaml(Path(name), resolve_func=True) if is_file(name) else name for name in names
+        ]
+        with contextlib.redirect_stdout(sys.stderr):
+            self.manager = LoadedTasks(self.specs, not all(map(is_file, names)))
+
+    def run(self, scorer: Scorer, tokenizer: TextTokenizer, template: Template) -> Metrics:
+        """Return {task: {metric: value}}; on other than a node's first rank it may be empty.
+
+        Collective.
+        """
+        cfg = self.cfg
+        with contextlib.redirect_stdout(sys.stderr):
+            results = simple_evaluate(
+                HarnessModel(scorer, tokenizer, template),
+                tasks=self.specs,
+                task_manager=self.manager,
+                num_fewshot=cfg.fewshot,
+                limit=cfg.limit,
+                apply_chat_template=cfg.chat,
+                fewshot_as_multiturn=cfg.chat,
+                bootstrap_iters=RESAMPLES,
+                log_samples=False,
+            )
+        return metrics_of(results["results"]) if results else {}
+
+
+def is_file(name: str) -> bool:
+    """Return True for the path of a task's YAML file."""
+    return name.endswith((".yaml", ".yml"))
+
+
+def metrics_of(results: dict[str, dict[str, Any]]) -> Metrics:
+    """Return the numbers among the harness's results.
+
+    Its `acc,none` is `acc`; a task with other filters has `exact_match,strict-match`.
+    """
+    return {
+        task: {
+            key.removesuffix(",none"): float(value)
+            for key, value in values.items()
+            if "," in key and isinstance(value, int | float)
+        }
+        for task, values in results.items()
+    }

@@ -1,0 +1,237 @@
+"""A model as evaluations ask it: how likely texts are, and how they go on.
+
+Requests are shared out over the ranks. Every rank hands over the same ones and gets all results.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_trainer.distributed import gather, to_device
+from fsdp_trainer.generation.cache import Prompts
+from fsdp_trainer.generation.generate import IDLE_PROMPT, IsOver, generate_tokens
+from fsdp_trainer.generation.ranks import OneRank, OwnPrompts, Ranks
+from fsdp_trainer.generation.sampling import Sampling
+from fsdp_trainer.parallel.dims import Dims
+
+BATCH_TOKENS = 4096
+"""Tokens of a forward; a longer request is computed alone."""
+Metrics = dict[str, dict[str, float]]
+"""By task and name."""
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Ending(NamedTuple):
+    """All tokens of a text, of which the last `length` are asked about."""
+
+    tokens: tuple[int, ...]
+    length: int
+
+
+class Likelihood(NamedTuple):
+    """The log-likelihood of an ending, and whether each token of it is the likeliest."""
+
+    total: float
+    is_greedy: bool
+
+
+IDLE = Ending((*IDLE_PROMPT, 0), 1)
+"""The request of a rank that computes for the sake of the others."""
+
+
+@dataclass
+class Shares:
+    """The way requests are shared out. share: which of `shares` is this rank's."""
+
+    share: int = 0
+    shares: int = 1
+    ranks: Ranks = field(default_factory=OneRank)
+
+
+def whole_copies() -> Shares:
+    """Return the shares of ranks that each have a whole model: they compute on their own."""
+    if not dist.is_initialized():
+        return Shares()
+    return Shares(dist.get_rank(), dist.get_world_size())
+
+
+def sharded_shares(dims: Dims, device: torch.device) -> Shares:
+    """Return the shares of ranks that have one model together: every forward is collective.
+
+    The ranks of a tensor group and those of a pipeline compute the same requests.
+    """
+    own = [name for name in dims.sizes if name not in TOGETHER]
+    sizes = [dims.sizes[name] for name in own]
+    place = [dims.coordinates[name] for name in own]
+    share = int(np.ravel_multi_index(place, sizes))
+    groups = [group for name in TOGETHER if (group := dims.group(name)) is not None]
+    return Shares(share, int(np.prod(sizes)), GroupedPrompts(device, groups))
+
+
+TOGETHER = ("tensor", "pipeline")
+"""Dimensions whose ranks compute the same requests."""
+
+
+class GroupedPrompts(OwnPrompts):
+    """Ranks that continue prompts of their own, or of their groups.
+
+    groups: process groups whose ranks continue the same ones, with the first one's tokens.
+    """
+
+    def __init__(self, device: torch.device, groups: list[dist.ProcessGroup]):
+        super().__init__(device)
+        self.groups = groups
+
+    def tokens(self, chosen: Tensor) -> Tensor:
+        """See Ranks. Collective."""
+        chosen = chosen.contiguous()
+        for group in self.groups:
+            dist.broadcast(chosen, group=group, group_src=0)
+        return chosen
+
+
+class Scorer:
+    """A model that answers requests, the ranks a share each.
+
+    model: has `next_logits` and `config`, as a Decoder; rows: requests that a rank computes at the
+    same time; check: called before each batch on all ranks alike, may raise.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        rows: int,
+        device: torch.device,
+        shares: Shares | None = None,
+        check: Callable[[], None] = lambda: None,
+    ):
+        self.model, self.rows, self.device = model, rows, device
+        self.shares = shares or whole_copies()
+        self.check = check
+
+    @property
+    def context(self) -> int:
+        """Tokens of the model's context."""
+        return self.model.config.max_position_embeddings
+
+    def likelihoods(self, endings: Sequence[Ending]) -> list[Likelihood]:
+        """Return the likelihood of each ending. Collective."""
+        return self.shared_out(endings, self.own_likelihoods, lambda ending: len(ending.tokens))
+
+    def continuations(
+        self,
+        prompts: Sequence[list[int]],
+        stop_ids: Collection[int],
+        sampling: Sampling,
+        is_over: IsOver,
+    ) -> list[list[int]]:
+        """Return the tokens that follow each prompt. Collective."""
+
+        def generate(own: Sequence[list[int]]) -> list[list[int]]:
+            answers = generate_tokens(
+                self.model,
+                list(own),
+                stop_ids,
+                sampling,
+                rows=self.rows,
+                device=self.device,
+                ranks=self.shares.ranks,
+                check=self.check,
+                is_over=is_over,
+            )
+            return [tokens for [tokens] in answers]
+
+        return self.shared_out(prompts, generate, len)
+
+    def shared_out(
+        self,
+        items: Sequence[Item],
+        work: Callable[[Sequence[Item]], Sequence[Result]],
+        weight: Callable[[Item], int],
+    ) -> list[Result]:
+        """Return the work's result for each item, of which every rank computes a share. Collective.
+
+        weight: of an item; every share has items of about the same weights.
+        """
+        shares = self.shares
+        order = sorted(range(len(items)), key=lambda i: -weight(items[i]))
+        computed = list(work([items[i] for i in order[shares.share :: shares.shares]]))
+        if not dist.is_initialized():
+            return unsorted(order, {0: computed}, 1)
+        return unsorted(order, dict(gather((shares.share, computed))), shares.shares)
+
+    def own_likelihoods(self, endings: Sequence[Ending]) -> list[Likelihood]:
+        """Return the likelihood of each ending; those that differ in the last token alone share
+        their computation."""
+        order = sorted(
+            range(len(endings)), key=lambda i: (-len(endings[i].tokens), endings[i].tokens)
+        )
+        results = [Likelihood(0.0, True)] * len(endings)
+        batches = self.batches([len(endings[i].tokens) for i in order])
+        for number in range(self.shares.ranks.most(len(batches))):
+            self.check()
+            if number >= len(batches):
+                self.score([IDLE])
+                continue
+            numbers = [order[i] for i in batches[number]]
+            scores = self.score([endings[i] for i in numbers])
+            for i, score in zip(numbers, scores, strict=True):
+                results[i] = score
+        return results
+
+    def batches(self, lengths: list[int]) -> list[list[int]]:
+        """Return numbers of texts that are computed at the same time."""
+        batches: list[list[int]] = []
+        size = 0
+        for number, length in enumerate(lengths):
+            full = not batches or len(batches[-1]) == self.rows or size + length > BATCH_TOKENS
+            if full:
+                batches.append([])
+                size = 0
+            batches[-1].append(number)
+            size += length
+        return batches
+
+    @torch.no_grad()
+    def score(self, endings: list[Ending]) -> list[Likelihood]:
+        """Return the likelihood of each ending, in one forward over texts packed into one row."""
+        device = self.device
+        different = list(dict.fromkeys(tokens[:-1] for tokens, _ in endings))
+        lengths = [len(tokens) for tokens in different]
+        starts = dict(zip(different, np.cumsum([0, *lengths]), strict=False))
+        index = []
+        for tokens, length in endings:
+            end = starts[tokens[:-1]] + len(tokens) - 1
+            index.append(np.arange(end - length, end))
+        packed = np.concatenate([np.array(tokens, np.int64) for tokens in different])
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        logits = self.model.next_logits(
+            to_device(packed[None], device),
+            to_device(positions[None], device),
+            Prompts(lengths, device),
+            to_device(np.concatenate(index), device),
+        )
+        targets = np.concatenate([np.array(tokens[len(tokens) - n :]) for tokens, n in endings])
+        target = to_device(targets.astype(np.int64), device)[:, None]
+        likelihood = logits.float().log_softmax(-1).gather(1, target)[:, 0]
+        greedy = logits.argmax(-1) == target[:, 0]
+        ending_lengths = [length for _, length in endings]
+        sums = [part.sum().item() for part in likelihood.cpu().split(ending_lengths)]
+        all_greedy = [bool(part.all()) for part in greedy.cpu().split(ending_lengths)]
+        return [Likelihood(*score) for score in zip(sums, all_greedy, strict=True)]
+
+
+def unsorted(order: list[int], computed: dict[int, list[Result]], shares: int) -> list[Result]:
+    """Return results in the order of the items. computed: of each share; order: of all items, which
+    were dealt to the shares in turn."""
+    results: list[Any] = [None] * len(order)
+    for share, some in computed.items():
+        for i, result in zip(order[share::shares], some, strict=True):
+            results[i] = result
+    return results

@@ -1,0 +1,50 @@
+"""Tasks that the model in training is evaluated on."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.evaluation.scoring import Metrics, Scorer, sharded_shares
+from fsdp_trainer.evaluation.tasks import Tasks
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.observe.console import without_errors
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.parallelize import stay_gathered
+from fsdp_trainer.training.inputs import RunInputs
+
+
+class TrainingTasks:
+    """The tasks evaluation.tasks, on the ranks that train. Training does not notice."""
+
+    def __init__(self, cfg: TrainConfig, inputs: RunInputs, dims: Dims, device: torch.device):
+        """Load the tasks. Raises UserError for one that is not there."""
+        self.names = cfg.evaluation.tasks
+        self.rows = cfg.evaluation.rows
+        self.compiled = cfg.compile.enabled
+        self.sharding = cfg.sharding
+        self.device = device
+        self.shares = sharded_shares(dims, device)
+        self.tasks = Tasks(cfg.evaluation, inputs.tokenizer, inputs.template)
+
+    def run(self, model: Decoder, check: Callable[[], None], decoder: Any) -> Metrics:
+        """Return {task: {metric: value}}, on a node's other ranks perhaps nothing. Collective.
+
+        check: called before each batch; may raise, on all ranks alike. decoder: makes the logits.
+        """
+        # a compiled model would be compiled again for every length
+        eager = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
+        scorer = Scorer(decoder, self.rows, self.device, self.shares, check)
+        with eager, stay_gathered(model, self.sharding, self.device):
+            return self.tasks.run(scorer)
+
+
+def flat_metrics(metrics: Metrics) -> dict[str, float]:
+    """Return the metrics by `task/name`, without their standard errors."""
+    return {
+        f"{task}/{name}": value
+        for task, values in metrics.items()
+        for name, value in without_errors(values).items()
+    }

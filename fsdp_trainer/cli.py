@@ -43,6 +43,7 @@ VERBS = {
     "verify": Verb("fsdp_trainer.checkpoint.verify:verify"),
     "generate": Verb("fsdp_trainer.generate:generate"),
     "evaluate": Verb("fsdp_trainer.evaluation.verb:evaluate", ("words",), False, starts_ranks=True),
+    "tokenizer": Verb("fsdp_trainer.new_tokenizer.verb:tokenizer"),
     "quickstart": Verb("fsdp_trainer.quickstart:quickstart"),
     "report": Verb("fsdp_trainer.report.verb:report"),
     "recipes": Verb("fsdp_trainer.config.document:recipes", ("config_dir",)),

@@ -36,7 +36,7 @@ LAYERS = [
     ("launch",),
     ("evaluation",),
     ("training",),
-    ("report", "generate", "quickstart"),
+    ("report", "generate", "quickstart", "new_tokenizer"),
     ("cli", "api"),
     ("__main__", "__init__"),
 ]

@@ -22,7 +22,9 @@ TEXT = (Path(__file__).parent / "other_trainers.txt").read_text()
 SECTIONS = re.findall(r"(?m)^\[(.+?)\].*\n((?:.+\n)+)", TEXT)
 OPTIONS = {trainer: names.split() for trainer, names in SECTIONS}
 OF_OTHER_VERBS = {
-    key for verb in ("plan", "export", "generate", "evaluate") for key in flatten(PRIMARY[verb])
+    key
+    for verb in ("plan", "export", "generate", "evaluate", "tokenizer")
+    for key in flatten(PRIMARY[verb])
 } - KEYS.keys()
 DEMO = ["data.path=demo:backwards", "tokenizer.path=demo:bytes"]
 

@@ -26,6 +26,7 @@ from fsdp_trainer.config.verbs import (
     ConfigConfig,
     Evaluate,
     LaunchFiles,
+    NewTokenizer,
     RecipesConfig,
 )
 from fsdp_trainer.errors import Problem, UserError
@@ -34,13 +35,13 @@ WIDTH = 140
 OWN_NODES = [
     verb
     for verb, cls in PRIMARY.items()
-    if verb != "train" and verb in (f.name for f in fields(cls))
+    if verb not in ("train", *GROUPS) and verb in (f.name for f in fields(cls))
 ]
 """Verbs with training's groups and a node of their own name."""
 SMALL: dict[str, Any] = {
     verb: cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)
-} | {"launch-files": LaunchFiles, "evaluate": Evaluate}
-"""The keys of the other verbs; `launch-files` and `evaluate` have training's groups beside them."""
+} | {"launch-files": LaunchFiles, "evaluate": Evaluate, "tokenizer": NewTokenizer}
+"""The keys of the other verbs; the last three have training's groups beside them."""
 
 
 def written(value: Any) -> str:
@@ -203,7 +204,7 @@ def explain(cfg: ConfigConfig, overrides: list[str], config_dir: str | None = No
         )
     if synonyms := synonyms_of(key):
         print(_filled("  known as ", ", ".join(synonyms)))
-    if group in SMALL:
+    if key in keys_of_small_verbs():
         print(f"  goes to  fsdp-trainer {group} {name}=…")
     return 0
 
@@ -211,9 +212,12 @@ def explain(cfg: ConfigConfig, overrides: list[str], config_dir: str | None = No
 def every_key() -> dict[str, Field]:
     """The keys of all verbs; those of a small verb begin with its name."""
     keys = {key: f for verb in ("train", *OWN_NODES) for key, f in flatten(PRIMARY[verb]).items()}
-    return keys | {
-        f"{verb}.{key}": f for verb, cls in SMALL.items() for key, f in flatten(cls).items()
-    }
+    return keys | keys_of_small_verbs()
+
+
+def keys_of_small_verbs() -> dict[str, Field]:
+    """The keys that only one verb has, beginning with its name."""
+    return {f"{verb}.{key}": f for verb, cls in SMALL.items() for key, f in flatten(cls).items()}
 
 
 def keys_meant(name: str | None, keys: dict[str, Field]) -> list[str]:

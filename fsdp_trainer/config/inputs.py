@@ -25,17 +25,25 @@ from fsdp_trainer.config.paths import (
     tokenizer_folder,
 )
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.config.verbs import ExportConfig, GenerateConfig, ReportConfig, VerifyConfig
+from fsdp_trainer.config.verbs import (
+    ExportConfig,
+    GenerateConfig,
+    ReportConfig,
+    TokenizerConfig,
+    VerifyConfig,
+)
 
+TOKENIZER = "tokenizer.path"
 DEMOS = {
     "data.path": ("demo:backwards",),
     "data.validation": ("demo:backwards/heldout",),
-    "tokenizer.path": ("demo:bytes",),
+    TOKENIZER: ("demo:bytes",),
 }
 NAME_DATA = (
     "say what to train on, e.g.  data.path=chats.jsonl"
     "  or, to try it out,  data.path=demo:backwards"
 )
+NAME_TEXT = "say what to learn from, e.g.  data.path=text/  or  data.path=chats.jsonl"
 NAME_TOKENIZER = (
     "say which tokenizer, e.g.  tokenizer.path=tokenizer.json  or  tokenizer.path=demo:bytes ;"
     " with model.init_from it is the model's"
@@ -58,9 +66,7 @@ def check_inputs(cfg: Any, report: Report, whole: bool = True) -> None:
     whole: no recipe or group is missing that may have named it.
     """
     if isinstance(cfg, TrainConfig):
-        if whole:
-            require_training_inputs(cfg, report)
-        _check_training_inputs(cfg, report)
+        _check_inputs_of_groups(cfg, report, whole)
     elif isinstance(cfg, ExportConfig | VerifyConfig | GenerateConfig | ReportConfig):
         several = isinstance(cfg, ReportConfig)
         what = "a run, several, or a sweep" if several else "a run or a checkpoint"
@@ -74,6 +80,26 @@ def check_inputs(cfg: Any, report: Report, whole: bool = True) -> None:
     if isinstance(cfg, VerifyConfig):
         _check_exists("hf", cfg.hf, report)
         _check_exists("data", cfg.data, report)
+
+
+def _check_inputs_of_groups(cfg: TrainConfig, report: Report, whole: bool) -> None:
+    """Check the inputs of a verb that has training's groups."""
+    if isinstance(cfg, TokenizerConfig):
+        _check_text(cfg, report)
+        return
+    if whole:
+        require_training_inputs(cfg, report)
+    _check_training_inputs(cfg, report)
+
+
+def _check_text(cfg: TokenizerConfig, report: Report) -> None:
+    """Check what a tokenizer learns from, is compared with, and where it is written."""
+    _require("out", cfg.out, "say where to write, e.g.  out=tokenizer", report)
+    _require("data.path", cfg.data.path, NAME_TEXT, report)
+    for key in ("data.path", "data.validation"):
+        if key not in report.settled:
+            _check_paths(key, value_of(cfg, key), report)
+    _check_exists("compare", [path for path in cfg.compare if path not in DEMOS[TOKENIZER]], report)
 
 
 def require_training_inputs(cfg: TrainConfig, report: Report) -> None:

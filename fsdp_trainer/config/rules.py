@@ -103,6 +103,7 @@ PATHS = (
     "source",
     "out",
     "hf",
+    "compare",
     "data",
     "root",
 )

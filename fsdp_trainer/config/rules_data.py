@@ -10,7 +10,7 @@ from fsdp_trainer.config.data_files import Entry, entries, is_mixture
 from fsdp_trainer.config.names import ENTRY_SYNONYMS, nearest
 from fsdp_trainer.config.rules_training import Broken
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.config.verbs import PrepareConfig, PreviewConfig
+from fsdp_trainer.config.verbs import PrepareConfig, PreviewConfig, TokenizerConfig
 
 LISTS = ("data.path", "data.validation")
 """Keys that take a list of entries."""
@@ -47,7 +47,7 @@ def stream_packing(cfg: TrainConfig, report: Report) -> Broken:
 
 def streaming(cfg: TrainConfig, report: Report) -> Broken:
     """Data that is read once cannot be counted, divided or prepared before."""
-    if not cfg.data.streaming:
+    if not cfg.data.streaming or isinstance(cfg, TokenizerConfig):
         return
     if isinstance(cfg, PrepareConfig):
         yield (

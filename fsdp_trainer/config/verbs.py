@@ -282,6 +282,38 @@ class EvaluateConfig(TrainConfig, Evaluate):
 
 
 @dataclass
+class NewTokenizer:
+    """The size, the kind and the place of a new tokenizer."""
+
+    out: str | None = key(None, "the folder to write; must not exist or be empty")
+    vocab_size: int = key(
+        32768, "tokens in all: bytes, those of the chat template, and those learnt", minimum=1
+    )
+    kind: str = key(
+        "bpe",
+        "`bpe`: byte-level, as GPT's, Llama 3's and Qwen's; `sentencepiece`: its BPE with bytes for"
+        " rare characters, as Llama 2's",
+        choices=("bpe", "sentencepiece"),
+    )
+    max_gib: float = key(
+        2.0,
+        "GiB of text to learn from, taken from all files alike; sentencepiece keeps it in memory",
+        above=0,
+    )
+    compare: list[str] = key(
+        [], "other tokenizers to measure on the same text: folders or files, as tokenizer.path"
+    )
+    format: str = key(
+        "text", "`text`: a table; `json`: one object with all figures", choices=("text", "json")
+    )
+
+
+@dataclass
+class TokenizerConfig(TrainConfig, NewTokenizer):
+    """Trains a tokenizer on data, adds a chat template, and measures its bytes per token."""
+
+
+@dataclass
 class ReportConfig:
     """Shows what happened in one run or many: a page without network, a summary in text."""
 
@@ -324,7 +356,7 @@ PRIMARY: dict[str, type] = {
     "train": TrainConfig, "plan": PlanConfig, "preview": PreviewConfig,
     "prepare": PrepareConfig, "doctor": DoctorConfig, "export": ExportConfig,
     "verify": VerifyConfig, "generate": GenerateConfig, "evaluate": EvaluateConfig,
-    "report": ReportConfig,
+    "tokenizer": TokenizerConfig, "report": ReportConfig,
     "recipes": RecipesConfig, "config": ConfigConfig,
     "quickstart": QuickstartConfig, "launch-files": LaunchFilesConfig,
 }  # fmt: skip

@@ -73,7 +73,7 @@ def read_tiktoken(path: Path, described: bool = False) -> tuple[Tokenizer, dict[
     vocabulary = {text_of[token]: rank for token, rank in ranks.items()}
     pairs = [(first, second) for *_, first, second in sorted(merges)]
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, fuse_unk=False, ignore_merges=True))
-    _cut_as(tokenizer, LLAMA_3)
+    cut_as(tokenizer, LLAMA_3)
     if described or len(ranks) != LLAMA_3_RANKS:
         return tokenizer, {}
     tokenizer.add_special_tokens([*map(_special, _llama_3_special())])
@@ -129,7 +129,7 @@ def read_vocab_and_merges(folder: Path, config: dict[str, Any]) -> tuple[Tokeniz
     prefix = bool(config.get("add_prefix_space", False))
     if kind == "Qwen2Tokenizer":
         tokenizer.normalizer = normalizers.NFC()
-        _cut_as(tokenizer, QWEN, prefix)
+        cut_as(tokenizer, QWEN, prefix)
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
         tokenizer.decoder = decoders.ByteLevel()
@@ -154,7 +154,7 @@ def _class_of(folder: Path, config: dict[str, Any]) -> str:
     return next(classes, "GPT2Tokenizer")
 
 
-def _cut_as(tokenizer: Tokenizer, pattern: str, prefix: bool = False) -> None:
+def cut_as(tokenizer: Tokenizer, pattern: str, prefix: bool = False) -> None:
     """Let the tokenizer cut texts by a pattern, then take their bytes."""
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)

@@ -1,0 +1,232 @@
+"""Text of data in any format, in short pieces: a new tokenizer learns from it.
+
+Nothing but the text to measure on stays in memory. The pieces depend on the data, the configuration
+and the seed alone.
+"""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+from fsdp_trainer.config.schema import Data
+from fsdp_trainer.data.conversations import Conversation, Document, Readable, Reader, Segments
+from fsdp_trainer.data.messages import Message
+from fsdp_trainer.data.pipeline import choose_reader, read_texts
+from fsdp_trainer.data.sources import Problems, Row, RowError, Source
+from fsdp_trainer.data.tokenise import content_place, first_reader
+from fsdp_trainer.data.units import Unit, lines_before, read_unit, split_units
+from fsdp_trainer.errors import Problem, UserError
+
+UNIT_BYTES = 4 << 20
+"""Bytes that are read one after another; what limits the text takes units from all files."""
+LONGEST = 1 << 14  # characters of a piece
+MEASURED_BYTES = 8 << 20
+"""Text that is kept to measure on, of all sources together."""
+
+
+@dataclass
+class HeldOut:
+    """Text to measure on: of each source by name its texts; room: bytes that it may still grow."""
+
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    room: int = MEASURED_BYTES
+
+    @property
+    def bytes(self) -> int:
+        """Return the size of all texts, in UTF-8."""
+        return sum(len(text.encode()) for texts in self.texts.values() for text in texts)
+
+    def add(self, name: str, text: str) -> None:
+        """Keep a text of a source, if there is room."""
+        size = len(text.encode())
+        if size <= self.room:
+            self.room -= size
+            self.texts.setdefault(name, []).append(text)
+
+
+@dataclass(frozen=True)
+class CorpusPart:
+    """Sources that are read together.
+
+    weight: its share of the bytes, next to other parts' weights; None: its rows are read as often
+    as `repeat` says.
+    """
+
+    sources: list[Source]
+    weight: float | None = None
+    repeat: float = 1.0
+
+
+class Corpus:
+    """The text of some data. share: of its rows, chosen by their content, held out."""
+
+    def __init__(self, data: Data, share: float, seed: int):
+        # what training needs of conversations does not matter here
+        self.data = replace(data, too_long="drop", packing="best_fit")
+        self.share = share
+        self.seed = seed
+        self.held_out = HeldOut()
+        self.rows = 0
+        self.bytes = 0
+        """Bytes of text given out, in UTF-8."""
+        self.problems = Problems(data.on_error)
+
+    def pieces(self, parts: list[CorpusPart], most_bytes: int) -> Iterator[str]:
+        """Yield pieces of all texts that are not held out, up to about so many bytes."""
+        pieces: Iterator[str] = chain.from_iterable(map(self._repeated, parts))
+        if parts[0].weight is not None:
+            pieces = mixed([WeightedPart(self._pieces, part) for part in parts])
+        for piece in pieces:
+            yield piece
+            self.bytes += len(piece.encode())
+            if self.bytes >= most_bytes:
+                return
+
+    def read_held_out(self, sources: list[Source]) -> None:
+        """Keep the texts of these sources, as many as there is room for."""
+        for name, text, _ in self._texts(CorpusPart(sources)):
+            self.held_out.add(name, text)
+            if self.held_out.room <= 0:
+                return
+
+    def _repeated(self, part: CorpusPart) -> Iterator[str]:
+        passes = int(part.repeat)
+        for _ in range(passes):
+            yield from self._pieces(part)
+        if part.repeat > passes:
+            yield from self._pieces(part, part.repeat - passes)
+
+    def _pieces(self, part: CorpusPart, fraction: float = 1.0) -> Iterator[str]:
+        """Yield the pieces of a pass over a part, or over a fraction of its rows."""
+        last = self.share + (1 - self.share) * fraction
+        for name, text, place in self._texts(part):
+            if place < self.share:
+                self.held_out.add(name, text)
+            elif place < last:
+                yield from cut(text)
+
+    def _texts(self, part: CorpusPart) -> Iterator[tuple[str, str, float]]:
+        """Yield (source, text, place of its row in [0, 1)) of a part, some of each file in turn."""
+        units = [
+            (source, unit)
+            for source in part.sources
+            for file in source.files
+            for unit in split_units(file, UNIT_BYTES)
+        ]
+        random.Random(self.seed).shuffle(units)
+        for source, unit in units:
+            for place, texts in self._rows(source, unit):
+                for text in texts:
+                    yield source.name, text, place
+            self.problems.raise_if_failing()
+
+    def _rows(self, source: Source, unit: Unit) -> Iterator[tuple[float, list[str]]]:
+        """Yield (place, texts) of each row of a unit that can be read."""
+        format, fields = source.columns(self.data)
+        reader: Reader | None = None
+        if unit.start:
+            items = tuple((fields or {}).items())
+            first = first_reader(unit.file, unit.stamp, format, items)
+            reader = first.again() if first else None
+
+        def reader_of(row: Row) -> Reader:
+            nonlocal reader
+            if reader is None:
+                reader = choose_reader(self.data, row.columns, unit.file, format, fields)
+            return reader
+
+        def refuse(row: Row, reason: str) -> None:
+            number = row.where[1] + (lines_before(unit) if unit.start else 0)
+            self.problems.add((unit.file, number), reason)
+
+        for _, _, row in read_texts(read_unit(unit), reader_of, place_and_texts, refuse):
+            self.rows += 1
+            if not self.problems.will_raise:
+                yield row
+            elif self.problems.is_enough:
+                return
+
+
+def place_and_texts(row: Readable) -> tuple[float, list[str]]:
+    """Return the place of a row among those that may be held out, and its texts.
+
+    Raises RowError for a row with half a character, UserError for one that has no text.
+    """
+    texts = [text for text in texts_of(row) if text]
+    try:
+        for text in texts:
+            text.encode()
+    except UnicodeEncodeError:
+        raise RowError("holds half a character") from None
+    return content_place(row), texts
+
+
+def texts_of(row: Readable) -> list[str]:
+    """Return the texts of a row: of a conversation what is said, without the roles."""
+    if isinstance(row, Document):
+        return [row.text]
+    if isinstance(row, Segments):
+        return ["".join(row.texts)]
+    if isinstance(row, Conversation):
+        return [text for message in row.messages for text in said(message)]
+    reason = "holds tokens, and a tokenizer learns from text. Name the text that they were made of"
+    raise UserError("the data cannot be used", [Problem(f"{row.where[0]}:{row.where[1]}", reason)])
+
+
+def said(message: Message) -> Iterator[str]:
+    """Yield the reasoning, the text and the calls of tools of a turn."""
+    yield message.get("reasoning_content") or ""
+    yield message.get("content") or ""
+    for call in message.get("tool_calls") or []:
+        yield json.dumps(call.get("function", call), ensure_ascii=False)
+
+
+def cut(text: str) -> Iterator[str]:
+    """Yield a text in pieces of at most LONGEST characters, cut where a word begins if possible."""
+    start = 0
+    while len(text) - start > LONGEST:
+        window = text[start : start + LONGEST]
+        end = max(window.rfind(" "), window.rfind("\n")) if start + LONGEST < len(text) else -1
+        stop = start + (end if end > 0 else LONGEST)
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
+
+
+class WeightedPart:
+    """A part that begins again where it ends. read: returns the pieces of a pass over it."""
+
+    def __init__(self, read: Callable[[CorpusPart], Iterator[str]], part: CorpusPart):
+        self._read = read
+        self._part = part
+        self._pieces = read(part)
+        self._begun_at = 0
+        self.weight = part.weight or 1.0
+        self.bytes = 0
+        self.is_read = False
+        """It has been read to its end once."""
+        self.is_empty = False
+
+    def next(self) -> str | None:
+        """Return the next piece; None at the end of each pass."""
+        piece = next(self._pieces, None)
+        if piece is not None:
+            self.bytes += len(piece.encode())
+            return piece
+        self.is_read = True
+        self.is_empty = self.bytes == self._begun_at
+        self._begun_at = self.bytes
+        self._pieces = self._read(self._part)
+        return None
+
+
+def mixed(parts: list[WeightedPart]) -> Iterator[str]:
+    """Yield pieces of the parts by their weights, until each has been read to its end."""
+    while not all(part.is_read for part in parts):
+        waiting = [part for part in parts if not part.is_empty]
+        part = min(waiting, key=lambda one: one.bytes / one.weight)
+        piece = part.next()
+        if piece is not None:
+            yield piece

@@ -23,6 +23,19 @@ DOCUMENTS = ([20, 9], [7, 9, 16], [32], [5, 5, 5, 5, 5, 5])
 SUPERVISED = (range(21, 28), range(32), range(0), range(0, 32, 3))
 """Of each row in four; those of the first lie all in one part of two, the third has none."""
 
+LATENT = {
+    "family": "deepseek_v3", "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 12,
+    "kv_lora_rank": 10, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "first_k_dense_replace": 9,
+}  # fmt: skip
+"""Latent attention and dense blocks, with 4 heads."""
+GROUPED = LATENT | {
+    "first_k_dense_replace": 1, "num_experts": 8, "num_experts_per_tok": 2, "n_group": 4,
+    "topk_group": 2, "n_shared_experts": 1, "moe_intermediate_size": 12, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}  # fmt: skip
+"""The same with experts in all blocks but the first."""
+
 
 def packed_row(number, step):
     """A row of packed documents, [1, ROW]."""

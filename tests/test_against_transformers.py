@@ -21,6 +21,7 @@ FAMILIES = (
     "qwen2_moe",
     "mixtral",
     "olmoe",
+    "deepseek_v3",
     "mistral window",
     "qwen2",
     "gemma2",

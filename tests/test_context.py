@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import ROW, VOCABULARY, assert_same, compiled_quickly, take_steps_on_rows, whole
+from layouts import (
+    LATENT,
+    ROW,
+    VOCABULARY,
+    assert_same,
+    compiled_quickly,
+    take_steps_on_rows,
+    whole,
+)
 from stored import assert_byte_equal, tensors
 from torch.distributed.tensor import DTensor
 from world import read_lines, write_chats
@@ -118,6 +126,8 @@ CASES = {
     "soft caps": (2, SOFT_CAPS, TWO),
     "norms over all heads": (2, {"family": "olmo2"}, TWO),
     "long rope": (2, LONG_ROPE, TWO),
+    "latent attention": (2, LATENT, TWO),
+    "latent attention, ring": (2, LATENT, RING),
     "gathered": (2, THREE_HEADS, TWO),
     "four gathered": (4, {}, {"sharding": {"context": 4, "context_method": "gathered"}}),
     "gathered by mask": (2, WINDOWS, GATHERED | {"attention": "mask"}),

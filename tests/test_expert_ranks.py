@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import ROW, VOCABULARY, assert_same, take_steps_on_rows, whole
+from layouts import GROUPED, ROW, VOCABULARY, assert_same, take_steps_on_rows, whole
 from stored import checkpoint, newest, stored, tensors
 
 from fsdp_trainer.checkpoint.huggingface import import_weights
@@ -124,6 +124,7 @@ CASES = {
         {},
         {"sharding": {"expert": 2, "tensor": 2, "strategy": "hsdp", "replicas": 2}},
     ),
+    "latent attention, groups": (4, GROUPED, EXPERT),
     "recomputed": (2, {}, EXPERT | {"checkpoint": {"mode": "full"}}),
     "some recomputed": (2, {}, EXPERT | {"checkpoint": {"mode": "selective"}}),
     "unsharded, units of two": (

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from layouts import assert_same, take_steps, whole
+from layouts import GROUPED, assert_same, take_steps, whole
+from stored import assert_bitwise_equal, newest, stored, tensors
 
 from fsdp_trainer.config.schema import (
     ActivationCheckpoint,
@@ -27,7 +28,7 @@ from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.freeze import choose_trained
 from fsdp_trainer.models.grouped import grouped_linear
 from fsdp_trainer.models.initialize import initialize_weights
-from fsdp_trainer.models.moe import Experts, MixtureOfExperts
+from fsdp_trainer.models.moe import Experts, MixtureOfExperts, SigmoidRouter
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import parallelize
@@ -202,6 +203,7 @@ CASES = {
     "some recomputed": (2, {}, {"checkpoint": {"mode": "selective"}}),
     "lora on attention": (2, {}, {"adapter": {"name": "lora", "rank": 2}}),
     "compiled": (2, {}, {"compiled": True}),
+    "groups, compiled": (2, GROUPED, {"compiled": True, "checkpoint": {"mode": "selective"}}),
 }
 
 
@@ -335,10 +337,58 @@ def test_balancing_does_not_depend_on_ranks_micro_batches_recomputation_or_a_res
     assert runs[0].column("load_balancing_loss")[0] == pytest.approx(0.2), "even before the first"
 
 
+def test_biases_of_routers_move_against_the_load_and_stay_in_a_skipped_step():
+    router = SigmoidRouter(ModelConfig(**QWEN | GROUPED))
+    counts = torch.tensor([4.0, 4, 0, 9, 3, 4, 4, 4]).double()
+    router.move_bias(counts, 0.01, torch.tensor(False))
+    moved = torch.tensor([0.0, 0, 0.01, -0.01, 0.01, 0, 0, 0])
+    assert torch.equal(router.e_score_correction_bias, moved)
+    router.move_bias(counts, 0.01, torch.tensor(True))
+    assert torch.equal(router.to(torch.bfloat16).e_score_correction_bias, moved)
+    assert router.weight.dtype == torch.bfloat16
+
+
+MOVING = [
+    "model.family=deepseek_v3", "model.num_hidden_layers=2", "model.num_experts=4",
+    "loss.bias_update_speed=0.01", "schedule=constant", "batch.rows=4", "optim.lr=1e-2",
+    "checkpoint.every=2",
+]  # fmt: skip
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+@pytest.mark.slow
+def test_biases_of_routers_do_not_depend_on_ranks_micro_batches_recomputation_or_a_restart(train):
+    how = [*MOVING, "train.steps=4", "checkpoint.export_hf=true"]
+    runs = [
+        train("one", *how, "batch.micro_rows=4"),
+        train("four", *how, "batch.micro_rows=1", "sharding.expert=2", ranks=4),
+        train("again", *how, "activation_checkpoint=full", "batch.micro_rows=2"),
+    ]
+    parts = [*MOVING, "batch.micro_rows=4", "checkpoint.export_hf=true"]
+    train("parted", *parts, "train.steps=2")
+    runs.append(train("parted", *parts, "train.steps=4"))
+    assert_bitwise_equal(stored(newest(runs[3])), stored(newest(runs[0])))
+    bias = stored(newest(runs[0]))[f"weights/{BIAS}"]
+    assert bias.dtype == torch.float32
+    assert bias.any()
+    assert (bias / 0.01).round().mul(0.01).sub(bias).abs().max() < 1e-8, "whole steps of the speed"
+    for run in runs:
+        assert torch.equal(stored(newest(run))[f"weights/{BIAS}"], bias)
+        assert torch.equal(tensors(run.folder / "hf")[BIAS], bias)
+        assert run.column("expert_load_max") == runs[0].column("expert_load_max")
+        assert run.column("loss") == pytest.approx(runs[0].column("loss"), rel=1e-5)
+
+
 def test_losses_of_experts_are_refused_where_there_are_none(train):
     told = train("run", "loss.load_balancing=0.1", code=2).err
     assert "loss.load_balancing=0.1" in told
     assert "has no experts" in told
+
+
+def test_a_bias_is_refused_where_routers_have_none(train):
+    said = train("run", *SMALL, "loss.bias_update_speed=0.1", code=2).err
+    assert "qwen3_moe's routers have no bias; deepseek_v3 has" in said
+    assert "loss.load_balancing=0.001" in said
 
 
 @pytest.mark.slow

@@ -46,6 +46,8 @@ FAMILIES = (
     "qwen2_moe",
     "mixtral",
     "olmoe",
+    "deepseek_v3",
+    "deepseek_v3 plain",
     "gemma2",
     "gemma3 long",
     "olmo2",

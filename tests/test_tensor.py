@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import assert_same, compiled_quickly, take_steps, whole
+from layouts import LATENT, assert_same, compiled_quickly, take_steps, whole
 from stored import checkpoint, newest, stored, tensors
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -171,6 +171,12 @@ CASES = {
     "qwen3": (2, {"family": "qwen3"}, TENSOR),
     "biases": (2, {"attention_bias": True, "mlp_bias": True}, TENSOR),
     "phi3": (2, {"family": "phi3"}, TENSOR),
+    "latent attention": (2, LATENT | {"attention_bias": True}, TENSOR),
+    "latent attention, dora": (
+        2,
+        LATENT | {"attention_bias": True, "num_hidden_layers": 1},
+        TENSOR | {"adapter": {"name": "dora", "rank": 2}},
+    ),
     "label smoothing": (
         2,
         {"final_logit_softcapping": None},

@@ -41,6 +41,23 @@ GEMMA = {
     "sliding_window": 8,
     "num_hidden_layers": 3,
 }
+MSCALE_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 32, "beta_slow": 1}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 3,
+    "topk_group": 2,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_mtp_layers": 0,
+}
 # class of transformers → options
 ZOO = {
     "llama": ("Llama", {}),
@@ -91,6 +108,21 @@ ZOO = {
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "head_dim": 16}),
     "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": None}),
+    "deepseek_v3": ("DeepseekV3", {**DEEPSEEK, "q_lora_rank": 20, "rope_parameters": MSCALE_YARN}),
+    "deepseek_v3 plain": (
+        "DeepseekV3",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "v_head_dim": 20,
+            "rope_interleave": False,
+            "attention_bias": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
     "gemma3": ("Gemma3Text", {**GEMMA, "num_hidden_layers": 7}),
     "gemma3 long": (
@@ -134,6 +166,9 @@ def make_model(name, **options):
     )
     for p in model.parameters():
         torch.nn.init.normal_(p, 1.0 if p.ndim == 1 else 0.0, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.2)
     return model
 
 
@@ -147,6 +182,32 @@ SMALL = {
 # config.json as it is published, sizes but for Gemma 3's made small: full of what another file
 # leaves out, says twice, or spells otherwise
 WILD = {
+    "deepseek v3": {
+        **SMALL,
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "aux_loss_alpha": 0.001,
+        "ep_size": 1,
+        "moe_layer_freq": 1,
+        "num_key_value_heads": 4,
+        "num_nextn_predict_layers": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "max_position_embeddings": 163840,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "topk_method": "noaux_tc",
+    },
     "gemma3 4b": {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "model_type": "gemma3",
@@ -339,6 +400,9 @@ def make_folder(folder, family="llama", dtype=torch.float32, shard="1GB", **opti
             **options,
         },
     )
-    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)  # buffers stay in float32, as published
+    model.config.dtype = dtype
+    model.save_pretrained(folder, max_shard_size=shard)
     load_tokenizer("demo:bytes").save(folder)
     return folder

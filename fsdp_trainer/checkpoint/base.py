@@ -220,8 +220,8 @@ def load_weights(
     """
     base = read_base(checkpoint)
     state = {
-        WEIGHTS + name: plain(p.detach())
-        for name, p in model.named_parameters()
+        WEIGHTS + name: plain(weight.detach())
+        for name, weight in model.named_weights().items()
         if name not in base.digests
     }
     load(checkpoint, state | dict(optimizer), alone)
@@ -287,7 +287,7 @@ def unmerged_weights(config: ModelConfig, checkpoint: Path) -> dict[str, TensorO
     from_base = base_weights(model, base)
     return from_base | {
         name: stored.tensor(WEIGHTS + name, _known_rows(model, name))
-        for name, _ in model.named_parameters()
+        for name in model.named_weights()
         if name not in from_base
     }
 
@@ -484,7 +484,7 @@ def _require_same(base: Base, actual: dict[str, str]) -> None:
 
 def _known_rows(model: Decoder, name: str) -> int:
     """Return the rows of a parameter that mean something: a vocabulary may be padded."""
-    return model.config.vocab_size if name in VOCABULARY else len(model.get_parameter(name))
+    return model.config.vocab_size if name in VOCABULARY else len(model.named_weights()[name])
 
 
 @torch.no_grad()

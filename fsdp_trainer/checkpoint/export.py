@@ -124,16 +124,21 @@ def export_checkpoint(
 ) -> None:
     """Write `out` under a temporary name and rename it when whole.
 
-    source: a checkpoint or a PEFT folder; adapters are merged. dtype: of all weights; None: as they
-    were imported. merge_into: as for weights_on_disk. Raises RunFailed for a checkpoint that lacks
-    weights, UserError for one whose frozen weights are gone or have changed, and OSError.
+    source: a checkpoint or a PEFT folder; adapters are merged. dtype: of all parameters; None: as
+    they were imported, as buffers always are. merge_into: as for weights_on_disk. Raises RunFailed
+    for a checkpoint that lacks weights, UserError for one whose frozen weights are gone or have
+    changed, and OSError.
     """
     config = model_config(source)
     model = meta_decoder(config)
     parts = tensor_parts(model, config.vocab_size)
     imported = number_formats(config, source)
     default = dtype or imported["default"]
-    dtypes = {part.tensor: dtype or imported.get(part.parameter, default) for part in parts}
+    buffers = dict(model.named_buffers())
+    dtypes = {}
+    for part in parts:
+        before = imported.get(part.parameter, imported["default"])
+        dtypes[part.tensor] = before if part.parameter in buffers else dtype or before
     tensors = {
         name: TensorOnDisk(getattr(torch, dtypes[name]), shape, [])
         for name, shape in tensor_shapes(model, parts).items()

@@ -38,6 +38,7 @@ EMBEDDING = "model.embed_tokens.weight"
 # a folder for text and images has more than a language model, which it keeps under another name
 NOT_LANGUAGE = re.compile(r"__metadata__$|(model\.)?(vision_tower|multi_modal_projector)\.")
 LANGUAGE_MODEL = re.compile(r"^(model\.)?language_model\.")
+BLOCK = re.compile(r"model\.layers\.(\d+)\.")
 # a tied head that was stored all the same, and a constant in old exports
 NOT_NEEDED = re.compile(r"lm_head\.weight|.*rotary_emb\.inv_freq")
 
@@ -83,7 +84,7 @@ def tensor_parts(model: Decoder, vocab_size: int) -> list[TensorPart]:
     family = model.config.family_spec
     parts: list[TensorPart] = []
     ends: Counter[str] = Counter()
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_weights().items():
         if is_stacked(name):
             rows = parameter.shape[1]
             parts += [
@@ -100,9 +101,10 @@ def tensor_parts(model: Decoder, vocab_size: int) -> list[TensorPart]:
 
 def tensor_shapes(model: Decoder, parts: list[TensorPart]) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor that the parts make up."""
+    weights = model.named_weights()
     shapes = {}
     for part in parts:
-        shape = model.get_parameter(part.parameter).shape
+        shape = weights[part.parameter].shape
         columns = shape[2:] if is_stacked(part.parameter) else shape[1:]
         shapes[part.tensor] = (part.tensor_row + part.rows, *columns)
     return shapes
@@ -201,9 +203,17 @@ def check_tensors(
     others = {
         name: _misfit(tensor, shapes.get(name))
         for name, tensor in stored.items()
-        if name in shapes or not NOT_NEEDED.fullmatch(name)
+        if name in shapes or not is_not_needed(name, model.config)
     }
     return [Problem(name, text) for name, text in (missing | others).items() if text]
+
+
+def is_not_needed(name: str, config: ModelConfig) -> bool:
+    """Return True for a tensor that a folder may have and the model has not."""
+    block = BLOCK.match(name)
+    if block and config.family_spec.further_blocks and int(block[1]) >= config.num_hidden_layers:
+        return True
+    return bool(NOT_NEEDED.fullmatch(name))
 
 
 def _misfit(tensor: HuggingFaceTensor, shape: tuple[int, ...] | None) -> str:
@@ -293,9 +303,9 @@ def read_parameters(model: Decoder, sources: dict[str, TensorOnDisk]) -> None:
     Of a model in stages only those of this rank are read. Raises OSError when a file cannot be
     read.
     """
-    own = dict(model.named_parameters())
+    own = model.named_weights()
     names = [name for name in sources if name in own]
-    pieces = [piece for name in names for piece in _pieces(model, name, sources[name])]
+    pieces = [piece for name in names for piece in _pieces(own[name], name, sources[name])]
     pieces.sort(key=lambda piece: (piece.source.chunks, piece.first))
     buffer_bytes = piece_bytes(piece.source.row_bytes for piece in pieces)
     in_threads(_fill, pieces, buffer_bytes, pinned=any(piece.into.is_cuda for piece in pieces))
@@ -315,9 +325,8 @@ def _require_fitting(model: Decoder, folder: Path, vocab_size: int) -> dict[str,
     raise UserError(f"the weights in {folder} do not fit the model", problems)
 
 
-def _pieces(model: Decoder, name: str, source: TensorOnDisk) -> Iterator[ImportPiece]:
+def _pieces(parameter: Tensor, name: str, source: TensorOnDisk) -> Iterator[ImportPiece]:
     """Yield what this rank reads of a parameter."""
-    parameter = model.get_parameter(name)
     if is_encoded(parameter):
         source = encoded(source)
     local = local_part(parameter)

@@ -18,15 +18,23 @@ OPTIMIZER = "optimizer/"
 def stored_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that belong into a training checkpoint: those trained, by name, once.
 
-    A tied head is its embedding. What writes or checks weights of a checkpoint asks here. Frozen
-    weights are where they came from (`checkpoint.base`).
+    A tied head is its embedding. Frozen weights are where they came from (`checkpoint.base`).
     """
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def stored_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that belong into a training checkpoint, and all buffers, by name.
+
+    What writes or checks weights of a checkpoint asks here. Buffers are few numbers that training
+    may change without a gradient.
+    """
+    return {**stored_parameters(model), **dict(model.named_buffers())}
+
+
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the weights of a checkpoint; they share the model's memory."""
-    return {WEIGHTS + name: plain(p.detach()) for name, p in stored_parameters(model).items()}
+    return {WEIGHTS + name: plain(w.detach()) for name, w in stored_weights(model).items()}
 
 
 def plain(weight: Tensor) -> Tensor:

@@ -74,9 +74,10 @@ def compare(source: Path, folder: Path) -> int:
         if problems:
             print(f"{folder} holds another model: {problems[0].what} {problems[0].why}")
             return 3
+        weights = ours.named_weights()
         for part in tensor_parts(ours, ours.config.vocab_size):
-            parameter = ours.get_parameter(part.parameter)
-            parameter.copy_(parameter.to(stored[part.tensor].dtype))
+            weight = weights[part.parameter]
+            weight.copy_(weight.to(stored[part.tensor].dtype))
         # its other kernels leave out what they do not know, such as Gemma 2's soft limit
         theirs = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     generator = torch.Generator().manual_seed(0)

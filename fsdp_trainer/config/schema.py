@@ -211,6 +211,12 @@ class Loss:
         "of a model with experts: weight of logsumexp² of the routers' logits; ST-MoE: 1e-3",
         minimum=0,
     )
+    bias_update_speed: float = key(
+        0.0,
+        "deepseek_v3: no loss, but what each step adds to the bias of a router's experts with fewer"
+        " tokens than the mean, and takes from those with more; DeepSeek-V3: 0.001",
+        minimum=0,
+    )
     chunk_mib: int | None = key(
         None,
         "MiB of float32 logits that exist at once; few make small matrix products; null:"
@@ -286,6 +292,7 @@ class Model:
             "qwen2_moe",
             "mixtral",
             "olmoe",
+            "deepseek_v3",
             "gemma2",
             "gemma3_text",
             "olmo2",
@@ -365,6 +372,41 @@ class Model:
     )
     decoder_sparse_step: int | None = key(
         None, "every so many-th block has experts, the others a dense feed-forward", minimum=1
+    )
+    first_k_dense_replace: int | None = key(
+        None,
+        "deepseek_v3: blocks in front with a dense feed-forward, not experts",
+        minimum=0,
+    )
+    n_shared_experts: int | None = key(
+        None, "deepseek_v3: what every token meets besides is as wide as so many experts", minimum=0
+    )
+    n_group: int | None = key(None, "deepseek_v3: groups that the experts are in", minimum=1)
+    topk_group: int | None = key(
+        None, "deepseek_v3: groups that a token's experts are chosen from", minimum=1
+    )
+    routed_scaling_factor: float | None = key(
+        None, "deepseek_v3: multiplies the weights of a token's experts", above=0
+    )
+    q_lora_rank: int | None = key(
+        None,
+        "deepseek_v3: width of the vector that queries are made of; null: of the whole state",
+        minimum=1,
+    )
+    kv_lora_rank: int | None = key(
+        None,
+        "deepseek_v3: width of the vector that keys and values are made of",
+        minimum=1,
+    )
+    qk_nope_head_dim: int | None = key(
+        None, "deepseek_v3: channels of a head's queries and keys that are not rotated", minimum=1
+    )
+    qk_rope_head_dim: int | None = key(
+        None, "deepseek_v3: channels that are rotated; of keys all heads share them", minimum=2
+    )
+    v_head_dim: int | None = key(None, "deepseek_v3: channels of a head's values", minimum=1)
+    rope_interleave: bool | None = key(
+        None, "deepseek_v3: channels 2i and 2i + 1 are rotated together, not i and i + half"
     )
     initializer_range: float | None = key(None, "standard deviation of random weights", above=0)
     initializer: str = key(

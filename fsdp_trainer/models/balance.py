@@ -1,5 +1,6 @@
 """Losses that keep the experts of a block evenly loaded, and the load that they are made from."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,10 +28,13 @@ class Balancing(NamedTuple):
     z_loss: float
 
 
-def block_figures(experts: Tensor, logits: Tensor, given: Balancing) -> dict[str, Tensor]:
+def block_figures(
+    experts: Tensor, logits: Tensor, probabilities: Callable[[Tensor], Tensor], given: Balancing
+) -> dict[str, Tensor]:
     """Return a block's auxiliary values: the number of tokens at each expert, and the losses.
 
-    experts: [tokens, k] int64; logits: [tokens, experts]. Each loss is a sum over tokens, so that
+    experts: [tokens, k] int64; logits: [tokens, experts]; probabilities: of the experts, from the
+    logits. Each loss is a sum over tokens, so that
     it does not matter which rank and which micro-batch they are in.
     """
     share = given.token_share.flatten()
@@ -40,8 +44,7 @@ def block_figures(experts: Tensor, logits: Tensor, given: Balancing) -> dict[str
     counts = counts.index_add(0, experts.flatten(), is_token.flatten())
     figures = {LOAD: counts}
     if given.load_balancing:
-        probabilities = logits.softmax(-1, dtype=torch.float32)
-        expected = share @ probabilities
+        expected = share @ probabilities(logits)
         factor = given.load_balancing * len(given.load)
         figures[LOAD_BALANCING] = factor * (expected * given.load).sum()
     if given.z_loss:

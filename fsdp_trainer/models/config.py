@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.families import FAMILIES, FULL, SLIDING, Family, layer_pattern
+from fsdp_trainer.models.families import (
+    FAMILIES,
+    FULL,
+    GROUPED_OPTIONS,
+    LATENT,
+    LATENT_OPTIONS,
+    SLIDING,
+    Family,
+    layer_pattern,
+)
 from fsdp_trainer.rounding import round_up
 
 if TYPE_CHECKING:
@@ -48,6 +57,11 @@ REFUSED_UNLESS: dict[str, tuple] = {
 }
 """Keys of config.json that change the computation in a way that the decoder does not know, and
 their values that do not."""
+INSTEAD = {
+    "quantization_config": "weights in fewer bits are not read: convert the folder to bfloat16 "
+    "(DeepSeek's by inference/fp8_cast_bf16.py of its repository) and delete this key",
+}
+"""What to do about keys of config.json that are refused."""
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -78,6 +92,8 @@ EXTRAS = (
     "norm_topk_prob",
     "mlp_only_layers",
     "decoder_sparse_step",
+    *LATENT_OPTIONS,
+    *GROUPED_OPTIONS,
 )
 """Keys of some families only: those that list them in `Family.options`."""
 NULL_DIFFERS_FROM_ABSENT = (
@@ -86,6 +102,7 @@ NULL_DIFFERS_FROM_ABSENT = (
     "sliding_window",
     "attn_logit_softcapping",
     "final_logit_softcapping",
+    "q_lora_rank",
 )
 HF_DEFAULTS: Json = {
     "max_position_embeddings": 2048,
@@ -138,6 +155,25 @@ class ModelConfig:
     """Blocks with a dense feed-forward in place of experts."""
     decoder_sparse_step: int = 1
     """Of the others, every so many-th has experts."""
+    q_lora_rank: int | None = None
+    """Width of the vector that a token's queries are made of; None: of its whole state."""
+    kv_lora_rank: int = 0
+    """Width of the vector that a token's keys and values are made of."""
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    """Channels of queries and keys that are not rotated, and those that are: together head_dim."""
+    v_head_dim: int = 0
+    rope_interleave: bool = True
+    """Channels 2i and 2i + 1 are rotated together, not i and i + half."""
+    first_k_dense_replace: int = 0
+    """Blocks in front that have a dense feed-forward in place of experts."""
+    n_shared_experts: int = 0
+    """What every token meets besides its experts is as wide as so many of them."""
+    n_group: int = 1
+    topk_group: int = 1
+    """Groups of experts, and how many of them a token's experts are chosen from."""
+    routed_scaling_factor: float = 1.0
+    """Multiplies the weights of a token's experts."""
     vocab_multiple: int = 1
     """The embedding has rows up to the next multiple; those beyond vocab_size are padding."""
     initializer: str = "plain"
@@ -157,7 +193,24 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Channels of a head that are rotated."""
+        if self.is_latent:
+            return self.qk_rope_head_dim
         return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def is_latent(self) -> bool:
+        """True if keys and values are made of a narrower vector of each token."""
+        return self.family_spec.mixer == LATENT
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of a head's values."""
+        return self.v_head_dim if self.is_latent else self.head_dim
+
+    @property
+    def attention_width(self) -> float:
+        """Channels of all heads: the mean of those that make scores and those that are summed."""
+        return self.num_attention_heads * (self.head_dim + self.value_dim) / 2
 
     @property
     def projection_sizes(self) -> dict[str, int]:
@@ -188,6 +241,8 @@ class ModelConfig:
 
     def _has_experts(self, block: int) -> bool:
         """Return True if a block of a family with experts has them."""
+        if block < self.first_k_dense_replace:
+            return False
         return block not in self.mlp_only_layers and (block + 1) % self.decoder_sparse_step == 0
 
     @property
@@ -203,7 +258,9 @@ class ModelConfig:
     @property
     def shared_size(self) -> int:
         """Width of the feed-forward that every token meets besides its experts; 0: none."""
-        return self.shared_expert_intermediate_size if self.family_spec.shared_expert else 0
+        if not self.family_spec.shared_expert:
+            return 0
+        return self.shared_expert_intermediate_size + self.n_shared_experts * self.expert_size
 
     def feed_forward_width(self, kind: str) -> int:
         """Return the channels that a token meets inside a feed-forward of this kind."""
@@ -236,6 +293,8 @@ class ModelConfig:
 
     def _mixer_parameters(self) -> int:
         """Return the number of attention's weights in one block, its norms included."""
+        if self.is_latent:
+            return self._latent_parameters()
         sizes = self.projection_sizes
         queries = sizes["q_proj"]
         keys = sizes["k_proj"]
@@ -243,6 +302,20 @@ class ModelConfig:
         norms = {None: 0, "head": 2 * self.head_dim, "whole": queries + keys}
         matrices = 2 * self.hidden_size * (queries + keys)
         return matrices + biases + norms[self.family_spec.qk_norm]
+
+    def _latent_parameters(self) -> int:
+        """Return what `_mixer_parameters` does, where keys and values are made of a vector."""
+        hidden = self.hidden_size
+        heads = self.num_attention_heads
+        rank = self.kv_lora_rank
+        narrowed = rank + self.qk_rope_head_dim
+        numbers = hidden * narrowed + rank
+        numbers += rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
+        numbers += heads * self.v_head_dim * hidden
+        queries = heads * self.head_dim
+        of_queries = self.q_lora_rank or 0
+        numbers += (of_queries or hidden) * queries + of_queries * (hidden + 1)
+        return numbers + self.attention_bias * (of_queries + narrowed + hidden)
 
     def _norm_parameters(self) -> int:
         """Return the number of weights of a block's norms."""
@@ -281,6 +354,8 @@ class ModelConfig:
         heads = values["num_attention_heads"]
         values.setdefault("num_key_value_heads", heads)
         values.setdefault("head_dim", values["hidden_size"] // heads)
+        if FAMILIES[family].mixer == LATENT:
+            values["head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
         values |= _read_windows(raw, FAMILIES[family]) | _read_rope(raw, FAMILIES[family])
         return cls(**values, family=family, source=raw)
 
@@ -299,6 +374,11 @@ class ModelConfig:
         options = filter(self._is_exported, self.family_spec.options)
         for name in (*SIZES, *COMMON, "hidden_act", *options):
             exported[self._exported_name(name)] = _as_json(getattr(self, name))
+        if self.is_latent:  # transformers calls the rotated channels alone so
+            exported.pop("head_dim")
+            exported |= {key: self.source[key] for key in ("head_dim",) if key in self.source}
+        if self.family_spec.further_blocks:
+            exported[self.family_spec.further_blocks] = 0
         exported |= self._export_windows() | self._export_rope()
         exported |= {"torch_dtype": dtype, "dtype": dtype, "use_cache": True}
         if not self.source and eos_ids is not None:
@@ -314,9 +394,11 @@ class ModelConfig:
 
     def _is_exported(self, option: str) -> bool:
         """Return True if config.json needs this key, which only some families have."""
-        return self._exported_name(option) in self.source or getattr(self, option) != getattr(
-            ModelConfig, option
-        )
+        spec = self.family_spec
+        absent = getattr(ModelConfig, option)
+        when_read = (spec.defaults | spec.hf_defaults).get(option, absent)
+        is_default = getattr(self, option) == absent == when_read
+        return not is_default or self._exported_name(option) in self.source
 
     def _export_windows(self) -> Json:
         """Return the keys of config.json that say which blocks have a window."""
@@ -486,7 +568,8 @@ def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
         yield Problem(f"architectures={architectures}", f"only {spec.architecture} is trained")
     for name, allowed in (REFUSED_UNLESS | spec.refused_unless).items():
         if raw.get(name, allowed[0]) not in allowed:
-            yield Problem(f"{name}={raw[name]}", f"only {allowed[0]} is computed")
+            reason = INSTEAD.get(name, f"only {allowed[0]} is computed")
+            yield Problem(f"{name}={raw[name]}", reason)
     activation = _read_values(raw, spec)["hidden_act"]
     if activation not in ACTIVATIONS:
         name = spec.key_aliases.get("hidden_act", "hidden_act")

@@ -13,22 +13,25 @@ from torch import Tensor, nn
 from fsdp_trainer.models.attention import Cache, OneDocument, PackedAttention
 from fsdp_trainer.models.balance import Balance, Balancing
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.families import LATENT
 from fsdp_trainer.models.feed_forward import MLP
 from fsdp_trainer.models.head import Head, Objective, Scores
+from fsdp_trainer.models.latent_attention import CosSin, LatentAttention
 from fsdp_trainer.models.moe import MixtureOfExperts
+from fsdp_trainer.models.norm import RMSNorm
 from fsdp_trainer.models.rope import Rope, rotate
 from fsdp_trainer.models.sdpa import Scoring
 
-CosSin = tuple[Tensor, Tensor]
 Auxiliary = dict[str, Tensor]
 """Values that a block returns besides its output, by name. Scalars are summed over the blocks,
 others stacked. A scalar whose name ends in `_loss` is minimised along with the objective."""
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 """Parameters with a row for each token."""
-COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+COLUMNS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
 ROWS = ("o_proj", "down_proj")
-"""A block's matrices of which a rank of a tensor group makes a part of the outputs, and those of
-which it has a part of the inputs."""
+WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
+"""A block's matrices of which a rank of a tensor group makes a part of the outputs, those of which
+it has a part of the inputs, and those that each rank multiplies with as a whole."""
 NORMS: dict[str, tuple[str | None, ...]] = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
@@ -82,36 +85,6 @@ class DecoderOutput(NamedTuple):
     auxiliary: Auxiliary
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm (Zhang & Sennrich 2019), the mean square in float32.
-
-    size: of the last dimension; None: hidden_size.
-    """
-
-    def __init__(self, config: ModelConfig, size: int | None = None):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size or config.hidden_size))
-        self.eps = config.rms_norm_eps
-        self.offset = config.family_spec.norm_offset
-        self.in_float32 = config.family_spec.norm_in_float32
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., size]."""
-        return self.normalize(x, self.weight)
-
-    def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return x over its root mean square, times the weight: [..., size]."""
-        scaled = x.float()
-        scaled = scaled * torch.rsqrt(self.mean_square(scaled) + self.eps)
-        if self.in_float32:
-            return (scaled * (self.offset + weight.float())).to(x.dtype)
-        return weight * scaled.to(x.dtype)
-
-    def mean_square(self, x: Tensor) -> Tensor:
-        """Return the mean over the last dimension: [..., 1]."""
-        return x.pow(2).mean(-1, keepdim=True)
-
-
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
 
@@ -162,7 +135,10 @@ class Attention(nn.Module):
         return self.o_proj(mixed.flatten(-2))
 
 
-MIXERS: dict[str, Callable[[ModelConfig], nn.Module]] = {"attention": Attention}
+MIXERS: dict[str, Callable[[ModelConfig], nn.Module]] = {
+    "attention": Attention,
+    LATENT: LatentAttention,
+}
 """What mixes tokens in a block, by `Family.mixer`; called as `Attention` is."""
 FEED_FORWARDS: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "gated": MLP,
@@ -256,6 +232,10 @@ class Decoder(nn.Module):
     def blocks(self) -> dict[str, nn.Module]:
         """Return the blocks that this model holds, by name: "0", "1", ..."""
         return dict(self.model.layers.items())
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """Return what checkpoints and folders hold, by name: parameters, each once, and buffers."""
+        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
     @property
     def auxiliary_names(self) -> list[str]:

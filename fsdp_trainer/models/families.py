@@ -8,6 +8,10 @@ from typing import Any, Literal
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+LATENT = "latent_attention"
+"""The mixer whose keys and values are made of a narrower vector of each token."""
+BIASED = "sigmoid"
+"""The router whose experts have a bias."""
 EXPERTS = ".mlp.experts."
 """Between a block's name and that of a stacked parameter of its experts."""
 
@@ -61,6 +65,9 @@ class Family:
     refused_unless: dict[str, tuple] = field(default_factory=dict)
     """Keys of config.json that change the computation in a way that the decoder does not know, and
     their values that do not; beside those of all families."""
+    further_blocks: str = ""
+    """Key of config.json: the number of blocks behind the last one that predict further tokens.
+    They are passed over at import, and an export has none."""
     other_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Further names of our keys in folders, read where the first is absent."""
     feed_forward_name: str = "mlp"
@@ -69,6 +76,8 @@ class Family:
     """Other names of an expert's matrices there, by ours."""
     normalizes_experts: bool = False
     """The weights of a token's experts are divided by their sum, whatever config.json says."""
+    router: str = "softmax"
+    """What chooses the experts: a name of `moe.ROUTERS`."""
     shared_expert: str = ""
     """Name of a dense feed-forward that every token meets besides its experts; "": there is none"""
     gates_shared_expert: bool = False
@@ -118,6 +127,21 @@ GEMMA_HF_DEFAULTS: dict[str, Any] = {
 EXPERT_OPTIONS = ("num_experts", "num_experts_per_tok", "norm_topk_prob")
 SPARSE_OPTIONS = ("mlp_only_layers", "decoder_sparse_step")
 EXPERT_NAMES: dict[str, tuple[str, ...]] = {"num_experts": ("num_local_experts",)}
+LATENT_OPTIONS = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "rope_interleave",
+)
+GROUPED_OPTIONS = (
+    "first_k_dense_replace",
+    "n_shared_experts",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+)
 TINY_EXPERTS: dict[str, Any] = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
@@ -232,6 +256,54 @@ FAMILIES = {
             "rms_norm_eps": 1e-5,
             "num_experts": 64,
             "num_experts_per_tok": 8,
+        },
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        mixer=LATENT,
+        feed_forward="experts",
+        router=BIASED,
+        shared_expert="shared_experts",
+        refused_unless={
+            "scoring_func": ("sigmoid", None),
+            "topk_method": ("noaux_tc", None),
+            "moe_layer_freq": (1, None),
+        },
+        options=(
+            "attention_bias",
+            *EXPERT_OPTIONS,
+            "moe_intermediate_size",
+            *LATENT_OPTIONS,
+            *GROUPED_OPTIONS,
+        ),
+        further_blocks="num_nextn_predict_layers",
+        key_aliases={"num_experts": "n_routed_experts"},
+        other_names=EXPERT_NAMES,
+        defaults=TINY_EXPERTS
+        | {
+            "norm_topk_prob": True,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+        },
+        hf_defaults={
+            "vocab_size": 129_280,
+            "max_position_embeddings": 4096,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "first_k_dense_replace": 3,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
         },
     ),
     "gemma2": Family(

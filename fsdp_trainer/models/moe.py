@@ -1,6 +1,7 @@
 """Mixture of experts: a router sends each token to a few of many feed-forwards (Shazeer et al.
 2017). No token is dropped."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from fsdp_trainer.models.balance import Balancing, block_figures
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.families import BIASED
 from fsdp_trainer.models.feed_forward import ACTIVATIONS, MLP
 from fsdp_trainer.models.grouped import grouped_linear
 
@@ -34,14 +36,86 @@ class Router(nn.Module):
         """Return [experts, hidden], what the router multiplies with."""
         return self.weight
 
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return the probability of each expert, [tokens, experts] float32."""
+        return logits.softmax(-1, dtype=torch.float32)
+
     def forward(self, x: Tensor) -> Routing:
         """x: [tokens, hidden]."""
         logits = F.linear(x, self.matrix())
-        probabilities = logits.softmax(-1, dtype=torch.float32)
-        weights, experts = probabilities.topk(self.chosen, dim=-1)
+        weights, experts = self.probabilities(logits).topk(self.chosen, dim=-1)
         if self.normalizes:
             weights = weights / weights.sum(-1, keepdim=True)
         return Routing(experts, weights.to(x.dtype), logits)
+
+
+class SigmoidRouter(Router):
+    """DeepSeek-V3's (2024, §2.1.2): an expert's score, a sigmoid, does not depend on the others'.
+
+    Experts are chosen by score + bias and weighted by their scores. Where they are in groups, only
+    those groups count whose two best experts score highest.
+    """
+
+    e_score_correction_bias: Tensor
+    """[experts] float32, a buffer: no gradient changes it."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.groups = config.n_group
+        self.chosen_groups = config.topk_group
+        self.scale = config.routed_scaling_factor
+        bias = torch.zeros(config.num_experts, dtype=torch.float32)
+        self.register_buffer("e_score_correction_bias", bias)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return the scores over their sum (DeepSeek-V3, equation 19)."""
+        scores = logits.sigmoid()
+        return scores / scores.sum(-1, keepdim=True)
+
+    def forward(self, x: Tensor) -> Routing:
+        """x: [tokens, hidden]. In float32."""
+        logits = F.linear(x.float(), self.matrix().float())
+        scores = logits.sigmoid()
+        experts = self.choose(scores.detach() + self.e_score_correction_bias)
+        weights = scores.gather(-1, experts)
+        if self.normalizes:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return Routing(experts, (weights * self.scale).to(x.dtype), logits)
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """Return the experts of each token, [tokens, k]. scores: [tokens, experts], with bias."""
+        if self.groups > 1:
+            in_groups = scores.unflatten(-1, (self.groups, -1))
+            best = in_groups.topk(2, dim=-1).values.sum(-1)
+            groups = best.topk(self.chosen_groups, dim=-1).indices
+            is_outside = torch.ones_like(best, dtype=torch.bool).scatter(-1, groups, False)
+            scores = in_groups.masked_fill(is_outside.unsqueeze(-1), -torch.inf).flatten(-2)
+        return scores.topk(self.chosen, dim=-1).indices
+
+    @torch.no_grad()
+    def move_bias(self, counts: Tensor, speed: float, skip: Tensor) -> None:
+        """Raise the bias of experts with fewer tokens than the mean by `speed`, and lower that of
+        those with more (Wang et al. 2024, "Auxiliary-loss-free load balancing").
+
+        counts: [experts] float64, whole numbers, the tokens of a step; skip: a bool scalar, True
+        where the step changes nothing.
+        """
+        bias = self.e_score_correction_bias
+        below_mean = counts.sum() - len(counts) * counts
+        move = speed * below_mean.sign().to(bias.dtype)
+        bias += torch.where(skip, torch.zeros_like(move), move)
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> "SigmoidRouter":
+        """Leave the bias in float32, whatever number format the model is cast to."""
+        bias = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        if self.e_score_correction_bias.dtype != bias.dtype:
+            self.e_score_correction_bias = bias.to(self.e_score_correction_bias.device)
+        return self
+
+
+ROUTERS: dict[str, type[Router]] = {"softmax": Router, BIASED: SigmoidRouter}
+"""By `Family.router`."""
 
 
 class Experts(nn.Module):
@@ -74,6 +148,16 @@ class Experts(nn.Module):
         return grouped_linear(self.activation(gate) * up, self.matrix("down_proj"), ends)
 
 
+def move_biases(model: nn.Module, counts: Tensor, speed: float, skip: Tensor) -> None:
+    """Move the bias of every router that has one, see `SigmoidRouter.move_bias`.
+
+    counts: [blocks with experts · experts].
+    """
+    routers = [module for module in model.modules() if isinstance(module, SigmoidRouter)]
+    for router, of_block in zip(routers, counts.chunk(len(routers)), strict=True):
+        router.move_bias(of_block, speed, skip)
+
+
 class Gate(nn.Module):
     """Gives each token a number between 0 and 1. Not a `Linear`, as `Router`."""
 
@@ -92,10 +176,10 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gate = Router(config)
+        self.gate = ROUTERS[config.family_spec.router](config)
         self.experts = Experts(config)
         family = config.family_spec
-        self.shared = family.shared_expert
+        self.shared = family.shared_expert if config.shared_size else ""
         if self.shared:
             self.add_module(self.shared, MLP(config, config.shared_size))
         self.gates_shared = family.gates_shared_expert
@@ -117,7 +201,8 @@ class MixtureOfExperts(nn.Module):
             out = out + (self.shared_expert_gate(tokens) * of_all if self.gates_shared else of_all)
         if balancing is None:
             return out.view_as(x)
-        return out.view_as(x), block_figures(routing.experts, routing.logits, balancing)
+        figures = block_figures(routing.experts, routing.logits, self.gate.probabilities, balancing)
+        return out.view_as(x), figures
 
     def mix(self, tokens: Tensor, routing: Routing) -> Tensor:
         """Return the weighted sum of what each token's experts compute: [tokens, hidden]."""

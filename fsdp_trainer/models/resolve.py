@@ -12,7 +12,7 @@ from fsdp_trainer.config.pipeline import SCHEDULES, stage_count
 from fsdp_trainer.config.schema import Model, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import DENSE, EXPERTS, EXTRAS, ModelConfig, rope_problems
-from fsdp_trainer.models.families import FAMILIES
+from fsdp_trainer.models.families import BIASED, FAMILIES, LATENT
 
 TWO_MESHES = (2, 13)
 """The first torch whose FSDP2 takes parameters of one unit on two meshes."""
@@ -37,6 +37,10 @@ def resolve_model(model: Model, vocab_size: int | None = None) -> ModelConfig:
     keys = {"vocab_size": vocab_size or 0} | FAMILIES[model.family or "llama"].defaults | keys
     width = keys.get("hidden_size", ModelConfig.hidden_size)
     heads = keys.get("num_attention_heads", ModelConfig.num_attention_heads)
+    if FAMILIES[keys.get("family", "llama")].mixer == LATENT:
+        keys.setdefault("num_key_value_heads", heads)
+        channels = keys["qk_nope_head_dim"] + keys["qk_rope_head_dim"]
+        keys.setdefault("head_dim", channels)
     keys.setdefault("head_dim", width // heads)
     return ModelConfig(**keys)
 
@@ -121,7 +125,10 @@ def _size_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
         yield Problem(f"model.num_key_value_heads={kv_heads}", reason)
     if config.rotary_dim % 2 or not config.rotary_dim:
         reason = "must be even for rotary position embedding"
-        yield Problem(f"model.head_dim={config.head_dim}", reason)
+        name = "qk_rope_head_dim" if config.is_latent else "head_dim"
+        yield Problem(f"model.{name}={getattr(config, name)}", reason)
+    if config.is_latent:
+        yield from _latent_problems(config)
     yield from expert_problems(cfg, config)
     yield from tensor_problems(cfg, config)
     yield from _stage_problems(cfg, config)
@@ -134,6 +141,18 @@ def _size_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
             "  with a  model.rope_scaling={…}"
         )
         yield Problem(f"batch.seq_len={length}", reason)
+
+
+def _latent_problems(config: ModelConfig) -> Iterator[Problem]:
+    """Yield sizes of heads that latent attention does not have."""
+    heads, keys = config.num_attention_heads, config.num_key_value_heads
+    if keys != heads:
+        reason = f"each of the {heads} heads has keys of its own in latent attention"
+        yield Problem(f"model.num_key_value_heads={keys}", f"{reason}: drop it")
+    channels = config.qk_nope_head_dim + config.qk_rope_head_dim
+    if config.head_dim != channels:
+        reason = f"qk_nope_head_dim + qk_rope_head_dim, {channels}, are a head's channels: drop it"
+        yield Problem(f"model.head_dim={config.head_dim}", reason)
 
 
 def expert_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
@@ -149,6 +168,7 @@ def expert_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
     if chosen > config.num_experts:
         reason = f"must not be more than num_experts={config.num_experts}"
         yield Problem(f"model.num_experts_per_tok={chosen}", reason)
+    yield from _group_problems(config)
     if config.num_experts % size:
         nearest = max(n for n in range(1, size) if config.num_experts % n == 0)
         reason = f"must divide num_experts={config.num_experts}.\nUse  sharding.expert={nearest}"
@@ -159,6 +179,24 @@ def expert_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
             return
 
 
+def _group_problems(config: ModelConfig) -> Iterator[Problem]:
+    """Yield groups of experts that do not fit."""
+    experts, groups, chosen = config.num_experts, config.n_group, config.topk_group
+    if groups == 1:
+        return
+    if experts % groups or experts < 2 * groups:
+        reason = f"must divide num_experts={experts} into groups of at least two"
+        yield Problem(f"model.n_group={groups}", reason)
+    elif chosen > groups:
+        yield Problem(f"model.topk_group={chosen}", f"must not be more than n_group={groups}")
+    elif chosen * (experts // groups) < config.num_experts_per_tok:
+        reason = (
+            f"groups of {experts // groups} experts have fewer than "
+            f"num_experts_per_tok={config.num_experts_per_tok}"
+        )
+        yield Problem(f"model.topk_group={chosen}", reason)
+
+
 def _balance_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
     """Yield weights of experts' losses where these cannot be."""
     reason = None
@@ -167,10 +205,22 @@ def _balance_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem
         reason = f"this model has no experts; {having} have: drop it"
     elif cfg.sharding.pipeline > 1:
         reason = "not with stages in this version.\nUse  sharding.pipeline=1  or drop it"
-    for key in ("load_balancing", "router_z_loss"):
+    for key in ("load_balancing", "router_z_loss", "bias_update_speed"):
         value = getattr(cfg.loss, key)
         if reason and value:
             yield Problem(f"loss.{key}={value}", reason)
+    speed = cfg.loss.bias_update_speed
+    if not speed or reason:
+        return
+    if config.family_spec.router != BIASED:
+        having = ", ".join(n for n, s in FAMILIES.items() if s.router == BIASED)
+        reason = (
+            f"{config.family}'s routers have no bias; {having} has.\nUse  loss.load_balancing=0.001"
+        )
+        yield Problem(f"loss.bias_update_speed={speed}", reason)
+    elif cfg.adapter.name != "none":
+        reason = "an adapter's folder does not hold the routers' biases: drop it"
+        yield Problem(f"loss.bias_update_speed={speed}", reason)
 
 
 def _separate_expert_problems(cfg: TrainConfig, config: ModelConfig, key: str) -> Iterator[Problem]:
@@ -224,7 +274,7 @@ def _cut_blocks(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
     if ranks == 1:
         return
     widths = {
-        "num_attention_heads × head_dim": config.num_attention_heads * config.head_dim,
+        "num_attention_heads × head_dim": config.num_attention_heads * config.value_dim,
         "intermediate_size": config.intermediate_size,
     }
     in_four_bits = adapter.name != "none" and adapter.base == "nf4"

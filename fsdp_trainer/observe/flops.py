@@ -80,7 +80,7 @@ def palm_flops(
     """
     work = work or TrainedWork(6 * matmul_parameters(config))
     spans = sum(min(seq_len, window or seq_len) for window in config.windows)
-    attention = 12 * spans * config.num_attention_heads * config.head_dim
+    attention = 12 * spans * config.attention_width
     return tokens * (work.weights + work.attention * attention)
 
 
@@ -92,6 +92,5 @@ def causal_flops(
     Less where weights are frozen; work: None: all is trained.
     """
     work = work or TrainedWork(6 * matmul_parameters(config))
-    heads = config.num_hidden_layers * config.num_attention_heads
-    attention = 6 * heads * config.head_dim * attention_cost
+    attention = 6 * config.num_hidden_layers * config.attention_width * attention_cost
     return tokens * work.weights + work.attention * attention

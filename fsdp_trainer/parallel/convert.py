@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from fsdp_trainer.config.schema import Precision
 from fsdp_trainer.distributed import local_part
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.decoder import ROWS, Decoder
+from fsdp_trainer.models.decoder import ROWS, WHOLE, Decoder
 
 CAPABILITY = (8, 9)  # Ada; the first GPUs with float8 matrix products
 EMULATED = False  # compute what float8 would give in wider products, on any device: for tests
@@ -69,6 +69,8 @@ def convert_linears(model: Decoder, precision: Precision, tensor: int = 1) -> No
 
 def share_of(name: str, ranks: int) -> tuple[int, int]:
     """Return by what the rows and the columns of a matrix are divided where ranks share it."""
+    if name in WHOLE:
+        return 1, 1
     return (1, ranks) if name in ROWS else (ranks, 1)
 
 

@@ -8,9 +8,15 @@ from fsdp_trainer.distributed import local_part, local_slice
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder
 
 
-def allocate(model: Decoder, device: torch.device) -> None:
-    """Give the meta parameters storage on `device`, with undefined content."""
+def allocate(model: Decoder, device: torch.device, computing: torch.device | None = None) -> None:
+    """Give the meta parameters storage on `device`, with undefined content, and buffers zeros.
+
+    computing: the device that computes, where parameters are not on it; there are the buffers.
+    """
     model.to_empty(device=device)
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.zeros_like(buffer, device=computing or device))
 
 
 @torch.no_grad()

@@ -27,10 +27,11 @@ from fsdp_trainer.distributed import ALL_GATHER, REDUCE_SCATTER, local_slice
 from fsdp_trainer.models.adapter_spec import MAGNITUDE, A
 from fsdp_trainer.models.adapters import row_squares
 from fsdp_trainer.models.attention import Cache, PackedAttention
-from fsdp_trainer.models.decoder import COLUMNS, ROWS, Attention, Auxiliary, Decoder, RMSNorm
+from fsdp_trainer.models.decoder import COLUMNS, ROWS, WHOLE, Attention, Auxiliary, Decoder
 from fsdp_trainer.models.four_bit import DecodedProduct, Linear4
 from fsdp_trainer.models.head import Head, Scores, cap_logits, write_logits
 from fsdp_trainer.models.moe import MixtureOfExperts, Router
+from fsdp_trainer.models.norm import RMSNorm
 from fsdp_trainer.parallel.convert import float8_product, is_float8
 from fsdp_trainer.parallel.dims import Dims
 
@@ -323,6 +324,10 @@ class PartialLinear(SharedLinear):
         """See SharedLinear."""
         return product(self, x, partial(self.weight, self.tensor_ranks))
 
+    def own(self, parameter: Tensor) -> Tensor:
+        """See SharedLinear."""
+        return partial(parameter, self.tensor_ranks)
+
 
 def product(linear: Any, x: Tensor, weight: Tensor) -> Tensor:
     """Return x Wᵀ with this rank's part of a linear layer's matrix, as that layer computes it."""
@@ -550,11 +555,21 @@ def shard_module(name: str, module: Any, ranks: TensorRanks, mesh: DeviceMesh) -
             place(module, mesh, Replicate(), MAGNITUDE)
         if isinstance(module, Linear4):
             module.in_features //= ranks.size
+    elif name in WHOLE:
+        keep_whole(module, ranks, mesh)
     elif isinstance(module, Attention) and module.qk_norm == "whole":
         for norm in (module.q_norm, module.k_norm):
             turn_into(norm, ColumnNorm, ranks, mesh, Shard(0))
     elif type(module) is RMSNorm:
         turn_into(module, PartialNorm, ranks, mesh, Replicate())
+
+
+def keep_whole(module: Any, ranks: TensorRanks, mesh: DeviceMesh) -> None:
+    """Have each rank multiply with a whole matrix, of whose gradient it has a summand."""
+    vectors = [name for name in ("bias", MAGNITUDE) if hasattr(module, name)]
+    turn_into(module, PartialLinear, ranks, mesh, Replicate())
+    place(module, mesh, Replicate(), *vectors)
+    shard_adapter(module, PartialLinear, Replicate(), PartialLinear, Replicate(), ranks, mesh)
 
 
 def shard_adapter(

@@ -188,7 +188,7 @@ def forward_flops(cfg: TrainConfig, config: ModelConfig) -> Flops:
     seq_len, parts = own_length(cfg.sharding, cfg.batch.seq_len), model_parts(config, cfg)
     whole_cost = float(config.attention_cost(np.array([cfg.batch.seq_len]))[0])
     attention_cost = whole_cost / cfg.sharding.context
-    heads_width = config.num_attention_heads * config.head_dim
+    heads_width = config.attention_width
     ends = replace(config, num_hidden_layers=0).parameters()
     blocks = config.parameters(active=True) - ends
     head = 2.0 * config.embedding_rows * config.hidden_size * seq_len

@@ -176,7 +176,7 @@ def build(
         lines += [why_uncompiled] if why_uncompiled else []
         observer.introduce([*lines, *start.notes])
 
-    allocate(model, model_device)
+    allocate(model, model_device, device)
     model.balance = balance = new_balance(config, cfg, device)
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed)
     scale_after_each_step(model, optimizer, cfg.precision)

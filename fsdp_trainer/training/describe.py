@@ -12,6 +12,7 @@ from fsdp_trainer.data.build import lossy, renumbered
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.models.adapters import MAGNITUDE, adapted_layers
 from fsdp_trainer.models.attention_choice import AttentionChoice
+from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.freeze import frozen_parameters, trained_numbers
 from fsdp_trainer.models.peft_config import read_config, without_effect
@@ -52,6 +53,7 @@ def describe(
         f"run    {run}",
         f"model  {config.family}, {short(config.parameters())} parameters{frozen}, "
         f"{config.num_hidden_layers} blocks, {config.vocab_size:,} tokens, from {origin}",
+        *further_blocks(config),
         *adapters(model),
         *(f"adapt  {line}" for line in not_followed(cfg.adapter.init_from)),
         *(f"token  {note}" for note in token_notes),
@@ -98,6 +100,15 @@ def stages(cfg: TrainConfig, model: Decoder, world: World) -> list[str]:
         f"stages {', '.join(blocks)} (blocks) on {sharding.pipeline} ranks in a row, "
         f"{sharding.pipeline_schedule}: idle {idle:.0%} of a step if all take equally long"
     ]
+
+
+def further_blocks(config: ModelConfig) -> list[str]:
+    """Return the line on blocks of a folder that predict further tokens."""
+    key = config.family_spec.further_blocks
+    count = config.source.get(key)
+    if not key or not count:
+        return []
+    return [f"model  {key}={count}: blocks for further tokens are not trained, no export has them"]
 
 
 def adapters(model: Decoder) -> list[str]:

@@ -19,7 +19,7 @@ from fsdp_trainer.checkpoint.state import (
     WEIGHTS,
     optimizer_state,
     prepare_optimizer,
-    stored_parameters,
+    stored_weights,
 )
 from fsdp_trainer.checkpoint.store import read_progress
 from fsdp_trainer.checkpoint.stored import StoredTensors
@@ -50,7 +50,8 @@ def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, 
     """
     if init_from is None:
         draw_weights(model, cfg.run.seed)
-        formats = {"default": cfg.precision.param_dtype}
+        buffers = dict.fromkeys(dict(model.whole.named_buffers()), "float32")
+        formats = {"default": cfg.precision.param_dtype} | buffers
     else:
         initialize_weights(model, cfg.run.seed, adapter_parameters(model))
         formats = read_weights(model, init_from)
@@ -146,7 +147,7 @@ def require_shapes(model: Decoder, checkpoint: Path) -> None:
     in_base = names_in_base(model, checkpoint, set(stored))
     ours = {
         name: parameter.shape
-        for name, parameter in stored_parameters(model.whole).items()
+        for name, parameter in stored_weights(model.whole).items()
         if name not in in_base
     }
     different = [name for name in sorted({*stored, *ours}) if stored.get(name) != ours.get(name)]

@@ -88,6 +88,47 @@ def test_import_then_export_without_a_step_is_byte_equal(train, export, tmp_path
     assert_byte_equal(tensors(folder), tensors(again))
 
 
+def in_blocks(matrix):
+    """Codes in float8 and a scale for each block of 128 × 128, and the matrix that they stand for,
+    computed block by block."""
+    rows, columns = (-(-size // 128) for size in matrix.shape)
+    scales = torch.zeros(rows, columns)
+    codes = torch.empty_like(matrix, dtype=torch.float8_e4m3fn)
+    decoded = torch.empty_like(matrix)
+    for i in range(rows):
+        for j in range(columns):
+            part = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+            scales[i, j] = matrix[part].float().abs().max() / 448
+            codes[part] = (matrix[part].float() / scales[i, j]).to(codes.dtype)
+            decoded[part] = (codes[part].float() * scales[i, j]).to(matrix.dtype)
+    return codes, scales, decoded
+
+
+def test_matrices_in_float8_are_decoded_and_blocks_for_further_tokens_passed_over(
+    tmp_path, monkeypatch
+):
+    sizes = {"hidden_size": 144, "intermediate_size": 264, "num_hidden_layers": 2}
+    folder = make_folder(tmp_path / "in", "deepseek_v3", torch.bfloat16, **sizes)
+    plain, stored = {}, {"model.layers.2.enorm.weight": torch.ones(144)}
+    for name, tensor in tensors(folder).items():
+        plain[name] = stored[name] = tensor
+        if tensor.ndim == 2 and name.startswith("model.layers") and "mlp.gate." not in name:
+            stored[name], stored[f"{name}_scale_inv"], plain[name] = in_blocks(tensor)
+    config = json.loads((folder / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    more = {"quantization_config": quantization, "num_nextn_predict_layers": 1}
+    monkeypatch.setattr("fsdp_trainer.checkpoint.stream.PIECE_BYTES", 5000)
+    loaded = []
+    for held, described in ((plain, config), (stored, config | more)):
+        save_file(held, folder / "model.safetensors", {"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(described))
+        loaded.append(fsdp_trainer.load_model(folder))
+    exported = loaded[1].config.to_hf("bfloat16")
+    assert "quantization_config" not in exported
+    assert exported["num_nextn_predict_layers"] == 0
+    assert_byte_equal(*(model.named_weights() for model in loaded))
+
+
 def test_each_tensor_keeps_its_own_number_format(train, export, tmp_path):
     folder = make_folder(tmp_path / "in", dtype=torch.bfloat16)
     mixed = {

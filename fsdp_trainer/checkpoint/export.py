@@ -149,6 +149,7 @@ def export_checkpoint(
     with whole_folder(out) as partial, ExitStack() as opened:
         copy_assets(source, partial)
         hf_config = json.loads((partial / "config.json").read_text())
+        hf_config.pop("quantization_config", None)  # of a base that is decoded as it is read
         write_json(partial / "config.json", hf_config | {"dtype": default, "torch_dtype": default})
         write_json(partial / ORIGIN, record(source, dtype, merge_into))
         if len(files) > 1:

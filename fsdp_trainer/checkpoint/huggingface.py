@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fsdp_trainer.checkpoint.float8_blocks import FLOAT8, SCALES, Float8Matrix, StackedMatrices
 from fsdp_trainer.checkpoint.four_bit import encoded
 from fsdp_trainer.checkpoint.stream import (
     Chunk,
@@ -125,7 +126,19 @@ def read_headers(folder: Path) -> tuple[dict[str, HuggingFaceTensor], list[Probl
             problems.append(Problem(str(path), missing))
         except (OSError, SafetensorError) as error:
             problems.append(Problem(str(path), _why_unreadable(path, error)))
-    return tensors, problems
+    return with_scales(tensors), problems
+
+
+def with_scales(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors, matrices in float8 together with their scales."""
+    joined = dict(tensors)
+    for name, tensor in tensors.items():
+        scales = tensors.get(name + SCALES)
+        if tensor.number_format == FLOAT8 and scales is not None:
+            shape, chunks = tensor.shape, tensor.chunks
+            joined[name] = Float8Matrix(torch.bfloat16, shape, chunks, tensor, scales)
+            del joined[name + SCALES]
+    return joined
 
 
 def _why_unreadable(path: Path, error: Exception) -> str:
@@ -287,12 +300,16 @@ def stacked(name: str, matrices: list[TensorOnDisk]) -> TensorOnDisk:
         formats = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         problem = Problem(name, f"has experts in {formats}: convert the folder to one format")
         raise UserError("the experts of a block differ in their number format", [problem])
+    shape = (len(matrices), *matrices[0].shape)
+    if any(isinstance(matrix, Float8Matrix) for matrix in matrices):
+        chunks = [chunk for matrix in matrices for chunk in matrix.chunks]
+        return StackedMatrices(matrices[0].dtype, shape, chunks, matrices)
     chunks = [
         Chunk(chunk.file, chunk.offset, (slice(i, i + 1), *chunk.part))
         for i, matrix in enumerate(matrices)
         for chunk in matrix.chunks
     ]
-    return TensorOnDisk(matrices[0].dtype, (len(matrices), *matrices[0].shape), chunks)
+    return TensorOnDisk(matrices[0].dtype, shape, chunks)
 
 
 @torch.no_grad()

@@ -58,8 +58,8 @@ REFUSED_UNLESS: dict[str, tuple] = {
 """Keys of config.json that change the computation in a way that the decoder does not know, and
 their values that do not."""
 INSTEAD = {
-    "quantization_config": "weights in fewer bits are not read: convert the folder to bfloat16 "
-    "(DeepSeek's by inference/fp8_cast_bf16.py of its repository) and delete this key",
+    "quantization_config": "read are float8 with scales of blocks of 128 × 128 (quant_method=fp8, "
+    "weight_block_size=[128, 128]): convert the folder to bfloat16 and delete this key",
 }
 """What to do about keys of config.json that are refused."""
 SIZES = (
@@ -377,6 +377,7 @@ class ModelConfig:
         if self.is_latent:  # transformers calls the rotated channels alone so
             exported.pop("head_dim")
             exported |= {key: self.source[key] for key in ("head_dim",) if key in self.source}
+        exported.pop("quantization_config", None)  # what is exported is decoded
         if self.family_spec.further_blocks:
             exported[self.family_spec.further_blocks] = 0
         exported |= self._export_windows() | self._export_rope()
@@ -566,8 +567,9 @@ def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
     architectures = raw.get("architectures") or [spec.architecture]
     if architectures != [spec.architecture]:
         yield Problem(f"architectures={architectures}", f"only {spec.architecture} is trained")
+    read = {"quantization_config"} if _is_in_blocks(raw.get("quantization_config")) else set()
     for name, allowed in (REFUSED_UNLESS | spec.refused_unless).items():
-        if raw.get(name, allowed[0]) not in allowed:
+        if raw.get(name, allowed[0]) not in allowed and name not in read:
             reason = INSTEAD.get(name, f"only {allowed[0]} is computed")
             yield Problem(f"{name}={raw[name]}", reason)
     activation = _read_values(raw, spec)["hidden_act"]
@@ -582,6 +584,14 @@ def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
     if _local_rope(raw).get("rope_type", "default") != "default":
         yield Problem(f"rope_parameters: {SLIDING}", "only rope_type=default is computed")
     yield from rope_problems(_rope_section(raw, spec), "rope")
+
+
+def _is_in_blocks(quantization: Any) -> bool:
+    """Return True for weights in float8 with a scale for each block of 128 × 128."""
+    if not isinstance(quantization, dict):
+        return False
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    return method == "fp8" and block == [128, 128]
 
 
 def rope_problems(rope: Json, where: str) -> list[Problem]:

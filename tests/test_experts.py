@@ -350,6 +350,7 @@ def test_biases_of_routers_move_against_the_load_and_stay_in_a_skipped_step():
 
 MOVING = [
     "model.family=deepseek_v3", "model.num_hidden_layers=2", "model.num_experts=4",
+    "model.num_key_value_heads=4", "model.head_dim=48",
     "loss.bias_update_speed=0.01", "schedule=constant", "batch.rows=4", "optim.lr=1e-2",
     "checkpoint.every=2",
 ]  # fmt: skip

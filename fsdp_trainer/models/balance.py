@@ -1,7 +1,7 @@
 """Losses that keep the experts of a block evenly loaded, and the load that they are made from."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,7 +60,8 @@ def new_balance(config: ModelConfig, cfg: TrainConfig, device: torch.device) -> 
     """
     if EXPERTS not in config.feed_forwards or cfg.sharding.pipeline > 1:
         return None
-    balance = Balance(config, cfg.loss.load_balancing, cfg.loss.router_z_loss)
+    loss = cfg.loss
+    balance = Balance(config, loss.load_balancing, loss.router_z_loss, loss.bias_update_speed)
     balance.load = balance.load.to(device)
     return balance
 
@@ -72,12 +73,16 @@ class Balance:
     the experts per token. Even before the first step.
     """
 
-    def __init__(self, config: ModelConfig, load_balancing: float, z_loss: float):
-        """load_balancing, z_loss: weights of the losses' means over the blocks."""
+    def __init__(
+        self, config: ModelConfig, load_balancing: float, z_loss: float, bias_speed: float = 0.0
+    ):
+        """load_balancing, z_loss: weights of the losses' means over the blocks. bias_speed: what a
+        step adds to routers' biases, or takes from them."""
         self.numbers = [i for i, kind in enumerate(config.feed_forwards) if kind == EXPERTS]
         self.chosen = config.num_experts_per_tok
         self.load_balancing = load_balancing
         self.z_loss = z_loss
+        self.bias_speed = bias_speed
         even = self.chosen / config.num_experts
         self.load = torch.full((len(self.numbers), config.num_experts), even)
 
@@ -104,6 +109,17 @@ class Balance:
         complete = counts.sum(-1, keepdim=True) == tokens * self.chosen
         load = (counts / max(tokens, 1)).to(self.load.dtype)
         self.load.copy_(torch.where(complete & (tokens > 0), load, self.load))
+
+    def move_biases(self, blocks: Mapping[str, Any], counts: Tensor, skip: Tensor) -> None:
+        """Move the biases of these blocks' routers, see `moe.SigmoidRouter.move_bias`.
+
+        blocks: by name; counts: [blocks with experts · experts], of a step, summed over ranks.
+        """
+        counts = counts.view_as(self.load)
+        for number, of_block in zip(self.numbers, counts, strict=True):
+            block = blocks.get(str(number))  # a stage of a pipeline need not have it
+            if block is not None:
+                block.mlp.gate.move_bias(of_block, self.bias_speed, skip)
 
     def state(self) -> dict[str, Tensor]:
         """Return what a checkpoint holds, by name: nothing where the load is not used."""

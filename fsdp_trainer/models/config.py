@@ -567,11 +567,7 @@ def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
     architectures = raw.get("architectures") or [spec.architecture]
     if architectures != [spec.architecture]:
         yield Problem(f"architectures={architectures}", f"only {spec.architecture} is trained")
-    read = {"quantization_config"} if _is_in_blocks(raw.get("quantization_config")) else set()
-    for name, allowed in (REFUSED_UNLESS | spec.refused_unless).items():
-        if raw.get(name, allowed[0]) not in allowed and name not in read:
-            reason = INSTEAD.get(name, f"only {allowed[0]} is computed")
-            yield Problem(f"{name}={raw[name]}", reason)
+    yield from _refused_keys(raw, spec)
     activation = _read_values(raw, spec)["hidden_act"]
     if activation not in ACTIVATIONS:
         name = spec.key_aliases.get("hidden_act", "hidden_act")
@@ -584,6 +580,15 @@ def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
     if _local_rope(raw).get("rope_type", "default") != "default":
         yield Problem(f"rope_parameters: {SLIDING}", "only rope_type=default is computed")
     yield from rope_problems(_rope_section(raw, spec), "rope")
+
+
+def _refused_keys(raw: Json, spec: Family) -> Iterator[Problem]:
+    """Yield keys whose value changes the computation in a way that the decoder does not know."""
+    read = {"quantization_config"} if _is_in_blocks(raw.get("quantization_config")) else set()
+    for name, allowed in (REFUSED_UNLESS | spec.refused_unless).items():
+        if raw.get(name, allowed[0]) not in allowed and name not in read:
+            reason = INSTEAD.get(name, f"only {allowed[0]} is computed")
+            yield Problem(f"{name}={raw[name]}", reason)
 
 
 def _is_in_blocks(quantization: Any) -> bool:

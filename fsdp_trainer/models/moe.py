@@ -148,16 +148,6 @@ class Experts(nn.Module):
         return grouped_linear(self.activation(gate) * up, self.matrix("down_proj"), ends)
 
 
-def move_biases(model: nn.Module, counts: Tensor, speed: float, skip: Tensor) -> None:
-    """Move the bias of every router that has one, see `SigmoidRouter.move_bias`.
-
-    counts: [blocks with experts · experts].
-    """
-    routers = [module for module in model.modules() if isinstance(module, SigmoidRouter)]
-    for router, of_block in zip(routers, counts.chunk(len(routers)), strict=True):
-        router.move_bias(of_block, speed, skip)
-
-
 class Gate(nn.Module):
     """Gives each token a number between 0 and 1. Not a `Linear`, as `Router`."""
 

@@ -147,12 +147,14 @@ def _latent_problems(config: ModelConfig) -> Iterator[Problem]:
     """Yield sizes of heads that latent attention does not have."""
     heads, keys = config.num_attention_heads, config.num_key_value_heads
     if keys != heads:
-        reason = f"each of the {heads} heads has keys of its own in latent attention"
-        yield Problem(f"model.num_key_value_heads={keys}", f"{reason}: drop it")
+        reason = "all heads have keys of their own in latent attention"
+        instead = f"Use  model.num_key_value_heads={heads}"
+        yield Problem(f"model.num_key_value_heads={keys}", f"{reason}.\n{instead}")
     channels = config.qk_nope_head_dim + config.qk_rope_head_dim
     if config.head_dim != channels:
-        reason = f"qk_nope_head_dim + qk_rope_head_dim, {channels}, are a head's channels: drop it"
-        yield Problem(f"model.head_dim={config.head_dim}", reason)
+        reason = "is the sum of qk_nope_head_dim and qk_rope_head_dim in latent attention"
+        instead = f"Use  model.head_dim={channels}"
+        yield Problem(f"model.head_dim={config.head_dim}", f"{reason}.\n{instead}")
 
 
 def expert_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
@@ -209,9 +211,13 @@ def _balance_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem
         value = getattr(cfg.loss, key)
         if reason and value:
             yield Problem(f"loss.{key}={value}", reason)
+    if reason is None and cfg.loss.bias_update_speed:
+        yield from _bias_problems(cfg, config)
+
+
+def _bias_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+    """Yield why the routers' biases cannot be moved."""
     speed = cfg.loss.bias_update_speed
-    if not speed or reason:
-        return
     if config.family_spec.router != BIASED:
         having = ", ".join(n for n, s in FAMILIES.items() if s.router == BIASED)
         reason = (

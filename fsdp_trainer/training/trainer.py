@@ -25,7 +25,6 @@ from fsdp_trainer.distributed import to_device_of
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.models.balance import LOAD
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
-from fsdp_trainer.models.moe import move_biases
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.profiler import Profiler
 from fsdp_trainer.observe.step_log import StepLog, StepReport, finite_or_none
@@ -148,10 +147,10 @@ class Trainer:
         verdict = self.guard.judge(to_device_of(loss, grad_norm), grad_norm)
         self.optimizer.set_learning_rate(lr)
         self.optimizer.step_unless(verdict.skip)
-        speed = self.cfg.loss.bias_update_speed
-        if speed:
+        balance = self.model.balance
+        if balance is not None and balance.bias_speed:
             counts = self.forward_backward.metrics.of(LOAD, sums)
-            move_biases(self.model, counts, speed, to_device_of(verdict.skip, counts))
+            balance.move_biases(self.model.blocks(), counts, to_device_of(verdict.skip, counts))
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(lr, sums, worst, grad_norm, verdict)
 

@@ -22,6 +22,7 @@ FAMILIES = (
     "mixtral",
     "olmoe",
     "deepseek_v3",
+    "gpt_oss",
     "mistral window",
     "qwen2",
     "gemma2",
@@ -145,9 +146,10 @@ def plain_training(folder, rows, frozen=()):
     for name, parameter in shared.items():
         if any(fnmatch(name, pattern) for pattern in frozen):
             parameter.requires_grad_(False)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in trained if p.ndim >= 2]
-    others = [p for p in trained if p.ndim < 2]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    is_decayed = [p.ndim >= 2 and not name.endswith("bias") for name, p in named]
+    decayed = [p for (_, p), decays in zip(named, is_decayed, strict=True) if decays]
+    others = [p for (_, p), decays in zip(named, is_decayed, strict=True) if not decays]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0}],
         lr=1,

@@ -244,15 +244,15 @@ def test_compiled_varlen_is_one_graph_for_any_documents(varlen):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(
+    "scoring", [Scoring(), Scoring(softcap=5.0), Scoring(sinks=torch.tensor([0.0, 3, -2, 1]))]
+)
 @pytest.mark.parametrize("window", [None, 16])
-def test_flex_sees_what_a_mask_shows(window, softcap):
+def test_flex_sees_what_a_mask_shows(window, scoring):
     lengths, row = [[100, 156, 30], [5] * 50], 384
     q, k, v, grad = (x.detach() for x in inputs(lengths, row))
     found, wanted = (
-        LAYOUTS[name](lengths, row, CPU)
-        .with_window(window)
-        .attend(q, k, v, Scoring(softcap=softcap))
+        LAYOUTS[name](lengths, row, CPU).with_window(window).attend(q, k, v, scoring)
         for name in ("flex", "mask")
     )
     assert ((found - wanted) * (grad != 0)).abs().max() <= 1e-5
@@ -291,6 +291,8 @@ CUDA = AttentionContext("cuda", (9, 0), "bfloat16", 128, share=0.2)
         (replace(CUDA, softcap=True, selective=True), "documents", None),
         (replace(CUDA, softcap=True, selective=True, compiled=True), "flex", None),
         (replace(CUDA, softcap=True, head_dim=8, compiled=True), "mask", None),
+        (replace(CUDA, sinks=True), "flex", None),
+        (replace(CUDA, sinks=True, selective=True), "documents", None),
     ],
 )
 def test_the_choice_by_device_model_and_rows(context, layout, kernel):
@@ -309,6 +311,8 @@ def test_the_choice_by_device_model_and_rows(context, layout, kernel):
         ("flex", "auto", replace(CUDA, head_dim=8), "head_dim=8"),
         ("varlen", "auto", replace(CUDA, dtype="float32"), "param_dtype=bfloat16"),
         ("varlen", "auto", replace(CUDA, softcap=True), "model.attention=flex"),
+        ("varlen", "auto", replace(CUDA, sinks=True), "model.attention=flex"),
+        ("mask", "cudnn", replace(CUDA, sinks=True), "attention sinks"),
         ("varlen", "auto", replace(CUDA, capability=(7, 0)), "this GPU has 7.0"),
         ("varlen", "auto", replace(CUDA, head_dim=100), "head_dim=100"),
         ("varlen", "cudnn", CUDA, "model.attention=documents"),

@@ -57,7 +57,7 @@ def start(model, one_rank):
     """
     initialize_weights(model, 1)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or name.endswith("bias"):  # of zeros a missing one would not show
             torch.nn.init.constant_(local_part(parameter), 0.1)
         if one_rank and name.endswith("mlp.gate.weight"):
             first = local_slice(parameter)[0].start
@@ -107,6 +107,10 @@ WIDE = {
     "initializer_range": 0.05,
 }  # fmt: skip
 """A row of each matrix is a whole block of 256 numbers."""
+GPT_OSS = {
+    "family": "gpt_oss", "attention_bias": True, "sliding_window": 6, "num_experts": 4,
+    "norm_topk_prob": False,
+}  # fmt: skip
 CASES = {
     "two": (2, {}, EXPERT),
     "shard": (4, {}, EXPERT),
@@ -146,6 +150,12 @@ CASES = {
         EXPERT | {"optim": {"state_dtype": "bfloat16"}, "tolerance": 1e-4},
     ),
     "lora": (2, {}, EXPERT | {"adapter": {"name": "lora", "rank": 2}}),
+    "gpt_oss": (2, GPT_OSS, EXPERT),
+    "gpt_oss, tensor": (4, GPT_OSS, {"sharding": {"expert": 4, "tensor": 2}}),
+    "gpt_oss, context": (2, GPT_OSS, {"sharding": {"expert": 2, "context": 2}}),
+    "gpt_oss, ring": (2, GPT_OSS, {"sharding": {"context": 2, "context_method": "ring"}}),
+    "gpt_oss, gathered": (2, GPT_OSS, {"sharding": {"context": 2, "context_method": "gathered"}}),
+    "gpt_oss, recomputed": (2, GPT_OSS, EXPERT | {"checkpoint": {"mode": "selective"}}),
     "8 bits": (4, WIDE, EXPERT | {"optim": {"state_dtype": "8bit"}, "tolerance": 1e-4}),
 }
 QUICK = ("two",)

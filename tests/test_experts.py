@@ -3,6 +3,7 @@ does with a plain loop over the experts."""
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,6 +95,18 @@ def each_token_by_itself(module, x):
             inside = gate * (experts.up_proj[expert] @ token)
             out[i] = out[i] + weight * (experts.down_proj[expert] @ inside)
     return out
+
+
+def test_the_clamped_activation_is_that_of_transformers_beyond_its_limits_too():
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate
+    limits = SimpleNamespace(alpha=1.702, limit=7.0)
+    leaves = [torch.linspace(-20, 20, 64).view(4, 16).requires_grad_() for _ in range(2)]
+    outs = [moe.clamped_gate(leaves[0]), theirs(limits, leaves[1])]
+    torch.testing.assert_close(*outs)
+    for out in outs:
+        out.sum().backward()
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
 
 
 @pytest.mark.parametrize("chosen", [1, 2, 5])

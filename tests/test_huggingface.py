@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from stored import assert_byte_equal, tensors
-from zoo import HF, make_folder
+from zoo import HF, make_folder, store_in_mxfp4
 
 import fsdp_trainer
 from fsdp_trainer.checkpoint.huggingface import read_headers
@@ -48,6 +48,7 @@ FAMILIES = (
     "olmoe",
     "deepseek_v3",
     "deepseek_v3 plain",
+    "gpt_oss",
     "gemma2",
     "gemma3 long",
     "olmo2",
@@ -127,6 +128,21 @@ def test_matrices_in_float8_are_decoded_and_blocks_for_further_tokens_passed_ove
     assert "quantization_config" not in exported
     assert exported["num_nextn_predict_layers"] == 0
     assert_byte_equal(*(model.named_weights() for model in loaded))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_mxfp4_is_read_as_transformers_decodes_it_and_exported_in_bfloat16(
+    train, export, tmp_path, ranks
+):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "shard": "1GB"}
+    folder = make_folder(tmp_path / "in", family="gpt_oss", dtype=torch.bfloat16, **sizes)
+    expected = store_in_mxfp4(folder)
+    how = [f"sharding.expert={ranks}", "train.steps=0", f"model.init_from={folder}"]
+    run = train("run", *how, base=HF, ranks=ranks, seam=SMALL_PIECES)
+    out = export(run.folder, seam=SMALL_PIECES)
+    assert_byte_equal(expected, tensors(out))
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
 
 
 def test_each_tensor_keeps_its_own_number_format(train, export, tmp_path):

@@ -114,10 +114,10 @@ def test_gradients_of_all_parameters_are_those_of_transformers(pair, layout):
         if part.parameter not in parameters:
             continue  # a buffer
         gradient = parameters[part.parameter].grad
-        matrix = gradient.flatten(0, 1) if gradient.ndim == 3 else gradient
+        matrix = gradient.flatten(0, -2) if gradient.ndim > 1 else gradient
         gradients[part.tensor].append(matrix[part.parameter_row :][: part.rows])
     for whole, parts in gradients.items():
-        gradient = torch.cat(parts)
+        gradient = torch.cat(parts).view_as(wanted[whole])
         assert (gradient - wanted[whole]).abs().max() <= 1e-4 * max(
             1, wanted.pop(whole).abs().max()
         ), whole

@@ -1,6 +1,9 @@
 """Small models of every family and variant, made by transformers."""
 
+import json
+
 import torch
+from safetensors.torch import load_file, save_file
 
 from fsdp_trainer.data.tokenizer import load_tokenizer
 
@@ -121,6 +124,17 @@ ZOO = {
             "topk_group": 1,
             "norm_topk_prob": False,
             "rms_norm_eps": 1e-3,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "num_hidden_layers": 3,
+            "rope_parameters": {**YARN, "truncate": False},
         },
     ),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
@@ -386,6 +400,29 @@ FOLDER_SIZES = {
     "num_key_value_heads": 2,
     "initializer_range": 0.1,
 }
+
+
+def store_in_mxfp4(folder):
+    """Replace the experts' matrices of a GPT-OSS folder as it is published, by random ones.
+
+    Returns the tensors that transformers makes of it.
+    """
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    stored = load_file(folder / "model.safetensors")
+    decoded, generator = dict(stored), torch.Generator().manual_seed(0)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, rows, columns = stored.pop(name).shape
+        blocks = torch.randint(256, (experts, columns, rows // 32, 16), generator=generator)
+        scales = torch.randint(255, (experts, columns, rows // 32), generator=generator)
+        stored[f"{name}_blocks"] = blocks.to(torch.uint8)
+        stored[f"{name}_scales"] = scales.to(torch.uint8)
+        decoded[name] = convert_moe_packed_tensors(blocks.to(torch.uint8), scales)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    (folder / "config.json").write_text(json.dumps(config))
+    return decoded
 
 
 def make_folder(folder, family="llama", dtype=torch.float32, shard="1GB", **options):

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.huggingface import DTYPES, HuggingFaceTensor, read_header
+from fsdp_trainer.checkpoint.huggingface import DTYPES, read_header
 from fsdp_trainer.checkpoint.merge import read_whole
-from fsdp_trainer.checkpoint.stream import TensorOnDisk, as_tensor
+from fsdp_trainer.checkpoint.stream import HuggingFaceTensor, TensorOnDisk, as_tensor
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapter_spec import AdapterSpec
 from fsdp_trainer.models.adapters import add_adapters, model_layout

@@ -160,7 +160,8 @@ def export_checkpoint(
             places |= write_header(handle, {name: tensors[name] for name in names})
         pieces = export_pieces(sources, parts, tensors, places)
         # what is read has at most float32: of a number, twice its bytes in the export
-        largest = piece_bytes(2 * tensor.row_bytes for tensor in tensors.values())
+        matrices = [tensor.as_matrix() for tensor in tensors.values()]
+        largest = piece_bytes(2 * matrix.row_bytes for matrix in matrices)
         in_threads(export_piece, pieces, 2 * largest)
 
 
@@ -228,7 +229,7 @@ def export_pieces(
     for part in parts:
         end = part.parameter_row + part.rows
         source = sources[part.parameter]
-        target = tensors[part.tensor]
+        target = tensors[part.tensor].as_matrix()
         file, start = places[part.tensor]
         start += (part.tensor_row - part.parameter_row) * target.row_bytes
         row_bytes = max(source.row_bytes, target.row_bytes)

@@ -1,6 +1,7 @@
 """Hugging Face folders in: all headers are checked first, then every rank reads its own slices."""
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from fsdp_trainer.checkpoint.float8_blocks import FLOAT8, SCALES, Float8Matrix, StackedMatrices
 from fsdp_trainer.checkpoint.four_bit import encoded
+from fsdp_trainer.checkpoint.mxfp4 import join_mxfp4
 from fsdp_trainer.checkpoint.stream import (
     Chunk,
+    HuggingFaceTensor,
     TensorOnDisk,
     in_threads,
     piece_bytes,
@@ -45,18 +48,11 @@ NOT_NEEDED = re.compile(r"lm_head\.weight|.*rotary_emb\.inv_freq")
 
 
 @dataclass
-class HuggingFaceTensor(TensorOnDisk):
-    """A tensor of a safetensors file. number_format: as safetensors spells it."""
-
-    number_format: str
-
-
-@dataclass
 class TensorPart:
     """Rows of a parameter that are rows of a tensor of a Hugging Face folder.
 
     The tensor of a fused projection has several parameters; the matrices of experts, one parameter
-    here, are a tensor each.
+    here, are a tensor each, or is_stack: one tensor as well, of which all is meant.
     """
 
     parameter: str
@@ -64,6 +60,7 @@ class TensorPart:
     tensor: str
     tensor_row: int
     rows: int
+    is_stack: bool = False
 
 
 @dataclass
@@ -79,13 +76,17 @@ class ImportPiece:
 def tensor_parts(model: Decoder, vocab_size: int) -> list[TensorPart]:
     """Return which rows of which tensor are which rows of every parameter, in order.
 
-    Stacked matrices count as one, of all their rows. vocab_size: rows of embedding and head in the
-    folder; a sharded model's may be padded.
+    Stacked matrices count as one, of all their rows, also where a tensor holds them stacked.
+    vocab_size: rows of embedding and head in the folder; a sharded model's may be padded.
     """
     family = model.config.family_spec
     parts: list[TensorPart] = []
     ends: Counter[str] = Counter()
     for name, parameter in model.named_weights().items():
+        if is_stacked(name) and family.clamped_experts:
+            rows = math.prod(parameter.shape[:-1])
+            parts.append(TensorPart(name, 0, family.stored_name(name), 0, rows, is_stack=True))
+            continue
         if is_stacked(name):
             rows = parameter.shape[1]
             parts += [
@@ -106,6 +107,9 @@ def tensor_shapes(model: Decoder, parts: list[TensorPart]) -> dict[str, tuple[in
     shapes = {}
     for part in parts:
         shape = weights[part.parameter].shape
+        if part.is_stack:
+            shapes[part.tensor] = tuple(shape)
+            continue
         columns = shape[2:] if is_stacked(part.parameter) else shape[1:]
         shapes[part.tensor] = (part.tensor_row + part.rows, *columns)
     return shapes
@@ -126,7 +130,7 @@ def read_headers(folder: Path) -> tuple[dict[str, HuggingFaceTensor], list[Probl
             problems.append(Problem(str(path), missing))
         except (OSError, SafetensorError) as error:
             problems.append(Problem(str(path), _why_unreadable(path, error)))
-    return with_scales(tensors), problems
+    return join_mxfp4(with_scales(tensors)), problems
 
 
 def with_scales(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -282,10 +286,14 @@ def parameters_on_disk(config: ModelConfig, folder: Path) -> dict[str, TensorOnD
     vocab_size = ModelConfig.from_hf(folder).vocab_size
     stored = _require_fitting(model, folder, vocab_size)
     parts: dict[str, list[TensorOnDisk]] = {}
+    whole: dict[str, TensorOnDisk] = {}
     for part in tensor_parts(model, vocab_size):
+        if part.is_stack:
+            whole[part.parameter] = stored[part.tensor]
+            continue
         rows = stored[part.tensor].whole_rows(part.tensor_row, part.rows)
         parts.setdefault(part.parameter, []).append(rows)
-    return {
+    return whole | {
         name: stacked(name, parts[name]) if is_stacked(name) else parts[name][0] for name in parts
     }
 
@@ -347,7 +355,7 @@ def _pieces(parameter: Tensor, name: str, source: TensorOnDisk) -> Iterator[Impo
     if is_encoded(parameter):
         source = encoded(source)
     local = local_part(parameter)
-    if is_stacked(name):
+    if parameter.ndim == 3:
         stack, rows, *columns = local_slice(parameter)
         matrices = source.as_matrix()
         for matrix, into in zip(range(stack.start, stack.stop), local, strict=True):

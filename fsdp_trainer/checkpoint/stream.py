@@ -97,6 +97,13 @@ class TensorOnDisk:
             yield self.read_rows(first, last, buffer)
 
 
+@dataclass
+class HuggingFaceTensor(TensorOnDisk):
+    """A tensor of a safetensors file. number_format: as safetensors spells it."""
+
+    number_format: str
+
+
 def _by_matrix(chunk: Chunk, dtype: torch.dtype, rows: int) -> Iterator[Chunk]:
     """Yield what a chunk of stacked matrices has of each: a chunk of the matrix of all `rows`."""
     stack, held, *columns = chunk.part

@@ -293,6 +293,7 @@ class Model:
             "mixtral",
             "olmoe",
             "deepseek_v3",
+            "gpt_oss",
             "gemma2",
             "gemma3_text",
             "olmo2",

@@ -134,6 +134,8 @@ class NextTokens(PackedAttention):
         first = 0 if self.window is None else max(0, self.keys - self.window)
         mask = None if self.mask is None else self.mask[..., first:]
         grouped = q[:, 0].unflatten(1, (k.shape[2], -1)).transpose(1, 2)
+        if scoring.sinks is not None:
+            scoring = scoring._replace(sinks=scoring.sinks.unflatten(0, (k.shape[2], -1)))
         out = sdpa(grouped, k[:, first:], v[:, first:], mask, scoring, is_causal=False)
         return out.transpose(1, 2).reshape(q.shape)
 

@@ -201,6 +201,7 @@ class VarlenAttention(PackedAttention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
         """See PackedAttention."""
         assert scoring.softcap is None, "attention_choice refuses it"
+        assert scoring.sinks is None, "attention_choice refuses them"
         past = -1 if self.window is None else self.window - 1
         bounds = (self.ends, self.ends, self.longest, self.longest)
         flat = (x.flatten(0, 1) for x in (q, k, v))
@@ -218,7 +219,7 @@ class FlexAttention(PackedAttention):
         """See PackedAttention."""
         self.documents = self.document_numbers(PADDING_DOCUMENT)
         self.blocks: Any = None
-        self.flex, self.compiled_flex, self.make_blocks = _flex(self.device.type)
+        self.flex, self.compiled_flex, self.make_blocks, self.sums = _flex(self.device.type)
 
     def with_window(self, window: int | None) -> Self:
         """Return the same documents seen through a window, with its block mask."""
@@ -231,14 +232,20 @@ class FlexAttention(PackedAttention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
         """See PackedAttention."""
         flex = self.flex if torch.compiler.is_compiling() else self.compiled_flex
+        sinks = scoring.sinks
         out = flex(
             *(x.transpose(1, 2) for x in (q, k, v)),
             score_mod=None if scoring.softcap is None else _flex_softcap(scoring.softcap),
             block_mask=self.blocks,
             scale=scoring.scale,
             enable_gqa=q.shape[2] != k.shape[2],
+            return_aux=None if sinks is None else self.sums,
         )
-        return out.transpose(1, 2)
+        if sinks is None:
+            return out.transpose(1, 2)
+        out, sums = out
+        share = torch.sigmoid(sums.lse - sinks.float()[:, None])
+        return (out * share.unsqueeze(-1)).to(q.dtype).transpose(1, 2)
 
 
 LAYOUTS: dict[str, type[PackedAttention]] = {
@@ -271,16 +278,17 @@ def _varlen() -> Callable[..., Any]:
 
 
 @lru_cache
-def _flex(device_type: str) -> tuple[Callable[..., Any], ...]:
-    """Return `flex_attention` for compiled blocks, a compiled `flex_attention` for others, and
-    `create_block_mask`. On a CPU none is compiled."""
+def _flex(device_type: str) -> tuple[Any, ...]:
+    """Return `flex_attention` for compiled blocks, a compiled `flex_attention` for others,
+    `create_block_mask`, and what asks for the logarithms of sums. On a CPU none is compiled."""
     # imports the compiler: 2 seconds
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
+    sums = AuxRequest(lse=True)
     if device_type == "cpu":
-        return flex_attention, flex_attention, create_block_mask
+        return flex_attention, flex_attention, create_block_mask, sums
     compiled = partial(torch.compile, dynamic=False)
-    return flex_attention, compiled(flex_attention), compiled(create_block_mask)
+    return flex_attention, compiled(flex_attention), compiled(create_block_mask), sums
 
 
 def _flex_mask(documents: Tensor, window: int | None) -> Callable[..., Tensor]:

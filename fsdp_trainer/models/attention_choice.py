@@ -41,6 +41,7 @@ class AttentionContext:
     dtype: str | None = None
     head_dim: int | None = None
     softcap: bool = False
+    sinks: bool = False
     windowed: bool = False
     compiled: bool = False
     selective: bool = False
@@ -86,6 +87,7 @@ LAYOUT_RULES: dict[str, tuple[Rule, ...]] = {
             "Use  precision.param_dtype=bfloat16  or  model.attention=auto",
         ),
         (lambda c, *_: c.softcap, "has no soft limit on scores.\nUse  model.attention=flex"),
+        (lambda c, *_: c.sinks, "has no attention sinks.\nUse  model.attention=flex"),
         (
             lambda c, *_: (c.capability or AMPERE) < AMPERE,
             "needs compute capability 8.0, this GPU has {c.capability[0]}.{c.capability[1]}.\n"
@@ -117,6 +119,10 @@ AUTO_KERNEL = "\nUse  model.attention_kernel=auto"
 KERNEL_RULES: tuple[Rule, ...] = (
     (lambda c, *_: c.device == "cpu", f"a CPU has one kernel only.{AUTO_KERNEL}"),
     (lambda c, *_: c.softcap, f"has no soft limit on scores.{AUTO_KERNEL}"),
+    (
+        lambda c, _, kernel: c.sinks and kernel != "efficient",
+        f"has no attention sinks.{AUTO_KERNEL}",
+    ),
     (
         lambda c, layout, _: layout == "flex",
         f"flex compiles a kernel of its own.{AUTO_KERNEL}",
@@ -185,10 +191,11 @@ def _best_layout(kernel: str, context: AttentionContext) -> tuple[str, str]:
     if context.device != "cuda":
         reasons = {"mask": "compiled blocks want fixed shapes", "documents": "cost by Σ length²"}
         return fallback, reasons[fallback]
-    if context.softcap:
+    if context.softcap or context.sinks:
+        special = "the soft limit on scores" if context.softcap else "attention sinks"
         if _first_broken(LAYOUT_RULES["flex"], context, "flex"):
-            return fallback, "the soft limit on scores, computed in chunks"
-        return "flex", "a kernel is compiled for the soft limit on scores"
+            return fallback, f"flex cannot be, and others have no kernel for {special}"
+        return "flex", f"a kernel is compiled for {special}"
     if reason := _first_broken(LAYOUT_RULES["varlen"], context, "varlen"):
         return fallback, f"varlen {reason.splitlines()[0]}"
     if kernel in SDPA_ONLY:
@@ -209,7 +216,7 @@ def _cudnn_is_fastest(context: AttentionContext) -> bool:
 
 def _first_kernel(layout: str, context: AttentionContext) -> str | None:
     """Return the kernel that is fastest here; None where there is no choice."""
-    if context.device != "cuda" or layout == "flex" or context.softcap:
+    if context.device != "cuda" or layout == "flex" or context.softcap or context.sinks:
         return None
     if layout == "varlen":
         best = BEST.get(context.capability or (0, 0))

@@ -301,7 +301,8 @@ class ModelConfig:
         biases = sum(size for name, size in sizes.items() if self.has_bias(name))
         norms = {None: 0, "head": 2 * self.head_dim, "whole": queries + keys}
         matrices = 2 * self.hidden_size * (queries + keys)
-        return matrices + biases + norms[self.family_spec.qk_norm]
+        sinks = self.num_attention_heads * self.family_spec.sinks
+        return matrices + biases + norms[self.family_spec.qk_norm] + sinks
 
     def _latent_parameters(self) -> int:
         """Return what `_mixer_parameters` does, where keys and values are made of a vector."""
@@ -329,8 +330,15 @@ class ModelConfig:
             experts = self.num_experts_per_tok if active else self.num_experts
             shared = 3 * hidden * self.shared_size
             shared += hidden * self.family_spec.gates_shared_expert
-            return self.num_experts * hidden + experts * 3 * hidden * self.expert_size + shared
+            router = self.num_experts * (hidden + self.family_spec.router_bias)
+            return router + experts * self._expert_parameters() + shared
         return 3 * hidden * inner + self.mlp_bias * (2 * inner + hidden)
+
+    def _expert_parameters(self) -> int:
+        """Return the number of weights of one expert."""
+        hidden, inner = self.hidden_size, self.expert_size
+        biases = self.family_spec.clamped_experts * (2 * inner + hidden)
+        return 3 * hidden * inner + biases
 
     @classmethod
     def from_hf(cls, folder: str | Path) -> "ModelConfig":
@@ -346,7 +354,7 @@ class ModelConfig:
         except (OSError, ValueError) as error:
             problem = Problem(str(path), str(error))
             raise UserError("cannot read the model's configuration", [problem]) from None
-        raw = _text_part(raw)
+        raw = _without_mxfp4(_text_part(raw))
         if problems := _unsupported(raw):
             raise UserError(f"{path} describes a model that is not supported", problems)
         family = raw["model_type"]
@@ -451,6 +459,16 @@ def _text_part(raw: Json) -> Json:
     return {**shared, **text, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
 
 
+def _without_mxfp4(raw: Json) -> Json:
+    """Return the configuration of the weights as they are read: MXFP4 is decoded."""
+    spec = FAMILIES.get(str(raw.get("model_type")))
+    stored = raw.get("quantization_config")
+    is_mxfp4 = isinstance(stored, dict) and stored.get("quant_method") == "mxfp4"
+    if is_mxfp4 and spec is not None and spec.clamped_experts:
+        return {name: value for name, value in raw.items() if name != "quantization_config"}
+    return raw
+
+
 def _read_values(raw: Json, spec: Family) -> Json:
     """Return the keys but windows and RoPE by our names, with defaults for what is absent."""
     names = (*SIZES, *COMMON, "hidden_act", *spec.options)
@@ -514,6 +532,8 @@ def _rope_section(raw: Json, spec: Family) -> Json:
     """Return the RoPE of the blocks without a window in one spelling; nulls are left out."""
     outer = {name: raw.get(name) for name in ("rope_theta", "original_max_position_embeddings")}
     parameters: Json = raw.get("rope_parameters") or {}
+    if not raw.get("rope_scaling"):
+        parameters = parameters or spec.hf_defaults.get("rope_parameters", {})
     inner = {**(raw.get("rope_scaling") or {}), **parameters.get(FULL, parameters)}
     rope = _without_nulls(outer) | _without_nulls(inner)
     kind = rope.pop("type", None) or rope.get("rope_type") or "default"

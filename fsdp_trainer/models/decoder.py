@@ -91,6 +91,8 @@ class Attention(nn.Module):
     Some families normalise queries and keys before the rotation.
     """
 
+    sinks: Tensor | None
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         sizes = config.projection_sizes
@@ -111,6 +113,13 @@ class Attention(nn.Module):
         scalar = config.query_pre_attn_scalar
         scale = None if scalar is None else scalar**-0.5
         self.scoring = Scoring(scale, config.attn_logit_softcapping)
+        has_sinks = config.family_spec.sinks
+        sinks = nn.Parameter(torch.empty(config.num_attention_heads)) if has_sinks else None
+        self.register_parameter("sinks", sinks)
+
+    def own_sinks(self) -> Tensor | None:
+        """Return the sinks of the heads that this process computes."""
+        return self.sinks
 
     def forward(
         self, x: Tensor, cos_sin: CosSin, layout: PackedAttention, cache: Cache | None = None
@@ -131,7 +140,7 @@ class Attention(nn.Module):
         k = rotate(k, *cos_sin)
         if cache is not None:
             k, v = cache.append(k, v)
-        mixed = layout.attend(q, k, v, self.scoring)
+        mixed = layout.attend(q, k, v, self.scoring._replace(sinks=self.own_sinks()))
         return self.o_proj(mixed.flatten(-2))
 
 

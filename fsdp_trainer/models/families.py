@@ -74,6 +74,14 @@ class Family:
     """Name of the feed-forward in a block's part of a Hugging Face folder."""
     expert_matrices: dict[str, str] = field(default_factory=dict)
     """Other names of an expert's matrices there, by ours."""
+    router_name: str = "gate"
+    """Name of the router there, within the feed-forward."""
+    router_bias: bool = False
+    """The router adds a bias to its logits."""
+    clamped_experts: bool = False
+    """Experts are `moe.ClampedExperts`, and one tensor of a folder holds all of a block's."""
+    sinks: bool = False
+    """Attention has one more score for each head, learnt, in the softmax's denominator alone."""
     normalizes_experts: bool = False
     """The weights of a token's experts are divided by their sum, whatever config.json says."""
     router: str = "softmax"
@@ -85,6 +93,7 @@ class Family:
 
     def stored_name(self, name: str) -> str:
         """Return the matrix of a Hugging Face folder that holds a parameter, its own or a fused."""
+        name = name.replace(".mlp.gate.", f".mlp.{self.router_name}.")
         name = name.replace(".mlp.", f".{self.feed_forward_name}.")
         for whole, parts in self.fused:
             module = whole.rpartition(".")[0]
@@ -304,6 +313,45 @@ FAMILIES = {
             "n_group": 8,
             "topk_group": 4,
             "routed_scaling_factor": 2.5,
+        },
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        feed_forward="experts",
+        norm_in_float32=True,
+        router_name="router",
+        router_bias=True,
+        clamped_experts=True,
+        sinks=True,
+        normalizes_experts=True,  # the softmax of the chosen logits alone is the same
+        windows="pattern",
+        window_pattern=2,
+        refused_unless={"swiglu_alpha": (1.702, None), "swiglu_limit": (7.0, None)},
+        options=("attention_bias", "num_experts", "num_experts_per_tok"),
+        key_aliases={"num_experts": "num_local_experts"},
+        other_names={"num_experts": ("num_experts",)},
+        defaults={
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "attention_bias": True,
+            "rope_theta": 150_000.0,
+        },
+        hf_defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "num_experts": 128,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
         },
     ),
     "gemma2": Family(

@@ -22,6 +22,16 @@ def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return grouped_forward(rows, weights, ends)
 
 
+def grouped_bias(rows: Tensor, biases: Tensor, ends: Tensor) -> Tensor:
+    """Return [rows, out]: for each row of `rows` the bias of its group. biases: [groups, out].
+
+    A product with ones: its gradient sums the rows of a group in a fixed order, that of an index
+    by atomic additions.
+    """
+    ones = rows.new_ones(len(rows), ALIGNED)
+    return grouped_linear(ones, F.pad(biases.unsqueeze(-1), (0, ALIGNED - 1)), ends)
+
+
 @torch.library.custom_op("fsdp_trainer::grouped_linear", mutates_args=())
 def grouped_forward(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Return `grouped_linear`."""

@@ -61,7 +61,7 @@ def initialize_part(
         pass  # `adapters.initialize_magnitudes` takes them from the weights
     elif name.endswith("norm.weight"):
         local.fill_(1.0 - config.family_spec.norm_offset)
-    elif name.endswith(".bias"):
+    elif name.endswith("bias"):
         local.zero_()
     else:
         local.copy_(draw_part(seed, name, part, shape, init_std(config, name)))

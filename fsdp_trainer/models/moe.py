@@ -12,7 +12,10 @@ from fsdp_trainer.models.balance import Balancing, block_figures
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.families import BIASED
 from fsdp_trainer.models.feed_forward import ACTIVATIONS, MLP
-from fsdp_trainer.models.grouped import grouped_linear
+from fsdp_trainer.models.grouped import grouped_bias, grouped_linear
+
+CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0
+"""Of GPT-OSS's activation: the sigmoid's factor, and the largest number on its way in."""
 
 
 class Routing(NamedTuple):
@@ -26,9 +29,14 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Chooses each token's experts. Not a `Linear`: no adapter, no 4-bit or 8-bit format."""
 
+    bias: Tensor | None
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        has_bias = config.family_spec.router_bias
+        bias = nn.Parameter(torch.empty(config.num_experts)) if has_bias else None
+        self.register_parameter("bias", bias)
         self.chosen = config.num_experts_per_tok
         self.normalizes = config.normalizes_experts
 
@@ -40,9 +48,13 @@ class Router(nn.Module):
         """Return the probability of each expert, [tokens, experts] float32."""
         return logits.softmax(-1, dtype=torch.float32)
 
+    def offsets(self) -> Tensor | None:
+        """Return [experts], what the router adds to its logits."""
+        return self.bias
+
     def forward(self, x: Tensor) -> Routing:
         """x: [tokens, hidden]."""
-        logits = F.linear(x, self.matrix())
+        logits = F.linear(x, self.matrix(), self.offsets())
         weights, experts = self.probabilities(logits).topk(self.chosen, dim=-1)
         if self.normalizes:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -123,6 +135,12 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        self.active_share = config.num_experts_per_tok / config.num_experts
+        """Share of the weights that a token meets."""
+        self.add_parameters(config)
+
+    def add_parameters(self, config: ModelConfig) -> None:
+        """Add those of all experts."""
         count = config.num_experts
         width = config.hidden_size
         inner = config.expert_size
@@ -130,8 +148,6 @@ class Experts(nn.Module):
         self.up_proj = nn.Parameter(torch.empty(count, inner, width))
         self.down_proj = nn.Parameter(torch.empty(count, width, inner))
         self.activation = ACTIVATIONS[config.hidden_act]
-        self.active_share = config.num_experts_per_tok / count
-        """Share of the weights that a token meets."""
 
     def matrix(self, name: str) -> Tensor:
         """Return the matrices that this process multiplies with, [experts, out, in]."""
@@ -146,6 +162,45 @@ class Experts(nn.Module):
         gate = grouped_linear(rows, self.matrix("gate_proj"), ends)
         up = grouped_linear(rows, self.matrix("up_proj"), ends)
         return grouped_linear(self.activation(gate) * up, self.matrix("down_proj"), ends)
+
+
+class ClampedExperts(Experts):
+    """GPT-OSS's experts: with biases, and an activation between limits.
+
+    Parameters are as in its folders: matrices [experts, in, out], those of gate and up in one,
+    their outputs by turns.
+    """
+
+    def add_parameters(self, config: ModelConfig) -> None:
+        """See Experts."""
+        count = config.num_experts
+        width = config.hidden_size
+        inner = config.expert_size
+        self.gate_up_proj = nn.Parameter(torch.empty(count, width, 2 * inner))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(count, 2 * inner))
+        self.down_proj = nn.Parameter(torch.empty(count, inner, width))
+        self.down_proj_bias = nn.Parameter(torch.empty(count, width))
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """See Experts."""
+        inside = clamped_gate(self.product("gate_up_proj", rows, ends))
+        return self.product("down_proj", inside, ends)
+
+    def product(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
+        """Return each row times its expert's matrix, and its expert's bias: [rows, out]."""
+        biases = grouped_bias(rows, self.matrix(f"{name}_bias"), ends)
+        return grouped_linear(rows, self.matrix(name).transpose(1, 2), ends) + biases
+
+
+def clamped_gate(x: Tensor) -> Tensor:
+    """Return (up + 1) · gate · σ(1.702 gate), both limited: [rows, width].
+
+    x: [rows, 2 · width], gate and up by turns. A gate has no lower limit.
+    """
+    gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
+    gate = gate.clamp(max=CLAMP_LIMIT)
+    up = up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * CLAMP_ALPHA))
 
 
 class Gate(nn.Module):
@@ -166,9 +221,9 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gate = ROUTERS[config.family_spec.router](config)
-        self.experts = Experts(config)
         family = config.family_spec
+        self.gate = ROUTERS[family.router](config)
+        self.experts = (ClampedExperts if family.clamped_experts else Experts)(config)
         self.shared = family.shared_expert if config.shared_size else ""
         if self.shared:
             self.add_module(self.shared, MLP(config, config.shared_size))

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fsdp_trainer.torch_private import attention_and_logsumexp, attention_gradients
+
 SOFTCAP_QUERIES = 256
 """Queries whose soft-capped scores exist at the same time."""
 
@@ -16,10 +18,12 @@ class Scoring(NamedTuple):
     """The way from products q · k to the scores that softmax takes.
 
     scale: a factor; None: 1 / √head_dim. softcap: scores s become softcap · tanh(s / softcap).
+    sinks: one more score for each query, of a key without a value: [heads], or [heads, queries].
     """
 
     scale: float | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 PLAIN = Scoring()
@@ -35,14 +39,20 @@ def sdpa(
 ) -> Tensor:
     """Call torch's `scaled_dot_product_attention` on [batch, length, heads, head_dim].
 
-    With a soft limit on scores, which torch's does not have, our own function computes it.
+    With a soft limit on scores, or sinks, which torch's does not have, our own function computes
+    it.
     is_causal: without a mask, whether a query sees only keys up to its own position.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     causal = is_causal and mask is None
     if scoring.softcap is not None:
-        return SoftcappedAttention.apply(q, k, v, mask, causal, *scoring).transpose(1, 2)
+        limits = scoring.scale, scoring.softcap
+        return SoftcappedAttention.apply(q, k, v, mask, causal, *limits).transpose(1, 2)
     groups = q.shape[1] // k.shape[1]
+    if scoring.sinks is not None:
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        scale = scoring.scale or q.shape[-1] ** -0.5
+        return SinkAttention.apply(q, k, v, scoring.sinks, mask, causal, scale).transpose(1, 2)
     if groups > 1 and q.is_cuda and (mask is not None or q.dtype == torch.float32):
         # the only fused kernel for these (memory-efficient) takes as many kv heads as heads; the
         # unfused one would hold all scores
@@ -59,6 +69,71 @@ def sdpa(
         enable_gqa=groups > 1,
     )
     return result.transpose(1, 2)
+
+
+class SinkAttention(torch.autograd.Function):
+    """Attention in whose softmax each query has one more score, of a key without a value (Xiao et
+    al. 2023; GPT-OSS learns one for each head).
+
+    A kernel says the logarithm of the sum of its scores' exponentials. To that the sinks are added
+    afterwards; given the new sum, its backward is right for what precedes the sinks.
+    q, k, v: [batch, heads, length, head_dim]; sinks: of Scoring; mask: bool.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> Tensor:
+        """Return the attention, shaped as q."""
+        out, total = attention_and_logsumexp(q, k, v, as_bias(mask, q), causal, scale)
+        columns = sinks.unsqueeze(-1) if sinks.ndim == 1 else sinks
+        out, total = with_sinks(out, total, columns)
+        ctx.save_for_backward(q, k, v, columns, mask, out, total)
+        ctx.options = causal, scale, sinks.shape
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        """Return the gradients of q, k, v and the sinks."""
+        q, k, v, columns, mask, out, total = ctx.saved_tensors
+        causal, scale, shape = ctx.options
+        bias = as_bias(mask, q)
+        gradients = attention_gradients(grad, out, total, q, k, v, bias, causal, scale)
+        of_sinks = sink_gradient(grad, out, total, columns).view(shape)
+        return *gradients, of_sinks, None, None, None
+
+
+def with_sinks(out: Tensor, total: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return attention, and the logarithms of its sums, with one more score for each query.
+
+    out: [..., head_dim] and total: [...] without it; sinks: broadcast to `total`.
+    """
+    more = torch.logaddexp(total, sinks.float())
+    share = (total - more).exp().unsqueeze(-1)
+    return (out * share).to(out.dtype), more
+
+
+def sink_gradient(grad: Tensor, out: Tensor, total: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of the sinks. grad: of `out`; all others: as `with_sinks` returns them
+    and takes them."""
+    gradient = (sinks.float() - total).exp() * (grad.float() * out.float()).sum(-1)
+    return -gradient.sum_to_size(sinks.shape).to(sinks.dtype)
+
+
+def as_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return what is added to scores in place of a mask, in q's number format."""
+    if mask is None:
+        return None
+    zeros = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
+    return zeros.masked_fill(~mask, float("-inf"))
 
 
 class SoftcappedAttention(torch.autograd.Function):

@@ -60,7 +60,9 @@ def is_block_matrix(name: str, dimensions: int) -> bool:
 
     Embedding and head are matrices too, whose rows are moved one by one: they are told by name.
     """
-    return name.startswith("model.layers.") and dimensions >= 2
+    # biases of all experts are stacked too
+    is_matrix = dimensions >= 2 and not name.endswith("bias")
+    return name.startswith("model.layers.") and is_matrix
 
 
 def moment_bytes(optim: Optim, master_dtype: str, shape: Sequence[int] | None) -> float:

@@ -47,7 +47,8 @@ def parameter_groups(model: nn.Module, cfg: Optim) -> list[dict[str, Any]]:
     vectors: dict[str, Any] = {"params": [], "weight_decay": 0.0}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            group = matrices if parameter.ndim >= 2 else vectors
+            is_matrix = parameter.ndim >= 2 and not name.endswith("bias")
+            group = matrices if is_matrix else vectors
             group["params"].append((name, parameter))
     return [group for group in (matrices, vectors) if group["params"]]
 

@@ -75,6 +75,8 @@ class Ulysses(SharedRows):
         received = Exchange.apply(by_rank.permute(2, 0, 1, 3, 4), self.ranks.group)
         heads = [x.shape[2] // size for x in (q, k, v)]
         q, k, v = received.transpose(0, 1).flatten(1, 2).split(heads, 2)
+        if scoring.sinks is not None:  # of this rank's heads
+            scoring = scoring._replace(sinks=scoring.sinks.chunk(size)[self.ranks.rank])
         mixed = self.whole.attend(q, k, v, scoring)
         by_part = mixed.unflatten(1, (size, -1)).transpose(0, 1)
         received = Exchange.apply(by_part, self.ranks.group)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_trainer.models.config import EXPERTS as FEED_FORWARD
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.moe import Experts, MixtureOfExperts, Rearranged
+from fsdp_trainer.models.moe import ClampedExperts, Experts, MixtureOfExperts, Rearranged
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.torch_private import placement_on
 
@@ -38,7 +38,7 @@ def share_experts(model: Decoder, dims: Dims) -> None:
     mesh = dims.expert_mesh["expert"]
     ranks = ExpertRanks(mesh.get_group(), size)
     for experts in all_experts(model):
-        experts.__class__ = SharedExperts
+        experts.__class__ = SHARED[type(experts)]
         experts.expert_ranks = ranks
         for name, parameter in list(experts.named_parameters(recurse=False)):
             # no rank sends anything: there are no numbers yet
@@ -117,6 +117,16 @@ class SharedExperts(Experts):
         computed = super().forward(Rearranged.apply(arrived, order, back, 1), own_ends)
         computed = Rearranged.apply(computed, back, order, 1)
         return ExchangeRows.apply(computed, received_from, sent_to, ranks.group)
+
+
+class SharedClampedExperts(SharedExperts, ClampedExperts):
+    """GPT-OSS's experts of which each rank has some."""
+
+
+SHARED: dict[type[Experts], type[SharedExperts]] = {
+    Experts: SharedExperts,
+    ClampedExperts: SharedClampedExperts,
+}
 
 
 def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:

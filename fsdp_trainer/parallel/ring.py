@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdp_trainer.models.sdpa import PLAIN, Scoring
+from fsdp_trainer.models.sdpa import PLAIN, Scoring, sink_gradient, with_sinks
 from fsdp_trainer.parallel.ring_calls import RingCall, piece_calls, whole_calls
 from fsdp_trainer.parallel.shared_rows import ContextRanks, DealtByCost, Gradients
 from fsdp_trainer.torch_private import attention_and_logsumexp, attention_gradients
@@ -46,7 +46,7 @@ class Ring(DealtByCost):
         """See PackedAttention. One message fewer than there are ranks."""
         assert scoring.softcap is None, "config/context.py refuses it"
         scale = scoring.scale or q.shape[-1] ** -0.5
-        return RingAttention.apply(q, k, v, self.steps, scale, self.ranks)
+        return RingAttention.apply(q, k, v, scoring.sinks, self.steps, scale, self.ranks)
 
 
 class RingAttention(torch.autograd.Function):
@@ -54,11 +54,19 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float, ranks: ContextRanks
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        steps: Steps,
+        scale: float,
+        ranks: ContextRanks,
     ) -> Tensor:
         """Return what is shaped as q, [rows, part, heads, head_dim].
 
-        k, v: of this rank's tokens. steps: calls for the keys of each rank, this one first.
+        k, v: of this rank's tokens; sinks: [heads]. steps: calls for the keys of each rank, this
+        one first.
         """
         keys = torch.stack([k, v])
         out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -70,16 +78,18 @@ class RingAttention(torch.autograd.Function):
                 part, logsumexp = attention_and_logsumexp(*inputs, call.causal, scale)
                 merge(out, total, call, part, logsumexp)
             keys = keys if arriving is None else arriving.wait()
+        if sinks is not None:
+            out, total = with_sinks(out, total, sinks)
         out = out.to(q.dtype)
         ctx.steps, ctx.scale, ctx.ranks = steps, scale, ranks
-        ctx.save_for_backward(q, k, v, out, total)
+        ctx.save_for_backward(q, k, v, sinks, out, total)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Gradients:
         """Keys and values go around again. What is added to their gradients follows them home."""
-        q, k, v, out, total = ctx.saved_tensors
+        q, k, v, sinks, out, total = ctx.saved_tensors
         keys = torch.stack([k, v])
         last = len(ctx.steps) - 1
         grad_q = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -101,7 +111,8 @@ class RingAttention(torch.autograd.Function):
         if travelling is not None:
             own += travelling.wait()
         grad_k, grad_v = own.to(k.dtype).unbind()
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
+        of_sinks = None if sinks is None else sink_gradient(grad, out, total, sinks)
+        return grad_q.to(q.dtype), grad_k, grad_v, of_sinks, None, None, None
 
 
 # --- messages -------------------------------------------------------------------------------------

@@ -347,6 +347,18 @@ class PartialRouter(Router):
         """See Router."""
         return partial(self.weight, self.tensor_ranks)
 
+    def offsets(self) -> Tensor | None:
+        """See Router."""
+        return None if self.bias is None else partial(self.bias, self.tensor_ranks)
+
+
+class HeadSinks(Attention):
+    """Attention with sinks, of which each rank has those of its heads."""
+
+    def own_sinks(self) -> Tensor | None:
+        """See Attention."""
+        return local(self.sinks)
+
 
 class PartialNorm(RMSNorm):
     """A norm of whole vectors. Each rank's gradient is of its tokens, heads or columns."""
@@ -527,9 +539,13 @@ def shard_block(block: Any, ranks: TensorRanks, mesh: DeviceMesh) -> None:
     """Turn a block's modules into those above. Each rank sends its own tokens to experts, which
     are on a mesh of theirs."""
     readers = [block.self_attn, block.mlp]
+    if getattr(block.self_attn, "sinks", None) is not None:
+        block.self_attn.__class__ = HeadSinks
+        place(block.self_attn, mesh, Shard(0), "sinks")
     mixture = set()
     if isinstance(block.mlp, MixtureOfExperts):
         turn_into(block.mlp.gate, PartialRouter, ranks, mesh, Replicate())
+        place(block.mlp.gate, mesh, Replicate(), "bias")
         readers.remove(block.mlp)
         mixture = set(block.mlp.modules())
     for name, module in list(block.named_modules()):

@@ -161,6 +161,7 @@ def trace_block(
         attention = "varlen"
         mixer: Any = block.self_attn
         mixer.scoring = mixer.scoring._replace(softcap=None)
+        mixer.sinks = None
     decoder: Any = SimpleNamespace(model=SimpleNamespace(layers={"0": block}))
     checkpoint_activations(decoder, recomputed)
 

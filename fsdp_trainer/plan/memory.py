@@ -477,6 +477,7 @@ def trace_blocks(
         dtype=precision.param_dtype,
         head_dim=config.head_dim,
         softcap=config.attn_logit_softcapping is not None,
+        sinks=config.family_spec.sinks,
         windowed=any(windows),
         compiled=cfg.compile.enabled,
         selective=recompute.mode == "selective",

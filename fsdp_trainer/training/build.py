@@ -309,6 +309,7 @@ def choose_attention(
         dtype=cfg.precision.param_dtype,
         head_dim=config.head_dim,
         softcap=config.attn_logit_softcapping is not None,
+        sinks=config.family_spec.sinks,
         windowed=any(window and window < cfg.batch.seq_len for window in config.windows),
         compiled=compiled,
         selective=cfg.activation_checkpoint.mode == "selective",

@@ -1,0 +1,94 @@
+"""Experts in MXFP4 (OCP Microscaling Formats 1.0), as GPT-OSS is published, read as bfloat16.
+
+A number has 4 bits. 32 numbers that follow each other share a power of two, of 8 bits.
+"""
+
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fsdp_trainer.checkpoint.stream import HuggingFaceTensor, TensorOnDisk, as_tensor
+
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Ends of the names of the two tensors that stand for one."""
+BYTES = 16
+"""Of a block: 32 numbers, two in a byte, the first in its lower half."""
+NUMBERS = 2 * BYTES
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+BIAS = 127
+"""Of the exponents: a scale of 127 is 2⁰."""
+
+
+@dataclass
+class Mxfp4Tensor(HuggingFaceTensor):
+    """Matrices of experts, [experts, in, out], of which the file has each transposed.
+
+    blocks: [experts, out, in / 32, 16] uint8; scales: [experts, out, in / 32] uint8.
+    """
+
+    blocks: TensorOnDisk
+    scales: TensorOnDisk
+
+    def as_matrix(self) -> "Mxfp4Tensor":
+        """See TensorOnDisk."""
+        return replace(self, shape=(prod(self.shape[:-1]), self.shape[-1]))
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """See TensorOnDisk; of the matrix of all rows."""
+        rows = as_tensor(buffer, self.dtype, (last - first, self.shape[-1]))
+        of_expert = NUMBERS * self.scales.shape[-1]
+        row = first
+        while row < last:
+            expert, start = divmod(row, of_expert)
+            stop = min(of_expert, start + last - row)
+            part = rows[row - first : row - first + stop - start]
+            part.copy_(self.read_expert(expert, start, stop))
+            row += stop - start
+        return rows
+
+    def read_expert(self, expert: int, start: int, stop: int) -> Tensor:
+        """Return rows of one expert's matrix. The whole of it is read: its columns are rows of the
+        file, of which each holds a part of these."""
+        stored = []
+        for tensor in (self.blocks, self.scales):
+            buffer = torch.empty(tensor.row_bytes, dtype=torch.uint8)
+            stored.append(tensor.read_rows(expert, expert + 1, buffer)[0])
+        blocks, scales = stored
+        first, last = start // NUMBERS, -(-stop // NUMBERS)
+        columns = decode(blocks[:, first:last], scales[:, first:last])
+        return columns.T[start - first * NUMBERS : stop - first * NUMBERS]
+
+
+def decode(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the numbers of blocks that follow each other: [..., blocks · 32] bfloat16.
+
+    blocks: [..., blocks, 16]; scales: [..., blocks].
+    """
+    positive = torch.tensor(MAGNITUDES, dtype=torch.bfloat16)
+    values = torch.cat([positive, -positive])  # the highest of 4 bits is the sign
+    halves = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
+    exponents = scales.int().unsqueeze(-1) - BIAS
+    return torch.ldexp(values[halves.int()], exponents).to(torch.bfloat16).flatten(-2)
+
+
+def join_mxfp4(tensors: dict[str, HuggingFaceTensor]) -> dict[str, HuggingFaceTensor]:
+    """Return the tensors of a folder; blocks and scales that belong together as one tensor."""
+    joined = dict(tensors)
+    for name, blocks in tensors.items():
+        whole = name.removesuffix(BLOCKS)
+        scales = tensors.get(f"{whole}{SCALES}")
+        if name == whole or scales is None or not _fit(blocks, scales):
+            continue
+        del joined[name], joined[f"{whole}{SCALES}"]
+        experts, columns, count = scales.shape
+        shape = experts, NUMBERS * count, columns
+        joined[whole] = Mxfp4Tensor(torch.bfloat16, shape, blocks.chunks, "BF16", blocks, scales)
+    return joined
+
+
+def _fit(blocks: HuggingFaceTensor, scales: HuggingFaceTensor) -> bool:
+    """Return True if these are blocks and their scales."""
+    are_bytes = blocks.number_format == scales.number_format == "U8"
+    return are_bytes and len(scales.shape) == 3 and blocks.shape == (*scales.shape, BYTES)

@@ -33,6 +33,7 @@ from fsdp_trainer.models.moe import Experts, MixtureOfExperts, SigmoidRouter
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.training.metrics import ExpertLoad
 from fsdp_trainer.training.objective import CrossEntropy
 
 CPU = torch.device("cpu")
@@ -316,6 +317,14 @@ def test_a_step_of_which_tokens_are_missing_does_not_change_the_load():
     model.balance.update(torch.tensor([3.0, 1, 0, 0, 0]).double(), ROW)
     model.balance.update(torch.zeros(5).double(), 0)
     assert torch.equal(model.balance.load, before)
+
+
+def test_the_load_of_every_expert_is_written_in_quarters_of_the_even_one_at_some_steps():
+    load = ExpertLoad(2, 4)
+    counts = [4, 4, 4, 4, 16, 0, 0, 0]
+    assert load.written(counts)["expert_load"] == ["4444", "g000"]
+    has_all = [i for i in range(2, 131) if "expert_load" in load.written(counts)]
+    assert has_all == [*range(2, 101), 110, 120, 130]
 
 
 def test_padding_goes_to_no_expert_that_is_counted():

@@ -19,7 +19,7 @@ from browser import browser_page, settle
 from fsdp_trainer.cli import main
 from fsdp_trainer.report import read
 from fsdp_trainer.report.goodput import goodput
-from fsdp_trainer.report.page import ROWS
+from fsdp_trainer.report.page import ROWS, write
 from fsdp_trainer.report.read import read_run
 from fsdp_trainer.report.summary import Summary
 
@@ -516,6 +516,24 @@ def test_the_page_in_a_browser(sweep, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("load", "cells"),
+    [(["40c", "z44"], 5), ([EVIL], None), (7, None), ([], None)],
+    ids=["two blocks", "text", "number", "none"],
+)
+def test_the_load_of_every_expert_is_a_picture(tmp_path, load, cells):
+    lines = [*steps(1, 2, 0.0, expert_load=["444", "444"]), *steps(3, 3, 10.0, expert_load=load)]
+    run = read_run(write_run(tmp_path / "run", lines), "run")
+    write([Summary(run)], tmp_path / "page.html")
+    html = (tmp_path / "page.html").read_text()
+    drawn = re.search(r'<svg class="load".*?</svg>', html)
+    assert (drawn and drawn[0].count("<rect")) == cells
+    if cells:
+        assert 'viewBox="0 0 3 2"' in drawn[0]
+        assert 'x="2" y="0" width="1" height="1" fill-opacity="1' in drawn[0]
+        assert "step 3" in html
+
+
 def test_lines_of_sources_have_a_legend(tmp_path):
     lines = steps(1, 4, 10.0, loss_by_source={"maths": 2.0, "code": 1.0})
     report(write_run(tmp_path / "run", lines), out=tmp_path / "page.html")

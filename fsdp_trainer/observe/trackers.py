@@ -111,7 +111,8 @@ class Trackers:
                 flat |= {f"{name}/{part}": single for part, single in value.items()}
             elif name not in ("step", "time"):
                 flat[name] = value
-        values = {name: value for name, value in flat.items() if value is not None}
+        numbers = (bool, int, float)  # no texts, such as the load of every expert
+        values = {name: value for name, value in flat.items() if isinstance(value, numbers)}
         for thread in self.threads:
             thread.put(lambda tracker: tracker.log(values, line["step"]))
         self.event(line)

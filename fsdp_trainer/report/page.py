@@ -25,6 +25,8 @@ HERE = Path(__file__).parent
 ROWS, ALL_ROWS = 2_000, 40_000  # points of each line of the page: of one run, and of all together
 BARS = 120  # intervals of which the phases are shown
 CURVES = 100  # runs with lines of their own; of the others there are figures
+LOADS = 8  # runs of which the load of every expert is shown
+LARGEST_LOAD = 12  # quarters of the even load from which on a cell has the full colour
 EVENTS, TEXT = 400, 2_000  # events shown of each run, characters of an answer
 LINES = (
     "loss",
@@ -81,6 +83,7 @@ def write(summaries: list[Summary], file: Path) -> None:
         differing=differing(runs) if len(runs) > 1 else {},
         overrides=overrides(runs),
         curves=CURVES,
+        loads=[load for load in map(expert_load, runs[:LOADS]) if load],
         text=TEXT,
         written=time.strftime("%Y-%m-%d %H:%M"),
     )
@@ -134,6 +137,30 @@ def run_data(run: RecordedRun, max_rows: int) -> dict[str, Any]:
         "events": events_data(run, began, seconds),
         "phases": intervals(run, seconds),
     }
+
+
+def expert_load(run: RecordedRun) -> dict[str, Any] | None:
+    """The cells of a picture of the load of every expert: column, row and shade from 0 to 1.
+
+    None where no step has it, or not in the form that training writes.
+    """
+    if run.expert_load is None:
+        return None
+    step, blocks = run.expert_load
+    try:
+        levels = [[int(level, 36) for level in block] for block in blocks]
+    except (TypeError, ValueError):
+        return None
+    cells = [
+        (expert, block, round(min(1, level / LARGEST_LOAD), 2))
+        for block, row in enumerate(levels)
+        for expert, level in enumerate(row)
+        if level
+    ]
+    if not cells:
+        return None
+    size = {"blocks": len(levels), "experts": max(map(len, levels))}
+    return {"name": run.label, "step": step, "cells": cells} | size
 
 
 def axes(run: RecordedRun, seconds: np.ndarray, rows: np.ndarray) -> dict[str, Any]:

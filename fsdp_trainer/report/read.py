@@ -47,6 +47,8 @@ class RecordedRun:
     remarks: list[str] = field(default_factory=list)
     state: str = "nothing yet"
     reason: str = ""
+    expert_load: tuple[int, list[str]] | None = None
+    """The last step whose line has the load of every expert, and what it says of each block."""
     label: str = ""
     """Its name where the page has room for few words; the name if there is no better one."""
 
@@ -222,9 +224,7 @@ def read_run(
             )
         return read_lines(path, broken, max_bytes)
 
-    run.metrics = columns(
-        line for line in lines("metrics.jsonl", max_bytes) if isinstance(line.get("step"), int)
-    )
+    run.metrics = columns(steps(run, lines("metrics.jsonl", max_bytes)))
     run.events = [event for event in lines("events.jsonl", 2**26) if is_event(event)][-EVENTS:]
     run.samples = list(lines("samples.jsonl", 2**24))[-SAMPLES:]
     try:
@@ -236,6 +236,16 @@ def read_run(
             run.remarks.append(f"config.yaml cannot be read: {error}")
     run.state, run.reason = state(run)
     return run
+
+
+def steps(run: RecordedRun, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of metrics.jsonl that are of a step; the run keeps the last load of every
+    expert."""
+    for line in lines:
+        if isinstance(line.get("step"), int):
+            if "expert_load" in line:
+                run.expert_load = line["step"], line["expert_load"]
+            yield line
 
 
 def is_event(line: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ A new metric is a class and a line in `step_metrics`; a user's own is registered
 """
 
 import math
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -18,6 +19,8 @@ from fsdp_trainer.models.balance import LOAD, Balance
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.observe.step_log import finite_or_none
+
+LEVELS = string.digits + string.ascii_lowercase
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,8 @@ class ExpertLoad:
     def __init__(self, blocks: int, experts: int):
         self.shape = (blocks, experts)
         self.size = blocks * experts
+        self.steps = 0
+        """Written by this process."""
 
     def part(self, result: MicroBatchResult) -> Tensor:
         """Return [blocks · experts]."""
@@ -168,7 +173,11 @@ class ExpertLoad:
 
     def written(self, sums: list[float]) -> dict[str, Any]:
         """Return the largest load over the even one, the entropy of the load as a share of the
-        largest that there is, as a mean over the blocks, and the experts without a token."""
+        largest that there is, as a mean over the blocks, and the experts without a token.
+
+        At steps 1 to 99, 100, 110, … 990, 1000, 1100 and so on also the load of every expert.
+        """
+        self.steps += 1
         counts = np.array(sums).reshape(self.shape)
         total = counts.sum(1, keepdims=True)
         if not total.all():
@@ -176,11 +185,24 @@ class ExpertLoad:
         shares = counts / total
         logs = np.log(np.where(shares > 0, shares, 1))
         entropy = -(shares * logs).sum(1).mean() / np.log(max(2, self.shape[1]))
+        digits = len(str(self.steps))
+        has_all = self.steps % 10 ** max(0, digits - 2) == 0
         return {
             "expert_load_max": float(shares.max() * self.shape[1]),
             "expert_load_entropy": float(entropy),
             "experts_unused": int((counts == 0).sum()),
+            **({"expert_load": in_quarters(shares * self.shape[1])} if has_all else {}),
         }
+
+
+def in_quarters(loads: np.ndarray) -> list[str]:
+    """Return a text for each block, a digit or letter for each expert: its load in quarters of the
+    even one, 0 to 9, then a to z, which is 8.75 times the even one or more.
+
+    loads: [blocks, experts], over the even one.
+    """
+    levels = np.minimum(np.rint(4 * loads), len(LEVELS) - 1).astype(int)
+    return ["".join(LEVELS[level] for level in block) for block in levels.tolist()]
 
 
 class Metrics:

@@ -217,7 +217,6 @@ CASES = {
     "some recomputed": (2, {}, {"checkpoint": {"mode": "selective"}}),
     "lora on attention": (2, {}, {"adapter": {"name": "lora", "rank": 2}}),
     "compiled": (2, {}, {"compiled": True}),
-    "groups, compiled": (2, GROUPED, {"compiled": True, "checkpoint": {"mode": "selective"}}),
 }
 
 
@@ -384,13 +383,15 @@ def test_biases_of_routers_do_not_depend_on_ranks_micro_batches_recomputation_or
     how = [*MOVING, "train.steps=4", "checkpoint.export_hf=true"]
     runs = [
         train("one", *how, "batch.micro_rows=4"),
-        train("four", *how, "batch.micro_rows=1", "sharding.expert=2", ranks=4),
-        train("again", *how, "activation_checkpoint=full", "batch.micro_rows=2"),
-    ]
+        train(
+            "four", *how, "batch.micro_rows=1", "sharding.expert=2", "activation_checkpoint=full",
+            ranks=4,
+        ),
+    ]  # fmt: skip
     parts = [*MOVING, "batch.micro_rows=4", "checkpoint.export_hf=true"]
     train("parted", *parts, "train.steps=2")
     runs.append(train("parted", *parts, "train.steps=4"))
-    assert_bitwise_equal(stored(newest(runs[3])), stored(newest(runs[0])))
+    assert_bitwise_equal(stored(newest(runs[-1])), stored(newest(runs[0])))
     bias = stored(newest(runs[0]))[f"weights/{BIAS}"]
     assert bias.dtype == torch.float32
     assert bias.any()

@@ -47,7 +47,6 @@ FAMILIES = (
     "mixtral",
     "olmoe",
     "deepseek_v3",
-    "deepseek_v3 plain",
     "gpt_oss",
     "gemma2",
     "gemma3 long",

@@ -12,7 +12,10 @@ from fsdp_trainer.config.handover import DESCRIPTOR, hand_over, take_over
 from fsdp_trainer.config.schema import SELECTORS, TrainConfig
 from fsdp_trainer.errors import UserError
 
-DENSE = ["loss.load_balancing=0", "loss.router_z_loss=0"]
+DENSE = [
+    "loss.load_balancing=0", "loss.router_z_loss=0", "loss.bias_update_speed=0",
+    "sharding.expert=1",
+]  # fmt: skip
 """For models without experts."""
 SHRUNK = [
     "model=tiny",

@@ -17,6 +17,17 @@ SMALLER = [
 ]  # fmt: skip
 
 
+FURTHER_SIZES = {
+    "deepseek_v3_sft": [
+        "model.num_key_value_heads=4", "model.qk_nope_head_dim=4", "model.qk_rope_head_dim=4",
+        "model.v_head_dim=8", "model.kv_lora_rank=16", "model.q_lora_rank=16",
+        "model.num_experts=8", "model.n_group=2", "model.topk_group=1",
+        "model.num_experts_per_tok=2", "model.moe_intermediate_size=16",
+        "model.first_k_dense_replace=1",
+    ],
+}  # fmt: skip
+
+
 @pytest.fixture
 def text(tmp_path):
     """Plain text, some of it longer than a row."""
@@ -49,6 +60,7 @@ def test_every_recipe_trains_and_ends_with_a_checkpoint(world, text, tmp_path, r
         "batch.seq_len=128",
         "train.steps=2",
         *on_two_ranks(recipe),
+        *FURTHER_SIZES.get(recipe, []),
         ranks=2,
         base=[],
     )
@@ -61,7 +73,8 @@ def test_every_recipe_trains_and_ends_with_a_checkpoint(world, text, tmp_path, r
 def on_two_ranks(recipe) -> list[str]:
     """Return the overrides that give both ranks to the first mesh dimension that a recipe uses."""
     sharding = recipe_as_it_is(recipe).sharding
-    used = [name for name in ("tensor", "context") if getattr(sharding, name) > 1]
+    dimensions = ("tensor", "context", "expert")
+    used = [name for name in dimensions if getattr(sharding, name) > 1]
     return [f"sharding.{name}={2 if name == used[0] else 1}" for name in used]
 
 

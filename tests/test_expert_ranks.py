@@ -58,7 +58,7 @@ def start(model, one_rank):
     initialize_weights(model, 1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name or name.endswith("bias"):  # of zeros a missing one would not show
-            torch.nn.init.constant_(local_part(parameter), 0.1)
+            torch.nn.init.constant_(local_part(parameter), 0.02 if "lora_B" in name else 0.1)
         if one_rank and name.endswith("mlp.gate.weight"):
             first = local_slice(parameter)[0].start
             line = torch.linspace(-1, 1, parameter.shape[1])
@@ -101,6 +101,7 @@ def shared(sizes, settings):
 
 
 EXPERT = {"sharding": {"expert": 2}}
+LORA = {"name": "lora", "rank": 2, "targets": ["all", "experts"], "rank_pattern": {"up_proj": 3}}
 TOP_1 = {"num_experts_per_tok": 1, "norm_topk_prob": False}
 WIDE = {
     "hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 1,
@@ -149,7 +150,11 @@ CASES = {
         {},
         EXPERT | {"optim": {"state_dtype": "bfloat16"}, "tolerance": 1e-4},
     ),
-    "lora": (2, {}, EXPERT | {"adapter": {"name": "lora", "rank": 2}}),
+    "lora": (
+        4,
+        {},
+        {"sharding": {"expert": 2, "tensor": 2}, "adapter": LORA},
+    ),
     "gpt_oss": (2, GPT_OSS, EXPERT),
     "gpt_oss, tensor": (4, GPT_OSS, {"sharding": {"expert": 4, "tensor": 2}}),
     "gpt_oss, context": (2, GPT_OSS, {"sharding": {"expert": 2, "context": 2}}),

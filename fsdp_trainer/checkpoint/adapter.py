@@ -6,15 +6,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.huggingface import DTYPES, read_header
-from fsdp_trainer.checkpoint.merge import read_whole
-from fsdp_trainer.checkpoint.stream import HuggingFaceTensor, TensorOnDisk, as_tensor
+from fsdp_trainer.checkpoint.expert_tensors import OwnB, Stacked
+from fsdp_trainer.checkpoint.huggingface import DTYPES, read_header, stacked
+from fsdp_trainer.checkpoint.stream import HuggingFaceTensor, TensorOnDisk, as_tensor, read_whole
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapter_spec import AdapterSpec
 from fsdp_trainer.models.adapters import add_adapters, model_layout
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, meta_decoder
-from fsdp_trainer.models.peft_config import WEIGHTS_FILE, PeftRows, plain_name, read_folder, resolve
+from fsdp_trainer.models.peft_config import WEIGHTS_FILE, plain_name, read_folder
+from fsdp_trainer.models.peft_experts import SeparateTensors, StackedTensor
+from fsdp_trainer.models.peft_names import Source, resolve
 
 
 @dataclass
@@ -65,14 +67,30 @@ def peft_adapter(
     return resolved.spec, sources
 
 
-def part_of(stored: dict[str, HuggingFaceTensor], source: PeftRows) -> TensorOnDisk:
-    """Return rows and columns of a tensor as one by itself."""
+def part_of(stored: dict[str, HuggingFaceTensor], source: Source) -> TensorOnDisk:
+    """Return numbers of PEFT's tensors as a parameter of ours."""
+    if isinstance(source, SeparateTensors):
+        matrices = [stored[f"{name}.weight"] for name in source.tensors]
+        return stacked(source.tensors[0], list(matrices))
     whole = stored.get(source.tensor) or stored[f"{source.tensor}.weight"]
+    if isinstance(source, StackedTensor):
+        return own_matrices(whole, source)
     rows = whole.whole_rows(source.first, source.rows)
     if source.columns is None:
         return rows
     first, last = source.columns
     return Columns(rows.dtype, (source.rows, last - first), [], rows, first)
+
+
+def own_matrices(whole: HuggingFaceTensor, source: StackedTensor) -> TensorOnDisk:
+    """Return A or B of all experts, stacked, of PEFT's tensor of them."""
+    if not source.is_b:
+        starts = [expert * source.whole + source.first for expert in range(source.experts)]
+        return stacked(source.tensor, [whole.whole_rows(start, source.rank) for start in starts])
+    shape = (source.experts * source.rows, source.rank)
+    span = (source.experts, source.row, source.first, source.whole)
+    matrix = OwnB(whole.dtype, shape, whole.chunks, whole, *span)
+    return Stacked(whole.dtype, (source.experts, source.rows, source.rank), whole.chunks, matrix)
 
 
 def equal(a: TensorOnDisk, b: TensorOnDisk) -> bool:

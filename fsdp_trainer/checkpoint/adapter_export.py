@@ -18,8 +18,8 @@ from fsdp_trainer.checkpoint.base import (
     unmerged_weights,
     weights_on_disk,
 )
+from fsdp_trainer.checkpoint.expert_export import EXPERT_FORMS, PeftExperts
 from fsdp_trainer.checkpoint.files import whole_folder, write_json
-from fsdp_trainer.checkpoint.merge import read_whole
 from fsdp_trainer.checkpoint.origin import ORIGIN, origin, read_origin
 from fsdp_trainer.checkpoint.safetensors_file import ExportPiece, export_piece, write_header
 from fsdp_trainer.checkpoint.stream import (
@@ -27,6 +27,7 @@ from fsdp_trainer.checkpoint.stream import (
     as_tensor,
     in_threads,
     piece_bytes,
+    read_whole,
     row_ranges,
 )
 from fsdp_trainer.config.paths import ADAPTER_CONFIG, MANIFEST
@@ -34,16 +35,11 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapter_spec import MAGNITUDE, A, AdapterSpec, B
 from fsdp_trainer.models.adapters import model_layout
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.peft_config import (
-    EMBEDDING,
-    FUSED_RANKS,
-    HEAD,
-    PREFIX,
-    WEIGHTS_FILE,
-    Layout,
-    Part,
-)
+from fsdp_trainer.models.peft_config import FUSED_RANKS, PREFIX, WEIGHTS_FILE
+from fsdp_trainer.models.peft_experts import STACKED_PARTS
+from fsdp_trainer.models.peft_names import EMBEDDING, HEAD, Layout, Part
 
+STACKED_MATRICES = {matrix for parts in STACKED_PARTS.values() for matrix in parts}
 NOT_COPIED = ("config.json", "generation_config.json")
 
 
@@ -98,15 +94,18 @@ class PeftFiles:
     metadata: dict[str, str]
 
 
-def export_adapter(checkpoint: Path, out: Path, dtype: str | None = None) -> None:
+def export_adapter(
+    checkpoint: Path, out: Path, dtype: str | None = None, experts: str = "stacked"
+) -> None:
     """Write the adapter of a run under a temporary name and rename it when whole.
 
-    dtype: of all numbers; None: as they were trained. Raises OSError, and UserError for an adapter
+    dtype: of all numbers; None: as they were trained. experts: the form of their adapters,
+    `stacked` or `separate`, see models.peft_experts. Raises OSError, and UserError for an adapter
     that PEFT's format cannot hold.
     """
     config = ModelConfig.from_hf(checkpoint / "hf")
     base = read_base(checkpoint)
-    files = peft_files(config, checkpoint, base)
+    files = peft_files(config, checkpoint, base, experts)
     tensors = {
         PREFIX + name: TensorOnDisk(getattr(torch, dtype) if dtype else t.dtype, t.shape, [])
         for name, t in files.tensors.items()
@@ -138,8 +137,10 @@ def export_adapter(checkpoint: Path, out: Path, dtype: str | None = None) -> Non
             in_threads(export_piece, pieces, 2 * largest)
 
 
-def peft_files(config: ModelConfig, checkpoint: Path, base: Base) -> PeftFiles:
-    """Return a run's adapter in PEFT's terms."""
+def peft_files(
+    config: ModelConfig, checkpoint: Path, base: Base, experts: str = "stacked"
+) -> PeftFiles:
+    """Return a run's adapter in PEFT's terms. experts: see export_adapter."""
     spec = base.adapters
     assert spec
     layout = model_layout(config)
@@ -156,13 +157,17 @@ def peft_files(config: ModelConfig, checkpoint: Path, base: Base) -> PeftFiles:
             fused_ranks |= {layer: spec.layers[layer][0] for layer in adapted}
         ranks[module] = module_rank(spec, adapted)
         tensors |= module_tensors(module, parts, shape, spec, weights)
+    of_experts = EXPERT_FORMS[experts](spec, layout, weights)
+    tensors |= of_experts.tensors
+    fused_ranks |= of_experts.fused_ranks
     if saved:
         tensors |= saved_tensors(saved, weights_on_disk(config, checkpoint), layout.tied)
-    if not ranks:
+    if not ranks and not of_experts.ranks:
         text = "trains parts of all adapted matrices in full.\nUse  form=merged"
         raise UserError("the adapter cannot be written", [Problem("adapter.also", text)])
     metadata = {FUSED_RANKS: json.dumps(fused_ranks)} if fused_ranks else {}
-    return PeftFiles(adapter_config(spec, ranks, tensors, layout, base), tensors, metadata)
+    described = adapter_config(spec, ranks, of_experts, tensors, layout, base)
+    return PeftFiles(described, tensors, metadata)
 
 
 def saved_tensors(
@@ -261,14 +266,18 @@ def magnitude(
 def adapter_config(
     spec: AdapterSpec,
     ranks: dict[str, tuple[int, float]],
+    of_experts: PeftExperts,
     tensors: dict[str, TensorOnDisk],
     layout: Layout,
     base: Base,
 ) -> dict[str, Any]:
-    """Return adapter_config.json. ranks: rank and alpha of each adapted matrix.
+    """Return adapter_config.json. ranks: rank and alpha of each adapted matrix, without experts.
 
     `r` is the largest rank, by which vLLM sizes its buffers, and lora_alpha what most have.
     """
+    ranks = names_for_peft(spec, ranks, layout, of_experts.are_separate)
+    modules, parameters = target_names(list(ranks), of_experts, layout)
+    ranks = ranks | of_experts.ranks
     rank = max(rank for rank, _ in ranks.values())
     scales = Counter(
         round(replace(spec, layers={name: pair}).scale(name), 12) for name, pair in ranks.items()
@@ -290,13 +299,45 @@ def adapter_config(
         "bias": "none",
         "use_rslora": spec.scaling == "rslora",
         "use_dora": spec.kind == "dora",
-        "target_modules": module_names(list(ranks), list(layout.linears)),
+        "target_modules": modules,
+        "target_parameters": parameters or None,
         "rank_pattern": by_name(other_ranks, list(ranks)),
         "alpha_pattern": by_name({n: number(a) for n, a in other_alphas.items()}, list(ranks)),
         "modules_to_save": saved or None,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
     }
+
+
+def names_for_peft(
+    spec: AdapterSpec, ranks: dict[str, Any], layout: Layout, separate: bool
+) -> dict[str, Any]:
+    """Return rank and alpha of each adapted matrix, by the name that PEFT has to find it by.
+
+    Beside experts peft takes `gate_proj` and the like for names of theirs (0.21,
+    `_convert_peft_config_moe`): those of other feed-forwards are named as parameters, but for DoRA,
+    which PEFT does not have for parameters. ranks: by module. separate: the form of the experts.
+    """
+    if not layout.stacks or separate or spec.kind == "dora":
+        return ranks
+    return {
+        f"{name}.weight" if name.rpartition(".")[2] in STACKED_MATRICES else name: pair
+        for name, pair in ranks.items()
+    }
+
+
+def target_names(
+    names: list[str], of_experts: PeftExperts, layout: Layout
+) -> tuple[list[str], list[str]]:
+    """Return target_modules and target_parameters. names: see names_for_peft, without experts."""
+    linears = list(layout.linears)
+    if of_experts.are_separate:
+        every = [name for stack in layout.stacks.values() for name in stack.names]
+        return module_names([*names, *of_experts.ranks], linears + every), []
+    modules = module_names([name for name in names if name in layout.linears], linears)
+    others = [name for name in names if name not in layout.linears]
+    parameters = module_names(others, [f"{name}.weight" for name in linears])
+    return modules, parameters + module_names(list(of_experts.ranks), of_experts.all_names)
 
 
 def number(value: float) -> float | int:
@@ -324,17 +365,23 @@ def module_names(adapted: list[str], linears: list[str]) -> list[str]:
     """Return target_modules: last names where all layers of that name are adapted, else whole."""
     names: dict[str, None] = {}
     for module in adapted:
-        leaf = module.rpartition(".")[2]
+        leaf = last_name(module)
         same = {name for name in linears if name.endswith(f".{leaf}")}
         names[leaf if same <= set(adapted) else module] = None
     return list(names)
+
+
+def last_name(name: str) -> str:
+    """Return the last name of a module or of a parameter, with the end `.weight` if it has one."""
+    end = ".weight" if name.endswith(".weight") else ""
+    return name.removesuffix(end).rpartition(".")[2] + end
 
 
 def by_name(values: dict[str, Any], adapted: list[str]) -> dict[str, Any]:
     """Return a rank_pattern or alpha_pattern: by last names where all of a name have one value."""
     pattern: dict[str, Any] = {}
     for module, value in values.items():
-        leaf = module.rpartition(".")[2]
+        leaf = last_name(module)
         same = [name for name in adapted if name.endswith(f".{leaf}")]
         if all(values.get(name) == value for name in same):
             pattern[leaf] = value

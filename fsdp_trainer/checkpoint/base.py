@@ -38,7 +38,7 @@ from fsdp_trainer.distributed import local_part, local_slice, run_on_all_ranks, 
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.hub import fetch
 from fsdp_trainer.models.adapter_spec import AdapterSpec
-from fsdp_trainer.models.adapters import NF4, adapted_layers, frozen_dtype
+from fsdp_trainer.models.adapters import NF4, frozen_dtype, is_adapted
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder
 from fsdp_trainer.models.four_bit import is_encoded
@@ -190,7 +190,7 @@ def names_in_base(model: Decoder, checkpoint: Path, stored: set[str]) -> set[str
 
 def freezing_key(model: Decoder) -> str:
     """Return what froze a model's weights, for a message."""
-    return "adapter" if adapted_layers(model) else "train.freeze"
+    return "adapter" if is_adapted(model) else "train.freeze"
 
 
 def require_trained_rows(model: Decoder, known: int) -> None:
@@ -205,7 +205,7 @@ def require_trained_rows(model: Decoder, known: int) -> None:
             f"freezes {frozen[0]}, which has rows for {count:,} new tokens (tokenizer.add_tokens):"
             "\nthey would never be learnt. Train it, or add no tokens"
         )
-        if adapted_layers(model):
+        if is_adapted(model):
             text += ".\nUse  adapter.also=[embedding,head]"
         raise UserError("new tokens would not be learnt", [Problem(freezing_key(model), text)])
 

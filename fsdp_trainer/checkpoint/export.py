@@ -66,6 +66,9 @@ def export(cfg: ExportConfig) -> int:
     if cfg.form == "adapter" and cfg.merge_into != "original":
         problem = Problem(f"merge_into={cfg.merge_into}", "only counts with  form=merged")
         raise UserError("an adapter alone is not merged", [problem])
+    if cfg.form != "adapter" and cfg.experts != "stacked":
+        problem = Problem(f"experts={cfg.experts}", "only counts with  form=adapter")
+        raise UserError("a merged model has no adapters", [problem])
     source = exportable(str(cfg.source), cfg.form)
     out = Path(str(cfg.out)).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -73,7 +76,7 @@ def export(cfg: ExportConfig) -> int:
         raise UserError("the export would overwrite something", [problem])
     try:
         if cfg.form == "adapter":
-            export_adapter(source, out, cfg.dtype)
+            export_adapter(source, out, cfg.dtype, cfg.experts)
         else:
             export_checkpoint(source, out, cfg.dtype, cfg.shard_gib, cfg.merge_into)
     except OSError as error:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.stream import TensorOnDisk, as_tensor
-from fsdp_trainer.models.adapter_spec import MAGNITUDE, A, AdapterSpec, B
+from fsdp_trainer.checkpoint.expert_tensors import Stacked, rows_of
+from fsdp_trainer.checkpoint.stream import TensorOnDisk, as_tensor, read_whole
+from fsdp_trainer.models.adapter_spec import MAGNITUDE, A, AdapterSpec, B, adapter_name, matrix_name
+from fsdp_trainer.models.families import is_stacked
 
 BLOCK_ROWS = 64
 """Rows that are multiplied at once, from a multiple of it on: a product's last bits may depend on
@@ -49,22 +51,65 @@ class MergedWeight(TensorOnDisk):
         return block
 
 
-def read_whole(tensor: TensorOnDisk, first: int, last: int) -> Tensor:
-    """Return rows `first` to `last` in memory of their own."""
-    buffer = torch.empty((last - first) * tensor.row_bytes, dtype=torch.uint8)
-    return tensor.read_rows(first, last, buffer)
+@dataclass
+class MergedStack(TensorOnDisk):
+    """W + scale · B·A of each expert in float32, as one matrix of all experts' rows, [rows, in].
+
+    base, a, b: stacked, as matrices of all rows. experts: their number.
+    """
+
+    base: TensorOnDisk
+    a: TensorOnDisk
+    b: TensorOnDisk
+    experts: int
+    scale: float
+
+    def as_matrix(self) -> TensorOnDisk:
+        """See TensorOnDisk: it is one already."""
+        return self
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read and merge rows `first` to `last` into `buffer`, uint8; return them."""
+        rows = as_tensor(buffer, self.dtype, (last - first, self.shape[1]))
+        out = self.shape[0] // self.experts
+        for expert in range(first // out, -(-last // out)):
+            start = expert * out
+            begin, end = max(first, start), min(last, start + out)
+            own = MergedWeight(
+                self.dtype,
+                (out, self.shape[1]),
+                [],
+                rows_of(self.base, start, out),
+                rows_of(self.a, expert * self.rank, self.rank),
+                rows_of(self.b, start, out),
+                None,
+                self.scale,
+            )
+            rows[begin - first : end - first] = read_whole(own, begin - start, end - start)
+        return rows
+
+    @property
+    def rank(self) -> int:
+        """Rank of each expert's adapter."""
+        return self.b.shape[1]
 
 
 def merged(tensors: Mapping[str, TensorOnDisk], spec: AdapterSpec) -> dict[str, TensorOnDisk]:
     """Return the weights of a model without adapters. tensors: those with them, by name."""
     weights = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
     for layer in spec.layers:
-        base = weights[f"{layer}.weight"]
-        a = tensors[f"{layer}.{A}.weight"]
-        b = tensors[f"{layer}.{B}.weight"]
-        magnitude = tensors.get(f"{layer}.{MAGNITUDE}")
+        name = matrix_name(layer)
+        base = weights[name]
+        a, b = (tensors[adapter_name(layer, matrix)] for matrix in (A, B))
         scale = spec.scale(layer)
-        weights[f"{layer}.weight"] = MergedWeight(
-            torch.float32, base.shape, [], base, a, b, magnitude, scale
-        )
+        if is_stacked(layer):
+            rows = base.as_matrix()
+            stacks = rows, a.as_matrix(), b.as_matrix(), base.shape[0]
+            matrix = MergedStack(torch.float32, rows.shape, [], *stacks, scale)
+            weights[name] = Stacked(torch.float32, base.shape, [], matrix)
+        else:
+            magnitude = tensors.get(adapter_name(layer, MAGNITUDE))
+            weights[name] = MergedWeight(
+                torch.float32, base.shape, [], base, a, b, magnitude, scale
+            )
     return weights

@@ -150,6 +150,12 @@ def piece_bytes(row_bytes: Iterable[int]) -> int:
     return max(PIECE_BYTES, max(row_bytes, default=0))
 
 
+def read_whole(tensor: TensorOnDisk, first: int, last: int) -> Tensor:
+    """Return rows `first` to `last` in memory of their own."""
+    buffer = torch.empty((last - first) * tensor.row_bytes, dtype=torch.uint8)
+    return tensor.read_rows(first, last, buffer)
+
+
 def in_threads(
     work: Callable[[T, Tensor], R], jobs: Iterable[T], buffer_bytes: int, pinned: bool = False
 ) -> list[R]:

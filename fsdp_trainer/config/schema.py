@@ -568,7 +568,7 @@ class Adapter:
     targets: str | list[str] = key(
         "all",
         "adapted linear layers: `all` of the blocks, or names as [q_proj,v_proj], or patterns"
-        " as ['model.layers.[0-3].*']",
+        " as ['model.layers.[0-3].*']; [all,experts]: also the experts' matrices",
     )
     also: list[str] = key(
         [],

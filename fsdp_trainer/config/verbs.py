@@ -201,6 +201,12 @@ class ExportConfig:
         " before; `trained`: into what 4 bits hold of them",
         choices=("original", "trained"),
     )
+    experts: str = key(
+        "stacked",
+        "of an adapter of experts: `stacked`: two tensors for all experts of a block, as peft"
+        " keeps them beside transformers 5; `separate`: two for each expert, as vLLM reads them",
+        choices=("stacked", "separate"),
+    )
     shard_gib: float = key(4.0, "largest safetensors file, in GiB", above=0)
 
 

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_trainer.models.families import is_stacked
+
 A = "lora_A"
 B = "lora_B"
 MAGNITUDE = "lora_magnitude_vector"
@@ -15,7 +17,8 @@ class AdapterSpec:
     """The adapters of a model, as checkpoints store them.
 
     kind: lora or dora. scaling: standard or rslora. base: the format of the frozen weights, as
-    adapter.base names it. layers: rank and alpha of each adapted layer, by its module's name.
+    adapter.base names it. layers: rank and alpha of each adapted layer, by its module's name; of
+    the matrices of all experts of a block by their parameter's.
     also: names of the parameters that are trained in full.
     """
 
@@ -37,3 +40,20 @@ class AdapterSpec:
             name: (int(rank), float(alpha)) for name, (rank, alpha) in stored["layers"].items()
         }
         return cls(**(stored | {"layers": layers, "also": tuple(stored["also"])}))
+
+
+def matrix_name(layer: str) -> str:
+    """Return the parameter that an adapter's layer multiplies with."""
+    return layer if is_stacked(layer) else f"{layer}.weight"
+
+
+def adapter_name(layer: str, tensor: str) -> str:
+    """Return the parameter of a layer's adapter. tensor: A, B or MAGNITUDE.
+
+    Those of experts are stacked as the experts' matrices are: A [experts, rank, in],
+    B [experts, out, rank].
+    """
+    if is_stacked(layer):
+        experts, _, matrix = layer.rpartition(".")
+        return f"{experts}.{tensor}.{matrix}"
+    return f"{layer}.{tensor}" if tensor == MAGNITUDE else f"{layer}.{tensor}.weight"

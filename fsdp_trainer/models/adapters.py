@@ -26,13 +26,19 @@ from fsdp_trainer.config.paths import checkpoint_frozen, find_checkpoint
 from fsdp_trainer.config.schema import Adapter, Precision
 from fsdp_trainer.distributed import local_part
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.adapter_spec import MAGNITUDE, A, AdapterSpec
-from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.adapter_spec import MAGNITUDE, A, AdapterSpec, matrix_name
+from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
+from fsdp_trainer.models.expert_adapters import adapt_experts, adapted_experts, expert_matrices
+from fsdp_trainer.models.families import is_stacked
 from fsdp_trainer.models.four_bit import Linear4
-from fsdp_trainer.models.peft_config import Layout, Part, read_folder, resolve
+from fsdp_trainer.models.peft_config import read_folder
+from fsdp_trainer.models.peft_experts import STACKED_PARTS, Stack
+from fsdp_trainer.models.peft_names import Layout, Part, resolve
 
 ALL_TARGETS = ("all", "all-linear")
+TARGET_NAMES = {"experts": "*.mlp.experts.*"}
+"""Words that adapter.targets takes besides these, names and patterns."""
 NF4 = "nf4"
 BASE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 """By adapter.base. With all others frozen weights are in precision.param_dtype."""
@@ -69,7 +75,8 @@ def resolve_adapters(cfg: Adapter, config: ModelConfig) -> AdapterSpec | None:
     ranks = by_pattern("rank_pattern", cfg.rank_pattern, targets, config, problems)
     alphas = by_pattern("alpha_pattern", cfg.alpha_pattern, targets, config, problems)
     also = fully_trained(cfg.also, model, targets, problems)
-    problems += too_high_ranks(cfg, ranks, {name: model.get_submodule(name) for name in targets})
+    shapes = {name: list(model.get_parameter(matrix_name(name)).shape) for name in targets}
+    problems += too_high_ranks(cfg, ranks, shapes) + without_lengths(cfg, targets)
     if problems:
         raise UserError("the adapters do not fit the model", problems)
     layers = {name: (ranks.get(name, cfg.rank), alphas.get(name, cfg.alpha)) for name in targets}
@@ -88,10 +95,17 @@ def continued_adapters(source: Path, config: ModelConfig, base: str) -> AdapterS
     spec = AdapterSpec.from_json(checkpoint_frozen(checkpoint)["adapters"])
     before = model_layout(ModelConfig.from_hf(checkpoint / "hf"))
     problems = []
-    for module, (shape, parts) in before.linears.items():
-        adapted = any(part.layer in spec.layers for part in parts)
-        now = layout.linears[module][0] if module in layout.linears else None
-        if adapted and now != shape:
+    shapes = {name: shape for name, (shape, _) in layout.linears.items()}
+    shapes |= {name: stack.shape for name, stack in layout.stacks.items()}
+    adapted = {
+        module: shape
+        for module, (shape, parts) in before.linears.items()
+        if any(part.layer in spec.layers for part in parts)
+    }
+    adapted |= {name: s.shape for name, s in before.stacks.items() if name in spec.layers}
+    for module, shape in adapted.items():
+        now = shapes.get(module)
+        if now != shape:
             has = f"the model's is {list(now)}" if now else "the model has none"
             problems.append(Problem(module, f"is {list(shape)} beside the adapter; {has}"))
     if problems:
@@ -114,7 +128,22 @@ def model_layout(config: ModelConfig) -> Layout:
     parameters = {name: (shapes[name], parts[name]) for name in shapes}
     adaptable = dict.fromkeys(stored_name(f"{name}.weight") for name in block_linears(model))
     matrices = {name.removesuffix(".weight"): parameters[name] for name in adaptable}
-    return Layout(matrices, parameters, config.tie_word_embeddings)
+    stacks = {
+        name: Stack(name, tuple(p.shape), tuple(expert_modules(name, len(p), config)))
+        for name, p in expert_matrices(model).items()
+    }
+    return Layout(matrices, parameters, config.tie_word_embeddings, stacks)
+
+
+def expert_modules(name: str, count: int, config: ModelConfig) -> list[str]:
+    """Return the module of each expert's matrix in a Hugging Face folder. name: of all stacked."""
+    stored = config.family_spec.stored_expert
+    return [stored(name, expert).removesuffix(".weight") for expert in range(count)]
+
+
+def adaptable_layers(model: Decoder) -> list[str]:
+    """Return the linear layers of the blocks, then the matrices of their experts."""
+    return [*block_linears(model), *expert_matrices(model)]
 
 
 def block_linears(model: Decoder) -> dict[str, nn.Linear]:
@@ -139,13 +168,16 @@ def chosen_layers(
     targets: str | Sequence[str], model: Decoder, problems: list[Problem]
 ) -> list[str]:
     """Return the layers that adapter.targets names, in the model's order."""
-    names = list(block_linears(model))
+    names = adaptable_layers(model)
     patterns = [targets] if isinstance(targets, str) else list(targets)
     if not patterns:
         problems.append(Problem("adapter.targets=[]", "names no layer.\nUse  adapter.targets=all"))
     chosen: set[str] = set()
     for pattern in patterns:
-        matched = names if pattern in ALL_TARGETS else matching(pattern, names, model.config)
+        if pattern in ALL_TARGETS:
+            matched = [name for name in names if not is_stacked(name)]
+        else:
+            matched = matching(TARGET_NAMES.get(pattern, pattern), names, model.config)
         chosen.update(matched)
         if matched:
             continue
@@ -162,9 +194,13 @@ def chosen_layers(
 def matching(pattern: str, names: Iterable[str], config: ModelConfig) -> list[str]:
     """Return the names that a pattern fits (fnmatch), or that end in it, as PEFT reads names.
 
-    The name of a matrix that Hugging Face stores fused, `qkv_proj`, means its parts.
+    The name of a matrix that Hugging Face stores fused, `qkv_proj`, means its parts; so do names
+    that it has for the matrices of experts.
     """
-    fused = {whole.rpartition(".")[2]: parts for whole, parts in config.family_spec.fused}
+    family = config.family_spec
+    fused = {whole.rpartition(".")[2]: parts for whole, parts in family.fused}
+    if EXPERTS in config.feed_forwards:
+        fused |= STACKED_PARTS | {theirs: (our,) for our, theirs in family.expert_matrices.items()}
     prefix, _, leaf = pattern.rpartition(".")
     ends = [f"{prefix}.{part}" if prefix else part for part in fused.get(leaf, (leaf,))]
     forms = [form for end in ends for form in (end, f"*.{end}")]
@@ -181,7 +217,7 @@ def by_pattern(
     """Return the value of each target that a pattern fits; the first to fit counts, as in PEFT."""
     values: dict[str, Any] = {}
     for pattern, value in patterns.items():
-        matched = matching(pattern, targets, config)
+        matched = matching(TARGET_NAMES.get(pattern, pattern), targets, config)
         values = dict.fromkeys(matched, value) | values
         if not matched and targets:
             problems.append(without_match(key, patterns, pattern, targets, "adapted layer"))
@@ -200,7 +236,7 @@ def fully_trained(
     for pattern in patterns:
         matched = matching(MODULE_NAMES.get(pattern, pattern), modules, model.config)
         chosen += matched
-        adapted = [name for name in matched if name in targets]
+        adapted = [name for name in targets if name in matched or _experts(name) in matched]
         if not matched:
             names = [*MODULE_NAMES, *modules]
             problems.append(without_match("also", patterns, pattern, names, "module"))
@@ -222,14 +258,31 @@ def modules_with_parameters(model: Decoder) -> dict[str, nn.Module]:
     return {name: module for name, module in modules if any(True for _ in module.parameters(False))}
 
 
+def _experts(layer: str) -> str:
+    """Return the module of the experts that have these matrices, "" for another layer."""
+    return layer.rpartition(".")[0] if is_stacked(layer) else ""
+
+
+def without_lengths(cfg: Adapter, targets: list[str]) -> list[Problem]:
+    """Return the problem of experts whose rows would have lengths, if there is one."""
+    stacked = [name for name in targets if is_stacked(name)]
+    if cfg.name != "dora" or not stacked:
+        return []
+    text = (
+        f"fits {stacked[0]}: experts have no DoRA, here as in PEFT."
+        "\nUse  adapter=lora  or name other layers"
+    )
+    return [Problem(f"adapter.targets={show(cfg.targets)}", text)]
+
+
 def too_high_ranks(
-    cfg: Adapter, ranks: dict[str, int], layers: dict[str, nn.Module]
+    cfg: Adapter, ranks: dict[str, int], shapes: dict[str, list[int]]
 ) -> list[Problem]:
     """Return the problem of ranks that are larger than a side of their matrix, if there are any.
 
-    ranks: of the layers that adapter.rank_pattern has. layers: the adapted ones.
+    ranks: of the layers that adapter.rank_pattern has. shapes: of the adapted layers' matrices.
     """
-    shapes = {name: list(layer.get_parameter("weight").shape) for name, layer in layers.items()}
+    shapes = {name: shape[-2:] for name, shape in shapes.items()}  # of one expert
     high = [n for n, shape in shapes.items() if ranks.get(n, cfg.rank) > min(shape)]
     if not high:
         return []
@@ -279,7 +332,11 @@ def add_adapters(model: Decoder, spec: AdapterSpec, dtype: torch.dtype) -> None:
     for name in spec.also:
         model.get_parameter(name).requires_grad_(True)
     for name, (rank, _) in spec.layers.items():
-        _adapt(model.get_submodule(name), rank, spec.scale(name), spec.kind, dtype)
+        if is_stacked(name):
+            module, _, matrix = name.rpartition(".")
+            adapt_experts(model.get_submodule(module), matrix, rank, spec.scale(name), dtype)
+        else:
+            _adapt(model.get_submodule(name), rank, spec.scale(name), spec.kind, dtype)
 
 
 def _adapt(linear: Any, rank: int, scale: float, kind: str, dtype: torch.dtype) -> None:
@@ -360,7 +417,13 @@ def dense_rows(linear: Any, rows: Tensor) -> Tensor:
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """Return the linear layers that have adapters, by name."""
-    return {name: module for name, module in model.named_modules() if hasattr(module, A)}
+    modules = model.named_modules()
+    return {name: module for name, module in modules if hasattr(getattr(module, A, None), "weight")}
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Return True if any layer, experts included, has an adapter."""
+    return bool(adapted_layers(model) or adapted_experts(model))
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+KERNEL_BYTES = 16  # torch 2.13: "strides should be multiple of 16 bytes"
 ALIGNED = 8
 """Numbers in bfloat16 of 16 bytes, a multiple of which grouped_mm's kernels take as a width."""
 
@@ -48,7 +49,7 @@ def grouped_backward(grad: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 def grouped_outer(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     """Return the gradient of the weights: [groups, out, in]."""
     grad = grad.contiguous()
-    if _has_kernel(grad, rows):
+    if _has_kernel(rows, grad.shape[1], rows.shape[1]):
         return F.grouped_mm(grad.T, rows, offs=ends)
     sums = [part.T @ rows[first:last] for first, last, part in _groups(grad, ends)]
     return torch.stack(sums)
@@ -56,15 +57,18 @@ def grouped_outer(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
 
 def _product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Return each group of rows times its own matrix [in, out]."""
-    if _has_kernel(rows, matrices):
+    if _has_kernel(rows, *matrices.shape[1:]):
         return F.grouped_mm(rows, matrices, offs=ends)
     groups = zip(_groups(rows, ends), matrices, strict=True)
     return torch.cat([part @ matrix for (_, _, part), matrix in groups])
 
 
-def _has_kernel(*tensors: Tensor) -> bool:
-    """Return True where torch computes grouped products: everywhere on a CPU."""
-    return not tensors[0].is_cuda
+def _has_kernel(rows: Tensor, *widths: int) -> bool:
+    """Return True where torch computes grouped products: on a CPU of widths of 16 bytes.
+
+    widths: of rows and results.
+    """
+    return not rows.is_cuda and all(w * rows.element_size() % KERNEL_BYTES == 0 for w in widths)
 
 
 def _groups(rows: Tensor, ends: Tensor) -> list[tuple[int, int, Tensor]]:

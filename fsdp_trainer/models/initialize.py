@@ -52,10 +52,10 @@ def initialize_part(
     B is 0, A from U(-1/√in, 1/√in), which is He's uniform with a = √5. All else is from N(0,
     init_std²).
     """
-    if name.endswith(f".{A}.weight"):
-        bound = shape[1] ** -0.5
+    if f".{A}." in name:
+        bound = shape[-1] ** -0.5
         local.copy_(draw_part(seed, name, part, shape, bound, draw_symmetric))
-    elif name.endswith(f".{B}.weight"):
+    elif f".{B}." in name:
         local.zero_()
     elif name.endswith(MAGNITUDE):
         pass  # `adapters.initialize_magnitudes` takes them from the weights

@@ -131,12 +131,20 @@ ROUTERS: dict[str, type[Router]] = {"softmax": Router, BIASED: SigmoidRouter}
 
 
 class Experts(nn.Module):
-    """Gated feed-forwards side by side: a matrix [out, in] for each expert, stacked."""
+    """Gated feed-forwards side by side: a matrix [out, in] for each expert, stacked.
+
+    lora_A, lora_B: matrices of adapters, where models.adapters has given the experts some.
+    """
+
+    lora_A: nn.Module
+    lora_B: nn.Module
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.active_share = config.num_experts_per_tok / config.num_experts
         """Share of the weights that a token meets."""
+        self.lora_scales: dict[str, float] = {}
+        """Of the matrices that have adapters: the factor of B·A, by name."""
         self.add_parameters(config)
 
     def add_parameters(self, config: ModelConfig) -> None:
@@ -149,9 +157,24 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(count, width, inner))
         self.activation = ACTIVATIONS[config.hidden_act]
 
+    def own(self, parameter: Tensor) -> Tensor:
+        """Return what this process has of a parameter: of its experts."""
+        return parameter
+
     def matrix(self, name: str) -> Tensor:
         """Return the matrices that this process multiplies with, [experts, out, in]."""
-        return getattr(self, name)
+        return self.own(getattr(self, name))
+
+    def product(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
+        """Return [rows, out]: rows times their experts' matrices, with the adapters of these.
+
+        name: of the matrices; rows, ends: as in `forward`.
+        """
+        out = grouped_linear(rows, self.matrix(name), ends)
+        if name not in self.lora_scales:
+            return out
+        a, b = (self.own(getattr(matrices, name)) for matrices in (self.lora_A, self.lora_B))
+        return out + grouped_linear(grouped_linear(rows, a, ends) * self.lora_scales[name], b, ends)
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Return [rows, hidden], each row computed by its expert.
@@ -159,9 +182,9 @@ class Experts(nn.Module):
         rows: [rows, hidden], those of an expert together, in the experts' order; ends: [experts]
         int32, the row behind each expert's last. An expert may have no rows.
         """
-        gate = grouped_linear(rows, self.matrix("gate_proj"), ends)
-        up = grouped_linear(rows, self.matrix("up_proj"), ends)
-        return grouped_linear(self.activation(gate) * up, self.matrix("down_proj"), ends)
+        gate = self.product("gate_proj", rows, ends)
+        up = self.product("up_proj", rows, ends)
+        return self.product("down_proj", self.activation(gate) * up, ends)
 
 
 class ClampedExperts(Experts):

@@ -3,14 +3,14 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.paths import ADAPTER_CONFIG
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.adapter_spec import MAGNITUDE, A, AdapterSpec, B
+from fsdp_trainer.models.adapter_spec import MAGNITUDE, A, B
 
 Shape = tuple[int, ...]
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -38,7 +38,6 @@ COMPUTED: dict[str, tuple] = {
     "use_qalora": (False, None),
     "layer_replication": (None, []),
     "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
     "alora_invocation_tokens": (None, []),
     "megatron_config": (None, {}),
     "use_bdlora": (None, {}, False),
@@ -55,6 +54,7 @@ READ = (
     "use_rslora",
     "use_dora",
     "target_modules",
+    "target_parameters",
     "exclude_modules",
     "layers_to_transform",
     "layers_pattern",
@@ -104,6 +104,8 @@ class PeftFolder:
 
     def pattern(self, key: str, default: str, module: str) -> Any:
         """Return the value of a module in rank_pattern or alpha_pattern, as PEFT finds it."""
+        if self.targets_parameter(f"{module}.weight"):
+            module = f"{module}.weight"
         for pattern, value in (self.config.get(key) or {}).items():
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return value
@@ -111,6 +113,8 @@ class PeftFolder:
 
     def targets(self, module: str) -> bool:
         """Return True if PEFT adapts a linear layer of the blocks, by its name in the folder."""
+        if self.targets_parameter(f"{module}.weight"):
+            return True
         if _names(self.config.get("exclude_modules"), module):
             return False
         saved = self.config.get("modules_to_save") or []
@@ -120,6 +124,10 @@ class PeftFolder:
         if isinstance(targets, str):
             return targets == "all-linear" or bool(re.fullmatch(targets, module))
         return _names(targets, module) and self._is_transformed(module)
+
+    def targets_parameter(self, name: str) -> bool:
+        """Return True if PEFT adapts a parameter by its name, as those of experts."""
+        return _names(self.config.get("target_parameters") or [], name)
 
     def _is_transformed(self, module: str) -> bool:
         """Return True if layers_to_transform has the module's block, or is not given."""
@@ -140,9 +148,6 @@ def _names(patterns: str | Sequence[str] | None, module: str) -> bool:
     if isinstance(patterns, str):
         return bool(re.fullmatch(patterns, module))
     return any(module == name or module.endswith(f".{name}") for name in patterns or [])
-
-
-# --- reading --------------------------------------------------------------------------------------
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -172,6 +177,7 @@ def unsupported(config: dict[str, Any]) -> list[Problem]:
         if key in config and config[key] not in values
     ]
     adapts_matrices = isinstance(config.get("target_modules"), str | list)
+    adapts_matrices |= bool(config.get("target_parameters"))
     same_task = config.get("task_type") in COMPUTED["task_type"]
     if problems and adapts_matrices and same_task and not config.get("alora_invocation_tokens"):
         problems[-1].why += MERGE_WITH_PEFT
@@ -254,219 +260,3 @@ def _read_header(path: Path) -> dict[str, Any]:
 def plain_name(name: str) -> str:
     """Return the name of a tensor in PEFT's file as the base model's folder would have it."""
     return LANGUAGE_MODEL.sub(r"\1", name.removeprefix(PREFIX))
-
-
-# --- from PEFT's names to ours --------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Part:
-    """A parameter's rows in a matrix of a Hugging Face folder: all of it, or a part of a fused one.
-
-    layer: the parameter's module.
-    """
-
-    layer: str
-    first: int
-    rows: int
-
-
-@dataclass
-class Layout:
-    """The matrices and other parameters of a model, by their names in a Hugging Face folder.
-
-    linears: the blocks' linear layers, with their shape. parameters: all, with their shape and the
-    parameters of ours that are its rows. tied: the head is the embedding.
-    """
-
-    linears: dict[str, tuple[Shape, list[Part]]]
-    parameters: dict[str, tuple[Shape, list[Part]]]
-    tied: bool
-
-
-@dataclass(frozen=True)
-class PeftRows:
-    """Rows and columns of a tensor in PEFT's file that are a parameter of ours.
-
-    columns: None: all of them.
-    """
-
-    tensor: str
-    first: int
-    rows: int
-    columns: tuple[int, int] | None = None
-
-
-@dataclass
-class Resolved:
-    """A PEFT folder as adapters of a model: where each parameter is.
-
-    same: pairs of tensors that must hold the same numbers.
-    """
-
-    spec: AdapterSpec
-    sources: dict[str, PeftRows]
-    same: list[tuple[str, str]]
-
-
-HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
-
-
-def resolve(peft: PeftFolder, layout: Layout, base: str) -> Resolved:
-    """Return the adapters of a model that a PEFT folder holds. base: as in AdapterSpec.
-
-    Raises UserError that names everything that does not fit.
-    """
-    modules: dict[str, dict[str, Shape]] = {}
-    others: dict[str, Shape] = {}
-    for name, shape in peft.shapes.items():
-        module, tensor = split_name(name)
-        if tensor:
-            modules.setdefault(module, {})[tensor] = shape
-        else:
-            others[name] = shape
-    problems: list[Problem] = []
-    layers: dict[str, tuple[int, float]] = {}
-    sources: dict[str, PeftRows] = {}
-    for module, tensors in modules.items():
-        misfits = misfits_of(peft, module, tensors, layout)
-        problems += misfits
-        if not misfits:
-            adopt(peft, module, tensors, layout.linears[module][1], layers, sources)
-    problems += missing(peft, modules, layout)
-    wrapped = {f"{module}.base_layer.weight" for module in modules}  # an adapted embedding's own
-    others = {name: shape for name, shape in others.items() if name not in wrapped}
-    also, same = fully_trained(others, layout, sources, problems)
-    more = len(problems) - MAX_MISFITS
-    if more > 0:
-        more_text = f"… and {more:,} more tensors do not fit: is this the adapter's base model?"
-        problems[MAX_MISFITS - 1].why += f"\n{more_text}"
-    if problems:
-        title = f"the adapter in {peft.folder} does not fit the model"
-        raise UserError(title, problems[:MAX_MISFITS])
-    kind = "dora" if peft.config.get("use_dora") else "lora"
-    scaling = "rslora" if peft.config.get("use_rslora") else "standard"
-    ordered = [part.layer for _, parts in layout.linears.values() for part in parts]
-    layers = {name: layers[name] for name in ordered if name in layers}
-    return Resolved(AdapterSpec(kind, scaling, base, layers, tuple(also)), sources, same)
-
-
-def split_name(name: str) -> tuple[str, str]:
-    """Return module and tensor of an adapter, ("", "") for another parameter."""
-    for end, tensor in TENSORS.items():
-        if name.endswith(f".{end}"):
-            return name.removesuffix(f".{end}"), tensor
-    return ("", "") if ".lora_" not in name else (name.rpartition(".lora_")[0], name)
-
-
-def misfits_of(
-    peft: PeftFolder, module: str, tensors: dict[str, Shape], layout: Layout
-) -> list[Problem]:
-    """Return why a module's adapter is none of this model's."""
-    if module not in layout.linears:
-        if f"{module}.weight" in layout.parameters:
-            text = (
-                "has an adapter, which only linear layers of the blocks can have here"
-                f" (adapter.also trains it in full).{MERGE_WITH_PEFT}"
-            )
-            return [Problem(module, text)]
-        return [Problem(module, "is not part of this model")]
-    (rows, columns), _ = layout.linears[module]
-    rank = peft.pattern("rank_pattern", "r", module)
-    expected: dict[str, Shape] = {A: (rank, columns), B: (rows, rank)}
-    if peft.config.get("use_dora"):
-        expected[MAGNITUDE] = (rows,)
-    problems = []
-    for tensor in {**expected, **tensors}:
-        name = f"{module}.{tensor}"
-        if tensor not in tensors:
-            text = f"is missing; it would have shape {list(expected[tensor])}"
-            problems.append(Problem(name, text))
-        elif tensor not in expected:
-            problems.append(Problem(name, f"is not what {ADAPTER_CONFIG} describes"))
-        elif tensors[tensor] != expected[tensor]:
-            text = f"has shape {list(tensors[tensor])}; with this model it would be"
-            problems.append(Problem(name, f"{text} {list(expected[tensor])}"))
-    return problems
-
-
-def adopt(
-    peft: PeftFolder,
-    module: str,
-    tensors: dict[str, Shape],
-    parts: list[Part],
-    layers: dict[str, tuple[int, float]],
-    sources: dict[str, PeftRows],
-) -> None:
-    """Add the adapters of a matrix's parts, and where their numbers are.
-
-    A fused matrix's adapter is one of the whole rank for each part, or, in our own files, those of
-    which it was made.
-    """
-    whole = tensors[A][0]
-    scale = peft.scale(whole, peft.pattern("alpha_pattern", "lora_alpha", module))
-    own = {part.layer: peft.fused_ranks.get(part.layer, 0) for part in parts}
-    if len(parts) == 1 or sum(own.values()) != whole:
-        own = {}
-    column = 0
-    a, b = (f"{module}.{tensor}" for tensor in (A, B))
-    for part in parts:
-        rank = own[part.layer] if own else whole
-        if not rank:
-            continue
-        divisor = math.sqrt(rank) if peft.config.get("use_rslora") else rank
-        layers[part.layer] = (rank, scale * divisor)
-        columns = (column, column + rank) if own else None
-        sources[f"{part.layer}.{A}.weight"] = PeftRows(a, column, rank)
-        sources[f"{part.layer}.{B}.weight"] = PeftRows(b, part.first, part.rows, columns)
-        if MAGNITUDE in tensors:
-            magnitude = PeftRows(f"{module}.{MAGNITUDE}", part.first, part.rows)
-            sources[f"{part.layer}.{MAGNITUDE}"] = magnitude
-        column += rank if own else 0
-
-
-def missing(peft: PeftFolder, modules: Iterable[str], layout: Layout) -> list[Problem]:
-    """Return the layers that target_modules means and the file does not have."""
-    there = set(modules)
-    text = f"is missing, though target_modules in {ADAPTER_CONFIG} means it"
-    lacking = [name for name in layout.linears if name not in there and peft.targets(name)]
-    return [Problem(name, text) for name in lacking]
-
-
-def fully_trained(
-    tensors: dict[str, Shape],
-    layout: Layout,
-    sources: dict[str, PeftRows],
-    problems: list[Problem],
-) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return the parameters that modules_to_save trains, and tensors that must be equal."""
-    also: list[str] = []
-    tied = {EMBEDDING, HEAD} & tensors.keys() if layout.tied else set()
-    for name, shape in tensors.items():
-        if name == HEAD and tied:  # the same parameter as the embedding
-            continue
-        if name not in layout.parameters:
-            problems.append(Problem(name, "is not part of this model"))
-            continue
-        expected, parts = layout.parameters[name]
-        if shape != expected:
-            text = f"has shape {list(shape)}; the model has {list(expected)}"
-            problems.append(Problem(name, text))
-        kind = name.rpartition(".")[2]
-        for part in parts:
-            also.append(f"{part.layer}.{kind}")
-            sources[also[-1]] = PeftRows(name, part.first, part.rows)
-    if len(tied) == 1:
-        problems.append(_trained_apart(*tied))
-    return also, [(EMBEDDING, HEAD)] if len(tied) == 2 else []
-
-
-def _trained_apart(name: str) -> Problem:
-    """Return the problem of an adapter that has one of two tied matrices."""
-    other = "head" if name == EMBEDDING else "embedding"
-    text = (
-        f"was trained apart from the {other}, which this model has tied to it"
-        " (tie_word_embeddings).\nSave both in the adapter, or untie them in the base model"
-    )
-    return Problem(name, text)

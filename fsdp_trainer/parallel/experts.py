@@ -40,12 +40,13 @@ def share_experts(model: Decoder, dims: Dims) -> None:
     for experts in all_experts(model):
         experts.__class__ = SHARED[type(experts)]
         experts.expert_ranks = ranks
-        for name, parameter in list(experts.named_parameters(recurse=False)):
-            # no rank sends anything: there are no numbers yet
-            placed = distribute_tensor(
-                parameter.detach(), mesh, [Shard(EXPERTS)], src_data_rank=None
-            )
-            setattr(experts, name, nn.Parameter(placed, parameter.requires_grad))
+        for module in experts.modules():  # matrices, and those of their adapters
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                # no rank sends anything: there are no numbers yet
+                placed = distribute_tensor(
+                    parameter.detach(), mesh, [Shard(EXPERTS)], src_data_rank=None
+                )
+                setattr(module, name, nn.Parameter(placed, parameter.requires_grad))
 
 
 def expert_placement(model: Decoder, dims: Dims) -> Callable[[nn.Parameter], Any] | None:
@@ -91,9 +92,9 @@ class SharedExperts(Experts):
 
     expert_ranks: ExpertRanks
 
-    def matrix(self, name: str) -> Tensor:
-        """Return those of this rank's experts, [experts / ranks, out, in], with their graph."""
-        return getattr(self, name).to_local()
+    def own(self, parameter: Any) -> Tensor:
+        """See Experts: with its graph."""
+        return parameter.to_local()
 
     @torch.compiler.disable
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:

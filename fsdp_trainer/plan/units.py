@@ -15,8 +15,10 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.models.adapters import adapted_layers, frozen_dtype
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.expert_adapters import adapted_experts
 from fsdp_trainer.models.four_bit import Linear4, is_encoded
 from fsdp_trainer.models.freeze import model_to_train
+from fsdp_trainer.models.moe import Experts
 from fsdp_trainer.observe.flops import TrainedWork, count_numbers, trained_work
 from fsdp_trainer.optim.footprint import state_bytes
 from fsdp_trainer.rounding import round_up
@@ -84,6 +86,7 @@ class AdapterCounts(NamedTuple):
 
     numbers: of A and B; ranks: of all together; adapted, encoded: numbers of the matrices that have
     adapters, and of those in 4 bits; inputs, outputs: widths of the adapted layers together.
+    Of experts those that a token meets.
     """
 
     numbers: int = 0
@@ -98,13 +101,29 @@ class AdapterCounts(NamedTuple):
         """Count them in one block."""
         layers = adapted_layers(block).values()
         encoded = [m for m in block.modules() if isinstance(m, Linear4)]
-        return cls(
+        linears = cls(
             numbers=sum(m.lora_A.weight.numel() + m.lora_B.weight.numel() for m in layers),
             ranks=sum(m.lora_A.out_features for m in layers),
             adapted=sum(m.in_features * m.out_features for m in layers),
             inputs=sum(m.in_features for m in layers),
             outputs=sum(m.out_features for m in layers),
             encoded=sum(m.in_features * m.out_features for m in encoded),
+        )
+        experts = [cls.of_experts(*pair) for pair in adapted_experts(block).values()]
+        return cls(*map(sum, zip(linears, *experts, strict=True)))
+
+    @classmethod
+    def of_experts(cls, module: Experts, matrix: str) -> "AdapterCounts":
+        """Count those of one of the matrices of the experts that a token meets."""
+        count, outputs, inputs = getattr(module, matrix).shape
+        chosen = round(count * module.active_share)
+        rank = getattr(module.lora_A, matrix).shape[1]
+        return cls(
+            numbers=chosen * rank * (inputs + outputs),
+            ranks=chosen * rank,
+            adapted=chosen * inputs * outputs,
+            inputs=chosen * inputs,
+            outputs=chosen * outputs,
         )
 
 

@@ -14,6 +14,7 @@ from fsdp_trainer.models.adapters import MAGNITUDE, adapted_layers
 from fsdp_trainer.models.attention_choice import AttentionChoice
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.expert_adapters import adapted_experts
 from fsdp_trainer.models.freeze import frozen_parameters, trained_numbers
 from fsdp_trainer.models.peft_config import read_config, without_effect
 from fsdp_trainer.observe.console import short
@@ -113,17 +114,22 @@ def further_blocks(config: ModelConfig) -> list[str]:
 
 def adapters(model: Decoder) -> list[str]:
     """Return the line on the model's adapters and the format of the weights beside them."""
-    layers = adapted_layers(model)
-    if not layers:
+    layers, experts = adapted_layers(model), adapted_experts(model)
+    names = dict.fromkeys(name.rpartition(".")[2] for name in (*layers, *experts))
+    if not names:
         return []
     kind = "DoRA" if any(hasattr(layer, MAGNITUDE) for layer in layers.values()) else "LoRA"
-    ranks = sorted({layer.lora_A.out_features for layer in layers.values()})
-    scales = sorted({round(layer.lora_scale, 4) for layer in layers.values()})
-    names = dict.fromkeys(name.rpartition(".")[2] for name in layers)
+    all_ranks = {layer.lora_A.out_features for layer in layers.values()}
+    all_scales = {round(layer.lora_scale, 4) for layer in layers.values()}
+    for module, matrix in experts.values():
+        all_ranks.add(getattr(module.lora_A, matrix).shape[1])
+        all_scales.add(round(module.lora_scales[matrix], 4))
+    ranks, scales = sorted(all_ranks), sorted(all_scales)
     formats = dict.fromkeys(str(p.dtype)[6:] for p in frozen_parameters(model).values())
+    of_experts = f" and {len(experts)} stacks of experts" if experts else ""
     frozen = " and ".join("4 bits" if name == "uint8" else name for name in formats)
     return [
-        f"adapt  {kind} on {len(layers)} layers ({', '.join(names)}), "
+        f"adapt  {kind} on {len(layers)} layers{of_experts} ({', '.join(names)}), "
         f"rank {one_or_range(ranks)}, scale {one_or_range(scales)}; frozen weights in {frozen}"
     ]
 

@@ -28,9 +28,9 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.distributed import run_on_all_ranks
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters import (
-    adapted_layers,
     adapter_parameters,
     initialize_magnitudes,
+    is_adapted,
 )
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, meta_decoder
@@ -89,7 +89,7 @@ def read_weights(model: Decoder, init_from: Path) -> dict[str, str]:
     checkpoint = find_checkpoint(init_from)
     if checkpoint:
         require_whole(checkpoint)
-    if checkpoint and not adapted_layers(model) and not read_base(checkpoint).adapters:
+    if checkpoint and not is_adapted(model) and not read_base(checkpoint).adapters:
         load_weights(model, checkpoint, {})
         formats = read_progress(checkpoint)["dtypes"]
     else:

@@ -1,0 +1,96 @@
+"""Adapters of experts as PEFT stores them, in either form. See models.peft_experts."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fsdp_trainer.checkpoint.expert_tensors import PlacedStack, StackedA, StackedB, rows_of
+from fsdp_trainer.checkpoint.stream import TensorOnDisk
+from fsdp_trainer.models.adapter_spec import A, AdapterSpec, B, adapter_name
+from fsdp_trainer.models.peft_experts import (
+    STACKED_PARTS,
+    StackedParameter,
+    by_experts,
+    stacked_parameters,
+)
+from fsdp_trainer.models.peft_names import Layout
+
+Weights = dict[str, TensorOnDisk]
+
+
+@dataclass
+class PeftExperts:
+    """The adapters of experts in PEFT's terms.
+
+    ranks: rank and alpha by PEFT's name of each adapted matrix. fused_ranks: see
+    peft_config.FUSED_RANKS. all_names: of all matrices that could be adapted.
+    """
+
+    are_separate: bool
+    tensors: dict[str, TensorOnDisk] = field(default_factory=dict)
+    ranks: dict[str, tuple[int, float]] = field(default_factory=dict)
+    fused_ranks: dict[str, int] = field(default_factory=dict)
+    all_names: list[str] = field(default_factory=list)
+
+
+def separate_experts(spec: AdapterSpec, layout: Layout, weights: Weights) -> PeftExperts:
+    """Return an adapter for each expert's matrix. weights: all, by parameter name."""
+    experts = PeftExperts(are_separate=True)
+    for layer, stack in layout.stacks.items():
+        if layer not in spec.layers:
+            continue
+        for tensor in (A, B):
+            matrix = weights[adapter_name(layer, tensor)].as_matrix()
+            rows = matrix.shape[0] // len(stack.names)
+            for i, name in enumerate(stack.names):
+                experts.tensors[f"{name}.{tensor}.weight"] = rows_of(matrix, i * rows, rows)
+        experts.ranks |= dict.fromkeys(stack.names, spec.layers[layer])
+    return experts
+
+
+def stacked_experts(spec: AdapterSpec, layout: Layout, weights: Weights) -> PeftExperts:
+    """Return an adapter for each of transformers' parameters. weights: all, by parameter name."""
+    experts = PeftExperts(are_separate=False)
+    for module, stacks in by_experts(layout.stacks.values()).items():
+        experts.all_names += [f"{module}.{name}" for name in STACKED_PARTS]
+        adapted = {stack.matrix for stack in stacks if stack.layer in spec.layers}
+        for parameter in stacked_parameters(stacks, adapted):
+            _add_stacked(experts, parameter, spec, weights)
+    return experts
+
+
+def _add_stacked(
+    experts: PeftExperts, parameter: StackedParameter, spec: AdapterSpec, weights: Weights
+) -> None:
+    """Add the adapter of one parameter: A's of its parts one after the other, B block-diagonal."""
+    count, rows, columns = parameter.shape
+    layers = [part.layer for part in parameter.parts if part.layer in spec.layers]
+    scale = spec.scale(layers[0])
+    whole = sum(spec.layers[layer][0] for layer in layers)
+    a: list[PlacedStack] = []
+    b: list[PlacedStack] = []
+    first = 0
+    for layer in layers:
+        row = parameter.first_row(layer)
+        a.append(PlacedStack(weights[adapter_name(layer, A)], first))
+        factor = spec.scale(layer) / scale
+        b.append(PlacedStack(weights[adapter_name(layer, B)], first, row, factor))
+        first += spec.layers[layer][0]
+    dtype = a[0].tensor.dtype
+    tensors = {
+        A: StackedA(dtype, (count * whole, columns), [], whole, a),
+        B: StackedB(dtype, (rows, whole * count), [], count, b),
+    }
+    experts.tensors |= {f"{parameter.module}.{n}.weight": tensor for n, tensor in tensors.items()}
+    alpha = spec.layers[layers[0]][1]
+    if len(layers) > 1:
+        alpha = scale * (math.sqrt(whole) if spec.scaling == "rslora" else whole)
+        experts.fused_ranks |= {layer: spec.layers[layer][0] for layer in layers}
+    experts.ranks[parameter.name] = (whole, alpha)
+
+
+EXPERT_FORMS: dict[str, Callable[[AdapterSpec, Layout, Weights], PeftExperts]] = {
+    "stacked": stacked_experts,
+    "separate": separate_experts,
+}
+"""By the key `experts` of the verb export."""

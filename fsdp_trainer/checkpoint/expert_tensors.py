@@ -1,0 +1,141 @@
+"""Adapters of experts on disk: PEFT's tensors as ours, and ours as PEFT's. See peft_experts."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fsdp_trainer.checkpoint.stream import TensorOnDisk, as_tensor, read, read_whole
+
+KEPT = 8  # tensors that are kept transposed: those that threads read at a time
+
+
+@dataclass
+class SomeRows(TensorOnDisk):
+    """Some rows of another tensor, from `first_row` on."""
+
+    source: TensorOnDisk
+    first_row: int
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+        return self.source.read_rows(self.first_row + first, self.first_row + last, buffer)
+
+
+def rows_of(source: TensorOnDisk, first: int, count: int) -> SomeRows:
+    """Return `count` rows of a tensor of whatever kind as one by itself."""
+    return SomeRows(source.dtype, (count, *source.shape[1:]), [], source, first)
+
+
+@dataclass
+class Stacked(TensorOnDisk):
+    """Matrices of one shape, [matrices, rows, columns], of one matrix of all their rows."""
+
+    matrix: TensorOnDisk
+
+    def as_matrix(self) -> TensorOnDisk:
+        """See TensorOnDisk."""
+        return self.matrix
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read matrices `first` to `last` into `buffer`, uint8; return them."""
+        rows = self.shape[1]
+        numbers = self.matrix.read_rows(first * rows, last * rows, buffer)
+        return numbers.view(-1, *self.shape[1:])
+
+
+@dataclass
+class OwnB(TensorOnDisk):
+    """Our B [experts, out, rank] of PEFT's [out, ranks · experts], as a matrix of all rows.
+
+    source: the file's tensor. row: where our rows begin in it. first, whole: of how many ranks
+    ours begin where.
+    """
+
+    source: TensorOnDisk
+    experts: int
+    row: int
+    first: int
+    whole: int
+
+    def as_matrix(self) -> TensorOnDisk:
+        """See TensorOnDisk: it is one already."""
+        return self
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+        rank = self.shape[1]
+        rows = self.shape[0] // self.experts
+        chunk = self.source.chunks[0]
+        shape = (self.source.shape[0], self.whole, self.experts)
+        whole = by_expert(chunk.file, chunk.offset, self.source.dtype, shape)
+        own = whole[:, self.row : self.row + rows, self.first : self.first + rank].flatten(0, 1)
+        return as_tensor(buffer, self.dtype, (last - first, rank)).copy_(own[first:last])
+
+
+@lru_cache(KEPT)
+def by_expert(file: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor of a file, [out, ranks, experts] there, as [experts, out, ranks]."""
+    numbers = torch.empty(shape, dtype=dtype)
+    read(file, offset, numbers)
+    return numbers.permute(2, 0, 1)
+
+
+@dataclass
+class PlacedStack:
+    """A or B of experts, stacked, among the ranks of PEFT's: from `rank` on, B from `row` on.
+
+    factor: of B.
+    """
+
+    tensor: TensorOnDisk
+    rank: int
+    row: int = 0
+    factor: float = 1.0
+
+
+@dataclass
+class StackedA(TensorOnDisk):
+    """PEFT's A, [experts · ranks, in]: of each expert the ranks of all parts."""
+
+    ranks: int
+    placed: list[PlacedStack]
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+        rows = as_tensor(buffer, self.dtype, (last - first, self.shape[1]))
+        for part in self.placed:
+            own = part.tensor.shape[1]
+            matrix = part.tensor.as_matrix()
+            for expert in range(first // self.ranks, -(-last // self.ranks)):
+                place = expert * self.ranks + part.rank
+                begin, end = max(first, place), min(last, place + own)
+                if begin < end:
+                    skipped = expert * own - place
+                    numbers = read_whole(matrix, begin + skipped, end + skipped)
+                    rows[begin - first : end - first] = numbers
+        return rows
+
+
+@dataclass
+class StackedB(TensorOnDisk):
+    """PEFT's B, [out, ranks · experts]; 0 where a part's rows meet another part's ranks."""
+
+    experts: int
+    placed: list[PlacedStack]
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+        rows = as_tensor(buffer, self.dtype, (last - first, self.shape[1])).zero_()
+        by_rank = rows.view(last - first, -1, self.experts)
+        for part in self.placed:
+            _, out, rank = part.tensor.shape
+            begin, end = max(first, part.row), min(last, part.row + out)
+            matrix = part.tensor.as_matrix()
+            for expert in range(self.experts if begin < end else 0):
+                skipped = expert * out - part.row
+                numbers = read_whole(matrix, begin + skipped, end + skipped) * part.factor
+                by_rank[begin - first : end - first, part.rank : part.rank + rank, expert] = numbers
+        return rows

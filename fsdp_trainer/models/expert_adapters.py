@@ -1,0 +1,47 @@
+"""Low-rank adapters of experts: each expert's matrix has an A and a B of its own, stacked as the
+matrices are."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_trainer.models.adapter_spec import A, B
+from fsdp_trainer.models.moe import ClampedExperts, Experts
+
+
+def expert_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the matrices of the experts of each block, [experts, out, in], by name.
+
+    GPT-OSS's are not among them: they are [experts, in, out], gate and up in one.
+    """
+    return {
+        f"{name}.{matrix}": parameter
+        for name, module in model.named_modules()
+        if isinstance(module, Experts) and not isinstance(module, ClampedExperts)
+        for matrix, parameter in module.named_parameters(recurse=False)
+    }
+
+
+def adapt_experts(experts: Any, matrix: str, rank: int, scale: float, dtype: torch.dtype) -> None:
+    """Give the matrices of this name of all experts of a block adapters."""
+    count, outputs, inputs = getattr(experts, matrix).shape
+    device = getattr(experts, matrix).device
+    for name, shape in {A: (count, rank, inputs), B: (count, outputs, rank)}.items():
+        if not hasattr(experts, name):
+            matrices: Any = nn.Module()
+            matrices.active_share = experts.active_share
+            experts.add_module(name, matrices)
+        parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        getattr(experts, name).register_parameter(matrix, parameter)
+    experts.lora_scales[matrix] = scale
+
+
+def adapted_experts(model: nn.Module) -> dict[str, tuple[Experts, str]]:
+    """Return experts and the name of their matrices, for each that have adapters, by name."""
+    return {
+        f"{name}.{matrix}": (module, matrix)
+        for name, module in model.named_modules()
+        if isinstance(module, Experts)
+        for matrix in module.lora_scales
+    }

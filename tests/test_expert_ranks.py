@@ -183,7 +183,7 @@ LAYOUTS = {
     2: (4, ["sharding.expert=2"]),
     3: (2, ["sharding.tensor=2", "sharding.expert=2"]),
     4: (4, ["sharding.expert=4", "sharding.context=2"]),
-    5: (4, ["sharding.expert=2", "sharding=hsdp", "sharding.replicas=2"]),
+    5: (4, ["sharding.expert=2", "sharding.pipeline=2"]),
     6: (1, []),
 }
 """Ranks and overrides, by the step up to which they train."""
@@ -237,10 +237,11 @@ def test_losses_of_experts_and_their_load_are_those_of_one_process(train):
     how = [*SMALL, "schedule=constant", "loss.load_balancing=0.1", "loss.router_z_loss=0.01"]
     how += ["train.steps=3", "batch.rows=4", "batch.micro_rows=1", "optim.lr=1e-2"]
     one = train("one", *how)
-    four = train("four", *how, "sharding.expert=2", "sharding.tensor=2", ranks=4)
     names = ("objective", "grad_norm", "load_balancing_loss", "router_z_loss", "expert_load_max")
-    for name in names:
-        assert four.column(name) == pytest.approx(one.column(name), rel=1e-4), name
+    for key in ("tensor", "pipeline"):
+        four = train(key, *how, "sharding.expert=2", f"sharding.{key}=2", ranks=4)
+        for name in names:
+            assert four.column(name) == pytest.approx(one.column(name), rel=1e-4), (key, name)
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,10 @@ def layout(**options):
     return {"sharding": {"pipeline": 2, **options}}
 
 
+EXPERTS = {
+    "family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+    "mlp_only_layers": (1,),
+}  # fmt: skip
 WINDOWS = {"family": "gemma3_text", "sliding_window": 6, "tie_word_embeddings": True}
 CASES = {
     "1f1b": (2, {}, layout()),
@@ -170,6 +174,8 @@ CASES = {
         {"tie_word_embeddings": True},
         layout() | {"optim": {"state_dtype": "bfloat16"}, "tolerance": 1e-4},
     ),
+    "experts and shard": (8, EXPERTS, layout(expert=2)),
+    "zbv, experts": (2, EXPERTS, layout(pipeline_schedule="zbv")),
     "frozen in front": (2, {}, layout() | {"freeze": ["*embed_tokens*", "model.layers.0.*"]}),
 }
 
@@ -330,10 +336,6 @@ def imported(folder):
         (
             ["sharding.pipeline=2", "data.packing=none", "data.pad_to_multiple=8"],
             "stages pass on rows of one length",
-        ),
-        (
-            ["sharding.pipeline=2", "model.family=mixtral", "model.num_experts=2"],
-            "a model with experts has no stages in this version. Use sharding.pipeline=1",
         ),
         (["sharding.pipeline=2", "optim=muon"], "Use optim=adamw"),
         (["sharding.pipeline=2", "sharding.cpu_offload=true"], "Use sharding.cpu_offload=false"),

@@ -54,11 +54,8 @@ def block_figures(
 
 
 def new_balance(config: ModelConfig, cfg: TrainConfig, device: torch.device) -> "Balance | None":
-    """Return what watches the experts of a model at a run's start.
-
-    None: it has none, or is cut into stages, which return no auxiliary values.
-    """
-    if EXPERTS not in config.feed_forwards or cfg.sharding.pipeline > 1:
+    """Return what watches the experts of a model at a run's start; None: it has none."""
+    if EXPERTS not in config.feed_forwards:
         return None
     loss = cfg.loss
     balance = Balance(config, loss.load_balancing, loss.router_z_loss, loss.bias_update_speed)
@@ -91,6 +88,23 @@ class Balance:
         """Return the names of the losses that are minimised."""
         weights = {LOAD_BALANCING: self.load_balancing, ROUTER_Z: self.z_loss}
         return [name for name, weight in weights.items() if weight]
+
+    def zeros(self) -> dict[str, Tensor]:
+        """Return auxiliary values of all blocks without a token."""
+        losses = {name: self.load.new_zeros(()) for name in self.loss_names}
+        return {LOAD: torch.zeros_like(self.load, dtype=torch.int64)} | losses
+
+    def of_stage(self, auxiliary: dict[str, Tensor], blocks: list[int]) -> dict[str, Tensor]:
+        """Return a stage's auxiliary values among those of all blocks, without a gradient.
+
+        blocks: numbers of the stage's.
+        """
+        values = self.zeros() | {name: value.detach() for name, value in auxiliary.items()}
+        if LOAD in auxiliary:
+            own = [self.numbers.index(block) for block in blocks if block in self.numbers]
+            values[LOAD] = self.zeros()[LOAD]
+            values[LOAD][own] = auxiliary[LOAD]
+        return values
 
     def of_block(self, number: int, token_share: Tensor) -> Balancing | None:
         """Return what a block needs; None: it has no experts."""

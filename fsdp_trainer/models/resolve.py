@@ -205,8 +205,6 @@ def _balance_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem
     if EXPERTS not in config.feed_forwards:
         having = ", ".join(n for n, s in FAMILIES.items() if s.feed_forward == EXPERTS)
         reason = f"this model has no experts; {having} have: drop it"
-    elif cfg.sharding.pipeline > 1:
-        reason = "not with stages in this version.\nUse  sharding.pipeline=1  or drop it"
     for key in ("load_balancing", "router_z_loss", "bias_update_speed"):
         value = getattr(cfg.loss, key)
         if reason and value:
@@ -313,8 +311,8 @@ def _stage_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
             f"stages, each of at least one of {blocks} blocks.\nUse  sharding.pipeline={nearest}"
         )
         yield Problem(f"sharding.pipeline={ranks}", reason)
-    if stages > 1 and EXPERTS in config.feed_forwards:
-        reason = "a model with experts has no stages in this version.\nUse  sharding.pipeline=1"
+    if stages > 1 and EXPERTS in config.feed_forwards and config.family_spec.router == BIASED:
+        reason = f"{config.family} has no stages in this version.\nUse  sharding.pipeline=1"
         yield Problem(f"sharding.pipeline={cfg.sharding.pipeline}", reason)
     schedule = cfg.sharding.pipeline_schedule
     if stages > 1 and config.tie_word_embeddings and SCHEDULES[schedule].in_v:

@@ -22,7 +22,7 @@ from fsdp_trainer.config.schema import Sharding, TrainConfig
 from fsdp_trainer.distributed import local_part
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.attention import Cache, PackedAttention
-from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.decoder import Auxiliary, Decoder, MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.parallel.dims import Dims
 
@@ -33,7 +33,7 @@ class Stage(nn.Module):
     """Some blocks in a row: with the embedding in the first stage, with norm and head in the last.
 
     number, count: of the stages. scores: of each micro-batch of the last forwards, in the last
-    stage.
+    stage. auxiliary: values of its blocks, of each micro-batch that is learnt from.
     """
 
     def __init__(self, model: Decoder, number: int, count: int, names: Sequence[str]):
@@ -41,6 +41,7 @@ class Stage(nn.Module):
         super().__init__()
         self.number, self.count = number, count
         self.scores: list[Scores] = []
+        self.auxiliary: list[Auxiliary] = []
         self.__dict__["decoder"] = model  # not a module of this one
         self.layers = nn.ModuleDict({name: model.model.layers[name] for name in names})
         if self.is_first or (self.is_last and model.config.tie_word_embeddings):
@@ -65,13 +66,31 @@ class Stage(nn.Module):
         """
         decoder: Decoder = self.__dict__["decoder"]
         x = decoder.embed(x) if self.is_first else ContiguousGradient.apply(x)
-        x, _ = decoder.run_blocks(x, batch.positions, batch.layout, dict(self.layers.items()))
+        share = batch.token_share if objective else None  # a validation minimises nothing
+        blocks = dict(self.layers.items())
+        x, auxiliary = decoder.run_blocks(
+            x, batch.positions, batch.layout, blocks, token_share=share
+        )
+        if auxiliary:
+            x = self.minimise(x, auxiliary)
         if not self.is_last:
             return x.contiguous()
         hidden = decoder.all_tokens(x).flatten(0, 1).index_select(0, batch.index)
         value, scores = self.lm_head(self.norm(hidden), batch.targets, objective)
         self.scores.append(scores)
         return hidden.new_zeros((), dtype=torch.float32) if value is None else value
+
+    def minimise(self, x: Tensor, auxiliary: Auxiliary) -> Tensor:
+        """Return the stream; its backward is also that of the blocks' losses. Keeps their values.
+
+        They need no gradient from other stages: each is a part of the sum that is minimised.
+        """
+        decoder: Decoder = self.__dict__["decoder"]
+        assert decoder.balance is not None
+        numbers = [int(name) for name in self.layers]
+        self.auxiliary.append(decoder.balance.of_stage(auxiliary, numbers))
+        losses = [value for name, value in auxiliary.items() if name.endswith("_loss")]
+        return WithLoss.apply(x, sum(losses[1:], start=losses[0])) if losses else x
 
     def advance(
         self,
@@ -109,6 +128,22 @@ class ContiguousGradient(torch.autograd.Function):
         return gradients[0].contiguous()
 
 
+class WithLoss(torch.autograd.Function):
+    """The residual stream. Its backward is that of the stream and of a loss beside it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        """x: the stream; loss: a scalar."""
+        ctx.loss = loss.dtype, loss.device
+        return x.clone()  # zbv and dualpipev detach in place what a stage returns: no view
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """gradients: of the stream."""
+        dtype, device = ctx.loss
+        return gradients[0], torch.ones((), dtype=dtype, device=device)
+
+
 # --- a model in stages
 
 
@@ -118,9 +153,15 @@ def stages_of(model: nn.Module) -> list[Stage]:
 
 
 def block_costs(model: Decoder) -> tuple[list[int], int]:
-    """Return how many numbers each block has, and the head: what a token costs there."""
-    costs = [sum(p.numel() for p in block.parameters()) for block in model.blocks().values()]
+    """Return how many numbers a token meets in each block, and in the head: what it costs there."""
+    costs = [sum(map(_numbers_met, block.modules())) for block in model.blocks().values()]
     return costs, model.lm_head.weight.numel()
+
+
+def _numbers_met(module: nn.Module) -> int:
+    """Return how many numbers of a module's own a token meets: of experts, the chosen ones."""
+    count = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    return round(count * getattr(module, "active_share", 1))
 
 
 def blocks_by_stage(model: Decoder, sharding: Sharding) -> list[list[int]]:
@@ -292,6 +333,13 @@ class Pipeline:
         options = [{"batch": batch, "objective": objective} for batch, objective in pairs]
         self._pop_scores()
         return self.run_schedule(self.schedule, self.stages, inputs, options, train)
+
+    def pop_auxiliary(self) -> list[Auxiliary]:
+        """Return the values of this rank's blocks: of each stage, of each micro-batch."""
+        values = [value for stage in self.own.values() for value in stage.auxiliary]
+        for stage in self.own.values():
+            stage.auxiliary = []
+        return values
 
     def _pop_scores(self) -> list[Scores]:
         if self.last is None:

@@ -226,6 +226,13 @@ class Metrics:
         for name, metric in self.metrics.items():
             sums[self._slices[name]] += metric.part(result)
 
+    def add_auxiliary(self, sums: Tensor, auxiliary: dict[str, Tensor]) -> None:
+        """Add the auxiliary values of a stage's blocks, and their losses to the objective."""
+        for name, value in auxiliary.items():
+            sums[self._slices[name]] += value.flatten()
+            if name.endswith("_loss"):
+                sums[self._slices["objective"]] += value
+
     def position(self, name: str) -> int:
         """Return where in the sums the first number of a metric is."""
         return self._slices[name].start

@@ -17,7 +17,7 @@ from fsdp_trainer.training.batches import StepPlan
 from fsdp_trainer.training.feed import StepBatches
 from fsdp_trainer.training.metrics import MicroBatchResult
 from fsdp_trainer.training.objective import negative_log_likelihood
-from fsdp_trainer.training.step import ForwardBackward
+from fsdp_trainer.training.step import ForwardBackward, shared_out
 
 
 @dataclass(kw_only=True)
@@ -46,6 +46,8 @@ class PipelineForwardBackward(ForwardBackward):
         phases.enter("backward")
         sums = self.metrics.zeros()
         losses = sums.new_zeros(step.count, 2)
+        for values in self.pipeline.pop_auxiliary():
+            self.metrics.add_auxiliary(sums, values)
         for i, result in enumerate(results):
             self.metrics.add(sums, result)
             losses[i] = self._own_loss(step.plan, result)
@@ -57,9 +59,12 @@ class PipelineForwardBackward(ForwardBackward):
         """Return the results of all batches on ranks with the last stage, elsewhere none."""
         self.checks.clear()
         weights = [batch.weights / (plan.weight or 1.0) for batch in batches]
+        batches = [shared_out(batch, plan) for batch in batches]
         computed = self.pipeline.train(batches, [self.objective(each) for each in weights])
+        balance = self.model.balance
+        auxiliary = balance.zeros() if balance else {}  # stages have their own
         return [
-            MicroBatchResult(batch, scores, negative_log_likelihood(scores, own), value)
+            MicroBatchResult(batch, scores, negative_log_likelihood(scores, own), value, auxiliary)
             for batch, own, (value, scores) in zip(batches, weights, computed, strict=False)
         ]
 
@@ -83,8 +88,14 @@ class PipelineForwardBackward(ForwardBackward):
         self, plan: StepPlan, batch: MicroBatch, optimizer: Optimizer
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """See ForwardBackward. Of its stages, on each rank; with others that learn nothing."""
-        others = replace(batch, weights=torch.zeros_like(batch.weights))
+        share = batch.token_share
+        others = replace(
+            batch,
+            weights=torch.zeros_like(batch.weights),
+            token_share=None if share is None else torch.zeros_like(share),
+        )
         results = self._train(plan, [batch] + [others] * (self.pipeline.count - 1))
+        self.pipeline.pop_auxiliary()
         value = results[0].objective if results else batch.weights.new_zeros(())
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         optimizer.zero_grad(set_to_none=True)

@@ -90,8 +90,7 @@ class ForwardBackward:
         """Run forward and backward of one micro-batch."""
         phases.enter("forward")
         weights = batch.weights / (plan.weight or 1.0)  # a step may have no target
-        if batch.token_share is not None:
-            batch = replace(batch, token_share=batch.token_share / max(plan.tokens, 1))
+        batch = shared_out(batch, plan)
         value, scores, auxiliary = self.model(batch, self.objective(weights))
         phases.enter("backward")
         value.backward()
@@ -152,3 +151,10 @@ class ForwardBackward:
         tiny = torch.finfo(torch.float32).tiny
         means = sums[:, 0] / sums[:, 1].clamp_min(tiny)
         return means.nan_to_num(torch.inf, torch.inf, torch.inf)
+
+
+def shared_out(batch: MicroBatch, plan: StepPlan) -> MicroBatch:
+    """Return a micro-batch whose tokens have their share of the step's, where they are counted."""
+    if batch.token_share is None:
+        return batch
+    return replace(batch, token_share=batch.token_share / max(plan.tokens, 1))

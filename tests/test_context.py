@@ -135,7 +135,7 @@ CASES = {
     "gathered, soft caps": (2, SOFT_CAPS, GATHERED),
     "gathered, long rope": (2, LONG_ROPE, GATHERED),
     "gathered, recomputed": (2, {}, GATHERED | {"checkpoint": {"mode": "selective"}}),
-    "gathered, compiled": (2, {}, GATHERED | {"compiled": True, "attention": "mask"}),
+    "gathered, compiled": (2, {}, GATHERED | {"compiled": "quickly", "attention": "mask"}),
     "shard": (4, {}, TWO),
     "tensor": (4, {}, {"sharding": {"context": 2, "tensor": 2}}),
     "tensor, gathered": (

@@ -203,8 +203,8 @@ def test_a_checkpoint_of_any_expert_degree_goes_on_in_any_other(world, train, tm
         *SMALL,
         "schedule=constant",
         "optim.eps=1e-3",
+        "batch.rows=4",
         "batch.micro_rows=1",
-        "checkpoint.every=1",
     ]
     how += ["checkpoint.every=1", "checkpoint.keep=9"]
     how += ["train.sample_prompts=[a,bb]", "train.sample_tokens=3"]

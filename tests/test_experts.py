@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 
+import inject
 import pytest
 import torch
 import torch.distributed as dist
@@ -334,6 +335,7 @@ def test_padding_goes_to_no_expert_that_is_counted():
     assert model(batch, objective(batch)).auxiliary["expert_load"].sum() == 20
 
 
+@pytest.mark.slow
 def test_balancing_does_not_depend_on_ranks_micro_batches_recomputation_or_a_restart(train):
     how = [
         *SMALL, "schedule=constant", "loss.load_balancing=0.1", "loss.router_z_loss=0.01",
@@ -418,6 +420,7 @@ def test_a_bias_is_refused_where_routers_have_none(train):
 @pytest.mark.slow
 def test_balancing_is_the_same_compiled(train, compiled):
     how = [*SMALL, "loss.load_balancing=0.1", "train.steps=3", "batch.micro_rows=2"]
-    plain, other = train("plain", *how), train("compiled", *compiled, *how)
+    plain = train("plain", *how)
+    other = train("compiled", *compiled, *how, seam=inject.no_kernels())
     for name in ("objective", "grad_norm", "load_balancing_loss", "expert_load_max"):
         assert other.column(name) == pytest.approx(plain.column(name), rel=1e-4), name

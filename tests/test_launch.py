@@ -247,36 +247,26 @@ BROKEN = '{"prompt": "a", "completion": "b"}\n{"prompt": "a", \n'
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["self", "torchrun"])
-def test_a_broken_line_is_told_once_and_no_traceback(done, tmp_path, launcher):
+def test_a_broken_line_is_told_once_and_no_traceback(done, tmp_path):
     (tmp_path / "broken.jsonl").write_text(BROKEN)
-    how = {"self": SELF, "torchrun": [*TORCHRUN, "-m", "fsdp_trainer"]}[launcher]
-    more = ["launch.nproc_per_node=2"] if launcher == "self" else []
-    code, out, err, run = done(
-        how, "train.steps=3", f"data.path={tmp_path / 'broken.jsonl'}", *more
-    )
-    assert code == (2 if launcher == "self" else 1)
+    how = ["train.steps=3", f"data.path={tmp_path / 'broken.jsonl'}", "launch.nproc_per_node=2"]
+    code, out, err, run = done(SELF, *how)
+    assert code == 2
+    assert_told_once(out, err)
+    assert not run.folder.exists()
+
+
+def assert_told_once(out, err):
     assert err.count("broken.jsonl:2") == 1
     assert "broken.jsonl" not in out
     assert "fsdp_trainer/" not in err, "no traceback of ours"
-    if launcher == "self":
-        assert not run.folder.exists()
-    else:  # later attempts read there that there is nothing to do
-        assert run.events[-1]["event"] == "end"
-        assert run.events[-1]["exit_code"] == 2
 
 
 @pytest.mark.slow
-def test_a_run_that_learns_nothing_ends_with_exit_1_from_all_ranks(done):
-    code, _, err, run = done(
-        SELF,
-        "train.steps=20",
-        "launch.nproc_per_node=2",
-        "optim.lr=1e38",
-        "schedule.warmup_steps=0",
-        "train.max_skipped=3",
-    )
-    assert code == 1
+def test_a_run_that_learns_nothing_ends_with_exit_1_from_all_ranks(train):
+    how = ["train.steps=20", "optim.lr=1e38", "schedule.warmup_steps=0", "train.max_skipped=3"]
+    run = train("run", *how, ranks=2, code=1)
+    err = "".join(rank.err for rank in run.ranks)
     assert err.count("not finite for 3 steps") == 1
     assert "Traceback" not in err
     assert run.events[-1]["exit_code"] == 1
@@ -408,20 +398,19 @@ def test_torchrun_restarts_a_world_whose_rank_was_killed_and_it_finishes(done, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("why", ["time_limit", "mistake"])
-def test_torchrun_does_not_train_again_what_stopped_in_order(done, tmp_path, why):
-    """--max-restarts restarts any non-zero exit; the second attempt leaves at once."""
-    how = (
-        ["train.time_limit=1s", "train.steps=100000"]
-        if why == "time_limit"
-        else ["train.steps=2", f"data.path={tmp_path / 'broken.jsonl'}"]
-    )
+def test_torchrun_does_not_train_again_what_stopped_in_order(done, tmp_path):
+    """--max-restarts restarts any non-zero exit; the second attempt reads in the folder that there
+    is nothing to do, and leaves at once."""
     (tmp_path / "broken.jsonl").write_text(BROKEN)
-    code, _, err, run = done([*TORCHRUN, "--max-restarts=1", "-m", "fsdp_trainer"], *how)
+    code, out, err, run = done(
+        [*TORCHRUN, "--max-restarts=1", "-m", "fsdp_trainer"],
+        *("train.steps=2", f"data.path={tmp_path / 'broken.jsonl'}"),
+    )
     assert code == 1
-    assert [e["exit_code"] for e in run.event("end")][-1] == {"time_limit": 75, "mistake": 2}[why]
+    assert_told_once(out, err)
+    assert run.events[-1]["event"] == "end"
+    assert run.events[-1]["exit_code"] == 2
     assert not run.event("resume")
-    assert err.count("broken.jsonl:2") <= 1
 
 
 @pytest.mark.slow

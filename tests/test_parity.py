@@ -45,7 +45,7 @@ def same(train, alone):
     """A training on `ranks` with `how` has the reference's losses and norms."""
 
     def check(
-        ranks: int, *how: str, common: tuple[str, ...] = (), steps: int = 8, **options
+        ranks: int, *how: str, common: tuple[str, ...] = (), steps: int = 4, **options
     ) -> None:
         how = (*COMMON, f"train.steps={steps}", *common, *how)
         run = train("other", *how, ranks=ranks, **options)
@@ -64,28 +64,18 @@ def same(train, alone):
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_number_of_ranks(same, ranks):
     same(
-        ranks, steps=20
+        ranks, steps=8
     )  # with one micro-batch of 6 rows the other ranks have nothing but empty rows
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "micro_rows"),
-    [
-        (1, 2),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)]
-        ),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "micro_rows"), [(1, 2), (2, 2), (4, 1)])
 def test_with_accumulation_and_rows_that_do_not_divide(same, ranks, micro_rows):
-    same(ranks, f"batch.micro_rows={micro_rows}", common=("batch.rows=7",), steps=20)
+    same(ranks, f"batch.micro_rows={micro_rows}", common=("batch.rows=7",), steps=8)
 
 
-MORE_WAYS = [
+WAYS = [
     (2, ["activation_checkpoint=selective", "activation_checkpoint.save=[attention]"]),
-    (2, ["sharding.accumulate=unsharded"]),
     (1, ["activation_checkpoint=full"]),
     (2, ["sharding=ddp", "sharding.accumulate=unsharded"]),
     (2, ["sharding.reshard_after_forward=false"]),
@@ -119,25 +109,16 @@ MORE_WAYS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "how"),
-    [
-        (2, ["activation_checkpoint=full"]),
-        (2, ["model.attention=mask"]),
-        (2, ["sharding=ddp"]),
-        pytest.param(4, ["sharding=hsdp", "sharding.replicas=2"], marks=pytest.mark.slow),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_WAYS),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+    ("ranks", "how"), WAYS, ids=lambda value: " ".join(value) if isinstance(value, list) else None
 )
 def test_every_way_of_sharding_and_recomputing(same, ranks, how):
     same(ranks, "batch.micro_rows=1", *how, common=("batch.rows=7",))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_an_untied_model(same, ranks):
+def test_an_untied_model(same):
     # the embedding, a unit of its own, is not gathered in backward
-    same(ranks, "batch.micro_rows=2", common=("model.tie_word_embeddings=false",))
+    same(2, "batch.micro_rows=2", common=("model.tie_word_embeddings=false",))
 
 
 @pytest.mark.slow
@@ -199,9 +180,9 @@ def test_weights_of_messages_count_in_numerator_and_divisor(train, tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_bf16_is_near_fp32(train, alone, ranks):
-    run = train("bf16", *COMMON, "train.steps=20", "precision.param_dtype=bfloat16", ranks=ranks)
-    assert run.column("loss") == pytest.approx(alone()[0], rel=0.02)
-    assert run.column("loss") != alone()[0]
+    run = train("bf16", *COMMON, "train.steps=8", "precision.param_dtype=bfloat16", ranks=ranks)
+    assert run.column("loss") == pytest.approx(alone()[0][:8], rel=0.02)
+    assert run.column("loss") != alone()[0][:8]
 
 
 def print_formats(rotate, x, cosine, sine):
@@ -255,8 +236,7 @@ def test_pure_bf16_trains_with_states_of_two_bytes_and_is_near_fp32(train, alone
     ids=lambda how: " ".join(how),
 )
 def test_compiled_as_eager(same, compiled, how):
-    kernels = {"seam": inject.no_kernels()} if how else {}
-    same(2, *compiled, *how, steps=3, **kernels)
+    same(2, *compiled, *how, steps=3, seam=inject.no_kernels())
 
 
 @pytest.mark.slow

@@ -129,8 +129,9 @@ CASES = {
     "interleaved": (2, {}, layout(pipeline_schedule="interleaved")),
     "zbv": (2, {}, layout(pipeline_schedule="zbv")),
     "dualpipev": (2, {}, layout(pipeline_schedule="dualpipev")),
-    "zbv, shard and tensor": (8, {}, layout(pipeline_schedule="zbv", tensor=2)),
-    "dualpipev, shard and context": (8, {}, layout(pipeline_schedule="dualpipev", context=2)),
+    "zbv, shard": (4, {}, layout(pipeline_schedule="zbv")),
+    "zbv, tensor": (4, {}, layout(pipeline_schedule="zbv", tensor=2)),
+    "dualpipev, context": (4, {}, layout(pipeline_schedule="dualpipev", context=2)),
     "zbv, full": (
         2,
         {},
@@ -145,7 +146,6 @@ CASES = {
     "unequal stages, tied": (2, {"num_hidden_layers": 3, "tie_word_embeddings": True}, layout()),
     "tied, four stages": (4, WINDOWS, layout(pipeline=4)),
     "interleaved, tied": (2, WINDOWS, layout(pipeline_schedule="interleaved")),
-    "shard": (4, {}, layout()),
     "shard, interleaved": (4, {}, layout(pipeline_schedule="interleaved")),
     "shard, tied": (4, {"tie_word_embeddings": True}, layout()),
     "unsharded": (4, {}, layout(accumulate="unsharded")),
@@ -153,20 +153,11 @@ CASES = {
     "hsdp": (8, {}, layout(strategy="hsdp", replicas=2)),
     "tensor": (4, {"tie_word_embeddings": True}, layout(tensor=2)),
     "context": (4, {}, layout(context=2)),
-    "context and tensor": (8, {}, layout(context=2, tensor=2)),
-    "shard and tensor, interleaved": (
-        8,
-        {},
-        layout(tensor=2, pipeline_schedule="interleaved"),
-    ),
-    "full": (2, {}, layout() | {"checkpoint": {"mode": "full"}}),
     "selective": (2, {}, layout() | {"checkpoint": {"mode": "selective"}}),
-    "lora": (2, {}, layout() | {"adapter": {"name": "lora", "rank": 2}}),
-    "compiled": (2, {}, layout() | {"compiled": True}),
     "compiled, interleaved": (
         2,
         {},
-        layout(pipeline_schedule="interleaved") | {"compiled": True},
+        layout(pipeline_schedule="interleaved") | {"compiled": True, "attention": "mask"},
     ),
     "dora": (2, {}, layout() | {"adapter": {"name": "dora", "rank": 2}}),
     "bfloat16 states": (
@@ -238,7 +229,7 @@ def test_torchs_schedules_wait_and_hold_as_long_as_is_said(name, ranks, count):
 
 BESIDE = [
     "schedule=constant", "checkpoint.every=1", "checkpoint.keep=9", "batch.micro_rows=1",
-    "model.num_hidden_layers=4", "optim.eps=1e-3", "data.validation=0.1",
+    "batch.rows=4", "model.num_hidden_layers=4", "optim.eps=1e-3", "data.validation=0.1",
     "train.validate_every=3", "train.sample_prompts=[a,bb]", "train.sample_tokens=3",
     "train.check_every=2",
 ]  # fmt: skip

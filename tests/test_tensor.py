@@ -1,6 +1,7 @@
 """Tensor parallelism: every layout of ranks computes what one plain process does."""
 
 from contextlib import ExitStack
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -27,7 +28,7 @@ from fsdp_trainer.models.adapters import (
     initialize_magnitudes,
     resolve_adapters,
 )
-from fsdp_trainer.models.attention import DocumentAttention
+from fsdp_trainer.models.attention import LAYOUTS as LAYOUTS_OF_ROWS
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch, meta_decoder
 from fsdp_trainer.models.four_bit import quantize_linears
@@ -62,7 +63,7 @@ def configuration(settings):
     )
 
 
-def micro_batch(row, step):
+def micro_batch(row, step, attention="documents"):
     """A row with 0 to 32 supervised tokens."""
     generator = torch.Generator().manual_seed(10 * step + row)
     tokens = torch.randint(SIZES["vocab_size"], (1, LENGTH), generator=generator)
@@ -74,7 +75,7 @@ def micro_batch(row, step):
     index = torch.cat([index, padding])
     weights = torch.cat([torch.rand(count, generator=generator) + 0.5, torch.zeros(40 - count)])
     targets = torch.randint(SIZES["vocab_size"], (40,), generator=generator)
-    layout = DocumentAttention([lengths], LENGTH, torch.device("cpu"))
+    layout = LAYOUTS_OF_ROWS[attention]([lengths], LENGTH, torch.device("cpu"))
     return MicroBatch(tokens, positions[None, :LENGTH], layout, index, targets, weights)
 
 
@@ -84,7 +85,8 @@ def train(model, cfg, dims, settings):
     def weight(step):
         return sum(micro_batch(row, step).weights.sum() for row in range(4))
 
-    return take_steps(model, cfg, dims, own, micro_batch, weight, **settings.get("loss", {}))
+    batch = partial(micro_batch, attention=settings.get("attention", "documents"))
+    return take_steps(model, cfg, dims, own, batch, weight, **settings.get("loss", {}))
 
 
 def plain(sizes, settings):
@@ -210,7 +212,11 @@ CASES = {
     ),
     "8 bits": (2, WIDE, TENSOR | {"optim": {"state_dtype": "8bit"}, "tolerance": 1e-4}),
     "bfloat16 states": (2, {}, TENSOR | {"optim": {"state_dtype": "bfloat16"}, "tolerance": 1e-4}),
-    "compiled": (2, {"family": "qwen3", "num_hidden_layers": 1}, TENSOR | {"compiled": True}),
+    "compiled": (
+        2,
+        {"family": "qwen3", "num_hidden_layers": 1},
+        TENSOR | {"compiled": True, "attention": "mask"},
+    ),
 }
 
 
@@ -246,8 +252,8 @@ def test_in_fewer_bits_gradients_are_as_near_to_float32_as_without_tensor_groups
 
 BESIDE = [
     "schedule=constant", "checkpoint.every=1", "checkpoint.keep=9", "batch.micro_rows=1",
-    "optim.eps=1e-3", "data.validation=0.1", "train.validate_every=3", "model.vocab_size=301",
-    "train.sample_prompts=[a,bb]", "train.sample_tokens=3",
+    "batch.rows=4", "optim.eps=1e-3", "data.validation=0.1", "train.validate_every=3",
+    "model.vocab_size=301", "train.sample_prompts=[a,bb]", "train.sample_tokens=3",
 ]  # fmt: skip
 LAYOUTS = {
     2: (2, []),

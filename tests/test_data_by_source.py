@@ -24,6 +24,7 @@ def sources(tmp_path):
     return files
 
 
+@pytest.mark.slow
 def test_the_loss_of_each_source_is_that_of_a_run_on_it_alone(train, sources):
     """A model that does not move (lr 0): one step over everything, against steps over each file."""
     still = [
@@ -63,6 +64,7 @@ def test_a_source_that_is_absent_from_a_step_has_no_loss_in_it(train, sources):
     assert all(found <= {"a", "b", "rare"} for found in names)
 
 
+@pytest.mark.slow
 def test_validation_tells_its_files_apart(train, sources):
     run = train(
         "run",

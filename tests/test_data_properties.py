@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -178,6 +179,7 @@ def computed(data, order, world, plan):
     return sorted(rows)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     data_sets(),
@@ -210,6 +212,7 @@ def test_steps_are_the_same_in_every_world_and_after_every_interruption(
         assert [computed(data, again, world, plan) for plan in rest] == whole[done:]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data_sets(mixed_by=("nothing", "repeats")), st.integers(1, 13), st.integers(1, 2), WORLDS)
 def test_an_epoch_has_every_token_exactly_as_often_as_asked_and_learns_each_with_its_weight(
@@ -244,6 +247,7 @@ def test_an_epoch_has_every_token_exactly_as_often_as_asked_and_learns_each_with
     assert sorted(learnt) == [tuple(pair) for pair in expected]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data_sets(mixed_by=("repeats", "weights")), st.integers(0, 10**7))
 def test_a_mixture_is_exact_over_any_prefix_and_each_source_goes_on_in_its_own_order(data, first):

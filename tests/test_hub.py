@@ -70,6 +70,7 @@ def test_preview_of_a_hub_model_fetches_no_weights(hub, capsys):
     assert not any("*.safetensors" in patterns for patterns in hub)
 
 
+@pytest.mark.slow
 def test_training_starts_from_a_hub_models_weights(hub, tmp_path):
     shared = [
         "data.path=demo:backwards",
@@ -88,6 +89,7 @@ def test_training_starts_from_a_hub_models_weights(hub, tmp_path):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_a_hub_models_adapter_names_it_and_finds_it_again(hub, tmp_path, capsys):
     shared = [
         "data.path=demo:backwards",

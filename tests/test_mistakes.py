@@ -229,6 +229,7 @@ def said(world, folder, without_ranks):
     return found
 
 
+@pytest.mark.slow
 def test_every_mistake_says_what_the_page_shows(said, folder):
     def as_said(block: re.Match) -> str:
         how, lines = block[1] or "", [line for line, _ in commands(block[2])]
@@ -255,6 +256,7 @@ def test_every_mistake_says_what_the_page_shows(said, folder):
     assert written == page
 
 
+@pytest.mark.slow
 def test_each_is_refused_with_2_and_what_follows_is_what_was_said_and_is_taken(said):
     for how, block in BLOCK.findall(PAGE.read_text()):
         (line, _), *then = commands(block)

@@ -22,6 +22,7 @@ HOW = ["train.steps=6", "checkpoint.every=2", "batch.rows=8", "batch.micro_rows=
 GREEDY = inject.at("update", inject.exhaust_memory, step=5)
 
 
+@pytest.mark.slow
 def test_what_a_rank_held_is_told_beside_the_plan_and_what_to_type(train):
     run = train("run", *HOW, seam=GREEDY, code=1)
     assert run.err.startswith(

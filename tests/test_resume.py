@@ -227,6 +227,7 @@ def test_what_is_trained_may_not_change_unless_it_is_allowed(train, tmp_path):
     assert run.column("step") == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_resume_with_changed_data_names_the_files_that_changed(train, tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
@@ -428,6 +429,7 @@ def test_going_back_to_an_older_checkpoint_makes_it_the_run(train, broken_run, t
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_at_the_end_fails_the_run_on_all_ranks_and_leaves_none(
     train,
 ):
@@ -486,6 +488,7 @@ def test_epochs_end_with_the_data_also_if_steps_become_smaller_on_the_way(train)
     assert len(run.metrics) > steps
 
 
+@pytest.mark.slow
 def test_shapes_of_weights_are_not_among_what_may_change(train):
     train("run", "train.steps=1")
     changed = ["model.vocab_multiple=64", "checkpoint.allow_changes=[model.vocab_multiple]"]
@@ -534,6 +537,7 @@ def refuse_deterministic_kernels():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.slow
 def test_a_deterministic_run_takes_deterministic_kernels_until_it_ends(train):
     how = ["train.steps=5", "schedule=constant", "train.spike_window=4"]
     run = train("run", *how, "train.deterministic=true", seam=inject.at(None, refuse_other_kernels))

@@ -36,6 +36,7 @@ def python(code: str) -> str:
     return (done.stdout.splitlines() or [""])[-1]
 
 
+@pytest.mark.slow
 def test_training_imports_only_what_it_uses(inputs, tmp_path):
     words = [f"{key}={value}" for key, value in inputs.items()] + [
         f"run.root={tmp_path}",
@@ -72,6 +73,7 @@ def test_a_process_that_starts_ranks_imports_no_torch(inputs, tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     sys.platform != "linux" or "+cpu" not in version("torch"),
     reason="elsewhere torch loads its libraries alone",

@@ -253,7 +253,7 @@ def work(pipe) -> None:
 
     torch.set_num_threads(1)
     await_stores()
-    jobs, signals = 0, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before, handlers = dict(os.environ), [signal.getsignal(s) for s in signals]
     while True:
         try:
@@ -261,10 +261,6 @@ def work(pipe) -> None:
         except (EOFError, OSError):
             return
         os.environ.update(env)
-        jobs += 1
-        if jobs % 20 == 0 or crowded():
-            gc.unfreeze()  # else what a job has left since it was frozen stays for good
-            gc.collect()
         # as after a rank's imports: a run's own collections would go through all that torch has,
         # for a third of a small run
         gc.freeze()
@@ -280,12 +276,18 @@ def work(pipe) -> None:
         for s, handler in zip(signals, handlers, strict=True):
             signal.signal(s, handler)
         pipe.send_bytes(pack(answer))
+        del answer
+        collect_garbage()
 
 
-def crowded() -> bool:
-    """Whether jobs have left many sockets and threads to the garbage collector. Each group of ranks
-    has a thread that wakes a hundred times a second until then."""
-    return len(os.listdir("/proc/self/fd")) > 150 or len(os.listdir("/proc/self/task")) > 40
+def collect_garbage() -> None:
+    """Close what a job has left open. A rank may get no other job for long, and each group of ranks
+    has a thread that wakes a hundred times a second."""
+    if gc.get_freeze_count():
+        gc.collect()  # only what is younger than the job: quick
+    if len(os.listdir("/proc/self/fd")) > 120 or len(os.listdir("/proc/self/task")) > 24:
+        gc.unfreeze()  # also what was frozen on the way
+        gc.collect()
 
 
 class Packer(pickle.Pickler):

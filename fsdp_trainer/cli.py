@@ -42,6 +42,7 @@ VERBS = {
     "export": Verb("fsdp_trainer.checkpoint.export:export"),
     "verify": Verb("fsdp_trainer.checkpoint.verify:verify"),
     "generate": Verb("fsdp_trainer.generate:generate"),
+    "chat": Verb("fsdp_trainer.chat.verb:chat"),
     "evaluate": Verb("fsdp_trainer.evaluation.verb:evaluate", ("words",), False, starts_ranks=True),
     "tokenizer": Verb("fsdp_trainer.new_tokenizer.verb:tokenizer"),
     "quickstart": Verb("fsdp_trainer.quickstart:quickstart"),

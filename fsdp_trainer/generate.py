@@ -87,13 +87,17 @@ def sampling_of(cfg: GenerateConfig) -> Sampling:
     return Sampling(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.seed, cfg.samples)
 
 
+def device_of(name: str) -> str:
+    """Return the device that a configuration names; `auto`: a GPU where there is one."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def generate(cfg: GenerateConfig) -> int:
     """Run the verb: answer `prompt=` or the prompts of a file, or chat at the terminal."""
-    device = cfg.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     prompts = read_prompts(cfg)
-    speaker = Speaker.load(str(cfg.source), device, getattr(torch, cfg.dtype))
+    speaker = Speaker.load(str(cfg.source), device_of(cfg.device), getattr(torch, cfg.dtype))
     if not prompts:
         return chat(speaker, cfg)
     texts = prompts if cfg.raw else [speaker.ask(conversation(cfg, prompt)) for prompt in prompts]

@@ -9,10 +9,11 @@ BINARIES = ("chromium", "chromium-browser", "google-chrome")
 
 
 @contextlib.contextmanager
-def browser_page():
+def browser_page(served="file:"):
     """Open an empty page of a headless Chromium; skip the test where there is none.
 
-    At the end there must have been no error, no warning, and no request but for files.
+    At the end there must have been no error, no warning, and no request but for files, or for what
+    begins with `served`.
     """
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     binary = next(filter(None, map(shutil.which, BINARIES)), None)
@@ -25,7 +26,7 @@ def browser_page():
             problems.append(message.text)
 
     def on_request(request):
-        if not request.url.startswith("file:"):
+        if not request.url.startswith((served, "data:")):
             problems.append(request.url)
 
     with sync_api.sync_playwright() as playwright:

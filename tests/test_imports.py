@@ -36,7 +36,7 @@ LAYERS = [
     ("launch",),
     ("evaluation",),
     ("training",),
-    ("report", "generate", "quickstart", "new_tokenizer"),
+    ("report", "generate", "quickstart", "new_tokenizer", "chat"),
     ("cli", "api"),
     ("__main__", "__init__"),
 ]

@@ -26,6 +26,7 @@ from fsdp_trainer.config.paths import (
 )
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.verbs import (
+    ChatConfig,
     ExportConfig,
     GenerateConfig,
     ReportConfig,
@@ -57,6 +58,8 @@ NOT_INSTALLED = {
     "precision.float8": ("torchao", "torchao is not installed:  pip install 'fsdp_trainer[ao]'"),
 }
 """Keys that need an optional package → the package, and the message if it is not installed."""
+READ_SOURCE = (ExportConfig, VerifyConfig, GenerateConfig, ChatConfig, ReportConfig)
+"""Configurations of verbs that read `source`."""
 NO_TOKENIZER = "has neither a tokenizer.json nor a SentencePiece .model"
 
 
@@ -67,13 +70,13 @@ def check_inputs(cfg: Any, report: Report, whole: bool = True) -> None:
     """
     if isinstance(cfg, TrainConfig):
         _check_inputs_of_groups(cfg, report, whole)
-    elif isinstance(cfg, ExportConfig | VerifyConfig | GenerateConfig | ReportConfig):
+    elif isinstance(cfg, READ_SOURCE):
         several = isinstance(cfg, ReportConfig)
         what = "a run, several, or a sweep" if several else "a run or a checkpoint"
         reason = f"say what to read: {what}, e.g.  source=runs/quickstart"
         _require("source", cfg.source or None, reason, report)
         _check_exists("source", cfg.source, report)
-    if isinstance(cfg, GenerateConfig) and cfg.source and _lacks_tokenizer(cfg.source):
+    if isinstance(cfg, GenerateConfig | ChatConfig) and cfg.source and _lacks_tokenizer(cfg.source):
         report.add("source", cfg.source, f"{NO_TOKENIZER}: copy the model's into it")
     if isinstance(cfg, ExportConfig):
         _require("out", cfg.out, "say where to write, e.g.  out=hf", report)

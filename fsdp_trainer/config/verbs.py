@@ -259,6 +259,30 @@ class GenerateConfig:
 
 
 @dataclass
+class ChatConfig:
+    """Serves a page to chat on, and OpenAI's interface, for any model that `generate` reads."""
+
+    source: str | None = key(
+        None, "a run, a checkpoint, an adapter of PEFT's or a Hugging Face folder"
+    )
+    host: str = key(
+        "127.0.0.1", "address to listen at; other machines reach 0.0.0.0, which needs token"
+    )
+    port: int = key(8000, "port to listen at; 0: any that is free", minimum=0, maximum=65535)
+    token: str | None = key(None, "what each request must bring as its API key; null: nothing")
+    temperature: float = key(
+        0.7, "of requests that name none; 0: always the likeliest token", minimum=0
+    )
+    top_p: float = key(1.0, "of requests that name none", above=0, maximum=1)
+    max_tokens: int = key(512, "longest answer of requests that name none, in tokens", minimum=1)
+    rows: int = key(32, "answers that are computed at the same time; further ones wait", minimum=1)
+    device: str = key(
+        "auto", "`auto`: cuda where there is one, else cpu", choices=("auto", "cpu", "cuda")
+    )
+    dtype: str = key("float32", "number format of the weights", choices=("float32", "bfloat16"))
+
+
+@dataclass
 class Evaluate(Evaluation):
     """The model and the tasks of an evaluation."""
 
@@ -361,7 +385,8 @@ class QuickstartConfig:
 PRIMARY: dict[str, type] = {
     "train": TrainConfig, "plan": PlanConfig, "preview": PreviewConfig,
     "prepare": PrepareConfig, "doctor": DoctorConfig, "export": ExportConfig,
-    "verify": VerifyConfig, "generate": GenerateConfig, "evaluate": EvaluateConfig,
+    "verify": VerifyConfig, "generate": GenerateConfig, "chat": ChatConfig,
+    "evaluate": EvaluateConfig,
     "tokenizer": TokenizerConfig, "report": ReportConfig,
     "recipes": RecipesConfig, "config": ConfigConfig,
     "quickstart": QuickstartConfig, "launch-files": LaunchFilesConfig,

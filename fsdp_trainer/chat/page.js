@@ -1,0 +1,130 @@
+"use strict";
+const at = (id) => document.getElementById(id);
+const turns = at("turns"), text = at("text"), status = at("status");
+const token = new URLSearchParams(location.search).get("token");
+let messages = [], running = null;
+
+function show(role, content) {
+  const turn = document.createElement("div");
+  turn.className = "turn " + role;
+  turn.textContent = content;
+  turns.append(turn);
+  turns.scrollTop = turns.scrollHeight;
+  return turn;
+}
+
+function tell(line, isError) {
+  status.textContent = line;
+  status.className = isError ? "error" : "";
+}
+
+function update() {
+  at("send").disabled = at("new").disabled = running !== null;
+  at("stop").hidden = running === null;
+  at("again").hidden = running !== null || !messages.length;
+}
+
+// The objects of a stream of server-sent events.
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      const data = part.replace(/^data: /, "");
+      if (data === "[DONE]") return;
+      yield JSON.parse(data);
+    }
+  }
+}
+
+async function request() {
+  const system = at("system").value.trim();
+  const headers = { "Content-Type": "application/json" };
+  if (token) headers.Authorization = "Bearer " + token;
+  const response = await fetch("v1/chat/completions", {
+    method: "POST", headers, signal: running.signal,
+    body: JSON.stringify({
+      messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
+      temperature: at("temperature").valueAsNumber, top_p: at("top_p").valueAsNumber,
+      max_tokens: at("max_tokens").valueAsNumber,
+      stream: true, stream_options: { include_usage: true },
+    }),
+  });
+  if (!response.ok) throw new Error((await response.json()).error.message);
+  return response;
+}
+
+async function answer() {
+  running = new AbortController();
+  update();
+  tell("");
+  const turn = show("assistant busy", ""), began = performance.now();
+  let said = "", finish = "stopped", usage = null;
+  try {
+    for await (const event of events(await request())) {
+      if (event.error) throw new Error(event.error.message);
+      usage = event.usage || usage;
+      for (const choice of event.choices) {
+        const follows = turns.scrollTop + turns.clientHeight > turns.scrollHeight - 40;
+        said += choice.delta.content || "";
+        finish = choice.finish_reason || finish;
+        turn.textContent = said;
+        if (follows) turns.scrollTop = turns.scrollHeight;
+      }
+    }
+    const seconds = (performance.now() - began) / 1000;
+    const ended = finish === "length" ? ", cut at its longest" : "";
+    if (usage) tell(usage.completion_tokens + " tokens in " + seconds.toFixed(1) + " s" + ended);
+  } catch (error) {
+    if (error.name === "AbortError") tell("stopped");
+    else tell(error.message, true);
+  }
+  turn.classList.remove("busy");
+  if (said) messages.push({ role: "assistant", content: said });
+  else turn.remove();
+  running = null;
+  update();
+  text.focus();
+}
+
+function ask() {
+  const content = text.value.trim();
+  if (!content || running) return;
+  const last = messages[messages.length - 1];
+  if (last && last.role === "user") { messages.pop(); turns.lastElementChild.remove(); }
+  messages.push({ role: "user", content });
+  show("user", content);
+  text.value = "";
+  answer();
+}
+
+function again() {
+  if (running || !messages.length) return;
+  if (messages[messages.length - 1].role === "assistant") {
+    messages.pop();
+    turns.lastElementChild.remove();
+  }
+  answer();
+}
+
+at("ask").addEventListener("submit", (event) => { event.preventDefault(); ask(); });
+at("stop").addEventListener("click", () => running && running.abort());
+at("again").addEventListener("click", again);
+at("new").addEventListener("click", () => {
+  messages = [];
+  turns.replaceChildren();
+  tell("");
+  update();
+  text.focus();
+});
+text.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); ask(); }
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && running) running.abort();
+});
+update();

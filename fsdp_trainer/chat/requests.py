@@ -1,0 +1,127 @@
+"""Requests of OpenAI's chat completions, read and checked."""
+
+from dataclasses import dataclass
+from typing import Any
+
+MOST_STOPS = 4
+NOT_SERVED = ("tools", "functions", "logprobs", "top_logprobs", "logit_bias", "audio")
+"""Keys of the interface that this server does not have; false, null and empty ones are ignored."""
+
+
+class BadRequest(Exception):
+    """A request that cannot be answered. args: the message, and the key that it is about."""
+
+
+@dataclass(frozen=True)
+class ChatDefaults:
+    """The values of what a request leaves out."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A request for the next turn of a conversation."""
+
+    messages: list[dict[str, str]]
+    temperature: float
+    top_p: float
+    max_tokens: int
+    n: int
+    seed: int | None
+    stops: list[str]
+    stream: bool
+    include_usage: bool
+
+
+def read_request(body: Any, defaults: ChatDefaults) -> ChatRequest:
+    """Return the request in a JSON body. Raises BadRequest."""
+    if not isinstance(body, dict):
+        raise BadRequest("the body is no JSON object", None)
+    for key in NOT_SERVED:
+        if body.get(key):
+            raise BadRequest(f"{key!r} is not served here: leave it out", key)
+    if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
+        raise BadRequest("answers are text: leave 'response_format' out", "response_format")
+    length = "max_completion_tokens" if body.get("max_completion_tokens") else "max_tokens"
+    return ChatRequest(
+        read_messages(body.get("messages")),
+        number(body, "temperature", defaults.temperature, 0, 100),
+        number(body, "top_p", defaults.top_p, 1e-6, 1),
+        whole(body, length, defaults.max_tokens, 1, 10**9),
+        whole(body, "n", 1, 1, defaults.rows),
+        None if body.get("seed") is None else whole(body, "seed", 0, -(2**63), 2**63),
+        read_stops(body.get("stop")),
+        flag(body, "stream"),
+        flag(body.get("stream_options") or {}, "include_usage"),
+    )
+
+
+def read_messages(value: Any) -> list[dict[str, str]]:
+    """Return the turns as role and text."""
+    if not isinstance(value, list) or not value:
+        raise BadRequest("'messages' should be a list of turns, with one at least", "messages")
+    return [read_turn(turn, place) for place, turn in enumerate(value)]
+
+
+def read_turn(turn: Any, place: int) -> dict[str, str]:
+    """Return the role and the text of a turn; text may be in parts."""
+    where = f"messages[{place}]"
+    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+        raise BadRequest(f"{where} should be an object with a role and a content", "messages")
+    content = turn.get("content")
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) < len(parts):
+            raise BadRequest(f"{where} holds a part that is no text", "messages")
+        content = "".join(texts)
+    if not isinstance(content, str):
+        raise BadRequest(f"{where}.content should be a text", "messages")
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        raise BadRequest(f"{where}.content holds half a character", "messages") from None
+    # OpenAI's newer name of the system turn
+    role = "system" if turn["role"] == "developer" else turn["role"]
+    return {"role": role, "content": content}
+
+
+def read_stops(value: Any) -> list[str]:
+    """Return the stop strings: none, one, or a few."""
+    stops = [value] if isinstance(value, str) else value or []
+    are_texts = isinstance(stops, list) and all(isinstance(stop, str) for stop in stops)
+    if not are_texts or len(stops) > MOST_STOPS:
+        raise BadRequest(f"'stop' should be a text or up to {MOST_STOPS} of them", "stop")
+    return [stop for stop in stops if stop]
+
+
+def number(body: dict[str, Any], key: str, default: float, least: float, most: float) -> float:
+    """Return a number of the body within bounds, the default for null."""
+    value = body.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise BadRequest(f"{key!r} should be a number from {least:g} to {most:g}", key)
+    return float(value)
+
+
+def whole(body: dict[str, Any], key: str, default: int, least: int, most: int) -> int:
+    """Return a whole number of the body within bounds, the default for null."""
+    value = body.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise BadRequest(f"{key!r} should be a whole number from {least:,} to {most:,}", key)
+    return value
+
+
+def flag(body: Any, key: str) -> bool:
+    """Return a value of true or false; null is false."""
+    value = body.get(key) if isinstance(body, dict) else None
+    if value not in (None, True, False):
+        raise BadRequest(f"{key!r} should be true or false", key)
+    return bool(value)
